@@ -1,0 +1,69 @@
+"""What a plugin package offers: frozen records that import neither torch nor triton."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import field, frozen, validators
+
+HOOK_API = (1, 0)
+"""(major, minor) of the hook specs of this core. A plugin of the same major and of a minor that
+is not newer loads; every other is refused before its code is imported."""
+
+KINDS = ("algorithm", "backend", "transfer", "eviction", "engine", "observer")
+
+IMPLS = ("reference", "triton")
+
+
+@frozen
+class Capabilities:
+    """What an algorithm needs and offers, or what a backend can take. ``None`` means any.
+
+    Attributes:
+        units: smallest and largest unit in tokens, both included.
+        scopes: of ``"kv_head"`` (each kv-head selects for itself) and ``"shared"``.
+        attention: of ``"gqa"`` and ``"mla"``.
+        impls: of ``"reference"`` and ``"triton"``.
+        dtypes: names of torch dtypes, such as ``"bfloat16"``.
+        head_dims: head dims that are supported.
+        max_group: largest number of query heads that share one kv-head.
+        lse: the backend returns the log-sum-exp.
+        capture: every decode method can be captured in a CUDA graph.
+        host_memory: the backend can read pages that lie in mapped host memory.
+    """
+
+    units: tuple[int, int] | None = None
+    scopes: tuple[str, ...] | None = None
+    attention: tuple[str, ...] = ("gqa",)
+    impls: tuple[str, ...] = IMPLS
+    dtypes: tuple[str, ...] | None = None
+    head_dims: tuple[int, ...] | None = None
+    max_group: int | None = None
+    lse: bool = True
+    capture: bool = True
+    host_memory: bool = False
+
+
+@frozen
+class PluginEntry:
+    """One thing that a package offers.
+
+    Attributes:
+        name: what users write, unique within its kind.
+        kind: one of ``KINDS``.
+        factory: ``"module:attribute"``, imported only when somebody asks for this entry.
+        hook_api: the (major, minor) of the hook specs that the code was written against.
+        capabilities: what coordinator and user can rely on.
+        defaults: configuration defaults of the entry, such as ``{"unit": 16}``; they
+            stand above topkv's own defaults and below everything else.
+        parameters: names and default values of the parameters that ``params`` may set.
+    """
+
+    name: str
+    kind: str = field(validator=validators.in_(KINDS))
+    factory: str = field(validator=validators.matches_re(r"[\w.]+:\w+"))
+    hook_api: tuple[int, int] = HOOK_API
+    capabilities: Capabilities = Capabilities()
+    defaults: Mapping[str, Any] = field(factory=dict)
+    parameters: Mapping[str, Any] = field(factory=dict)

@@ -1,0 +1,54 @@
+"""Every error that topkv raises on purpose.
+
+A message says what was wrong, what was expected, what was got, whose it is, and how to mend
+it. Where several things are wrong at once, all of them are in one error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class TopkvError(Exception):
+    """Base of all errors of topkv."""
+
+
+class ReasonsError(TopkvError):
+    """An error that gathers every reason before it is raised.
+
+    Attributes:
+        reasons: the single reasons, in the order in which they were found.
+    """
+
+    def __init__(self, what: str, reasons: Iterable[str]) -> None:
+        self.reasons = tuple(reasons)
+        lines = "".join(f"\n  - {reason}" for reason in self.reasons)
+        super().__init__(f"{what}:{lines}")
+
+
+class ConfigError(ReasonsError):
+    """The configuration is wrong; nothing was allocated."""
+
+
+class PluginError(ReasonsError):
+    """A plugin is unknown, did not load, or does not keep its contract."""
+
+
+class CapabilityError(ReasonsError):
+    """What was asked for is known and refused: a plugin, model or option does not offer it."""
+
+
+class RequestError(TopkvError):
+    """A call does not fit the state of the request or forward that it names."""
+
+
+class OutOfMemory(TopkvError):
+    """A tier has no room for what was asked; the state is as it was before the call."""
+
+
+class HostMemoryError(OutOfMemory):
+    """Too few free pages, or a host pool that would exceed its limit."""
+
+
+class DeviceMemoryError(OutOfMemory):
+    """Too few free request slots, or device buffers that would exceed their limit."""

@@ -1,0 +1,1 @@
+"""Hook specs: one page for each kind of plugin."""

@@ -1,0 +1,74 @@
+"""Hook specs of an attention backend.
+
+The core makes one instance per group: ``factory(model, group, impl, device, max_batch)``. It may
+allocate workspaces for at most ``max_batch`` decode rows when it is made, not later.
+
+K and V come as strided views ``[slots, heads_per_lane, unit, D]`` of the pool in which they lie,
+the device buffer or, for streamed layers, mapped host memory; only the last dimension is
+certain to be contiguous. The byte offset of an element may exceed 2**31.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from topkv.hooks.registry import hookspec
+from topkv.types import LayerView, Plan
+
+
+@hookspec(firstresult=True)
+def adapt_page_table(layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor) -> None:
+    """Turn a plan into the table that ``attend`` reads. Hot.
+
+    For lane n of slot s and head h, with ``row = s * lane_heads + h``:
+    ``table[n, i] = row * (C + T) + plan.slots[n, i]`` for ``i < count``; the tail unit
+    ``u = (length - 1) // unit`` goes to ``table[n, count]`` as ``row * (C + T) + C + u % T``;
+    ``lengths[n] = count * unit + (length - 1) % unit + 1``. Padded rows get length 0. Where the
+    tail is selectable (``table`` has K columns) nothing is appended.
+
+    Args:
+        layer: the layer.
+        plan: the plan; ``plan.slots`` is compacted.
+        table: int32 ``[N, K + 1]`` (or ``[N, K]``), owned by the core; columns behind the
+            last used one become 0.
+        lengths: int32 ``[N]``, owned by the core.
+    """
+
+
+@hookspec(firstresult=True)
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, out: Tensor, lse: Tensor
+) -> None:
+    """Decode attention over the listed units, in place: no gather copy. Hot.
+
+    Args:
+        q: ``[N, Q, heads_per_lane * G, D]`` queries by lane; heads of one kv-head are
+            adjacent. Only Q = 1 for now.
+        k, v: ``[slots, heads_per_lane, unit, D]`` strided views.
+        table: int32 ``[N, W]`` indices into the first dimension of ``k`` and ``v``.
+        lengths: int32 ``[N]`` tokens: the first ``lengths[n]`` tokens of the units in
+            table order; all units but the last are full.
+        out: ``[N, Q, heads_per_lane * G, D]`` in the dtype of q, owned by the caller.
+        lse: fp32 ``[N, Q, heads_per_lane * G]`` natural log-sum-exp of the scaled logits.
+
+    A lane of length 0 gives ``out`` 0 and ``lse`` -inf. Every element is written. What the
+    buffers hold behind ``lengths`` (NaN, say) has no influence.
+    """
+
+
+@hookspec(firstresult=True)
+def prefill(
+    q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int, out: Tensor, lse: Tensor
+) -> None:
+    """Causal attention of a prefill chunk over one contiguous block of keys. Cold.
+
+    Args:
+        q: ``[m, H, D]`` queries of positions ``q_start ..``.
+        k, v: ``[n, Hkv, D]`` keys and values of positions ``k_start ..``; only the last
+            dimension is certain to be contiguous.
+        q_start, k_start: host ints. Query i sees key j iff ``k_start + j <= q_start + i``.
+        out: fp32 ``[m, H, D]``, owned by the caller.
+        lse: fp32 ``[m, H]`` natural log-sum-exp; -inf (and out 0) where no key is seen.
+
+    The core streams history block by block and merges the results by their LSE.
+    """

@@ -1,0 +1,51 @@
+"""Discovery hooks: what a package offers. Collecting; called once per process, cold.
+
+A package points the entry-point group ``topkv`` at a light module that imports neither torch
+nor triton and implements the hooks of the kinds that it offers::
+
+    from topkv import hookimpl
+    from topkv.entries import PluginEntry
+
+    @hookimpl
+    def topkv_register_algorithms():
+        return [PluginEntry("mine", "algorithm", "topkv_mine.algorithm:Mine")]
+"""
+
+from __future__ import annotations
+
+import pluggy
+
+from topkv.entries import PluginEntry
+
+hookspec = pluggy.HookspecMarker("topkv")
+hookimpl = pluggy.HookimplMarker("topkv")
+
+
+@hookspec
+def topkv_register_algorithms() -> list[PluginEntry]:  # type: ignore[empty-body]
+    """Selection algorithms; factories follow ``topkv.hooks.algorithm``."""
+
+
+@hookspec
+def topkv_register_backends() -> list[PluginEntry]:  # type: ignore[empty-body]
+    """Attention backends; factories follow ``topkv.hooks.backend``."""
+
+
+@hookspec
+def topkv_register_transfers() -> list[PluginEntry]:  # type: ignore[empty-body]
+    """Transfer engines; factories follow ``topkv.hooks.transfer``."""
+
+
+@hookspec
+def topkv_register_evictions() -> list[PluginEntry]:  # type: ignore[empty-body]
+    """Eviction policies; factories follow ``topkv.hooks.eviction``."""
+
+
+@hookspec
+def topkv_register_engines() -> list[PluginEntry]:  # type: ignore[empty-body]
+    """Engine integrations; factories follow ``topkv.hooks.engine``."""
+
+
+@hookspec
+def topkv_register_observers() -> list[PluginEntry]:  # type: ignore[empty-body]
+    """Observers; factories follow ``topkv.hooks.observer``."""

@@ -1,0 +1,107 @@
+"""Hook specs of a transfer engine: who lies where, and what moves between the tiers.
+
+The core makes one instance per group:
+``factory(group, store, eviction, impl)`` with the ``GroupShape``, the ``GroupStore`` that
+holds every tensor of the group, an eviction policy, and ``"reference"`` or ``"triton"``.
+
+``append``, ``plan``, ``load`` and ``offload`` are hot. The others are cold. Every address is 64
+bit. Padded rows (slot -1) touch nothing but their own rows of the plan.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from topkv.hooks.registry import hookspec
+from topkv.types import LayerView, Plan
+
+
+@hookspec(firstresult=True)
+def append(layer: LayerView, k: Tensor, v: Tensor) -> None:
+    """Write the new token of each decode row: to the ring (sparse layers) or to its page.
+
+    Args:
+        layer: the layer; the token of row b stands at position ``lengths[b] - 1``. Rows with
+            ``appended == 0`` write nothing.
+        k, v: ``[B, Hkv, D]``, last dimension contiguous.
+    """
+
+
+@hookspec(firstresult=True)
+def plan(layer: LayerView, ids: Tensor, limit: Tensor, out: Plan) -> None:
+    """Resolve logical ids to slots, choose victims, list the misses.
+
+    Drops -1, ids out of ``0 <= id < limit`` and all but the first of equal ids. Ids in the
+    ring resolve to it. Hits are stamped before victims are chosen; no slot that is
+    selected in this step is evicted in it. Afterwards the order of a lane is
+    [stale | loaded in selection order | hits in their previous order] (policy ``lru``), victims
+    coldest first. A lane whose buffer holds all of its units leaves at once.
+
+    Args:
+        layer: the layer.
+        ids: int32 ``[N, K]`` logical ids, anything at all.
+        limit: int32 ``[B]`` selectable units of each row.
+        out: written completely.
+    """
+
+
+@hookspec(firstresult=True)
+def load(layer: LayerView, plan: Plan) -> None:
+    """Copy the entries that ``plan`` missed from the host pool to their device slots."""
+
+
+@hookspec(firstresult=True)
+def offload() -> None:
+    """Copy every unit that this step filled to the host: all layers, one masked launch.
+
+    A lane that is resident gets the unit in LRU slot ``unit`` as well.
+    """
+
+
+@hookspec(firstresult=True)
+def store(layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor) -> None:
+    """Write a prefill chunk to its pages, and for sparse layers to ring and resident slots. Cold.
+
+    Args:
+        layer: the layer.
+        slot: request slot.
+        start: position of the first token.
+        k, v: ``[m, Hkv, D]``.
+    """
+
+
+@hookspec(firstresult=True)
+def fetch(layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor) -> None:
+    """Gather history from its pages. Cold.
+
+    Args:
+        layer: the layer.
+        slot: request slot.
+        start: first position, on a unit boundary.
+        k, v: ``[n, Hkv, D]`` contiguous, filled with positions ``start .. start + n``.
+    """
+
+
+@hookspec(firstresult=True)
+def flush(slot: int, length: int) -> None:
+    """Move the open unit of a request to its host entries, in all layers. Cold.
+
+    Args:
+        slot: request slot.
+        length: tokens of the request.
+    """
+
+
+@hookspec(firstresult=True)
+def restore(slot: int, length: int) -> None:
+    """Forget ring and buffer of a request and fill the ring from the host. Cold.
+
+    Args:
+        slot: request slot.
+        length: tokens of the request, all of them on the host.
+    """
+
+
+@hookspec(firstresult=True)
+def reset(slot: int) -> None:
+    """Forget everything that the lanes of a slot hold. Cold."""

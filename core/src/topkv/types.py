@@ -1,0 +1,233 @@
+"""The tensors and shapes that core and plugins hand each other.
+
+Letters: B rows of the padded decode batch, L layers, H q-heads, Hkv kv-heads, D head dim,
+N = B * lane_heads lanes, K selected units, C buffer slots, T ring slots.
+
+Three index spaces, never mixed and named apart everywhere:
+
+* a *logical* id is the position of a unit in its sequence,
+* a *host* id is its place in the host pool: ``page * units_per_page + unit_in_page``,
+* a *slot* id is its place in the device buffer of its lane: ``0 <= slot < C`` for the LRU
+  buffer, ``C <= slot < C + T`` for the ring; ``row * (C + T) + slot`` is global in a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+
+@frozen
+class ModelShape:
+    """Geometry of the attention layers of a model (all alike).
+
+    Attributes:
+        num_layers: attention layers, numbered from 0.
+        num_heads: query heads H.
+        num_kv_heads: kv-heads Hkv; H is a multiple of it.
+        head_dim: D, the same for keys and values.
+        dtype: dtype of keys and values as the model makes them.
+        scale: factor of the attention logits, ``D ** -0.5`` as a rule.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    scale: float
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per kv-head, G."""
+        return self.num_heads // self.num_kv_heads
+
+
+@frozen
+class GroupShape:
+    """The layers with equal unit, scope, row format, algorithm and parameters.
+
+    Dense layers form groups too: there ``unit == page_tokens``, one lane per request, and no
+    LRU buffer or ring.
+
+    Attributes:
+        layers: model layer numbers, ascending.
+        unit: tokens per unit.
+        lane_heads: lanes per request: Hkv when each kv-head selects for itself, else 1.
+        heads_per_lane: kv-heads in one entry: Hkv / lane_heads.
+        head_dim: D.
+        dtype: of keys and values.
+        page_tokens: tokens per page, a multiple of ``unit``.
+        max_requests: request slots.
+        max_units: units that one request can reach.
+        select: K, width of a selection in units.
+        buffer_slots: C.
+        ring_slots: T.
+        residency: ``"sparse"``, ``"resident"`` or ``"streamed"``.
+    """
+
+    layers: tuple[int, ...]
+    unit: int
+    lane_heads: int
+    heads_per_lane: int
+    head_dim: int
+    dtype: torch.dtype
+    page_tokens: int
+    max_requests: int
+    max_units: int
+    select: int
+    buffer_slots: int
+    ring_slots: int
+    residency: str = "sparse"
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.lane_heads * self.heads_per_lane
+
+    @property
+    def rows(self) -> int:
+        """Rows of lane bookkeeping; row of a lane = ``slot * lane_heads + head``."""
+        return self.max_requests * self.lane_heads
+
+    @property
+    def slots(self) -> int:
+        """Device slots per row, LRU buffer and ring together."""
+        return self.buffer_slots + self.ring_slots
+
+    @property
+    def units_per_page(self) -> int:
+        return self.page_tokens // self.unit
+
+    @property
+    def entry_shape(self) -> tuple[int, int, int, int]:
+        """``[heads_per_lane, K or V, unit, D]``, alike on host and device."""
+        return (self.heads_per_lane, 2, self.unit, self.head_dim)
+
+    @property
+    def entry_bytes(self) -> int:
+        return self.heads_per_lane * 2 * self.unit * self.head_dim * self.dtype.itemsize
+
+
+@define
+class StepTensors:
+    """What changes from step to step, the same for all layers. int32, on the device, at fixed
+    addresses, uploaded by ``forward_begin`` and owned by the core.
+
+    The tensors are narrowed to the B decode rows of the current forward. A padded row has
+    slot -1 and length 0.
+
+    Attributes:
+        slots: ``[B]`` request slot of each row.
+        lengths: ``[B]`` tokens of the request, those appended in this step included.
+        high: ``[B]`` the largest length that the ring has seen. Units
+            ``max(0, (high - 1) // unit - T + 1) .. (length - 1) // unit`` are in the ring.
+        appended: ``[B]`` 1 where the row appends a token in this step, else 0.
+        resident: ``[B]`` 1 where LRU slot u holds unit u for every closed unit below
+            C, as long as ``(high - 1) // unit <= C``.
+        page_table: ``[max_requests, max_pages]`` host page of each page of a request; 0,
+            a page that is never leased, where there is none.
+    """
+
+    slots: Tensor
+    lengths: Tensor
+    high: Tensor
+    appended: Tensor
+    resident: Tensor
+    page_table: Tensor
+
+    @property
+    def batch(self) -> int:
+        return self.slots.shape[0]
+
+
+@define
+class LayerView:
+    """Everything that a hook may see of one layer, at fixed addresses.
+
+    Attributes:
+        layer: model layer number.
+        index: position of the layer in its group.
+        group: its group.
+        step: the step tensors.
+        ring_k, ring_v: ``[max_requests, lane_heads, T, heads_per_lane, unit, D]`` strided
+            views of the ring; unit u of a lane lies at ring position ``u % T``. Read only.
+        pools: representation pools of this layer by name: grain unit
+            ``[num_host_units, *shape]`` indexed by host id, grain token
+            ``[num_host_units * unit, *shape]``, grain request ``[max_requests, *shape]``
+            indexed by slot.
+    """
+
+    layer: int
+    index: int
+    group: GroupShape
+    step: StepTensors
+    ring_k: Tensor
+    ring_v: Tensor
+    pools: Mapping[str, Tensor] = field(factory=dict)
+
+
+@define
+class Plan:
+    """Result of one ``plan``. Owned by the core, one per group, reused by its layers.
+
+    Attributes:
+        slots: int32 ``[N, K]`` slot ids of the distinct valid units in selection order,
+            compacted to the left, -1 behind ``count``.
+        count: int32 ``[N]``.
+        miss_ids: int32 ``[N, K]`` logical ids that ``load`` has to fetch, -1 behind ``misses``.
+        miss_slots: int32 ``[N, K]`` the slots that they go to, -1 behind ``misses``.
+        misses: int32 ``[N]``.
+    """
+
+    slots: Tensor
+    count: Tensor
+    miss_ids: Tensor
+    miss_slots: Tensor
+    misses: Tensor
+
+
+@frozen
+class RepresentationSpec:
+    """What an algorithm keeps to score units.
+
+    Attributes:
+        name: key in ``LayerView.pools``.
+        grain: ``"unit"``, ``"token"`` (both keyed by host id, copied, poisoned and shared
+            with their page) or ``"request"`` (keyed by slot, copied by fork, reset at the end).
+        shape: shape per unit, token or request.
+        dtype: torch dtype.
+    """
+
+    name: str
+    grain: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Bytes per unit, token or request, in one layer."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+
+@frozen
+class AlgorithmSpec:
+    """What an algorithm tells the core before anything is allocated.
+
+    Attributes:
+        representations: its pools.
+        tail: ``"forced"``: the core appends the tail unit to every selection and the algorithm
+            offers closed units only; ``"selectable"``: the newest token competes (unit 1).
+        settle_period: decode tokens between two calls of ``settle``; None for never.
+        prefix_shareable: the representation of a page depends on its keys alone.
+    """
+
+    representations: tuple[RepresentationSpec, ...] = ()
+    tail: str = "forced"
+    settle_period: int | None = None
+    prefix_shareable: bool = True

@@ -1,0 +1,1 @@
+"""Quest page selection for topkv."""

@@ -1,0 +1,20 @@
+"""What this package offers to topkv."""
+
+from __future__ import annotations
+
+from topkv import hookimpl
+from topkv.entries import Capabilities, PluginEntry
+
+
+@hookimpl
+def topkv_register_algorithms() -> list[PluginEntry]:
+    return [
+        PluginEntry(
+            name="quest",
+            kind="algorithm",
+            factory="topkv_quest.algorithm:Quest",
+            capabilities=Capabilities(units=(1, 128), scopes=("kv_head", "shared")),
+            defaults={"unit": 16, "scope": "kv_head", "dense_layers": (0, 1)},
+            parameters={"metadata": "bf16", "sink_units": 1},
+        )
+    ]

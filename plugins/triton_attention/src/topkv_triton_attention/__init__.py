@@ -1,0 +1,1 @@
+"""Triton attention over the device buffer of topkv."""
