@@ -14,7 +14,12 @@ from topkv.hooks.registry import hookspec
 
 @hookspec(firstresult=True)
 def new_position(  # type: ignore[empty-body]
-    position: Tensor, stale: Tensor, stale_rank: Tensor, hit_rank: Tensor, stale_count: Tensor, misses: Tensor
+    position: Tensor,
+    stale: Tensor,
+    stale_rank: Tensor,
+    hit_rank: Tensor,
+    stale_count: Tensor,
+    misses: Tensor,
 ) -> Tensor:
     """Where each slot stands in the eviction order after the step. Position 0 is evicted first.
 

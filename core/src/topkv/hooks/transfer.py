@@ -1,8 +1,9 @@
 """Hook specs of a transfer engine: who lies where, and what moves between the tiers.
 
 The core makes one instance per group:
-``factory(group, store, eviction, impl)`` with the ``GroupShape``, the ``GroupStore`` that
-holds every tensor of the group, an eviction policy, and ``"reference"`` or ``"triton"``.
+``factory(store, layers, eviction, impl)`` with the ``GroupStore`` that holds every tensor of the
+group, the ``LayerView`` of each of its layers, an eviction policy, and ``"reference"`` or
+``"triton"``.
 
 ``append``, ``plan``, ``load`` and ``offload`` are hot. The others are cold. Every address is 64
 bit. Padded rows (slot -1) touch nothing but their own rows of the plan.
@@ -59,14 +60,19 @@ def offload() -> None:
 
 
 @hookspec(firstresult=True)
-def store(layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor) -> None:
-    """Write a prefill chunk to its pages, and for sparse layers to ring and resident slots. Cold.
+def store_chunk(
+    layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, high: int, resident: bool
+) -> None:
+    """Write a prefill chunk to its pages, and for sparse layers to ring and LRU slots. Cold.
 
     Args:
         layer: the layer.
         slot: request slot.
         start: position of the first token.
-        k, v: ``[m, Hkv, D]``.
+        k, v: ``[m, Hkv, D]``, heads and last dimension contiguous.
+        high: the largest length that the ring has seen, this chunk included.
+        resident: as in ``StepTensors.resident``. Units that the buffer holds are written there
+            too; in a resident lane that fits, unit u goes to LRU slot u.
     """
 
 
@@ -93,12 +99,13 @@ def flush(slot: int, length: int) -> None:
 
 
 @hookspec(firstresult=True)
-def restore(slot: int, length: int) -> None:
-    """Forget ring and buffer of a request and fill the ring from the host. Cold.
+def restore(slot: int, length: int, resident: bool) -> None:
+    """Forget ring and buffer of a request and fill them from the host. Cold.
 
     Args:
         slot: request slot.
         length: tokens of the request, all of them on the host.
+        resident: fill LRU slot u with unit u too, if all closed units fit.
     """
 
 

@@ -1,0 +1,79 @@
+"""Host memory that a GPU can read and write in place: exact size, mapped and registered."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import torch
+from torch import Tensor
+
+from topkv.errors import HostMemoryError
+
+_PORTABLE_AND_MAPPED = 0x01 | 0x02  # cudaHostRegisterPortable | cudaHostRegisterMapped
+
+
+class HostMemory:
+    """A byte tensor in host memory, registered with CUDA when ``device`` is a GPU.
+
+    ``pin_memory=True`` of torch rounds to a power of two and takes five times as long as
+    registering touched pages, so this maps anonymous memory and registers it.
+
+    Args:
+        size: bytes, allocated exactly (rounded up to the page size of the system).
+        device: the device that will access the memory.
+
+    Raises:
+        HostMemoryError: the system refuses the memory or its registration.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        self.registered = False
+        try:
+            self._map = mmap.mmap(-1, max(size, 1))
+        except (OSError, ValueError, OverflowError) as error:
+            raise HostMemoryError(
+                f"the host pool needs {size} bytes and the system refused them ({error}); "
+                "lower max_tokens or free host memory"
+            ) from error
+        self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=size)
+        if device.type == "cuda":
+            self._register()
+
+    def _register(self) -> None:
+        address = self.bytes.data_ptr()
+        # Touching first lets the kernel fault pages in large runs; registering untouched
+        # memory does the same page by page and is several times slower.
+        ctypes.memset(address, 0, self.size)
+        code = int(torch.cuda.cudart().cudaHostRegister(address, self.size, _PORTABLE_AND_MAPPED))
+        if code != 0:
+            raise HostMemoryError(
+                f"cudaHostRegister of {self.size} bytes failed with code {code}; "
+                "check the locked-memory limit (ulimit -l) or lower max_tokens"
+            )
+        self.registered = True
+
+    @property
+    def numa_node(self) -> int | None:
+        """NUMA node of the first page, or None where the system does not tell."""
+        return numa_node_of(self.bytes.data_ptr())
+
+    def close(self) -> None:
+        """Unregister. Idempotent; the bytes stay readable until the last view is gone."""
+        if self.registered:
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+            self.registered = False
+
+
+def numa_node_of(address: int) -> int | None:
+    """NUMA node that holds the page at ``address``, by the ``move_pages`` system call."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    page = ctypes.c_void_p(address & ~(mmap.PAGESIZE - 1))
+    status = ctypes.c_int(-1)
+    move_pages = 279 if ctypes.sizeof(ctypes.c_void_p) == 8 else None
+    if move_pages is None or not hasattr(libc, "syscall"):
+        return None
+    done = libc.syscall(move_pages, 0, 1, ctypes.byref(page), None, ctypes.byref(status), 0)
+    return status.value if done == 0 and status.value >= 0 else None

@@ -1,0 +1,151 @@
+"""The host tier: one pool of pages for all layers and requests, with reference counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from topkv.errors import HostMemoryError, RequestError
+from topkv.kv.host_memory import HostMemory
+from topkv.kv.layout import GroupLayout, lay_out
+from topkv.types import GroupShape
+
+POISON = 0xFF
+"""Every byte 0xFF is NaN in fp16, bf16 and fp32 alike."""
+
+
+class PageAllocator:
+    """Page ids ``1 .. num_pages - 1`` and their reference counts. Page 0 is never leased.
+
+    ``free + used == num_pages - 1`` after every call; ``check_integrity`` says so.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.references = np.zeros(num_pages, dtype=np.int32)
+        self._free = list(range(num_pages - 1, 0, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        return self.num_pages - 1 - self.free
+
+    def lease(self, count: int) -> list[int]:
+        """Take ``count`` pages with one reference each, all of them or none.
+
+        Raises:
+            HostMemoryError: fewer than ``count`` pages are free.
+        """
+        if count > self.free:
+            raise HostMemoryError(
+                f"{count} pages of the host pool are needed and {self.free} of "
+                f"{self.num_pages - 1} are free; end requests, shorten the prompt or raise "
+                "max_tokens"
+            )
+        pages = [self._free.pop() for _ in range(count)]
+        self.references[pages] = 1
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Add one reference to each page."""
+        for page in pages:
+            self._check_leased(page)
+            self.references[page] += 1
+
+    def release(self, pages: Iterable[int]) -> list[int]:
+        """Drop one reference of each page and return those that are free now."""
+        freed = []
+        for page in pages:
+            self._check_leased(page)
+            self.references[page] -= 1
+            if self.references[page] == 0:
+                self._free.append(page)
+                freed.append(page)
+        return freed
+
+    def shared(self, page: int) -> bool:
+        return bool(self.references[page] > 1)
+
+    def _check_leased(self, page: int) -> None:
+        if not 0 < page < self.num_pages or self.references[page] == 0:
+            raise RequestError(f"page {page} is not leased, so it cannot be shared or released")
+
+    def check_integrity(self, holders: Sequence[Sequence[int]]) -> None:
+        """Compare the counts with the pages that requests hold.
+
+        Args:
+            holders: the page list of each request.
+
+        Raises:
+            RequestError: a count is wrong, or a page is lost or free twice.
+        """
+        counts = np.zeros(self.num_pages, dtype=np.int32)
+        for pages in holders:
+            np.add.at(counts, np.asarray(pages, dtype=np.int64), 1)
+        free = np.asarray(self._free, dtype=np.int64)
+        problems = [
+            f"page {page} has {self.references[page]} references, its holders are {counts[page]}"
+            for page in np.flatnonzero(counts != self.references)
+        ]
+        if len(set(self._free)) != len(self._free):
+            problems.append("a page is in the free list twice")
+        if self.references[free].any():
+            problems.append("a page in the free list is still referenced")
+        if counts[0] or 0 in self._free:
+            problems.append("page 0 was leased")
+        if len(self._free) + int((self.references > 0).sum()) != self.num_pages - 1:
+            problems.append("free and used pages do not add up")
+        if problems:
+            raise RequestError("host pool integrity: " + "; ".join(problems))
+
+
+class HostKVPool(PageAllocator):
+    """All pages of all groups that keep their entries in host memory.
+
+    Args:
+        groups: the groups, in the order of their blobs within a page.
+        num_pages: pages, page 0 included.
+        layout: ``"page_head"``, ``"page_first"`` or ``"layer_first"``.
+        device: the device that attends; a GPU gets mapped, registered memory.
+    """
+
+    def __init__(
+        self, groups: Sequence[GroupShape], num_pages: int, layout: str, device: torch.device
+    ) -> None:
+        super().__init__(num_pages)
+        self.layout = layout
+        self.layouts, self.size = lay_out(groups, layout, num_pages)
+        self.memory = HostMemory(self.size, device)
+        self.entries = [
+            entry_view(self.memory.bytes, group, strides, num_pages)
+            for group, strides in zip(groups, self.layouts, strict=True)
+        ]
+
+    @property
+    def bytes(self) -> Tensor:
+        """The pool as one uint8 tensor."""
+        return self.memory.bytes
+
+    def close(self) -> None:
+        self.memory.close()
+
+
+def entry_view(pool: Tensor, group: GroupShape, strides: GroupLayout, num_pages: int) -> Tensor:
+    """A group's entries as ``[pages, layers, lane_heads, units_per_page, *entry_shape]``."""
+    size = group.dtype.itemsize
+    heads, kinds, unit, dim = group.entry_shape
+    flat = pool[: pool.numel() // size * size].view(group.dtype)
+    outer = (strides.page_stride, strides.layer_stride, strides.head_stride, strides.unit_stride)
+    return torch.as_strided(
+        flat,
+        (num_pages, len(group.layers), group.lane_heads, group.units_per_page)
+        + (heads, kinds, unit, dim),
+        tuple(stride // size for stride in outer) + (kinds * unit * dim, unit * dim, dim, 1),
+        strides.base // size,
+    )

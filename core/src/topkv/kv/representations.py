@@ -1,0 +1,74 @@
+"""Representation pools: what an algorithm keeps to score units, in the core's hands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from topkv.kv.host_pool import POISON
+from topkv.types import GroupShape, RepresentationSpec
+
+
+class RepresentationPools:
+    """The pools of one group, ``[L, keys, *shape]`` each.
+
+    Grain unit and token are keyed by host id: they are copied, poisoned and shared with their
+    page. Grain request is keyed by slot: copied by fork, reset at the end, never shared.
+    """
+
+    def __init__(
+        self,
+        group: GroupShape,
+        specs: Sequence[RepresentationSpec],
+        num_pages: int,
+        device: torch.device,
+    ) -> None:
+        self.group = group
+        self.specs = tuple(specs)
+        keys = {
+            "unit": num_pages * group.units_per_page,
+            "token": num_pages * group.page_tokens,
+            "request": group.max_requests,
+        }
+        self.pools = {
+            spec.name: torch.zeros(
+                (len(group.layers), keys[spec.grain], *spec.shape), dtype=spec.dtype, device=device
+            )
+            for spec in self.specs
+        }
+
+    def of_layer(self, index: int) -> dict[str, Tensor]:
+        return {name: pool[index] for name, pool in self.pools.items()}
+
+    @property
+    def bytes(self) -> int:
+        return sum(pool.numel() * pool.element_size() for pool in self.pools.values())
+
+    def _pages(self, spec: RepresentationSpec) -> Tensor:
+        """A page-keyed pool as ``[L, pages, keys per page, *shape]``."""
+        per_page = self.group.units_per_page if spec.grain == "unit" else self.group.page_tokens
+        return self.pools[spec.name].unflatten(1, (-1, per_page))
+
+    def copy_page(self, source: int, target: int) -> None:
+        for spec in self.specs:
+            if spec.grain != "request":
+                pages = self._pages(spec)
+                pages[:, target] = pages[:, source]
+
+    def poison_pages(self, pages: list[int]) -> None:
+        for spec in self.specs:
+            if spec.grain != "request":
+                for page in pages:
+                    self._pages(spec)[:, page].view(torch.uint8).fill_(POISON)
+
+    def copy_slot(self, source: int, target: int) -> None:
+        for spec in self.specs:
+            if spec.grain == "request":
+                self.pools[spec.name][:, target] = self.pools[spec.name][:, source]
+
+    def reset_slot(self, slot: int) -> None:
+        for spec in self.specs:
+            if spec.grain == "request":
+                self.pools[spec.name][:, slot] = 0

@@ -1,0 +1,126 @@
+"""The tensors of one group: its pages, its device buffer and the maps between them."""
+
+from __future__ import annotations
+
+import torch
+from attrs import define
+from torch import Tensor
+
+from topkv.kv.host_pool import POISON, entry_view
+from topkv.kv.layout import GroupLayout, lay_out
+from topkv.types import GroupShape
+
+UNSELECTED = 2**31 - 1
+"""Stamp of a slot that the current step has not selected."""
+
+
+@define
+class GroupStore:
+    """Everything that lies somewhere for one group. L layers, R rows, C + T slots.
+
+    Attributes:
+        group: shapes.
+        layout: byte strides of ``pool``.
+        pool: uint8, the host pool, or device memory of the same layout for resident layers.
+        entries: ``pool`` as ``[pages, L, lane_heads, units_per_page, *entry_shape]``.
+        buffer: ``[L, R, C + T, *entry_shape]`` device slots, LRU buffer first, then the ring.
+        unit_slot: int32 ``[L, R, max_units]`` LRU slot of a logical unit, -1 where absent.
+        slot_unit: int32 ``[L, R, C]`` logical unit in a slot, -1 where free.
+        order: int32 ``[L, R, C]`` slots by eviction order, coldest first.
+        stamp: int32 ``[R, C + T]`` scratch of the plan, ``UNSELECTED`` between plans.
+        counters: int64 ``[L, R, 2]`` units that were hit and missed since ``reset``.
+    """
+
+    group: GroupShape
+    layout: GroupLayout
+    pool: Tensor
+    entries: Tensor
+    buffer: Tensor
+    unit_slot: Tensor
+    slot_unit: Tensor
+    order: Tensor
+    stamp: Tensor
+    counters: Tensor
+
+    @classmethod
+    def on_host(
+        cls,
+        group: GroupShape,
+        layout: GroupLayout,
+        pool: Tensor,
+        entries: Tensor,
+        device: torch.device,
+    ) -> GroupStore:
+        """A group whose pages lie in the host pool."""
+        layers, rows, slots = len(group.layers), group.rows, group.buffer_slots
+        sparse = group.residency == "sparse"
+
+        def ints(*shape: int, fill: int = -1, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full(shape, fill, dtype=dtype, device=device)
+
+        identity = torch.arange(slots, dtype=torch.int32, device=device)
+        return cls(
+            group,
+            layout,
+            pool,
+            entries,
+            buffer=torch.zeros(
+                (layers, rows if sparse else 0, group.slots, *group.entry_shape),
+                dtype=group.dtype,
+                device=device,
+            ),
+            unit_slot=ints(layers, rows if sparse else 0, group.max_units),
+            slot_unit=ints(layers, rows, slots),
+            order=identity.expand(layers, rows, slots).contiguous(),
+            stamp=ints(rows, group.slots, fill=UNSELECTED),
+            counters=ints(layers, rows, 2, fill=0, dtype=torch.int64),
+        )
+
+    @classmethod
+    def on_device(cls, group: GroupShape, num_pages: int, device: torch.device) -> GroupStore:
+        """A group whose pages lie on the device: resident layers, leased by page."""
+        (layout,), size = lay_out([group], "layer_first", num_pages)
+        pool = torch.zeros(size, dtype=torch.uint8, device=device)
+        return cls.on_host(group, layout, pool, entry_view(pool, group, layout, num_pages), device)
+
+    def slot_views(self, index: int) -> tuple[Tensor, Tensor]:
+        """K and V of a layer as ``[slots, heads_per_lane, unit, D]`` for ``attend``.
+
+        Sparse layers view the device buffer, slot ``row * (C + T) + slot``. Dense layers view
+        their pages, slot = host page.
+        """
+        if self.group.residency == "sparse":
+            flat = self.buffer[index].flatten(0, 1)
+        else:
+            flat = self.entries[:, index, 0, 0]
+        return flat[:, :, 0], flat[:, :, 1]
+
+    def ring_views(self, index: int) -> tuple[Tensor, Tensor]:
+        """K and V of the ring as ``[max_requests, lane_heads, T, heads_per_lane, unit, D]``."""
+        group = self.group
+        ring = self.buffer[index, :, group.buffer_slots :].unflatten(0, (-1, group.lane_heads))
+        return ring[:, :, :, :, 0], ring[:, :, :, :, 1]
+
+    def rows_of(self, slot: int) -> slice:
+        """Rows of the lanes of a request slot."""
+        heads = self.group.lane_heads
+        return slice(slot * heads, (slot + 1) * heads)
+
+    def poison_pages(self, pages: list[int]) -> None:
+        """Fill the entries of freed pages with NaN."""
+        self.entries[pages] = float("nan")
+
+    def poison_rows(self, slot: int) -> None:
+        """Fill buffer and ring of a request slot with NaN."""
+        if self.buffer.numel():
+            self.buffer[:, self.rows_of(slot)].view(torch.uint8).fill_(POISON)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self.buffer.numel() * self.buffer.element_size()
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Maps, order and scratch."""
+        tensors = (self.unit_slot, self.slot_unit, self.order, self.stamp, self.counters)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,82 @@
+"""What the host knows of each request: its length, its pages, and what is still to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from topkv.errors import DeviceMemoryError, RequestError
+
+
+class RequestTracker:
+    """Host-side state of every request slot, as arrays so that a step handles all rows at once.
+
+    Attributes:
+        active: bool ``[R]`` the slot holds a request.
+        length: int32 ``[R]`` tokens that have been appended.
+        high: int32 ``[R]`` the largest length that the ring has seen.
+        resident: bool ``[R]`` LRU slot u holds unit u, as long as the request fits.
+        dirty: bool ``[R]`` decode has appended tokens since the open unit was flushed.
+        settled: int32 ``[R]`` tokens that ``settle`` has seen, -1 before the first.
+        pages: host pages of each request, in order.
+    """
+
+    def __init__(self, max_requests: int, resident: bool) -> None:
+        self.max_requests = max_requests
+        self.active = np.zeros(max_requests, dtype=bool)
+        self.length = np.zeros(max_requests, dtype=np.int32)
+        self.high = np.zeros(max_requests, dtype=np.int32)
+        self.resident = np.zeros(max_requests, dtype=bool)
+        self.dirty = np.zeros(max_requests, dtype=bool)
+        self.settled = np.full(max_requests, -1, dtype=np.int32)
+        self.pages: list[list[int]] = [[] for _ in range(max_requests)]
+        self._resident_at_start = resident
+
+    @property
+    def free(self) -> int:
+        return int((~self.active).sum())
+
+    def begin(self) -> int:
+        """Take the lowest free slot.
+
+        Raises:
+            DeviceMemoryError: every slot holds a request.
+        """
+        if self.active.all():
+            raise DeviceMemoryError(
+                f"all {self.max_requests} request slots are taken; end a request or raise "
+                "max_requests"
+            )
+        slot = int(np.argmin(self.active))
+        self.active[slot] = True
+        self.length[slot] = self.high[slot] = 0
+        self.resident[slot] = self._resident_at_start
+        self.dirty[slot] = False
+        self.settled[slot] = -1
+        return slot
+
+    def end(self, slot: int) -> list[int]:
+        """Free the slot and return the pages that it held."""
+        self.check(slot)
+        pages, self.pages[slot] = self.pages[slot], []
+        self.active[slot] = False
+        self.length[slot] = self.high[slot] = 0
+        return pages
+
+    def check(self, slot: int) -> None:
+        """Refuse a slot that holds no request."""
+        if not 0 <= slot < self.max_requests or not self.active[slot]:
+            raise RequestError(
+                f"slot {slot} holds no request; active slots are "
+                f"{np.flatnonzero(self.active).tolist()}"
+            )
+
+    def check_all(self, slots: Iterable[int]) -> None:
+        """Refuse inactive slots and slots that are named twice."""
+        seen: set[int] = set()
+        for slot in slots:
+            self.check(slot)
+            if slot in seen:
+                raise RequestError(f"slot {slot} is named twice in one forward")
+            seen.add(slot)

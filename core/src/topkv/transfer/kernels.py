@@ -1,0 +1,271 @@
+"""Triton kernels of the transfer engine: who lies where, and the bytes of the misses.
+
+Each has its counterpart in ``reference.py``. Names: ``p_`` pointers, ``s_`` strides. All row
+arithmetic is 64 bit: rows times slots times entry bytes passes 2**31 early.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CLAIM = tl.constexpr(1 << 30)
+UNSELECTED = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def lru_new_position(position, stale, stale_rank, hit_rank, stale_count, misses):
+    """[stale | loaded in selection order | hits in their previous order]."""
+    loaded = stale & (stale_rank < misses)
+    kept = tl.where(stale, stale_rank - misses, stale_count + hit_rank)
+    return tl.where(loaded, stale_count - misses + stale_rank, kept)
+
+
+@triton.jit
+def plan_kernel(
+    p_ids,
+    p_limit,
+    p_step_slots,
+    p_high,
+    p_resident,
+    p_unit_slot,
+    p_slot_unit,
+    p_order,
+    p_stamp,
+    p_counters,
+    p_slots,
+    p_count,
+    p_miss_ids,
+    p_miss_slots,
+    p_misses,
+    max_units,
+    NEW_POSITION: tl.constexpr,
+    LANE_HEADS: tl.constexpr,
+    UNIT: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One program per lane; see ``reference.plan``.
+
+    A step is a chain of dependent reads, each a few hundred nanoseconds, so what does not depend
+    on the chain is read first, and two counts share one scan.
+    """
+    lane = tl.program_id(0).to(tl.int64)
+    batch = lane // LANE_HEADS
+    k = tl.arange(0, BLOCK_K)
+    in_k = k < K
+    c = tl.arange(0, BLOCK_C)
+    in_c = c < C
+    p_slots += lane * K
+    p_miss_ids += lane * K
+    p_miss_slots += lane * K
+
+    slot = tl.load(p_step_slots + batch).to(tl.int64)
+    unit = tl.load(p_ids + lane * K + k, in_k, other=-1)
+    limit = tl.load(p_limit + batch)
+    newest = (tl.load(p_high + batch) - 1) // UNIT
+    fits = (tl.load(p_resident + batch) != 0) & (newest <= C)
+    if slot < 0:
+        tl.store(p_slots + k, -1, in_k)
+        tl.store(p_miss_ids + k, -1, in_k)
+        tl.store(p_miss_slots + k, -1, in_k)
+        tl.store(p_count + lane, 0)
+        tl.store(p_misses + lane, 0)
+        return
+
+    row = slot * LANE_HEADS + lane % LANE_HEADS
+    p_unit_slot += row * max_units
+    p_slot_unit += row * C
+    p_order += row * C
+    p_stamp += row * (C + T)
+    p_counters += row * 2
+
+    # Where is each id now? Ring units are found by arithmetic, the others in the inverse map.
+    valid = in_k & (unit >= 0) & (unit < limit)
+    in_ring = valid & (unit >= newest - T + 1)
+    mapped = tl.load(p_unit_slot + unit, valid & (unit < newest - T + 1), other=-1)
+    at = tl.load(p_order + c, in_c, other=0)
+    hits_before = tl.load(p_counters)
+    misses_before = tl.load(p_counters + 1)
+    held = tl.where(in_ring, C + unit % T, mapped)
+    present = valid & (held >= 0)
+    absent = valid & (held < 0)
+
+    # The first of equal ids wins. What is present is claimed through its slot's stamp, which
+    # also marks the slot as hit; what is absent through the inverse map itself.
+    tl.atomic_min(p_stamp + held, k, mask=present, sem="relaxed", scope="cta")
+    tl.atomic_min(p_unit_slot + unit, k - CLAIM, mask=absent, sem="relaxed", scope="cta")
+    tl.debug_barrier()
+    claimed = tl.load(p_unit_slot + unit, absent, other=0) + CLAIM
+    winner = tl.where(absent, claimed, tl.load(p_stamp + held, present, other=-1))
+    stale = in_c & (tl.load(p_stamp + at, in_c, other=0) == UNSELECTED)
+    first = valid & (winner == k)
+    missed = first & absent
+    pair = first.to(tl.int32) + (missed.to(tl.int32) << 16)
+    rank = tl.cumsum(pair, 0) - pair
+    total = tl.sum(pair, 0)
+    miss_rank = rank >> 16
+    rank = rank & 0xFFFF
+    misses = total >> 16
+    count = total & 0xFFFF
+
+    tl.store(p_count + lane, count)
+    tl.store(p_misses + lane, misses)
+    tl.store(p_counters, hits_before + (count - misses))
+    tl.store(p_counters + 1, misses_before + misses)
+    tl.store(p_slots + k, -1, in_k & (k >= count))
+    tl.store(p_slots + rank, held, first & present)
+    tl.store(p_miss_ids + k, -1, in_k & (k >= misses))
+    tl.store(p_miss_slots + k, -1, in_k & (k >= misses))
+    tl.store(p_miss_ids + miss_rank, unit, missed)
+    tl.debug_barrier()
+    tl.store(p_stamp + held, UNSELECTED, present)
+    if fits:
+        return
+
+    # Victims and the new order, from one pass over the old order.
+    stale_rank = tl.cumsum(stale.to(tl.int32), 0)
+    stale_count = tl.max(stale_rank, 0)
+    stale_rank -= stale.to(tl.int32)
+    target = NEW_POSITION(c, stale, stale_rank, c - stale_rank, stale_count, misses)
+    tl.debug_barrier()
+    tl.store(p_order + target, at, in_c)
+    if misses > 0:
+        victim = stale & (stale_rank < misses)
+        tl.store(p_miss_slots + stale_rank, at, victim)
+        evicted = tl.load(p_slot_unit + at, victim, other=-1)
+        tl.debug_barrier()
+        loaded = tl.load(p_miss_slots + miss_rank, missed, other=-1)
+        tl.store(p_slots + rank, loaded, missed)
+        tl.store(p_unit_slot + unit, loaded, missed)
+        tl.store(p_slot_unit + loaded, unit, missed)
+        tl.store(p_unit_slot + evicted, -1, victim & (evicted >= 0))
+
+
+@triton.jit
+def load_kernel(
+    p_pool,
+    p_buffer,
+    p_page_table,
+    p_step_slots,
+    p_miss_ids,
+    p_miss_slots,
+    p_misses,
+    s_page,
+    s_head,
+    s_unit,
+    max_pages,
+    LANE_HEADS: tl.constexpr,
+    UNITS_PER_PAGE: tl.constexpr,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (lanes, splits). Lanes of the GPU walk the missed entries laid end to end, 16 bytes
+    each, so that short entries use the link as well as long ones. Pointers are int32 words and
+    strides 16-byte words: so the compiler sees that every access is aligned.
+    """
+    lane = tl.program_id(0).to(tl.int64)
+    slot = tl.load(p_step_slots + lane // LANE_HEADS).to(tl.int64)
+    head = lane % LANE_HEADS
+    row = slot * LANE_HEADS + head
+    p_miss_ids += lane * K
+    p_miss_slots += lane * K
+    p_page_table += slot * max_pages
+    word = tl.arange(0, 4)
+    step = tl.num_programs(1) * BLOCK
+    # Reads of host memory take longest and wait for three others, so those run one iteration
+    # ahead; behind the last miss the lists hold -1.
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    unit = tl.load(p_miss_ids + i // WORDS, i < K * WORDS, other=-1)
+    target = tl.load(p_miss_slots + i // WORDS, i < K * WORDS, other=-1)
+    page = tl.load(p_page_table + unit // UNITS_PER_PAGE, unit >= 0, other=0)
+    total = tl.load(p_misses + lane) * WORDS
+    for _ in range(tl.program_id(1) * BLOCK, total, step):
+        inner = (i % WORDS).to(tl.int64)
+        source = page.to(tl.int64) * s_page + head * s_head + inner
+        source += (unit % UNITS_PER_PAGE).to(tl.int64) * s_unit
+        live = unit >= 0
+        data = tl.load(
+            p_pool + (source * 4)[:, None] + word[None, :],
+            live[:, None],
+            other=0,
+            cache_modifier=".cg",
+        )
+        place = (row * SLOTS + target) * WORDS + inner
+        i += step
+        unit = tl.load(p_miss_ids + i // WORDS, i < K * WORDS, other=-1)
+        target = tl.load(p_miss_slots + i // WORDS, i < K * WORDS, other=-1)
+        page = tl.load(p_page_table + unit // UNITS_PER_PAGE, unit >= 0, other=0)
+        tl.store(p_buffer + (place * 4)[:, None] + word[None, :], data, live[:, None])
+
+
+@triton.jit
+def offload_kernel(
+    p_pool,
+    p_buffer,
+    p_page_table,
+    p_step_slots,
+    p_lengths,
+    p_high,
+    p_appended,
+    p_resident,
+    p_unit_slot,
+    p_slot_unit,
+    s_page,
+    s_layer,
+    s_head,
+    s_unit,
+    s_buffer_layer,
+    s_map_layer,
+    s_slot_layer,
+    max_pages,
+    max_units,
+    FORCE: tl.constexpr,
+    LANE_HEADS: tl.constexpr,
+    UNIT: tl.constexpr,
+    UNITS_PER_PAGE: tl.constexpr,
+    C: tl.constexpr,
+    T: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (lanes, layers): the unit that the step filled goes from the ring to the host, and to
+    its LRU slot if it has one. FORCE moves the open unit, filled or not.
+    """
+    lane = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(1).to(tl.int64)
+    batch = lane // LANE_HEADS
+    head = lane % LANE_HEADS
+    slot = tl.load(p_step_slots + batch).to(tl.int64)
+    length = tl.load(p_lengths + batch)
+    closes = (tl.load(p_appended + batch) != 0) & (length % UNIT == 0)
+    if (slot >= 0) & (length > 0) & (closes | FORCE):
+        row = slot * LANE_HEADS + head
+        unit = (length - 1) // UNIT
+        fits = (tl.load(p_resident + batch) != 0) & ((tl.load(p_high + batch) - 1) // UNIT <= C)
+        p_map = p_unit_slot + layer * s_map_layer + row * max_units + unit
+        place = tl.load(p_map)
+        if fits & (unit < C):
+            tl.store(p_map, unit)
+            tl.store(p_slot_unit + layer * s_slot_layer + row * C + unit, unit)
+            place = unit
+        page = tl.load(p_page_table + slot * max_pages + unit // UNITS_PER_PAGE).to(tl.int64)
+        inner_unit = (unit % UNITS_PER_PAGE).to(tl.int64)
+        host = page * s_page + layer * s_layer + head * s_head + inner_unit * s_unit
+        p_host = p_pool + host * 4
+        p_row = p_buffer + (layer * s_buffer_layer + row * (C + T) * WORDS) * 4
+        p_ring = p_row + (C + unit % T).to(tl.int64) * (WORDS * 4)
+        p_lru = p_row + place.to(tl.int64) * (WORDS * 4)
+        word = tl.arange(0, 4)
+        for begin in range(0, WORDS, BLOCK):
+            i = begin + tl.arange(0, BLOCK)
+            at = i[:, None] * 4 + word[None, :]
+            live = (i < WORDS)[:, None]
+            data = tl.load(p_ring + at, live, other=0)
+            tl.store(p_host + at, data, live)
+            tl.store(p_lru + at, data, live & (place >= 0))

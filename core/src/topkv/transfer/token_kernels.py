@@ -1,0 +1,157 @@
+"""Triton kernels that move single tokens between packed keys and values and their entries."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def append_kernel(
+    p_k,
+    p_v,
+    p_target,
+    p_page_table,
+    p_step_slots,
+    p_lengths,
+    p_appended,
+    s_k,
+    s_v,
+    s_page,
+    s_head,
+    s_unit,
+    max_pages,
+    RING: tl.constexpr,
+    LANE_HEADS: tl.constexpr,
+    HEADS_PER_LANE: tl.constexpr,
+    UNIT: tl.constexpr,
+    UNITS_PER_PAGE: tl.constexpr,
+    C: tl.constexpr,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid (B, Hkv). The new token goes to the ring (RING) or to its page. Strides in elements."""
+    batch = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
+    slot = tl.load(p_step_slots + batch).to(tl.int64)
+    if (slot >= 0) & (tl.load(p_appended + batch) != 0):
+        position = tl.load(p_lengths + batch).to(tl.int64) - 1
+        unit = position // UNIT
+        lane_head = kv_head // HEADS_PER_LANE
+        if RING:
+            row = slot * LANE_HEADS + lane_head
+            entry = (row * (C + T) + C + unit % T) * (HEADS_PER_LANE * 2 * UNIT * D)
+        else:
+            page = tl.load(p_page_table + slot * max_pages + unit // UNITS_PER_PAGE).to(tl.int64)
+            entry = page * s_page + lane_head * s_head + (unit % UNITS_PER_PAGE) * s_unit
+        entry += (kv_head % HEADS_PER_LANE) * (2 * UNIT * D) + (position % UNIT) * D
+        d = tl.arange(0, BLOCK_D)
+        k = tl.load(p_k + batch * s_k + kv_head * D + d, d < D)
+        v = tl.load(p_v + batch * s_v + kv_head * D + d, d < D)
+        tl.store(p_target + entry + d, k, d < D)
+        tl.store(p_target + entry + UNIT * D + d, v, d < D)
+
+
+@triton.jit
+def store_kernel(
+    p_k,
+    p_v,
+    p_pool,
+    p_buffer,
+    p_page_row,
+    p_unit_slot,
+    p_slot_unit,
+    first_row,
+    start,
+    tokens,
+    low,
+    resident,
+    s_k,
+    s_v,
+    s_page,
+    s_head,
+    s_unit,
+    max_units,
+    SPARSE: tl.constexpr,
+    HEADS_PER_LANE: tl.constexpr,
+    UNIT: tl.constexpr,
+    UNITS_PER_PAGE: tl.constexpr,
+    C: tl.constexpr,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid (token blocks, Hkv): a prefill chunk to its pages, the ring and LRU slots."""
+    kv_head = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = i < tokens
+    position = start + i
+    unit = position // UNIT
+    d = tl.arange(0, BLOCK_D)
+    both = live[:, None] & (d < D)[None, :]
+    k = tl.load(p_k + (i * s_k + kv_head * D)[:, None] + d[None, :], both)
+    v = tl.load(p_v + (i * s_v + kv_head * D)[:, None] + d[None, :], both)
+    within = (kv_head % HEADS_PER_LANE) * (2 * UNIT * D) + (position % UNIT) * D
+
+    lane_head = kv_head // HEADS_PER_LANE
+    page = tl.load(p_page_row + unit // UNITS_PER_PAGE, live, other=0).to(tl.int64)
+    entry = page * s_page + lane_head * s_head + (unit % UNITS_PER_PAGE) * s_unit + within
+    tl.store(p_pool + entry[:, None] + d[None, :], k, both)
+    tl.store(p_pool + (entry + UNIT * D)[:, None] + d[None, :], v, both)
+    if SPARSE:
+        row = first_row + lane_head
+        p_buffer += row * (C + T) * (HEADS_PER_LANE * 2 * UNIT * D)
+        in_ring = both & (unit >= low)[:, None]
+        entry = (C + unit % T) * (HEADS_PER_LANE * 2 * UNIT * D) + within
+        tl.store(p_buffer + entry[:, None] + d[None, :], k, in_ring)
+        tl.store(p_buffer + (entry + UNIT * D)[:, None] + d[None, :], v, in_ring)
+
+        claims = live & (unit < C) & (resident != 0)
+        mapped = tl.load(p_unit_slot + row * max_units + unit, live, other=-1).to(tl.int64)
+        place = tl.where(claims, unit, mapped)
+        tl.store(p_unit_slot + row * max_units + unit, unit.to(tl.int32), claims)
+        tl.store(p_slot_unit + row * C + unit, unit.to(tl.int32), claims)
+        in_lru = both & (place >= 0)[:, None]
+        entry = place * (HEADS_PER_LANE * 2 * UNIT * D) + within
+        tl.store(p_buffer + entry[:, None] + d[None, :], k, in_lru)
+        tl.store(p_buffer + (entry + UNIT * D)[:, None] + d[None, :], v, in_lru)
+
+
+@triton.jit
+def fetch_kernel(
+    p_k,
+    p_v,
+    p_pool,
+    p_page_row,
+    start,
+    tokens,
+    s_page,
+    s_head,
+    s_unit,
+    KV_HEADS: tl.constexpr,
+    HEADS_PER_LANE: tl.constexpr,
+    UNIT: tl.constexpr,
+    UNITS_PER_PAGE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid (token blocks, Hkv): history from its pages to packed ``[tokens, Hkv, D]``."""
+    kv_head = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = i < tokens
+    position = start + i
+    unit = position // UNIT
+    d = tl.arange(0, BLOCK_D)
+    both = live[:, None] & (d < D)[None, :]
+    page = tl.load(p_page_row + unit // UNITS_PER_PAGE, live, other=0).to(tl.int64)
+    entry = page * s_page + (kv_head // HEADS_PER_LANE) * s_head
+    entry += (unit % UNITS_PER_PAGE) * s_unit
+    entry += (kv_head % HEADS_PER_LANE) * (2 * UNIT * D) + (position % UNIT) * D
+    k = tl.load(p_pool + entry[:, None] + d[None, :], both, cache_modifier=".cg")
+    v = tl.load(p_pool + (entry + UNIT * D)[:, None] + d[None, :], both, cache_modifier=".cg")
+    packed = (i * KV_HEADS + kv_head) * D
+    tl.store(p_k + packed[:, None] + d[None, :], k, both)
+    tl.store(p_v + packed[:, None] + d[None, :], v, both)
