@@ -1,0 +1,153 @@
+"""Decode attention over scattered units. Reference: ``reference.Attend``.
+
+One program takes the G query heads of one kv-head of one lane, over one of several equal runs
+("splits") of its tokens. Where there are more than one, the partial results go to a workspace and
+``merge_kernel`` joins them by their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+# Strides that vary with the number of splits must not make another binary each.
+@triton.jit(do_not_specialize=["stride_tn", "stride_ln", "stride_lh", "stride_ls"])
+def attend_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    lengths_ptr,
+    out_ptr,
+    lse_ptr,
+    scale_log2,
+    stride_qn,
+    stride_qh,
+    stride_ks,
+    stride_kh,
+    stride_kt,
+    stride_vs,
+    stride_vh,
+    stride_vt,
+    stride_tn,
+    stride_tc,
+    stride_len,
+    stride_on,
+    stride_oh,
+    stride_os,
+    stride_ln,
+    stride_lh,
+    stride_ls,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    lane = (tl.program_id(0) // KV_HEADS).to(tl.int64)
+    head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
+    split = tl.program_id(1)
+    length = tl.load(lengths_ptr + lane * stride_len)
+    # Runs follow from the true length, not from the width of the table: lanes stay balanced.
+    run = tl.cdiv(tl.cdiv(length, BLOCK_N), tl.num_programs(1)) * BLOCK_N
+    begin = split * run
+    end = tl.minimum(begin + run, length)
+
+    rows = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    query_heads = head * GROUP + rows
+    q_mask = (rows < GROUP)[:, None] & (d < DIM)[None, :]
+    q_offsets = lane * stride_qn + query_heads[:, None] * stride_qh + d[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+
+    k_base = k_ptr + head * stride_kh + d[None, :]
+    v_base = v_ptr + head * stride_vh + d[None, :]
+    units = table_ptr + lane * stride_tn
+    tokens = begin + tl.arange(0, BLOCK_N)
+    # The table is read one block ahead: the loads of a block then depend on no load of their
+    # own iteration, and the whole pipeline depth goes to keys and values.
+    ids = tl.load(units + (tokens // UNIT) * stride_tc, mask=tokens < end, other=0)
+
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for _ in range(begin, end, BLOCK_N):
+        live = tokens < end
+        kv_mask = live[:, None]
+        if BLOCK_D != DIM:
+            kv_mask = kv_mask & (d < DIM)[None, :]
+        slot = ids.to(tl.int64)
+        place = (tokens % UNIT).to(tl.int64)
+        k_offsets = (slot * stride_ks + place * stride_kt)[:, None]
+        k = tl.load(k_base + k_offsets, mask=kv_mask, other=0.0, eviction_policy="evict_first")
+        if UPCAST:
+            k = k.to(tl.float32)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        logits = tl.where(live[None, :], logits, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        weights = tl.exp2(logits - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 1)
+        v_offsets = (slot * stride_vs + place * stride_vt)[:, None]
+        v = tl.load(v_base + v_offsets, mask=kv_mask, other=0.0, eviction_policy="evict_first")
+        acc = acc * shrink[:, None]
+        weights = weights.to(v.dtype)
+        if UPCAST:
+            weights = weights.to(tl.float32)
+            v = v.to(tl.float32)
+        acc = tl.dot(weights, v, acc, input_precision="ieee")
+        top = new_top
+        tokens += BLOCK_N
+        ids = tl.load(units + (tokens // UNIT) * stride_tc, mask=tokens < end, other=0)
+
+    # A run without tokens keeps top -inf and total 0: out 0, lse -inf.
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    norm = (top + tl.log2(tl.where(total > 0, total, 1.0))) * 0.6931471805599453
+    o_offsets = lane * stride_on + query_heads * stride_oh + split.to(tl.int64) * stride_os
+    l_offsets = lane * stride_ln + query_heads * stride_lh + split.to(tl.int64) * stride_ls
+    tl.store(lse_ptr + l_offsets, norm, mask=rows < GROUP)
+    out = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + o_offsets[:, None] + d[None, :], out, mask=q_mask)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def merge_kernel(
+    part_ptr,
+    part_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    splits,
+    stride_on,
+    stride_oh,
+    stride_ln,
+    stride_lh,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Parts are contiguous: ``[N, HEADS, splits, DIM]`` and ``[N, HEADS, splits]``, fp32."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = row // HEADS
+    head = row % HEADS
+    s = tl.arange(0, BLOCK_S)
+    d = tl.arange(0, BLOCK_D)
+    part_lse = tl.load(part_lse_ptr + row * splits + s, mask=s < splits, other=float("-inf"))
+    offsets = (row * splits + s)[:, None] * DIM + d[None, :]
+    mask = (s < splits)[:, None] & (d < DIM)[None, :]
+    part = tl.load(part_ptr + offsets, mask=mask, other=0.0)
+    top = tl.max(part_lse, 0)
+    floor = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp(part_lse - floor)
+    total = tl.sum(weights, 0)
+    safe = tl.where(total > 0, total, 1.0)
+    out = tl.sum(weights[:, None] * part, 0) / safe
+    tl.store(lse_ptr + lane * stride_ln + head * stride_lh, top + tl.log(safe))
+    o_offsets = lane * stride_on + head * stride_oh + d
+    tl.store(out_ptr + o_offsets, out.to(out_ptr.dtype.element_ty), mask=d < DIM)

@@ -1,0 +1,229 @@
+"""The formulas in torch: the oracle of the kernels, and what runs on a CPU.
+
+All sums are in fp32, whatever the dtype of the inputs. Memory is bounded: no call holds more
+than a few times ``BUDGET`` elements besides fp32 copies of the keys and values that it is given.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from topkv.errors import CapabilityError
+from topkv.types import LayerView, Plan
+
+BUDGET = 1 << 23
+"""Elements of the largest intermediate of one step."""
+
+
+def check_decode(q: Tensor, k: Tensor, v: Tensor, max_lanes: int) -> None:
+    """Refuse what ``attend`` does not offer.
+
+    Raises:
+        CapabilityError: more than one query per lane, or mixed dtypes.
+        ValueError: more lanes than the backend was made for.
+    """
+    if q.shape[1] != 1:
+        raise CapabilityError(
+            "triton_attention: attend takes one query per lane",
+            [f"expected q of shape [N, 1, heads, D], got {tuple(q.shape)}; call it per query"],
+        )
+    if q.dtype != k.dtype or k.dtype != v.dtype:
+        raise CapabilityError(
+            "triton_attention: q, k and v must share a dtype",
+            [f"got {q.dtype}, {k.dtype} and {v.dtype}; convert q to the dtype of the cache"],
+        )
+    if q.shape[0] > max_lanes:
+        raise ValueError(
+            f"attend: q has {q.shape[0]} lanes, the backend was made for {max_lanes}; "
+            "raise max_batch when you make it"
+        )
+
+
+class Attend:
+    """``attend`` of the hook specs: gather the listed units, then plain softmax attention.
+
+    Args:
+        scale: factor of the logits.
+        max_lanes: most lanes of one call.
+    """
+
+    def __init__(self, scale: float, max_lanes: int) -> None:
+        self.scale = scale
+        self.max_lanes = max_lanes
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        table: Tensor,
+        lengths: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        check_decode(q, k, v, self.max_lanes)
+        lanes, _, heads, dim = q.shape
+        kv_heads, unit = k.shape[1:3]
+        group = heads // kv_heads
+        width = table.shape[1]
+        if lengths.device.type == "cpu" and lanes:
+            # Only here is the longest lane free to know: no device waits for the answer.
+            width = min(width, -(-int(lengths.max()) // unit))
+        columns = max(1, min(width, BUDGET // (kv_heads * unit * dim)))
+        step = max(1, BUDGET // (kv_heads * unit * dim * columns))
+        for first in range(0, lanes, step):
+            some = slice(first, first + step)
+            grouped = q[some, 0].float().mul(self.scale).reshape(-1, kv_heads, group, dim)
+            state = _attend_units(grouped, k, v, table[some, :columns], lengths[some])
+            for column in range(columns, width, columns):
+                more = table[some, column : column + columns]
+                left = lengths[some] - column * unit
+                state = merge(*state, *_attend_units(grouped, k, v, more, left))
+            out[some, 0] = state[0].reshape(-1, heads, dim).to(out.dtype)
+            lse[some, 0] = state[1].reshape(-1, heads)
+
+
+def _attend_units(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Scaled q ``[n, hpl, G, D]`` fp32 over the units of ``table`` ``[n, w]``; lengths count
+    from its first column. Returns out ``[n, hpl, G, D]`` and lse ``[n, hpl, G]`` in fp32."""
+    lanes, kv_heads, _, dim = q.shape
+    unit = k.shape[2]
+    column = torch.arange(table.shape[1], device=table.device)
+    token = torch.arange(table.shape[1] * unit, device=table.device)
+    # Columns behind the used ones may hold anything: read unit 0 there, and ignore it below.
+    ids = table.where(column * unit < lengths[:, None], 0)[:, None, :]
+    head = torch.arange(kv_heads, device=k.device)[:, None]
+    live = (token < lengths[:, None])[:, None, :, None]
+    # Streamed layers may keep k and v in host memory.
+    ids = ids.to(k.device)
+    keys = k[ids, head].to(q).view(lanes, kv_heads, -1, dim)
+    values = v[ids, head].to(q).view(lanes, kv_heads, -1, dim).masked_fill(~live, 0)
+    logits = (q @ keys.mT).masked_fill(~live.mT, -torch.inf)
+    return softmax_times(logits, values)
+
+
+def softmax_times(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """``softmax(logits) @ values`` and the log-sum-exp; 0 and -inf where all logits are -inf.
+
+    Args:
+        logits: fp32 ``[..., m, n]``; overwritten.
+        values: fp32 ``[..., n, D]``, finite.
+
+    Returns:
+        ``[..., m, D]`` and ``[..., m]``, fp32.
+    """
+    if not logits.shape[-1]:
+        return logits @ values, logits.new_full(logits.shape[:-1], -torch.inf)
+    top = logits.amax(-1, keepdim=True)
+    top.masked_fill_(top == -torch.inf, 0)
+    weights = logits.sub_(top).exp_()
+    total = weights.sum(-1, keepdim=True)
+    out = (weights @ values) / total.masked_fill(total == 0, 1)
+    return out, (top + total.log()).squeeze(-1)
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys from the attention over each.
+
+    Args:
+        out_a, out_b: ``[..., D]``.
+        lse_a, lse_b: ``[...]`` natural log; -inf for an empty set.
+    """
+    lse = torch.logaddexp(lse_a, lse_b)
+    floor = lse.masked_fill(lse == -torch.inf, 0)
+    weight_a = (lse_a - floor).exp()[..., None]
+    weight_b = (lse_b - floor).exp()[..., None]
+    return out_a * weight_a + out_b * weight_b, lse
+
+
+class Prefill:
+    """``prefill`` of the hook specs, in blocks of queries.
+
+    Args:
+        scale: factor of the logits.
+    """
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_start: int,
+        k_start: int,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        rows, heads, dim = q.shape
+        kv_heads = k.shape[1]
+        group = heads // kv_heads
+        # Key j is seen by query i iff j <= i + offset.
+        offset = q_start - k_start
+        seen = min(k.shape[0], max(0, rows + offset))
+        keys = k[:seen].float().permute(1, 2, 0).contiguous()
+        values = v[:seen].float().transpose(0, 1).contiguous()
+        step = max(1, min(128, BUDGET // (heads * max(1, seen))))
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
+            end = min(seen, max(0, last + offset))
+            block = q[first:last].float().mul(self.scale).reshape(-1, kv_heads, group, dim)
+            block = block.permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
+            logits = block @ keys[:, :, :end]
+            # Up to here every query of the block sees every key.
+            shared = min(end, max(0, first + offset + 1))
+            i = torch.arange(first, last, device=q.device)[:, None]
+            j = torch.arange(shared, end, device=q.device)
+            edge = logits.view(kv_heads, group, last - first, end)[..., shared:]
+            edge.masked_fill_(j > i + offset, -torch.inf)
+            result, norm = softmax_times(logits, values[:, :end])
+            out[first:last] = result.view(heads, last - first, dim).transpose(0, 1)
+            lse[first:last] = norm.view(heads, last - first).mT
+
+
+def adapt_page_table(layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor) -> None:
+    """``adapt_page_table`` of the hook specs.
+
+    Raises:
+        ValueError: ``table`` has neither K nor K + 1 columns.
+    """
+    group = layer.group
+    width = table.shape[1]
+    tail = has_tail(table, plan)
+    slot = layer.step.slots.repeat_interleave(group.lane_heads)
+    length = layer.step.lengths.repeat_interleave(group.lane_heads)
+    head = torch.arange(group.lane_heads, device=table.device).repeat(layer.step.batch)
+    start = ((slot * group.lane_heads + head) * group.slots)[:, None]
+    live = (slot >= 0) & (length > 0)
+    count = plan.count.where(live, 0)
+    column = torch.arange(width, device=table.device)
+    ids = start + torch.nn.functional.pad(plan.slots, (0, int(tail)))
+    ids = ids.where(column < count[:, None], 0)
+    tokens = count * group.unit
+    if tail:
+        newest = (length - 1).clamp_min(0)
+        ring = group.buffer_slots + newest // group.unit % group.ring_slots
+        at = (column == count[:, None]) & live[:, None]
+        ids = torch.where(at, start + ring[:, None], ids)
+        tokens = (tokens + newest % group.unit + 1).where(live, 0)
+    table.copy_(ids)
+    lengths.copy_(tokens)
+
+
+def has_tail(table: Tensor, plan: Plan) -> bool:
+    """Whether ``table`` has a column for the tail unit beside the K of the plan.
+
+    Raises:
+        ValueError: it has neither K nor K + 1 columns.
+    """
+    extra = table.shape[1] - plan.slots.shape[1]
+    if extra not in (0, 1):
+        raise ValueError(
+            f"adapt_page_table: expected a table of K or K + 1 columns with K = "
+            f"{plan.slots.shape[1]}, got {table.shape[1]}"
+        )
+    return bool(extra)
