@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topkv.kv.layout import LAYOUTS, lay_out
 from topkv.kv.host_pool import entry_view
+from topkv.kv.layout import LAYOUTS, lay_out
 from topkv.kv.store import GroupStore
 from topkv.testing.oracle import LaneModel
 from topkv.transfer.engine import ZeroCopyTransfer

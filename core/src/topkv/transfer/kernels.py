@@ -268,4 +268,5 @@ def offload_kernel(
             live = (i < WORDS)[:, None]
             data = tl.load(p_ring + at, live, other=0)
             tl.store(p_host + at, data, live)
-            tl.store(p_lru + at, data, live & (place >= 0))
+            if place >= 0:
+                tl.store(p_lru + at, data, live)

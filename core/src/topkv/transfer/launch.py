@@ -211,7 +211,7 @@ class Launcher:
             start,
             tokens,
             ring_low(group, high) if sparse else 0,
-            int(fits(group, high, resident)),
+            group.buffer_slots if fits(group, high, resident) else 0,
             k.stride(0),
             v.stride(0),
             *self.element_strides,

@@ -66,7 +66,7 @@ def store_kernel(
     start,
     tokens,
     low,
-    resident,
+    claim_below,
     s_k,
     s_v,
     s_page,
@@ -83,7 +83,10 @@ def store_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (token blocks, Hkv): a prefill chunk to its pages, the ring and LRU slots."""
+    """Grid (token blocks, Hkv): a prefill chunk to its pages, the ring and LRU slots.
+
+    Units below ``claim_below`` take the LRU slot of their own number.
+    """
     kv_head = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = i < tokens
@@ -108,7 +111,7 @@ def store_kernel(
         tl.store(p_buffer + entry[:, None] + d[None, :], k, in_ring)
         tl.store(p_buffer + (entry + UNIT * D)[:, None] + d[None, :], v, in_ring)
 
-        claims = live & (unit < C) & (resident != 0)
+        claims = live & (unit < claim_below)
         mapped = tl.load(p_unit_slot + row * max_units + unit, live, other=-1).to(tl.int64)
         place = tl.where(claims, unit, mapped)
         tl.store(p_unit_slot + row * max_units + unit, unit.to(tl.int32), claims)

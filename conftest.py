@@ -1,0 +1,31 @@
+"""For all tests: hypothesis profiles, and Triton's interpreter where there is no CUDA device."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# Triton reads the variable when it is imported, so this stands before any test module loads.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+_SLOW = [HealthCheck.too_slow]
+settings.register_profile("default", deadline=None, suppress_health_check=_SLOW)
+settings.register_profile(
+    "ci", deadline=None, suppress_health_check=_SLOW, derandomize=True, database=None
+)
+settings.register_profile(
+    "nightly", deadline=None, suppress_health_check=_SLOW, max_examples=1000, print_blob=True
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,16 @@
+"""What the core itself offers: one transfer engine and one eviction policy."""
+
+from __future__ import annotations
+
+from topkv.entries import PluginEntry
+from topkv.hooks.registry import hookimpl
+
+
+@hookimpl
+def topkv_register_transfers() -> list[PluginEntry]:
+    return [PluginEntry("zero_copy", "transfer", "topkv.transfer.engine:ZeroCopyTransfer")]
+
+
+@hookimpl
+def topkv_register_evictions() -> list[PluginEntry]:
+    return [PluginEntry("lru", "eviction", "topkv.transfer.eviction:LeastRecentlyUsed")]

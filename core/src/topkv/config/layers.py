@@ -1,0 +1,118 @@
+"""Overrides of single layers: ``{"0-1": "resident", "2-": "quest", "5": {"budget": 512}}``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+_RANGE = re.compile(r"(\d+)(?:(-)(\d+)?)?")
+
+Range = tuple[int, int | None]
+"""First and last layer, both included; None for the last layer of the model."""
+
+
+class Refused(ValueError):
+    """Parts of a value are wrong.
+
+    Attributes:
+        reasons: each to be put behind the key of the value.
+        good: what is left without those parts.
+    """
+
+    def __init__(self, reasons: Sequence[str], good: Any) -> None:
+        super().__init__("; ".join(reasons))
+        self.reasons, self.good = tuple(reasons), good
+
+
+@frozen
+class LayerOverride:
+    """What a user wrote for some layers.
+
+    Attributes:
+        text: the key as it was written.
+        ranges: the layers.
+        values: checked values by key.
+    """
+
+    text: str
+    ranges: tuple[Range, ...]
+    values: Mapping[str, Any]
+
+    def layers(self, num_layers: int) -> list[int]:
+        """The layers of a model of ``num_layers``.
+
+        Raises:
+            ValueError: a range begins or ends behind the last layer.
+        """
+        layers: list[int] = []
+        for first, last in self.ranges:
+            if max(first, last or 0) >= num_layers:
+                raise ValueError(
+                    f"names layer {max(first, last or 0)}, and the model has {num_layers} layers, "
+                    f"0 to {num_layers - 1}"
+                )
+            layers += range(first, num_layers if last is None else last + 1)
+        return layers
+
+
+def parse_ranges(text: object) -> tuple[Range, ...]:
+    """``"5"``, ``"0-3"``, ``"2-"``, or several of them between commas.
+
+    Raises:
+        ValueError: the text is none of them, or a range runs backwards.
+    """
+    ranges: list[Range] = []
+    for part in str(text).split(","):
+        match = _RANGE.fullmatch(part.strip())
+        if match is None or isinstance(text, bool):
+            raise ValueError(f"key {text!r} must look like '5', '0-3', '2-' or '0,4-7'")
+        first = int(match[1])
+        last = first if match[2] is None else int(match[3]) if match[3] else None
+        if last is not None and last < first:
+            raise ValueError(f"key {text!r} runs backwards; write '{last}-{first}'")
+        ranges.append((first, last))
+    return tuple(ranges)
+
+
+def parse_overrides(
+    value: Any, check: Callable[[Any], dict[str, Any]]
+) -> tuple[LayerOverride, ...]:
+    """All overrides in the order in which they were written.
+
+    Raises:
+        ValueError: it is no mapping.
+        Refused: with the reasons and those that are right.
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError(f"must map layers such as '0-1' to what they do, got {value!r}")
+    overrides, reasons = [], []
+    for key, item in value.items():
+        try:
+            ranges = parse_ranges(key)
+        except ValueError as error:
+            reasons.append(f" {error}")
+            continue
+        try:
+            overrides.append(LayerOverride(str(key), ranges, check(item)))
+        except Refused as error:
+            reasons += [f"[{str(key)!r}]{reason}" for reason in error.reasons]
+            overrides.append(LayerOverride(str(key), ranges, error.good))
+        except ValueError as error:
+            reasons.append(f"[{str(key)!r}] {error}")
+    if reasons:
+        raise Refused(reasons, tuple(overrides))
+    return tuple(overrides)
+
+
+def show_ranges(layers: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` as ``"0-2,5"``."""
+    parts: list[list[int]] = []
+    for layer in sorted(layers):
+        if parts and parts[-1][1] == layer - 1:
+            parts[-1][1] = layer
+        else:
+            parts.append([layer, layer])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -1,0 +1,166 @@
+"""Whether plugins, model and geometry fit each other; every check gives reasons, none raises."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+from attrs import frozen
+
+from topkv.config.layers import show_ranges
+from topkv.discovery import PluginRecord
+from topkv.types import GroupShape, ModelShape
+
+_TRUE = ("1", "true", "t", "yes", "y", "on")
+_MAX_ID = 2**31
+
+
+@frozen
+class Ask:
+    """What a group asks of its plugins."""
+
+    model: ModelShape
+    layers: Sequence[int]
+    unit: int
+    scope: str
+    impl: str
+    residency: str
+    device: torch.device
+
+    @property
+    def where(self) -> str:
+        return f"(layers {show_ranges(self.layers)}, {self.residency})"
+
+
+def model_reasons(model: ModelShape) -> list[str]:
+    sizes = {
+        "num_layers": model.num_layers,
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+    }
+    reasons = [
+        f"the model's {name} must be a positive int, got {value!r}"
+        for name, value in sizes.items()
+        if type(value) is not int or value <= 0
+    ]
+    if not reasons and model.num_heads % model.num_kv_heads:
+        reasons.append(
+            f"the model's num_heads must be a multiple of num_kv_heads, got {model.num_heads} "
+            f"and {model.num_kv_heads}"
+        )
+    return reasons
+
+
+def impl_reasons(impl: str, device: torch.device) -> list[str]:
+    """Triton kernels run on a CPU in Triton's interpreter only."""
+    interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
+    if impl == "triton" and device.type == "cpu" and not interpreted:
+        return [
+            "impl 'triton' runs on a CPU only under Triton's interpreter: set the environment "
+            "variable TRITON_INTERPRET=1 before Python starts, or set impl to 'reference'"
+        ]
+    return []
+
+
+def capability_reasons(record: PluginRecord, ask: Ask) -> list[str]:
+    """What a plugin does not offer of what a group asks."""
+    return [f"{record.who} {text} {ask.where}" for text in _refusals(record, ask)]
+
+
+def _refusals(record: PluginRecord, ask: Ask) -> Iterator[str]:
+    if record.entry is None:
+        return
+    caps, model = record.entry.capabilities, ask.model
+    dtype = str(model.dtype).removeprefix("torch.")
+    if caps.units and not caps.units[0] <= ask.unit <= caps.units[1]:
+        # A dense layer is read page by page.
+        key = "unit" if ask.residency == "sparse" else "page_tokens"
+        low, high = caps.units
+        yield f"takes units of {low} to {high} tokens, got {ask.unit}: change {key}"
+    choices = (
+        ("scope", ask.scope, caps.scopes),
+        ("attention", "gqa", caps.attention),
+        ("impl", ask.impl, caps.impls),
+        ("dtype", dtype, caps.dtypes),
+        ("head_dim", model.head_dim, caps.head_dims),
+    )
+    for name, value, offered in choices:
+        if offered is not None and value not in offered:
+            shown = ", ".join(map(str, offered)) or "none"
+            yield f"takes {name} {shown}, got {value}"
+    if caps.max_group is not None and model.group_size > caps.max_group:
+        yield (
+            f"takes at most {caps.max_group} query heads for each kv-head, got {model.group_size}"
+        )
+    if record.kind == "backend":
+        if not caps.lse:
+            yield "returns no log-sum-exp, and prefill merges blocks of history by it"
+        if ask.residency == "streamed" and ask.device.type == "cuda" and not caps.host_memory:
+            yield "cannot read mapped host memory, so no layer can be streamed: make it resident"
+
+
+def geometry_reasons(
+    unit: int, budget: int, buffer: int, ring: int, page: int, select: int, where: str
+) -> list[str]:
+    """What is wrong with the sizes of sparse layers; tokens, but for ``select`` in units."""
+    reasons = []
+    if unit & (unit - 1):
+        reasons.append(f"unit must be a power of two, got {unit} {where}")
+    elif page % unit:
+        reasons.append(
+            f"unit must divide page_tokens, got unit {unit} and page_tokens {page} {where}"
+        )
+    if budget < 2 * unit:
+        reasons.append(
+            f"budget must be at least two units ({2 * unit} tokens: one selected and the tail), "
+            f"got {budget} {where}"
+        )
+    if ring % unit or ring < 2 * unit:
+        reasons.append(
+            f"ring_tokens must be a multiple of the unit and at least two units, got "
+            f"{ring} with unit {unit} {where}"
+        )
+    if select > buffer // unit:
+        reasons.append(
+            f"buffer must hold the selection: {select} units of {unit} tokens, got {buffer} "
+            f"tokens = {buffer // unit} units; raise buffer to {select * unit} or "
+            f"lower budget {where}"
+        )
+    return reasons
+
+
+def shape_reasons(shape: GroupShape, num_pages: int) -> list[str]:
+    where = f"(layers {show_ranges(shape.layers)})"
+    reasons = []
+    if shape.entry_bytes % 16:
+        reasons.append(
+            f"an entry must be a multiple of 16 bytes, got {shape.entry_bytes}: "
+            f"{shape.heads_per_lane} kv-heads x K and V x {shape.unit} tokens x head_dim "
+            f"{shape.head_dim} x {shape.dtype.itemsize} bytes; take a larger unit {where}"
+        )
+    ids = {
+        "device slots": shape.rows * shape.slots,
+        "host units": num_pages * shape.units_per_page,
+    }
+    for name, count in ids.items():
+        if count >= _MAX_ID:
+            reasons.append(
+                f"{name} must be fewer than 2**31 in a layer, got {count}; lower max_requests, "
+                f"max_tokens or buffer, or take a larger unit {where}"
+            )
+    return reasons
+
+
+def host_reasons(
+    size: int, limit: int | None, num_pages: int, max_requests: int, page: int
+) -> list[str]:
+    if limit is None or size <= limit:
+        return []
+    tokens = (limit * num_pages // size - max_requests - 1) * page
+    mend = f"lower max_tokens to {tokens}" if tokens > 0 else "lower max_requests"
+    return [
+        f"the host pool needs {size} bytes ({size / 2**30:.3g} GiB) and host_memory allows "
+        f"{limit} ({limit / 2**30:.3g} GiB); raise host_memory or {mend}"
+    ]

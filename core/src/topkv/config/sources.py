@@ -1,0 +1,110 @@
+"""Where values come from: topkv defaults < plugin < checkpoint < user, origins kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import define, field, frozen
+
+from topkv.config.lowered import Setting
+from topkv.config.values import clean
+from topkv.discovery import PluginRecord
+from topkv.errors import PluginError
+from topkv.plugins import PluginRegistry
+
+DEFAULT = "topkv default"
+COMPUTED = "computed"
+ONLY = "only one installed"
+
+
+@frozen
+class Source:
+    """Values of one origin, in lowered form."""
+
+    origin: str
+    values: Mapping[str, Any]
+
+
+@define
+class Sources:
+    """Sources from the strongest to the weakest; below all of them stand topkv's defaults."""
+
+    stack: tuple[Source, ...]
+
+    def over(self, source: Source) -> Sources:
+        """The same with a stronger source."""
+        return Sources((source, *self.stack))
+
+    def under(self, source: Source) -> Sources:
+        """The same with a weaker source."""
+        return Sources((*self.stack, source))
+
+    def find(self, name: str) -> Setting | None:
+        for source in self.stack:
+            if name in source.values:
+                return Setting(name, source.values[name], source.origin)
+        return None
+
+    def get(self, name: str, default: Any, origin: str = DEFAULT) -> Setting:
+        return self.find(name) or Setting(name, default, origin)
+
+
+@define
+class Plugins:
+    """Looks plugins up, once each, and gathers why they cannot be had."""
+
+    registry: PluginRegistry
+    reasons: list[str]
+    _records: dict[tuple[str, str], PluginRecord | None] = field(factory=dict)
+    _defaults: dict[tuple[str, str], Source] = field(factory=dict)
+
+    def get(self, kind: str, name: str) -> PluginRecord | None:
+        key = kind, name
+        if key not in self._records:
+            try:
+                self._records[key] = self.registry.get(kind, name)
+            except PluginError as error:
+                self._records[key] = None
+                head = str(error).split("\n", 1)[0]
+                self.reasons += [f"{head} {reason}" for reason in error.reasons]
+        return self._records[key]
+
+    def choose(self, kind: str, sources: Sources) -> Setting | None:
+        """What was asked for, else the only one that is installed."""
+        found = sources.find(kind)
+        if found is not None:
+            return found
+        names = [record.name for record in self.registry.usable(kind)]
+        if len(names) == 1:
+            return Setting(kind, names[0], ONLY)
+        if names:
+            self.reasons.append(f"{kind} is not set and several are installed: {', '.join(names)}")
+        else:
+            # The registry knows what failed to load, and how to mend it.
+            broken = [
+                f"{record.package} {record.version}: {record.problem}"
+                for record in self.registry.records()
+                if record.problem and record.kind in (kind, None)
+            ]
+            self.reasons.append(
+                f"{kind} is not set and none is installed; pip install topkv-NAME"
+                + "".join(f"; did not load: {text}" for text in broken)
+            )
+        return None
+
+    def defaults(self, kind: str, name: str | None) -> Source:
+        """The defaults of a plugin, ``params`` from its parameters included."""
+        record = self.get(kind, name) if name else None
+        if record is None or record.entry is None or name is None:
+            return Source("", {})
+        key = kind, name
+        if key not in self._defaults:
+            where = f"defaults of {record.who}: "
+            values = clean(record.entry.defaults, self.reasons, where)
+            self._defaults[key] = Source(f"{record.package} {record.version}", values)
+        return self._defaults[key]
+
+    def parameters(self, kind: str, name: str | None) -> Mapping[str, Any]:
+        record = self.get(kind, name) if name else None
+        return record.entry.parameters if record and record.entry else {}

@@ -1,0 +1,374 @@
+"""SparseCoordinator: the whole decode path, from the new token to the attended output.
+
+Read this file from top to bottom: ``forward_begin`` puts the rows of a forward into place,
+``attention`` runs one layer, ``forward_end`` closes what the forward filled. Everything between
+the two is device work on tensors with fixed addresses and can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import define, evolve, frozen
+from torch import Tensor
+
+from topkv.config import LoweredConfig, LoweredGroup
+from topkv.errors import RequestError
+from topkv.kv.manager import SparseKVCacheManager
+from topkv.lifecycle import RequestCalls
+from topkv.plugins import PluginRegistry
+from topkv.plugins import registry as default_registry
+from topkv.prefill import chunk_attention, history_blocks, open_keys
+from topkv.report import MemoryReport, TransferReport, memory_report, transfer_report
+from topkv.types import AlgorithmSpec, LayerView
+from topkv.workspace import LaneBuffers
+
+
+@frozen
+class Chunk:
+    """One prefill chunk of a forward; ``rows`` are its rows in the packed batch."""
+
+    slot: int
+    start: int
+    rows: slice
+
+
+@define
+class LayerPath:
+    """Everything that one layer's decode calls, bound once when the coordinator is made."""
+
+    view: LayerView
+    algorithm: Any
+    transfer: Any
+    backend: Any
+    lanes: LaneBuffers
+    k_slots: Tensor
+    v_slots: Tensor
+
+
+def _make_algorithm(registry: PluginRegistry, config: LoweredConfig, group: LoweredGroup) -> Any:
+    if group.algorithm is None:
+        return None
+    params = dict(group.params)
+    what = (config.model, group.shape, params, config.impl, config.device)
+    return registry.create("algorithm", group.algorithm, *what)
+
+
+def _with_tail_rules(
+    config: LoweredConfig, specs: Sequence[AlgorithmSpec | None]
+) -> LoweredConfig:
+    """Give the tail's share of the budget back where the algorithm lets the tail compete."""
+    groups = []
+    for group, spec in zip(config.groups, specs, strict=True):
+        if spec and spec.tail == "selectable":
+            select = min(group.budget // group.shape.unit, group.shape.max_units)
+            group = evolve(group, shape=evolve(group.shape, select=select))
+        groups.append(group)
+    return evolve(config, groups=tuple(groups))
+
+
+class SparseCoordinator(RequestCalls):
+    """Sparse decoding for the attention layers of one model.
+
+    Args:
+        config: a lowered configuration (``topkv.config.lower``).
+        registry: where plugins are looked up; the process-wide registry by default.
+
+    Raises:
+        ConfigError, PluginError: nothing was allocated.
+        HostMemoryError, DeviceMemoryError: a tier is too small; nothing is left allocated.
+    """
+
+    def __init__(self, config: LoweredConfig, registry: PluginRegistry | None = None) -> None:
+        registry = registry or default_registry()
+        self.model, self.config = config.model, config
+        algorithms = [_make_algorithm(registry, config, group) for group in config.groups]
+        specs = [algorithm.spec() if algorithm else None for algorithm in algorithms]
+        self.config = config = _with_tail_rules(config, specs)
+        self.manager = SparseKVCacheManager(config, specs)
+        self.tracker = self.manager.tracker
+        self.step = self.manager.uploader.step
+        self.observers = registry.create_all("observer")
+        eviction = registry.create("eviction", config.eviction)
+        self.transfers: list[Any] = []
+        self.lanes: list[LaneBuffers] = []
+        self.layers: list[LayerPath] = []
+        for index, (store, algorithm) in enumerate(
+            zip(self.manager.stores, algorithms, strict=True)
+        ):
+            views = self.manager.layer_views(index)
+            transfer = registry.create(
+                "transfer", config.transfer, store, views, eviction, config.impl
+            )
+            backend = registry.create(
+                "backend",
+                config.backend,
+                *(self.model, store.group, config.impl, config.device, config.max_requests),
+            )
+            tail = algorithm is not None and specs[index].tail == "forced"
+            lanes = LaneBuffers(
+                *(self.model, store.group, self.step, config.max_requests, config.device),
+                index=index,
+                tail=tail,
+            )
+            self.transfers.append(transfer)
+            self.lanes.append(lanes)
+            for view in views:
+                slots = store.slot_views(view.index)
+                self.layers.append(LayerPath(view, algorithm, transfer, backend, lanes, *slots))
+        self.layers.sort(key=lambda path: path.view.layer)
+        self._periods = [spec.settle_period for spec in specs if spec and spec.settle_period]
+        self._chunks: list[Chunk] = []
+        self._rows = self._appended = np.zeros(0, dtype=np.int32)
+        self._forward_open = False
+        self._ending: list[int] = []
+        cuda = config.device.type == "cuda"
+        self._offload_stream = torch.cuda.Stream(config.device) if cuda else None
+
+    # A forward.
+
+    def forward_begin(
+        self,
+        decode: Sequence[int] = (),
+        prefill: Sequence[tuple[int, int]] = (),
+        append: Sequence[bool] | None = None,
+    ) -> None:
+        """Put the rows of a forward into place. Outside graphs.
+
+        Args:
+            decode: slots of the decode rows, -1 for padded ones. Each is one row.
+            prefill: ``(slot, tokens)`` chunks, whose rows follow the decode rows.
+            append: which decode rows append their token; all but padded ones by default.
+
+        Raises:
+            HostMemoryError: a page is missing; nothing has changed.
+            RequestError: a slot is unknown or named twice, or a forward is open.
+        """
+        self._between_forwards("forward_begin")
+        rows = np.asarray(decode, dtype=np.int32)
+        live = rows >= 0
+        if len(rows) > self.config.max_requests:
+            raise RequestError(
+                f"{len(rows)} decode rows exceed max_requests = {self.config.max_requests}"
+            )
+        self.tracker.check_all([*rows[live].tolist(), *(slot for slot, _ in prefill)])
+        appended = np.asarray(live if append is None else live & np.asarray(append), np.int32)
+        self._own_pages([*((slot, 1) for slot in rows[appended == 1].tolist()), *prefill])
+        self._settle(rows[live].tolist())
+        for slot, _ in prefill:
+            self.flush(slot)
+
+        self._rows, self._appended, self._chunks = rows, appended, []
+        first = len(rows)
+        for slot, tokens in prefill:
+            start = int(self.tracker.length[slot])
+            self._chunks.append(Chunk(slot, start, slice(first, first + tokens)))
+            first += tokens
+        self._forward_open = True
+        self.manager.uploader.upload(rows, appended)
+        for lanes in self.lanes:
+            lanes.begin(self.manager.uploader)
+        for observer in self.observers:
+            observer.before_forward(rows, first - len(rows))
+
+    def _own_pages(self, writers: list[tuple[int, int]]) -> None:
+        """Lease the pages that the forward writes, and copy those that are shared."""
+        lengths, page = self.tracker.length, self.config.page_tokens
+        self.manager.lease([(slot, int(lengths[slot]) + tokens) for slot, tokens in writers])
+        for slot, tokens in writers:
+            start = int(lengths[slot])
+            for index in range(start // page, -(-(start + tokens) // page)):
+                self.manager.own_page(slot, index)
+
+    def attention(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        native: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """One layer: decode rows first, then the prefill chunks in order.
+
+        Args:
+            layer: model layer number.
+            q: ``[rows, H, D]`` post-RoPE queries.
+            k, v: ``[rows, Hkv, D]`` post-RoPE keys, and values.
+            native: scores or ids of a model that selects for itself.
+            out: ``[rows, H, D]`` to write to; made if None.
+
+        Returns:
+            ``out``.
+        """
+        if not self._forward_open:
+            raise RequestError("attention belongs between forward_begin and forward_end")
+        path = self.layers[layer]
+        out = torch.empty_like(q) if out is None else out
+        batch = len(self._rows)
+        if batch:
+            self._decode(path, q[:batch], k[:batch], v[:batch], native, out[:batch])
+        for chunk in self._chunks:
+            rows = chunk.rows
+            if rows.stop > rows.start:
+                self._prefill(path, chunk, q[rows], k[rows], v[rows], out[rows])
+        return out
+
+    def attention_begin(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, native: Tensor | None = None
+    ) -> LaneBuffers:
+        """Append, update, select, plan, load and adapt: for engines with kernels of their own.
+
+        Returns:
+            Lane buffers whose ``table`` and ``lengths`` index the layer's ``k_slots`` and ``v_slots``.
+        """
+        path = self.layers[layer]
+        view, lanes = path.view, path.lanes
+        path.transfer.append(view, k, v)
+        if path.algorithm:
+            path.algorithm.update(view, k)
+            path.algorithm.retrieve_topk(view, q.unsqueeze(1), native, lanes.ids)
+            path.transfer.plan(view, lanes.ids, lanes.limit, lanes.plan)
+            path.transfer.load(view, lanes.plan)
+            path.backend.adapt_page_table(view, lanes.plan, lanes.table, lanes.lengths)
+        return lanes
+
+    def _decode(
+        self, path: LayerPath, q: Tensor, k: Tensor, v: Tensor, native: Tensor | None, out: Tensor
+    ) -> None:
+        lanes = self.attention_begin(path.view.layer, q, k, v, native)
+        path.backend.attend(
+            lanes.by_lane(q),
+            path.k_slots,
+            path.v_slots,
+            lanes.table,
+            lanes.lengths,
+            lanes.by_lane(out),
+            lanes.lse,
+        )
+
+    def _prefill(
+        self, path: LayerPath, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    ) -> None:
+        view, slot, start = path.view, chunk.slot, chunk.start
+        before = open_keys(view, slot, start) if path.algorithm else None
+        history = self._history(path, slot, 0, start)
+        result, lse = chunk_attention(path.backend, q, k, v, start, history)
+        out.copy_(result)
+        self._store(path, chunk, k, v)
+        if before is not None:
+            first = start - start % view.group.unit
+            keys = torch.cat([before, k]) if len(before) else k
+            path.algorithm.construct(view, slot, first, keys, q, lse)
+
+    def _store(self, path: LayerPath, chunk: Chunk, k: Tensor, v: Tensor) -> None:
+        """Send a chunk's keys and values to their pages, on the offload stream of a GPU."""
+        tracker, slot = self.tracker, chunk.slot
+        high = max(int(tracker.high[slot]), chunk.start + len(k))
+        values = (path.view, slot, chunk.start, k, v, high, bool(tracker.resident[slot]))
+        stream = self._offload_stream
+        if stream is None:
+            path.transfer.store_chunk(*values)
+            return
+        stream.wait_stream(torch.cuda.current_stream(k.device))
+        with torch.cuda.stream(stream):
+            path.transfer.store_chunk(*values)
+        k.record_stream(stream)
+        v.record_stream(stream)
+
+    def offload(self) -> None:
+        """Copy the units that this step's decode rows filled to the host. Capturable."""
+        for transfer in self.transfers:
+            transfer.offload()
+
+    def forward_end(self, offloaded: bool = False) -> None:
+        """Close the forward: offload, advance lengths, carry out the ends that were asked for.
+
+        Args:
+            offloaded: a captured graph has run ``offload`` already.
+        """
+        if not self._forward_open:
+            raise RequestError("forward_end without forward_begin")
+        if len(self._rows) and not offloaded:
+            self.offload()
+        self._join_offload()
+        tracker = self.tracker
+        writers = self._rows[self._appended == 1]
+        tracker.length[writers] += 1
+        tracker.dirty[writers] = True
+        for chunk in self._chunks:
+            tracker.length[chunk.slot] += chunk.rows.stop - chunk.rows.start
+        touched = [*writers.tolist(), *(chunk.slot for chunk in self._chunks)]
+        tracker.high[touched] = np.maximum(tracker.high[touched], tracker.length[touched])
+        tokens = sum(chunk.rows.stop - chunk.rows.start for chunk in self._chunks)
+        self._close_forward()
+        for observer in self.observers:
+            observer.after_forward(self._rows, tokens)
+
+    def forward_abort(self) -> None:
+        """Drop an open forward, after an exception say; its tokens are not appended. Cold."""
+        if not self._forward_open:
+            return
+        self._join_offload()
+        # What was written stays in the ring, so its bound moves although no length does. A
+        # chunk may have overwritten the whole ring; the host has everything before it.
+        writers = self._rows[self._appended == 1]
+        high = self.tracker.high
+        high[writers] = np.maximum(high[writers], self.tracker.length[writers] + 1)
+        chunks = self._chunks
+        self._close_forward()
+        for chunk in chunks:
+            if self.tracker.active[chunk.slot]:
+                self._restore(chunk.slot)
+
+    def _join_offload(self) -> None:
+        if self._offload_stream is not None and self._chunks:
+            torch.cuda.current_stream(self.config.device).wait_stream(self._offload_stream)
+
+    def _close_forward(self) -> None:
+        self._forward_open, self._chunks = False, []
+        ending, self._ending = self._ending, []
+        for slot in ending:
+            self.request_end(slot)
+
+    def _settle(self, slots: Sequence[int]) -> None:
+        """Call ``settle`` where prefill has turned to decode, and where a period has passed."""
+        for slot in slots:
+            length, seen = int(self.tracker.length[slot]), int(self.tracker.settled[slot])
+            if seen >= 0 and not any(length - seen >= period for period in self._periods):
+                continue
+            self.flush(slot)
+            for path in self.layers:
+                if path.algorithm:
+                    since = max(seen, 0)
+                    first = since - since % path.view.group.unit
+                    history = self._history(path, slot, first, length)
+                    path.algorithm.settle(path.view, slot, since, length, history)
+            self.tracker.settled[slot] = length
+
+    def _history(
+        self, path: LayerPath, slot: int, start: int, end: int
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        block = self.config.prefill_block_tokens
+        return history_blocks(
+            path.transfer, path.view, slot, start, end, block, self.config.device
+        )
+
+    def memory(self) -> MemoryReport:
+        """Bytes on both tiers, counted from tensors."""
+        return memory_report(self.manager)
+
+    def transfers_of(self, slots: Sequence[int]) -> TransferReport:
+        """Hits, misses and loaded bytes of requests since they began. Synchronizes."""
+        return transfer_report(self.manager, slots)
+
+    def check_integrity(self) -> None:
+        """See ``SparseKVCacheManager.check_integrity``."""
+        self.manager.check_integrity()
+
+    def close(self) -> None:
+        """Unregister the host memory. Idempotent."""
+        self.manager.close()

@@ -1,0 +1,222 @@
+"""Discovery: which packages offer what, and why one of them cannot be used.
+
+Listing imports the light entry modules only, neither torch nor triton. A plugin that fails is
+kept as a record with its problem and never breaks the others.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import pluggy
+
+import topkv
+from topkv import builtin
+from topkv.discovery import GROUP, Offer, author, entry_problem, explicit, installed
+from topkv.discovery import PluginRecord as PluginRecord
+from topkv.entries import KINDS, PluginEntry
+from topkv.errors import PluginError, TopkvError
+from topkv.hooks import registry as registry_specs
+from topkv.hooks.binding import check_instance
+
+BLOCK = "TOPKV_BLOCK"
+
+_KIND_OF_HOOK = {f"topkv_register_{kind}s": kind for kind in KINDS}
+
+
+class PluginRegistry:
+    """What is installed, by kind and name.
+
+    Args:
+        plugins: ``(distribution name, version, module or object with topkv_register_* hooks)``;
+            by default the entry points of group ``topkv``, less those that ``TOPKV_BLOCK=a,b``
+            names. The core's own entries always come first.
+    """
+
+    def __init__(self, plugins: Sequence[tuple[str, str, object]] | None = None) -> None:
+        self._manager = pluggy.PluginManager(GROUP)
+        self._manager.add_hookspecs(registry_specs)
+        self._records: list[PluginRecord] = []
+        blocked = {name.strip() for name in os.environ.get(BLOCK, "").split(",")}
+        self._add(Offer("topkv", topkv.__version__, "topkv", builtin))
+        for offer in installed() if plugins is None else explicit(plugins):
+            if plugins is None and offer.name in blocked:
+                problem = f"left out by the environment variable {BLOCK}; take it out of the list"
+                self._records.append(offer.record(problem))
+            else:
+                self._add(offer)
+
+    def _add(self, offer: Offer) -> None:
+        try:
+            plugin = offer.load()
+        except (Exception, SystemExit) as error:
+            self._records.append(
+                offer.record(
+                    f"entry point {offer.name!r} does not import: {_told(error)}; reinstall "
+                    f"{offer.package} or uninstall it"
+                )
+            )
+            return
+        name = f"{offer.package}:{offer.name}"
+        try:
+            self._manager.register(plugin, name=name)
+            self._manager.check_pending()
+        except Exception as error:
+            if self._manager.has_plugin(name):
+                self._manager.unregister(name=name)
+            self._records.append(
+                offer.record(f"its hooks are wrong: {_told(error)}; {author(offer)}")
+            )
+            return
+        self._collect(plugin, offer)
+
+    def _collect(self, plugin: object, offer: Offer) -> None:
+        """Ask one plugin for its entries: each hook alone, so that one cannot break another."""
+        found = False
+        for hook, kind in _KIND_OF_HOOK.items():
+            for impl in getattr(self._manager.hook, hook).get_hookimpls():
+                if impl.plugin is not plugin:
+                    continue
+                found = True
+                try:
+                    entries = list(impl.function())
+                except (Exception, SystemExit) as error:
+                    problem = f"{hook} failed: {_told(error)}; {author(offer)}"
+                    self._records.append(offer.record(problem, kind))
+                    continue
+                self._records += [self._record(entry, kind, hook, offer) for entry in entries]
+        if not found:
+            problem = f"it implements none of {', '.join(_KIND_OF_HOOK)}; {author(offer)}"
+            self._records.append(offer.record(problem))
+
+    def _record(self, entry: object, kind: str, hook: str, offer: Offer) -> PluginRecord:
+        if not isinstance(entry, PluginEntry):
+            problem = f"{hook} must return a list of PluginEntry, got {type(entry).__name__}"
+            return offer.record(f"{problem}; {author(offer)}", kind)
+        if entry.kind != kind:
+            problem = f"{hook} must return entries of kind {kind!r}, got {entry.kind!r}"
+            return offer.record(f"{problem}; {author(offer)}", kind, entry.name)
+        problem_of_entry = entry_problem(entry, offer)
+        rival = self._usable(kind, entry.name)
+        if problem_of_entry is None and rival is not None:
+            problem_of_entry = (
+                f"the name is taken: {rival.package} {rival.version} offers {kind} "
+                f"{entry.name!r} too; uninstall one of them, or name the entry point that is "
+                f"not wanted in {BLOCK}"
+            )
+        return PluginRecord(
+            entry, entry.name, kind, offer.package, offer.version, problem_of_entry
+        )
+
+    def _usable(self, kind: str, name: str) -> PluginRecord | None:
+        matches = (record for record in self.usable(kind) if record.name == name)
+        return next(matches, None)
+
+    def records(self) -> list[PluginRecord]:
+        """Everything that was found, broken or not, by kind, name and package."""
+        return sorted(
+            self._records, key=lambda record: (record.kind or "", record.name, record.package)
+        )
+
+    def usable(self, kind: str) -> list[PluginRecord]:
+        """Everything of a kind that can be used, by name."""
+        usable = [record for record in self._records if record.kind == kind and not record.problem]
+        return sorted(usable, key=lambda record: record.name)
+
+    def get(self, kind: str, name: str) -> PluginRecord:
+        """The record of a usable plugin.
+
+        Raises:
+            PluginError: nothing of that kind has that name, or it has a problem.
+        """
+        record = self._usable(kind, name)
+        if record is not None:
+            return record
+        named = [
+            record
+            for record in self._records
+            if record.problem and record.name == name and record.kind in (kind, None)
+        ]
+        if named:
+            reasons = [f"{record.package} {record.version}: {record.problem}" for record in named]
+            raise PluginError(f"{kind} {name!r} is installed and cannot be used", reasons)
+        raise PluginError(f"unknown {kind} {name!r}", self._unknown(kind, name))
+
+    def _unknown(self, kind: str, name: str) -> list[str]:
+        if kind not in KINDS:
+            return [f"there is no kind {kind!r} of plugin; the kinds are {', '.join(KINDS)}"]
+        names = ", ".join(record.name for record in self.usable(kind)) or "none"
+        package = name.replace("_", "-")
+        reasons = [
+            f"installed of kind {kind}: {names}; its package may be missing: "
+            f"pip install topkv-{package}"
+        ]
+        failed = [record for record in self._records if record.problem]
+        reasons += [
+            f"did not load: {record.package} {record.version}: {record.problem}"
+            for record in failed
+        ]
+        return reasons
+
+    def create(self, kind: str, name: str, *args: Any) -> Any:
+        """Import a factory, build an instance, and check it against the specs of its kind.
+
+        Args:
+            kind, name: what to build.
+            args: what the factory takes; see the spec module of the kind.
+
+        Raises:
+            PluginError: it is unknown, does not import or build, or breaks its contract.
+            TopkvError: whatever the factory refuses on purpose.
+        """
+        record = self.get(kind, name)
+        factory = self._factory(record)
+        try:
+            instance = factory(*args)
+        except TopkvError as error:
+            error.add_note(f"raised by {record.who}")
+            raise
+        except Exception as error:
+            raise PluginError(f"{record.who} could not be built", [f"{_told(error)}"]) from error
+        check_instance(instance, import_module(f"topkv.hooks.{kind}"), record.who)
+        return instance
+
+    def _factory(self, record: PluginRecord) -> Any:
+        assert record.entry is not None  # a record without an entry has a problem
+        path = record.entry.factory
+        module, attribute = path.split(":")
+        try:
+            return getattr(import_module(module), attribute)
+        except (Exception, SystemExit) as error:
+            raise PluginError(
+                f"{record.who} does not import",
+                [f"{path}: {_told(error)}; reinstall {record.package}, or mend what it needs"],
+            ) from error
+
+    def create_all(self, kind: str, *args: Any) -> list[Any]:
+        """Build every usable plugin of a kind, for the kinds that nobody asks for by name.
+
+        One that cannot be built is left out with a warning.
+        """
+        instances = []
+        for record in self.usable(kind):
+            try:
+                instances.append(self.create(kind, record.name, *args))
+            except TopkvError as error:
+                warnings.warn(f"left out: {error}", RuntimeWarning, stacklevel=2)
+        return instances
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+@cache
+def registry() -> PluginRegistry:
+    """The registry of this process: every installed package, looked up once."""
+    return PluginRegistry()

@@ -1,0 +1,178 @@
+"""Small, real plugins for tests of the core: a scripted selection and a gathering backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from topkv.entries import Capabilities, PluginEntry
+from topkv.hooks.registry import hookimpl
+from topkv.testing.oracle import attention
+from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape, Plan, RepresentationSpec
+
+
+class Scripted:
+    """Selects what a test puts into ``next_ids``, whatever it is.
+
+    Its representation is the sum of each unit's keys, so that a test can tell whether the
+    representation of a unit is that of the keys which are there now. ``turns`` counts the
+    settles of each request, to show that state keyed by slot follows a fork.
+    """
+
+    def __init__(
+        self,
+        model: ModelShape,
+        group: GroupShape,
+        params: dict[str, Any],
+        impl: str,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.group = group
+        self.tail: str = params["tail"]
+        self.next_ids: dict[int, Tensor] = {}
+
+    @hookimpl
+    def spec(self) -> AlgorithmSpec:
+        shape = (self.model.num_kv_heads, self.model.head_dim)
+        return AlgorithmSpec(
+            (
+                RepresentationSpec("sums", "unit", shape, torch.float32),
+                RepresentationSpec("turns", "request", (1,), torch.int64),
+            ),
+            tail=self.tail,
+        )
+
+    @hookimpl
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        for first in range(0, len(k), self.group.unit):
+            keys = k[first : first + self.group.unit]
+            unit = (start + first) // self.group.unit
+            layer.pools["sums"][self.host_id(layer, slot, unit)] = keys.sum(0).float()
+
+    @hookimpl
+    def settle(
+        self, layer: LayerView, slot: int, since: int, length: int, history: object
+    ) -> None:
+        layer.pools["turns"][slot] += 1
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor) -> None:
+        group, step = self.group, layer.step
+        for batch in range(step.batch):
+            slot, length = int(step.slots[batch]), int(step.lengths[batch])
+            if slot >= 0 and step.appended[batch]:
+                unit, last = divmod(length - 1, group.unit)
+                keys = layer.ring_k[slot, :, unit % group.ring_slots, :, : last + 1]
+                sums = keys.flatten(0, 1).sum(1).float()
+                layer.pools["sums"][self.host_id(layer, slot, unit)] = sums
+
+    @hookimpl
+    def retrieve_topk(
+        self, layer: LayerView, q: Tensor, native: Tensor | None, ids: Tensor
+    ) -> None:
+        ids.copy_(self.next_ids[layer.layer])
+
+    def host_id(self, layer: LayerView, slot: int, unit: int) -> int:
+        per_page = self.group.units_per_page
+        page = int(layer.step.page_table[slot, unit // per_page])
+        return page * per_page + unit % per_page
+
+
+class Gather:
+    """Attention by gathering the listed tokens, in float64."""
+
+    def __init__(
+        self,
+        model: ModelShape,
+        group: GroupShape,
+        impl: str,
+        device: torch.device,
+        max_batch: int,
+    ) -> None:
+        self.model = model
+
+    @hookimpl
+    def adapt_page_table(
+        self, layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor
+    ) -> None:
+        group, step = layer.group, layer.step
+        table.zero_()
+        for lane in range(table.shape[0]):
+            batch, head = divmod(lane, group.lane_heads)
+            slot, length = int(step.slots[batch]), int(step.lengths[batch])
+            count = int(plan.count[lane])
+            base = (slot * group.lane_heads + head) * group.slots
+            if slot < 0 or length == 0:
+                lengths[lane] = 0
+                continue
+            table[lane, :count] = base + plan.slots[lane, :count]
+            lengths[lane] = count * group.unit
+            if table.shape[1] > group.select:
+                unit, last = divmod(length - 1, group.unit)
+                table[lane, count] = base + group.buffer_slots + unit % group.ring_slots
+                lengths[lane] += last + 1
+
+    @hookimpl
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        table: Tensor,
+        lengths: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        unit = k.shape[2]
+        for lane in range(q.shape[0]):
+            length = int(lengths[lane])
+            used = table[lane, : -(-length // unit)].to(k.device).long()
+            keys, values = (
+                pool[used].transpose(1, 2).flatten(0, 1)[:length].to(q.device) for pool in (k, v)
+            )
+            result, log = attention(q[lane], keys, values, self.model.scale)
+            out[lane], lse[lane] = result.to(out.dtype), log.float()
+
+    @hookimpl
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int, out: Tensor, lse: Tensor
+    ) -> None:
+        rows = q_start + torch.arange(q.shape[0], device=q.device)
+        columns = k_start + torch.arange(k.shape[0], device=q.device)
+        mask = columns[None, :] <= rows[:, None]
+        result, log = attention(q, k, v, self.model.scale, mask)
+        out.copy_(result)
+        lse.copy_(log)
+
+
+class Entries:
+    """The registration of both, as a package would do it."""
+
+    @hookimpl
+    def topkv_register_algorithms(self) -> list[PluginEntry]:
+        return [
+            PluginEntry(
+                "scripted",
+                "algorithm",
+                "topkv.testing.doubles:Scripted",
+                capabilities=Capabilities(scopes=("kv_head", "shared")),
+                defaults={"scope": "kv_head"},
+                parameters={"tail": "forced"},
+            )
+        ]
+
+    @hookimpl
+    def topkv_register_backends(self) -> list[PluginEntry]:
+        return [
+            PluginEntry(
+                "gather",
+                "backend",
+                "topkv.testing.doubles:Gather",
+                capabilities=Capabilities(scopes=("kv_head", "shared"), host_memory=True),
+            )
+        ]

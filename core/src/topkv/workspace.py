@@ -1,0 +1,94 @@
+"""Per-group buffers of a decode step, at fixed addresses, shared by the layers of the group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from topkv.kv.step import StepUploader
+from topkv.types import GroupShape, ModelShape, Plan, StepTensors
+
+
+class LaneBuffers:
+    """Selection, plan, page table and LSE of one group.
+
+    Attributes (narrowed to the B rows of the forward, N = B * lane_heads):
+        ids: int32 ``[N, K]`` what the algorithm selected.
+        limit: int32 ``[B]`` selectable units.
+        plan: see ``topkv.types.Plan``.
+        table: int32 ``[N, W]``; K + 1 columns where the core appends the tail, all pages
+            of a request in dense layers.
+        lengths: int32 ``[N]`` attended tokens.
+        lse: fp32 ``[N, 1, heads_per_lane * G]``.
+    """
+
+    ids: Tensor
+    limit: Tensor
+    plan: Plan
+    table: Tensor
+    lengths: Tensor
+    lse: Tensor
+
+    def __init__(
+        self,
+        model: ModelShape,
+        group: GroupShape,
+        step: StepTensors,
+        max_batch: int,
+        device: torch.device,
+        index: int,
+        tail: bool,
+    ) -> None:
+        self.group = group
+        self.step = step
+        self.index = index
+        self.sparse = group.residency == "sparse"
+        lanes = max_batch * group.lane_heads
+        width = group.select + int(tail) if self.sparse else step.page_table.shape[1]
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self._ids = ints(lanes, group.select)
+        self._plan = Plan(
+            ints(lanes, group.select),
+            ints(lanes),
+            ints(lanes, group.select),
+            ints(lanes, group.select),
+            ints(lanes),
+        )
+        self._table = ints(lanes, width)
+        self._lengths = ints(lanes)
+        heads = group.heads_per_lane * model.group_size
+        self._lse = torch.zeros((lanes, 1, heads), dtype=torch.float32, device=device)
+        self._rows = torch.zeros(max_batch, dtype=torch.int32, device=device)
+        self._batch = -1
+
+    def begin(self, uploader: StepUploader) -> None:
+        """Narrow the buffers to the forward's rows, and point dense layers at their pages."""
+        batch = self.step.batch
+        if batch != self._batch:
+            self._narrow(batch, uploader)
+        if not self.sparse and batch:
+            torch.clamp(self.step.slots, min=0, out=self._rows[:batch])
+            torch.index_select(self.step.page_table, 0, self._rows[:batch], out=self.table)
+
+    def _narrow(self, batch: int, uploader: StepUploader) -> None:
+        lanes = batch * self.group.lane_heads
+        self.ids, self.table, self.lse = self._ids[:lanes], self._table[:lanes], self._lse[:lanes]
+        self.lengths = self._lengths[:lanes] if self.sparse else self.step.lengths
+        self.limit = uploader.limits[self.index]
+        plan = self._plan
+        self.plan = Plan(
+            plan.slots[:lanes],
+            plan.count[:lanes],
+            plan.miss_ids[:lanes],
+            plan.miss_slots[:lanes],
+            plan.misses[:lanes],
+        )
+        self._batch = batch
+
+    def by_lane(self, rows: Tensor) -> Tensor:
+        """``[B, H, D]`` as ``[N, 1, heads_per_lane * G, D]``: a view of contiguous rows."""
+        batch, heads, dim = rows.shape
+        return rows.view(batch * self.group.lane_heads, 1, heads // self.group.lane_heads, dim)
