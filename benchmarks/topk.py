@@ -1,0 +1,103 @@
+"""Time of exact top-k per call, beside ``torch.topk``.
+
+    python benchmarks/topk.py --out benchmarks/results/topk.jsonl
+
+Every cell replays one CUDA graph of ``CALLS`` calls and reports the median over ``REPEATS``
+replays. ``normal`` are normally distributed scores, ``softmax`` weights as Quest makes them
+(positive, over many octaves), ``ties`` small integers, where no threshold separates exactly K.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from topkv.ops.topk import topk
+
+CALLS, REPEATS = 20, 11
+DISTRIBUTIONS = ("normal", "softmax", "ties")
+
+
+def graph_us(call: Callable[[], object]) -> float:
+    """Median over ``REPEATS`` replays of the time of one call."""
+    for _ in range(3):
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    graph.replay()
+    times = []
+    for _ in range(REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / CALLS)
+    return statistics.median(times)
+
+
+def make_scores(rows: int, width: int, distribution: str) -> torch.Tensor:
+    scores = torch.randn(rows, width, device="cuda")
+    if distribution == "softmax":
+        return (scores * 4).softmax(-1)
+    return (scores * 2).round() if distribution == "ties" else scores
+
+
+def verify(scores: torch.Tensor, ids: torch.Tensor) -> None:
+    """The ids are distinct, ascending, and carry the K largest scores."""
+    best = scores.topk(ids.shape[1], dim=1).values
+    got = scores.gather(1, ids.long()).sort(dim=1, descending=True).values
+    if not torch.equal(best, got) or not (ids[:, 1:] > ids[:, :-1]).all():
+        raise SystemExit("topk selected other scores than torch.topk")
+
+
+def measure(rows: int, width: int, select: int, distribution: str) -> dict[str, object]:
+    scores = make_scores(rows, width, distribution)
+    lengths = torch.full((rows,), width, dtype=torch.int32, device="cuda")
+    ids = torch.empty(rows, select, dtype=torch.int32, device="cuda")
+    time = graph_us(lambda: topk(scores, lengths, ids, impl="triton"))
+    verify(scores, ids)
+    return {
+        "rows": rows,
+        "width": width,
+        "select": select,
+        "scores": distribution,
+        "us": round(time, 2),
+        "torch_us": round(graph_us(lambda: torch.topk(scores, select, dim=1)), 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="write JSON lines here as well")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 128])
+    parser.add_argument("--widths", type=int, nargs="+", default=[2048, 8192, 131072])
+    parser.add_argument("--selects", type=int, nargs="+", default=[127, 2048])
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    device = torch.cuda.get_device_name()
+    print(device)
+    print(f"{'rows':>5} {'width':>7} {'select':>6} {'scores':>8} {'us':>9} {'torch us':>9}")
+    lines = []
+    for distribution in DISTRIBUTIONS:
+        for width in options.widths:
+            for select in (k for k in options.selects if k < width):
+                for rows in options.rows:
+                    cell = measure(rows, width, select, distribution)
+                    lines.append(json.dumps({"what": "topk", "device": device, **cell}) + "\n")
+                    print("{:>5} {:>7} {:>6} {:>8} {:>9} {:>9}".format(*cell.values()))
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text("".join(lines))
+
+
+if __name__ == "__main__":
+    main()

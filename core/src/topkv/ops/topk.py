@@ -1,0 +1,75 @@
+"""Exact top-k of ragged rows, with a defined order of ties."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from topkv.ops import topk_reference
+
+MAX_COLUMNS = 1 << 20
+"""Longest row."""
+
+
+def topk(scores: Tensor, lengths: Tensor, ids: Tensor, *, impl: str) -> None:
+    """Write the indices of the K largest scores of each row, in ascending index order.
+
+    Of equal scores the one with the lower index wins. Only the first ``lengths[n]`` scores
+    of a row count; what lies behind them (NaN, say) has no influence. NaN among them counts as
+    -inf; -inf is the lowest score and may still be selected; -0.0 equals +0.0; +inf wins. A row
+    of K scores or fewer yields all of its indices, padded with -1 on the right.
+
+    No host sync; may be captured in a CUDA graph. Rows longer than one block of the kernel take
+    a scratch of int32 ids from torch's allocator, which a graph keeps.
+
+    Args:
+        scores: fp32 ``[N, U]``, rows at any stride, columns adjacent, U at most 2**20.
+        lengths: int32 ``[N]``; read as ``min(max(length, 0), U)``.
+        ids: int32 ``[N, K]``, written completely; rows at any stride, columns adjacent.
+        impl: ``"reference"`` or ``"triton"``.
+
+    Raises:
+        ValueError: shapes, dtypes, strides or devices do not fit, or ``impl`` is unknown.
+    """
+    _check(scores, lengths, ids, impl)
+    if ids.numel() == 0:
+        return
+    if scores.shape[1] == 0:
+        ids.fill_(-1)
+    elif impl == "reference":
+        topk_reference.topk(scores, lengths, ids)
+    else:
+        from topkv.ops import topk_kernels
+
+        topk_kernels.topk(scores, lengths, ids)
+
+
+def _check(scores: Tensor, lengths: Tensor, ids: Tensor, impl: str) -> None:
+    if impl not in ("reference", "triton"):
+        raise ValueError(f"topk: impl must be 'reference' or 'triton', got {impl!r}")
+    if scores.dim() != 2 or ids.dim() != 2 or lengths.dim() != 1:
+        raise ValueError(
+            "topk: expected scores [N, U], lengths [N], ids [N, K], got "
+            f"{list(scores.shape)}, {list(lengths.shape)}, {list(ids.shape)}"
+        )
+    rows = scores.shape[0]
+    if lengths.shape[0] != rows or ids.shape[0] != rows:
+        raise ValueError(
+            f"topk: scores, lengths and ids have {rows}, {lengths.shape[0]} and {ids.shape[0]} "
+            "rows; narrow them to the same N"
+        )
+    if scores.shape[1] > MAX_COLUMNS:
+        raise ValueError(f"topk: {scores.shape[1]} columns, at most {MAX_COLUMNS} are supported")
+    for name, tensor, dtype in (
+        ("scores", scores, torch.float32),
+        ("lengths", lengths, torch.int32),
+        ("ids", ids, torch.int32),
+    ):
+        if tensor.dtype is not dtype:
+            raise ValueError(f"topk: {name} must be {dtype}, got {tensor.dtype}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"topk: the last dimension of {name} must have stride 1")
+        if tensor.device != scores.device:
+            raise ValueError(
+                f"topk: {name} is on {tensor.device}, scores are on {scores.device}; move it"
+            )
