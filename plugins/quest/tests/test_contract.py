@@ -1,0 +1,63 @@
+"""What the core relies on: hook names, refusals, and decoding inside a CUDA graph."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import topkv.hooks.algorithm as hooks
+from topkv.errors import ConfigError
+
+
+def test_one_instance_serves_the_hooks_by_their_names(world):
+    w = world("reference", "cpu")
+    for name in ("spec", "construct", "settle", "update", "retrieve_topk"):
+        method = getattr(w.quest, name)
+        assert list(inspect.signature(method).parameters) == list(
+            inspect.signature(getattr(hooks, name)).parameters
+        )
+        assert hasattr(method, "topkv_impl")
+    assert w.quest.settle(w.layer, 0, 0, 0, ()) is None
+    with pytest.raises(ValueError, match="one query per row"):
+        w.quest.retrieve_topk(w.layer, torch.zeros(1, 2, 4, 12), None, torch.zeros(2, 3).int())
+
+
+def test_wrong_parameters_are_refused_together(world):
+    with pytest.raises(ConfigError) as raised:
+        world("reference", "cpu", metadata="fp8", sinks=-1, dtype=torch.float64)
+    assert len(raised.value.reasons) == 3
+    for sinks in (True, 1.5, 4):
+        with pytest.raises(ConfigError, match="sink_units"):
+            world("reference", "cpu", sinks=sinks)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_graph_replays_update_and_retrieve(world, metadata, scope):
+    w = world.filled("triton", "cuda", metadata=metadata, scope=scope)
+    slots, q, k = [0, 1, 2], w.queries(3).cuda(), w.random(3).cuda()
+    ids = torch.empty(3 * w.group.lane_heads, 3, dtype=torch.int32, device="cuda")
+    w.rows(slots, appended=1)
+    step = w.layer.step
+
+    def decode():
+        w.quest.update(w.layer, k)
+        w.quest.retrieve_topk(w.layer, q, None, ids)
+
+    decode()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode()
+    for _ in range(2 * w.unit):
+        if len(w.keys[0]) == 80:
+            w.keys[0] = w.keys[0][:60]
+        w.append(slots, w.random(3))
+        q.copy_(w.queries(3))
+        expected = w.retrieve(q, slots)
+        step.lengths.copy_(w.layer.step.lengths)
+        for pool in w.pools.values():
+            pool[w.host(0, 20)[-1]] = 0
+        graph.replay()
+        assert torch.equal(ids.cpu().view_as(expected), expected)
