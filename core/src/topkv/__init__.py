@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from topkv.hooks.registry import hookimpl as hookimpl
 
 if TYPE_CHECKING:
-    from topkv.attach import attach as attach
+    from topkv._attach import attach as attach
     from topkv.config import SparseConfig as SparseConfig
     from topkv.coordinator import SparseCoordinator as SparseCoordinator
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "attach": "topkv.attach",
+    "attach": "topkv._attach",
     "SparseConfig": "topkv.config",
     "SparseCoordinator": "topkv.coordinator",
 }

@@ -1,0 +1,174 @@
+"""``TopkvCache``: a Transformers cache whose layers live in the host pool of a coordinator."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from topkv.errors import CapabilityError, RequestError
+from topkv_transformers.attention import MARK
+
+if TYPE_CHECKING:
+    from topkv_transformers.session import AttachedModel
+
+
+class CacheState:
+    """What a cache knows of its rows. Columns are positions of the padded batch.
+
+    Attributes:
+        handle: the attached model that the cache belongs to.
+        slots: the request slot of each row; empty before the first forward.
+        seen: columns that have been appended, padding included.
+        prompt: columns below which a forward is prefill, even if it is one token long.
+        padding: int64 ``[B]`` columns of left padding of each row, so far.
+    """
+
+    def __init__(self, handle: AttachedModel) -> None:
+        self.handle = handle
+        self.slots: list[int] = []
+        self.seen = self.prompt = 0
+        self.padding = np.zeros(0, dtype=np.int64)
+
+    def begin(self, slots: list[int]) -> None:
+        """Give the rows their requests."""
+        self.slots = slots
+        self.padding = np.zeros(len(slots), dtype=np.int64)
+
+    def release(self) -> None:
+        """End the requests, or have them ended as soon as no forward is open. Idempotent."""
+        slots, self.slots = self.slots, []
+        self.seen = self.prompt = 0
+        self.padding = np.zeros(0, dtype=np.int64)
+        if slots:
+            self.handle.retire(slots)
+
+
+class TopkvLayer(CacheLayerMixin):
+    """One layer: hands new keys and values on, and holds none itself."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, state: CacheState, index: int) -> None:
+        super().__init__()
+        self.state = state
+        self.index = index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to make: the coordinator has allocated everything."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Mark the new keys ``[B, Hkv, q, D]`` for the attention function.
+
+        Raises:
+            RequestError: no forward of the attached model is open over this cache.
+        """
+        forward = self.state.handle.forward
+        if forward is None or forward.state is not self.state:
+            raise RequestError(
+                "a TopkvCache serves forwards of the model that it was made for, as long as that "
+                "is attached; make the cache with new_cache() of this model's handle"
+            )
+        setattr(key_states, MARK, self)
+        return key_states, value_states
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See ``topkv_transformers.attention.attention``."""
+        return self.state.handle.forward.attention(self.index, query, key, value)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.state.seen + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.state.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """The older name of ``get_max_length``."""
+        return -1
+
+
+class TopkvCache(Cache):
+    """The rows of one batch; each is a request of the coordinator.
+
+    Made by ``handle.new_cache()``. Give it to ``generate`` or to the model as
+    ``past_key_values``, again for every further turn. ``close`` ends its requests; so does the
+    garbage collector when nobody holds the cache any more.
+    """
+
+    def __init__(self, handle: AttachedModel) -> None:
+        self.state = state = CacheState(handle)
+        super().__init__(
+            layers=[TopkvLayer(state, index) for index in range(handle.shape.num_layers)]
+        )
+        self._finalizer = weakref.finalize(self, CacheState.release, state)
+        self._finalizer.atexit = False
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Request slots of the rows; empty before the first forward."""
+        return tuple(self.state.slots)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, -1 before the first forward."""
+        return len(self.state.slots) or -1
+
+    def close(self) -> None:
+        """End the requests. The cache is then empty and can be used again. Idempotent."""
+        self.state.release()
+
+    def reset(self) -> None:
+        """The same as ``close``, by the name that Transformers uses."""
+        self.close()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the newest columns back.
+
+        Args:
+            tokens_to_remove: minus the number of columns, as in Transformers.
+        """
+        state = self.state
+        if not -state.seen <= tokens_to_remove <= 0:
+            raise ValueError(
+                f"crop expects minus the number of columns to remove, at most {state.seen}, "
+                f"got {tokens_to_remove}"
+            )
+        state.handle.truncate(state, state.seen + tokens_to_remove)
+
+    def fork(self) -> TopkvCache:
+        """A second cache with the same tokens; full pages are shared until one is written.
+
+        Raises:
+            DeviceMemoryError, HostMemoryError: no room; nothing has changed.
+        """
+        twin = TopkvCache(self.state.handle)
+        self.state.handle.fork(self.state, twin.state)
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TopkvCache:
+        return self.fork()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        _refuse("reorder_cache", "beams are not supported; leave num_beams at 1")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        _refuse("batch_repeat_interleave", "repeat the inputs instead of a filled cache")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        _refuse("batch_select_indices", "rows of a TopkvCache cannot be taken apart")
+
+
+def _refuse(call: str, reason: str) -> None:
+    raise CapabilityError(f"TopkvCache does not offer {call}", [reason])

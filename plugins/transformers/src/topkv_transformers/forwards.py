@@ -1,0 +1,174 @@
+"""One forward of a model over a ``TopkvCache``: which rows it appends, and their attention.
+
+Transformers computes with padded batches ``[B, H, q, D]``; the core takes rows ``[rows, H, D]`` of
+real tokens. Padding is read from the mask when a prompt is appended and never again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from topkv import SparseCoordinator
+from topkv.errors import CapabilityError, RequestError
+from topkv_transformers.cache import CacheState
+
+
+@frozen
+class Forward:
+    """An open forward.
+
+    Attributes:
+        coordinator: where the rows live.
+        state: the cache that it appends to.
+        columns: q, new columns of the padded batch.
+        chunks: of a prefill forward, ``(slot, tokens)`` of the rows with real tokens; None for
+            decode, where each row appends one token.
+        index: int64 rows of the flattened ``[B * q]`` batch that hold real tokens; None
+            where all do.
+    """
+
+    coordinator: SparseCoordinator
+    state: CacheState
+    columns: int
+    chunks: list[tuple[int, int]] | None
+    index: Tensor | None
+
+    def begin(self) -> None:
+        """Lease pages and upload tables. Raises HostMemoryError; nothing has changed then."""
+        if self.chunks is None:
+            self.coordinator.forward_begin(decode=self.state.slots)
+        else:
+            self.coordinator.forward_begin(prefill=self.chunks)
+
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend one layer: ``[B, H, q, D]`` queries to ``[B, q, H, D]``; padding gets 0."""
+        if key.dtype is not self.coordinator.model.dtype:
+            raise CapabilityError(
+                "this forward cannot run through topkv",
+                [
+                    f"keys are {key.dtype}, expected {self.coordinator.model.dtype} as the model "
+                    "had when it was attached; leave autocast, or attach again after a change"
+                ],
+            )
+        if self.chunks is None:
+            rows = (tensor[:, :, 0].contiguous() for tensor in (query, key, value))
+            return self.coordinator.attention(layer, *rows).unsqueeze(1)
+        rows = (self._pack(tensor) for tensor in (query, key, value))
+        return self._unpack(self.coordinator.attention(layer, *rows), query)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        rows = tensor.transpose(1, 2).flatten(0, 1)
+        return rows.contiguous() if self.index is None else rows.index_select(0, self.index)
+
+    def _unpack(self, rows: Tensor, query: Tensor) -> Tensor:
+        batch, heads, columns, dim = query.shape
+        if self.index is not None:
+            padded = rows.new_zeros((batch * columns, heads, dim))
+            rows = padded.index_copy_(0, self.index, rows)
+        return rows.view(batch, columns, heads, dim)
+
+
+def left_padding(mask: Tensor) -> np.ndarray:
+    """Padding columns of each row, int64 ``[B]``; a row may hold nothing else.
+
+    Args:
+        mask: ``[B, n]``, 0 where a column is padding.
+
+    Raises:
+        CapabilityError: a mask of another form, right padding or holes.
+    """
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        form = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise CapabilityError(
+            "this attention mask cannot run through topkv",
+            [f"expected a 2D mask of padding, got {form}; pass the tokenizer's attention_mask"],
+        )
+    real = mask.detach().cpu().numpy() != 0
+    falls = real[:, :-1] & ~real[:, 1:]
+    if falls.any():
+        rows = np.flatnonzero(falls.any(1)).tolist()
+        raise CapabilityError(
+            "this attention mask cannot run through topkv",
+            [
+                f"rows {rows} have right padding or holes; expected left padding alone: set "
+                "the tokenizer's padding_side to 'left'"
+            ],
+        )
+    return (~real).sum(1).astype(np.int64)
+
+
+def is_prefill(state: CacheState, columns: int) -> bool:
+    """Whether a forward of ``columns`` columns still belongs to the prompt."""
+    return (
+        columns > 1
+        or state.seen == 0
+        or state.seen + columns <= state.prompt
+        or bool((state.padding >= state.seen).any())
+    )
+
+
+def open_forward(
+    coordinator: SparseCoordinator, state: CacheState, columns: int, mask: Tensor | None
+) -> Forward:
+    """Decide what a forward appends, and begin it in the coordinator.
+
+    Raises:
+        CapabilityError: the mask asks for more than left padding.
+        RequestError: the mask contradicts what the cache holds.
+        HostMemoryError: pages are missing.
+    """
+    _check_mask(state, columns, mask)
+    chunks: list[tuple[int, int]] | None = None
+    index = None
+    padding = state.padding
+    if is_prefill(state, columns):
+        padding = padding if mask is None else _grown(state, columns, left_padding(mask))
+        pads = np.clip(padding - state.seen, 0, columns)
+        chunks = [
+            (slot, columns - pad)
+            for slot, pad in zip(state.slots, pads.tolist(), strict=True)
+            if pad < columns
+        ]
+        if pads.any():
+            real = np.arange(columns) >= pads[:, None]
+            index = torch.from_numpy(np.flatnonzero(real)).to(coordinator.config.device)
+    forward = Forward(coordinator, state, columns, chunks, index)
+    forward.begin()
+    state.padding = padding
+    return forward
+
+
+def _check_mask(state: CacheState, columns: int, mask: Tensor | None) -> None:
+    """What can be told from shapes alone, without a word from the device."""
+    if mask is None:
+        if state.seen and state.padding.any():
+            raise RequestError(
+                "the cache holds left-padded rows and attention_mask is missing; pass the mask "
+                f"of all {state.seen + columns} columns"
+            )
+        return
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        left_padding(mask)
+    expected = (len(state.slots), state.seen + columns)
+    if tuple(mask.shape) != expected:
+        raise RequestError(
+            f"attention_mask: expected shape {list(expected)} for {state.seen} columns in the "
+            f"cache and {columns} new ones, got {list(mask.shape)}; to append a turn pass the "
+            "mask of the whole sequence"
+        )
+
+
+def _grown(state: CacheState, columns: int, padding: np.ndarray) -> np.ndarray:
+    """Padding after a forward, checked against what was known before."""
+    end, known = state.seen + columns, state.padding
+    expected = np.minimum(known, end)
+    still_empty = (known == state.seen) & (padding > known)
+    if not ((padding == expected) | still_empty).all():
+        raise RequestError(
+            f"attention_mask: expected {expected.tolist()} columns of left padding as when the "
+            f"rows began, got {padding.tolist()}; pass the mask of the whole sequence"
+        )
+    return np.maximum(known, padding)

@@ -1,0 +1,195 @@
+"""What ``generate`` of an attached model does before and after the real one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from topkv.errors import CapabilityError, OutOfMemory, RequestError
+from topkv_transformers.cache import CacheState, TopkvCache
+from topkv_transformers.forwards import left_padding
+
+if TYPE_CHECKING:
+    from topkv_transformers.session import AttachedModel
+
+DEFAULT_NEW_TOKENS = 20
+"""What Transformers generates when no length is given."""
+
+# Options of ``generate``, the values that change nothing, and why others are refused.
+_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "num_beams": ((1,), "beams are not supported; leave num_beams at 1"),
+    "num_beam_groups": ((1,), "beams are not supported"),
+    "constraints": ((), "constrained beams are not supported"),
+    "force_words_ids": ((), "constrained beams are not supported"),
+    "penalty_alpha": ((0, 0.0), "contrastive search is not supported"),
+    "dola_layers": ((), "DoLa is not supported"),
+    "assistant_model": ((), "assisted decoding is not supported"),
+    "assistant_early_exit": ((), "assisted decoding is not supported"),
+    "prompt_lookup_num_tokens": ((), "prompt lookup is not supported"),
+    "use_mtp": ((False,), "multi-token prediction is not supported"),
+    "custom_generate": ((), "custom decoding loops are not supported"),
+    "token_healing": ((False,), "token healing is not supported; heal the prompt before"),
+    "cache_implementation": ((), "topkv brings the cache; leave cache_implementation out"),
+    "use_cache": ((True,), "topkv is the cache; leave use_cache at True"),
+    "output_attentions": ((False,), "attention weights are never made"),
+}
+
+
+class Call:
+    """One call of ``generate``: its options, and how many tokens it appends to each row.
+
+    Args:
+        handle: the attached model.
+        arguments: what ``generate`` was called with, by name.
+    """
+
+    def __init__(self, handle: AttachedModel, arguments: dict[str, Any]) -> None:
+        self.handle = handle
+        self.arguments = arguments
+        self._configs = (arguments.get("generation_config"), handle.model.generation_config)
+
+    def option(self, name: str) -> Any:
+        """The value that ``generate`` will use, None if nobody has set one."""
+        values = [self.arguments.get(name)]
+        values += [getattr(config, name, None) for config in self._configs]
+        return next((value for value in values if value is not None), None)
+
+    def refuse(self) -> None:
+        """Raise CapabilityError with every option that topkv does not offer."""
+        reasons = [
+            f"{name}={self.option(name)!r}: {reason}"
+            for name, (harmless, reason) in _REFUSED.items()
+            if self.option(name) is not None and self.option(name) not in harmless
+        ]
+        mask = self.arguments.get("attention_mask")
+        if mask is not None and mask.ndim != 2:
+            reasons.append(f"attention_mask: expected [B, n], got shape {list(mask.shape)}")
+        if reasons:
+            raise CapabilityError("generate cannot do this through topkv", reasons)
+
+    def columns_given(self) -> int:
+        """Columns of the prompt that was passed."""
+        inputs = self._inputs()
+        return 1 if inputs is None else inputs.shape[1]
+
+    def _inputs(self) -> Tensor | None:
+        names = ("inputs_embeds", "inputs", "input_ids")
+        given = (self.arguments.get(name) for name in names)
+        return next((tensor for tensor in given if tensor is not None), None)
+
+    def mask(self) -> Tensor:
+        """The 2D mask of the prompt, inferred from padding tokens where none was passed."""
+        mask = self.arguments.get("attention_mask")
+        if mask is not None:
+            return mask
+        inputs = self._inputs()
+        if inputs is None:
+            return torch.ones((1, 1), dtype=torch.long, device=self.handle.model.device)
+        pad, eos = self.option("pad_token_id"), self.option("eos_token_id")
+        ends = [eos] if isinstance(eos, int) else eos
+        if inputs.ndim == 2 and pad is not None and (ends is None or pad not in ends):
+            return (inputs != pad).long()
+        return torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device)
+
+    def new_tokens(self) -> int:
+        """The most tokens that are generated."""
+        count = self.option("max_new_tokens")
+        if count is None:
+            length = self.option("max_length")
+            count = DEFAULT_NEW_TOKENS if length is None else length - self.columns_given()
+        return max(1, count)
+
+    def admit(self, cache: TopkvCache) -> None:
+        """Begin the rows of a fresh cache and reserve pages for prompt and new tokens.
+
+        Raises:
+            RequestError: the prompt does not continue what the cache holds.
+            HostMemoryError, DeviceMemoryError: no room; the cache is as it was.
+        """
+        state, mask = cache.state, self.mask()
+        columns = mask.shape[1]
+        padding = np.repeat(left_padding(mask), self.option("num_return_sequences") or 1)
+        self._check_prompt(state, mask, padding)
+        # The last token that is generated is never appended.
+        tokens = columns - np.maximum(padding, state.seen) + self.new_tokens() - 1
+        fresh = not state.slots
+        try:
+            if fresh:
+                self.handle.begin(state, len(padding))
+            self.handle.reserve(state, tokens.tolist())
+        except OutOfMemory as error:
+            if fresh:
+                cache.close()
+            raise type(error)(
+                f"generate needs room for {tokens.tolist()} further tokens in {len(tokens)} rows, "
+                f"prompt and new tokens: {error}"
+            ) from error
+        state.padding, state.prompt = padding, columns
+
+    def _check_prompt(self, state: CacheState, mask: Tensor, padding: np.ndarray) -> None:
+        columns, inputs = mask.shape[1], self._inputs()
+        if inputs is not None:
+            rows, given = inputs.shape[:2]
+            if mask.shape[0] != rows or columns not in (given, given + state.seen):
+                raise RequestError(
+                    f"attention_mask: expected {rows} rows of {given + state.seen} columns (or "
+                    f"of {given}, if all ids are passed), got {list(mask.shape)}"
+                )
+        if (padding == columns).any():
+            empty = np.flatnonzero(padding == columns).tolist()
+            raise RequestError(f"rows {empty} of attention_mask hold no token at all")
+        if state.slots and (len(padding) != len(state.slots) or (padding != state.padding).any()):
+            raise RequestError(
+                f"the cache holds rows with {state.padding.tolist()} columns of left padding and "
+                f"the prompt has {padding.tolist()}; pass the same rows again, longer"
+            )
+        if columns <= state.seen:
+            raise RequestError(
+                f"the cache holds {state.seen} columns and attention_mask covers {columns}; pass "
+                "all ids again with the new ones behind them, or new ids with the mask of all"
+            )
+
+
+def generate(
+    handle: AttachedModel,
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call ``generate`` over a ``TopkvCache``, and end what must end.
+
+    A cache that is made here ends with the call, unless ``return_dict_in_generate`` hands it to
+    the caller. A cache that was passed is the caller's: after an exception it holds what it held
+    before.
+    """
+    arguments = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+    arguments |= arguments.pop("kwargs", {})
+    cache = arguments.get("past_key_values")
+    if cache is not None and not isinstance(cache, TopkvCache):
+        return original(*args, **kwargs)
+    call = Call(handle, arguments)
+    call.refuse()
+    ours = cache is None
+    cache = handle.new_cache() if ours else cache
+    if cache.state.handle is not handle:
+        raise RequestError("the TopkvCache belongs to another model; use new_cache() of this")
+    before = cache.state.seen
+    call.admit(cache)
+    arguments |= {"past_key_values": cache, "attention_mask": call.mask()}
+    try:
+        output = original(**arguments)
+    except BaseException:
+        handle.abandon()
+        if before:
+            handle.truncate(cache.state, before)
+        else:
+            cache.close()
+        raise
+    if ours and not call.option("return_dict_in_generate"):
+        cache.close()
+    return output

@@ -1,0 +1,203 @@
+"""The handle of an attached model: its coordinator, its hooks, and the requests of its caches."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from topkv import SparseCoordinator
+from topkv.errors import CapabilityError, RequestError
+from topkv_transformers import attention
+from topkv_transformers.cache import CacheState, TopkvCache
+from topkv_transformers.forwards import Forward, open_forward
+from topkv_transformers.generation import generate
+from topkv_transformers.requests import CacheRequests
+from topkv_transformers.support import HANDLE, decoder_of
+
+
+class AttachedModel(CacheRequests):
+    """A model that decodes through topkv until ``detach``; also a context manager.
+
+    Forwards over a ``TopkvCache`` go through the coordinator, and ``generate`` makes such a cache
+    unless it is given one. Forwards over any other cache, or none, run as before.
+
+    Args:
+        model: a model that ``support.refusals`` has passed.
+        coordinator: made for this model alone.
+
+    Attributes:
+        model: the model.
+        coordinator: the coordinator.
+        config: its lowered configuration.
+        shape: geometry of the attention layers.
+        forward: the open forward, or None.
+    """
+
+    def __init__(self, model: PreTrainedModel, coordinator: SparseCoordinator) -> None:
+        super().__init__(coordinator)
+        self.model = model
+        self.config = coordinator.config
+        self.shape = coordinator.model
+        self._thread = 0
+        self._implementation: str | None = None
+        self._decoder = decoder_of(model)
+        self._parameters = list(inspect.signature(self._decoder.forward).parameters)
+        self._generate = model.__dict__.get("generate")
+        attention.register()
+        self._install()
+
+    def _install(self) -> None:
+        decoder, original = self._decoder, self.model.generate
+        self._hooks = [
+            decoder.register_forward_pre_hook(self._before, with_kwargs=True),
+            decoder.register_forward_hook(self._after, always_call=True),
+        ]
+
+        @wraps(original)
+        def generate_through_topkv(*args: Any, **kwargs: Any) -> Any:
+            return generate(self, original, args, kwargs)
+
+        self.model.generate = generate_through_topkv
+        setattr(decoder, HANDLE, self)
+
+    # For users.
+
+    @property
+    def attached(self) -> bool:
+        """False after ``detach``."""
+        return getattr(self._decoder, HANDLE, None) is self
+
+    def new_cache(self) -> TopkvCache:
+        """An empty cache, for several calls of ``generate`` or direct calls of the model.
+
+        Its requests begin with the first forward and end with ``close``, or when nobody holds
+        the cache any more. Pages that a call reserved and did not fill stay with them.
+        """
+        self.check_attached()
+        return TopkvCache(self)
+
+    def memory(self) -> Any:
+        """Bytes on both tiers, see ``topkv.report.MemoryReport``."""
+        return self.coordinator.memory()
+
+    def detach(self) -> None:
+        """End all requests, free both tiers and leave the model as it was. Idempotent."""
+        if not self.attached:
+            return
+        if self.forward is not None:
+            self._recover()
+        for hook in self._hooks:
+            hook.remove()
+        if self._generate is None:
+            del self.model.__dict__["generate"]
+        else:
+            self.model.generate = self._generate
+        delattr(self._decoder, HANDLE)
+        self.coordinator.close()
+
+    def __enter__(self) -> AttachedModel:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.detach()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RequestError(
+            "an attached model can be neither copied nor saved whole, because it holds the "
+            "requests of its coordinator; call detach() first (save_pretrained works as it is)"
+        )
+
+    # The two hooks on the decoder.
+
+    def _before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.forward is not None:
+            self._recover()
+        call = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        cache = call.get("past_key_values")
+        if not isinstance(cache, TopkvCache):
+            return
+        if cache.state.handle is not self:
+            raise RequestError("the TopkvCache belongs to another model; use new_cache() of this")
+        self._check_mode(call)
+        inputs = call.get("input_ids")
+        inputs = call.get("inputs_embeds") if inputs is None else inputs
+        if inputs is None:
+            raise RequestError("neither input_ids nor inputs_embeds was given")
+        rows, columns = inputs.shape[:2]
+        self._open(cache.state, rows, columns, call.get("attention_mask"))
+
+    def _open(self, state: CacheState, rows: int, columns: int, mask: Any) -> None:
+        fresh = not state.slots
+        if fresh:
+            self.begin(state, rows)
+        try:
+            if rows != len(state.slots):
+                raise RequestError(
+                    f"the cache holds {len(state.slots)} rows and the forward brings {rows}"
+                )
+            with self._exclusive():
+                self.forward = open_forward(self.coordinator, state, columns, mask)
+        except BaseException:
+            with self._exclusive():
+                self.coordinator.forward_abort()
+            if fresh:
+                state.release()
+            raise
+        config = self._decoder.config
+        self._thread = threading.get_ident()
+        self._implementation = config._attn_implementation
+        config._attn_implementation = attention.NAME
+
+    def _after(self, decoder: nn.Module, args: Any, output: Any) -> None:
+        """``output`` is None after an exception."""
+        forward = self._close_forward()
+        if forward is None:
+            return
+        with self._exclusive():
+            if output is None:
+                self.coordinator.forward_abort()
+            else:
+                self.coordinator.forward_end()
+                forward.state.seen += forward.columns
+
+    def _close_forward(self) -> Forward | None:
+        forward, self.forward = self.forward, None
+        if self._implementation is not None:
+            self._decoder.config._attn_implementation = self._implementation
+            self._implementation = None
+        return forward
+
+    def _check_mode(self, call: dict[str, Any]) -> None:
+        reasons = []
+        config = self._decoder.config
+        if call.get("output_attentions") or config.output_attentions:
+            reasons.append("output_attentions: attention weights are never made")
+        if call.get("use_cache") is False:
+            reasons.append("use_cache=False contradicts the cache; leave it out")
+        dropout = getattr(config, "attention_dropout", 0.0)
+        if self._decoder.training and (torch.is_grad_enabled() or dropout):
+            reasons.append("training is not supported; call model.eval() and use torch.no_grad()")
+        if reasons:
+            raise CapabilityError("this forward cannot run through topkv", reasons)
+
+    def _recover(self) -> None:
+        """Drop a forward that no hook has closed: KeyboardInterrupt passes hooks by."""
+        if self._thread != threading.get_ident():
+            raise RequestError(
+                "a forward of this model is open in another thread; one thread at a time can use "
+                "an attached model"
+            )
+        self._close_forward()
+        with self._exclusive():
+            self.coordinator.forward_abort()
+
+    def abandon(self) -> None:
+        """Drop the open forward, if there is one, after any exception."""
+        if self.forward is not None:
+            self._recover()

@@ -1,0 +1,107 @@
+"""Which models can be attached, and their geometry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+
+from topkv.types import ModelShape
+
+MODEL_CLASSES = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM)
+
+HANDLE = "_topkv_handle"
+"""Attribute of a decoder that is attached."""
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The module that runs the layers and sees cache, mask and inputs of a forward."""
+    return getattr(model, model.base_model_prefix, model)
+
+
+def refusals(model: object) -> list[str]:
+    """Every reason why a model cannot be attached."""
+    if not isinstance(model, PreTrainedModel):
+        return [f"expected a transformers PreTrainedModel, got {type(model).__qualname__}"]
+    reasons = []
+    if not isinstance(model, MODEL_CLASSES):
+        names = ", ".join(cls.__name__ for cls in MODEL_CLASSES)
+        reasons.append(f"class {type(model).__name__} is not supported; supported are {names}")
+    reasons += _config_refusals(model.config.get_text_config())
+    modules = _attention_modules(model)
+    if any(getattr(module, "sinks", None) is not None for module in modules):
+        reasons.append("attention sinks are not supported")
+    if len({_geometry(module) for module in modules}) > 1:
+        reasons.append("the attention layers differ in head_dim, heads or scaling; expected alike")
+    devices = {parameter.device for module in modules for parameter in module.parameters()}
+    if len(devices) > 1 or torch.device("meta") in devices:
+        places = sorted(str(device) for device in devices)
+        reasons.append(f"attention layers lie on {places}; expected one device with real weights")
+    if hasattr(decoder_of(model), HANDLE):
+        reasons.append("the model is attached already; call detach() of its handle first")
+    return reasons
+
+
+def _config_refusals(config: Any) -> list[str]:
+    def has(name: str) -> bool:
+        return getattr(config, name, None) is not None
+
+    reasons = []
+    if getattr(config, "is_encoder_decoder", False):
+        reasons.append("encoder-decoder models are not supported")
+    if has("sliding_window"):
+        reasons.append(
+            f"sliding-window attention (sliding_window={config.sliding_window}) is not supported; "
+            "set config.sliding_window=None before the model is made to attend to everything"
+        )
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+    if others:
+        reasons.append(f"layer types {others} are not supported; expected 'full_attention' alone")
+    if has("attention_chunk_size"):
+        reasons.append("chunked attention (attention_chunk_size) is not supported")
+    if has("attn_logit_softcapping"):
+        reasons.append("softcap of attention logits (attn_logit_softcapping) is not supported")
+    if has("kv_lora_rank"):
+        reasons.append("MLA (kv_lora_rank) is not supported")
+    if has("index_topk"):
+        reasons.append("DSA models, which bring an indexer (index_topk), are not supported")
+    if not getattr(config, "is_causal", True):
+        reasons.append("bidirectional attention (is_causal=False) is not supported")
+    return reasons
+
+
+def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    layers = getattr(decoder_of(model), "layers", ())
+    modules = (getattr(layer, "self_attn", None) for layer in layers)
+    return [module for module in modules if isinstance(module, nn.Module)]
+
+
+def _geometry(module: nn.Module) -> tuple[Any, ...]:
+    names = ("head_dim", "num_key_value_groups", "scaling")
+    return tuple(getattr(module, name, None) for name in names)
+
+
+def shape_of(model: PreTrainedModel) -> ModelShape:
+    """Geometry of the attention layers of a model that ``refusals`` has passed."""
+    config, modules = model.config, _attention_modules(model)
+    return ModelShape(
+        num_layers=len(modules),
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=modules[0].head_dim,
+        dtype=model.dtype,
+        scale=modules[0].scaling,
+    )
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Where the attention layers are."""
+    return next(_attention_modules(model)[0].parameters()).device

@@ -1,0 +1,152 @@
+"""What an attached model refuses: by name, with all reasons, and without losing anything."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig
+
+import topkv
+from topkv.errors import CapabilityError, ConfigError, RequestError
+from topkv.plugins import PluginRegistry
+
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
+
+
+def test_attaching_twice_is_refused(tiny):
+    model = tiny.model()
+    with topkv.attach(model, tiny.settings()), pytest.raises(CapabilityError, match="already"):
+        topkv.attach(model, tiny.settings())
+
+
+def test_copies_and_pickles_are_refused(tiny):
+    model = tiny.model()
+    with topkv.attach(model, tiny.settings()):
+        for save in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(RequestError, match="detach"):
+                save(model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"prompt_lookup_num_tokens": 3},
+        {"cache_implementation": "static"},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"use_cache": False},
+        {"output_attentions": True},
+        {"custom_generate": "somebody/loop"},
+        {"token_healing": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_are_refused_by_name(tiny, check, options):
+    model, prompt = tiny.model(), tiny.prompt(12)
+    with topkv.attach(model, tiny.settings()) as handle:
+        with pytest.raises(CapabilityError, match=next(iter(options))):
+            model.generate(**prompt, **GREEDY, **options)
+        check.all_free(handle)
+
+
+def test_all_reasons_come_at_once(tiny):
+    model, prompt = tiny.model(), tiny.prompt(12)
+    model.generation_config.num_beams = 4
+    with (
+        topkv.attach(model, tiny.settings()),
+        pytest.raises(CapabilityError) as refused,
+    ):
+        model.generate(**prompt, assistant_model=tiny.model(), output_attentions=True)
+    assert len(refused.value.reasons) == 3
+
+
+def masks():
+    ones = torch.ones(2, 12, dtype=torch.long)
+    right, hole, empty = ones.clone(), ones.clone(), ones.clone()
+    right[1, 9:], hole[0, 4], empty[1] = 0, 0, 0
+    return {"right": right, "hole": hole, "empty": empty, "short": ones[:, :8], "rows": ones[:1]}
+
+
+@pytest.mark.parametrize("name", masks())
+@pytest.mark.parametrize("direct", [True, False], ids=["forward", "generate"])
+def test_masks_that_are_refused(tiny, check, name, direct):
+    if direct and name == "empty":
+        pytest.skip("a forward may hold a row's padding alone")
+    model, prompt = tiny.model(), tiny.prompt(12, (0, 0))
+    prompt["attention_mask"] = masks()[name].to(tiny.device)
+    with topkv.attach(model, tiny.settings()) as handle:
+        call = partial(model, past_key_values=handle.new_cache()) if direct else model.generate
+        options = {} if direct else GREEDY
+        with pytest.raises((CapabilityError, RequestError), match=r"mask|rows"):
+            call(**prompt, **options)
+        check.all_free(handle)
+
+
+def test_forwards_that_are_refused(tiny, check):
+    model, prompt = tiny.model(), tiny.prompt(12, (0, 2))
+    ids, mask = prompt["input_ids"], prompt["attention_mask"]
+    with topkv.attach(model, tiny.settings()) as handle:
+        cache = handle.new_cache()
+        four = torch.ones(2, 1, 12, 12, dtype=torch.bool, device=tiny.device)
+        with pytest.raises(CapabilityError, match="2D"):
+            model(ids, attention_mask=four, past_key_values=cache)
+        with pytest.raises(CapabilityError, match="output_attentions"):
+            model(ids, past_key_values=cache, output_attentions=True)
+        model.train()
+        with pytest.raises(CapabilityError, match="training"):
+            model(ids, past_key_values=cache)
+        model.eval()
+        check.all_free(handle)
+        with torch.no_grad():
+            model(ids, attention_mask=mask, past_key_values=cache)
+            with pytest.raises(RequestError, match="attention_mask is missing"):
+                model(ids[:, :1], past_key_values=cache)
+            with pytest.raises(RequestError, match="rows"):
+                model(ids[:1, :1], attention_mask=mask[:1], past_key_values=cache)
+            with pytest.raises(RequestError, match="whole sequence"):
+                model(ids[:, :1], attention_mask=mask, past_key_values=cache)
+            other = torch.nn.functional.pad(mask.flip(0), (0, 5), value=1)
+            with pytest.raises(RequestError, match="left padding"):
+                model(ids[:, :5], attention_mask=other, past_key_values=cache)
+        with pytest.raises(RequestError, match="covers 12"):
+            model.generate(**prompt, past_key_values=cache, **GREEDY)
+        for call in (
+            lambda: cache.reorder_cache(torch.tensor([0])),
+            lambda: cache.batch_repeat_interleave(2),
+            lambda: cache.batch_select_indices(torch.tensor([0])),
+        ):
+            with pytest.raises(CapabilityError):
+                call()
+        with pytest.raises(ValueError, match="crop"):
+            cache.crop(3)
+        assert [handle.coordinator.length(slot) for slot in cache.slots] == [12, 10]
+
+
+def test_models_that_are_refused(tiny):
+    gpt = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=1, vocab_size=32))
+    with pytest.raises(CapabilityError, match="GPT2LMHeadModel is not supported"):
+        topkv.attach(gpt)
+    with pytest.raises(CapabilityError, match="expected a transformers"):
+        topkv.attach(torch.nn.Linear(2, 2))
+    sliding = tiny.model(
+        "mistral", config=tiny.config("mistral", sliding_window=MistralConfig().sliding_window)
+    )
+    with pytest.raises(CapabilityError, match=r"config\.sliding_window=None"):
+        topkv.attach(sliding, tiny.settings())
+    model = tiny.model("qwen3")
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    model.config.attn_logit_softcapping = 30.0
+    model.config.kv_lora_rank = 8
+    model.config.index_topk = 4
+    with pytest.raises(CapabilityError) as refused:
+        topkv.attach(model, tiny.settings())
+    assert len(refused.value.reasons) == 4
+    odd = tiny.model(config=tiny.config(head_dim=48))
+    with pytest.raises((CapabilityError, ConfigError), match="48"):
+        topkv.attach(odd, tiny.settings())
+    with pytest.raises(CapabilityError, match="no engine is installed"):
+        topkv.attach(tiny.model(), registry=PluginRegistry([]))
