@@ -65,6 +65,7 @@ class Truth:
         self.k = torch.zeros(LAYERS, 0, KV_HEADS, DIM)
         self.v = torch.zeros(LAYERS, 0, KV_HEADS, DIM)
         self.high = 0
+        self.dirty = self.settled = False
         self.lanes = lanes
 
     @property
@@ -104,6 +105,7 @@ class Machine(RuleBasedStateMachine):
         self.fast = fast
         self.generator = torch.Generator().manual_seed(0)
         self.live: dict[int, Truth] = {}
+        self.begin()
 
     def teardown(self):
         if hasattr(self, "coordinator"):
@@ -130,6 +132,12 @@ class Machine(RuleBasedStateMachine):
                 for unit in units:
                     if unit < self.group.buffer_slots:
                         lane.unit_in[unit] = unit
+
+    def flushed(self, truth):
+        """Decode has left an open unit that only the ring holds; it moves on."""
+        if truth.dirty and truth.length:
+            self.claim(truth, [(truth.length - 1) // self.group.unit])
+        truth.dirty = False
 
     def restored(self, truth):
         truth.high = truth.length
@@ -169,7 +177,9 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data(), tokens=st.integers(0, 17), abort=st.booleans())
     def prefill(self, data, tokens, abort):
-        slot = self.slot(data)
+        self.prefill_chunk(self.slot(data), tokens, abort)
+
+    def prefill_chunk(self, slot, tokens, abort=False):
         truth = self.live[slot]
         start = truth.length
         try:
@@ -177,6 +187,7 @@ class Machine(RuleBasedStateMachine):
         except HostMemoryError:
             assert start + tokens > 48 or self.coordinator.manager.host.free * 4 < tokens + 4
             return
+        self.flushed(truth)
         q = self.random(LAYERS, tokens, HEADS, DIM)
         k, v = (self.random(LAYERS, tokens, KV_HEADS, DIM) for _ in range(2))
         outs = self.forward(q, k, v)
@@ -198,27 +209,47 @@ class Machine(RuleBasedStateMachine):
             torch.testing.assert_close(outs[layer].double(), expected, rtol=1e-4, atol=1e-5)
 
     @precondition(lambda self: any(t.length for t in self.live.values()))
-    @rule(data=st.data())
-    def decode(self, data):
+    @rule(data=st.data(), steps=st.integers(1, 9), widest=st.sampled_from([4, 12, 50]))
+    def decode(self, data, steps, widest):
         slots = [slot for slot, truth in self.live.items() if truth.length]
         rows = data.draw(st.permutations([*slots, *([-1] * (4 - len(slots)))]))
         ending = data.draw(st.sampled_from([None, None, None, *slots]))
+        for step in range(steps):
+            last = step == steps - 1
+            if not self.decode_once(rows, widest, ending if last else None):
+                return
+
+    @precondition(lambda self: any(t.length for t in self.live.values()))
+    @rule(data=st.data(), steps=st.integers(1, 8), back=st.integers(1, 5), abort=st.booleans())
+    def speculate(self, data, steps, back, abort):
+        """Decode, take some of it back, decode again."""
+        slot = data.draw(st.sampled_from([s for s, t in self.live.items() if t.length]))
+        for _ in range(steps):
+            self.decode_once([slot, -1, -1, -1], 50)
+        self.decode_once([slot, -1, -1, -1], 50, abort=abort)
+        self.roll_back(slot, back)
+        if self.live[slot].length:
+            for _ in range(back + 2 * self.group.unit):
+                self.decode_once([slot, -1, -1, -1], 50)
+
+    @precondition(lambda self: any(t.length for t in self.live.values()))
+    @rule(data=st.data(), steps=st.integers(1, 5), tokens=st.integers(1, 9))
+    def turn(self, data, steps, tokens):
+        """Decode, append a prompt, decode on until the ring has moved past it."""
+        slot = data.draw(st.sampled_from([s for s, t in self.live.items() if t.length]))
+        for _ in range(steps):
+            self.decode_once([slot, -1, -1, -1], 50)
+        self.prefill_chunk(slot, tokens)
+        for _ in range(2 * self.group.unit):
+            self.decode_once([slot, -1, -1, -1], 50)
+
+    def decode_once(self, rows, widest, ending=None, abort=False):
+        slots = [slot for slot in rows if slot >= 0]
+        lanes = 4 * self.group.lane_heads
         ids = {
-            layer: torch.tensor(
-                data.draw(
-                    st.lists(
-                        st.lists(
-                            st.integers(-2, 50),
-                            min_size=self.group.select,
-                            max_size=self.group.select,
-                        ),
-                        min_size=4 * self.group.lane_heads,
-                        max_size=4 * self.group.lane_heads,
-                    )
-                ),
-                dtype=torch.int32,
-                device=DEVICE,
-            )
+            layer: torch.randint(-2, widest, (lanes, self.group.select), generator=self.generator)
+            .to(torch.int32)
+            .to(DEVICE)
             for layer in (0, 3)
         }
         try:
@@ -226,12 +257,25 @@ class Machine(RuleBasedStateMachine):
         except HostMemoryError:
             lengths = [self.live[slot].length for slot in slots]
             assert max(lengths) >= 48 or self.coordinator.manager.host.free < len(slots)
-            return
+            return False
+        for slot in slots:
+            if not self.live[slot].settled:
+                self.flushed(self.live[slot])
+                self.live[slot].settled = True
         for layer in (0, 3):
             self.coordinator.layers[layer].algorithm.next_ids = ids
         q = self.random(LAYERS, 4, HEADS, DIM)
         k, v = (self.random(LAYERS, 4, KV_HEADS, DIM) for _ in range(2))
         outs = self.forward(q, k, v)
+        if abort:
+            self.coordinator.forward_abort()
+            for batch, slot in enumerate(rows):
+                if slot >= 0:
+                    truth = self.live[slot]
+                    truth.high = max(truth.high, truth.length + 1)
+                    for layer in (0, 3):
+                        self.selected(truth, layer, batch, ids, truth.length + 1)
+            return True
         if ending is not None:
             self.coordinator.request_end(ending)
         self.coordinator.forward_end()
@@ -241,6 +285,7 @@ class Machine(RuleBasedStateMachine):
                 continue
             truth = self.live[slot]
             truth.append(k[:, batch, None], v[:, batch, None])
+            truth.dirty = True
             for layer in range(LAYERS):
                 mask = self.selected(truth, layer, batch, ids)
                 expected, _ = attention(
@@ -252,10 +297,11 @@ class Machine(RuleBasedStateMachine):
                 self.claim(truth, [truth.length // self.group.unit - 1])
         if ending is not None:
             del self.live[ending]
+        return True
 
-    def selected(self, truth, layer, batch, ids):
+    def selected(self, truth, layer, batch, ids, length=None):
         """Which tokens each query head attends, by the model; moves the model's lanes on."""
-        group, length = self.group, truth.length
+        group, length = self.group, length or truth.length
         mask = torch.zeros(1, HEADS, length, dtype=torch.bool)
         if layer in (1, 2):
             return ~mask
@@ -277,7 +323,9 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data(), back=st.integers(0, 9))
     def rollback(self, data, back):
-        slot = self.slot(data)
+        self.roll_back(self.slot(data), back)
+
+    def roll_back(self, slot, back):
         truth = self.live[slot]
         length = max(0, truth.length - back)
         low = max(0, (truth.high - 1) // self.group.unit - self.group.ring_slots + 1)
@@ -287,6 +335,7 @@ class Machine(RuleBasedStateMachine):
             return
         self.coordinator.rollback(slot, length)
         truth.cut(length)
+        truth.dirty = True
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -296,6 +345,7 @@ class Machine(RuleBasedStateMachine):
         length = data.draw(st.integers(0, truth.length))
         self.coordinator.truncate(slot, length)
         truth.cut(length)
+        truth.dirty = False
         self.restored(truth)
 
     @precondition(lambda self: 0 < len(self.live) < 4)
@@ -308,8 +358,9 @@ class Machine(RuleBasedStateMachine):
         except HostMemoryError:
             assert self.coordinator.manager.host.free == 0
             return
+        self.flushed(truth)
         copy = self.new_truth()
-        copy.k, copy.v = truth.k, truth.v
+        copy.k, copy.v, copy.settled = truth.k, truth.v, truth.settled
         self.restored(copy)
         self.live[twin] = copy
         for pool in self.coordinator.manager.representations:
@@ -330,18 +381,28 @@ class Machine(RuleBasedStateMachine):
                 assert store.order[index, row].tolist() == lane.order
                 units = [None if u < 0 else u for u in store.slot_unit[index, row].tolist()]
                 assert units == lane.unit_in
-            self.representations_follow_keys(slot, truth)
+            self.closed_units_are_true(slot, truth)
 
-    def representations_follow_keys(self, slot, truth):
-        """Every closed unit's representation is that of the keys that are there now."""
+    def closed_units_are_true(self, slot, truth):
+        """Host entries, device copies and representations of every closed unit."""
+        store, group = self.coordinator.manager.stores[0], self.group
         for layer in (0, 3):
-            path = self.coordinator.layers[layer]
-            for unit in range((truth.length - 1) // self.group.unit):
-                page = self.coordinator.tracker.pages[slot][unit // self.group.units_per_page]
-                host = page * self.group.units_per_page + unit % self.group.units_per_page
-                tokens = slice(unit * self.group.unit, (unit + 1) * self.group.unit)
-                expected = truth.k[layer, tokens].sum(0)
-                torch.testing.assert_close(path.view.pools["sums"][host].cpu(), expected)
+            view = self.coordinator.layers[layer].view
+            for unit in range((truth.length - 1) // group.unit):
+                tokens = slice(unit * group.unit, (unit + 1) * group.unit)
+                both = torch.stack([truth.k[layer, tokens], truth.v[layer, tokens]])
+                entries = both.permute(2, 0, 1, 3).unflatten(0, (group.lane_heads, -1))
+                page = self.coordinator.tracker.pages[slot][unit // group.units_per_page]
+                place = unit % group.units_per_page
+                assert torch.equal(store.entries[page, view.index, :, place], entries)
+                sums = view.pools["sums"][page * group.units_per_page + place].cpu()
+                torch.testing.assert_close(sums, truth.k[layer, tokens].sum(0))
+                for head, row in enumerate(range(*store.rows_of(slot).indices(group.rows))):
+                    held = int(store.unit_slot[view.index, row, unit])
+                    if held >= 0:
+                        assert torch.equal(
+                            store.buffer[view.index, row, held].cpu(), entries[head]
+                        )
 
     @invariant()
     def freed_memory_is_poisoned(self):
@@ -362,7 +423,7 @@ def test_lifecycle(impl):
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=80 if impl == "reference" else 30,
+            max_examples=120 if impl == "reference" else 12,
             stateful_step_count=25,
             deadline=None,
         ),

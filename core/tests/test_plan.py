@@ -65,7 +65,7 @@ class Bench:
         entries.copy_(torch.randn(entries.shape, generator=generator).to(dtype))
         self.store = GroupStore.on_host(self.group, strides, pool, entries, DEVICE)
         table = 1 + torch.randperm(num_pages - 1, generator=generator).view(requests, pages_each)
-        ints = dict(dtype=torch.int32, device=DEVICE)
+        ints = {"dtype": torch.int32, "device": DEVICE}
         self.step = StepTensors(
             *(torch.zeros(requests, **ints) for _ in range(5)), table.to(**ints)
         )

@@ -108,7 +108,8 @@ class SparseCoordinator(RequestCalls):
                 config.backend,
                 *(self.model, store.group, config.impl, config.device, config.max_requests),
             )
-            tail = algorithm is not None and specs[index].tail == "forced"
+            spec = specs[index]
+            tail = spec is not None and spec.tail == "forced"
             lanes = LaneBuffers(
                 *(self.model, store.group, self.step, config.max_requests, config.device),
                 index=index,
@@ -223,7 +224,8 @@ class SparseCoordinator(RequestCalls):
         """Append, update, select, plan, load and adapt: for engines with kernels of their own.
 
         Returns:
-            Lane buffers whose ``table`` and ``lengths`` index the layer's ``k_slots`` and ``v_slots``.
+            Lane buffers, whose ``table`` and ``lengths`` index the layer's ``k_slots`` and
+            ``v_slots``.
         """
         path = self.layers[layer]
         view, lanes = path.view, path.lanes

@@ -150,8 +150,10 @@ class RequestCalls:
         if self.tracker.dirty[slot]:
             self.manager.uploader.upload_pages()
             self._synchronize()
+            tracker = self.tracker
+            state = (int(tracker.high[slot]), bool(tracker.resident[slot]))
             for transfer in self.transfers:
-                transfer.flush(slot, int(self.tracker.length[slot]))
+                transfer.flush(slot, int(tracker.length[slot]), *state)
             self.tracker.dirty[slot] = False
 
     def length(self, slot: int) -> int:

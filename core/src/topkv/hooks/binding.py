@@ -44,14 +44,12 @@ def _marked(instance: object) -> dict[str, dict[str, Any]]:
 
 def _signature_reason(instance: object, name: str, expected: tuple[str, ...]) -> str | None:
     parameters = inspect.signature(getattr(instance, name)).parameters.values()
-    got = tuple(str(parameter) for parameter in parameters)
     names = tuple(parameter.name for parameter in parameters)
-    plain = all(parameter.kind in _PLAIN for parameter in parameters)
-    if plain and names == expected:
+    if names == expected and all(parameter.kind in _PLAIN for parameter in parameters):
         return None
-    # Annotations would drown the names; they matter only where the kind of a parameter is wrong.
-    shown = names if plain else got
-    return f"{name} must take ({', '.join(expected)}), got ({', '.join(shown)})"
+    # Annotations would drown the names.
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+    return f"{name} must take ({', '.join(expected)}), got {inspect.Signature(bare)}"
 
 
 def check_instance(instance: object, spec_module: ModuleType, who: str) -> None:

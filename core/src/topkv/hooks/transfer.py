@@ -89,12 +89,15 @@ def fetch(layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor) -> None
 
 
 @hookspec(firstresult=True)
-def flush(slot: int, length: int) -> None:
+def flush(slot: int, length: int, high: int, resident: bool) -> None:
     """Move the open unit of a request to its host entries, in all layers. Cold.
+
+    A resident lane gets it in LRU slot ``unit`` too, so that a prefill chunk can fill it up.
 
     Args:
         slot: request slot.
         length: tokens of the request.
+        high, resident: as in ``store_chunk``.
     """
 
 

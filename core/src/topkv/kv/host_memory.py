@@ -30,14 +30,17 @@ class HostMemory:
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
         self.registered = False
+        if size == 0:  # every layer is resident; there is nothing to map
+            self.bytes: Tensor = torch.empty(0, dtype=torch.uint8)
+            return
         try:
-            self._map = mmap.mmap(-1, max(size, 1))
+            self._map = mmap.mmap(-1, size)
         except (OSError, ValueError, OverflowError) as error:
             raise HostMemoryError(
                 f"the host pool needs {size} bytes and the system refused them ({error}); "
                 "lower max_tokens or free host memory"
             ) from error
-        self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=size)
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8, count=size)
         if device.type == "cuda":
             self._register()
 
@@ -57,6 +60,8 @@ class HostMemory:
     @property
     def numa_node(self) -> int | None:
         """NUMA node of the first page, or None where the system does not tell."""
+        if self.size == 0:
+            return None
         return numa_node_of(self.bytes.data_ptr())
 
     def close(self) -> None:

@@ -142,10 +142,10 @@ def entry_view(pool: Tensor, group: GroupShape, strides: GroupLayout, num_pages:
     heads, kinds, unit, dim = group.entry_shape
     flat = pool[: pool.numel() // size * size].view(group.dtype)
     outer = (strides.page_stride, strides.layer_stride, strides.head_stride, strides.unit_stride)
+    places = (num_pages, len(group.layers), group.lane_heads, group.units_per_page)
     return torch.as_strided(
         flat,
-        (num_pages, len(group.layers), group.lane_heads, group.units_per_page)
-        + (heads, kinds, unit, dim),
-        tuple(stride // size for stride in outer) + (kinds * unit * dim, unit * dim, dim, 1),
+        (*places, heads, kinds, unit, dim),
+        (*(stride // size for stride in outer), kinds * unit * dim, unit * dim, dim, 1),
         strides.base // size,
     )

@@ -1,10 +1,10 @@
 """Where an entry lies in the host pool: one address formula for every layout.
 
-``offset = base + page * page_stride + layer * layer_stride + head * head_stride + unit * unit_stride``
+``base + page * page_stride + layer * layer_stride + head * head_stride + unit * unit_stride``
 
-in bytes, with ``layer`` counted within its group, ``head`` a lane head and ``unit`` within the
-page. ``page_head`` keeps ``[page, layer, head, unit]``, ``page_first`` ``[page, unit, layer, head]``,
-and ``layer_first`` ``[layer, page, head, unit]``.
+is its offset in bytes, with ``layer`` counted within its group, ``head`` a lane head and
+``unit`` within the page. From the outside in, ``page_head`` is ``[page, layer, head, unit]``,
+``page_first`` is ``[page, unit, layer, head]`` and ``layer_first`` ``[layer, page, head, unit]``.
 """
 
 from __future__ import annotations

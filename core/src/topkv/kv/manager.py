@@ -33,6 +33,7 @@ class SparseKVCacheManager:
         self.device: torch.device = config.device
         self.groups: list[GroupShape] = [group.shape for group in config.groups]
         self.num_pages: int = config.num_pages
+        self.page_tokens: int = config.page_tokens
         self._specs = specs
         self._refuse_what_exceeds_limits()
         on_host = [group for group in self.groups if group.residency != "resident"]
@@ -124,7 +125,8 @@ class SparseKVCacheManager:
                 f"a request of {length} tokens exceeds max_request_tokens = "
                 f"{self.config.max_request_tokens}; shorten the prompt or raise it"
             )
-        return max(0, -(-length // self.config.page_tokens) - len(self.tracker.pages[slot]))
+        needed = -(-length // self.page_tokens)
+        return max(0, needed - len(self.tracker.pages[slot]))
 
     def lease(self, needs: Sequence[tuple[int, int]]) -> None:
         """Give each slot the pages for its length: ``(slot, length)``, all or none."""
@@ -140,7 +142,7 @@ class SparseKVCacheManager:
     def shrink(self, slot: int, length: int) -> None:
         """Release the pages behind ``length``."""
         held = self.tracker.pages[slot]
-        keep = -(-length // self.config.page_tokens)
+        keep = -(-length // self.page_tokens)
         self.release(held[keep:])
         del held[keep:]
         self.uploader.write_page_row(slot, keep, [])

@@ -49,7 +49,8 @@ class RepresentationPools:
     def _pages(self, spec: RepresentationSpec) -> Tensor:
         """A page-keyed pool as ``[L, pages, keys per page, *shape]``."""
         per_page = self.group.units_per_page if spec.grain == "unit" else self.group.page_tokens
-        return self.pools[spec.name].unflatten(1, (-1, per_page))
+        pages: Tensor = self.pools[spec.name].unflatten(1, (-1, per_page))
+        return pages
 
     def copy_page(self, source: int, target: int) -> None:
         for spec in self.specs:

@@ -41,7 +41,8 @@ class StepUploader:
         self._mirror = np.zeros((tracker.max_requests, max_pages), dtype=np.int32)
         self._dirty: set[int] = set()
         table = torch.zeros((tracker.max_requests, max_pages), dtype=torch.int32, device=device)
-        self.step = StepTensors(*self._packed[:_FIELDS], table)
+        slots, lengths, high, appended, resident = self._packed[:_FIELDS]
+        self.step = StepTensors(slots, lengths, high, appended, resident, table)
         self.limits: list[Tensor] = list(self._packed[_FIELDS:])
 
     def write_page_row(self, slot: int, first: int, pages: Sequence[int]) -> None:

@@ -99,13 +99,12 @@ class ZeroCopyTransfer:
     # Cold from here on: rare, per request, and the same for both implementations.
 
     @hookimpl
-    def flush(self, slot: int, length: int) -> None:
+    def flush(self, slot: int, length: int, high: int, resident: bool) -> None:
         if not self.sparse or length == 0:
             return
+        unit, fits = (length - 1) // self.group.unit, reference.fits(self.group, high, resident)
         for layer in self.layers:
-            reference.write_back(
-                self.store, layer, slot, (length - 1) // self.group.unit, resident=False
-            )
+            reference.write_back(self.store, layer, slot, unit, fits)
 
     @hookimpl
     def restore(self, slot: int, length: int, resident: bool) -> None:

@@ -50,7 +50,7 @@ def append(store: GroupStore, layer: LayerView, k: Tensor, v: Tensor) -> None:
 
 
 def _write_tokens(entries: Tensor, offset: int, k: Tensor, v: Tensor) -> None:
-    """Write tokens ``[m, Hkv, D]`` behind ``offset`` of entries ``[lane_heads, hpl, 2, unit, D]``."""
+    """Write tokens ``[m, Hkv, D]`` behind ``offset`` of ``[lane_heads, *entry_shape]`` entries."""
     span = slice(offset, offset + k.shape[0])
     lanes = entries.shape[:2]
     entries[:, :, 0, span] = k.transpose(0, 1).unflatten(0, lanes)

@@ -1,0 +1,48 @@
+# `make test` and `make demo` do all set-up themselves; they need Python 3.11 or newer.
+#   make PYTHON=python3.12       another interpreter
+#   make TORCH_INDEX=URL         a further package index, of CPU builds of torch, say
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PROJECTS := $(wildcard plugins/*/pyproject.toml)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+SOURCES := $(wildcard core plugins tests benchmarks examples conftest.py)
+
+.PHONY: all test demo lint types check format clean
+
+all: check
+
+$(VENV)/.installed: constraints.txt core/pyproject.toml $(PROJECTS)
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
+	    f"topkv needs Python 3.11 or newer, {sys.executable} is {v[0]}.{v[1]}; make PYTHON=python3.12, say")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	$(PIP) -e 'core[cli,testing]' $(patsubst %/pyproject.toml,-e %,$(PROJECTS)) \
+	    pytest pytest-timeout pytest-xdist ruff mypy
+	touch $@
+
+test: $(VENV)/.installed
+	HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
+	    $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not gpu' $(ARGS)
+
+demo: $(VENV)/.installed
+	$(BIN)/topkv demo $(ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+types: $(VENV)/.installed
+	$(BIN)/mypy
+
+check: test lint types
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

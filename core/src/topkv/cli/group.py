@@ -1,0 +1,81 @@
+"""Commands load when they are called, and packages bring commands of their own.
+
+An entry point of group ``topkv.commands`` whose name is the command and whose value is
+``"module:click_command"`` adds one. A command that does not import says why when it is called.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+
+import click
+
+from topkv import __version__
+
+COMMANDS = "topkv.commands"
+
+_OWN = {
+    "plugins": ("topkv.cli.plugins", "List what is installed, and what does not load."),
+    "doctor": ("topkv.cli.doctor", "Show what this machine offers."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command only to run it."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*_OWN, *_contributed()})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in _OWN:
+            command: click.Command = import_module(_OWN[cmd_name][0]).command
+            return command
+        point = _contributed().get(cmd_name)
+        return None if point is None else _load(cmd_name, point)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        contributed = _contributed()
+        rows = [
+            (name, _OWN[name][1] if name in _OWN else f"From {_package(contributed[name])}.")
+            for name in self.list_commands(ctx)
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+def _contributed() -> dict[str, EntryPoint]:
+    points = sorted(entry_points(group=COMMANDS), key=_package)
+    return {point.name: point for point in reversed(points)}
+
+
+def _package(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown package"
+
+
+def _load(name: str, point: EntryPoint) -> click.Command:
+    try:
+        command = point.load()
+    except (Exception, SystemExit) as error:
+        return _broken(name, point, f"does not import: {type(error).__name__}: {error}")
+    if not isinstance(command, click.Command):
+        return _broken(name, point, f"is no click command but {type(command).__name__}")
+    return command
+
+
+def _broken(name: str, point: EntryPoint, problem: str) -> click.Command:
+    def fail() -> None:
+        raise click.ClickException(
+            f"the command {name!r} of {_package(point)} ({point.value}) {problem}; "
+            "reinstall the package, or install what it needs"
+        )
+
+    # Whatever was written behind the name, the answer is the reason.
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return click.Command(name, callback=fail, context_settings=settings, add_help_option=False)
+
+
+@click.command(cls=LazyGroup)
+@click.version_option(__version__, package_name="topkv")
+def topkv() -> None:
+    """Sparse attention over a KV cache in host memory."""

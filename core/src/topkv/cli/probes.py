@@ -1,0 +1,131 @@
+"""What ``topkv doctor`` looks at. Each probe stands alone: one that fails says so in its place."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+_SYS = Path("/sys")
+_PROC = Path("/proc")
+
+
+def attempt(probe: Callable[[], Any]) -> Any:
+    """The result of a probe, or why it has none."""
+    try:
+        return probe()
+    except Exception as error:
+        return {"problem": f"{type(error).__name__}: {error}"}
+
+
+def _version(module: str) -> str:
+    return str(import_module(module).__version__)
+
+
+def _meminfo(path: Path) -> dict[str, int]:
+    """Bytes by name from a meminfo file of the system or of a NUMA node."""
+    sizes = {}
+    for line in path.read_text().splitlines():
+        name, _, rest = line.partition(":")
+        number, *unit = rest.split()
+        sizes[name.split()[-1]] = int(number) * (1024 if unit == ["kB"] else 1)
+    return sizes
+
+
+def host_memory() -> dict[str, Any]:
+    sizes = _meminfo(_PROC / "meminfo")
+    return {"total_bytes": sizes["MemTotal"], "available_bytes": sizes["MemAvailable"]}
+
+
+def numa_nodes() -> list[dict[str, Any]]:
+    """Memory of each NUMA node."""
+    nodes = []
+    for path in sorted((_SYS / "devices/system/node").glob("node[0-9]*")):
+        sizes = _meminfo(path / "meminfo")
+        node = int(path.name.removeprefix("node"))
+        nodes.append(
+            {"node": node, "total_bytes": sizes["MemTotal"], "free_bytes": sizes["MemFree"]}
+        )
+    return nodes
+
+
+def pinned_limit() -> dict[str, Any]:
+    """``ulimit -l``; unlimited is None."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = soft == resource.RLIM_INFINITY
+    return {"unlimited": unlimited, "limit_bytes": None if unlimited else soft}
+
+
+def numa_node_of_pci(domain: int, bus: int, device: int) -> int | None:
+    """NUMA node of a PCI device; None where the system knows none (-1) or has no such file."""
+    address = f"{domain:04x}:{bus:02x}:{device:02x}.0"
+    path = _SYS / "bus/pci/devices" / address / "numa_node"
+    node = int(path.read_text()) if path.exists() else -1
+    return node if node >= 0 else None
+
+
+def _numa_node_of(about: Any) -> int | None:
+    return numa_node_of_pci(about.pci_domain_id, about.pci_bus_id, about.pci_device_id)
+
+
+def devices() -> list[dict[str, Any]]:
+    """The CUDA devices; an empty list on a machine without."""
+    import torch
+
+    found = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        about: Any = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        found.append(
+            {
+                "index": index,
+                "name": about.name,
+                "capability": f"{about.major}.{about.minor}",
+                "total_bytes": total,
+                "free_bytes": free,
+                "numa_node": attempt(partial(_numa_node_of, about)),
+            }
+        )
+    return found
+
+
+def triton_state() -> dict[str, Any]:
+    interpret = os.environ.get("TRITON_INTERPRET")
+    return {"version": _version("triton"), "TRITON_INTERPRET": interpret or "not set"}
+
+
+def host_register() -> dict[str, Any]:
+    """Register a mebibyte of host memory with CUDA, as the host pool does, and let it go."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"works": None, "reason": "no CUDA device"}
+    from topkv.errors import HostMemoryError
+    from topkv.kv.host_memory import HostMemory
+
+    try:
+        memory = HostMemory(2**20, torch.device("cuda", torch.cuda.current_device()))
+    except HostMemoryError as error:
+        return {"works": False, "reason": str(error)}
+    node = memory.numa_node
+    memory.close()
+    return {"works": True, "reason": None, "numa_node_of_test": node}
+
+
+PROBES: dict[str, Callable[[], Any]] = {
+    "topkv": lambda: _version("topkv"),
+    "python": platform.python_version,
+    "platform": platform.platform,
+    "torch": lambda: _version("torch"),
+    "triton": triton_state,
+    "devices": devices,
+    "host_memory": host_memory,
+    "numa_nodes": numa_nodes,
+    "pinned_memory_limit": pinned_limit,
+    "cuda_host_register": host_register,
+}

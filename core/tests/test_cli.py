@@ -1,0 +1,169 @@
+"""The command: JSON alone on stdout, lazy commands, commands of other packages."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.metadata
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import topkv
+from topkv import cli
+from topkv.cli import probes
+from topkv.cli.group import topkv as command
+from topkv.plugins import PluginRegistry
+
+KEYS = {"name", "kind", "package", "version", "hook_api", "capabilities", "problem"}
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """A registry in which one plugin does not load."""
+    found = PluginRegistry([("topkv-broken", "7.1", SimpleNamespace())])
+    for module in ("plugins", "doctor"):
+        monkeypatch.setattr(f"topkv.cli.{module}.registry", lambda: found)
+
+
+def run(*args):
+    result = CliRunner().invoke(command, args)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+@pytest.mark.usefixtures("broken")
+def test_plugins_json_lists_what_loads_and_what_does_not():
+    rows = json.loads(run("plugins", "--json").stdout)
+    assert all(set(row) == KEYS for row in rows)
+    lru = next(row for row in rows if row["name"] == "lru")
+    assert (lru["kind"], lru["package"], lru["hook_api"]) == ("eviction", "topkv", "1.0")
+    assert lru["version"] == topkv.__version__
+    assert lru["problem"] is None
+    assert lru["capabilities"]["impls"] == ["reference", "triton"]
+    bad = next(row for row in rows if row["problem"])
+    assert (bad["package"], bad["kind"], bad["hook_api"]) == ("topkv-broken", None, None)
+    assert "implements none of" in bad["problem"]
+
+
+@pytest.mark.usefixtures("broken")
+def test_plugins_shows_the_same_to_people():
+    shown = run("plugins").stdout
+    assert "zero_copy" in shown
+    assert "7.1" in shown
+
+
+@pytest.mark.usefixtures("broken")
+def test_doctor_json_is_alone_on_stdout():
+    result = run("doctor", "--json")
+    report = json.loads(result.stdout)
+    assert "looking at" in result.stderr
+    assert set(report) == {*probes.PROBES, "plugins_failed"}
+    assert report["topkv"] == topkv.__version__
+    assert report["host_memory"]["total_bytes"] >= report["host_memory"]["available_bytes"] > 0
+    assert isinstance(report["devices"], list)
+    assert report["cuda_host_register"]["works"] is (True if report["devices"] else None)
+    assert [row["package"] for row in report["plugins_failed"]] == ["topkv-broken"]
+
+
+@pytest.mark.usefixtures("broken")
+def test_doctor_shows_the_same_to_people():
+    shown = run("doctor").stdout
+    assert "GiB" in shown
+    assert "topkv-broken" in shown
+    assert "{" not in shown
+
+
+def test_a_probe_that_fails_says_why_in_its_place():
+    def probe():
+        raise OSError("no such file")
+
+    assert probes.attempt(probe) == {"problem": "OSError: no such file"}
+
+
+def test_numa_is_read_from_the_system(tmp_path, monkeypatch):
+    node = tmp_path / "devices/system/node/node1"
+    node.mkdir(parents=True)
+    (node / "meminfo").write_text("Node 1 MemTotal: 8 kB\nNode 1 MemFree: 4 kB\nNode 1 Huge: 3\n")
+    device = tmp_path / "bus/pci/devices/0000:1b:00.0"
+    device.mkdir(parents=True)
+    (device / "numa_node").write_text("1\n")
+    monkeypatch.setattr(probes, "_SYS", tmp_path)
+    assert probes.numa_nodes() == [{"node": 1, "total_bytes": 8192, "free_bytes": 4096}]
+    assert probes.numa_node_of_pci(0, 0x1B, 0) == 1
+    assert probes.numa_node_of_pci(0, 0x1C, 0) is None
+    (device / "numa_node").write_text("-1\n")
+    assert probes.numa_node_of_pci(0, 0x1B, 0) is None
+
+
+class FakePoint(importlib.metadata.EntryPoint):
+    @property
+    def dist(self):
+        return SimpleNamespace(name="topkv-more", version="9")
+
+
+@pytest.fixture
+def contributed(monkeypatch):
+    module = ModuleType("topkv_more_commands")
+    module.hello = click.command("hello")(click.option("--name")(_hello))
+    module.text = "no command"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    values = {
+        "hello": "topkv_more_commands:hello",
+        "text": "topkv_more_commands:text",
+        "absent": "topkv_is_not_there:command",
+    }
+    points = [FakePoint(name, value, "topkv.commands") for name, value in values.items()]
+    monkeypatch.setattr("topkv.cli.group.entry_points", lambda group: points)
+
+
+def _hello(name):
+    click.echo(f"hello {name}")
+
+
+@pytest.mark.usefixtures("contributed")
+def test_packages_contribute_commands():
+    assert run("hello", "--name", "you").stdout == "hello you\n"
+    shown = run("--help").stdout
+    for name in ("hello", "absent", "plugins", "doctor", "From topkv-more 9"):
+        assert name in shown
+
+
+@pytest.mark.usefixtures("contributed")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("absent", "No module named 'topkv_is_not_there'"), ("text", "is no click command but str")],
+)
+def test_a_command_that_does_not_load_says_why(name, reason):
+    result = run(name, "--anything", "else")
+    assert result.exit_code == 1
+    assert reason in result.stderr
+    assert "topkv-more 9" in result.stderr
+
+
+def test_an_unknown_command_is_refused():
+    assert run("nonsense").exit_code == 2
+
+
+def test_version():
+    assert topkv.__version__ in run("--version").stdout
+
+
+def test_without_click_one_line_says_what_to_install(monkeypatch, capsys):
+    real = builtins.__import__
+
+    def refuse(name, *args, **kwargs):
+        if name == "click":
+            raise ModuleNotFoundError("No module named 'click'", name="click")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "needs click: pip install 'topkv[cli]'" in told

@@ -1,0 +1,369 @@
+"""Discovery: one broken package never breaks another, and every problem says how to mend it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import topkv
+from topkv import hookimpl
+from topkv.entries import HOOK_API, KINDS, Capabilities, PluginEntry
+from topkv.errors import CapabilityError, PluginError
+from topkv.hooks import eviction, observer
+from topkv.hooks.binding import bind, check_instance, spec_functions
+from topkv.plugins import PluginRegistry, registry
+
+
+class Observer:
+    """A right observer, and the base of wrong ones."""
+
+    @hookimpl
+    def before_forward(self, slots, prefill_tokens):
+        return slots, prefill_tokens
+
+    @hookimpl
+    def after_forward(self, slots, prefill_tokens):
+        return None
+
+
+class BrokenObserver:
+    def __init__(self):
+        raise OSError("no log file")
+
+
+def refusing():
+    raise CapabilityError("watcher cannot serve this", ["it is Sunday"])
+
+
+def offer(*entries, kind="observer"):
+    """A plugin object that offers entries of one kind."""
+
+    def register():
+        return list(entries)
+
+    plugin = SimpleNamespace()
+    setattr(plugin, f"topkv_register_{kind}s", hookimpl(register))
+    return plugin
+
+
+def entry(name="watcher", kind="observer", attribute="Observer", **values):
+    return PluginEntry(name, kind, f"{__name__}:{attribute}", **values)
+
+
+def problems(found):
+    return {record.package: record.problem for record in found.records() if record.problem}
+
+
+def test_the_core_brings_its_own_entries():
+    records = PluginRegistry([]).records()
+    assert [(record.kind, record.name, record.package) for record in records] == [
+        ("eviction", "lru", "topkv"),
+        ("transfer", "zero_copy", "topkv"),
+    ]
+    assert all(record.version == topkv.__version__ for record in records)
+
+
+def test_installed_packages_are_discovered_once():
+    found = {(record.kind, record.name): record for record in registry().records()}
+    for kind, name in (
+        ("algorithm", "quest"),
+        ("backend", "triton_attention"),
+        ("engine", "transformers"),
+    ):
+        record = found[kind, name]
+        assert record.problem is None
+        assert record.package == f"topkv-{name.replace('_', '-')}"
+    assert registry() is registry()
+
+
+class Raises:
+    @hookimpl
+    def topkv_register_algorithms(self):
+        raise KeyError("weights")
+
+    @hookimpl
+    def topkv_register_observers(self):
+        return [entry("half")]
+
+
+class Misspelt:
+    @hookimpl
+    def topkv_register_algorithm(self):
+        return []
+
+
+class Arguments:
+    @hookimpl
+    def topkv_register_algorithms(self, model):
+        return []
+
+
+BROKEN = {
+    "raises": (Raises(), "topkv_register_algorithms failed: KeyError: 'weights'"),
+    "misspelt": (Misspelt(), "topkv_register_algorithm"),
+    "arguments": (Arguments(), "model"),
+    "empty": (SimpleNamespace(), "it implements none of topkv_register_algorithms"),
+    "no-entry": (offer("watcher"), "must return a list of PluginEntry, got str"),
+    "nothing": (offer(kind="backend"), None),
+    "wrong-kind": (
+        offer(entry("w"), kind="backend"),
+        "topkv_register_backends must return entries of kind 'backend', got 'observer'",
+    ),
+    "taken": (offer(entry("watcher")), "right 2.0 offers observer 'watcher' too"),
+    "newer": (offer(entry("n", hook_api=(HOOK_API[0], HOOK_API[1] + 1))), "speaks"),
+    "api-text": (offer(entry("t", hook_api="1.0")), "must be a tuple (major, minor)"),
+    "caps": (offer(entry("c", capabilities={})), "must be a topkv.entries.Capabilities, got dict"),
+}
+
+
+def test_broken_plugins_break_no_other():
+    right = ("right", "2.0", offer(entry()))
+    last = ("zz-last", "1", offer(entry("last")))
+    broken = [(name, "1", plugin) for name, (plugin, _) in BROKEN.items()]
+    found = PluginRegistry([broken[0], right, *broken[1:], last])
+    assert {record.name for record in found.usable("observer")} == {"watcher", "last", "half"}
+    assert found.get("observer", "watcher").package == "right"
+    told = problems(found)
+    for name, (_, expected) in BROKEN.items():
+        if expected is not None:
+            assert expected in told[name], name
+    assert set(told) == {name for name, (_, expected) in BROKEN.items() if expected}
+
+
+def test_the_same_object_twice_is_a_problem_of_the_second():
+    plugin = offer(entry())
+    found = PluginRegistry([("first", "1", plugin), ("second", "1", plugin)])
+    assert found.get("observer", "watcher").package == "first"
+    assert "already registered" in problems(found)["second"]
+
+
+@pytest.mark.parametrize(
+    ("api", "mend"),
+    [((2, 0), "a topkv that speaks 2.0"), ((1, 7), "speaks 1.7"), ((0, 9), "a newer topkv-w")],
+)
+def test_a_wrong_hook_api_is_refused_before_the_factory_is_imported(api, mend):
+    late = PluginEntry("w", "observer", "does.not.exist:Late", hook_api=api)
+    with pytest.raises(PluginError) as caught:
+        PluginRegistry([("topkv-w", "0.3.1", offer(late))]).create("observer", "w")
+    text = str(caught.value)
+    assert (
+        f"topkv-w 0.3.1 (entry point 'w') implements hook API {api[0]}.{api[1]}; this topkv "
+        f"{topkv.__version__} speaks {HOOK_API[0]}.{HOOK_API[1]}"
+    ) in text
+    assert mend in text
+    assert "exist" not in text
+
+
+def test_an_older_minor_loads(monkeypatch):
+    monkeypatch.setattr("topkv.discovery.HOOK_API", (1, 3))
+    found = PluginRegistry([("old", "1", offer(entry(hook_api=(1, 0))))])
+    assert found.get("observer", "watcher").problem is None
+
+
+def test_an_unknown_name_lists_what_there_is():
+    found = PluginRegistry([("right", "2.0", offer(entry()))])
+    with pytest.raises(PluginError, match="unknown observer 'my_watcher'") as caught:
+        found.get("observer", "my_watcher")
+    assert "installed of kind observer: watcher" in str(caught.value)
+    assert "pip install topkv-my-watcher" in str(caught.value)
+    with pytest.raises(PluginError, match=f"the kinds are {', '.join(KINDS)}"):
+        found.get("sampler", "x")
+
+
+class FakePoint(importlib.metadata.EntryPoint):
+    """An entry point of a distribution that is not on disk."""
+
+    @property
+    def dist(self):
+        return SimpleNamespace(name=f"topkv-{self.name}", version="9")
+
+
+@pytest.fixture
+def points(monkeypatch):
+    module = ModuleType("topkv_fake_entry")
+    module.topkv_register_observers = hookimpl(lambda: [entry("fine")])
+    exits = ModuleType("topkv_fake_exit")
+    exits.__getattr__ = lambda name: sys.exit(3)
+    for each in (module, exits):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    values = {
+        "absent": "topkv_is_not_there",
+        "exit": "topkv_fake_exit:anything",
+        "fine": "topkv_fake_entry",
+    }
+    points = [FakePoint(name, value, "topkv") for name, value in values.items()]
+    monkeypatch.setattr("topkv.discovery.entry_points", lambda group: points)
+    return points
+
+
+@pytest.mark.usefixtures("points")
+def test_entry_points_that_do_not_import_are_kept_with_the_reason():
+    found = PluginRegistry()
+    assert [record.name for record in found.usable("observer")] == ["fine"]
+    assert "ModuleNotFoundError: No module named 'topkv_is_not_there'" in str(problems(found))
+    assert "SystemExit" in problems(found)["topkv-exit"]
+    with pytest.raises(PluginError, match="installed and cannot be used") as caught:
+        found.get("algorithm", "absent")
+    assert "topkv-absent 9" in str(caught.value)
+    assert "reinstall topkv-absent" in str(caught.value)
+    with pytest.raises(PluginError, match="did not load: topkv-absent 9"):
+        found.get("algorithm", "something")
+
+
+@pytest.mark.usefixtures("points")
+def test_blocked_entry_points_are_not_loaded(monkeypatch):
+    monkeypatch.setenv("TOPKV_BLOCK", "exit, fine")
+    found = PluginRegistry()
+    assert found.usable("observer") == []
+    assert "TOPKV_BLOCK" in problems(found)["topkv-exit"]
+    with pytest.raises(PluginError, match="left out by the environment variable TOPKV_BLOCK"):
+        found.get("observer", "fine")
+
+
+def test_create_builds_and_checks():
+    found = PluginRegistry([("right", "2.0", offer(entry()))])
+    instance = found.create("observer", "watcher")
+    assert bind(instance, "before_forward")([0], 3) == ([0], 3)
+    with pytest.raises(PluginError, match="no hook 'during_forward'"):
+        bind(instance, "during_forward")
+
+
+def test_create_names_whose_factory_failed():
+    absent = PluginEntry("absent", "observer", "topkv_is_not_there:Watcher")
+    attribute = entry("attribute", attribute="Nothing")
+    entries = (absent, attribute, entry("broken", attribute="BrokenObserver"))
+    found = PluginRegistry(
+        [("right", "2.0", offer(*entries, entry("refuses", attribute="refusing")))]
+    )
+    expected = {
+        "absent": "topkv_is_not_there:Watcher: ModuleNotFoundError",
+        "attribute": "AttributeError",
+        "broken": "OSError: no log file",
+    }
+    for name, text in expected.items():
+        with pytest.raises(PluginError, match=text) as caught:
+            found.create("observer", name)
+        assert f"right 2.0 (observer '{name}')" in str(caught.value)
+        assert caught.value.__cause__ is not None
+    with pytest.raises(CapabilityError, match="it is Sunday") as refused:
+        found.create("observer", "refuses")
+    assert "right 2.0" in refused.value.__notes__[0]
+
+
+def test_create_all_leaves_out_what_cannot_be_built():
+    entries = (entry(), entry("broken", attribute="BrokenObserver"))
+    found = PluginRegistry([("right", "2.0", offer(*entries))])
+    with pytest.warns(RuntimeWarning, match="no log file"):
+        (instance,) = found.create_all("observer")
+    assert type(instance).__name__ == "Observer"
+
+
+class Wrong:
+    @hookimpl(tryfirst=True)
+    def before_forward(self, slots, prefill_tokens):
+        return None
+
+    def after_forward(self, slots, prefill_tokens):
+        return None
+
+    @hookimpl
+    def retrieve(self):
+        return None
+
+    @property
+    def costly(self):
+        raise RuntimeError("a property was evaluated")
+
+
+class Swapped(Observer):
+    @hookimpl
+    def before_forward(self, prefill_tokens, slots):
+        return None
+
+    @hookimpl
+    def after_forward(self, slots, *, prefill_tokens):
+        return None
+
+
+class Wrapped(Observer):
+    @hookimpl(wrapper=True)
+    def before_forward(self, slots, prefill_tokens):
+        return (yield)
+
+
+class Short(Observer):
+    @hookimpl
+    def before_forward(self, slots):
+        return None
+
+
+def test_every_breach_of_the_contract_is_told_at_once():
+    with pytest.raises(PluginError, match="mine 1 does not keep") as caught:
+        check_instance(Wrong(), observer, "mine 1")
+    reasons = " ".join(caught.value.reasons)
+    assert len(caught.value.reasons) == 3
+    assert "before_forward is called as a plain method and cannot be tryfirst" in reasons
+    assert "after_forward of topkv.hooks.observer is not marked with @hookimpl" in reasons
+    assert "retrieve is marked with @hookimpl and topkv.hooks.observer has no such hook" in reasons
+
+
+@pytest.mark.parametrize(
+    ("instance", "text"),
+    [
+        (Swapped(), r"before_forward must take \(slots, prefill_tokens\), got \(prefill_tokens"),
+        (Swapped(), r"after_forward must take .* got \(slots, \*, prefill_tokens\)"),
+        (Wrapped(), "cannot be wrapper"),
+        (Short(), r"got \(slots\)"),
+        (object(), "before_forward of topkv.hooks.observer is missing"),
+    ],
+)
+def test_a_breach_of_the_contract_is_refused(instance, text):
+    with pytest.raises(PluginError, match=text):
+        check_instance(instance, observer, "mine 1")
+
+
+def test_the_cores_own_plugins_keep_their_contract():
+    policy = PluginRegistry([]).create("eviction", "lru")
+    check_instance(policy, eviction, "topkv")
+    assert list(spec_functions(eviction)) == ["new_position"]
+
+
+def test_a_static_method_and_an_attribute_are_found():
+    class Bare:
+        @staticmethod
+        @hookimpl
+        def before_forward(slots, prefill_tokens):
+            return None
+
+    bare = Bare()
+    bare.after_forward = hookimpl(lambda slots, prefill_tokens: None)
+    check_instance(bare, observer, "bare 1")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from topkv.plugins import registry; assert registry().records()",
+        "from topkv.cli.group import topkv; topkv(['plugins', '--json'], standalone_mode=False)",
+        "from topkv.cli.group import topkv; topkv(['--help'], standalone_mode=False)",
+    ],
+)
+def test_listing_imports_neither_torch_nor_triton(code):
+    code += "\nimport sys; heavy = {'torch', 'triton', 'numpy', 'transformers'} & set(sys.modules)"
+    code += "\nassert not heavy, heavy"
+    environment = {name: value for name, value in os.environ.items() if name != "TOPKV_BLOCK"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_capabilities_of_an_entry_are_what_it_says():
+    caps = Capabilities(units=(1, 8))
+    found = PluginRegistry([("right", "2.0", offer(entry(capabilities=caps)))])
+    assert found.get("observer", "watcher").entry.capabilities == caps

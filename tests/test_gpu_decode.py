@@ -1,0 +1,135 @@
+"""One captured decode step of all layers, replayed, against the same steps run eagerly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from topkv.config import SparseConfig, lower
+from topkv.coordinator import SparseCoordinator
+from topkv.plugins import registry
+from topkv.types import ModelShape
+
+pytestmark = pytest.mark.gpu
+
+LAYERS, HEADS, KV_HEADS, DIM, STEPS, PROMPT = 4, 8, 2, 64, 64, 700
+MODEL = ModelShape(LAYERS, HEADS, KV_HEADS, DIM, torch.bfloat16, DIM**-0.5)
+
+
+def make(**options):
+    config = SparseConfig(
+        **{
+            "algorithm": "quest",
+            "backend": "triton_attention",
+            "unit": 16,
+            "budget": 128,
+            "buffer": 192,
+            "max_requests": 4,
+            "max_tokens": 8192,
+            "max_request_tokens": 2048,
+            "layers": {"0": "resident", "3": "streamed"},
+            **options,
+        }
+    )
+    device = torch.device("cuda", 0)
+    return SparseCoordinator(lower(config, MODEL, device=device, registry=registry()))
+
+
+def tokens(generator, *shape):
+    return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+
+def prefill(coordinator, lengths):
+    generator = torch.Generator("cuda").manual_seed(5)
+    slots = []
+    for length in lengths:
+        slot = coordinator.request_begin()
+        slots.append(slot)
+        coordinator.forward_begin(prefill=[(slot, length)])
+        for layer in range(LAYERS):
+            q = tokens(generator, length, HEADS, DIM)
+            k, v = (tokens(generator, length, KV_HEADS, DIM) for _ in range(2))
+            coordinator.attention(layer, q, k, v)
+        coordinator.forward_end()
+    return slots
+
+
+class Inputs:
+    """Queries, keys and values of every layer at fixed addresses, refilled for each step."""
+
+    def __init__(self):
+        self.q = torch.zeros(LAYERS, 4, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+        self.k, self.v = (
+            torch.zeros(LAYERS, 4, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+            for _ in range(2)
+        )
+        self.out = torch.zeros_like(self.q)
+
+    def refill(self, step):
+        generator = torch.Generator("cuda").manual_seed(100 + step)
+        for tensor in (self.q, self.k, self.v):
+            tensor.copy_(tokens(generator, *tensor.shape))
+        self.out.fill_(float("nan"))
+
+    def run(self, coordinator):
+        for layer in range(LAYERS):
+            coordinator.attention(
+                layer, self.q[layer], self.k[layer], self.v[layer], out=self.out[layer]
+            )
+        coordinator.offload()
+
+
+def rows_of(slots, step):
+    """The third request ends after 20 steps; its row is padded from then on."""
+    return [slot if index != 2 or step < 20 else -1 for index, slot in enumerate(slots)]
+
+
+@pytest.mark.parametrize("scope", ["kv_head", "shared"])
+def test_captured_replays_equal_eager_bitwise(scope):
+    eager, captured = make(scope=scope), make(scope=scope)
+    lengths = [PROMPT, 40, PROMPT + 9, 130]
+    slots = prefill(eager, lengths)
+    assert prefill(captured, lengths) == slots
+    inputs, replayed = Inputs(), Inputs()
+
+    graph = None
+    for step in range(STEPS):
+        rows = rows_of(slots, step)
+        if step == 20:
+            eager.request_end(slots[2])
+            captured.request_end(slots[2])
+        inputs.refill(step)
+        replayed.refill(step)
+        torch.cuda.synchronize()
+
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            eager.forward_begin(decode=rows)
+            inputs.run(eager)
+            eager.forward_end(offloaded=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+        captured.forward_begin(decode=rows)
+        if graph is None:
+            # The kernels were compiled by the eager run; capture runs none of them.
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                replayed.run(captured)
+        graph.replay()
+        captured.forward_end(offloaded=True)
+        torch.cuda.synchronize()
+        assert torch.equal(inputs.out, replayed.out), f"step {step}"
+        assert inputs.out.isfinite().all()
+
+    for one, other in zip(eager.manager.stores, captured.manager.stores, strict=True):
+        for name in ("buffer", "unit_slot", "slot_unit", "order", "counters", "entries"):
+            left, right = getattr(one, name), getattr(other, name)
+            assert torch.equal(left.cpu().nan_to_num(), right.cpu().nan_to_num()), name
+    report = captured.transfers_of([slots[0]])
+    assert report.misses > STEPS
+    assert eager.length(slots[0]) == PROMPT + STEPS
+    eager.check_integrity()
+    captured.check_integrity()
+    eager.close()
+    captured.close()
