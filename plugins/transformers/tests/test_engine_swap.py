@@ -171,6 +171,7 @@ def test_the_oracle_sees_a_wrong_selection(tiny, check):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off beside a GPU")
 def test_kernels_and_reference_decode_alike(tiny, check):
     model, prompt = tiny.model(), tiny.prompt(45, (0, 7))
     settings = {"budget": 16, "buffer": 24, "max_requests": 2}

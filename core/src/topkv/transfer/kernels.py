@@ -98,6 +98,7 @@ def plan_kernel(
     # also marks the slot as hit; what is absent through the inverse map itself.
     tl.atomic_min(p_stamp + held, k, mask=present, sem="relaxed", scope="cta")
     tl.atomic_min(p_unit_slot + unit, k - CLAIM, mask=absent, sem="relaxed", scope="cta")
+    occupant = tl.load(p_slot_unit + at, in_c, other=-1)
     tl.debug_barrier()
     claimed = tl.load(p_unit_slot + unit, absent, other=0) + CLAIM
     winner = tl.where(absent, claimed, tl.load(p_stamp + held, present, other=-1))
@@ -136,13 +137,12 @@ def plan_kernel(
     if misses > 0:
         victim = stale & (stale_rank < misses)
         tl.store(p_miss_slots + stale_rank, at, victim)
-        evicted = tl.load(p_slot_unit + at, victim, other=-1)
         tl.debug_barrier()
         loaded = tl.load(p_miss_slots + miss_rank, missed, other=-1)
         tl.store(p_slots + rank, loaded, missed)
         tl.store(p_unit_slot + unit, loaded, missed)
         tl.store(p_slot_unit + loaded, unit, missed)
-        tl.store(p_unit_slot + evicted, -1, victim & (evicted >= 0))
+        tl.store(p_unit_slot + occupant, -1, victim & (occupant >= 0))
 
 
 @triton.jit
