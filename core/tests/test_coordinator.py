@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 
 from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
-from topkv.errors import HostMemoryError, RequestError
+from topkv.errors import ConfigError, HostMemoryError, RequestError
 from topkv.kv.layout import LAYOUTS
 from topkv.plugins import PluginRegistry
 from topkv.testing.doubles import Entries
@@ -481,4 +481,27 @@ def test_padded_rows_and_rows_that_append_nothing_change_nothing():
     for old, new in zip(before, after, strict=True):
         torch.testing.assert_close(old, new, rtol=0, atol=0, equal_nan=True)
     assert coordinator.length(slot) == 9
+    coordinator.close()
+
+
+def test_a_tail_that_competes_takes_its_share_of_the_budget():
+    coordinator = make(unit=1, budget=8, buffer=8, ring_tokens=3, params={"tail": "selectable"})
+    lanes = coordinator.layers[0].lanes
+    coordinator.forward_begin(decode=[-1])
+    assert lanes.table.shape[1] == lanes.ids.shape[1] == 8
+    coordinator.forward_end()
+    coordinator.close()
+    with pytest.raises(ConfigError, match="raise buffer to at least 8"):
+        make(unit=1, budget=8, buffer=7, ring_tokens=3, params={"tail": "selectable"})
+
+
+def test_observers_see_each_forward_once(caplog):
+    coordinator = make()
+    with caplog.at_level("DEBUG", logger="topkv"):
+        coordinator.forward_begin(decode=[-1, -1])
+        coordinator.forward_end()
+    assert [record.message for record in caplog.records] == [
+        "forward of 0 decode rows and 0 prompt tokens",
+        "forward ended",
+    ]
     coordinator.close()

@@ -1,4 +1,4 @@
-"""What the core itself offers: one transfer engine and one eviction policy."""
+"""What the core itself offers: a transfer engine, an eviction policy and an observer."""
 
 from __future__ import annotations
 
@@ -14,3 +14,8 @@ def topkv_register_transfers() -> list[PluginEntry]:
 @hookimpl
 def topkv_register_evictions() -> list[PluginEntry]:
     return [PluginEntry("lru", "eviction", "topkv.transfer.eviction:LeastRecentlyUsed")]
+
+
+@hookimpl
+def topkv_register_observers() -> list[PluginEntry]:
+    return [PluginEntry("log", "observer", "topkv.observers:LogForwards")]

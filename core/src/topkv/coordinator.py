@@ -16,7 +16,7 @@ from attrs import define, evolve, frozen
 from torch import Tensor
 
 from topkv.config import LoweredConfig, LoweredGroup
-from topkv.errors import RequestError
+from topkv.errors import ConfigError, RequestError
 from topkv.kv.manager import SparseKVCacheManager
 from topkv.lifecycle import RequestCalls
 from topkv.plugins import PluginRegistry
@@ -65,6 +65,13 @@ def _with_tail_rules(
     for group, spec in zip(config.groups, specs, strict=True):
         if spec and spec.tail == "selectable":
             select = min(group.budget // group.shape.unit, group.shape.max_units)
+            if select > group.shape.buffer_slots:
+                reason = (
+                    f"{group.algorithm} lets the newest token compete, so a selection has "
+                    f"{select} units and the buffer holds {group.shape.buffer_slots}; raise buffer "
+                    f"to at least {select * group.shape.unit} tokens or lower budget"
+                )
+                raise ConfigError("the configuration is refused; nothing was allocated", [reason])
             group = evolve(group, shape=evolve(group.shape, select=select))
         groups.append(group)
     return evolve(config, groups=tuple(groups))
