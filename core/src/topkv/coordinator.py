@@ -7,12 +7,12 @@ the two is device work on tensors with fixed addresses and can be captured in a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from attrs import define, evolve, frozen
+from attrs import evolve
 from torch import Tensor
 
 from topkv.config import LoweredConfig, LoweredGroup
@@ -21,32 +21,10 @@ from topkv.kv.manager import SparseKVCacheManager
 from topkv.lifecycle import RequestCalls
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
-from topkv.prefill import chunk_attention, history_blocks, open_keys
+from topkv.prefill import Prefill
 from topkv.report import MemoryReport, TransferReport, memory_report, transfer_report
-from topkv.types import AlgorithmSpec, LayerView
-from topkv.workspace import LaneBuffers
-
-
-@frozen
-class Chunk:
-    """One prefill chunk of a forward; ``rows`` are its rows in the packed batch."""
-
-    slot: int
-    start: int
-    rows: slice
-
-
-@define
-class LayerPath:
-    """Everything that one layer's decode calls, bound once when the coordinator is made."""
-
-    view: LayerView
-    algorithm: Any
-    transfer: Any
-    backend: Any
-    lanes: LaneBuffers
-    k_slots: Tensor
-    v_slots: Tensor
+from topkv.types import AlgorithmSpec
+from topkv.workspace import Chunk, LaneBuffers, LayerPath
 
 
 def _make_algorithm(registry: PluginRegistry, config: LoweredConfig, group: LoweredGroup) -> Any:
@@ -68,8 +46,8 @@ def _with_tail_rules(
             if select > group.shape.buffer_slots:
                 reason = (
                     f"{group.algorithm} lets the newest token compete, so a selection has "
-                    f"{select} units and the buffer holds {group.shape.buffer_slots}; raise buffer "
-                    f"to at least {select * group.shape.unit} tokens or lower budget"
+                    f"{select} units and the buffer holds {group.shape.buffer_slots}; "
+                    f"raise buffer to at least {select * group.shape.unit} tokens or lower budget"
                 )
                 raise ConfigError("the configuration is refused; nothing was allocated", [reason])
             group = evolve(group, shape=evolve(group.shape, select=select))
@@ -129,12 +107,11 @@ class SparseCoordinator(RequestCalls):
                 self.layers.append(LayerPath(view, algorithm, transfer, backend, lanes, *slots))
         self.layers.sort(key=lambda path: path.view.layer)
         self._periods = [spec.settle_period for spec in specs if spec and spec.settle_period]
+        self.prefill = Prefill(config, self.tracker)
         self._chunks: list[Chunk] = []
         self._rows = self._appended = np.zeros(0, dtype=np.int32)
         self._forward_open = False
         self._ending: list[int] = []
-        cuda = config.device.type == "cuda"
-        self._offload_stream = torch.cuda.Stream(config.device) if cuda else None
 
     # A forward.
 
@@ -222,7 +199,7 @@ class SparseCoordinator(RequestCalls):
         for chunk in self._chunks:
             rows = chunk.rows
             if rows.stop > rows.start:
-                self._prefill(path, chunk, q[rows], k[rows], v[rows], out[rows])
+                self.prefill.run(path, chunk, q[rows], k[rows], v[rows], out[rows])
         return out
 
     def attention_begin(
@@ -259,35 +236,6 @@ class SparseCoordinator(RequestCalls):
             lanes.lse,
         )
 
-    def _prefill(
-        self, path: LayerPath, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, out: Tensor
-    ) -> None:
-        view, slot, start = path.view, chunk.slot, chunk.start
-        before = open_keys(view, slot, start) if path.algorithm else None
-        history = self._history(path, slot, 0, start)
-        result, lse = chunk_attention(path.backend, q, k, v, start, history)
-        out.copy_(result)
-        self._store(path, chunk, k, v)
-        if before is not None:
-            first = start - start % view.group.unit
-            keys = torch.cat([before, k]) if len(before) else k
-            path.algorithm.construct(view, slot, first, keys, q, lse)
-
-    def _store(self, path: LayerPath, chunk: Chunk, k: Tensor, v: Tensor) -> None:
-        """Send a chunk's keys and values to their pages, on the offload stream of a GPU."""
-        tracker, slot = self.tracker, chunk.slot
-        high = max(int(tracker.high[slot]), chunk.start + len(k))
-        values = (path.view, slot, chunk.start, k, v, high, bool(tracker.resident[slot]))
-        stream = self._offload_stream
-        if stream is None:
-            path.transfer.store_chunk(*values)
-            return
-        stream.wait_stream(torch.cuda.current_stream(k.device))
-        with torch.cuda.stream(stream):
-            path.transfer.store_chunk(*values)
-        k.record_stream(stream)
-        v.record_stream(stream)
-
     def offload(self) -> None:
         """Copy the units that this step's decode rows filled to the host. Capturable."""
         for transfer in self.transfers:
@@ -303,7 +251,8 @@ class SparseCoordinator(RequestCalls):
             raise RequestError("forward_end without forward_begin")
         if len(self._rows) and not offloaded:
             self.offload()
-        self._join_offload()
+        if self._chunks:
+            self.prefill.join()
         tracker = self.tracker
         writers = self._rows[self._appended == 1]
         tracker.length[writers] += 1
@@ -321,7 +270,8 @@ class SparseCoordinator(RequestCalls):
         """Drop an open forward, after an exception say; its tokens are not appended. Cold."""
         if not self._forward_open:
             return
-        self._join_offload()
+        if self._chunks:
+            self.prefill.join()
         # What was written stays in the ring, so its bound moves although no length does. A
         # chunk may have overwritten the whole ring; the host has everything before it.
         writers = self._rows[self._appended == 1]
@@ -332,10 +282,6 @@ class SparseCoordinator(RequestCalls):
         for chunk in chunks:
             if self.tracker.active[chunk.slot]:
                 self._restore(chunk.slot)
-
-    def _join_offload(self) -> None:
-        if self._offload_stream is not None and self._chunks:
-            torch.cuda.current_stream(self.config.device).wait_stream(self._offload_stream)
 
     def _close_forward(self) -> None:
         self._forward_open, self._chunks = False, []
@@ -352,19 +298,8 @@ class SparseCoordinator(RequestCalls):
             self.flush(slot)
             for path in self.layers:
                 if path.algorithm:
-                    since = max(seen, 0)
-                    first = since - since % path.view.group.unit
-                    history = self._history(path, slot, first, length)
-                    path.algorithm.settle(path.view, slot, since, length, history)
+                    self.prefill.settle(path, slot, max(seen, 0), length)
             self.tracker.settled[slot] = length
-
-    def _history(
-        self, path: LayerPath, slot: int, start: int, end: int
-    ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        block = self.config.prefill_block_tokens
-        return history_blocks(
-            path.transfer, path.view, slot, start, end, block, self.config.device
-        )
 
     def memory(self) -> MemoryReport:
         """Bytes on both tiers, counted from tensors."""

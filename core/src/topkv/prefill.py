@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from topkv.config import LoweredConfig
+from topkv.requests import RequestTracker
 from topkv.types import LayerView
+from topkv.workspace import Chunk, LayerPath
 
 
 def history_blocks(
@@ -92,3 +95,71 @@ def open_keys(layer: LayerView, slot: int, start: int) -> Tensor:
     unit, filled = divmod(start, group.unit)
     ring = layer.ring_k[slot, :, unit % group.ring_slots, :, :filled]
     return ring.flatten(0, 1).transpose(0, 1).clone()
+
+
+class Prefill:
+    """Runs prompt chunks and settles requests. Cold: per request, in Python.
+
+    Args:
+        config: blocks and device.
+        tracker: lengths and ring bounds of the requests.
+    """
+
+    def __init__(self, config: LoweredConfig, tracker: RequestTracker) -> None:
+        self.config = config
+        self.tracker = tracker
+        cuda = config.device.type == "cuda"
+        self._stream = torch.cuda.Stream(config.device) if cuda else None
+
+    def run(
+        self, path: LayerPath, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    ) -> None:
+        """Attend, store and represent one chunk in one layer.
+
+        Args:
+            q, out: ``[m, H, D]``.
+            k, v: ``[m, Hkv, D]``.
+        """
+        view, slot, start = path.view, chunk.slot, chunk.start
+        before = open_keys(view, slot, start) if path.algorithm else None
+        history = self._history(path, slot, 0, start)
+        result, lse = chunk_attention(path.backend, q, k, v, start, history)
+        out.copy_(result)
+        self._store(path, chunk, k, v)
+        if before is not None:
+            first = start - start % view.group.unit
+            keys = torch.cat([before, k]) if len(before) else k
+            path.algorithm.construct(view, slot, first, keys, q, lse)
+
+    def settle(self, path: LayerPath, slot: int, since: int, length: int) -> None:
+        """Call the algorithm's ``settle`` with the history from ``since`` on."""
+        first = since - since % path.view.group.unit
+        history = self._history(path, slot, first, length)
+        path.algorithm.settle(path.view, slot, since, length, history)
+
+    def join(self) -> None:
+        """Let the current stream wait for what the offload stream still copies."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.config.device).wait_stream(self._stream)
+
+    def _history(
+        self, path: LayerPath, slot: int, start: int, end: int
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        block = self.config.prefill_block_tokens
+        return history_blocks(
+            path.transfer, path.view, slot, start, end, block, self.config.device
+        )
+
+    def _store(self, path: LayerPath, chunk: Chunk, k: Tensor, v: Tensor) -> None:
+        """Send a chunk's keys and values to their pages, on the offload stream of a GPU."""
+        tracker, slot = self.tracker, chunk.slot
+        high = max(int(tracker.high[slot]), chunk.start + len(k))
+        values = (path.view, slot, chunk.start, k, v, high, bool(tracker.resident[slot]))
+        if self._stream is None:
+            path.transfer.store_chunk(*values)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(k.device))
+        with torch.cuda.stream(self._stream):
+            path.transfer.store_chunk(*values)
+        k.record_stream(self._stream)
+        v.record_stream(self._stream)

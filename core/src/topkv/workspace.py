@@ -1,16 +1,19 @@
-"""Per-group buffers of a decode step, at fixed addresses, shared by the layers of the group."""
+"""What a forward works on: the buffers of a group, the path of a layer, the chunks of prompts."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from attrs import define, frozen
 from torch import Tensor
 
 from topkv.kv.step import StepUploader
-from topkv.types import GroupShape, ModelShape, Plan, StepTensors
+from topkv.types import GroupShape, LayerView, ModelShape, Plan, StepTensors
 
 
 class LaneBuffers:
-    """Selection, plan, page table and LSE of one group.
+    """Selection, plan, page table and LSE of one group, shared by its layers.
 
     Attributes (narrowed to the B rows of the forward, N = B * lane_heads):
         ids: int32 ``[N, K]`` what the algorithm selected.
@@ -92,3 +95,25 @@ class LaneBuffers:
         """``[B, H, D]`` as ``[N, 1, heads_per_lane * G, D]``: a view of contiguous rows."""
         batch, heads, dim = rows.shape
         return rows.view(batch * self.group.lane_heads, 1, heads // self.group.lane_heads, dim)
+
+
+@frozen
+class Chunk:
+    """One prefill chunk of a forward; ``rows`` are its rows in the packed batch."""
+
+    slot: int
+    start: int
+    rows: slice
+
+
+@define
+class LayerPath:
+    """Everything that one layer's decode calls, bound once when the coordinator is made."""
+
+    view: LayerView
+    algorithm: Any
+    transfer: Any
+    backend: Any
+    lanes: LaneBuffers
+    k_slots: Tensor
+    v_slots: Tensor

@@ -22,6 +22,31 @@ def lru_new_position(position, stale, stale_rank, hit_rank, stale_count, misses)
 
 
 @triton.jit
+def write_counts(p_slots, p_miss_ids, p_miss_slots, p_count, p_misses, k, in_k, count, misses):
+    """Write the counts, and -1 behind them in the lists."""
+    tl.store(p_count, count)
+    tl.store(p_misses, misses)
+    tl.store(p_slots + k, -1, in_k & (k >= count))
+    tl.store(p_miss_ids + k, -1, in_k & (k >= misses))
+    tl.store(p_miss_slots + k, -1, in_k & (k >= misses))
+
+
+@triton.jit
+def first_of_equals(p_stamp, p_unit_slot, k, held, unit, present, absent):
+    """Of equal ids the first wins, whatever the order in which threads run.
+
+    What is present is claimed through its slot's stamp, which also marks the slot as hit; what is
+    absent through the inverse map itself, by numbers far below every slot.
+    """
+    tl.atomic_min(p_stamp + held, k, mask=present, sem="relaxed", scope="cta")
+    tl.atomic_min(p_unit_slot + unit, k - CLAIM, mask=absent, sem="relaxed", scope="cta")
+    tl.debug_barrier()
+    claimed = tl.load(p_unit_slot + unit, absent, other=0) + CLAIM
+    stamped = tl.load(p_stamp + held, present, other=-1)
+    return tl.where(absent, claimed, stamped) == k
+
+
+@triton.jit
 def plan_kernel(
     p_ids,
     p_limit,
@@ -62,6 +87,8 @@ def plan_kernel(
     p_slots += lane * K
     p_miss_ids += lane * K
     p_miss_slots += lane * K
+    p_count += lane
+    p_misses += lane
 
     slot = tl.load(p_step_slots + batch).to(tl.int64)
     unit = tl.load(p_ids + lane * K + k, in_k, other=-1)
@@ -69,11 +96,7 @@ def plan_kernel(
     newest = (tl.load(p_high + batch) - 1) // UNIT
     fits = (tl.load(p_resident + batch) != 0) & (newest <= C)
     if slot < 0:
-        tl.store(p_slots + k, -1, in_k)
-        tl.store(p_miss_ids + k, -1, in_k)
-        tl.store(p_miss_slots + k, -1, in_k)
-        tl.store(p_count + lane, 0)
-        tl.store(p_misses + lane, 0)
+        write_counts(p_slots, p_miss_ids, p_miss_slots, p_count, p_misses, k, in_k, 0, 0)
         return
 
     row = slot * LANE_HEADS + lane % LANE_HEADS
@@ -94,16 +117,11 @@ def plan_kernel(
     present = valid & (held >= 0)
     absent = valid & (held < 0)
 
-    # The first of equal ids wins. What is present is claimed through its slot's stamp, which
-    # also marks the slot as hit; what is absent through the inverse map itself.
-    tl.atomic_min(p_stamp + held, k, mask=present, sem="relaxed", scope="cta")
-    tl.atomic_min(p_unit_slot + unit, k - CLAIM, mask=absent, sem="relaxed", scope="cta")
     occupant = tl.load(p_slot_unit + at, in_c, other=-1)
-    tl.debug_barrier()
-    claimed = tl.load(p_unit_slot + unit, absent, other=0) + CLAIM
-    winner = tl.where(absent, claimed, tl.load(p_stamp + held, present, other=-1))
+    first = (present | absent) & first_of_equals(
+        p_stamp, p_unit_slot, k, held, unit, present, absent
+    )
     stale = in_c & (tl.load(p_stamp + at, in_c, other=0) == UNSELECTED)
-    first = valid & (winner == k)
     missed = first & absent
     pair = first.to(tl.int32) + (missed.to(tl.int32) << 16)
     rank = tl.cumsum(pair, 0) - pair
@@ -113,14 +131,10 @@ def plan_kernel(
     misses = total >> 16
     count = total & 0xFFFF
 
-    tl.store(p_count + lane, count)
-    tl.store(p_misses + lane, misses)
+    write_counts(p_slots, p_miss_ids, p_miss_slots, p_count, p_misses, k, in_k, count, misses)
     tl.store(p_counters, hits_before + (count - misses))
     tl.store(p_counters + 1, misses_before + misses)
-    tl.store(p_slots + k, -1, in_k & (k >= count))
     tl.store(p_slots + rank, held, first & present)
-    tl.store(p_miss_ids + k, -1, in_k & (k >= misses))
-    tl.store(p_miss_slots + k, -1, in_k & (k >= misses))
     tl.store(p_miss_ids + miss_rank, unit, missed)
     tl.debug_barrier()
     tl.store(p_stamp + held, UNSELECTED, present)
