@@ -267,6 +267,8 @@ class Machine(RuleBasedStateMachine):
         q = self.random(LAYERS, 4, HEADS, DIM)
         k, v = (self.random(LAYERS, 4, KV_HEADS, DIM) for _ in range(2))
         outs = self.forward(q, k, v)
+        for layer in (0, 3):
+            self.coordinator.layers[layer].algorithm.next_ids = {}
         if abort:
             self.coordinator.forward_abort()
             for batch, slot in enumerate(rows):
@@ -465,9 +467,6 @@ def test_padded_rows_and_rows_that_append_nothing_change_nothing():
     coordinator.forward_end()
     store = coordinator.manager.stores[0]
     before = [t.clone() for t in (store.buffer, store.entries, store.unit_slot, store.order)]
-    for path in coordinator.layers:
-        if path.algorithm:
-            path.algorithm.next_ids = {n: torch.full_like(path.lanes._ids[:4], -1) for n in (0, 3)}
     rows = np.array([-1, slot])
     coordinator.forward_begin(decode=rows, append=[False, False])
     for layer in range(LAYERS):

@@ -107,7 +107,7 @@ class SparseCoordinator(RequestCalls):
                 self.layers.append(LayerPath(view, algorithm, transfer, backend, lanes, *slots))
         self.layers.sort(key=lambda path: path.view.layer)
         self._periods = [spec.settle_period for spec in specs if spec and spec.settle_period]
-        self.prefill = Prefill(config, self.tracker)
+        self.prefill = Prefill(config, self.tracker, self.layers)
         self._chunks: list[Chunk] = []
         self._rows = self._appended = np.zeros(0, dtype=np.int32)
         self._forward_open = False
@@ -153,9 +153,7 @@ class SparseCoordinator(RequestCalls):
             self._chunks.append(Chunk(slot, start, slice(first, first + tokens)))
             first += tokens
         self._forward_open = True
-        self.manager.uploader.upload(rows, appended)
-        for lanes in self.lanes:
-            lanes.begin(self.manager.uploader)
+        self._upload(rows, appended)
         for observer in self.observers:
             observer.before_forward(rows, first - len(rows))
 
@@ -290,16 +288,26 @@ class SparseCoordinator(RequestCalls):
             self.request_end(slot)
 
     def _settle(self, slots: Sequence[int]) -> None:
-        """Call ``settle`` where prefill has turned to decode, and where a period has passed."""
+        """Settle where prefill has turned to decode, and warm those; settle every period."""
+        fresh = []
         for slot in slots:
             length, seen = int(self.tracker.length[slot]), int(self.tracker.settled[slot])
             if seen >= 0 and not any(length - seen >= period for period in self._periods):
                 continue
             self.flush(slot)
-            for path in self.layers:
-                if path.algorithm:
-                    self.prefill.settle(path, slot, max(seen, 0), length)
+            self.manager.uploader.upload_pages()
+            self.prefill.settle(slot, max(seen, 0), length)
             self.tracker.settled[slot] = length
+            if seen < 0:
+                fresh.append(slot)
+        if fresh:
+            self._upload(np.asarray(fresh, np.int32), np.zeros(len(fresh), np.int32))
+            self.prefill.warm()
+
+    def _upload(self, rows: np.ndarray, appended: np.ndarray) -> None:
+        self.manager.uploader.upload(rows, appended)
+        for lanes in self.lanes:
+            lanes.begin(self.manager.uploader)
 
     def memory(self) -> MemoryReport:
         """Bytes on both tiers, counted from tensors."""

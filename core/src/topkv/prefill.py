@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -103,11 +103,20 @@ class Prefill:
     Args:
         config: blocks and device.
         tracker: lengths and ring bounds of the requests.
+        paths: the layers.
     """
 
-    def __init__(self, config: LoweredConfig, tracker: RequestTracker) -> None:
+    def __init__(
+        self, config: LoweredConfig, tracker: RequestTracker, paths: Sequence[LayerPath]
+    ) -> None:
         self.config = config
         self.tracker = tracker
+        self.sparse = [path for path in paths if path.algorithm]
+        shape = (config.max_requests, config.model.num_heads, config.model.head_dim)
+        self._last_queries = {
+            path.view.layer: torch.zeros(shape, dtype=config.model.dtype, device=config.device)
+            for path in self.sparse
+        }
         cuda = config.device.type == "cuda"
         self._stream = torch.cuda.Stream(config.device) if cuda else None
 
@@ -130,12 +139,26 @@ class Prefill:
             first = start - start % view.group.unit
             keys = torch.cat([before, k]) if len(before) else k
             path.algorithm.construct(view, slot, first, keys, q, lse)
+            self._last_queries[view.layer][slot] = q[-1]
 
-    def settle(self, path: LayerPath, slot: int, since: int, length: int) -> None:
-        """Call the algorithm's ``settle`` with the history from ``since`` on."""
-        first = since - since % path.view.group.unit
-        history = self._history(path, slot, first, length)
-        path.algorithm.settle(path.view, slot, since, length, history)
+    def settle(self, slot: int, since: int, length: int) -> None:
+        """Call ``settle`` of every sparse layer with the history from ``since`` on."""
+        for path in self.sparse:
+            first = since - since % path.view.group.unit
+            history = self._history(path, slot, first, length)
+            path.algorithm.settle(path.view, slot, since, length, history)
+
+    def warm(self) -> None:
+        """Load what the last prompt queries select, so that decoding starts with hits.
+
+        The step tensors hold the rows to warm, none of which appends.
+        """
+        for path in self.sparse:
+            view, lanes = path.view, path.lanes
+            queries = self._last_queries[view.layer].index_select(0, view.step.slots)
+            path.algorithm.retrieve_topk(view, queries.unsqueeze(1), None, lanes.ids)
+            path.transfer.plan(view, lanes.ids, lanes.limit, lanes.plan)
+            path.transfer.load(view, lanes.plan)
 
     def join(self) -> None:
         """Let the current stream wait for what the offload stream still copies."""

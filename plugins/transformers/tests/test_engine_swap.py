@@ -34,6 +34,8 @@ class Recorder:
 
         def recording(view, q, native, ids):
             original(view, q, native, ids)
+            if not view.step.appended.any():
+                return  # the warm start: no row of the model asks here
             step = (ids.cpu().clone(), view.step.lengths.tolist())
             self.selections.setdefault(view.layer, []).append(step)
             if view.layer == max(path.view.layer for path in self.coordinator.layers):

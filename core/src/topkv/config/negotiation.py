@@ -13,6 +13,7 @@ from topkv.discovery import PluginRecord
 from topkv.types import GroupShape, ModelShape
 
 _TRUE = ("1", "true", "t", "yes", "y", "on")
+_MAX_SELECT = 2**15  # the plan packs two counts into 32 bits
 _MAX_ID = 2**31
 
 
@@ -127,6 +128,11 @@ def geometry_reasons(
             f"buffer must hold the selection: {select} units of {unit} tokens, got {buffer} "
             f"tokens = {buffer // unit} units; raise buffer to {select * unit} or "
             f"lower budget {where}"
+        )
+    if select >= _MAX_SELECT:
+        reasons.append(
+            f"a selection must stay below {_MAX_SELECT} units, got {select}; "
+            f"take a larger unit or lower budget {where}"
         )
     return reasons
 

@@ -14,7 +14,7 @@ from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape, Plan, 
 
 
 class Scripted:
-    """Selects what a test puts into ``next_ids``, whatever it is.
+    """Selects what a test puts into ``next_ids``, whatever it is, and nothing without it.
 
     Its representation is the sum of each unit's keys, so that a test can tell whether the
     representation of a unit is that of the keys which are there now. ``turns`` counts the
@@ -75,7 +75,11 @@ class Scripted:
     def retrieve_topk(
         self, layer: LayerView, q: Tensor, native: Tensor | None, ids: Tensor
     ) -> None:
-        ids.copy_(self.next_ids[layer.layer])
+        chosen = self.next_ids.get(layer.layer)
+        if chosen is None:
+            ids.fill_(-1)
+        else:
+            ids.copy_(chosen)
 
     def host_id(self, layer: LayerView, slot: int, unit: int) -> int:
         per_page = self.group.units_per_page
