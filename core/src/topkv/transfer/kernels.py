@@ -72,12 +72,16 @@ def plan_kernel(
     T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per lane; see ``reference.plan``.
 
     A step is a chain of dependent reads, each a few hundred nanoseconds, so what does not depend
     on the chain is read first, and two counts share one scan.
     """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     lane = tl.program_id(0).to(tl.int64)
     batch = lane // LANE_HEADS
     k = tl.arange(0, BLOCK_K)
@@ -178,13 +182,19 @@ def load_kernel(
     SLOTS: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (lanes, splits). Lanes of the GPU walk the missed entries laid end to end, 16 bytes
     each, so that short entries use the link as well as long ones. Pointers are int32 words and
     strides 16-byte words: so the compiler sees that every access is aligned.
+
+    PDL (programmatic dependent launch): the programs are in place before the plan has ended, and
+    wait for it here. What the plan does not write can be read before.
     """
     lane = tl.program_id(0).to(tl.int64)
     slot = tl.load(p_step_slots + lane // LANE_HEADS).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     head = lane % LANE_HEADS
     row = slot * LANE_HEADS + head
     p_miss_ids += lane * K

@@ -19,6 +19,9 @@ COPY_PROGRAMS = 256
 COPY_BLOCK = 256
 """16-byte words per program and iteration."""
 
+PDL_CAPABILITY = (9, 0)
+"""From here on a kernel can be launched before the one that it depends on has ended."""
+
 TOKEN_BLOCK = 64
 """Tokens per program of the prefill kernels."""
 
@@ -63,6 +66,12 @@ class Launcher:
         self.block_c = max(16, triton.next_power_of_2(max(group.buffer_slots, 1)))
         self.plan_warps = 4 if self.block_c <= 1024 else 8 if self.block_c <= 8192 else 32
         self.block_d = triton.next_power_of_2(group.head_dim)
+        # The copy's programs start while the plan still runs: one launch latency less a step.
+        self.pdl = (
+            store.buffer.is_cuda
+            and torch.cuda.get_device_capability(store.buffer.device) >= PDL_CAPABILITY
+        )
+        self.early: dict[str, Any] = {"launch_pdl": True} if self.pdl else {}
         self.geometry = {
             "HEADS_PER_LANE": group.heads_per_lane,
             "UNIT": group.unit,
@@ -127,7 +136,9 @@ class Launcher:
             T=group.ring_slots,
             BLOCK_K=self.block_k,
             BLOCK_C=self.block_c,
+            PDL=self.pdl,
             num_warps=self.plan_warps,
+            **self.early,
         )
 
     def load(self, layer: LayerView, plan: Plan) -> None:
@@ -152,7 +163,9 @@ class Launcher:
             SLOTS=group.slots,
             WORDS=self.words,
             BLOCK=COPY_BLOCK,
+            PDL=self.pdl,
             num_warps=8,
+            **self.early,
         )
 
     def offload(self, step: StepTensors, force: bool) -> None:
