@@ -1,0 +1,91 @@
+"""What ``topkv demo`` shows without ``--json``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.2f} MiB"
+
+
+def _share(result: dict[str, Any], *names: str) -> float:
+    return sum(result[name] for name in names) / result["full_kv_bytes"]
+
+
+def _answers(result: dict[str, Any]) -> Table:
+    table = Table("run", "attends to", "answer", "steps/s", box=None, pad_edge=False)
+    context, budget = f"{result['context_tokens']} tokens", f"{result['budget_tokens']} tokens"
+    rows = (
+        ("dense", context, "dense_answer", f"{result['dense_steps_per_second']:.1f}"),
+        ("topkv", budget, "sparse_answer", f"{result['steps_per_second']:.1f}"),
+        ("window", budget, "window_answer", ""),
+    )
+    for run, attended, name, rate in rows:
+        right = result[name] == result["expected"]
+        mark = Text(
+            f"{result[name]!r} {'right' if right else 'wrong'}", "green" if right else "red"
+        )
+        table.add_row(run, attended, mark, rate)
+    return table
+
+
+def _memory(result: dict[str, Any]) -> Table:
+    table = Table("memory", "bytes", "", "of the full cache", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    rows = (
+        ("full cache", "full_kv_bytes"),
+        ("on the device: keys and values", "device_kv_bytes"),
+        ("on the device: representations", "representation_bytes"),
+        ("on the device: maps and tables", "metadata_bytes"),
+        ("on the host", "host_kv_bytes"),
+        ("loaded while decoding", "loaded_bytes"),
+    )
+    for label, name in rows:
+        table.add_row(label, str(result[name]), _size(result[name]), f"{_share(result, name):.1%}")
+    return table
+
+
+def _settings(result: dict[str, Any]) -> str:
+    names = ("algorithm", "backend", "impl", "device", "dtype", "budget_tokens", "buffer_tokens")
+    names += ("unit", "dense_layers", "seed")
+    return ", ".join(f"{name} {result[name]}" for name in names)
+
+
+def _what_happened(result: dict[str, Any]) -> str:
+    share = _share(result, "device_kv_bytes", "representation_bytes")
+    found = "found" if result["correct"] else "missed"
+    window = "found it too" if result["window_answer"] == result["expected"] else "did not"
+    return (
+        f"topkv {found} a fact {result['fact_distance_tokens']} tokens back with "
+        f"{result['budget_tokens'] / result['context_tokens']:.1%} of the context attended and "
+        f"{share:.1%} of the cache on the device, {result['hit_rate']:.0%} of the selected units "
+        f"in the buffer; a window of the same budget {window}."
+    )
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Question, answers, memory, and one sentence."""
+    lines = (
+        f"{result['context_tokens']} tokens of source code with planted facts",
+        f"question  {result['question']}",
+        f"expected  {result['expected']}",
+    )
+    for line in lines:
+        console.print(Text(line))
+    console.print()
+    console.print(_answers(result))
+    console.print()
+    console.print(_memory(result))
+    console.print()
+    console.print(Text(f"misses {result['misses']}, hit rate {result['hit_rate']:.1%}"))
+    console.print(Text(f"settings  {_settings(result)}"))
+    console.print(Text(f"window  {result['window']}"))
+    console.print(Text(f"time  {result['seconds']:.1f} s"))
+    console.print()
+    console.print(Text(_what_happened(result), "bold"))

@@ -1,0 +1,45 @@
+"""What an attached model holds and has moved, as the commands show it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from topkv_transformers.session import AttachedModel
+
+
+def settings_of(handle: AttachedModel) -> dict[str, Any]:
+    """The settings that results depend on.
+
+    Budget, buffer and unit, in tokens, are those of the first sparse layers; 0 if all are dense.
+    """
+    config = handle.config
+    sparse = [group for group in config.groups if group.shape.residency == "sparse"]
+    first = sparse[0] if sparse else None
+    dense = {layer for group in config.groups for layer in group.shape.layers}
+    dense -= {layer for group in sparse for layer in group.shape.layers}
+    return {
+        "algorithm": first.algorithm if first else None,
+        "backend": config.backend,
+        "impl": config.impl,
+        "device": str(config.device),
+        "dtype": str(config.model.dtype).removeprefix("torch."),
+        "budget_tokens": first.budget if first else 0,
+        "buffer_tokens": first.shape.buffer_slots * first.shape.unit if first else 0,
+        "unit": first.shape.unit if first else 0,
+        "dense_layers": sorted(dense),
+    }
+
+
+def measured(handle: AttachedModel, slots: Sequence[int]) -> dict[str, Any]:
+    """Bytes counted from tensors, and what the requests in ``slots`` have loaded so far."""
+    memory, moved = handle.memory(), handle.coordinator.transfers_of(slots)
+    return {
+        "device_kv_bytes": memory.device_kv,
+        "representation_bytes": memory.representation,
+        "metadata_bytes": memory.metadata,
+        "host_kv_bytes": memory.host,
+        "loaded_bytes": moved.loaded_bytes,
+        "misses": moved.misses,
+        "hit_rate": moved.hit_rate,
+    }
