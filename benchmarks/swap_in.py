@@ -25,7 +25,7 @@ from topkv.transfer.engine import ZeroCopyTransfer
 from topkv.transfer.eviction import LeastRecentlyUsed
 from topkv.types import GroupShape, LayerView, Plan, StepTensors
 
-STEPS, REPEATS = 60, 9
+STEPS, REPEATS = 60, 15
 DEVICE = torch.device("cuda")
 INTS = {"dtype": torch.int32, "device": DEVICE}
 # Plan + load of the first two-kernel prototype on an H200, us, by (entry bytes, requests, miss %).
