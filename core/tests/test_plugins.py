@@ -63,6 +63,7 @@ def test_the_core_brings_its_own_entries():
     records = PluginRegistry([]).records()
     assert [(record.kind, record.name, record.package) for record in records] == [
         ("eviction", "lru", "topkv"),
+        ("observer", "log", "topkv"),
         ("transfer", "zero_copy", "topkv"),
     ]
     assert all(record.version == topkv.__version__ for record in records)
@@ -126,7 +127,8 @@ def test_broken_plugins_break_no_other():
     last = ("zz-last", "1", offer(entry("last")))
     broken = [(name, "1", plugin) for name, (plugin, _) in BROKEN.items()]
     found = PluginRegistry([broken[0], right, *broken[1:], last])
-    assert {record.name for record in found.usable("observer")} == {"watcher", "last", "half"}
+    usable = {record.name for record in found.usable("observer")}
+    assert usable == {"watcher", "last", "half", "log"}
     assert found.get("observer", "watcher").package == "right"
     told = problems(found)
     for name, (_, expected) in BROKEN.items():
@@ -169,7 +171,7 @@ def test_an_unknown_name_lists_what_there_is():
     found = PluginRegistry([("right", "2.0", offer(entry()))])
     with pytest.raises(PluginError, match="unknown observer 'my_watcher'") as caught:
         found.get("observer", "my_watcher")
-    assert "installed of kind observer: watcher" in str(caught.value)
+    assert "installed of kind observer: log, watcher" in str(caught.value)
     assert "pip install topkv-my-watcher" in str(caught.value)
     with pytest.raises(PluginError, match=f"the kinds are {', '.join(KINDS)}"):
         found.get("sampler", "x")
@@ -204,7 +206,7 @@ def points(monkeypatch):
 @pytest.mark.usefixtures("points")
 def test_entry_points_that_do_not_import_are_kept_with_the_reason():
     found = PluginRegistry()
-    assert [record.name for record in found.usable("observer")] == ["fine"]
+    assert [record.name for record in found.usable("observer")] == ["fine", "log"]
     assert "ModuleNotFoundError: No module named 'topkv_is_not_there'" in str(problems(found))
     assert "SystemExit" in problems(found)["topkv-exit"]
     with pytest.raises(PluginError, match="installed and cannot be used") as caught:
@@ -219,7 +221,7 @@ def test_entry_points_that_do_not_import_are_kept_with_the_reason():
 def test_blocked_entry_points_are_not_loaded(monkeypatch):
     monkeypatch.setenv("TOPKV_BLOCK", "exit, fine")
     found = PluginRegistry()
-    assert found.usable("observer") == []
+    assert [record.name for record in found.usable("observer")] == ["log"]
     assert "TOPKV_BLOCK" in problems(found)["topkv-exit"]
     with pytest.raises(PluginError, match="left out by the environment variable TOPKV_BLOCK"):
         found.get("observer", "fine")
@@ -259,7 +261,7 @@ def test_create_all_leaves_out_what_cannot_be_built():
     entries = (entry(), entry("broken", attribute="BrokenObserver"))
     found = PluginRegistry([("right", "2.0", offer(*entries))])
     with pytest.warns(RuntimeWarning, match="no log file"):
-        (instance,) = found.create_all("observer")
+        _log, instance = found.create_all("observer")
     assert type(instance).__name__ == "Observer"
 
 

@@ -1,4 +1,4 @@
-"""Hook specs of an engine integration."""
+"""Hook specs of an engine integration; its factory takes the ``PluginRegistry`` in use."""
 
 from __future__ import annotations
 

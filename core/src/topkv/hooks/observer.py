@@ -19,4 +19,8 @@ def before_forward(slots: Sequence[int], prefill_tokens: int) -> None:
 
 @hookspec
 def after_forward(slots: Sequence[int], prefill_tokens: int) -> None:
-    """A forward has ended on the host; the device may still be at work."""
+    """A forward has ended on the host; the device may still be at work.
+
+    Args:
+        slots, prefill_tokens: as in ``before_forward``.
+    """
