@@ -225,12 +225,12 @@ class Machine(RuleBasedStateMachine):
         """Decode, take some of it back, decode again."""
         slot = data.draw(st.sampled_from([s for s, t in self.live.items() if t.length]))
         for _ in range(steps):
-            self.decode_once([slot, -1, -1, -1], 50)
-        self.decode_once([slot, -1, -1, -1], 50, abort=abort)
+            self.decode_alone(slot)
+        self.decode_alone(slot, abort=abort)
         self.roll_back(slot, back)
         if self.live[slot].length:
             for _ in range(back + 2 * self.group.unit):
-                self.decode_once([slot, -1, -1, -1], 50)
+                self.decode_alone(slot)
 
     @precondition(lambda self: any(t.length for t in self.live.values()))
     @rule(data=st.data(), steps=st.integers(1, 5), tokens=st.integers(1, 9))
@@ -238,10 +238,15 @@ class Machine(RuleBasedStateMachine):
         """Decode, append a prompt, decode on until the ring has moved past it."""
         slot = data.draw(st.sampled_from([s for s, t in self.live.items() if t.length]))
         for _ in range(steps):
-            self.decode_once([slot, -1, -1, -1], 50)
+            self.decode_alone(slot)
         self.prefill_chunk(slot, tokens)
         for _ in range(2 * self.group.unit):
-            self.decode_once([slot, -1, -1, -1], 50)
+            self.decode_alone(slot)
+
+    def decode_alone(self, slot, abort=False):
+        """One row, whose ids lie close together: every unit of the request is met often."""
+        widest = self.live[slot].length // self.group.unit + 2
+        self.decode_once([slot, -1, -1, -1], widest, abort=abort)
 
     def decode_once(self, rows, widest, ending=None, abort=False):
         slots = [slot for slot in rows if slot >= 0]
@@ -425,11 +430,39 @@ def test_lifecycle(impl):
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=120 if impl == "reference" and DEVICE.type == "cpu" else 12,
+            max_examples=200 if impl == "reference" and DEVICE.type == "cpu" else 12,
             stateful_step_count=25,
             deadline=None,
         ),
     )
+
+
+def started(**options):
+    """A machine with one request, driven by hand."""
+    machine = Machine()
+    machine.start(
+        **{
+            "layout": "page_head",
+            "scope": "kv_head",
+            "unit": 4,
+            "fast": True,
+            "buffer": 24,
+            **options,
+        }
+    )
+    return machine
+
+
+def test_a_prompt_fills_up_the_unit_that_decode_began():
+    machine = started()
+    machine.prefill_chunk(0, 4)
+    for _ in range(2):
+        machine.decode_alone(0)
+    machine.prefill_chunk(0, 6)
+    for _ in range(6):
+        machine.decode_alone(0)
+        machine.everything_is_in_place()
+    machine.teardown()
 
 
 def test_can_admit_names_every_reason():
