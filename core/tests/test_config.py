@@ -120,6 +120,15 @@ def test_defaults():
     assert low(device="cpu").device == CPU
 
 
+def test_a_user_who_names_dense_layers_beats_the_overrides_of_a_checkpoint():
+    advice = {"layers": {"0-": "resident"}}
+    assert [group.shape.residency for group in low(checkpoint=advice).groups] == ["resident"]
+    lowered = low(checkpoint=advice, dense_layers=[1])
+    residency = {group.shape.residency: group.shape.layers for group in lowered.groups}
+    assert residency["resident"] == (1,)
+    assert 0 in residency["sparse"]
+
+
 def test_precedence_and_origins():
     registry = make([("pages", {"defaults": {"unit": 32, "budget": 512, "page_tokens": 128}})])
     lowered = low(

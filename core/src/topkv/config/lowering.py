@@ -85,8 +85,11 @@ class _Lowering:
 
     def read(self, config: SparseConfig, checkpoint: Mapping[str, Any]) -> None:
         user = Source("user", clean(config.as_dict(), self.reasons))
-        recommended = Source("checkpoint", clean(checkpoint, self.reasons, "checkpoint: "))
-        self.sources = Sources((user, recommended))
+        advice = clean(checkpoint, self.reasons, "checkpoint: ")
+        if "dense_layers" in user.values:
+            # Overrides stand above dense_layers, but what a checkpoint advises not above the user.
+            advice.pop("layers", None)
+        self.sources = Sources((user, Source("checkpoint", advice)))
 
     def plan(self) -> None:
         """Choose the plugins and what each layer does."""
