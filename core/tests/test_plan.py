@@ -100,7 +100,7 @@ class Bench:
         for tensor in (
             self.plan.slots,
             self.plan.count,
-            self.plan.miss_ids,
+            self.plan.miss_hosts,
             self.plan.miss_slots,
             self.plan.misses,
         ):
@@ -141,7 +141,10 @@ def check_step(bench, models, layer, slots, lengths, ids):
         assert plan.slots[lane].tolist() == expected_slots + [-1] * pad
         assert int(plan.count[lane]) == len(units)
         gap = [-1] * (group.select - len(misses))
-        assert plan.miss_ids[lane].tolist() == [unit for unit, _ in misses] + gap
+        table = bench.step.page_table[slot].tolist()
+        per_page = group.units_per_page
+        hosts = [table[unit // per_page] * per_page + unit % per_page for unit, _ in misses]
+        assert plan.miss_hosts[lane].tolist() == hosts + gap
         assert plan.miss_slots[lane].tolist() == [place for _, place in misses] + gap
         assert int(plan.misses[lane]) == len(misses)
 

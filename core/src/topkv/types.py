@@ -177,14 +177,14 @@ class Plan:
         slots: int32 ``[N, K]`` slot ids of the distinct valid units in selection order,
             compacted to the left, -1 behind ``count``.
         count: int32 ``[N]``.
-        miss_ids: int32 ``[N, K]`` logical ids that ``load`` has to fetch, -1 behind ``misses``.
+        miss_hosts: int32 ``[N, K]`` host ids that ``load`` has to fetch, -1 behind ``misses``.
         miss_slots: int32 ``[N, K]`` the slots that they go to, -1 behind ``misses``.
         misses: int32 ``[N]``.
     """
 
     slots: Tensor
     count: Tensor
-    miss_ids: Tensor
+    miss_hosts: Tensor
     miss_slots: Tensor
     misses: Tensor
 

@@ -85,7 +85,7 @@ class LaneBuffers:
         self.plan = Plan(
             plan.slots[:lanes],
             plan.count[:lanes],
-            plan.miss_ids[:lanes],
+            plan.miss_hosts[:lanes],
             plan.miss_slots[:lanes],
             plan.misses[:lanes],
         )

@@ -22,12 +22,12 @@ def lru_new_position(position, stale, stale_rank, hit_rank, stale_count, misses)
 
 
 @triton.jit
-def write_counts(p_slots, p_miss_ids, p_miss_slots, p_count, p_misses, k, in_k, count, misses):
+def write_counts(p_slots, p_miss_hosts, p_miss_slots, p_count, p_misses, k, in_k, count, misses):
     """Write the counts, and -1 behind them in the lists."""
     tl.store(p_count, count)
     tl.store(p_misses, misses)
     tl.store(p_slots + k, -1, in_k & (k >= count))
-    tl.store(p_miss_ids + k, -1, in_k & (k >= misses))
+    tl.store(p_miss_hosts + k, -1, in_k & (k >= misses))
     tl.store(p_miss_slots + k, -1, in_k & (k >= misses))
 
 
@@ -53,6 +53,7 @@ def plan_kernel(
     p_step_slots,
     p_high,
     p_resident,
+    p_page_table,
     p_unit_slot,
     p_slot_unit,
     p_order,
@@ -60,13 +61,15 @@ def plan_kernel(
     p_counters,
     p_slots,
     p_count,
-    p_miss_ids,
+    p_miss_hosts,
     p_miss_slots,
     p_misses,
+    max_pages,
     max_units,
     NEW_POSITION: tl.constexpr,
     LANE_HEADS: tl.constexpr,
     UNIT: tl.constexpr,
+    UNITS_PER_PAGE: tl.constexpr,
     K: tl.constexpr,
     C: tl.constexpr,
     T: tl.constexpr,
@@ -89,7 +92,7 @@ def plan_kernel(
     c = tl.arange(0, BLOCK_C)
     in_c = c < C
     p_slots += lane * K
-    p_miss_ids += lane * K
+    p_miss_hosts += lane * K
     p_miss_slots += lane * K
     p_count += lane
     p_misses += lane
@@ -100,7 +103,7 @@ def plan_kernel(
     newest = (tl.load(p_high + batch) - 1) // UNIT
     fits = (tl.load(p_resident + batch) != 0) & (newest <= C)
     if slot < 0:
-        write_counts(p_slots, p_miss_ids, p_miss_slots, p_count, p_misses, k, in_k, 0, 0)
+        write_counts(p_slots, p_miss_hosts, p_miss_slots, p_count, p_misses, k, in_k, 0, 0)
         return
 
     row = slot * LANE_HEADS + lane % LANE_HEADS
@@ -122,6 +125,7 @@ def plan_kernel(
     absent = valid & (held < 0)
 
     occupant = tl.load(p_slot_unit + at, in_c, other=-1)
+    page = tl.load(p_page_table + slot * max_pages + unit // UNITS_PER_PAGE, absent, other=0)
     first = (present | absent) & first_of_equals(
         p_stamp, p_unit_slot, k, held, unit, present, absent
     )
@@ -135,11 +139,11 @@ def plan_kernel(
     misses = total >> 16
     count = total & 0xFFFF
 
-    write_counts(p_slots, p_miss_ids, p_miss_slots, p_count, p_misses, k, in_k, count, misses)
+    write_counts(p_slots, p_miss_hosts, p_miss_slots, p_count, p_misses, k, in_k, count, misses)
     tl.store(p_counters, hits_before + (count - misses))
     tl.store(p_counters + 1, misses_before + misses)
     tl.store(p_slots + rank, held, first & present)
-    tl.store(p_miss_ids + miss_rank, unit, missed)
+    tl.store(p_miss_hosts + miss_rank, page * UNITS_PER_PAGE + unit % UNITS_PER_PAGE, missed)
     tl.debug_barrier()
     tl.store(p_stamp + held, UNSELECTED, present)
     if fits:
@@ -167,15 +171,13 @@ def plan_kernel(
 def load_kernel(
     p_pool,
     p_buffer,
-    p_page_table,
     p_step_slots,
-    p_miss_ids,
+    p_miss_hosts,
     p_miss_slots,
     p_misses,
     s_page,
     s_head,
     s_unit,
-    max_pages,
     LANE_HEADS: tl.constexpr,
     UNITS_PER_PAGE: tl.constexpr,
     K: tl.constexpr,
@@ -197,23 +199,21 @@ def load_kernel(
         tl.extra.cuda.gdc_wait()
     head = lane % LANE_HEADS
     row = slot * LANE_HEADS + head
-    p_miss_ids += lane * K
+    p_miss_hosts += lane * K
     p_miss_slots += lane * K
-    p_page_table += slot * max_pages
     word = tl.arange(0, 4)
     step = tl.num_programs(1) * BLOCK
-    # Reads of host memory take longest and wait for three others, so those run one iteration
-    # ahead; behind the last miss the lists hold -1.
+    # Reads of host memory take longest and wait for the lists, so those are read one iteration
+    # ahead; behind the last miss they hold -1.
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    unit = tl.load(p_miss_ids + i // WORDS, i < K * WORDS, other=-1)
+    host = tl.load(p_miss_hosts + i // WORDS, i < K * WORDS, other=-1)
     target = tl.load(p_miss_slots + i // WORDS, i < K * WORDS, other=-1)
-    page = tl.load(p_page_table + unit // UNITS_PER_PAGE, unit >= 0, other=0)
     total = tl.load(p_misses + lane) * WORDS
     for _ in range(tl.program_id(1) * BLOCK, total, step):
         inner = (i % WORDS).to(tl.int64)
-        source = page.to(tl.int64) * s_page + head * s_head + inner
-        source += (unit % UNITS_PER_PAGE).to(tl.int64) * s_unit
-        live = unit >= 0
+        source = (host // UNITS_PER_PAGE).to(tl.int64) * s_page + head * s_head + inner
+        source += (host % UNITS_PER_PAGE).to(tl.int64) * s_unit
+        live = host >= 0
         data = tl.load(
             p_pool + (source * 4)[:, None] + word[None, :],
             live[:, None],
@@ -222,9 +222,8 @@ def load_kernel(
         )
         place = (row * SLOTS + target) * WORDS + inner
         i += step
-        unit = tl.load(p_miss_ids + i // WORDS, i < K * WORDS, other=-1)
+        host = tl.load(p_miss_hosts + i // WORDS, i < K * WORDS, other=-1)
         target = tl.load(p_miss_slots + i // WORDS, i < K * WORDS, other=-1)
-        page = tl.load(p_page_table + unit // UNITS_PER_PAGE, unit >= 0, other=0)
         tl.store(p_buffer + (place * 4)[:, None] + word[None, :], data, live[:, None])
 
 

@@ -26,11 +26,16 @@ def fits(group: GroupShape, high: int, resident: bool) -> bool:
     return resident and (high - 1) // group.unit <= group.buffer_slots
 
 
+def host_id(group: GroupShape, layer: LayerView, slot: int, unit: int) -> int:
+    """The host id of a logical unit."""
+    page = int(layer.step.page_table[slot, unit // group.units_per_page])
+    return page * group.units_per_page + unit % group.units_per_page
+
+
 def host_entry(store: GroupStore, layer: LayerView, slot: int, unit: int) -> Tensor:
     """The host entries ``[lane_heads, *entry_shape]`` of a logical unit in one layer."""
-    per_page = store.group.units_per_page
-    page = int(layer.step.page_table[slot, unit // per_page])
-    return store.entries[page, layer.index, :, unit % per_page]
+    page, within = divmod(host_id(store.group, layer, slot, unit), store.group.units_per_page)
+    return store.entries[page, layer.index, :, within]
 
 
 def append(store: GroupStore, layer: LayerView, k: Tensor, v: Tensor) -> None:
@@ -62,7 +67,7 @@ def plan(
 ) -> None:
     """Resolve ids to slots for every lane. The contract stands in ``topkv.hooks.transfer``."""
     group, step = store.group, layer.step
-    for tensor in (out.slots, out.miss_ids, out.miss_slots):
+    for tensor in (out.slots, out.miss_hosts, out.miss_slots):
         tensor.fill_(-1)
     for lane in range(step.batch * group.lane_heads):
         batch, head = divmod(lane, group.lane_heads)
@@ -83,7 +88,7 @@ def plan(
             in_ring = group.buffer_slots + unit % group.ring_slots
             out.slots[lane, place] = in_ring if unit >= low else slot_of[unit]
         for place, unit in enumerate(missed):
-            out.miss_ids[lane, place] = unit
+            out.miss_hosts[lane, place] = host_id(group, layer, slot, unit)
             out.miss_slots[lane, place] = slot_of[unit]
         out.count[lane], out.misses[lane] = len(units), len(missed)
         counters = store.counters[layer.index, row]
@@ -137,11 +142,11 @@ def load(store: GroupStore, layer: LayerView, plan: Plan) -> None:
     group, step = store.group, layer.step
     for lane in range(step.batch * group.lane_heads):
         batch, head = divmod(lane, group.lane_heads)
-        slot = int(step.slots[batch])
+        row = int(step.slots[batch]) * group.lane_heads + head
         for place in range(int(plan.misses[lane])):
-            unit, target = int(plan.miss_ids[lane, place]), int(plan.miss_slots[lane, place])
-            source = host_entry(store, layer, slot, unit)[head]
-            row = slot * group.lane_heads + head
+            page, within = divmod(int(plan.miss_hosts[lane, place]), group.units_per_page)
+            source = store.entries[page, layer.index, head, within]
+            target = int(plan.miss_slots[lane, place])
             store.buffer[layer.index, row, target] = source.to(store.buffer.device)
 
 
