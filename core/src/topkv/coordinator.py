@@ -106,7 +106,8 @@ class SparseCoordinator(RequestCalls):
                 slots = store.slot_views(view.index)
                 self.layers.append(LayerPath(view, algorithm, transfer, backend, lanes, *slots))
         self.layers.sort(key=lambda path: path.view.layer)
-        self._periods = [spec.settle_period for spec in specs if spec and spec.settle_period]
+        periods = [spec.settle_period for spec in specs if spec and spec.settle_period]
+        self._settle_period = min(periods, default=2**31 - 1)
         self.prefill = Prefill(config, self.tracker, self.layers)
         self._chunks: list[Chunk] = []
         self._rows = self._appended = np.zeros(0, dtype=np.int32)
@@ -139,10 +140,12 @@ class SparseCoordinator(RequestCalls):
             raise RequestError(
                 f"{len(rows)} decode rows exceed max_requests = {self.config.max_requests}"
             )
-        self.tracker.check_all([*rows[live].tolist(), *(slot for slot, _ in prefill)])
+        chunks = np.asarray([slot for slot, _ in prefill], dtype=np.int32)
+        self.tracker.check_all(np.append(rows[live], chunks))
         appended = np.asarray(live if append is None else live & np.asarray(append), np.int32)
-        self._own_pages([*((slot, 1) for slot in rows[appended == 1].tolist()), *prefill])
-        self._settle(rows[live].tolist())
+        in_need = self.manager.without_page(rows[appended == 1])
+        self._own_pages([*((slot, 1) for slot in in_need.tolist()), *prefill])
+        self._settle(rows[live])
         for slot, _ in prefill:
             self.flush(slot)
 
@@ -287,21 +290,18 @@ class SparseCoordinator(RequestCalls):
         for slot in ending:
             self.request_end(slot)
 
-    def _settle(self, slots: Sequence[int]) -> None:
+    def _settle(self, slots: np.ndarray) -> None:
         """Settle where prefill has turned to decode, and warm those; settle every period."""
-        fresh = []
-        for slot in slots:
-            length, seen = int(self.tracker.length[slot]), int(self.tracker.settled[slot])
-            if seen >= 0 and not any(length - seen >= period for period in self._periods):
-                continue
+        length, seen = self.tracker.length[slots], self.tracker.settled[slots]
+        fresh = slots[seen < 0]
+        for slot in slots[(seen < 0) | (length - seen >= self._settle_period)].tolist():
             self.flush(slot)
             self.manager.uploader.upload_pages()
-            self.prefill.settle(slot, max(seen, 0), length)
-            self.tracker.settled[slot] = length
-            if seen < 0:
-                fresh.append(slot)
-        if fresh:
-            self._upload(np.asarray(fresh, np.int32), np.zeros(len(fresh), np.int32))
+            now = int(self.tracker.length[slot])
+            self.prefill.settle(slot, max(int(self.tracker.settled[slot]), 0), now)
+            self.tracker.settled[slot] = now
+        if len(fresh):
+            self._upload(fresh, np.zeros(len(fresh), np.int32))
             self.prefill.warm()
 
     def _upload(self, rows: np.ndarray, appended: np.ndarray) -> None:

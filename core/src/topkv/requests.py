@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from topkv.errors import DeviceMemoryError, RequestError
@@ -72,11 +70,12 @@ class RequestTracker:
                 f"{np.flatnonzero(self.active).tolist()}"
             )
 
-    def check_all(self, slots: Iterable[int]) -> None:
+    def check_all(self, slots: np.ndarray) -> None:
         """Refuse inactive slots and slots that are named twice."""
-        seen: set[int] = set()
-        for slot in slots:
-            self.check(slot)
-            if slot in seen:
-                raise RequestError(f"slot {slot} is named twice in one forward")
-            seen.add(slot)
+        known = (slots >= 0) & (slots < self.max_requests)
+        if not (known.all() and self.active[slots].all()):
+            for slot in slots.tolist():
+                self.check(slot)
+        named = np.bincount(slots, minlength=1)
+        if named.max() > 1:
+            raise RequestError(f"slot {named.argmax()} is named twice in one forward")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from topkv.errors import DeviceMemoryError, HostMemoryError, RequestError
@@ -127,6 +128,15 @@ class SparseKVCacheManager:
             )
         needed = -(-length // self.page_tokens)
         return max(0, needed - len(self.tracker.pages[slot]))
+
+    def without_page(self, slots: np.ndarray) -> np.ndarray:
+        """Those of the slots whose next token has no page, or one that others share."""
+        index = self.tracker.length[slots] // self.page_tokens
+        table = self.uploader.host_pages
+        inside = index < table.shape[1]
+        page = np.where(inside, table[slots, np.minimum(index, table.shape[1] - 1)], 0)
+        in_need: np.ndarray = slots[(page == 0) | (self.host.references[page] > 1)]
+        return in_need
 
     def lease(self, needs: Sequence[tuple[int, int]]) -> None:
         """Give each slot the pages for its length: ``(slot, length)``, all or none."""

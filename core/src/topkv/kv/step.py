@@ -21,6 +21,9 @@ class StepUploader:
         limits: unit of each sparse group, and 1 where its algorithm lets the tail compete.
         max_batch: most decode rows of a forward.
         max_pages: pages that one request can reach.
+
+    Attributes:
+        host_pages: int32 ``[R, max_pages]``, the page table as the host knows it; 0 is no page.
     """
 
     def __init__(
@@ -38,7 +41,7 @@ class StepUploader:
             (_FIELDS + len(limits), max_batch), dtype=torch.int32, device=device
         )
         self._packed[0] = -1
-        self._mirror = np.zeros((tracker.max_requests, max_pages), dtype=np.int32)
+        self.host_pages = np.zeros((tracker.max_requests, max_pages), dtype=np.int32)
         self._dirty: set[int] = set()
         table = torch.zeros((tracker.max_requests, max_pages), dtype=torch.int32, device=device)
         slots, lengths, high, appended, resident = self._packed[:_FIELDS]
@@ -47,13 +50,13 @@ class StepUploader:
 
     def write_page_row(self, slot: int, first: int, pages: Sequence[int]) -> None:
         """Put host pages into a row from column ``first``; what stood behind becomes 0."""
-        self._mirror[slot, first:] = 0
-        self._mirror[slot, first : first + len(pages)] = pages
+        self.host_pages[slot, first:] = 0
+        self.host_pages[slot, first : first + len(pages)] = pages
         self._dirty.add(slot)
 
     def upload_pages(self) -> None:
         for slot in self._dirty:
-            self._copy(self.step.page_table[slot], self._mirror[slot])
+            self._copy(self.step.page_table[slot], self.host_pages[slot])
         self._dirty.clear()
 
     def upload(self, slots: np.ndarray, appended: np.ndarray) -> None:

@@ -47,6 +47,15 @@ def first_of_equals(p_stamp, p_unit_slot, k, held, unit, present, absent):
 
 
 @triton.jit
+def place_missed(p_slots, p_unit_slot, p_slot_unit, p_miss_slots, unit, rank, miss_rank, missed):
+    """Enter the missed units under the slots of their victims."""
+    loaded = tl.load(p_miss_slots + miss_rank, missed, other=-1)
+    tl.store(p_slots + rank, loaded, missed)
+    tl.store(p_unit_slot + unit, loaded, missed)
+    tl.store(p_slot_unit + loaded, unit, missed)
+
+
+@triton.jit
 def plan_kernel(
     p_ids,
     p_limit,
@@ -160,10 +169,9 @@ def plan_kernel(
         victim = stale & (stale_rank < misses)
         tl.store(p_miss_slots + stale_rank, at, victim)
         tl.debug_barrier()
-        loaded = tl.load(p_miss_slots + miss_rank, missed, other=-1)
-        tl.store(p_slots + rank, loaded, missed)
-        tl.store(p_unit_slot + unit, loaded, missed)
-        tl.store(p_slot_unit + loaded, unit, missed)
+        place_missed(
+            p_slots, p_unit_slot, p_slot_unit, p_miss_slots, unit, rank, miss_rank, missed
+        )
         tl.store(p_unit_slot + occupant, -1, victim & (occupant >= 0))
 
 

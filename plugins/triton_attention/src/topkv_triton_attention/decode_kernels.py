@@ -11,6 +11,25 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def fold(q, k, v, live, scale_log2, top, total, acc, UPCAST: tl.constexpr):
+    """Online softmax: one more block of keys and values (FlashAttention-2, section 3.1)."""
+    if UPCAST:
+        k = k.to(tl.float32)
+    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    logits = tl.where(live[None, :], logits, float("-inf"))
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    weights = tl.exp2(logits - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, 1)
+    weights = weights.to(v.dtype)
+    if UPCAST:
+        weights = weights.to(tl.float32)
+        v = v.to(tl.float32)
+    acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
+    return new_top, total, acc
+
+
 # Strides that vary with the number of splits must not make another binary each.
 @triton.jit(do_not_specialize=["stride_tn", "stride_ln", "stride_lh", "stride_ls"])
 def attend_kernel(
@@ -86,23 +105,9 @@ def attend_kernel(
         place = (tokens % UNIT).to(tl.int64)
         k_offsets = (slot * stride_ks + place * stride_kt)[:, None]
         k = tl.load(k_base + k_offsets, mask=kv_mask, other=0.0, eviction_policy="evict_first")
-        if UPCAST:
-            k = k.to(tl.float32)
-        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        logits = tl.where(live[None, :], logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        weights = tl.exp2(logits - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weights, 1)
         v_offsets = (slot * stride_vs + place * stride_vt)[:, None]
         v = tl.load(v_base + v_offsets, mask=kv_mask, other=0.0, eviction_policy="evict_first")
-        acc = acc * shrink[:, None]
-        weights = weights.to(v.dtype)
-        if UPCAST:
-            weights = weights.to(tl.float32)
-            v = v.to(tl.float32)
-        acc = tl.dot(weights, v, acc, input_precision="ieee")
-        top = new_top
+        top, total, acc = fold(q, k, v, live, scale_log2, top, total, acc, UPCAST)
         tokens += BLOCK_N
         ids = tl.load(units + (tokens // UNIT) * stride_tc, mask=tokens < end, other=0)
 
