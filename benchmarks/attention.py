@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ import triton
 from attrs import frozen
 from triton.runtime.errors import OutOfResources
 
+from topkv.testing.timing import graph_us
 from topkv_triton_attention.launch import DecodeLaunch, Decoder, decode_launch, split_count
 
 ROTATE_BYTES = 400_000_000
@@ -87,22 +88,7 @@ def decoder(cell: Cell, launch: DecodeLaunch | None = None, splits: int | None =
 
 def microseconds(decode: Decoder, sets: list[tuple[torch.Tensor, ...]], replays: int) -> float:
     """Median time of one call."""
-    decode.attend(*sets[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for arguments in sets:
-            decode.attend(*arguments)
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(sets))
-    return statistics.median(times)
+    return graph_us(*(partial(decode.attend, *arguments) for arguments in sets), repeats=replays)
 
 
 def measure(cell: Cell, replays: int) -> dict[str, object]:

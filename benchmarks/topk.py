@@ -11,37 +11,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from topkv.ops.topk import topk
+from topkv.testing.timing import graph_us
 
 CALLS, REPEATS = 20, 11
 DISTRIBUTIONS = ("normal", "softmax", "ties")
 
 
-def graph_us(call: Callable[[], object]) -> float:
-    """Median over ``REPEATS`` replays of the time of one call."""
-    for _ in range(3):
-        call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    graph.replay()
-    times = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / CALLS)
-    return statistics.median(times)
+def per_call(call: Callable[[], object]) -> float:
+    return graph_us(*[call] * CALLS, repeats=REPEATS)
 
 
 def make_scores(rows: int, width: int, distribution: str) -> torch.Tensor:
@@ -63,7 +46,7 @@ def measure(rows: int, width: int, select: int, distribution: str) -> dict[str, 
     scores = make_scores(rows, width, distribution)
     lengths = torch.full((rows,), width, dtype=torch.int32, device="cuda")
     ids = torch.empty(rows, select, dtype=torch.int32, device="cuda")
-    time = graph_us(lambda: topk(scores, lengths, ids, impl="triton"))
+    time = per_call(lambda: topk(scores, lengths, ids, impl="triton"))
     verify(scores, ids)
     return {
         "rows": rows,
@@ -71,7 +54,7 @@ def measure(rows: int, width: int, select: int, distribution: str) -> dict[str, 
         "select": select,
         "scores": distribution,
         "us": round(time, 2),
-        "torch_us": round(graph_us(lambda: torch.topk(scores, select, dim=1)), 2),
+        "torch_us": round(per_call(lambda: torch.topk(scores, select, dim=1)), 2),
     }
 
 

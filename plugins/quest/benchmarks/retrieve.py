@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
 from topkv_quest.algorithm import Quest
 
@@ -25,24 +25,8 @@ HEADS, KV_HEADS, DIM, UNIT, PAGE = 32, 8, 128, 16, 64
 INTS = {"dtype": torch.int32, "device": "cuda"}
 
 
-def graph_us(call: Callable[[], object]) -> float:
-    for _ in range(2):
-        call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    graph.replay()
-    times = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / CALLS)
-    return statistics.median(times)
+def per_call(call: Callable[[], object]) -> float:
+    return graph_us(*[call] * CALLS, repeats=REPEATS)
 
 
 def measure(requests: int, tokens: int, metadata: str, scope: str) -> dict[str, object]:
@@ -77,15 +61,15 @@ def measure(requests: int, tokens: int, metadata: str, scope: str) -> dict[str, 
     moved = sum(spec.bytes for spec in quest.spec().representations) * units * requests
     launcher = quest.launcher
     assert launcher is not None
-    score = graph_us(lambda: launcher.score(layer, q[:, 0], 1))
+    score = per_call(lambda: launcher.score(layer, q[:, 0], 1))
     return {
         "requests": requests,
         "tokens": tokens,
         "metadata": metadata,
         "scope": scope,
-        "update_us": round(graph_us(lambda: quest.update(layer, k)), 2),
+        "update_us": round(per_call(lambda: quest.update(layer, k)), 2),
         "score_us": round(score, 2),
-        "retrieve_us": round(graph_us(lambda: quest.retrieve_topk(layer, q, None, ids)), 2),
+        "retrieve_us": round(per_call(lambda: quest.retrieve_topk(layer, q, None, ids)), 2),
         "score_gbs": round(moved / score / 1e3, 1),
     }
 
@@ -93,7 +77,7 @@ def measure(requests: int, tokens: int, metadata: str, scope: str) -> dict[str, 
 def read_gbs() -> float:
     """What a sum over 2 GiB reads: the ceiling for ``score_gbs``."""
     source = torch.zeros(1 << 29, device="cuda")
-    return source.numel() * 4 / graph_us(source.sum) / 1e3
+    return source.numel() * 4 / per_call(source.sum) / 1e3
 
 
 def main() -> None:
