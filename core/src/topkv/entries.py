@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from attrs import field, frozen, validators
@@ -14,6 +14,24 @@ is not newer loads; every other is refused before its code is imported."""
 KINDS = ("algorithm", "backend", "transfer", "eviction", "engine", "observer")
 
 IMPLS = ("reference", "triton")
+
+TIERS = ("cpu", "interpret", "gpu")
+"""Where the conformance kit can run a plugin: its reference on the CPU, its kernels in Triton's
+interpreter, its kernels on a CUDA device."""
+
+TRAITS = {
+    "attends": "selects anew in every step; a budget that covers the sequence selects all of it",
+    "nested": "what a budget selects, a larger one selects too",
+    "scale_free": "a query times a positive factor selects the same",
+    "exact_update": "token by token gives the representation that a prompt gives, bit for bit",
+    "low_ties": "of equal scores the lower unit wins",
+    "head_equivariant": "permuted kv-heads select the same, permuted",
+}
+"""What an algorithm may promise beyond its contract; the kit tests what is promised."""
+
+
+def _each_of(known: Iterable[str]) -> Any:
+    return validators.deep_iterable(validators.in_(tuple(known)))
 
 
 @frozen
@@ -31,6 +49,8 @@ class Capabilities:
         lse: the backend returns the log-sum-exp.
         capture: every decode method can be captured in a CUDA graph.
         host_memory: the backend can read pages that lie in mapped host memory.
+        tiers: of ``TIERS``, where the plugin runs.
+        traits: of ``TRAITS``, what an algorithm promises.
     """
 
     units: tuple[int, int] | None = None
@@ -43,6 +63,8 @@ class Capabilities:
     lse: bool = True
     capture: bool = True
     host_memory: bool = False
+    tiers: tuple[str, ...] = field(default=TIERS, validator=_each_of(TIERS))
+    traits: tuple[str, ...] = field(default=(), validator=_each_of(TRAITS))
 
 
 @frozen

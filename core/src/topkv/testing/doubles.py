@@ -154,29 +154,44 @@ class Gather:
         lse.copy_(log)
 
 
+SCRIPTED = PluginEntry(
+    "scripted",
+    "algorithm",
+    "topkv.testing.doubles:Scripted",
+    capabilities=Capabilities(scopes=("kv_head", "shared")),
+    defaults={"scope": "kv_head"},
+    parameters={"tail": "forced"},
+)
+
+GATHER = PluginEntry(
+    "gather",
+    "backend",
+    "topkv.testing.doubles:Gather",
+    capabilities=Capabilities(scopes=("kv_head", "shared"), host_memory=True),
+)
+
+
 class Entries:
-    """The registration of both, as a package would do it."""
+    """The registration of both doubles and of further entries, as a package would do it."""
+
+    def __init__(self, *further: PluginEntry) -> None:
+        self.entries = (SCRIPTED, GATHER, *further)
+
+    def _of_kind(self, kind: str) -> list[PluginEntry]:
+        return [entry for entry in self.entries if entry.kind == kind]
 
     @hookimpl
     def topkv_register_algorithms(self) -> list[PluginEntry]:
-        return [
-            PluginEntry(
-                "scripted",
-                "algorithm",
-                "topkv.testing.doubles:Scripted",
-                capabilities=Capabilities(scopes=("kv_head", "shared")),
-                defaults={"scope": "kv_head"},
-                parameters={"tail": "forced"},
-            )
-        ]
+        return self._of_kind("algorithm")
 
     @hookimpl
     def topkv_register_backends(self) -> list[PluginEntry]:
-        return [
-            PluginEntry(
-                "gather",
-                "backend",
-                "topkv.testing.doubles:Gather",
-                capabilities=Capabilities(scopes=("kv_head", "shared"), host_memory=True),
-            )
-        ]
+        return self._of_kind("backend")
+
+    @hookimpl
+    def topkv_register_transfers(self) -> list[PluginEntry]:
+        return self._of_kind("transfer")
+
+    @hookimpl
+    def topkv_register_engines(self) -> list[PluginEntry]:
+        return self._of_kind("engine")
