@@ -108,6 +108,8 @@ class SparseCoordinator(RequestCalls):
         self.layers.sort(key=lambda path: path.view.layer)
         periods = [spec.settle_period for spec in specs if spec and spec.settle_period]
         self._settle_period = min(periods, default=2**31 - 1)
+        rooms = [spec.generated for spec in specs if spec and spec.generated is not None]
+        self._generated = min(rooms, default=2**31 - 1)
         self.prefill = Prefill(config, self.tracker, self.layers)
         self._chunks: list[Chunk] = []
         self._rows = self._appended = np.zeros(0, dtype=np.int32)
@@ -131,7 +133,8 @@ class SparseCoordinator(RequestCalls):
 
         Raises:
             HostMemoryError: a page is missing; nothing has changed.
-            RequestError: a slot is unknown or named twice, or a forward is open.
+            RequestError: a slot is unknown or named twice, a forward is open, or an algorithm has
+                no room for another token after the prompt.
         """
         self._between_forwards("forward_begin")
         rows = np.asarray(decode, dtype=np.int32)
@@ -143,6 +146,7 @@ class SparseCoordinator(RequestCalls):
         chunks = np.asarray([slot for slot, _ in prefill], dtype=np.int32)
         self.tracker.check_all(np.append(rows[live], chunks))
         appended = np.asarray(live if append is None else live & np.asarray(append), np.int32)
+        self._check_generated(rows[appended == 1], 1)
         in_need = self.manager.without_page(rows[appended == 1])
         self._own_pages([*((slot, 1) for slot in in_need.tolist()), *prefill])
         self._settle(rows[live])
@@ -161,13 +165,17 @@ class SparseCoordinator(RequestCalls):
             observer.before_forward(rows, first - len(rows))
 
     def _own_pages(self, writers: list[tuple[int, int]]) -> None:
-        """Lease the pages that the forward writes, and copy those that are shared."""
-        lengths, page = self.tracker.length, self.config.page_tokens
-        self.manager.lease([(slot, int(lengths[slot]) + tokens) for slot, tokens in writers])
-        for slot, tokens in writers:
-            start = int(lengths[slot])
-            for index in range(start // page, -(-(start + tokens) // page)):
-                self.manager.own_page(slot, index)
+        """Lease the pages that the forward writes, and copy those that are shared; all or none."""
+        page = self.config.page_tokens
+        ends = [(slot, int(self.tracker.length[slot]) + tokens) for slot, tokens in writers]
+        places = [
+            (slot, index)
+            for (slot, end), (_, tokens) in zip(ends, writers, strict=True)
+            for index in range((end - tokens) // page, -(-end // page))
+        ]
+        self.manager.lease(ends, spare=self.manager.copies_needed(places))
+        for slot, index in places:
+            self.manager.own_page(slot, index)
 
     def attention(
         self,
@@ -260,6 +268,7 @@ class SparseCoordinator(RequestCalls):
         tracker.dirty[writers] = True
         for chunk in self._chunks:
             tracker.length[chunk.slot] += chunk.rows.stop - chunk.rows.start
+            tracker.fresh[chunk.slot] = True
         touched = [*writers.tolist(), *(chunk.slot for chunk in self._chunks)]
         tracker.high[touched] = np.maximum(tracker.high[touched], tracker.length[touched])
         tokens = sum(chunk.rows.stop - chunk.rows.start for chunk in self._chunks)
@@ -292,14 +301,16 @@ class SparseCoordinator(RequestCalls):
 
     def _settle(self, slots: np.ndarray) -> None:
         """Settle where prefill has turned to decode, and warm those; settle every period."""
-        length, seen = self.tracker.length[slots], self.tracker.settled[slots]
-        fresh = slots[seen < 0]
-        for slot in slots[(seen < 0) | (length - seen >= self._settle_period)].tolist():
+        tracker = self.tracker
+        due = tracker.length[slots] - tracker.settled[slots] >= self._settle_period
+        fresh = slots[tracker.fresh[slots]]
+        for slot in slots[due | tracker.fresh[slots]].tolist():
             self.flush(slot)
             self.manager.uploader.upload_pages()
-            now = int(self.tracker.length[slot])
-            self.prefill.settle(slot, max(int(self.tracker.settled[slot]), 0), now)
-            self.tracker.settled[slot] = now
+            length = int(tracker.length[slot])
+            self.prefill.settle(slot, int(tracker.settled[slot]), length)
+            tracker.settled[slot] = length
+        tracker.fresh[fresh], tracker.prompt[fresh] = False, tracker.length[fresh]
         if len(fresh):
             self._upload(fresh, np.zeros(len(fresh), np.int32))
             self.prefill.warm()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from attrs import frozen
 
@@ -31,6 +32,7 @@ class RequestCalls:
     tracker: RequestTracker
     transfers: list[Any]
     _forward_open: bool
+    _generated: int
     _ending: list[int]
 
     def request_begin(self) -> int:
@@ -76,9 +78,11 @@ class RequestCalls:
 
         Raises:
             HostMemoryError: they are not to be had; the request is as it was.
+            RequestError: the algorithm has no room for so many tokens after the prompt.
         """
         self._between_forwards("reserve")
         self.tracker.check(slot)
+        self._check_generated(np.asarray([slot]), tokens)
         self.manager.lease([(slot, int(self.tracker.length[slot]) + tokens)])
 
     def rollback(self, slot: int, length: int) -> None:
@@ -99,7 +103,7 @@ class RequestCalls:
                     f"rollback to {length} tokens reaches behind the ring, which starts at token "
                     f"{low * group.unit}; truncate can go there"
                 )
-        self.tracker.length[slot] = length
+        self.tracker.cut(slot, length)
         self.tracker.dirty[slot] = True
 
     def truncate(self, slot: int, length: int) -> None:
@@ -107,7 +111,7 @@ class RequestCalls:
         self._between_forwards("truncate")
         self._check_length(slot, length)
         self.flush(slot)
-        self.tracker.length[slot] = length
+        self.tracker.cut(slot, length)
         self.manager.shrink(slot, length)
         self._restore(slot)
 
@@ -129,13 +133,12 @@ class RequestCalls:
                 "fork needs one free host page for the open page and none is free; end requests "
                 "or raise max_tokens"
             )
-        self.flush(slot)
         twin = self.tracker.begin()
+        self.flush(slot)
         pages = self.tracker.pages[slot][: -(-length // self.config.page_tokens)]
         self.manager.host.share(pages)
         self.tracker.pages[twin] = list(pages)
-        self.tracker.length[twin] = length
-        self.tracker.settled[twin] = self.tracker.settled[slot]
+        self.tracker.copy(slot, twin)
         self.manager.uploader.write_page_row(twin, 0, pages)
         if partial:
             self.manager.own_page(twin, len(pages) - 1)
@@ -176,6 +179,18 @@ class RequestCalls:
         if not 0 <= length <= self.tracker.length[slot]:
             raise RequestError(
                 f"length must be between 0 and {self.tracker.length[slot]}, got {length}"
+            )
+
+    def _check_generated(self, slots: np.ndarray, tokens: int) -> None:
+        """Refuse tokens that an algorithm which chooses once could not attend."""
+        tracker = self.tracker
+        after = tracker.length[slots] - tracker.prompt[slots] + tokens
+        over = slots[~tracker.fresh[slots] & (after > self._generated)]
+        if len(over):
+            raise RequestError(
+                f"slots {over.tolist()} would have more than {self._generated} tokens after their "
+                "prompt, and the algorithm has room for no more; raise its parameter 'generated', "
+                "or let it drop the oldest of them"
             )
 
     def _between_forwards(self, call: str) -> None:

@@ -16,7 +16,9 @@ class RequestTracker:
         high: int32 ``[R]`` the largest length that the ring has seen.
         resident: bool ``[R]`` LRU slot u holds unit u, as long as the request fits.
         dirty: bool ``[R]`` decode has appended tokens since the open unit was flushed.
-        settled: int32 ``[R]`` tokens that ``settle`` has seen, -1 before the first.
+        fresh: bool ``[R]`` prompt tokens came since the last ``settle``, or none was called.
+        settled: int32 ``[R]`` tokens that ``settle`` has seen.
+        prompt: int32 ``[R]`` tokens at the last settle that closed a prompt.
         pages: host pages of each request, in order.
     """
 
@@ -27,7 +29,9 @@ class RequestTracker:
         self.high = np.zeros(max_requests, dtype=np.int32)
         self.resident = np.zeros(max_requests, dtype=bool)
         self.dirty = np.zeros(max_requests, dtype=bool)
-        self.settled = np.full(max_requests, -1, dtype=np.int32)
+        self.fresh = np.zeros(max_requests, dtype=bool)
+        self.settled = np.zeros(max_requests, dtype=np.int32)
+        self.prompt = np.zeros(max_requests, dtype=np.int32)
         self.pages: list[list[int]] = [[] for _ in range(max_requests)]
         self._resident_at_start = resident
 
@@ -51,8 +55,20 @@ class RequestTracker:
         self.length[slot] = self.high[slot] = 0
         self.resident[slot] = self._resident_at_start
         self.dirty[slot] = False
-        self.settled[slot] = -1
+        self.fresh[slot] = True
+        self.settled[slot] = self.prompt[slot] = 0
         return slot
+
+    def cut(self, slot: int, length: int) -> None:
+        """Shorten a request; one that loses a part of its prompt is to be settled again."""
+        self.length[slot] = length
+        self.settled[slot] = min(self.settled[slot], length)
+        self.fresh[slot] |= length < self.prompt[slot]
+
+    def copy(self, slot: int, twin: int) -> None:
+        """Give a fork the state of its request, pages and ring apart."""
+        for values in (self.length, self.fresh, self.settled, self.prompt):
+            values[twin] = values[slot]
 
     def end(self, slot: int) -> list[int]:
         """Free the slot and return the pages that it held."""

@@ -80,5 +80,5 @@ def retrieve_topk(layer: LayerView, q: Tensor, native: Tensor | None, ids: Tenso
         q: ``[B, Q, H, D]`` post-RoPE queries.
         native: what a model that selects for itself hands down (scores or ids), else None.
         ids: int32 ``[N, K]``, owned by the core, every element to be written: logical unit ids,
-            unique in a row, -1 anywhere. Lane ``b * lane_heads + head``.
+            unique in a row, -1 anywhere, all -1 in padded rows. Lane ``b * lane_heads + head``.
     """

@@ -21,7 +21,8 @@ def adapt_page_table(layer: LayerView, plan: Plan, table: Tensor, lengths: Tenso
     """Turn a plan into the table that ``attend`` reads. Hot.
 
     For lane n of slot s and head h, with ``row = s * lane_heads + h``:
-    ``table[n, i] = row * (C + T) + plan.slots[n, i]`` for ``i < count``; the tail unit
+    ``table[n, i] = row * (C + T) + plan.slots[n, i]`` for ``i < count``, and only ``count`` says
+    which slots are used; the tail unit
     ``u = (length - 1) // unit`` goes to ``table[n, count]`` as ``row * (C + T) + C + u % T``;
     ``lengths[n] = count * unit + (length - 1) % unit + 1``. Padded rows get length 0. Where the
     tail is selectable (``table`` has K columns) nothing is appended.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -138,10 +139,22 @@ class SparseKVCacheManager:
         in_need: np.ndarray = slots[(page == 0) | (self.host.references[page] > 1)]
         return in_need
 
-    def lease(self, needs: Sequence[tuple[int, int]]) -> None:
-        """Give each slot the pages for its length: ``(slot, length)``, all or none."""
+    def copies_needed(self, places: Sequence[tuple[int, int]]) -> int:
+        """Pages that ``own_page`` is going to lease for all of these ``(slot, index)``."""
+        held = self.tracker.pages
+        writers = Counter(held[slot][at] for slot, at in places if at < len(held[slot]))
+        references = self.host.references
+        return sum(min(count, int(references[page]) - 1) for page, count in writers.items())
+
+    def lease(self, needs: Sequence[tuple[int, int]], spare: int = 0) -> None:
+        """Give each slot the pages for its length: ``(slot, length)``, all or none.
+
+        With ``spare``, so many pages are free afterwards, or nothing has changed.
+        """
         missing = [(slot, self.pages_missing(slot, length)) for slot, length in needs]
-        pages = self.host.lease(sum(count for _, count in missing))
+        total = sum(count for _, count in missing)
+        pages = self.host.lease(total + spare)
+        self.host.release(pages[total:])
         for slot, count in missing:
             if count:
                 held = self.tracker.pages[slot]

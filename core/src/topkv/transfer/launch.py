@@ -67,6 +67,8 @@ class Launcher:
         self.plan_warps = 4 if self.block_c <= 1024 else 8 if self.block_c <= 8192 else 32
         self.block_d = triton.next_power_of_2(group.head_dim)
         # The copy's programs start while the plan still runs: one launch latency less a step.
+        # Triton's interpreter runs one program after the other.
+        self.copy_programs = COPY_PROGRAMS if store.buffer.device.type == "cuda" else 4
         self.pdl = (
             store.buffer.is_cuda
             and torch.cuda.get_device_capability(store.buffer.device) >= PDL_CAPABILITY
@@ -148,7 +150,7 @@ class Launcher:
         group, step = self.group, layer.step
         lanes = step.batch * group.lane_heads
         s_page, _, s_head, s_unit = self.word_strides
-        kernels.load_kernel[(lanes, max(1, COPY_PROGRAMS // lanes))](
+        kernels.load_kernel[(lanes, max(1, self.copy_programs // lanes))](
             self.host_words[layer.index],
             self.buffer_layer_words[layer.index],
             step.slots,
