@@ -1,0 +1,52 @@
+"""Make a missing wait show: work on side streams starts late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from attrs import define
+
+
+@define
+class Delays:
+    """How many times something was delayed; a test that delays nothing proves nothing."""
+
+    count: int = 0
+
+
+@contextmanager
+def delayed_copies(cycles: int = 200_000_000) -> Iterator[Delays]:
+    """Put a pause in front of whatever is queued under ``torch.cuda.stream(side_stream)``.
+
+    Every copy on the offload stream then ends long after the call that queued it; who reads its
+    target without having waited reads what stood there before. The pause is queued on the side
+    stream alone. Run the code once without the delay first: the first run compiles kernels and
+    allocates pinned memory, both of which wait for the whole device and hide what is missing.
+
+    Args:
+        cycles: clock cycles of each pause; 200 million are about 0.1 s.
+
+    Yields:
+        The number of pauses so far.
+    """
+    delays = Delays()
+    context: Any = torch.cuda.StreamContext
+    enter = context.__enter__
+
+    def late(self: Any) -> Any:
+        result = enter(self)
+        stream = self.stream
+        if stream is not None and stream != torch.cuda.default_stream(stream.device):
+            torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+            delays.count += 1
+        return result
+
+    context.__enter__ = late
+    try:
+        yield delays
+    finally:
+        context.__enter__ = enter
+        torch.cuda.synchronize()

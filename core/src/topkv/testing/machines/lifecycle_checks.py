@@ -1,0 +1,111 @@
+"""What must be in place after every call: the invariants of the lifecycle machine."""
+
+from __future__ import annotations
+
+import torch
+
+from topkv.kv.store import GroupStore
+from topkv.testing.cache_model import RequestModel
+from topkv.testing.machines.lifecycle_model import RESIDENT, STREAMED, Side
+from topkv.types import LayerView
+
+
+class Checks(Side):
+    """Comparisons of the coordinator's memory with the model."""
+
+    def check_counts(self) -> None:
+        """Slots, pages and page tables, and what the core says of itself."""
+        coordinator, manager = self.coordinator, self.coordinator.manager
+        coordinator.check_integrity()
+        assert manager.host.free == self.pages.free
+        assert coordinator.tracker.free == len(coordinator.tracker.active) - len(self.live)
+        self.pages.match({slot: coordinator.tracker.pages[slot] for slot in self.live})
+        for slot, row in enumerate(manager.uploader.host_pages.tolist()):
+            held = coordinator.tracker.pages[slot]
+            assert row == held + [0] * (len(row) - len(held)), f"page table of slot {slot}: {row}"
+
+    def check_lanes(self) -> None:
+        """Order and maps of every lane."""
+        for slot, request in self.live.items():
+            assert self.coordinator.length(slot) == request.length
+            for layer, group in self.groups.items():
+                view, store = self._place(layer)
+                rows = store.rows_of(slot)
+                lanes = [request.lanes[layer, head] for head in range(group.lane_heads)]
+                order = store.order[view.index, rows].tolist()
+                assert order == [lane.order for lane in lanes], f"eviction order of slot {slot}"
+                units = store.slot_unit[view.index, rows].tolist()
+                expected = [[-1 if u is None else u for u in lane.unit_in] for lane in lanes]
+                assert units == expected, f"units in the buffer of slot {slot}, layer {layer}"
+
+    def check_tokens(self) -> None:
+        """Entries on both tiers, and representations, of every unit that they must hold."""
+        for slot, request in self.live.items():
+            for layer in self.groups:
+                self._check_closed_units(slot, request, layer)
+                self._check_ring(slot, request, layer)
+                turns = self.coordinator.layers[layer].view.pools["turns"]
+                assert int(turns[slot]) == request.turns, "state that is keyed by slot"
+            for layer in (RESIDENT, STREAMED):
+                self._check_pages(slot, request, layer)
+
+    def _place(self, layer: int) -> tuple[LayerView, GroupStore]:
+        view = self.coordinator.layers[layer].view
+        stores = self.coordinator.manager.stores
+        return view, next(store for store in stores if store.group is view.group)
+
+    def _check_closed_units(self, slot: int, request: RequestModel, layer: int) -> None:
+        group = self.groups[layer]
+        count = max(0, (request.length - 1) // group.unit)
+        if not count:
+            return
+        view, store = self._place(layer)
+        units = torch.arange(count)
+        pages = torch.tensor(self.coordinator.tracker.pages[slot])[units // group.units_per_page]
+        within = units % group.units_per_page
+        truth = request.entries(layer, group, count)
+        assert torch.equal(store.entries[pages, view.index, :, within], truth), "host entries"
+        hosts = pages * group.units_per_page + within
+        sums = view.pools["sums"][hosts.to(self.on.device)].cpu()
+        expected = request.k[layer][: count * group.unit].unflatten(0, (count, -1)).sum(1)
+        torch.testing.assert_close(sums, expected, rtol=1e-5, atol=1e-5)
+        rows = store.rows_of(slot)
+        held = store.unit_slot[view.index, rows, :count].cpu().T  # [units, lane heads]
+        unit, head = (held >= 0).nonzero(as_tuple=True)
+        copies = store.buffer[view.index, rows].cpu()[head, held[unit, head].long()]
+        assert torch.equal(copies, truth[unit, head]), "device copies"
+
+    def _check_ring(self, slot: int, request: RequestModel, layer: int) -> None:
+        group, length = self.groups[layer], request.length
+        view, _ = self._place(layer)
+        ring = torch.stack([view.ring_k[slot], view.ring_v[slot]]).cpu()
+        for unit in range(request.ring_low(group), -(-length // group.unit)):
+            tokens = slice(unit * group.unit, min(length, (unit + 1) * group.unit))
+            held = ring[:, :, unit % group.ring_slots, :, : tokens.stop - tokens.start]
+            truth = torch.stack([request.k[layer, tokens], request.v[layer, tokens]])
+            assert torch.equal(held.flatten(1, 2).transpose(1, 2), truth), f"ring, unit {unit}"
+
+    def _check_pages(self, slot: int, request: RequestModel, layer: int) -> None:
+        """Dense layers hold every token in their pages."""
+        view, store = self._place(layer)
+        pages = self.coordinator.tracker.pages[slot]
+        entries = store.entries[pages, view.index, 0, 0].cpu()  # [pages, Hkv, 2, tokens, D]
+        tokens = entries.permute(2, 0, 3, 1, 4).flatten(1, 2)[:, : request.length]
+        assert torch.equal(tokens, torch.stack([request.k[layer], request.v[layer]]))
+
+    def check_poison(self) -> None:
+        """Nothing was written to a page or a slot after it was freed."""
+        manager, tracker = self.coordinator.manager, self.coordinator.tracker
+        self.seen_pages |= {page for pages in tracker.pages for page in pages}
+        freed = [page for page in self.seen_pages if manager.host.references[page] == 0]
+        for store, pools in zip(manager.stores, manager.representations, strict=True):
+            assert store.entries[freed].isnan().all(), "a freed page was written"
+            if "sums" in pools.pools:
+                sums = pools.pools["sums"].unflatten(1, (manager.num_pages, -1))
+                assert sums[:, freed].isnan().all(), "a freed page was represented"
+        for slot in self.used - set(self.live):
+            for layer in self.groups:
+                view, store = self._place(layer)
+                rows = store.buffer[view.index, store.rows_of(slot)]
+                assert rows.isnan().all(), "the buffer of an ended request was written"
+                assert int(view.pools["turns"][slot]) == 0, "state outlived its request"

@@ -1,0 +1,190 @@
+"""Forwards that run on the coordinator and on the model, and are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from topkv.errors import HostMemoryError
+from topkv.testing.cache_model import Write
+from topkv.testing.machines.lifecycle_model import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    MODEL,
+    SPARSE,
+    Forward,
+    Side,
+)
+from topkv.testing.oracle import attention
+
+
+class Forwards(Side):
+    """One call, ``forward``: it does all that a forward does, on both sides."""
+
+    def forward(self, todo: Forward) -> list[Tensor] | None:
+        """Run one forward, compare all that it computes, and move the model on.
+
+        Returns:
+            The output ``[rows, H, D]`` of each layer; None if the pages did not suffice.
+        """
+        slots = [slot for slot in todo.rows if slot >= 0]
+        fresh = [slot for slot in slots if self.live[slot].fresh]
+        warm = self._ids(fresh, todo.widest)
+        if not self._begin(todo, warm):
+            return None
+        for slot in fresh:
+            self.live[slot].settled()
+        for layer in SPARSE:
+            for row, slot in enumerate(fresh):
+                self._select(layer, row, slot, warm, self.live[slot].length)
+        for slot, _ in todo.chunks:
+            self.live[slot].flushed()
+        for row in todo.appending:
+            request = self.live[todo.rows[row]]
+            request.high = max(request.high, request.length + 1)
+        return self._run(todo)
+
+    def _begin(self, todo: Forward, warm: dict[int, Tensor]) -> bool:
+        writes = [
+            *(Write(todo.rows[r], self.live[todo.rows[r]].length, 1) for r in todo.appending),
+            *(Write(slot, self.live[slot].length, tokens) for slot, tokens in todo.chunks),
+        ]
+        call = (list(todo.rows), list(todo.chunks), todo.append)
+        if not self.pages.write(writes):
+            self.refused(HostMemoryError, self.coordinator.forward_begin, *call)
+            return False
+        self._offer(warm)
+        self.coordinator.forward_begin(*call)
+        self.seen_pages |= {page for pages in self.coordinator.tracker.pages for page in pages}
+        return True
+
+    def _run(self, todo: Forward) -> list[Tensor]:
+        q, k, v = self._inputs(todo)
+        ids = self._ids(todo.rows, todo.widest, todo.alike)
+        self._offer(ids)
+        layers = LAYERS if todo.stop is None else todo.stop
+        outs = []
+        for layer in range(layers):
+            out = torch.full_like(q[layer], float("nan")).to(self.on.device)
+            q_in, k_in, v_in = (x[layer].to(self.on.device) for x in (q, k, v))
+            self.coordinator.attention(layer, q_in, k_in, v_in, out=out)
+            outs.append(out)
+            if layer in todo.ends:
+                self.coordinator.request_end(todo.ends[layer])
+        self._offer({})
+        for slot in todo.ends.values():
+            assert self.coordinator.tracker.active[slot], "a request ended during a forward"
+            assert len(self.coordinator.tracker.pages[slot]) == len(self.pages.held[slot])
+        if todo.stop is None:
+            self.coordinator.forward_end()
+        else:
+            self.coordinator.forward_abort()
+        results = [out.cpu() for out in outs]
+        self._compare(todo, results, q, k, v, ids)
+        self._advance(todo, k, v)
+        for slot in todo.ends.values():
+            self.forget(slot)
+        return results
+
+    def _inputs(self, todo: Forward) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows that nobody may read hold NaN."""
+        q = self.random(LAYERS, todo.count, HEADS, DIM)
+        k, v = (self.random(LAYERS, todo.count, KV_HEADS, DIM) for _ in range(2))
+        for row, slot in enumerate(todo.rows):
+            if todo.alike:
+                q[:, row], k[:, row], v[:, row] = q[:, 0], k[:, 0], v[:, 0]
+            if slot < 0:
+                q[:, row] = float("nan")
+            if row not in todo.appending:
+                k[:, row] = v[:, row] = float("nan")
+        return q, k, v
+
+    def _ids(self, rows: Sequence[int], widest: int, alike: bool = False) -> dict[int, Tensor]:
+        """What each sparse layer selects: any ids at all, ``[rows, lane heads, K]``."""
+        chosen = {}
+        for layer, group in self.groups.items():
+            shape = (len(rows), group.lane_heads, group.select)
+            ids = torch.randint(-2, widest, shape, generator=self.generator)
+            wild = torch.rand(shape, generator=self.generator) < 0.02
+            ids[wild] = 2**31 - 1
+            chosen[layer] = (ids[:1].expand(shape) if alike and len(rows) else ids).int()
+        return chosen
+
+    def _offer(self, ids: Mapping[int, Tensor]) -> None:
+        for layer in SPARSE:
+            given = {layer: ids[layer].flatten(0, 1).to(self.on.device)} if layer in ids else {}
+            offered = self.coordinator.layers[layer].algorithm.next_ids
+            offered.pop(layer, None)
+            offered.update(given)
+
+    def _select(
+        self, layer: int, row: int, slot: int, ids: dict[int, Tensor], length: int
+    ) -> Tensor:
+        """Which tokens each query head attends, bool ``[1, H, length]``; the lanes move on."""
+        if layer not in self.groups:
+            return torch.ones(1, HEADS, length, dtype=torch.bool)
+        mask = torch.zeros(1, HEADS, length, dtype=torch.bool)
+        group = self.groups[layer]
+        heads = HEADS // group.lane_heads
+        for head in range(group.lane_heads):
+            chosen = ids[layer][row, head].tolist()
+            units = self.live[slot].select(layer, head, chosen, length)
+            for unit in [*units, (length - 1) // group.unit]:
+                tokens = slice(unit * group.unit, (unit + 1) * group.unit)
+                mask[0, head * heads : (head + 1) * heads, tokens] = True
+        return mask
+
+    def _compare(
+        self, todo: Forward, outs: list[Tensor], q: Tensor, k: Tensor, v: Tensor,
+        ids: dict[int, Tensor],
+    ) -> None:  # fmt: skip
+        """Attention over the tokens that the model says are attended, in float64."""
+        for layer, out in enumerate(outs):
+            for row, slot in enumerate(todo.rows):
+                if slot < 0:
+                    assert (out[row] == 0).all(), "a padded row must be 0"
+                    continue
+                own = slice(row, row + (row in todo.appending))
+                length = self.live[slot].length + own.stop - own.start
+                mask = self._select(layer, row, slot, ids, length)
+                self._close_to_truth(
+                    layer, slot, out[row, None], q[layer, row, None], k, v, own, mask
+                )
+            first = len(todo.rows)
+            for slot, tokens in todo.chunks:
+                own = slice(first, first + tokens)
+                start, first = self.live[slot].length, first + tokens
+                places = torch.arange(start + tokens)
+                mask = places[None] <= start + torch.arange(tokens)[:, None]
+                self._close_to_truth(layer, slot, out[own], q[layer, own], k, v, own, mask)
+
+    def _close_to_truth(
+        self, layer: int, slot: int, out: Tensor, q: Tensor, k: Tensor, v: Tensor, own: slice,
+        mask: Tensor,
+    ) -> None:  # fmt: skip
+        request = self.live[slot]
+        keys = torch.cat([request.k[layer], k[layer, own]])
+        values = torch.cat([request.v[layer], v[layer, own]])
+        expected, _ = attention(q, keys, values, MODEL.scale, mask)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+
+    def _advance(self, todo: Forward, k: Tensor, v: Tensor) -> None:
+        if todo.stop is not None:
+            for slot, _ in todo.chunks:
+                self.live[slot].restored()
+            return
+        for row in todo.appending:
+            request = self.live[todo.rows[row]]
+            request.append(k[:, row, None], v[:, row, None])
+            request.closed()
+        first = len(todo.rows)
+        for slot, tokens in todo.chunks:
+            request, start = self.live[slot], self.live[slot].length
+            request.append(k[:, first : first + tokens], v[:, first : first + tokens])
+            request.claim(start, request.length)
+            request.fresh = True
+            first += tokens
