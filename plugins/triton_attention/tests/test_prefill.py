@@ -1,4 +1,4 @@
-"""``prefill`` of both implementations against a float64 oracle, key by key."""
+"""What ``prefill`` of this backend does beyond the contract; see test_conformance.py."""
 
 from __future__ import annotations
 
@@ -6,121 +6,58 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from attrs import evolve
 
-from topkv.types import GroupShape, ModelShape
+from topkv.testing.backend_bench import make_backend
+from topkv.testing.backend_prefill import PrefillCase
+from topkv.testing.kit import subject_of
+from topkv.testing.strategies import Geometry
+from topkv.testing.tiers import CUDA, Tier, tier
 from topkv_triton_attention import reference
-from topkv_triton_attention.backend import TritonAttention
 
-CUDA = torch.cuda.is_available()
-TARGETS = [("reference", "cpu"), ("triton", "cuda" if CUDA else "cpu")]
+PLAIN = Geometry(1, 2, 64, 1, 1, "shared", torch.float16)
+TIERS = [tier("cpu"), tier("gpu" if CUDA else "interpret")]
 if CUDA:
-    TARGETS.append(("reference", "cuda"))
+    TIERS.append(Tier("gpu", "reference", torch.device("cuda"), None))
 
 
-def backend_for(impl, device, heads, kv_heads, dim, dtype):
-    model = ModelShape(1, heads, kv_heads, dim, dtype, dim**-0.5)
-    group = GroupShape((0,), 1, 1, kv_heads, dim, dtype, 16, 4, 99, 8, 8, 2)
-    return TritonAttention(model, group, impl, torch.device(device), 1)
+def subject(where):
+    return subject_of("triton_attention", "backend", where)
 
 
-def oracle(q, k, v, q_start, k_start, scale, dtype):
-    """out and lse, one query and head at a time, in ``dtype``."""
-    rows, heads, dim = q.shape
-    group = heads // k.shape[1]
-    out = torch.zeros(rows, heads, dim, dtype=dtype)
-    lse = torch.full((rows, heads), -math.inf, dtype=dtype)
-    for i in range(rows):
-        seen = [j for j in range(k.shape[0]) if k_start + j <= q_start + i]
-        if not seen:
-            continue
-        for head in range(heads):
-            logits = k[seen, head // group].to(dtype) @ q[i, head].to(dtype) * scale
-            lse[i, head] = torch.logsumexp(logits, 0)
-            out[i, head] = torch.softmax(logits, 0) @ v[seen, head // group].to(dtype)
-    return out, lse
+@pytest.mark.parametrize("where", TIERS, ids=str)
+def test_no_queries_are_nothing_to_do(where):
+    backend, _, _ = make_backend(subject(where), PLAIN, 1)
+    case = PrefillCase(PLAIN, 0, 5, 3, 0)
+    case.run(backend, case.make(), where.device)
 
 
-def check(backend, device, rows, keys, q_start, k_start, heads, kv_heads, dim, dtype, seed=0):
-    torch.manual_seed(seed)
-    q = (2 * torch.randn(heads, rows, dim)).to(dtype).transpose(0, 1)
-    kv = torch.randn(keys, kv_heads, 2, dim).to(dtype)
-    k, v = kv[:, :, 0], kv[:, :, 1]
-    out = torch.full((rows, heads, dim), math.nan, device=device)
-    lse = torch.full((rows, heads), math.nan, device=device)
-    moved = [x.to(device) for x in (q, k, v)]
-    backend.prefill(*moved, q_start, k_start, out, lse)
-    out, lse = out.cpu().double(), lse.cpu().double()
-    scale = backend.model.scale
-    true_out, true_lse = oracle(q, k, v, q_start, k_start, scale, torch.float64)
-    rough_out, _ = oracle(q, k, v, q_start, k_start, scale, dtype)
-    _, rough_lse = oracle(q, k, v, q_start, k_start, scale, torch.float32)
-    empty = true_lse == -math.inf
-    assert torch.equal(lse == -math.inf, empty)
-    assert not out[empty].any()
-    assert not out.isnan().any()
-    assert not lse.isnan().any()
-    live = ~empty
-    if not live.any():
-        return
-    size = max(1.0, true_out.abs().max().item())
-    # Weights move by as much as a few fp32 roundings of their logits.
-    logit = 8 * torch.finfo(torch.float32).eps * max(1.0, true_lse[live].abs().max().item())
-    allowed = 2 * (rough_out - true_out).abs().max() + (torch.finfo(dtype).eps + logit) * size
-    assert (out - true_out).abs().max() <= allowed
-    allowed = 2 * (rough_lse - true_lse)[live].abs().max() + logit
-    assert (lse - true_lse)[live].abs().max() <= allowed
-
-
-@pytest.mark.parametrize(("impl", "device"), TARGETS)
-def test_equals_the_oracle(impl, device):
-    @settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
-    @given(
-        rows=st.one_of(st.sampled_from((1, 2)), st.integers(1, 40)),
-        keys=st.integers(0, 80),
-        ahead=st.sampled_from((-60, -1, 0, 1, 13, 80)),
-        start=st.integers(0, 100),
-        kv_heads=st.sampled_from((1, 2)),
-        group=st.sampled_from((1, 2, 3)),
-        dim=st.sampled_from((64, 96, 128, 256)),
-        dtype=st.sampled_from((torch.float16, torch.bfloat16, torch.float32)),
-        seed=st.integers(0, 2**16),
-    )
-    def inner(rows, keys, ahead, start, kv_heads, group, dim, dtype, seed):
-        backend = backend_for(impl, device, kv_heads * group, kv_heads, dim, dtype)
-        sizes = (kv_heads * group, kv_heads, dim, dtype, seed)
-        check(backend, device, rows, keys, start + 60 + ahead, start + 60, *sizes)
-
-    inner()
-
-
-@pytest.mark.parametrize(("impl", "device"), TARGETS)
-@pytest.mark.parametrize(
-    ("rows", "keys", "q_start", "k_start"),
-    [
-        (70, 70, 5, 5),  # a chunk over itself: whole blocks and blocks on the edge
-        (130, 70, 30, 5),  # history that the first queries see in part
-        (3, 90, 200, 0),  # history that all see
-        (9, 20, 3, 40),  # nothing is seen
-        (0, 5, 3, 0),  # nothing to do
-    ],
-)
-def test_blocks(impl, device, rows, keys, q_start, k_start):
-    backend = backend_for(impl, device, 2, 1, 64, torch.float16)
-    check(backend, device, rows, keys, q_start, k_start, 2, 1, 64, torch.float16)
+@pytest.mark.parametrize("where", TIERS, ids=str)
+@pytest.mark.parametrize("dim", [64, 96])
+def test_queries_that_lie_head_by_head(where, dim):
+    geometry = evolve(PLAIN, kv_heads=2, dim=dim)
+    backend, model, _ = make_backend(subject(where), geometry, 1)
+    case = PrefillCase(geometry, 21, 33, 12, 4)
+    inputs = case.make()
+    q = inputs.q.transpose(0, 1).contiguous().transpose(0, 1).to(where.device)
+    k, v = (each.to(where.device) for each in inputs.views(inputs.pool))
+    out = torch.full(q.shape, math.nan, device=where.device)
+    lse = torch.full(q.shape[:2], math.nan, device=where.device)
+    backend.prefill(q, k, v, case.q_start, case.k_start, out, lse)
+    case.expected(inputs, model.scale).check(out.cpu(), lse.cpu())
 
 
 @pytest.mark.parametrize("budget", [1, 500])
 def test_reference_in_pieces(monkeypatch, budget):
     monkeypatch.setattr(reference, "BUDGET", budget)
-    backend = backend_for("reference", "cpu", 4, 2, 64, torch.float32)
-    check(backend, "cpu", 21, 33, 12, 4, 4, 2, 64, torch.float32)
+    geometry = Geometry(2, 2, 64, 1, 1, "shared", torch.float32)
+    PrefillCase(geometry, 21, 33, 12, 4).check(subject(tier("cpu")))
 
 
 def test_two_blocks_merge_to_the_whole():
     torch.manual_seed(0)
-    backend = backend_for("reference", "cpu", 2, 2, 64, torch.float32)
+    geometry = Geometry(2, 1, 64, 1, 1, "shared", torch.float32)
+    backend, _, _ = make_backend(subject(tier("cpu")), geometry, 1)
     q, k, v = torch.randn(3, 12, 2, 64)
 
     def part(keys, start):

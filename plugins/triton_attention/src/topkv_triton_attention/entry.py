@@ -20,6 +20,7 @@ def topkv_register_backends() -> list[PluginEntry]:
                 head_dims=(64, 96, 128, 256),
                 max_group=16,
                 host_memory=True,
+                tiers=("cpu", "interpret", "gpu"),
             ),
         )
     ]

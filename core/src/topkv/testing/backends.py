@@ -1,0 +1,28 @@
+"""Conformance of attention backends::
+
+    from topkv.testing.backends import BackendTests
+
+    class TestMyBackend(BackendTests):
+        @pytest.fixture
+        def plugin(self):
+            return "my_backend"
+
+Shapes, scopes and dtypes are drawn from what the entry states; the fixture ``options`` may return
+``BackendOptions`` where that is not the whole truth (units that must be multiples of 16, say).
+The contract is ``topkv.hooks.backend``. The oracle is attention in float64 over explicit tokens;
+a result may be as far from it as plain torch of the same dtype is (``topkv.testing.tolerance``).
+"""
+
+from __future__ import annotations
+
+from topkv.testing.backend_attend import AttendTests
+from topkv.testing.backend_bench import BackendOptions
+from topkv.testing.backend_device import DeviceTests
+from topkv.testing.backend_prefill import PrefillTests
+from topkv.testing.backend_tables import TableTests
+
+__all__ = ["BackendOptions", "BackendTests"]
+
+
+class BackendTests(AttendTests, TableTests, PrefillTests, DeviceTests):
+    """Everything that the kit knows of a backend."""
