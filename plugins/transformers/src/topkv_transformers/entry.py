@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from topkv import hookimpl
-from topkv.entries import PluginEntry
+from topkv.entries import Capabilities, PluginEntry
 
 
 @hookimpl
 def topkv_register_engines() -> list[PluginEntry]:
-    return [PluginEntry("transformers", "engine", "topkv_transformers.engine:TransformersEngine")]
+    # It has no kernels of its own. Those below it are interpreted in their own suites; under whole
+    # models the interpreter takes minutes.
+    tiers = Capabilities(tiers=("cpu", "gpu"))
+    factory = "topkv_transformers.engine:TransformersEngine"
+    return [PluginEntry("transformers", "engine", factory, capabilities=tiers)]
