@@ -7,6 +7,7 @@ prints as a few numbers and shrinks well.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from attrs import frozen
@@ -57,18 +58,29 @@ def geometries(
     page_units: Sequence[int] = (1, 2, 4),
     dtypes: Sequence[str] = ("float32", "bfloat16", "float16"),
 ) -> st.SearchStrategy[Geometry]:
-    """Geometries, narrowed to what a plugin states where ``capabilities`` are given."""
+    """Geometries, narrowed to what a plugin states where ``capabilities`` are given.
+
+    Raises:
+        ValueError: the plugin states none of the values that are offered.
+    """
     c = capabilities or Capabilities()
     low, high = c.units or (1, 2**30)
+
+    def stated(what: str, values: Sequence[Any], keep: Callable[[Any], bool]) -> Any:
+        kept = [value for value in values if keep(value)]
+        if not kept:
+            raise ValueError(f"geometries: the plugin states none of the {what} {tuple(values)}")
+        return st.sampled_from(kept)
+
     return st.builds(
         Geometry,
         st.sampled_from(kv_heads),
-        st.sampled_from([g for g in groups if c.max_group is None or g <= c.max_group]),
-        st.sampled_from([d for d in dims if c.head_dims is None or d in c.head_dims] or dims),
-        st.sampled_from([u for u in units if low <= u <= high]),
+        stated("groups", groups, lambda g: c.max_group is None or g <= c.max_group),
+        stated("head dims", dims, lambda d: c.head_dims is None or d in c.head_dims),
+        stated("units", units, lambda u: low <= u <= high),
         st.sampled_from(page_units),
         st.sampled_from(c.scopes or ("kv_head", "shared")),
-        st.sampled_from([d for d in dtypes if c.dtypes is None or d in c.dtypes]).map(
+        stated("dtypes", dtypes, lambda d: c.dtypes is None or d in c.dtypes).map(
             lambda name: getattr(torch, name)
         ),
     )

@@ -13,7 +13,12 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             name="quest",
             kind="algorithm",
             factory="topkv_quest.algorithm:Quest",
-            capabilities=Capabilities(units=(1, 128), scopes=("kv_head", "shared")),
+            capabilities=Capabilities(
+                units=(1, 128),
+                scopes=("kv_head", "shared"),
+                # Not scale_free: a mean of softmaxes, whose far units underflow and tie.
+                traits=("attends", "nested", "exact_update", "low_ties", "head_equivariant"),
+            ),
             defaults={"unit": 16, "scope": "kv_head", "dense_layers": (0, 1)},
             parameters={"metadata": "bf16", "sink_units": 1},
         )

@@ -1,0 +1,249 @@
+"""One layer of any algorithm, with everything around it poisoned.
+
+The bench does what the core does around the hooks, in plain Python: page table, ring, pools,
+step tensors, prompt chunks, settling, rollback, fork, reuse. What no request has written is NaN
+(93 in integers), so that a stray read shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from topkv.testing.algorithm_cases import Case, options_of
+from topkv.testing.algorithm_memory import UNWRITTEN, BenchMemory
+from topkv.testing.kit import Subject
+from topkv.testing.oracle import attention
+from topkv.testing.strategies import lengths
+
+
+class AlgorithmBench(BenchMemory):
+    """An algorithm under test and its requests.
+
+    Args:
+        subject: plugin and tier.
+        case: shape, parameters and data.
+        impl: instead of the tier's.
+        requests: request slots.
+        pages_seed: of the page table; another one, other host pages.
+        prompt_salt: of the prompt's queries.
+        values: the value of every element of V.
+
+    Attributes:
+        keys: ``[n, Hkv, D]`` on the CPU: what each request holds, by slot.
+        pools: the representation pools of the layer.
+        algorithm: the instance.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        case: Case,
+        *,
+        impl: str | None = None,
+        requests: int = 3,
+        pages_seed: int = 0,
+        prompt_salt: int = 62,
+        values: float = 0.5,
+    ) -> None:
+        super().__init__(subject, case, impl or subject.tier.impl, requests, pages_seed)
+        self.values = values
+        self._prompt = case.queries(case.most, prompt_salt)[:, 0]
+        empty = torch.empty(0, self.model.num_kv_heads, self.model.head_dim)
+        self._empty = empty.to(self.model.dtype)
+        self.keys = dict.fromkeys(range(requests), self._empty)
+        self._high = dict.fromkeys(range(requests), 0)
+        self._settled = dict.fromkeys(range(requests), -1)
+
+    # What a request goes through.
+
+    def lengths(self, most: int | None = None, least: int = 1) -> st.SearchStrategy[int]:
+        """Lengths of a request, up to one token below the longest unless told."""
+        group = self.group
+        return lengths(group.unit, group.page_tokens, most or self.case.most - 1, least)
+
+    def long_lengths(self, most: int | None = None) -> st.SearchStrategy[int]:
+        """Lengths with more units than the budget, where the longest request has as many."""
+        most = most or self.case.most - 1
+        return self.lengths(most, min((self.group.select + 2) * self.group.unit + 1, most))
+
+    def prefill(
+        self, slot: int, keys: Tensor, cuts: Sequence[int] = (), settle: bool = True
+    ) -> None:
+        """Append a prompt in chunks that end after ``cuts`` of its tokens, and settle."""
+        edges = sorted({0, len(keys), *(cut for cut in cuts if 0 < cut < len(keys))})
+        for start, end in pairwise(edges):
+            self._chunk(slot, keys[start:end])
+        if settle:
+            self._settle(slot)
+
+    def _chunk(self, slot: int, keys: Tensor) -> None:
+        start, unit = len(self.keys[slot]), self.group.unit
+        self._hold(slot, keys)
+        self._set_rows([])
+        held, first = self.keys[slot], start - start % unit
+        q = self._prompt[start : len(held)]
+        seen = torch.arange(len(held)) <= start + torch.arange(len(q))[:, None]
+        lse = attention(q, held, held, self.model.scale, seen)[1].float()
+        chunk, q, lse = (x.to(self.device) for x in (held[first:], q, lse))
+        self.algorithm.construct(self.layer, slot, first, chunk, q, lse)
+
+    def _hold(self, slot: int, keys: Tensor) -> None:
+        """Take tokens up and write them to the ring, as far as it reaches."""
+        group, start = self.group, len(self.keys[slot])
+        self.keys[slot] = held = torch.cat([self.keys[slot], keys])
+        self._high[slot] = max(self._high[slot], len(held))
+        last = (len(held) - 1) // group.unit
+        for unit in range(max(start // group.unit, last - group.ring_slots + 1, 0), last + 1):
+            first = unit * group.unit
+            done = max(start - first, 0)
+            new = held[first + done : first + group.unit].to(self.device)
+            where = slice(done, done + len(new))
+            new = new.unflatten(1, (group.lane_heads, -1)).permute(1, 2, 0, 3)
+            for ring, value in ((self.layer.ring_k, new), (self.layer.ring_v, self.values)):
+                place = ring[slot, :, unit % group.ring_slots]
+                if done == 0:
+                    place.fill_(self.case.stale)
+                place[:, :, where] = value
+
+    def _settle(self, slot: int) -> None:
+        since, length = max(self._settled[slot], 0), len(self.keys[slot])
+        first = since - since % self.group.unit
+        self.algorithm.settle(self.layer, slot, since, length, self._history(slot, first))
+        self._settled[slot] = length
+
+    def _history(self, slot: int, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        for start in range(first, len(self.keys[slot]), self.group.page_tokens):
+            k = self.keys[slot][start : start + self.group.page_tokens].to(self.device)
+            yield start, k, torch.full_like(k, self.values)
+
+    def stage(self, slots: Sequence[int], keys: Tensor) -> Tensor:
+        """The core's part of a decode step in which each row appends: ring and step tensors.
+
+        Args:
+            slots: slot of each row, -1 pads.
+            keys: ``[B, Hkv, D]``; those of padded rows are replaced by NaN.
+
+        Returns:
+            ``k`` for ``update``, on the device.
+        """
+        keys = keys.clone()
+        for row, slot in enumerate(slots):
+            if slot < 0:
+                keys[row] = math.nan
+            else:
+                self._hold(slot, keys[row : row + 1])
+        self._set_rows(slots, [1] * len(slots))
+        return keys.to(self.device)
+
+    def append(self, slots: Sequence[int], keys: Tensor) -> None:
+        """Decode one token for each row, and settle what is due."""
+        self.algorithm.update(self.layer, self.stage(slots, keys))
+        self.settle_due(slots)
+
+    def settle_due(self, slots: Sequence[int]) -> None:
+        """Settle the requests whose period is over."""
+        period = self.spec.settle_period
+        for slot in slots:
+            if slot >= 0 and period and len(self.keys[slot]) - self._settled[slot] >= period:
+                self._settle(slot)
+
+    def extend(self, slot: int, keys: Tensor) -> None:
+        """Decode tokens of one request, one after the other."""
+        for key in keys:
+            self.append([slot], key[None])
+
+    def idle(self, slots: Sequence[int], keys: Tensor) -> None:
+        """A step in which no row appends."""
+        self._set_rows(slots)
+        self.algorithm.update(self.layer, keys.to(self.device))
+
+    def _set_rows(self, slots: Sequence[int], appended: Sequence[int] | None = None) -> None:
+        held = [len(self.keys[slot]) if slot >= 0 else 0 for slot in slots]
+        high = [self._high[slot] if slot >= 0 else 0 for slot in slots]
+        new = [flag * (slot >= 0) for flag, slot in zip(appended or [], slots, strict=False)]
+        rows = [list(slots), held, high, new or [0] * len(slots), [0] * len(slots)]
+        self._ints.fill_(UNWRITTEN)
+        self._ints[:, : len(slots)] = torch.tensor(rows, dtype=torch.int32).to(self.device)
+        self.layer.step = self._steps(len(slots))
+
+    def retrieve(self, q: Tensor, slots: Sequence[int], poison: int = UNWRITTEN) -> Tensor:
+        """ids ``[B, lane_heads, K]`` on the CPU, from a tensor that was poisoned."""
+        self._set_rows(slots)
+        group = self.group
+        shape = (len(slots) * group.lane_heads, group.select)
+        ids = torch.full(shape, poison, dtype=torch.int32, device=self.device)
+        self.select(q.to(self.device), slots, ids)
+        return ids.cpu().view(len(slots), group.lane_heads, group.select)
+
+    def select(self, q: Tensor, slots: Sequence[int], ids: Tensor) -> None:
+        """``retrieve_topk`` of the rows that are set."""
+        native = options_of(self.subject).native
+        given = None if native is None else native(self, q, slots)
+        self.algorithm.retrieve_topk(self.layer, q, given, ids)
+
+    def rollback(self, slot: int, length: int) -> None:
+        """Take the newest tokens back: a change of length, as far as the ring reaches."""
+        low = (self._high[slot] - 1) // self.group.unit - self.group.ring_slots + 1
+        if (length - 1) // self.group.unit < low:
+            raise ValueError(f"rollback to {length} tokens reaches behind unit {low} of the ring")
+        self.keys[slot] = self.keys[slot][:length]
+
+    def end(self, slot: int) -> None:
+        """Free a slot: request-grained state is zeroed, pages and ring keep what they hold."""
+        self.keys[slot], self._high[slot], self._settled[slot] = self._empty, 0, -1
+        for spec in self.spec.representations:
+            if spec.grain == "request":
+                self.pools[spec.name][slot] = 0
+
+    def fork(self, slot: int, twin: int) -> None:
+        """Full pages are shared, the open one and what is keyed by slot are copied."""
+        full, rest = divmod(len(self.keys[slot]), self.group.page_tokens)
+        self.page_table[twin, :full] = self.page_table[slot, :full]
+        if rest:
+            self.copy_page(slot, full, twin)
+        for spec in self.spec.representations:
+            if spec.grain == "request":
+                self.pools[spec.name][twin] = self.pools[spec.name][slot]
+        for ring in (self.layer.ring_k, self.layer.ring_v):
+            ring[twin] = ring[slot]
+        self.keys[twin] = self.keys[slot]
+        for state in (self._high, self._settled):
+            state[twin] = state[slot]
+
+    # What a test looks at.
+
+    def selectable(self, slot: int) -> int:
+        """Units of a request that may be selected."""
+        if slot < 0:
+            return 0
+        length = len(self.keys[slot])
+        if self.spec.tail == "selectable":
+            return length
+        return max(length - 1, 0) // self.group.unit
+
+    def promised(self, slot: int) -> set[int]:
+        """Selectable units that the author says every selection of the request holds."""
+        told = options_of(self.subject).promised
+        return set() if told is None else told(len(self.keys[slot]), self)
+
+    def stored(self, slot: int, tokens: int | None = None) -> dict[str, Tensor]:
+        """Bytes of the representations of a request's first tokens, by pool, on the CPU."""
+        count = len(self.keys[slot]) if tokens is None else tokens
+        pages = self.page_table[slot].long()
+        grain = {spec.name: spec.grain for spec in self.spec.representations}
+        rows = {"unit": -(-count // self.group.unit), "token": count}
+        return {
+            name: pool[pages].flatten(0, 1)[: rows[grain[name]]].cpu().contiguous()
+            for name, pool in self._pages().items()
+        }
+
+
+def lanes(ids: Tensor) -> list[list[list[int]]]:
+    """The valid ids of each lane of each row, ascending."""
+    return [[sorted(i for i in lane if i >= 0) for lane in row] for row in ids.tolist()]

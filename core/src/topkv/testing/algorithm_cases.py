@@ -1,0 +1,169 @@
+"""What the algorithm suite draws: a case, and what an author may say beyond the entry."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import field, frozen
+from hypothesis import strategies as st
+from torch import Tensor
+
+from topkv.testing.kit import Subject
+from topkv.testing.strategies import KEYS, Geometry, geometries, seeds
+
+if TYPE_CHECKING:
+    from topkv.testing.algorithm_bench import AlgorithmBench
+
+
+@frozen
+class AlgorithmOptions:
+    """What an author tells the suite; the fixture ``options`` returns it.
+
+    Attributes:
+        params: strategy of parameter dicts; what a dict leaves out has the entry's default.
+        promised: ``(length, bench) -> units`` that every selection of a request of that length
+            holds, such as sinks. None where nothing is promised.
+        native: ``(bench, q [B, 1, H, D], slots) -> tensor`` that stands for what a model which
+            selects for itself hands to ``retrieve_topk``. None passes None.
+        geometry: keyword arguments of ``strategies.geometries``, such as ``{"units": (4,)}``.
+        selects: widths K that are drawn; each must be possible with all ``params``.
+        units: units of the longest request, rounded up to pages.
+        hidden_needles: a unit is judged by its best key: one key that matches is found among
+            keys that point the other way. Mean-pooled representations cannot promise it.
+        head_needles: every query head of a group finds the unit that it alone looks for, given
+            room in the budget. Averaging queries before they are scored cannot promise it.
+    """
+
+    params: st.SearchStrategy[dict[str, Any]] = field(factory=lambda: st.just({}))
+    promised: Callable[[int, AlgorithmBench], set[int]] | None = None
+    native: Callable[[AlgorithmBench, Tensor, Sequence[int]], Tensor] | None = None
+    geometry: Mapping[str, Any] = field(factory=dict)
+    selects: Sequence[int] = (1, 2, 3, 5)
+    units: int = 12
+    hidden_needles: bool = False
+    head_needles: bool = False
+
+
+def options_of(subject: Subject) -> AlgorithmOptions:
+    """The subject's options, the defaults where it has none."""
+    return AlgorithmOptions() if subject.options is None else subject.options
+
+
+@frozen
+class Case:
+    """One algorithm in one shape, and the data for it.
+
+    Exact data lie on a coarse grid: multiples of 1/4 up to 8, which every 16-bit dtype holds,
+    and whose products fp32 sums without rounding in any order. So equal scores are equal bits
+    however an implementation blocks its sums, and selections can be compared as they are.
+
+    Attributes:
+        geometry: shape of the group.
+        params: parameters that differ from the entry's.
+        select: K.
+        ring: T.
+        keys: name in ``strategies.KEYS``.
+        seed: of all tensors.
+        least_units: units of the longest request, before they are rounded up to whole pages.
+        stale: what the ring holds where no token of the open unit lies. NaN shows most stray
+            reads; a large number shows those of kernels whose minimum and maximum drop NaN.
+        exact: data on the grid.
+    """
+
+    geometry: Geometry
+    params: Mapping[str, Any]
+    select: int
+    ring: int
+    keys: str
+    seed: int
+    least_units: int
+    stale: float
+    exact: bool = True
+
+    @property
+    def units(self) -> int:
+        """Units of the longest request: whole pages."""
+        page = self.geometry.page_units
+        return -(-self.least_units // page) * page
+
+    @property
+    def most(self) -> int:
+        """Tokens of the longest request."""
+        return self.units * self.geometry.unit
+
+    def generator(self, salt: int) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed * 64 + salt)
+
+    def _finish(self, x: Tensor) -> Tensor:
+        if self.exact:
+            x = (x * 4).round().clamp(-32, 32) / 4
+        return x.to(self.geometry.dtype)
+
+    def tokens(self, salt: int) -> Tensor:
+        """Keys ``[most, Hkv, D]`` on the CPU; another salt, other keys of the same kind.
+
+        Always the whole length, to be cut by the caller: a shorter draw would be another one.
+        """
+        g = self.geometry
+        return self._finish(KEYS[self.keys]((self.most, g.kv_heads, g.dim), self.generator(salt)))
+
+    def queries(self, rows: int, salt: int = 63) -> Tensor:
+        """Queries ``[rows, 1, H, D]`` on the CPU."""
+        g = self.geometry
+        shape = (rows, 1, g.kv_heads * g.group, g.dim)
+        return self._finish(torch.randn(shape, generator=self.generator(salt)))
+
+
+# Hypothesis tries the first values first and shrinks to them: a shape in which all parts count.
+_SHAPES: Mapping[str, Any] = {
+    "kv_heads": (2, 1, 3),
+    "groups": (2, 1, 4),
+    "units": (4, 1, 2, 16),
+    "page_units": (2, 1, 4),
+}
+
+# Each shape compiles its kernels anew on a GPU, which takes longer than a test does.
+_GPU_SHAPES: Mapping[str, Any] = {
+    "kv_heads": (2,),
+    "groups": (2,),
+    "dims": (12,),
+    "units": (4, 1),
+    "page_units": (2,),
+    "dtypes": ("bfloat16", "float32"),
+}
+
+
+def cases(
+    subject: Subject,
+    *,
+    keys: Sequence[str] = ("normal", *sorted(set(KEYS) - {"normal"})),
+    exact: bool = True,
+    **geometry: Any,
+) -> st.SearchStrategy[Case]:
+    """Cases that the subject's entry and options allow.
+
+    Args:
+        subject: the plugin.
+        keys: kinds of keys.
+        exact: data on the grid.
+        geometry: keyword arguments of ``strategies.geometries``; those of the options win.
+    """
+    options = options_of(subject)
+    wide = _GPU_SHAPES if subject.tier.name == "gpu" else _SHAPES
+    shapes = geometries(subject.entry.capabilities, **{**wide, **geometry, **options.geometry})
+
+    return st.builds(
+        Case,
+        geometry=shapes,
+        params=options.params,
+        select=st.sampled_from(options.selects),
+        ring=st.sampled_from((2, 3)),
+        keys=st.sampled_from(keys),
+        seed=seeds(),
+        least_units=st.just(options.units),
+        stale=st.sampled_from((96.0, math.nan)),
+        exact=st.just(exact),
+    )

@@ -1,0 +1,130 @@
+"""Kernels against the reference of the same plugin, and capture. Part of the algorithm suite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from topkv.testing.algorithm_bench import AlgorithmBench, lanes
+from topkv.testing.algorithm_cases import Case, cases, options_of
+from topkv.testing.algorithm_memory import UNWRITTEN, same_bits
+from topkv.testing.kit import KitTests, Subject, examples
+
+MASS = 1e-5
+"""Attention mass by which two implementations may differ: what a tie in fp32 can be worth."""
+
+
+def attention_mass(bench: AlgorithmBench, slot: int, q: Tensor, chosen: list[list[int]]) -> Tensor:
+    """float64 ``[lane_heads]``: softmax mass of each lane's units, mean over its query heads."""
+    model, group = bench.model, bench.group
+    keys = bench.keys[slot].double().repeat_interleave(model.group_size, 1)
+    weights = torch.einsum("hd,nhd->hn", q[0].double(), keys).mul(model.scale).softmax(-1)
+    weights = weights.unflatten(0, (group.lane_heads, -1)).mean(1)
+    unit_of = torch.arange(keys.shape[0]) // group.unit
+    return torch.stack(
+        [
+            lane[torch.isin(unit_of, torch.tensor(units, dtype=torch.long))].sum()
+            for lane, units in zip(weights, chosen, strict=True)
+        ]
+    )
+
+
+class KernelTests(KitTests):
+    """What only kernels can get wrong."""
+
+    kind = "algorithm"
+
+    def test_kernels_select_what_the_reference_selects(self, subject: Subject) -> None:
+        """The same attention mass, in float64; ties may go either way."""
+        impls = subject.entry.capabilities.impls
+        if subject.tier.impl == "reference" or "reference" not in impls:
+            pytest.skip(f"tier {subject.tier.name}: nothing to compare, impls are {impls}")
+
+        @examples(subject.tier, cpu=40, interpret=6, gpu=20)
+        @given(case=cases(subject, keys=("normal", "heavy"), exact=False), data=st.data())
+        def check(case: Case, data: st.DataObject) -> None:
+            benches = [AlgorithmBench(subject, case, impl=i) for i in ("reference", "triton")]
+            sizes = [data.draw(benches[0].long_lengths()) for _ in range(2)]
+            q, results = case.queries(2), []
+            for bench in benches:
+                for slot, size in zip((2, 0), sizes, strict=True):
+                    bench.prefill(slot, case.tokens(slot)[:size])
+                bench.append([2, 0], case.tokens(9)[:2])
+                results.append(lanes(bench.retrieve(q, [2, 0])))
+            for row, slot in enumerate((2, 0)):
+                expected, got = (
+                    attention_mass(benches[0], slot, q[row], result[row]) for result in results
+                )
+                assert (expected - got).abs().max() <= MASS, (
+                    f"the reference selects {results[0][row]} of mass {expected.tolist()}, the "
+                    f"kernels {results[1][row]} of mass {got.tolist()}"
+                )
+
+        check()
+
+    def test_decode_step_replays_from_a_graph(self, subject: Subject) -> None:
+        """``update`` and ``retrieve_topk``: no host sync, and replays equal eager calls."""
+        if subject.tier.name != "gpu" or not subject.entry.capabilities.capture:
+            pytest.skip("needs a CUDA device, and an entry that states capture")
+        if options_of(subject).native is not None:
+            pytest.skip("what a model hands down has no fixed address here")
+
+        @examples(subject.tier, cpu=1, interpret=1, gpu=8)
+        @given(case=cases(subject), data=st.data())
+        def check(case: Case, data: st.DataObject) -> None:
+            eager, graphed = (AlgorithmBench(subject, case) for _ in range(2))
+            for slot in range(eager.requests):
+                keys = case.tokens(slot)[: data.draw(eager.long_lengths(most=case.most - 8))]
+                eager.prefill(slot, keys)
+                graphed.prefill(slot, keys)
+            replay, k, q, ids = _captured(graphed, case)
+            for step in range(4):
+                rows = data.draw(st.permutations([0, 1, 2]))
+                rows = [slot if data.draw(st.booleans()) else -1 for slot in rows]
+                new, queries = case.tokens(10 + step)[:3], case.queries(3, salt=20 + step)
+                eager.append(rows, new)
+                expected = eager.retrieve(queries, rows)
+                k.copy_(graphed.stage(rows, new))
+                q.copy_(queries)
+                ids.fill_(UNWRITTEN)
+                replay()
+                graphed.settle_due(rows)
+                got = ids.cpu().view(expected.shape)
+                assert same_bits(got, expected), f"step {step}: replayed {got}, eager {expected}"
+                for slot in set(rows) - {-1}:
+                    same = same_bits(eager.stored(slot), graphed.stored(slot))
+                    assert same, f"step {step}: a replay wrote other representations of {slot}"
+
+        check()
+
+
+def _captured(
+    bench: AlgorithmBench, case: Case
+) -> tuple[Callable[[], None], Tensor, Tensor, Tensor]:
+    """A replay of one step of the bench, and the tensors that it reads and writes."""
+    padded = [-1] * bench.requests  # every call before the first replay changes nothing
+    k = bench.stage(padded, case.tokens(0)[: bench.requests])
+    q = case.queries(bench.requests).to(bench.device)
+    shape = (bench.requests * bench.group.lane_heads, bench.group.select)
+    ids = torch.full(shape, UNWRITTEN, dtype=torch.int32, device=bench.device)
+
+    def step() -> None:
+        bench.algorithm.update(bench.layer, k)
+        bench.select(q, padded, ids)
+
+    step()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay, k, q, ids

@@ -1,0 +1,121 @@
+"""The memory around one layer of an algorithm: pools, ring, page table, step tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from topkv.testing.algorithm_cases import Case
+from topkv.testing.kit import Subject
+from topkv.testing.strategies import page_table
+from topkv.types import GroupShape, LayerView, ModelShape, RepresentationSpec, StepTensors
+
+POISON = 93
+UNWRITTEN = -77
+
+
+def _poison(dtype: torch.dtype) -> float:
+    return math.nan if dtype.is_floating_point else POISON
+
+
+class BenchMemory:
+    """An instance of the algorithm and what the core would allocate for it, poisoned.
+
+    Args:
+        subject: plugin and tier.
+        case: shape, parameters and data.
+        impl: ``"reference"`` or ``"triton"``.
+        requests: request slots.
+        pages_seed: of the page table.
+    """
+
+    def __init__(
+        self, subject: Subject, case: Case, impl: str, requests: int, pages_seed: int
+    ) -> None:
+        self.subject, self.case = subject, case
+        self.device, self.requests = subject.tier.device, requests
+        self.model, self.group = _shapes(case, requests)
+        params = {**subject.entry.parameters, **case.params}
+        self.algorithm = subject.make(self.model, self.group, params, impl, self.device)
+        self.spec = self.algorithm.spec()
+        pages = case.units // case.geometry.page_units
+        self.page_table = page_table(requests, pages, pages_seed).to(self.device)
+        # Page 0 is never leased, and two pages are free.
+        self.free_pages = [requests * pages + 1, requests * pages + 2]
+        self.num_pages = requests * pages + 3
+        self.pools = {spec.name: self._pool(spec) for spec in self.spec.representations}
+        self._ints = torch.full((5, requests), UNWRITTEN, dtype=torch.int32, device=self.device)
+        self.layer = self._layer()
+
+    def _pool(self, spec: RepresentationSpec) -> Tensor:
+        group = self.group
+        if spec.grain == "request":  # the core zeroes these when a request ends
+            size: tuple[int, ...] = (self.requests, *spec.shape)
+            return torch.zeros(size, dtype=spec.dtype, device=self.device)
+        per_page = group.units_per_page if spec.grain == "unit" else group.page_tokens
+        size = (self.num_pages * per_page, *spec.shape)
+        return torch.full(size, _poison(spec.dtype), dtype=spec.dtype, device=self.device)
+
+    def _layer(self) -> LayerView:
+        group = self.group
+        # One ring slot more than there are: views are strided, as in a device buffer.
+        shape = (self.requests, group.lane_heads, group.ring_slots + 1, *group.entry_shape)
+        buffer = torch.full(shape, math.nan, dtype=group.dtype, device=self.device)[:, :, 1:]
+        k, v = buffer[:, :, :, :, 0], buffer[:, :, :, :, 1]
+        return LayerView(0, 0, group, self._steps(0), k, v, self.pools)
+
+    def _steps(self, count: int) -> StepTensors:
+        slots, held, high, appended, resident = self._ints[:, :count]
+        return StepTensors(slots, held, high, appended, resident, self.page_table)
+
+    def copy_page(self, slot: int, page: int, to_slot: int, poison: bool = False) -> None:
+        """Give page ``page`` of ``to_slot`` a free host page with what ``slot`` has there."""
+        source, target = int(self.page_table[slot, page]), self.free_pages.pop()
+        for pages in self._pages().values():
+            pages[target] = pages[source]
+            if poison:
+                pages[source] = _poison(pages.dtype)
+        self.page_table[to_slot, page] = target
+
+    def _pages(self) -> dict[str, Tensor]:
+        """Page-keyed pools as ``[host pages, keys per page, *shape]``."""
+        grain = {spec.name: spec.grain for spec in self.spec.representations}
+        return {
+            name: pool.unflatten(0, (self.num_pages, -1))
+            for name, pool in self.pools.items()
+            if grain[name] != "request"
+        }
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """A copy of every pool."""
+        return {name: pool.cpu().clone() for name, pool in self.pools.items()}
+
+
+def _shapes(case: Case, requests: int) -> tuple[ModelShape, GroupShape]:
+    g = case.geometry
+    model = ModelShape(1, g.kv_heads * g.group, g.kv_heads, g.dim, g.dtype, g.dim**-0.5)
+    group = GroupShape(
+        layers=(0,),
+        unit=g.unit,
+        lane_heads=g.lane_heads,
+        heads_per_lane=g.kv_heads // g.lane_heads,
+        head_dim=g.dim,
+        dtype=g.dtype,
+        page_tokens=g.page_tokens,
+        max_requests=requests,
+        max_units=case.units,
+        select=case.select,
+        buffer_slots=2 * case.select,
+        ring_slots=case.ring,
+    )
+    return model, group
+
+
+def same_bits(first: Any, second: Any) -> bool:
+    """Whether two tensors, or two dicts of tensors, hold the same bytes."""
+    if isinstance(first, Tensor):
+        return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+    return all(same_bits(first[name], second[name]) for name in first)

@@ -1,0 +1,36 @@
+"""The conformance suite of selection algorithms.
+
+::
+
+    from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
+
+
+    class TestQuest(AlgorithmTests):
+        @pytest.fixture
+        def plugin(self):
+            return "quest"
+
+        @pytest.fixture
+        def options(self):
+            return AlgorithmOptions(promised=lambda length, bench: {0})
+
+The entry says what is tested: shapes by its capabilities, tiers, and by its traits what the
+algorithm promises beyond the hook specs.
+"""
+
+from __future__ import annotations
+
+from topkv.testing.algorithm_batch import BatchTests
+from topkv.testing.algorithm_cases import AlgorithmOptions
+from topkv.testing.algorithm_kernels import KernelTests
+from topkv.testing.algorithm_needles import NeedleTests
+from topkv.testing.algorithm_selection import SelectionTests
+from topkv.testing.algorithm_state import StateTests
+
+__all__ = ["AlgorithmOptions", "AlgorithmTests"]
+
+
+class AlgorithmTests(SelectionTests, NeedleTests, BatchTests, StateTests, KernelTests):
+    """Every test of an algorithm; the fixtures ``plugin`` and ``options`` are the author's."""
+
+    kind = "algorithm"
