@@ -16,7 +16,9 @@ def append_kernel(
     p_lengths,
     p_appended,
     s_k,
+    s_k_head,
     s_v,
+    s_v_head,
     s_page,
     s_head,
     s_unit,
@@ -47,8 +49,8 @@ def append_kernel(
             entry = page * s_page + lane_head * s_head + (unit % UNITS_PER_PAGE) * s_unit
         entry += (kv_head % HEADS_PER_LANE) * (2 * UNIT * D) + (position % UNIT) * D
         d = tl.arange(0, BLOCK_D)
-        k = tl.load(p_k + batch * s_k + kv_head * D + d, d < D)
-        v = tl.load(p_v + batch * s_v + kv_head * D + d, d < D)
+        k = tl.load(p_k + batch * s_k + kv_head * s_k_head + d, d < D)
+        v = tl.load(p_v + batch * s_v + kv_head * s_v_head + d, d < D)
         tl.store(p_target + entry + d, k, d < D)
         tl.store(p_target + entry + UNIT * D + d, v, d < D)
 
