@@ -1,0 +1,58 @@
+"""Conformance suite of transfer engines: who lies where, and every byte that moves.
+
+A package with an engine of its own subclasses it::
+
+    class TestMine(TransferTests):
+        @pytest.fixture
+        def plugin(self):
+            return "mine"
+
+The engine gets a group with two or three requests, pages in random order, random bytes (NaN
+among them) in the host pool, NaN in the device buffer and -77 in every output. An entry is a
+multiple of 16 bytes, as ``topkv.config.lower`` makes sure; units are powers of two.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from topkv.testing.kit import Subject
+from topkv.testing.machines.residency import ResidencyMachine
+from topkv.testing.transfer_moves import MoveTests
+from topkv.testing.transfer_plans import PlanTests
+from topkv.testing.transfers_gpu import check_captured, check_far_addresses
+
+
+class TransferTests(PlanTests, MoveTests):
+    """What ``topkv.hooks.transfer`` promises, for any engine. Outputs follow from the contract
+    alone, so the comparison is exact."""
+
+    kind = "transfer"
+
+    def test_state_machine(self, subject: Subject) -> None:
+        """Random histories over the engine alone, see ``ResidencyMachine``."""
+        machine = type("Machine", (ResidencyMachine,), {"subject": subject})
+        counts = {"cpu": (40, 20), "interpret": (3, 12), "gpu": (25, 20)}
+        number, steps = counts[subject.tier.name]
+        scaled = max(1, number * settings().max_examples // 100)
+        run_state_machine_as_test(
+            machine,
+            settings=settings(max_examples=scaled, stateful_step_count=steps, deadline=None),
+        )
+
+    def test_addresses_beyond_32_bits(self, subject: Subject) -> None:
+        """Host pool and device buffer of more than 2**31 bytes, used at their far ends."""
+        _require_gpu(subject)
+        check_far_addresses(subject)
+
+    def test_captured_replays_equal_eager(self, subject: Subject) -> None:
+        """Plan, load and offload in one CUDA graph, over changing rows, without a host sync."""
+        _require_gpu(subject)
+        check_captured(subject)
+
+
+def _require_gpu(subject: Subject) -> None:
+    if subject.tier.name != "gpu":
+        pytest.skip("this is about memory and graphs of a GPU")
