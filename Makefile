@@ -10,7 +10,7 @@ PROJECTS := $(wildcard plugins/*/pyproject.toml)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 SOURCES := $(wildcard core plugins tests benchmarks examples conftest.py)
 
-.PHONY: all test demo lint types check format clean
+.PHONY: all test test-nightly test-gpu demo lint types check format clean
 
 all: check
 
@@ -26,6 +26,15 @@ $(VENV)/.installed: constraints.txt core/pyproject.toml $(PROJECTS)
 test: $(VENV)/.installed
 	HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
 	    $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not gpu' $(ARGS)
+
+# Hours: many more examples and longer histories, with seeds that differ from night to night.
+test-nightly: $(VENV)/.installed
+	HYPOTHESIS_PROFILE=nightly TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
+	    $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu' $(ARGS)
+
+# On a machine with a CUDA device, with the packages installed.
+test-gpu:
+	$(PYTHON) -m pytest -n 6 --dist worksteal -m gpu $(ARGS)
 
 demo: $(VENV)/.installed
 	$(BIN)/topkv demo $(ARGS)

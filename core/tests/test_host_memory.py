@@ -1,0 +1,58 @@
+"""Registered host memory ends with its owner, however that ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from topkv.kv.host_memory import HostMemory
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+CHILD = """
+import sys, time
+import torch
+from topkv.kv.host_memory import HostMemory
+memory = HostMemory(1 << 24, torch.device(sys.argv[1]))
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_close_is_idempotent(device):
+    memory = HostMemory(3 * 4096 + 5, torch.device(device))
+    assert memory.bytes.numel() == 3 * 4096 + 5
+    assert memory.registered == (device == "cuda")
+    memory.bytes.fill_(7)
+    for _ in range(2):
+        memory.close()
+        assert not memory.registered
+    assert (memory.bytes == 7).all(), "the bytes stay readable until the last view is gone"
+    again = HostMemory(4096, torch.device(device))
+    again.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_killed_process_leaves_nothing(device, how):
+    shared = Path("/dev/shm")
+    before = set(os.listdir(shared)) if shared.exists() else set()
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, device],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert child.stdout.readline() == "ready\n"
+    mine = {name for name in set(os.listdir(shared)) - before if str(child.pid) in name}
+    child.send_signal(how)
+    assert child.wait(timeout=30) != 0
+    child.stdout.close()
+    assert not mine, f"the pool left {mine} in shared memory"

@@ -1,0 +1,253 @@
+"""The Transformers engine, broken in one place where it meets the core or the model."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+from transformers import AttentionInterface
+from transformers.models.llama import modeling_llama
+
+from plugins.transformers.tests.test_conformance import LLAMA
+from tests.mutants.harness import Mutant, told_of
+from topkv import hookimpl
+from topkv.entries import PluginEntry
+from topkv.testing.engines import EngineTests
+from topkv_transformers import attention, forwards, support
+from topkv_transformers.engine import TransformersEngine
+from topkv_transformers.session import AttachedModel
+
+
+class _Broken(TransformersEngine):
+    """Attaches with another session class."""
+
+    session: type[AttachedModel] = AttachedModel
+
+    @hookimpl
+    def attach(self, model: Any, config: Any) -> Any:
+        with patch("topkv_transformers.engine.AttachedModel", self.session):
+            return super().attach(model, config)
+
+
+class KeepsPadding(_Broken):
+    """Appends left padding as if it were tokens."""
+
+    class session(AttachedModel):
+        def _open(self, state: Any, rows: int, columns: int, mask: Any) -> None:
+            state.padding[:] = 0
+            super()._open(state, rows, columns, None)
+
+
+class CountsTheLastTokenTwice(_Broken):
+    """Takes the prompt's last token for appended once more when the prompt is through."""
+
+    class session(AttachedModel):
+        def _after(self, decoder: Any, args: Any, output: Any) -> None:
+            forward = self.forward
+            super()._after(decoder, args, output)
+            if forward and output is not None and forward.chunks is not None:
+                state = forward.state
+                if state.seen >= state.prompt:
+                    self.coordinator.tracker.length[state.slots] += 1
+
+
+class KeepsRequestsOnException(_Broken):
+    """Drops the forward after an exception, and forgets to end its requests."""
+
+    class session(AttachedModel):
+        failed = False
+
+        def abandon(self) -> None:
+            super().abandon()
+            self.failed = True
+
+        def retire(self, slots: list[int]) -> None:
+            if not self.failed:
+                super().retire(slots)
+            self.failed = False
+
+
+class LeavesTheForwardOpen(_Broken):
+    """Does not abort the coordinator's forward after an exception."""
+
+    class session(AttachedModel):
+        def _after(self, decoder: Any, args: Any, output: Any) -> None:
+            if output is None:
+                self._close_forward()
+            else:
+                super()._after(decoder, args, output)
+
+
+class LeavesHooks(_Broken):
+    """Leaves its hooks on the decoder when it is detached."""
+
+    class session(AttachedModel):
+        def detach(self) -> None:
+            self._hooks = []
+            super().detach()
+
+
+class LeavesTheAttention(_Broken):
+    """Leaves its attention function in the model's config when it is detached."""
+
+    class session(AttachedModel):
+        def detach(self) -> None:
+            super().detach()
+            self._decoder.config._attn_implementation = attention.NAME
+
+
+class TakesTheAttentionAway(_Broken):
+    """Unregisters the attention function, which all attached models share, with the first."""
+
+    class session(AttachedModel):
+        def detach(self) -> None:
+            if self.attached:
+                AttentionInterface._global_mapping.pop(attention.NAME, None)
+            super().detach()
+
+
+class SwapsRows(_Broken):
+    """Hands the decode rows over in the order of the batch, and their slots backwards."""
+
+    class session(AttachedModel):
+        def __init__(self, model: Any, coordinator: Any) -> None:
+            super().__init__(model, coordinator)
+            begin = coordinator.forward_begin
+            coordinator.forward_begin = lambda decode=(), **others: begin(decode[::-1], **others)
+
+
+class DecodesTheLastChunk(_Broken):
+    """Takes a last chunk of one token for a decode step."""
+
+    class session(AttachedModel):
+        def _open(self, state: Any, rows: int, columns: int, mask: Any) -> None:
+            def is_prefill(state: Any, columns: int) -> bool:
+                return columns > 1 or state.seen == 0
+
+            with patch.object(forwards, "is_prefill", is_prefill):
+                super()._open(state, rows, columns, mask)
+
+
+class KeepsKeysUnrotated(_Broken):
+    """Hands over keys as they are before RoPE."""
+
+    class session(AttachedModel):
+        _rope: Any = None
+
+        def _open(self, *args: Any) -> None:
+            super()._open(*args)
+            real = modeling_llama.apply_rotary_pos_emb
+
+            def rotate(q: Any, k: Any, *tables: Any, **options: Any) -> Any:
+                return real(q, k, *tables, **options)[0], k
+
+            self._rope = patch.object(modeling_llama, "apply_rotary_pos_emb", rotate)
+            self._rope.start()
+
+        def _close_forward(self) -> Any:
+            rope, self._rope = self._rope, None
+            if rope:
+                rope.stop()
+            return super()._close_forward()
+
+
+class LosesSlotsWhenFull(_Broken):
+    """Keeps the slots of the first rows when there is none for the last."""
+
+    class session(AttachedModel):
+        def _end(self, slots: list[int]) -> None:
+            """Nothing."""
+
+
+class EndsRequestsByHalf(_Broken):
+    """Gives slot and pages back, and leaves the maps of the buffer to the next request."""
+
+    class session(AttachedModel):
+        def __init__(self, model: Any, coordinator: Any) -> None:
+            super().__init__(model, coordinator)
+            manager = coordinator.manager
+            coordinator.request_end = lambda slot: manager.release(manager.tracker.end(slot))
+
+
+class DropsAnInterruptedForward(_Broken):
+    """Does not give the model its own attention back when no hook has closed the forward."""
+
+    class session(AttachedModel):
+        def _recover(self) -> None:
+            self._implementation = None
+            super()._recover()
+
+
+class RunsEmptyForwards(_Broken):
+    """Opens and closes the coordinator's forward once before the real one."""
+
+    class session(AttachedModel):
+        def _open(self, *args: Any) -> None:
+            self.coordinator.forward_begin()
+            self.coordinator.forward_end()
+            super()._open(*args)
+
+
+class AttachesTwice(TransformersEngine):
+    """Does not look whether a model is attached already."""
+
+    @hookimpl
+    def refusals(self, model: object) -> list[str]:
+        return [reason for reason in support.refusals(model) if "already" not in reason]
+
+    @hookimpl
+    def attach(self, model: Any, config: Any) -> Any:
+        with patch("topkv_transformers.engine.refusals", self.refusals):
+            return super().attach(model, config)
+
+
+class ChangesTheModelFirst(TransformersEngine):
+    """Changes the model before the configuration is checked."""
+
+    @hookimpl
+    def attach(self, model: Any, config: Any) -> Any:
+        model.config._attn_implementation = attention.NAME
+        handle = super().attach(model, config)
+        model.config._attn_implementation = "sdpa"
+        return handle
+
+
+class TakesAnything(TransformersEngine):
+    """Finds no reason against whatever it is asked about."""
+
+    @hookimpl
+    def refusals(self, model: object) -> list[str]:
+        return []
+
+
+def _mutant(broken: type, test: str) -> Mutant:
+    return Mutant(
+        name=told_of(broken),
+        suite=EngineTests,
+        test=test,
+        broken=PluginEntry("broken", "engine", f"{__name__}:{broken.__name__}"),
+        clean=PluginEntry("clean", "engine", "topkv_transformers.engine:TransformersEngine"),
+        options=LLAMA,
+    )
+
+
+MUTANTS = [
+    _mutant(KeepsPadding, "test_a_covering_budget_is_the_model_itself"),
+    _mutant(KeepsKeysUnrotated, "test_a_covering_budget_is_the_model_itself"),
+    _mutant(SwapsRows, "test_rows_are_independent"),
+    _mutant(DecodesTheLastChunk, "test_the_swap_path_is_exact"),
+    _mutant(DecodesTheLastChunk, "test_every_token_is_appended_once"),
+    _mutant(CountsTheLastTokenTwice, "test_every_token_is_appended_once"),
+    _mutant(KeepsRequestsOnException, "test_an_exception_gives_everything_back"),
+    _mutant(LeavesTheForwardOpen, "test_an_exception_gives_everything_back"),
+    _mutant(LeavesHooks, "test_detach_restores_the_model"),
+    _mutant(LeavesTheAttention, "test_detach_restores_the_model"),
+    _mutant(TakesTheAttentionAway, "test_two_models_do_not_disturb_each_other"),
+    _mutant(DropsAnInterruptedForward, "test_detach_after_an_exception"),
+    _mutant(EndsRequestsByHalf, "test_slots_and_pages_are_used_again"),
+    _mutant(RunsEmptyForwards, "test_observers_see_every_forward"),
+    _mutant(AttachesTwice, "test_a_second_handle_is_refused"),
+    _mutant(LosesSlotsWhenFull, "test_exhaustion_is_a_typed_error"),
+    _mutant(ChangesTheModelFirst, "test_a_configuration_that_does_not_fit_is_refused"),
+    _mutant(TakesAnything, "test_what_is_no_model_is_refused"),
+]

@@ -1,0 +1,94 @@
+"""A mutant is a plugin with one bug, the test of the kit that must see it, and its clean twin."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from attrs import field, frozen
+from hypothesis import Phase, settings
+
+from topkv.entries import PluginEntry
+from topkv.errors import PluginError
+from topkv.testing.kit import KitTests, subject_of
+from topkv.testing.tiers import tier
+
+
+@contextmanager
+def without_shrinking() -> Iterator[None]:
+    """Stop at the first failure: only whether there is one matters."""
+    current = settings.get_current_profile_name()
+    settings.register_profile(
+        "mutants",
+        settings(),
+        phases=(Phase.explicit, Phase.generate),
+        derandomize=True,
+        database=None,
+    )
+    settings.load_profile("mutants")
+    try:
+        yield
+    finally:
+        settings.load_profile(current)
+
+
+def told_of(broken: Any) -> str:
+    """What a mutant's docstring says is wrong, as a name."""
+    first = broken.__doc__.strip().splitlines()[0].rstrip(".")
+    return first[0].lower() + first[1:]
+
+
+@frozen
+class Mutant:
+    """One deliberate bug.
+
+    Attributes:
+        name: what is wrong, in a few words.
+        suite: suite of the kit.
+        test: name of the test that must fail.
+        broken: entry of the broken plugin.
+        clean: entry of the plugin without the bug, which must pass the same test.
+        tiers: where the bug can be seen.
+        options: options of the suite.
+    """
+
+    name: str
+    suite: type[KitTests]
+    test: str
+    broken: PluginEntry
+    clean: PluginEntry
+    tiers: Sequence[str] = ("cpu",)
+    options: Any = field(default=None)
+
+    def run(self, entry: PluginEntry, tier_name: str) -> None:
+        """Run the test on one of the two, as a plain function."""
+        subject = subject_of(entry, self.suite.kind, tier(tier_name), self.options)
+        getattr(self.suite(), self.test)(subject)
+
+    @property
+    def twin(self) -> Hashable:
+        """What ``run_clean`` runs: the same for all mutants of one test."""
+        return (self.suite, self.test, self.clean.name, id(self.options))
+
+    def run_clean(self, tier_name: str) -> None:
+        """Run the test on the clean twin; raises what the test raises."""
+        self.run(self.clean, tier_name)
+
+    def is_caught(self, tier_name: str) -> str | None:
+        """The failure that the kit reports, or None if the mutant survives.
+
+        A skip counts as survival: a test that does not run sees nothing.
+        """
+        try:
+            with without_shrinking():
+                self.run(self.broken, tier_name)
+        except pytest.skip.Exception as skipped:
+            raise AssertionError(f"{self.name}: the test was skipped: {skipped}") from None
+        except PluginError:
+            raise  # the mutant does not even load, so nothing has seen its bug
+        except Exception as failure:
+            text = (str(failure).splitlines() or ["no message"])[0]
+            return f"{type(failure).__name__}: {text[:160]}"
+        return None

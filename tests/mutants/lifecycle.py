@@ -1,0 +1,259 @@
+"""Mutants of the coordinator: one method of the core is swapped while the kit runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from attrs import evolve, field, frozen
+from hypothesis import Phase, settings
+
+from topkv.coordinator import SparseCoordinator
+from topkv.errors import ConfigError, PluginError
+from topkv.hooks.registry import hookimpl
+from topkv.kv.manager import SparseKVCacheManager
+from topkv.kv.representations import RepresentationPools
+from topkv.kv.step import StepUploader
+from topkv.prefill import Prefill
+from topkv.testing.machines import scenarios
+from topkv.testing.machines.lifecycle import run_lifecycle
+from topkv.testing.tiers import Tier, tier
+from topkv.transfer import reference
+from topkv.transfer.engine import ZeroCopyTransfer
+
+Run = Callable[[Tier], None]
+
+
+def the_machine(on: Tier) -> None:
+    """A few random lives, always the same ones."""
+    few = settings(
+        max_examples=12,
+        stateful_step_count=20,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=(Phase.generate,),
+        print_blob=False,
+    )
+    run_lifecycle(on, further=few)
+
+
+def scenario(play: scenarios.Scenario, **start: Any) -> Run:
+    """One short life, driven by hand."""
+
+    def run(on: Tier) -> None:
+        scenarios.run_scenario(play, on, **{"unit": 2, "buffer": 12, **start})
+
+    return run
+
+
+@frozen
+class LifecycleMutant:
+    """One deliberate bug of the core.
+
+    Attributes:
+        name: what is wrong, in a few words.
+        owner, method: what is swapped.
+        broken: the method in its place.
+        run: what of the kit must fail.
+        tiers: where the bug can be seen.
+    """
+
+    name: str
+    owner: Any
+    method: str
+    broken: Callable[..., Any]
+    run: Run = the_machine
+    tiers: tuple[str, ...] = field(default=("cpu",))
+
+    def is_caught(self, tier_name: str) -> str | None:
+        """The failure that the kit reports, or None if the mutant survives."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.owner, self.method, self.broken)
+            try:
+                self.run(tier(tier_name))
+            except pytest.skip.Exception as skipped:
+                raise AssertionError(f"{self.name}: the run was skipped: {skipped}") from None
+            except (ConfigError, PluginError):
+                raise  # the mutant does not run at all, so nothing has seen its bug
+            except (Exception, pytest.fail.Exception) as failure:
+                told = str(failure).splitlines() or ["no message"]
+                return f"{type(failure).__name__}: {told[0][:160]}"
+        return None
+
+    @property
+    def twin(self) -> Run:
+        """What ``run_clean`` runs."""
+        return self.run
+
+    def run_clean(self, tier_name: str) -> None:
+        """The same without the bug."""
+        self.run(tier(tier_name))
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """The call is forgotten."""
+
+
+@hookimpl
+def flush_leaves_lru_copy(self, slot, length, high, resident):
+    """The open unit goes to the host, and its old LRU copy stays."""
+    if not self.sparse or length == 0:
+        return
+    group, store = self.group, self.store
+    unit = (length - 1) // group.unit
+    for layer in self.layers:
+        ring = group.buffer_slots + unit % group.ring_slots
+        entries = store.buffer[layer.index, store.rows_of(slot), ring]
+        reference.host_entry(store, layer, slot, unit).copy_(entries)
+
+
+_rollback = SparseCoordinator.rollback
+
+
+def rollback_lowers_high(self, slot, length):
+    """The ring bound follows the length, although the ring does not."""
+    _rollback(self, slot, length)
+    self.tracker.high[slot] = length
+
+
+_abort = SparseCoordinator.forward_abort
+
+
+def abort_forgets_high(self):
+    """What the dropped forward wrote to the ring is forgotten."""
+    kept = self.tracker.high.copy()
+    chunks = [chunk.slot for chunk in self._chunks]
+    _abort(self)
+    for slot in range(len(kept)):
+        if slot not in chunks and self.tracker.active[slot]:
+            self.tracker.high[slot] = kept[slot]
+
+
+_run = Prefill.run
+
+
+def construct_without_open_keys(self, path, chunk, q, k, v, out):
+    """A chunk that starts inside a unit hands over its own keys alone."""
+    if path.algorithm is None:
+        return _run(self, path, chunk, q, k, v, out)
+
+    class Forgetful:
+        def construct(self, layer, slot, start, keys, q, lse):
+            path.algorithm.construct(layer, slot, start, keys[-len(k) :], q, lse)
+
+    return _run(self, evolve(path, algorithm=Forgetful()), chunk, q, k, v, out)
+
+
+_restore = ZeroCopyTransfer.restore
+
+
+@hookimpl
+def restore_keeps_maps(self, slot, length, resident):
+    """Truncate cuts the request and leaves what the buffer holds of it."""
+    reset = self.reset
+    self.reset = nothing
+    try:
+        _restore(self, slot, length, resident)
+    finally:
+        self.reset = reset
+
+
+def stale_page_row(self, slot, first, pages):
+    """What stands behind the new pages of a row stays."""
+    self.host_pages[slot, first : first + len(pages)] = pages
+    self._dirty.add(slot)
+
+
+_append = ZeroCopyTransfer.append
+
+
+@hookimpl
+def padded_rows_write(self, layer, k, v):
+    """Slot -1 is taken for slot 0."""
+    step = layer.step
+    through = evolve(
+        step,
+        slots=step.slots.clamp(min=0),
+        lengths=step.lengths.clamp(min=1),
+        appended=step.appended | (step.slots < 0).int(),
+    )
+    _append(self, evolve(layer, step=through), k, v)
+
+
+_end = SparseCoordinator.request_end
+
+
+def end_at_once(self, slot):
+    """A request that ends during a forward loses its pages there and then."""
+    is_open, self._forward_open = self._forward_open, False
+    try:
+        _end(self, slot)
+    finally:
+        self._forward_open = is_open
+
+
+EDGE = scenario(scenarios.an_abort_at_the_edge_of_a_unit, fast=False)
+LONG = scenario(scenarios.a_long_request_rolls_back_and_goes_on, fast=False)
+FILL = scenario(scenarios.a_prompt_fills_up_the_unit_that_decode_began, unit=4, buffer=24)
+TWINS = scenario(scenarios.twins_share_pages_and_part)
+TURNS = scenario(scenarios.requests_take_turns_in_a_slot)
+ENDS = scenario(scenarios.a_request_ends_while_others_decode)
+BOTH = ("cpu", "interpret")
+
+MUTANTS = [
+    LifecycleMutant(
+        "a flush leaves the old LRU copy of the open unit",
+        *(ZeroCopyTransfer, "flush", flush_leaves_lru_copy, FILL, BOTH),
+    ),
+    LifecycleMutant(
+        "the ring bound follows the length on rollback",
+        *(SparseCoordinator, "rollback", rollback_lowers_high, LONG),
+    ),
+    LifecycleMutant(
+        "an abort forgets what it wrote to the ring",
+        *(SparseCoordinator, "forward_abort", abort_forgets_high, EDGE),
+    ),
+    LifecycleMutant(
+        "keys of the open unit are not handed to construct",
+        *(Prefill, "run", construct_without_open_keys),
+    ),
+    LifecycleMutant("truncate keeps the maps", ZeroCopyTransfer, "restore", restore_keeps_maps),
+    LifecycleMutant(
+        "fork loses state that is keyed by slot",
+        *(RepresentationPools, "copy_slot", nothing, TWINS),
+    ),
+    LifecycleMutant(
+        "fork shares the open page", SparseKVCacheManager, "own_page", nothing, TWINS, BOTH
+    ),
+    LifecycleMutant(
+        "representations are not copied with their page",
+        *(RepresentationPools, "copy_page", nothing, TWINS),
+    ),
+    LifecycleMutant("settle is not called", Prefill, "settle", nothing),
+    LifecycleMutant(
+        "a page-table row keeps what stood behind", StepUploader, "write_page_row", stale_page_row
+    ),
+    LifecycleMutant("pages leak at the end", SparseKVCacheManager, "release", nothing, TURNS),
+    LifecycleMutant(
+        "state keyed by slot outlives its request",
+        RepresentationPools,
+        "reset_slot",
+        nothing,
+        TURNS,
+    ),
+    LifecycleMutant(
+        "padded rows write through", ZeroCopyTransfer, "append", padded_rows_write, FILL, BOTH
+    ),
+    LifecycleMutant(
+        "an end during a forward takes effect at once",
+        *(SparseCoordinator, "request_end", end_at_once, ENDS),
+    ),
+    LifecycleMutant("nothing is flushed", SparseCoordinator, "flush", nothing, FILL),
+    LifecycleMutant("filled units stay in the ring", SparseCoordinator, "offload", nothing),
+    LifecycleMutant(
+        "nobody waits for the copies of a prompt",
+        *(Prefill, "join", nothing, scenario(scenarios.copies_come_late, fast=False), ("gpu",)),
+    ),
+]

@@ -1,0 +1,326 @@
+"""Mutants of the transfer engine of the core: one line of it changed, or one method replaced.
+
+None of them leaves its tensors: interpreted kernels that do so break the process, not the test.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import linecache
+from types import ModuleType
+from typing import Any
+
+from tests.mutants.harness import Mutant, told_of
+from topkv.entries import PluginEntry
+from topkv.hooks.registry import hookimpl
+from topkv.testing.transfers import TransferTests
+from topkv.transfer import engine, kernels, launch, reference, token_kernels
+from topkv.transfer.engine import ZeroCopyTransfer
+
+_numbers = itertools.count()
+
+
+def changed(module: ModuleType, old: str = "", new: str = "", **names: Any) -> ModuleType:
+    """A second copy of a module with one piece of its source changed and some names rebound.
+
+    Raises:
+        ValueError: ``old`` does not stand there exactly once, so the mutant would not be one.
+    """
+    source = inspect.getsource(module)
+    if old:
+        if source.count(old) != 1:
+            raise ValueError(
+                f"{module.__name__} must have {old!r} once, got {source.count(old)} times; "
+                "follow the change of the module in the mutant"
+            )
+        source = source.replace(old, new)
+    name = f"{module.__name__}_mutant_{next(_numbers)}"
+    file = f"<{name}>"
+    # Triton reads the source of its kernels through inspect, which asks linecache.
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    copy = ModuleType(name)
+    exec(compile(source, file, "exec"), vars(copy))
+    vars(copy).update(names)
+    return copy
+
+
+def reference_with(old: str, new: str) -> type:
+    """The engine over a reference that has one change."""
+    copy = changed(engine, reference=changed(reference, old, new))
+    return copy.ZeroCopyTransfer
+
+
+def kernels_with(module: ModuleType, old: str, new: str) -> type:
+    """The engine over kernels of which one has one change."""
+    short = module.__name__.rpartition(".")[2]
+    # Few programs share a copy: the interpreter runs them one after the other.
+    launcher = changed(launch, COPY_PROGRAMS=8, **{short: changed(module, old, new)}).Launcher
+
+    class Changed(ZeroCopyTransfer):
+        def __init__(self, store: Any, layers: Any, eviction: Any, impl: str) -> None:
+            super().__init__(store, layers, eviction, impl)
+            if self.launch:
+                self.launch = launcher(store, eviction)
+
+    return Changed
+
+
+class EvictsAHit(reference_with("selected[hits] = True", "selected[hits] = False")):
+    """Victims are chosen before hits are stamped."""
+
+
+class EvictsTheNewest(
+    reference_with("order[stale][: len(missed)]", "order[stale].flip(0)[: len(missed)]")
+):
+    """Victims are those that were selected last."""
+
+
+class KeepsVictimsInTheMap(reference_with("slot_of[evicted] = -1", "pass")):
+    """The map still says that an evicted unit is in the buffer."""
+
+
+class TakesLogicalForHostIds(
+    reference_with(
+        "out.miss_hosts[lane, place] = host_id(group, layer, slot, unit)",
+        "out.miss_hosts[lane, place] = unit",
+    )
+):
+    """A logical id is used as a host id: the page table is ignored."""
+
+
+class TakesHostIdsForSlots(
+    reference_with(
+        "target = int(plan.miss_slots[lane, place])",
+        "target = int(plan.miss_hosts[lane, place]) % group.buffer_slots",
+    )
+):
+    """A host id is used as a slot id."""
+
+
+class AcceptsIdsBehindTheLimit(
+    reference_with("if 0 <= unit < bound", "if 0 <= unit < group.max_units")
+):
+    """Ids behind the limit are taken for units that can be attended."""
+
+
+class CountsDuplicatesTwice(
+    reference_with(
+        "list(dict.fromkeys(unit for unit in ids[lane].tolist() if 0 <= unit < bound))",
+        "[unit for unit in ids[lane].tolist() if 0 <= unit < bound]",
+    )
+):
+    """Equal ids are counted, and missed, as often as they stand there."""
+
+
+class ForgetsTheRing(
+    reference_with(
+        "low = ring_low(group, high)\n        row", "low = group.max_units\n        row"
+    )
+):
+    """Units in the ring are looked for in the LRU buffer, and fetched from the host."""
+
+
+class LeavesValuesBehindCount(reference_with("tensor.fill_(-1)", "pass")):
+    """The plan leaves what stood behind its counts."""
+
+
+class LoadsKeysOnly(
+    reference_with(
+        "store.buffer[layer.index, row, target] = source.to(store.buffer.device)",
+        "store.buffer[layer.index, row, target][:, 0] = source[:, 0].to(store.buffer.device)",
+    )
+):
+    """A miss brings the keys of an entry and leaves its values."""
+
+
+class OffloadsAUnitLate(
+    reference_with("length // group.unit - 1, resident)", "length // group.unit - 2, resident)")
+):
+    """The unit before the one that closed goes to the host."""
+
+
+class OffloadsTheUnitThatOpens(
+    reference_with("length // group.unit - 1, resident)", "length // group.unit, resident)")
+):
+    """The unit number ``length // unit`` goes to the host, which is the next one."""
+
+
+class OffloadsWhatDidNotAppend(
+    reference_with(
+        "slot >= 0 and step.appended[batch] and length % group.unit == 0",
+        "slot >= 0 and length > 0 and length % group.unit == 0",
+    )
+):
+    """Rows that append nothing are offloaded again."""
+
+
+class OffloadsOneLayer(reference_with("for layer in layers:", "for layer in layers[:1]:")):
+    """Closed units go to the host in the first layer only."""
+
+
+class KeepsOldCopies(
+    reference_with(
+        "return int(store.unit_slot[index, row, unit])",
+        "return unit if resident and unit < store.group.buffer_slots else -1",
+    )
+):
+    """A unit that is written again stays as it was in the LRU buffer."""
+
+
+class StaysResidentTooLong(
+    reference_with(
+        "(high - 1) // group.unit <= group.buffer_slots",
+        "(high - 1) // group.unit <= group.buffer_slots + 1",
+    )
+):
+    """A lane is taken to fit with one unit more than its buffer has slots."""
+
+
+class ChunksMissTheRing(reference_with("if unit >= low:", "if unit > low:")):
+    """A chunk leaves the oldest unit of the ring unwritten."""
+
+
+class ForgetsToResetTheOrder(ZeroCopyTransfer):
+    """A slot's next owner inherits the eviction order of the last."""
+
+    @hookimpl
+    def reset(self, slot: int) -> None:
+        order = self.store.order.clone()
+        super().reset(slot)
+        self.store.order.copy_(order)
+
+
+class FlushesNothing(ZeroCopyTransfer):
+    """The open unit stays in the ring alone."""
+
+    @hookimpl
+    def flush(self, slot: int, length: int, high: int, resident: bool) -> None:
+        pass
+
+
+class RestoresWithoutRing(ZeroCopyTransfer):
+    """After truncate the ring holds what it held before."""
+
+    @hookimpl
+    def restore(self, slot: int, length: int, resident: bool) -> None:
+        rows, first = self.store.rows_of(slot), self.group.buffer_slots
+        ring = self.store.buffer[:, rows, first:].clone()
+        super().restore(slot, length, resident)
+        self.store.buffer[:, rows, first:] = ring
+
+
+class KernelSeesAWiderRing(
+    kernels_with(
+        kernels,
+        "in_ring = valid & (unit >= newest - T + 1)",
+        "in_ring = valid & (unit >= newest - T)",
+    )
+):
+    """The plan kernel looks for a unit in the ring that has just left it."""
+
+
+class KernelKeepsVictimsInTheMap(
+    kernels_with(kernels, "tl.store(p_unit_slot + occupant, -1, victim & (occupant >= 0))", "pass")
+):
+    """The plan kernel does not clear the map entries of its victims."""
+
+
+class KernelEvictsAHit(
+    kernels_with(
+        kernels,
+        "stale = in_c & (tl.load(p_stamp + at, in_c, other=0) == UNSELECTED)",
+        "stale = in_c & (at >= 0)",
+    )
+):
+    """The plan kernel takes every slot for a victim, whatever was stamped."""
+
+
+class KernelOffloadsWhatDidNotAppend(
+    kernels_with(
+        kernels,
+        "closes = (tl.load(p_appended + batch) != 0) & (length % UNIT == 0)",
+        "closes = length % UNIT == 0",
+    )
+):
+    """The offload kernel moves the units of rows that append nothing."""
+
+
+class KernelLoadsFromTheFirstHead(
+    kernels_with(kernels, "s_page + head * s_head + inner", "s_page + inner")
+):
+    """The load kernel reads every lane's entries from the pages of the first."""
+
+
+class KernelAppendsKeysTwice(
+    kernels_with(
+        token_kernels,
+        "tl.store(p_target + entry + UNIT * D + d, v, d < D)",
+        "tl.store(p_target + entry + UNIT * D + d, k, d < D)",
+    )
+):
+    """The append kernel writes the key in the place of the value."""
+
+
+class WrapsFarAddresses(ZeroCopyTransfer):
+    """Byte offsets of the copy have 31 bits and wrap: row times width passes 2**31."""
+
+    @hookimpl
+    def load(self, layer: Any, plan: Any) -> None:
+        group, store, most = self.group, self.store, 2**31 - 1
+        size = group.entry_bytes
+        buffer = store.buffer.view(-1).view(dtype=store.pool.dtype)
+        for lane, misses in enumerate(plan.misses.tolist()):
+            batch, head = divmod(lane, group.lane_heads)
+            row = int(layer.step.slots[batch]) * group.lane_heads + head
+            for place in range(misses):
+                page, within = divmod(int(plan.miss_hosts[lane, place]), group.units_per_page)
+                source = store.layout.offset(page, layer.index, head, within) & most
+                slot = int(plan.miss_slots[lane, place])
+                target = ((layer.index * group.rows + row) * group.slots + slot) * size & most
+                buffer[target : target + size] = store.pool[source : source + size].to(
+                    buffer.device
+                )
+
+
+CLEAN = PluginEntry("zero_copy_twin", "transfer", "topkv.transfer.engine:ZeroCopyTransfer")
+
+
+def _mutant(factory: type, test: str, *tiers: str) -> Mutant:
+    name = factory.__name__
+    entry = PluginEntry(name.lower(), "transfer", f"{__name__}:{name}")
+    return Mutant(told_of(factory), TransferTests, test, entry, CLEAN, tiers or ("cpu",))
+
+
+_ORDERED = "test_plan_and_load_follow_the_ordered_model"
+_OFFLOAD = "test_offload_moves_what_closed"
+
+MUTANTS = [
+    _mutant(EvictsAHit, "test_what_is_selected_is_not_evicted"),
+    _mutant(EvictsTheNewest, _ORDERED),
+    _mutant(KeepsVictimsInTheMap, "test_state_machine"),
+    _mutant(TakesLogicalForHostIds, _ORDERED),
+    _mutant(TakesHostIdsForSlots, _ORDERED),
+    _mutant(AcceptsIdsBehindTheLimit, "test_ids_out_of_range_are_dropped_wherever_they_stand"),
+    _mutant(CountsDuplicatesTwice, "test_persistent_duplicates_do_not_grow_occupancy"),
+    _mutant(ForgetsTheRing, "test_lengths_around_ring_and_buffer"),
+    _mutant(LeavesValuesBehindCount, "test_padded_rows_change_nothing"),
+    _mutant(LoadsKeysOnly, "test_row_formats_move_bytewise"),
+    _mutant(OffloadsAUnitLate, _OFFLOAD),
+    _mutant(OffloadsTheUnitThatOpens, _OFFLOAD),
+    _mutant(OffloadsWhatDidNotAppend, _OFFLOAD),
+    _mutant(OffloadsOneLayer, _OFFLOAD),
+    _mutant(KeepsOldCopies, "test_a_unit_written_again_is_new_in_every_copy"),
+    _mutant(StaysResidentTooLong, "test_lengths_around_ring_and_buffer"),
+    _mutant(ChunksMissTheRing, "test_chunks_fetch_flush_and_restore"),
+    _mutant(ForgetsToResetTheOrder, "test_a_reused_slot_remembers_nothing"),
+    _mutant(FlushesNothing, "test_chunks_fetch_flush_and_restore"),
+    _mutant(RestoresWithoutRing, "test_chunks_fetch_flush_and_restore"),
+    _mutant(KernelSeesAWiderRing, "test_lengths_around_ring_and_buffer", "interpret"),
+    _mutant(KernelKeepsVictimsInTheMap, _ORDERED, "interpret"),
+    _mutant(KernelEvictsAHit, "test_what_is_selected_is_not_evicted", "interpret"),
+    _mutant(KernelOffloadsWhatDidNotAppend, _OFFLOAD, "interpret"),
+    _mutant(KernelLoadsFromTheFirstHead, _ORDERED, "interpret"),
+    _mutant(KernelAppendsKeysTwice, "test_append_writes_the_new_token_alone", "interpret"),
+    _mutant(WrapsFarAddresses, "test_addresses_beyond_32_bits", "gpu"),
+]

@@ -1,0 +1,55 @@
+"""Plugins that are broken on purpose: the kit must fail each, and pass its clean twin.
+
+    python -m pytest tests/test_mutants.py -v
+
+A mutant runs on every tier on which it can be seen; those of tier ``gpu`` need a CUDA device.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.mutants import algorithms, backends, engines, lifecycle, transfers
+from topkv.testing.tiers import tier
+
+MUTANTS = [
+    *algorithms.MUTANTS,
+    *backends.MUTANTS,
+    *engines.MUTANTS,
+    *lifecycle.MUTANTS,
+    *transfers.MUTANTS,
+]
+
+
+PASSED = set()
+"""Clean twins that have passed: several mutants of one test share theirs."""
+
+
+def cells():
+    """Every mutant on every tier on which it can be seen."""
+    found = []
+    for mutant in MUTANTS:
+        for name in mutant.tiers:
+            missing = tier(name).missing
+            marks = [pytest.mark.gpu] if name == "gpu" else []
+            if missing:
+                marks.append(pytest.mark.skip(reason=f"tier {name!r}: {missing}"))
+            found.append(pytest.param(mutant, name, id=f"{mutant.name}-{name}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("mutant", "tier_name"), cells())
+def test_a_mutant_is_caught_and_its_twin_passes(mutant, tier_name, record_property):
+    if (mutant.twin, tier_name) not in PASSED:
+        mutant.run_clean(tier_name)
+        PASSED.add((mutant.twin, tier_name))
+    failure = mutant.is_caught(tier_name)
+    assert failure, f"{mutant.name} survived on tier {tier_name!r}"
+    record_property("failure", failure)
+    print(f"{tier_name}: {mutant.name}: {failure}")
+
+
+def test_there_are_enough_of_them():
+    assert len({mutant.name for mutant in MUTANTS}) >= 20
+    shown = {m.name for m in MUTANTS if {"cpu", "interpret"} & set(m.tiers)}
+    assert len(shown) >= 15
