@@ -40,6 +40,17 @@ def test_close_is_idempotent(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_memory_that_nobody_closed_can_be_had_again(device):
+    """The system hands out the same addresses; CUDA must not think that they are taken."""
+    for _ in range(20):
+        memory = HostMemory(1 << 16, torch.device(device))
+        view = memory.bytes[5:]
+        del memory
+        view.fill_(3)
+        del view
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_killed_process_leaves_nothing(device, how):
     shared = Path("/dev/shm")

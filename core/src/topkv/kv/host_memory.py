@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 
 import torch
 from torch import Tensor
@@ -11,6 +12,36 @@ from torch import Tensor
 from topkv.errors import HostMemoryError
 
 _PORTABLE_AND_MAPPED = 0x01 | 0x02  # cudaHostRegisterPortable | cudaHostRegisterMapped
+
+
+class _Registration(mmap.mmap):
+    """Anonymous memory that is unregistered before it is unmapped.
+
+    CUDA would keep the address range of a pool that nobody closed, and refuse it to the next one.
+    Tensors keep the mapping alive, so this comes after the last of them.
+    """
+
+    address = 0
+
+    def register(self, address: int, size: int) -> int:
+        """Returns the error code of CUDA, 0 for none."""
+        # Touching first lets the kernel fault pages in large runs; registering untouched
+        # memory does the same page by page and is several times slower.
+        ctypes.memset(address, 0, size)
+        code = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE_AND_MAPPED))
+        self.address = 0 if code else address
+        return code
+
+    def unregister(self) -> None:
+        """Idempotent."""
+        if self.address:
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+            self.address = 0
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # at exit the driver takes everything back
+            self.unregister()
 
 
 class HostMemory:
@@ -29,12 +60,12 @@ class HostMemory:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
-        self.registered = False
+        self._map: _Registration | None = None
         if size == 0:  # every layer is resident; there is nothing to map
             self.bytes: Tensor = torch.empty(0, dtype=torch.uint8)
             return
         try:
-            self._map = mmap.mmap(-1, size)
+            self._map = _Registration(-1, size)
         except (OSError, ValueError, OverflowError) as error:
             raise HostMemoryError(
                 f"the host pool needs {size} bytes and the system refused them ({error}); "
@@ -42,20 +73,17 @@ class HostMemory:
             ) from error
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8, count=size)
         if device.type == "cuda":
-            self._register()
+            code = self._map.register(self.bytes.data_ptr(), size)
+            if code != 0:
+                raise HostMemoryError(
+                    f"cudaHostRegister of {size} bytes failed with code {code}; "
+                    "check the locked-memory limit (ulimit -l) or lower max_tokens"
+                )
 
-    def _register(self) -> None:
-        address = self.bytes.data_ptr()
-        # Touching first lets the kernel fault pages in large runs; registering untouched
-        # memory does the same page by page and is several times slower.
-        ctypes.memset(address, 0, self.size)
-        code = int(torch.cuda.cudart().cudaHostRegister(address, self.size, _PORTABLE_AND_MAPPED))
-        if code != 0:
-            raise HostMemoryError(
-                f"cudaHostRegister of {self.size} bytes failed with code {code}; "
-                "check the locked-memory limit (ulimit -l) or lower max_tokens"
-            )
-        self.registered = True
+    @property
+    def registered(self) -> bool:
+        """Whether the device can reach the bytes."""
+        return self._map is not None and self._map.address != 0
 
     @property
     def numa_node(self) -> int | None:
@@ -66,10 +94,8 @@ class HostMemory:
 
     def close(self) -> None:
         """Unregister. Idempotent; the bytes stay readable until the last view is gone."""
-        if self.registered:
-            torch.cuda.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
-            self.registered = False
+        if self._map is not None:
+            self._map.unregister()
 
 
 def numa_node_of(address: int) -> int | None:
