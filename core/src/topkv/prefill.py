@@ -142,9 +142,10 @@ class Prefill:
             self._last_queries[view.layer][slot] = q[-1]
 
     def settle(self, slot: int, since: int, length: int) -> None:
-        """Call ``settle`` of every sparse layer with the history from ``since`` on."""
+        """Call ``settle`` of every sparse layer with the history that it asks for."""
         for path in self.sparse:
-            first = since - since % path.view.group.unit
+            whole = path.algorithm.spec().settle_whole
+            first = 0 if whole else since - since % path.view.group.unit
             history = self._history(path, slot, first, length)
             path.algorithm.settle(path.view, slot, since, length, history)
 

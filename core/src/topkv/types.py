@@ -224,6 +224,7 @@ class AlgorithmSpec:
         tail: ``"forced"``: the core appends the tail unit to every selection and the algorithm
             offers closed units only; ``"selectable"``: the newest token competes (unit 1).
         settle_period: decode tokens between two calls of ``settle``; None for never.
+        settle_whole: ``settle`` gets the history from position 0, not from ``since``.
         generated: most tokens that may follow the prompt, for algorithms that choose once and
             have room for so many more; the core refuses further ones. None for any number.
         prefix_shareable: the representation of a page depends on its keys alone.
@@ -232,5 +233,6 @@ class AlgorithmSpec:
     representations: tuple[RepresentationSpec, ...] = ()
     tail: str = "forced"
     settle_period: int | None = None
+    settle_whole: bool = False
     generated: int | None = None
     prefix_shareable: bool = True

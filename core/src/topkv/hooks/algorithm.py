@@ -52,7 +52,8 @@ def settle(layer: LayerView, slot: int, since: int, length: int, history: object
         since: first position that is new since the last settle.
         length: tokens of the request.
         history: iterable of ``(start, k [m, Hkv, D], v [m, Hkv, D])`` blocks from position
-            ``since`` rounded down to a unit; reading it streams them from the host.
+            ``since`` rounded down to a unit, or from 0 where the spec says ``settle_whole``;
+            reading it streams them from the host.
     """
 
 

@@ -113,7 +113,7 @@ class AlgorithmBench(BenchMemory):
 
     def _settle(self, slot: int) -> None:
         since, length = max(self._settled[slot], 0), len(self.keys[slot])
-        first = since - since % self.group.unit
+        first = 0 if self.spec.settle_whole else since - since % self.group.unit
         self.algorithm.settle(self.layer, slot, since, length, self._history(slot, first))
         self._settled[slot] = length
 

@@ -1,0 +1,1 @@
+"""SnapKV prompt compression for topkv."""

@@ -1,0 +1,109 @@
+"""SnapKV in plain torch: votes, pooling, choice and budgets. Cold, all of it, but ``select``.
+
+Shapes: W voters (the last prompt queries), n tokens of the prompt, N lanes. Votes are fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from topkv.ops.topk import topk
+
+SAFE = 0.2
+"""Share of the mean budget that AdaKV leaves to every head."""
+
+NEVER = torch.iinfo(torch.int32).max
+"""Stands for no position; sorts behind every one."""
+
+BLOCK = 4096
+"""Keys whose votes are counted at a time: bounds the memory of ``[H, W, keys]``."""
+
+
+def votes(
+    q: Tensor, lse: Tensor, positions: Tensor, k: Tensor, start: int, scale: float
+) -> Tensor:
+    """Attention mass that the voters give to a block of keys, by kv-head.
+
+    The sum over voters and their query heads of ``exp(q . k scale - lse)``: with the log-sum-exp
+    of the whole row, each term is that row's softmax weight, so blocks need not know of each
+    other.
+
+    Args:
+        q: ``[W, H, D]``.
+        lse: fp32 ``[W, H]`` natural log-sum-exp of the voters' causal attention.
+        positions: ``[W]`` position of each voter; negative ones have no vote.
+        k: ``[m, Hkv, D]`` keys of positions ``start ..``.
+        scale: factor of the logits.
+
+    Returns:
+        fp32 ``[Hkv, m]``.
+    """
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    voters = q.float().unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)
+    rows = lse.unflatten(1, (kv_heads, group)).permute(1, 2, 0).flatten(1, 2)
+    seen = start + torch.arange(len(k), device=k.device) <= positions.repeat(group)[:, None]
+    logits = torch.bmm(voters, k.float().permute(1, 2, 0)) * scale
+    weights = torch.exp(logits - rows[..., None])
+    return torch.where(seen, weights, 0.0).sum(1)
+
+
+def pooled(scores: Tensor, kernel: int, pool: str) -> Tensor:
+    """Votes ``[N, n]`` spread to their neighbours: ``kernel`` positions around, stride 1.
+
+    ``"avg"`` divides by ``kernel`` at the edges too, where zeros are counted in.
+    """
+    pooling = {"max": torch.nn.functional.max_pool1d, "avg": torch.nn.functional.avg_pool1d}
+    return pooling[pool](scores[:, None], kernel, stride=1, padding=kernel // 2)[:, 0]
+
+
+def best(scores: Tensor, count: int, impl: str) -> Tensor:
+    """int32 ``[N, count]`` positions of the best scores, ascending, -1 behind them."""
+    ids = torch.empty((len(scores), count), dtype=torch.int32, device=scores.device)
+    lengths = torch.full((len(scores),), scores.shape[1], dtype=torch.int32, device=ids.device)
+    topk(scores.contiguous(), lengths, ids, impl=impl)
+    return ids
+
+
+def adaptive(scores: Tensor, mean: int, most: int, impl: str) -> Tensor:
+    """AdaKV: the heads share ``N * mean`` places, which go to the best scores of all of them.
+
+    The best ``SAFE * mean`` of every lane are safe, and no lane gets more than ``most``.
+
+    Returns:
+        int32 ``[N, most]`` ascending, -1 behind the last; ``N * mean`` in all, or as many as
+        there are.
+    """
+    offered = best(scores, min(most, scores.shape[1]), impl)
+    safe = best(scores, min(int(SAFE * mean), scores.shape[1]), impl)
+    ranked = scores.scatter(1, safe.long(), torch.inf).gather(1, offered.long())
+    taken = torch.zeros(ranked.numel() + 1, dtype=torch.bool, device=scores.device)
+    taken[best(ranked.view(1, -1), len(scores) * mean, impl).long()] = True  # -1 is the last
+    chosen = torch.where(taken[:-1].view_as(offered), offered, NEVER).sort(1).values
+    chosen = torch.nn.functional.pad(chosen, (0, most - chosen.shape[1]), value=NEVER)
+    return torch.where(chosen < NEVER, chosen, -1)
+
+
+def select(
+    kept: Tensor, count: Tensor, prompt: Tensor, lengths: Tensor, cap: int, room: int, width: int
+) -> Tensor:
+    """The kept positions of each lane, then the newest generated ones. Hot.
+
+    Args:
+        kept: ``[N, cap or more]`` ascending, -1 behind ``count``.
+        count: ``[N]``.
+        prompt: ``[N]`` tokens of the prompt; generated ones follow.
+        lengths: ``[N]`` tokens of the request; the newest is not selectable.
+        cap: places for the prompt. What a shorter prompt leaves free goes to generated tokens.
+        room: places for generated tokens.
+        width: K.
+
+    Returns:
+        ``[N, K]``: nothing from ``lengths - 1`` on, even where the prompt was cut since.
+    """
+    count, prompt, last = count[:, None], prompt[:, None], lengths[:, None] - 1
+    column = torch.arange(width, device=kept.device)
+    inside = torch.nn.functional.pad(kept, (0, width - kept.shape[1]), value=-1)
+    first = torch.maximum(prompt, last - room - (cap - prompt).clamp(min=0))
+    ids = torch.where(column < count, inside, first + column - count)
+    return torch.where(ids < last, ids, -1)
