@@ -1,0 +1,1 @@
+"""StreamingLLM's attention sinks and recent window for topkv."""

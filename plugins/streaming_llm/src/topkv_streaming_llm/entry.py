@@ -1,0 +1,25 @@
+"""What this package offers to topkv."""
+
+from __future__ import annotations
+
+from topkv import hookimpl
+from topkv.entries import Capabilities, PluginEntry
+
+
+@hookimpl
+def topkv_register_algorithms() -> list[PluginEntry]:
+    return [
+        PluginEntry(
+            name="streaming_llm",
+            kind="algorithm",
+            factory="topkv_streaming_llm.algorithm:StreamingLLM",
+            capabilities=Capabilities(
+                units=(1, 128),
+                scopes=("shared", "kv_head"),
+                # No scores, so no low_ties; no representation, so exact_update holds of nothing.
+                traits=("nested", "scale_free", "head_equivariant"),
+            ),
+            defaults={"unit": 16, "scope": "shared"},
+            parameters={"sink_tokens": 4},
+        )
+    ]
