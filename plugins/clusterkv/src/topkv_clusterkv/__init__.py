@@ -1,0 +1,1 @@
+"""ClusterKV semantic cluster selection for topkv."""

@@ -1,0 +1,217 @@
+"""ClusterKV: tokens whose keys point the same way are selected together.
+
+Liu et al., "ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression",
+DAC 2025, arXiv 2412.03213. Differences from its code stand in the README of this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from topkv import hookimpl
+from topkv.errors import ConfigError
+from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape
+from topkv_clusterkv import reference
+from topkv_clusterkv.store import RequestClusters, Settings, representations
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_CLUSTERS = 16384
+"""Clusters of a request that the selection kernel holds in registers."""
+
+LEAST = {
+    "tokens_per_cluster": 1,
+    "window": 1,
+    "segment": 1,
+    "sinks": 0,
+    "iterations": 1,
+    "seed": 0,
+}
+"""Smallest value of each parameter; all are integers."""
+
+
+class ClusterKV:
+    """Selects whole clusters of the largest ``<q, mu>`` until the budget is full.
+
+    The first ``sinks`` tokens and those that are in no cluster yet, the open window, are always
+    attended. Prefill clusters every full window as its chunks come, in segments; decode every
+    ``window`` tokens. On a GPU prefill clusters on a stream of its own, which the group's last
+    layer joins.
+
+    If sinks and open window exceed K, the newest of them are selected.
+    """
+
+    def __init__(
+        self,
+        model: ModelShape,
+        group: GroupShape,
+        params: dict[str, Any],
+        impl: str,
+        device: torch.device,
+    ) -> None:
+        _validate(model, group, params, impl)
+        self.model, self.group = model, group
+        self.settings = Settings(**params)
+        self.pending = self.settings.pending(group.ring_slots)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.launcher = None
+        if impl == "triton":
+            from topkv_clusterkv.launch import Launcher
+
+            self.launcher = Launcher(model, group, self.settings, device)
+
+    @hookimpl
+    def spec(self) -> AlgorithmSpec:
+        return AlgorithmSpec(
+            representations=representations(self.group, self.settings),
+            tail="forced",
+            settle_period=self.settings.window,
+            prefix_shareable=False,
+        )
+
+    @hookimpl
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        if k.shape[0] == 0:
+            return
+        length = start + k.shape[0]
+        state = [0, 0, 0] if start == 0 else layer.pools["state"][slot].tolist()
+        watermark, built, clusters = min(state[0], start), state[1], state[2]
+        first = max(watermark, self.settings.sinks)
+        end = self.settings.aligned(length)
+        if end > first:
+            old = self._pending_keys(layer, slot, first, min(start, end), start)
+            keys = torch.cat([old, k[max(first - start, 0) : max(end - start, 0)]])
+            done = RequestClusters(layer.pools, slot, self.settings, built, clusters)
+            self._aside(keys, lambda: _cluster(done, keys, first))
+            watermark, built, clusters = end, done.built, done.clusters
+        _write_state(layer, slot, watermark, built, clusters)
+        kept = max(start, length - self.pending)
+        places = torch.arange(kept, length, device=k.device) % self.pending
+        layer.pools["keys"][slot][:, places] = k[kept - start :].transpose(0, 1)
+        if layer.index == len(self.group.layers) - 1:
+            self._join()
+
+    @hookimpl
+    def settle(
+        self, layer: LayerView, slot: int, since: int, length: int, history: object
+    ) -> None:
+        """Cluster the full windows. Their keys are in the pool, so nothing is streamed."""
+        self._join()
+        watermark, built, clusters = layer.pools["state"][slot].tolist()
+        watermark = min(watermark, length)
+        first, end = max(watermark, self.settings.sinks), self.settings.aligned(length)
+        if end > first:
+            keys = self._pending_keys(layer, slot, first, end, length)
+            done = RequestClusters(layer.pools, slot, self.settings, built, clusters)
+            _cluster(done, keys, first)
+            watermark, built, clusters = end, done.built, done.clusters
+        _write_state(layer, slot, watermark, built, clusters)
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor) -> None:
+        if self.launcher is not None:
+            self.launcher.update(layer, k)
+            return
+        step, pools = layer.step, layer.pools
+        rows = (step.slots >= 0) & (step.lengths > 0) & (step.appended != 0)
+        slots, newest = step.slots[rows].long(), step.lengths[rows] - 1
+        pools["keys"][slots, :, newest.long() % self.pending] = k[rows]
+        state = pools["state"]
+        state[slots, 0] = torch.minimum(state[slots, 0], newest)
+
+    @hookimpl
+    def retrieve_topk(
+        self, layer: LayerView, q: Tensor, native: Tensor | None, ids: Tensor
+    ) -> None:
+        if q.shape[1] != 1:
+            raise ValueError(f"clusterkv: expected one query per row, got q {list(q.shape)}")
+        q = q[:, 0] if q.stride(-1) == 1 else q[:, 0].contiguous()
+        if self.launcher is not None:
+            self.launcher.retrieve(layer, q, ids)
+            return
+        step = layer.step
+        slots = step.slots.long().clamp(min=0)
+        centroids, ends, members, state = (
+            layer.pools[name][slots] for name in ("centroids", "ends", "members", "state")
+        )
+        clusters = state[:, 2].long()
+        where = reference.reach(step.slots, step.lengths, state[:, 0], self.settings.sinks)
+        scores = reference.head_scores(q, centroids) * self.model.scale
+        scores = reference.lane_scores(scores, reference.sizes(ends, clusters) > 0)
+        counts = reference.member_counts(ends, members, clusters, where.closed)
+        chosen = reference.select(scores, counts, ends, members, where, ids.shape[1])
+        ids.copy_(chosen.flatten(0, 1))
+
+    def _pending_keys(
+        self, layer: LayerView, slot: int, first: int, end: int, length: int
+    ) -> Tensor:
+        """Keys ``[n, h, D]`` of positions ``first .. end`` of a request of ``length`` tokens.
+
+        Zeros where newer keys have taken the place, which takes an engine that skips settles.
+        """
+        places = torch.arange(first, max(first, end), device=layer.pools["keys"].device)
+        keys = layer.pools["keys"][slot][:, places % self.pending].transpose(0, 1)
+        return keys * (places >= length - self.pending)[:, None, None]
+
+    def _aside(self, keys: Tensor, work: Callable[[], None]) -> None:
+        """Run the work on the stream of its own, after what wrote the keys."""
+        if self.stream is None:
+            work()
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(keys.device))
+        with torch.cuda.stream(self.stream):
+            work()
+        keys.record_stream(self.stream)
+
+    def _join(self) -> None:
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+
+def _cluster(done: RequestClusters, keys: Tensor, first: int) -> None:
+    done.trim(first)
+    done.append(keys, first)
+
+
+def _write_state(layer: LayerView, slot: int, *values: int) -> None:
+    for place, value in enumerate(values):
+        layer.pools["state"][slot, place].fill_(value)
+
+
+def _validate(model: ModelShape, group: GroupShape, params: dict[str, Any], impl: str) -> None:
+    reasons = []
+    wrong = sorted(set(params) ^ set(LEAST))
+    if wrong:
+        reasons.append(f"unknown or missing parameters {wrong}; clusterkv takes {sorted(LEAST)}")
+    for name, least in LEAST.items():
+        value = params.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            reasons.append(f"{name} must be an integer of {least} or more, got {value!r}")
+    if not reasons and params["segment"] < params["window"]:
+        reasons.append(
+            f"segment must be at least window, got {params['segment']} and {params['window']}"
+        )
+    if not reasons:
+        clusters = Settings(**params).max_clusters(group.max_units)
+        if clusters > MAX_CLUSTERS:
+            reasons.append(
+                f"a request of {group.max_units} tokens has up to {clusters} clusters, at most "
+                f"{MAX_CLUSTERS} are supported; raise tokens_per_cluster or lower "
+                "max_request_tokens"
+            )
+    if group.unit != 1 or group.heads_per_lane != 1:
+        reasons.append(
+            f"clusterkv selects tokens for each kv-head, got unit {group.unit} and "
+            f"{group.heads_per_lane} kv-heads a lane; set unit=1 and scope='kv_head'"
+        )
+    if model.dtype not in DTYPES:
+        reasons.append(f"keys of {model.dtype} are not supported, only of {DTYPES}")
+    if impl not in ("reference", "triton"):
+        reasons.append(f"impl must be 'reference' or 'triton', got {impl!r}")
+    if reasons:
+        raise ConfigError("clusterkv", reasons)

@@ -1,0 +1,35 @@
+"""What this package offers to topkv."""
+
+from __future__ import annotations
+
+from topkv import hookimpl
+from topkv.entries import Capabilities, PluginEntry
+
+
+@hookimpl
+def topkv_register_algorithms() -> list[PluginEntry]:
+    return [
+        PluginEntry(
+            name="clusterkv",
+            kind="algorithm",
+            factory="topkv_clusterkv.algorithm:ClusterKV",
+            capabilities=Capabilities(
+                units=(1, 1),
+                scopes=("kv_head",),
+                dtypes=("float16", "bfloat16", "float32"),
+                # Not scale_free: a mean of softmaxes. Not exact_update: decoded tokens are
+                # clustered by windows. Not low_ties: the lower of two tied clusters may hold
+                # the higher tokens.
+                traits=("attends", "nested", "head_equivariant"),
+            ),
+            defaults={"unit": 1, "scope": "kv_head", "dense_layers": (0, 1)},
+            parameters={
+                "tokens_per_cluster": 80,
+                "window": 320,
+                "segment": 8192,
+                "sinks": 16,
+                "iterations": 10,
+                "seed": 0,
+            },
+        )
+    ]

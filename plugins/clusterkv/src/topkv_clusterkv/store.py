@@ -1,0 +1,159 @@
+"""What ClusterKV keeps of a request in one layer, and how it grows. Cold.
+
+All pools are of grain request, ``[max_requests, *shape]``:
+
+========== =================== ==============================================================
+centroids  ``[h, C, D]``       mean of the members, in the 16-bit dtype of the keys, or fp32
+ends       ``[h, C]`` int32    inclusive prefix sums of the cluster sizes
+members    ``[h, U]`` int32    tokens sorted by cluster; ascending within a cluster
+keys       ``[h, P, D]``       the newest keys, position p at p % P, until they are clustered
+state      ``[3]`` int32       watermark, built, clusters
+========== =================== ==============================================================
+
+Tokens ``sinks .. built`` were clustered, the same ones in each head. ``watermark`` is the lowest
+position that was written since: what clusters hold from there on is of rejected tokens and
+counts for nothing; it goes when the next tokens are clustered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from topkv.types import GroupShape, RepresentationSpec
+from topkv_clusterkv.kmeans import kmeans, spread
+
+
+@frozen
+class Settings:
+    """The parameters of the entry, and what follows from them."""
+
+    tokens_per_cluster: int
+    window: int
+    segment: int
+    sinks: int
+    iterations: int
+    seed: int
+
+    @property
+    def segment_tokens(self) -> int:
+        """The segment in whole windows."""
+        return self.segment // self.window * self.window
+
+    def aligned(self, length: int) -> int:
+        """The end of the last full window of a request."""
+        full = max(length - self.sinks, 0) // self.window
+        return self.sinks + full * self.window
+
+    def clusters(self, tokens: int) -> int:
+        return -(-tokens // self.tokens_per_cluster)
+
+    def max_clusters(self, max_tokens: int) -> int:
+        """Those of a request of full windows, and one window's more."""
+        windows = max(max_tokens - self.sinks, 0) // self.window + 1
+        return windows * self.clusters(self.window)
+
+    def pending(self, ring_tokens: int) -> int:
+        """P: a window that a prompt left open, one that decode fills, and a rollback."""
+        return 2 * self.window + ring_tokens
+
+
+def representations(group: GroupShape, settings: Settings) -> tuple[RepresentationSpec, ...]:
+    heads, dim = group.num_kv_heads, group.head_dim
+    clusters = settings.max_clusters(group.max_units)
+    pending = settings.pending(group.ring_slots)
+    return (
+        RepresentationSpec("centroids", "request", (heads, clusters, dim), group.dtype),
+        RepresentationSpec("ends", "request", (heads, clusters), torch.int32),
+        RepresentationSpec("members", "request", (heads, group.max_units), torch.int32),
+        RepresentationSpec("keys", "request", (heads, pending, dim), group.dtype),
+        RepresentationSpec("state", "request", (3,), torch.int32),
+    )
+
+
+class RequestClusters:
+    """The clusters of one request in one layer, to be changed.
+
+    Args:
+        pools: of the layer.
+        slot: the request.
+        settings: parameters.
+        built: clustered up to here, on the host.
+        clusters: taken places, on the host.
+    """
+
+    def __init__(
+        self, pools: Mapping[str, Tensor], slot: int, settings: Settings, built: int, clusters: int
+    ) -> None:
+        self.settings, self.built, self.clusters = settings, built, clusters
+        self.centroids, self.ends = pools["centroids"][slot], pools["ends"][slot]
+        self.members = pools["members"][slot]
+
+    def trim(self, first: int) -> None:
+        """Forget the members from position ``first`` on, and the last clusters if they are empty.
+
+        Rare, after a rollback or a truncation: the number of clusters that stay comes from the
+        device.
+        """
+        sinks = self.settings.sinks
+        if first <= sinks:
+            self.built = self.clusters = 0
+        if first >= self.built:
+            return
+        ids = self.members[:, : self.built - sinks]
+        keep = ids < first
+        count = torch.nn.functional.pad(keep.cumsum(1), (1, 0))
+        ends = count.gather(1, self.ends[:, : self.clusters].long())
+        kept = first - sinks
+        self.members[:, :kept] = ids[keep].view(-1, kept)
+        self.ends[:, : self.clusters] = ends.int()
+        self.clusters = int((ends < kept).any(0).sum()) + 1
+        self.built = first
+
+    def append(self, keys: Tensor, first: int) -> None:
+        """Cluster keys ``[n, h, D]`` of positions from ``first`` on, in segments of equal size."""
+        tokens = keys.shape[0]
+        parts = -(-tokens // self.settings.segment_tokens)
+        for part in range(parts):
+            start, stop = part * tokens // parts, (part + 1) * tokens // parts
+            self._append_segment(keys[start:stop].transpose(0, 1).float(), first + start)
+        self.built = first + tokens
+
+    def _append_segment(self, keys: Tensor, first: int) -> None:
+        """Keys fp32 ``[h, n, D]`` into clusters of their own, behind those that there are.
+
+        Rollbacks may have left so many small clusters that places run short: then there are
+        fewer new clusters, and without any place the tokens join the last cluster.
+        """
+        tokens, places = keys.shape[1], self.ends.shape[1]
+        used = first - self.settings.sinks
+        clusters = min(self.settings.clusters(tokens), places - self.clusters)
+        if clusters == 0:
+            self._extend_last(keys, first, used)
+            return
+        positions = _to_device(spread(tokens, clusters, self.settings.seed), keys.device)
+        labels, centroids, sizes = kmeans(keys, positions, self.settings.iterations)
+        order = labels.sort(dim=1, stable=True).indices
+        self.members[:, used : used + tokens] = (order + first).int()
+        new = slice(self.clusters, self.clusters + clusters)
+        self.ends[:, new] = (sizes.long().cumsum(1) + used).int()
+        self.centroids[:, new] = centroids.to(self.centroids.dtype)
+        self.clusters += clusters
+
+    def _extend_last(self, keys: Tensor, first: int, used: int) -> None:
+        tokens, last = keys.shape[1], self.clusters - 1
+        before = self.ends[:, last - 1] if last else torch.zeros_like(self.ends[:, 0])
+        size = (self.ends[:, last] - before).float()[:, None]
+        total = self.centroids[:, last].float() * size + keys.sum(1)
+        self.centroids[:, last] = (total / (size + tokens)).to(self.centroids.dtype)
+        new = torch.arange(first, first + tokens, device=keys.device, dtype=torch.int32)
+        self.members[:, used : used + tokens] = new
+        self.ends[:, last] = used + tokens
+
+
+def _to_device(x: Tensor, device: torch.device) -> Tensor:
+    """A copy that the host does not wait for: a pageable one would wait for the whole stream."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
