@@ -11,9 +11,15 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_example_runs_as_written():
+def examples():
+    """The Python blocks of the README: the use of a model, and the tests of a plugin."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    use, suite = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    return use, suite
+
+
+def test_the_example_runs_as_written():
+    example, _ = examples()
     assert len(example.strip().splitlines()) <= 14
     done = subprocess.run(
         [sys.executable, "-c", example],
@@ -25,6 +31,16 @@ def test_the_example_runs_as_written():
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"\b\d{5}\b", done.stdout)
+
+
+def test_the_suite_of_a_plugin_runs(tmp_path):
+    """As written, but for the name: no plugin is called "mine"."""
+    _, suite = examples()
+    (tmp_path / "test_mine.py").write_text(suite.replace('"mine"', '"streaming_llm"'))
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "cpu and well_formed", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
 
 
 def test_every_file_that_is_linked_exists():

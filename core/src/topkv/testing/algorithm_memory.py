@@ -6,8 +6,10 @@ import math
 from typing import Any
 
 import torch
+from hypothesis import reject
 from torch import Tensor
 
+from topkv.errors import ConfigError
 from topkv.testing.algorithm_cases import Case
 from topkv.testing.kit import Subject
 from topkv.testing.strategies import page_table
@@ -39,7 +41,10 @@ class BenchMemory:
         self.device, self.requests = subject.tier.device, requests
         self.model, self.group = _shapes(case, requests)
         params = {**subject.entry.parameters, **case.params}
-        self.algorithm = subject.make(self.model, self.group, params, impl, self.device)
+        try:
+            self.algorithm = subject.make(self.model, self.group, params, impl, self.device)
+        except ConfigError:
+            reject()  # a shape that the algorithm refuses on purpose; another one is drawn
         self.spec = self.algorithm.spec()
         pages = case.units // case.geometry.page_units
         self.page_table = page_table(requests, pages, pages_seed).to(self.device)
