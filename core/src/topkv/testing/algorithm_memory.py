@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from hypothesis import reject
+from hypothesis import currently_in_test_context, reject
 from torch import Tensor
 
 from topkv.errors import ConfigError
@@ -44,7 +44,9 @@ class BenchMemory:
         try:
             self.algorithm = subject.make(self.model, self.group, params, impl, self.device)
         except ConfigError:
-            reject()  # a shape that the algorithm refuses on purpose; another one is drawn
+            if currently_in_test_context():
+                reject()  # a shape that the algorithm refuses on purpose; another one is drawn
+            raise
         self.spec = self.algorithm.spec()
         pages = case.units // case.geometry.page_units
         self.page_table = page_table(requests, pages, pages_seed).to(self.device)

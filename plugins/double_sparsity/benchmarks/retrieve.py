@@ -1,0 +1,128 @@
+"""Time of Double Sparsity's update and selection per layer-step, and the share of the bandwidth.
+
+    python plugins/double_sparsity/benchmarks/retrieve.py --out double_sparsity.jsonl
+
+32 q-heads, 8 kv-heads, D = 128, bfloat16, 32 channels, 2047 of 128K tokens. Every cell replays a
+CUDA graph of ``CALLS`` calls; ``score`` is the two kernels before top-k. The bytes are the labels
+with scale and zero, read once; ``read_gbs`` is what a plain sum reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from topkv.testing.timing import graph_us
+from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
+from topkv_double_sparsity.algorithm import DoubleSparsity
+from topkv_double_sparsity.entry import topkv_register_algorithms
+
+CALLS, REPEATS = 10, 9
+HEADS, KV_HEADS, DIM, PAGE, SELECT = 32, 8, 128, 64, 2047
+INTS: dict[str, Any] = {"dtype": torch.int32, "device": "cuda"}
+
+
+def per_call(call: Callable[[], object]) -> float:
+    return graph_us(*[call] * CALLS, repeats=REPEATS)
+
+
+def random_pool(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    if dtype is torch.uint8:
+        return torch.randint(0, 256, shape, dtype=dtype, device="cuda")
+    if dtype is torch.int32:
+        order = torch.stack([torch.randperm(DIM) for _ in range(shape[0] * shape[1])])
+        return order[:, : shape[2]].sort(-1).values.view(shape).to(**INTS)
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def prepare(
+    requests: int, tokens: int, scope: str, params: dict[str, Any]
+) -> tuple[DoubleSparsity, LayerView]:
+    lanes = KV_HEADS if scope == "kv_head" else 1
+    model = ModelShape(1, HEADS, KV_HEADS, DIM, torch.bfloat16, DIM**-0.5)
+    group = GroupShape(
+        *((0,), 1, lanes, KV_HEADS // lanes, DIM, torch.bfloat16, PAGE, requests, tokens),
+        *(SELECT, 2 * SELECT, 32),
+    )
+    (entry,) = topkv_register_algorithms()
+    given = {**entry.parameters, **params}
+    algorithm = DoubleSparsity(model, group, given, "triton", torch.device("cuda"))
+    pages = tokens // PAGE
+    table = 1 + torch.randperm(requests * pages).view(requests, pages)
+    rows = {"token": (1 + requests * pages) * PAGE, "request": requests}
+    pools = {
+        spec.name: random_pool((rows[spec.grain], *spec.shape), spec.dtype)
+        for spec in algorithm.spec().representations
+    }
+    full = torch.full((requests,), tokens, **INTS)
+    step = StepTensors(
+        *(torch.arange(requests, **INTS), full, full, torch.ones_like(full), full * 0),
+        table.to(**INTS),
+    )
+    ring = torch.empty((requests, lanes, 32, KV_HEADS // lanes, 1, DIM), device="cuda")
+    ring = ring.to(torch.bfloat16)
+    return algorithm, LayerView(0, 0, group, step, ring, ring, pools)
+
+
+def measure(requests: int, tokens: int, scope: str, params: dict[str, Any]) -> dict[str, object]:
+    algorithm, layer = prepare(requests, tokens, scope, params)
+    q = torch.randn(requests, 1, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(requests, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    ids = torch.empty(requests * layer.group.lane_heads, SELECT, **INTS)
+    specs = algorithm.spec().representations
+    moved = sum(spec.bytes for spec in specs if spec.grain == "token") * tokens * requests
+    launcher = algorithm.launcher
+    assert launcher is not None
+    channels = algorithm.channels(layer)
+    score = per_call(lambda: launcher.score(layer, channels, q[:, 0]))
+    return {
+        "requests": requests,
+        "tokens": tokens,
+        "scope": scope,
+        **params,
+        "update_us": round(per_call(lambda: algorithm.update(layer, k)), 2),
+        "score_us": round(score, 2),
+        "retrieve_us": round(per_call(lambda: algorithm.retrieve_topk(layer, q, None, ids)), 2),
+        "score_gbs": round(moved / score / 1e3, 1),
+    }
+
+
+def read_gbs() -> float:
+    """What a sum over 2 GiB reads: the ceiling for ``score_gbs``."""
+    source = torch.zeros(1 << 29, device="cuda")
+    return source.numel() * 4 / per_call(source.sum) / 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="write JSON lines here as well")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--tokens", type=int, default=131072)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    cells: list[dict[str, object]] = [
+        {"device": torch.cuda.get_device_name(), "read_gbs": round(read_gbs(), 1)}
+    ]
+    print(cells[0])
+    variants: list[dict[str, Any]] = [
+        {"label": "bf16", "channels": 32},
+        {"label": "int4", "channels": 32},
+        {"label": "bf16", "channels": 128},
+        {"label": "int4", "channels": 32, "head_sparsity": 0.9},
+    ]
+    for scope in ("kv_head", "shared"):
+        for params in variants:
+            for requests in options.requests:
+                cells.append(measure(requests, options.tokens, scope, params))
+                print(cells[-1])
+    if options.out:
+        options.out.write_text("".join(json.dumps(cell) + "\n" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()

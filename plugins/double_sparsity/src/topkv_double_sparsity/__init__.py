@@ -1,0 +1,1 @@
+"""Double Sparsity token selection for topkv."""

@@ -1,0 +1,173 @@
+"""Double Sparsity: a few channels of a key tell which tokens are worth attending.
+
+Yang et al., "Post-Training Sparse Attention with Double Sparsity", arXiv 2408.07092.
+Differences from its code: selection per kv-head (or shared) by the mean of the query heads'
+softmaxed scores instead of per query head; channels are chosen by E[q^2] Var(k); the newest token
+is always attended; prefill is dense.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from topkv import hookimpl
+from topkv.ops.topk import topk
+from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape, RepresentationSpec
+from topkv_double_sparsity import reference, statistics
+from topkv_double_sparsity.parameters import settings_of
+
+
+class DoubleSparsity:
+    """Selects the tokens of the highest mean softmaxed approximate logit.
+
+    The label of a key is r of its post-RoPE channels, per kv-head, in the keys' own dtype, or in 4
+    bits with an fp16 scale and zero. A query head scores a token by the sum of query times
+    label over these channels; scores times ``model.scale`` go through a softmax over tokens
+    ``0 .. length - 2``, in fp32, and are averaged over the query heads of the lane. The first
+    ``sink_tokens`` are forced. Of equal scores the lower token wins.
+
+    Which channels: from a calibration file, or from the statistics of the first prompt chunk of
+    each request, kept in a request-grained pool. A label then depends on the key alone.
+
+    With ``head_sparsity`` a lane whose scores are flat, by their entropy over its maximum,
+    selects ``head_budget`` of K, unless K covers all its tokens.
+    """
+
+    def __init__(
+        self,
+        model: ModelShape,
+        group: GroupShape,
+        params: dict[str, Any],
+        impl: str,
+        device: torch.device,
+    ) -> None:
+        self.model, self.group = model, group
+        self.settings = settings_of(model, group, params, impl)
+        self.fixed = self._fixed_channels(device)
+        self.launcher = None
+        if impl == "triton":
+            from topkv_double_sparsity.launch import Launcher
+
+            self.launcher = Launcher(model, group, self.settings, device)
+
+    def _fixed_channels(self, device: torch.device) -> Tensor | None:
+        """int32 ``[layers of the group, Hkv, r]`` from the calibration file, if there is one."""
+        settings = self.settings
+        if settings.calibration is None:
+            return None
+        layers = settings.calibration.layers
+        importance = [torch.tensor(layers[i], dtype=torch.float64) for i in self.group.layers]
+        chosen = [reference.choose(x, settings.channels, settings.pairs) for x in importance]
+        return torch.stack(chosen).to(device)
+
+    @hookimpl
+    def spec(self) -> AlgorithmSpec:
+        heads, width = self.group.num_kv_heads, self.settings.channels
+        if self.settings.int4:
+            pools = [
+                RepresentationSpec("labels", "token", (heads, (width + 1) // 2), torch.uint8),
+                RepresentationSpec("meta", "token", (heads, 2), torch.float16),
+            ]
+        else:
+            pools = [RepresentationSpec("labels", "token", (heads, width), self.model.dtype)]
+        if self.fixed is None:
+            pools.append(RepresentationSpec("channels", "request", (heads, width), torch.int32))
+        return AlgorithmSpec(representations=tuple(pools), prefix_shareable=self.fixed is not None)
+
+    def channels(self, layer: LayerView) -> Tensor:
+        """Channels of every slot, int32 ``[max_requests, Hkv, r]``; stride 0 if all are alike."""
+        if self.fixed is None:
+            own: Tensor = layer.pools["channels"]
+            return own
+        return self.fixed[layer.index].expand(self.group.max_requests, -1, -1)
+
+    @hookimpl
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        if k.shape[0] == 0:
+            return
+        settings = self.settings
+        if self.fixed is None and start == 0:
+            importance = statistics.of_prompt(q, k, settings.statistic)
+            layer.pools["channels"][slot] = reference.choose(
+                importance, settings.channels, settings.pairs
+            )
+        if self.launcher is not None:
+            self.launcher.construct(layer, self.channels(layer), slot, start, k)
+            return
+        tokens = start + torch.arange(k.shape[0], device=k.device)
+        self._write(layer, torch.full_like(tokens, slot), tokens, k)
+
+    @hookimpl
+    def settle(
+        self, layer: LayerView, slot: int, since: int, length: int, history: object
+    ) -> None:
+        """Nothing: labels are complete at every moment."""
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor) -> None:
+        if self.launcher is not None:
+            self.launcher.update(layer, self.channels(layer), k)
+            return
+        step = layer.step
+        rows = (step.slots >= 0) & (step.lengths > 0) & (step.appended != 0)
+        self._write(layer, step.slots[rows].long(), step.lengths[rows].long() - 1, k[rows])
+
+    @hookimpl
+    def retrieve_topk(
+        self, layer: LayerView, q: Tensor, native: Tensor | None, ids: Tensor
+    ) -> None:
+        if q.shape[1] != 1:
+            raise ValueError(f"double_sparsity: expected one query per row, got q {list(q.shape)}")
+        q = q[:, 0] if q.stride(-1) == 1 else q[:, 0].contiguous()
+        if self.launcher is not None:
+            scores, closed, flat = self.launcher.score(layer, self.channels(layer), q)
+            impl = "triton"
+        else:
+            scores, closed, flat = self._score(layer, q)
+            impl = "reference"
+        topk(scores, closed, ids, impl=impl)
+        if flat is None:
+            return
+        # A lane has tokens in one of the two counts, so one of the two selections is empty.
+        few = ids.new_empty((ids.shape[0], self.settings.flat_select))
+        topk(scores, flat, few, impl=impl)
+        head = ids[:, : few.shape[1]]
+        torch.maximum(head, few, out=head)
+
+    def _write(self, layer: LayerView, slots: Tensor, tokens: Tensor, keys: Tensor) -> None:
+        """Labels of keys ``[n, Hkv, D]`` to the pools."""
+        label = reference.gather(keys, self.channels(layer)[slots])
+        at = reference.host_rows(layer.step.page_table, slots, tokens, self.group.page_tokens)
+        if self.settings.int4:
+            layer.pools["labels"][at], layer.pools["meta"][at] = reference.quantize(label)
+        else:
+            layer.pools["labels"][at] = label
+
+    def _score(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Scores ``[N, U]``, tokens of lanes that select K and of lanes that are flat ``[N]``."""
+        step, group, settings = layer.step, self.group, self.settings
+        closed = (step.lengths - 1).clamp(min=0) * (step.slots >= 0)
+        tokens = torch.arange(group.max_units, device=q.device).expand(step.batch, -1)
+        # Behind the selectable tokens stands no page: read page 0, and mask it below.
+        tokens = torch.where(tokens < closed[:, None], tokens, 0)
+        slots = step.slots.clamp(min=0)
+        at = reference.host_rows(
+            step.page_table, slots[:, None].expand_as(tokens), tokens, group.page_tokens
+        )
+        labels = layer.pools["labels"][at]
+        if settings.int4:
+            labels = reference.dequantize(labels, layer.pools["meta"][at], settings.channels)
+        logits = reference.head_logits(q, self.channels(layer)[slots.long()], labels)
+        scores, flatness = reference.lane_scores(
+            logits * self.model.scale, closed, group.lane_heads, settings.sinks
+        )
+        closed = closed.repeat_interleave(group.lane_heads)
+        if settings.flat is None:
+            return scores, closed, None
+        flat = (flatness > settings.flat) & (closed > group.select)
+        return scores, torch.where(flat, 0, closed), torch.where(flat, closed, 0)

@@ -1,0 +1,156 @@
+"""Statistics of the post-RoPE activations of a Transformers model.
+
+Queries and keys are taken where the model hands them to its attention function: after RoPE, and
+after whatever else a model does to them, in every model that Transformers dispatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from topkv.errors import CapabilityError, ConfigError
+from topkv_double_sparsity.calibration import Rows
+from topkv_double_sparsity.statistics import Moments, of_weight
+
+NAME = "topkv_calibrate"
+
+
+def load(directory: Path, device: str) -> tuple[PreTrainedModel, Any]:
+    """Model and tokenizer from a local directory.
+
+    Raises:
+        ConfigError: there is none, or it cannot be loaded.
+    """
+    what = f"no model can be loaded from {directory}"
+    if not directory.is_dir():
+        raise ConfigError(what, ["there is no such directory; --model expects a local one"])
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype="auto", local_files_only=True
+        )
+        what = f"no tokenizer can be loaded from {directory}"
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        what = f"the model cannot be put on device {device!r}"
+        return model.to(device).eval(), tokenizer
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(what, [str(error)]) from error
+
+
+def blocks_of(tokens: Tensor, block: int, samples: int) -> list[Tensor]:
+    """At most ``samples`` blocks of ``block`` tokens, spread evenly over ``tokens [n]``.
+
+    The last block of the text may be shorter.
+    """
+    every = list(tokens.split(block))
+    if len(every) <= samples:
+        return every
+    return [every[i * len(every) // samples] for i in range(samples)]
+
+
+@contextmanager
+def _watched(model: PreTrainedModel, moments: dict[int, Moments]) -> Iterator[None]:
+    """Let every attention of the model add its queries and keys to ``moments``."""
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        layer = getattr(module, "layer_idx", None)
+        if layer is None:
+            raise CapabilityError(
+                f"{type(model).__name__} cannot be calibrated",
+                [f"its {type(module).__name__} does not say which layer it is (layer_idx)"],
+            )
+        heads, dim = key.shape[1], key.shape[3]
+        mine = moments.setdefault(layer, Moments(heads, dim, key.device))
+        for q, k in zip(query, key, strict=True):
+            mine.add(q.transpose(0, 1), k.transpose(0, 1))
+        return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+@torch.no_grad()
+def moments_of(model: PreTrainedModel, blocks: list[Tensor]) -> dict[int, Moments]:
+    """Moments by layer over all blocks, each a sequence of its own that starts at position 0.
+
+    Args:
+        model: a decoder that dispatches its attention through Transformers.
+        blocks: int64 ``[m]`` token ids each.
+
+    Raises:
+        CapabilityError: the model's attention does not pass through Transformers' interface.
+    """
+    moments: dict[int, Moments] = {}
+    with _watched(model, moments):
+        for tokens in blocks:
+            model.base_model(input_ids=tokens[None].to(model.device), use_cache=False)
+    layers = model.config.get_text_config().num_hidden_layers
+    if not moments:
+        raise CapabilityError(
+            f"{type(model).__name__} cannot be calibrated",
+            [f"none of its {layers} layers calls Transformers' attention interface"],
+        )
+    return moments
+
+
+def weights_of(model: PreTrainedModel) -> dict[int, Tensor]:
+    """``k_weight`` by layer, ``[Hkv, D]``.
+
+    Raises:
+        CapabilityError: no attention module has a ``k_proj``.
+    """
+    found = {}
+    for module in model.modules():
+        layer, project = getattr(module, "layer_idx", None), getattr(module, "k_proj", None)
+        if layer is not None and isinstance(project, nn.Linear):
+            weight = project.weight.detach()
+            found[layer] = of_weight(weight, weight.shape[0] // module.head_dim)
+    if not found:
+        raise CapabilityError(
+            f"{type(model).__name__} cannot be calibrated by k_weight",
+            ["no attention module has a linear k_proj; choose a statistic of activations"],
+        )
+    return found
+
+
+def importance_of(model: PreTrainedModel, blocks: list[Tensor], statistic: str) -> dict[int, Rows]:
+    """Importance by layer, ``[Hkv][D]``, as a calibration file holds it.
+
+    Raises:
+        CapabilityError: the model does not let its activations be seen, or they are not finite.
+    """
+    if statistic == "k_weight":
+        values = weights_of(model)
+    else:
+        moments = moments_of(model, blocks)
+        values = {layer: moments[layer].importance(statistic) for layer in moments}
+    bad = sorted(layer for layer, value in values.items() if not value.isfinite().all())
+    if bad:
+        raise CapabilityError(
+            f"{type(model).__name__} cannot be calibrated",
+            [f"the statistics of layers {bad} are not finite; load it in another dtype"],
+        )
+    return {layer: values[layer].tolist() for layer in sorted(values)}

@@ -1,0 +1,125 @@
+"""The command ``topkv calibrate double_sparsity``. Torch is imported when it is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from topkv.errors import ConfigError, TopkvError
+from topkv_double_sparsity.calibration import DEFAULT_STATISTIC, STATISTICS, write
+
+
+class Refused(click.ClickException):
+    """What topkv refuses: one message on stderr, exit status 2."""
+
+    exit_code = 2
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"error: {self.format_message()}", file=file, err=True)
+
+
+@click.group("calibrate")
+def calibrate() -> None:
+    """Measure what an algorithm has to know about a model, once, offline."""
+
+
+@calibrate.command("double_sparsity")
+@click.option("--model", type=Path, required=True, help="Directory of a model and its tokenizer.")
+@click.option(
+    "--text", type=Path, help="A text file, UTF-8; needed by every statistic but k_weight."
+)
+@click.option(
+    "--statistic", type=click.Choice(STATISTICS), default=DEFAULT_STATISTIC, show_default=True
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(1),
+    default=256,
+    show_default=True,
+    help="Most blocks; they are spread evenly over the text.",
+)
+@click.option(
+    "--block", type=click.IntRange(2), default=512, show_default=True, help="Tokens of a block."
+)
+@click.option("--device", help="A torch device; by default the GPU if there is one.")
+@click.option("--output", type=Path, required=True, help="JSON file to write.")
+def double_sparsity(
+    model: Path,
+    text: Path | None,
+    statistic: str,
+    samples: int,
+    block: int,
+    device: str | None,
+    output: Path,
+) -> None:
+    """Rank the key channels of a local model, for the parameter `calibration`."""
+    try:
+        told = _run(model, text, statistic, samples, block, device, output)
+    except TopkvError as error:
+        raise Refused(str(error)) from error
+    click.echo(told, err=True)
+
+
+def _run(
+    directory: Path,
+    text: Path | None,
+    statistic: str,
+    samples: int,
+    block: int,
+    device: str | None,
+    output: Path,
+) -> str:
+    content = _text(text, statistic)
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {output}", ["there is no such directory; make it first"])
+    collect = _collect()
+    import torch
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = collect.load(directory, device)
+    tokens = torch.tensor(tokenizer(content)["input_ids"], dtype=torch.int64)
+    blocks = collect.blocks_of(tokens, block, samples) if len(tokens) else []
+    _check(model, blocks, block, statistic)
+    importance = collect.importance_of(model, blocks, statistic)
+    try:
+        write(output, statistic, importance)
+    except OSError as error:
+        raise ConfigError(f"--output {output}", [str(error)]) from error
+    measured = sum(map(len, blocks)) if statistic != "k_weight" else 0
+    return f"{statistic} of {len(importance)} layers from {measured} tokens written to {output}"
+
+
+def _text(path: Path | None, statistic: str) -> str:
+    if statistic == "k_weight":
+        return ""
+    if path is None:
+        raise ConfigError("--text", [f"statistic {statistic!r} needs a text; name a UTF-8 file"])
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text {path}", [f"cannot be read: {error}"]) from error
+
+
+def _collect() -> Any:
+    try:
+        from topkv_double_sparsity import collect
+    except ImportError as error:
+        raise ConfigError(
+            "calibrating needs Transformers",
+            [f"{error}; pip install 'topkv-double-sparsity[calibrate]'"],
+        ) from error
+    return collect
+
+
+def _check(model: Any, blocks: list[Any], block: int, statistic: str) -> None:
+    reasons = []
+    tokens = sum(map(len, blocks))
+    if statistic != "k_weight" and tokens < 2:
+        reasons.append(f"the text has {tokens} tokens; expected at least 2, better thousands")
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and block > positions:
+        reasons.append(f"--block {block} exceeds the {positions} positions of the model")
+    if reasons:
+        raise ConfigError("nothing was calibrated", reasons)

@@ -1,0 +1,35 @@
+"""What this package offers to topkv."""
+
+from __future__ import annotations
+
+from topkv import hookimpl
+from topkv.entries import Capabilities, PluginEntry
+
+
+@hookimpl
+def topkv_register_algorithms() -> list[PluginEntry]:
+    return [
+        PluginEntry(
+            name="double_sparsity",
+            kind="algorithm",
+            factory="topkv_double_sparsity.algorithm:DoubleSparsity",
+            capabilities=Capabilities(
+                units=(1, 1),
+                scopes=("kv_head", "shared"),
+                # Promised for the default parameters. Not scale_free: a mean of softmaxes. Not
+                # exact_update: without a calibration file the first chunk chooses the channels.
+                traits=("attends", "nested", "low_ties", "head_equivariant"),
+            ),
+            defaults={"unit": 1, "scope": "kv_head", "dense_layers": (0, 1)},
+            parameters={
+                "channels": None,
+                "label": "bf16",
+                "calibration": None,
+                "statistic": None,
+                "pair_channels": False,
+                "sink_tokens": 0,
+                "head_sparsity": None,
+                "head_budget": 0.25,
+            },
+        )
+    ]

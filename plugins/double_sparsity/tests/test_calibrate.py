@@ -1,0 +1,204 @@
+"""``topkv calibrate double_sparsity`` against statistics that are recomputed in float64.
+
+The oracle takes the inputs of each attention module, applies the weights of its projections and a
+RoPE of its own, and knows nothing of how the command sees queries and keys.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from topkv.cli.group import topkv
+from topkv_double_sparsity.calibration import STATISTICS, read
+
+transformers = pytest.importorskip("transformers")
+checkpoint = pytest.importorskip("topkv_transformers")
+
+BLOCK = 48
+TEXT = "".join(f"def item_{i}(x):\n    return x * {i * i} + {i}\n" for i in range(24))
+
+
+def call(*args):
+    return CliRunner().invoke(topkv, ["calibrate", "double_sparsity", *map(str, args)])
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    """The shipped model with its first two layers, in float32: one that fp64 can be held to."""
+    target = tmp_path_factory.mktemp("model")
+    config = transformers.AutoConfig.from_pretrained(checkpoint.CHECKPOINT, num_hidden_layers=2)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint.CHECKPOINT, config=config, dtype=torch.float32
+    )
+    model.save_pretrained(target)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint.CHECKPOINT)
+    tokenizer.save_pretrained(target)
+    (target / "text").write_text(TEXT)
+    return target
+
+
+@pytest.fixture(scope="module")
+def model(model_dir):
+    return transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokens(model_dir):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    return torch.tensor(tokenizer(TEXT)["input_ids"])
+
+
+def rotated(x, theta):
+    """RoPE of float64 ``[m, heads, D]`` at positions 0 .. m - 1, halves rotated as pairs."""
+    half = x.shape[-1] // 2
+    angles = np.arange(len(x))[:, None] * theta ** (-np.arange(half) / half)
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    low, high = x[..., :half], x[..., half:]
+    return np.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
+
+
+def activations(model, blocks):
+    """Float64 post-RoPE queries and keys of all blocks, by layer."""
+    dim, theta = model.config.head_dim, model.config.rope_parameters["rope_theta"]
+    seen = {}
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.setdefault(module.layer_idx, []).append(
+                kwargs["hidden_states"][0].double().numpy()
+            ),
+            with_kwargs=True,
+        )
+        for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        for block in blocks:
+            model(block[None])
+    for hook in hooks:
+        hook.remove()
+    result = {}
+    for index, layer in enumerate(model.model.layers):
+        weights = (layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight)
+        q, k = (
+            np.concatenate(
+                [
+                    rotated((x @ w.detach().double().numpy().T).reshape(len(x), -1, dim), theta)
+                    for x in seen[index]
+                ]
+            )
+            for w in weights
+        )
+        result[index] = (q.reshape(len(q), k.shape[1], -1, dim), k)
+    return result
+
+
+def truth(q, k, statistic):
+    variance = ((k - k.mean(0)) ** 2).mean(0)
+    return {
+        "q": np.abs(q).mean(0).sum(1),
+        "k": np.abs(k).mean(0),
+        "qk": np.abs(q * k[:, :, None]).mean(0).sum(1),
+        "qk_var": (q**2).mean(0).sum(1) * variance,
+        "k_var": variance,
+    }[statistic]
+
+
+@pytest.fixture(scope="module")
+def spread(model, tokens):
+    """What five blocks, spread over the text, give."""
+    blocks = tokens.split(BLOCK)
+    return activations(model, [blocks[i * len(blocks) // 5] for i in range(5)])
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_the_file_holds_what_float64_says(model_dir, model, spread, tmp_path, statistic):
+    out = tmp_path / "out.json"
+    text = [] if statistic == "k_weight" else ["--text", model_dir / "text"]
+    done = call(
+        *("--model", model_dir, *text, "--statistic", statistic),
+        *("--samples", 5, "--block", BLOCK, "--device", "cpu", "--output", out),
+    )
+    assert done.exit_code == 0, done.output
+    found = read(out, [0, 1], 2, 64)
+    assert found.statistic == statistic
+    if statistic == "k_weight":
+        for index, layer in enumerate(model.model.layers):
+            weight = layer.self_attn.k_proj.weight.detach().double().numpy()
+            norms = np.sqrt((weight**2).sum(1)).reshape(2, 64)
+            assert np.allclose(found.layers[index], norms, rtol=1e-9)
+        return
+    assert f"{5 * BLOCK} tokens" in done.stderr
+    for index, (q, k) in spread.items():
+        assert np.allclose(found.layers[index], truth(q, k, statistic), rtol=2e-4)
+        last = truth(q[-BLOCK:], k[-BLOCK:], statistic)
+        assert not np.allclose(found.layers[index], last, rtol=2e-2), "the last block alone"
+
+
+def test_a_short_text_is_used_whole(model_dir, model, tokens, tmp_path):
+    out = tmp_path / "out.json"
+    done = call(
+        *("--model", model_dir, "--text", model_dir / "text", "--device", "cpu"),
+        *("--block", 500, "--output", out),
+    )
+    assert done.exit_code == 0, done.output
+    assert f"{len(tokens)} tokens" in done.stderr
+    assert len(tokens) % 500
+    for index, (q, k) in activations(model, tokens.split(500)).items():
+        found = read(out, [0, 1], 2, 64).layers[index]
+        assert np.allclose(found, truth(q, k, "qk_var"), rtol=2e-4)
+
+
+def test_the_model_is_left_as_it_was(model, tokens):
+    from topkv_double_sparsity import collect
+
+    before = model.config._attn_implementation
+    with torch.no_grad():
+        logits = model(tokens[None, :40]).logits
+        collect.importance_of(model, [tokens[:40]], "qk")
+        assert model.config._attn_implementation == before
+        assert torch.equal(model(tokens[None, :40]).logits, logits)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--model", "/nowhere", "--text", "TEXT"), "there is no such directory"),
+        (("--model", "EMPTY", "--text", "TEXT"), "no model can be loaded"),
+        (("--model", "MODEL", "--text", "/nowhere"), "cannot be read"),
+        (("--model", "MODEL"), "needs a text"),
+        (("--model", "MODEL", "--text", "NOTHING"), "at least 2"),
+        (("--model", "MODEL", "--text", "TEXT", "--block", "40000"), "32768 positions"),
+        (("--model", "MODEL", "--text", "TEXT", "--device", "warp9"), "warp9"),
+        (("--model", "MODEL", "--text", "TEXT", "--output", "/nowhere/x/y"), "--output"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(model_dir, tmp_path, args, words):
+    (tmp_path / "nothing").write_text("")
+    names = {
+        "MODEL": model_dir,
+        "TEXT": model_dir / "text",
+        "EMPTY": tmp_path,
+        "NOTHING": tmp_path / "nothing",
+    }
+    out = () if "--output" in args else ("--output", tmp_path / "out.json")
+    device = () if "--device" in args else ("--device", "cpu")
+    done = call(*(names.get(arg, arg) for arg in args), *out, *device)
+    assert done.exit_code == 2, done.output
+    assert "\nerror: " in "\n" + done.stderr
+    assert words in done.stderr
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_the_file_decodes(model_dir, tmp_path, bench):
+    from topkv.testing.tiers import tier
+
+    out = tmp_path / "out.json"
+    call("--model", model_dir, "--statistic", "k_weight", "--output", out, "--device", "cpu")
+    assert set(json.loads(out.read_text())) == {"format", "kind", "statistic", "layers"}
+    b = bench(tier("cpu"), dim=64, calibration=str(out), channels=8)
+    b.prefill(0, b.case.tokens(0)[:20])
+    assert all(len(lane) == 5 for lane in b.chosen(b.case.queries(1)[0]))

@@ -1,0 +1,67 @@
+"""Double Sparsity against the conformance kit: channels of a prompt, and of a file."""
+
+from __future__ import annotations
+
+import json
+
+import attrs
+import pytest
+from hypothesis import strategies as st
+
+from topkv.testing.algorithm_kernels import KernelTests
+from topkv.testing.algorithm_state import StateTests
+from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
+from topkv_double_sparsity.entry import topkv_register_algorithms
+
+(ENTRY,) = topkv_register_algorithms()
+
+
+def sinks(length, bench):
+    """The first ``sink_tokens`` of the selectable tokens."""
+    return set(range(min(bench.algorithm.settings.sinks, length - 1)))
+
+
+def options(params, **further):
+    """Options with these strategies of parameters beside those of every class."""
+    drawn = {"label": st.sampled_from(["bf16", "int4"]), "sink_tokens": st.integers(0, 2)}
+    return AlgorithmOptions(
+        params=st.fixed_dictionaries(drawn | params),
+        promised=sinks,
+        selects=(2, 3, 5),
+        units=16,
+        hidden_needles=True,
+        head_needles=True,
+        **further,
+    )
+
+
+class TestChannelsOfThePrompt(AlgorithmTests):
+    @pytest.fixture
+    def plugin(self):
+        return "double_sparsity"
+
+    @pytest.fixture
+    def options(self):
+        statistics = st.sampled_from([None, "q", "k", "qk", "qk_var", "k_var"])
+        return options({"statistic": statistics, "pair_channels": st.booleans()})
+
+
+class TestChannelsOfAFile(StateTests, KernelTests):
+    """With a file a label depends on its key alone: what the kit says of that."""
+
+    kind = "algorithm"
+
+    @pytest.fixture
+    def plugin(self):
+        traits = ("attends", "nested", "low_ties", "exact_update")
+        capabilities = attrs.evolve(ENTRY.capabilities, traits=traits)
+        return attrs.evolve(ENTRY, capabilities=capabilities)
+
+    @pytest.fixture
+    def options(self, tmp_path):
+        rows = [[(7 * channel + 5 * head) % 12 for channel in range(12)] for head in range(2)]
+        path = tmp_path / "channels.json"
+        content = {"format": "topkv-double-sparsity-1", "kind": "channels", "statistic": "k"}
+        path.write_text(json.dumps({**content, "layers": {"0": rows}}))
+        params = {"calibration": st.just(str(path)), "channels": st.sampled_from([1, 3, 8, 12])}
+        return options(params, geometry={"kv_heads": (2,), "dims": (12,)})

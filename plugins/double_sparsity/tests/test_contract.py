@@ -1,0 +1,150 @@
+"""What the core relies on: hook names, and refusals with all their reasons."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import topkv.hooks.algorithm as hooks
+from topkv.errors import ConfigError
+from topkv.testing.tiers import tier as tier_of
+from topkv_double_sparsity.algorithm import DoubleSparsity
+from topkv_double_sparsity.calibration import read, write
+from topkv_double_sparsity.entry import topkv_register_algorithms
+
+CPU = tier_of("cpu")
+
+
+def test_one_instance_serves_the_hooks_by_their_names(bench):
+    b = bench(CPU)
+    for name in ("spec", "construct", "settle", "update", "retrieve_topk"):
+        method = getattr(DoubleSparsity, name)
+        parameters = list(inspect.signature(method).parameters)[1:]
+        assert parameters == list(inspect.signature(getattr(hooks, name)).parameters)
+        assert hasattr(method, "topkv_impl")
+    assert b.algorithm.settle(b.layer, 0, 0, 0, ()) is None
+    with pytest.raises(ValueError, match="one query per row"):
+        b.algorithm.retrieve_topk(b.layer, torch.zeros(1, 2, 4, 16), None, torch.zeros(2, 5).int())
+
+
+def test_entry_and_command_import_neither_torch_nor_triton():
+    code = (
+        "import sys, topkv_double_sparsity.entry, topkv_double_sparsity.commands\n"
+        "print(sorted({'torch', 'triton', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_defaults(bench):
+    settings = bench(CPU, dim=128).settings
+    assert (settings.channels, settings.int4, settings.statistic) == (32, False, "qk_var")
+    assert (settings.sinks, settings.flat) == (0, None)
+    (entry,) = topkv_register_algorithms()
+    assert bench(CPU, **entry.parameters).settings == bench(CPU).settings
+    assert bench(CPU, dim=12, pair_channels=True).settings.channels == 4
+
+
+def test_wrong_parameters_are_refused_together(bench):
+    wrong = {
+        "channels": 17,
+        "label": "int8",
+        "statistic": "variance",
+        "calibration": 3,
+        "pair_channels": "yes",
+        "sink_tokens": -1,
+        "head_sparsity": 1.5,
+        "head_budget": 0,
+        "colour": "red",
+    }
+    with pytest.raises(ConfigError) as raised:
+        bench(CPU, dtype=torch.float64, **wrong)
+    text = str(raised.value)
+    assert len(raised.value.reasons) == len(wrong) + 1
+    assert all(name in text for name in (*wrong, "float64"))
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"statistic": "k_weight"}, "set calibration"),
+        ({"sink_tokens": 6}, "exceeds the 5 tokens"),
+        ({"sink_tokens": True}, "sink_tokens"),
+        ({"channels": 0}, "from 1 to head_dim = 16"),
+        ({"channels": 3, "pair_channels": True}, "must be even"),
+        ({"head_sparsity": True}, "head_sparsity"),
+        ({"calibration": "/nowhere/file.json"}, "cannot be read"),
+    ],
+)
+def test_a_wrong_parameter_is_refused(bench, params, words):
+    with pytest.raises(ConfigError, match=words):
+        bench(CPU, **params)
+
+
+GOOD = [[0.5] * 16] * 2
+
+
+@pytest.mark.parametrize(
+    ("layers", "further", "words"),
+    [
+        ({"1": GOOD}, {}, "layers \\[0\\] are missing"),
+        ({"0": GOOD[:1]}, {}, "list of 2 kv-heads, got 1"),
+        ({"0": {}}, {}, "list of 2 kv-heads, got dict"),
+        ({"0": [[0.5] * 15] * 2}, {}, "list of 16 values, one for each channel, got 15"),
+        ({"0": [[-1.0] + [0.5] * 15] * 2}, {}, "channel 0: expected a finite number"),
+        ({"0": [[float("nan")] * 16] * 2}, {}, "finite"),
+        ({"0": [[True] * 16] * 2}, {}, "finite"),
+        ({"0": [["1"] * 16] * 2}, {}, "finite"),
+        ({"0": [[0] * 16] * 2}, {"kind": "channels"}, "permutation of 0 .. 15"),
+        ({"0": [[0.0, *range(1, 16)]] * 2}, {"kind": "channels"}, "permutation of 0 .. 15"),
+        ([], {}, "layers must be an object"),
+        ({"0": GOOD}, {"format": "other"}, "format must be"),
+        ({"0": GOOD}, {"kind": "ranks"}, "kind must be"),
+        ({"0": GOOD}, {"statistic": "x"}, "statistic must be"),
+    ],
+)
+def test_a_bad_file_is_refused(bench, channel_file, layers, further, words):
+    path = channel_file(layers, **{"kind": "importance", **further})
+    with pytest.raises(ConfigError, match=words) as raised:
+        bench(CPU, calibration=path)
+    assert path in str(raised.value)
+
+
+def test_all_that_is_wrong_with_a_file_is_told(channel_file, tmp_path):
+    path = channel_file({"0": [[1], GOOD[0]], "2": [GOOD[0]]}, kind="x", format="y", statistic="z")
+    with pytest.raises(ConfigError) as raised:
+        read(path, [0, 1, 2], 2, 16)
+    assert len(raised.value.reasons) == 6
+    for content, words in (("{", "no JSON"), ("[]", "must hold an object")):
+        (tmp_path / "bad").write_text(content)
+        with pytest.raises(ConfigError, match=words):
+            read(tmp_path / "bad", [0], 2, 16)
+
+
+def test_a_file_fixes_the_channels_and_lets_pages_be_shared(bench, tmp_path):
+    path = tmp_path / "written.json"
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.rand(2, 16, generator=generator)
+    write(path, "k_weight", {0: rows.tolist(), 7: rows.tolist()})
+    b = bench(CPU, calibration=str(path), channels=5)
+    assert b.spec.prefix_shareable
+    assert [spec.grain for spec in b.spec.representations] == ["token"]
+    wanted = rows.double().topk(5).indices.sort().values
+    assert torch.equal(b.chosen_channels(0), wanted)
+    with pytest.raises(ConfigError, match="'qk' is set and the calibration file"):
+        bench(CPU, calibration=str(path), statistic="qk")
+
+
+def test_sorted_channels_and_importance_say_the_same(bench, channel_file):
+    order = [[(5 * c + h) % 16 for c in range(16)] for h in range(2)]
+    values = [[16.0 - row.index(c) for c in range(16)] for row in order]
+    made = [
+        bench(CPU, channels=6, calibration=channel_file({"0": rows}, kind, f"{kind}.json"))
+        for kind, rows in (("channels", order), ("importance", values))
+    ]
+    assert torch.equal(*(b.chosen_channels(0) for b in made))
+    assert made[0].chosen_channels(0).tolist() == [sorted(row[:6]) for row in order]

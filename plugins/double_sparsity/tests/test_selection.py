@@ -1,0 +1,145 @@
+"""What is selected, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topkv.testing.kit import examples
+
+
+def grid(generator, *shape):
+    """Quarters up to 2: products and sums are exact in fp32, and softmax never underflows."""
+    return torch.randint(-8, 9, shape, generator=generator) / 4
+
+
+def best(scores, count):
+    """The ``count`` best of a list, of equal ones the lower."""
+    return set(sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_channels_are_exact_top_k_by_q_times_k(bench, tier, dtype):
+    @examples(tier, cpu=20, interpret=4)
+    @given(seed=st.integers(0, 999), length=st.integers(2, 40), select=st.sampled_from([1, 4, 9]))
+    def check(seed, length, select):
+        b = bench(tier, group=1, channels=16, dtype=dtype, select=select)
+        generator = torch.Generator().manual_seed(seed)
+        keys, q = grid(generator, length, 2, 16), grid(generator, 1, 2, 16)
+        b.prefill(0, keys.to(dtype))
+        for head, chosen in enumerate(b.chosen(q.to(dtype))):
+            scores = (keys[: length - 1, head].double() @ q[0, head].double()).tolist()
+            assert chosen == best(scores, select)
+
+    check()
+
+
+@pytest.mark.parametrize("label", ["bf16", "int4"])
+@pytest.mark.parametrize(
+    ("dtype", "kv_heads", "group", "channels"),
+    [
+        (torch.float32, 2, 2, 5),
+        (torch.bfloat16, 4, 4, 8),
+        (torch.float16, 3, 1, 16),
+        (torch.bfloat16, 1, 20, 3),
+    ],
+)
+def test_selection_agrees_with_float64(bench, tier, label, dtype, kv_heads, group, channels):
+    shape = {"kv_heads": kv_heads, "group": group, "channels": channels, "dtype": dtype}
+
+    @examples(tier, cpu=12, interpret=3)
+    @given(seed=st.integers(0, 999), scope=st.sampled_from(["kv_head", "shared"]))
+    def check(seed, scope):
+        b = bench(tier, label=label, scope=scope, seed=seed, **shape)
+        b.prefill(1, torch.randn(39, kv_heads, 16, generator=b.case.generator(1)).to(dtype))
+        q = b.case.queries(1)
+        assert_best(b, q, 1)
+
+    check()
+
+
+def assert_best(b, q, slot):
+    """No token that was left out is worth more than one that was selected, but for rounding."""
+    weights = b.lane_weights(b.oracle(slot, q[0]))
+    for lane, chosen in enumerate(b.chosen(q[0], slot)):
+        left = sorted(set(range(weights.shape[1])) - chosen)
+        assert len(chosen) == min(b.group.select, weights.shape[1])
+        assert weights[lane, sorted(chosen)].min() >= weights[lane, left].max() * (1 - 1e-4)
+
+
+@pytest.mark.parametrize("label", ["bf16", "int4"])
+@pytest.mark.parametrize("scope", ["kv_head", "shared"])
+def test_many_tokens(bench, tier, label, scope):
+    b = bench(tier, kv_heads=2, group=2, units=2100, page=64, select=70, label=label, scope=scope)
+    assert_long(b, 2090)
+
+
+def assert_long(b, length):
+    keys = torch.randn(length, 2, 16, generator=b.case.generator(1))
+    keys[length // 2 : length // 2 + 30] *= 4  # the maximum is in no first and no last block
+    q = b.case.queries(1)
+    b._prompt = b._prompt[:1].expand(length, -1, -1)
+    start = torch.zeros(length, b.model.num_heads)
+    b._hold(0, keys)
+    b._set_rows([])
+    chunk = (keys.to(b.device), b._prompt.to(b.device), start.to(b.device))
+    b.algorithm.construct(b.layer, 0, 0, *chunk)
+    assert_best(b, q, 0)
+
+
+def test_keys_that_differ_in_dropped_channels_tie(bench, tier, channel_file):
+    order = [3, 0, 9, 12, *sorted(set(range(16)) - {0, 3, 9, 12})]
+    path = channel_file({"0": [order, order]})
+
+    @examples(tier, cpu=20, interpret=3)
+    @given(seed=st.integers(0, 999), label=st.sampled_from(["bf16", "int4"]))
+    def check(seed, label):
+        b = bench(tier, channels=4, label=label, calibration=path, select=6)
+        generator = torch.Generator().manual_seed(seed)
+        keys = torch.randn(30, 2, 16, generator=generator)
+        keys[:, :, order[:4]] = keys[:1, :, order[:4]]
+        b.prefill(0, keys)
+        assert b.chosen(b.case.queries(1)[0]) == [set(range(6))] * 2
+
+    check()
+
+
+def test_a_constant_on_every_key_changes_nothing(bench, tier):
+    @examples(tier, cpu=12, interpret=3)
+    @given(seed=st.integers(0, 999), scope=st.sampled_from(["kv_head", "shared"]))
+    def check(seed, scope):
+        chosen, channels = [], []
+        generator = torch.Generator().manual_seed(seed)
+        keys, constant = grid(generator, 33, 2, 16), 8 * grid(generator, 1, 2, 16)
+        for by in (0, constant):
+            b = bench(tier, channels=4, statistic="qk_var", scope=scope, seed=seed)
+            b.prefill(0, keys + by)
+            channels.append(b.chosen_channels(0))
+            chosen.append(b.chosen(grid(torch.Generator().manual_seed(seed), 1, 4, 16)))
+        assert torch.equal(*channels)
+        assert chosen[0] == chosen[1]
+
+    check()
+
+
+def test_more_channels_find_more_of_the_exact_selection_on_average(bench, tier):
+    if tier.name == "interpret":
+        pytest.skip("many launches; the formula is the same")
+    recall = dict.fromkeys((2, 4, 8, 16), 0)
+    for seed in range(30):
+        for channels in recall:
+            b = bench(tier, group=1, channels=channels, seed=seed, select=8)
+            generator = torch.Generator().manual_seed(seed)
+            spread = torch.rand(16, generator=generator) * 2
+            b.prefill(0, torch.randn(40, 2, 16, generator=generator) * spread)
+            q = torch.randn(1, 2, 16, generator=generator)
+            for head, chosen in enumerate(b.chosen(q)):
+                exact = (b.keys[0][:39, head].double() @ q[0, head].double()).tolist()
+                recall[channels] += len(chosen & best(exact, 8))
+    values = list(recall.values())
+    assert values == sorted(values)
+    every = 30 * 2 * 8
+    assert values[-1] == every
+    assert values[0] > every * 8 / 39, "no better than chance"
