@@ -1,10 +1,15 @@
 """Time of exact top-k per call, beside ``torch.topk``.
 
     python benchmarks/topk.py --out benchmarks/results/topk.jsonl
+    python benchmarks/topk.py --sweep
 
 Every cell replays one CUDA graph of ``CALLS`` calls and reports the median over ``REPEATS``
 replays. ``normal`` are normally distributed scores, ``softmax`` weights as Quest makes them
 (positive, over many octaves), ``ties`` small integers, where no threshold separates exactly K.
+
+``--sweep`` times the kernels of long rows at other constants, one changed at a time (``base`` is
+none), on ``--sweep-rows`` rows of 131072 scores: after the first kernel, after the second, and
+all three.
 """
 
 from __future__ import annotations
@@ -12,15 +17,35 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import torch
 
+from topkv.ops import topk_long
 from topkv.ops.topk import topk
 from topkv.testing.timing import graph_us
 
 CALLS, REPEATS = 20, 11
 DISTRIBUTIONS = ("normal", "softmax", "ties")
+KERNELS = ("pivot_kernel", "mark_kernel", "collect_kernel")
+VARIANTS: list[dict[str, int]] = [
+    {},
+    {"SAMPLES": 1024, "PIVOT_WARPS": 4},
+    {"SAMPLES": 2048},
+    {"SAMPLES": 8192},
+    {"PIVOT_WARPS": 4},
+    {"PIVOT_WARPS": 16},
+    {"SLICE": 2048, "MARK_WARPS": 4},
+    {"SLICE": 4096, "MARK_WARPS": 4},
+    {"SLICE": 4096, "MARK_WARPS": 8},
+    {"SLICE": 8192, "MARK_WARPS": 16},
+    {"SLICE": 16384, "MARK_WARPS": 8},
+    {"COLLECT_WARPS": 16},
+    {"WORD_BLOCK": 2048},
+    {"EARLY": 0},
+]
 
 
 def per_call(call: Callable[[], object]) -> float:
@@ -58,16 +83,57 @@ def measure(rows: int, width: int, select: int, distribution: str) -> dict[str, 
     }
 
 
+class _Skipped:
+    """Stands in for a kernel that is not to be launched."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *args, **options: None
+
+
+def sweep_cell(rows: int, select: int, variant: dict[str, int]) -> list[float]:
+    """Microseconds after one, two and all three kernels; the last result is verified."""
+    scores = make_scores(rows, 131072, "normal")
+    lengths = torch.full((rows,), 131072, dtype=torch.int32, device="cuda")
+    ids = torch.empty(rows, select, dtype=torch.int32, device="cuda")
+    with ExitStack() as changes:
+        for name, value in variant.items():
+            changes.enter_context(mock.patch.object(topk_long, name, value))
+        times = []
+        for count in range(1, len(KERNELS) + 1):
+            with ExitStack() as skipped:
+                for name in KERNELS[count:]:
+                    skipped.enter_context(mock.patch.object(topk_long.kernels, name, _Skipped()))
+                times.append(round(per_call(lambda: topk(scores, lengths, ids, impl="triton")), 2))
+    verify(scores, ids)
+    return times
+
+
+def sweep(rows: list[int], selects: list[int]) -> None:
+    print(f"{'rows':>5} {'select':>6} {'pivot':>8} {'+ mark':>8} {'+ collect':>9}  constants")
+    for variant in VARIANTS:
+        said = ", ".join(f"{name} {value}" for name, value in variant.items()) or "base"
+        for count in rows:
+            for select in selects:
+                times = sweep_cell(count, select, variant)
+                line = "{:>5} {:>6} {:>8} {:>8} {:>9}".format(count, select, *times)
+                print(f"{line}  {said}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write JSON lines here as well")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 128])
     parser.add_argument("--widths", type=int, nargs="+", default=[2048, 8192, 131072])
     parser.add_argument("--selects", type=int, nargs="+", default=[127, 2048])
+    parser.add_argument("--sweep", action="store_true", help="time other constants instead")
+    parser.add_argument("--sweep-rows", type=int, nargs="+", default=[16])
     options = parser.parse_args()
     torch.manual_seed(0)
     device = torch.cuda.get_device_name()
     print(device)
+    if options.sweep:
+        sweep(options.sweep_rows, options.selects)
+        return
     print(f"{'rows':>5} {'width':>7} {'select':>6} {'scores':>8} {'us':>9} {'torch us':>9}")
     lines = []
     for distribution in DISTRIBUTIONS:

@@ -20,7 +20,8 @@ def topk(scores: Tensor, lengths: Tensor, ids: Tensor, *, impl: str) -> None:
     of K scores or fewer yields all of its indices, padded with -1 on the right.
 
     No host sync; may be captured in a CUDA graph. Rows longer than one block of the kernel take
-    a scratch of int32 ids from torch's allocator, which a graph keeps.
+    a scratch of int32 words from torch's allocator, which a graph keeps. Their time, not their
+    result, depends on a sample of the scores (``topkv.ops.topk_long``).
 
     Args:
         scores: fp32 ``[N, U]``, rows at any stride, columns adjacent, U at most 2**20.
