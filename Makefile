@@ -20,7 +20,7 @@ $(VENV)/.installed: constraints.txt core/pyproject.toml $(PROJECTS)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	$(PIP) -e 'core[cli,testing]' $(patsubst %/pyproject.toml,-e %,$(PROJECTS)) \
-	    pytest pytest-timeout pytest-xdist ruff mypy
+	    matplotlib pytest pytest-timeout pytest-xdist ruff mypy
 	touch $@
 
 test: $(VENV)/.installed

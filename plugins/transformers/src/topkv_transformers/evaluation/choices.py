@@ -1,0 +1,175 @@
+"""What the command's words mean: algorithms with parameters, budgets, dense layers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+from topkv.config.layers import parse_ranges
+from topkv.errors import ConfigError, PluginError
+from topkv.plugins import PluginRegistry
+
+EXACT = "exact"
+SETTINGS = ("unit", "scope", "buffer", "eviction")
+"""Keys of an algorithm that are no parameters of it but settings of topkv."""
+
+LEAST_BUFFER = 256
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One algorithm of a comparison.
+
+    Attributes:
+        label: as it was written, or as ``label=`` says.
+        name: of the plugin.
+        unit: tokens of a unit.
+        settings: further settings of ``SparseConfig``.
+        params: parameters of the algorithm.
+    """
+
+    label: str
+    name: str
+    unit: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+    def budget(self, share: float, context: int) -> int:
+        """``share`` of the context, rounded up to whole units."""
+        # A product such as 0.05 * 16384 * (1 + 1e-16) must not gain a unit.
+        units = ceil(round(share * context, 6) / self.unit)
+        return max(1, units) * self.unit
+
+    def buffer(self, budget: int, reach: int) -> int:
+        """Tokens of the LRU buffer: twice the budget, but no more than a request can reach."""
+        wanted = self.settings.get("buffer", max(2 * budget, LEAST_BUFFER))
+        return int(min(-(-wanted // self.unit) * self.unit, max(reach, budget)))
+
+
+def split_algorithms(text: str) -> list[str]:
+    """``"a:x=1,y=2,b"`` as ``["a:x=1,y=2", "b"]``: a part without a name goes on."""
+    parts: list[str] = []
+    for piece in filter(None, (piece.strip() for piece in text.split(","))):
+        goes_on = "=" in piece and ":" not in piece.split("=", 1)[0]
+        if goes_on and parts:
+            parts[-1] += ("," if ":" in parts[-1] else ":") + piece
+        else:
+            parts.append(piece)
+    return parts
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {"None": None, "True": True, "False": False}.get(text, text)
+
+
+def read_algorithms(texts: Sequence[str], head_dim: int, registry: PluginRegistry) -> list[Choice]:
+    """Algorithms by name, each with its parameters: ``name:key=value,key=value``.
+
+    ``exact`` is double_sparsity with all channels: the exact top-k of query times key.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    reasons: list[str] = []
+    choices: list[Choice] = []
+    for text in (part for given in texts for part in split_algorithms(given)):
+        name, _, rest = text.partition(":")
+        values: dict[str, Any] = {}
+        for pair in filter(None, rest.split(",")):
+            key, equals, value = pair.partition("=")
+            if not equals or not key.strip():
+                reasons.append(f"{text!r}: expected key=value behind the colon, got {pair!r}")
+            values[key.strip()] = _value(value.strip())
+        label = str(values.pop("label", text))
+        if name == EXACT:
+            name, values = "double_sparsity", {"channels": head_dim, **values}
+        try:
+            entry = registry.get("algorithm", name).entry
+        except PluginError as error:
+            reasons += [f"{str(error).splitlines()[0]} {reason}" for reason in error.reasons]
+            continue
+        settings = {key: values.pop(key) for key in SETTINGS if key in values}
+        unit = settings.pop("unit", (entry.defaults if entry else {}).get("unit", 16))
+        if type(unit) is not int or unit < 1:
+            reasons.append(f"{text!r}: unit must be an integer of 1 or more, got {unit!r}")
+            continue
+        choices.append(Choice(label, name, unit, settings, values))
+    labels = [choice.label for choice in choices]
+    reasons += [
+        f"{label!r} is named twice; tell them apart with label=..."
+        for label in sorted({label for label in labels if labels.count(label) > 1})
+    ]
+    if not choices and not reasons:
+        reasons.append("expected at least one, such as quest")
+    if reasons:
+        raise ConfigError("--algorithms is refused", dict.fromkeys(reasons))
+    return choices
+
+
+def read_budgets(text: str) -> list[float]:
+    """``"1%,2.5%"`` as shares.
+
+    Raises:
+        ConfigError: one of them is no percentage above 0 and up to 100.
+    """
+    shares: list[float] = []
+    for piece in filter(None, (piece.strip() for piece in text.split(","))):
+        try:
+            share = float(piece.removesuffix("%")) / 100
+        except ValueError:
+            share = 0.0
+        if not piece.endswith("%") or not 0 < share <= 1:
+            raise ConfigError(
+                "--budgets is refused",
+                [f"expected shares of the context such as 1%,2.5%, up to 100%, got {piece!r}"],
+            )
+        shares.append(share)
+    if not shares:
+        raise ConfigError("--budgets is refused", ["expected at least one, such as 5%"])
+    return shares
+
+
+def read_contexts(text: str) -> list[int]:
+    """``"8192,16384"`` as integers.
+
+    Raises:
+        ConfigError: one of them is no positive integer.
+    """
+    pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
+    whole = [piece for piece in pieces if piece.isascii() and piece.isdigit() and int(piece)]
+    if not pieces or whole != pieces:
+        raise ConfigError(
+            "--contexts is refused", [f"expected tokens such as 8192,16384, got {text!r}"]
+        )
+    return [int(piece) for piece in pieces]
+
+
+def read_dense_layers(text: str, layers: int) -> tuple[int, ...]:
+    """``"none"``, or layers as in ``"0-1"``, ``"0,5"`` or ``"4-"``.
+
+    Raises:
+        ConfigError: it is none of these, or names a layer that the model does not have.
+    """
+    if text == "none":
+        return ()
+    try:
+        ranges = parse_ranges(text)
+    except ValueError as error:
+        raise ConfigError("--dense-layers is refused", [f"{error}, or none"]) from error
+    named = {
+        layer
+        for first, last in ranges
+        for layer in range(first, (layers - 1 if last is None else last) + 1)
+    }
+    if not named or max(named) >= layers:
+        raise ConfigError(
+            "--dense-layers is refused",
+            [f"{text!r} names layers that the model lacks; it has layers 0 to {layers - 1}"],
+        )
+    return tuple(sorted(named))

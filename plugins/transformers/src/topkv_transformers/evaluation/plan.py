@@ -1,0 +1,150 @@
+"""From the options of ``topkv eval`` to its cells, checked before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from topkv.errors import CapabilityError, ConfigError
+from topkv.plugins import registry
+from topkv_transformers import CHECKPOINT
+from topkv_transformers.evaluation.cells import Cell, Grid, Row, cells_of, run_cells
+from topkv_transformers.evaluation.choices import (
+    read_algorithms,
+    read_budgets,
+    read_contexts,
+    read_dense_layers,
+)
+from topkv_transformers.evaluation.tasks import Task, file_task, retrieval_task
+from topkv_transformers.support import refusals, shape_of
+
+BYTES = 256
+CONTEXTS = "8192,16384"
+BATCH = {"cuda": 256}
+CPU_BATCH = 32
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user wrote; see ``topkv eval --help``."""
+
+    algorithms: Sequence[str]
+    model: Path | None = None
+    task_file: Path | None = None
+    contexts: str | None = None
+    budgets: str = "1%,2%,5%,10%,25%"
+    questions: int = 200
+    per_context: int = 25
+    dense_layers: Sequence[str] = ("none",)
+    backend: str | None = "triton_attention"
+    impl: str | None = None
+    device: str = "cpu"
+    batch: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The cells of a run, in order."""
+
+    options: Options
+    grid: Grid
+    cells: Sequence[Cell]
+
+    @classmethod
+    def of(cls, options: Options) -> Plan:
+        """Load the model and make the cells.
+
+        Raises:
+            ConfigError: an option is wrong, or the model lacks positions for a context.
+            CapabilityError: the model cannot be attached.
+        """
+        shares = read_budgets(options.budgets)
+        model = _load(options)
+        layers = shape_of(model).num_layers
+        dense = [read_dense_layers(text, layers) for text in dict.fromkeys(options.dense_layers)]
+        choices = read_algorithms(options.algorithms, shape_of(model).head_dim, registry())
+        if options.backend:
+            registry().get("backend", options.backend)
+        tasks = _tasks(options, model)
+        _check_positions(model, tasks)
+        batch = options.batch or BATCH.get(model.device.type, CPU_BATCH)
+        grid = Grid(model, options.backend, options.impl, batch)
+        return cls(options, grid, cells_of(tasks, choices, shares, dense, layers))
+
+    def run(self, begin: Callable[[Cell], None]) -> Iterator[Row]:
+        """See ``cells.run_cells``."""
+        return run_cells(self.cells, self.grid, begin)
+
+    def check(self, rows: Sequence[Row]) -> None:
+        """Refuse a comparison of which nothing could run.
+
+        Raises:
+            ConfigError: with the reasons of all its cells.
+        """
+        refused = [row["refused"] for row in rows if row["plugin"] and "refused" in row]
+        if len(refused) == sum(row["plugin"] is not None for row in rows):
+            raise ConfigError("no cell of the comparison could run", dict.fromkeys(refused))
+
+    def settings(self) -> dict[str, Any]:
+        """The options, for people who want to run it again."""
+        values = {name: value for name, value in asdict(self.options).items() if value is not None}
+        values |= {name: str(values[name]) for name in ("model", "task_file") if name in values}
+        return values | {"batch": self.grid.batch}
+
+
+def _load(options: Options) -> PreTrainedModel:
+    folder = options.model or CHECKPOINT
+    if not Path(folder).is_dir():
+        raise ConfigError(
+            f"no model can be loaded from {folder}",
+            ["there is no such directory; --model expects a local one"],
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no model can be loaded from {folder}", [str(error)]) from error
+    reasons = refusals(model)
+    if reasons:
+        raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)
+    return model.to(options.device).eval()
+
+
+def _tasks(options: Options, model: PreTrainedModel) -> list[Task]:
+    if options.task_file is None:
+        if model.config.vocab_size != BYTES:
+            raise ConfigError(
+                "the model cannot be asked for planted facts",
+                [
+                    f"that task is made of bytes, {BYTES} tokens, and the model has "
+                    f"{model.config.vocab_size}; give questions of your own with --task"
+                ],
+            )
+        sizes = (options.questions, options.per_context, options.seed)
+        contexts = read_contexts(options.contexts or CONTEXTS)
+        return [retrieval_task(context, *sizes) for context in contexts]
+    if options.contexts is not None:
+        raise ConfigError(
+            "--contexts and --task exclude each other", ["a task file brings its contexts"]
+        )
+    folder = options.model or CHECKPOINT
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no tokenizer can be loaded from {folder}", [str(error)]) from error
+    return [file_task(options.task_file, tokenizer, options.questions)]
+
+
+def _check_positions(model: PreTrainedModel, tasks: Sequence[Task]) -> None:
+    positions = getattr(model.config, "max_position_embeddings", None)
+    reasons = [
+        f"{task.name}: context, question and answer reach {task.length + task.steps} tokens"
+        for task in tasks
+        if positions is not None and task.length + task.steps > positions
+    ]
+    if reasons:
+        raise ConfigError(f"the model has {positions} positions", reasons)

@@ -1,0 +1,186 @@
+"""What a selection holds of the attention mass, and what it reads to be found.
+
+Both are taken from one decode step of the running model: the queries and ids of every sparse
+layer, and the names of the representation pools that ``retrieve_topk`` looks at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from topkv.coordinator import SparseCoordinator
+from topkv.types import AlgorithmSpec, LayerView, ModelShape
+from topkv.workspace import LayerPath
+
+
+class _NamesRead(dict[str, Tensor]):
+    """Pools of a layer that remember which of them were asked for."""
+
+    def __init__(self, pools: Any) -> None:
+        super().__init__(pools)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+
+@dataclass
+class Seen:
+    """One selection of one layer.
+
+    Attributes:
+        q: ``[B, H, D]``.
+        ids: int32 ``[N, K]`` logical ids.
+        pools: names of the pools that were read.
+    """
+
+    q: Tensor
+    ids: Tensor
+    pools: set[str]
+
+
+class Watched:
+    """An algorithm whose selections can be watched; all else goes to the algorithm itself."""
+
+    def __init__(self, algorithm: Any) -> None:
+        self.algorithm = algorithm
+        self.armed = False
+        self.seen: Seen | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.algorithm, name)
+
+    def retrieve_topk(
+        self, layer: LayerView, q: Tensor, native: Tensor | None, ids: Tensor
+    ) -> None:
+        """See ``topkv.hooks.algorithm.retrieve_topk``."""
+        if not self.armed:
+            self.algorithm.retrieve_topk(layer, q, native, ids)
+            return
+        pools = layer.pools
+        layer.pools = watching = _NamesRead(pools)
+        try:
+            self.algorithm.retrieve_topk(layer, q, native, ids)
+        finally:
+            layer.pools = pools
+        self.seen = Seen(q[:, 0].clone(), ids.clone(), watching.names)
+
+
+def watch(coordinator: SparseCoordinator) -> list[LayerPath]:
+    """Put a ``Watched`` into the path of every sparse layer; the paths, by layer."""
+    paths = [path for path in coordinator.layers if path.algorithm]
+    for path in paths:
+        path.algorithm = Watched(path.algorithm)
+    return paths
+
+
+def arm(paths: Sequence[LayerPath], armed: bool) -> None:
+    """Watch the next selections of these layers, or no longer."""
+    for path in paths:
+        path.algorithm.armed = armed
+
+
+def held_mass(
+    q: Tensor, k: Tensor, ids: Tensor, unit: int, tail: bool, scale: float, budget: int
+) -> tuple[float, float]:
+    """Softmax mass of the selected tokens, and of the best ``budget`` ones, mean of all heads.
+
+    The best are chosen per lane, by the mean over its query heads: no selection of as many
+    tokens a lane holds more.
+
+    Args:
+        q: ``[H, D]``.
+        k: ``[n, Hkv, D]`` all keys that the query may attend.
+        ids: ``[lanes, K]`` logical ids; those out of range count for nothing.
+        unit: tokens of a unit.
+        tail: the newest unit is attended besides.
+        scale: of the logits.
+        budget: tokens.
+    """
+    tokens, lanes = len(k), len(ids)
+    keys = k.float().permute(1, 2, 0)  # [Hkv, D, n]
+    logits = q.float().view(len(keys), -1, q.shape[-1]) @ keys * scale
+    mass = logits.softmax(-1).view(lanes, -1, tokens).mean(1)
+    units = -(-tokens // unit)
+    inside = torch.where((ids >= 0) & (ids < units), ids, units).long()
+    chosen = torch.zeros((lanes, units + 1), dtype=torch.bool, device=q.device)
+    chosen.scatter_(1, inside, True)
+    if tail:
+        chosen[:, units - 1] = True
+    held = chosen[:, :units].repeat_interleave(unit, 1)[:, :tokens]
+    best = mass.topk(min(budget, tokens), -1).values
+    return float((mass * held).sum(-1).mean()), float(best.sum(-1).mean())
+
+
+def recall_of(
+    coordinator: SparseCoordinator,
+    paths: Sequence[LayerPath],
+    slots: Sequence[int],
+    rows: Sequence[int],
+    budget: int,
+) -> tuple[float, float]:
+    """Mean over layers and rows of ``held_mass``, after a step that was watched.
+
+    Args:
+        coordinator: between two forwards.
+        paths: of ``watch``.
+        slots: request slot of each row of the step.
+        rows: the rows to look at.
+        budget: tokens.
+    """
+    model, results = coordinator.model, []
+    for row in rows:
+        slot = slots[row]
+        coordinator.flush(slot)
+        for path in paths:
+            results.append(_mass_of(path, model, slot, row, coordinator.length(slot), budget))
+    held, best = (sum(values) / len(results) for values in zip(*results, strict=True))
+    return held, best
+
+
+def _mass_of(
+    path: LayerPath, model: ModelShape, slot: int, row: int, length: int, budget: int
+) -> tuple[float, float]:
+    group, seen = path.view.group, path.algorithm.seen
+    shape = (length, group.num_kv_heads, group.head_dim)
+    k = torch.empty(shape, dtype=group.dtype, device=seen.q.device)
+    path.transfer.fetch(path.view, slot, 0, k, torch.empty_like(k))
+    lanes = slice(row * group.lane_heads, (row + 1) * group.lane_heads)
+    tail = path.algorithm.spec().tail == "forced"
+    return held_mass(seen.q[row], k, seen.ids[lanes], group.unit, tail, model.scale, budget)
+
+
+def index_bytes(view: LayerView, spec: AlgorithmSpec, names: set[str], length: int) -> float:
+    """Bytes of the pools ``names`` that stand for a request of ``length`` tokens, in one layer.
+
+    Counted from the tensors. Of grain unit and token: the places of the request's tokens; of
+    grain request: all that is allotted for it, so what a step reads at most.
+    """
+    total = 0.0
+    for item in spec.representations:
+        if item.name not in names:
+            continue
+        place = view.pools[item.name][0]
+        count = {"unit": -(-length // view.group.unit), "token": length, "request": 1}[item.grain]
+        total += count * place.numel() * place.element_size()
+    return total
+
+
+def index_tokens(paths: Sequence[LayerPath], length: int) -> float:
+    """What the watched step read of representations, in tokens of keys and values, a layer."""
+    tokens = []
+    for path in paths:
+        group, algorithm = path.view.group, path.algorithm
+        read = index_bytes(path.view, algorithm.spec(), algorithm.seen.pools, length)
+        tokens.append(read / (2 * group.num_kv_heads * group.head_dim * group.dtype.itemsize))
+    return sum(tokens) / len(tokens)
