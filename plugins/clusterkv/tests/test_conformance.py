@@ -9,18 +9,12 @@ from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
 
 
 def forced(length, bench):
-    """Sinks and the open window, the newest K of them.
-
-    Every window is closed by the settle that follows a prompt, or a period of decoding; clusters
-    then reach to the last full window.
-    """
-    params = {**bench.subject.entry.parameters, **bench.case.params}
-    sinks, window = params["sinks"], params["window"]
+    """Sinks and the open window, what came since the last settle; the newest K of them."""
+    sinks = {**bench.subject.entry.parameters, **bench.case.params}["sinks"]
     found = None
     for slot, keys in bench.keys.items():
         if len(keys) == length:
-            settled = max(bench._settled[slot], 0)
-            closed = sinks + max(settled - sinks, 0) // window * window
+            closed = max(bench._settled[slot], sinks)
             now = {*range(min(sinks, length - 1)), *range(min(closed, length - 1), length - 1)}
             now = set(sorted(now)[-bench.case.select :])
             found = now if found is None else found & now

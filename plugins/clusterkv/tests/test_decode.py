@@ -136,35 +136,29 @@ class Decoder:
                 assert set(sorted(forced)[-len(lane) :]) <= set(chosen)
 
 
-def aligned(length):
-    return 2 + (length - 2) // 6 * 6
-
-
 def test_windows_are_clustered_as_decode_fills_them(on):
     d = Decoder(on, budget=16)
     slot = d.begin()
     d.prefill(slot, 17)
-    assert d.state(slot) == [14, 14, 6]
+    assert d.state(slot) == [14, 14, 6], "full windows, while prompts may go on"
     pools = d.coordinator.layers[0].view.pools
     names = ("centroids", "ends", "members")
-    settled, before = 17, None
+    settled, clusters, before = 17, 8, None  # the end of the prompt makes two more
     for _ in range(14):
         d.check_forced(slot)
         length = len(d.held[slot][0])
         # The settle of a step comes before its token.
         if length - 1 - settled >= PARAMS["window"]:
-            settled = length - 1
-        closed = aligned(settled)
-        clusters = (closed - 2) // 2
-        assert d.state(slot) == [closed, closed, clusters]
-        widths = (clusters, clusters, closed - 2)
+            settled, clusters = length - 1, clusters + 3
+        assert d.state(slot) == [settled, settled, clusters]
+        widths = (clusters, clusters, settled - 2)
         now = [pools[n][slot][:, :w].cpu() for n, w in zip(names, widths, strict=True)]
         for old, new in zip(before or [], now, strict=bool(before)):
             assert torch.equal(old, new[:, : old.shape[1]]), "old clusters changed"
         before = now
         for head in before[2].tolist():
-            assert sorted(head) == list(range(2, closed))
-    assert closed == 26
+            assert sorted(head) == list(range(2, settled))
+    assert settled == 29
 
 
 def test_covering_budget_is_dense_whatever_happens_to_the_request(on):
@@ -174,7 +168,7 @@ def test_covering_budget_is_dense_whatever_happens_to_the_request(on):
         d.prefill(slot, chunk)
     for _ in range(14):
         d.check_dense(slot)
-    assert d.state(slot)[0] == 32
+    assert d.state(slot)[0] == 35
     d.prefill(slot, 9)  # a chunk after decode
     d.check_dense(slot)
     twin = d.fork(slot)
@@ -211,7 +205,7 @@ def test_rollback_below_the_clustered_tokens(on):
     for _ in range(12):
         d.check_forced(slot)
     watermark, built, _ = d.state(slot)
-    assert watermark == built == 26
+    assert watermark == built == 30
     members = d.coordinator.layers[0].view.pools["members"][slot, :, : built - 2]
     for head in members.tolist():
         assert sorted(head) == list(range(2, built))

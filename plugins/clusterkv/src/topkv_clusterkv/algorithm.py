@@ -100,11 +100,14 @@ class ClusterKV:
     def settle(
         self, layer: LayerView, slot: int, since: int, length: int, history: object
     ) -> None:
-        """Cluster the full windows. Their keys are in the pool, so nothing is streamed."""
+        """Cluster what is in no cluster yet: the end of a prompt, or a window of generated tokens.
+
+        The keys are in the pool, so nothing is streamed.
+        """
         self._join()
         watermark, built, clusters = layer.pools["state"][slot].tolist()
         watermark = min(watermark, length)
-        first, end = max(watermark, self.settings.sinks), self.settings.aligned(length)
+        first, end = max(watermark, self.settings.sinks), length
         if end > first:
             keys = self._pending_keys(layer, slot, first, end, length)
             done = RequestClusters(layer.pools, slot, self.settings, built, clusters)

@@ -26,6 +26,9 @@ from torch import Tensor
 from topkv.types import GroupShape, RepresentationSpec
 from topkv_clusterkv.kmeans import kmeans, spread
 
+SPARE = 8
+"""Prompts of a request whose last, partly filled window finds places for clusters of its own."""
+
 
 @frozen
 class Settings:
@@ -52,8 +55,8 @@ class Settings:
         return -(-tokens // self.tokens_per_cluster)
 
     def max_clusters(self, max_tokens: int) -> int:
-        """Those of a request of full windows, and one window's more."""
-        windows = max(max_tokens - self.sinks, 0) // self.window + 1
+        """Those of a request of full windows, and of ``SPARE`` parts of windows more."""
+        windows = max(max_tokens - self.sinks, 0) // self.window + SPARE
         return windows * self.clusters(self.window)
 
     def pending(self, ring_tokens: int) -> int:
