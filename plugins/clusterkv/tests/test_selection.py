@@ -180,20 +180,20 @@ def shapes(tokens, dtype=torch.bfloat16, select=1023, unit=1):
     )
 
 
-@pytest.mark.parametrize(("tokens", "share"), [(32768, 0.026), (131072, 0.017)])
+@pytest.mark.parametrize(("tokens", "share"), [(32768, 0.054), (131072, 0.044)])
 def test_bytes_are_those_of_the_readme(tokens, share):
     algorithm = ClusterKV(*shapes(tokens), DEFAULTS, "reference", torch.device("cpu"))
     counted = {
         spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta").nbytes / 8
         for spec in algorithm.spec().representations
     }
-    clusters = ((tokens - 16) // 320 + 8) * 4
+    clusters = ((tokens - 16) // 320 + 8) * 20
     assert counted["centroids"] == 256 * clusters
     assert counted["ends"] == 4 * clusters
     assert counted["members"] == 4 * tokens
     assert counted["keys"] == (2 * 320 + 32) * 256
     index = sum(counted[name] for name in ("centroids", "ends", "members")) / tokens
-    assert index / 512 == pytest.approx(0.0143, abs=1e-3)
+    assert index / 512 == pytest.approx(0.0396, abs=3e-3)
     assert sum(counted.values()) / tokens / 512 < share
 
 

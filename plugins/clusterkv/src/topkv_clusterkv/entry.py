@@ -24,7 +24,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             ),
             defaults={"unit": 1, "scope": "kv_head", "dense_layers": (0, 1)},
             parameters={
-                "tokens_per_cluster": 80,
+                "tokens_per_cluster": 16,
                 "window": 320,
                 "segment": 8192,
                 "sinks": 16,
