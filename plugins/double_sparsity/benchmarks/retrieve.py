@@ -4,14 +4,15 @@
 
 32 q-heads, 8 kv-heads, D = 128, bfloat16, 32 channels, 2047 of 128K tokens. Every cell replays a
 CUDA graph of ``CALLS`` calls; ``score`` is the two kernels before top-k. The bytes are the labels
-with scale and zero, read once; ``read_gbs`` is what a plain sum reads.
+with scale and zero, read once; ``read_gbs`` is what a plain sum reads. ``--sweep`` instead tries
+shapes of the score kernel for 16 requests, and times shorter contexts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,22 @@ import torch
 
 from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
+from topkv_double_sparsity import launch
 from topkv_double_sparsity.algorithm import DoubleSparsity
 from topkv_double_sparsity.entry import topkv_register_algorithms
 
 CALLS, REPEATS = 10, 9
+SHAPES = {
+    "bf16": [
+        *((32, 4, 5, 1), (32, 8, 3, 1), (32, 8, 5, 1), (32, 8, 7, 1), (32, 16, 5, 1)),
+        *((64, 4, 5, 1), (64, 4, 3, 4), (64, 8, 3, 4), (64, 8, 5, 4), (64, 8, 5, 2)),
+    ],
+    "int4": [
+        *((32, 8, 5, 1), (32, 8, 7, 1), (32, 16, 5, 1), (64, 4, 3, 1), (64, 4, 5, 1)),
+        *((64, 4, 7, 1), (64, 8, 5, 1), (64, 8, 5, 2), (64, 8, 5, 4), (128, 4, 5, 4)),
+    ],
+}
+"""(TILE, TILES, STAGES, num_warps) that ``--sweep`` tries."""
 HEADS, KV_HEADS, DIM, PAGE, SELECT = 32, 8, 128, 64, 2047
 INTS: dict[str, Any] = {"dtype": torch.int32, "device": "cuda"}
 
@@ -41,13 +54,13 @@ def random_pool(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def prepare(
-    requests: int, tokens: int, scope: str, params: dict[str, Any]
+    requests: int, tokens: int, scope: str, params: dict[str, Any], select: int
 ) -> tuple[DoubleSparsity, LayerView]:
     lanes = KV_HEADS if scope == "kv_head" else 1
     model = ModelShape(1, HEADS, KV_HEADS, DIM, torch.bfloat16, DIM**-0.5)
     group = GroupShape(
         *((0,), 1, lanes, KV_HEADS // lanes, DIM, torch.bfloat16, PAGE, requests, tokens),
-        *(SELECT, 2 * SELECT, 32),
+        *(select, 2 * select, 32),
     )
     (entry,) = topkv_register_algorithms()
     given = {**entry.parameters, **params}
@@ -69,11 +82,13 @@ def prepare(
     return algorithm, LayerView(0, 0, group, step, ring, ring, pools)
 
 
-def measure(requests: int, tokens: int, scope: str, params: dict[str, Any]) -> dict[str, object]:
-    algorithm, layer = prepare(requests, tokens, scope, params)
+def measure(
+    requests: int, tokens: int, scope: str, params: dict[str, Any], select: int = SELECT
+) -> dict[str, object]:
+    algorithm, layer = prepare(requests, tokens, scope, params, select)
     q = torch.randn(requests, 1, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     k = torch.randn(requests, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-    ids = torch.empty(requests * layer.group.lane_heads, SELECT, **INTS)
+    ids = torch.empty(requests * layer.group.lane_heads, select, **INTS)
     specs = algorithm.spec().representations
     moved = sum(spec.bytes for spec in specs if spec.grain == "token") * tokens * requests
     launcher = algorithm.launcher
@@ -92,6 +107,40 @@ def measure(requests: int, tokens: int, scope: str, params: dict[str, Any]) -> d
     }
 
 
+def sweep() -> Iterator[dict[str, object]]:
+    """Shapes of the score kernel, then the short contexts with the shipped shape."""
+    for label, shapes in SHAPES.items():
+        for shared in (False, True):
+            key, scope = (label == "int4", shared), "shared" if shared else "kv_head"
+            shipped = launch.SCORING[key]
+            for shape in sorted({shipped, *shapes}):
+                launch.SCORING[key] = shape
+                cell = {"shape": shape, "shipped": shape == shipped}
+                try:
+                    yield cell | measure(16, 131072, scope, {"label": label, "channels": 32})
+                except Exception as error:  # a shape that does not fit is a result as well
+                    yield cell | {"label": label, "scope": scope, "error": str(error)[:200]}
+            launch.SCORING[key] = shipped
+    for tokens, select in ((4096, 256), (32768, SELECT)):
+        for label in SHAPES:
+            for requests in (1, 16, 64):
+                params = {"label": label, "channels": DIM // 4}
+                yield measure(requests, tokens, "kv_head", params, select) | {"select": select}
+
+
+def variants(requests: Sequence[int], tokens: int) -> Iterator[dict[str, object]]:
+    every: list[dict[str, Any]] = [
+        {"label": "bf16", "channels": 32},
+        {"label": "int4", "channels": 32},
+        {"label": "bf16", "channels": 128},
+        {"label": "int4", "channels": 32, "head_sparsity": 0.9},
+    ]
+    for scope in ("kv_head", "shared"):
+        for params in every:
+            for count in requests:
+                yield measure(count, tokens, scope, params)
+
+
 def read_gbs() -> float:
     """What a sum over 2 GiB reads: the ceiling for ``score_gbs``."""
     source = torch.zeros(1 << 29, device="cuda")
@@ -103,23 +152,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write JSON lines here as well")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=131072)
+    parser.add_argument("--sweep", action="store_true", help="try shapes of the score kernel")
     options = parser.parse_args()
     torch.manual_seed(0)
     cells: list[dict[str, object]] = [
         {"device": torch.cuda.get_device_name(), "read_gbs": round(read_gbs(), 1)}
     ]
     print(cells[0])
-    variants: list[dict[str, Any]] = [
-        {"label": "bf16", "channels": 32},
-        {"label": "int4", "channels": 32},
-        {"label": "bf16", "channels": 128},
-        {"label": "int4", "channels": 32, "head_sparsity": 0.9},
-    ]
-    for scope in ("kv_head", "shared"):
-        for params in variants:
-            for requests in options.requests:
-                cells.append(measure(requests, options.tokens, scope, params))
-                print(cells[-1])
+    for cell in sweep() if options.sweep else variants(options.requests, options.tokens):
+        cells.append(cell)
+        print(cell, flush=True)
     if options.out:
         options.out.write_text("".join(json.dumps(cell) + "\n" for cell in cells))
 

@@ -13,6 +13,15 @@ from topkv.testing.algorithm_cases import Case
 from topkv.testing.kit import subject_of
 from topkv.testing.strategies import Geometry
 from topkv.testing.tiers import all_tiers
+from topkv_double_sparsity import reference
+
+
+def sample_of(count):
+    """Tokens of the sample, as the README says: the middle one of every s, s a power of two."""
+    stride = 1
+    while count > stride * reference.SAMPLE:
+        stride *= 2
+    return list(range(stride // 2, count, stride))
 
 
 class Bench(AlgorithmBench):
@@ -48,6 +57,8 @@ class Bench(AlgorithmBench):
         )
         super().__init__(subject, case, requests=requests)
 
+    sample_of = staticmethod(sample_of)
+
     @property
     def settings(self):
         return self.algorithm.settings
@@ -77,8 +88,9 @@ class Bench(AlgorithmBench):
         return logits
 
     def lane_weights(self, logits):
-        """Mean softmax, float64 ``[lane_heads, n]``."""
-        return logits.softmax(-1).unflatten(0, (self.group.lane_heads, -1)).mean(1)
+        """Mean over the query heads of exp(logit - lse of the sample), float64 ``[lanes, n]``."""
+        lse = logits[:, sample_of(logits.shape[1])].logsumexp(1, keepdim=True)
+        return (logits - lse).exp().unflatten(0, (self.group.lane_heads, -1)).mean(1)
 
     def chosen(self, q, slot=0):
         """Sets of selected tokens of each lane."""

@@ -21,6 +21,7 @@ def expected(q, k, statistic):
     q = np.asarray(q.double()).reshape(len(q), k.shape[1], -1, k.shape[2])
     variance = ((k - k.mean(0)) ** 2).mean(0)
     return {
+        "qk_span": np.abs(q).mean(0).sum(1) * (k.max(0) - k.min(0)),
         "q": np.abs(q).mean(0).sum(1),
         "k": np.abs(k).mean(0),
         "qk": np.abs(q * k[:, :, None]).mean(0).sum(1),

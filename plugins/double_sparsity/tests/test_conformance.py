@@ -28,7 +28,7 @@ def options(params, **further):
         params=st.fixed_dictionaries(drawn | params),
         promised=sinks,
         selects=(2, 3, 5),
-        units=16,
+        units=9,
         hidden_needles=True,
         head_needles=True,
         **further,
@@ -42,7 +42,7 @@ class TestChannelsOfThePrompt(AlgorithmTests):
 
     @pytest.fixture
     def options(self):
-        statistics = st.sampled_from([None, "q", "k", "qk", "qk_var", "k_var"])
+        statistics = st.sampled_from([None, "qk_span", "q", "k", "qk", "qk_var", "k_var"])
         return options({"statistic": statistics, "pair_channels": st.booleans()})
 
 

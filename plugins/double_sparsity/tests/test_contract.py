@@ -42,7 +42,7 @@ def test_entry_and_command_import_neither_torch_nor_triton():
 
 def test_defaults(bench):
     settings = bench(CPU, dim=128).settings
-    assert (settings.channels, settings.int4, settings.statistic) == (32, False, "qk_var")
+    assert (settings.channels, settings.int4, settings.statistic) == (32, False, "qk_span")
     assert (settings.sinks, settings.flat) == (0, None)
     (entry,) = topkv_register_algorithms()
     assert bench(CPU, **entry.parameters).settings == bench(CPU).settings

@@ -2,8 +2,8 @@
 
 Yang et al., "Post-Training Sparse Attention with Double Sparsity", arXiv 2408.07092.
 Differences from its code: selection per kv-head (or shared) by the mean of the query heads'
-softmaxed scores instead of per query head; channels are chosen by E[q^2] Var(k); the newest token
-is always attended; prefill is dense.
+softmaxed scores, normalised over a sample of the tokens, instead of per query head; channels are
+chosen by a statistic of our own; the newest token is always attended; prefill is dense.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class DoubleSparsity:
     The label of a key is r of its post-RoPE channels, per kv-head, in the keys' own dtype, or in 4
     bits with an fp16 scale and zero. A query head scores a token by the sum of query times
     label over these channels; scores times ``model.scale`` go through a softmax over tokens
-    ``0 .. length - 2``, in fp32, and are averaged over the query heads of the lane. The first
+    ``0 .. length - 2``, in fp32, and are averaged over the query heads of the lane. In long
+    requests a sample of the tokens normalises it (``reference.lane_scores``). The first
     ``sink_tokens`` are forced. Of equal scores the lower token wins.
 
     Which channels: from a calibration file, or from the statistics of the first prompt chunk of

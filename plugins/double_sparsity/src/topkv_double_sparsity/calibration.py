@@ -30,11 +30,11 @@ from topkv.errors import ConfigError
 FORMAT = "topkv-double-sparsity-1"
 KINDS = ("importance", "channels")
 
-PROMPT_STATISTICS = ("q", "k", "qk", "qk_var", "k_var")
+PROMPT_STATISTICS = ("qk_span", "q", "k", "qk", "qk_var", "k_var")
 STATISTICS = (*PROMPT_STATISTICS, "k_weight")
 """``k_weight`` is a property of a model's weights; the others are statistics of activations."""
 
-DEFAULT_STATISTIC = "qk_var"
+DEFAULT_STATISTIC = "qk_span"
 
 Rows = list[list[float]]
 

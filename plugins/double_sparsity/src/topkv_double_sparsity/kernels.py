@@ -1,6 +1,12 @@
-"""How Double Sparsity selects, in Triton, beside ``reference.head_logits`` and ``lane_scores``.
+"""How Double Sparsity scores, in Triton, beside ``reference.head_logits`` and ``lane_scores``.
 
-Names: ``p_`` pointers, ``s_`` strides in elements. Pools are addressed by host row in 64 bit.
+Labels are read once, but for a sample: ``sample_kernel`` finds the normaliser of each query
+head from it, and ``score_kernel`` writes one score for each lane and token.
+
+A *bundle* is ``HEADS`` neighbouring kv-heads whose labels one wide load takes; one product with
+a block-diagonal matrix of queries scores them all. Column ``head * BLOCK_G + g`` of a bundle is
+query head g of a kv-head. Exponents are of base 2. Names: ``p_`` pointers, ``s_`` strides in
+elements. Pools are addressed by host row in 64 bit.
 """
 
 from __future__ import annotations
@@ -8,208 +14,157 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _query(
-    p_q,
-    p_channels,
-    s_q_head,
-    k,
-    c,
-    part,
-    R: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Queries of ``HEADS`` kv-heads, ``[BLOCK_K, BLOCK_C]``, zero off the block diagonal.
-
-    Row ``head * WIDTH + j`` stands for channel ``part + j`` of the label of a head.
-    """
-    head, j = k // WIDTH, k % WIDTH + part
-    in_k = (head < HEADS) & (j < R)
-    channel = tl.load(p_channels + head * R + j, in_k, other=0)
-    mine = (head[:, None] == (c // GROUP)[None, :]) & in_k[:, None]
-    return tl.load(p_q + c.to(tl.int64)[None, :] * s_q_head + channel[:, None], mine, other=0.0)
+from topkv_double_sparsity.products import exp2, log2, products, stored_query
+from topkv_double_sparsity.sample_kernels import normalisers, sample_size, stride_of
 
 
 @triton.jit
 def score_kernel(
-    p_q,
+    p_query,
+    p_total,
+    p_peak,
+    p_mass,
+    p_moment,
     p_labels,
     p_meta,
-    p_channels,
     p_slots,
     p_lengths,
     p_pages,
-    p_raw,
-    p_peak,
-    p_mass,
-    p_moment,
-    max_pages,
-    max_units,
-    blocks,
-    logit_scale,
-    s_q_row,
-    s_q_head,
-    s_channels,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PAGE: tl.constexpr,
-    R: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    STAGES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    INT4: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    FP32: tl.constexpr,
-):
-    """Program (row x ``HEADS`` kv-heads, block of tokens): scaled logits of the query heads, and
-    the maximum, the exponential sum and, for ``ENTROPY``, the exponential sum times the logit.
-
-    The labels of neighbouring heads lie side by side: one wide load takes ``HEADS`` of them, and
-    one product with a block-diagonal matrix of queries scores them all. 4-bit codes are whole
-    numbers, exact in every dtype; scale and zero are applied to the fp32 sums. ``FP32``
-    multiplies in fp32, for fp32 queries and for the interpreter, which has no bfloat16 product.
-    """
-    bundle = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    row = bundle // (KV_HEADS // HEADS)
-    first = bundle % (KV_HEADS // HEADS) * HEADS
-    slot = tl.load(p_slots + row).to(tl.int64)
-    closed = tl.maximum(tl.load(p_lengths + row) - 1, 0)
-    start = block * (TILES * TILE)
-    if (slot < 0) | (start >= closed):
-        return
-    k = tl.arange(0, BLOCK_K)
-    c = tl.arange(0, BLOCK_C)
-    in_k = k < HEADS * WIDTH
-    in_c = c < HEADS * GROUP
-    p_q += row * s_q_row + first * GROUP * s_q_head
-    p_channels += slot * s_channels + first * R
-    q = _query(p_q, p_channels, s_q_head, k, c, 0, R, WIDTH, HEADS, GROUP)
-    if FP32:
-        q = q.to(tl.float32)
-    if INT4:
-        q_high = _query(p_q, p_channels, s_q_head, k, c, WIDTH, R, WIDTH, HEADS, GROUP)
-        q_high = q_high.to(q.dtype)
-        total = tl.sum(q.to(tl.float32), 0) + tl.sum(q_high.to(tl.float32), 0)
-    out = row * (KV_HEADS * GROUP) + first * GROUP + c
-    peak = tl.full([BLOCK_C], float("-inf"), tl.float32)
-    mass = tl.zeros([BLOCK_C], tl.float32)
-    moment = tl.zeros([BLOCK_C], tl.float32)
-    for tile in tl.range(0, tl.minimum(TILES, tl.cdiv(closed - start, TILE)), num_stages=STAGES):
-        t = start + tile * TILE + tl.arange(0, TILE)
-        in_t = t < closed
-        page = tl.load(p_pages + slot * max_pages + t // PAGE, in_t, other=0)
-        at = page.to(tl.int64) * PAGE + t % PAGE
-        p_tile = p_labels + at[:, None] * (KV_HEADS * WIDTH) + first * WIDTH + k[None, :]
-        label = tl.load(p_tile, in_t[:, None] & in_k[None, :], other=0)
-        if INT4:
-            scores = tl.dot((label & 15).to(q.dtype), q, input_precision="ieee")
-            scores = tl.dot((label >> 4).to(q.dtype), q_high, acc=scores, input_precision="ieee")
-            p_step = p_meta + (at[:, None] * KV_HEADS + first + (c // GROUP)[None, :]) * 2
-            inside = in_t[:, None] & in_c[None, :]
-            step = tl.load(p_step, inside, other=0.0).to(tl.float32)
-            zero = tl.load(p_step + 1, inside, other=0.0).to(tl.float32)
-            scores = scores * step + zero * total[None, :]
-        else:
-            scores = tl.dot(label.to(q.dtype), q, input_precision="ieee")
-        scores = scores * logit_scale
-        p_out = p_raw + out[None, :] * max_units + t[:, None]
-        tl.store(p_out, scores, in_t[:, None] & in_c[None, :])
-        masked = tl.where(in_t[:, None], scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(masked, 0))
-        shrink = tl.exp(peak - higher)
-        weights = tl.exp(masked - higher[None, :])
-        mass = mass * shrink + tl.sum(weights, 0)
-        if ENTROPY:
-            moment = moment * shrink + tl.sum(weights * scores, 0)
-        peak = higher
-    tl.store(p_peak + out * blocks + block, peak, in_c)
-    tl.store(p_mass + out * blocks + block, mass, in_c)
-    if ENTROPY:
-        tl.store(p_moment + out * blocks + block, moment, in_c)
-
-
-@triton.jit
-def average_kernel(
-    p_raw,
-    p_peak,
-    p_mass,
-    p_moment,
-    p_slots,
-    p_lengths,
     p_scores,
     p_closed,
     p_flat,
-    max_units,
+    max_pages,
     blocks,
+    scale,
+    max_units,
     sinks,
     select,
     threshold,
-    LANE_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    SPAN: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    BUNDLES: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    BLOCK_B: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    SPAN: tl.constexpr,
+    NORMALISED: tl.constexpr,
     ENTROPY: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    INT4: tl.constexpr,
+    PACKED: tl.constexpr,
+    FAST: tl.constexpr,
+    FP32: tl.constexpr,
 ):
-    """Program (lane, block of tokens): mean softmax over the lane's ``HEADS`` query heads.
+    """Program (row x bundle, block of tokens): one score for each lane and token, fp32.
 
-    The first program of a lane writes how many tokens it has, and, for ``ENTROPY``, whether it is
-    flat: then its tokens stand in ``p_flat`` instead of ``p_closed``. ``SPAN`` tokens have one
-    maximum and one sum.
+    With ``PER_HEAD`` each kv-head of the bundle is a lane. Else a row is one lane, and the program
+    takes all ``BUNDLES`` by turns, tile by tile. Without ``NORMALISED`` a lane has one query head,
+    and its scores are its logits; else they are the log-sum-exp over the heads, in base 2. The
+    first program of a lane writes how many tokens it has, and, for ``ENTROPY``, whether it is
+    flat: then its tokens stand in ``p_flat`` instead of ``p_closed``.
     """
-    lane = tl.program_id(0).to(tl.int64)
+    BLOCK_C: tl.constexpr = BLOCK_H * BLOCK_G
+    LANES: tl.constexpr = HEADS if PER_HEAD else 1
+    BLOCK_L: tl.constexpr = BLOCK_H if PER_HEAD else 1
+    PARTS: tl.constexpr = KV_HEADS // (HEADS * BUNDLES)
+    program = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    row = lane // LANE_HEADS
-    slot = tl.load(p_slots + row)
+    row = program // PARTS
+    bundle = program * BUNDLES
+    first = program % PARTS * HEADS
+    slot = tl.load(p_slots + row).to(tl.int64)
     closed = tl.maximum(tl.load(p_lengths + row) - 1, 0)
     closed = tl.where(slot < 0, 0, closed)
+    nth = tl.arange(0, BLOCK_L)
+    lane = program * LANES + nth
+    in_lane = nth < LANES
     if block == 0:
-        tl.store(p_closed + lane, closed)
+        tl.store(p_closed + lane, closed + nth * 0, in_lane)
         if ENTROPY:
-            tl.store(p_flat + lane, 0)
-    if block * BLOCK_V >= closed:
+            tl.store(p_flat + lane, nth * 0, in_lane)
+    start = block * (TILES * TILE)
+    if start >= closed:
         return
-    h = tl.arange(0, BLOCK_H)
-    in_h = h < HEADS
-    head = lane * HEADS + h
-    used = (closed + SPAN - 1) // SPAN
-    peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
-    moment = tl.zeros([BLOCK_H], tl.float32)
-    for start in range(0, used, BLOCK_P):
-        p = start + tl.arange(0, BLOCK_P)
-        at = head[:, None] * blocks + p[None, :]
-        inside = in_h[:, None] & (p < used)[None, :]
-        peaks = tl.load(p_peak + at, inside, other=float("-inf"))
-        peaks = tl.where(in_h[:, None], peaks, 0.0)
-        higher = tl.maximum(peak, tl.max(peaks, 1))
-        shrink, grow = tl.exp(peak - higher), tl.exp(peaks - higher[:, None])
-        total = total * shrink + tl.sum(tl.load(p_mass + at, inside, other=0.0) * grow, 1)
-        if ENTROPY:
-            moment = moment * shrink + tl.sum(tl.load(p_moment + at, inside, other=0.0) * grow, 1)
-        peak = higher
-    total = tl.where(in_h, total, 1.0)
-    if ENTROPY:  # noqa: SIM102 - known when compiling, the second is not
-        if block == 0:
-            entropy = tl.log(total) + peak - moment / total
-            flatness = tl.sum(tl.where(in_h, entropy, 0.0), 0) / HEADS
-            most = tl.log(tl.maximum(closed, 2).to(tl.float32))
-            if (flatness > threshold * most) & (closed > select):
-                tl.store(p_closed + lane, 0)
-                tl.store(p_flat + lane, closed)
-    v = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_v = v < closed
-    inside = in_h[:, None] & in_v[None, :]
-    raw = tl.load(p_raw + head[:, None] * max_units + v[None, :], inside, other=float("-inf"))
-    mean = tl.sum(tl.exp(raw - peak[:, None]) / total[:, None], 0) / HEADS
-    mean = tl.where(v < sinks, float("inf"), mean)
-    tl.store(p_scores + lane * max_units + v, mean, in_v)
+    b = tl.arange(0, BLOCK_B)[:, None]
+    c = tl.arange(0, BLOCK_C)
+    real = ((c // BLOCK_G < HEADS) & (c % BLOCK_G < GROUP))[None, :] & (b < BUNDLES)
+    totals = tl.load(p_total + (bundle + b) * BLOCK_C + c[None, :], real, other=0.0)
+    peaks, logs = totals, totals
+    if NORMALISED or ENTROPY:
+        size = sample_size(closed, stride_of(closed, SAMPLE, DOUBLINGS))
+        peaks, logs, entropy = normalisers(
+            *(p_peak, p_mass, p_moment, bundle, blocks, (size + SPAN - 1) // SPAN, scale),
+            *(BUNDLES, BLOCK_B, BLOCK_P, BLOCK_C, ENTROPY),
+        )
+        if ENTROPY:  # noqa: SIM102 - known when compiling, the second is not
+            if block == 0:
+                flatness = tl.sum(tl.where(real, entropy, 0.0), 0)
+                flatness = tl.reshape(flatness, [BLOCK_L, BLOCK_C // BLOCK_L])
+                flatness = tl.sum(flatness, 1) / (KV_HEADS // (PARTS * LANES) * GROUP)
+                most = tl.log(tl.maximum(size, 2).to(tl.float32))
+                flat = (flatness > threshold * most) & (closed > select)
+                tl.store(p_closed + lane, tl.where(flat, 0, closed), in_lane)
+                tl.store(p_flat + lane, tl.where(flat, closed, 0), in_lane)
+        logs = tl.where(real, logs, 1e30)  # a column of no query head weighs nothing
+    QUERY: tl.constexpr = BLOCK_K * BLOCK_C
+    q, q_high = stored_query(p_query, bundle, QUERY, BLOCK_K, BLOCK_C, INT4, FP32)
+    total, peak, log = tl.sum(totals, 0), tl.sum(peaks, 0), tl.sum(logs, 0)
+    best = tl.full([TILE], -1e30, tl.float32)
+    mass = tl.zeros([TILE], tl.float32)
+    tiles = tl.minimum(TILES, tl.cdiv(closed - start, TILE))
+    for step in tl.range(0, tiles * BUNDLES, num_stages=STAGES):
+        begin = start + step // BUNDLES * TILE
+        if BUNDLES > 1:
+            turn = step % BUNDLES
+            first = (turn * HEADS).to(tl.int64)
+            q, q_high = stored_query(p_query, bundle + turn, QUERY, BLOCK_K, BLOCK_C, INT4, FP32)
+            mine = b == turn
+            total = tl.sum(tl.where(mine, totals, 0.0), 0)
+            peak = tl.sum(tl.where(mine, peaks, 0.0), 0)
+            log = tl.sum(tl.where(mine, logs, 0.0), 0)
+        t = begin + tl.arange(0, TILE)
+        in_t = t < closed
+        if PAGE % TILE == 0:
+            # The labels of the tile lie in a row, and one address gives all of them.
+            page = tl.load(p_pages + slot * max_pages + begin // PAGE).to(tl.int64)
+            at = page * PAGE + begin % PAGE + tl.arange(0, TILE)
+        else:
+            page = tl.load(p_pages + slot * max_pages + t // PAGE, in_t, other=0)
+            at = page.to(tl.int64) * PAGE + t % PAGE
+        raw = products(
+            *(p_labels, p_meta, at, in_t, first, q, q_high, total),
+            *(KV_HEADS, WIDTH, HEADS, BLOCK_K, BLOCK_H, BLOCK_G, INT4, PACKED),
+        )
+        x = raw * scale
+        if NORMALISED:
+            x = (raw - peak[None, :]) * scale - log[None, :]
+        if PER_HEAD:
+            x = tl.reshape(x, [TILE, BLOCK_H, BLOCK_G])
+            if NORMALISED:
+                higher = tl.max(x, 2)
+                score = higher + log2(tl.sum(exp2(x - higher[:, :, None], FAST), 2), FAST)
+            else:
+                score = tl.sum(x, 2)  # of one column, beside columns of zeros
+            score = tl.where((t < sinks)[:, None], float("inf"), score)
+            p_out = p_scores + lane[None, :] * max_units + t[:, None]
+            tl.store(p_out, score, in_t[:, None] & in_lane[None, :])
+        else:
+            fresh = step % BUNDLES == 0
+            best = tl.where(fresh, -1e30, best)
+            mass = tl.where(fresh, 0.0, mass)
+            higher = tl.maximum(best, tl.max(x, 1))
+            mass = mass * exp2(best - higher, FAST)
+            mass += tl.sum(exp2(x - higher[:, None], FAST), 1)
+            best = higher
+            score = tl.where(t < sinks, float("inf"), best + log2(mass, FAST))
+            tl.store(p_scores + row * max_units + t, score, in_t & (step % BUNDLES == BUNDLES - 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,102 +10,165 @@ import triton
 from torch import Tensor
 
 from topkv.types import GroupShape, LayerView, ModelShape
-from topkv_double_sparsity import kernels, label_kernels
+from topkv_double_sparsity import kernels, label_kernels, reference, sample_kernels
 from topkv_double_sparsity.parameters import Settings
 
-TILE, TILES, STAGES = 32, 8, 3
-"""Tokens of a tile, tiles of one program of the score kernel, loads in flight."""
+COLUMNS = 16
+"""Columns of a bundle at least: as many as a product takes."""
 
-SPAN = TILE * TILES
-"""Tokens whose maximum and exponential sum are kept together."""
+BUNDLES = {
+    (False, False): (16, 256),
+    (False, True): (32, 512),
+    (True, False): (16, 64),
+    (True, True): (32, 128),
+}
+"""By whether labels are 4 bit and whether all kv-heads share a lane: most columns of a bundle, and
+most bytes of the labels of a token that it loads at once. 4-bit ones grow fourfold in registers,
+and for float32 models, which get a quarter of that, eightfold."""
 
-TILE_V = 4096
-"""Scores, of all heads together, of one program of the averaging kernel."""
+SCORING = {
+    (False, False): (32, 8, 5, 1),
+    (False, True): (64, 8, 3, 4),
+    (True, False): (64, 4, 5, 1),
+    (True, True): (64, 8, 5, 4),
+}
+"""The score kernel, by the same: tokens of a tile, tiles of a program, stages, warps. The look-up
+of the page is a stage of its own, as long as that of the labels: 5 stages keep two tiles of labels
+in flight, 3 keep one."""
 
-COLUMNS, ROW = 16, 256
-"""Query heads of one program of the score kernel, as many as a product takes at least; and most
-bytes of the labels of a token that it loads at once."""
+SAMPLE_TILE, SAMPLE_TILES, SAMPLE_STAGES, SAMPLE_WARPS = 64, 4, 3, 4
+"""The same of the sample kernel."""
+
+SPAN = SAMPLE_TILE * SAMPLE_TILES
+"""Sampled tokens whose maximum and exponential sum are kept together."""
 
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
-def _bundle(kv_heads: int, group: int, size: int) -> int:
-    """kv-heads of one program: as many as fit, a divisor of all of them.
+def _power(n: int) -> int:
+    return int(triton.next_power_of_2(n))
+
+
+def _bundle(kv_heads: int, group: int, size: int, columns: int, row: int) -> int:
+    """kv-heads of one product: as many as fit, a divisor of all of them.
 
     Args:
         size: bytes of the label of a token and kv-head.
+        columns, row: most columns and bytes.
     """
-    fits = [n for n in range(1, kv_heads + 1) if n * group <= COLUMNS and n * size <= ROW]
+    fits = [
+        n
+        for n in range(1, kv_heads + 1)
+        if _power(n) * _power(group) <= columns and n * size <= row
+    ]
     return max((n for n in fits if kv_heads % n == 0), default=1)
 
 
 class Launcher:
     """The kernels of one group, with every constant worked out once.
 
-    Workspaces, fp32: scaled logits ``[max_requests * H, U]``; maximum, exponential sum and, for
-    the entropy, moment of each span of tokens ``[max_requests * H, spans]``; scores ``[rows, U]``.
+    Workspaces: fp32 scores ``[rows, U]``; and for each request slot and bundle of kv-heads the
+    block-diagonal matrix of queries, its column sums, and of each block of the sample the
+    maximum, the exponential sum and, for the entropy, the moment of each column.
     """
 
     def __init__(
         self, model: ModelShape, group: GroupShape, settings: Settings, device: torch.device
     ) -> None:
         self.model, self.group, self.settings = model, group, settings
-        self.blocks = triton.cdiv(max(group.max_units, 1), SPAN)
+        self._set_constants(device)
+        blocks = triton.cdiv(max(1, min(group.max_units, reference.SAMPLE)), SPAN)
+        self.blocks = blocks if self.sampling["SAMPLING"] else 1
+        self.score_blocks = triton.cdiv(
+            max(group.max_units, 1), self.scoring["TILE"] * self.scoring["TILES"]
+        )
         floats: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        heads = group.max_requests * model.num_heads
-        entropy = settings.flat is not None
-        self.raw = torch.empty((heads, group.max_units), **floats)
-        self.peak = torch.empty((heads, self.blocks), **floats)
-        self.mass = torch.empty((heads, self.blocks), **floats)
-        self.moment = torch.empty((heads if entropy else 0, self.blocks), **floats)
+        bundles = group.max_requests * (model.num_kv_heads // self.bundle)
+        parts = 2 if settings.int4 else 1
+        self.query = torch.empty(
+            (bundles, parts, self.labels["BLOCK_K"], self.columns),
+            dtype=model.dtype,
+            device=device,
+        )
+        self.total = torch.empty((bundles, self.columns), **floats)
+        sampled = (bundles, self.blocks, self.columns)
+        self.peak, self.mass = torch.empty(sampled, **floats), torch.empty(sampled, **floats)
+        self.moment = torch.empty(sampled if settings.flat is not None else 0, **floats)
         self.scores = torch.empty((group.rows, group.max_units), **floats)
         self.closed = torch.zeros(group.rows, dtype=torch.int32, device=device)
         self.flat = torch.zeros(group.rows, dtype=torch.int32, device=device)
-        self._set_constants(device)
 
     def _set_constants(self, device: torch.device) -> None:
-        model, group, settings = self.model, self.group, self.settings
+        model, settings = self.model, self.settings
         width = (settings.channels + 1) // 2 if settings.int4 else settings.channels
         item = 1 if settings.int4 else model.dtype.itemsize
-        labels = {
+        shape = {
             "KV_HEADS": model.num_kv_heads,
-            "PAGE": group.page_tokens,
-            "R": settings.channels,
+            "PAGE": self.group.page_tokens,
             "WIDTH": width,
             "INT4": settings.int4,
         }
         self.as_bits = not settings.int4 or model.dtype is torch.bfloat16
-        self.writing = labels | {
-            "BLOCK_W": max(2, triton.next_power_of_2(width)),
+        self.writing = shape | {
+            "R": settings.channels,
+            "BLOCK_W": max(2, _power(width)),
             "KEY_BF16": model.dtype is torch.bfloat16,
             "num_warps": 4,
         }
-        self.bundle = _bundle(model.num_kv_heads, model.group_size, width * item)
-        self.scoring = labels | {
+        shared = self.group.lane_heads != model.num_kv_heads
+        columns, row = BUNDLES[settings.int4, shared]
+        if settings.int4 and model.dtype is torch.float32:
+            row //= 4
+        self.bundle = _bundle(model.num_kv_heads, model.group_size, width * item, columns, row)
+        block_g = _power(model.group_size)
+        block_h = max(_power(self.bundle), COLUMNS // block_g)
+        self.columns = block_h * block_g
+        self.labels = shape | {
             "GROUP": model.group_size,
             "HEADS": self.bundle,
-            "TILE": TILE,
-            "TILES": TILES,
-            "STAGES": STAGES,
-            "BLOCK_K": max(16, triton.next_power_of_2(self.bundle * width)),
-            "BLOCK_C": max(COLUMNS, triton.next_power_of_2(self.bundle * model.group_size)),
-            "ENTROPY": settings.flat is not None,
-            "FP32": model.dtype is torch.float32 or device.type == "cpu",
-            "num_warps": 1,
-        }
-        heads = model.num_heads // group.lane_heads
-        block_h = triton.next_power_of_2(heads)
-        tokens = triton.next_power_of_2(max(group.max_units, 16))
-        self.averaging = {
-            "LANE_HEADS": group.lane_heads,
-            "HEADS": heads,
-            "SPAN": SPAN,
+            "BLOCK_K": max(16, _power(self.bundle * width)),
             "BLOCK_H": block_h,
-            "BLOCK_P": min(64, triton.next_power_of_2(self.blocks)),
-            "BLOCK_V": max(16, min(TILE_V // block_h, tokens)),
-            "ENTROPY": settings.flat is not None,
-            "num_warps": 4,
+            "BLOCK_G": block_g,
+            "FAST": device.type == "cuda",
+            "PACKED": device.type == "cuda" and model.dtype is torch.bfloat16,
+            "FP32": model.dtype is torch.float32 or device.type == "cpu",
         }
+        self._set_sampling(shared)
+
+    def _set_sampling(self, shared: bool) -> None:
+        model, settings = self.model, self.settings
+        normalised = self.group.lane_heads < model.num_heads
+        entropy = settings.flat is not None
+        both = self.labels | {
+            "SAMPLE": reference.SAMPLE,
+            "DOUBLINGS": reference.doublings(self.group.max_units),
+            "ENTROPY": entropy,
+        }
+        self.sampling = both | {
+            "R": settings.channels,
+            "SAMPLING": normalised or entropy,
+            "TILE": SAMPLE_TILE,
+            "TILES": SAMPLE_TILES,
+            "STAGES": SAMPLE_STAGES,
+            "num_warps": SAMPLE_WARPS,
+        }
+        tile, tiles, stages, warps = SCORING[settings.int4, shared]
+        bundles = model.num_kv_heads // self.bundle if shared else 1
+        sample_blocks = triton.cdiv(max(1, min(self.group.max_units, reference.SAMPLE)), SPAN)
+        self.scoring = both | {
+            "BUNDLES": bundles,
+            "PER_HEAD": not shared,
+            "BLOCK_B": _power(bundles),
+            "BLOCK_P": _power(sample_blocks),
+            "SPAN": SPAN,
+            "NORMALISED": normalised,
+            "TILE": tile,
+            "TILES": tiles,
+            "STAGES": stages,
+            "num_warps": warps,
+        }
+        # In logarithms of base 2, but where the scores are the logits.
+        self.scale = model.scale * math.log2(math.e)
 
     def _writable(self, layer: LayerView, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, labels and meta as the writing kernels take them."""
@@ -156,23 +220,22 @@ class Launcher:
         """
         group, step, settings = self.group, layer.step, self.settings
         labels = layer.pools["labels"]
-        meta = layer.pools.get("meta", labels)
-        tables = (step.slots, step.lengths)
-        work = (self.raw, self.peak, self.mass, self.moment)
+        meta = layer.pools["meta"].view(torch.int32) if settings.int4 else labels
+        where = (labels, meta, step.slots, step.lengths, step.page_table)
+        work = (self.query, self.total, self.peak, self.mass, self.moment)
+        sizes = (step.page_table.stride(0), self.blocks, self.scale)
         bundles = step.batch * (group.num_kv_heads // self.bundle)
-        kernels.score_kernel[(bundles, self.blocks)](
-            *(q, labels, meta, channels, *tables, step.page_table, *work),
-            *(step.page_table.stride(0), group.max_units, self.blocks, self.model.scale),
+        sample_kernels.sample_kernel[(bundles, self.blocks)](
+            *(q, channels, *work, *where, *sizes),
             *(q.stride(0), q.stride(1), channels.stride(0)),
-            **self.scoring,
+            **self.sampling,
         )
         lanes = step.batch * group.lane_heads
-        grid = (lanes, triton.cdiv(group.max_units, self.averaging["BLOCK_V"]))
         threshold = 2.0 if settings.flat is None else settings.flat
-        kernels.average_kernel[grid](
-            *(*work, *tables, self.scores, self.closed, self.flat),
-            *(group.max_units, self.blocks, settings.sinks, group.select, threshold),
-            **self.averaging,
+        kernels.score_kernel[(bundles // self.scoring["BUNDLES"], self.score_blocks)](
+            *(*work, *where, self.scores, self.closed, self.flat, *sizes),
+            *(group.max_units, settings.sinks, group.select, threshold),
+            **self.scoring,
         )
         flat = None if settings.flat is None else self.flat[:lanes]
         return self.scores[:lanes], self.closed[:lanes], flat

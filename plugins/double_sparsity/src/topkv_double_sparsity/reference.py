@@ -12,6 +12,9 @@ from torch import Tensor
 LARGEST = 65504.0
 """Largest fp16; keys beyond it saturate in 4-bit labels."""
 
+SAMPLE = 4096
+"""Most tokens of a request that the normaliser of a query head is estimated from."""
+
 
 def ranked(importance: Tensor) -> Tensor:
     """Channels ``[Hkv, D]`` by descending importance; of equal ones the lower channel first."""
@@ -101,10 +104,34 @@ def head_logits(q: Tensor, channels: Tensor, labels: Tensor) -> Tensor:
     return torch.einsum("nhgr,nuhr->nhgu", q.gather(-1, index), labels.float()).flatten(1, 2)
 
 
+def sampled(closed: Tensor, width: int) -> Tensor:
+    """Which of tokens ``0 .. width - 1`` the normalisers see: bool ``[n, width]``.
+
+    The middle one of every s tokens, with s the smallest power of two for which at most ``SAMPLE``
+    are taken: all of them up to ``SAMPLE`` tokens. Depends on ``closed [n]`` alone.
+    """
+    stride = torch.ones_like(closed)
+    for _ in range(doublings(width)):
+        stride = torch.where(closed > SAMPLE * stride, 2 * stride, stride)
+    token = torch.arange(width, device=closed.device)
+    stride = stride[:, None]
+    return (token % stride == stride // 2) & (token < closed[:, None])
+
+
+def doublings(width: int) -> int:
+    """How often the stride of the sample of ``width`` tokens is doubled."""
+    return max(0, (-(-width // SAMPLE) - 1).bit_length())
+
+
 def lane_scores(
     logits: Tensor, closed: Tensor, lane_heads: int, sinks: int
 ) -> tuple[Tensor, Tensor]:
-    """Mean softmax over the query heads of each lane, and how flat it is.
+    """What a token is worth to the query heads of each lane, and how flat a lane is.
+
+    ``log(sum over the heads g of exp(logit_g - lse_g))``, with ``lse_g`` the log-sum-exp of the
+    head's logits over the sample: the order of the mean softmax, without its underflow, where
+    the sample is everything. The normaliser only weighs the heads of a lane against each other;
+    the only head of a lane needs none, and its scores are its logits.
 
     Args:
         logits: fp32 ``[n, H, U]``, scaled; what stands behind ``closed`` has no influence.
@@ -114,13 +141,20 @@ def lane_scores(
 
     Returns:
         scores fp32 ``[n * lane_heads, U]``, and flatness fp32 ``[n * lane_heads]``: the mean over
-        the query heads of the entropy of their softmax, over ``log(closed)``, its maximum.
+        the query heads of the entropy of their softmax over the sample, over the log of the
+        size of the sample, its maximum.
     """
-    rows, heads, width = logits.shape
+    width = logits.shape[-1]
     token = torch.arange(width, device=logits.device)
-    logits = logits.masked_fill(token >= closed[:, None, None], float("-inf"))
-    weights = logits.softmax(-1)
-    entropy = torch.special.entr(weights).sum(-1).view(rows, lane_heads, -1).mean(2)
-    flatness = entropy / closed.clamp(min=2).float().log()[:, None]
-    scores = weights.view(rows, lane_heads, heads // lane_heads, width).mean(2).flatten(0, 1)
+    sample = sampled(closed, width)
+    seen = logits.masked_fill(~sample[:, None], float("-inf"))
+    entropy = torch.special.entr(seen.softmax(-1)).sum(-1).unflatten(1, (lane_heads, -1)).mean(2)
+    flatness = entropy / sample.sum(-1).clamp(min=2).float().log()[:, None]
+    if logits.shape[1] == lane_heads:
+        scores = logits.flatten(0, 1)
+    else:
+        # The maximum first: near it the difference of two logits is exact.
+        peak = seen.amax(-1, keepdim=True)
+        logits = logits - peak - (seen - peak).exp().sum(-1, keepdim=True).log()
+        scores = logits.unflatten(1, (lane_heads, -1)).logsumexp(2).flatten(0, 1)
     return scores.masked_fill(token < sinks, float("inf")), flatness.flatten()

@@ -29,6 +29,7 @@ class Moments:
         self.abs_q, self.abs_k, self.abs_qk = zeros(), zeros(), zeros()
         self.square_q, self.square_k = zeros(), zeros()
         self.mean_k, self.spread_k = zeros(), zeros()
+        self.low_k, self.high_k = zeros() + torch.inf, zeros() - torch.inf
 
     def add(self, q: Tensor, k: Tensor) -> None:
         """Add the tokens of a block.
@@ -49,6 +50,8 @@ class Moments:
         self.abs_qk += (q * k[:, :, None]).abs().sum((0, 2))
         self.square_q += q.square().sum((0, 2))
         self.square_k += k.square().sum(0)
+        self.low_k = torch.minimum(self.low_k, k.amin(0))
+        self.high_k = torch.maximum(self.high_k, k.amax(0))
         mean, new = k.mean(0), len(k)
         total = self.tokens + new
         shift = mean - self.mean_k
@@ -59,14 +62,16 @@ class Moments:
     def importance(self, statistic: str) -> Tensor:
         """Float64 ``[Hkv, D]``, at least 0; the larger the more important.
 
-        One token alone has no variance; its square stands in for it.
+        One token alone has no variance and no span; its square and size stand in for them.
         """
         if statistic not in PROMPT_STATISTICS:
             raise ValueError(f"expected one of {PROMPT_STATISTICS}, got {statistic!r}")
         if self.tokens == 0:
             raise ValueError("no tokens were added; add at least one block")
         variance = (self.spread_k if self.tokens > 1 else self.square_k) / self.tokens
+        span = self.high_k - self.low_k if self.tokens > 1 else self.abs_k
         return {
+            "qk_span": self.abs_q / self.tokens * span,
             "q": self.abs_q / self.tokens,
             "k": self.abs_k / self.tokens,
             "qk": self.abs_qk / self.tokens,

@@ -1,0 +1,161 @@
+"""The sample of the tokens in Triton, beside ``reference.sampled`` and ``lane_scores``.
+
+Names and columns as in ``kernels``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from topkv_double_sparsity.products import exp2, prepare_query, products
+
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def stride_of(closed, SAMPLE: tl.constexpr, DOUBLINGS: tl.constexpr):
+    """Distance of the tokens of the sample."""
+    stride = 1
+    for _ in tl.static_range(DOUBLINGS):
+        stride = tl.where(closed > SAMPLE * stride, 2 * stride, stride)
+    return stride
+
+
+@triton.jit
+def sample_size(closed, stride):
+    """Tokens of the sample."""
+    return (closed - stride // 2 + stride - 1) // stride
+
+
+@triton.jit
+def sample_kernel(
+    p_q,
+    p_channels,
+    p_query,
+    p_total,
+    p_peak,
+    p_mass,
+    p_moment,
+    p_labels,
+    p_meta,
+    p_slots,
+    p_lengths,
+    p_pages,
+    max_pages,
+    blocks,
+    scale,
+    s_q_row,
+    s_q_head,
+    s_channels,
+    SAMPLING: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    R: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    INT4: tl.constexpr,
+    PACKED: tl.constexpr,
+    FAST: tl.constexpr,
+    FP32: tl.constexpr,
+):
+    """Program (row x bundle, block of the sample): maximum of the products of each column; sum of
+    ``w = 2 ** z``, z = (product - maximum) * scale; and, for ``ENTROPY``, sum of ``w * z``.
+
+    The first program of a bundle also writes its matrix of queries and the sums of its columns.
+    """
+    bundle = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    row = bundle // (KV_HEADS // HEADS)
+    first = bundle % (KV_HEADS // HEADS) * HEADS
+    slot = tl.load(p_slots + row).to(tl.int64)
+    closed = tl.maximum(tl.load(p_lengths + row) - 1, 0)
+    stride = stride_of(closed, SAMPLE, DOUBLINGS)
+    size = sample_size(closed, stride)
+    start = block * (TILES * TILE)
+    if (slot < 0) | (start >= size):
+        return
+    p_q += row * s_q_row + first * GROUP * s_q_head
+    p_channels += slot * s_channels + first * R
+    q, q_high, total = prepare_query(
+        *(p_q, p_channels, p_query, p_total, s_q_head, bundle, block),
+        *(R, WIDTH, HEADS, GROUP, BLOCK_K, BLOCK_H, BLOCK_G, INT4, FP32),
+    )
+    if not SAMPLING:
+        return
+    BLOCK_C: tl.constexpr = BLOCK_H * BLOCK_G
+    peak = tl.full([BLOCK_C], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK_C], tl.float32)
+    moment = tl.zeros([BLOCK_C], tl.float32)
+    for tile in tl.range(0, tl.minimum(TILES, tl.cdiv(size - start, TILE)), num_stages=STAGES):
+        t = (start + tile * TILE + tl.arange(0, TILE)) * stride + stride // 2
+        in_t = t < closed
+        page = tl.load(p_pages + slot * max_pages + t // PAGE, in_t, other=0)
+        at = page.to(tl.int64) * PAGE + t % PAGE
+        raw = products(
+            *(p_labels, p_meta, at, in_t, first, q, q_high, total),
+            *(KV_HEADS, WIDTH, HEADS, BLOCK_K, BLOCK_H, BLOCK_G, INT4, PACKED),
+        )
+        higher = tl.maximum(peak, tl.max(tl.where(in_t[:, None], raw, float("-inf")), 0))
+        shift = tl.where(mass > 0, (peak - higher) * scale, 0.0)
+        shrink = tl.exp2(shift)
+        z = tl.where(in_t[:, None], (raw - higher[None, :]) * scale, -1e30)
+        weight = exp2(z, FAST)
+        if ENTROPY:
+            moment = shrink * (moment + shift * mass)
+            moment += tl.sum(weight * z, 0)
+        mass = mass * shrink + tl.sum(weight, 0)
+        peak = higher
+    out = (bundle * blocks + block) * BLOCK_C + tl.arange(0, BLOCK_C)
+    tl.store(p_peak + out, peak)
+    tl.store(p_mass + out, mass)
+    if ENTROPY:
+        tl.store(p_moment + out, moment)
+
+
+@triton.jit
+def normalisers(
+    p_peak,
+    p_mass,
+    p_moment,
+    bundle,
+    blocks,
+    used,
+    scale,
+    BUNDLES: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """Maximum, log of the exponential sum below it, and entropy; ``[BLOCK_B, BLOCK_C]`` each.
+
+    Of the columns of bundles ``bundle .. bundle + BUNDLES - 1``, merged from ``used`` blocks.
+    """
+    b = tl.arange(0, BLOCK_B)[:, None, None]
+    p = tl.arange(0, BLOCK_P)[None, :, None]
+    at = ((bundle + b) * blocks + p) * BLOCK_C + tl.arange(0, BLOCK_C)[None, None, :]
+    inside = (b < BUNDLES) & (p < used) & (at >= 0)
+    peaks = tl.load(p_peak + at, inside, other=float("-inf"))
+    peak = tl.max(peaks, 1)
+    peak = tl.where(peak > float("-inf"), peak, 0.0)
+    shift = tl.where(inside, (peaks - peak[:, None, :]) * scale, 0.0)
+    grow = tl.exp2(shift)
+    masses = tl.load(p_mass + at, inside, other=0.0)
+    mass = tl.maximum(tl.sum(masses * grow, 1), 2.0**-100)
+    entropy = mass
+    if ENTROPY:
+        moments = tl.load(p_moment + at, inside, other=0.0)
+        moment = tl.sum(grow * (moments + shift * masses), 1)
+        entropy = (tl.log2(mass) - moment / mass) * LN_2
+    return peak, tl.log2(mass), entropy
