@@ -228,9 +228,15 @@ class TransferBench:
         per_page = self.group.units_per_page
         return self._page_lists[slot][unit // per_page] * per_page + unit % per_page
 
+    def finish(self) -> None:
+        """Wait for the device. Kernels write to host memory, which torch reads without waiting."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def host_tokens(self, slot: int) -> Tensor:
         """What the pages of a request hold, ``[L, tokens, Hkv, 2, D]``."""
         group = self.group
+        self.finish()
         found = self.store.entries[self.pages[slot].to(self.store.entries.device)].cpu()
         tokens = found.permute(1, 0, 3, 6, 2, 4, 5, 7)  # [L, pages, units, unit, lanes, h, 2, D]
         return tokens.reshape(len(group.layers), -1, group.num_kv_heads, 2, group.head_dim)
@@ -254,6 +260,7 @@ class TransferBench:
         before = {name: getattr(store, name).clone() for name in (*MAPS, "buffer")}
         pool = store.pool.clone()
         yield
+        self.finish()
         for name, old in before.items():
             new = getattr(store, name)
             for slot in slots:

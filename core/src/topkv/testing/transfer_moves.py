@@ -215,5 +215,6 @@ def check_append(bench: TransferBench, slots: list[int], states: list[tuple[int,
             target[1, offset] = v[batch, head].to(target.device)
     fused = fused.to(bench.device)
     bench.engine.append(bench.views[1], fused[:, :, :dim], fused[:, :, dim : 2 * dim])
+    bench.finish()
     assert torch.equal(raw(store.buffer), raw(buffer)), "the device buffer after append"
     assert torch.equal(raw(store.entries), raw(entries)), "the pages after append"
