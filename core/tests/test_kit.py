@@ -1,0 +1,94 @@
+"""The ground of the conformance kit: its guard, its tiers, and what it says when it skips."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import evolve
+
+from topkv.entries import TIERS, TRAITS, Capabilities
+from topkv.testing.doubles import GATHER, SCRIPTED
+from topkv.testing.kit import KitTests, examples, subject_of
+from topkv.testing.tiers import all_tiers, tier
+from topkv.testing.tolerance import assert_as_good
+
+
+class Suite(KitTests):
+    kind = "backend"
+
+    def test_something(self, subject):
+        """A test of the kit."""
+
+
+def test_a_test_of_the_kit_cannot_be_replaced():
+    with pytest.raises(TypeError, match=r"Mine.test_something overrides a test of the conform"):
+
+        class Mine(Suite):
+            def test_something(self, subject):
+                """Passes, whatever the plugin does."""
+
+
+def test_a_known_failure_says_so_strictly():
+    class Mine(Suite):
+        @pytest.mark.xfail(reason="a bug of ours, number 7", strict=True)
+        def test_something(self, subject):
+            super().test_something(subject)
+
+        def test_more(self, subject):
+            """A test of one's own."""
+
+    for mark in (pytest.mark.xfail(reason="one day"), pytest.mark.xfail(strict=True)):
+        with pytest.raises(TypeError, match="overrides a test"):
+            type("Vague", (Suite,), {"test_something": mark(lambda self, subject: None)})
+    assert Mine.kind == "backend"
+
+
+def test_two_suites_in_one_class():
+    class Other(KitTests):
+        kind = "backend"
+
+        def test_another_thing(self, subject):
+            """Another test of the kit."""
+
+    class Both(Suite, Other):
+        pass
+
+    assert {"test_something", "test_another_thing"} <= set(dir(Both))
+
+
+def test_skips_name_what_is_lacking():
+    on = tier("cpu")
+    entry = evolve(GATHER, name="mine", capabilities=Capabilities(tiers=("gpu",)))
+    with pytest.raises(pytest.skip.Exception, match="mine does not state the tier 'cpu'"):
+        subject_of(entry, "backend", on)
+    with pytest.raises(ValueError, match="kind 'backend', got 'algorithm'"):
+        subject_of(SCRIPTED, "backend", on)
+    subject = subject_of(evolve(SCRIPTED, name="mine"), "algorithm", on)
+    with pytest.raises(pytest.skip.Exception, match="does not state the trait 'nested'"):
+        subject.require("nested")
+    for missing in (each for each in all_tiers() if each.missing):
+        with pytest.raises(pytest.skip.Exception, match=f"tier '{missing.name}'"):
+            subject_of(evolve(GATHER, name="mine"), "backend", missing)
+
+
+def test_entries_state_known_tiers_and_traits():
+    assert [each.name for each in all_tiers()] == list(TIERS)
+    Capabilities(traits=tuple(TRAITS))
+    for wrong in ({"tiers": ("tpu",)}, {"traits": ("fast",)}):
+        with pytest.raises(ValueError, match="must be in"):
+            Capabilities(**wrong)
+
+
+def test_examples_follow_tier_and_profile():
+    few, many = (examples(tier(name), cpu=100, interpret=4) for name in ("interpret", "cpu"))
+    assert many.max_examples == 25 * few.max_examples
+    assert few.deadline is None
+
+
+def test_tolerance_follows_the_rough_result():
+    truth = torch.tensor([1.0, 2.0, -torch.inf], dtype=torch.float64)
+    rough = torch.tensor([1.01, 2.0, -torch.inf])
+    assert_as_good(torch.tensor([1.019, 2.0, -torch.inf]), truth, rough)
+    for wrong in ([1.03, 2.0, -torch.inf], [1.0, 2.0, 0.0], [float("nan"), 2.0, -torch.inf]):
+        with pytest.raises(AssertionError):
+            assert_as_good(torch.tensor(wrong), truth, rough)
