@@ -4,8 +4,8 @@ Labels are read once, but for a sample: ``sample_kernel`` finds the normaliser o
 head from it, and ``score_kernel`` writes one score for each lane and token.
 
 A *bundle* is ``HEADS`` neighbouring kv-heads whose labels one wide load takes; one product with
-a block-diagonal matrix of queries scores them all. Column ``head * BLOCK_G + g`` of a bundle is
-query head g of a kv-head. Exponents are of base 2. Names: ``p_`` pointers, ``s_`` strides in
+a block-diagonal matrix of queries scores them all, in columns in the order that
+``products.column`` gives. Exponents are of base 2. Names: ``p_`` pointers, ``s_`` strides in
 elements. Pools are addressed by host row in 64 bit.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from topkv_double_sparsity.products import exp2, log2, products, stored_query
+from topkv_double_sparsity.products import by_head, column, exp2, log2, products, stored_query
 from topkv_double_sparsity.sample_kernels import normalisers, sample_size, stride_of
 
 
@@ -55,13 +55,12 @@ def score_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WORDS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    INT4: tl.constexpr,
-    PACKED: tl.constexpr,
+    PARTS: tl.constexpr,
     FAST: tl.constexpr,
     FP32: tl.constexpr,
 ):
@@ -76,12 +75,12 @@ def score_kernel(
     BLOCK_C: tl.constexpr = BLOCK_H * BLOCK_G
     LANES: tl.constexpr = HEADS if PER_HEAD else 1
     BLOCK_L: tl.constexpr = BLOCK_H if PER_HEAD else 1
-    PARTS: tl.constexpr = KV_HEADS // (HEADS * BUNDLES)
+    ROW: tl.constexpr = KV_HEADS // (HEADS * BUNDLES)
     program = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    row = program // PARTS
+    row = program // ROW
     bundle = program * BUNDLES
-    first = program % PARTS * HEADS
+    first = program % ROW * HEADS
     slot = tl.load(p_slots + row).to(tl.int64)
     closed = tl.maximum(tl.load(p_lengths + row) - 1, 0)
     closed = tl.where(slot < 0, 0, closed)
@@ -97,28 +96,31 @@ def score_kernel(
         return
     b = tl.arange(0, BLOCK_B)[:, None]
     c = tl.arange(0, BLOCK_C)
-    real = ((c // BLOCK_G < HEADS) & (c % BLOCK_G < GROUP))[None, :] & (b < BUNDLES)
+    head, g = column(c, BLOCK_H, BLOCK_G)
+    real = ((head < HEADS) & (g < GROUP))[None, :] & (b < BUNDLES)
     totals = tl.load(p_total + (bundle + b) * BLOCK_C + c[None, :], real, other=0.0)
     peaks, logs = totals, totals
     if NORMALISED or ENTROPY:
         size = sample_size(closed, stride_of(closed, SAMPLE, DOUBLINGS))
         peaks, logs, entropy = normalisers(
-            *(p_peak, p_mass, p_moment, bundle, blocks, (size + SPAN - 1) // SPAN, scale),
+            *(p_peak, p_mass, p_moment, bundle, blocks, (size + SPAN - 1) // SPAN),
             *(BUNDLES, BLOCK_B, BLOCK_P, BLOCK_C, ENTROPY),
         )
         if ENTROPY:  # noqa: SIM102 - known when compiling, the second is not
             if block == 0:
                 flatness = tl.sum(tl.where(real, entropy, 0.0), 0)
-                flatness = tl.reshape(flatness, [BLOCK_L, BLOCK_C // BLOCK_L])
-                flatness = tl.sum(flatness, 1) / (KV_HEADS // (PARTS * LANES) * GROUP)
+                flatness = by_head(flatness[None, :], BLOCK_H, BLOCK_G)
+                flatness = tl.sum(tl.sum(flatness, 3), 1)
+                flatness = tl.reshape(flatness, [BLOCK_L, BLOCK_H // BLOCK_L])
+                flatness = tl.sum(flatness, 1) / (KV_HEADS // (ROW * LANES) * GROUP)
                 most = tl.log(tl.maximum(size, 2).to(tl.float32))
                 flat = (flatness > threshold * most) & (closed > select)
                 tl.store(p_closed + lane, tl.where(flat, 0, closed), in_lane)
                 tl.store(p_flat + lane, tl.where(flat, closed, 0), in_lane)
         logs = tl.where(real, logs, 1e30)  # a column of no query head weighs nothing
-    QUERY: tl.constexpr = BLOCK_K * BLOCK_C
-    q, q_high = stored_query(p_query, bundle, QUERY, BLOCK_K, BLOCK_C, INT4, FP32)
-    total, peak, log = tl.sum(totals, 0), tl.sum(peaks, 0), tl.sum(logs, 0)
+    queries = stored_query(p_query, bundle, BLOCK_K, BLOCK_C, PARTS, FP32)
+    offsets = peaks + logs if NORMALISED else totals * 0
+    total, offset = tl.sum(totals, 0), tl.sum(offsets, 0)
     best = tl.full([TILE], -1e30, tl.float32)
     mass = tl.zeros([TILE], tl.float32)
     tiles = tl.minimum(TILES, tl.cdiv(closed - start, TILE))
@@ -127,11 +129,10 @@ def score_kernel(
         if BUNDLES > 1:
             turn = step % BUNDLES
             first = (turn * HEADS).to(tl.int64)
-            q, q_high = stored_query(p_query, bundle + turn, QUERY, BLOCK_K, BLOCK_C, INT4, FP32)
+            queries = stored_query(p_query, bundle + turn, BLOCK_K, BLOCK_C, PARTS, FP32)
             mine = b == turn
             total = tl.sum(tl.where(mine, totals, 0.0), 0)
-            peak = tl.sum(tl.where(mine, peaks, 0.0), 0)
-            log = tl.sum(tl.where(mine, logs, 0.0), 0)
+            offset = tl.sum(tl.where(mine, offsets, 0.0), 0)
         t = begin + tl.arange(0, TILE)
         in_t = t < closed
         if PAGE % TILE == 0:
@@ -141,20 +142,19 @@ def score_kernel(
         else:
             page = tl.load(p_pages + slot * max_pages + t // PAGE, in_t, other=0)
             at = page.to(tl.int64) * PAGE + t % PAGE
-        raw = products(
-            *(p_labels, p_meta, at, in_t, first, q, q_high, total),
-            *(KV_HEADS, WIDTH, HEADS, BLOCK_K, BLOCK_H, BLOCK_G, INT4, PACKED),
+        x = products(
+            *(p_labels, p_meta, at, in_t, first, queries, total, scale, offset),
+            *(KV_HEADS, WORDS, HEADS, BLOCK_K, BLOCK_H, BLOCK_G, PARTS),
+            WHOLE=PAGE % TILE == 0,
         )
-        x = raw * scale
-        if NORMALISED:
-            x = (raw - peak[None, :]) * scale - log[None, :]
         if PER_HEAD:
-            x = tl.reshape(x, [TILE, BLOCK_H, BLOCK_G])
+            x = by_head(x, BLOCK_H, BLOCK_G)
             if NORMALISED:
-                higher = tl.max(x, 2)
-                score = higher + log2(tl.sum(exp2(x - higher[:, :, None], FAST), 2), FAST)
+                higher = tl.max(tl.max(x, 3), 1)
+                weight = exp2(x - higher[:, None, :, None], FAST)
+                score = higher + log2(tl.sum(tl.sum(weight, 3), 1), FAST)
             else:
-                score = tl.sum(x, 2)  # of one column, beside columns of zeros
+                score = tl.sum(tl.sum(x, 3), 1)  # of one column, beside columns of zeros
             score = tl.where((t < sinks)[:, None], float("inf"), score)
             p_out = p_scores + lane[None, :] * max_units + t[:, None]
             tl.store(p_out, score, in_t[:, None] & in_lane[None, :])

@@ -20,7 +20,7 @@ BUNDLES = {
     (False, False): (16, 256),
     (False, True): (32, 512),
     (True, False): (16, 64),
-    (True, True): (32, 128),
+    (True, True): (16, 64),
 }
 """By whether labels are 4 bit and whether all kv-heads share a lane: most columns of a bundle, and
 most bytes of the labels of a token that it loads at once. 4-bit ones grow fourfold in registers,
@@ -28,9 +28,9 @@ and for float32 models, which get a quarter of that, eightfold."""
 
 SCORING = {
     (False, False): (32, 8, 5, 1),
-    (False, True): (64, 8, 3, 4),
+    (False, True): (32, 8, 5, 1),
     (True, False): (64, 4, 5, 1),
-    (True, True): (64, 8, 5, 4),
+    (True, True): (64, 8, 5, 1),
 }
 """The score kernel, by the same: tokens of a tile, tiles of a program, stages, warps. The look-up
 of the page is a stage of its own, as long as that of the labels: 5 stages keep two tiles of labels
@@ -84,9 +84,8 @@ class Launcher:
         )
         floats: dict[str, Any] = {"dtype": torch.float32, "device": device}
         bundles = group.max_requests * (model.num_kv_heads // self.bundle)
-        parts = 2 if settings.int4 else 1
         self.query = torch.empty(
-            (bundles, parts, self.labels["BLOCK_K"], self.columns),
+            (bundles, self.labels["PARTS"], self.labels["BLOCK_K"], self.columns),
             dtype=model.dtype,
             device=device,
         )
@@ -105,12 +104,12 @@ class Launcher:
         shape = {
             "KV_HEADS": model.num_kv_heads,
             "PAGE": self.group.page_tokens,
-            "WIDTH": width,
-            "INT4": settings.int4,
         }
         self.as_bits = not settings.int4 or model.dtype is torch.bfloat16
         self.writing = shape | {
             "R": settings.channels,
+            "WIDTH": width,
+            "INT4": settings.int4,
             "BLOCK_W": max(2, _power(width)),
             "KEY_BF16": model.dtype is torch.bfloat16,
             "num_warps": 4,
@@ -123,14 +122,19 @@ class Launcher:
         block_g = _power(model.group_size)
         block_h = max(_power(self.bundle), COLUMNS // block_g)
         self.columns = block_h * block_g
+        # Two bytes at once where two bfloat16 codes can be made by one instruction.
+        packed = device.type == "cuda" and model.dtype is torch.bfloat16 and width % 2 == 0
+        self.words = torch.int16 if settings.int4 and packed else None
+        words = width // 2 if self.words else width
         self.labels = shape | {
             "GROUP": model.group_size,
             "HEADS": self.bundle,
-            "BLOCK_K": max(16, _power(self.bundle * width)),
+            "WORDS": words,
+            "PARTS": (4 if self.words else 2) if settings.int4 else 1,
+            "BLOCK_K": max(16, _power(self.bundle * words)),
             "BLOCK_H": block_h,
             "BLOCK_G": block_g,
             "FAST": device.type == "cuda",
-            "PACKED": device.type == "cuda" and model.dtype is torch.bfloat16,
             "FP32": model.dtype is torch.float32 or device.type == "cpu",
         }
         self._set_sampling(shared)
@@ -221,6 +225,7 @@ class Launcher:
         group, step, settings = self.group, layer.step, self.settings
         labels = layer.pools["labels"]
         meta = layer.pools["meta"].view(torch.int32) if settings.int4 else labels
+        labels = labels.view(self.words) if self.words else labels
         where = (labels, meta, step.slots, step.lengths, step.page_table)
         work = (self.query, self.total, self.peak, self.mass, self.moment)
         sizes = (step.page_table.stride(0), self.blocks, self.scale)

@@ -59,18 +59,17 @@ def sample_kernel(
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
     R: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WORDS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    INT4: tl.constexpr,
-    PACKED: tl.constexpr,
+    PARTS: tl.constexpr,
     FAST: tl.constexpr,
     FP32: tl.constexpr,
 ):
-    """Program (row x bundle, block of the sample): maximum of the products of each column; sum of
-    ``w = 2 ** z``, z = (product - maximum) * scale; and, for ``ENTROPY``, sum of ``w * z``.
+    """Program (row x bundle, block of the sample): maximum of the logits of each column; sum of
+    ``w = 2 ** z``, z = logit - maximum; and, for ``ENTROPY``, sum of ``w * z``.
 
     The first program of a bundle also writes its matrix of queries and the sums of its columns.
     """
@@ -87,9 +86,9 @@ def sample_kernel(
         return
     p_q += row * s_q_row + first * GROUP * s_q_head
     p_channels += slot * s_channels + first * R
-    q, q_high, total = prepare_query(
-        *(p_q, p_channels, p_query, p_total, s_q_head, bundle, block),
-        *(R, WIDTH, HEADS, GROUP, BLOCK_K, BLOCK_H, BLOCK_G, INT4, FP32),
+    queries, total = prepare_query(
+        *(p_q, p_channels, p_query, p_total, s_q_head, bundle, block, scale),
+        *(R, WORDS, HEADS, GROUP, BLOCK_K, BLOCK_H, BLOCK_G, PARTS, FP32),
     )
     if not SAMPLING:
         return
@@ -102,14 +101,14 @@ def sample_kernel(
         in_t = t < closed
         page = tl.load(p_pages + slot * max_pages + t // PAGE, in_t, other=0)
         at = page.to(tl.int64) * PAGE + t % PAGE
-        raw = products(
-            *(p_labels, p_meta, at, in_t, first, q, q_high, total),
-            *(KV_HEADS, WIDTH, HEADS, BLOCK_K, BLOCK_H, BLOCK_G, INT4, PACKED),
+        x = products(
+            *(p_labels, p_meta, at, in_t, first, queries, total, scale, mass * 0),
+            *(KV_HEADS, WORDS, HEADS, BLOCK_K, BLOCK_H, BLOCK_G, PARTS, False),
         )
-        higher = tl.maximum(peak, tl.max(tl.where(in_t[:, None], raw, float("-inf")), 0))
-        shift = tl.where(mass > 0, (peak - higher) * scale, 0.0)
+        higher = tl.maximum(peak, tl.max(tl.where(in_t[:, None], x, float("-inf")), 0))
+        shift = tl.where(mass > 0, peak - higher, 0.0)
         shrink = tl.exp2(shift)
-        z = tl.where(in_t[:, None], (raw - higher[None, :]) * scale, -1e30)
+        z = tl.where(in_t[:, None], x - higher[None, :], -1e30)
         weight = exp2(z, FAST)
         if ENTROPY:
             moment = shrink * (moment + shift * mass)
@@ -131,7 +130,6 @@ def normalisers(
     bundle,
     blocks,
     used,
-    scale,
     BUNDLES: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -149,7 +147,7 @@ def normalisers(
     peaks = tl.load(p_peak + at, inside, other=float("-inf"))
     peak = tl.max(peaks, 1)
     peak = tl.where(peak > float("-inf"), peak, 0.0)
-    shift = tl.where(inside, (peaks - peak[:, None, :]) * scale, 0.0)
+    shift = tl.where(inside, peaks - peak[:, None, :], 0.0)
     grow = tl.exp2(shift)
     masses = tl.load(p_mass + at, inside, other=0.0)
     mass = tl.maximum(tl.sum(masses * grow, 1), 2.0**-100)
