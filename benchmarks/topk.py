@@ -32,6 +32,9 @@ DISTRIBUTIONS = ("normal", "softmax", "ties")
 KERNELS = ("pivot_kernel", "mark_kernel", "collect_kernel")
 VARIANTS: list[dict[str, int]] = [
     {},
+    {"SLACK": 8},
+    {"SLACK": 4},
+    {"SLACK": 4, "PIVOT_SIGMAS": 3.5},
     {"SAMPLES": 1024, "PIVOT_WARPS": 4},
     {"SAMPLES": 2048},
     {"SAMPLES": 8192},

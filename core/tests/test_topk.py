@@ -85,6 +85,17 @@ def test_every_length_near_its_edges(impl, device, select):
 
 
 @pytest.mark.parametrize(("impl", "device"), CASES)
+@pytest.mark.parametrize("select", [1, 100, 1500])
+def test_short_requests_in_wide_rows(impl, device, select):
+    lengths = [0, 99, 1024, 1025, 2048, 2049, 8192, 8193, 8196]
+    scores = torch.randn(len(lengths), 8196, generator=torch.Generator().manual_seed(select))
+    scores[::2] = scores[::2].mul(3).round()
+    for row, length in enumerate(lengths):
+        scores[row, length:] = NAN if row % 2 else INF
+    check(impl, device, scores, lengths, select)
+
+
+@pytest.mark.parametrize(("impl", "device"), CASES)
 def test_rows_may_be_strided_and_unaligned(impl, device):
     wide = torch.randn(4, 333, generator=torch.Generator().manual_seed(3)).to(device)
     ids = torch.full((4, 9), SENTINEL, dtype=torch.int32, device=device)

@@ -21,11 +21,32 @@ from topkv.ops.topk_search import bisect, cut, order_keys, pad, place, walk
 MAX_BLOCK = 16384
 """Longest row that one program holds in registers."""
 
+NARROW = 2048
+"""Longest row that is read before its length is known."""
+
 PAD_BLOCK = 512
 """Ids per iteration where a program writes padding."""
 
 STREAM_BLOCK = 8192
 """Elements per iteration where a program walks its row."""
+
+
+@triton.jit
+def _row(p_scores, length, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    return tl.load(p_scores + index, index < length, other=0.0)
+
+
+@triton.jit
+def _best(score, p_ids, length, K, BLOCK: tl.constexpr):
+    """The K best of the first ``length`` scores of a block; ``length > K``."""
+    index = tl.arange(0, BLOCK)
+    valid = index < length
+    keys = order_keys(score, valid)
+    low, low_count, high_count = bisect(keys, K, BLOCK)
+    threshold, budget = cut(low, low_count, high_count, K)
+    taken, where = place(keys, threshold, budget, 0, 0)
+    tl.store(p_ids + where, index, taken & valid)
 
 
 @triton.jit(do_not_specialize=["columns", "K"])
@@ -39,26 +60,36 @@ def select_kernel(
     K,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    NARROW: tl.constexpr,
 ):
-    """A row of at most ``BLOCK`` columns."""
+    """A row of at most ``BLOCK`` columns.
+
+    There are as many columns as the longest request may ever need. A shorter one takes the time of
+    the least of three blocks that holds it.
+    """
+    HALF: tl.constexpr = BLOCK // 2
+    EIGHTH: tl.constexpr = BLOCK // 8
     n = tl.program_id(0).to(tl.int64)
-    index = tl.arange(0, BLOCK)
+    p_scores += n * s_scores
     p_ids += n * s_ids
-    # The whole row, garbage included: its load need not wait for the length.
-    score = tl.load(p_scores + n * s_scores + index, index < columns, other=0.0)
+    if BLOCK <= NARROW:
+        # The whole row, garbage included: its load need not wait for the length.
+        index = tl.arange(0, BLOCK)
+        score = tl.load(p_scores + index, index < columns, other=0.0)
     length = tl.minimum(tl.maximum(tl.load(p_lengths + n), 0), columns)
     if length <= K:
         lane = tl.arange(0, BLOCK_K)
         for first in range(0, K, BLOCK_K):
             at = first + lane
             tl.store(p_ids + at, tl.where(at < length, at, -1), at < K)
-        return
-    valid = index < length
-    keys = order_keys(score, valid)
-    low, low_count, high_count = bisect(keys, K, BLOCK)
-    threshold, budget = cut(low, low_count, high_count, K)
-    taken, where = place(keys, threshold, budget, 0, 0)
-    tl.store(p_ids + where, index, taken & valid)
+    elif BLOCK <= NARROW:
+        _best(score, p_ids, length, K, BLOCK)
+    elif length > HALF:
+        _best(_row(p_scores, length, BLOCK), p_ids, length, K, BLOCK)
+    elif length > EIGHTH:
+        _best(_row(p_scores, length, HALF), p_ids, length, K, HALF)
+    else:
+        _best(_row(p_scores, length, EIGHTH), p_ids, length, K, EIGHTH)
 
 
 @triton.jit(do_not_specialize=["columns", "K"])
@@ -110,5 +141,6 @@ def topk(scores: Tensor, lengths: Tensor, ids: Tensor) -> None:
         *(scores, lengths, ids, scores.stride(0), ids.stride(0), columns, select),
         BLOCK=block,
         BLOCK_K=min(block, PAD_BLOCK),
+        NARROW=NARROW,
         num_warps=_warps(block),
     )

@@ -18,8 +18,8 @@ and all blocks depend on shapes alone. Nothing is accumulated across programs, s
 counter to reset, and the order in which programs run does not matter.
 
 Odds of the walk for a sample of independent draws: the number of sampled keys among the K best is
-about Poisson with mean m = SAMPLES * K / length. The pivot's rank in the sample is m + 4 sqrt(m)
-+ 4, and the block has room for 5 more deviations: some 1e-5 a row. Positions are drawn at
+about Poisson with mean m = SAMPLES * K / length. The pivot's rank in the sample is m + 3.5 sqrt(m)
++ 4, and the block has room for 5 more deviations: some 1e-4 a row. Positions are drawn at
 random within equal strata, so that periodic scores mislead it no more than others.
 """
 
@@ -37,11 +37,14 @@ from topkv.ops import topk_long_kernels as kernels
 SAMPLES = 4096
 """Elements of a row that its pivot is drawn from; a power of two."""
 
-PIVOT_SIGMAS = 4.0
+PIVOT_SIGMAS = 3.5
 """How far the pivot's rank in the sample stays on the safe side of the expected one."""
 
 ROOM_SIGMAS = 5.0
 """Room in the block of candidates for the error of the sample."""
+
+SLACK = 16
+"""The search for the pivot ends within one SLACKth of its rank: passes against candidates."""
 
 MIN_CANDIDATES = 1024
 """Smallest block of candidates; rows of at most as many elements need no pivot."""
@@ -77,7 +80,7 @@ def candidate_block(columns: int, select: int) -> int:
     The need grows with the length of a row, so shorter rows fit as well.
     """
     mean = SAMPLES * select / columns
-    most = (mean + PIVOT_SIGMAS * math.sqrt(mean) + 4) * 17 / 16
+    most = (mean + PIVOT_SIGMAS * math.sqrt(mean) + 4) * (1 + 1 / SLACK)
     need = (most + ROOM_SIGMAS * math.sqrt(most)) * columns / SAMPLES
     room: int = triton.next_power_of_2(max(math.ceil(need), select))
     return max(MIN_CANDIDATES, room)
@@ -102,6 +105,7 @@ def topk(scores: Tensor, lengths: Tensor, ids: Tensor, block: int) -> None:
     kernels.pivot_kernel[(rows,)](
         *(scores, lengths, work, *strides, columns, words, select, PIVOT_SIGMAS),
         SAMPLES=SAMPLES,
+        SLACK=SLACK,
         BLOCK=block,
         PDL=pdl,
         num_warps=PIVOT_WARPS,

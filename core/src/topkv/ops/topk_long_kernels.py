@@ -46,6 +46,7 @@ def pivot_kernel(
     K,
     sigmas,
     SAMPLES: tl.constexpr,
+    SLACK: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -71,7 +72,7 @@ def pivot_kernel(
         mean = SAMPLES * (K.to(tl.float32) / length.to(tl.float32))
         want = (mean + sigmas * tl.sqrt(mean) + 4).to(tl.int32)
         want = tl.minimum(tl.maximum(want, 1), SAMPLES)
-        low, _, _ = search(keys, valid, SAMPLES, want, want + want // 16)
+        low, _, _ = search(keys, valid, SAMPLES, want, want + want // SLACK)
         tl.store(p_work + n * s_work + 2 * words + BLOCK, low.to(tl.int32, bitcast=True))
 
 
