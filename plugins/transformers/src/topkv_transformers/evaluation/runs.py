@@ -107,6 +107,8 @@ class Run:
             "recall": self.recall[0] if self.recall else None,
             "exact_recall": self.recall[1] if self.recall else None,
             "hit_rate": self.moved["hits"] / units if units else None,
+            "selected_units": units,
+            "loaded_units": self.moved["misses"],
             "requests": self.coordinator.config.max_requests,
             "device_kv_bytes": memory.device_kv,
             "representation_bytes": memory.representation,
