@@ -133,7 +133,7 @@ def prepare_query(
         total += tl.sum(query.to(tl.float32), 0) * scale
         if block == 0:
             tl.store(p_mine + part * (BLOCK_K * BLOCK_C) + at, query)
-        queries = queries + (query.to(tl.float32) if FP32 else query,)
+        queries = queries + (query.to(tl.float32) if FP32 else query,)  # noqa: RUF005 - no star
     if block == 0:
         tl.store(p_total + bundle * BLOCK_C + c, total)
     return queries, total
@@ -154,7 +154,7 @@ def stored_query(
     queries = ()
     for part in tl.static_range(PARTS):
         query = tl.load(p_mine + part * (BLOCK_K * BLOCK_C) + at)
-        queries = queries + (query.to(tl.float32) if FP32 else query,)
+        queries = queries + (query.to(tl.float32) if FP32 else query,)  # noqa: RUF005 - no star
     return queries
 
 
