@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mutants import algorithms, backends, engines, lifecycle, transfers
+from tests.mutants import algorithms, backends, engines, lifecycle, plugins, transfers
 from topkv.testing.tiers import tier
 
 MUTANTS = [
@@ -17,6 +17,7 @@ MUTANTS = [
     *backends.MUTANTS,
     *engines.MUTANTS,
     *lifecycle.MUTANTS,
+    *plugins.MUTANTS,
     *transfers.MUTANTS,
 ]
 

@@ -17,8 +17,9 @@ from topkv_double_sparsity.entry import topkv_register_algorithms
 
 
 def sinks(length, bench):
-    """The first ``sink_tokens`` of the selectable tokens."""
-    return set(range(min(bench.algorithm.settings.sinks, length - 1)))
+    """The first ``sink_tokens`` of the selectable tokens, as they were asked for."""
+    asked = bench.subject.entry.parameters | bench.case.params
+    return set(range(min(asked["sink_tokens"], length - 1)))
 
 
 def options(params, **further):

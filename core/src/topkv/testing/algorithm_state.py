@@ -82,6 +82,8 @@ class StateTests(KitTests):
             two = AlgorithmBench(subject, case, requests=1, prompt_salt=61)
             if not one.spec.prefix_shareable:
                 pytest.skip(f"{subject.entry.name}: spec() says prefix_shareable=False")
+            kept = [pool.name for pool in one.spec.representations if pool.grain == "request"]
+            assert not kept, f"{kept} belong to a request, and spec() says prefix_shareable=True"
             length, other = data.draw(one.lengths()), data.draw(one.lengths())
             page = case.geometry.page_tokens
             shared = min(length, other) // page * page

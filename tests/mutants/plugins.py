@@ -1,0 +1,214 @@
+"""Bugs of the other algorithms, and the test of the kit, or of the plugin, that sees each.
+
+What the kit cannot know of an algorithm, such as which channels make a label or which members a
+cut cluster keeps, the plugin's own tests say: they run with the broken class in place.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Hashable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve, frozen
+from hypothesis import strategies as st
+
+from plugins.clusterkv.tests import test_conformance as clusterkv_kit
+from plugins.clusterkv.tests import test_decode as clusterkv_decode
+from plugins.clusterkv.tests import test_properties as clusterkv_properties
+from plugins.clusterkv.tests import test_selection as clusterkv_selection
+from plugins.double_sparsity.tests import conftest as double_sparsity
+from plugins.double_sparsity.tests import test_channels, test_head_sparsity, test_labels
+from plugins.double_sparsity.tests import test_conformance as double_sparsity_kit
+from plugins.double_sparsity.tests import test_properties as sparsity_properties
+from plugins.double_sparsity.tests import test_selection as sparsity_selection
+from plugins.snapkv.tests import test_conformance as snapkv_kit
+from plugins.snapkv.tests import test_properties as snapkv_properties
+from plugins.snapkv.tests import test_votes
+from plugins.streaming_llm.tests import test_conformance as streaming_kit
+from tests.mutants import plugins_clusterkv as clusterkv
+from tests.mutants import plugins_double_sparsity as sparsity
+from tests.mutants import plugins_prompt as prompt
+from tests.mutants.harness import Mutant, told_of, without_shrinking
+from topkv.errors import ConfigError, PluginError
+from topkv.plugins import registry
+from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
+from topkv.testing.kit import subject_of
+from topkv.testing.tiers import Tier, tier
+
+ANYWHERE = ("cpu", "interpret")
+
+
+@frozen
+class OwnMutant:
+    """One deliberate bug, and a test beside the kit.
+
+    Attributes:
+        broken: a subclass of the algorithm, which takes its place while the test runs.
+        module, test: a function of the plugin's tests.
+        fixtures: what it takes, by name, made from the tier.
+        given: further arguments, of tests that are parametrized.
+        tiers: where the bug can be seen.
+    """
+
+    broken: type
+    module: ModuleType
+    test: str
+    fixtures: dict[str, Callable[[Tier], Any]]
+    given: dict[str, Hashable]
+    tiers: tuple[str, ...] = ("cpu",)
+
+    @property
+    def name(self) -> str:
+        """What is wrong, in a few words."""
+        return told_of(self.broken)
+
+    @property
+    def twin(self) -> Hashable:
+        """What ``run_clean`` runs: the same for all mutants of one test."""
+        return (self.module.__name__, self.test, frozenset(self.given.items()))
+
+    def run_clean(self, tier_name: str) -> None:
+        """Run the test on the plugin as it is; raises what the test raises."""
+        test = getattr(self.module, self.test)
+        on = tier(tier_name)
+        with pytest.MonkeyPatch.context() as patch:
+            made = {"tier": lambda on: on, "on": lambda on: on, "monkeypatch": lambda on: patch}
+            made |= self.fixtures
+            wanted = [name for name in inspect.signature(test).parameters if name in made]
+            test(**{name: made[name](on) for name in wanted}, **self.given)
+
+    def is_caught(self, tier_name: str) -> str | None:
+        """The failure that the test reports, or None if the mutant survives."""
+        whole = next(base for base in self.broken.__mro__ if base.__module__.startswith("topkv_"))
+        with pytest.MonkeyPatch.context() as patch, without_shrinking():
+            patch.setattr(sys.modules[whole.__module__], whole.__name__, self.broken)
+            try:
+                self.run_clean(tier_name)
+            except pytest.skip.Exception as skipped:
+                raise AssertionError(f"{self.name}: the test was skipped: {skipped}") from None
+            except (ConfigError, PluginError):
+                raise  # the mutant does not even load, so nothing has seen its bug
+            except (Exception, pytest.fail.Exception) as failure:
+                text = (str(failure).splitlines() or ["no message"])[0]
+                return f"{type(failure).__name__}: {text[:160]}"
+        return None
+
+
+def _kit(name: str, options: AlgorithmOptions) -> Callable[..., Mutant]:
+    """Mutants of one plugin that the kit catches, as the plugin's own run of it is set up."""
+    clean = registry().get("algorithm", name).entry
+
+    def made(broken: type, test: str, tiers: tuple[str, ...] = ("cpu",)) -> Mutant:
+        entry = evolve(clean, name="mutant", factory=f"{broken.__module__}:{broken.__name__}")
+        return Mutant(
+            told_of(broken), AlgorithmTests, f"test_{test}", entry, clean, tiers, options
+        )
+
+    return made
+
+
+def _own(**fixtures: Callable[[Tier], Any]) -> Callable[..., OwnMutant]:
+    """Mutants of one plugin that its own tests catch."""
+
+    def made(
+        broken: type,
+        module: ModuleType,
+        test: str,
+        tiers: tuple[str, ...] = ("cpu",),
+        **given: Hashable,
+    ) -> OwnMutant:
+        return OwnMutant(broken, module, f"test_{test}", fixtures, given, tiers)
+
+    return made
+
+
+def _subject(name: str, options: AlgorithmOptions) -> Callable[[Tier], Any]:
+    return lambda on: subject_of(name, "algorithm", on, options)
+
+
+sparse = _kit("double_sparsity", double_sparsity_kit.options({}))
+packed = _kit("double_sparsity", double_sparsity_kit.options({"label": st.just("int4")}))
+cluster = _kit("clusterkv", clusterkv_kit.OPTIONS)
+snap = _kit("snapkv", snapkv_kit.OPTIONS)
+stream = _kit("streaming_llm", streaming_kit.OPTIONS)
+of_sparse = _own(bench=lambda on: double_sparsity.Bench)
+of_cluster = _own(subject=_subject("clusterkv", clusterkv_selection.OPTIONS))
+of_snap = _own(subject=_subject("snapkv", AlgorithmOptions(units=48)))
+stays = _own(subject=_subject("snapkv", snapkv_properties.OPTIONS))
+
+AGREES = (sparsity_selection, "selection_agrees_with_float64")
+BF16 = {"label": "bf16", "dtype": torch.bfloat16, "kv_heads": 4, "group": 4, "channels": 8}
+WHOLE = (clusterkv_selection, "whole_clusters_by_falling_score_and_only_the_last_is_cut")
+STORED = (clusterkv_selection, "stored_clusters_are_permutations_in_order")
+KEPT = (test_votes, "what_is_kept_is_the_best_and_the_window")
+FOUND = "unit_is_found_as_soon_as_decode_closes_it"
+PROMISED = "promised_units_are_selected"
+KERNELS = "kernels_select_what_the_reference_selects"
+
+MUTANTS = [
+    of_sparse(
+        sparsity.ChoosesAgain,
+        test_channels,
+        "the_first_chunk_of_a_prompt_chooses",
+        statistic="qk_span",
+    ),
+    sparse(sparsity.LabelsOfNextToken, FOUND),
+    packed(sparsity.ScaleForZero, "needle_in_a_prompt", ANYWHERE),
+    of_sparse(
+        sparsity.CutsCodesOff,
+        test_labels,
+        "packed_labels_are_those_of_the_reference",
+        dtype=torch.bfloat16,
+        channels=5,
+    ),
+    of_sparse(
+        sparsity.ForgetsSinks,
+        sparsity_properties,
+        "sinks_are_forced_and_the_best_of_the_others_follow",
+        ANYWHERE,
+        label="bf16",
+        scope="kv_head",
+    ),
+    of_sparse(sparsity.HeadsUnweighted, *AGREES, **BF16),
+    of_sparse(sparsity.LeavesIdsBehind, test_head_sparsity, "flat_lanes_select_their_share"),
+    sparse(sparsity.HeadsOfNeighbours, "heads_are_alike"),
+    sparse(sparsity.KernelNaturalBase, KERNELS, ("interpret",)),
+    of_cluster(clusterkv.CutsFront, *WHOLE, ANYWHERE),
+    of_cluster(clusterkv.AddsHeadsUp, *WHOLE),
+    of_cluster(clusterkv.MeansOfDirections, *STORED),
+    of_cluster(
+        clusterkv.EmptyIsNaN, clusterkv_properties, "an_empty_cluster_has_a_centroid_of_numbers"
+    ),
+    of_cluster(
+        clusterkv.ClustersLate, clusterkv_decode, "windows_are_clustered_as_decode_fills_them"
+    ),
+    of_cluster(clusterkv.KeepsRejected, clusterkv_decode, "rollback_below_the_clustered_tokens"),
+    cluster(clusterkv.ForgetsOpenWindow, FOUND, ANYWHERE),
+    cluster(clusterkv.KernelUnscaled, KERNELS, ("interpret",)),
+    of_snap(prompt.Unpooled, *KEPT),
+    of_snap(prompt.LastChunkVotes, *KEPT),
+    of_snap(prompt.OutOfOrder, *KEPT),
+    of_snap(prompt.LogitsVote, *KEPT),
+    snap(prompt.ShortWindow, PROMISED),
+    snap(prompt.RowForSlot, "slots_and_host_pages_do_not_matter", ANYWHERE),
+    stays(
+        prompt.Evicts,
+        snapkv_properties,
+        "the_kept_set_stays_and_generated_tokens_follow",
+        ANYWHERE,
+    ),
+    stays(
+        prompt.SharesPrefixes,
+        snapkv_properties,
+        "what_is_kept_of_a_prefix_depends_on_what_follows",
+    ),
+    stream(prompt.OneSinkTooFew, PROMISED, ANYWHERE),
+    stream(prompt.RoundsSinksDown, PROMISED),
+    stream(prompt.LateWindow, PROMISED, ANYWHERE),
+    stream(prompt.WindowInTokens, "length_edges"),
+]

@@ -1,0 +1,117 @@
+"""Double Sparsity with one bug each."""
+
+from __future__ import annotations
+
+import torch
+from attrs import evolve
+
+from topkv import hookimpl
+from topkv_double_sparsity import reference, statistics
+from topkv_double_sparsity.algorithm import DoubleSparsity
+
+
+class ChoosesAgain(DoubleSparsity):
+    """Every chunk of a prompt chooses channels, and the labels before it are of other ones."""
+
+    @hookimpl
+    def construct(self, layer, slot, start, k, q, lse):
+        if self.fixed is None and start > 0:
+            importance = statistics.of_prompt(q, k[-len(q) :], self.settings.statistic)
+            chosen = reference.choose(importance, self.settings.channels, self.settings.pairs)
+            layer.pools["channels"][slot] = chosen
+        super().construct(layer, slot, start, k, q, lse)
+
+
+class LabelsOfNextToken(DoubleSparsity):
+    """Off by one: decode writes a label where that of the token behind it belongs."""
+
+    @hookimpl
+    def update(self, layer, k):
+        step = layer.step
+        longer = (step.lengths + 1).clamp(max=self.group.max_units)
+        layer.step = evolve(step, lengths=torch.where(step.lengths > 0, longer, 0))
+        super().update(layer, k)
+        layer.step = step
+
+
+class ScaleForZero(DoubleSparsity):
+    """Swaps scale and zero of the 4-bit labels of a prompt."""
+
+    @hookimpl
+    def construct(self, layer, slot, start, k, q, lse):
+        super().construct(layer, slot, start, k, q, lse)
+        if self.settings.int4:
+            tokens = torch.arange(start, start + len(k), device=k.device)
+            slots = torch.full_like(tokens, slot)
+            at = reference.host_rows(layer.step.page_table, slots, tokens, self.group.page_tokens)
+            layer.pools["meta"][at] = layer.pools["meta"][at].flip(-1)
+
+
+class CutsCodesOff(DoubleSparsity):
+    """Cuts 4-bit codes off instead of rounding them: off by a whole scale."""
+
+    def _write(self, layer, slots, tokens, keys):
+        super()._write(layer, slots, tokens, keys)
+        if not self.settings.int4:
+            return
+        at = reference.host_rows(layer.step.page_table, slots, tokens, self.group.page_tokens)
+        label = reference.gather(keys, self.channels(layer)[slots]).float()
+        scale, zero = layer.pools["meta"][at].float()[..., None].unbind(-2)
+        codes = ((label - zero) / torch.where(scale > 0, scale, 1.0)).clamp(0, 15).byte()
+        half = (label.shape[-1] + 1) // 2
+        high = torch.nn.functional.pad(codes[..., half:], (0, 2 * half - label.shape[-1]))
+        layer.pools["labels"][at] = codes[..., :half] | high << 4
+
+
+class ForgetsSinks(DoubleSparsity):
+    """Scores the sinks like all other tokens."""
+
+    def __init__(self, model, group, params, impl, device):
+        super().__init__(model, group, params, impl, device)
+        self.settings = evolve(self.settings, sinks=0)
+        if self.launcher is not None:
+            self.launcher.settings = self.settings
+
+
+class HeadsUnweighted(DoubleSparsity):
+    """Sums the exponentials of the query heads of a lane without their normalisers."""
+
+    def _score(self, layer, q):
+        _, closed, flat = super()._score(layer, q)
+        group, self.group = self.group, evolve(self.group, lane_heads=self.model.num_heads)
+        try:
+            logits = super()._score(layer, q)[0]  # a lane of one head has no normaliser
+        finally:
+            self.group = group
+        lanes = logits.unflatten(0, (layer.step.batch, group.lane_heads, -1))
+        return lanes.logsumexp(2).flatten(0, 1), closed, flat
+
+
+class LeavesIdsBehind(DoubleSparsity):
+    """A flat lane selects K, and its smaller selection is written over the front of them."""
+
+    def _score(self, layer, q):
+        scores, closed, flat = super()._score(layer, q)
+        return scores, closed if flat is None else closed + flat, flat
+
+
+class HeadsOfNeighbours(DoubleSparsity):
+    """Finds the channels of a kv-head where those of its neighbour stand, queries alone."""
+
+    @hookimpl
+    def retrieve_topk(self, layer, q, native, ids):
+        own = self.channels
+        self.channels = lambda layer: own(layer).roll(1, 1)
+        try:
+            super().retrieve_topk(layer, q, native, ids)
+        finally:
+            del self.channels
+
+
+class KernelNaturalBase(DoubleSparsity):
+    """The kernels get the natural logit scale for logarithms of base 2: a flatter softmax."""
+
+    def __init__(self, model, group, params, impl, device):
+        super().__init__(model, group, params, impl, device)
+        if self.launcher is not None:
+            self.launcher.scale = model.scale
