@@ -36,7 +36,7 @@ def score_kernel(
     max_pages,
     blocks,
     scale,
-    max_units,
+    s_scores,
     sinks,
     select,
     threshold,
@@ -156,8 +156,12 @@ def score_kernel(
             else:
                 score = tl.sum(tl.sum(x, 3), 1)  # of one column, beside columns of zeros
             score = tl.where((t < sinks)[:, None], float("inf"), score)
-            p_out = p_scores + lane[None, :] * max_units + t[:, None]
-            tl.store(p_out, score, in_t[:, None] & in_lane[None, :])
+            p_out = p_scores + lane[None, :] * s_scores + t[:, None]
+            # Without a mask, a thread writes its neighbouring tokens as one word.
+            if (LANES == BLOCK_L) & (begin + TILE <= closed):
+                tl.store(p_out, score)
+            else:
+                tl.store(p_out, score, in_t[:, None] & in_lane[None, :])
         else:
             fresh = step % BUNDLES == 0
             best = tl.where(fresh, -1e30, best)
@@ -167,4 +171,9 @@ def score_kernel(
             mass += tl.sum(exp2(x - higher[:, None], FAST), 1)
             best = higher
             score = tl.where(t < sinks, float("inf"), best + log2(mass, FAST))
-            tl.store(p_scores + row * max_units + t, score, in_t & (step % BUNDLES == BUNDLES - 1))
+            if step % BUNDLES == BUNDLES - 1:
+                p_out = p_scores + row * s_scores + t
+                if begin + TILE <= closed:
+                    tl.store(p_out, score)
+                else:
+                    tl.store(p_out, score, in_t)

@@ -67,7 +67,7 @@ def _bundle(kv_heads: int, group: int, size: int, columns: int, row: int) -> int
 class Launcher:
     """The kernels of one group, with every constant worked out once.
 
-    Workspaces: fp32 scores ``[rows, U]``; and for each request slot and bundle of kv-heads the
+    Workspaces: fp32 scores ``[rows, U]``, rows of whole words of 16; and for each request slot and bundle of kv-heads the
     block-diagonal matrix of queries, its column sums, and of each block of the sample the
     maximum, the exponential sum and, for the entropy, the moment of each column.
     """
@@ -93,7 +93,7 @@ class Launcher:
         sampled = (bundles, self.blocks, self.columns)
         self.peak, self.mass = torch.empty(sampled, **floats), torch.empty(sampled, **floats)
         self.moment = torch.empty(sampled if settings.flat is not None else 0, **floats)
-        self.scores = torch.empty((group.rows, group.max_units), **floats)
+        self.scores = torch.empty((group.rows, -(-group.max_units // 16) * 16), **floats)
         self.closed = torch.zeros(group.rows, dtype=torch.int32, device=device)
         self.flat = torch.zeros(group.rows, dtype=torch.int32, device=device)
 
@@ -239,8 +239,8 @@ class Launcher:
         threshold = 2.0 if settings.flat is None else settings.flat
         kernels.score_kernel[(bundles // self.scoring["BUNDLES"], self.score_blocks)](
             *(*work, *where, self.scores, self.closed, self.flat, *sizes),
-            *(group.max_units, settings.sinks, group.select, threshold),
+            *(self.scores.stride(0), settings.sinks, group.select, threshold),
             **self.scoring,
         )
         flat = None if settings.flat is None else self.flat[:lanes]
-        return self.scores[:lanes], self.closed[:lanes], flat
+        return self.scores[:lanes, : group.max_units], self.closed[:lanes], flat
