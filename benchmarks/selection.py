@@ -107,7 +107,7 @@ def must_read(path: LayerPath, tokens: int, slots: list[int]) -> int:
             total += spec.bytes * (tokens // per_unit) * len(slots)
     pools = path.view.pools
     if "centroids" in pools:
-        row = pools["centroids"][0, 0].numel() * pools["centroids"].element_size()
+        row = pools["centroids"].shape[-1] * pools["centroids"].element_size()
         total += row * int(pools["state"][slots, 2].sum()) * KV_HEADS
     return total
 

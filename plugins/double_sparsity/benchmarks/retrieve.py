@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def sweep() -> Iterator[dict[str, object]]:
                 yield measure(requests, tokens, "kv_head", params, select) | {"select": select}
 
 
-def variants(requests: Sequence[int], tokens: int) -> Iterator[dict[str, object]]:
+def variants(requests: Sequence[int], tokens: Sequence[int]) -> Iterator[dict[str, object]]:
     every: list[dict[str, Any]] = [
         {"label": "bf16", "channels": 32},
         {"label": "int4", "channels": 32},
@@ -138,8 +139,8 @@ def variants(requests: Sequence[int], tokens: int) -> Iterator[dict[str, object]
     ]
     for scope in ("kv_head", "shared"):
         for params in every:
-            for count in requests:
-                yield measure(count, tokens, scope, params)
+            for count, length in product(requests, tokens):
+                yield measure(count, length, scope, params)
 
 
 def read_gbs() -> float:
@@ -152,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write JSON lines here as well")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--tokens", type=int, default=131072)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[131072])
     parser.add_argument("--sweep", action="store_true", help="try shapes of the score kernel")
     options = parser.parse_args()
     torch.manual_seed(0)
