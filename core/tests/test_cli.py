@@ -16,6 +16,7 @@ import topkv
 from topkv import cli
 from topkv.cli import probes
 from topkv.cli.group import topkv as command
+from topkv.entries import HOOK_API
 from topkv.plugins import PluginRegistry
 
 KEYS = {"name", "kind", "package", "version", "hook_api", "capabilities", "problem"}
@@ -40,7 +41,8 @@ def test_plugins_json_lists_what_loads_and_what_does_not():
     rows = json.loads(run("plugins", "--json").stdout)
     assert all(set(row) == KEYS for row in rows)
     lru = next(row for row in rows if row["name"] == "lru")
-    assert (lru["kind"], lru["package"], lru["hook_api"]) == ("eviction", "topkv", "1.0")
+    api = ".".join(map(str, HOOK_API))
+    assert (lru["kind"], lru["package"], lru["hook_api"]) == ("eviction", "topkv", api)
     assert lru["version"] == topkv.__version__
     assert lru["problem"] is None
     assert lru["capabilities"]["impls"] == ["reference", "triton"]

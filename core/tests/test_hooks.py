@@ -9,15 +9,17 @@ from topkv.entries import HOOK_API, KINDS
 from topkv.hooks.binding import spec_functions
 
 EXPECTED = {
-    (1, 0): {
+    (1, 1): {
         "algorithm.spec": "",
         "algorithm.construct": "layer slot start k q lse",
         "algorithm.settle": "layer slot since length history",
         "algorithm.update": "layer k",
         "algorithm.retrieve_topk": "layer q native ids",
+        "algorithm.retrieve_prompt": "layer slot start q native ids",
         "backend.adapt_page_table": "layer plan table lengths",
         "backend.attend": "q k v table lengths out lse",
         "backend.prefill": "q k v q_start k_start out lse",
+        "backend.prefill_selected": "q k v q_start k_start keep out lse",
         "transfer.append": "layer k v",
         "transfer.plan": "layer ids limit out",
         "transfer.load": "layer plan",

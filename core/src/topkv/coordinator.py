@@ -11,20 +11,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from attrs import evolve
 from torch import Tensor
 
 from topkv.config import LoweredConfig, LoweredGroup
 from topkv.errors import ConfigError, RequestError
 from topkv.kv.manager import SparseKVCacheManager
+from topkv.kv.rows import row_format
 from topkv.lifecycle import RequestCalls
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
 from topkv.prefill import Prefill
 from topkv.report import MemoryReport, TransferReport, memory_report, transfer_report
-from topkv.types import AlgorithmSpec
-from topkv.workspace import Chunk, LaneBuffers, LayerPath
+from topkv.types import AlgorithmSpec, Index
+from topkv.workspace import Chunk, LaneBuffers, LayerPath, asked
 
 
 def _make_algorithm(registry: PluginRegistry, config: LoweredConfig, group: LoweredGroup) -> Any:
@@ -95,6 +95,7 @@ class SparseCoordinator(RequestCalls):
             )
             spec = specs[index]
             tail = spec is not None and spec.tail == "forced"
+            rows = row_format(self.model, config.kv_format, config.impl)
             lanes = LaneBuffers(
                 *(self.model, store.group, self.step, config.max_requests, config.device),
                 index=index,
@@ -104,7 +105,9 @@ class SparseCoordinator(RequestCalls):
             self.lanes.append(lanes)
             for view in views:
                 slots = store.slot_views(view.index)
-                self.layers.append(LayerPath(view, algorithm, transfer, backend, lanes, *slots))
+                self.layers.append(
+                    LayerPath(view, algorithm, transfer, backend, lanes, rows, *slots)
+                )
         self.layers.sort(key=lambda path: path.view.layer)
         periods = [spec.settle_period for spec in specs if spec and spec.settle_period]
         self._settle_period = min(periods, default=2**31 - 1)
@@ -183,7 +186,7 @@ class SparseCoordinator(RequestCalls):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        native: Tensor | None = None,
+        index: Index | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """One layer: decode rows first, then the prefill chunks in order.
@@ -191,9 +194,12 @@ class SparseCoordinator(RequestCalls):
         Args:
             layer: model layer number.
             q: ``[rows, H, D]`` post-RoPE queries.
-            k, v: ``[rows, Hkv, D]`` post-RoPE keys, and values.
-            native: scores or ids of a model that selects for itself.
-            out: ``[rows, H, D]`` to write to; made if None.
+            k, v: ``[rows, Hkv, D]`` post-RoPE keys, and values. Of latent attention the rows
+                ``[rows, 1, D]``, twice.
+            index: what the model's own indexer computed for the rows. None where a model has
+                none; and in a model that has one, where the layer shares the selection of the
+                layer before it, of the same group.
+            out: ``[rows, H, out_dim]`` to write to; made if None.
 
         Returns:
             ``out``.
@@ -201,18 +207,21 @@ class SparseCoordinator(RequestCalls):
         if not self._forward_open:
             raise RequestError("attention belongs between forward_begin and forward_end")
         path = self.layers[layer]
-        out = torch.empty_like(q) if out is None else out
+        if out is None:
+            out = q.new_empty((*q.shape[:-1], self.model.out_dim))
         batch = len(self._rows)
         if batch:
-            self._decode(path, q[:batch], k[:batch], v[:batch], native, out[:batch])
+            ours = None if index is None else index.rows(slice(0, batch))
+            self._decode(path, q[:batch], k[:batch], v[:batch], ours, out[:batch])
         for chunk in self._chunks:
             rows = chunk.rows
             if rows.stop > rows.start:
-                self.prefill.run(path, chunk, q[rows], k[rows], v[rows], out[rows])
+                ours = None if index is None else index.rows(rows)
+                self.prefill.run(path, chunk, q[rows], k[rows], v[rows], ours, out[rows])
         return out
 
     def attention_begin(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, native: Tensor | None = None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: Index | None = None
     ) -> LaneBuffers:
         """Append, update, select, plan, load and adapt: for engines with kernels of their own.
 
@@ -222,19 +231,25 @@ class SparseCoordinator(RequestCalls):
         """
         path = self.layers[layer]
         view, lanes = path.view, path.lanes
-        path.transfer.append(view, k, v)
+        path.transfer.append(view, *path.rows.encode(k, v, lanes.packed))
         if path.algorithm:
-            path.algorithm.update(view, k)
-            path.algorithm.retrieve_topk(view, q.unsqueeze(1), native, lanes.ids)
+            if not self._shares(index):
+                queries, keys, weights = asked(q, k, index)
+                path.algorithm.update(view, keys)
+                path.algorithm.retrieve_topk(view, queries.unsqueeze(1), weights, lanes.ids)
             path.transfer.plan(view, lanes.ids, lanes.limit, lanes.plan)
             path.transfer.load(view, lanes.plan)
             path.backend.adapt_page_table(view, lanes.plan, lanes.table, lanes.lengths)
         return lanes
 
+    def _shares(self, index: Index | None) -> bool:
+        """Whether a layer goes by the selection of the one before it, still in ``ids``."""
+        return index is None and self.model.indexer is not None
+
     def _decode(
-        self, path: LayerPath, q: Tensor, k: Tensor, v: Tensor, native: Tensor | None, out: Tensor
+        self, path: LayerPath, q: Tensor, k: Tensor, v: Tensor, index: Index | None, out: Tensor
     ) -> None:
-        lanes = self.attention_begin(path.view.layer, q, k, v, native)
+        lanes = self.attention_begin(path.view.layer, q, k, v, index)
         path.backend.attend(
             lanes.by_lane(q),
             path.k_slots,

@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import field, frozen, validators
 
-HOOK_API = (1, 0)
+HOOK_API = (1, 1)
 """(major, minor) of the hook specs of this core. A plugin of the same major and of a minor that
 is not newer loads; every other is refused before its code is imported."""
 
@@ -42,6 +42,8 @@ class Capabilities:
         units: smallest and largest unit in tokens, both included.
         scopes: of ``"kv_head"`` (each kv-head selects for itself) and ``"shared"``.
         attention: of ``"gqa"`` and ``"mla"``.
+        kv_formats: of ``"model"`` and ``"fp8"``, row formats that a backend reads.
+        needs_index: the algorithm selects by what the model's own indexer computes.
         impls: of ``"reference"`` and ``"triton"``.
         dtypes: names of torch dtypes, such as ``"bfloat16"``.
         head_dims: head dims that are supported.
@@ -56,6 +58,8 @@ class Capabilities:
     units: tuple[int, int] | None = None
     scopes: tuple[str, ...] | None = None
     attention: tuple[str, ...] = ("gqa",)
+    kv_formats: tuple[str, ...] = ("model",)
+    needs_index: bool = False
     impls: tuple[str, ...] = IMPLS
     dtypes: tuple[str, ...] | None = None
     head_dims: tuple[int, ...] | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,17 +11,17 @@ from torch import Tensor
 
 from topkv.config import LoweredConfig
 from topkv.requests import RequestTracker
-from topkv.types import LayerView
-from topkv.workspace import Chunk, LayerPath
+from topkv.types import Index, LayerView
+from topkv.workspace import Chunk, LayerPath, asked
 
 
 def history_blocks(
-    transfer: Any,
-    layer: LayerView,
+    path: LayerPath,
     slot: int,
     start: int,
     end: int,
     block: int,
+    dtype: torch.dtype,
     device: torch.device,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Stream positions ``start .. end`` from their pages, ``block`` tokens at a time.
@@ -28,17 +29,19 @@ def history_blocks(
     Args:
         start: on a unit boundary.
         block: a multiple of the page.
+        dtype: of the model, which packed rows are decoded to.
 
     Yields:
         ``(position, k, v)`` with ``[n, Hkv, D]`` tensors that the caller may keep.
     """
+    layer, transfer, rows = path.view, path.transfer, path.rows
     group = layer.group
     for first in range(start, end, block):
         shape = (min(block, end - first), group.num_kv_heads, group.head_dim)
         k = torch.empty(shape, dtype=group.dtype, device=device)
-        v = torch.empty_like(k)
+        v = torch.empty_like(k) if group.planes == 2 else k
         transfer.fetch(layer, slot, first, k, v)
-        yield first, k, v
+        yield first, *rows.decode(k, v, dtype)
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -64,7 +67,8 @@ def chunk_attention(
     k: Tensor,
     v: Tensor,
     start: int,
-    history: Iterator[tuple[int, Tensor, Tensor]],
+    history: Iterable[tuple[int, Tensor, Tensor]],
+    ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend a chunk at ``start`` causally to itself and fully to its history.
 
@@ -72,29 +76,45 @@ def chunk_attention(
         q: ``[m, H, D]``.
         k, v: ``[m, Hkv, D]``.
         history: blocks of the positions before ``start``.
+        ids: int32 ``[m, K]`` all that each query sees; everything if None.
 
     Returns:
-        fp32 ``[m, H, D]`` and the fp32 ``[m, H]`` natural log-sum-exp.
+        fp32 ``[m, H, Dv]`` and the fp32 ``[m, H]`` natural log-sum-exp.
     """
-    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    shape = (*q.shape[:2], v.shape[-1])
+    out = torch.empty(shape, dtype=torch.float32, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    backend.prefill(q, k, v, start, start, out, lse)
-    for first, past_k, past_v in history:
-        part, part_lse = torch.empty_like(out), torch.empty_like(lse)
-        backend.prefill(q, past_k, past_v, start, first, part, part_lse)
-        merge(out, lse, part, part_lse)
+    for first, part_k, part_v in chain([(start, k, v)], history):
+        chunk = first == start
+        part, part_lse = (out, lse) if chunk else (torch.empty_like(out), torch.empty_like(lse))
+        if ids is None:
+            backend.prefill(q, part_k, part_v, start, first, part, part_lse)
+        else:
+            keep = selected(ids, first, len(part_k))
+            backend.prefill_selected(q, part_k, part_v, start, first, keep, part, part_lse)
+        if not chunk:
+            merge(out, lse, part, part_lse)
     return out, lse
 
 
-def open_keys(layer: LayerView, slot: int, start: int) -> Tensor:
+def selected(ids: Tensor, first: int, count: int) -> Tensor:
+    """bool ``[m, count]``: which of the positions ``first ..`` are among the ids ``[m, K]``."""
+    place = ids.long() - first
+    place = torch.where((place >= 0) & (place < count) & (ids >= 0), place, count)
+    keep = torch.zeros((ids.shape[0], count + 1), dtype=torch.bool, device=ids.device)
+    return keep.scatter_(1, place, True)[:, :count].contiguous()
+
+
+def open_keys(path: LayerPath, slot: int, start: int, dtype: torch.dtype) -> Tensor:
     """Keys ``[start % unit, Hkv, D]`` that the open unit holds before a chunk at ``start``.
 
     A copy: a chunk longer than the ring overwrites the place that they are read from.
     """
-    group = layer.group
+    group = path.view.group
     unit, filled = divmod(start, group.unit)
-    ring = layer.ring_k[slot, :, unit % group.ring_slots, :, :filled]
-    return ring.flatten(0, 1).transpose(0, 1).clone()
+    ring = path.view.ring_k[slot, :, unit % group.ring_slots, :, :filled]
+    rows = ring.flatten(0, 1).transpose(0, 1).clone()
+    return path.rows.decode(rows, rows, dtype)[0]
 
 
 class Prefill:
@@ -112,34 +132,87 @@ class Prefill:
         self.config = config
         self.tracker = tracker
         self.sparse = [path for path in paths if path.algorithm]
-        shape = (config.max_requests, config.model.num_heads, config.model.head_dim)
+        model, indexer = config.model, config.model.indexer
+        heads, dim = model.num_heads, model.head_dim
+        if indexer:
+            heads, dim = indexer.num_heads, indexer.head_dim
+        shape = (config.max_requests, heads, dim)
+        where: dict[str, Any] = {"device": config.device}
         self._last_queries = {
-            path.view.layer: torch.zeros(shape, dtype=config.model.dtype, device=config.device)
-            for path in self.sparse
+            path.view.layer: torch.zeros(shape, dtype=model.dtype, **where) for path in self.sparse
         }
+        self._last_weights = {
+            path.view.layer: torch.zeros(shape[:2], **where) for path in self.sparse if indexer
+        }
+        self._chunk_ids: dict[int, Tensor | None] = {}
+        self._indexed: set[int] = set()
         cuda = config.device.type == "cuda"
         self._stream = torch.cuda.Stream(config.device) if cuda else None
 
     def run(
-        self, path: LayerPath, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+        self,
+        path: LayerPath,
+        chunk: Chunk,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        index: Index | None,
+        out: Tensor,
     ) -> None:
         """Attend, store and represent one chunk in one layer.
 
         Args:
-            q, out: ``[m, H, D]``.
+            q: ``[m, H, D]``.
             k, v: ``[m, Hkv, D]``.
+            index: of the rows, where the model has an indexer.
+            out: ``[m, H, Dv]``.
         """
         view, slot, start = path.view, chunk.slot, chunk.start
-        before = open_keys(view, slot, start) if path.algorithm else None
+        stored = path.rows.encode(k, v)
+        # What is attended is what has been stored, so that chunks of any size give the same.
+        k, v = path.rows.decode(*stored, self.config.model.dtype)
         history = self._history(path, slot, 0, start)
-        result, lse = chunk_attention(path.backend, q, k, v, start, history)
+        if path.selects_prompts:
+            ids = self._select(path, chunk, index)
+            result, _ = chunk_attention(path.backend, q, k, v, start, history, ids)
+            self._store(path, chunk, *stored)
+        else:
+            before = open_keys(path, slot, start, k.dtype) if path.algorithm else None
+            result, lse = chunk_attention(path.backend, q, k, v, start, history)
+            self._store(path, chunk, *stored)
+            if before is not None:
+                queries, keys, weights = asked(q, k, index)
+                keys = torch.cat([before, keys]) if len(before) else keys
+                first = start - start % view.group.unit
+                path.algorithm.construct(view, slot, first, keys, queries, lse)
+                self._remember(view, slot, queries, weights)
         out.copy_(result)
-        self._store(path, chunk, k, v)
-        if before is not None:
-            first = start - start % view.group.unit
-            keys = torch.cat([before, k]) if len(before) else k
-            path.algorithm.construct(view, slot, first, keys, q, lse)
-            self._last_queries[view.layer][slot] = q[-1]
+
+    def _select(self, path: LayerPath, chunk: Chunk, index: Index | None) -> Tensor | None:
+        """Represent a chunk and select for its rows; None where they see everything.
+
+        A layer without an index of its own goes by the selection of the layer before it.
+        """
+        view, slot, start = path.view, chunk.slot, chunk.start
+        if index is None:
+            return self._chunk_ids[slot]
+        q, keys, weights = asked(index.q, index.k, index)
+        path.algorithm.construct(view, slot, start, keys, q, q.new_empty((0, len(q))))
+        self._remember(view, slot, q, weights)
+        ids = None
+        if start + len(q) > view.group.select:
+            shape = (len(q), view.group.select)
+            ids = torch.empty(shape, dtype=torch.int32, device=q.device)
+            path.algorithm.retrieve_prompt(view, slot, start, q, weights, ids)
+        self._chunk_ids[slot] = ids
+        return ids
+
+    def _remember(self, view: LayerView, slot: int, q: Tensor, weights: Tensor | None) -> None:
+        """Keep the last query of a chunk, to warm the buffer with."""
+        self._last_queries[view.layer][slot] = q[-1]
+        if weights is not None:
+            self._indexed.add(view.layer)
+            self._last_weights[view.layer][slot] = weights[-1]
 
     def settle(self, slot: int, since: int, length: int) -> None:
         """Call ``settle`` of every sparse layer with the history that it asks for."""
@@ -156,10 +229,18 @@ class Prefill:
         """
         for path in self.sparse:
             view, lanes = path.view, path.lanes
-            queries = self._last_queries[view.layer].index_select(0, view.step.slots)
-            path.algorithm.retrieve_topk(view, queries.unsqueeze(1), None, lanes.ids)
+            if not self._last_weights or view.layer in self._indexed:
+                self._retrieve(path)  # else the selection of the layer before it holds
             path.transfer.plan(view, lanes.ids, lanes.limit, lanes.plan)
             path.transfer.load(view, lanes.plan)
+
+    def _retrieve(self, path: LayerPath) -> None:
+        layer, slots = path.view.layer, path.view.step.slots
+        queries = self._last_queries[layer].index_select(0, slots).unsqueeze(1)
+        weights = self._last_weights.get(layer)
+        if weights is not None:
+            weights = weights.index_select(0, slots)
+        path.algorithm.retrieve_topk(path.view, queries, weights, path.lanes.ids)
 
     def join(self) -> None:
         """Let the current stream wait for what the offload stream still copies."""
@@ -169,10 +250,9 @@ class Prefill:
     def _history(
         self, path: LayerPath, slot: int, start: int, end: int
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        block = self.config.prefill_block_tokens
-        return history_blocks(
-            path.transfer, path.view, slot, start, end, block, self.config.device
-        )
+        config = self.config
+        block = config.prefill_block_tokens
+        return history_blocks(path, slot, start, end, block, config.model.dtype, config.device)
 
     def _store(self, path: LayerPath, chunk: Chunk, k: Tensor, v: Tensor) -> None:
         """Send a chunk's keys and values to their pages, on the offload stream of a GPU."""

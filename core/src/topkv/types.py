@@ -21,16 +21,56 @@ from torch import Tensor
 
 
 @frozen
+class IndexerShape:
+    """The indexer of a model that selects for itself: index heads H^I, their dim D^I.
+
+    There is one index key a token, shared by the index heads (DeepSeek-V3.2, section 2.1).
+    """
+
+    num_heads: int
+    head_dim: int
+
+
+@frozen
+class Index:
+    """What the indexer of a layer made of the rows of a forward.
+
+    The score of token s for row t is ``sum_j weights[t, j] * relu(q[t, j] . k[s])``, in fp32.
+
+    Attributes:
+        q: ``[rows, H^I, D^I]`` index queries, after RoPE.
+        k: ``[rows, D^I]`` index keys, after norm and RoPE.
+        weights: fp32 ``[rows, H^I]``, every scale factor in them.
+    """
+
+    q: Tensor
+    k: Tensor
+    weights: Tensor
+
+    def rows(self, rows: slice) -> Index:
+        """The index of some of the rows."""
+        return Index(self.q[rows], self.k[rows], self.weights[rows])
+
+
+@frozen
 class ModelShape:
     """Geometry of the attention layers of a model (all alike).
+
+    With latent attention (``"mla"``) keys and values of a token are one row, ``[latent | rope]``,
+    that all heads share: ``num_kv_heads`` is 1, queries are those that were absorbed into the
+    latent space, and the value of a token is the first ``value_dim`` elements of its row
+    (DeepSeek-V2, section 2.1.2).
 
     Attributes:
         num_layers: attention layers, numbered from 0.
         num_heads: query heads H.
         num_kv_heads: kv-heads Hkv; H is a multiple of it.
-        head_dim: D, the same for keys and values.
+        head_dim: D, of queries and keys.
         dtype: dtype of keys and values as the model makes them.
         scale: factor of the attention logits, ``D ** -0.5`` as a rule.
+        attention: ``"gqa"`` or ``"mla"``.
+        value_dim: of values and outputs; None for D.
+        indexer: of a model that selects for itself, else None.
     """
 
     num_layers: int
@@ -39,6 +79,14 @@ class ModelShape:
     head_dim: int
     dtype: torch.dtype
     scale: float
+    attention: str = "gqa"
+    value_dim: int | None = None
+    indexer: IndexerShape | None = None
+
+    @property
+    def out_dim(self) -> int:
+        """Elements of a head's output."""
+        return self.value_dim or self.head_dim
 
     @property
     def group_size(self) -> int:
@@ -58,8 +106,8 @@ class GroupShape:
         unit: tokens per unit.
         lane_heads: lanes per request: Hkv when each kv-head selects for itself, else 1.
         heads_per_lane: kv-heads in one entry: Hkv / lane_heads.
-        head_dim: D.
-        dtype: of keys and values.
+        head_dim: elements of a stored row: D, or bytes where a format packs them.
+        dtype: of stored rows: that of keys and values, or uint8.
         page_tokens: tokens per page, a multiple of ``unit``.
         max_requests: request slots.
         max_units: units that one request can reach.
@@ -67,6 +115,7 @@ class GroupShape:
         buffer_slots: C.
         ring_slots: T.
         residency: ``"sparse"``, ``"resident"`` or ``"streamed"``.
+        planes: 2, keys and values, or 1, rows that are both.
     """
 
     layers: tuple[int, ...]
@@ -82,6 +131,7 @@ class GroupShape:
     buffer_slots: int
     ring_slots: int
     residency: str = "sparse"
+    planes: int = 2
 
     @property
     def num_kv_heads(self) -> int:
@@ -103,12 +153,13 @@ class GroupShape:
 
     @property
     def entry_shape(self) -> tuple[int, int, int, int]:
-        """``[heads_per_lane, K or V, unit, D]``, alike on host and device."""
-        return (self.heads_per_lane, 2, self.unit, self.head_dim)
+        """``[heads_per_lane, planes, unit, head_dim]``, alike on host and device."""
+        return (self.heads_per_lane, self.planes, self.unit, self.head_dim)
 
     @property
     def entry_bytes(self) -> int:
-        return self.heads_per_lane * 2 * self.unit * self.head_dim * self.dtype.itemsize
+        heads, planes, unit, dim = self.entry_shape
+        return heads * planes * unit * dim * self.dtype.itemsize
 
 
 @define
@@ -153,7 +204,8 @@ class LayerView:
         group: its group.
         step: the step tensors.
         ring_k, ring_v: ``[max_requests, lane_heads, T, heads_per_lane, unit, D]`` strided
-            views of the ring; unit u of a lane lies at ring position ``u % T``. Read only.
+            views of the ring; unit u of a lane lies at ring position ``u % T``. Read only. The
+            same rows, as they are stored, where a group has one plane.
         pools: representation pools of this layer by name: grain unit
             ``[num_host_units, *shape]`` indexed by host id, grain token
             ``[num_host_units * unit, *shape]``, grain request ``[max_requests, *shape]``

@@ -8,8 +8,9 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
+from topkv.kv.rows import RowFormat
 from topkv.kv.step import StepUploader
-from topkv.types import GroupShape, LayerView, ModelShape, Plan, StepTensors
+from topkv.types import GroupShape, Index, LayerView, ModelShape, Plan, StepTensors
 
 
 class LaneBuffers:
@@ -23,6 +24,7 @@ class LaneBuffers:
             of a request in dense layers.
         lengths: int32 ``[N]`` attended tokens.
         lse: fp32 ``[N, 1, heads_per_lane * G]``.
+        packed: ``[B, Hkv, row]`` new rows, where the row format packs them; else None.
     """
 
     ids: Tensor
@@ -31,6 +33,7 @@ class LaneBuffers:
     table: Tensor
     lengths: Tensor
     lse: Tensor
+    packed: Tensor | None
 
     def __init__(
         self,
@@ -64,6 +67,10 @@ class LaneBuffers:
         self._lengths = ints(lanes)
         heads = group.heads_per_lane * model.group_size
         self._lse = torch.zeros((lanes, 1, heads), dtype=torch.float32, device=device)
+        self._packed = None
+        if group.dtype is not model.dtype:
+            rows = (max_batch, group.num_kv_heads, group.head_dim)
+            self._packed = torch.zeros(rows, dtype=group.dtype, device=device)
         self._rows = torch.zeros(max_batch, dtype=torch.int32, device=device)
         self._batch = -1
 
@@ -80,6 +87,7 @@ class LaneBuffers:
         lanes = batch * self.group.lane_heads
         self.ids, self.table, self.lse = self._ids[:lanes], self._table[:lanes], self._lse[:lanes]
         self.lengths = self._lengths[:lanes] if self.sparse else self.step.lengths
+        self.packed = None if self._packed is None else self._packed[:batch]
         self.limit = uploader.limits[self.index]
         plan = self._plan
         self.plan = Plan(
@@ -115,5 +123,18 @@ class LayerPath:
     transfer: Any
     backend: Any
     lanes: LaneBuffers
+    rows: RowFormat
     k_slots: Tensor
     v_slots: Tensor
+
+    @property
+    def selects_prompts(self) -> bool:
+        """Whether prompt chunks attend to a selection too."""
+        return hasattr(self.algorithm, "retrieve_prompt")
+
+
+def asked(q: Tensor, k: Tensor, index: Index | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Queries ``[B, H, D]``, keys ``[B, Hkv, D]`` and weights that an algorithm is given."""
+    if index is None:
+        return q, k, None
+    return index.q, index.k.unsqueeze(1), index.weights

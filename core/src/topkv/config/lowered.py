@@ -67,6 +67,7 @@ class LoweredConfig:
     max_request_tokens: int
     page_tokens: int
     num_pages: int
+    kv_format: str
     host_layout: str
     host_memory: int | None
     device_memory: int | None

@@ -25,6 +25,7 @@ from topkv.config.sparse import SparseConfig
 from topkv.config.values import clean
 from topkv.errors import ConfigError
 from topkv.kv.layout import lay_out
+from topkv.kv.rows import format_reasons, row_format
 from topkv.plugins import PluginRegistry
 from topkv.types import GroupShape, ModelShape
 
@@ -180,6 +181,8 @@ class _Lowering:
         self.max_request_tokens = -(-request // self.page) * self.page
         self.num_pages = -(-self.max_tokens // self.page) + self.max_requests + 1
         self._computed("num_pages", self.num_pages)
+        self.kv_format: str = self._set("kv_format", "model")
+        self.reasons += format_reasons(self.model, self.kv_format)
         self.host_layout: str = self._set("host_layout", "page_head")
         self.host_memory: int | None = self._set("host_memory", None)
         self.device_memory: int | None = self._set("device_memory", None)
@@ -203,7 +206,10 @@ class _Lowering:
         for layers, plan in self._alike():
             sparse = plan.residency == "sparse"
             unit, scope = (plan.unit, plan.scope or "") if sparse else (self.page, "shared")
-            ask = Ask(self.model, layers, unit, scope, self.impl, plan.residency, self.device)
+            ask = Ask(
+                *(self.model, layers, unit, scope, self.impl, plan.residency, self.device),
+                self.kv_format,
+            )
             if sparse:
                 self.reasons += geometry_reasons(
                     *(unit, plan.budget, plan.buffer, self.ring, self.page, self._select(plan)),
@@ -225,13 +231,14 @@ class _Lowering:
         sparse, heads = plan.residency == "sparse", self.model.num_kv_heads
         unit = plan.unit if sparse else self.page
         lanes = heads if plan.scope == "kv_head" else 1
+        rows = row_format(self.model, self.kv_format)
         return GroupShape(
             layers=tuple(layers),
             unit=unit,
             lane_heads=lanes,
             heads_per_lane=heads // lanes,
-            head_dim=self.model.head_dim,
-            dtype=self.model.dtype,
+            head_dim=rows.dim,
+            dtype=rows.dtype,
             page_tokens=self.page,
             max_requests=self.max_requests,
             max_units=self.max_request_tokens // unit,
@@ -239,6 +246,7 @@ class _Lowering:
             buffer_slots=plan.buffer // unit,
             ring_slots=self.ring // unit if sparse else 0,
             residency=plan.residency,
+            planes=rows.planes,
         )
 
     def build(self) -> LoweredConfig:
@@ -270,6 +278,7 @@ class _Lowering:
             max_request_tokens=self.max_request_tokens,
             page_tokens=self.page,
             num_pages=self.num_pages,
+            kv_format=self.kv_format,
             host_layout=self.host_layout,
             host_memory=self.host_memory,
             device_memory=self.device_memory,

@@ -12,6 +12,7 @@ from topkv.config.layers import show_ranges
 from topkv.discovery import PluginRecord
 from topkv.types import GroupShape, ModelShape
 
+READERS = ("algorithm", "backend")
 _TRUE = ("1", "true", "t", "yes", "y", "on")
 _MAX_SELECT = 2**15  # the plan packs two counts into 32 bits
 _MAX_ID = 2**31
@@ -28,6 +29,7 @@ class Ask:
     impl: str
     residency: str
     device: torch.device
+    kv_format: str = "model"
 
     @property
     def where(self) -> str:
@@ -40,6 +42,7 @@ def model_reasons(model: ModelShape) -> list[str]:
         "num_heads": model.num_heads,
         "num_kv_heads": model.num_kv_heads,
         "head_dim": model.head_dim,
+        "value_dim": 1 if model.value_dim is None else model.value_dim,
     }
     reasons = [
         f"the model's {name} must be a positive int, got {value!r}"
@@ -50,6 +53,17 @@ def model_reasons(model: ModelShape) -> list[str]:
         reasons.append(
             f"the model's num_heads must be a multiple of num_kv_heads, got {model.num_heads} "
             f"and {model.num_kv_heads}"
+        )
+    latent = model.attention == "mla"
+    if latent and (model.num_kv_heads != 1 or model.out_dim > model.head_dim):
+        reasons.append(
+            "a model with latent attention has one kv-head, whose values are the first elements "
+            f"of its rows; got num_kv_heads {model.num_kv_heads}, head_dim {model.head_dim}, "
+            f"value_dim {model.out_dim}"
+        )
+    if not latent and model.out_dim != model.head_dim:
+        reasons.append(
+            f"keys and values must have one head_dim, got {model.head_dim} and {model.out_dim}"
         )
     return reasons
 
@@ -82,7 +96,8 @@ def _refusals(record: PluginRecord, ask: Ask) -> Iterator[str]:
         yield f"takes units of {low} to {high} tokens, got {ask.unit}: change {key}"
     choices = (
         ("scope", ask.scope, caps.scopes),
-        ("attention", "gqa", caps.attention),
+        # What moves and evicts rows does not look into them.
+        ("attention", model.attention, caps.attention if record.kind in READERS else None),
         ("impl", ask.impl, caps.impls),
         ("dtype", dtype, caps.dtypes),
         ("head_dim", model.head_dim, caps.head_dims),
@@ -95,7 +110,12 @@ def _refusals(record: PluginRecord, ask: Ask) -> Iterator[str]:
         yield (
             f"takes at most {caps.max_group} query heads for each kv-head, got {model.group_size}"
         )
+    if caps.needs_index and model.indexer is None:
+        yield "selects by the model's own indexer, and this model has none"
     if record.kind == "backend":
+        if ask.kv_format not in caps.kv_formats:
+            shown = ", ".join(caps.kv_formats)
+            yield f"reads rows of kv_format {shown}, got {ask.kv_format}"
         if not caps.lse:
             yield "returns no log-sum-exp, and prefill merges blocks of history by it"
         if ask.residency == "streamed" and ask.device.type == "cuda" and not caps.host_memory:
@@ -143,8 +163,9 @@ def shape_reasons(shape: GroupShape, num_pages: int) -> list[str]:
     if shape.entry_bytes % 16:
         reasons.append(
             f"an entry must be a multiple of 16 bytes, got {shape.entry_bytes}: "
-            f"{shape.heads_per_lane} kv-heads x K and V x {shape.unit} tokens x head_dim "
-            f"{shape.head_dim} x {shape.dtype.itemsize} bytes; take a larger unit {where}"
+            f"{shape.heads_per_lane} kv-heads x {shape.planes} planes (K and V) x {shape.unit} "
+            f"tokens x head_dim {shape.head_dim} x {shape.dtype.itemsize} bytes; "
+            f"take a larger unit {where}"
         )
     ids = {
         "device slots": shape.rows * shape.slots,

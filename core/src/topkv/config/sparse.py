@@ -31,6 +31,8 @@ class SparseConfig:
         max_requests: requests at a time.
         max_tokens: tokens of all requests together.
         max_request_tokens: tokens that one request can reach.
+        kv_format: ``"model"`` for keys and values as the model makes them, or ``"fp8"`` for
+            latent rows of 656 bytes.
         host_layout: ``"page_head"``, ``"page_first"`` or ``"layer_first"``.
         host_memory, device_memory: limits, in bytes or as ``"64GiB"``.
         dense_layers: layers that attend to everything.
@@ -58,6 +60,7 @@ class SparseConfig:
     max_requests: int | None = None
     max_tokens: int | None = None
     max_request_tokens: int | None = None
+    kv_format: str | None = None
     host_layout: str | None = None
     host_memory: int | str | None = None
     device_memory: int | str | None = None

@@ -10,6 +10,7 @@ from typing import Any
 from topkv.config.layers import Refused, parse_overrides
 from topkv.entries import IMPLS
 from topkv.kv.layout import LAYOUTS
+from topkv.kv.rows import KV_FORMATS
 
 SCOPES = ("kv_head", "shared")
 DENSE = ("resident", "streamed")
@@ -98,6 +99,7 @@ CHECKS: dict[str, Check] = {
     "max_requests": _count,
     "max_tokens": _count,
     "max_request_tokens": _count,
+    "kv_format": _one_of(KV_FORMATS),
     "host_layout": _one_of(LAYOUTS),
     "host_memory": byte_size,
     "device_memory": byte_size,

@@ -6,6 +6,10 @@ of the entry), ``"reference"`` or ``"triton"``, and a ``torch.device``. An insta
 state of a request: all of that lives in the representation pools of ``spec``, which the
 core allocates and passes as ``layer.pools``.
 
+Of a model with an indexer (``capabilities.needs_index``, ``ModelShape.indexer``) keys are index
+keys ``[.., 1, D^I]``, queries index queries ``[.., H^I, D^I]``, and ``native`` the weights of the
+index heads, see ``topkv.types.Index``.
+
 ``update`` and ``retrieve_topk`` are hot: no host sync, no allocation that a CUDA graph cannot
 replay, no shape that depends on data, no Python per request. They run on the current stream.
 Padded rows (slot -1) read and write nothing but their own rows of ``ids``.
@@ -15,7 +19,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from topkv.hooks.registry import hookspec
+from topkv.hooks.registry import hookspec, optional
 from topkv.types import AlgorithmSpec, LayerView
 
 
@@ -35,7 +39,8 @@ def construct(layer: LayerView, slot: int, start: int, k: Tensor, q: Tensor, lse
         k: ``[m, Hkv, D]`` post-RoPE keys of positions ``start .. start + m``: the chunk and,
             before it, what the open unit already held. The last unit may be partial.
         q: ``[c, H, D]`` post-RoPE queries of the chunk (the last c positions).
-        lse: fp32 ``[c, H]`` natural log-sum-exp of their attention.
+        lse: fp32 ``[c, H]`` natural log-sum-exp of their attention; empty for an algorithm that
+            has ``retrieve_prompt``, which is asked before attention.
 
     Recomputes every touched unit from ``k``, never accumulates, so that a unit that was
     rolled back and written again keeps nothing of what was rejected.
@@ -79,7 +84,27 @@ def retrieve_topk(layer: LayerView, q: Tensor, native: Tensor | None, ids: Tenso
         layer: the layer. Selectable are closed units ``0 .. (length - 1) // unit - 1`` of each
             row (``0 .. length - 1`` where the tail is selectable).
         q: ``[B, Q, H, D]`` post-RoPE queries.
-        native: what a model that selects for itself hands down (scores or ids), else None.
+        native: fp32 ``[B, H^I]`` of a model with an indexer, else None.
         ids: int32 ``[N, K]``, owned by the core, every element to be written: logical unit ids,
             unique in a row, -1 anywhere, all -1 in padded rows. Lane ``b * lane_heads + head``.
+    """
+
+
+@optional
+@hookspec(firstresult=True)
+def retrieve_prompt(
+    layer: LayerView, slot: int, start: int, q: Tensor, native: Tensor, ids: Tensor
+) -> None:
+    """Select for the rows of a prompt chunk, where the model itself is sparse there too. Cold.
+
+    Called after ``construct`` of the chunk, and only where a row can reach more than K tokens.
+
+    Args:
+        layer: the layer; its unit is 1.
+        slot: request slot.
+        start: position of the first row.
+        q: ``[m, H^I, D^I]`` index queries of positions ``start ..``.
+        native: fp32 ``[m, H^I]``.
+        ids: int32 ``[m, K]``, owned by the core, every element to be written: of row i unique
+            tokens of ``0 .. start + i``, -1 anywhere.
     """

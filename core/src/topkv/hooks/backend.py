@@ -6,13 +6,17 @@ allocate workspaces for at most ``max_batch`` decode rows when it is made, not l
 K and V come as strided views ``[slots, heads_per_lane, unit, D]`` of the pool in which they lie,
 the device buffer or, for streamed layers, mapped host memory; only the last dimension is
 certain to be contiguous. The byte offset of an element may exceed 2**31.
+
+Of latent attention (``ModelShape.attention == "mla"``) queries have ``head_dim`` elements and
+outputs ``out_dim``. ``attend`` gets the stored rows, ``[slots, 1, unit, group.head_dim]`` of
+``group.dtype``, as ``k`` and as ``v``; ``prefill`` gets decoded ones, ``v`` a view of ``k``.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from topkv.hooks.registry import hookspec
+from topkv.hooks.registry import hookspec, optional
 from topkv.types import LayerView, Plan
 
 
@@ -72,4 +76,24 @@ def prefill(
         lse: fp32 ``[m, H]`` natural log-sum-exp; -inf (and out 0) where no key is seen.
 
     The core streams history block by block and merges the results by their LSE.
+    """
+
+
+@optional
+@hookspec(firstresult=True)
+def prefill_selected(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_start: int,
+    k_start: int,
+    keep: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """``prefill``, but a query sees only the keys that it has selected. Cold.
+
+    Args:
+        q, k, v, q_start, k_start, out, lse: as in ``prefill``.
+        keep: bool ``[m, n]``, contiguous; what causality forbids stays forbidden.
     """

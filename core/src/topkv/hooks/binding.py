@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from topkv.errors import PluginError
+from topkv.hooks.registry import OPTIONAL
 
 _SPEC_MARK = "topkv_spec"
 _IMPL_MARK = "topkv_impl"
@@ -71,6 +72,8 @@ def check_instance(instance: object, spec_module: ModuleType, who: str) -> None:
     for name, spec in specs.items():
         if name not in marked:
             present = inspect.getattr_static(instance, name, None) is not None
+            if not present and hasattr(spec, OPTIONAL):
+                continue
             lack = "is not marked with @hookimpl" if present else "is missing"
             reasons.append(f"the method {name} of {page} {lack}")
             continue

@@ -13,12 +13,25 @@ nor triton and implements the hooks of the kinds that it offers::
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import pluggy
 
 from topkv.entries import PluginEntry
 
+Spec = TypeVar("Spec", bound=Callable[..., Any])
+
 hookspec = pluggy.HookspecMarker("topkv")
 hookimpl = pluggy.HookimplMarker("topkv")
+
+OPTIONAL = "topkv_optional"
+
+
+def optional(spec: Spec) -> Spec:
+    """Mark a hook spec that an instance may leave out."""
+    setattr(spec, OPTIONAL, True)
+    return spec
 
 
 @hookspec

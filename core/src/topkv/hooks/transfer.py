@@ -24,7 +24,7 @@ def append(layer: LayerView, k: Tensor, v: Tensor) -> None:
     Args:
         layer: the layer; the token of row b stands at position ``lengths[b] - 1``. Rows with
             ``appended == 0`` write nothing.
-        k, v: ``[B, Hkv, D]``, last dimension contiguous.
+        k, v: ``[B, Hkv, D]``, last dimension contiguous. A group of one plane stores k alone.
     """
 
 

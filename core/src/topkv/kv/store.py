@@ -84,7 +84,8 @@ class GroupStore:
         return cls.on_host(group, layout, pool, entry_view(pool, group, layout, num_pages), device)
 
     def slot_views(self, index: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer as ``[slots, heads_per_lane, unit, D]`` for ``attend``.
+        """K and V of a layer as ``[slots, heads_per_lane, unit, D]`` for ``attend``; twice the
+        same rows where the group has one plane.
 
         Sparse layers view the device buffer, slot ``row * (C + T) + slot``. Dense layers view
         their pages, slot = host page.
@@ -93,13 +94,13 @@ class GroupStore:
             flat = self.buffer[index].flatten(0, 1)
         else:
             flat = self.entries[:, index, 0, 0]
-        return flat[:, :, 0], flat[:, :, 1]
+        return flat[:, :, 0], flat[:, :, -1]
 
     def ring_views(self, index: int) -> tuple[Tensor, Tensor]:
         """K and V of the ring as ``[max_requests, lane_heads, T, heads_per_lane, unit, D]``."""
         group = self.group
         ring = self.buffer[index, :, group.buffer_slots :].unflatten(0, (-1, group.lane_heads))
-        return ring[:, :, :, :, 0], ring[:, :, :, :, 1]
+        return ring[:, :, :, :, 0], ring[:, :, :, :, -1]
 
     def rows_of(self, slot: int) -> slice:
         """Rows of the lanes of a request slot."""
@@ -107,8 +108,9 @@ class GroupStore:
         return slice(slot * heads, (slot + 1) * heads)
 
     def poison_pages(self, pages: list[int]) -> None:
-        """Fill the entries of freed pages with NaN."""
-        self.entries[pages] = float("nan")
+        """Fill the entries of freed pages with NaN, packed rows with bytes that decode to it."""
+        floating = self.group.dtype.is_floating_point
+        self.entries[pages] = float("nan") if floating else POISON
 
     def poison_rows(self, slot: int) -> None:
         """Fill buffer and ring of a request slot with NaN."""

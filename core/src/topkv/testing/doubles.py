@@ -9,6 +9,7 @@ from torch import Tensor
 
 from topkv.entries import Capabilities, PluginEntry
 from topkv.hooks.registry import hookimpl
+from topkv.kv.rows import decode_fp8
 from topkv.testing.oracle import attention
 from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape, Plan, RepresentationSpec
 
@@ -139,6 +140,9 @@ class Gather:
             keys, values = (
                 pool[used].transpose(1, 2).flatten(0, 1)[:length].to(q.device) for pool in (k, v)
             )
+            if self.model.attention == "mla":
+                keys = decode_fp8(keys, torch.float64) if keys.dtype == torch.uint8 else keys
+                values = keys[..., : self.model.out_dim]
             result, log = attention(q[lane], keys, values, self.model.scale)
             out[lane], lse[lane] = result.to(out.dtype), log.float()
 
@@ -149,6 +153,25 @@ class Gather:
         rows = q_start + torch.arange(q.shape[0], device=q.device)
         columns = k_start + torch.arange(k.shape[0], device=q.device)
         mask = columns[None, :] <= rows[:, None]
+        result, log = attention(q, k, v, self.model.scale, mask)
+        out.copy_(result)
+        lse.copy_(log)
+
+    @hookimpl
+    def prefill_selected(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_start: int,
+        k_start: int,
+        keep: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        rows = q_start + torch.arange(q.shape[0], device=q.device)
+        columns = k_start + torch.arange(k.shape[0], device=q.device)
+        mask = (columns[None, :] <= rows[:, None]) & keep
         result, log = attention(q, k, v, self.model.scale, mask)
         out.copy_(result)
         lse.copy_(log)
@@ -167,7 +190,12 @@ GATHER = PluginEntry(
     "gather",
     "backend",
     "topkv.testing.doubles:Gather",
-    capabilities=Capabilities(scopes=("kv_head", "shared"), host_memory=True),
+    capabilities=Capabilities(
+        scopes=("kv_head", "shared"),
+        attention=("gqa", "mla"),
+        kv_formats=("model", "fp8"),
+        host_memory=True,
+    ),
 )
 
 

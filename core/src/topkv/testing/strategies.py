@@ -115,14 +115,18 @@ def adversarial_ids(limit: int, width: int) -> st.SearchStrategy[list[int]]:
     return st.one_of(st.lists(wild, min_size=width, max_size=width), few)
 
 
-def row_formats() -> st.SearchStrategy[tuple[torch.dtype, int]]:
-    """``(dtype, D)`` of rows as MLA and low-precision caches have them.
+def row_formats() -> st.SearchStrategy[tuple[torch.dtype, int, int]]:
+    """``(dtype, D, planes)`` of rows as latent and low-precision caches have them.
 
     656 bytes a token are DeepSeek's fp8 latent with scales, 1152 its bf16 latent with RoPE, 584
-    and 256 other formats in use; each entry holds two halves of D elements.
+    and 256 other formats in use: one row a token, or two halves.
     """
-    byte_rows = st.sampled_from([656, 1152, 584, 256]).map(lambda size: (torch.uint8, size // 2))
-    return st.one_of(byte_rows, st.sampled_from([(torch.float32, 4), (torch.bfloat16, 8)]))
+    sizes, planes = st.sampled_from([656, 1152, 584, 256]), st.sampled_from([1, 2])
+    byte_rows = st.tuples(sizes, planes).map(lambda row: (torch.uint8, row[0] // row[1], row[1]))
+    return st.one_of(
+        byte_rows,
+        st.sampled_from([(torch.float32, 4, 2), (torch.bfloat16, 8, 2), (torch.bfloat16, 576, 1)]),
+    )
 
 
 def page_table(requests: int, pages: int, seed: int) -> Tensor:

@@ -21,7 +21,7 @@ class Request:
     """The truth about one request.
 
     Attributes:
-        tokens: ``[L, length, Hkv, 2, D]`` keys and values on the CPU.
+        tokens: ``[L, length, Hkv, planes, D]`` keys and values on the CPU.
         resident: as in ``StepTensors``.
         high: the largest length that the ring has seen.
         on_host: so many of the first tokens are on the host.
@@ -83,15 +83,18 @@ class TokenCache:
             self.counters[row] = [0, 0]
 
     def new_tokens(self, count: int) -> Tensor:
-        """Random bytes, ``[L, count, Hkv, 2, D]``."""
+        """Random bytes, ``[L, count, Hkv, planes, D]``."""
         group = self.group
-        shape = (len(group.layers), count, group.num_kv_heads, 2, group.head_dim)
+        shape = (len(group.layers), count, group.num_kv_heads, group.planes, group.head_dim)
         return random_tokens(shape, group.dtype, self.generator)
 
     def _halves(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values as slices of one wider tensor: rows apart, heads and D contiguous."""
+        """Keys and values as slices of one wider tensor: rows apart, heads and D contiguous.
+
+        Of one plane twice the same, as a coordinator gives it.
+        """
         both = tokens.transpose(1, 2).contiguous().to(self.bench.device)
-        return both[:, 0], both[:, 1]
+        return both[:, 0], both[:, -1]
 
     # Calls.
 
@@ -267,7 +270,7 @@ class TokenCache:
             assert counters[layer][row] == self.counters[layer, row], f"counters of {where}"
 
     def entry(self, request: Request, layer: int, head: int, unit: int) -> Tensor:
-        """The true entry of a unit, ``[heads_per_lane, 2, tokens, D]``; short if it is open."""
+        """The true entry of a unit, ``[heads_per_lane, planes, tokens, D]``, short if open."""
         group = self.group
         heads = slice(head * group.heads_per_lane, (head + 1) * group.heads_per_lane)
         tokens = request.tokens[layer, unit * group.unit : (unit + 1) * group.unit, heads]

@@ -60,6 +60,7 @@ def group_shape(
     page_units: int = 4,
     layers: int = 2,
     residency: str = "sparse",
+    planes: int = 2,
 ) -> GroupShape:
     """A small group; ``units`` of each request make whole pages of ``page_units``."""
     sparse = residency == "sparse"
@@ -77,6 +78,7 @@ def group_shape(
         buffer_slots=slots if sparse else 0,
         ring_slots=ring if sparse else 0,
         residency=residency,
+        planes=planes,
     )
 
 
@@ -234,12 +236,14 @@ class TransferBench:
             torch.cuda.synchronize(self.device)
 
     def host_tokens(self, slot: int) -> Tensor:
-        """What the pages of a request hold, ``[L, tokens, Hkv, 2, D]``."""
+        """What the pages of a request hold, ``[L, tokens, Hkv, planes, D]``."""
         group = self.group
         self.finish()
         found = self.store.entries[self.pages[slot].to(self.store.entries.device)].cpu()
-        tokens = found.permute(1, 0, 3, 6, 2, 4, 5, 7)  # [L, pages, units, unit, lanes, h, 2, D]
-        return tokens.reshape(len(group.layers), -1, group.num_kv_heads, 2, group.head_dim)
+        tokens = found.permute(1, 0, 3, 6, 2, 4, 5, 7)
+        # From [L, pages, units, unit, lanes, h, planes, D].
+        shape = (len(group.layers), -1, group.num_kv_heads, group.planes, group.head_dim)
+        return tokens.reshape(shape)
 
     @contextmanager
     def touching(

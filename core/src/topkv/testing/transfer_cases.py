@@ -38,6 +38,7 @@ def shapes(draw: Callable[..., Any], tier: str) -> dict[str, Any]:
     """Options of ``bench_of``: small groups of every kind, K == C among them."""
     select = draw(st.integers(1, 5))
     unit = draw(st.sampled_from([1, 2, 4]))
+    wide = unit > 1  # entries are whole words of 16 bytes
     return {
         "layout": draw(st.sampled_from(LAYOUTS)),
         "seed": draw(strategies.seeds()),
@@ -48,14 +49,15 @@ def shapes(draw: Callable[..., Any], tier: str) -> dict[str, Any]:
         "lane_heads": draw(st.integers(1, 2 if tier == "interpret" else 3)),
         "heads_per_lane": draw(st.integers(1, 2)),
         "page_units": draw(st.sampled_from([1, 2, 4])),
-        "dtype": draw(st.sampled_from([t for t in DTYPES if unit > 1 or t == torch.float32])),
+        "dtype": draw(st.sampled_from([t for t in DTYPES if wide or t == torch.float32])),
         "requests": 2 if tier == "interpret" else 3,
         "units": 16,
+        "planes": draw(st.sampled_from([2, 2, 1])),
     }
 
 
 def fetch(bench: TransferBench, layer: int, slot: int, start: int, count: int) -> torch.Tensor:
-    """``[count, Hkv, 2, D]`` on the CPU, through the engine; nothing else may change."""
+    """``[count, Hkv, planes, D]`` on the CPU, through the engine; nothing else may change."""
     group = bench.group
     shape = (count, group.num_kv_heads, group.head_dim)
     k, v = (torch.empty(shape, dtype=group.dtype, device=bench.device) for _ in range(2))
@@ -63,4 +65,4 @@ def fetch(bench: TransferBench, layer: int, slot: int, start: int, count: int) -
         tensor.view(torch.uint8).fill_(0x77)
     with bench.touching():
         bench.engine.fetch(bench.views[layer], slot, start, k, v)
-    return torch.stack([k, v], 2).cpu()
+    return torch.stack([k, v][: group.planes], 2).cpu()

@@ -29,11 +29,12 @@ class MoveTests(KitTests):
     def test_row_formats_move_bytewise(self, subject: Subject) -> None:
         @examples(subject.tier, cpu=12, interpret=4, gpu=12)
         @given(strategies.row_formats(), st.sampled_from([1, 2, 4]), strategies.seeds())
-        def check(row: tuple[torch.dtype, int], unit: int, seed: int) -> None:
-            dtype, dim = row
-            while 2 * unit * dim * dtype.itemsize % 16:
+        def check(row: tuple[torch.dtype, int, int], unit: int, seed: int) -> None:
+            dtype, dim, planes = row
+            while planes * unit * dim * dtype.itemsize % 16:
                 unit *= 2
             shape: dict[str, Any] = {"dtype": dtype, "dim": dim, "unit": unit, "seed": seed}
+            shape["planes"] = planes
             cache = cache_of(subject, slots=4, requests=2, units=12, lane_heads=1, **shape)
             cache.begin(1)
             cache.prefill(1, 9 * unit + unit // 2)
@@ -55,6 +56,7 @@ class MoveTests(KitTests):
             st.lists(st.tuples(st.integers(1, 16), st.booleans()), min_size=3, max_size=3),
             st.permutations([0, 1, -1]),
             st.sampled_from(LAYOUTS),
+            st.sampled_from([1, 2]),
         )
         def check(
             residency: str,
@@ -62,9 +64,11 @@ class MoveTests(KitTests):
             states: list[tuple[int, bool]],
             slots: list[int],
             layout: str,
+            planes: int,
         ) -> None:
             dense = residency != "sparse"
             shape: dict[str, Any] = {"residency": residency, "unit": unit, "units": 16}
+            shape["planes"] = planes
             if dense:
                 shape |= {"lane_heads": 1, "heads_per_lane": 2, "page_units": 1}
             bench = bench_of(subject, layout=layout, **shape)
@@ -174,18 +178,20 @@ class MoveTests(KitTests):
         check()
 
     def test_dense_layers_store_and_fetch(self, subject: Subject) -> None:
-        for residency, layout in itertools.product(("resident", "streamed"), LAYOUTS):
+        dense = ("resident", "streamed")
+        for residency, layout, planes in itertools.product(dense, LAYOUTS, (1, 2)):
             shape: dict[str, Any] = {
+                "planes": planes,
                 "residency": residency,
                 "unit": 4,
                 "page_units": 1,
                 "units": 6,
             }
             bench = bench_of(subject, layout=layout, lane_heads=1, heads_per_lane=2, **shape)
-            tokens = random_tokens((21, 2, 2, 4), torch.float32, bench.generator)
+            tokens = random_tokens((21, 2, planes, 4), torch.float32, bench.generator)
             for start, end in ((0, 6), (6, 7), (7, 21)):
                 with bench.touching(layers=[1], pages_of=[2]):
-                    k, v = (tokens[start:end, :, i].contiguous() for i in range(2))
+                    k, v = (tokens[start:end, :, i].contiguous() for i in (0, -1))
                     k, v = k.to(bench.device), v.to(bench.device)
                     bench.engine.store_chunk(bench.views[1], 2, start, k, v, end, False)
             assert torch.equal(raw(fetch(bench, 1, 2, 4, 17)), raw(tokens[4:])), residency
@@ -211,8 +217,8 @@ def check_append(bench: TransferBench, slots: list[int], states: list[tuple[int,
             else:
                 page, within = divmod(bench.host_id(slot, unit), group.units_per_page)
                 target = entries[page, 1, lane, within, inner]
-            target[0, offset] = k[batch, head].to(target.device)
-            target[1, offset] = v[batch, head].to(target.device)
+            for plane, rows in zip(range(group.planes), (k, v), strict=False):
+                target[plane, offset] = rows[batch, head].to(target.device)
     fused = fused.to(bench.device)
     bench.engine.append(bench.views[1], fused[:, :, :dim], fused[:, :, dim : 2 * dim])
     bench.finish()

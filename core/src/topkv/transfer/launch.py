@@ -76,6 +76,7 @@ class Launcher:
         self.early: dict[str, Any] = {"launch_pdl": True} if self.pdl else {}
         self.geometry = {
             "HEADS_PER_LANE": group.heads_per_lane,
+            "PLANES": group.planes,
             "UNIT": group.unit,
             "UNITS_PER_PAGE": group.units_per_page,
             "D": group.head_dim,

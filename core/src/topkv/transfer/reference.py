@@ -58,8 +58,8 @@ def _write_tokens(entries: Tensor, offset: int, k: Tensor, v: Tensor) -> None:
     """Write tokens ``[m, Hkv, D]`` behind ``offset`` of ``[lane_heads, *entry_shape]`` entries."""
     span = slice(offset, offset + k.shape[0])
     lanes = entries.shape[:2]
-    entries[:, :, 0, span] = k.transpose(0, 1).unflatten(0, lanes)
-    entries[:, :, 1, span] = v.transpose(0, 1).unflatten(0, lanes)
+    for plane, rows in zip(range(entries.shape[2]), (k, v), strict=False):
+        entries[:, :, plane, span] = rows.transpose(0, 1).unflatten(0, lanes)
 
 
 def plan(
@@ -231,7 +231,7 @@ def fetch(
     pages = layer.step.page_table[slot].cpu().long()[units // per_page]
     entries = store.entries[
         pages.to(store.entries.device), layer.index, :, (units % per_page).to(store.entries.device)
-    ]  # [units, lane_heads, heads_per_lane, 2, unit, D]
-    tokens = entries.flatten(1, 2).permute(2, 0, 3, 1, 4).flatten(1, 2)  # [2, tokens, Hkv, D]
-    k.copy_(tokens[0, : k.shape[0]])
-    v.copy_(tokens[1, : v.shape[0]])
+    ]  # [units, lane_heads, heads_per_lane, planes, unit, D]
+    tokens = entries.flatten(1, 2).permute(2, 0, 3, 1, 4).flatten(1, 2)
+    for plane, rows in zip(tokens, (k, v), strict=False):  # [tokens, Hkv, D]
+        rows.copy_(plane[: rows.shape[0]])

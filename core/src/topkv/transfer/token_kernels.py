@@ -26,6 +26,7 @@ def append_kernel(
     RING: tl.constexpr,
     LANE_HEADS: tl.constexpr,
     HEADS_PER_LANE: tl.constexpr,
+    PLANES: tl.constexpr,
     UNIT: tl.constexpr,
     UNITS_PER_PAGE: tl.constexpr,
     C: tl.constexpr,
@@ -43,16 +44,25 @@ def append_kernel(
         lane_head = kv_head // HEADS_PER_LANE
         if RING:
             row = slot * LANE_HEADS + lane_head
-            entry = (row * (C + T) + C + unit % T) * (HEADS_PER_LANE * 2 * UNIT * D)
+            entry = (row * (C + T) + C + unit % T) * (HEADS_PER_LANE * PLANES * UNIT * D)
         else:
             page = tl.load(p_page_table + slot * max_pages + unit // UNITS_PER_PAGE).to(tl.int64)
             entry = page * s_page + lane_head * s_head + (unit % UNITS_PER_PAGE) * s_unit
-        entry += (kv_head % HEADS_PER_LANE) * (2 * UNIT * D) + (position % UNIT) * D
+        entry += (kv_head % HEADS_PER_LANE) * (PLANES * UNIT * D) + (position % UNIT) * D
         d = tl.arange(0, BLOCK_D)
         k = tl.load(p_k + batch * s_k + kv_head * s_k_head + d, d < D)
-        v = tl.load(p_v + batch * s_v + kv_head * s_v_head + d, d < D)
         tl.store(p_target + entry + d, k, d < D)
-        tl.store(p_target + entry + UNIT * D + d, v, d < D)
+        if PLANES == 2:
+            v = tl.load(p_v + batch * s_v + kv_head * s_v_head + d, d < D)
+            tl.store(p_target + entry + UNIT * D + d, v, d < D)
+
+
+@triton.jit
+def _store_planes(p_entry, d, k, v, mask, plane, PLANES: tl.constexpr):
+    """Rows to their entries: keys, and values a ``plane`` further on if there are two."""
+    tl.store(p_entry[:, None] + d[None, :], k, mask)
+    if PLANES == 2:
+        tl.store((p_entry + plane)[:, None] + d[None, :], v, mask)
 
 
 @triton.jit
@@ -77,6 +87,7 @@ def store_kernel(
     max_units,
     SPARSE: tl.constexpr,
     HEADS_PER_LANE: tl.constexpr,
+    PLANES: tl.constexpr,
     UNIT: tl.constexpr,
     UNITS_PER_PAGE: tl.constexpr,
     C: tl.constexpr,
@@ -97,21 +108,21 @@ def store_kernel(
     d = tl.arange(0, BLOCK_D)
     both = live[:, None] & (d < D)[None, :]
     k = tl.load(p_k + (i * s_k + kv_head * D)[:, None] + d[None, :], both)
-    v = tl.load(p_v + (i * s_v + kv_head * D)[:, None] + d[None, :], both)
-    within = (kv_head % HEADS_PER_LANE) * (2 * UNIT * D) + (position % UNIT) * D
+    v = k
+    if PLANES == 2:
+        v = tl.load(p_v + (i * s_v + kv_head * D)[:, None] + d[None, :], both)
+    within = (kv_head % HEADS_PER_LANE) * (PLANES * UNIT * D) + (position % UNIT) * D
 
     lane_head = kv_head // HEADS_PER_LANE
     page = tl.load(p_page_row + unit // UNITS_PER_PAGE, live, other=0).to(tl.int64)
     entry = page * s_page + lane_head * s_head + (unit % UNITS_PER_PAGE) * s_unit + within
-    tl.store(p_pool + entry[:, None] + d[None, :], k, both)
-    tl.store(p_pool + (entry + UNIT * D)[:, None] + d[None, :], v, both)
+    _store_planes(p_pool + entry, d, k, v, both, UNIT * D, PLANES)
     if SPARSE:
         row = first_row + lane_head
-        p_buffer += row * (C + T) * (HEADS_PER_LANE * 2 * UNIT * D)
+        p_buffer += row * (C + T) * (HEADS_PER_LANE * PLANES * UNIT * D)
         in_ring = both & (unit >= low)[:, None]
-        entry = (C + unit % T) * (HEADS_PER_LANE * 2 * UNIT * D) + within
-        tl.store(p_buffer + entry[:, None] + d[None, :], k, in_ring)
-        tl.store(p_buffer + (entry + UNIT * D)[:, None] + d[None, :], v, in_ring)
+        entry = (C + unit % T) * (HEADS_PER_LANE * PLANES * UNIT * D) + within
+        _store_planes(p_buffer + entry, d, k, v, in_ring, UNIT * D, PLANES)
 
         claims = live & (unit < claim_below)
         mapped = tl.load(p_unit_slot + row * max_units + unit, live, other=-1).to(tl.int64)
@@ -119,9 +130,8 @@ def store_kernel(
         tl.store(p_unit_slot + row * max_units + unit, unit.to(tl.int32), claims)
         tl.store(p_slot_unit + row * C + unit, unit.to(tl.int32), claims)
         in_lru = both & (place >= 0)[:, None]
-        entry = place * (HEADS_PER_LANE * 2 * UNIT * D) + within
-        tl.store(p_buffer + entry[:, None] + d[None, :], k, in_lru)
-        tl.store(p_buffer + (entry + UNIT * D)[:, None] + d[None, :], v, in_lru)
+        entry = place * (HEADS_PER_LANE * PLANES * UNIT * D) + within
+        _store_planes(p_buffer + entry, d, k, v, in_lru, UNIT * D, PLANES)
 
 
 @triton.jit
@@ -137,6 +147,7 @@ def fetch_kernel(
     s_unit,
     KV_HEADS: tl.constexpr,
     HEADS_PER_LANE: tl.constexpr,
+    PLANES: tl.constexpr,
     UNIT: tl.constexpr,
     UNITS_PER_PAGE: tl.constexpr,
     D: tl.constexpr,
@@ -154,9 +165,10 @@ def fetch_kernel(
     page = tl.load(p_page_row + unit // UNITS_PER_PAGE, live, other=0).to(tl.int64)
     entry = page * s_page + (kv_head // HEADS_PER_LANE) * s_head
     entry += (unit % UNITS_PER_PAGE) * s_unit
-    entry += (kv_head % HEADS_PER_LANE) * (2 * UNIT * D) + (position % UNIT) * D
+    entry += (kv_head % HEADS_PER_LANE) * (PLANES * UNIT * D) + (position % UNIT) * D
     k = tl.load(p_pool + entry[:, None] + d[None, :], both, cache_modifier=".cg")
-    v = tl.load(p_pool + (entry + UNIT * D)[:, None] + d[None, :], both, cache_modifier=".cg")
     packed = (i * KV_HEADS + kv_head) * D
     tl.store(p_k + packed[:, None] + d[None, :], k, both)
-    tl.store(p_v + packed[:, None] + d[None, :], v, both)
+    if PLANES == 2:
+        v = tl.load(p_pool + (entry + UNIT * D)[:, None] + d[None, :], both, cache_modifier=".cg")
+        tl.store(p_v + packed[:, None] + d[None, :], v, both)
