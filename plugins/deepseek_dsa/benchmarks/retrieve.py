@@ -1,0 +1,217 @@
+"""Time of the indexer's update and selection per layer-step, and the distance to the bandwidth.
+
+    python plugins/deepseek_dsa/benchmarks/retrieve.py --out deepseek_dsa.jsonl
+
+64 index heads of 128, bfloat16, 2048 of 32K and of 128K tokens, keys in fp8 and in bfloat16.
+Every cell replays a CUDA graph of ``CALLS`` calls; ``score`` is the two kernels before top-k. The
+bytes are the keys with their scales, read once; ``read_gbs`` is what a plain sum reads, and
+``times_bound`` is scoring over the time that a sum takes for as many. ``--sweep`` instead tries
+shapes of the score kernel; ``--prompt`` times the selection of the last 256 rows of a prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from topkv.testing.timing import graph_us
+from topkv.types import GroupShape, IndexerShape, LayerView, ModelShape, StepTensors
+from topkv_deepseek_dsa import launch
+from topkv_deepseek_dsa.algorithm import DeepSeekDSA
+from topkv_deepseek_dsa.entry import topkv_register_algorithms
+
+CALLS, REPEATS = 10, 9
+SHAPES = [
+    *((64, 3, 4), (64, 4, 4), (64, 6, 4), (64, 8, 4), (128, 3, 4), (128, 4, 4), (128, 6, 4)),
+    *((128, 4, 8), (256, 3, 4), (256, 4, 8)),
+]
+"""(TILE, STAGES, num_warps) that ``--sweep`` tries, each with pages of 64 and of 256 tokens."""
+TILES = (2, 4, 8, 16, 32)
+"""Tiles of a program that ``--sweep`` tries with the shipped shape."""
+HEADS, DIM, PAGE, SELECT, LATENT = 64, 128, 64, 2048, 576
+INTS: dict[str, Any] = {"dtype": torch.int32, "device": "cuda"}
+
+
+def per_call(call: Callable[[], object]) -> float:
+    return graph_us(*[call] * CALLS, repeats=REPEATS)
+
+
+def prepare(
+    requests: int, tokens: int, keys: str, page: int = PAGE
+) -> tuple[DeepSeekDSA, LayerView]:
+    """An instance, and a layer whose requests are full of random keys."""
+    model = ModelShape(
+        num_layers=1,
+        num_heads=128,
+        num_kv_heads=1,
+        head_dim=LATENT,
+        dtype=torch.bfloat16,
+        scale=192**-0.5,
+        attention="mla",
+        value_dim=512,
+        indexer=IndexerShape(HEADS, DIM),
+    )
+    group = GroupShape(
+        layers=(0,),
+        unit=1,
+        lane_heads=1,
+        heads_per_lane=1,
+        head_dim=LATENT,
+        dtype=torch.bfloat16,
+        page_tokens=page,
+        max_requests=requests,
+        max_units=tokens,
+        select=SELECT,
+        buffer_slots=2 * SELECT,
+        ring_slots=32,
+        planes=1,
+    )
+    (entry,) = topkv_register_algorithms()
+    given = {**entry.parameters, "keys": keys}
+    algorithm = DeepSeekDSA(model, group, given, "triton", torch.device("cuda"))
+    pages = tokens // page
+    table = 1 + torch.randperm(requests * pages).view(requests, pages)
+    (spec,) = algorithm.spec().representations
+    shape = ((1 + requests * pages) * page, *spec.shape)
+    pool = torch.zeros(shape, dtype=spec.dtype, device="cuda")
+    full = torch.full((requests,), tokens, **INTS)
+    step = StepTensors(
+        *(torch.arange(requests, **INTS), full, full, torch.ones_like(full), full * 0),
+        table.to(**INTS),
+    )
+    ring = torch.zeros((requests, 1, 32, 1, 1, LATENT), device="cuda", dtype=torch.bfloat16)
+    layer = LayerView(0, 0, group, step, ring, ring, {"index": pool})
+    for slot in range(requests):
+        k = torch.randn(tokens, 1, DIM, device="cuda", dtype=torch.bfloat16)
+        algorithm.construct(layer, slot, 0, k, k, k)
+    return algorithm, layer
+
+
+def queries(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    q = torch.randn(rows, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    return q, torch.randn(rows, HEADS, device="cuda")
+
+
+def measure(
+    requests: int, tokens: int, keys: str, bandwidth: float, page: int = PAGE
+) -> dict[str, object]:
+    algorithm, layer = prepare(requests, tokens, keys, page)
+    q, weights = queries(requests)
+    k = torch.randn(requests, 1, DIM, device="cuda", dtype=torch.bfloat16)
+    ids = torch.empty(requests, SELECT, **INTS)
+    (spec,) = algorithm.spec().representations
+    moved = spec.bytes * tokens * requests
+    launcher = algorithm.launcher
+    assert launcher is not None
+    score = per_call(lambda: launcher.score(layer, q, weights))
+    select = per_call(lambda: algorithm.retrieve_topk(layer, q[:, None], weights, ids))
+    bound = moved / bandwidth / 1e3
+    return {
+        "requests": requests,
+        "tokens": tokens,
+        "keys": keys,
+        "update_us": round(per_call(lambda: algorithm.update(layer, k)), 2),
+        "score_us": round(score, 2),
+        "retrieve_us": round(select, 2),
+        "bytes": moved,
+        "bound_us": round(bound, 2),
+        "times_bound": round(score / bound, 2),
+        "tflops": round(2 * HEADS * DIM * tokens * requests / score / 1e6, 1),
+    }
+
+
+def sweep(bandwidth: float) -> Iterator[dict[str, object]]:
+    """Shapes of the score kernel and of pages, then tiles of a program; 16 requests of 128K."""
+    for keys in ("fp8", "bf16"):
+        shipped = launch.SCORING[keys]
+        for page in (64, 256):
+            for shape in sorted({shipped, *SHAPES}):
+                launch.SCORING[keys] = shape
+                cell = {"shape": shape, "page": page, "shipped": shape == shipped}
+                try:
+                    yield cell | measure(16, 131072, keys, bandwidth, page)
+                except Exception as error:  # a shape that does not fit is a result as well
+                    yield cell | {"keys": keys, "error": str(error)[:200]}
+        launch.SCORING[keys] = shipped
+        most = launch.TILES
+        for tiles in TILES:
+            launch.TILES = tiles
+            for requests in (1, 16):
+                cell = {"tiles": tiles, "shipped": tiles == most}
+                yield cell | measure(requests, 131072, keys, bandwidth)
+        launch.TILES = most
+
+
+def prompts(bandwidth: float) -> Iterator[dict[str, object]]:
+    """The last 256 rows of a prompt; they share the keys, so that products are the bound."""
+    rows = 256
+    for keys in ("fp8", "bf16"):
+        for tokens in (32768, 131072):
+            algorithm, layer = prepare(1, tokens, keys)
+            q, weights = queries(rows)
+            ids = torch.empty(rows, SELECT, **INTS)
+            start = tokens - rows
+
+            def select(run: Any = (algorithm, layer, start, q, weights, ids)) -> None:
+                made, view, first, *rest = run
+                made.retrieve_prompt(view, 0, first, *rest)
+
+            taken = graph_us(select, repeats=REPEATS)
+            yield {
+                "prompt_rows": rows,
+                "tokens": tokens,
+                "keys": keys,
+                "prompt_us": round(taken, 2),
+                "tflops": round(2 * HEADS * DIM * tokens * rows / taken / 1e6, 1),
+            }
+
+
+def variants(
+    requests: Sequence[int], tokens: Sequence[int], bandwidth: float
+) -> Iterator[dict[str, object]]:
+    for keys in ("fp8", "bf16"):
+        for context in tokens:
+            for count in requests:
+                yield measure(count, context, keys, bandwidth)
+
+
+def read_gbs() -> float:
+    """What a sum over 2 GiB reads: the bandwidth of the bound."""
+    source = torch.zeros(1 << 29, device="cuda")
+    return source.numel() * 4 / per_call(source.sum) / 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="write JSON lines here as well")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 131072])
+    parser.add_argument("--sweep", action="store_true", help="try shapes of the score kernel")
+    parser.add_argument("--prompt", action="store_true", help="time rows of a prompt")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    bandwidth = read_gbs()
+    cells: list[dict[str, object]] = [
+        {"device": torch.cuda.get_device_name(), "read_gbs": round(bandwidth, 1)}
+    ]
+    print(cells[0])
+    if options.sweep:
+        chosen = sweep(bandwidth)
+    elif options.prompt:
+        chosen = prompts(bandwidth)
+    else:
+        chosen = variants(options.requests, options.tokens, bandwidth)
+    for cell in chosen:
+        cells.append(cell)
+        print(cell, flush=True)
+    if options.out:
+        options.out.write_text("".join(json.dumps(cell) + "\n" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""DeepSeek Sparse Attention's lightning indexer for topkv."""

@@ -1,0 +1,35 @@
+"""What this package offers to topkv."""
+
+from __future__ import annotations
+
+from topkv import hookimpl
+from topkv.entries import Capabilities, PluginEntry
+
+
+@hookimpl
+def topkv_register_algorithms() -> list[PluginEntry]:
+    return [
+        PluginEntry(
+            name="deepseek_dsa",
+            kind="algorithm",
+            factory="topkv_deepseek_dsa.algorithm:DeepSeekDSA",
+            capabilities=Capabilities(
+                units=(1, 1),
+                scopes=("shared",),
+                attention=("mla",),
+                needs_index=True,
+                dtypes=("float16", "bfloat16", "float32"),
+                # Not scale_free: fp8 codes of scaled queries round anew, and scales have a least
+                # value. Not head_equivariant: there is one selection for all heads.
+                traits=("attends", "nested", "exact_update", "low_ties"),
+            ),
+            defaults={
+                "unit": 1,
+                "scope": "shared",
+                "dense_layers": (),
+                "budget": 2048,
+                "page_tokens": 64,
+            },
+            parameters={"keys": "fp8", "hadamard": False, "scale_format": "fp32"},
+        )
+    ]

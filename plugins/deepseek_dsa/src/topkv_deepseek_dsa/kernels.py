@@ -1,0 +1,145 @@
+"""How tokens are scored, in Triton, beside ``reference.scores``.
+
+``query_kernel`` brings the queries of a row into the format of the keys, once; ``score_kernel``
+multiplies them with tiles of keys. Names: ``p_`` pointers, ``s_`` strides in elements. Pools are
+addressed by host row in 64 bit. ``p_scales`` is the fp8 pool read as fp32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from topkv_deepseek_dsa.formats import (
+    codes_of,
+    decode_e4m3,
+    hadamard,
+    load_fp32,
+    scale_of,
+    store_as,
+)
+from topkv_deepseek_dsa.key_kernels import code_at, scale_at
+
+
+@triton.jit
+def query_kernel(
+    p_q,
+    p_w,
+    p_query,
+    p_weight,
+    p_slots,
+    s_q_row,
+    s_q_head,
+    s_w_row,
+    s_w_head,
+    HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    DIM: tl.constexpr,
+    LEVELS: tl.constexpr,
+    FACTOR: tl.constexpr,
+    FP8: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    Q_BF16: tl.constexpr,
+    POOL_BF16: tl.constexpr,
+):
+    """Program (row, ``BLOCK_H`` heads): queries as codes or in the dtype of the keys, and weights.
+
+    The scale of a query goes into its weight. Padded rows are left out.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(p_slots + row) < 0:
+        return
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    d = tl.arange(0, DIM)[None, :]
+    real = h < HEADS
+    p_row = p_q + row * s_q_row + h[:, None] * s_q_head
+    x = load_fp32(p_row + d, real[:, None], Q_BF16)
+    weight = tl.load(p_w + row * s_w_row + h * s_w_head, real, other=0.0).to(tl.float32)
+    if HADAMARD:
+        x = hadamard(x, LEVELS, FACTOR)
+    at = row * HEADS + h
+    p_out = p_query + at[:, None] * DIM + d
+    if FP8:
+        scale = scale_of(x, POWER_OF_TWO)
+        weight *= scale
+        tl.store(p_out, codes_of(x, scale), real[:, None])
+    else:
+        store_as(p_out, x, real[:, None], POOL_BF16)
+    tl.store(p_weight + at, weight, real)
+
+
+@triton.jit
+def _operand(x, DECODE: tl.constexpr, FACTORS: tl.constexpr):
+    """An operand of the product: codes become numbers where the device has no e4m3 product."""
+    if DECODE:
+        x = decode_e4m3(x)
+    return x.to(FACTORS)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def score_kernel(
+    p_query,
+    p_weight,
+    p_keys,
+    p_scales,
+    p_slots,
+    p_lengths,
+    p_pages,
+    p_scores,
+    p_counts,
+    max_pages,
+    s_scores,
+    select,
+    tiles,
+    HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    FP8: tl.constexpr,
+    DECODE: tl.constexpr,
+    FACTORS: tl.constexpr,
+):
+    """Program (row, ``tiles`` tiles of tokens): the scores of a row's tokens, fp32.
+
+    A tile of keys [tokens, D] is multiplied with the queries [D, heads]: a thread then holds
+    heads of the same token side by side, which it sums. The first program of a row writes how many
+    tokens it has. Rows that select all of them are not scored.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    slot = tl.load(p_slots + row).to(tl.int64)
+    length = tl.maximum(tl.load(p_lengths + row), 0)
+    length = tl.where(slot < 0, 0, length)
+    if block == 0:
+        tl.store(p_counts + row, length)
+    start = block * tiles * TILE
+    if (start >= length) | (length <= select):
+        return
+    h = tl.arange(0, BLOCK_H)
+    d = tl.arange(0, DIM)
+    # Heads that pad the product are copies of the last one, of weight 0.
+    at_query = (row * HEADS + tl.minimum(h, HEADS - 1))[:, None] * DIM + d[None, :]
+    query = tl.trans(_operand(tl.load(p_query + at_query), DECODE, FACTORS))
+    weight = tl.load(p_weight + row * HEADS + h, h < HEADS, other=0.0)
+    mine = tl.minimum(tiles, tl.cdiv(length - start, TILE))
+    for step in tl.range(0, mine, num_stages=STAGES):
+        begin = start + step * TILE
+        t = begin + tl.arange(0, TILE)
+        if PAGE % TILE == 0:
+            # The keys of the tile lie in one page, and one look-up gives all addresses.
+            page = tl.load(p_pages + slot * max_pages + begin // PAGE).to(tl.int64)
+            at = page * PAGE + begin % PAGE + tl.arange(0, TILE)
+        else:
+            page = tl.load(p_pages + slot * max_pages + t // PAGE, t < length, other=0)
+            at = page.to(tl.int64) * PAGE + t % PAGE
+        # Behind the length stands garbage, which stays in its own rows of the product.
+        first = code_at(at, DIM) if FP8 else at * DIM
+        keys = tl.load(p_keys + first[:, None] + d[None, :])
+        products = tl.dot(_operand(keys, DECODE, FACTORS), query, input_precision="ieee")
+        score = tl.sum(tl.maximum(products, 0.0) * weight[None, :], 1)
+        if FP8:
+            score *= tl.load(p_scales + scale_at(at, DIM))
+        tl.store(p_scores + row * s_scores + t, score, t < length)

@@ -1,0 +1,196 @@
+"""Launches of the indexer's kernels and the workspaces that they share."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from topkv.types import GroupShape, LayerView, ModelShape
+from topkv_deepseek_dsa import kernels, key_kernels
+from topkv_deepseek_dsa.parameters import Settings
+
+SCORING = {"fp8": (64, 4, 4), "bf16": (64, 4, 4), "fp32": (16, 3, 4)}
+"""The score kernel, by what is multiplied, ``"bf16"`` for all of 16 bits: tokens of a tile,
+stages, warps. The look-up of the page is a stage of its own: 4 stages keep two tiles of keys in
+flight. Products of fp32 are made without tensor cores, and larger tiles do not fit registers."""
+
+TILES = 8
+"""Most tiles of a program of the score kernel."""
+
+WAVES = 4
+"""Programs a multiprocessor that a launch has at least, if there are tiles for so many."""
+
+CONSTRUCT_TOKENS, UPDATE_ROWS, QUERY_HEADS = 32, 4, 16
+"""Keys and query heads of a program."""
+
+E4M3_PRODUCT, E4M3_DIM = (8, 9), 32
+"""First compute capability with a product of e4m3, and the shortest sum that it makes."""
+
+_FLOATS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+def _bits(x: Tensor) -> Tensor:
+    """bfloat16 as integers: the kernels make its bits themselves."""
+    return x.view(torch.int16) if x.dtype is torch.bfloat16 else x
+
+
+class Launcher:
+    """The kernels of one group, with every constant worked out once.
+
+    Attributes:
+        query: queries as the score kernel reads them, ``[max_requests, H, D]``: uint8 codes, or
+            the dtype of the keys.
+        weight: their weights, fp32 ``[max_requests, H]``.
+        scores: fp32 ``[max_requests, max_units]``.
+        counts: selectable tokens, int32 ``[max_requests]``.
+    """
+
+    def __init__(
+        self, model: ModelShape, group: GroupShape, settings: Settings, device: torch.device
+    ) -> None:
+        self.model, self.group, self.settings = model, group, settings
+        self.device = device
+        self._set_constants()
+        self.query, self.weight = self._workspace(group.max_requests)
+        self.scores = torch.empty(
+            (group.max_requests, group.max_units), dtype=torch.float32, device=device
+        )
+        self.counts = torch.zeros(group.max_requests, dtype=torch.int32, device=device)
+
+    def _set_constants(self) -> None:
+        settings, dtype = self.settings, self.model.dtype
+        fp8 = settings.fp8
+        cuda = self.device.type == "cuda"
+        own = cuda and dtype is not torch.float32
+        native = own and torch.cuda.get_device_capability(self.device) >= E4M3_PRODUCT
+        native = native and settings.dim >= E4M3_DIM
+        # fp32 for fp32 models, and for the interpreter, which has neither product. fp16 holds
+        # every e4m3 code.
+        factors = tl.float32
+        if own:
+            factors = _FLOATS[dtype] if not fp8 else tl.float8e4nv if native else tl.float16
+        # Tiles of the interpreter may be as large as they like.
+        kind = "fp32" if cuda and not own else "fp8" if fp8 and native else "bf16"
+        tile, stages, warps = SCORING[kind]
+        self.stored = torch.float8_e4m3fn if fp8 and native else torch.uint8 if fp8 else dtype
+        formats = {
+            "DIM": settings.dim,
+            "FP8": fp8,
+            "HADAMARD": settings.hadamard,
+            "LEVELS": settings.dim.bit_length() - 1,
+            "FACTOR": settings.dim**-0.5,
+            "POWER_OF_TWO": settings.power_of_two,
+            "POOL_BF16": not fp8 and dtype is torch.bfloat16,
+            "num_warps": 4,
+        }
+        self.writing = formats | {"PAGE": self.group.page_tokens}
+        self.querying = formats | {"HEADS": settings.heads, "BLOCK_H": QUERY_HEADS}
+        self.scoring = {
+            "HEADS": settings.heads,
+            "BLOCK_H": max(16, int(triton.next_power_of_2(settings.heads))),
+            "DIM": settings.dim,
+            "PAGE": self.group.page_tokens,
+            "TILE": tile,
+            "STAGES": stages,
+            "FP8": fp8,
+            "DECODE": fp8 and not native,
+            "FACTORS": factors,
+            "num_warps": warps,
+        }
+        self.programs = 1
+        if cuda:
+            count = torch.cuda.get_device_properties(self.device).multi_processor_count
+            self.programs = WAVES * count
+
+    def _workspace(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Queries as the score kernel reads them, and weights, of so many rows."""
+        settings = self.settings
+        dtype = torch.uint8 if settings.fp8 else self.model.dtype
+        shape = (rows, settings.heads, settings.dim)
+        query = torch.empty(shape, dtype=dtype, device=self.device)
+        return query, torch.empty(shape[:2], dtype=torch.float32, device=self.device)
+
+    def _pool(self, layer: LayerView) -> tuple[Tensor, Tensor]:
+        """The pool, flat, and the same read as fp32 for the scales of fp8 keys."""
+        pool = layer.pools["index"].view(-1)
+        return pool, pool.view(torch.float32) if self.settings.fp8 else pool
+
+    def construct(self, layer: LayerView, slot: int, start: int, k: Tensor) -> None:
+        """Store keys ``[m, D]`` from position ``start``."""
+        keys, scales = self._pool(layer)
+        k = k if k.stride(-1) == 1 else k.contiguous()
+        key_kernels.construct_kernel[(triton.cdiv(k.shape[0], CONSTRUCT_TOKENS),)](
+            *(_bits(k), _bits(keys), scales, layer.step.page_table[slot]),
+            *(start, k.shape[0], k.stride(0)),
+            BLOCK_T=CONSTRUCT_TOKENS,
+            KEY_BF16=k.dtype is torch.bfloat16,
+            **self.writing,
+        )
+
+    def update(self, layer: LayerView, k: Tensor) -> None:
+        """Store the keys ``[B, D]`` that the rows appended."""
+        step = layer.step
+        keys, scales = self._pool(layer)
+        k = k if k.stride(-1) == 1 else k.contiguous()
+        key_kernels.update_kernel[(triton.cdiv(step.batch, UPDATE_ROWS),)](
+            *(_bits(k), _bits(keys), scales, step.page_table),
+            *(step.slots, step.lengths, step.appended, step.batch, step.page_table.stride(0)),
+            k.stride(0),
+            BLOCK_T=UPDATE_ROWS,
+            KEY_BF16=k.dtype is torch.bfloat16,
+            **self.writing,
+        )
+
+    def score(self, layer: LayerView, q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores ``[B, U]`` and selectable tokens ``[B]`` of the rows of queries ``[B, H, D]``."""
+        step = layer.step
+        scores, counts = self.scores[: step.batch], self.counts[: step.batch]
+        self._score(
+            *(layer, q, weights, step.slots, step.lengths),
+            *(self.query, self.weight, scores, counts),
+        )
+        return scores, counts
+
+    def prompt(
+        self, layer: LayerView, slot: int, tokens: int, counts: Tensor, q: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Scores ``[m, tokens]`` of rows of one request that see ``counts [m]`` tokens each."""
+        rows = q.shape[0]
+        scores = torch.empty((rows, tokens), dtype=torch.float32, device=self.device)
+        self._score(
+            *(layer, q, weights, torch.full_like(counts, slot), counts),
+            *(*self._workspace(rows), scores, torch.empty_like(counts)),
+        )
+        return scores
+
+    def _score(
+        self,
+        layer: LayerView,
+        q: Tensor,
+        weights: Tensor,
+        slots: Tensor,
+        lengths: Tensor,
+        query: Tensor,
+        weight: Tensor,
+        scores: Tensor,
+        counts: Tensor,
+    ) -> None:
+        rows, pages = q.shape[0], layer.step.page_table
+        keys, scales = self._pool(layer)
+        q = q if q.stride(-1) == 1 else q.contiguous()
+        kernels.query_kernel[(rows, triton.cdiv(self.settings.heads, QUERY_HEADS))](
+            *(_bits(q), weights, _bits(query), weight, slots),
+            *(q.stride(0), q.stride(1), weights.stride(0), weights.stride(1)),
+            Q_BF16=q.dtype is torch.bfloat16,
+            **self.querying,
+        )
+        every = triton.cdiv(scores.shape[1], self.scoring["TILE"])
+        tiles = max(1, min(TILES, rows * every // self.programs))
+        kernels.score_kernel[(rows, triton.cdiv(every, tiles))](
+            *(query.view(self.stored), weight, keys.view(self.stored), scales),
+            *(slots, lengths, pages, scores, counts),
+            *(pages.stride(0), scores.stride(0), self.group.select, tiles),
+            **self.scoring,
+        )
