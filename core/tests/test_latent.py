@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +13,7 @@ from topkv.coordinator import SparseCoordinator
 from topkv.errors import ConfigError
 from topkv.kv.rows import decode_fp8, encode_fp8
 from topkv.plugins import PluginRegistry
-from topkv.testing.doubles import Entries
+from topkv.testing.doubles import GATHER, Entries, Gather
 from topkv.testing.indexed import INDEXED, index_scores
 from topkv.testing.kit import examples
 from topkv.testing.oracle import attention
@@ -228,3 +229,19 @@ def test_fp8_rows_are_for_512_and_64_alone():
     config = SparseConfig(algorithm="indexed", backend="gather", kv_format="fp8", dense_layers=[])
     with pytest.raises(ConfigError, match="512 \\+ 64"):
         lower(config, model, device=torch.device("cpu"), registry=REGISTRY)
+
+
+class Blind(Gather):
+    """A backend that cannot attend to a selection in a prompt."""
+
+    prefill_selected = None
+
+
+def test_a_backend_that_cannot_attend_to_selected_prompts_is_refused():
+    entry = evolve(GATHER, name="blind", factory=f"{__name__}:Blind")
+    registry = PluginRegistry([("test", "1", Entries(INDEXED, entry))])
+    model = ModelShape(1, 3, 1, 12, torch.float32, 1.0, "mla", 8, IndexerShape(2, 4))
+    config = SparseConfig(algorithm="indexed", backend="blind", dense_layers=[])
+    lowered = lower(config, model, device=torch.device("cpu"), registry=registry)
+    with pytest.raises(ConfigError, match="blind has no prefill_selected"):
+        SparseCoordinator(lowered, registry)

@@ -24,7 +24,7 @@ from topkv.plugins import registry as default_registry
 from topkv.prefill import Prefill
 from topkv.report import MemoryReport, TransferReport, memory_report, transfer_report
 from topkv.types import AlgorithmSpec, Index
-from topkv.workspace import Chunk, LaneBuffers, LayerPath, asked
+from topkv.workspace import Chunk, LaneBuffers, LayerPath
 
 
 def _make_algorithm(registry: PluginRegistry, config: LoweredConfig, group: LoweredGroup) -> Any:
@@ -33,6 +33,24 @@ def _make_algorithm(registry: PluginRegistry, config: LoweredConfig, group: Lowe
     params = dict(group.params)
     what = (config.model, group.shape, params, config.impl, config.device)
     return registry.create("algorithm", group.algorithm, *what)
+
+
+def _goes_by_index(registry: PluginRegistry, name: str | None) -> bool:
+    entry = registry.get("algorithm", name).entry if name else None
+    return entry is not None and entry.capabilities.needs_index
+
+
+def _check_prompts(algorithm: Any, backend: Any, config: LoweredConfig) -> None:
+    """An algorithm that selects for prompts needs a backend that can attend to a selection."""
+    if (
+        hasattr(algorithm, "retrieve_prompt")
+        and getattr(backend, "prefill_selected", None) is None
+    ):
+        reason = (
+            "the algorithm selects for the rows of a prompt too (retrieve_prompt), and backend "
+            f"{config.backend} has no prefill_selected; choose another backend"
+        )
+        raise ConfigError("the configuration is refused", [reason])
 
 
 def _with_tail_rules(
@@ -95,7 +113,9 @@ class SparseCoordinator(RequestCalls):
             )
             spec = specs[index]
             tail = spec is not None and spec.tail == "forced"
+            _check_prompts(algorithm, backend, config)
             rows = row_format(self.model, config.kv_format, config.impl)
+            indexed = _goes_by_index(registry, config.groups[index].algorithm)
             lanes = LaneBuffers(
                 *(self.model, store.group, self.step, config.max_requests, config.device),
                 index=index,
@@ -106,7 +126,7 @@ class SparseCoordinator(RequestCalls):
             for view in views:
                 slots = store.slot_views(view.index)
                 self.layers.append(
-                    LayerPath(view, algorithm, transfer, backend, lanes, rows, *slots)
+                    LayerPath(view, algorithm, transfer, backend, lanes, rows, indexed, *slots)
                 )
         self.layers.sort(key=lambda path: path.view.layer)
         periods = [spec.settle_period for spec in specs if spec and spec.settle_period]
@@ -233,18 +253,14 @@ class SparseCoordinator(RequestCalls):
         view, lanes = path.view, path.lanes
         path.transfer.append(view, *path.rows.encode(k, v, lanes.packed))
         if path.algorithm:
-            if not self._shares(index):
-                queries, keys, weights = asked(q, k, index)
+            if not path.shares(index):  # else ``ids`` still holds the selection before it
+                queries, keys, weights = path.asked(q, k, index)
                 path.algorithm.update(view, keys)
                 path.algorithm.retrieve_topk(view, queries.unsqueeze(1), weights, lanes.ids)
             path.transfer.plan(view, lanes.ids, lanes.limit, lanes.plan)
             path.transfer.load(view, lanes.plan)
             path.backend.adapt_page_table(view, lanes.plan, lanes.table, lanes.lengths)
         return lanes
-
-    def _shares(self, index: Index | None) -> bool:
-        """Whether a layer goes by the selection of the one before it, still in ``ids``."""
-        return index is None and self.model.indexer is not None
 
     def _decode(
         self, path: LayerPath, q: Tensor, k: Tensor, v: Tensor, index: Index | None, out: Tensor
@@ -310,6 +326,7 @@ class SparseCoordinator(RequestCalls):
 
     def _close_forward(self) -> None:
         self._forward_open, self._chunks = False, []
+        self.prefill.forget()
         ending, self._ending = self._ending, []
         for slot in ending:
             self.request_end(slot)

@@ -12,7 +12,7 @@ from torch import Tensor
 from topkv.config import LoweredConfig
 from topkv.requests import RequestTracker
 from topkv.types import Index, LayerView
-from topkv.workspace import Chunk, LayerPath, asked
+from topkv.workspace import Chunk, LayerPath
 
 
 def history_blocks(
@@ -132,18 +132,17 @@ class Prefill:
         self.config = config
         self.tracker = tracker
         self.sparse = [path for path in paths if path.algorithm]
-        model, indexer = config.model, config.model.indexer
-        heads, dim = model.num_heads, model.head_dim
-        if indexer:
-            heads, dim = indexer.num_heads, indexer.head_dim
-        shape = (config.max_requests, heads, dim)
-        where: dict[str, Any] = {"device": config.device}
-        self._last_queries = {
-            path.view.layer: torch.zeros(shape, dtype=model.dtype, **where) for path in self.sparse
-        }
-        self._last_weights = {
-            path.view.layer: torch.zeros(shape[:2], **where) for path in self.sparse if indexer
-        }
+        model, requests = config.model, config.max_requests
+        self._last_queries: dict[int, Tensor] = {}
+        self._last_weights: dict[int, Tensor] = {}
+        for path in self.sparse:
+            heads, dim = model.num_heads, model.head_dim
+            if path.indexed and model.indexer:
+                heads, dim = model.indexer.num_heads, model.indexer.head_dim
+                weights = torch.zeros((requests, heads), device=config.device)
+                self._last_weights[path.view.layer] = weights
+            queries = torch.zeros((requests, heads, dim), dtype=model.dtype, device=config.device)
+            self._last_queries[path.view.layer] = queries
         self._chunk_ids: dict[int, Tensor | None] = {}
         self._indexed: set[int] = set()
         cuda = config.device.type == "cuda"
@@ -173,7 +172,7 @@ class Prefill:
         k, v = path.rows.decode(*stored, self.config.model.dtype)
         history = self._history(path, slot, 0, start)
         if path.selects_prompts:
-            ids = self._select(path, chunk, index)
+            ids = self._select(path, chunk, q, k, index)
             result, _ = chunk_attention(path.backend, q, k, v, start, history, ids)
             self._store(path, chunk, *stored)
         else:
@@ -181,22 +180,24 @@ class Prefill:
             result, lse = chunk_attention(path.backend, q, k, v, start, history)
             self._store(path, chunk, *stored)
             if before is not None:
-                queries, keys, weights = asked(q, k, index)
+                queries, keys, weights = path.asked(q, k, index)
                 keys = torch.cat([before, keys]) if len(before) else keys
                 first = start - start % view.group.unit
                 path.algorithm.construct(view, slot, first, keys, queries, lse)
                 self._remember(view, slot, queries, weights)
         out.copy_(result)
 
-    def _select(self, path: LayerPath, chunk: Chunk, index: Index | None) -> Tensor | None:
+    def _select(
+        self, path: LayerPath, chunk: Chunk, q: Tensor, k: Tensor, index: Index | None
+    ) -> Tensor | None:
         """Represent a chunk and select for its rows; None where they see everything.
 
         A layer without an index of its own goes by the selection of the layer before it.
         """
         view, slot, start = path.view, chunk.slot, chunk.start
-        if index is None:
+        if path.shares(index):
             return self._chunk_ids[slot]
-        q, keys, weights = asked(index.q, index.k, index)
+        q, keys, weights = path.asked(q, k, index)
         path.algorithm.construct(view, slot, start, keys, q, q.new_empty((0, len(q))))
         self._remember(view, slot, q, weights)
         ids = None
@@ -229,7 +230,7 @@ class Prefill:
         """
         for path in self.sparse:
             view, lanes = path.view, path.lanes
-            if not self._last_weights or view.layer in self._indexed:
+            if not path.indexed or view.layer in self._indexed:
                 self._retrieve(path)  # else the selection of the layer before it holds
             path.transfer.plan(view, lanes.ids, lanes.limit, lanes.plan)
             path.transfer.load(view, lanes.plan)
@@ -241,6 +242,10 @@ class Prefill:
         if weights is not None:
             weights = weights.index_select(0, slots)
         path.algorithm.retrieve_topk(path.view, queries, weights, path.lanes.ids)
+
+    def forget(self) -> None:
+        """Drop the selections of the chunks, which layers of one forward share."""
+        self._chunk_ids.clear()
 
     def join(self) -> None:
         """Let the current stream wait for what the offload stream still copies."""

@@ -116,7 +116,12 @@ class Chunk:
 
 @define
 class LayerPath:
-    """Everything that one layer's decode calls, bound once when the coordinator is made."""
+    """Everything that one layer's decode calls, bound once when the coordinator is made.
+
+    Attributes:
+        rows: how keys and values are stored.
+        indexed: the algorithm goes by the model's own indexer.
+    """
 
     view: LayerView
     algorithm: Any
@@ -124,6 +129,7 @@ class LayerPath:
     backend: Any
     lanes: LaneBuffers
     rows: RowFormat
+    indexed: bool
     k_slots: Tensor
     v_slots: Tensor
 
@@ -132,9 +138,14 @@ class LayerPath:
         """Whether prompt chunks attend to a selection too."""
         return hasattr(self.algorithm, "retrieve_prompt")
 
+    def asked(
+        self, q: Tensor, k: Tensor, index: Index | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Queries ``[B, H, D]``, keys ``[B, Hkv, D]`` and weights that the algorithm is given."""
+        if not self.indexed or index is None:
+            return q, k, None
+        return index.q, index.k.unsqueeze(1), index.weights
 
-def asked(q: Tensor, k: Tensor, index: Index | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Queries ``[B, H, D]``, keys ``[B, Hkv, D]`` and weights that an algorithm is given."""
-    if index is None:
-        return q, k, None
-    return index.q, index.k.unsqueeze(1), index.weights
+    def shares(self, index: Index | None) -> bool:
+        """Whether the layer goes by the selection of the one before it."""
+        return self.indexed and index is None
