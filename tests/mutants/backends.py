@@ -44,10 +44,12 @@ from tests.mutants.harness import Mutant, told_of
 from topkv import hookimpl
 from topkv.testing.backends import BackendTests
 from topkv.testing.doubles import GATHER
-from topkv_triton_attention.backend import TritonAttention
+from topkv_triton_attention.backend import HEAD_DIMS, TritonAttention
 from topkv_triton_attention.entry import topkv_register_backends
 
 [TRITON] = topkv_register_backends()
+# The entry leaves head dims to the backend, for the sake of latent rows; the kit has to know.
+TRITON = evolve(TRITON, capabilities=evolve(TRITON.capabilities, head_dims=HEAD_DIMS))
 
 
 # Prefill.

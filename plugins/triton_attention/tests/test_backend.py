@@ -13,15 +13,16 @@ from attrs import evolve
 
 from topkv.errors import CapabilityError
 from topkv.hooks import backend as specs
+from topkv.kv.rows import KV_FORMATS
 from topkv.types import GroupShape, ModelShape
 from topkv_triton_attention import entry
-from topkv_triton_attention.backend import HEAD_DIMS, MAX_GROUP, MAX_UNIT, TritonAttention
+from topkv_triton_attention.backend import MAX_UNIT, TritonAttention
 
 MODEL = ModelShape(1, 8, 2, 64, torch.bfloat16, 0.125)
 GROUP = GroupShape((0,), 16, 1, 2, 64, torch.bfloat16, 128, 4, 99, 8, 8, 2)
 
 
-@pytest.mark.parametrize("hook", ["adapt_page_table", "attend", "prefill"])
+@pytest.mark.parametrize("hook", ["adapt_page_table", "attend", "prefill", "prefill_selected"])
 def test_hooks_have_the_arguments_of_the_specs(hook):
     mine = getattr(TritonAttention, hook)
     assert getfullargspec(mine).args[1:] == getfullargspec(getattr(specs, hook)).args
@@ -31,8 +32,11 @@ def test_hooks_have_the_arguments_of_the_specs(hook):
 def test_the_entry_says_what_the_backend_checks():
     [record] = entry.topkv_register_backends()
     capabilities = record.capabilities
-    assert capabilities.head_dims == HEAD_DIMS
-    assert capabilities.max_group == MAX_GROUP
+    assert capabilities.attention == ("gqa", "mla")
+    assert capabilities.kv_formats == KV_FORMATS
+    # These depend on the kind of attention, which an entry cannot say: the backend refuses.
+    assert capabilities.head_dims is None
+    assert capabilities.max_group is None
     assert capabilities.units == (1, MAX_UNIT)
     module, name = record.factory.split(":")
     assert getattr(sys.modules[module], name) is TritonAttention

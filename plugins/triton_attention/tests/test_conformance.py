@@ -5,15 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
+from topkv.testing.backend_bench import BackendOptions
 from topkv.testing.backends import BackendTests
 from topkv.testing.kit import subject_of
 from topkv.testing.tiers import Tier
+from topkv_triton_attention.backend import HEAD_DIMS
+
+# The entry states no head dims, because those of latent rows are others.
+OPTIONS = BackendOptions(dims=HEAD_DIMS)
 
 
 class TestTritonAttention(BackendTests):
     @pytest.fixture
     def plugin(self):
         return "triton_attention"
+
+    @pytest.fixture
+    def options(self):
+        return OPTIONS
 
 
 @pytest.mark.gpu
@@ -32,4 +41,4 @@ class TestTritonAttention(BackendTests):
 )
 def test_the_reference_runs_on_a_device_too(test):
     tier = Tier("gpu", "reference", torch.device("cuda"), None)
-    getattr(BackendTests(), test)(subject_of("triton_attention", "backend", tier))
+    getattr(BackendTests(), test)(subject_of("triton_attention", "backend", tier, OPTIONS))

@@ -8,10 +8,13 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.entries import IMPLS
 from topkv.errors import CapabilityError
+from topkv.ops.page_table import adapt_page_table
 from topkv.types import GroupShape, LayerView, ModelShape, Plan
-from topkv_triton_attention import reference
+from topkv_triton_attention import mla_reference, reference
+from topkv_triton_attention.mla_reference import latent_refusals
 
 HEAD_DIMS = (64, 96, 128, 256)
+"""Of grouped-query attention, as is ``MAX_GROUP``; for latent rows see ``mla_reference``."""
 MAX_GROUP = 16
 MAX_UNIT = 128
 
@@ -20,7 +23,7 @@ class TritonAttention:
     """Attention over units that lie scattered in a buffer, for one group of layers.
 
     Args:
-        model: geometry of the attention layers.
+        model: geometry of the attention layers, grouped-query or latent.
         group: the layers that this instance serves.
         impl: ``"reference"`` (torch) or ``"triton"``; chosen here, never switched later.
         device: where the step tensors live.
@@ -51,28 +54,40 @@ class TritonAttention:
         self.group = group
         self.impl = impl
         self.device = device
-        lanes = max_batch * group.lane_heads
         if impl == "triton":
-            from topkv_triton_attention import launch
+            self._use_kernels(max_batch * group.lane_heads)
+        else:
+            self._use_reference(max_batch * group.lane_heads)
 
-            heads = model.num_heads // group.lane_heads
-            decoder = launch.Decoder(
-                lanes, heads, model.group_size, model.head_dim, model.scale, device
-            )
-            self._attend = decoder.attend
-            self._prefill = launch.Prefiller(model.scale).prefill
-            self._adapt = launch.adapt_page_table
+    def _use_kernels(self, lanes: int) -> None:
+        from topkv_triton_attention import launch, mla_launch, prefill_launch
+
+        model, group, device = self.model, self.group, self.device
+        heads, scale, latent = model.num_heads // group.lane_heads, model.scale, _latent(model)
+        decoder: launch.Decoder | mla_launch.LatentDecoder
+        if latent:
+            shape = mla_reference.LatentShape.of(model, group)
+            decoder = mla_launch.LatentDecoder(lanes, heads, shape, model.dtype, scale, device)
+        else:
+            decoder = launch.Decoder(lanes, heads, model.group_size, model.head_dim, scale, device)
+        self._attend = decoder.attend
+        self._prefill = prefill_launch.Prefiller(scale, latent).prefill
+
+    def _use_reference(self, lanes: int) -> None:
+        model = self.model
+        if _latent(model):
+            shape = mla_reference.LatentShape.of(model, self.group)
+            self._attend = mla_reference.Attend(shape, model.scale, lanes)
         else:
             self._attend = reference.Attend(model.scale, lanes)
-            self._prefill = reference.Prefill(model.scale)
-            self._adapt = reference.adapt_page_table
+        self._prefill = reference.Prefill(model.scale)
 
     @hookimpl
     def adapt_page_table(
         self, layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor
     ) -> None:
         """See ``topkv.hooks.backend.adapt_page_table``."""
-        self._adapt(layer, plan, table, lengths)
+        adapt_page_table(layer, plan, table, lengths, self.impl)
 
     @hookimpl
     def attend(
@@ -108,24 +123,35 @@ class TritonAttention:
         """See ``topkv.hooks.backend.prefill``."""
         self._prefill(q, k, v, q_start, k_start, out, lse)
 
+    @hookimpl
+    def prefill_selected(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_start: int,
+        k_start: int,
+        keep: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """See ``topkv.hooks.backend.prefill_selected``."""
+        self._prefill(q, k, v, q_start, k_start, out, lse, keep)
+
+
+def _latent(model: ModelShape) -> bool:
+    return model.attention == "mla"
+
 
 def _refusals(model: ModelShape, group: GroupShape, impl: str, max_batch: int) -> list[str]:
     reasons = []
     if impl not in IMPLS:
         reasons.append(f"impl: expected one of {IMPLS}, got {impl!r}; set it to one of those")
-    if model.head_dim not in HEAD_DIMS:
-        reasons.append(
-            f"head dim: expected one of {HEAD_DIMS}, got {model.head_dim}; use another backend"
-        )
+    reasons += latent_refusals(model, group) if _latent(model) else _head_refusals(model)
     if model.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         reasons.append(
             f"dtype: expected float16, bfloat16 or float32, got {model.dtype}; "
             "load the model in one of those"
-        )
-    if not 1 <= model.group_size <= MAX_GROUP:
-        reasons.append(
-            f"query heads per kv-head: expected 1 to {MAX_GROUP}, got {model.group_size}; "
-            "use another backend"
         )
     if not 1 <= group.unit <= MAX_UNIT or group.unit & (group.unit - 1):
         reasons.append(
@@ -139,6 +165,20 @@ def _refusals(model: ModelShape, group: GroupShape, impl: str, max_batch: int) -
         )
     if max_batch < 1:
         reasons.append(f"max_batch: expected at least 1, got {max_batch}; raise it")
+    return reasons
+
+
+def _head_refusals(model: ModelShape) -> list[str]:
+    reasons = []
+    if model.head_dim not in HEAD_DIMS:
+        reasons.append(
+            f"head dim: expected one of {HEAD_DIMS}, got {model.head_dim}; use another backend"
+        )
+    if not 1 <= model.group_size <= MAX_GROUP:
+        reasons.append(
+            f"query heads per kv-head: expected 1 to {MAX_GROUP}, got {model.group_size}; "
+            "use another backend"
+        )
     return reasons
 
 

@@ -137,12 +137,13 @@ def merge_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Parts are contiguous: ``[N, HEADS, splits, DIM]`` and ``[N, HEADS, splits]``, fp32."""
+    """Parts are contiguous: ``[N, HEADS, splits, DIM]`` and ``[N, HEADS, splits]``, fp32. One
+    program: BLOCK_D elements of one head."""
     row = tl.program_id(0).to(tl.int64)
     lane = row // HEADS
     head = row % HEADS
     s = tl.arange(0, BLOCK_S)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     part_lse = tl.load(part_lse_ptr + row * splits + s, mask=s < splits, other=float("-inf"))
     offsets = (row * splits + s)[:, None] * DIM + d[None, :]
     mask = (s < splits)[:, None] & (d < DIM)[None, :]
@@ -153,6 +154,7 @@ def merge_kernel(
     total = tl.sum(weights, 0)
     safe = tl.where(total > 0, total, 1.0)
     out = tl.sum(weights[:, None] * part, 0) / safe
-    tl.store(lse_ptr + lane * stride_ln + head * stride_lh, top + tl.log(safe))
+    if tl.program_id(1) == 0:
+        tl.store(lse_ptr + lane * stride_ln + head * stride_lh, top + tl.log(safe))
     o_offsets = lane * stride_on + head * stride_oh + d
     tl.store(out_ptr + o_offsets, out.to(out_ptr.dtype.element_ty), mask=d < DIM)

@@ -17,8 +17,10 @@ def topkv_register_backends() -> list[PluginEntry]:
                 units=(1, 128),
                 scopes=("kv_head", "shared"),
                 dtypes=("float16", "bfloat16", "float32"),
-                head_dims=(64, 96, 128, 256),
-                max_group=16,
+                attention=("gqa", "mla"),
+                kv_formats=("model", "fp8"),
+                # What head dims and groups are taken depends on the kind of attention: the
+                # backend itself refuses those that it lacks.
                 host_memory=True,
                 tiers=("cpu", "interpret", "gpu"),
             ),

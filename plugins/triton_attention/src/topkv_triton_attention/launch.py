@@ -10,11 +10,8 @@ import triton
 from attrs import evolve, frozen
 from torch import Tensor
 
-from topkv.types import LayerView, Plan
 from topkv_triton_attention.decode_kernels import attend_kernel, merge_kernel
-from topkv_triton_attention.prefill_kernels import prefill_kernel
-from topkv_triton_attention.reference import check_decode, has_tail
-from topkv_triton_attention.table_kernels import adapt_kernel
+from topkv_triton_attention.reference import check_decode
 
 INTERPRETED = not isinstance(attend_kernel, triton.JITFunction)
 """The kernels run in Triton's interpreter, on CPU tensors."""
@@ -54,20 +51,10 @@ _DECODE = {
     (256, True): DecodeLaunch(32, 4, 3, 2),
 }
 
-# By padded head dim: queries, keys, warps, stages; for two-byte dtypes, then for fp32.
-_PREFILL = {
-    (64, 2): (128, 64, 4, 3),
-    (128, 2): (128, 64, 8, 3),
-    (256, 2): (64, 64, 8, 2),
-    (64, 4): (32, 32, 4, 2),
-    (128, 4): (32, 32, 8, 2),
-    (256, 4): (32, 16, 8, 2),
-}
-
 
 def decode_launch(dim: int, unit: int, itemsize: int) -> DecodeLaunch:
     """Launch constants for a head dim, a unit and a dtype."""
-    launch = _DECODE[_power(dim), unit > 1]
+    launch = _DECODE[power(dim), unit > 1]
     if itemsize == 4:
         # Exact fp32 products run outside the tensor cores: a small block stays in registers.
         return evolve(launch, block=16)
@@ -75,7 +62,14 @@ def decode_launch(dim: int, unit: int, itemsize: int) -> DecodeLaunch:
 
 
 @cache
-def split_count(programs: int, tokens: int, slots: int, block: int) -> int:
+def split_count(
+    programs: int,
+    tokens: int,
+    slots: int,
+    block: int,
+    least: int = MIN_SPLIT_TOKENS,
+    waves: int = MAX_WAVES,
+) -> int:
     """How many splits each lane's tokens get; from shapes alone, so that a graph can hold it.
 
     The fewest that keep the multiprocessors about as busy as any other number would.
@@ -85,15 +79,24 @@ def split_count(programs: int, tokens: int, slots: int, block: int) -> int:
         tokens: most tokens of a lane.
         slots: programs that the device runs at once.
         block: tokens per iteration.
+        least: tokens of the shortest split.
+        waves: most programs, as a multiple of ``slots``, that splitting may make.
     """
     blocks = max(1, -(-tokens // block))
-    most = min(MAX_SPLITS, -(-tokens // MIN_SPLIT_TOKENS), MAX_WAVES * slots // programs)
+    most = min(MAX_SPLITS, -(-tokens // least), waves * slots // programs)
     busy = {}
     for splits in range(1, max(1, most) + 1):
         if -(-blocks // -(-blocks // splits)) == splits:  # else some of them would be empty
-            waves = programs * splits / slots
-            busy[splits] = waves / math.ceil(waves)
+            filled = programs * splits / slots
+            busy[splits] = filled / math.ceil(filled)
     return next(splits for splits, value in busy.items() if value >= 0.85 * max(busy.values()))
+
+
+def processors_of(device: torch.device) -> int:
+    """Multiprocessors of a device; under the interpreter a small number."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return _INTERPRETED_PROCESSORS
 
 
 class Decoder:
@@ -125,9 +128,7 @@ class Decoder:
         self.scale_log2 = scale * math.log2(math.e)
         self.launch = launch
         self.splits = splits
-        self.processors = _INTERPRETED_PROCESSORS
-        if device.type == "cuda":
-            self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.processors = processors_of(device)
         if splits is None:
             # split_count makes at most this many programs when it splits at all.
             resident = max(each.resident for each in (launch, *_DECODE.values()) if each)
@@ -173,77 +174,24 @@ class Decoder:
             q.stride(0), q.stride(2), *k.stride()[:3], *v.stride()[:3],
             *table.stride(), lengths.stride(0), *strides,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, UNIT=unit, DIM=dim,
-            BLOCK_G=max(16, _power(heads // kv_heads)), BLOCK_D=_power(dim),
-            BLOCK_N=launch.block, UPCAST=_upcast(q),
+            BLOCK_G=max(16, power(heads // kv_heads)), BLOCK_D=power(dim),
+            BLOCK_N=launch.block, UPCAST=upcast(q),
             num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
         if splits > 1:
             merge_kernel[(lanes * heads,)](
                 self.part, self.part_lse, out, lse, splits,
                 out.stride(0), out.stride(2), lse.stride(0), lse.stride(2),
-                HEADS=heads, DIM=dim, BLOCK_D=_power(dim),
-                BLOCK_S=_power(splits), num_warps=4,
+                HEADS=heads, DIM=dim, BLOCK_D=power(dim),
+                BLOCK_S=power(splits), num_warps=4,
             )  # fmt: skip
 
 
-class Prefiller:
-    """``prefill`` of the hook specs.
-
-    Args:
-        scale: factor of the logits.
-    """
-
-    def __init__(self, scale: float) -> None:
-        self.scale_log2 = scale * math.log2(math.e)
-
-    def prefill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_start: int,
-        k_start: int,
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
-        """See ``topkv.hooks.backend.prefill``."""
-        rows, heads, dim = q.shape
-        if not rows:
-            return
-        block_m, block_n, warps, stages = _PREFILL[_power(dim), q.element_size()]
-        prefill_kernel[(-(-rows // block_m), heads)](
-            q, k, v, out, lse, rows, k.shape[0], q_start - k_start, self.scale_log2,
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2], *lse.stride(),
-            GROUP=heads // k.shape[1], DIM=dim, BLOCK_D=_power(dim), BLOCK_M=block_m,
-            BLOCK_N=block_n, UPCAST=_upcast(q), num_warps=warps, num_stages=stages,
-        )  # fmt: skip
-
-
-def adapt_page_table(layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor) -> None:
-    """See ``topkv.hooks.backend.adapt_page_table``.
-
-    Raises:
-        ValueError: ``table`` has neither K nor K + 1 columns.
-    """
-    group = layer.group
-    tail = has_tail(table, plan)
-    lanes, width = table.shape
-    if not lanes:
-        return
-    block = min(1024, _power(width))
-    adapt_kernel[(lanes, -(-width // block))](
-        plan.slots, plan.count, layer.step.slots, layer.step.lengths, table, lengths,
-        width, plan.slots.stride(0), table.stride(0),
-        LANE_HEADS=group.lane_heads, UNIT=group.unit, BUFFER=group.buffer_slots,
-        RING=group.ring_slots, TAIL=tail, BLOCK=block, num_warps=4,
-    )  # fmt: skip
-
-
-def _upcast(q: Tensor) -> bool:
+def upcast(q: Tensor) -> bool:
     """Triton's interpreter multiplies the bits of bfloat16 as integers: there, go by fp32."""
     return INTERPRETED and q.dtype == torch.bfloat16
 
 
-def _power(size: int) -> int:
+def power(size: int) -> int:
     """The next power of two."""
     return 1 << (size - 1).bit_length()

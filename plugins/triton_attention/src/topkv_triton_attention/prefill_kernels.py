@@ -9,8 +9,10 @@ import triton.language as tl
 @triton.jit
 def _step(
     q,
+    q_rest,
     k_base,
     v_base,
+    keep_base,
     start,
     keys,
     limit,
@@ -21,34 +23,51 @@ def _step(
     acc,
     scale_log2,
     DIM: tl.constexpr,
+    REST: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    LATENT: tl.constexpr,
+    KEEP: tl.constexpr,
     EDGE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """One block of keys; ``limit`` is the last key that each query sees. Without EDGE every
-    query sees the whole block."""
+    query sees the whole block, as far as causality goes."""
     d = tl.arange(0, BLOCK_D)
     j = start + tl.arange(0, BLOCK_N)
     mask = (d < DIM)[None, :]
     if EDGE:
         mask = mask & (j < keys)[:, None]
     rows = j.to(tl.int64)[:, None]
-    k = tl.load(k_base + rows * stride_kn, mask=mask, other=0.0)
+    k = tl.load(k_base + rows * stride_kn + d[None, :], mask=mask, other=0.0)
     if UPCAST:
         k = k.to(tl.float32)
-    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if REST:
+        r = tl.arange(0, BLOCK_R)
+        rest_mask = (r < REST)[None, :]
+        if EDGE:
+            rest_mask = rest_mask & (j < keys)[:, None]
+        rest = tl.load(k_base + rows * stride_kn + DIM + r[None, :], mask=rest_mask, other=0.0)
+        if UPCAST:
+            rest = rest.to(tl.float32)
+        logits = tl.dot(q_rest, tl.trans(rest), logits, input_precision="ieee")
+    logits *= scale_log2
     if EDGE:
         seen = (j[None, :] <= limit[:, None]) & (j < keys)[None, :]
         logits = tl.where(seen, logits, float("-inf"))
+    if KEEP:
+        kept = tl.load(keep_base + j[None, :], mask=(j < keys)[None, :], other=0)
+        logits = tl.where(kept, logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, 1))
     floor = new_top
-    if EDGE:
+    if EDGE or KEEP:
         floor = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(logits - floor[:, None])
     shrink = tl.exp2(top - floor)
     total = total * shrink + tl.sum(weights, 1)
-    v = tl.load(v_base + rows * stride_vn, mask=mask, other=0.0)
+    v = k if LATENT else tl.load(v_base + rows * stride_vn + d[None, :], mask=mask, other=0.0)
     acc = acc * shrink[:, None]
     weights = weights.to(v.dtype)
     if UPCAST:
@@ -63,6 +82,7 @@ def prefill_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    keep_ptr,
     out_ptr,
     lse_ptr,
     rows,
@@ -75,18 +95,25 @@ def prefill_kernel(
     stride_kh,
     stride_vn,
     stride_vh,
+    stride_keep,
     stride_om,
     stride_oh,
     stride_lm,
     stride_lh,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
+    REST: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    LATENT: tl.constexpr,
+    KEEP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Query i sees key j iff ``j <= i + offset``. One program: BLOCK_M queries of one head."""
+    """Query i sees key j iff ``j <= i + offset`` and, with KEEP, ``keep[i, j]``. One program:
+    BLOCK_M queries of one head. Values have DIM elements, queries and keys REST more; with LATENT
+    the values are the first elements of the keys, and are not read again."""
     # The last queries see most keys; they start first.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     head = tl.program_id(1).to(tl.int64)
@@ -97,10 +124,19 @@ def prefill_kernel(
     q_mask = (i < rows)[:, None] & (d < DIM)[None, :]
     q_offsets = row[:, None] * stride_qm + head * stride_qh + d[None, :]
     q = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)
+    q_rest = q
+    if REST:
+        r = tl.arange(0, BLOCK_R)
+        rest_mask = (i < rows)[:, None] & (r < REST)[None, :]
+        rest_offsets = row[:, None] * stride_qm + head * stride_qh + DIM + r[None, :]
+        q_rest = tl.load(q_ptr + rest_offsets, mask=rest_mask, other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
-    k_base = k_ptr + kv_head * stride_kh + d[None, :]
-    v_base = v_ptr + kv_head * stride_vh + d[None, :]
+        q_rest = q_rest.to(tl.float32)
+    k_base = k_ptr + kv_head * stride_kh
+    v_base = v_ptr + kv_head * stride_vh
+    # Queries behind the last one read the last row, and are not stored.
+    keep_base = keep_ptr + tl.minimum(row, rows - 1)[:, None] * stride_keep
 
     limit = i + offset
     end = tl.minimum(keys, tl.minimum(first + BLOCK_M, rows) + offset)
@@ -110,13 +146,15 @@ def prefill_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(0, whole, BLOCK_N):
         top, total, acc = _step(
-            q, k_base, v_base, start, keys, limit, stride_kn, stride_vn, top, total, acc,
-            scale_log2, DIM, BLOCK_D, BLOCK_N, False, UPCAST,
+            q, q_rest, k_base, v_base, keep_base, start, keys, limit, stride_kn, stride_vn,
+            top, total, acc, scale_log2,
+            DIM, REST, BLOCK_D, BLOCK_R, BLOCK_N, LATENT, KEEP, False, UPCAST,
         )  # fmt: skip
     for start in range(whole, end, BLOCK_N):
         top, total, acc = _step(
-            q, k_base, v_base, start, keys, limit, stride_kn, stride_vn, top, total, acc,
-            scale_log2, DIM, BLOCK_D, BLOCK_N, True, UPCAST,
+            q, q_rest, k_base, v_base, keep_base, start, keys, limit, stride_kn, stride_vn,
+            top, total, acc, scale_log2,
+            DIM, REST, BLOCK_D, BLOCK_R, BLOCK_N, LATENT, KEEP, True, UPCAST,
         )  # fmt: skip
 
     safe = tl.where(total > 0, total, 1.0)

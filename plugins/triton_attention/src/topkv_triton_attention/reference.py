@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from topkv.errors import CapabilityError
-from topkv.types import LayerView, Plan
 
 BUDGET = 1 << 23
 """Elements of the largest intermediate of one step."""
@@ -140,7 +139,8 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 class Prefill:
-    """``prefill`` of the hook specs, in blocks of queries.
+    """``prefill`` and ``prefill_selected`` of the hook specs, in blocks of queries. Values may
+    have fewer elements than keys, as those of latent attention have.
 
     Args:
         scale: factor of the logits.
@@ -158,6 +158,7 @@ class Prefill:
         k_start: int,
         out: Tensor,
         lse: Tensor,
+        keep: Tensor | None = None,
     ) -> None:
         rows, heads, dim = q.shape
         kv_heads = k.shape[1]
@@ -180,50 +181,9 @@ class Prefill:
             j = torch.arange(shared, end, device=q.device)
             edge = logits.view(kv_heads, group, last - first, end)[..., shared:]
             edge.masked_fill_(j > i + offset, -torch.inf)
+            if keep is not None:
+                each = logits.view(kv_heads, group, last - first, end)
+                each.masked_fill_(~keep[first:last, :end], -torch.inf)
             result, norm = softmax_times(logits, values[:, :end])
-            out[first:last] = result.view(heads, last - first, dim).transpose(0, 1)
+            out[first:last] = result.view(heads, last - first, -1).transpose(0, 1)
             lse[first:last] = norm.view(heads, last - first).mT
-
-
-def adapt_page_table(layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor) -> None:
-    """``adapt_page_table`` of the hook specs.
-
-    Raises:
-        ValueError: ``table`` has neither K nor K + 1 columns.
-    """
-    group = layer.group
-    width = table.shape[1]
-    tail = has_tail(table, plan)
-    slot = layer.step.slots.repeat_interleave(group.lane_heads)
-    length = layer.step.lengths.repeat_interleave(group.lane_heads)
-    head = torch.arange(group.lane_heads, device=table.device).repeat(layer.step.batch)
-    start = ((slot * group.lane_heads + head) * group.slots)[:, None]
-    live = (slot >= 0) & (length > 0)
-    count = plan.count.where(live, 0)
-    column = torch.arange(width, device=table.device)
-    ids = start + torch.nn.functional.pad(plan.slots, (0, int(tail)))
-    ids = ids.where(column < count[:, None], 0)
-    tokens = count * group.unit
-    if tail:
-        newest = (length - 1).clamp_min(0)
-        ring = group.buffer_slots + newest // group.unit % group.ring_slots
-        at = (column == count[:, None]) & live[:, None]
-        ids = torch.where(at, start + ring[:, None], ids)
-        tokens = (tokens + newest % group.unit + 1).where(live, 0)
-    table.copy_(ids)
-    lengths.copy_(tokens)
-
-
-def has_tail(table: Tensor, plan: Plan) -> bool:
-    """Whether ``table`` has a column for the tail unit beside the K of the plan.
-
-    Raises:
-        ValueError: it has neither K nor K + 1 columns.
-    """
-    extra = table.shape[1] - plan.slots.shape[1]
-    if extra not in (0, 1):
-        raise ValueError(
-            f"adapt_page_table: expected a table of K or K + 1 columns with K = "
-            f"{plan.slots.shape[1]}, got {table.shape[1]}"
-        )
-    return bool(extra)

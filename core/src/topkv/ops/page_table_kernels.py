@@ -1,0 +1,71 @@
+"""The kernel of ``page_table``; its reference stands there."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from topkv.types import LayerView, Plan
+
+MAX_BLOCK = 1024
+
+
+def adapt(layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor, tail: bool) -> None:
+    """Launches. ``tail`` says that the table has a column for the tail unit."""
+    group, (lanes, width) = layer.group, table.shape
+    if not lanes:
+        return
+    block = min(MAX_BLOCK, triton.next_power_of_2(width))
+    adapt_kernel[(lanes, triton.cdiv(width, block))](
+        *(plan.slots, plan.count, layer.step.slots, layer.step.lengths, table, lengths),
+        *(width, plan.slots.stride(0), table.stride(0)),
+        LANE_HEADS=group.lane_heads,
+        UNIT=group.unit,
+        BUFFER=group.buffer_slots,
+        RING=group.ring_slots,
+        TAIL=tail,
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def adapt_kernel(
+    p_slots,
+    p_count,
+    p_step_slots,
+    p_step_lengths,
+    p_table,
+    p_lengths,
+    width,
+    s_slots,
+    s_table,
+    LANE_HEADS: tl.constexpr,
+    UNIT: tl.constexpr,
+    BUFFER: tl.constexpr,
+    RING: tl.constexpr,
+    TAIL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (lanes, blocks of columns)."""
+    lane = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    request = tl.load(p_step_slots + lane // LANE_HEADS)
+    length = tl.load(p_step_lengths + lane // LANE_HEADS)
+    live = (request >= 0) & (length > 0)
+    count = tl.where(live, tl.load(p_count + lane), 0)
+    start = (request * LANE_HEADS + (lane % LANE_HEADS).to(tl.int32)) * (BUFFER + RING)
+    used = column < count
+    ids = tl.load(p_slots + lane * s_slots + column, mask=used, other=0)
+    ids = tl.where(used, start + ids, 0)
+    tokens = count * UNIT
+    if TAIL:
+        newest = tl.maximum(length - 1, 0)
+        ring = start + BUFFER + newest // UNIT % RING
+        ids = tl.where((column == count) & live, ring, ids)
+        tokens = tl.where(live, tokens + newest % UNIT + 1, 0)
+    tl.store(p_table + lane * s_table + column, ids, mask=column < width)
+    if tl.program_id(1) == 0:
+        tl.store(p_lengths + lane, tokens)

@@ -1,0 +1,159 @@
+"""Launches of the kernels for latent attention: constants, splits, workspaces."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from topkv_triton_attention.decode_kernels import merge_kernel
+from topkv_triton_attention.launch import (
+    INTERPRETED,
+    MAX_SPLITS,
+    power,
+    processors_of,
+    split_count,
+    upcast,
+)
+from topkv_triton_attention.mla_kernels import attend_latent_kernel
+from topkv_triton_attention.mla_reference import LatentShape, check_latent
+
+MIN_SPLIT_TOKENS = 64
+"""Less than for grouped queries: a row meets all heads, so a split of few tokens is much work."""
+MAX_WAVES = 2
+"""Twice as many programs as run at once balance well, and bound the workspace."""
+_MERGE_DIM = 128
+
+
+@frozen
+class LatentLaunch:
+    """Launch constants of ``attend_latent_kernel``.
+
+    Attributes:
+        heads: heads of a program.
+        block: tokens per iteration.
+        num_warps, num_stages: of the launch.
+        resident: programs that one multiprocessor runs at once.
+    """
+
+    heads: int
+    block: int
+    num_warps: int
+    num_stages: int
+    resident: int
+
+
+# By row format and by heads, up to 16 and above: the fast products of Hopper take 64 heads, those
+# of 32 go no faster.
+_LATENT = {
+    ("model", 16): LatentLaunch(16, 32, 4, 3, 2),
+    ("model", 64): LatentLaunch(64, 64, 8, 2, 1),
+    ("fp8", 16): LatentLaunch(16, 32, 4, 2, 2),
+    ("fp8", 64): LatentLaunch(64, 64, 8, 2, 1),
+}
+
+
+def latent_launch(kv_format: str, heads: int, itemsize: int) -> LatentLaunch:
+    """Launch constants for a row format, a number of heads, and bytes per element of q."""
+    launch = _LATENT[kv_format, 16 if heads <= 16 else 64]
+    if itemsize == 4:
+        # Exact fp32 products run outside the tensor cores: a small block stays in registers.
+        return evolve(launch, heads=16, block=16)
+    return launch
+
+
+class LatentDecoder:
+    """``attend`` of the hook specs for latent attention.
+
+    Args:
+        max_lanes: most lanes of one call.
+        heads: query heads.
+        shape: of the rows.
+        dtype: of q.
+        scale: factor of the logits.
+        device: where q lives.
+        launch: launch constants; None takes those of the table above.
+        splits: splits of every call; None chooses them from the shapes.
+    """
+
+    def __init__(
+        self,
+        max_lanes: int,
+        heads: int,
+        shape: LatentShape,
+        dtype: torch.dtype,
+        scale: float,
+        device: torch.device,
+        launch: LatentLaunch | None = None,
+        splits: int | None = None,
+    ) -> None:
+        self.max_lanes = max_lanes
+        self.shape = shape
+        self.scale_log2 = scale * math.log2(math.e)
+        self.launch = launch or latent_launch(shape.kv_format, heads, dtype.itemsize)
+        self.splits = splits
+        self.head_blocks = -(-heads // self.launch.heads)
+        self.programs = processors_of(device) * self.launch.resident
+        rows = max_lanes * heads * (splits or MAX_SPLITS)
+        if splits is None:
+            # split_count makes at most this many programs when it splits at all.
+            programs = MAX_WAVES * self.programs
+            rows = min(rows, programs * -(-heads // self.head_blocks))
+        self.part = torch.empty(rows * shape.latent, dtype=torch.float32, device=device)
+        self.part_lse = torch.empty(rows, dtype=torch.float32, device=device)
+
+    def split_count(self, lanes: int, tokens: int) -> int:
+        """Splits of a call with this many lanes, of at most so many tokens each."""
+        return self.splits or split_count(
+            lanes * self.head_blocks,
+            tokens,
+            self.programs,
+            self.launch.block,
+            MIN_SPLIT_TOKENS,
+            MAX_WAVES,
+        )
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        table: Tensor,
+        lengths: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """See ``topkv.hooks.backend.attend``; ``v`` is not read. Allocates nothing."""
+        shape, launch = self.shape, self.launch
+        check_latent(q, k, shape, self.max_lanes)
+        lanes, _, heads, _ = q.shape
+        if not lanes:
+            return
+        unit, dim = k.shape[2], shape.latent
+        splits = self.split_count(lanes, table.shape[1] * unit)
+        # Strides by lane, head and split of what the kernel writes.
+        if splits == 1:
+            results = out, lse
+            strides = (out.stride(0), out.stride(2), 0, lse.stride(0), lse.stride(2), 0)
+        else:
+            results = self.part, self.part_lse
+            strides = (heads * splits * dim, splits * dim, dim, heads * splits, splits, 1)
+        attend_latent_kernel[(lanes * self.head_blocks, splits)](
+            q, k, table, lengths, *results, self.scale_log2,
+            q.stride(0), q.stride(2), k.stride(0), k.stride(2),
+            *table.stride(), lengths.stride(0), *strides,
+            HEADS=heads, UNIT=unit, LATENT=dim, ROPE=shape.rope, TILES=shape.tiles,
+            BLOCK_H=launch.heads, BLOCK_L=max(16, power(dim)),
+            BLOCK_R=max(16, power(max(1, shape.rope))), BLOCK_N=launch.block,
+            UPCAST=upcast(q), INTERPRETED=INTERPRETED,
+            num_warps=launch.num_warps, num_stages=launch.num_stages,
+        )  # fmt: skip
+        if splits > 1:
+            block = min(_MERGE_DIM, power(dim))
+            merge_kernel[(lanes * heads, -(-dim // block))](
+                self.part, self.part_lse, out, lse, splits,
+                out.stride(0), out.stride(2), lse.stride(0), lse.stride(2),
+                HEADS=heads, DIM=dim, BLOCK_D=block, BLOCK_S=power(splits), num_warps=4,
+            )  # fmt: skip
