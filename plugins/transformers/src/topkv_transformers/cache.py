@@ -14,6 +14,7 @@ from topkv.errors import CapabilityError, RequestError
 from topkv_transformers.attention import MARK
 
 if TYPE_CHECKING:
+    from topkv_transformers.forwards import Forward
     from topkv_transformers.session import AttachedModel
 
 
@@ -38,6 +39,20 @@ class CacheState:
         """Give the rows their requests."""
         self.slots = slots
         self.padding = np.zeros(len(slots), dtype=np.int64)
+
+    def opened(self) -> Forward:
+        """The forward that is open over this cache.
+
+        Raises:
+            RequestError: there is none.
+        """
+        forward = self.handle.forward
+        if forward is None or forward.state is not self:
+            raise RequestError(
+                "a TopkvCache serves forwards of the model that it was made for, as long as that "
+                "is attached; make the cache with new_cache() of this model's handle"
+            )
+        return forward
 
     def release(self) -> None:
         """End the requests, or have them ended as soon as no forward is open. Idempotent."""
@@ -72,12 +87,7 @@ class TopkvLayer(CacheLayerMixin):
         Raises:
             RequestError: no forward of the attached model is open over this cache.
         """
-        forward = self.state.handle.forward
-        if forward is None or forward.state is not self.state:
-            raise RequestError(
-                "a TopkvCache serves forwards of the model that it was made for, as long as that "
-                "is attached; make the cache with new_cache() of this model's handle"
-            )
+        self.state.opened()
         setattr(key_states, MARK, self)
         return key_states, value_states
 

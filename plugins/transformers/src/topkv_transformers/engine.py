@@ -7,12 +7,34 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from topkv import SparseCoordinator, hookimpl
-from topkv.config import lower
-from topkv.errors import CapabilityError
+from topkv.config import LoweredConfig, SparseConfig, lower
+from topkv.errors import CapabilityError, ConfigError
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
 from topkv_transformers.session import AttachedModel
-from topkv_transformers.support import device_of, refusals, shape_of
+from topkv_transformers.support import advice_of, device_of, refusals, shape_of, sharing_reasons
+
+
+def lower_for(
+    model: PreTrainedModel, config: SparseConfig, registry: PluginRegistry
+) -> LoweredConfig:
+    """See ``topkv.config.lower``.
+
+    Raises:
+        ConfigError: with every reason at once.
+    """
+    lowered = lower(
+        config,
+        shape_of(model),
+        device=device_of(model),
+        registry=registry,
+        checkpoint=advice_of(model, registry),
+        max_positions=getattr(model.config, "max_position_embeddings", None),
+    )
+    reasons = sharing_reasons(model, lowered)
+    if reasons:
+        raise ConfigError("the configuration is refused; nothing was allocated", reasons)
+    return lowered
 
 
 class TransformersEngine:
@@ -34,7 +56,8 @@ class TransformersEngine:
     def attach(self, model: PreTrainedModel, config: Any) -> AttachedModel:
         """See ``topkv.hooks.engine.attach``.
 
-        A dict ``topkv`` in the model's own config stands between topkv's defaults and ``config``.
+        A dict ``topkv`` in the model's own config stands between topkv's defaults and ``config``,
+        as does what a model with an indexer was trained to select.
 
         Raises:
             CapabilityError: the model is refused, or a plugin cannot serve it.
@@ -44,12 +67,5 @@ class TransformersEngine:
         reasons = refusals(model)
         if reasons:
             raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)
-        lowered = lower(
-            config,
-            shape_of(model),
-            device=device_of(model),
-            registry=self.registry,
-            checkpoint=getattr(model.config, "topkv", None),
-            max_positions=model.config.max_position_embeddings,
-        )
+        lowered = lower_for(model, config, self.registry)
         return AttachedModel(model, SparseCoordinator(lowered, self.registry))

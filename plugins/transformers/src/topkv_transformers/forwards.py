@@ -13,6 +13,7 @@ from torch import Tensor
 
 from topkv import SparseCoordinator
 from topkv.errors import CapabilityError, RequestError
+from topkv.types import Index
 from topkv_transformers.cache import CacheState
 
 
@@ -45,30 +46,38 @@ class Forward:
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend one layer: ``[B, H, q, D]`` queries to ``[B, q, H, D]``; padding gets 0."""
-        if key.dtype is not self.coordinator.model.dtype:
+        q, k, v = (self.pack(tensor.transpose(1, 2)) for tensor in (query, key, value))
+        return self.unpack(self.attend(layer, q, k, v), query.shape[0])
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: Index | None = None
+    ) -> Tensor:
+        """Attend one layer, in rows; see ``SparseCoordinator.attention``.
+
+        Raises:
+            CapabilityError: the keys are of another dtype than those of the model.
+        """
+        if k.dtype is not self.coordinator.model.dtype:
             raise CapabilityError(
                 "this forward cannot run through topkv",
                 [
-                    f"keys are {key.dtype}, expected {self.coordinator.model.dtype} as the model "
+                    f"keys are {k.dtype}, expected {self.coordinator.model.dtype} as the model "
                     "had when it was attached; leave autocast, or attach again after a change"
                 ],
             )
-        if self.chunks is None:
-            rows = (tensor[:, :, 0].contiguous() for tensor in (query, key, value))
-            return self.coordinator.attention(layer, *rows).unsqueeze(1)
-        rows = (self._pack(tensor) for tensor in (query, key, value))
-        return self._unpack(self.coordinator.attention(layer, *rows), query)
+        return self.coordinator.attention(layer, q, k, v, index)
 
-    def _pack(self, tensor: Tensor) -> Tensor:
-        rows = tensor.transpose(1, 2).flatten(0, 1)
+    def pack(self, columns: Tensor) -> Tensor:
+        """The real tokens of ``[B, q, ...]`` as ``[rows, ...]``, contiguous."""
+        rows = columns.flatten(0, 1)
         return rows.contiguous() if self.index is None else rows.index_select(0, self.index)
 
-    def _unpack(self, rows: Tensor, query: Tensor) -> Tensor:
-        batch, heads, columns, dim = query.shape
+    def unpack(self, rows: Tensor, batch: int) -> Tensor:
+        """``[rows, ...]`` as ``[B, q, ...]``; padding gets 0."""
         if self.index is not None:
-            padded = rows.new_zeros((batch * columns, heads, dim))
+            padded = rows.new_zeros((batch * self.columns, *rows.shape[1:]))
             rows = padded.index_copy_(0, self.index, rows)
-        return rows.view(batch, columns, heads, dim)
+        return rows.unflatten(0, (batch, self.columns))
 
 
 def left_padding(mask: Tensor) -> np.ndarray:

@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.generation import TextStreamer
 
 from topkv import attach
-from topkv.config import SparseConfig, lower
+from topkv.config import SparseConfig
 from topkv.errors import CapabilityError, ConfigError, RequestError
 from topkv.plugins import registry
+from topkv_transformers.engine import lower_for
 from topkv_transformers.measured import measured, settings_of
 from topkv_transformers.session import AttachedModel
-from topkv_transformers.support import device_of, refusals, shape_of
+from topkv_transformers.support import refusals
 
 PREFILL_CHUNK = 2048
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -98,14 +99,8 @@ def load(job: Job) -> tuple[PreTrainedModel, Any]:
 
 def _check(model: PreTrainedModel, config: SparseConfig) -> None:
     """Refuse settings that cannot serve a long prompt, however short this one is."""
-    lower(
-        attrs.evolve(config, max_requests=1, host_memory=None, device_memory=None),
-        shape_of(model),
-        device=device_of(model),
-        registry=registry(),
-        checkpoint=getattr(model.config, "topkv", None),
-        max_positions=getattr(model.config, "max_position_embeddings", None),
-    )
+    alone = attrs.evolve(config, max_requests=1, host_memory=None, device_memory=None)
+    lower_for(model, alone, registry())
 
 
 def _fit(job: Job, prompt_tokens: int, positions: int | None) -> SparseConfig:

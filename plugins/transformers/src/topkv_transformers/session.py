@@ -17,8 +17,9 @@ from topkv_transformers import attention
 from topkv_transformers.cache import CacheState, TopkvCache
 from topkv_transformers.forwards import Forward, open_forward
 from topkv_transformers.generation import generate
+from topkv_transformers.latent import LatentAttention, install
 from topkv_transformers.requests import CacheRequests
-from topkv_transformers.support import HANDLE, decoder_of
+from topkv_transformers.support import HANDLE, attention_modules, decoder_of
 
 
 class AttachedModel(CacheRequests):
@@ -53,6 +54,9 @@ class AttachedModel(CacheRequests):
         self._install()
 
     def _install(self) -> None:
+        self._latent: list[LatentAttention] = []
+        if self.shape.attention == "mla":
+            self._latent = install(attention_modules(self.model))
         decoder, original = self._decoder, self.model.generate
         self._hooks = [
             decoder.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -94,6 +98,8 @@ class AttachedModel(CacheRequests):
             self._recover()
         for hook in self._hooks:
             hook.remove()
+        for latent in self._latent:
+            latent.remove()
         if self._generate is None:
             del self.model.__dict__["generate"]
         else:

@@ -14,9 +14,16 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from topkv.config import LoweredConfig
+from topkv.plugins import PluginRegistry
 from topkv.types import ModelShape
+from topkv_transformers import latent_support
+from topkv_transformers.latent_support import LATENT_CLASSES
 
-MODEL_CLASSES = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM)
+MODEL_CLASSES = (
+    *(LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM),
+    *LATENT_CLASSES,
+)
 
 HANDLE = "_topkv_handle"
 """Attribute of a decoder that is attached."""
@@ -27,6 +34,11 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     return getattr(model, model.base_model_prefix, model)
 
 
+def is_latent(model: PreTrainedModel) -> bool:
+    """Whether a model has latent attention, and selects for itself."""
+    return isinstance(model, LATENT_CLASSES)
+
+
 def refusals(model: object) -> list[str]:
     """Every reason why a model cannot be attached."""
     if not isinstance(model, PreTrainedModel):
@@ -35,11 +47,13 @@ def refusals(model: object) -> list[str]:
     if not isinstance(model, MODEL_CLASSES):
         names = ", ".join(cls.__name__ for cls in MODEL_CLASSES)
         reasons.append(f"class {type(model).__name__} is not supported; supported are {names}")
-    reasons += _config_refusals(model.config.get_text_config())
-    modules = _attention_modules(model)
+    latent = is_latent(model)
+    reasons += _config_refusals(model.config.get_text_config(), latent)
+    modules = attention_modules(model)
     if any(getattr(module, "sinks", None) is not None for module in modules):
         reasons.append("attention sinks are not supported")
-    if len({_geometry(module) for module in modules}) > 1:
+    geometry = latent_support.geometry if latent else _geometry
+    if len({geometry(module) for module in modules}) > 1:
         reasons.append("the attention layers differ in head_dim, heads or scaling; expected alike")
     devices = {parameter.device for module in modules for parameter in module.parameters()}
     if len(devices) > 1 or torch.device("meta") in devices:
@@ -47,10 +61,11 @@ def refusals(model: object) -> list[str]:
         reasons.append(f"attention layers lie on {places}; expected one device with real weights")
     if hasattr(decoder_of(model), HANDLE):
         reasons.append("the model is attached already; call detach() of its handle first")
-    return reasons
+    # What runs a module needs one that is sound otherwise.
+    return latent_support.layer_refusals(modules) if latent and not reasons else reasons
 
 
-def _config_refusals(config: Any) -> list[str]:
+def _config_refusals(config: Any, latent: bool) -> list[str]:
     def has(name: str) -> bool:
         return getattr(config, name, None) is not None
 
@@ -62,23 +77,26 @@ def _config_refusals(config: Any) -> list[str]:
             f"sliding-window attention (sliding_window={config.sliding_window}) is not supported; "
             "set config.sliding_window=None before the model is made to attend to everything"
         )
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+    known = latent_support.LAYER_TYPES if latent else {"full_attention"}
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if others:
-        reasons.append(f"layer types {others} are not supported; expected 'full_attention' alone")
+        expected = " or ".join(map(repr, sorted(known)))
+        reasons.append(f"layer types {others} are not supported; expected {expected} alone")
     if has("attention_chunk_size"):
         reasons.append("chunked attention (attention_chunk_size) is not supported")
     if has("attn_logit_softcapping"):
         reasons.append("softcap of attention logits (attn_logit_softcapping) is not supported")
-    if has("kv_lora_rank"):
+    if has("kv_lora_rank") and not latent:
         reasons.append("MLA (kv_lora_rank) is not supported")
-    if has("index_topk"):
+    if has("index_topk") and not latent:
         reasons.append("DSA models, which bring an indexer (index_topk), are not supported")
     if not getattr(config, "is_causal", True):
         reasons.append("bidirectional attention (is_causal=False) is not supported")
     return reasons
 
 
-def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The attention modules of the layers, in order."""
     layers = getattr(decoder_of(model), "layers", ())
     modules = (getattr(layer, "self_attn", None) for layer in layers)
     return [module for module in modules if isinstance(module, nn.Module)]
@@ -91,7 +109,9 @@ def _geometry(module: nn.Module) -> tuple[Any, ...]:
 
 def shape_of(model: PreTrainedModel) -> ModelShape:
     """Geometry of the attention layers of a model that ``refusals`` has passed."""
-    config, modules = model.config, _attention_modules(model)
+    config, modules = model.config, attention_modules(model)
+    if is_latent(model):
+        return latent_support.latent_shape(modules, model.dtype)
     return ModelShape(
         num_layers=len(modules),
         num_heads=config.num_attention_heads,
@@ -104,4 +124,16 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
 
 def device_of(model: PreTrainedModel) -> torch.device:
     """Where the attention layers are."""
-    return next(_attention_modules(model)[0].parameters()).device
+    return next(attention_modules(model)[0].parameters()).device
+
+
+def advice_of(model: PreTrainedModel, registry: PluginRegistry) -> dict[str, Any]:
+    """What a model recommends, with the keys of ``SparseConfig``; its own words beat ours."""
+    ours = latent_support.advice(model.config, registry) if is_latent(model) else {}
+    return {**ours, **(getattr(model.config, "topkv", None) or {})}
+
+
+def sharing_reasons(model: PreTrainedModel, lowered: LoweredConfig) -> list[str]:
+    """Why layers that share a selection cannot do so under a configuration."""
+    modules = attention_modules(model)
+    return latent_support.sharing_reasons(modules, lowered) if is_latent(model) else []

@@ -20,7 +20,7 @@ from topkv_transformers.evaluation.choices import (
     read_dense_layers,
 )
 from topkv_transformers.evaluation.tasks import Task, file_task, retrieval_task
-from topkv_transformers.support import refusals, shape_of
+from topkv_transformers.support import is_latent, refusals, shape_of
 
 BYTES = 256
 CONTEXTS = "8192,16384"
@@ -109,6 +109,8 @@ def _load(options: Options) -> PreTrainedModel:
     except (OSError, ValueError) as error:
         raise ConfigError(f"no model can be loaded from {folder}", [str(error)]) from error
     reasons = refusals(model)
+    if is_latent(model):
+        reasons.append("topkv eval measures selection by keys of heads, and this model has none")
     if reasons:
         raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)
     return model.to(options.device).eval()

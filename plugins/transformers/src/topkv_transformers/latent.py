@@ -1,0 +1,134 @@
+"""Latent attention of DSA models (``DeepseekV32Attention``, ``GlmMoeDsaAttention``) over topkv.
+
+The core keeps one row a token, ``[latent | rope]``, and attends in the latent space: the key part
+of ``kv_b_proj`` goes into the query, its value part is applied to what comes back (DeepSeek-V2,
+section 2.1.2). This stands in for the module's ``forward``, because that one scores and attends to
+everything that its cache returns, and releases differ in what they cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from topkv_transformers.cache import TopkvCache
+from topkv_transformers.forwards import Forward
+from topkv_transformers.indexer import project, rotation_of
+
+ROTARY = "apply_rotary_pos_emb_interleave"
+
+
+def rotary_of(module: nn.Module) -> Any:
+    """The RoPE function of the file that a module's class is in; None if it has none."""
+    return getattr(sys.modules[type(module).__module__], ROTARY, None)
+
+
+class LatentAttention:
+    """The ``forward`` of one attention module while its model is attached.
+
+    Over a ``TopkvCache`` it goes through the coordinator; over any other it is the module's own.
+
+    Args:
+        module: the attention module.
+        layer: its number.
+        rotation: RoPE of the model's indexers.
+    """
+
+    def __init__(self, module: Any, layer: int, rotation: Any) -> None:
+        self.module, self.layer, self.rotation = module, layer, rotation
+        self.rotary = rotary_of(module)
+        self.original = module.forward
+        self._replaced = module.__dict__.get("forward")
+        # GLM's layers hand their selection on, and expect a third result for it.
+        shares = "prev_topk_indices" in inspect.signature(self.original).parameters
+        self._further = (None, None) if shares else (None,)
+        module.forward = self
+
+    def remove(self) -> None:
+        """Give the module its own ``forward`` back."""
+        del self.module.__dict__["forward"]
+        if self._replaced is not None:
+            self.module.forward = self._replaced
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor | None, ...]:
+        """See the module's ``forward``: ``[B, q, hidden]``, and None for all else."""
+        if not isinstance(past_key_values, TopkvCache):
+            result: tuple[Tensor | None, ...] = self.original(
+                hidden_states=hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+                **kwargs,
+            )
+            return result
+        forward = past_key_values.state.opened()
+        return (self._attend(forward, hidden_states, *position_embeddings), *self._further)
+
+    @torch.no_grad()
+    def _attend(self, forward: Forward, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        module, batch = self.module, hidden.shape[0]
+        x = forward.pack(hidden)
+        cos, sin = (forward.pack(angles.expand(batch, -1, -1)) for angles in (cos, sin))
+        q_resid = module.q_a_layernorm(module.q_a_proj(x))
+        index = None
+        if module.indexer is not None:
+            index = project(module.indexer, self.rotation, x, q_resid, cos, sin)
+        keys, values = self._expansions()
+        queries, rows = self._queries_and_rows(x, q_resid, cos, sin, keys)
+        out = forward.attend(self.layer, queries, rows, rows, index)
+        out = torch.matmul(out.transpose(0, 1), values.transpose(1, 2))
+        return forward.unpack(module.o_proj(out.transpose(0, 1).flatten(1)), batch)
+
+    def _expansions(self) -> tuple[Tensor, Tensor]:
+        """What makes keys ``[H, nope, latent]`` and values ``[H, v, latent]`` of a latent."""
+        module = self.module
+        sizes = [module.qk_nope_head_dim, module.v_head_dim]
+        weight = module.kv_b_proj.weight.view(module.num_heads, sum(sizes), module.kv_lora_rank)
+        keys, values = weight.split(sizes, dim=1)
+        return keys, values
+
+    def _queries_and_rows(
+        self, x: Tensor, q_resid: Tensor, cos: Tensor, sin: Tensor, keys: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Absorbed queries ``[rows, H, latent + rope]`` and new rows ``[rows, 1, latent + rope]``.
+
+        Args:
+            x: ``[rows, hidden]``.
+            q_resid: ``[rows, q_lora_rank]``.
+            cos, sin: ``[rows, rope]``.
+            keys: ``[H, nope, latent]``.
+        """
+        module = self.module
+        q = module.q_b_proj(q_resid).view(len(x), module.num_heads, module.qk_head_dim)
+        q_nope, q_rope = q.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
+        latent, k_rope = module.kv_a_proj_with_mqa(x).split(
+            [module.kv_lora_rank, module.qk_rope_head_dim], dim=-1
+        )
+        latent = module.kv_a_layernorm(latent).unsqueeze(1)
+        # The module's function wants [B, heads, rows, rope].
+        q_rope, k_rope = self.rotary(
+            q_rope.transpose(0, 1)[None], k_rope[None, None], cos[None], sin[None]
+        )
+        q_latent = torch.matmul(q_nope.transpose(0, 1), keys)
+        queries = torch.cat((q_latent, q_rope[0]), dim=-1).transpose(0, 1)
+        return queries.contiguous(), torch.cat((latent, k_rope[0].transpose(0, 1)), dim=-1)
+
+
+def install(modules: list[Any]) -> list[LatentAttention]:
+    """Replace the ``forward`` of the attention modules of a model, which has been checked."""
+    indexers = [module.indexer for module in modules if module.indexer is not None]
+    rotation = rotation_of(indexers[0])
+    return [LatentAttention(module, layer, rotation) for layer, module in enumerate(modules)]

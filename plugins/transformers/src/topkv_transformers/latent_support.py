@@ -1,0 +1,123 @@
+"""Which DSA models can be attached, their geometry, and what goes without saying for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM
+
+from topkv.config import LoweredConfig
+from topkv.plugins import PluginRegistry
+from topkv.types import IndexerShape, ModelShape
+from topkv_transformers.indexer import rotation_of
+from topkv_transformers.latent import ROTARY, rotary_of
+
+LATENT_CLASSES = (DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM)
+
+LAYER_TYPES = {"indexed_attention", "deepseek_sparse_attention"}
+"""Names of these layers; the second up to Transformers 5.17."""
+
+_SIZES = (
+    *("num_heads", "q_lora_rank", "kv_lora_rank"),
+    *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "scaling"),
+)
+_INDEX_SIZES = ("n_heads", "head_dim", "qk_rope_head_dim", "index_topk", "softmax_scale")
+
+
+def geometry(module: nn.Module) -> tuple[Any, ...]:
+    """What all attention layers must have in common."""
+    return tuple(getattr(module, name, None) for name in _SIZES)
+
+
+def layer_refusals(modules: list[Any]) -> list[str]:
+    """Why attention modules cannot be replaced. They are on one device, with real weights."""
+    reasons = []
+    if any(getattr(module, "q_lora_rank", None) is None for module in modules):
+        reasons.append("queries without a latent (q_lora_rank=None) are not supported")
+    if any(rotary_of(module) is None for module in modules):
+        names = sorted({type(module).__qualname__ for module in modules})
+        reasons.append(f"the file of {', '.join(names)} has no function {ROTARY}")
+    if not all(_plain(module) for module in modules):
+        reasons.append(
+            "kv_b_proj is quantized or wrapped; expected a Linear without bias and in the dtype "
+            "of the model, because its weight goes into queries and outputs: load the model "
+            "dequantized"
+        )
+    return reasons + _indexer_refusals([module.indexer for module in modules])
+
+
+def _plain(module: Any) -> bool:
+    """Whether ``kv_b_proj`` is its weight and nothing else."""
+    up, heads = module.kv_b_proj, module.num_heads
+    rows = heads * (module.qk_nope_head_dim + module.v_head_dim)
+    return (
+        isinstance(up, nn.Linear)
+        and up.bias is None
+        and up.weight.shape == (rows, module.kv_lora_rank)
+        and up.weight.dtype is module.kv_a_layernorm.weight.dtype
+    )
+
+
+def _indexer_refusals(indexers: list[nn.Module | None]) -> list[str]:
+    if indexers[0] is None:
+        return ["layer 0 has no indexer, and there is no layer before it to share with"]
+    own = [indexer for indexer in indexers if indexer is not None]
+    kinds = {(type(each), *(getattr(each, name, None) for name in _INDEX_SIZES)) for each in own}
+    if len(kinds) > 1:
+        return ["the indexers of the layers differ in class or size; expected alike"]
+    if rotation_of(own[0]) is None:
+        return [
+            f"the RoPE of {type(own[0]).__qualname__} is neither of halves nor of neighbours: on "
+            "a random input its keys are not those of either; its selection cannot be reproduced"
+        ]
+    return []
+
+
+def latent_shape(modules: list[Any], dtype: torch.dtype) -> ModelShape:
+    """Geometry of the attention layers of a model that was not refused."""
+    first = modules[0]
+    return ModelShape(
+        num_layers=len(modules),
+        num_heads=first.num_heads,
+        num_kv_heads=1,
+        head_dim=first.kv_lora_rank + first.qk_rope_head_dim,
+        dtype=dtype,
+        scale=first.scaling,
+        attention="mla",
+        value_dim=first.kv_lora_rank,
+        indexer=IndexerShape(first.indexer.n_heads, first.indexer.head_dim),
+    )
+
+
+def advice(config: Any, registry: PluginRegistry) -> Mapping[str, Any]:
+    """Select what the model was trained to select: as many tokens, by its own indexer."""
+    values = {"budget": config.index_topk}
+    names = [
+        record.name
+        for record in registry.usable("algorithm")
+        if record.entry is not None and record.entry.capabilities.needs_index
+    ]
+    return {**values, "algorithm": names[0]} if len(names) == 1 else values
+
+
+def sharing_reasons(modules: list[Any], lowered: LoweredConfig) -> list[str]:
+    """Which layers would share a selection that is not made, or not for them."""
+    group_of = {
+        layer: number
+        for number, group in enumerate(lowered.groups)
+        for layer in group.shape.layers
+        if group.shape.residency == "sparse"
+    }
+    reasons, source = [], 0
+    for layer, module in enumerate(modules):
+        if module.indexer is not None:
+            source = layer
+        elif layer in group_of and group_of[layer] != group_of.get(source):
+            reasons.append(
+                f"layer {layer} shares the selection of layer {source}, so both must be sparse "
+                "with equal settings; name both in dense_layers or layers, or neither"
+            )
+    return reasons
