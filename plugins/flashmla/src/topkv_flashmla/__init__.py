@@ -1,0 +1,1 @@
+"""FlashMLA as an attention backend of topkv."""

@@ -1,0 +1,27 @@
+"""What this package offers to topkv."""
+
+from __future__ import annotations
+
+from topkv import hookimpl
+from topkv.entries import Capabilities, PluginEntry
+
+
+@hookimpl
+def topkv_register_backends() -> list[PluginEntry]:
+    return [
+        PluginEntry(
+            name="flashmla",
+            kind="backend",
+            factory="topkv_flashmla.backend:FlashMLA",
+            capabilities=Capabilities(
+                scopes=("shared",),
+                attention=("mla",),
+                kv_formats=("model", "fp8"),
+                impls=("triton",),
+                dtypes=("bfloat16",),
+                head_dims=(576,),
+                max_group=128,
+                tiers=("gpu",),
+            ),
+        )
+    ]

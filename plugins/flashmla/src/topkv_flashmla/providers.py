@@ -1,0 +1,77 @@
+"""Where FlashMLA's kernels come from: the first package that has what the backend calls.
+
+1. ``flash_mla``: DeepSeek's own package up to September 2026, and ``sgl-flash-mla``, which goes by
+   the same name and keeps the kernels of Hopper behind ``use_legacy=True``.
+2. ``vllm.third_party.flashmla``: the build that vLLM carries.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from attrs import field, frozen
+
+MODULES = ("flash_mla", "vllm.third_party.flashmla.flash_mla_interface")
+FUNCTIONS = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd", "get_mla_metadata")
+
+
+@frozen
+class Provider:
+    """The functions of one build.
+
+    Attributes:
+        name: module, and version where it has one.
+        decode: ``flash_mla_with_kvcache``.
+        sparse: ``flash_mla_sparse_fwd``.
+        new_metadata: makes an empty holder of scheduler metadata.
+        options: keyword arguments that this build needs on Hopper.
+    """
+
+    name: str
+    decode: Callable[..., Any]
+    sparse: Callable[..., Any]
+    new_metadata: Callable[[], Any]
+    options: Mapping[str, Any] = field(factory=dict)
+
+
+def find() -> tuple[Provider | None, list[str]]:
+    """The first provider that is usable, and why those before it are not."""
+    reasons = []
+    for name in MODULES:
+        try:
+            module = import_module(name)
+        except (ImportError, OSError, RuntimeError) as error:
+            reasons.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+            continue
+        lacking = [function for function in FUNCTIONS if not hasattr(module, function)]
+        if not lacking:
+            lacking = _lacking(module)
+        if not lacking:
+            return _provider(name, module), reasons
+        reasons.append(f"{name}: it has no {', '.join(lacking)}")
+    return None, reasons
+
+
+def _lacking(module: Any) -> list[str]:
+    """What the signatures leave out."""
+    decode = inspect.signature(module.flash_mla_with_kvcache).parameters
+    lacking = [f"argument {name} of decode" for name in ("indices",) if name not in decode]
+    metadata = inspect.signature(module.get_mla_metadata).parameters.values()
+    if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in metadata):
+        lacking.append("metadata that is filled by the first call")
+    return lacking
+
+
+def _provider(name: str, module: Any) -> Provider:
+    legacy = "use_legacy" in inspect.signature(module.flash_mla_with_kvcache).parameters
+    version = getattr(module, "__version__", "")
+    return Provider(
+        name=f"{name} {version}".strip(),
+        decode=module.flash_mla_with_kvcache,
+        sparse=module.flash_mla_sparse_fwd,
+        new_metadata=lambda: module.get_mla_metadata()[0],
+        options={"use_legacy": True} if legacy else {},
+    )

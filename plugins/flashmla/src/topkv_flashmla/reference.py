@@ -1,0 +1,41 @@
+"""What lies between topkv's contract and FlashMLA's, in torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def indices(table: Tensor, lengths: Tensor, unit: int, width: int) -> Tensor:
+    """Rows of the listed tokens, int32 ``[N, width]``, -1 behind each length.
+
+    Args:
+        table: int32 ``[N, W]`` units.
+        lengths: int32 ``[N]`` tokens.
+    """
+    column = torch.arange(width, device=table.device)
+    listed = table[:, (column // unit).clamp(max=table.shape[1] - 1)]
+    rows = listed * unit + column % unit
+    return torch.where(column < lengths[:, None], rows, -1).int()
+
+
+def finish(out: Tensor, lse: Tensor, lengths: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """``[N, heads, D]`` and ``[N, heads]`` of what the library gave for padded heads."""
+    full = (lengths > 0)[:, None]
+    out = torch.where(full[..., None], out[:, :heads], 0.0)
+    return out, torch.where(full, lse[:, :heads], -torch.inf)
+
+
+def listed(keep: Tensor, multiple: int) -> Tensor:
+    """The kept columns of each row, ascending, int32; -1 behind, in a multiple of columns.
+
+    Args:
+        keep: bool ``[m, n]``.
+    """
+    count = int(keep.sum(1).max()) if keep.numel() else 0
+    width = max(-(-count // multiple) * multiple, multiple)
+    rows, columns = keep.nonzero(as_tuple=True)
+    place = keep.cumsum(1)[rows, columns] - 1
+    found = torch.full((keep.shape[0], width), -1, dtype=torch.int32, device=keep.device)
+    found[rows, place] = columns.int()
+    return found

@@ -1,0 +1,147 @@
+"""The real library on a real GPU, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from topkv.kv.rows import decode_fp8, encode_fp8
+from topkv.testing.oracle import attention
+from topkv.testing.tolerance import assert_as_good
+from topkv.types import GroupShape, ModelShape
+from topkv_flashmla import providers
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+if torch.cuda.is_available():
+    FOUND, TRIED = providers.find()
+    pytestmark.append(pytest.mark.skipif(FOUND is None, reason="; ".join(TRIED)))
+
+SCALE = 576**-0.5
+
+
+def backend(heads, kv_format, select, unit=1, lanes=4):
+    from topkv_flashmla.backend import FlashMLA
+
+    model = ModelShape(1, heads, 1, 576, torch.bfloat16, SCALE, "mla", 512)
+    dim, dtype = (656, torch.uint8) if kv_format == "fp8" else (576, torch.bfloat16)
+    group = GroupShape(
+        *((0,), unit, 1, 1, dim, dtype, 64, lanes, 4096, select, 2 * select, 32), planes=1
+    )
+    return FlashMLA(model, group, "triton", torch.device("cuda"), lanes), group
+
+
+def case(heads, kv_format, group, lengths, seed=0):
+    """Slots of random rows, NaN where nothing is listed; a table in random order."""
+    generator = torch.Generator().manual_seed(seed)
+    slots = len(lengths) * group.slots
+    rows = torch.randn(slots, 1, group.unit, 576, generator=generator).to(torch.bfloat16)
+    stored = encode_fp8(rows) if kv_format == "fp8" else rows.clone()
+    true = decode_fp8(stored, torch.float64) if kv_format == "fp8" else rows.double()
+    table = torch.zeros(len(lengths), group.select + 1, dtype=torch.int32)
+    used = torch.zeros(slots, dtype=torch.bool)
+    for lane, length in enumerate(lengths):
+        units = -(-length // group.unit)
+        order = torch.randperm(group.slots, generator=generator)[:units] + lane * group.slots
+        table[lane, :units] = order.int()
+        used[order] = True
+    stored[~used] = 0xFF if kv_format == "fp8" else torch.nan
+    q = torch.randn(len(lengths), 1, heads, 576, generator=generator).to(torch.bfloat16)
+    return q, stored, true, table
+
+
+def run(made, q, stored, table, lengths, out, lse):
+    made.attend(q, stored, stored, table, lengths, out, lse)
+
+
+def poisoned(lanes, heads):
+    out = torch.full((lanes, 1, heads, 512), torch.nan, dtype=torch.bfloat16, device="cuda")
+    return out, torch.full((lanes, 1, heads), torch.nan, device="cuda")
+
+
+def rough(q, rows):
+    """Attention as it is with bfloat16 weights and values."""
+    rows = rows[:, 0].bfloat16().float()
+    weights = (q[0].float() @ rows.T * SCALE).softmax(-1).bfloat16().float()
+    return (weights @ rows[:, :512])[None].bfloat16()
+
+
+def check(q, true, table, lengths, unit, out, lse):
+    for lane, length in enumerate(lengths):
+        if length == 0:
+            assert (out[lane] == 0).all()
+            assert (lse[lane] == -torch.inf).all()
+            continue
+        units = table[lane, : -(-length // unit)].long()
+        rows = true[units].transpose(1, 2).flatten(0, 1)[:length]
+        want, log = attention(q[lane].double(), rows, rows[..., :512], SCALE)
+        assert_as_good(out[lane].cpu(), want, rough(q[lane], rows), what=f"lane {lane}")
+        torch.testing.assert_close(lse[lane].cpu().double(), log, rtol=1e-4, atol=2e-3)
+
+
+@pytest.mark.parametrize("kv_format", ["fp8", "model"])
+@pytest.mark.parametrize("heads", [128, 64, 16, 5])
+@pytest.mark.parametrize("unit", [1, 16])
+def test_decode_over_scattered_rows(kv_format, heads, unit):
+    made, group = backend(heads, kv_format, 2048 // unit, unit)
+    lengths = [2048, 1, 0, 1000]
+    q, stored, true, table = case(heads, kv_format, group, lengths)
+    out, lse = poisoned(4, heads)
+    run(
+        *(made, q.cuda(), stored.cuda(), table.cuda()),
+        *(torch.tensor(lengths, dtype=torch.int32, device="cuda"), out, lse),
+    )
+    check(q, true, table, lengths, unit, out, lse)
+
+
+@pytest.mark.parametrize("kv_format", ["fp8", "model"])
+def test_replays_follow_lengths_and_tables(kv_format):
+    made, group = backend(128, kv_format, 512)
+    first, then = [512, 3, 0, 77], [9, 0, 512, 300]
+    q, stored, true, table = (x for x in case(128, kv_format, group, first))
+    where = [x.cuda() for x in (q, stored, table, torch.tensor(first, dtype=torch.int32))]
+    out, lse = poisoned(4, 128)
+    run(made, *where, out, lse)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(made, *where, out, lse)
+    for lengths, seed in ((first, 0), (then, 5)):
+        q, stored, true, table = case(128, kv_format, group, lengths, seed)
+        for target, values in zip(
+            where, (q, stored, table, torch.tensor(lengths, dtype=torch.int32)), strict=True
+        ):
+            target.copy_(values)
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        check(q, true, table, lengths, 1, out, lse)
+
+
+@pytest.mark.parametrize("heads", [128, 7])
+@pytest.mark.parametrize("selected", [True, False])
+def test_prompts(heads, selected):
+    made, _ = backend(heads, "model", 512)
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(70, heads, 576, generator=generator).to(torch.bfloat16)
+    k = torch.randn(200, 1, 576, generator=generator).to(torch.bfloat16)
+    keep = torch.rand(70, 200, generator=generator) < 0.3
+    keep[4] = False
+    for q_start, k_start in ((130, 0), (200, 0), (50, 40)):
+        rows, columns = q_start + torch.arange(70), k_start + torch.arange(200)
+        mask = columns[None] <= rows[:, None]
+        mask = mask & keep if selected else mask
+        want, log = attention(q, k, k[..., :512], SCALE, mask)
+        out = torch.full((70, heads, 512), torch.nan, device="cuda")
+        lse = torch.full((70, heads), torch.nan, device="cuda")
+        what = (q.cuda(), k.cuda(), k[..., :512].cuda(), q_start, k_start)
+        if selected:
+            made.prefill_selected(*what, keep.cuda(), out, lse)
+        else:
+            made.prefill(*what, out, lse)
+        seen = mask.any(1)
+        torch.testing.assert_close(out.cpu()[seen].double(), want[seen], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse.cpu()[seen].double(), log[seen], rtol=1e-3, atol=2e-3)
+        assert (out.cpu()[~seen] == 0).all()
+        assert (lse.cpu()[~seen] == -torch.inf).all()

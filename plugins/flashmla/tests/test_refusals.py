@@ -1,0 +1,36 @@
+"""What the backend says where it cannot serve."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import evolve
+
+from topkv.errors import CapabilityError
+from topkv.types import GroupShape, ModelShape
+from topkv_flashmla import providers
+from topkv_flashmla.backend import FlashMLA
+
+MODEL = ModelShape(1, 128, 1, 576, torch.bfloat16, 576**-0.5, "mla", 512)
+GROUP = GroupShape(*((0,), 1, 1, 1, 656, torch.uint8, 64, 2, 256, 64, 128, 32), planes=1)
+
+
+def reasons(model=MODEL, impl="triton"):
+    with pytest.raises(CapabilityError) as caught:
+        FlashMLA(model, GROUP, impl, torch.device("cpu"), 2)
+    return "\n".join(caught.value.reasons)
+
+
+def test_every_reason_at_once():
+    said = reasons(evolve(MODEL, dtype=torch.float16, num_heads=200, value_dim=576), "reference")
+    for words in ("512 + 64", "at most 128", "bfloat16", "'triton'", "CUDA device"):
+        assert words in said
+
+
+@pytest.mark.skipif(providers.find()[0] is not None, reason="a build of FlashMLA is installed")
+def test_a_missing_library_is_named_with_what_was_tried():
+    said = reasons()
+    assert "no build of FlashMLA" in said
+    assert "pip install" in said
+    for module in providers.MODULES:
+        assert module in said
