@@ -67,9 +67,9 @@ def _bundle(kv_heads: int, group: int, size: int, columns: int, row: int) -> int
 class Launcher:
     """The kernels of one group, with every constant worked out once.
 
-    Workspaces: fp32 scores ``[rows, U]``, rows of whole words of 16; and for each request slot and bundle of kv-heads the
-    block-diagonal matrix of queries, its column sums, and of each block of the sample the
-    maximum, the exponential sum and, for the entropy, the moment of each column.
+    Workspaces: fp32 scores ``[rows, U]``, U rounded up to 16; and for each request slot and bundle
+    of kv-heads the block-diagonal matrix of queries, its column sums, and of each block of the
+    sample the maximum, the exponential sum and, for the entropy, the moment of each column.
     """
 
     def __init__(
