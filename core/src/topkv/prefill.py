@@ -198,7 +198,8 @@ class Prefill:
         if path.shares(index):
             return self._chunk_ids[slot]
         q, keys, weights = path.asked(q, k, index)
-        path.algorithm.construct(view, slot, start, keys, q, q.new_empty((0, len(q))))
+        no_lse = torch.empty((0, self.config.model.num_heads), device=q.device)
+        path.algorithm.construct(view, slot, start, keys, q, no_lse)
         self._remember(view, slot, q, weights)
         ids = None
         if start + len(q) > view.group.select:

@@ -112,6 +112,8 @@ def _refusals(record: PluginRecord, ask: Ask) -> Iterator[str]:
         )
     if caps.needs_index and model.indexer is None:
         yield "selects by the model's own indexer, and this model has none"
+    if caps.needs_index and ask.unit != 1 and ask.residency == "sparse":
+        yield f"selects by one index key a token, got unit {ask.unit}: set unit to 1"
     if record.kind == "backend":
         if ask.kv_format not in caps.kv_formats:
             shown = ", ".join(caps.kv_formats)

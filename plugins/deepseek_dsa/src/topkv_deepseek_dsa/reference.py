@@ -77,10 +77,13 @@ def host_rows(page_table: Tensor, slots: Tensor, tokens: Tensor, page_tokens: in
 def scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
     """``sum over j of w[m, j] * relu(q[m, j] . k[n])``, fp32 ``[m, n]``.
 
+    Summed in float64: in fp32 the order of the sum differs from column to column, and equal keys
+    would get scores that are not.
+
     Args:
         q: fp32 ``[m, H, D]``.
         k: fp32 ``[n, D]``, or ``[m, n, D]`` where every row has tokens of its own.
         weights: fp32 ``[m, H]``, of either sign, with all scale factors.
     """
-    products = torch.matmul(q, k.mT).relu()
-    return (products * weights[..., None]).sum(-2)
+    products = torch.matmul(q.double(), k.double().mT).relu()
+    return (products * weights.double()[..., None]).sum(-2).float()
