@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mutants import algorithms, backends, engines, lifecycle, plugins, transfers
+from tests.mutants import algorithms, backends, engines, index, lifecycle, plugins, transfers
 from topkv.testing.tiers import tier
 
 MUTANTS = [
     *algorithms.MUTANTS,
     *backends.MUTANTS,
     *engines.MUTANTS,
+    *index.MUTANTS,
     *lifecycle.MUTANTS,
     *plugins.MUTANTS,
     *transfers.MUTANTS,

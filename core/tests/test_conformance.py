@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
 from topkv.hooks.registry import hookimpl
 from topkv.testing import fuzz
+from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
 from topkv.testing.fuzz_lanes import FastLane
+from topkv.testing.indexed import INDEXED
 from topkv.testing.oracle import LaneModel
 from topkv.testing.tiers import tier
 from topkv.testing.transfers import TransferTests
@@ -19,6 +22,16 @@ class TestZeroCopy(TransferTests):
     @pytest.fixture
     def plugin(self):
         return "zero_copy"
+
+
+class TestIndexed(AlgorithmTests):
+    @pytest.fixture
+    def plugin(self):
+        return evolve(INDEXED, capabilities=evolve(INDEXED.capabilities, tiers=("cpu",)))
+
+    @pytest.fixture
+    def options(self):
+        return AlgorithmOptions(hidden_needles=True, head_needles=True)
 
 
 @given(

@@ -140,9 +140,9 @@ def _assert_unchanged(
 ) -> None:
     """Rows of the pools that are no unit of ``writers`` are as they were."""
     unit, grains = bench.group.unit, bench.spec.representations
-    table = bench.page_table.cpu().long()
+    table, pools = bench.page_table.cpu().long(), bench.snapshot()
     for spec in grains:
-        now, then = bench.pools[spec.name].cpu(), before[spec.name]
+        now, then = pools[spec.name], before[spec.name]
         mine = torch.zeros(len(now), dtype=torch.bool)
         if spec.grain == "request":
             mine[writers] = True

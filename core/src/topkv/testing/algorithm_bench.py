@@ -32,10 +32,11 @@ class AlgorithmBench(BenchMemory):
         requests: request slots.
         pages_seed: of the page table; another one, other host pages.
         prompt_salt: of the prompt's queries.
-        values: the value of every element of V.
+        values: the value of every element of V, and of latent rows.
 
     Attributes:
-        keys: ``[n, Hkv, D]`` on the CPU: what each request holds, by slot.
+        keys: ``[n, Hkv, D]`` on the CPU: keys of each request as the algorithm is given them,
+            those of the index where the model has one, by slot.
         pools: the representation pools of the layer.
         algorithm: the instance.
     """
@@ -54,8 +55,7 @@ class AlgorithmBench(BenchMemory):
         super().__init__(subject, case, impl or subject.tier.impl, requests, pages_seed)
         self.values = values
         self._prompt = case.queries(case.most, prompt_salt)[:, 0]
-        empty = torch.empty(0, self.model.num_kv_heads, self.model.head_dim)
-        self._empty = empty.to(self.model.dtype)
+        self._empty = case.tokens(0)[:0]
         self.keys = dict.fromkeys(range(requests), self._empty)
         self._high = dict.fromkeys(range(requests), 0)
         self._settled = dict.fromkeys(range(requests), -1)
@@ -87,11 +87,41 @@ class AlgorithmBench(BenchMemory):
         self._hold(slot, keys)
         self._set_rows([])
         held, first = self.keys[slot], start - start % unit
-        q = self._prompt[start : len(held)]
-        seen = torch.arange(len(held)) <= start + torch.arange(len(q))[:, None]
-        lse = attention(q, held, held, self.model.scale, seen)[1].float()
+        q, _ = self.case.asked(self._prompt[start : len(held)])
+        lse = self._lse(q, held, start)
         chunk, q, lse = (x.to(self.device) for x in (held[first:], q, lse))
         self.algorithm.construct(self.layer, slot, first, chunk, q, lse)
+
+    def _lse(self, q: Tensor, held: Tensor, start: int) -> Tensor:
+        """Log-sum-exp of the attention of a chunk's queries."""
+        if hasattr(self.algorithm, "retrieve_prompt"):
+            return torch.empty(0, len(q))
+        seen = torch.arange(len(held)) <= start + torch.arange(len(q))[:, None]
+        if self.case.weights is None:
+            return attention(q, held, held, self.model.scale, seen)[1].float()
+        # Nobody draws the model's own queries; that of queries of zeros, whatever the rows are.
+        return seen.sum(1, keepdim=True).log().expand(-1, self.model.num_heads).contiguous()
+
+    def prompt(self, slot: int, keys: Tensor) -> Tensor | None:
+        """Append a chunk and select for its rows: ids ``[m, K]`` on the CPU, poisoned before.
+
+        None where the core does not ask: no row of the chunk sees more than K tokens.
+        """
+        start = len(self.keys[slot])
+        self._chunk(slot, keys)
+        if start + len(keys) <= self.group.select:
+            return None
+        rows = self._prompt[start : len(self.keys[slot])].to(self.device)
+        shape = (len(keys), self.group.select)
+        ids = torch.full(shape, UNWRITTEN, dtype=torch.int32, device=self.device)
+        self.algorithm.retrieve_prompt(self.layer, slot, start, *self.case.asked(rows), ids)
+        return ids.cpu()
+
+    def _stored(self, keys: Tensor) -> Tensor:
+        """What is stored of tokens with these keys: the keys, or latent rows beside an index."""
+        if self.case.weights is None:
+            return keys
+        return keys.new_full((*keys.shape[:2], self.group.head_dim), self.values)
 
     def _hold(self, slot: int, keys: Tensor) -> None:
         """Take tokens up and write them to the ring, as far as it reaches."""
@@ -102,7 +132,7 @@ class AlgorithmBench(BenchMemory):
         for unit in range(max(start // group.unit, last - group.ring_slots + 1, 0), last + 1):
             first = unit * group.unit
             done = max(start - first, 0)
-            new = held[first + done : first + group.unit].to(self.device)
+            new = self._stored(held[first + done : first + group.unit]).to(self.device)
             where = slice(done, done + len(new))
             new = new.unflatten(1, (group.lane_heads, -1)).permute(1, 2, 0, 3)
             for ring, value in ((self.layer.ring_k, new), (self.layer.ring_v, self.values)):
@@ -119,8 +149,9 @@ class AlgorithmBench(BenchMemory):
 
     def _history(self, slot: int, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         for start in range(first, len(self.keys[slot]), self.group.page_tokens):
-            k = self.keys[slot][start : start + self.group.page_tokens].to(self.device)
-            yield start, k, torch.full_like(k, self.values)
+            keys = self.keys[slot][start : start + self.group.page_tokens]
+            k = self._stored(keys).to(self.device)
+            yield start, k, torch.full_like(k[..., : self.model.out_dim], self.values)
 
     def stage(self, slots: Sequence[int], keys: Tensor) -> Tensor:
         """The core's part of a decode step in which each row appends: ring and step tensors.
@@ -178,14 +209,14 @@ class AlgorithmBench(BenchMemory):
         group = self.group
         shape = (len(slots) * group.lane_heads, group.select)
         ids = torch.full(shape, poison, dtype=torch.int32, device=self.device)
-        self.select(q.to(self.device), slots, ids)
+        self.select(q.to(self.device), ids)
         return ids.cpu().view(len(slots), group.lane_heads, group.select)
 
-    def select(self, q: Tensor, slots: Sequence[int], ids: Tensor) -> None:
+    def select(self, q: Tensor, ids: Tensor) -> None:
         """``retrieve_topk`` of the rows that are set."""
-        native = options_of(self.subject).native
-        given = None if native is None else native(self, q, slots)
-        self.algorithm.retrieve_topk(self.layer, q, given, ids)
+        q, native = self.case.asked(q)
+        native = None if native is None else native[:, 0]
+        self.algorithm.retrieve_topk(self.layer, q, native, ids)
 
     def rollback(self, slot: int, length: int) -> None:
         """Take the newest tokens back: a change of length, as far as the ring reaches."""
@@ -240,7 +271,7 @@ class AlgorithmBench(BenchMemory):
         rows = {"unit": -(-count // self.group.unit), "token": count}
         return {
             name: pool[pages].flatten(0, 1)[: rows[grain[name]]].cpu().contiguous()
-            for name, pool in self._pages().items()
+            for name, pool in self._pages(self.by_key()).items()
         }
 
 

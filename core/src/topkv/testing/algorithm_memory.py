@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from hypothesis import currently_in_test_context, reject
 from torch import Tensor
 
+from topkv.entries import Capabilities
 from topkv.errors import ConfigError
-from topkv.testing.algorithm_cases import Case
+from topkv.testing.algorithm_cases import Case, options_of
 from topkv.testing.kit import Subject
 from topkv.testing.strategies import page_table
-from topkv.types import GroupShape, LayerView, ModelShape, RepresentationSpec, StepTensors
+from topkv.types import (
+    GroupShape,
+    IndexerShape,
+    LayerView,
+    ModelShape,
+    RepresentationSpec,
+    StepTensors,
+)
 
 POISON = 93
 UNWRITTEN = -77
@@ -39,7 +48,7 @@ class BenchMemory:
     ) -> None:
         self.subject, self.case = subject, case
         self.device, self.requests = subject.tier.device, requests
-        self.model, self.group = _shapes(case, requests)
+        self.model, self.group = _shapes(subject.entry.capabilities, case, requests)
         params = {**subject.entry.parameters, **case.params}
         try:
             self.algorithm = subject.make(self.model, self.group, params, impl, self.device)
@@ -71,7 +80,7 @@ class BenchMemory:
         # One ring slot more than there are: views are strided, as in a device buffer.
         shape = (self.requests, group.lane_heads, group.ring_slots + 1, *group.entry_shape)
         buffer = torch.full(shape, math.nan, dtype=group.dtype, device=self.device)[:, :, 1:]
-        k, v = buffer[:, :, :, :, 0], buffer[:, :, :, :, 1]
+        k, v = buffer[:, :, :, :, 0], buffer[:, :, :, :, -1]
         return LayerView(0, 0, group, self._steps(0), k, v, self.pools)
 
     def _steps(self, count: int) -> StepTensors:
@@ -81,35 +90,53 @@ class BenchMemory:
     def copy_page(self, slot: int, page: int, to_slot: int, poison: bool = False) -> None:
         """Give page ``page`` of ``to_slot`` a free host page with what ``slot`` has there."""
         source, target = int(self.page_table[slot, page]), self.free_pages.pop()
-        for pages in self._pages().values():
+        for pages in self._pages(self.pools).values():
             pages[target] = pages[source]
             if poison:
                 pages[source] = _poison(pages.dtype)
         self.page_table[to_slot, page] = target
 
-    def _pages(self) -> dict[str, Tensor]:
-        """Page-keyed pools as ``[host pages, keys per page, *shape]``."""
+    def by_key(self) -> dict[str, Tensor]:
+        """The pools, what is kept of each unit, token or request in its row."""
+        order = options_of(self.subject).by_key
+        if order is None:
+            return dict(self.pools)
+        return {name: order(name, pool) for name, pool in self.pools.items()}
+
+    def _pages(self, pools: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those that are keyed by pages, as ``[host pages, keys per page, *shape]``."""
         grain = {spec.name: spec.grain for spec in self.spec.representations}
         return {
             name: pool.unflatten(0, (self.num_pages, -1))
-            for name, pool in self.pools.items()
+            for name, pool in pools.items()
             if grain[name] != "request"
         }
 
     def snapshot(self) -> dict[str, Tensor]:
-        """A copy of every pool."""
-        return {name: pool.cpu().clone() for name, pool in self.pools.items()}
+        """A copy of every pool, see ``by_key``."""
+        return {name: pool.cpu().clone() for name, pool in self.by_key().items()}
 
 
-def _shapes(case: Case, requests: int) -> tuple[ModelShape, GroupShape]:
+def _model(stated: Capabilities, case: Case) -> ModelShape:
     g = case.geometry
-    model = ModelShape(1, g.kv_heads * g.group, g.kv_heads, g.dim, g.dtype, g.dim**-0.5)
+    if case.weights is None:
+        return ModelShape(1, g.kv_heads * g.group, g.kv_heads, g.dim, g.dtype, g.dim**-0.5)
+    # Sizes of the latent rows and of the index differ, so that one does not pass for the other.
+    heads = min(g.group + 1, stated.max_group or g.group + 1)
+    dim = (stated.head_dims or (g.dim + 8,))[0]
+    indexer = IndexerShape(g.group, g.dim)
+    return ModelShape(1, heads, 1, dim, g.dtype, dim**-0.5, "mla", dim - 4, indexer)
+
+
+def _shapes(stated: Capabilities, case: Case, requests: int) -> tuple[ModelShape, GroupShape]:
+    """The model and the group of a case, within what an entry states."""
+    g, model = case.geometry, _model(stated, case)
     group = GroupShape(
         layers=(0,),
         unit=g.unit,
         lane_heads=g.lane_heads,
         heads_per_lane=g.kv_heads // g.lane_heads,
-        head_dim=g.dim,
+        head_dim=model.head_dim,
         dtype=g.dtype,
         page_tokens=g.page_tokens,
         max_requests=requests,
@@ -117,6 +144,7 @@ def _shapes(case: Case, requests: int) -> tuple[ModelShape, GroupShape]:
         select=case.select,
         buffer_slots=2 * case.select,
         ring_slots=case.ring,
+        planes=1 if model.attention == "mla" else 2,
     )
     return model, group
 

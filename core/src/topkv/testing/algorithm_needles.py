@@ -25,8 +25,8 @@ def plant(case: Case, units: Sequence[int], hidden: bool, offset: int) -> tuple[
         offset: token of the needle in its unit.
 
     Returns:
-        keys ``[most, Hkv, D]`` and q ``[1, 1, H, D]``. All heads look in one direction, so that
-        a head which reads another head's keys finds the other head's needle.
+        keys ``[most, Hkv, D]`` and q ``[1, 1, H, D]``, of equal weights. All heads look in one
+        direction, so that a head which reads another head's keys finds the other head's needle.
     """
     g = case.geometry
     generator = case.generator(7)
@@ -41,7 +41,7 @@ def plant(case: Case, units: Sequence[int], hidden: bool, offset: int) -> tuple[
             keys[inside, heads] = -8 * toward
         keys[unit * g.unit + offset, heads] = 4 * toward
     sizes = 2.0 ** torch.randint(0, 2, (g.kv_heads * g.group, 1), generator=generator)
-    return keys.to(g.dtype), (sizes * toward)[None, None].to(g.dtype)
+    return keys.to(g.dtype), case.weigh((sizes * toward)[None, None].to(g.dtype))
 
 
 def opposed(case: Case, units: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,7 @@ def opposed(case: Case, units: tuple[int, int]) -> tuple[Tensor, Tensor]:
     for sign, unit in zip((1, -1), units, strict=True):
         keys[unit * g.unit] = 4 * sign * toward
     signs = 1 - 2 * (torch.arange(g.kv_heads * g.group) % 2)
-    return keys.to(g.dtype), (signs[:, None] * toward)[None, None].to(g.dtype)
+    return keys.to(g.dtype), case.weigh((signs[:, None] * toward)[None, None].to(g.dtype))
 
 
 class NeedleTests(KitTests):

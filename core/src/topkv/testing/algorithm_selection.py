@@ -23,18 +23,22 @@ def assert_form(bench: AlgorithmBench, ids: Tensor, slots: Sequence[int]) -> Non
     """Ids are written, unique, selectable, and as many as the budget allows."""
     attends = "attends" in bench.subject.entry.capabilities.traits
     for slot, row in zip(slots, ids.tolist(), strict=True):
-        limit = bench.selectable(slot)
         for lane in row:
-            assert UNWRITTEN not in lane, f"ids {lane} are not written completely"
-            valid = [i for i in lane if i != -1]
-            assert len(set(valid)) == len(valid), f"ids {lane} repeat a unit"
-            outside = [i for i in valid if not 0 <= i < limit]
-            assert not outside, f"ids {lane}: {outside} are not below the {limit} selectable units"
-            most = min(limit, bench.group.select)
-            if attends:
-                assert len(valid) == most, f"ids {lane}: {len(valid)} units, the budget has {most}"
+            assert_lane(lane, bench.selectable(slot), attends)
         if slot < 0:
             assert all(set(lane) == {-1} for lane in row), f"a padded row selects {row}"
+
+
+def assert_lane(lane: Sequence[int], limit: int, attends: bool) -> None:
+    """One row of K ids, of which those below ``limit`` are selectable."""
+    assert UNWRITTEN not in lane, f"ids {lane} are not written completely"
+    valid = [i for i in lane if i != -1]
+    assert len(set(valid)) == len(valid), f"ids {lane} repeat a unit"
+    outside = [i for i in valid if not 0 <= i < limit]
+    assert not outside, f"ids {lane}: {outside} are not below the {limit} selectable units"
+    most = min(limit, len(lane))
+    if attends:
+        assert len(valid) == most, f"ids {lane}: {len(valid)} units, the budget has {most}"
 
 
 class SelectionTests(KitTests):

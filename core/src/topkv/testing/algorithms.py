@@ -15,13 +15,15 @@
             return AlgorithmOptions(promised=lambda length, bench: {0})
 
 The entry says what is tested: shapes by its capabilities, tiers, and by its traits what the
-algorithm promises beyond the hook specs.
+algorithm promises beyond the hook specs. One that says ``needs_index`` gets what a model's own
+indexer makes: index keys and queries, weights, and latent rows in the ring.
 """
 
 from __future__ import annotations
 
 from topkv.testing.algorithm_batch import BatchTests
 from topkv.testing.algorithm_cases import AlgorithmOptions
+from topkv.testing.algorithm_index import IndexTests
 from topkv.testing.algorithm_kernels import KernelTests
 from topkv.testing.algorithm_needles import NeedleTests
 from topkv.testing.algorithm_selection import SelectionTests
@@ -30,7 +32,7 @@ from topkv.testing.algorithm_state import StateTests
 __all__ = ["AlgorithmOptions", "AlgorithmTests"]
 
 
-class AlgorithmTests(SelectionTests, NeedleTests, BatchTests, StateTests, KernelTests):
+class AlgorithmTests(SelectionTests, NeedleTests, BatchTests, StateTests, IndexTests, KernelTests):
     """Every test of an algorithm; the fixtures ``plugin`` and ``options`` are the author's."""
 
     kind = "algorithm"

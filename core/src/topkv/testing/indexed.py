@@ -107,7 +107,12 @@ INDEXED = PluginEntry(
     "algorithm",
     "topkv.testing.indexed:Indexed",
     capabilities=Capabilities(
-        units=(1, 1), scopes=("shared",), attention=("mla",), needs_index=True
+        units=(1, 1),
+        scopes=("shared",),
+        attention=("mla",),
+        needs_index=True,
+        capture=False,
+        traits=("attends", "nested", "scale_free", "exact_update", "low_ties"),
     ),
     defaults={"scope": "shared", "unit": 1},
 )
