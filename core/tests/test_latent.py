@@ -245,3 +245,16 @@ def test_a_backend_that_cannot_attend_to_selected_prompts_is_refused():
     lowered = lower(config, model, device=torch.device("cpu"), registry=registry)
     with pytest.raises(ConfigError, match="blind has no prefill_selected"):
         SparseCoordinator(lowered, registry)
+
+
+def test_an_algorithm_knows_the_width_of_its_selection():
+    """The newest token competes here, so the tail leaves its place in the budget."""
+    tier = next(tier for tier in all_tiers() if tier.name == "cpu")
+    request = Request(tier, "model", 7, seed=0)
+    request.forward(prefill=[(0, 9)])
+    request.forward(decode=[0])
+    coordinator = request.coordinator
+    for path in coordinator.layers:
+        assert path.algorithm.group.select == path.lanes.ids.shape[1] == 7
+        assert path.algorithm.group == path.view.group
+    coordinator.close()

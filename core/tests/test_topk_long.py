@@ -15,7 +15,7 @@ if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from topkv.ops import topk_kernels, topk_long, topk_long_kernels  # noqa: E402
-from topkv.ops.topk import topk  # noqa: E402
+from topkv.ops.topk import topk, workspace  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 pytestmark = [pytest.mark.gpu] if CUDA else []
@@ -224,3 +224,19 @@ def test_two_streams_and_replays_do_not_mix(monkeypatch, early):
     for one, out in zip(scores, ids, strict=True):
         for row, got in zip(one.cpu().numpy(), out.tolist(), strict=True):
             assert got == expected(row, 1 << 17, 2048)
+
+
+def test_a_workspace_is_made_once_and_checked(small):
+    scores = torch.randn(2, 96, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    lengths = torch.tensor([96, 70], dtype=torch.int32, device=DEVICE)
+    work = workspace(5, 96, 7, torch.device(DEVICE))
+    assert work is not None
+    assert workspace(5, 30, 7, torch.device(DEVICE)) is None
+    expected, ids = (torch.full((2, 7), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    topk(scores, lengths, expected, impl="triton")
+    for poison in (-1, 2**30):
+        work.fill_(poison)
+        topk(scores, lengths, ids, impl="triton", work=work)
+        assert torch.equal(ids, expected)
+    with pytest.raises(ValueError, match="expected at least 2 rows"):
+        topk(scores, lengths, ids, impl="triton", work=workspace(1, 96, 7, torch.device(DEVICE)))

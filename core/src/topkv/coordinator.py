@@ -90,7 +90,11 @@ class SparseCoordinator(RequestCalls):
         self.model, self.config = config.model, config
         algorithms = [_make_algorithm(registry, config, group) for group in config.groups]
         specs = [algorithm.spec() if algorithm else None for algorithm in algorithms]
+        lowered = config.groups
         self.config = config = _with_tail_rules(config, specs)
+        for index, group in enumerate(config.groups):
+            if group is not lowered[index]:  # it was told of another width
+                algorithms[index] = _make_algorithm(registry, config, group)
         self.manager = SparseKVCacheManager(config, specs)
         self.tracker = self.manager.tracker
         self.step = self.manager.uploader.step

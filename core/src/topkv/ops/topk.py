@@ -11,7 +11,19 @@ MAX_COLUMNS = 1 << 20
 """Longest row."""
 
 
-def topk(scores: Tensor, lengths: Tensor, ids: Tensor, *, impl: str) -> None:
+def workspace(rows: int, columns: int, select: int, device: torch.device) -> Tensor | None:
+    """Scratch for ``topk`` of at most so many rows, to be made once; None where none is needed.
+
+    Calls that share one must not overlap: one for each instance that selects on one stream.
+    """
+    from topkv.ops import topk_kernels
+
+    return topk_kernels.workspace(rows, columns, select, device)
+
+
+def topk(
+    scores: Tensor, lengths: Tensor, ids: Tensor, *, impl: str, work: Tensor | None = None
+) -> None:
     """Write the indices of the K largest scores of each row, in ascending index order.
 
     Of equal scores the one with the lower index wins. Only the first ``lengths[n]`` scores
@@ -19,15 +31,16 @@ def topk(scores: Tensor, lengths: Tensor, ids: Tensor, *, impl: str) -> None:
     -inf; -inf is the lowest score and may still be selected; -0.0 equals +0.0; +inf wins. A row
     of K scores or fewer yields all of its indices, padded with -1 on the right.
 
-    No host sync; may be captured in a CUDA graph. Rows longer than one block of the kernel take
-    a scratch of int32 words from torch's allocator, which a graph keeps. Their time, not their
-    result, depends on a sample of the scores (``topkv.ops.topk_long``).
+    No host sync; may be captured in a CUDA graph. Rows longer than one block of the kernel need
+    a scratch; without ``work`` it comes from torch's allocator at each call. Their time, not
+    their result, depends on a sample of the scores (``topkv.ops.topk_long``).
 
     Args:
         scores: fp32 ``[N, U]``, rows at any stride, columns adjacent, U at most 2**20.
         lengths: int32 ``[N]``; read as ``min(max(length, 0), U)``.
         ids: int32 ``[N, K]``, written completely; rows at any stride, columns adjacent.
         impl: ``"reference"`` or ``"triton"``.
+        work: from ``workspace`` of at least N rows, and of these U and K.
 
     Raises:
         ValueError: shapes, dtypes, strides or devices do not fit, or ``impl`` is unknown.
@@ -42,7 +55,7 @@ def topk(scores: Tensor, lengths: Tensor, ids: Tensor, *, impl: str) -> None:
     else:
         from topkv.ops import topk_kernels
 
-        topk_kernels.topk(scores, lengths, ids)
+        topk_kernels.topk(scores, lengths, ids, work)
 
 
 def _check(scores: Tensor, lengths: Tensor, ids: Tensor, impl: str) -> None:

@@ -11,6 +11,7 @@ row from memory.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -121,14 +122,26 @@ def _warps(block: int) -> int:
     return min(max(block // 512, 1), 8)
 
 
-def topk(scores: Tensor, lengths: Tensor, ids: Tensor) -> None:
+def workspace(rows: int, columns: int, select: int, device: torch.device) -> Tensor | None:
+    """See :func:`topkv.ops.topk.workspace`."""
+    if columns <= MAX_BLOCK:
+        return None
+    block = topk_long.candidate_block(columns, select)
+    if block > topk_long.MAX_CANDIDATES:
+        return None
+    return topk_long.workspace(rows, columns, block, device)
+
+
+def topk(scores: Tensor, lengths: Tensor, ids: Tensor, work: Tensor | None) -> None:
     """Launches; the contract stands in :func:`topkv.ops.topk.topk`."""
     rows, columns = scores.shape
     select = ids.shape[1]
     if columns > MAX_BLOCK:
         block = topk_long.candidate_block(columns, select)
         if block <= topk_long.MAX_CANDIDATES:
-            topk_long.topk(scores, lengths, ids, block)
+            if work is None:
+                work = topk_long.workspace(rows, columns, block, ids.device)
+            topk_long.topk(scores, lengths, ids, block, work)
             return
         stream_kernel[(rows,)](
             *(scores, lengths, ids, scores.stride(0), ids.stride(0), columns, select),

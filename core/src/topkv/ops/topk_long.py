@@ -86,18 +86,31 @@ def candidate_block(columns: int, select: int) -> int:
     return max(MIN_CANDIDATES, room)
 
 
-def topk(scores: Tensor, lengths: Tensor, ids: Tensor, block: int) -> None:
+def _words(columns: int) -> int:
+    """Words of marks of a row, whole slices."""
+    slices: int = triton.cdiv(columns, SLICE)
+    return slices * (SLICE // 32)
+
+
+def workspace(rows: int, columns: int, block: int, device: torch.device) -> Tensor:
+    """int32 ``[rows, words]``: marks above, marks equal, list, pivot; multiples of 16 bytes."""
+    width = 2 * _words(columns) + block + 4
+    return torch.empty((rows, width), dtype=torch.int32, device=device)
+
+
+def topk(scores: Tensor, lengths: Tensor, ids: Tensor, block: int, work: Tensor) -> None:
     """Launches, with room for ``block`` candidates from :func:`candidate_block`.
 
-    The scratch comes from torch's allocator at each call, which knows about streams and graphs;
-    a scratch of ours, shared by calls, would be overwritten where two streams select at once.
+    Raises:
+        ValueError: ``work`` is not a workspace of these rows, columns and candidates.
     """
     rows, columns = scores.shape
-    select = ids.shape[1]
-    slices = triton.cdiv(columns, SLICE)
-    words = slices * (SLICE // 32)
-    # A row: marks above, marks equal, list, pivot; a multiple of 16 bytes.
-    work = torch.empty((rows, 2 * words + block + 4), dtype=torch.int32, device=ids.device)
+    select, words = ids.shape[1], _words(columns)
+    if work.shape[0] < rows or work.shape[1] < 2 * words + block + 4:
+        raise ValueError(
+            f"topk: the workspace is {list(work.shape)}, expected at least {rows} rows of "
+            f"{2 * words + block + 4} words; make it by workspace(rows, {columns}, {select}, ..)"
+        )
     pdl = EARLY and scores.is_cuda
     pdl = pdl and torch.cuda.get_device_capability(scores.device) >= _PDL_CAPABILITY
     early: dict[str, Any] = {"launch_pdl": True} if pdl else {}
@@ -110,7 +123,7 @@ def topk(scores: Tensor, lengths: Tensor, ids: Tensor, block: int) -> None:
         PDL=pdl,
         num_warps=PIVOT_WARPS,
     )
-    kernels.mark_kernel[(rows, slices)](
+    kernels.mark_kernel[(rows, triton.cdiv(columns, SLICE))](
         *(scores, lengths, work, *strides, columns, words),
         WORDS=SLICE // 32,
         BLOCK=block,

@@ -96,7 +96,7 @@ class DeepSeekDSA:
         weights = self._weights(native, step.batch)
         if self.launcher is not None:
             scores, counts = self.launcher.score(layer, q[:, 0], weights)
-            topk(scores, counts, ids, impl="triton")
+            topk(scores, counts, ids, impl="triton", work=self.launcher.work)
             return
         counts = step.lengths * (step.slots >= 0)
         tokens = torch.arange(self.group.max_units, device=q.device).expand(step.batch, -1)

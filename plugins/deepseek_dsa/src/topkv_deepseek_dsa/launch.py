@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from topkv.ops.topk import workspace
 from topkv.types import GroupShape, LayerView, ModelShape
 from topkv_deepseek_dsa import kernels, key_kernels
 from topkv_deepseek_dsa.parameters import Settings
@@ -58,6 +59,7 @@ class Launcher:
             (group.max_requests, group.max_units), dtype=torch.float32, device=device
         )
         self.counts = torch.zeros(group.max_requests, dtype=torch.int32, device=device)
+        self.work = workspace(group.max_requests, group.max_units, group.select, device)
 
     def _set_constants(self) -> None:
         settings, dtype = self.settings, self.model.dtype

@@ -131,12 +131,16 @@ class DoubleSparsity:
         else:
             scores, closed, flat = self._score(layer, q)
             impl = "reference"
-        topk(scores, closed, ids, impl=impl)
+        launcher = self.launcher
+        topk(scores, closed, ids, impl=impl, work=launcher.work if launcher else None)
         if flat is None:
             return
         # A lane has tokens in one of the two counts, so one of the two selections is empty.
-        few = ids.new_empty((ids.shape[0], self.settings.flat_select))
-        topk(scores, flat, few, impl=impl)
+        if launcher:
+            few = launcher.few[: len(ids)]
+        else:
+            few = ids.new_empty((len(ids), self.settings.flat_select))
+        topk(scores, flat, few, impl=impl, work=launcher.few_work if launcher else None)
         head = ids[:, : few.shape[1]]
         torch.maximum(head, few, out=head)
 

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from topkv.ops.topk import workspace
 from topkv.types import GroupShape, LayerView, ModelShape
 from topkv_double_sparsity import kernels, label_kernels, reference, sample_kernels
 from topkv_double_sparsity.parameters import Settings
@@ -69,7 +70,8 @@ class Launcher:
 
     Workspaces: fp32 scores ``[rows, U]``, U rounded up to 16; and for each request slot and bundle
     of kv-heads the block-diagonal matrix of queries, its column sums, and of each block of the
-    sample the maximum, the exponential sum and, for the entropy, the moment of each column.
+    sample the maximum, the exponential sum and, for the entropy, the moment of each column; the
+    ids of flat lanes; and what top-k needs.
     """
 
     def __init__(
@@ -95,6 +97,10 @@ class Launcher:
         self.moment = torch.empty(sampled if settings.flat is not None else 0, **floats)
         self.scores = torch.empty((group.rows, -(-group.max_units // 16) * 16), **floats)
         self.closed = torch.zeros(group.rows, dtype=torch.int32, device=device)
+        rows, units, few = group.rows, group.max_units, settings.flat_select
+        self.work = workspace(rows, units, group.select, device)
+        self.few = torch.empty((rows, few), dtype=torch.int32, device=device)
+        self.few_work = workspace(rows, units, few, device) if few else None
         self.flat = torch.zeros(group.rows, dtype=torch.int32, device=device)
 
     def _set_constants(self, device: torch.device) -> None:

@@ -113,7 +113,7 @@ class Quest:
         q = q[:, 0] if q.stride(-1) == 1 else q[:, 0].contiguous()
         if self.launcher is not None:
             scores, closed = self.launcher.score(layer, q, self.sink_units)
-            topk(scores, closed, ids, impl="triton")
+            topk(scores, closed, ids, impl="triton", work=self.launcher.work)
             return
         scores, closed = self._score(layer, q)
         topk(scores, closed, ids, impl="reference")

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from topkv.ops.topk import workspace
 from topkv.types import GroupShape, LayerView, ModelShape
 from topkv_quest import bound_kernels, kernels
 
@@ -41,6 +42,7 @@ class Launcher:
         self.mass = torch.empty((heads, self.blocks), **floats)
         self.scores = torch.empty((group.rows, group.max_units), **floats)
         self.closed = torch.zeros(group.rows, dtype=torch.int32, device=device)
+        self.work = workspace(group.rows, group.max_units, group.select, device)
         self.as_bits = model.dtype is torch.bfloat16
         self.fp32 = model.dtype is torch.float32 or device.type == "cpu"
         self.metadata = _METADATA.get(metadata, 0)
