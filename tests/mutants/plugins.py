@@ -177,7 +177,7 @@ MUTANTS = [
     of_sparse(sparsity.HeadsUnweighted, *AGREES, **BF16),
     of_sparse(sparsity.LeavesIdsBehind, test_head_sparsity, "flat_lanes_select_their_share"),
     sparse(sparsity.HeadsOfNeighbours, "heads_are_alike"),
-    sparse(sparsity.KernelNaturalBase, KERNELS, ("interpret",)),
+    of_sparse(sparsity.KernelNaturalBase, *AGREES, ("interpret",), **BF16),
     of_cluster(clusterkv.CutsFront, *WHOLE, ANYWHERE),
     of_cluster(clusterkv.AddsHeadsUp, *WHOLE),
     of_cluster(clusterkv.MeansOfDirections, *STORED),
