@@ -13,6 +13,7 @@ from rich.text import Text
 
 from topkv.discovery import PluginRecord
 from topkv.entries import Capabilities
+from topkv.matrix import Cell, matrix, rows_of
 from topkv.plugins import registry
 
 
@@ -49,10 +50,30 @@ def _capabilities(values: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def _show_matrix(cells: list[Cell], as_json: bool, markdown: bool) -> None:
+    head, rows = rows_of(cells)
+    if as_json:
+        shown = [attrs.asdict(cell) | {"state": cell.state} for cell in cells]
+        click.echo(json.dumps(shown, indent=2))
+    elif markdown:
+        for row in (head, ["---"] * len(head), *rows):
+            click.echo(f"| {' | '.join(row)} |")
+    else:
+        table = Table(*head, box=None, pad_edge=False)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        Console().print(table)
+
+
 @click.command("plugins")
 @click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
-def command(as_json: bool) -> None:
+@click.option("--matrix", "as_matrix", is_flag=True, help="What goes with what, and where tested.")
+@click.option("--markdown", is_flag=True, help="The matrix as a table in Markdown.")
+def command(as_json: bool, as_matrix: bool, markdown: bool) -> None:
     """List what is installed, and what does not load and why."""
+    if as_matrix or markdown:
+        _show_matrix(matrix(registry().records()), as_json, markdown)
+        return
     rows = [as_dict(record) for record in registry().records()]
     if as_json:
         click.echo(json.dumps(rows, indent=2, default=str))

@@ -1,0 +1,112 @@
+"""What goes with what, read from the entries alone: neither torch nor a plugin's code is imported.
+
+A cell is an algorithm with a backend, a kind of attention, a unit and a scope. ``lower`` checks
+the same capabilities and, beyond them, sizes, dtypes and heads of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+
+from attrs import frozen
+
+from topkv.discovery import PluginRecord
+from topkv.entries import TIERS, PluginEntry
+
+UNITS = (1, 16, 64)
+"""Units that are asked about, beside the one that an algorithm has by default."""
+
+SHAPES = (("gqa", "kv_head"), ("gqa", "shared"), ("mla", "shared"))
+"""Kinds of attention and scopes. Latent rows have one kv-head: its scope is the shared one."""
+
+
+@frozen
+class Cell:
+    """One combination.
+
+    Attributes:
+        tiers: where both plugins run, and so where it is tested; empty where it is refused.
+        reasons: why it is refused, each with the plugin that does.
+    """
+
+    algorithm: str
+    backend: str
+    attention: str
+    scope: str
+    unit: int
+    tiers: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+    @property
+    def state(self) -> str:
+        """``"supported"``, ``"refused"``, or ``"untested"``: allowed, with no tier in common."""
+        if self.reasons:
+            return "refused"
+        return "supported" if self.tiers else "untested"
+
+
+def matrix(records: Iterable[PluginRecord]) -> list[Cell]:
+    """Every cell of the entries that load, by algorithm, attention, scope, unit and backend."""
+    entries = [record.entry for record in records if record.entry is not None]
+    algorithms = sorted((e for e in entries if e.kind == "algorithm"), key=lambda e: e.name)
+    backends = sorted((e for e in entries if e.kind == "backend"), key=lambda e: e.name)
+    cells = []
+    for algorithm, (attention, scope) in product(algorithms, SHAPES):
+        units = sorted({*UNITS, algorithm.defaults.get("unit", UNITS[0])})
+        for unit, backend in product(units, backends):
+            both = (algorithm, backend)
+            reasons = tuple(
+                f"{entry.name} {reason}"
+                for entry in both
+                for reason in _refusals(entry, attention, scope, unit)
+            )
+            tiers = () if reasons else tuple(t for t in TIERS if all(_runs(e, t) for e in both))
+            cells.append(
+                Cell(algorithm.name, backend.name, attention, scope, unit, tiers, reasons)
+            )
+    return cells
+
+
+def _refusals(entry: PluginEntry, attention: str, scope: str, unit: int) -> Iterator[str]:
+    caps = entry.capabilities
+    if attention not in caps.attention:
+        yield f"takes attention {', '.join(caps.attention)}"
+    if caps.scopes is not None and scope not in caps.scopes:
+        yield f"takes scope {', '.join(caps.scopes)}"
+    low, high = caps.units or (unit, unit)
+    if not low <= unit <= high:
+        yield f"takes units of {low} to {high} tokens"
+    if caps.needs_index and unit != 1:
+        yield "selects by one index key a token"
+
+
+def _runs(entry: PluginEntry, tier: str) -> bool:
+    """Whether a plugin states a tier and the implementation that runs there."""
+    impl = "reference" if tier == "cpu" else "triton"
+    return tier in entry.capabilities.tiers and impl in entry.capabilities.impls
+
+
+def rows_of(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a table: a row for each algorithm, attention, scope and unit that it takes.
+
+    What an algorithm refuses for itself no backend can mend; ``matrix`` has it.
+    """
+    backends = sorted({cell.backend for cell in cells})
+    rows: dict[tuple[str, str, str, int], dict[str, Cell]] = {}
+    for cell in cells:
+        if any(reason.startswith(f"{cell.algorithm} ") for reason in cell.reasons):
+            continue
+        key = (cell.algorithm, cell.attention, cell.scope, cell.unit)
+        rows.setdefault(key, {})[cell.backend] = cell
+    head = ["algorithm", "attention", "scope", "unit", *backends]
+    return head, [
+        [*map(str, key), *(_text(found[backend]) for backend in backends)]
+        for key, found in rows.items()
+    ]
+
+
+def _text(cell: Cell) -> str:
+    if cell.state == "refused":
+        return "; ".join(reason.removeprefix(f"{cell.backend} ") for reason in cell.reasons)
+    return " ".join(cell.tiers) or "untested"
