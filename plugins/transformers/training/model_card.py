@@ -77,7 +77,7 @@ the text between the statements alone.
 """
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
+def table(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["---:"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -88,7 +88,7 @@ def _stages(record: Mapping[str, Any]) -> str:
         points = [point for point in record["curve"] if point["length"] == stage["length"]]
         last = f"{points[-1]['exact']:.1%}" if points else "-"
         rows.append([f"{stage['length']}", f"{stage['rows']}", f"{stage['share']:.0%}", last])
-    return _table(["tokens", "sequences a step", "time", "exact answers at its end"], rows)
+    return table(["tokens", "sequences a step", "time", "exact answers at its end"], rows)
 
 
 def _scores(record: Mapping[str, Any]) -> str:
@@ -105,7 +105,7 @@ def _scores(record: Mapping[str, Any]) -> str:
             ]
         )
     header = ["tokens", "exact, many", "exact, prompts", "nats per byte, all", "plain"]
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def write_model_card(record: Mapping[str, Any]) -> str:

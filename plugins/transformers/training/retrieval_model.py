@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from byte_tokenizer import PAD_ID, build_byte_tokenizer
 from torch import Tensor
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, PreTrainedModel
+from transformers import LlamaForCausalLM as LlamaForCausalLM
+
+ModelT = TypeVar("ModelT", bound=PreTrainedModel)
+Layers = Sequence[Callable[..., Tensor]]
 
 
 def retrieval_config(max_length: int, *, tiny: bool = False) -> LlamaConfig:
@@ -33,9 +39,7 @@ def retrieval_config(max_length: int, *, tiny: bool = False) -> LlamaConfig:
     )
 
 
-def causal_logits(
-    model: LlamaForCausalLM, tokens: Tensor, layers: Sequence[Callable[..., Tensor]] | None = None
-) -> Tensor:
+def causal_logits(model: PreTrainedModel, tokens: Tensor, layers: Layers | None = None) -> Tensor:
     """Logits [B, n, 256] of full causal attention over ``tokens`` [B, n], none of them padding.
 
     The same as ``model(tokens).logits``, without the look for packed sequences, which would wait
@@ -63,18 +67,26 @@ def causal_logits(
     return model.lm_head(core.norm(hidden))
 
 
-def save_checkpoint(model: LlamaForCausalLM, folder: Path) -> LlamaForCausalLM:
+def save_checkpoint(model: ModelT, folder: Path) -> ModelT:
     """Write weights in bfloat16, configuration and tokenizer; return the model as read back."""
     length = model.config.max_position_embeddings
     folder.mkdir(parents=True, exist_ok=True)
     device = next(model.parameters()).device
-    copy = LlamaForCausalLM(model.config).to(device)
+    copy = type(model)(model.config).to(device)
     copy.load_state_dict(model.state_dict())
     copy.to(torch.bfloat16)
     copy.generation_config = GenerationConfig(
         pad_token_id=PAD_ID, eos_token_id=None, bos_token_id=None, do_sample=False
     )
     copy.save_pretrained(folder)
+    _drop_layer_types(folder / "config.json")
     build_byte_tokenizer(length).save_pretrained(folder)
-    saved = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
+    saved = type(model).from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
     return saved.to(device).eval()
+
+
+def _drop_layer_types(path: Path) -> None:
+    """Leave them to Transformers: its versions name the layers of one model differently."""
+    values = json.loads(path.read_text())
+    if values.pop("layer_types", None) is not None:
+        path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")

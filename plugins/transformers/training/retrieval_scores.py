@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from retrieval_batches import BatchMaker
-from retrieval_model import causal_logits
+from retrieval_model import Layers, causal_logits
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from topkv_transformers.retrieval import VALUE_DIGITS, make_prompt, standard_library_text
 
@@ -77,7 +77,11 @@ def answer_hits(logits: Tensor, tokens: Tensor, answers: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def score_many(
-    model: LlamaForCausalLM, maker: BatchMaker, length: int, plan: Plan
+    model: PreTrainedModel,
+    maker: BatchMaker,
+    length: int,
+    plan: Plan,
+    layers: Layers | None = None,
 ) -> dict[str, Any]:
     """Exact answers with a question for every 160 bytes, and loss of the bytes, at ``length``."""
     rows = max(1, plan.tokens_at_once // length)
@@ -87,7 +91,7 @@ def score_many(
     pairs = asked = 0
     while asked < plan.many:
         batch = maker(rows, length)
-        logits = causal_logits(model, batch.tokens)
+        logits = causal_logits(model, batch.tokens, layers)
         loss = nats(logits, batch.tokens)
         losses.append(loss.mean())
         plain_losses.append(loss[batch.plain[:, 1:]].mean())
@@ -106,7 +110,11 @@ def score_many(
 
 @torch.inference_mode()
 def score_prompts(
-    model: LlamaForCausalLM, text: np.ndarray, length: int, plan: Plan
+    model: PreTrainedModel,
+    text: np.ndarray,
+    length: int,
+    plan: Plan,
+    layers: Layers | None = None,
 ) -> dict[str, Any]:
     """Exact answers to the one question at the end of prompts; the answer ends at ``length``."""
     rows = max(1, plan.tokens_at_once // length)
@@ -120,7 +128,7 @@ def score_prompts(
         full = [np.concatenate([d.tokens, a]) for d, a in zip(documents, answers, strict=True)]
         tokens = torch.from_numpy(np.stack(full)).long().to(model.device)
         where = torch.arange(length - VALUE_DIGITS, length, device=model.device)
-        logits = causal_logits(model, tokens)
+        logits = causal_logits(model, tokens, layers)
         hits.append(answer_hits(logits, tokens, where.expand(len(full), 1, -1)).flatten())
     return {
         "length": length,
@@ -130,7 +138,7 @@ def score_prompts(
     }
 
 
-def evaluate(model: LlamaForCausalLM, seed: int, plan: Plan) -> dict[str, Any]:
+def evaluate(model: PreTrainedModel, seed: int, plan: Plan) -> dict[str, Any]:
     """Scores of a model, printed as a table on the way; ``seed`` is that of its training."""
     held_out = standard_library_text("held_out")
     maker = BatchMaker(held_out, model.device, seed + 1)
