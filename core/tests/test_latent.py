@@ -8,19 +8,22 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
+from topkv import prefill
 from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
-from topkv.errors import ConfigError
+from topkv.errors import ConfigError, RequestError
+from topkv.kv import host_pool
 from topkv.kv.rows import decode_fp8, encode_fp8
 from topkv.plugins import PluginRegistry
 from topkv.testing.doubles import GATHER, Entries, Gather
-from topkv.testing.indexed import INDEXED, index_scores
+from topkv.testing.indexed import INDEXED, Indexed, index_scores
 from topkv.testing.kit import examples
 from topkv.testing.oracle import attention
 from topkv.testing.tiers import all_tiers
 from topkv.types import Index, IndexerShape, ModelShape
 
-REGISTRY = PluginRegistry([("test", "1", Entries(INDEXED))])
+DENSE_PROMPTS = evolve(INDEXED, name="dense_prompts", factory=f"{__name__}:DensePrompts")
+REGISTRY = PluginRegistry([("test", "1", Entries(INDEXED, DENSE_PROMPTS))])
 HEADS, MOST = 3, 40
 FORMATS = {"model": (12, 8), "fp8": (576, 512)}
 
@@ -40,14 +43,16 @@ def on(request):
 class Request:
     """Requests of a coordinator of two layers, the second sharing the first one's selection."""
 
-    def __init__(self, on, kv_format, select, seed, count=1, shared=False):
+    def __init__(
+        self, on, kv_format, select, seed, count=1, shared=False, algorithm="indexed", **options
+    ):
         dim, value = FORMATS[kv_format]
         self.model = ModelShape(
             *(2, HEADS, 1, dim, torch.float32, dim**-0.5),
             *("mla", value, IndexerShape(2, 4)),
         )
         config = SparseConfig(
-            algorithm="indexed",
+            algorithm=algorithm,
             backend="gather",
             impl=on.impl,
             kv_format=kv_format,
@@ -61,6 +66,7 @@ class Request:
             dense_layers=[],
             prefill_block_tokens=8,
             poison=True,
+            **options,
         )
         lowered = lower(config, self.model, device=on.device, registry=REGISTRY)
         self.coordinator = SparseCoordinator(lowered, REGISTRY)
@@ -176,6 +182,18 @@ def test_chunks_of_a_prompt_do_not_matter(on):
     check()
 
 
+def test_masks_of_a_long_prompt_are_made_in_blocks(on, monkeypatch):
+    request = Request(on, "model", 5, seed=1, shared=True)
+    made, select = [], prefill.selected
+    monkeypatch.setattr(prefill, "WORKSPACE", 3 * (1 + 20 + 24 * 5))
+    monkeypatch.setattr(prefill, "selected", lambda *what: made.append(select(*what)) or made[-1])
+    for start in (0, 20):
+        outs = request.forward(prefill=[(0, 20)])
+        request.check(outs, [(0, t) for t in range(start, start + 20)])
+    assert max(len(keep) for keep in made) == 3
+    request.coordinator.close()
+
+
 def test_a_fork_goes_on_alone(on):
     request = Request(on, "fp8", 4, seed=7, count=2)
     request.forward(prefill=[(0, 11)])
@@ -231,13 +249,54 @@ def test_fp8_rows_are_for_512_and_64_alone():
         lower(config, model, device=torch.device("cpu"), registry=REGISTRY)
 
 
+class DensePrompts(Indexed):
+    """Goes by the model's indexer in decode steps, and leaves prompts dense."""
+
+    retrieve_prompt = None
+
+
+def test_prompts_are_dense_where_the_algorithm_does_not_select_for_them(on):
+    request = Request(on, "model", 4, seed=3, shared=True, algorithm="dense_prompts")
+    for tokens in (7, 5):
+        start = request.lengths[0]
+        for layer, out in enumerate(request.forward(prefill=[(0, tokens)])):
+            rows = request.rows[layer, 0, : start + tokens]
+            seen = torch.ones(tokens, start + tokens, dtype=torch.bool).tril(start)
+            q = request.q[layer, 0, start : start + tokens]
+            truth, _ = attention(q, rows, rows[..., :8], request.model.scale, seen)
+            torch.testing.assert_close(out.double(), truth, rtol=1e-4, atol=1e-5)
+    for _ in range(5):
+        which = [(0, request.lengths[0])]
+        request.check(request.forward(decode=[0]), which)
+    request.coordinator.close()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["no index at all", "groups apart"])
+def test_a_layer_cannot_share_what_its_group_has_not_selected(on, apart):
+    options = {"layers": {"1": {"budget": 3}}} if apart else {}
+    request = Request(on, "model", 4, seed=5, shared=True, **options)
+    if not apart:
+        request.index = lambda layer, which: None
+    told = f"layer {int(apart)} was given no index"
+    for what in ({"prefill": [(0, 6)]}, {"decode": [0]}):
+        with pytest.raises(RequestError, match=told):
+            request.forward(**what)
+        request.coordinator.forward_abort()
+        request.coordinator.check_integrity()
+    request.coordinator.close()
+
+
 class Blind(Gather):
     """A backend that cannot attend to a selection in a prompt."""
 
     prefill_selected = None
 
 
-def test_a_backend_that_cannot_attend_to_selected_prompts_is_refused():
+def test_a_backend_that_cannot_attend_to_selected_prompts_is_refused(monkeypatch):
+    def allocate(*args):
+        raise AssertionError("the host pool was allocated before the configuration was refused")
+
+    monkeypatch.setattr(host_pool, "HostMemory", allocate)
     entry = evolve(GATHER, name="blind", factory=f"{__name__}:Blind")
     registry = PluginRegistry([("test", "1", Entries(INDEXED, entry))])
     model = ModelShape(1, 3, 1, 12, torch.float32, 1.0, "mla", 8, IndexerShape(2, 4))

@@ -15,6 +15,7 @@ from attrs import evolve
 from torch import Tensor
 
 from topkv.config import LoweredConfig, LoweredGroup
+from topkv.config.negotiation import MAX_SELECT
 from topkv.errors import ConfigError, RequestError
 from topkv.kv.manager import SparseKVCacheManager
 from topkv.kv.rows import row_format
@@ -35,6 +36,11 @@ def _make_algorithm(registry: PluginRegistry, config: LoweredConfig, group: Lowe
     return registry.create("algorithm", group.algorithm, *what)
 
 
+def _make_backend(registry: PluginRegistry, config: LoweredConfig, group: LoweredGroup) -> Any:
+    what = (config.model, group.shape, config.impl, config.device, config.max_requests)
+    return registry.create("backend", config.backend, *what)
+
+
 def _goes_by_index(registry: PluginRegistry, name: str | None) -> bool:
     entry = registry.get("algorithm", name).entry if name else None
     return entry is not None and entry.capabilities.needs_index
@@ -43,14 +49,14 @@ def _goes_by_index(registry: PluginRegistry, name: str | None) -> bool:
 def _check_prompts(algorithm: Any, backend: Any, config: LoweredConfig) -> None:
     """An algorithm that selects for prompts needs a backend that can attend to a selection."""
     if (
-        hasattr(algorithm, "retrieve_prompt")
+        getattr(algorithm, "retrieve_prompt", None) is not None
         and getattr(backend, "prefill_selected", None) is None
     ):
         reason = (
             "the algorithm selects for the rows of a prompt too (retrieve_prompt), and backend "
             f"{config.backend} has no prefill_selected; choose another backend"
         )
-        raise ConfigError("the configuration is refused", [reason])
+        raise ConfigError("the configuration is refused; nothing was allocated", [reason])
 
 
 def _with_tail_rules(
@@ -61,12 +67,15 @@ def _with_tail_rules(
     for group, spec in zip(config.groups, specs, strict=True):
         if spec and spec.tail == "selectable":
             select = min(group.budget // group.shape.unit, group.shape.max_units)
+            wide = f"{group.algorithm} lets the newest token compete, so a selection has {select} "
             if select > group.shape.buffer_slots:
                 reason = (
-                    f"{group.algorithm} lets the newest token compete, so a selection has "
-                    f"{select} units and the buffer holds {group.shape.buffer_slots}; "
+                    f"{wide}units and the buffer holds {group.shape.buffer_slots}; "
                     f"raise buffer to at least {select * group.shape.unit} tokens or lower budget"
                 )
+                raise ConfigError("the configuration is refused; nothing was allocated", [reason])
+            if select >= MAX_SELECT:
+                reason = f"{wide}units, and must stay below {MAX_SELECT}; lower budget"
                 raise ConfigError("the configuration is refused; nothing was allocated", [reason])
             group = evolve(group, shape=evolve(group.shape, select=select))
         groups.append(group)
@@ -95,6 +104,9 @@ class SparseCoordinator(RequestCalls):
         for index, group in enumerate(config.groups):
             if group is not lowered[index]:  # it was told of another width
                 algorithms[index] = _make_algorithm(registry, config, group)
+        backends = [_make_backend(registry, config, group) for group in config.groups]
+        for algorithm, backend in zip(algorithms, backends, strict=True):
+            _check_prompts(algorithm, backend, config)
         self.manager = SparseKVCacheManager(config, specs)
         self.tracker = self.manager.tracker
         self.step = self.manager.uploader.step
@@ -103,21 +115,15 @@ class SparseCoordinator(RequestCalls):
         self.transfers: list[Any] = []
         self.lanes: list[LaneBuffers] = []
         self.layers: list[LayerPath] = []
-        for index, (store, algorithm) in enumerate(
-            zip(self.manager.stores, algorithms, strict=True)
+        for index, (store, algorithm, backend) in enumerate(
+            zip(self.manager.stores, algorithms, backends, strict=True)
         ):
             views = self.manager.layer_views(index)
             transfer = registry.create(
                 "transfer", config.transfer, store, views, eviction, config.impl
             )
-            backend = registry.create(
-                "backend",
-                config.backend,
-                *(self.model, store.group, config.impl, config.device, config.max_requests),
-            )
             spec = specs[index]
             tail = spec is not None and spec.tail == "forced"
-            _check_prompts(algorithm, backend, config)
             rows = row_format(self.model, config.kv_format, config.impl)
             indexed = _goes_by_index(registry, config.groups[index].algorithm)
             lanes = LaneBuffers(
@@ -227,6 +233,10 @@ class SparseCoordinator(RequestCalls):
 
         Returns:
             ``out``.
+
+        Raises:
+            RequestError: no forward is open, or the layer shares a selection and none has been
+                made for its group.
         """
         if not self._forward_open:
             raise RequestError("attention belongs between forward_begin and forward_end")
@@ -252,15 +262,21 @@ class SparseCoordinator(RequestCalls):
         Returns:
             Lane buffers, whose ``table`` and ``lengths`` index the layer's ``k_slots`` and
             ``v_slots``.
+
+        Raises:
+            RequestError: the layer shares a selection, and none has been made for its group.
         """
         path = self.layers[layer]
         view, lanes = path.view, path.lanes
         path.transfer.append(view, *path.rows.encode(k, v, lanes.packed))
         if path.algorithm:
-            if not path.shares(index):  # else ``ids`` still holds the selection before it
+            if not path.shares(index):
                 queries, keys, weights = path.asked(q, k, index)
                 path.algorithm.update(view, keys)
                 path.algorithm.retrieve_topk(view, queries.unsqueeze(1), weights, lanes.ids)
+                lanes.chosen = True
+            elif not lanes.chosen:  # else ``ids`` still holds the selection before it
+                raise path.nothing_to_share()
             path.transfer.plan(view, lanes.ids, lanes.limit, lanes.plan)
             path.transfer.load(view, lanes.plan)
             path.backend.adapt_page_table(view, lanes.plan, lanes.table, lanes.lengths)

@@ -11,6 +11,7 @@ from attrs import frozen
 from topkv.config import LoweredConfig
 from topkv.errors import HostMemoryError, RequestError
 from topkv.kv.manager import SparseKVCacheManager
+from topkv.prefill import Prefill
 from topkv.requests import RequestTracker
 
 
@@ -30,6 +31,7 @@ class RequestCalls:
     config: LoweredConfig
     manager: SparseKVCacheManager
     tracker: RequestTracker
+    prefill: Prefill
     transfers: list[Any]
     _forward_open: bool
     _generated: int
@@ -144,6 +146,7 @@ class RequestCalls:
             self.manager.own_page(twin, len(pages) - 1)
         for pools in self.manager.representations:
             pools.copy_slot(slot, twin)
+        self.prefill.copy(slot, twin)
         self._restore(twin)
         return twin
 

@@ -14,6 +14,9 @@ from topkv.requests import RequestTracker
 from topkv.types import Index, LayerView
 from topkv.workspace import Chunk, LayerPath
 
+WORKSPACE = 256 << 20
+"""Most bytes of the masks of a block of prompt rows."""
+
 
 def history_blocks(
     path: LayerPath,
@@ -90,11 +93,40 @@ def chunk_attention(
         if ids is None:
             backend.prefill(q, part_k, part_v, start, first, part, part_lse)
         else:
-            keep = selected(ids, first, len(part_k))
-            backend.prefill_selected(q, part_k, part_v, start, first, keep, part, part_lse)
+            attend_selected(backend, q, part_k, part_v, start, first, ids, part, part_lse)
         if not chunk:
             merge(out, lse, part, part_lse)
     return out, lse
+
+
+def attend_selected(
+    backend: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: int,
+    first: int,
+    ids: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """``prefill_selected`` of as many rows at a time as their masks have room for.
+
+    A mask of a whole prompt over itself would grow with the square of its length.
+
+    Args:
+        q: ``[m, H, D]`` of positions ``start ..``.
+        k, v: ``[n, Hkv, D]`` of positions ``first ..``.
+        ids: int32 ``[m, K]`` all that each query sees.
+        out: fp32 ``[m, H, Dv]``.
+        lse: fp32 ``[m, H]``.
+    """
+    each = len(k) + 1 + 3 * 8 * ids.shape[1]  # a mask, and int64 places on the way to it
+    block = max(1, WORKSPACE // each)
+    for row in range(0, len(q), block):
+        at = slice(row, row + block)
+        keep = selected(ids[at], first, len(k))
+        backend.prefill_selected(q[at], k, v, start + row, first, keep, out[at], lse[at])
 
 
 def selected(ids: Tensor, first: int, count: int) -> Tensor:
@@ -143,7 +175,7 @@ class Prefill:
                 self._last_weights[path.view.layer] = weights
             queries = torch.zeros((requests, heads, dim), dtype=model.dtype, device=config.device)
             self._last_queries[path.view.layer] = queries
-        self._chunk_ids: dict[int, Tensor | None] = {}
+        self._chunk_ids: dict[tuple[int, int], Tensor | None] = {}  # by group and slot
         self._indexed: set[int] = set()
         cuda = config.device.type == "cuda"
         self._stream = torch.cuda.Stream(config.device) if cuda else None
@@ -176,7 +208,8 @@ class Prefill:
             result, _ = chunk_attention(path.backend, q, k, v, start, history, ids)
             self._store(path, chunk, *stored)
         else:
-            before = open_keys(path, slot, start, k.dtype) if path.algorithm else None
+            represents = path.algorithm is not None and not path.shares(index)
+            before = open_keys(path, slot, start, k.dtype) if represents else None
             result, lse = chunk_attention(path.backend, q, k, v, start, history)
             self._store(path, chunk, *stored)
             if before is not None:
@@ -195,18 +228,21 @@ class Prefill:
         A layer without an index of its own goes by the selection of the layer before it.
         """
         view, slot, start = path.view, chunk.slot, chunk.start
+        place = (path.lanes.index, slot)
         if path.shares(index):
-            return self._chunk_ids[slot]
+            if place not in self._chunk_ids:
+                raise path.nothing_to_share()
+            return self._chunk_ids[place]
         q, keys, weights = path.asked(q, k, index)
         no_lse = torch.empty((0, self.config.model.num_heads), device=q.device)
         path.algorithm.construct(view, slot, start, keys, q, no_lse)
         self._remember(view, slot, q, weights)
-        ids = None
+        ids = self._chunk_ids[place] = None  # frees what the layer before has selected
         if start + len(q) > view.group.select:
             shape = (len(q), view.group.select)
             ids = torch.empty(shape, dtype=torch.int32, device=q.device)
             path.algorithm.retrieve_prompt(view, slot, start, q, weights, ids)
-        self._chunk_ids[slot] = ids
+        self._chunk_ids[place] = ids
         return ids
 
     def _remember(self, view: LayerView, slot: int, q: Tensor, weights: Tensor | None) -> None:
@@ -215,6 +251,11 @@ class Prefill:
         if weights is not None:
             self._indexed.add(view.layer)
             self._last_weights[view.layer][slot] = weights[-1]
+
+    def copy(self, slot: int, twin: int) -> None:
+        """Let a fork start as warm as its request."""
+        for kept in (*self._last_queries.values(), *self._last_weights.values()):
+            kept[twin] = kept[slot]
 
     def settle(self, slot: int, since: int, length: int) -> None:
         """Call ``settle`` of every sparse layer with the history that it asks for."""

@@ -8,6 +8,8 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
+from topkv.config.layers import show_ranges
+from topkv.errors import RequestError
 from topkv.kv.rows import RowFormat
 from topkv.kv.step import StepUploader
 from topkv.types import GroupShape, Index, LayerView, ModelShape, Plan, StepTensors
@@ -25,6 +27,7 @@ class LaneBuffers:
         lengths: int32 ``[N]`` attended tokens.
         lse: fp32 ``[N, 1, heads_per_lane * G]``.
         packed: ``[B, Hkv, row]`` new rows, where the row format packs them; else None.
+        chosen: a layer of this forward has written ``ids``.
     """
 
     ids: Tensor
@@ -34,6 +37,7 @@ class LaneBuffers:
     lengths: Tensor
     lse: Tensor
     packed: Tensor | None
+    chosen: bool = False
 
     def __init__(
         self,
@@ -76,6 +80,7 @@ class LaneBuffers:
 
     def begin(self, uploader: StepUploader) -> None:
         """Narrow the buffers to the forward's rows, and point dense layers at their pages."""
+        self.chosen = False
         batch = self.step.batch
         if batch != self._batch:
             self._narrow(batch, uploader)
@@ -136,7 +141,7 @@ class LayerPath:
     @property
     def selects_prompts(self) -> bool:
         """Whether prompt chunks attend to a selection too."""
-        return hasattr(self.algorithm, "retrieve_prompt")
+        return getattr(self.algorithm, "retrieve_prompt", None) is not None
 
     def asked(
         self, q: Tensor, k: Tensor, index: Index | None
@@ -149,3 +154,11 @@ class LayerPath:
     def shares(self, index: Index | None) -> bool:
         """Whether the layer goes by the selection of the one before it."""
         return self.indexed and index is None
+
+    def nothing_to_share(self) -> RequestError:
+        """The layer has no index, and no layer before it has selected for its group."""
+        return RequestError(
+            f"layer {self.view.layer} was given no index, and no layer before it has selected in "
+            f"this forward for its group (layers {show_ranges(self.view.group.layers)}); hand "
+            "over its index, or put it into the group of the layer whose selection it shares"
+        )

@@ -14,7 +14,7 @@ from topkv.types import GroupShape, ModelShape
 
 READERS = ("algorithm", "backend")
 _TRUE = ("1", "true", "t", "yes", "y", "on")
-_MAX_SELECT = 2**15  # the plan packs two counts into 32 bits
+MAX_SELECT = 2**15  # the plan packs two counts into 32 bits
 _MAX_ID = 2**31
 
 
@@ -151,9 +151,9 @@ def geometry_reasons(
             f"tokens = {buffer // unit} units; raise buffer to {select * unit} or "
             f"lower budget {where}"
         )
-    if select >= _MAX_SELECT:
+    if select >= MAX_SELECT:
         reasons.append(
-            f"a selection must stay below {_MAX_SELECT} units, got {select}; "
+            f"a selection must stay below {MAX_SELECT} units, got {select}; "
             f"take a larger unit or lower budget {where}"
         )
     return reasons
