@@ -9,7 +9,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mutants import algorithms, backends, engines, index, lifecycle, plugins, transfers
+from tests.mutants import (
+    algorithms,
+    backends,
+    engines,
+    index,
+    latent,
+    lifecycle,
+    plugins,
+    transfers,
+)
 from topkv.testing.tiers import tier
 
 MUTANTS = [
@@ -17,6 +26,7 @@ MUTANTS = [
     *backends.MUTANTS,
     *engines.MUTANTS,
     *index.MUTANTS,
+    *latent.MUTANTS,
     *lifecycle.MUTANTS,
     *plugins.MUTANTS,
     *transfers.MUTANTS,

@@ -124,6 +124,12 @@ def test_a_tail_that_competes_takes_its_share_of_the_budget():
         make(unit=1, budget=8, buffer=7, ring_tokens=3, params={"tail": "selectable"})
 
 
+def test_a_tail_that_competes_does_not_widen_the_selection_beyond_what_plans_count():
+    sizes = {"budget": 2**15, "buffer": 2**15, "max_tokens": 2**15, "max_request_tokens": 2**15}
+    with pytest.raises(ConfigError, match="32768 units, and must stay below 32768"):
+        make(unit=1, ring_tokens=3, params={"tail": "selectable"}, **sizes)
+
+
 def test_observers_see_each_forward_once(caplog):
     coordinator = make()
     with caplog.at_level("DEBUG", logger="topkv"):

@@ -75,7 +75,7 @@ class LifecycleMutant:
                 self.run(tier(tier_name))
             except pytest.skip.Exception as skipped:
                 raise AssertionError(f"{self.name}: the run was skipped: {skipped}") from None
-            except (ConfigError, PluginError):
+            except (ConfigError, PluginError, TypeError):
                 raise  # the mutant does not run at all, so nothing has seen its bug
             except (Exception, pytest.fail.Exception) as failure:
                 told = str(failure).splitlines() or ["no message"]
@@ -134,16 +134,16 @@ def abort_forgets_high(self):
 _run = Prefill.run
 
 
-def construct_without_open_keys(self, path, chunk, q, k, v, out):
+def construct_without_open_keys(self, path, chunk, q, k, v, index, out):
     """A chunk that starts inside a unit hands over its own keys alone."""
     if path.algorithm is None:
-        return _run(self, path, chunk, q, k, v, out)
+        return _run(self, path, chunk, q, k, v, index, out)
 
     class Forgetful:
         def construct(self, layer, slot, start, keys, q, lse):
             path.algorithm.construct(layer, slot, start, keys[-len(k) :], q, lse)
 
-    return _run(self, evolve(path, algorithm=Forgetful()), chunk, q, k, v, out)
+    return _run(self, evolve(path, algorithm=Forgetful()), chunk, q, k, v, index, out)
 
 
 _restore = ZeroCopyTransfer.restore

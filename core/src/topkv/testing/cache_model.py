@@ -114,6 +114,7 @@ class RequestModel:
         model: heads and layers.
         groups: the group of each sparse layer.
         fast: a request that fits the buffer holds unit u in slot u.
+        selectable: the newest token competes; by default the tail unit is always attended.
 
     Attributes:
         k, v: ``[L, n, Hkv, D]`` on the CPU.
@@ -125,12 +126,18 @@ class RequestModel:
         lanes: the buffer of each (layer, lane head).
     """
 
-    def __init__(self, model: ModelShape, groups: Mapping[int, GroupShape], fast: bool) -> None:
+    def __init__(
+        self,
+        model: ModelShape,
+        groups: Mapping[int, GroupShape],
+        fast: bool,
+        selectable: bool = False,
+    ) -> None:
         empty = torch.zeros(
             model.num_layers, 0, model.num_kv_heads, model.head_dim, dtype=model.dtype
         )
         self.k, self.v = empty, empty
-        self.groups, self.fast = groups, fast
+        self.groups, self.fast, self.selectable = groups, fast, selectable
         self.high = self.prompt = self.turns = 0
         self.dirty, self.fresh = False, True
         self.lanes = {
@@ -211,17 +218,21 @@ class RequestModel:
         self.claim(0, self.length)
 
     def select(self, layer: int, head: int, ids: Sequence[int], length: int) -> list[int]:
-        """The closed units that a lane attends at ``length`` tokens; its buffer moves on."""
+        """The selectable units that a lane attends at ``length`` tokens; its buffer moves on."""
         group = self.groups[layer]
-        limit = max(0, (length - 1) // group.unit)
+        limit = length if self.selectable else max(0, (length - 1) // group.unit)
         if self.fits(group):
             return [unit for unit in dict.fromkeys(ids) if 0 <= unit < limit]
         return self.lanes[layer, head].select(ids, limit, self.ring_low(group))[0]
 
+    def planes(self, layer: int) -> Tensor:
+        """All tokens as both tiers store them, ``[planes, n, Hkv, D]``."""
+        return torch.stack([self.k[layer], self.v[layer]])
+
     def entries(self, layer: int, group: GroupShape, units: int) -> Tensor:
         """The first units as ``[units, lane_heads, *entry_shape]``; full units only."""
-        both = torch.stack([self.k[layer], self.v[layer]])[:, : units * group.unit]
-        split = both.unflatten(1, (units, group.unit))  # [2, units, unit, Hkv, D]
+        tokens = self.planes(layer)[:, : units * group.unit]
+        split = tokens.unflatten(1, (units, group.unit))  # [planes, units, unit, Hkv, D]
         heads = (group.lane_heads, group.heads_per_lane)
         entries: Tensor = split.permute(1, 3, 0, 2, 4).unflatten(1, heads)
         return entries

@@ -54,42 +54,8 @@ STEPS = {"cpu": 25, "interpret": 12, "gpu": 25}
 """Rules of one example."""
 
 
-class LifecycleMachine(Calls, Forwards, Checks, RuleBasedStateMachine):
+class Lives(Calls, Forwards, Checks, RuleBasedStateMachine):
     """Requests begin, prefill, decode, roll back, fork and end, in any order."""
-
-    @initialize(
-        layout=st.sampled_from(LAYOUTS),
-        scope=st.sampled_from(["kv_head", "shared"]),
-        unit=st.sampled_from([1, 2, 4]),
-        other=st.sampled_from([None, 1, 4]),
-        fast=st.booleans(),
-        buffer=st.sampled_from([12, 16, 24]),
-        page=st.sampled_from([4, 8]),
-        seed=st.integers(0, 9),
-    )
-    def start(
-        self, layout: str = "page_head", scope: str = "kv_head", unit: int = 4,
-        other: int | None = None, fast: bool = True, buffer: int = 24, page: int = 4,
-        seed: int = 0,
-    ) -> None:  # fmt: skip
-        """``other`` is the unit of the second sparse layer, in a group of its own."""
-        layers: dict[str, Any] = {"1": "resident", "2": "streamed"}
-        if other is not None:
-            layers["3"] = {"unit": other, "scope": "shared", "buffer": 16}
-        widest = max(unit, other or 1)
-        self.set_up(
-            seed,
-            fast,
-            host_layout=layout,
-            scope=scope,
-            unit=unit,
-            budget=12,
-            buffer=buffer,
-            page_tokens=page,
-            ring_tokens=2 * widest if widest > 1 else 3,
-            layers=layers,
-        )
-        self.begin_request()
 
     def teardown(self) -> None:
         if not hasattr(self, "coordinator"):
@@ -208,6 +174,44 @@ class LifecycleMachine(Calls, Forwards, Checks, RuleBasedStateMachine):
             self.check_lanes()
             self.check_tokens()
             self.check_poison()
+
+
+class LifecycleMachine(Lives):
+    """Grouped-query attention, and a selection of any ids at all."""
+
+    @initialize(
+        layout=st.sampled_from(LAYOUTS),
+        scope=st.sampled_from(["kv_head", "shared"]),
+        unit=st.sampled_from([1, 2, 4]),
+        other=st.sampled_from([None, 1, 4]),
+        fast=st.booleans(),
+        buffer=st.sampled_from([12, 16, 24]),
+        page=st.sampled_from([4, 8]),
+        seed=st.integers(0, 9),
+    )
+    def start(
+        self, layout: str = "page_head", scope: str = "kv_head", unit: int = 4,
+        other: int | None = None, fast: bool = True, buffer: int = 24, page: int = 4,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
+        """``other`` is the unit of the second sparse layer, in a group of its own."""
+        layers: dict[str, Any] = {"1": "resident", "2": "streamed"}
+        if other is not None:
+            layers["3"] = {"unit": other, "scope": "shared", "buffer": 16}
+        widest = max(unit, other or 1)
+        self.set_up(
+            seed,
+            fast,
+            host_layout=layout,
+            scope=scope,
+            unit=unit,
+            budget=12,
+            buffer=buffer,
+            page_tokens=page,
+            ring_tokens=2 * widest if widest > 1 else 3,
+            layers=layers,
+        )
+        self.begin_request()
 
 
 def lifecycle_machine(

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from topkv.kv.host_pool import POISON
 from topkv.kv.store import GroupStore
 from topkv.testing.cache_model import RequestModel
 from topkv.testing.machines.lifecycle_model import RESIDENT, STREAMED, Side
 from topkv.types import LayerView
+
+
+def poisoned(rows: Tensor) -> bool:
+    """Nothing has been written here since it was freed."""
+    return bool((rows.isnan() if rows.is_floating_point() else rows == POISON).all())
 
 
 class Checks(Side):
@@ -44,8 +51,7 @@ class Checks(Side):
             for layer in self.groups:
                 self._check_closed_units(slot, request, layer)
                 self._check_ring(slot, request, layer)
-                turns = self.coordinator.layers[layer].view.pools["turns"]
-                assert int(turns[slot]) == request.turns, "state that is keyed by slot"
+                self._check_state(slot, request, layer)
             for layer in (RESIDENT, STREAMED):
                 self._check_pages(slot, request, layer)
 
@@ -66,32 +72,43 @@ class Checks(Side):
         truth = request.entries(layer, group, count)
         assert torch.equal(store.entries[pages, view.index, :, within], truth), "host entries"
         hosts = pages * group.units_per_page + within
-        sums = view.pools["sums"][hosts.to(self.on.device)].cpu()
-        expected = request.k[layer][: count * group.unit].unflatten(0, (count, -1)).sum(1)
-        torch.testing.assert_close(sums, expected, rtol=1e-5, atol=1e-5)
+        self._check_representations(layer, request, hosts.to(self.on.device))
         rows = store.rows_of(slot)
         held = store.unit_slot[view.index, rows, :count].cpu().T  # [units, lane heads]
         unit, head = (held >= 0).nonzero(as_tuple=True)
         copies = store.buffer[view.index, rows].cpu()[head, held[unit, head].long()]
         assert torch.equal(copies, truth[unit, head]), "device copies"
 
+    def _check_representations(self, layer: int, request: RequestModel, hosts: Tensor) -> None:
+        """``hosts`` are the host ids of the closed units, in order."""
+        unit, count = self.groups[layer].unit, len(hosts)
+        sums = self.coordinator.layers[layer].view.pools["sums"][hosts].cpu()
+        expected = request.k[layer][: count * unit].unflatten(0, (count, -1)).sum(1)
+        torch.testing.assert_close(sums, expected, rtol=1e-5, atol=1e-5)
+
+    def _check_state(self, slot: int, request: RequestModel, layer: int) -> None:
+        """State that is keyed by slot."""
+        turns = self.coordinator.layers[layer].view.pools["turns"]
+        assert int(turns[slot]) == request.turns, "state that is keyed by slot"
+
     def _check_ring(self, slot: int, request: RequestModel, layer: int) -> None:
         group, length = self.groups[layer], request.length
         view, _ = self._place(layer)
-        ring = torch.stack([view.ring_k[slot], view.ring_v[slot]]).cpu()
+        ring = torch.stack([view.ring_k[slot], view.ring_v[slot]][: group.planes]).cpu()
+        rows = request.planes(layer)
         for unit in range(request.ring_low(group), -(-length // group.unit)):
             tokens = slice(unit * group.unit, min(length, (unit + 1) * group.unit))
             held = ring[:, :, unit % group.ring_slots, :, : tokens.stop - tokens.start]
-            truth = torch.stack([request.k[layer, tokens], request.v[layer, tokens]])
-            assert torch.equal(held.flatten(1, 2).transpose(1, 2), truth), f"ring, unit {unit}"
+            held = held.flatten(1, 2).transpose(1, 2)
+            assert torch.equal(held, rows[:, tokens]), f"ring, unit {unit}"
 
     def _check_pages(self, slot: int, request: RequestModel, layer: int) -> None:
         """Dense layers hold every token in their pages."""
         view, store = self._place(layer)
         pages = self.coordinator.tracker.pages[slot]
-        entries = store.entries[pages, view.index, 0, 0].cpu()  # [pages, Hkv, 2, tokens, D]
+        entries = store.entries[pages, view.index, 0, 0].cpu()  # [pages, Hkv, planes, tokens, D]
         tokens = entries.permute(2, 0, 3, 1, 4).flatten(1, 2)[:, : request.length]
-        assert torch.equal(tokens, torch.stack([request.k[layer], request.v[layer]]))
+        assert torch.equal(tokens, request.planes(layer)), "pages of a dense layer"
 
     def check_poison(self) -> None:
         """Nothing was written to a page or a slot after it was freed."""
@@ -99,13 +116,16 @@ class Checks(Side):
         self.seen_pages |= {page for pages in tracker.pages for page in pages}
         freed = [page for page in self.seen_pages if manager.host.references[page] == 0]
         for store, pools in zip(manager.stores, manager.representations, strict=True):
-            assert store.entries[freed].isnan().all(), "a freed page was written"
-            if "sums" in pools.pools:
-                sums = pools.pools["sums"].unflatten(1, (manager.num_pages, -1))
-                assert sums[:, freed].isnan().all(), "a freed page was represented"
+            assert poisoned(store.entries[freed]), "a freed page was written"
+            for spec in pools.specs:
+                if spec.grain != "request":
+                    pool = pools.pools[spec.name].unflatten(1, (manager.num_pages, -1))
+                    assert poisoned(pool[:, freed]), "a freed page was represented"
         for slot in self.used - set(self.live):
             for layer in self.groups:
                 view, store = self._place(layer)
                 rows = store.buffer[view.index, store.rows_of(slot)]
-                assert rows.isnan().all(), "the buffer of an ended request was written"
-                assert int(view.pools["turns"][slot]) == 0, "state outlived its request"
+                assert poisoned(rows), "the buffer of an ended request was written"
+                for spec in self.coordinator.layers[layer].algorithm.spec().representations:
+                    kept = spec.grain == "request" and view.pools[spec.name][slot].any()
+                    assert not kept, "state outlived its request"

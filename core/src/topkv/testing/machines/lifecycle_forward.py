@@ -14,12 +14,13 @@ from topkv.testing.machines.lifecycle_model import (
     HEADS,
     KV_HEADS,
     LAYERS,
-    MODEL,
     SPARSE,
     Forward,
+    Given,
     Side,
 )
 from topkv.testing.oracle import attention
+from topkv.types import Index
 
 
 class Forwards(Side):
@@ -33,7 +34,7 @@ class Forwards(Side):
         """
         slots = [slot for slot in todo.rows if slot >= 0]
         fresh = [slot for slot in slots if self.live[slot].fresh]
-        warm = self._ids(fresh, todo.widest)
+        warm = self._warm_ids(fresh, todo)
         if not self._begin(todo, warm):
             return None
         for slot in fresh:
@@ -63,16 +64,13 @@ class Forwards(Side):
         return True
 
     def _run(self, todo: Forward) -> list[Tensor]:
-        q, k, v = self._inputs(todo)
-        ids = self._ids(todo.rows, todo.widest, todo.alike)
+        given = self._inputs(todo)
+        ids = self._ids_of(todo, given)
         self._offer(ids)
         layers = LAYERS if todo.stop is None else todo.stop
         outs = []
         for layer in range(layers):
-            out = torch.full_like(q[layer], float("nan")).to(self.on.device)
-            q_in, k_in, v_in = (x[layer].to(self.on.device) for x in (q, k, v))
-            self.coordinator.attention(layer, q_in, k_in, v_in, out=out)
-            outs.append(out)
+            outs.append(self._attend(layer, todo, given))
             if layer in todo.ends:
                 self.coordinator.request_end(todo.ends[layer])
         self._offer({})
@@ -84,13 +82,23 @@ class Forwards(Side):
         else:
             self.coordinator.forward_abort()
         results = [out.cpu() for out in outs]
-        self._compare(todo, results, q, k, v, ids)
-        self._advance(todo, k, v)
+        self._compare(todo, results, given, ids)
+        self._advance(todo, *given.kept)
         for slot in todo.ends.values():
             self.forget(slot)
         return results
 
-    def _inputs(self, todo: Forward) -> tuple[Tensor, Tensor, Tensor]:
+    def _attend(self, layer: int, todo: Forward, given: Given) -> Tensor:
+        shape = (given.q.shape[1], HEADS, self.model.out_dim)
+        out = torch.full(shape, float("nan"), device=self.on.device)
+        q, k, v = (x[layer].to(self.on.device) for x in (given.q, given.k, given.v))
+        index = given.index[layer]
+        if index is not None:
+            index = Index(*(x.to(self.on.device) for x in (index.q, index.k, index.weights)))
+        self.coordinator.attention(layer, q, k, v, index, out)
+        return out
+
+    def _inputs(self, todo: Forward) -> Given:
         """Rows that nobody may read hold NaN."""
         q = self.random(LAYERS, todo.count, HEADS, DIM)
         k, v = (self.random(LAYERS, todo.count, KV_HEADS, DIM) for _ in range(2))
@@ -101,7 +109,15 @@ class Forwards(Side):
                 q[:, row] = float("nan")
             if row not in todo.appending:
                 k[:, row] = v[:, row] = float("nan")
-        return q, k, v
+        return Given(q, k, v, (k, v))
+
+    def _warm_ids(self, fresh: Sequence[int], todo: Forward) -> dict[int, Tensor]:
+        """What each sparse layer selects for the requests whose buffers are warmed."""
+        return self._ids(fresh, todo.widest)
+
+    def _ids_of(self, todo: Forward, given: Given) -> dict[int, Tensor]:
+        """What each sparse layer selects for the decode rows."""
+        return self._ids(todo.rows, todo.widest, todo.alike)
 
     def _ids(self, rows: Sequence[int], widest: int, alike: bool = False) -> dict[int, Tensor]:
         """What each sparse layer selects: any ids at all, ``[rows, lane heads, K]``."""
@@ -133,15 +149,15 @@ class Forwards(Side):
         for head in range(group.lane_heads):
             chosen = ids[layer][row, head].tolist()
             units = self.live[slot].select(layer, head, chosen, length)
-            for unit in [*units, (length - 1) // group.unit]:
+            tail = [] if self.live[slot].selectable else [(length - 1) // group.unit]
+            for unit in [*units, *tail]:
                 tokens = slice(unit * group.unit, (unit + 1) * group.unit)
                 mask[0, head * heads : (head + 1) * heads, tokens] = True
         return mask
 
     def _compare(
-        self, todo: Forward, outs: list[Tensor], q: Tensor, k: Tensor, v: Tensor,
-        ids: dict[int, Tensor],
-    ) -> None:  # fmt: skip
+        self, todo: Forward, outs: list[Tensor], given: Given, ids: dict[int, Tensor]
+    ) -> None:
         """Attention over the tokens that the model says are attended, in float64."""
         for layer, out in enumerate(outs):
             for row, slot in enumerate(todo.rows):
@@ -151,26 +167,37 @@ class Forwards(Side):
                 own = slice(row, row + (row in todo.appending))
                 length = self.live[slot].length + own.stop - own.start
                 mask = self._select(layer, row, slot, ids, length)
-                self._close_to_truth(
-                    layer, slot, out[row, None], q[layer, row, None], k, v, own, mask
-                )
+                self._close_to_truth(layer, slot, out, given, slice(row, row + 1), own, mask)
             first = len(todo.rows)
             for slot, tokens in todo.chunks:
                 own = slice(first, first + tokens)
                 start, first = self.live[slot].length, first + tokens
                 places = torch.arange(start + tokens)
                 mask = places[None] <= start + torch.arange(tokens)[:, None]
-                self._close_to_truth(layer, slot, out[own], q[layer, own], k, v, own, mask)
+                mask &= self._prompt_mask(layer, slot, given, own)
+                self._close_to_truth(layer, slot, out, given, own, own, mask)
+
+    def _prompt_mask(self, layer: int, slot: int, given: Given, own: slice) -> Tensor:
+        """Which tokens the rows ``own`` of a prompt select, broadcast to ``[rows, tokens]``."""
+        return torch.ones(1, 1, dtype=torch.bool)
 
     def _close_to_truth(
-        self, layer: int, slot: int, out: Tensor, q: Tensor, k: Tensor, v: Tensor, own: slice,
+        self, layer: int, slot: int, out: Tensor, given: Given, rows: slice, own: slice,
         mask: Tensor,
     ) -> None:  # fmt: skip
-        request = self.live[slot]
-        keys = torch.cat([request.k[layer], k[layer, own]])
-        values = torch.cat([request.v[layer], v[layer, own]])
-        expected, _ = attention(q, keys, values, MODEL.scale, mask)
-        torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+        """Compare ``rows``, which attend to their request and to the rows ``own`` that it gets."""
+        request, kept = self.live[slot], given.kept
+        both = (
+            torch.cat([x[layer], y[layer, own]])
+            for x, y in zip((request.k, request.v), kept, strict=True)
+        )
+        keys, values = self._attended(*both)
+        expected, _ = attention(given.q[layer, rows], keys, values, self.model.scale, mask)
+        torch.testing.assert_close(out[rows].double(), expected, rtol=1e-4, atol=1e-5)
+
+    def _attended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[n, Hkv, D]`` of what is kept of them."""
+        return k, v
 
     def _advance(self, todo: Forward, k: Tensor, v: Tensor) -> None:
         if todo.stop is not None:

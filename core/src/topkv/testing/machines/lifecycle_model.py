@@ -13,11 +13,12 @@ from torch import Tensor
 
 from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
+from topkv.entries import PluginEntry
 from topkv.plugins import PluginRegistry
 from topkv.testing.cache_model import PageModel, RequestModel
 from topkv.testing.doubles import Entries
 from topkv.testing.tiers import Tier, tier
-from topkv.types import GroupShape, ModelShape
+from topkv.types import GroupShape, Index, ModelShape
 
 HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 4, 4
 MODEL = ModelShape(LAYERS, HEADS, KV_HEADS, DIM, torch.float32, DIM**-0.5)
@@ -25,13 +26,17 @@ SPARSE, RESIDENT, STREAMED = (0, 3), 1, 2
 REQUESTS, MOST_TOKENS = 4, 48
 
 
-def doubles() -> PluginRegistry:
+def doubles(*further: PluginEntry) -> PluginRegistry:
     """A registry of the core's own plugins and the doubles, and of nothing that is installed."""
-    return PluginRegistry([("topkv-doubles", "1", Entries())])
+    return PluginRegistry([("topkv-doubles", "1", Entries(*further))])
 
 
 def make_coordinator(
-    on: Tier, transfer: str = "zero_copy", registry: PluginRegistry | None = None, **options: Any
+    on: Tier,
+    transfer: str = "zero_copy",
+    registry: PluginRegistry | None = None,
+    model: ModelShape = MODEL,
+    **options: Any,
 ) -> SparseCoordinator:
     """Two sparse layers around a resident and a streamed one, on doubles.
 
@@ -39,6 +44,7 @@ def make_coordinator(
         on: where it runs.
         transfer: name of the transfer engine.
         registry: where it is found; ``doubles()`` by default.
+        model: its geometry.
         options: of ``SparseConfig``, above those that stand here.
     """
     registry = registry or doubles()
@@ -60,7 +66,7 @@ def make_coordinator(
         "prefill_block_tokens": 8,
     }
     config = SparseConfig(**{**defaults, **options})
-    return SparseCoordinator(lower(config, MODEL, device=on.device, registry=registry), registry)
+    return SparseCoordinator(lower(config, model, device=on.device, registry=registry), registry)
 
 
 @frozen
@@ -96,11 +102,30 @@ class Forward:
         return len(self.rows) + sum(tokens for _, tokens in self.chunks)
 
 
+@frozen
+class Given:
+    """What the rows of a forward are given, on the CPU, layer by layer.
+
+    Attributes:
+        q: ``[L, rows, H, D]``.
+        k, v: ``[L, rows, Hkv, D]``.
+        kept: what ``RequestModel`` keeps of ``k`` and ``v``.
+        index: the index of each layer, None where it has none.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    kept: tuple[Tensor, Tensor]
+    index: Sequence[Index | None] = (None,) * LAYERS
+
+
 class Side:
     """Coordinator and model side by side.
 
     Attributes:
         on, transfer, registry: what runs.
+        model: geometry of the model.
         live: model of the request in each slot.
         pages: model of the pages.
     """
@@ -108,6 +133,7 @@ class Side:
     on: Tier = tier("cpu")
     transfer: str = "zero_copy"
     registry: PluginRegistry | None = None
+    model: ModelShape = MODEL
     coordinator: SparseCoordinator
     groups: dict[int, GroupShape]
     live: dict[int, RequestModel]
@@ -116,7 +142,9 @@ class Side:
 
     def set_up(self, seed: int, fast: bool, **options: Any) -> None:
         self.coordinator = make_coordinator(
-            self.on, self.transfer, self.registry, resident_fast_path=fast, **options
+            *(self.on, self.transfer, self.registry, self.model),
+            resident_fast_path=fast,
+            **options,
         )
         self.groups = {layer: self.coordinator.layers[layer].view.group for layer in SPARSE}
         config = self.coordinator.config
@@ -130,10 +158,13 @@ class Side:
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator)
 
+    def new_request(self) -> RequestModel:
+        return RequestModel(self.model, self.groups, self.fast)
+
     def begin_request(self) -> int:
         slot = self.coordinator.request_begin()
         assert slot not in self.live, "a slot was given away twice"
-        self.live[slot] = RequestModel(MODEL, self.groups, self.fast)
+        self.live[slot] = self.new_request()
         self.pages.held[slot] = []
         self.used.add(slot)
         return slot

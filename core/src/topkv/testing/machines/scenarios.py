@@ -11,11 +11,11 @@ from typing import Any
 
 from topkv.plugins import PluginRegistry
 from topkv.testing.delays import delayed_copies
-from topkv.testing.machines.lifecycle import LifecycleMachine, lifecycle_machine
+from topkv.testing.machines.lifecycle import Lives, lifecycle_machine
 from topkv.testing.machines.lifecycle_model import LAYERS, MOST_TOKENS, Forward
 from topkv.testing.tiers import Tier
 
-Scenario = Callable[[LifecycleMachine], None]
+Scenario = Callable[[Lives], None]
 
 
 def run_scenario(
@@ -23,15 +23,17 @@ def run_scenario(
     on: Tier,
     transfer: str = "zero_copy",
     registry: PluginRegistry | None = None,
+    make: Callable[..., type[Any]] = lifecycle_machine,
     **start: Any,
 ) -> None:
     """Run a scenario on a fresh machine.
 
     Args:
         on, transfer, registry: as for ``lifecycle_machine``.
-        start: of ``LifecycleMachine.start``.
+        make: the machine; ``lifecycle_machine`` or ``latent_machine``.
+        start: of the machine's ``start``.
     """
-    machine = lifecycle_machine(on, transfer, registry)()
+    machine = make(on, transfer, registry)()
     machine.start(**start)
     try:
         scenario(machine)
@@ -41,20 +43,20 @@ def run_scenario(
         machine.coordinator.close()
 
 
-def _decode(machine: LifecycleMachine, slot: int, steps: int) -> None:
+def _decode(machine: Lives, slot: int, steps: int) -> None:
     for _ in range(steps):
         machine.decode_alone(slot)
         machine.everything_is_in_place()
 
 
-def a_prompt_fills_up_the_unit_that_decode_began(machine: LifecycleMachine) -> None:
+def a_prompt_fills_up_the_unit_that_decode_began(machine: Lives) -> None:
     machine.prefill_alone(0, 4)
     _decode(machine, 0, 2)
     machine.prefill_alone(0, 6)
     _decode(machine, 0, 6)
 
 
-def a_long_request_rolls_back_and_goes_on(machine: LifecycleMachine) -> None:
+def a_long_request_rolls_back_and_goes_on(machine: Lives) -> None:
     """Behind its buffer, where the ring bound decides what is read from where."""
     machine.prefill_alone(0, 30)
     _decode(machine, 0, 5)
@@ -64,7 +66,7 @@ def a_long_request_rolls_back_and_goes_on(machine: LifecycleMachine) -> None:
         _decode(machine, 0, 4)
 
 
-def an_abort_at_the_edge_of_a_unit(machine: LifecycleMachine) -> None:
+def an_abort_at_the_edge_of_a_unit(machine: Lives) -> None:
     """The token that is dropped has recycled a ring slot of a request that keeps its length."""
     unit = machine.groups[0].unit
     machine.prefill_alone(0, 6 * unit)
@@ -77,7 +79,7 @@ def an_abort_at_the_edge_of_a_unit(machine: LifecycleMachine) -> None:
         _decode(machine, 0, 2 * unit)
 
 
-def twins_share_pages_and_part(machine: LifecycleMachine) -> None:
+def twins_share_pages_and_part(machine: Lives) -> None:
     """Fork inside a page, at the edge of one, and after a rollback into a shared one."""
     machine.prefill_alone(0, 5)
     _decode(machine, 0, 2)
@@ -94,7 +96,7 @@ def twins_share_pages_and_part(machine: LifecycleMachine) -> None:
         machine.forget(twin)
 
 
-def requests_take_turns_in_a_slot(machine: LifecycleMachine) -> None:
+def requests_take_turns_in_a_slot(machine: Lives) -> None:
     """What one request leaves behind, the next one must not see."""
     for tokens in (17, 2, 9):
         machine.prefill_alone(0, tokens)
@@ -105,7 +107,7 @@ def requests_take_turns_in_a_slot(machine: LifecycleMachine) -> None:
         assert machine.begin_request() == 0
 
 
-def the_last_page_goes_to_one_of_two(machine: LifecycleMachine) -> None:
+def the_last_page_goes_to_one_of_two(machine: Lives) -> None:
     """A forward that lacks one of two pages takes neither: one to grow, one to copy."""
     machine.prefill_alone(0, 3 * machine.pages.page_tokens)
     twin = machine.fork_request(0)
@@ -119,7 +121,7 @@ def the_last_page_goes_to_one_of_two(machine: LifecycleMachine) -> None:
     machine.decode_alone(twin)
 
 
-def a_request_ends_while_others_decode(machine: LifecycleMachine) -> None:
+def a_request_ends_while_others_decode(machine: Lives) -> None:
     """After the first layer, in the step that fills its unit."""
     unit = machine.groups[0].unit
     other = machine.begin_request()
@@ -132,7 +134,21 @@ def a_request_ends_while_others_decode(machine: LifecycleMachine) -> None:
         machine.prefill_alone(0, unit - 1)
 
 
-def copies_come_late(machine: LifecycleMachine) -> None:
+def a_prompt_comes_in_chunks_beside_decode(machine: Lives) -> None:
+    """Equal chunks; another request decodes meanwhile, then two, one of which only looks."""
+    other = machine.begin_request()
+    machine.prefill_alone(other, 9)
+    for _ in range(3):
+        machine.forward(Forward(rows=[-1, other], chunks=[(0, 6)]))
+        machine.everything_is_in_place()
+    third, fourth = machine.begin_request(), machine.begin_request()
+    chunks = [(third, 5), (fourth, 7)]
+    machine.forward(Forward(rows=[0, -1, other], append=[False, False, True], chunks=chunks))
+    machine.everything_is_in_place()
+    machine.forward(Forward(rows=[fourth, 0, third, other]))
+
+
+def copies_come_late(machine: Lives) -> None:
     """Prompts and decode on a GPU whose side streams lag; see ``delayed_copies``."""
     _lives(machine)
     with delayed_copies() as delays:
@@ -140,7 +156,7 @@ def copies_come_late(machine: LifecycleMachine) -> None:
     assert delays.count, "nothing was delayed: the engine's copies are on no side stream"
 
 
-def _lives(machine: LifecycleMachine) -> None:
+def _lives(machine: Lives) -> None:
     """Nothing between the forwards waits for the device; the checks come at the end."""
     for tokens in (17, 8):
         machine.prefill_alone(0, tokens)
@@ -160,5 +176,6 @@ SCENARIOS: tuple[Scenario, ...] = (
     requests_take_turns_in_a_slot,
     the_last_page_goes_to_one_of_two,
     a_request_ends_while_others_decode,
+    a_prompt_comes_in_chunks_beside_decode,
 )
 """Those that run on every tier."""

@@ -1,0 +1,35 @@
+"""Whole lives of requests with latent rows and an indexer, on every tier."""
+
+from __future__ import annotations
+
+import pytest
+
+from topkv.testing.machines.latent import latent_machine, run_latent
+from topkv.testing.machines.scenarios import SCENARIOS, run_scenario
+from topkv.testing.tiers import all_tiers
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(each, id=each.name, marks=[pytest.mark.gpu] * (each.name == "gpu"))
+        for each in all_tiers()
+    ]
+)
+def on(request):
+    """Each tier that this machine has."""
+    if request.param.missing:
+        pytest.skip(f"tier {request.param.name!r}: {request.param.missing}")
+    return request.param
+
+
+def test_lives(on):
+    run_latent(on)
+
+
+@pytest.mark.parametrize("kv_format", ["model", "fp8"])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_scenario(scenario, kv_format, on):
+    if on.name == "interpret" and kv_format == "fp8":
+        pytest.skip("wide rows are slow there, and the kernels see them in test_latent")
+    fast = kv_format == "model"
+    run_scenario(scenario, on, make=latent_machine, kv_format=kv_format, fast=fast)
