@@ -11,12 +11,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from attrs import evolve
 from torch import Tensor
 
-from topkv.config import LoweredConfig, LoweredGroup
-from topkv.config.negotiation import MAX_SELECT
-from topkv.errors import ConfigError, RequestError
+from topkv.assembly import (
+    check_prompts,
+    goes_by_index,
+    make_algorithm,
+    make_backend,
+    with_tail_rules,
+)
+from topkv.config import LoweredConfig
+from topkv.errors import RequestError
 from topkv.kv.manager import SparseKVCacheManager
 from topkv.kv.rows import row_format
 from topkv.lifecycle import RequestCalls
@@ -24,62 +29,8 @@ from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
 from topkv.prefill import Prefill
 from topkv.report import MemoryReport, TransferReport, memory_report, transfer_report
-from topkv.types import AlgorithmSpec, Index
+from topkv.types import Index
 from topkv.workspace import Chunk, LaneBuffers, LayerPath
-
-
-def _make_algorithm(registry: PluginRegistry, config: LoweredConfig, group: LoweredGroup) -> Any:
-    if group.algorithm is None:
-        return None
-    params = dict(group.params)
-    what = (config.model, group.shape, params, config.impl, config.device)
-    return registry.create("algorithm", group.algorithm, *what)
-
-
-def _make_backend(registry: PluginRegistry, config: LoweredConfig, group: LoweredGroup) -> Any:
-    what = (config.model, group.shape, config.impl, config.device, config.max_requests)
-    return registry.create("backend", config.backend, *what)
-
-
-def _goes_by_index(registry: PluginRegistry, name: str | None) -> bool:
-    entry = registry.get("algorithm", name).entry if name else None
-    return entry is not None and entry.capabilities.needs_index
-
-
-def _check_prompts(algorithm: Any, backend: Any, config: LoweredConfig) -> None:
-    """An algorithm that selects for prompts needs a backend that can attend to a selection."""
-    if (
-        getattr(algorithm, "retrieve_prompt", None) is not None
-        and getattr(backend, "prefill_selected", None) is None
-    ):
-        reason = (
-            "the algorithm selects for the rows of a prompt too (retrieve_prompt), and backend "
-            f"{config.backend} has no prefill_selected; choose another backend"
-        )
-        raise ConfigError("the configuration is refused; nothing was allocated", [reason])
-
-
-def _with_tail_rules(
-    config: LoweredConfig, specs: Sequence[AlgorithmSpec | None]
-) -> LoweredConfig:
-    """Give the tail's share of the budget back where the algorithm lets the tail compete."""
-    groups = []
-    for group, spec in zip(config.groups, specs, strict=True):
-        if spec and spec.tail == "selectable":
-            select = min(group.budget // group.shape.unit, group.shape.max_units)
-            wide = f"{group.algorithm} lets the newest token compete, so a selection has {select} "
-            if select > group.shape.buffer_slots:
-                reason = (
-                    f"{wide}units and the buffer holds {group.shape.buffer_slots}; "
-                    f"raise buffer to at least {select * group.shape.unit} tokens or lower budget"
-                )
-                raise ConfigError("the configuration is refused; nothing was allocated", [reason])
-            if select >= MAX_SELECT:
-                reason = f"{wide}units, and must stay below {MAX_SELECT}; lower budget"
-                raise ConfigError("the configuration is refused; nothing was allocated", [reason])
-            group = evolve(group, shape=evolve(group.shape, select=select))
-        groups.append(group)
-    return evolve(config, groups=tuple(groups))
 
 
 class SparseCoordinator(RequestCalls):
@@ -97,16 +48,16 @@ class SparseCoordinator(RequestCalls):
     def __init__(self, config: LoweredConfig, registry: PluginRegistry | None = None) -> None:
         registry = registry or default_registry()
         self.model, self.config = config.model, config
-        algorithms = [_make_algorithm(registry, config, group) for group in config.groups]
+        algorithms = [make_algorithm(registry, config, group) for group in config.groups]
         specs = [algorithm.spec() if algorithm else None for algorithm in algorithms]
         lowered = config.groups
-        self.config = config = _with_tail_rules(config, specs)
+        self.config = config = with_tail_rules(config, specs)
         for index, group in enumerate(config.groups):
             if group is not lowered[index]:  # it was told of another width
-                algorithms[index] = _make_algorithm(registry, config, group)
-        backends = [_make_backend(registry, config, group) for group in config.groups]
+                algorithms[index] = make_algorithm(registry, config, group)
+        backends = [make_backend(registry, config, group) for group in config.groups]
         for algorithm, backend in zip(algorithms, backends, strict=True):
-            _check_prompts(algorithm, backend, config)
+            check_prompts(algorithm, backend, config)
         self.manager = SparseKVCacheManager(config, specs)
         self.tracker = self.manager.tracker
         self.step = self.manager.uploader.step
@@ -125,7 +76,7 @@ class SparseCoordinator(RequestCalls):
             spec = specs[index]
             tail = spec is not None and spec.tail == "forced"
             rows = row_format(self.model, config.kv_format, config.impl)
-            indexed = _goes_by_index(registry, config.groups[index].algorithm)
+            indexed = goes_by_index(registry, config.groups[index].algorithm)
             lanes = LaneBuffers(
                 *(self.model, store.group, self.step, config.max_requests, config.device),
                 index=index,
