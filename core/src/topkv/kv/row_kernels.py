@@ -57,8 +57,8 @@ def encode_kernel(
     x = tl.load(p_rows + row[:, None] * s_row + j, live, other=0.0).to(tl.float32)
     amax = tl.max(tl.abs(x), 1)
     scale = power_above(tl.maximum(tl.div_rn(amax, amax * 0 + 448.0), 1e-4))
-    # A power of two: dividing by it is exact, as long as nothing becomes subnormal.
-    code = x / scale[:, None]
+    # A plain division may be approximate on a GPU.
+    code = tl.div_rn(x, scale[:, None] + tl.zeros_like(x))
     code = tl.minimum(tl.maximum(code, -448.0), 448.0)
     p_row = p_out + row[:, None] * s_out
     tl.store(p_row + j, e4m3_bits(code), live)
