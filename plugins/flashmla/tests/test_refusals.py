@@ -15,9 +15,9 @@ MODEL = ModelShape(1, 128, 1, 576, torch.bfloat16, 576**-0.5, "mla", 512)
 GROUP = GroupShape(*((0,), 1, 1, 1, 656, torch.uint8, 64, 2, 256, 64, 128, 32), planes=1)
 
 
-def reasons(model=MODEL, impl="triton"):
+def reasons(model=MODEL, impl="triton", group=GROUP):
     with pytest.raises(CapabilityError) as caught:
-        FlashMLA(model, GROUP, impl, torch.device("cpu"), 2)
+        FlashMLA(model, group, impl, torch.device("cpu"), 2)
     return "\n".join(caught.value.reasons)
 
 
@@ -34,3 +34,8 @@ def test_a_missing_library_is_named_with_what_was_tried():
     assert "pip install" in said
     for module in providers.MODULES:
         assert module in said
+
+
+def test_a_buffer_beyond_int32_indices_is_refused():
+    assert "int32 indices" in reasons(group=evolve(GROUP, max_requests=2**16, buffer_slots=2**15))
+    assert "int32 indices" not in reasons()
