@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from topkv.cli.group import topkv as command
 from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
+from topkv.errors import ConfigError
 from topkv.matrix import matrix
 from topkv.plugins import registry
 from topkv.testing.oracle import attention
@@ -159,6 +160,30 @@ def test_every_pair_has_an_answer():
     assert pairs == {(a, b) for a in names["algorithm"] for b in names["backend"]}
     assert all(bool(cell.reasons) == (cell.state == "refused") for cell in CELLS)
     assert any(cell.state == "supported" for cell in CELLS)
+
+
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.state != "untested"], ids=str)
+def test_lowering_answers_as_the_matrix(cell):
+    """Entries are read in two places: without torch for people, with a model for a coordinator."""
+    config = SparseConfig(
+        algorithm=cell.algorithm,
+        params=PARAMS.get(cell.algorithm),
+        backend=cell.backend,
+        unit=cell.unit,
+        scope=cell.scope,
+        budget=5 * max(cell.unit, 4),
+        page_tokens=64,
+        ring_tokens=128,
+        max_tokens=1024,
+        dense_layers=[],
+    )
+    device = torch.device("cuda")  # nothing is allocated, and every plugin has kernels
+    try:
+        lower(config, model_of(cell), device=device, registry=registry())
+        reasons = []
+    except ConfigError as error:
+        reasons = error.reasons
+    assert bool(reasons) == bool(cell.reasons), reasons
 
 
 def test_the_page_of_the_docs_is_the_matrix():
