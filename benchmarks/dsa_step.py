@@ -3,9 +3,10 @@
     python benchmarks/dsa_step.py --out benchmarks/results/dsa_step.jsonl
 
 Geometry of V3.2: 128 heads, rows of 512 + 64, an indexer of 64 heads x 128, 2048 of 131072 tokens,
-a buffer of 4096 fp8 rows a request. Random rows; index queries drift so that some 85 % of the
-selection stays in the buffer. A layer step is append, index keys, scores, top-k, plan, load and
-attention; the projections of the model are not part of it. Bytes are those of all layers.
+a buffer of 4096 fp8 rows a request. Random rows; index queries drift from step to step, and
+``hit_rate`` says how much of the selection was in the buffer. A layer step is append, index keys,
+scores, top-k, plan, load and attention; the projections of the model are not part of it. Bytes
+are those of all layers.
 """
 
 from __future__ import annotations
