@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from attrs import define
 
+CLOCK_HZ = 2_000_000_000
+"""No less than the clock of the multiprocessors of any GPU that this runs on."""
+
 
 @define
 class Delays:
@@ -18,7 +21,7 @@ class Delays:
 
 
 @contextmanager
-def delayed_copies(cycles: int = 200_000_000) -> Iterator[Delays]:
+def delayed_copies(seconds: float = 0.1) -> Iterator[Delays]:
     """Put a pause in front of whatever is queued under ``torch.cuda.stream(side_stream)``.
 
     Every copy on the offload stream then ends long after the call that queued it; who reads its
@@ -27,12 +30,13 @@ def delayed_copies(cycles: int = 200_000_000) -> Iterator[Delays]:
     allocates pinned memory, both of which wait for the whole device and hide what is missing.
 
     Args:
-        cycles: clock cycles of each pause; 200 million are about 0.1 s.
+        seconds: least length of each pause.
 
     Yields:
         The number of pauses so far.
     """
     delays = Delays()
+    cycles = int(seconds * CLOCK_HZ)
     context: Any = torch.cuda.StreamContext
     enter = context.__enter__
 

@@ -6,6 +6,7 @@ each call everything is in place.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -149,9 +150,16 @@ def a_prompt_comes_in_chunks_beside_decode(machine: Lives) -> None:
 
 
 def copies_come_late(machine: Lives) -> None:
-    """Prompts and decode on a GPU whose side streams lag; see ``delayed_copies``."""
+    """Prompts and decode on a GPU whose side streams lag; see ``delayed_copies``.
+
+    Each pause lasts longer than all of it has taken without one, so that nothing is copied in time
+    by luck where the host is busy and slow.
+    """
     _lives(machine)
-    with delayed_copies() as delays:
+    started = time.perf_counter()
+    _lives(machine)
+    taken = time.perf_counter() - started
+    with delayed_copies(max(0.1, 2 * taken)) as delays:
         _lives(machine)
     assert delays.count, "nothing was delayed: the engine's copies are on no side stream"
 
