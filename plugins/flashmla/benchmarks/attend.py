@@ -1,9 +1,14 @@
-"""FlashMLA through topkv beside the bare library call, 2048 scattered rows a lane.
+"""FlashMLA through topkv beside the bare library call, 2048 tokens a lane.
 
     python plugins/flashmla/benchmarks/attend.py --out flashmla.jsonl
 
-Each cell replays CUDA graphs of ``CALLS`` calls on scattered lanes. ``library_us`` gets indices
-that are ready; ``us`` is ``attend``, which makes them from the page table and writes the output.
+Each cell replays CUDA graphs of ``CALLS`` calls; ``us`` is ``attend``, which copies the output.
+
+* ``"layers": "sparse"``: scattered rows. ``library_us`` gets indices that are ready; ``attend``
+  makes them from the page table.
+* ``"layers": "resident"``: pages of 64 rows, those of a lane side by side, by the dense decode.
+  ``library_us`` has a fresh holder of metadata in each call, as ``attend`` has: its schedule
+  belongs to the lengths. ``listed_us`` is the bare sparse kernel over indices of the same tokens.
 """
 
 from __future__ import annotations
@@ -12,19 +17,50 @@ import argparse
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from topkv.kv.rows import encode_fp8
 from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, ModelShape
-from topkv_flashmla.backend import LATENT, FlashMLA
+from topkv_flashmla.backend import FlashMLA
+from topkv_flashmla.support import LATENT, PAGE
 
 CALLS, REPEATS, SELECT, SLOTS = 8, 9, 2048, 4096
 
 
+def model_of(heads: int) -> ModelShape:
+    return ModelShape(1, heads, 1, 576, torch.bfloat16, 576**-0.5, "mla", 512)
+
+
+def cell(
+    backend: FlashMLA, layers: str, kv_format: str, inputs: tuple[Any, ...], library: Any
+) -> dict[str, object]:
+    """Time ``attend`` on ``(q, rows, table, lengths)`` and the library on the same."""
+    q, rows, table, lengths = inputs
+    batch, _, heads, _ = q.shape
+    out = q.new_empty(batch, 1, heads, 512)
+    lse = torch.empty(batch, 1, heads, device=q.device)
+    attend = partial(backend.attend, q, rows, rows, table, lengths, out, lse)
+    bare = graph_us(*[library] * CALLS, repeats=REPEATS)
+    ours = graph_us(*[attend] * CALLS, repeats=REPEATS)
+    flops = 2 * heads * SELECT * (576 + 512) * batch
+    return {
+        "layers": layers,
+        "batch": batch,
+        "heads": heads,
+        "kv_format": kv_format,
+        "us": round(ours, 2),
+        "library_us": round(bare, 2),
+        "ratio": round(ours / bare, 3),
+        "tflops": round(flops / ours / 1e6, 1),
+        "provider": backend.provider.name,
+    }
+
+
 def measure(batch: int, heads: int, kv_format: str) -> dict[str, object]:
-    model = ModelShape(1, heads, 1, 576, torch.bfloat16, 576**-0.5, "mla", 512)
+    model = model_of(heads)
     fp8 = kv_format == "fp8"
     dim, dtype = (656, torch.uint8) if fp8 else (576, torch.bfloat16)
     group = GroupShape(
@@ -39,8 +75,6 @@ def measure(batch: int, heads: int, kv_format: str) -> dict[str, object]:
         table[lane] = torch.randperm(group.slots, device=device)[:SELECT] + lane * group.slots
     lengths = torch.full((batch,), SELECT, dtype=torch.int32, device=device)
     q = torch.randn(batch, 1, heads, 576, device=device, dtype=torch.bfloat16)
-    out, lse = q.new_empty(batch, 1, heads, 512), torch.empty(batch, 1, heads, device=device)
-    calls = [partial(backend.attend, q, rows, rows, table, lengths, out, lse)] * CALLS
     flat = rows.view(-1, 1, dim)
     indices, options = table[:, None].contiguous(), backend.provider.options
     if fp8:
@@ -55,19 +89,41 @@ def measure(batch: int, heads: int, kv_format: str) -> dict[str, object]:
         )
     else:
         library = partial(backend.provider.sparse, q[:, 0], flat, indices, model.scale, **options)
-    bare = graph_us(*[library] * CALLS, repeats=REPEATS)
-    ours = graph_us(*calls, repeats=REPEATS)
-    flops = 2 * heads * SELECT * (576 + 512) * batch
-    return {
-        "batch": batch,
-        "heads": heads,
-        "kv_format": kv_format,
-        "us": round(ours, 2),
-        "library_us": round(bare, 2),
-        "ratio": round(ours / bare, 3),
-        "tflops": round(flops / ours / 1e6, 1),
-        "provider": backend.provider.name,
-    }
+    return cell(backend, "sparse", kv_format, (q, rows, table, lengths), library)
+
+
+def measure_pages(batch: int, heads: int) -> dict[str, object]:
+    """Resident layers; the page table is as wide as requests of 131072 tokens make it."""
+    model, device = model_of(heads), torch.device("cuda")
+    group = GroupShape(
+        *((0,), PAGE, 1, 1, 576, torch.bfloat16, PAGE, batch, 131072 // PAGE, 0, 0, 0),
+        residency="resident",
+        planes=1,
+    )
+    backend = FlashMLA(model, group, "triton", device, batch)
+    used = SELECT // PAGE
+    rows = torch.randn(1 + batch * used, 1, PAGE, 576, device=device, dtype=torch.bfloat16)
+    table = torch.zeros(batch, group.max_units, dtype=torch.int32, device=device)
+    pages = torch.arange(1, 1 + batch * used, dtype=torch.int32, device=device)
+    table[:, :used] = pages.view(batch, used)
+    lengths = torch.full((batch,), SELECT, dtype=torch.int32, device=device)
+    q = torch.randn(batch, 1, heads, 576, device=device, dtype=torch.bfloat16)
+    provider = backend.provider
+
+    def library() -> object:
+        return provider.decode(
+            *(q, rows.transpose(1, 2), table, lengths, LATENT, provider.new_metadata()),
+            softmax_scale=model.scale,
+            is_fp8_kvcache=False,
+            **provider.options,
+        )
+
+    tokens = torch.arange(PAGE, PAGE + batch * SELECT, dtype=torch.int32, device=device)
+    indices, flat = tokens.view(batch, 1, SELECT), rows.view(-1, 1, 576)
+    listed = partial(provider.sparse, q[:, 0], flat, indices, model.scale, **provider.options)
+    found = cell(backend, "resident", "model", (q, rows, table, lengths), library)
+    found["listed_us"] = round(graph_us(*[listed] * CALLS, repeats=REPEATS), 2)
+    return found
 
 
 def main() -> None:
@@ -81,6 +137,10 @@ def main() -> None:
             for batch in (1, 16, 64, 128):
                 cells.append(measure(batch, heads, kv_format))
                 print(cells[-1], flush=True)
+    for heads in (128, 64):
+        for batch in (1, 16, 64, 128):
+            cells.append(measure_pages(batch, heads))
+            print(cells[-1], flush=True)
     if options.out:
         options.out.write_text("".join(json.dumps(cell) + "\n" for cell in cells))
 

@@ -1,7 +1,8 @@
 """The backend: latent attention by FlashMLA's kernels, in place over the rows of a buffer.
 
 Decode over fp8 rows is the library's sparse decode, over bfloat16 rows its sparse prefill kernel
-with one query a lane. Prompts go through that kernel too: a causal chunk is a selection as well.
+with one query a lane; layers that attend to whole pages of bfloat16 rows take its dense decode.
+Prompts go through the sparse prefill kernel too: a causal chunk is a selection as well.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from topkv.errors import CapabilityError
 from topkv.ops.page_table import adapt_page_table
 from topkv.types import GroupShape, LayerView, ModelShape, Plan
 from topkv_flashmla import kernels, providers, reference
+from topkv_flashmla.support import DIM, LATENT, attends_by_pages, refusals
 
-LATENT, DIM = 512, 576
 DECODE_MULTIPLE, SPARSE_MULTIPLE = 64, 128
 """Widths of indices that the two kernels take are multiples of these."""
 
@@ -51,7 +52,7 @@ class FlashMLA:
         device: torch.device,
         max_batch: int,
     ) -> None:
-        reasons = _refusals(model, group, impl, device)
+        reasons = refusals(model, group, impl, device)
         provider, tried = providers.find()
         if provider is None:
             reasons.append(
@@ -61,16 +62,23 @@ class FlashMLA:
         if reasons or provider is None:
             raise CapabilityError(f"flashmla cannot serve layers {list(group.layers)}", reasons)
         self.model, self.group, self.provider = model, group, provider
+        self.max_batch = max_batch
         self.fp8 = group.dtype is torch.uint8
         self.heads = 64 if model.num_heads <= 64 else 128
+        self.by_pages = attends_by_pages(group)
+        if not self.by_pages:
+            self._make_workspace(device)
+
+    def _make_workspace(self, device: torch.device) -> None:
+        """Indices and padded queries of the sparse kernels."""
+        group, max_batch = self.group, self.max_batch
         sparse = group.residency == "sparse"
         tokens = (group.select + 1) * group.unit if sparse else group.max_units * group.unit
         self.multiple = DECODE_MULTIPLE if self.fp8 else SPARSE_MULTIPLE
         most = -(-tokens // self.multiple) * self.multiple
         self.indices = torch.full((max_batch * most,), -1, dtype=torch.int32, device=device)
-        self.max_batch = max_batch
         self.queries = torch.zeros(
-            (max_batch, 1, self.heads, DIM), dtype=model.dtype, device=device
+            (max_batch, 1, self.heads, DIM), dtype=self.model.dtype, device=device
         )
         self._metadata: dict[int, Any] = {}
 
@@ -101,9 +109,52 @@ class FlashMLA:
             return
         if lanes > self.max_batch:
             raise ValueError(
-                f"flashmla: {lanes} lanes, and the workspace holds {self.max_batch}; "
+                f"flashmla: {lanes} lanes, and it was made for {self.max_batch}; "
                 "raise max_requests"
             )
+        if self.by_pages:
+            result, log = self._attend_pages(q, k, table, lengths)
+        else:
+            result, log = self._attend_listed(q, k, table, lengths)
+        kernels.finish_kernel[(lanes, triton.cdiv(heads, BLOCK_HEADS))](
+            *(result, log, lengths, out, lse, heads),
+            *(result.stride(0), result.stride(2), *log.stride()),
+            *(out.stride(0), out.stride(2)),
+            BLOCK_H=BLOCK_HEADS,
+            DIM=LATENT,
+            num_warps=4,
+        )
+
+    def _attend_pages(
+        self, q: Tensor, k: Tensor, table: Tensor, lengths: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Dense decode over ``[pages, 1, 64, 576]``; any number of heads, none are padded.
+
+        The library schedules its splits by the values of ``lengths``. The holder is therefore
+        empty in each call: the kernel that fills it runs, or is captured, with the call, and a
+        replay schedules anew. Of an empty lane it loads the page in the first column and uses
+        nothing of it; what it writes there, 0 and +inf, ``finish_kernel`` replaces.
+
+        Returns:
+            ``[lanes, 1, heads, 512]`` and fp32 ``[lanes, heads]``.
+        """
+        result, log = self.provider.decode(
+            *(q, k.transpose(1, 2), table, lengths, LATENT, self.provider.new_metadata()),
+            softmax_scale=self.model.scale,
+            is_fp8_kvcache=False,
+            **self.provider.options,
+        )
+        return result, log[:, :, 0]
+
+    def _attend_listed(
+        self, q: Tensor, k: Tensor, table: Tensor, lengths: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The sparse kernels over rows ``[slots, 1, unit, row]``, by the index of each token.
+
+        Returns:
+            ``[lanes, 1, heads, 512]`` and fp32 ``[lanes, heads]``, of padded heads.
+        """
+        lanes, heads = q.shape[0], q.shape[2]
         width = -(-table.shape[1] * k.shape[2] // self.multiple) * self.multiple
         indices = self.indices[: lanes * width].view(lanes, 1, width)
         kernels.indices_kernel[(lanes, triton.cdiv(width, BLOCK))](
@@ -117,20 +168,11 @@ class FlashMLA:
         rows = k.transpose(1, 2).reshape(-1, 1, k.shape[3])
         if self.fp8:
             result, log = self._decode(q, rows, indices)
-            log = log[:, :, 0]
-        else:
-            result, _, log = self.provider.sparse(
-                q[:, 0], rows, indices, self.model.scale, **self.provider.options
-            )
-            result = result[:, None]
-        kernels.finish_kernel[(lanes, triton.cdiv(heads, BLOCK_HEADS))](
-            *(result, log, lengths, out, lse, heads),
-            *(result.stride(0), result.stride(2), *log.stride()[:2]),
-            *(out.stride(0), out.stride(2)),
-            BLOCK_H=BLOCK_HEADS,
-            DIM=LATENT,
-            num_warps=4,
+            return result, log[:, :, 0]
+        result, _, log = self.provider.sparse(
+            q[:, 0], rows, indices, self.model.scale, **self.provider.options
         )
+        return result[:, None], log
 
     def _decode(self, q: Tensor, rows: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Sparse decode over fp8 rows ``[tokens, 1, 656]``; they are one page of any size.
@@ -197,34 +239,3 @@ class FlashMLA:
                 queries.contiguous(), k.contiguous(), indices, scale, **self.provider.options
             )
             out[part], lse[part] = reference.finish(result, log, seen.sum(1), heads)
-
-
-def _refusals(model: ModelShape, group: GroupShape, impl: str, device: torch.device) -> list[str]:
-    reasons = []
-    if (model.attention, model.head_dim, model.out_dim) != ("mla", DIM, LATENT):
-        reasons.append(
-            f"it takes latent attention with rows of 512 + 64 elements, got {model.attention} "
-            f"with head_dim {model.head_dim} and values of {model.out_dim}; use another backend"
-        )
-    if model.num_heads > 128:
-        reasons.append(f"it takes at most 128 query heads, got {model.num_heads}")
-    if model.dtype is not torch.bfloat16:
-        reasons.append(f"it takes bfloat16 queries, got {model.dtype}; load the model in that")
-    if impl != "triton":
-        reasons.append(f"impl must be 'triton', got {impl!r}: the library has no reference")
-    device = torch.device(device)
-    if device.type != "cuda":
-        reasons.append(f"it needs a CUDA device, got {device}; use another backend")
-    elif torch.cuda.get_device_capability(device)[0] != 9:
-        reasons.append(
-            "its kernels of latent rows are for Hopper, got capability "
-            f"{torch.cuda.get_device_capability(device)}; use another backend"
-        )
-    if group.rows * group.slots * group.unit >= 2**31:
-        reasons.append(
-            f"buffer: {group.rows} rows x {group.slots} slots x {group.unit} tokens exceed the "
-            "library's int32 indices; lower max_requests or buffer"
-        )
-    if group.lane_heads != 1:
-        reasons.append(f"all heads share a selection, got {group.lane_heads} lanes a request")
-    return reasons

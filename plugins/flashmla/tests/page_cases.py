@@ -1,0 +1,101 @@
+"""Lanes over scattered pages of latent rows, and what attention over them must give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from topkv.testing.oracle import attention
+from topkv.testing.tolerance import assert_as_good
+from topkv.types import GroupShape, ModelShape
+
+PAGE, DIM, LATENT = 64, 576, 512
+SCALE = 0.75 * DIM**-0.5
+"""Not the library's default, so that a scale that is not handed on is noticed."""
+
+
+def shapes(
+    heads: int, lanes: int, residency: str = "resident", page: int = PAGE, fp8: bool = False
+) -> tuple[ModelShape, GroupShape]:
+    """A model, and a group of dense layers of 32768 tokens a request."""
+    model = ModelShape(1, heads, 1, DIM, torch.bfloat16, SCALE, "mla", LATENT)
+    dim, dtype = (656, torch.uint8) if fp8 else (DIM, torch.bfloat16)
+    group = GroupShape(
+        *((0,), page, 1, 1, dim, dtype, page, lanes, 32768 // page, 0, 0, 0, residency), planes=1
+    )
+    return model, group
+
+
+@frozen(eq=False)
+class PageCase:
+    """Inputs of one ``attend``. NaN wherever no lane has a token, page 0 included.
+
+    Attributes:
+        q: bfloat16 ``[lanes, 1, heads, 576]``.
+        pool: bfloat16 ``[pages, 1, 64, 576]``.
+        table: int32 ``[lanes, width]``, 0 behind the last page of a lane.
+        lengths: int32 ``[lanes]``.
+        tokens: of each lane, ``[length, 1, 576]``, made before there were pages.
+    """
+
+    q: Tensor
+    pool: Tensor
+    table: Tensor
+    lengths: Tensor
+    tokens: tuple[Tensor, ...]
+
+    @classmethod
+    def make(
+        cls, heads: int, lengths: Sequence[int], width: int, pages: int, seed: int = 0
+    ) -> PageCase:
+        """Random tokens in random pages. ``pages`` counts page 0, which is never used."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+        free = (torch.randperm(pages - 1, generator=generator) + 1).tolist()
+        pool = torch.full((pages, 1, PAGE, DIM), torch.nan, dtype=torch.bfloat16)
+        table = torch.zeros(len(lengths), width, dtype=torch.int32)
+        tokens = []
+        for lane, length in enumerate(lengths):
+            tokens.append(normal(length, 1, DIM))
+            for column, part in enumerate(tokens[-1].split(PAGE) if length else ()):
+                table[lane, column] = page = free.pop()
+                pool[page, 0, : len(part)] = part[:, 0]
+        q = normal(len(lengths), 1, heads, DIM)
+        return cls(q, pool, table, torch.tensor(lengths, dtype=torch.int32), tuple(tokens))
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.q, self.pool, self.table, self.lengths
+
+    def results(self, device: str) -> tuple[Tensor, Tensor]:
+        """Memory for ``out`` and ``lse``, full of NaN."""
+        lanes, _, heads, _ = self.q.shape
+        out = torch.full((lanes, 1, heads, LATENT), torch.nan, dtype=torch.bfloat16, device=device)
+        return out, torch.full((lanes, 1, heads), torch.nan, device=device)
+
+    def check(self, out: Tensor, lse: Tensor) -> None:
+        """Compare with float64 attention over the tokens of each lane."""
+        out, lse = out.cpu(), lse.cpu()
+        for lane, rows in enumerate(self.tokens):
+            if not len(rows):
+                assert (out[lane] == 0).all(), f"lane {lane} is empty, and its output is not 0"
+                assert (lse[lane] == -torch.inf).all(), f"lane {lane} is empty"
+                continue
+            q = self.q[lane]
+            want, log = attention(q, rows, rows[..., :LATENT], SCALE)
+            assert_as_good(out[lane], want, _rough(q, rows), what=f"lane {lane}")
+            torch.testing.assert_close(lse[lane].double(), log, rtol=1e-4, atol=2e-3)
+
+
+def _rough(q: Tensor, rows: Tensor) -> Tensor:
+    """Attention as it is with bfloat16 weights and values, ``[1, heads, 512]``."""
+    rows = rows[:, 0].float()
+    weights = (q[0].float() @ rows.T * SCALE).softmax(-1).bfloat16().float()
+    out: Tensor = weights @ rows[:, :LATENT]
+    return out[None].bfloat16()

@@ -1,0 +1,125 @@
+"""Which layers take the library's dense decode, and what it is handed.
+
+The library itself runs on a device alone (``test_pages_gpu``). Here something in its place refuses
+what it refuses, and attends in float64 to the pages that the table names.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from plugins.flashmla.tests.page_cases import PageCase, shapes  # noqa: E402
+from topkv.testing.oracle import attention  # noqa: E402
+from topkv_flashmla import backend, providers  # noqa: E402
+from topkv_flashmla.support import attends_by_pages  # noqa: E402
+
+DEVICE = "cuda" if CUDA else "cpu"
+MARKS = [pytest.mark.gpu] if CUDA else []
+ON = pytest.mark.parametrize("device", [pytest.param(DEVICE, marks=MARKS)])
+
+
+@pytest.mark.parametrize(
+    ("expected", "changes"),
+    [
+        (True, {}),
+        (False, {"residency": "streamed"}),
+        (False, {"residency": "sparse"}),
+        (False, {"page": 32}),
+        (False, {"page": 128}),
+        (False, {"fp8": True}),
+    ],
+)
+def test_resident_pages_of_64_model_rows_take_it(expected, changes):
+    assert attends_by_pages(shapes(16, 2, **changes)[1]) is expected
+
+
+class Holder:
+    """Scheduler metadata: the lengths that it was filled from."""
+
+    lengths = None
+
+
+def dense_decode(
+    q, cache, table, lengths, value_dim, holder, *, softmax_scale, is_fp8_kvcache, use_legacy
+):
+    """Contract of the library's dense decode as its source states it.
+
+    Empty lanes give +inf as log-sum-exp. Their output is 0 in the library and NaN here.
+    """
+    lanes, queries, heads, dim = q.shape
+    assert use_legacy
+    assert not is_fp8_kvcache
+    assert (queries, dim, value_dim) == (1, 576, 512)
+    assert cache.shape[1:] == (64, 1, 576)
+    assert cache.dtype is q.dtype is torch.bfloat16
+    assert cache.stride(-1) == q.stride(-1) == table.stride(-1) == 1
+    assert table.dtype is lengths.dtype is torch.int32
+    assert table.shape[0] == lanes
+    assert lengths.shape == (lanes,)
+    assert lengths.is_contiguous()
+    if holder.lengths is None:
+        holder.lengths = lengths.tolist()
+    assert holder.lengths == lengths.tolist(), "it would go by the lengths of another call"
+    out = torch.full((lanes, 1, heads, 512), torch.nan, dtype=q.dtype, device=q.device)
+    lse = torch.full((lanes, heads, 1), torch.inf, device=q.device)
+    for lane, length in enumerate(lengths.tolist()):
+        if length:
+            pages = table[lane, : -(-length // 64)].long()
+            rows = cache[pages].flatten(0, 1)[:length]
+            values, log = attention(q[lane], rows, rows[..., :512], softmax_scale)
+            out[lane], lse[lane, :, 0] = values.bfloat16(), log[0].float()
+    return out, lse
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Backends over ``dense_decode``, on any device."""
+
+    def sparse(*_, **__):
+        raise AssertionError("the sparse kernel was called")
+
+    found = providers.Provider("double", dense_decode, sparse, Holder, {"use_legacy": True})
+    monkeypatch.setattr(providers, "find", lambda: (found, []))
+    monkeypatch.setattr(backend, "refusals", lambda *_: [])
+
+    def make(heads, lanes):
+        return backend.FlashMLA(*shapes(heads, lanes), "triton", torch.device(DEVICE), lanes)
+
+    return make
+
+
+@ON
+@pytest.mark.parametrize("heads", [3, 16])
+def test_what_the_library_is_handed(made, device, heads):
+    """One instance, so a holder that outlived its call would be met by other lengths."""
+    serves = made(heads, 4)
+    for seed, lengths in enumerate([(64, 0, 65, 1), (0, 63, 130, 64), (2, 0)]):
+        case = PageCase.make(heads, lengths, width=5, pages=9, seed=seed)
+        q, pool, table, counts = (x.to(device) for x in case.inputs)
+        out, lse = case.results(device)
+        serves.attend(q, pool, pool, table, counts, out, lse)
+        case.check(out, lse)
+
+
+@ON
+def test_no_workspace_of_the_sparse_kernels(made, device):
+    """Indices of 32768 tokens for each lane are what dense layers no longer need."""
+    serves = made(16, 2)
+    assert not hasattr(serves, "indices")
+    assert not hasattr(serves, "queries")
+
+
+@ON
+def test_lanes_beyond_the_batch_are_refused(made, device):
+    serves = made(16, 2)
+    case = PageCase.make(16, (1, 1, 1), width=2, pages=4)
+    q, pool, table, counts = (x.to(device) for x in case.inputs)
+    with pytest.raises(ValueError, match=r"3 lanes.*made for 2.*max_requests"):
+        serves.attend(q, pool, pool, table, counts, *case.results(device))
