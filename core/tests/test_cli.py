@@ -13,10 +13,10 @@ import pytest
 from click.testing import CliRunner
 
 import topkv
-from topkv import cli
+from topkv import cli, hookimpl
 from topkv.cli import probes
 from topkv.cli.group import topkv as command
-from topkv.entries import HOOK_API
+from topkv.entries import HOOK_API, PluginEntry
 from topkv.plugins import PluginRegistry
 
 KEYS = {"name", "kind", "package", "version", "hook_api", "capabilities", "problem"}
@@ -63,7 +63,7 @@ def test_doctor_json_is_alone_on_stdout():
     result = run("doctor", "--json")
     report = json.loads(result.stdout)
     assert "looking at" in result.stderr
-    assert set(report) == {*probes.PROBES, "plugins_failed"}
+    assert set(report) == {*probes.PROBES, "plugins", "plugins_failed"}
     assert report["topkv"] == topkv.__version__
     assert report["host_memory"]["total_bytes"] >= report["host_memory"]["available_bytes"] > 0
     assert isinstance(report["devices"], list)
@@ -77,6 +77,24 @@ def test_doctor_shows_the_same_to_people():
     assert "GiB" in shown
     assert "topkv-broken" in shown
     assert "{" not in shown
+
+
+def test_doctor_asks_plugins_of_their_libraries(monkeypatch):
+    def offers(name, doctor):
+        entry = PluginEntry(name=name, kind="backend", factory="none.such:Made", doctor=doctor)
+        hook = hookimpl(lambda: [entry])
+        return (f"topkv-{name}", "7.1", SimpleNamespace(topkv_register_backends=hook))
+
+    said = ModuleType("said")
+    said.describe = lambda: ["libthis: not installed", "libthat 2: used"]
+    monkeypatch.setitem(sys.modules, "said", said)
+    found = PluginRegistry([offers("good", "said:describe"), offers("bad", "said:nothing")])
+    monkeypatch.setattr("topkv.cli.doctor.registry", lambda: found)
+    report = json.loads(run("doctor", "--json").stdout)["plugins"]
+    assert report["backend good"] == ["libthis: not installed", "libthat 2: used"]
+    assert "said:nothing" in report["backend bad"]["problem"]
+    shown = run("doctor").stdout
+    assert "libthat 2: used" in shown
 
 
 def test_a_probe_that_fails_says_why_in_its_place():

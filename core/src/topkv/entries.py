@@ -29,6 +29,8 @@ TRAITS = {
 }
 """What an algorithm may promise beyond its contract; the kit tests what is promised."""
 
+_PLACE = r"[\w.]+:\w+"
+
 
 def _each_of(known: Iterable[str]) -> Any:
     return validators.deep_iterable(validators.in_(tuple(known)))
@@ -84,12 +86,17 @@ class PluginEntry:
         defaults: configuration defaults of the entry, such as ``{"unit": 16}``; they
             stand above topkv's own defaults and below everything else.
         parameters: names and default values of the parameters that ``params`` may set.
+        doctor: ``"module:function"`` of no arguments that returns a list of lines for ``topkv
+            doctor``, of libraries that the entry looks for, say; it must not raise.
     """
 
     name: str
     kind: str = field(validator=validators.in_(KINDS))
-    factory: str = field(validator=validators.matches_re(r"[\w.]+:\w+"))
+    factory: str = field(validator=validators.matches_re(_PLACE))
     hook_api: tuple[int, int] = HOOK_API
     capabilities: Capabilities = Capabilities()
     defaults: Mapping[str, Any] = field(factory=dict)
     parameters: Mapping[str, Any] = field(factory=dict)
+    doctor: str | None = field(
+        default=None, validator=validators.optional(validators.matches_re(_PLACE))
+    )

@@ -175,7 +175,8 @@ class PluginRegistry:
             TopkvError: whatever the factory refuses on purpose.
         """
         record = self.get(kind, name)
-        factory = self._factory(record)
+        assert record.entry is not None  # a record without an entry has a problem
+        factory = self._import(record, record.entry.factory)
         try:
             instance = factory(*args)
         except TopkvError as error:
@@ -186,9 +187,17 @@ class PluginRegistry:
         check_instance(instance, import_module(f"topkv.hooks.{kind}"), record.who)
         return instance
 
-    def _factory(self, record: PluginRecord) -> Any:
-        assert record.entry is not None  # a record without an entry has a problem
-        path = record.entry.factory
+    def doctor(self, record: PluginRecord) -> list[str]:
+        """What a usable plugin says of its libraries, for ``topkv doctor``.
+
+        Raises:
+            PluginError: what it named for that does not import.
+        """
+        if record.entry is None or record.entry.doctor is None:
+            return []
+        return [str(line) for line in self._import(record, record.entry.doctor)()]
+
+    def _import(self, record: PluginRecord, path: str) -> Any:
         module, attribute = path.split(":")
         try:
             return getattr(import_module(module), attribute)

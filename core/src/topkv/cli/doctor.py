@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import click
@@ -11,12 +12,20 @@ from rich.text import Text
 
 from topkv.cli import probes
 from topkv.cli.plugins import as_dict
+from topkv.entries import KINDS
 from topkv.plugins import registry
 
 
 def diagnose() -> dict[str, Any]:
     """Everything that doctor knows; what cannot be found out says why."""
     report = {name: probes.attempt(probe) for name, probe in probes.PROBES.items()}
+    told = {
+        f"{record.kind} {record.name}": probes.attempt(partial(registry().doctor, record))
+        for kind in KINDS
+        for record in registry().usable(kind)
+        if record.entry and record.entry.doctor
+    }
+    report["plugins"] = told
     report["plugins_failed"] = [as_dict(r) for r in registry().records() if r.problem]
     return report
 
@@ -29,6 +38,8 @@ def _lines(name: str, value: Any, indent: int = 0) -> list[str]:
     if isinstance(value, list):
         if not value:
             return [f"{label}: none"]
+        if isinstance(value[0], str):
+            return [label, *(f"{'  ' * (indent + 1)}{line}" for line in value)]
         return [
             line for i, item in enumerate(value) for line in _lines(f"{name} {i}", item, indent)
         ]
@@ -40,7 +51,7 @@ def _lines(name: str, value: Any, indent: int = 0) -> list[str]:
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
 def command(as_json: bool) -> None:
-    """Show versions, devices, memory, NUMA nodes, and plugins that do not load."""
+    """Show versions, devices, memory, NUMA nodes, what plugins say, and those that do not load."""
     Console(stderr=True).print("looking at torch, triton and the devices ...", style="dim")
     report = diagnose()
     if as_json:

@@ -23,5 +23,6 @@ def topkv_register_backends() -> list[PluginEntry]:
                 max_group=128,
                 tiers=("gpu",),
             ),
+            doctor="topkv_flashmla.providers:describe",
         )
     ]

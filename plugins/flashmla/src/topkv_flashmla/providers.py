@@ -55,6 +55,12 @@ def find() -> tuple[Provider | None, list[str]]:
     return None, reasons
 
 
+def describe() -> list[str]:
+    """What ``topkv doctor`` shows: the build that is used, and what was found of the others."""
+    provider, reasons = find()
+    return [*reasons, *([f"{provider.name}: used"] if provider else [])]
+
+
 def _lacking(module: Any) -> list[str]:
     """What the signatures leave out."""
     decode = inspect.signature(module.flash_mla_with_kvcache).parameters
