@@ -86,8 +86,9 @@ class PluginEntry:
         defaults: configuration defaults of the entry, such as ``{"unit": 16}``; they
             stand above topkv's own defaults and below everything else.
         parameters: names and default values of the parameters that ``params`` may set.
-        doctor: ``"module:function"`` of no arguments that returns a list of lines for ``topkv
-            doctor``, of libraries that the entry looks for, say; it must not raise.
+        doctor: ``"module:function"`` of no arguments that returns lines for ``topkv doctor``, one
+            for each place where a library is looked for: ``"place: ok, version"`` if it is usable
+            there, else ``"place: why not"``.
     """
 
     name: str

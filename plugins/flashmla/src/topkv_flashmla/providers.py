@@ -58,7 +58,7 @@ def find() -> tuple[Provider | None, list[str]]:
 def describe() -> list[str]:
     """What ``topkv doctor`` shows: the build that is used, and what was found of the others."""
     provider, reasons = find()
-    return [*reasons, *([f"{provider.name}: used"] if provider else [])]
+    return [*reasons, *([f"{provider.name}: ok"] if provider else [])]
 
 
 def _lacking(module: Any) -> list[str]:
