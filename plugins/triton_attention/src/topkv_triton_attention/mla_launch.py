@@ -51,7 +51,7 @@ _LATENT = {
     ("model", 16): LatentLaunch(16, 32, 4, 3, 2),
     ("model", 64): LatentLaunch(64, 64, 8, 2, 1),
     ("fp8", 16): LatentLaunch(16, 32, 4, 2, 2),
-    ("fp8", 64): LatentLaunch(64, 64, 8, 2, 1),
+    ("fp8", 64): LatentLaunch(64, 64, 8, 3, 1),
 }
 
 
