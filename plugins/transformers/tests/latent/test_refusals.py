@@ -7,13 +7,11 @@ import sys
 
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
 import topkv
 from topkv.errors import CapabilityError, ConfigError, RequestError
 from topkv.testing.engine_state import changes, state_of
-from topkv_transformers.evaluation.command import evaluate
 
 BOTH = pytest.mark.parametrize("family", ["deepseek", "glm"])
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
@@ -200,10 +198,3 @@ def test_without_the_indexer_the_model_is_refused(dsa):
     config = DeepseekV3Config(**small, n_routed_experts=4, n_group=1, topk_group=1)
     with pytest.raises(CapabilityError, match="DeepseekV3ForCausalLM is not supported"):
         topkv.attach(DeepseekV3ForCausalLM(config), registry=dsa.registry)
-
-
-def test_the_evaluation_refuses_these_models(dsa, tmp_path):
-    dsa.model("deepseek").save_pretrained(tmp_path)
-    result = CliRunner().invoke(evaluate, ["--model", str(tmp_path), "--device", "cpu", "--json"])
-    assert result.exit_code == 2, result.output
-    assert "measures selection by keys of heads" in result.stderr

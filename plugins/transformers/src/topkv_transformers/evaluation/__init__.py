@@ -1,5 +1,13 @@
 """``topkv eval``: accuracy of algorithms on questions about long contexts, decoded sparse.
 
 Every question is decoded token by token over a fork of a context that was read once, with dense
-attention; so what an algorithm keeps of the context was chosen before the question was known.
+attention; so what an algorithm keeps of the context was chosen before the question was known. An
+algorithm that goes by a model's own indexer selects for the context too, as the model was trained.
 """
+
+# SnapKV gives 256 places of its budget to generated tokens by default; questions here need few.
+ALGORITHMS = "quest,double_sparsity,clusterkv,snapkv:generated=32,streaming_llm,exact"
+"""Compared by default."""
+
+INDEXED = "deepseek_dsa"
+"""Compared by default where the model brings an indexer."""

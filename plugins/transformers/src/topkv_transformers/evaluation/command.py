@@ -12,9 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from topkv_transformers.commands import device_or_default, quiet_transformers, told
-
-# SnapKV gives 256 places of its budget to generated tokens by default; questions here need few.
-ALGORITHMS = "quest,double_sparsity,clusterkv,snapkv:generated=32,streaming_llm,exact"
+from topkv_transformers.evaluation import ALGORITHMS, INDEXED
 
 
 @click.command("eval")
@@ -30,8 +28,7 @@ ALGORITHMS = "quest,double_sparsity,clusterkv,snapkv:generated=32,streaming_llm,
 @click.option(
     "--algorithms",
     multiple=True,
-    default=(ALGORITHMS,),
-    show_default=True,
+    show_default=f"{ALGORITHMS}; {INDEXED} if the model has an indexer",
     help="name:key=value,key=value,name; keys: parameters, unit, scope, buffer, label.",
 )
 @click.option(
@@ -69,8 +66,9 @@ ALGORITHMS = "quest,double_sparsity,clusterkv,snapkv:generated=32,streaming_llm,
 def evaluate(as_json: bool, device: str | None, out: Path | None, **options: Any) -> None:
     """Compare algorithms: right answers and attention mass by budget, beside dense attention.
 
-    A context is read once, with dense attention; every token of a question and of its answer is
-    a sparse decode step over a fork of it. What an algorithm cannot do is a row with the reason.
+    A context is read once, with dense attention (by its indexer's selection, if the model has
+    one); every token of a question and of its answer is a sparse decode step over a fork of it.
+    What an algorithm cannot do is a row with the reason.
     """
     console = Console(stderr=True)
     with told():

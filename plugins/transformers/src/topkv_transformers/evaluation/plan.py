@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from topkv.errors import CapabilityError, ConfigError
 from topkv.plugins import registry
 from topkv_transformers import CHECKPOINT
+from topkv_transformers.evaluation import ALGORITHMS, INDEXED
 from topkv_transformers.evaluation.cells import Cell, Grid, Row, cells_of, run_cells
 from topkv_transformers.evaluation.choices import (
     read_algorithms,
@@ -20,7 +21,7 @@ from topkv_transformers.evaluation.choices import (
     read_dense_layers,
 )
 from topkv_transformers.evaluation.tasks import Task, file_task, retrieval_task
-from topkv_transformers.support import is_latent, refusals, shape_of
+from topkv_transformers.support import refusals, shape_of
 
 BYTES = 256
 CONTEXTS = "8192,16384"
@@ -30,9 +31,9 @@ CPU_BATCH = 32
 
 @dataclass(frozen=True)
 class Options:
-    """What the user wrote; see ``topkv eval --help``."""
+    """What the user wrote; see ``topkv eval --help``. No algorithms: those for the model."""
 
-    algorithms: Sequence[str]
+    algorithms: Sequence[str] = ()
     model: Path | None = None
     task_file: Path | None = None
     contexts: str | None = None
@@ -65,9 +66,12 @@ class Plan:
         """
         shares = read_budgets(options.budgets)
         model = _load(options)
-        layers = shape_of(model).num_layers
+        shape = shape_of(model)
+        layers = shape.num_layers
         dense = [read_dense_layers(text, layers) for text in dict.fromkeys(options.dense_layers)]
-        choices = read_algorithms(options.algorithms, shape_of(model).head_dim, registry())
+        usual = ALGORITHMS if shape.indexer is None else INDEXED
+        options = replace(options, algorithms=options.algorithms or (usual,))
+        choices = read_algorithms(options.algorithms, shape.head_dim, registry())
         if options.backend:
             registry().get("backend", options.backend)
         tasks = _tasks(options, model)
@@ -109,8 +113,6 @@ def _load(options: Options) -> PreTrainedModel:
     except (OSError, ValueError) as error:
         raise ConfigError(f"no model can be loaded from {folder}", [str(error)]) from error
     reasons = refusals(model)
-    if is_latent(model):
-        reasons.append("topkv eval measures selection by keys of heads, and this model has none")
     if reasons:
         raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)
     return model.to(options.device).eval()

@@ -1,7 +1,7 @@
 """What a selection holds of the attention mass, and what it reads to be found.
 
-Both are taken from one decode step of the running model: the queries and ids of every sparse
-layer, and the names of the representation pools that ``retrieve_topk`` looks at.
+Both are taken from one decode step of the running model: the queries and ids that every sparse
+layer attends with, and the names of the representation pools that ``retrieve_topk`` looks at.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from topkv.coordinator import SparseCoordinator
+from topkv.prefill import history_blocks
 from topkv.types import AlgorithmSpec, LayerView, ModelShape
-from topkv.workspace import LayerPath
+from topkv.workspace import LaneBuffers, LayerPath
 
 
 class _NamesRead(dict[str, Tensor]):
@@ -34,28 +35,17 @@ class _NamesRead(dict[str, Tensor]):
         return super().get(name, default)
 
 
-@dataclass
-class Seen:
-    """One selection of one layer.
+class WatchedAlgorithm:
+    """An algorithm of which is noted what it reads; all else goes to the algorithm itself.
 
     Attributes:
-        q: ``[B, H, D]``.
-        ids: int32 ``[N, K]`` logical ids.
-        pools: names of the pools that were read.
+        names: of the pools that watched selections have read.
     """
-
-    q: Tensor
-    ids: Tensor
-    pools: set[str]
-
-
-class Watched:
-    """An algorithm whose selections can be watched; all else goes to the algorithm itself."""
 
     def __init__(self, algorithm: Any) -> None:
         self.algorithm = algorithm
         self.armed = False
-        self.seen: Seen | None = None
+        self.names: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.algorithm, name)
@@ -73,21 +63,54 @@ class Watched:
             self.algorithm.retrieve_topk(layer, q, native, ids)
         finally:
             layer.pools = pools
-        self.seen = Seen(q[:, 0].clone(), ids.clone(), watching.names)
+        self.names |= watching.names
+
+
+@dataclass
+class Seen:
+    """One step of one layer.
+
+    Attributes:
+        q: ``[B, H, D]`` queries of the attention, whatever the algorithm was asked with.
+        ids: int32 ``[N, K]`` logical ids; those of the layer before, where that one's are shared.
+    """
+
+    q: Tensor
+    ids: Tensor
+
+
+class WatchedBackend:
+    """A backend of which is noted what it attends with; all else goes to the backend itself."""
+
+    def __init__(self, backend: Any, lanes: LaneBuffers) -> None:
+        self.backend, self.lanes = backend, lanes
+        self.armed = False
+        self.seen: Seen | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def attend(self, q: Tensor, *rest: Tensor) -> None:
+        """See ``topkv.hooks.backend.attend``."""
+        self.backend.attend(q, *rest)
+        if self.armed:
+            batch = len(q) // self.lanes.group.lane_heads
+            self.seen = Seen(q.reshape(batch, -1, q.shape[-1]).clone(), self.lanes.ids.clone())
 
 
 def watch(coordinator: SparseCoordinator) -> list[LayerPath]:
-    """Put a ``Watched`` into the path of every sparse layer; the paths, by layer."""
+    """Let every sparse layer be watched; their paths, by layer."""
     paths = [path for path in coordinator.layers if path.algorithm]
     for path in paths:
-        path.algorithm = Watched(path.algorithm)
+        path.algorithm = WatchedAlgorithm(path.algorithm)
+        path.backend = WatchedBackend(path.backend, path.lanes)
     return paths
 
 
 def arm(paths: Sequence[LayerPath], armed: bool) -> None:
-    """Watch the next selections of these layers, or no longer."""
+    """Watch the next steps of these layers, or no longer."""
     for path in paths:
-        path.algorithm.armed = armed
+        path.algorithm.armed = path.backend.armed = armed
 
 
 def held_mass(
@@ -151,10 +174,9 @@ def recall_of(
 def _mass_of(
     path: LayerPath, model: ModelShape, slot: int, row: int, length: int, budget: int
 ) -> tuple[float, float]:
-    group, seen = path.view.group, path.algorithm.seen
-    shape = (length, group.num_kv_heads, group.head_dim)
-    k = torch.empty(shape, dtype=group.dtype, device=seen.q.device)
-    path.transfer.fetch(path.view, slot, 0, k, torch.empty_like(k))
+    group, seen = path.view.group, path.backend.seen
+    # One block: the whole history, decoded where the rows are packed.
+    ((_, k, _),) = history_blocks(path, slot, 0, length, length, model.dtype, seen.q.device)
     lanes = slice(row * group.lane_heads, (row + 1) * group.lane_heads)
     tail = path.algorithm.spec().tail == "forced"
     return held_mass(seen.q[row], k, seen.ids[lanes], group.unit, tail, model.scale, budget)
@@ -177,10 +199,10 @@ def index_bytes(view: LayerView, spec: AlgorithmSpec, names: set[str], length: i
 
 
 def index_tokens(paths: Sequence[LayerPath], length: int) -> float:
-    """What the watched step read of representations, in tokens of keys and values, a layer."""
+    """What the watched step read of representations, in stored tokens, a layer."""
     tokens = []
     for path in paths:
         group, algorithm = path.view.group, path.algorithm
-        read = index_bytes(path.view, algorithm.spec(), algorithm.seen.pools, length)
-        tokens.append(read / (2 * group.num_kv_heads * group.head_dim * group.dtype.itemsize))
+        read = index_bytes(path.view, algorithm.spec(), algorithm.names, length)
+        tokens.append(read / (group.lane_heads * group.entry_bytes / group.unit))
     return sum(tokens) / len(tokens)
