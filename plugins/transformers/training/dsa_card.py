@@ -40,26 +40,27 @@ keys are four lowercase letters, values five digits:
 ```
 
 Both begin with a line feed, a fact also ends with one. The next five bytes are the answer.
-`topkv_transformers.retrieval.make_prompt` makes such prompts of any length. There is no
-end-of-text token: generate five tokens. The padding token is byte 0.
+`topkv_transformers.retrieval.make_prompt` makes such prompts; the model has {positions} positions.
+There is no end-of-text token: generate five tokens. The padding token is byte 0.
 
 ## How it was made
 
 Text: the sources of the standard library of Python {python} ({text_mb:.1f} MB for training, other
 files held out), with a fact and its question in random places for every 160 bytes. {optimizer},
 betas {betas}, weight decay {decay} on matrices, gradient clipped at norm {clip:g}, cosine after a
-linear rise, bfloat16 autocast over fp32 weights. Stages, after section 2.1.1 of DeepSeek's report
-on V3.2: dense attention and the loss of bytes and answers, the indexer unused; the indexer alone,
-KL from the attention summed over heads; both, the model through the indexer's top-{topk}, the KL
-over the selected tokens, neither loss reaching the other's parameters (the indexer at
-{index_rate:g} times the model's rate). On one {device}, torch {torch}, transformers
-{transformers}:
+linear rise, bfloat16 autocast over fp32 weights but for the indexer, which is fp32. Stages, after
+section 2.1.1 of DeepSeek's report on V3.2: dense attention and the loss of bytes and answers, the
+indexer unused; the indexer alone, KL from the attention summed over heads; both, the model through
+the indexer's top-{topk}, the KL over the selected tokens, neither loss reaching the other's
+parameters (the indexer at {index_rate:g} times the model's rate). On one {device}, torch {torch},
+transformers {transformers}:
 
 {stages}
 
-Values are those of the last line of each stage in `curve.jsonl`: "exact" of its training steps,
-the others of text held out. "index" is the share of the attention mass that the index top-{topk}
-hold in the second half of a document, "best" that of the best {topk} tokens.
+Values are those of the last line of each stage in `curve.jsonl`: "exact" and "KL" of its training
+steps, the others of text held out. "index" is the share of the attention mass that the index
+top-{topk} hold in the second half of a document, "best" that of the best {topk} tokens; in the
+first two stages that of dense attention.
 
 ```
 PYTHONPATH=core/src:plugins/transformers/src \\
@@ -139,6 +140,7 @@ def write_dsa_card(folder: Path) -> str:
     return _CARD.format(
         **record["versions"],
         parameters=settings["parameters"] / 1e6,
+        positions=json.loads((folder / "config.json").read_text())["max_position_embeddings"],
         layers=settings["layers"],
         topk=settings["topk"],
         text_mb=settings["text_bytes"] / 1e6,
