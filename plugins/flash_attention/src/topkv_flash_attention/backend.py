@@ -1,0 +1,221 @@
+"""The backend: FlashAttention's kernels in place over units that lie scattered in a buffer.
+
+A unit is a page of the library, and a lane a sequence of one query: where each kv-head selects for
+itself it has lanes of its own, so page tables need nothing further. A step is one call of the
+library, which writes the output where the caller wants it, and one small kernel behind it.
+
+Scheduler metadata (how many parts each sequence is cut into) depends on the lengths, and each
+layer selects for itself; no hook says when lengths are those of the layer before. So it is left
+to the library, which makes it on the device in front of its own kernel in each call.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from topkv import hookimpl
+from topkv.errors import CapabilityError
+from topkv.ops.page_table import adapt_page_table
+from topkv.types import GroupShape, LayerView, ModelShape, Plan
+from topkv_flash_attention import kernels, providers, reference
+from topkv_flash_attention.library import LATENT, Query
+
+BLOCK_HEADS = 8
+"""Heads of a program of the kernel that follows the library's."""
+
+ACCUMULATORS = 256 << 20
+"""Most bytes of partial outputs that a call of the library may ask for."""
+MOST_SPLITS, LEAST_TOKENS = 128, 64
+"""Parts that the library makes at most, and tokens of its smallest block."""
+
+PROMPT_ROWS = 512
+"""Rows of a prompt that attend to selections at once."""
+
+
+class FlashAttention:
+    """Attention by the first library of ``providers`` that serves one group of layers.
+
+    Args:
+        model: geometry; heads of up to 256 elements, or latent rows of 512 + 64.
+        group: the layers that this instance serves.
+        impl: ``"triton"``, for what goes on around the library's kernels.
+        device: a CUDA device.
+        max_batch: most decode rows of one forward.
+
+    Raises:
+        CapabilityError: with every reason, and with what was tried where no library serves.
+    """
+
+    def __init__(
+        self,
+        model: ModelShape,
+        group: GroupShape,
+        impl: str,
+        device: torch.device,
+        max_batch: int,
+    ) -> None:
+        device = torch.device(device)
+        reasons = _refusals(model, group, impl, device)
+        cuda = device.type == "cuda"
+        capability = torch.cuda.get_device_capability(device) if cuda else None
+        library, tried = providers.choose(model, group, capability)
+        if library is None:
+            reasons.append(
+                "no build of FlashAttention serves it: pip install flash-attn-4 or vllm, or name "
+                f"vLLM's library file in {providers.LIBRARY}; tried were"
+            )
+            reasons += [f"  {each}" for each in tried]
+        if reasons or library is None:
+            raise CapabilityError(
+                f"flash_attention cannot serve layers {list(group.layers)}", reasons
+            )
+        self.model, self.group, self.library = model, group, library
+        self.latent = model.attention == "mla"
+        lanes = max_batch * group.lane_heads
+        self.zeros = torch.zeros(lanes, dtype=torch.int32, device=device)
+
+    @hookimpl
+    def adapt_page_table(
+        self, layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor
+    ) -> None:
+        adapt_page_table(layer, plan, table, lengths, impl="triton")
+
+    @hookimpl
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        table: Tensor,
+        lengths: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """See ``topkv.hooks.backend.attend``.
+
+        Raises:
+            ValueError: more lanes than ``max_batch`` allows.
+        """
+        lanes = q.shape[0]
+        if lanes > len(self.zeros):
+            raise ValueError(
+                f"flash_attention: {lanes} lanes, and {len(self.zeros)} were announced; "
+                "raise max_requests"
+            )
+        if lanes:
+            self._attend(q, k, v, table, lengths, self.zeros[:lanes], out, lse)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        table: Tensor,
+        lengths: Tensor,
+        zeros: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        lanes, _, heads, dim = out.shape
+        splits = _most_splits(lanes * heads * dim, table.shape[1] * k.shape[2])
+        query, keys, values = self.parts(q, k, v)
+        result, log = self.library.attend(
+            *(query, keys, values, table, lengths, self.model.scale, splits, zeros, out)
+        )
+        kernels.finish_kernel[(lanes, triton.cdiv(heads, BLOCK_HEADS))](
+            *(result, log, lengths, out, lse, heads),
+            *(result.stride(0), result.stride(2), *log.stride()),
+            *(out.stride(0), out.stride(2), lse.stride(0), lse.stride(2)),
+            COPY=result.data_ptr() != out.data_ptr(),
+            DIM=dim,
+            BLOCK_D=triton.next_power_of_2(dim),
+            BLOCK_H=BLOCK_HEADS,
+            num_warps=4,
+        )
+
+    def parts(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Query, Tensor, Tensor]:
+        """Latent rows are ``[latent | rope]``: the latent part is their value and meets q too."""
+        if not self.latent:
+            return Query(q), k, v
+        return Query(q[..., LATENT:], q[..., :LATENT]), k[..., LATENT:], k[..., :LATENT]
+
+    @hookimpl
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int, out: Tensor, lse: Tensor
+    ) -> None:
+        out.zero_()
+        lse.fill_(-torch.inf)
+        q, k, v = (reference.aligned(each) for each in (q, k, v))
+        for rows, keys, causal in reference.spans(len(q), len(k), q_start - k_start):
+            pieces = self.parts(q[rows], k[:keys], v[:keys])
+            result, log = self.library.chunk(*pieces, self.model.scale, causal)
+            out[rows] = result
+            lse[rows] = log
+
+    @hookimpl
+    def prefill_selected(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_start: int,
+        k_start: int,
+        keep: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """Rows are lanes whose pages are single tokens; plain torch where those are too small."""
+        q, k, v = (reference.aligned(each) for each in (q, k, v))
+        columns = k_start + torch.arange(len(k), device=q.device)
+        for first in range(0, len(q), PROMPT_ROWS):
+            part = slice(first, first + PROMPT_ROWS)
+            rows = q_start + first + torch.arange(len(q[part]), device=q.device)
+            seen = keep[part] & (columns[None] <= rows[:, None])
+            if self.library.smallest_unit > 1 or not len(k):
+                out[part], lse[part] = reference.masked(q[part], k, v, self.model.scale, seen)
+                continue
+            table, lengths = reference.listed(seen)
+            result = torch.empty_like(out[part], dtype=q.dtype)[:, None]
+            self._attend(
+                *(q[part][:, None], k.unsqueeze(2), v.unsqueeze(2), table, lengths),
+                *(torch.zeros_like(lengths), result, lse[part][:, None]),
+            )
+            out[part] = result[:, 0]
+
+
+def _most_splits(outputs: int, tokens: int) -> int:
+    """Bound of the parts of a sequence; 0, the library's own choice, unless that costs too much.
+
+    The library sizes its partial outputs (fp32) by what one long sequence would want.
+
+    Args:
+        outputs: elements of the output.
+        tokens: columns of the table, in tokens.
+    """
+    most = ACCUMULATORS // (4 * outputs)
+    return 0 if most >= min(MOST_SPLITS, -(-tokens // LEAST_TOKENS)) else max(1, most)
+
+
+def _refusals(model: ModelShape, group: GroupShape, impl: str, device: torch.device) -> list[str]:
+    reasons = []
+    if impl != "triton":
+        reasons.append(f"impl must be 'triton', got {impl!r}: the libraries have no reference")
+    if device.type != "cuda":
+        reasons.append(f"it needs a CUDA device, got {device}; use another backend")
+    if model.dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"it takes float16 or bfloat16, got {model.dtype}; load the model in one")
+    if group.dtype is not model.dtype:
+        reasons.append(
+            f"it reads rows in the dtype of the model, {model.dtype}, got {group.dtype}; set "
+            "kv_format to model"
+        )
+    if group.residency == "streamed":
+        reasons.append("it reads no host memory: make streamed layers resident")
+    if group.rows * group.slots >= 2**31:
+        reasons.append(
+            f"buffer: {group.rows} rows x {group.slots} slots exceed the int32 ids of a page "
+            "table; lower max_requests or buffer"
+        )
+    return reasons

@@ -1,0 +1,27 @@
+"""What this package offers to topkv."""
+
+from __future__ import annotations
+
+from topkv import hookimpl
+from topkv.entries import Capabilities, PluginEntry
+
+
+@hookimpl
+def topkv_register_backends() -> list[PluginEntry]:
+    return [
+        PluginEntry(
+            name="flash_attention",
+            kind="backend",
+            factory="topkv_flash_attention.backend:FlashAttention",
+            capabilities=Capabilities(
+                scopes=("kv_head", "shared"),
+                attention=("gqa", "mla"),
+                kv_formats=("model",),
+                impls=("triton",),
+                dtypes=("float16", "bfloat16"),
+                # Units and head dims depend on which library is there: the backend refuses.
+                tiers=("gpu",),
+            ),
+            doctor="topkv_flash_attention.providers:describe",
+        )
+    ]

@@ -1,0 +1,151 @@
+"""FlashAttention-3, by its operator: upstream's build and vLLM's.
+
+``flash_attn_3::fwd`` and ``_vllm_fa3_C::fwd`` differ in arguments that are not used here, so a
+call is put together by the operator's own schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from topkv.types import GroupShape, ModelShape
+from topkv_flash_attention.library import (
+    LATENT,
+    ROPE,
+    Capability,
+    Query,
+    Result,
+    by_pages,
+    head_refusals,
+    shown,
+)
+
+SETTLED: Mapping[str, Any] = {
+    **dict.fromkeys(
+        (
+            *("k_new", "v_new", "q_v", "out", "cu_seqlens_q", "cu_seqlens_k"),
+            *("cu_seqlens_k_new", "seqused_q", "page_table", "kv_batch_idx", "leftpad_k"),
+            *("rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale"),
+            *("v_descale", "scheduler_metadata", "pack_gqa", "s_aux", "cp_tot_seqused_k"),
+        )
+    ),
+    **dict.fromkeys(("window_size_left", "window_size_right"), -1),
+    **dict.fromkeys(("is_causal", "is_rotary_interleaved"), False),
+    **dict.fromkeys(("attention_chunk", "num_splits", "sm_margin", "cp_rank"), 0),
+    "softcap": 0.0,
+    "cp_world_size": 1,
+}
+"""What arguments of the operator are unless a call says otherwise."""
+
+GIVEN = ("q", "k", "v", "seqused_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale")
+NEEDED = (*GIVEN, "q_v", "out", "page_table", "leftpad_k", "is_causal", "num_splits")
+
+
+@frozen
+class FlashAttention3:
+    """FlashAttention-3 (``hopper/``). ``seqused_k`` is always given: vLLM's build demands it.
+
+    Attributes:
+        op: the operator ``fwd``.
+        arguments: its arguments in order.
+        settled: values of those that calls may leave out.
+    """
+
+    name: str
+    op: Callable[..., Any]
+    arguments: tuple[str, ...]
+    settled: Mapping[str, Any]
+    smallest_unit: int = 1
+
+    @classmethod
+    def of(cls, name: str, op: Any) -> FlashAttention3:
+        """The library behind an overload.
+
+        Raises:
+            ValueError: its schema lacks an argument, or has an unknown one without default.
+        """
+        arguments = {argument.name: argument for argument in op._schema.arguments}
+        lacking = [f"no argument {each}" for each in NEEDED if each not in arguments]
+        lacking += [
+            f"an argument {each} that is unknown here"
+            for each, argument in arguments.items()
+            if each not in (*GIVEN, *SETTLED) and not argument.has_default_value()
+        ]
+        if lacking:
+            raise ValueError(f"its operator fwd has {', '.join(lacking)}")
+        defaults = {n: a.default_value for n, a in arguments.items() if a.has_default_value()}
+        return cls(name, op, tuple(arguments), {**defaults, **SETTLED})
+
+    def call(self, **given: Any) -> Any:
+        """The operator, by names of arguments."""
+        values = {**self.settled, **given}
+        return self.op(*[values[name] for name in self.arguments])
+
+    def refusals(
+        self, model: ModelShape, group: GroupShape, capability: Capability | None
+    ) -> list[str]:
+        reasons = []
+        if capability is not None and capability[0] != 9:
+            reasons.append(f"it is for capability 9.0, got {shown(capability)}")
+        if model.attention != "mla":
+            return reasons + head_refusals(model, 256)
+        if (model.head_dim, model.out_dim) != (LATENT + ROPE, LATENT):
+            reasons.append(
+                f"of latent attention it takes rows of {LATENT} + {ROPE} elements, got head_dim "
+                f"{model.head_dim} with values of {model.out_dim}"
+            )
+        return reasons
+
+    def attend(
+        self,
+        q: Query,
+        k: Tensor,
+        v: Tensor,
+        table: Tensor,
+        lengths: Tensor,
+        scale: float,
+        splits: int,
+        zeros: Tensor,
+        out: Tensor,
+    ) -> Result:
+        unit, group = k.shape[2], q.main.shape[2] // k.shape[1]
+        # Pages of a multiple of 64 tokens would come by TMA where more than 64 rows share them.
+        # TMA brings what lies behind the length as well, and 0 times NaN is NaN. An operator that
+        # is given left padding, of 0 here, copies row by row and fills with 0.
+        pad = zeros if unit % 64 == 0 and group > 64 else None
+        result = self.call(
+            q=q.main,
+            k=by_pages(k),
+            v=by_pages(v),
+            q_v=q.latent,
+            out=out,
+            seqused_k=lengths,
+            max_seqlen_q=1,
+            max_seqlen_k=table.shape[1] * unit,
+            page_table=table,
+            leftpad_k=pad,
+            softmax_scale=scale,
+            num_splits=splits,
+        )
+        return result[0], result[1][:, :, 0]
+
+    def chunk(self, q: Query, k: Tensor, v: Tensor, scale: float, causal: bool) -> Result:
+        keys = len(k)
+        used = torch.full((1,), keys, dtype=torch.int32, device=k.device)
+        result = self.call(
+            q=q.main[None],
+            k=k[None],
+            v=v[None],
+            q_v=None if q.latent is None else q.latent[None],
+            seqused_k=used,
+            max_seqlen_q=len(q.main),
+            max_seqlen_k=keys,
+            softmax_scale=scale,
+            is_causal=causal,
+        )
+        return result[0][0], result[1][0].T

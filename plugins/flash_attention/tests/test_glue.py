@@ -1,0 +1,131 @@
+"""What goes on around the library: the kernel and the reference, against plain Python."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from topkv.testing.oracle import attention  # noqa: E402
+from topkv_flash_attention import kernels, reference  # noqa: E402
+from topkv_flash_attention.backend import ACCUMULATORS, _most_splits  # noqa: E402
+
+DEVICE = "cuda" if CUDA else "cpu"
+MARKS = [pytest.mark.gpu] if CUDA else []
+ON = pytest.mark.parametrize("device", [pytest.param(DEVICE, marks=MARKS)])
+
+
+@ON
+@pytest.mark.parametrize("copy", [True, False])
+@pytest.mark.parametrize(("heads", "dim"), [(1, 16), (5, 72), (9, 16)])
+def test_empty_lanes_and_the_layout_of_the_lse(device, copy, heads, dim):
+    lengths = torch.tensor([3, 0, 1], dtype=torch.int32, device=device)
+    given_out = torch.randn(3, 1, heads, dim, device=device).bfloat16()
+    given_lse = torch.randn(3, heads, 2, device=device)[:, :, 1]  # strided
+    given_out[1], given_lse[1] = torch.nan, torch.inf
+    wide = torch.full((3, 1, heads, dim + 8), torch.nan, device=device).bfloat16()
+    out = wide[..., :dim]
+    if not copy:
+        out.copy_(given_out)
+    result = given_out if copy else out
+    lse = torch.full((3, 1, heads), torch.nan, device=device)
+    kernels.finish_kernel[(3, -(-heads // 8))](
+        *(result, given_lse, lengths, out, lse, heads),
+        *(result.stride(0), result.stride(2), *given_lse.stride()),
+        *(out.stride(0), out.stride(2), lse.stride(0), lse.stride(2)),
+        COPY=copy,
+        DIM=dim,
+        BLOCK_D=128,
+        BLOCK_H=8,
+    )
+    for lane, length in enumerate(lengths.tolist()):
+        full = length > 0
+        want = given_out[lane] if full else torch.zeros_like(given_out[lane])
+        assert torch.equal(out[lane], want)
+        assert torch.equal(
+            lse[lane, 0], given_lse[lane] if full else torch.full_like(lse[lane, 0], -math.inf)
+        )
+    assert wide[..., dim:].isnan().all(), "wrote beside its rows"
+    same = reference.finish(given_out[:, 0], given_lse, lengths)
+    assert torch.equal(out[:, 0], same[0])
+    assert torch.equal(lse[:, 0], same[1])
+
+
+@given(st.integers(1, 9), st.integers(0, 9), st.integers(-12, 12))
+@settings(deadline=None, max_examples=300)
+def test_spans_are_causal_attention(rows, keys, shift):
+    """Each call, with its mask at the bottom right, shows exactly what causality shows."""
+    seen = [[False] * keys for _ in range(rows)]
+    for at, many, causal in reference.spans(rows, keys, shift):
+        inside = list(range(rows))[at]
+        assert inside
+        assert 0 < many <= keys
+        for place, row in enumerate(inside):
+            for key in range(many):
+                shows = not causal or key <= place + many - len(inside)
+                assert not seen[row][key], "seen twice"
+                seen[row][key] = shows
+            assert any(seen[row]), "a row in a call sees something"
+    assert seen == [[key <= row + shift for key in range(keys)] for row in range(rows)]
+
+
+def test_the_usual_chunks_are_one_call():
+    assert reference.spans(8, 8, 0) == [(slice(0, 8), 8, True)]
+    assert reference.spans(8, 20, 20) == [(slice(0, 8), 20, False)]
+    assert reference.spans(8, 20, 12) == [(slice(0, 8), 20, True)]
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, max_size=4))
+@settings(deadline=None, max_examples=60)
+def test_kept_columns_become_a_table(rows):
+    table, lengths = reference.listed(torch.tensor(rows))
+    assert table.dtype == lengths.dtype == torch.int32
+    assert table.shape[1] >= 1
+    for row, listed, count in zip(rows, table.tolist(), lengths.tolist(), strict=True):
+        columns = [i for i, kept in enumerate(row) if kept]
+        assert listed == columns + [0] * (table.shape[1] - len(columns))
+        assert count == len(columns)
+
+
+@pytest.mark.parametrize("workspace", [1, 1 << 20])
+def test_masked_attention(workspace, monkeypatch):
+    monkeypatch.setattr(reference, "WORKSPACE", workspace)
+    random = torch.Generator().manual_seed(0)
+    q, k = torch.randn(11, 6, 16, generator=random), torch.randn(30, 2, 16, generator=random)
+    v = torch.randn(30, 2, 16, generator=random)
+    keep = torch.rand(11, 30, generator=random) < 0.3
+    keep[4] = False
+    out, lse = reference.masked(q, k, v, 0.3, keep)
+    want, log = attention(q, k, v, 0.3, keep)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), log, rtol=1e-5, atol=1e-5)
+    assert lse[4].max() == -math.inf
+
+
+def test_rows_are_copied_only_where_they_must_be():
+    pool = torch.zeros(4, 3, 24, dtype=torch.bfloat16)
+    for rows in (pool, pool[..., 8:16], pool.transpose(0, 1), pool[:1, :, :8]):
+        assert reference.aligned(rows).data_ptr() == rows.data_ptr()
+    odd = torch.arange(4 * 3 * 20.0).view(4, 3, 20).bfloat16()
+    for rows in (odd[..., :8], pool[..., 3:11], pool[..., ::3], pool.flatten()[1:73].view(3, 24)):
+        copy = reference.aligned(rows)
+        assert torch.equal(copy, rows)
+        assert copy.data_ptr() % 16 == 0
+        assert all(stride * 2 % 16 == 0 for stride in copy.stride()[:-1])
+
+
+def test_splits_are_bounded_by_what_they_cost():
+    assert _most_splits(32 * 128, 2048) == 0
+    assert _most_splits(64 * 128 * 512, 2048) == 16
+    assert _most_splits(ACCUMULATORS, 2048) == 1
+    for outputs in (4096, 2**20, 2**22, 2**26):
+        splits = _most_splits(outputs, 10**6)
+        assert 4 * outputs * (splits or 128) <= ACCUMULATORS or splits == 1

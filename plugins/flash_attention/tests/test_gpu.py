@@ -1,0 +1,293 @@
+"""The real libraries on a real GPU, against float64: each one that is installed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from topkv.testing.backend_bench import expect
+from topkv.testing.backend_cases import AttendCase
+from topkv.testing.oracle import attention
+from topkv.testing.strategies import Geometry
+from topkv.testing.tolerance import assert_as_good
+from topkv.types import GroupShape, ModelShape
+from topkv_flash_attention import backend as module
+from topkv_flash_attention import providers
+from topkv_flash_attention.backend import FlashAttention
+
+CUDA = torch.cuda.is_available()
+FOUND = {found.place: found for found in providers.look()} if CUDA else {}
+LIBRARIES = {place: found.library for place, found in FOUND.items() if found.library}
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not CUDA, reason="needs a CUDA device"),
+    pytest.mark.skipif(CUDA and not LIBRARIES, reason="; ".join(map(str, FOUND.values()))),
+]
+EACH = pytest.mark.parametrize("place", list(LIBRARIES) or ["none"])
+SCALE = 576**-0.5
+
+
+def made(place, model, group, lanes):
+    """The backend with this very library; skips where that does not take the shapes."""
+    library = LIBRARIES[place]
+    refusals = library.refusals(model, group, torch.cuda.get_device_capability())
+    if refusals:
+        pytest.skip("; ".join(refusals))
+    instance = FlashAttention(model, group, "triton", torch.device("cuda"), lanes)
+    instance.library = library
+    return instance
+
+
+def grouped(place, geometry, batch):
+    """A backend for a geometry of the kit."""
+    g = geometry
+    heads = g.kv_heads * g.group
+    model = ModelShape(1, heads, g.kv_heads, g.dim, g.dtype, 0.75 * g.dim**-0.5)
+    group = GroupShape(
+        *((0,), g.unit, g.lane_heads, g.kv_heads // g.lane_heads, g.dim, g.dtype),
+        *(g.page_tokens, batch, 2**20, 8, 8, 2),
+    )
+    return made(place, model, group, batch), model
+
+
+def latent(place, heads, unit=1, lanes=4, dtype=torch.bfloat16):
+    model = ModelShape(1, heads, 1, 576, dtype, SCALE, "mla", 512)
+    group = GroupShape(*((0,), unit, 1, 1, 576, dtype, 64, lanes, 4096, 64, 128, 4), planes=1)
+    return made(place, model, group, lanes)
+
+
+def results(lanes, heads, dim, dtype=torch.bfloat16):
+    out = torch.full((lanes, 1, heads, dim), torch.nan, dtype=dtype, device="cuda")
+    return out, torch.full((lanes, 1, heads), torch.nan, device="cuda")
+
+
+def ragged(unit, lanes):
+    """Lengths: none, one token, partial last units, whole ones, many."""
+    some = (0, 1, unit, 2 * unit + unit // 2 + 1, 3000, 7 * unit, max(1, unit - 1), 999)
+    return tuple(some[lane % len(some)] for lane in range(lanes))
+
+
+@EACH
+@pytest.mark.parametrize("scope", ["shared", "kv_head"])
+@pytest.mark.parametrize("unit", [1, 16, 64, 256])
+@pytest.mark.parametrize(("dim", "group"), [(64, 1), (64, 8), (128, 1), (128, 4), (128, 8)])
+def test_decode_over_scattered_units(place, scope, unit, dim, group):
+    """Unlisted units and columns behind the last one used hold NaN, -1 and worse."""
+    geometry = Geometry(2, group, dim, unit, 1, scope, torch.bfloat16)
+    batch = 8 // geometry.lane_heads
+    instance, model = grouped(place, geometry, batch)
+    for layout in ("buffer", "pages"):
+        case = AttendCase(geometry, ragged(unit, 8), spare=5, layout=layout)
+        inputs = case.make()
+        inputs.expected(model.scale).check(*inputs.attend(instance, "cuda"))
+
+
+@EACH
+def test_float16(place):
+    instance, model = grouped(place, Geometry(2, 4, 128, 16, 1, "shared", torch.float16), 8)
+    inputs = AttendCase(Geometry(2, 4, 128, 16, 1, "shared", torch.float16), ragged(16, 8)).make()
+    inputs.expected(model.scale).check(*inputs.attend(instance, "cuda"))
+
+
+@EACH
+@pytest.mark.parametrize("lanes", [1, 300, 1100])
+def test_any_batch(place, lanes):
+    """With splits and without; beyond the 992 sequences that one scheduling kernel takes."""
+    geometry = Geometry(1, 4, 128, 16, 1, "shared", torch.bfloat16)
+    instance, model = grouped(place, geometry, lanes)
+    inputs = AttendCase(geometry, tuple((97 * n + 31) % 90 for n in range(lanes)), 40).make()
+    inputs.expected(model.scale).check(*inputs.attend(instance, "cuda"))
+
+
+@EACH
+@pytest.mark.parametrize("share", [1, 1 << 18])
+def test_bounded_splits(place, share, monkeypatch):
+    """The result does not depend on how many parts the library may make."""
+    monkeypatch.setattr(module, "ACCUMULATORS", share)
+    geometry = Geometry(2, 4, 128, 16, 1, "shared", torch.bfloat16)
+    instance, model = grouped(place, geometry, 2)
+    inputs = AttendCase(geometry, (5000, 77)).make()
+    assert module._most_splits(2 * 8 * 128, 5008) in (1, 32)
+    inputs.expected(model.scale).check(*inputs.attend(instance, "cuda"))
+
+
+def latent_case(heads, unit, lengths, seed=0, dtype=torch.bfloat16):
+    """Rows in random slots, NaN where nothing is listed or behind a length; -1 in the table."""
+    generator = torch.Generator().manual_seed(seed)
+    used = [-(-length // unit) for length in lengths]
+    stored = torch.full((sum(used) + 5, 1, unit, 576), torch.nan, dtype=dtype)
+    table = torch.full((len(lengths), max(65, *used)), -1, dtype=torch.int32)
+    order = torch.randperm(len(stored), generator=generator).int()
+    for lane, (length, units) in enumerate(zip(lengths, used, strict=True)):
+        mine, order = order[:units], order[units:]
+        table[lane, :units] = mine
+        fresh = torch.full((units * unit, 576), torch.nan)
+        fresh[:length] = torch.randn(length, 576, generator=generator)
+        stored[mine.long()] = fresh.view(units, 1, unit, 576).to(dtype)
+    q = torch.randn(len(lengths), 1, heads, 576, generator=generator).to(dtype)
+    return q, stored, table
+
+
+def check_latent(q, stored, table, lengths, unit, out, lse):
+    for lane, length in enumerate(lengths):
+        if length == 0:
+            assert (out[lane] == 0).all()
+            assert (lse[lane] == -torch.inf).all()
+            continue
+        units = table[lane, : -(-length // unit)].long()
+        rows = stored[units].transpose(1, 2).flatten(0, 1)[:length]
+        expected = expect(q[lane], rows, rows[..., :512], SCALE)
+        expected.check(out[lane].cpu(), lse[lane].cpu())
+
+
+@EACH
+@pytest.mark.parametrize("heads", [128, 64, 16, 5])
+@pytest.mark.parametrize("unit", [1, 16, 64])
+def test_latent_decode_over_scattered_rows(place, heads, unit):
+    """With 128 heads and units of 64 too, where TMA would bring what lies behind a length."""
+    instance, lengths = latent(place, heads, unit), (2048, 1, 0, 1000)
+    q, stored, table = latent_case(heads, unit, lengths)
+    out, lse = results(4, heads, 512)
+    where = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    rows = stored.cuda()
+    instance.attend(q.cuda(), rows, rows, table.cuda(), where, out, lse)
+    check_latent(q, stored, table, lengths, unit, out, lse)
+
+
+@EACH
+def test_latent_replays_follow_lengths_and_tables(place):
+    instance = latent(place, 128)
+    first, then = (512, 3, 0, 77), (9, 0, 512, 300)
+    cases = [latent_case(128, 1, lengths, seed) for lengths, seed in ((first, 0), (then, 5))]
+    # Both cases in memory of one size.
+    slots = max(len(stored) for _, stored, _ in cases)
+    width = max(table.shape[1] for _, _, table in cases)
+    q = torch.empty(4, 1, 128, 576, dtype=torch.bfloat16, device="cuda")
+    rows = torch.full((slots, 1, 1, 576), torch.nan, dtype=torch.bfloat16, device="cuda")
+    table = torch.full((4, width), -1, dtype=torch.int32, device="cuda")
+    where = torch.zeros(4, dtype=torch.int32, device="cuda")
+    out, lse = results(4, 128, 512)
+
+    def decode():
+        instance.attend(q, rows, rows, table, where, out, lse)
+
+    decode()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode()
+    for lengths, (queries, stored, listed) in zip((first, then), cases, strict=True):
+        q.copy_(queries)
+        rows[: len(stored)].copy_(stored)
+        table[:, : listed.shape[1]].copy_(listed)
+        where.copy_(torch.tensor(lengths))
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        check_latent(queries, stored, listed, lengths, 1, out, lse)
+
+
+@EACH
+@pytest.mark.parametrize("scope", ["shared", "kv_head"])
+@pytest.mark.parametrize("unit", [1, 16, 256])
+def test_decode_never_waits(place, scope, unit):
+    """Nor does it move anything to the host: once compiled, only launches."""
+    geometry = Geometry(2, 4, 128, unit, 1, scope, torch.bfloat16)
+    instance, model = grouped(place, geometry, 8 // geometry.lane_heads)
+    inputs = AttendCase(geometry, ragged(unit, 8)).make()
+    k, v = (each.cuda() for each in inputs.views())
+    out, lse = results(*inputs.q.shape[::2], geometry.dim)
+    what = (inputs.q.cuda(), k, v, inputs.table.cuda(), inputs.lengths.cuda(), out, lse)
+    instance.attend(*what)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        instance.attend(*what)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    inputs.expected(model.scale).check(out[:, 0].cpu(), lse[:, 0].cpu())
+
+
+def prompt(place, kind, unit):
+    """Instance, and functions that draw queries and keys with their values."""
+    if kind == "latent":
+        instance, heads, kv_heads, dim = latent(place, 16, unit, 1), 16, 1, 576
+    else:
+        geometry = Geometry(2, 4, 128, unit, 1, "shared", torch.bfloat16)
+        (instance, _), heads, kv_heads, dim = grouped(place, geometry, 1), 8, 2, 128
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(rows, keys):
+        q = torch.randn(rows, heads, dim, generator=generator).bfloat16()
+        pair = torch.randn(keys, kv_heads, 2, dim, generator=generator).bfloat16()
+        k, v = pair.unbind(2)
+        return q, k, k[..., :512] if kind == "latent" else v
+
+    return instance, draw
+
+
+CHUNKS = (
+    *((130, 130, 7, 7), (130, 70, 30, 5), (3, 270, 500, 0), (40, 50, 10, 0), (40, 50, 0, 15)),
+    *((200, 200, 0, 199), (9, 20, 3, 40), (1, 1, 6, 6), (5, 0, 9, 3)),
+)
+
+
+@EACH
+@pytest.mark.parametrize("kind", ["grouped", "latent"])
+@pytest.mark.parametrize("unit", [1, 256])
+@pytest.mark.parametrize("selected", [True, False])
+def test_prompts(place, kind, unit, selected, monkeypatch):
+    monkeypatch.setattr(module, "PROMPT_ROWS", 64)
+    instance, draw = prompt(place, kind, unit)
+    model = instance.model
+    for rows, keys, q_start, k_start in CHUNKS:
+        q, k, v = draw(rows, keys)
+        keep = torch.rand(rows, keys, generator=torch.Generator().manual_seed(rows)) < 0.3
+        mask = (k_start + torch.arange(keys))[None] <= (q_start + torch.arange(rows))[:, None]
+        mask = mask & keep if selected else mask
+        out = torch.full((rows, model.num_heads, model.out_dim), torch.nan, device="cuda")
+        lse = torch.full((rows, model.num_heads), torch.nan, device="cuda")
+        on = [each.cuda() for each in (q, k)]
+        on.append(on[1][..., :512] if kind == "latent" else v.cuda())
+        if selected:
+            instance.prefill_selected(*on, q_start, k_start, keep.cuda(), out, lse)
+        else:
+            instance.prefill(*on, q_start, k_start, out, lse)
+        if keys:
+            expected = expect(q, k, v, model.scale, mask)
+            expected.check(out.cpu(), lse.cpu())
+        else:
+            assert (out == 0).all()
+            assert (lse == -torch.inf).all()
+
+
+@EACH
+def test_latent_rows_merge_over_blocks(place):
+    """The LSE is natural, so that parts of a history join."""
+    instance, draw = prompt(place, "latent", 1)
+    q, k, _ = draw(20, 90)
+    parts = []
+    for first, last in ((0, 50), (50, 90)):
+        out = torch.full((20, 16, 512), torch.nan, device="cuda")
+        lse = torch.full((20, 16), torch.nan, device="cuda")
+        part = k[first:last].cuda()
+        instance.prefill(q.cuda(), part, part[..., :512], 200, first, out, lse)
+        parts.append((out.double().cpu(), lse.double().cpu()))
+    want, log = attention(q, k, k[..., :512], SCALE)
+    logs = torch.stack([lse for _, lse in parts])
+    weights = torch.exp(logs - torch.logsumexp(logs, 0))[..., None]
+    joined = (weights * torch.stack([out for out, _ in parts])).sum(0)
+    rough = expect(q, k, k[..., :512], SCALE).rough_out
+    assert_as_good(joined, want, rough, "joined")
+    torch.testing.assert_close(torch.logsumexp(logs, 0), log, rtol=1e-5, atol=1e-4)
+
+
+def test_the_first_that_serves_is_taken():
+    model = ModelShape(1, 8, 2, 128, torch.bfloat16, 0.1)
+    group = GroupShape(*((0,), 16, 2, 1, 128, torch.bfloat16, 64, 2, 256, 64, 128, 4))
+    library, tried = providers.choose(model, group, torch.cuda.get_device_capability())
+    if library is None:
+        pytest.skip("; ".join(tried))
+    instance = FlashAttention(model, group, "triton", torch.device("cuda"), 2)
+    assert instance.library.name == library.name
+    assert next(iter(LIBRARIES)) == list(providers.PLACES)[len(tried)]
