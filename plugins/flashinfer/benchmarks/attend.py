@@ -1,0 +1,130 @@
+"""FlashInfer through topkv beside the bare library call, 2048 scattered tokens a lane.
+
+    python plugins/flashinfer/benchmarks/attend.py --out flashinfer.jsonl
+
+Each cell replays CUDA graphs of ``CALLS`` calls. ``library_us`` is ``run`` of a wrapper that was
+planned with the true lengths and finds its CSR table ready, with the library's own choice of
+dependent launches; ``us`` is ``attend``, which makes the table of each layer on the device and
+writes natural log-sum-exps. ``plan_ms`` is what the library's planning takes on the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from topkv.testing.timing import graph_us
+from topkv.types import GroupShape, ModelShape
+from topkv_flashinfer import plans, providers
+from topkv_flashinfer.backend import FlashInfer
+
+CALLS, REPEATS, TOKENS = 8, 9, 2048
+HEADS, KV_HEADS, DIM = 32, 8, 128
+
+
+def measure(batch: int, scope: str, unit: int) -> dict[str, object]:
+    lane_heads = KV_HEADS if scope == "kv_head" else 1
+    lanes, per_lane, select = batch * lane_heads, KV_HEADS // lane_heads, TOKENS // unit
+    model = ModelShape(1, HEADS, KV_HEADS, DIM, torch.bfloat16, DIM**-0.5)
+    group = GroupShape(
+        *((0,), unit, lane_heads, per_lane, DIM, torch.bfloat16, 128, batch, 131072 // unit),
+        *(select, 2 * select, 2),
+    )
+    device = torch.device("cuda")
+    backend = FlashInfer(model, group, "triton", device, batch)
+    pool = torch.randn(
+        *(lanes * group.slots, per_lane, 2, unit, DIM), device=device, dtype=torch.bfloat16
+    )
+    k, v = pool[:, :, 0], pool[:, :, 1]
+    # The selection and a full tail unit less one token, as in the last step before it closes.
+    table = torch.stack(
+        [
+            torch.randperm(group.slots, device=device)[: select + 1] + lane * group.slots
+            for lane in range(lanes)
+        ]
+    ).int()
+    length = TOKENS + unit - 1 if unit > 1 else TOKENS
+    lengths = torch.full((lanes,), length, dtype=torch.int32, device=device)
+    q = torch.randn(lanes, 1, HEADS // lane_heads, DIM, device=device, dtype=torch.bfloat16)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=device)
+    ours = partial(backend.attend, q, k, v, table, lengths, out, lse)
+    wrapper, plan_ms = planned(q, k, table, length, model.scale)
+    library = partial(wrapper.run, q[:, 0], (k, v), out=out[:, 0], lse=lse[:, 0], return_lse=True)
+    bare = graph_us(*[library] * CALLS, repeats=REPEATS)
+    mine = graph_us(*[ours] * CALLS, repeats=REPEATS)
+    moved = lanes * length * per_lane * 2 * DIM * 2
+    return {
+        "batch": batch,
+        "scope": scope,
+        "unit": unit,
+        "us": round(mine, 2),
+        "library_us": round(bare, 2),
+        "ratio": round(mine / bare, 3),
+        "tb_s": round(moved / mine / 1e6, 3),
+        "plan_ms": round(plan_ms, 3),
+    }
+
+
+def planned(
+    q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, length: int, scale: float
+) -> tuple[object, float]:
+    """The bare wrapper with true lengths, and milliseconds of a second plan."""
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+    lanes, unit, device = len(q), k.shape[2], q.device
+    pages = -(-length // unit)
+    indptr = plans.ramp(lanes, pages)
+    last = torch.full((lanes,), (length - 1) % unit + 1, dtype=torch.int32)
+    indices = table[:, :pages].reshape(-1).contiguous()
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(
+        torch.zeros(128 << 20, dtype=torch.uint8, device=device),
+        "HND",
+        use_cuda_graph=True,
+        use_tensor_cores=True,
+        paged_kv_indptr_buffer=indptr.to(device),
+        paged_kv_indices_buffer=indices.clone(),
+        paged_kv_last_page_len_buffer=last.to(device),
+        backend="fa2",
+    )
+    for _ in range(2):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        wrapper.plan(
+            *(indptr, indices, last, q.shape[2], k.shape[1], DIM, unit),
+            q_data_type=q.dtype,
+            kv_data_type=k.dtype,
+            sm_scale=scale,
+        )
+        torch.cuda.synchronize()
+        taken = (time.perf_counter() - begin) * 1e3
+    return wrapper, taken
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="write JSON lines here as well")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    cells: list[dict[str, object]] = [
+        {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "flashinfer": providers.version(),
+        }
+    ]
+    for scope in ("shared", "kv_head"):
+        for unit in (1, 16, 64):
+            for batch in (1, 8, 32, 64):
+                cells.append(measure(batch, scope, unit))
+                print(cells[-1], flush=True)
+    if options.out:
+        options.out.write_text("".join(json.dumps(cell) + "\n" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()

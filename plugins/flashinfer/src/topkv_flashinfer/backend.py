@@ -1,0 +1,207 @@
+"""The backend: FlashInfer's kernels over page tables, in place over the rows of a buffer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from topkv import hookimpl
+from topkv.errors import CapabilityError
+from topkv.ops.page_table import adapt_page_table
+from topkv.types import GroupShape, LayerView, ModelShape, Plan
+from topkv_flashinfer import plans, providers
+from topkv_flashinfer.decode import Decode
+from topkv_flashinfer.latent import LATENT, ROPE, Latent
+from topkv_flashinfer.prompts import LatentPrompts, Prompts
+
+HEAD_DIMS = (64, 128, 256)
+
+
+class FlashInfer:
+    """Attention by FlashInfer, for one group of layers.
+
+    Making one compiles the library's kernels where they are not compiled yet, which takes minutes.
+
+    Args:
+        model: geometry; grouped queries with a head dim of ``HEAD_DIMS``, or latent attention with
+            rows of 512 + 64 elements.
+        group: the layers that this instance serves.
+        impl: ``"triton"``, for what goes on around the library's kernels.
+        device: a CUDA device of capability 8.0 or more; of 9.0 for latent attention.
+        max_batch: most decode rows of one forward.
+
+    Raises:
+        CapabilityError: with every reason, a missing library among them.
+    """
+
+    def __init__(
+        self,
+        model: ModelShape,
+        group: GroupShape,
+        impl: str,
+        device: torch.device,
+        max_batch: int,
+    ) -> None:
+        device = torch.device(device)
+        self.latent = model.attention == "mla"
+        reasons = _refusals(model, group, impl, device, max_batch)
+        library, tried = providers.find("mla" if self.latent else "gqa")
+        if library is None:
+            reasons.append(
+                f"FlashInfer is not usable: {providers.INSTALL}; tried " + "; ".join(tried)
+            )
+        if reasons or library is None:
+            raise CapabilityError(f"flashinfer cannot serve layers {list(group.layers)}", reasons)
+        self._serve(library, model, group, device, max_batch)
+
+    def _serve(
+        self,
+        library: providers.Library,
+        model: ModelShape,
+        group: GroupShape,
+        device: torch.device,
+        max_batch: int,
+    ) -> None:
+        """Make the plans and workspaces."""
+        self.library = library
+        self.lanes = max_batch * group.lane_heads
+        if self.latent:
+            self._latent = Latent(library, model, group, device, self.lanes)
+            self._latent_prompts = LatentPrompts(library, model, device, self._latent.float)
+        else:
+            self._decode = Decode(library, model, group, device, self.lanes)
+            self._prompts = Prompts(library, model.scale)
+
+    @hookimpl
+    def adapt_page_table(
+        self, layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor
+    ) -> None:
+        """See ``topkv.hooks.backend.adapt_page_table``."""
+        adapt_page_table(layer, plan, table, lengths, impl="triton")
+
+    @hookimpl
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        table: Tensor,
+        lengths: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """See ``topkv.hooks.backend.attend``.
+
+        Raises:
+            ValueError: more lanes than ``max_batch`` allows, or ``lse`` is not contiguous.
+            RuntimeError: a graph is being captured before this batch size has run.
+        """
+        if not len(q):
+            return
+        if len(q) > self.lanes:
+            raise ValueError(
+                f"flashinfer: {len(q)} lanes, and the workspace holds {self.lanes}; "
+                "raise max_requests"
+            )
+        if not lse.is_contiguous():
+            raise ValueError(f"flashinfer: lse must be contiguous, got strides {lse.stride()}")
+        if self.latent:
+            self._latent.attend(q, k, table, lengths, out, lse)
+        else:
+            self._decode.attend(q, k, v, table, lengths, out, lse)
+
+    @hookimpl
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int, out: Tensor, lse: Tensor
+    ) -> None:
+        """See ``topkv.hooks.backend.prefill``."""
+        self._prompt(q, k, v, q_start, k_start, None, out, lse)
+
+    @hookimpl
+    def prefill_selected(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_start: int,
+        k_start: int,
+        keep: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """See ``topkv.hooks.backend.prefill_selected``."""
+        self._prompt(q, k, v, q_start, k_start, keep, out, lse)
+
+    def _prompt(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_start: int,
+        k_start: int,
+        keep: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        if self.latent:
+            self._latent_prompts(q, k, q_start, k_start, keep, out, lse)
+        else:
+            self._prompts(q, k, v, q_start, k_start, keep, out, lse)
+
+
+def _refusals(
+    model: ModelShape, group: GroupShape, impl: str, device: torch.device, max_batch: int
+) -> list[str]:
+    latent = model.attention == "mla"
+    reasons = _latent_refusals(model, group) if latent else _head_refusals(model)
+    if model.dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(
+            f"dtype: expected float16 or bfloat16, got {model.dtype}; load the model in one of "
+            "those"
+        )
+    if group.dtype is not model.dtype:
+        reasons.append(
+            f"kv_format: it reads rows of the model's dtype {model.dtype}, got {group.dtype}; set "
+            "kv_format to 'model'"
+        )
+    if impl != "triton":
+        reasons.append(f"impl must be 'triton', got {impl!r}: the library has no reference")
+    if device.type != "cuda":
+        reasons.append(f"it needs a CUDA device, got {device}; use another backend")
+    else:
+        major = torch.cuda.get_device_capability(device)[0]
+        if major != 9 if latent else major < 8:
+            needed = "9.x for latent attention" if latent else "8.0 or more"
+            reasons.append(f"capability: expected {needed}, got {major}.x; use another backend")
+    if max_batch < 1:
+        reasons.append(f"max_batch: expected at least 1, got {max_batch}; raise it")
+    if group.rows * group.slots >= 2**31:
+        reasons.append(
+            f"buffer: {group.rows} rows x {group.slots} slots exceed the int32 ids of a page "
+            "table; lower max_requests or buffer"
+        )
+    tokens = max_batch * group.lane_heads * plans.table_width(group) * group.unit
+    if tokens >= 2**31:
+        reasons.append(
+            f"page tables: {tokens} tokens in a batch exceed the library's 32-bit positions; "
+            "lower max_requests or select"
+        )
+    return reasons
+
+
+def _head_refusals(model: ModelShape) -> list[str]:
+    if model.head_dim in HEAD_DIMS:
+        return []
+    return [f"head dim: expected one of {HEAD_DIMS}, got {model.head_dim}; use another backend"]
+
+
+def _latent_refusals(model: ModelShape, group: GroupShape) -> list[str]:
+    reasons = []
+    if (model.head_dim, model.out_dim) != (LATENT + ROPE, LATENT):
+        reasons.append(
+            f"it takes latent rows of {LATENT} + {ROPE} elements, got head_dim {model.head_dim} "
+            f"and values of {model.out_dim}; use another backend"
+        )
+    if group.lane_heads != 1:
+        reasons.append(f"all heads share a selection, got {group.lane_heads} lanes a request")
+    return reasons

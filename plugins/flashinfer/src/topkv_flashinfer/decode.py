@@ -1,0 +1,169 @@
+"""Decode over keys and values: FlashInfer's paged decode, planned once for a shape.
+
+``plan`` schedules on the host, for lengths that it takes to be known. topkv's are known on the
+device alone and change between the replays of a graph. So every lane is planned with as many
+pages as its table has columns, and the kernels get the true CSR table from the device. That is
+right for the tensor-core kernel (``fa2``; lines are those of FlashInfer 0.7.2):
+
+* it takes a lane's length from ``indptr`` and the last page (``page.cuh`` 185) and cuts its chunk
+  of the schedule to that, at the beginning too (``prefill.cuh`` 3829), so that one behind the end
+  has no token, no iteration, a result of 0 and a log-sum-exp of -inf, as a lane of length 0 has;
+* partial results of a single query lie at the place of their chunk, whatever the length (3872,
+  4333), and each planned chunk writes one;
+* what merges them takes -inf for nothing (``state.cuh`` 57), also where all are.
+
+The CUDA-core kernel does not: a chunk behind the end has an unsigned size below zero
+(``decode.cuh`` 438). Programmatic dependent launch is off: with it the kernel would read lengths
+(``prefill.cuh`` 3819) before it waits for the kernel that writes them (3878).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from attrs import frozen
+from torch import Tensor
+
+from topkv.types import GroupShape, ModelShape
+from topkv_flashinfer import kernels, plans
+from topkv_flashinfer.providers import Library
+
+LANES = 1024
+"""Lanes whose lengths a program sums up at once."""
+
+
+@frozen
+class Planned:
+    """A wrapper that is planned, and the buffers that it reads.
+
+    Attributes:
+        wrapper: ``BatchDecodeWithPagedKVCacheWrapper``.
+        indptr: int32 ``[lanes + 1]``.
+        indices: int32 ``[lanes * width]``.
+        last: int32 ``[lanes]``.
+    """
+
+    wrapper: Any
+    indptr: Tensor
+    indices: Tensor
+    last: Tensor
+
+
+class Decode:
+    """``attend`` of grouped queries.
+
+    Args:
+        library: part ``gqa``.
+        model, group, device: as the backend gets them.
+        lanes: most lanes of a call.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        model: ModelShape,
+        group: GroupShape,
+        device: torch.device,
+        lanes: int,
+    ) -> None:
+        self._library, self._model, self._group = library, model, group
+        self._device, self._lanes = device, lanes
+        self._heads = group.heads_per_lane * model.group_size
+        width = plans.table_width(group)
+        self._indices = torch.zeros(lanes * width, dtype=torch.int32, device=device)
+        shape = (lanes, self._heads, model.head_dim)
+        self._staged = torch.empty(shape, dtype=model.dtype, device=device)
+        self._float = torch.zeros(16, dtype=torch.uint8, device=device)
+        # Both sizes grow with the lanes and do not depend on the width. Asking loads the kernels.
+        float_bytes, self._int_bytes = self._made(lanes, width).wrapper.workspace_size(
+            *self._shape(lanes, width), **self._types()
+        )
+        self._float = torch.zeros(float_bytes, dtype=torch.uint8, device=device)
+        self._plans: dict[tuple[int, int], Planned] = {}
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        table: Tensor,
+        lengths: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """See ``topkv.hooks.backend.attend``."""
+        lanes, width = table.shape
+        planned = self._planned(lanes, width)
+        kernels.csr_kernel[(lanes, triton.cdiv(width, plans.BLOCK))](
+            *(table, lengths, planned.indptr, planned.indices, planned.last, table.stride(0)),
+            UNIT=k.shape[2],
+            BLOCK=plans.BLOCK,
+            LANES=LANES,
+        )
+        target = out[:, 0] if out.is_contiguous() else self._staged[:lanes]
+        planned.wrapper.run(
+            q[:, 0], (k, v), out=target, lse=lse[:, 0], return_lse=True, enable_pdl=False
+        )
+        if target.data_ptr() != out.data_ptr():
+            out[:, 0].copy_(target)
+        lse.mul_(plans.LN2)
+
+    def _planned(self, lanes: int, width: int) -> Planned:
+        """The plan of a shape, made by its first call.
+
+        Not before: the library fetches further tensors in the first ``run``, which a capture
+        cannot hold either, so a plan says that its shape has run.
+        """
+        planned = self._plans.get((lanes, width))
+        if planned is None:
+            plans.refuse_capture(self._device, lanes, width)
+            planned = self._made(lanes, width)
+            small = torch.zeros(self._int_bytes, dtype=torch.uint8, device=self._device)
+            planned.wrapper.reset_workspace_buffer(self._float, small)
+            planned.wrapper.plan(*self._shape(lanes, width), **self._types())
+            plans.settle(self._device)
+            self._plans[lanes, width] = planned
+        return planned
+
+    def _made(self, lanes: int, width: int) -> Planned:
+        """A wrapper of so many lanes, without a plan."""
+
+        def ints(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=self._device)
+
+        pages = lanes * width
+        indices = self._indices if pages <= self._indices.numel() else ints(pages)
+        indptr, last = ints(lanes + 1), ints(lanes)
+        wrapper = self._library["BatchDecodeWithPagedKVCacheWrapper"](
+            self._float,
+            "HND",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=indptr,
+            paged_kv_indices_buffer=indices,
+            paged_kv_last_page_len_buffer=last,
+            backend="fa2",
+        )
+        return Planned(wrapper, indptr, indices, last)
+
+    def _shape(self, lanes: int, width: int) -> tuple[Any, ...]:
+        """Positional arguments of a plan: ``width`` full pages a lane."""
+        unit = self._group.unit
+        return (
+            plans.ramp(lanes, width),
+            torch.zeros(lanes * width, dtype=torch.int32),
+            torch.full((lanes,), unit, dtype=torch.int32),
+            *(self._heads, self._group.heads_per_lane, self._model.head_dim, unit),
+        )
+
+    def _types(self) -> dict[str, Any]:
+        """Keyword arguments of a plan."""
+        dtype = self._model.dtype
+        return {
+            "q_data_type": dtype,
+            "kv_data_type": dtype,
+            "o_data_type": dtype,
+            "sm_scale": self._model.scale,
+        }

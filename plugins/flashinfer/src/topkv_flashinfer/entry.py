@@ -1,0 +1,28 @@
+"""What this package offers to topkv."""
+
+from __future__ import annotations
+
+from topkv import hookimpl
+from topkv.entries import Capabilities, PluginEntry
+
+
+@hookimpl
+def topkv_register_backends() -> list[PluginEntry]:
+    return [
+        PluginEntry(
+            name="flashinfer",
+            kind="backend",
+            factory="topkv_flashinfer.backend:FlashInfer",
+            capabilities=Capabilities(
+                scopes=("kv_head", "shared"),
+                attention=("gqa", "mla"),
+                kv_formats=("model",),
+                impls=("triton",),
+                dtypes=("float16", "bfloat16"),
+                # Head dims depend on the kind of attention, which an entry cannot say: the
+                # backend itself refuses those that it lacks.
+                tiers=("gpu",),
+            ),
+            doctor="topkv_flashinfer.providers:describe",
+        )
+    ]

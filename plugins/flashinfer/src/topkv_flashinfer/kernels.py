@@ -1,0 +1,119 @@
+"""What lies between topkv's contract and FlashInfer's, in Triton; ``reference`` says the same."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def csr_kernel(
+    p_table,
+    p_lengths,
+    p_indptr,
+    p_indices,
+    p_last,
+    s_table,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Grid (lanes, blocks of columns): the table packed as CSR, lanes behind one another.
+
+    Every entry of ``indices`` below ``indptr[lanes]`` is a listed page: the library looks up a few
+    pages behind those of a lane, in order not to branch.
+    """
+    lane = tl.program_id(0).to(tl.int64)
+    before = tl.full((), 0, tl.int32)
+    for first in range(0, tl.program_id(0), LANES):
+        other = first + tl.arange(0, LANES)
+        length = tl.load(p_lengths + other, other < tl.program_id(0), other=0)
+        before += tl.sum((length + UNIT - 1) // UNIT, 0)
+    length = tl.load(p_lengths + lane)
+    pages = (length + UNIT - 1) // UNIT
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    used = column < pages
+    page = tl.load(p_table + lane * s_table + column, used, other=0)
+    tl.store(p_indices + before + column, page, used)
+    if tl.program_id(1) == 0:
+        if tl.program_id(0) == 0:
+            tl.store(p_indptr, 0)
+        tl.store(p_indptr + lane + 1, before + pages)
+        tl.store(p_last + lane, tl.where(pages > 0, length - (pages - 1) * UNIT, UNIT))
+
+
+@triton.jit
+def spread_kernel(
+    p_table, p_lengths, p_indices, width, s_table, UNIT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Grid (lanes, blocks of columns): CSR of ``width`` pages a lane, 0 where unused."""
+    lane = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    used = column * UNIT < tl.load(p_lengths + lane)
+    page = tl.load(p_table + lane * s_table + column, used, other=0)
+    tl.store(p_indices + lane * width + column, page, column < width)
+
+
+@triton.jit
+def works_kernel(
+    p_lane,
+    p_first,
+    p_behind,
+    p_lengths,
+    p_kv_len,
+    p_kv_start,
+    p_kv_end,
+    works,
+    BLOCK: tl.constexpr,
+):
+    """Cut the planned works down to the lengths; one with no token left becomes 0 to 0."""
+    work = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = work < works
+    lane = tl.load(p_lane + work, real, other=0)
+    first = tl.load(p_first + work, real, other=0)
+    behind = tl.load(p_behind + work, real, other=0)
+    length = tl.load(p_lengths + lane, real, other=0)
+    any_left = first < length
+    tl.store(p_kv_len + work, length, real)
+    tl.store(p_kv_start + work, tl.where(any_left, first, 0), real)
+    tl.store(p_kv_end + work, tl.where(any_left, tl.minimum(behind, length), 0), real)
+
+
+@triton.jit
+def clean_kernel(
+    p_scores,
+    p_lengths,
+    p_clean,
+    p_sizes,
+    columns,
+    s_scores,
+    BLOCK: tl.constexpr,
+):
+    """Grid (rows, blocks of columns): scores whose bits order as topkv orders them.
+
+    NaN becomes -inf and -0.0 becomes +0.0; lengths are clamped to the row. What lies behind a
+    length is not read, and becomes -inf.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    length = tl.minimum(tl.maximum(tl.load(p_lengths + row), 0), columns)
+    score = tl.load(p_scores + row * s_scores + column, column < length, other=float("-inf"))
+    bits = score.to(tl.uint32, bitcast=True)
+    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0xFF800000, bits)
+    bits = tl.where(bits == 0x80000000, 0, bits)
+    clean = bits.to(tl.float32, bitcast=True)
+    tl.store(p_clean + row * columns + column, clean, column < columns)
+    if tl.program_id(1) == 0:
+        tl.store(p_sizes + row, length)
+
+
+@triton.jit
+def order_kernel(p_found, p_ids, most, select, s_found, s_ids, BLOCK: tl.constexpr):
+    """Grid (rows): the ids among ``most`` found in ascending order, -1 behind them."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    last = 2147483647
+    found = tl.load(p_found + row * s_found + place, place < most, other=-1)
+    found = tl.sort(tl.where(found < 0, last, found))
+    tl.store(p_ids + row * s_ids + place, tl.where(found == last, -1, found), place < select)

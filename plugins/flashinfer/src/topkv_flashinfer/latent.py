@@ -1,0 +1,256 @@
+"""Latent attention: FlashInfer's MLA kernel for Hopper (``fa3``), over rows where they lie.
+
+Its plan is a list of works, spans of tokens of a lane, in a workspace on the device; lengths are
+baked into it. Every lane is planned with as many pages as its table has columns, and before each
+call a kernel cuts the works down to the true lengths, in place. A work with no token left
+becomes ``0 .. 0``, which is how the library itself writes a lane of length 0 (``scheduler.cuh``
+1745): it loads nothing (``mla_hopper.cuh`` 921) and gives 0 and -inf (717), which the merge takes
+for nothing (``state.cuh`` 57). Lines are those of FlashInfer 0.7.2.
+
+The place of the works in the workspace is no interface of the library: what a plan wrote there is
+read back and compared with what was planned, and any other layout is refused.
+
+The log-sum-exp is taken to the base of 2. Where partial results are merged, the threads of a row
+each multiply the natural one in place (``mla.cuh`` 804), two warps after one another or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from attrs import frozen
+from torch import Tensor
+
+from topkv.types import GroupShape, ModelShape
+from topkv_flashinfer import kernels, plans
+from topkv_flashinfer.providers import Library
+
+LATENT, ROPE = 512, 64
+TILE = 64
+"""Rows of a work: query heads."""
+
+INFO = 18
+"""Numbers in the library's ``MLAPlanInfo``; places of the ones used here."""
+CLUSTERS, KV_INDPTR, KV_LEN, KV_START, KV_END, WORK_INDPTR = 1, 3, 11, 13, 14, 15
+
+
+@frozen
+class Works:
+    """The works of a plan: what was planned, and the live arrays that the kernel reads.
+
+    Attributes:
+        lane: int32 ``[works]``.
+        first, behind: int32 ``[works]``, the span of tokens as planned.
+        kv_len, kv_start, kv_end: int32 ``[works]``, in the library's workspace.
+    """
+
+    lane: Tensor
+    first: Tensor
+    behind: Tensor
+    kv_len: Tensor
+    kv_start: Tensor
+    kv_end: Tensor
+
+    @property
+    def count(self) -> int:
+        return self.lane.shape[0]
+
+
+def works_of(info: Sequence[int], workspace: Tensor, lanes: int, width: int, unit: int) -> Works:
+    """Find the works of a plan of ``width`` full pages a lane in its workspace.
+
+    Args:
+        info: the plan info of the library.
+        workspace: uint8, the plan's integers.
+        lanes, width, unit: what was planned.
+
+    Raises:
+        RuntimeError: what lies there is not what was planned.
+    """
+    tokens = width * unit
+    sizes = [int(number) for number in info]
+    problem = None if len(sizes) == INFO else f"{len(sizes)} numbers instead of {INFO}"
+    if problem is None:
+
+        def ints(place: int, count: int) -> Tensor:
+            return workspace[sizes[place] : sizes[place] + 4 * count].view(torch.int32)
+
+        count = int(ints(WORK_INDPTR, sizes[CLUSTERS] + 1)[-1])
+        indptr, length, first, behind = (
+            ints(place, count) for place in (KV_INDPTR, KV_LEN, KV_START, KV_END)
+        )
+        problem = _problem(
+            indptr.cpu(), length.cpu(), first.cpu(), behind.cpu(), lanes, width, unit
+        )
+        if problem is None:
+            lane = (indptr // width).int()
+            return Works(lane, first.clone(), behind.clone(), length, first, behind)
+    raise RuntimeError(
+        f"flashinfer: the plan of {lanes} lanes of {tokens} tokens has another layout than that "
+        f"of FlashInfer 0.7.2: {problem}. Use that version, or another backend for such layers"
+    )
+
+
+def _problem(
+    indptr: Tensor,
+    length: Tensor,
+    first: Tensor,
+    behind: Tensor,
+    lanes: int,
+    width: int,
+    unit: int,
+) -> str | None:
+    """Why these are not the works of a plan, None where they are."""
+    tokens = width * unit
+    if not bool((length == tokens).all()):
+        return f"lengths are not all {tokens}"
+    if not bool(((indptr % width == 0) & (indptr >= 0) & (indptr < lanes * width)).all()):
+        return f"lanes do not start at multiples of {width} pages"
+    if not bool(((first >= 0) & (first < behind) & (behind <= tokens)).all()):
+        return f"spans of tokens leave 0 .. {tokens}"
+    sums = torch.zeros(lanes, dtype=torch.int64)
+    sums.index_add_(0, (indptr // width).long(), (behind - first).long())
+    if not bool(((sums > 0) & (sums % tokens == 0)).all()):
+        return f"spans of a lane do not add up to {tokens} tokens"
+    return None
+
+
+@frozen
+class Planned:
+    """A wrapper that is planned, the pages that it reads, and its works."""
+
+    wrapper: Any
+    indices: Tensor
+    works: Works
+
+
+class Latent:
+    """``attend`` over latent rows.
+
+    Args:
+        library: part ``mla``.
+        model, group, device: as the backend gets them.
+        lanes: most lanes of a call.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        model: ModelShape,
+        group: GroupShape,
+        device: torch.device,
+        lanes: int,
+    ) -> None:
+        self._library, self._model, self._group, self._device = library, model, group, device
+        self.float = workspace(device)
+        width = plans.table_width(group)
+        self._indices = torch.zeros(lanes * width, dtype=torch.int32, device=device)
+        self._plans: dict[tuple[int, int], Planned] = {}
+        self._made(lanes, width)  # loads the kernels, and refuses a layout that it does not know
+
+    def attend(
+        self, q: Tensor, k: Tensor, table: Tensor, lengths: Tensor, out: Tensor, lse: Tensor
+    ) -> None:
+        """See ``topkv.hooks.backend.attend``; ``k`` are the rows."""
+        lanes, width = table.shape
+        planned = self._planned(lanes, width)
+        kernels.spread_kernel[(lanes, triton.cdiv(width, plans.BLOCK))](
+            *(table, lengths, planned.indices, width, table.stride(0)),
+            UNIT=k.shape[2],
+            BLOCK=plans.BLOCK,
+        )
+        works = planned.works
+        kernels.works_kernel[(triton.cdiv(works.count, plans.BLOCK),)](
+            *(works.lane, works.first, works.behind, lengths),
+            *(works.kv_len, works.kv_start, works.kv_end, works.count),
+            BLOCK=plans.BLOCK,
+        )
+        rows = k[:, 0]
+        planned.wrapper.run(
+            query=(q[:, 0, :, :LATENT], q[:, 0, :, LATENT:]),
+            kv_cache=(rows[..., :LATENT], rows[..., LATENT:]),
+            out=out[:, 0],
+            lse=lse[:, 0],
+            return_lse=True,
+        )
+        lse.mul_(plans.LN2)
+
+    def _planned(self, lanes: int, width: int) -> Planned:
+        """The plan of a shape, made by its first call."""
+        planned = self._plans.get((lanes, width))
+        if planned is None:
+            plans.refuse_capture(self._device, lanes, width)
+            planned = self._plans[lanes, width] = self._made(lanes, width)
+        return planned
+
+    def _made(self, lanes: int, width: int) -> Planned:
+        def ints(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=self._device)
+
+        pages, unit = lanes * width, self._group.unit
+        indices = self._indices if pages <= self._indices.numel() else ints(pages)
+        wrapper = self._library["BatchMLAPagedAttentionWrapper"](
+            self.float,
+            use_cuda_graph=True,
+            qo_indptr=ints(lanes + 1),
+            kv_indptr=ints(lanes + 1),
+            kv_indices=indices,
+            kv_len_arr=ints(lanes),
+            backend="fa3",
+        )
+        plan(
+            *(self._library, self._model, wrapper, plans.ramp(lanes, 1), plans.ramp(lanes, width)),
+            torch.zeros(pages, dtype=torch.int32),
+            torch.full((lanes,), width * unit, dtype=torch.int32),
+            unit,
+        )
+        plans.settle(self._device)
+        backend = wrapper._planned_backend
+        works = works_of(backend._plan_info, backend._int_workspace_buffer, lanes, width, unit)
+        return Planned(wrapper, indices, works)
+
+
+def workspace(device: torch.device) -> Tensor:
+    """Room for the partial results of every multiprocessor: two tiles of rows, and their sums."""
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return torch.zeros(
+        2 * count * TILE * (2 * LATENT + 4) + 4096, dtype=torch.uint8, device=device
+    )
+
+
+def plan(
+    library: Library,
+    model: ModelShape,
+    wrapper: Any,
+    queries: Tensor,
+    pages: Tensor,
+    indices: Tensor,
+    lengths: Tensor,
+    unit: int,
+) -> None:
+    """Plan a wrapper for split rows, without a causal mask, with a log-sum-exp to the base of 2.
+
+    Args:
+        library, model, wrapper: of this call.
+        queries, pages: int32 ``[lanes + 1]`` first query and page of each lane.
+        indices: int32 pages.
+        lengths: int32 ``[lanes]`` tokens.
+        unit: tokens of a page.
+    """
+    wrapper.plan(
+        metadata=library["MLAPlanMetadata"].csr(queries, pages, indices, lengths),
+        num_heads=model.num_heads,
+        head_dim_ckv=LATENT,
+        head_dim_kpe=ROPE,
+        page_size=unit,
+        causal=False,
+        sm_scale=model.scale,
+        q_data_type=model.dtype,
+        kv_data_type=model.dtype,
+        query_layout="split",
+        kv_cache_layout="split",
+        lse_mode="base2",
+    )

@@ -1,0 +1,56 @@
+"""What lies between topkv's contract and FlashInfer's, in torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def csr(table: Tensor, lengths: Tensor, unit: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A page table as compressed rows.
+
+    Args:
+        table: int32 ``[N, W]`` pages.
+        lengths: int32 ``[N]`` tokens.
+        unit: tokens of a page.
+
+    Returns:
+        ``indptr`` ``[N + 1]``, ``indices`` ``[indptr[N]]`` and the tokens on the last page of
+        each lane, ``[N]``, a whole page where a lane has none; int32.
+    """
+    pages = -(-lengths // unit)
+    indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
+    used = torch.arange(table.shape[1], device=table.device) < pages[:, None]
+    last = torch.where(pages > 0, lengths - (pages - 1) * unit, unit)
+    return indptr, table[used].int(), last.int()
+
+
+def works(
+    lane: Tensor, first: Tensor, behind: Tensor, lengths: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Planned works, cut down to the true lengths.
+
+    Args:
+        lane: int32 ``[works]``.
+        first, behind: int32 ``[works]``, the tokens of the lane that a work attends as planned.
+        lengths: int32 ``[N]`` true tokens.
+
+    Returns:
+        Length of the lane, first token and the one behind the last, ``[works]``; 0 and 0 for a
+        work that has no token left, which is how the library writes a lane of length 0.
+    """
+    length = lengths[lane.long()]
+    left = first < length
+    return length, torch.where(left, first, 0), torch.where(left, behind.minimum(length), 0)
+
+
+def packed(mask: Tensor) -> Tensor:
+    """The bits of a mask in row-major order, eight to a byte from the lowest, uint8.
+
+    Args:
+        mask: bool, any shape.
+    """
+    bits = mask.reshape(-1)
+    bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8).to(torch.uint8)
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
+    return (bits * weights).sum(1, dtype=torch.uint8)

@@ -1,0 +1,270 @@
+"""What goes on around the library: kernels against plain Python, and the prompts' parts."""
+
+from __future__ import annotations
+
+import os
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from topkv.ops import topk_reference  # noqa: E402
+from topkv_flashinfer import kernels, latent, plans, prompts, reference  # noqa: E402
+
+DEVICE = "cuda" if CUDA else "cpu"
+ON = pytest.mark.parametrize(
+    "device", [pytest.param(DEVICE, marks=[pytest.mark.gpu] if CUDA else [])]
+)
+TRASH = -(2**31)
+
+
+def ints(values, device=DEVICE):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def tables(data, unit):
+    """Lengths and a page table, trash behind the pages in use; and the pages of each lane."""
+    lanes, width = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
+    most = st.one_of(st.just(0), st.integers(0, width * unit))
+    lengths = [data.draw(most) for _ in range(lanes)]
+    lists = [[n * 100 + i for i in range(-(-size // unit))] for n, size in enumerate(lengths)]
+    table = ints([pages + [TRASH] * (width - len(pages)) for pages in lists])
+    return lengths, table, lists
+
+
+@ON
+def test_the_table_becomes_compressed_rows(device):
+    @given(data=st.data(), unit=st.sampled_from([1, 2, 16]))
+    @settings(deadline=None, max_examples=30)
+    def check(data, unit):
+        lengths, table, lists = tables(data, unit)
+        lanes, width = table.shape
+        indptr, last = ints([-7] * (lanes + 1)), ints([-7] * lanes)
+        indices = ints([-7] * (lanes * width))
+        wide = torch.nn.functional.pad(table, (0, 3), value=TRASH)  # rows at another stride
+        kernels.csr_kernel[(lanes, -(-width // 2))](
+            *(wide[:, :width], ints(lengths), indptr, indices, last, wide.stride(0)),
+            UNIT=unit,
+            BLOCK=2,
+            LANES=2,
+        )
+        flat = [page for pages in lists for page in pages]
+        starts = [sum(map(len, lists[:lane])) for lane in range(lanes + 1)]
+        assert indptr.tolist() == starts
+        assert indices[: len(flat)].tolist() == flat
+        assert (indices[len(flat) :] == -7).all(), "wrote behind the last lane"
+        expected = [(size - 1) % unit + 1 if size else unit for size in lengths]
+        assert last.tolist() == expected
+        same = reference.csr(table.cpu(), ints(lengths, "cpu"), unit)
+        assert [each.tolist() for each in same] == [starts, flat, expected]
+
+    check()
+
+
+@ON
+def test_the_table_is_spread_over_a_constant_count(device):
+    @given(data=st.data(), unit=st.sampled_from([1, 16]))
+    @settings(deadline=None, max_examples=20)
+    def check(data, unit):
+        lengths, table, lists = tables(data, unit)
+        lanes, width = table.shape
+        indices = ints([-7] * (lanes * width + 4))
+        kernels.spread_kernel[(lanes, -(-width // 4))](
+            *(table, ints(lengths), indices, width, table.stride(0)), UNIT=unit, BLOCK=4
+        )
+        spread = [page for pages in lists for page in pages + [0] * (width - len(pages))]
+        assert indices.tolist() == spread + [-7] * 4
+
+    check()
+
+
+def planned(lanes, width, unit, limit, order):
+    """A workspace as the library's planner leaves one: works of ``limit`` tokens, any order."""
+    tokens = width * unit
+    spans = [
+        (lane, first, min(first + limit, tokens))
+        for lane in range(lanes)
+        for first in range(0, tokens, limit)
+    ]
+    order.shuffle(spans)
+    columns = {
+        latent.KV_INDPTR: [lane * width for lane, _, _ in spans],
+        latent.KV_LEN: [tokens] * len(spans),
+        latent.KV_START: [first for _, first, _ in spans],
+        latent.KV_END: [behind for _, _, behind in spans],
+        latent.WORK_INDPTR: [0, len(spans) // 2, len(spans)],
+    }
+    info, words = [0] * latent.INFO, []
+    info[latent.CLUSTERS] = 2
+    for place, column in columns.items():
+        info[place] = 4 * len(words)
+        words += column + [-99] * (4 - len(column) % 4)
+    return info, ints(words).view(torch.uint8), spans
+
+
+@ON
+def test_works_are_cut_down_to_the_lengths(device):
+    @given(
+        lengths=st.lists(st.integers(0, 24), min_size=1, max_size=4),
+        limit=st.sampled_from([3, 8, 24]),
+        order=st.randoms(use_true_random=False),
+    )
+    @settings(deadline=None, max_examples=30)
+    def check(lengths, limit, order):
+        info, workspace, spans = planned(len(lengths), 12, 2, limit, order)
+        before = workspace.clone()
+        works = latent.works_of(info, workspace, len(lengths), 12, 2)
+        assert torch.equal(workspace, before), "finding the works changed them"
+        for sizes in (lengths, [24] * len(lengths), lengths[::-1]):  # as replays do
+            kernels.works_kernel[(-(-works.count // 4),)](
+                *(works.lane, works.first, works.behind, ints(sizes)),
+                *(works.kv_len, works.kv_start, works.kv_end, works.count),
+                BLOCK=4,
+            )
+            attended = [set() for _ in sizes]
+            for work, (lane, first, behind) in enumerate(spans):
+                start, end = int(works.kv_start[work]), int(works.kv_end[work])
+                assert works.kv_len[work] == sizes[lane]
+                assert (start, end) == (0, 0) or first == start < end <= behind
+                assert not attended[lane] & set(range(start, end)), "attended twice"
+                attended[lane] |= set(range(start, end))
+            assert attended == [set(range(size)) for size in sizes]
+            same = reference.works(works.lane, works.first, works.behind, ints(sizes))
+            got = (works.kv_len, works.kv_start, works.kv_end)
+            assert all(torch.equal(a, b) for a, b in zip(got, same, strict=True))
+        changed = (workspace != before).nonzero()[:, 0].tolist()
+        inside = [range(info[p], info[p] + 4 * works.count) for p in (11, 13, 14)]
+        assert all(any(byte in span for span in inside) for byte in changed)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (latent.KV_LEN, 23, "lengths are not all 24"),
+        (latent.KV_INDPTR, 5, "multiples of 12 pages"),
+        (latent.KV_INDPTR, 36, "multiples of 12 pages"),
+        (latent.KV_START, -1, "leave 0 .. 24"),
+        (latent.KV_END, 25, "leave 0 .. 24"),
+        (latent.KV_END, 23, "do not add up"),
+    ],
+)
+def test_a_plan_of_another_layout_is_refused(place, value, said):
+    import random
+
+    info, workspace, spans = planned(3, 12, 2, 8, random.Random(0))
+    work = [behind for _, _, behind in spans].index(24)
+    start = info[place] + 4 * work
+    workspace[start : start + 4].view(torch.int32).fill_(value)
+    with pytest.raises(RuntimeError, match=said):
+        latent.works_of(info, workspace, 3, 12, 2)
+    with pytest.raises(RuntimeError, match="17 numbers instead of 18"):
+        latent.works_of(info[:-1], workspace, 3, 12, 2)
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=7))
+def test_masks_are_packed_from_the_lowest_bit(rows):
+    mask = torch.tensor(rows)
+    expected = numpy.packbits(mask.numpy().reshape(-1), bitorder="little")
+    assert reference.packed(mask).tolist() == expected.tolist()
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(-12, 12))
+def test_a_chunk_falls_into_blind_triangle_and_whole(queries, keys, ahead):
+    counts = [min(max(i + ahead + 1, 0), keys) for i in range(queries)]
+    blind, whole = prompts.regions(queries, keys, ahead)
+    assert 0 <= blind <= whole <= queries
+    assert counts[:blind] == [0] * blind
+    assert counts[whole:] == [keys] * (queries - whole)
+    # What the library's causal mask over the first keys gives: it ends at the last query and key.
+    count = whole + ahead
+    assert whole == blind or whole - blind <= count <= keys
+    assert counts[blind:whole] == [count - (whole - 1 - i) for i in range(blind, whole)]
+
+
+def test_far_keys_are_copied_and_near_ones_are_not():
+    x = torch.arange(6.0).view(3, 2)
+    assert prompts.near(x) is x
+    far = torch.empty_strided((3, 1, 2), (2**30, 2, 1), device="meta")
+    assert prompts.near(far).is_contiguous()
+
+
+@ON
+def test_scores_are_cleaned_in_a_copy(device):
+    nan, inf = float("nan"), float("inf")
+    scores = torch.tensor([[1.0, nan, -0.0, inf, -inf, 7.0], [-nan, 2.0, 3.0, nan, nan, nan]])
+    scores = scores.to(device)
+    clean = torch.full((2, 5), nan, device=device)
+    sizes = ints([-7, -7])
+    kernels.clean_kernel[(2, 2)](
+        *(scores[:, :5], ints([9, -3]), clean, sizes, 5, scores.stride(0)), BLOCK=4
+    )
+    assert sizes.tolist() == [5, 0]
+    assert clean.tolist() == [[1.0, -inf, 0.0, inf, -inf], [-inf] * 5]
+    assert not torch.signbit(clean[0, 2]), "-0.0 orders below +0.0 by its bits"
+
+
+@ON
+def test_found_ids_are_put_in_order(device):
+    found = ints([[5, -1, 0, 3, -1], [-1] * 5, [4, 3, 2, 1, 0]])
+    ids = torch.full((3, 8), -7, dtype=torch.int32, device=device)
+    kernels.order_kernel[(3,)](*(found, ids, 5, 6, found.stride(0), ids.stride(0)), BLOCK=8)
+    assert ids[:, :6].tolist() == [[0, 3, 5, -1, -1, -1], [-1] * 6, [0, 1, 2, 3, 4, -1]]
+    assert (ids[:, 6:] == -7).all(), "wrote behind its row"
+
+
+@ON
+def test_top_k_around_a_selection_by_bits(device, monkeypatch):
+    """The library in a few lines: it orders by bits, NaN above all, and returns no order."""
+    from topkv_flashinfer import topk
+
+    def documented(scores, offsets, lengths, k, *, tie_break, dsa_graph_safe):
+        assert tie_break == 1
+        assert dsa_graph_safe
+        assert not offsets.any()
+        found = torch.full((len(scores), k), -1, dtype=torch.int32, device=scores.device)
+        for row, size in enumerate(lengths.tolist()):
+            bits = scores[row, :size].view(torch.int32).long() & 0xFFFFFFFF
+            keys = torch.where(bits >> 31 > 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+            best = keys.argsort(descending=True, stable=True)[:k]
+            found[row, : len(best)] = best.flip(0).int()
+        return found
+
+    library = {"top_k_ragged_transform": documented}
+    monkeypatch.setattr(topk, "_library", lambda: library)
+
+    @given(
+        st.lists(st.integers(-3, 12), min_size=1, max_size=3),
+        st.integers(1, 11),
+        st.integers(0, 99),
+        st.booleans(),
+    )
+    @settings(deadline=None, max_examples=30)
+    def check(sizes, select, seed, scratch):
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.tensor([0.0, -0.0, 1.0, -1.0, torch.nan, torch.inf, -torch.inf, 1e-40])
+        scores = values[torch.randint(0, 8, (len(sizes), 9), generator=generator)].to(device)
+        lengths = ints(sizes)
+        want, got = (ints([[-7] * select] * len(sizes)) for _ in range(2))
+        topk_reference.topk(scores, lengths.clamp(0, 9), want)
+        work = topk.workspace(len(sizes) + 1, 9, select, scores.device) if scratch else None
+        topk.topk(scores, lengths, got, impl="triton", work=work)
+        assert got.tolist() == want.tolist()
+
+    check()
+
+
+def test_tables_are_as_wide_as_the_core_makes_them():
+    from topkv.types import GroupShape
+
+    sparse = GroupShape((0,), 16, 1, 2, 64, torch.bfloat16, 128, 4, 99, 8, 8, 2)
+    dense = GroupShape((0,), 128, 1, 2, 64, torch.bfloat16, 128, 4, 13, 0, 0, 0, "resident")
+    assert plans.table_width(sparse) == 9
+    assert plans.table_width(dense) == 13

@@ -1,0 +1,154 @@
+"""The real library on a real GPU, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from topkv.testing.backend_bench import expect
+from topkv.testing.backend_cases import AttendCase
+from topkv.testing.strategies import Geometry
+from topkv.types import GroupShape, ModelShape
+from topkv_flashinfer import providers
+from topkv_flashinfer.backend import FlashInfer
+
+FOUND, TRIED = providers.find("gqa")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(FOUND is None, reason="; ".join(TRIED)),
+]
+
+
+def geometry(scope, unit, group=4, dim=128, dtype=torch.bfloat16, kv_heads=2):
+    return Geometry(kv_heads, group, dim, unit, 1, scope, dtype)
+
+
+def backend(g, batch, width, residency="sparse"):
+    """An instance whose page tables have ``width`` columns."""
+    model = ModelShape(1, g.kv_heads * g.group, g.kv_heads, g.dim, g.dtype, g.dim**-0.5)
+    select = width - 1 if residency == "sparse" else 0
+    group = GroupShape(
+        *((0,), g.unit, g.lane_heads, g.kv_heads // g.lane_heads, g.dim, g.dtype, g.page_tokens),
+        *(8, width, select, width, 2, residency),
+    )
+    return FlashInfer(model, group, "triton", torch.device("cuda"), batch), model
+
+
+def case(g, lengths, width, seed=0):
+    """Inputs with ``width`` columns, and NaN and trash wherever no lane may look."""
+    used = max(1, *(-(-length // g.unit) for length in lengths))
+    return AttendCase(g, tuple(lengths), width - used, seed=seed)
+
+
+def check(made, model, inputs):
+    inputs.expected(model.scale).check(*inputs.attend(made, torch.device("cuda")))
+
+
+@pytest.mark.parametrize("scope", ["shared", "kv_head"])
+@pytest.mark.parametrize("unit", [1, 16, 64])
+def test_ragged_lanes_within_a_constant_plan(scope, unit):
+    """Full, empty, one token, partly filled last units, and lanes that end inside a chunk."""
+    g, width = geometry(scope, unit), 2048 // unit + 1
+    made, model = backend(g, 8, width)
+    ragged = [2048, 0, 1, unit + 1, 1000, 129, 2048 - 1, 127]
+    few = [0, 1] if scope == "kv_head" else [1]
+    for seed, lengths in enumerate((ragged, [2048] * 8, [0] * 8, few, ragged[::-1])):
+        check(made, model, case(g, lengths, width, seed).make())
+
+
+@pytest.mark.parametrize(
+    ("group", "dim", "dtype"),
+    [(7, 64, torch.float16), (1, 128, torch.bfloat16), (32, 128, torch.bfloat16)],
+)
+def test_other_heads_and_dtypes(group, dim, dtype):
+    g = geometry("shared", 16, group, dim, dtype)
+    made, model = backend(g, 3, 33)
+    check(made, model, case(g, [512, 3, 0], 33).make())
+
+
+def test_dense_lanes_much_shorter_than_their_table():
+    """Most chunks of the plan have no token."""
+    g = geometry("shared", 64)
+    made, model = backend(g, 4, 512, "resident")
+    for seed, lengths in enumerate(([1, 0, 65, 300], [0, 0, 0, 0], [64 * 512, 1, 4000, 0])):
+        check(made, model, case(g, lengths, 512, seed).make())
+
+
+@pytest.mark.parametrize("scope", ["shared", "kv_head"])
+def test_replays_follow_lengths_and_tables(scope):
+    g, width = geometry(scope, 16), 129
+    made, model = backend(g, 8, width)
+    many, few = [2048, 3, 0, 777, 1, 2048, 16, 129], [0, 2048, 5, 0, 700, 1, 0, 17]
+    steps = [
+        case(g, sizes, width, seed).make()
+        for seed, sizes in enumerate((many, few, [2048] * 8, [0] * 8, many[::-1]))
+    ]
+    first = steps[0]
+    slots = max(inputs.pools[0].shape[0] for inputs in steps)
+    shape = (slots, *first.pools[0].shape[1:])
+    pool = torch.full(shape, torch.nan, dtype=g.dtype, device="cuda")
+    k, v = first.views([pool])
+    q, table, lengths = (x.cuda() for x in (first.q, first.table, first.lengths))
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device="cuda")
+
+    def run():
+        made.attend(q, k, v, table, lengths, out, lse)
+
+    def replay(inputs, step):
+        pool.fill_(torch.nan)
+        pool[: inputs.pools[0].shape[0]] = inputs.pools[0].cuda()
+        q.copy_(inputs.q)
+        table.copy_(inputs.table)
+        lengths.copy_(inputs.lengths)
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        step()
+        inputs.expected(model.scale).check(out[:, 0].cpu(), lse[:, 0].cpu())
+
+    replay(first, run)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for inputs in steps[1:] + steps[:1]:
+        replay(inputs, graph.replay)
+
+
+def test_a_capture_must_not_be_the_first_to_see_a_batch():
+    g = geometry("shared", 16)
+    made, _ = backend(g, 4, 9)
+    inputs = case(g, [30, 4], 9).make()
+    k, v = (x.cuda() for x in inputs.views())
+    q, table, lengths = (x.cuda() for x in (inputs.q, inputs.table, inputs.lengths))
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device="cuda")
+    made._decode._plans.pop((2, 9), None)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="2 lanes with page tables of 9 columns"):  # noqa: SIM117
+        with torch.cuda.graph(graph):
+            made.attend(q, k, v, table, lengths, out, lse)
+
+
+@pytest.mark.parametrize("selected", [True, False])
+def test_prompts(selected):
+    g = geometry("shared", 16)
+    made, model = backend(g, 1, 9)
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(70, 8, 128, generator=generator).bfloat16()
+    k, v = torch.randn(2, 200, 2, 128, generator=generator).bfloat16()
+    keep = torch.rand(70, 200, generator=generator) < 0.3
+    keep[4] = False
+    keep[:, 64:128] = False  # a tile that nobody sees
+    for q_start, k_start in ((130, 0), (200, 0), (50, 40), (10, 50), (0, 300)):
+        rows, columns = q_start + torch.arange(70), k_start + torch.arange(200)
+        mask = columns[None] <= rows[:, None]
+        mask = mask & keep if selected else mask
+        wanted = expect(q, k, v, model.scale, mask)
+        out = torch.full((70, 8, 128), torch.nan, device="cuda")
+        lse = torch.full((70, 8), torch.nan, device="cuda")
+        what = (q.cuda(), k.cuda(), v.cuda(), q_start, k_start)
+        if selected:
+            made.prefill_selected(*what, keep.cuda(), out, lse)
+        else:
+            made.prefill(*what, out, lse)
+        wanted.check(out.cpu(), lse.cpu())

@@ -1,0 +1,134 @@
+"""Latent attention by the real library on a Hopper GPU, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from topkv.testing.backend_bench import expect
+from topkv.testing.oracle import attention
+from topkv.testing.tolerance import assert_as_good
+from topkv.types import GroupShape, ModelShape
+from topkv_flashinfer import providers
+from topkv_flashinfer.backend import FlashInfer
+
+FOUND, TRIED = providers.find("mla")
+CUDA = torch.cuda.is_available()
+HOPPER = CUDA and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HOPPER, reason="needs a CUDA device of capability 9"),
+    pytest.mark.skipif(FOUND is None, reason="; ".join(TRIED)),
+]
+
+SCALE = 576**-0.5
+
+
+def backend(heads, select, unit=1, lanes=4, dtype=torch.bfloat16):
+    model = ModelShape(1, heads, 1, 576, dtype, SCALE, "mla", 512)
+    group = GroupShape(
+        *((0,), unit, 1, 1, 576, dtype, 64, lanes, 4096, select, 2 * select, 32), planes=1
+    )
+    return FlashInfer(model, group, "triton", torch.device("cuda"), lanes), group
+
+
+def case(heads, group, lengths, seed=0):
+    """Slots of random rows, NaN where nothing is listed; a table in random order, trash behind."""
+    generator = torch.Generator().manual_seed(seed)
+    slots = len(lengths) * group.slots
+    rows = torch.full((slots, 1, group.unit, 576), torch.nan).to(group.dtype)
+    table = torch.full((len(lengths), group.select + 1), -(2**31), dtype=torch.int32)
+    lists = []
+    for lane, length in enumerate(lengths):
+        units = -(-length // group.unit)
+        order = torch.randperm(group.slots, generator=generator)[:units] + lane * group.slots
+        table[lane, :units] = order.int()
+        tokens = torch.arange(length)
+        mine = torch.randn(length, 576, generator=generator).to(group.dtype)
+        rows[order[tokens // group.unit], 0, tokens % group.unit] = mine
+        lists.append(mine[:, None])
+    q = torch.randn(len(lengths), 1, heads, 576, generator=generator).to(group.dtype)
+    return q, rows, table, lists
+
+
+def check(q, lists, out, lse):
+    out, lse = out.cpu(), lse.cpu()
+    for lane, rows in enumerate(lists):
+        if not len(rows):
+            assert (out[lane] == 0).all()
+            assert (lse[lane] == -torch.inf).all()
+            continue
+        want, log = attention(q[lane], rows, rows[..., :512], SCALE)
+        rough = expect(q[lane], rows, rows[..., :512], SCALE)
+        assert_as_good(out[lane], want, rough.rough_out, f"lane {lane}", 2 * rough.drift)
+        torch.testing.assert_close(lse[lane].double(), log, rtol=1e-5, atol=1e-4)
+
+
+def poisoned(q):
+    out = torch.full((*q.shape[:3], 512), torch.nan, dtype=q.dtype, device="cuda")
+    return out, torch.full(q.shape[:3], torch.nan, device="cuda")
+
+
+@pytest.mark.parametrize("heads", [128, 64, 16, 5])
+@pytest.mark.parametrize("unit", [1, 16])
+def test_ragged_lanes_within_a_constant_plan(heads, unit):
+    made, group = backend(heads, 2048 // unit, unit)
+    for seed, lengths in enumerate(
+        ([2048, 1, 0, 1000], [2048] * 4, [0] * 4, [1], [33, 2047], [64, 65, 63, 32])
+    ):
+        q, rows, table, lists = case(heads, group, lengths, seed)
+        out, lse = poisoned(q)
+        sizes = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        made.attend(q.cuda(), rows.cuda(), rows.cuda(), table.cuda(), sizes, out, lse)
+        check(q, lists, out, lse)
+
+
+@pytest.mark.parametrize("select", [40, 512])
+def test_replays_follow_lengths_and_tables(select):
+    made, group = backend(128, select, lanes=6)
+    many, few = [select, 3, 0, 37, 1, select], [9, 0, select, 31, 33, 2]
+    q, rows, table, _ = case(128, group, many)
+    where = [x.cuda() for x in (q, rows, table, torch.tensor(many, dtype=torch.int32))]
+    out, lse = poisoned(q)
+
+    def run():
+        made.attend(where[0], where[1], where[1], where[2], where[3], out, lse)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for seed, lengths in enumerate((few, many, [select] * 6, [0] * 6, few[::-1])):
+        q, rows, table, lists = case(128, group, lengths, seed + 1)
+        sizes = torch.tensor(lengths, dtype=torch.int32)
+        for target, values in zip(where, (q, rows, table, sizes), strict=True):
+            target.copy_(values)
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        check(q, lists, out, lse)
+
+
+@pytest.mark.parametrize("heads", [128, 7])
+@pytest.mark.parametrize("selected", [True, False])
+def test_prompts(heads, selected):
+    made, _ = backend(heads, 512)
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(70, heads, 576, generator=generator).bfloat16()
+    k = torch.randn(200, 1, 576, generator=generator).bfloat16()
+    keep = torch.rand(70, 200, generator=generator) < 0.3
+    keep[4] = False
+    for q_start, k_start in ((130, 0), (200, 0), (50, 40), (0, 300)):
+        rows, columns = q_start + torch.arange(70), k_start + torch.arange(200)
+        mask = columns[None] <= rows[:, None]
+        mask = mask & keep if selected else mask
+        wanted = expect(q, k, k[..., :512], SCALE, mask)
+        out = torch.full((70, heads, 512), torch.nan, device="cuda")
+        lse = torch.full((70, heads), torch.nan, device="cuda")
+        what = (q.cuda(), k.cuda(), k[..., :512].cuda(), q_start, k_start)
+        if selected:
+            made.prefill_selected(*what, keep.cuda(), out, lse)
+        else:
+            made.prefill(*what, out, lse)
+        wanted.check(out.cpu(), lse.cpu())

@@ -1,0 +1,141 @@
+"""The backend around the documented library: what the conformance kit does not ask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from documented import Documented
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from topkv.testing.oracle import attention
+from topkv.types import GroupShape, ModelShape
+from topkv_flashinfer import latent
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="where there is a CUDA device nothing is interpreted"
+)
+
+MODEL = ModelShape(1, 4, 2, 64, torch.float16, 64**-0.5)
+GROUP = GroupShape((0,), 4, 1, 2, 64, torch.float16, 16, 4, 99, 4, 8, 2)
+
+
+@pytest.fixture(autouse=True)
+def _room(monkeypatch):
+    """No multiprocessors to ask for."""
+    monkeypatch.setattr(latent, "workspace", lambda device: torch.zeros(1, device=device))
+
+
+def rows_backend(heads, unit, select=3, lanes=4):
+    model = ModelShape(1, heads, 1, 576, torch.float16, 576**-0.5, "mla", 512)
+    group = GroupShape(
+        *((0,), unit, 1, 1, 576, torch.float16, 64, lanes, 4096, select, 2 * select, 4), planes=1
+    )
+    return Documented(model, group, "triton", torch.device("cpu"), lanes)
+
+
+@pytest.mark.parametrize("unit", [1, 4])
+def test_latent_lanes_of_any_length_call_after_call(unit):
+    made, generator = rows_backend(3, unit), torch.Generator().manual_seed(0)
+
+    @given(st.lists(st.integers(0, 4 * unit), min_size=1, max_size=4))
+    @settings(deadline=None, max_examples=15)
+    def check(lengths):
+        lanes = len(lengths)
+        rows = torch.full((lanes * 9, 1, unit, 576), torch.nan, dtype=torch.float16)
+        table = torch.full((lanes, 4), -(2**31), dtype=torch.int32)
+        order = torch.randperm(len(rows), generator=generator).view(lanes, 9)
+        q = torch.randn(lanes, 1, 3, 576, generator=generator).half()
+        lists = []
+        for lane, length in enumerate(lengths):
+            used = -(-length // unit)
+            table[lane, :used] = order[lane, :used].int()
+            tokens = torch.arange(length)
+            rows[order[lane][tokens // unit], 0, tokens % unit] = torch.randn(
+                length, 576, generator=generator
+            ).half()
+            lists.append(rows[order[lane][tokens // unit], 0, tokens % unit][:, None])
+        out = torch.full((lanes, 1, 3, 512), torch.nan, dtype=torch.float16)
+        lse = torch.full((lanes, 1, 3), torch.nan)
+        sizes = torch.tensor(lengths, dtype=torch.int32)
+        made.attend(q, rows, rows, table, sizes, out, lse)
+        for lane, mine in enumerate(lists):
+            if not len(mine):
+                assert (out[lane] == 0).all()
+                assert (lse[lane] == -torch.inf).all()
+                continue
+            want, log = attention(q[lane], mine, mine[..., :512], 576**-0.5)
+            torch.testing.assert_close(out[lane].double(), want, rtol=2e-3, atol=2e-3)
+            torch.testing.assert_close(lse[lane].double(), log, rtol=1e-5, atol=1e-5)
+
+    check()
+
+
+@pytest.mark.parametrize("attend", ["mla", "gqa"])
+@pytest.mark.parametrize("selected", [True, False])
+@pytest.mark.parametrize("keys", [0, 1, 70])
+def test_prompts(attend, selected, keys):
+    generator = torch.Generator().manual_seed(3)
+    if attend == "mla":
+        made, heads, kv_heads, dim, out_dim = rows_backend(3, 1), 3, 1, 576, 512
+    else:
+        made = Documented(MODEL, GROUP, "triton", torch.device("cpu"), 2)
+        heads, kv_heads, dim, out_dim = 4, 2, 64, 64
+    q = torch.randn(9, heads, dim, generator=generator).half()
+    k = torch.randn(keys, kv_heads, dim, generator=generator).half()
+    v = k[..., :out_dim] if attend == "mla" else torch.randn(k.shape, generator=generator).half()
+    keep = torch.rand(9, keys, generator=generator) < 0.3
+    keep[4] = False
+    for q_start, k_start in ((61, 0), (200, 0), (50, 48), (3, 5), (3, 40)):
+        rows, columns = q_start + torch.arange(9), k_start + torch.arange(keys)
+        mask = columns[None] <= rows[:, None]
+        mask = mask & keep if selected else mask
+        out = torch.full((9, heads, out_dim), torch.nan)
+        lse = torch.full((9, heads), torch.nan)
+        if selected:
+            made.prefill_selected(q, k, v, q_start, k_start, keep, out, lse)
+        else:
+            made.prefill(q, k, v, q_start, k_start, out, lse)
+        seen = mask.any(1)
+        assert (out[~seen] == 0).all()
+        assert (lse[~seen] == -torch.inf).all()
+        if seen.any():
+            want, log = attention(q, k, v, made_scale(dim), mask)
+            torch.testing.assert_close(out[seen].double(), want[seen], rtol=2e-3, atol=2e-3)
+            torch.testing.assert_close(lse[seen].double(), log[seen], rtol=1e-5, atol=1e-5)
+
+
+def made_scale(dim):
+    return dim**-0.5
+
+
+def test_results_may_lie_in_a_wider_tensor():
+    """An engine's output has rows at a stride of its own; the library writes contiguous ones."""
+    made = Documented(MODEL, GROUP, "triton", torch.device("cpu"), 3)
+    generator = torch.Generator().manual_seed(1)
+    pool = torch.randn(20, 2, 2, 4, 64, generator=generator).half()
+    q = torch.randn(3, 1, 4, 64, generator=generator).half()
+    table = torch.arange(15, dtype=torch.int32).view(3, 5)
+    lengths = torch.tensor([17, 0, 3], dtype=torch.int32)
+    results = []
+    for wide in (torch.full((3, 1, 4, 100), 9.0).half(), torch.full((3, 1, 4, 64), 9.0).half()):
+        out, lse = wide[..., :64], torch.full((3, 1, 4), torch.nan)
+        made.attend(q, pool[:, :, 0], pool[:, :, 1], table, lengths, out, lse)
+        results.append((out.clone(), lse))
+        assert (wide[..., 64:] == 9).all()
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_calls_beyond_the_workspace_are_refused():
+    made = Documented(MODEL, GROUP, "triton", torch.device("cpu"), 2)
+    lanes = torch.zeros(3, 1, 4, 64).half()
+    pool = torch.zeros(4, 2, 4, 64).half()
+    table, lengths = torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
+    with pytest.raises(ValueError, match="3 lanes, and the workspace holds 2"):
+        made.attend(lanes, pool, pool, table, lengths, lanes, torch.zeros(3, 1, 4))
+    with pytest.raises(ValueError, match="lse must be contiguous"):
+        made.attend(
+            *(lanes[:2], pool, pool, table[:2], lengths[:2], lanes[:2]),
+            torch.zeros(4, 1, 2).transpose(0, 2)[:2],
+        )
