@@ -30,6 +30,7 @@ EXPECTED = {
         "transfer.restore": "slot length resident",
         "transfer.reset": "slot",
         "eviction.new_position": "position stale stale_rank hit_rank stale_count misses",
+        "topk.topk": "scores lengths ids",
         "engine.refusals": "model",
         "engine.attach": "model config",
         "observer.before_forward": "slots prefill_tokens",

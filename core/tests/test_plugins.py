@@ -64,6 +64,7 @@ def test_the_core_brings_its_own_entries():
     assert [(record.kind, record.name, record.package) for record in records] == [
         ("eviction", "lru", "topkv"),
         ("observer", "log", "topkv"),
+        ("topk", "pivot", "topkv"),
         ("transfer", "zero_copy", "topkv"),
     ]
     assert all(record.version == topkv.__version__ for record in records)

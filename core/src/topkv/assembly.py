@@ -6,6 +6,7 @@ Nothing here is allocated but what plugins take when they are made.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from attrs import evolve
@@ -13,6 +14,7 @@ from attrs import evolve
 from topkv.config import LoweredConfig, LoweredGroup
 from topkv.config.negotiation import MAX_SELECT
 from topkv.errors import ConfigError
+from topkv.ops.topk import selecting_by
 from topkv.plugins import PluginRegistry
 from topkv.types import AlgorithmSpec
 
@@ -23,7 +25,8 @@ def make_algorithm(registry: PluginRegistry, config: LoweredConfig, group: Lower
         return None
     params = dict(group.params)
     what = (config.model, group.shape, params, config.impl, config.device)
-    return registry.create("algorithm", group.algorithm, *what)
+    with selecting_by(partial(registry.create, "topk", config.topk)):
+        return registry.create("algorithm", group.algorithm, *what)
 
 
 def make_backend(registry: PluginRegistry, config: LoweredConfig, group: LoweredGroup) -> Any:

@@ -1,4 +1,4 @@
-"""What the core itself offers: a transfer engine, an eviction policy and an observer."""
+"""What the core itself offers: transfer engine, eviction policy, exact top-k and observer."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ def topkv_register_transfers() -> list[PluginEntry]:
 @hookimpl
 def topkv_register_evictions() -> list[PluginEntry]:
     return [PluginEntry("lru", "eviction", "topkv.transfer.eviction:LeastRecentlyUsed")]
+
+
+@hookimpl
+def topkv_register_topks() -> list[PluginEntry]:
+    return [PluginEntry("pivot", "topk", "topkv.ops.topk:PivotTopK")]
 
 
 @hookimpl

@@ -11,7 +11,7 @@ HOOK_API = (1, 1)
 """(major, minor) of the hook specs of this core. A plugin of the same major and of a minor that
 is not newer loads; every other is refused before its code is imported."""
 
-KINDS = ("algorithm", "backend", "transfer", "eviction", "engine", "observer")
+KINDS = ("algorithm", "backend", "transfer", "eviction", "topk", "engine", "observer")
 
 IMPLS = ("reference", "triton")
 

@@ -15,6 +15,7 @@ if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from topkv.ops import topk_reference  # noqa: E402
+from topkv.ops.topk import topk  # noqa: E402
 from topkv_flashinfer import kernels, latent, plans, prompts, reference  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -221,9 +222,9 @@ def test_found_ids_are_put_in_order(device):
 
 
 @ON
-def test_top_k_around_a_selection_by_bits(device, monkeypatch):
+def test_top_k_around_a_selection_by_bits(device):
     """The library in a few lines: it orders by bits, NaN above all, and returns no order."""
-    from topkv_flashinfer import topk
+    from topkv_flashinfer.topk import FlashInferTopK
 
     def documented(scores, offsets, lengths, k, *, tie_break, dsa_graph_safe):
         assert tie_break == 1
@@ -237,25 +238,23 @@ def test_top_k_around_a_selection_by_bits(device, monkeypatch):
             found[row, : len(best)] = best.flip(0).int()
         return found
 
-    library = {"top_k_ragged_transform": documented}
-    monkeypatch.setattr(topk, "_library", lambda: library)
+    made = object.__new__(FlashInferTopK)
+    made._make({"top_k_ragged_transform": documented}, 4, 9, torch.device(device))
 
     @given(
         st.lists(st.integers(-3, 12), min_size=1, max_size=3),
         st.integers(1, 11),
         st.integers(0, 99),
-        st.booleans(),
     )
     @settings(deadline=None, max_examples=30)
-    def check(sizes, select, seed, scratch):
+    def check(sizes, select, seed):
         generator = torch.Generator().manual_seed(seed)
         values = torch.tensor([0.0, -0.0, 1.0, -1.0, torch.nan, torch.inf, -torch.inf, 1e-40])
         scores = values[torch.randint(0, 8, (len(sizes), 9), generator=generator)].to(device)
         lengths = ints(sizes)
         want, got = (ints([[-7] * select] * len(sizes)) for _ in range(2))
         topk_reference.topk(scores, lengths.clamp(0, 9), want)
-        work = topk.workspace(len(sizes) + 1, 9, select, scores.device) if scratch else None
-        topk.topk(scores, lengths, got, impl="triton", work=work)
+        topk(scores, lengths, got, impl="triton", work=made)
         assert got.tolist() == want.tolist()
 
     check()

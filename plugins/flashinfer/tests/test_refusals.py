@@ -13,8 +13,9 @@ from attrs import evolve
 from topkv.errors import CapabilityError
 from topkv.hooks import backend as specs
 from topkv.types import GroupShape, ModelShape
-from topkv_flashinfer import entry, providers, topk
+from topkv_flashinfer import entry, providers
 from topkv_flashinfer.backend import FlashInfer
+from topkv_flashinfer.topk import FlashInferTopK
 
 MODEL = ModelShape(1, 8, 2, 128, torch.bfloat16, 128**-0.5)
 GROUP = GroupShape((0,), 16, 1, 2, 128, torch.bfloat16, 128, 4, 99, 8, 8, 2)
@@ -35,10 +36,11 @@ def test_hooks_have_the_arguments_of_the_specs(hook):
     assert mine.topkv_impl
 
 
-def test_the_entry_names_the_backend():
-    [record] = entry.topkv_register_backends()
-    module, name = record.factory.split(":")
-    assert getattr(sys.modules[module], name) is FlashInfer
+def test_the_entries_name_what_they_offer():
+    offered = [*entry.topkv_register_backends(), *entry.topkv_register_topks()]
+    for record, expected in zip(offered, (FlashInfer, FlashInferTopK), strict=True):
+        module, name = record.factory.split(":")
+        assert getattr(sys.modules[module], name) is expected
 
 
 def test_every_reason_at_once():
@@ -106,30 +108,19 @@ def test_an_older_library_is_refused_by_what_it_lacks(monkeypatch):
     assert lacking[0] in described[0]
 
 
-@pytest.mark.parametrize(
-    ("scores", "lengths", "ids", "impl", "said"),
-    [
-        ((2, 9), (2,), (2, 3), "reference", "'triton'"),
-        ((2, 9), (3,), (2, 3), "triton", r"\[N, U\]"),
-        ((2,), (2,), (2, 3), "triton", r"\[N, U\]"),
-        ((2, 9), (2,), (2, 2049), "triton", "K up to 2048"),
-    ],
-)
-def test_topk_refuses_what_does_not_fit(scores, lengths, ids, impl, said):
-    ints = {"dtype": torch.int32}
-    with pytest.raises(ValueError, match=said):
-        topk.topk(
-            torch.zeros(scores), torch.zeros(lengths, **ints), torch.zeros(ids, **ints), impl=impl
-        )
+def test_topk_refuses_with_every_reason():
+    with pytest.raises(CapabilityError) as caught:
+        FlashInferTopK(2, 9, 2049, torch.device("cpu"))
+    said = "\n".join(caught.value.reasons)
+    assert "at most 2048, got 2049" in said
+    assert "needs a CUDA device, got cpu" in said
 
 
-def test_topk_refuses_other_dtypes_and_a_short_scratch():
-    scores = torch.zeros(2, 9)
-    lengths, ids = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
-    with pytest.raises(ValueError, match="ids must be"):
-        topk.topk(scores, lengths, ids.long(), impl="triton")
-    with pytest.raises(ValueError, match="stride 1"):
-        topk.topk(torch.zeros(9, 2).T, lengths, ids, impl="triton")
-    short = topk.workspace(1, 9, 3, scores.device)
-    with pytest.raises(ValueError, match="work has 11 elements"):
-        topk.topk(scores, lengths, ids, impl="triton", work=short)
+def test_topk_refuses_more_than_its_scratch_holds():
+    made = object.__new__(FlashInferTopK)
+    made._make({}, 2, 9, torch.device("cpu"))
+    lengths, ids = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 3, dtype=torch.int32)
+    with pytest.raises(ValueError, match="3 rows of 9 scores, and the scratch holds 2 rows"):
+        made.topk(torch.zeros(3, 9), lengths, ids)
+    with pytest.raises(ValueError, match="2 rows of 10 scores"):
+        made.topk(torch.zeros(2, 10), lengths[:2], ids[:2])

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from topkv.ops import topk_reference
-from topkv_flashinfer import providers, topk
+from topkv.ops.topk import topk
+from topkv_flashinfer import providers
+from topkv_flashinfer.topk import FlashInferTopK
 
 FOUND, TRIED = providers.find("topk")
 pytestmark = [
@@ -26,9 +28,10 @@ def ids_of(rows, select):
     return torch.full((rows, select + 3), -7, dtype=torch.int32, device="cuda")
 
 
-def check(scores, lengths, select, work=None):
+def check(scores, lengths, select):
     ids = ids_of(len(scores), select)
-    topk.topk(scores, lengths, ids[:, :select], impl="triton", work=work)
+    made = FlashInferTopK(len(scores) + 1, scores.shape[1], select, scores.device)
+    topk(scores, lengths, ids[:, :select], impl="triton", work=made)
     assert torch.equal(ids[:, :select].cpu(), reference(scores, lengths, select))
     assert (ids[:, select:] == -7).all(), "wrote behind its row"
 
@@ -61,16 +64,16 @@ def test_many_rows():
     """Above 128 rows the library chooses another path."""
     scores = torch.randn(300, 9000, device="cuda").mul(50).round()
     lengths = torch.randint(0, 9001, (300,), dtype=torch.int32, device="cuda")
-    check(scores, lengths, 256, topk.workspace(300, 9000, 256, scores.device))
+    check(scores, lengths, 256)
 
 
 def test_replays_follow_scores_and_lengths():
     scores = torch.randn(5, 30000, device="cuda")
     lengths = torch.full((5,), 30000, dtype=torch.int32, device="cuda")
-    work, ids = topk.workspace(5, 30000, 512, scores.device), ids_of(5, 512)
+    work, ids = FlashInferTopK(5, 30000, 512, scores.device), ids_of(5, 512)
 
     def run():
-        topk.topk(scores, lengths, ids[:, :512], impl="triton", work=work)
+        topk(scores, lengths, ids[:, :512], impl="triton", work=work)
 
     run()
     torch.cuda.synchronize()

@@ -45,7 +45,7 @@ class LoweredConfig:
     Attributes:
         impl: ``"reference"`` or ``"triton"``.
         groups: by first layer; every layer of the model is in one of them.
-        backend, transfer, eviction: names of plugins that are installed.
+        backend, transfer, eviction, topk: names of plugins that are installed.
         max_request_tokens: a whole number of pages.
         num_pages: pages of the host pool: those of ``max_tokens``, a partly filled one
             for each request, and page 0, which is never leased.
@@ -62,6 +62,7 @@ class LoweredConfig:
     backend: str
     transfer: str
     eviction: str
+    topk: str
     max_requests: int
     max_tokens: int
     max_request_tokens: int

@@ -114,6 +114,7 @@ class _Lowering:
             self.sources = self.sources.under(self.plugins.defaults("backend", backend.value))
         self.transfer: str = self._plugin("transfer", "zero_copy")
         self.eviction: str = self._plugin("eviction", "lru")
+        self.topk: str = self._plugin("topk", "pivot")
         dense = dense_layers(self.sources, layers, self.reasons)
         self.settings.append(dense)
         residency = self._set("dense_residency", "resident")
@@ -224,7 +225,7 @@ class _Lowering:
         asked = [("algorithm", plan.algorithm), ("backend", self.backend)]
         asked.append(("transfer", self.transfer))
         if plan.residency == "sparse":
-            asked.append(("eviction", self.eviction))
+            asked += [("eviction", self.eviction), ("topk", self.topk)]
         return [(kind, name) for kind, name in asked if name]
 
     def _shape(self, layers: Sequence[int], plan: LayerPlan) -> GroupShape:
@@ -273,6 +274,7 @@ class _Lowering:
             backend=self.backend,
             transfer=self.transfer,
             eviction=self.eviction,
+            topk=self.topk,
             max_requests=self.max_requests,
             max_tokens=self.max_tokens,
             max_request_tokens=self.max_request_tokens,

@@ -19,8 +19,8 @@ class SparseConfig:
     """What the user set; None means not set. ``lower`` checks the values and fills in the rest.
 
     Attributes:
-        algorithm, backend, transfer, eviction: names of plugins. An algorithm or backend that
-            is not set is the only one that is installed.
+        algorithm, backend, transfer, eviction, topk: names of plugins. An algorithm or backend
+            that is not set is the only one that is installed.
         impl: ``"reference"`` or ``"triton"``; by default the first on a CPU, the second on a GPU.
         scope: ``"kv_head"`` if each kv-head selects for itself, or ``"shared"``.
         unit: tokens selected and moved together, a power of two.
@@ -50,6 +50,7 @@ class SparseConfig:
     backend: str | None = None
     transfer: str | None = None
     eviction: str | None = None
+    topk: str | None = None
     impl: str | None = None
     scope: str | None = None
     unit: int | None = None

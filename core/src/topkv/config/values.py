@@ -93,6 +93,7 @@ CHECKS: dict[str, Check] = {
     "backend": _name,
     "transfer": _name,
     "eviction": _name,
+    "topk": _name,
     "impl": _one_of(IMPLS),
     "ring_tokens": _count,
     "page_tokens": _count,

@@ -55,6 +55,11 @@ def topkv_register_evictions() -> list[PluginEntry]:  # type: ignore[empty-body]
 
 
 @hookspec
+def topkv_register_topks() -> list[PluginEntry]:  # type: ignore[empty-body]
+    """Implementations of exact top-k; factories follow ``topkv.hooks.topk``."""
+
+
+@hookspec
 def topkv_register_engines() -> list[PluginEntry]:  # type: ignore[empty-body]
     """Engine integrations; factories follow ``topkv.hooks.engine``."""
 

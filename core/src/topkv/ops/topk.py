@@ -2,27 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
+from topkv.hooks.registry import hookimpl
 from topkv.ops import topk_reference
 
 MAX_COLUMNS = 1 << 20
 """Longest row."""
 
 
-def workspace(rows: int, columns: int, select: int, device: torch.device) -> Tensor | None:
-    """Scratch for ``topk`` of at most so many rows, to be made once; None where none is needed.
+class TopK(Protocol):
+    """Exact top-k with its scratch; see ``topkv.hooks.topk``."""
+
+    def topk(self, scores: Tensor, lengths: Tensor, ids: Tensor) -> None: ...
+
+
+class PivotTopK:
+    """The core's own kernels.
+
+    Args:
+        rows, columns, select: most rows and columns of scores, and K.
+        device: where they lie.
+
+    Attributes:
+        scratch: of long rows; None where none is needed.
+    """
+
+    def __init__(self, rows: int, columns: int, select: int, device: torch.device) -> None:
+        from topkv.ops import topk_kernels
+
+        self._kernels = topk_kernels
+        self.scratch = topk_kernels.workspace(rows, columns, select, device)
+
+    @hookimpl
+    def topk(self, scores: Tensor, lengths: Tensor, ids: Tensor) -> None:
+        """See ``topkv.hooks.topk``."""
+        self._kernels.topk(scores, lengths, ids, self.scratch)
+
+
+Maker = Callable[[int, int, int, torch.device], TopK]
+_maker: ContextVar[Maker] = ContextVar("topkv_topk", default=PivotTopK)
+
+
+@contextmanager
+def selecting_by(maker: Maker) -> Iterator[None]:
+    """Let ``workspace`` make what a configuration names, while an algorithm is made."""
+    token = _maker.set(maker)
+    try:
+        yield
+    finally:
+        _maker.reset(token)
+
+
+def workspace(rows: int, columns: int, select: int, device: torch.device) -> TopK:
+    """What ``topk`` works with, for at most so many rows and columns, to be made once.
 
     Calls that share one must not overlap: one for each instance that selects on one stream.
-    """
-    from topkv.ops import topk_kernels
 
-    return topk_kernels.workspace(rows, columns, select, device)
+    Args:
+        rows, columns, select: most rows and columns of scores, and K.
+        device: where they will lie.
+    """
+    return _maker.get()(rows, columns, select, device)
 
 
 def topk(
-    scores: Tensor, lengths: Tensor, ids: Tensor, *, impl: str, work: Tensor | None = None
+    scores: Tensor, lengths: Tensor, ids: Tensor, *, impl: str, work: TopK | None = None
 ) -> None:
     """Write the indices of the K largest scores of each row, in ascending index order.
 
@@ -31,16 +82,16 @@ def topk(
     -inf; -inf is the lowest score and may still be selected; -0.0 equals +0.0; +inf wins. A row
     of K scores or fewer yields all of its indices, padded with -1 on the right.
 
-    No host sync; may be captured in a CUDA graph. Rows longer than one block of the kernel need
-    a scratch; without ``work`` it comes from torch's allocator at each call. Their time, not
-    their result, depends on a sample of the scores (``topkv.ops.topk_long``).
+    No host sync; may be captured in a CUDA graph. Rows longer than one block of the core's kernels
+    need a scratch; without ``work`` it comes from torch's allocator at each call. Their time,
+    not their result, depends on a sample of the scores (``topkv.ops.topk_long``).
 
     Args:
         scores: fp32 ``[N, U]``, rows at any stride, columns adjacent, U at most 2**20.
         lengths: int32 ``[N]``; read as ``min(max(length, 0), U)``.
         ids: int32 ``[N, K]``, written completely; rows at any stride, columns adjacent.
         impl: ``"reference"`` or ``"triton"``.
-        work: from ``workspace`` of at least N rows, and of these U and K.
+        work: from ``workspace`` of at least N rows, and of these U and K; not for the reference.
 
     Raises:
         ValueError: shapes, dtypes, strides or devices do not fit, or ``impl`` is unknown.
@@ -52,10 +103,12 @@ def topk(
         ids.fill_(-1)
     elif impl == "reference":
         topk_reference.topk(scores, lengths, ids)
+    elif work is not None:
+        work.topk(scores, lengths, ids)
     else:
         from topkv.ops import topk_kernels
 
-        topk_kernels.topk(scores, lengths, ids, work)
+        topk_kernels.topk(scores, lengths, ids, None)
 
 
 def _check(scores: Tensor, lengths: Tensor, ids: Tensor, impl: str) -> None:
