@@ -1,11 +1,13 @@
 """Time of exact top-k per call, beside ``torch.topk``.
 
     python benchmarks/topk.py --out benchmarks/results/topk.jsonl
+    python benchmarks/topk.py --others flashinfer
     python benchmarks/topk.py --sweep
 
 Every cell replays one CUDA graph of ``CALLS`` calls and reports the median over ``REPEATS``
 replays. ``normal`` are normally distributed scores, ``softmax`` weights as Quest makes them
 (positive, over many octaves), ``ties`` small integers, where no threshold separates exactly K.
+``--others`` names installed implementations of exact top-k to time beside the core's.
 
 ``--sweep`` times the kernels of long rows at other constants, one changed at a time (``base`` is
 none), on ``--sweep-rows`` rows of 131072 scores: after the first kernel, after the second, and
@@ -16,8 +18,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -25,6 +28,7 @@ import torch
 
 from topkv.ops import topk_long
 from topkv.ops.topk import topk
+from topkv.plugins import registry
 from topkv.testing.timing import graph_us
 
 CALLS, REPEATS = 20, 11
@@ -70,12 +74,21 @@ def verify(scores: torch.Tensor, ids: torch.Tensor) -> None:
         raise SystemExit("topk selected other scores than torch.topk")
 
 
-def measure(rows: int, width: int, select: int, distribution: str) -> dict[str, object]:
+def measure(
+    rows: int, width: int, select: int, distribution: str, others: Sequence[str] = ()
+) -> dict[str, object]:
+    """One line; ``others`` are installed implementations to time as well."""
     scores = make_scores(rows, width, distribution)
     lengths = torch.full((rows,), width, dtype=torch.int32, device="cuda")
     ids = torch.empty(rows, select, dtype=torch.int32, device="cuda")
     time = per_call(lambda: topk(scores, lengths, ids, impl="triton"))
     verify(scores, ids)
+    times = {}
+    for name in others:
+        work = registry().create("topk", name, rows, width, select, scores.device)
+        run = partial(topk, scores, lengths, ids, impl="triton", work=work)
+        times[f"{name}_us"] = round(per_call(run), 2)
+        verify(scores, ids)
     return {
         "rows": rows,
         "width": width,
@@ -83,6 +96,7 @@ def measure(rows: int, width: int, select: int, distribution: str) -> dict[str, 
         "scores": distribution,
         "us": round(time, 2),
         "torch_us": round(per_call(lambda: torch.topk(scores, select, dim=1)), 2),
+        **times,
     }
 
 
@@ -128,6 +142,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 128])
     parser.add_argument("--widths", type=int, nargs="+", default=[2048, 8192, 131072])
     parser.add_argument("--selects", type=int, nargs="+", default=[127, 2048])
+    parser.add_argument("--others", nargs="+", default=[], help="installed implementations")
     parser.add_argument("--sweep", action="store_true", help="time other constants instead")
     parser.add_argument("--sweep-rows", type=int, nargs="+", default=[16])
     options = parser.parse_args()
@@ -137,15 +152,18 @@ def main() -> None:
     if options.sweep:
         sweep(options.sweep_rows, options.selects)
         return
-    print(f"{'rows':>5} {'width':>7} {'select':>6} {'scores':>8} {'us':>9} {'torch us':>9}")
+    head = f"{'rows':>5} {'width':>7} {'select':>6} {'scores':>8} {'us':>9} {'torch us':>9}"
+    print(" ".join([head, *options.others]))
     lines = []
     for distribution in DISTRIBUTIONS:
         for width in options.widths:
             for select in (k for k in options.selects if k < width):
                 for rows in options.rows:
-                    cell = measure(rows, width, select, distribution)
+                    cell = measure(rows, width, select, distribution, options.others)
                     lines.append(json.dumps({"what": "topk", "device": device, **cell}) + "\n")
-                    print("{:>5} {:>7} {:>6} {:>8} {:>9} {:>9}".format(*cell.values()))
+                    others = list(cell.values())[6:]
+                    line = "{:>5} {:>7} {:>6} {:>8} {:>9} {:>9}".format(*cell.values())
+                    print(line, *others)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text("".join(lines))
