@@ -1,0 +1,196 @@
+"""Regranulation: both implementations against Python's sets."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from topkv.ops.regranulate import regranulate, workspace  # noqa: E402
+
+NEEDS_GPU = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+CASES = [
+    ("reference", "cpu"),
+    pytest.param("reference", "cuda", marks=[pytest.mark.gpu, NEEDS_GPU]),
+    pytest.param("triton", "cuda", marks=[pytest.mark.gpu, NEEDS_GPU]),
+]
+if not CUDA:
+    CASES.append(("triton", "cpu"))
+POISON = -7
+MARGIN = 3
+
+
+def expected(tokens, closed, unit, width):
+    """The definition: the units of a lane, and how many of their tokens were not selected."""
+    counted = {token for token in tokens if 0 <= token < closed * unit}
+    units = sorted({token // unit for token in counted})
+    return units + [-1] * (width - len(units)), unit * len(units) - len(counted)
+
+
+class Call:
+    """Tensors of one call, poisoned, each in a larger one whose margin must stay untouched."""
+
+    def __init__(self, impl, device, lanes, select, units, unit, width):
+        def full(dtype, *shape):
+            return torch.full(shape, POISON, dtype=dtype, device=device)
+
+        self.impl, self.device, self.unit, self.width = impl, device, unit, width
+        self.tokens = full(torch.int32, lanes, select + MARGIN)
+        self.ids = full(torch.int32, lanes, width + MARGIN)
+        self.extra = full(torch.int64, lanes + MARGIN)
+        self.work = workspace(lanes, units, device)
+        self.work.fill_(1)  # what the call before has left there
+
+    def run(self, tokens, closed):
+        """Lists of ids and extra tokens."""
+        lanes, select = len(tokens), self.tokens.shape[1] - MARGIN
+        self.tokens[:, :select] = torch.tensor(tokens, dtype=torch.int32).view(lanes, select)
+        regranulate(
+            self.tokens[:, :select],
+            torch.tensor(closed, dtype=torch.int32, device=self.device),
+            self.ids[:, : self.width],
+            self.extra[:lanes],
+            self.work,
+            unit=self.unit,
+            impl=self.impl,
+        )
+        assert (self.ids[:, self.width :] == POISON).all(), "wrote behind its row"
+        assert (self.extra[lanes:] == POISON).all(), "wrote behind its lanes"
+        return self.ids[:, : self.width].tolist(), self.extra[:lanes].tolist()
+
+    def check(self, tokens, closed):
+        """The call equals the definition, in every lane."""
+        ids, extra = self.run(tokens, closed)
+        heads = len(tokens) // len(closed)
+        for lane, row in enumerate(tokens):
+            truth = expected(row, closed[lane // heads], self.unit, self.width)
+            assert (ids[lane], extra[lane]) == truth, f"lane {lane}: {row}"
+
+
+def selections(data, lanes, select, most):
+    """Unique tokens in any order with -1 anywhere, close together or all over the place."""
+    rows = []
+    for _ in range(lanes):
+        token = st.integers(0, data.draw(st.sampled_from([3, 12, most])))
+        row = data.draw(st.lists(token, max_size=select, unique=True))
+        rows.append(data.draw(st.permutations(row + [-1] * (select - len(row)))))
+    return rows
+
+
+@pytest.mark.parametrize(("impl", "device"), CASES)
+@given(st.data())
+@settings(deadline=None, max_examples=40)
+def test_any_selection(impl, device, data):
+    unit = data.draw(st.sampled_from([2, 4, 16]))
+    requests, heads = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
+    select, units = data.draw(st.integers(1, 24)), data.draw(st.integers(1, 12))
+    width = min(select, units) + data.draw(st.integers(0, 2))
+    call = Call(impl, device, requests * heads, select, units, unit, width)
+    for _ in range(2):
+        closed = data.draw(st.lists(st.integers(0, units), min_size=requests, max_size=requests))
+        call.check(selections(data, requests * heads, select, units * unit + 3), closed)
+
+
+@pytest.mark.parametrize(("impl", "device"), CASES)
+@pytest.mark.parametrize("select", [1023, 1024, 1025, 2500])
+def test_more_than_a_block(impl, device, select):
+    """Selections and requests that one program walks in several blocks."""
+    generator = torch.Generator().manual_seed(select)
+    units, unit = 2100, 2
+    call = Call(impl, device, 2, select, units, unit, min(select, units))
+    rows = [torch.randperm(units * unit, generator=generator)[:select].tolist() for _ in range(2)]
+    call.check(rows, [units, 1030])
+
+
+@pytest.mark.parametrize(("impl", "device"), CASES)
+def test_the_extremes_of_a_selection(impl, device):
+    """Nothing, everything, one token of each unit, the edges of units and the open unit."""
+    unit, units = 4, 8
+    everything = list(range(32))
+    call = Call(impl, device, 1, 32, units, unit, units)
+    pad = [-1] * 32
+    for row, closed in (
+        ([], units),
+        (everything, units),
+        (everything[::-1], 0),
+        (everything, 7),
+        (list(range(3, 32, 4)), units),
+        ([0, 3, 4, 31, 28], units),
+        ([28, 29], 7),
+        ([27, 28], 7),
+        ([2**31 - 1, 5], units),
+    ):
+        call.check([(row + pad)[:32]], [closed])
+
+
+@pytest.mark.parametrize(("impl", "device"), CASES)
+def test_padded_rows_select_nothing(impl, device):
+    call = Call(impl, device, 4, 6, 5, 2, 5)
+    ids, extra = call.run([[3, 0, 8, 9, 5, -1]] * 4, [0, 5])
+    assert ids == [[-1] * 5] * 2 + [[0, 1, 2, 4, -1]] * 2
+    assert extra == [0, 0, 3, 3]
+
+
+@pytest.mark.parametrize(("impl", "device"), CASES)
+def test_no_rows_at_all(impl, device):
+    call = Call(impl, device, 0, 6, 5, 2, 5)
+    assert call.run([], []) == ([], [])
+
+
+def test_what_does_not_fit_is_refused():
+    def tensors(**changes):
+        ints, longs, marks = torch.int32, torch.int64, torch.uint8
+        made = {
+            "tokens": torch.zeros(4, 6, dtype=ints),
+            "closed": torch.zeros(2, dtype=ints),
+            "ids": torch.zeros(4, 5, dtype=ints),
+            "extra": torch.zeros(4, dtype=longs),
+            "work": torch.zeros(4, 5, dtype=marks),
+        }
+        return {"unit": 2, "impl": "reference", **made, **changes}
+
+    regranulate(**tensors())
+    for changes, told in (
+        ({"impl": "cuda"}, "impl must be"),
+        ({"ids": torch.zeros(4, 4, dtype=torch.int32)}, "6 tokens may lie in 5 units"),
+        ({"extra": torch.zeros(4, dtype=torch.int32)}, "must be of"),
+        ({"closed": torch.zeros(3, dtype=torch.int32)}, "multiple of B"),
+        ({"work": torch.zeros(3, 5, dtype=torch.uint8)}, "work of N lanes"),
+        ({"ids": torch.zeros(5, 4, dtype=torch.int32).T}, "stride 1"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            regranulate(**tensors(**changes))
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_a_graph_replays_it():
+    """Captured once, and right for selections that came later."""
+    select, units, unit = 300, 500, 16
+    call = Call("triton", "cuda", 4, select, units, unit, select)
+    closed = torch.tensor([500, 320], dtype=torch.int32, device="cuda")
+    tokens, ids, extra = call.tokens[:, :select], call.ids[:, :select], call.extra[:4]
+
+    def step():
+        regranulate(tokens, closed, ids, extra, call.work, unit=unit, impl="triton")
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        order = [torch.randperm(units * unit, generator=generator)[:select] for _ in range(4)]
+        tokens.copy_(torch.stack(order))
+        graph.replay()
+        for lane, row in enumerate(order):
+            truth = expected(row.tolist(), closed.tolist()[lane // 2], unit, select)
+            assert (ids[lane].tolist(), int(extra[lane])) == truth
