@@ -84,9 +84,19 @@ def rows_of(slots, step):
     return [slot if index != 2 or step < 20 else -1 for index, slot in enumerate(slots)]
 
 
+TOKENS = {
+    "algorithm": "double_sparsity",
+    "regranulate": True,
+    "budget": 16 + 12,
+    "buffer": 12 * 16,
+    "dense_layers": [],
+}
+
+
 @pytest.mark.parametrize("scope", ["kv_head", "shared"])
-def test_captured_replays_equal_eager_bitwise(scope):
-    eager, captured = make(scope=scope), make(scope=scope)
+@pytest.mark.parametrize("options", [{}, TOKENS], ids=["units", "regranulated"])
+def test_captured_replays_equal_eager_bitwise(options, scope):
+    eager, captured = (make(scope=scope, **options) for _ in range(2))
     lengths = [PROMPT, 40, PROMPT + 9, 130]
     slots = prefill(eager, lengths)
     assert prefill(captured, lengths) == slots
@@ -123,11 +133,12 @@ def test_captured_replays_equal_eager_bitwise(scope):
         assert inputs.out.isfinite().all()
 
     for one, other in zip(eager.manager.stores, captured.manager.stores, strict=True):
-        for name in ("buffer", "unit_slot", "slot_unit", "order", "counters", "entries"):
+        for name in ("buffer", "unit_slot", "slot_unit", "order", "counters", "extra", "entries"):
             left, right = getattr(one, name), getattr(other, name)
             assert torch.equal(left.cpu().nan_to_num(), right.cpu().nan_to_num()), name
     report = captured.transfers_of([slots[0]])
     assert report.misses > STEPS
+    assert (report.extra > STEPS) == bool(options)
     assert eager.length(slots[0]) == PROMPT + STEPS
     eager.check_integrity()
     captured.check_integrity()

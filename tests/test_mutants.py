@@ -17,6 +17,7 @@ from tests.mutants import (
     latent,
     lifecycle,
     plugins,
+    regranulated,
     transfers,
 )
 from topkv.testing.tiers import tier
@@ -29,6 +30,7 @@ MUTANTS = [
     *latent.MUTANTS,
     *lifecycle.MUTANTS,
     *plugins.MUTANTS,
+    *regranulated.MUTANTS,
     *transfers.MUTANTS,
 ]
 

@@ -26,10 +26,12 @@ def test_lives(on):
     run_latent(on)
 
 
+@pytest.mark.parametrize("unit", [1, 4])
 @pytest.mark.parametrize("kv_format", ["model", "fp8"])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_scenario(scenario, kv_format, on):
+def test_scenario(scenario, kv_format, unit, on):
     if on.name == "interpret" and kv_format == "fp8":
         pytest.skip("wide rows are slow there, and the kernels see them in test_latent")
     fast = kv_format == "model"
-    run_scenario(scenario, on, make=latent_machine, kv_format=kv_format, fast=fast)
+    start = {"kv_format": kv_format, "fast": fast, "unit": unit}
+    run_scenario(scenario, on, make=latent_machine, **start)

@@ -158,6 +158,7 @@ MUTANTS = [
         statistic="qk_span",
     ),
     sparse(sparsity.LabelsOfNextToken, FOUND),
+    sparse(sparsity.LabelsFromRing, "single_tokens_need_no_ring"),
     packed(sparsity.ScaleForZero, "needle_in_a_prompt", ANYWHERE),
     of_sparse(
         sparsity.CutsCodesOff,

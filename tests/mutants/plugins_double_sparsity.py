@@ -34,6 +34,17 @@ class LabelsOfNextToken(DoubleSparsity):
         layer.step = step
 
 
+class LabelsFromRing(DoubleSparsity):
+    """Decode takes the key of the new token from the ring, which is not shown to everyone."""
+
+    @hookimpl
+    def update(self, layer, k):
+        step = layer.step
+        newest = (step.lengths - 1).clamp(min=0).long() % self.group.ring_slots
+        ring = layer.ring_k[step.slots.clamp(min=0).long(), :, newest]
+        super().update(layer, ring[:, :, :, 0].flatten(1, 2))
+
+
 class ScaleForZero(DoubleSparsity):
     """Swaps scale and zero of the 4-bit labels of a prompt."""
 

@@ -24,7 +24,7 @@ def make_algorithm(registry: PluginRegistry, config: LoweredConfig, group: Lower
     if group.algorithm is None:
         return None
     params = dict(group.params)
-    what = (config.model, group.shape, params, config.impl, config.device)
+    what = (config.model, group.seen, params, config.impl, config.device)
     with selecting_by(partial(registry.create, "topk", config.topk)):
         return registry.create("algorithm", group.algorithm, *what)
 
@@ -55,10 +55,13 @@ def check_prompts(algorithm: Any, backend: Any, config: LoweredConfig) -> None:
 
 
 def with_tail_rules(config: LoweredConfig, specs: Sequence[AlgorithmSpec | None]) -> LoweredConfig:
-    """Give the tail's share of the budget back where the algorithm lets the tail compete."""
+    """Give the tail's share of the budget back where the algorithm lets the tail compete.
+
+    Not where selections are regranulated, see ``core_specs``.
+    """
     groups = []
     for group, spec in zip(config.groups, specs, strict=True):
-        if spec and spec.tail == "selectable":
+        if spec and spec.tail == "selectable" and not group.regranulated:
             select = min(group.budget // group.shape.unit, group.shape.max_units)
             wide = f"{group.algorithm} lets the newest token compete, so a selection has {select} "
             if select > group.shape.buffer_slots:
@@ -70,6 +73,21 @@ def with_tail_rules(config: LoweredConfig, specs: Sequence[AlgorithmSpec | None]
             if select >= MAX_SELECT:
                 reason = f"{wide}units, and must stay below {MAX_SELECT}; lower budget"
                 raise ConfigError("the configuration is refused; nothing was allocated", [reason])
-            group = evolve(group, shape=evolve(group.shape, select=select))
+            shape = evolve(group.shape, select=select)
+            group = evolve(group, shape=shape, seen=shape)
         groups.append(group)
     return evolve(config, groups=tuple(groups))
+
+
+def core_specs(
+    config: LoweredConfig, specs: Sequence[AlgorithmSpec | None]
+) -> list[AlgorithmSpec | None]:
+    """The specs as the core goes by them.
+
+    Where selections are regranulated the tail unit is forced, even if the newest token competes:
+    only the ring has that unit, and it is not full.
+    """
+    return [
+        evolve(spec, tail="forced") if spec and group.regranulated else spec
+        for group, spec in zip(config.groups, specs, strict=True)
+    ]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from topkv.assembly import (
     check_prompts,
+    core_specs,
     goes_by_index,
     make_algorithm,
     make_backend,
@@ -30,7 +31,7 @@ from topkv.plugins import registry as default_registry
 from topkv.prefill import Prefill
 from topkv.report import MemoryReport, TransferReport, memory_report, transfer_report
 from topkv.types import Index
-from topkv.workspace import Chunk, LaneBuffers, LayerPath
+from topkv.workspace import Chunk, LaneBuffers, LayerPath, TokenSelection
 
 
 class SparseCoordinator(RequestCalls):
@@ -55,6 +56,7 @@ class SparseCoordinator(RequestCalls):
         for index, group in enumerate(config.groups):
             if group is not lowered[index]:  # it was told of another width
                 algorithms[index] = make_algorithm(registry, config, group)
+        specs = core_specs(config, specs)
         backends = [make_backend(registry, config, group) for group in config.groups]
         for algorithm, backend in zip(algorithms, backends, strict=True):
             check_prompts(algorithm, backend, config)
@@ -76,19 +78,21 @@ class SparseCoordinator(RequestCalls):
             spec = specs[index]
             tail = spec is not None and spec.tail == "forced"
             rows = row_format(self.model, config.kv_format, config.impl)
-            indexed = goes_by_index(registry, config.groups[index].algorithm)
+            group, sizes = config.groups[index], (config.max_requests, config.device)
+            indexed = goes_by_index(registry, group.algorithm)
+            tokens = TokenSelection(group, *sizes, config.impl) if group.regranulated else None
             lanes = LaneBuffers(
-                *(self.model, store.group, self.step, config.max_requests, config.device),
+                *(self.model, store.group, self.step, *sizes),
                 index=index,
                 tail=tail,
+                tokens=tokens,
             )
             self.transfers.append(transfer)
             self.lanes.append(lanes)
-            for view in views:
-                slots = store.slot_views(view.index)
-                self.layers.append(
-                    LayerPath(view, algorithm, transfer, backend, lanes, rows, indexed, *slots)
-                )
+            for view, seen in zip(views, self.manager.seen_views(index, views), strict=True):
+                hooks = (algorithm, transfer, backend)
+                stored = (store.extra[view.index], *store.slot_views(view.index))
+                self.layers.append(LayerPath(view, seen, *hooks, lanes, rows, indexed, *stored))
         self.layers.sort(key=lambda path: path.view.layer)
         periods = [spec.settle_period for spec in specs if spec and spec.settle_period]
         self._settle_period = min(periods, default=2**31 - 1)
@@ -223,11 +227,16 @@ class SparseCoordinator(RequestCalls):
         if path.algorithm:
             if not path.shares(index):
                 queries, keys, weights = path.asked(q, k, index)
-                path.algorithm.update(view, keys)
-                path.algorithm.retrieve_topk(view, queries.unsqueeze(1), weights, lanes.ids)
+                selected = lanes.selected
+                path.algorithm.update(path.seen, keys)
+                path.algorithm.retrieve_topk(path.seen, queries.unsqueeze(1), weights, selected)
+                if lanes.tokens:
+                    lanes.tokens.regranulate(lanes.limit, lanes.ids)
                 lanes.chosen = True
             elif not lanes.chosen:  # else ``ids`` still holds the selection before it
                 raise path.nothing_to_share()
+            if lanes.tokens:
+                lanes.tokens.count(path.extra)
             path.transfer.plan(view, lanes.ids, lanes.limit, lanes.plan)
             path.transfer.load(view, lanes.plan)
             path.backend.adapt_page_table(view, lanes.plan, lanes.table, lanes.lengths)
@@ -328,7 +337,7 @@ class SparseCoordinator(RequestCalls):
         return memory_report(self.manager)
 
     def transfers_of(self, slots: Sequence[int]) -> TransferReport:
-        """Hits, misses and loaded bytes of requests since they began. Synchronizes."""
+        """Hits, misses, bytes and extra tokens of requests since they began. Synchronizes."""
         return transfer_report(self.manager, slots)
 
     def check_integrity(self) -> None:

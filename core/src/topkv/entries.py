@@ -72,6 +72,15 @@ class Capabilities:
     tiers: tuple[str, ...] = field(default=TIERS, validator=_each_of(TIERS))
     traits: tuple[str, ...] = field(default=(), validator=_each_of(TRAITS))
 
+    @property
+    def single_tokens(self) -> bool:
+        """Whether an algorithm selects single tokens and nothing else.
+
+        Its selections can be regranulated: at unit 1 the open unit is the new token, so that it
+        has no need of the ring, which a group of larger units does not show it.
+        """
+        return self.units == (1, 1) or self.needs_index
+
 
 @frozen
 class PluginEntry:

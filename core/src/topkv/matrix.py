@@ -28,6 +28,8 @@ class Cell:
     Attributes:
         tiers: where both plugins run, and so where it is tested; empty where it is refused.
         reasons: why it is refused, each with the plugin that does.
+        regranulated: where it runs all the same if the user allows ``regranulate``; empty where
+            that does not help.
     """
 
     algorithm: str
@@ -37,6 +39,7 @@ class Cell:
     unit: int
     tiers: tuple[str, ...]
     reasons: tuple[str, ...]
+    regranulated: tuple[str, ...] = ()
 
     @property
     def state(self) -> str:
@@ -61,11 +64,22 @@ def matrix(records: Iterable[PluginRecord]) -> list[Cell]:
                 for entry in both
                 for reason in _refusals(entry, attention, scope, unit)
             )
-            tiers = () if reasons else tuple(t for t in TIERS if all(_runs(e, t) for e in both))
-            cells.append(
-                Cell(algorithm.name, backend.name, attention, scope, unit, tiers, reasons)
-            )
+            tiers = tuple(t for t in TIERS if all(_runs(e, t) for e in both))
+            mended = reasons and _regranulates(algorithm, backend, attention, scope, unit)
+            what = (algorithm.name, backend.name, attention, scope, unit)
+            cells.append(Cell(*what, () if reasons else tiers, reasons, tiers if mended else ()))
     return cells
+
+
+def _regranulates(
+    algorithm: PluginEntry, backend: PluginEntry, attention: str, scope: str, unit: int
+) -> bool:
+    """Whether the algorithm may select the tokens of units that the backend takes."""
+    refusals = (
+        *_refusals(algorithm, attention, scope, 1),
+        *_refusals(backend, attention, scope, unit),
+    )
+    return algorithm.capabilities.single_tokens and not refusals
 
 
 def _refusals(entry: PluginEntry, attention: str, scope: str, unit: int) -> Iterator[str]:
@@ -88,25 +102,35 @@ def _runs(entry: PluginEntry, tier: str) -> bool:
 
 
 def rows_of(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a table: a row for each algorithm, attention, scope and unit that it takes.
+    """Head and rows of a table: a row for each algorithm, attention, scope and unit that it takes,
+    if need be by regranulation.
 
     What an algorithm refuses for itself no backend can mend; ``matrix`` has it.
     """
     backends = sorted({cell.backend for cell in cells})
     rows: dict[tuple[str, str, str, int], dict[str, Cell]] = {}
     for cell in cells:
-        if any(reason.startswith(f"{cell.algorithm} ") for reason in cell.reasons):
-            continue
         key = (cell.algorithm, cell.attention, cell.scope, cell.unit)
         rows.setdefault(key, {})[cell.backend] = cell
+    taken = {key: found for key, found in rows.items() if any(map(_is_open, found.values()))}
     head = ["algorithm", "attention", "scope", "unit", *backends]
     return head, [
         [*map(str, key), *(_text(found[backend]) for backend in backends)]
-        for key, found in rows.items()
+        for key, found in taken.items()
     ]
 
 
+def _is_open(cell: Cell) -> bool:
+    """Whether the algorithm itself does not stand in the way."""
+    own = f"{cell.algorithm} "
+    return bool(cell.regranulated) or not any(text.startswith(own) for text in cell.reasons)
+
+
 def _text(cell: Cell) -> str:
+    if cell.regranulated:
+        return f"regranulate: {' '.join(cell.regranulated)}"
     if cell.state == "refused":
-        return "; ".join(reason.removeprefix(f"{cell.backend} ") for reason in cell.reasons)
+        who = f"{cell.backend} "
+        its = [text.removeprefix(who) for text in cell.reasons if text.startswith(who)]
+        return "; ".join(its or cell.reasons)
     return " ".join(cell.tiers) or "untested"

@@ -30,7 +30,7 @@ def history_blocks(
     """Stream positions ``start .. end`` from their pages, ``block`` tokens at a time.
 
     Args:
-        start: on a unit boundary.
+        start: on a boundary of the layer's units.
         block: a multiple of the page.
         dtype: of the model, which packed rows are decoded to.
 
@@ -45,6 +45,16 @@ def history_blocks(
         v = torch.empty_like(k) if group.planes == 2 else k
         transfer.fetch(layer, slot, first, k, v)
         yield first, *rows.decode(k, v, dtype)
+
+
+def from_position(
+    history: Iterable[tuple[int, Tensor, Tensor]], start: int
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The blocks of a history, without the positions before ``start``."""
+    for first, k, v in history:
+        cut = max(0, start - first)
+        if cut < len(k):
+            yield first + cut, k[cut:], v[cut:]
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -140,10 +150,11 @@ def selected(ids: Tensor, first: int, count: int) -> Tensor:
 def open_keys(path: LayerPath, slot: int, start: int, dtype: torch.dtype) -> Tensor:
     """Keys ``[start % unit, Hkv, D]`` that the open unit holds before a chunk at ``start``.
 
-    A copy: a chunk longer than the ring overwrites the place that they are read from.
+    A copy: a chunk longer than the ring overwrites the place that they are read from. None where
+    selections are regranulated: the unit is the algorithm's, a token, and never open.
     """
     group = path.view.group
-    unit, filled = divmod(start, group.unit)
+    unit, filled = divmod(start, path.seen.group.unit)
     ring = path.view.ring_k[slot, :, unit % group.ring_slots, :, :filled]
     rows = ring.flatten(0, 1).transpose(0, 1).clone()
     return path.rows.decode(rows, rows, dtype)[0]
@@ -215,8 +226,8 @@ class Prefill:
             if before is not None:
                 queries, keys, weights = path.asked(q, k, index)
                 keys = torch.cat([before, keys]) if len(before) else keys
-                first = start - start % view.group.unit
-                path.algorithm.construct(view, slot, first, keys, queries, lse)
+                first = start - start % path.seen.group.unit
+                path.algorithm.construct(path.seen, slot, first, keys, queries, lse)
                 self._remember(view, slot, queries, weights)
         out.copy_(result)
 
@@ -227,7 +238,7 @@ class Prefill:
 
         A layer without an index of its own goes by the selection of the layer before it.
         """
-        view, slot, start = path.view, chunk.slot, chunk.start
+        view, slot, start = path.seen, chunk.slot, chunk.start
         place = (path.lanes.index, slot)
         if path.shares(index):
             if place not in self._chunk_ids:
@@ -261,9 +272,10 @@ class Prefill:
         """Call ``settle`` of every sparse layer with the history that it asks for."""
         for path in self.sparse:
             whole = path.algorithm.spec().settle_whole
-            first = 0 if whole else since - since % path.view.group.unit
-            history = self._history(path, slot, first, length)
-            path.algorithm.settle(path.view, slot, since, length, history)
+            stored = 0 if whole else since - since % path.view.group.unit
+            asked = 0 if whole else since - since % path.seen.group.unit
+            history = from_position(self._history(path, slot, stored, length), asked)
+            path.algorithm.settle(path.seen, slot, since, length, history)
 
     def warm(self) -> None:
         """Load what the last prompt queries select, so that decoding starts with hits.
@@ -283,7 +295,10 @@ class Prefill:
         weights = self._last_weights.get(layer)
         if weights is not None:
             weights = weights.index_select(0, slots)
-        path.algorithm.retrieve_topk(path.view, queries, weights, path.lanes.ids)
+        lanes = path.lanes
+        path.algorithm.retrieve_topk(path.seen, queries, weights, lanes.selected)
+        if lanes.tokens:
+            lanes.tokens.regranulate(lanes.limit, lanes.ids)
 
     def forget(self) -> None:
         """Drop the selections of the chunks, which layers of one forward share."""

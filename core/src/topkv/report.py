@@ -42,11 +42,14 @@ class TransferReport:
     Attributes:
         hits, misses: units found in buffer or ring, and units that had to be loaded.
         loaded_bytes: bytes that crossed the link for the misses.
+        extra: tokens attended beyond the selections, in closed units of which regranulation took
+            all for some of their tokens; of every lane and layer.
     """
 
     hits: int
     misses: int
     loaded_bytes: int
+    extra: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -69,7 +72,7 @@ def memory_report(manager: SparseKVCacheManager) -> MemoryReport:
 
 
 def transfer_report(manager: SparseKVCacheManager, slots: Sequence[int]) -> TransferReport:
-    hits = misses = loaded = 0
+    hits = misses = loaded = extra = 0
     for store in manager.stores:
         if store.group.residency != "sparse":
             continue
@@ -78,4 +81,5 @@ def transfer_report(manager: SparseKVCacheManager, slots: Sequence[int]) -> Tran
             hits += int(counts[0])
             misses += int(counts[1])
             loaded += int(counts[1]) * store.group.entry_bytes
-    return TransferReport(hits, misses, loaded)
+            extra += int(store.extra[:, store.rows_of(slot)].sum())
+    return TransferReport(hits, misses, loaded, extra)

@@ -205,7 +205,8 @@ class LayerView:
         step: the step tensors.
         ring_k, ring_v: ``[max_requests, lane_heads, T, heads_per_lane, unit, D]`` strided
             views of the ring; unit u of a lane lies at ring position ``u % T``. Read only. The
-            same rows, as they are stored, where a group has one plane.
+            same rows, as they are stored, where a group has one plane. Of 0 positions where
+            selections are regranulated: the ring is not in the units that the algorithm selects.
         pools: representation pools of this layer by name: grain unit
             ``[num_host_units, *shape]`` indexed by host id, grain token
             ``[num_host_units * unit, *shape]``, grain request ``[max_requests, *shape]``

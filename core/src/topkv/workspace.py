@@ -8,18 +8,74 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
+from topkv.config import LoweredGroup
 from topkv.config.layers import show_ranges
 from topkv.errors import RequestError
 from topkv.kv.rows import RowFormat
 from topkv.kv.step import StepUploader
+from topkv.ops.regranulate import regranulate, workspace
 from topkv.types import GroupShape, Index, LayerView, ModelShape, Plan, StepTensors
+
+
+class TokenSelection:
+    """What the algorithm of a group selects, where that is tokens of the group's larger units.
+
+    Attributes (narrowed to the N lanes of the forward):
+        ids: int32 ``[N, K]`` tokens; K is the algorithm's.
+        extra: int64 ``[N]`` tokens that are attended beyond them, in closed units.
+        rows: int64 ``[N]`` rows of the lanes; 0 in padded ones, which have no extra tokens.
+    """
+
+    ids: Tensor
+    extra: Tensor
+    rows: Tensor
+
+    def __init__(
+        self, lowered: LoweredGroup, max_batch: int, device: torch.device, impl: str
+    ) -> None:
+        self.group, self.impl = lowered.shape, impl
+        group, select = lowered.shape, lowered.seen.select
+        lanes = max_batch * group.lane_heads
+        self._ids = torch.zeros((lanes, select), dtype=torch.int32, device=device)
+        self._extra = torch.zeros(lanes, dtype=torch.int64, device=device)
+        self._rows = torch.zeros(lanes, dtype=torch.int64, device=device)
+        self._heads = torch.arange(group.lane_heads, device=device)
+        self._work = workspace(lanes, group.max_units, device)
+
+    def begin(self, slots: Tensor) -> None:
+        """Narrow to the rows of the forward, int32 ``[B]``, and find theirs in the store."""
+        heads = self.group.lane_heads
+        lanes = len(slots) * heads
+        self.ids, self.extra = self._ids[:lanes], self._extra[:lanes]
+        self.rows = self._rows[:lanes]
+        first = slots.clamp(min=0)[:, None] * heads
+        torch.add(first, self._heads, out=self.rows.view(-1, heads))
+
+    def regranulate(self, closed: Tensor, ids: Tensor) -> None:
+        """List the units that hold what was selected. Hot.
+
+        Args:
+            closed: int32 ``[B]`` closed units.
+            ids: int32 ``[N, K]`` of the group's K.
+        """
+        out = (ids, self.extra, self._work)
+        regranulate(self.ids, closed, *out, unit=self.group.unit, impl=self.impl)
+
+    def count(self, extra: Tensor) -> None:
+        """Add the extra tokens of a layer that attends to this selection to its counts. Hot.
+
+        Args:
+            extra: int64 ``[R]``.
+        """
+        extra.index_add_(0, self.rows, self.extra)
 
 
 class LaneBuffers:
     """Selection, plan, page table and LSE of one group, shared by its layers.
 
     Attributes (narrowed to the B rows of the forward, N = B * lane_heads):
-        ids: int32 ``[N, K]`` what the algorithm selected.
+        ids: int32 ``[N, K]`` the selected units.
+        tokens: what the algorithm selects instead, where selections are regranulated; else None.
         limit: int32 ``[B]`` selectable units.
         plan: see ``topkv.types.Plan``.
         table: int32 ``[N, W]``; K + 1 columns where the core appends the tail, all pages
@@ -31,6 +87,7 @@ class LaneBuffers:
     """
 
     ids: Tensor
+    tokens: TokenSelection | None
     limit: Tensor
     plan: Plan
     table: Tensor
@@ -48,8 +105,10 @@ class LaneBuffers:
         device: torch.device,
         index: int,
         tail: bool,
+        tokens: TokenSelection | None = None,
     ) -> None:
         self.group = group
+        self.tokens = tokens
         self.step = step
         self.index = index
         self.sparse = group.residency == "sparse"
@@ -84,6 +143,8 @@ class LaneBuffers:
         batch = self.step.batch
         if batch != self._batch:
             self._narrow(batch, uploader)
+        if self.tokens:
+            self.tokens.begin(self.step.slots)
         if not self.sparse and batch:
             torch.clamp(self.step.slots, min=0, out=self._rows[:batch])
             torch.index_select(self.step.page_table, 0, self._rows[:batch], out=self.table)
@@ -103,6 +164,11 @@ class LaneBuffers:
             plan.misses[:lanes],
         )
         self._batch = batch
+
+    @property
+    def selected(self) -> Tensor:
+        """Where the algorithm writes."""
+        return self.tokens.ids if self.tokens else self.ids
 
     def by_lane(self, rows: Tensor) -> Tensor:
         """``[B, H, D]`` as ``[N, 1, heads_per_lane * G, D]``: a view of contiguous rows."""
@@ -124,17 +190,23 @@ class LayerPath:
     """Everything that one layer's decode calls, bound once when the coordinator is made.
 
     Attributes:
+        view: what transfer and backend see of the layer.
+        seen: what the algorithm sees of it: ``view``, or tokens of its units where selections
+            are regranulated.
         rows: how keys and values are stored.
         indexed: the algorithm goes by the model's own indexer.
+        extra: int64 ``[R]`` see ``GroupStore.extra``.
     """
 
     view: LayerView
+    seen: LayerView
     algorithm: Any
     transfer: Any
     backend: Any
     lanes: LaneBuffers
     rows: RowFormat
     indexed: bool
+    extra: Tensor
     k_slots: Tensor
     v_slots: Tensor
 

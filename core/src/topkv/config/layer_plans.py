@@ -24,6 +24,10 @@ class LayerPlan:
         residency: ``"sparse"``, ``"resident"`` or ``"streamed"``.
         algorithm: None for dense layers, and where none could be chosen.
         unit, budget, buffer: tokens; 0 for dense layers.
+        selects: tokens of a unit that the algorithm selects: ``unit``, or 1 where selections are
+            regranulated; 0 for dense layers.
+        regranulate: the user allows it. What comes of it is ``selects``, so it takes no part in
+            comparisons.
         scope: None for dense layers.
         params: complete.
         settings: the values with their origins; takes no part in comparisons.
@@ -35,7 +39,9 @@ class LayerPlan:
     scope: str | None = None
     budget: int = 0
     buffer: int = 0
+    selects: int = 0
     params: Mapping[str, Any] = field(factory=dict)
+    regranulate: bool = field(default=False, eq=False)
     settings: tuple[Setting, ...] = field(default=(), eq=False)
 
 
@@ -131,6 +137,7 @@ def plan_layers(
     residency: str,
     sources: Sources,
     plugins: Plugins,
+    backend: str | None,
 ) -> list[LayerPlan]:
     """The plan of each layer.
 
@@ -141,6 +148,7 @@ def plan_layers(
         residency: of dense layers that no override names.
         sources: user and checkpoint.
         plugins: gathers why a plugin cannot be had.
+        backend: its name, if it is known.
     """
     plans = []
     for layer, (origin, rule) in enumerate(rules):
@@ -151,14 +159,43 @@ def plan_layers(
         algorithm = rule.get("algorithm", base)
         chain = sources.over(Source(origin, rule)) if rule else sources
         own = chain.under(plugins.defaults("algorithm", algorithm))
-        plans.append(_sparse_plan(algorithm, base, own, plugins))
+        reader = None if chain.find("unit") else backend
+        allowed = chain.get("regranulate", False)  # for users to allow, not for plugins
+        plans.append(_sparse_plan(algorithm, base, own, plugins, allowed, reader))
     return plans
 
 
+def _units(
+    algorithm: str | None, sources: Sources, plugins: Plugins, allowed: bool, backend: str | None
+) -> tuple[Setting, int]:
+    """The unit, and the unit that the algorithm selects.
+
+    Args:
+        allowed: selections may be regranulated.
+        backend: whose smallest unit is taken if the algorithm's is too small for it; None where
+            user or checkpoint have set a unit.
+    """
+    unit = sources.get("unit", UNIT)
+    if not (allowed and plugins.selects_tokens(algorithm)):
+        return unit, unit.value
+    reader = plugins.get("backend", backend) if backend else None
+    units = reader.entry.capabilities.units if reader and reader.entry else None
+    if reader and units and unit.value < units[0]:
+        origin = f"{reader.package} {reader.version}: its smallest"
+        unit = Setting("unit", units[0], origin)
+    return unit, 1
+
+
 def _sparse_plan(
-    algorithm: str | None, base: str | None, sources: Sources, plugins: Plugins
+    algorithm: str | None,
+    base: str | None,
+    sources: Sources,
+    plugins: Plugins,
+    allowed: Setting,
+    backend: str | None,
 ) -> LayerPlan:
-    unit, budget = sources.get("unit", UNIT), sources.get("budget", BUDGET)
+    unit, selects = _units(algorithm, sources, plugins, allowed.value, backend)
+    budget = sources.get("budget", BUDGET)
     buffer = sources.get("buffer", 2 * budget.value, f"{DEFAULT}: 2 x budget")
     scope = _scope(algorithm, sources, plugins)
     params: dict[str, Any] = {}
@@ -172,6 +209,8 @@ def _sparse_plan(
         scope.value,
         budget.value,
         buffer.value,
+        selects,
         params,
-        (unit, scope, budget, buffer, *origins),
+        allowed.value,
+        (unit, allowed, scope, budget, buffer, *origins),
     )

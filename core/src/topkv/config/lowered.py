@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import Factory, evolve, field, frozen
 
 from topkv.config.layers import show_ranges
 from topkv.types import GroupShape, ModelShape
@@ -30,12 +30,32 @@ class LoweredGroup:
         algorithm: None for dense layers.
         params: every parameter of the algorithm.
         budget: attended tokens of a lane; 0 for dense layers.
+        seen: the geometry that the algorithm is told of: ``shape``, or the same in units of one
+            token where selections are regranulated.
     """
 
     shape: GroupShape
     algorithm: str | None
     params: Mapping[str, Any]
     budget: int
+    seen: GroupShape = field(default=Factory(lambda group: group.shape, takes_self=True))
+
+    @property
+    def regranulated(self) -> bool:
+        """Whether the algorithm selects tokens, and their units are stored, moved and attended."""
+        return self.seen.unit != self.shape.unit
+
+
+def in_tokens(shape: GroupShape, select: int) -> GroupShape:
+    """The same lanes in units of one token, of which ``select`` are selected."""
+    return evolve(
+        shape,
+        unit=1,
+        max_units=shape.max_units * shape.unit,
+        select=select,
+        buffer_slots=shape.buffer_slots * shape.unit,
+        ring_slots=shape.ring_slots * shape.unit,
+    )
 
 
 @frozen
@@ -85,7 +105,7 @@ class LoweredConfig:
                 show_ranges(group.shape.layers),
                 group.shape.residency,
                 group.algorithm or "dense",
-                str(group.shape.unit),
+                f"{group.shape.unit} of tokens" if group.regranulated else str(group.shape.unit),
                 str(group.shape.lane_heads),
                 str(group.shape.select),
                 str(group.shape.buffer_slots),

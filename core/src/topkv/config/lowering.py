@@ -7,10 +7,11 @@ from math import lcm
 from typing import Any
 
 import torch
+from attrs import evolve
 
 from topkv.config.layer_plans import LayerPlan, base_algorithm, dense_layers, plan_layers, rules_of
 from topkv.config.layers import show_ranges
-from topkv.config.lowered import LoweredConfig, LoweredGroup, Setting
+from topkv.config.lowered import LoweredConfig, LoweredGroup, Setting, in_tokens
 from topkv.config.negotiation import (
     Ask,
     capability_reasons,
@@ -118,7 +119,9 @@ class _Lowering:
         dense = dense_layers(self.sources, layers, self.reasons)
         self.settings.append(dense)
         residency = self._set("dense_residency", "resident")
-        self.plans = plan_layers(rules, name, dense.value, residency, written, self.plugins)
+        self.plans = plan_layers(
+            rules, name, dense.value, residency, written, self.plugins, self.backend
+        )
         self._keep_plan_settings()
 
     def _plugin(self, kind: str, default: str) -> str:
@@ -197,10 +200,16 @@ class _Lowering:
                 f"{self.prefill_block} and {self.page}"
             )
 
+    def _chosen(self, plan: LayerPlan) -> int:
+        """What the algorithm selects: the budget less the tail unit, and no more than a request
+        can reach."""
+        tokens: int = min(plan.budget - plan.unit, self.max_request_tokens)
+        return tokens // plan.selects
+
     def _select(self, plan: LayerPlan) -> int:
-        """K: the budget less the tail unit, and no more than a request can reach."""
+        """K: the units that this can lie in."""
         units: int = self.max_request_tokens // plan.unit
-        return min(plan.budget // plan.unit - 1, units)
+        return min(self._chosen(plan), units)
 
     def negotiate(self) -> None:
         """Sizes against each other, and every group against its plugins."""
@@ -210,16 +219,20 @@ class _Lowering:
             ask = Ask(
                 *(self.model, layers, unit, scope, self.impl, plan.residency, self.device),
                 self.kv_format,
+                plan.regranulate,
+                self.plugins.selects_tokens(plan.algorithm),
             )
             if sparse:
                 self.reasons += geometry_reasons(
-                    *(unit, plan.budget, plan.buffer, self.ring, self.page, self._select(plan)),
+                    *(unit, plan.selects, plan.budget, plan.buffer, self.ring, self.page),
+                    self._select(plan),
                     f"(layers {show_ranges(layers)})",
                 )
             for kind, name in self._asked(plan):
                 record = self.plugins.get(kind, name)
                 if record is not None:
-                    self.reasons += capability_reasons(record, ask)
+                    asked = evolve(ask, unit=plan.selects) if kind == "algorithm" else ask
+                    self.reasons += capability_reasons(record, asked)
 
     def _asked(self, plan: LayerPlan) -> list[tuple[str, str]]:
         asked = [("algorithm", plan.algorithm), ("backend", self.backend)]
@@ -250,14 +263,17 @@ class _Lowering:
             planes=rows.planes,
         )
 
+    def _group(self, layers: Sequence[int], plan: LayerPlan) -> LoweredGroup:
+        shape = seen = self._shape(layers, plan)
+        if plan.selects != plan.unit:
+            seen = in_tokens(shape, self._chosen(plan))
+        return LoweredGroup(shape, plan.algorithm, plan.params, plan.budget, seen)
+
     def build(self) -> LoweredConfig:
         """Make the groups, check their bytes, and raise if anything was wrong so far."""
-        groups = [
-            LoweredGroup(self._shape(layers, plan), plan.algorithm, plan.params, plan.budget)
-            for layers, plan in self._alike()
-        ]
+        groups = [self._group(layers, plan) for layers, plan in self._alike()]
         for group in groups:
-            self.reasons += shape_reasons(group.shape, self.num_pages)
+            self.reasons += shape_reasons(group.shape, group.seen, self.num_pages)
         on_host = [group.shape for group in groups if group.shape.residency != "resident"]
         _, size = lay_out(on_host, self.host_layout, self.num_pages)
         self._computed("host_pool_bytes", size)

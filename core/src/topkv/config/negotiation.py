@@ -20,7 +20,13 @@ _MAX_ID = 2**31
 
 @frozen
 class Ask:
-    """What a group asks of its plugins."""
+    """What a group asks of its plugins.
+
+    Attributes:
+        unit: of the algorithm, the unit that it selects; of the others, the group's.
+        regranulate: the user allows it.
+        single_tokens: the algorithm selects nothing else.
+    """
 
     model: ModelShape
     layers: Sequence[int]
@@ -30,6 +36,8 @@ class Ask:
     residency: str
     device: torch.device
     kv_format: str = "model"
+    regranulate: bool = False
+    single_tokens: bool = False
 
     @property
     def where(self) -> str:
@@ -93,7 +101,8 @@ def _refusals(record: PluginRecord, ask: Ask) -> Iterator[str]:
         # A dense layer is read page by page.
         key = "unit" if ask.residency == "sparse" else "page_tokens"
         low, high = caps.units
-        yield f"takes units of {low} to {high} tokens, got {ask.unit}: change {key}"
+        mend = _regranulation(record.kind, ask, low)
+        yield f"takes units of {low} to {high} tokens, got {ask.unit}: change {key}{mend}"
     choices = (
         ("scope", ask.scope, caps.scopes),
         # What moves and evicts rows does not look into them.
@@ -113,7 +122,8 @@ def _refusals(record: PluginRecord, ask: Ask) -> Iterator[str]:
     if caps.needs_index and model.indexer is None:
         yield "selects by the model's own indexer, and this model has none"
     if caps.needs_index and ask.unit != 1 and ask.residency == "sparse":
-        yield f"selects by one index key a token, got unit {ask.unit}: set unit to 1"
+        mend = _regranulation(record.kind, ask, 1)
+        yield f"selects by one index key a token, got unit {ask.unit}: set unit to 1{mend}"
     if record.kind == "backend":
         if ask.kv_format not in caps.kv_formats:
             shown = ", ".join(caps.kv_formats)
@@ -124,20 +134,49 @@ def _refusals(record: PluginRecord, ask: Ask) -> Iterator[str]:
             yield "cannot read mapped host memory, so no layer can be streamed: make it resident"
 
 
+def _regranulation(kind: str | None, ask: Ask, least: int) -> str:
+    """What regranulation would do about a unit that a plugin does not take.
+
+    Args:
+        least: smallest unit that the plugin takes.
+    """
+    if ask.residency != "sparse" or kind not in READERS:
+        return ""
+    if ask.single_tokens:
+        helps = not ask.regranulate and (kind == "algorithm" or ask.unit < least)
+        return ", or allow it: regranulate=True" if helps else ""
+    vain = ask.regranulate and kind == "algorithm"
+    return "; regranulate is for algorithms that select single tokens" if vain else ""
+
+
 def geometry_reasons(
-    unit: int, budget: int, buffer: int, ring: int, page: int, select: int, where: str
+    unit: int,
+    selects: int,
+    budget: int,
+    buffer: int,
+    ring: int,
+    page: int,
+    select: int,
+    where: str,
 ) -> list[str]:
-    """What is wrong with the sizes of sparse layers; tokens, but for ``select`` in units."""
+    """What is wrong with the sizes of sparse layers; tokens, but for ``select`` in units.
+
+    ``selects`` is the unit of the algorithm: ``unit``, or 1 where selections are regranulated.
+    """
     reasons = []
+    least, what, scattered = unit + selects, "two units", ""
+    if selects != unit:
+        what = "a unit and a token"
+        scattered = f" (regranulated, each of {budget - unit} tokens may lie in one of its own)"
     if unit & (unit - 1):
         reasons.append(f"unit must be a power of two, got {unit} {where}")
     elif page % unit:
         reasons.append(
             f"unit must divide page_tokens, got unit {unit} and page_tokens {page} {where}"
         )
-    if budget < 2 * unit:
+    if budget < least:
         reasons.append(
-            f"budget must be at least two units ({2 * unit} tokens: one selected and the tail), "
+            f"budget must be at least {what} ({least} tokens: one selected and the tail), "
             f"got {budget} {where}"
         )
     if ring % unit or ring < 2 * unit:
@@ -147,8 +186,8 @@ def geometry_reasons(
         )
     if select > buffer // unit:
         reasons.append(
-            f"buffer must hold the selection: {select} units of {unit} tokens, got {buffer} "
-            f"tokens = {buffer // unit} units; raise buffer to {select * unit} or "
+            f"buffer must hold the selection: {select} units of {unit} tokens{scattered}, got "
+            f"{buffer} tokens = {buffer // unit} units; raise buffer to {select * unit} or "
             f"lower budget {where}"
         )
     if select >= MAX_SELECT:
@@ -159,7 +198,8 @@ def geometry_reasons(
     return reasons
 
 
-def shape_reasons(shape: GroupShape, num_pages: int) -> list[str]:
+def shape_reasons(shape: GroupShape, seen: GroupShape, num_pages: int) -> list[str]:
+    """What is wrong with a group, and with what its algorithm sees of it."""
     where = f"(layers {show_ranges(shape.layers)})"
     reasons = []
     if shape.entry_bytes % 16:
@@ -171,7 +211,7 @@ def shape_reasons(shape: GroupShape, num_pages: int) -> list[str]:
         )
     ids = {
         "device slots": shape.rows * shape.slots,
-        "host units": num_pages * shape.units_per_page,
+        "host units": num_pages * seen.units_per_page,
     }
     for name, count in ids.items():
         if count >= _MAX_ID:

@@ -105,6 +105,11 @@ class Plugins:
             self._defaults[key] = Source(f"{record.package} {record.version}", values)
         return self._defaults[key]
 
+    def selects_tokens(self, name: str | None) -> bool:
+        """Whether an algorithm selects single tokens alone, see ``Capabilities.single_tokens``."""
+        record = self.get("algorithm", name) if name else None
+        return bool(record and record.entry and record.entry.capabilities.single_tokens)
+
     def parameters(self, kind: str, name: str | None) -> Mapping[str, Any]:
         record = self.get(kind, name) if name else None
         return record.entry.parameters if record and record.entry else {}

@@ -24,8 +24,18 @@ class SparseConfig:
         impl: ``"reference"`` or ``"triton"``; by default the first on a CPU, the second on a GPU.
         scope: ``"kv_head"`` if each kv-head selects for itself, or ``"shared"``.
         unit: tokens selected and moved together, a power of two.
-        budget: attended tokens of a lane: sinks, window and tail included.
-        buffer: tokens of the LRU buffer of a lane; twice the budget by default.
+        regranulate: where the algorithm selects single tokens, store, move and attend them by the
+            ``unit`` that you set, or else by the smallest that the backend takes. Each selected
+            token brings its whole unit along, and the open unit is always attended; what this
+            adds to the selection is counted (``TransferReport.extra``). False by default. Changes
+            nothing where the algorithm takes the unit itself. Selections of several tokens are
+            not regranulated: their algorithms recompute the open unit from the ring, and no
+            view shows a ring of one unit as one of another.
+        budget: attended tokens of a lane: sinks, window and tail included. Where selections are
+            regranulated it bounds the selected tokens and the tail unit, not the tokens that
+            come along.
+        buffer: tokens of the LRU buffer of a lane; twice the budget by default. Has to hold a
+            selection; of a regranulated one each token may lie in a unit of its own.
         ring_tokens: tokens of the ring of a lane, at least two units.
         page_tokens: tokens of a page, the grain of allocation.
         max_requests: requests at a time.
@@ -38,8 +48,9 @@ class SparseConfig:
         dense_layers: layers that attend to everything.
         dense_residency: where they keep their KV: ``"resident"`` or ``"streamed"``.
         layers: overrides by layer range: ``{"0-1": "resident", "2-": "quest", "5": {...}}``; a
-            mapping takes residency, algorithm, scope, unit, budget, buffer and params. Where
-            several name a layer, what is written later wins. They beat ``dense_layers``.
+            mapping takes residency, algorithm, scope, unit, regranulate, budget, buffer and
+            params. Where several name a layer, what is written later wins. They beat
+            ``dense_layers``.
         params: parameters of the algorithm.
         resident_fast_path: requests that fit the buffer keep it in order.
         poison: fill freed memory with NaN.
@@ -54,6 +65,7 @@ class SparseConfig:
     impl: str | None = None
     scope: str | None = None
     unit: int | None = None
+    regranulate: bool | None = None
     budget: int | None = None
     buffer: int | None = None
     ring_tokens: int | None = None

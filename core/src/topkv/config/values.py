@@ -85,6 +85,7 @@ _LAYER_CHECKS: dict[str, Check] = {
     "unit": _count,
     "budget": _count,
     "buffer": _count,
+    "regranulate": _flag,
     "params": _params,
 }
 

@@ -72,7 +72,9 @@ def update(layer: LayerView, k: Tensor) -> None:
             new one included. Rows with ``appended == 0`` change nothing.
         k: ``[B, Hkv, D]`` post-RoPE keys of the new tokens.
 
-    Recomputes the open unit from the ring.
+    Recomputes the open unit from the ring. An algorithm that takes units of one token alone has
+    it in ``k``, and no ring where the core regranulates its selections: its ``layer.group`` is
+    then in tokens, whatever the units are that are stored and attended.
     """
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from attrs import evolve
 
 from topkv.errors import DeviceMemoryError, HostMemoryError, RequestError
 from topkv.kv.host_pool import HostKVPool
@@ -72,9 +73,9 @@ class SparseKVCacheManager:
     def _make_representations(self, device: torch.device) -> list[RepresentationPools]:
         return [
             RepresentationPools(
-                group, spec.representations if spec else (), self.num_pages, device
+                group.seen, spec.representations if spec else (), self.num_pages, device
             )
-            for group, spec in zip(self.groups, self._specs, strict=True)
+            for group, spec in zip(self.config.groups, self._specs, strict=True)
         ]
 
     def _refuse_what_exceeds_limits(self) -> None:
@@ -117,6 +118,17 @@ class SparseKVCacheManager:
                 LayerView(layer, place, store.group, step, ring_k, ring_v, pools.of_layer(place))
             )
         return views
+
+    def seen_views(self, index: int, views: list[LayerView]) -> list[LayerView]:
+        """What the algorithm of a group is given: ``views`` themselves, unless it selects tokens
+        of larger units. Such views show no ring."""
+        group = self.config.groups[index]
+        if not group.regranulated:
+            return views
+        heads, seen = group.shape.heads_per_lane, group.seen
+        shape = (seen.max_requests, seen.lane_heads, 0, heads, seen.unit, seen.head_dim)
+        none = torch.empty(shape, dtype=seen.dtype, device=self.device)
+        return [evolve(view, group=seen, ring_k=none, ring_v=none) for view in views]
 
     # Pages of requests.
 
@@ -196,6 +208,7 @@ class SparseKVCacheManager:
         """Reset what is keyed by slot, and poison it where asked to."""
         for store, pools in zip(self.stores, self.representations, strict=True):
             pools.reset_slot(slot)
+            store.extra[:, store.rows_of(slot)] = 0
             if self.config.poison:
                 store.poison_rows(slot)
         self.uploader.write_page_row(slot, 0, [])

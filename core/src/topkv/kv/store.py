@@ -29,6 +29,8 @@ class GroupStore:
         order: int32 ``[L, R, C]`` slots by eviction order, coldest first.
         stamp: int32 ``[R, C + T]`` scratch of the plan, ``UNSELECTED`` between plans.
         counters: int64 ``[L, R, 2]`` units that were hit and missed since ``reset``.
+        extra: int64 ``[L, R]`` tokens that a request attended beyond its selections, because
+            they were regranulated.
     """
 
     group: GroupShape
@@ -41,6 +43,7 @@ class GroupStore:
     order: Tensor
     stamp: Tensor
     counters: Tensor
+    extra: Tensor
 
     @classmethod
     def on_host(
@@ -74,6 +77,7 @@ class GroupStore:
             order=identity.expand(layers, rows, slots).contiguous(),
             stamp=ints(rows, group.slots, fill=UNSELECTED),
             counters=ints(layers, rows, 2, fill=0, dtype=torch.int64),
+            extra=ints(layers, rows if sparse else 0, fill=0, dtype=torch.int64),
         )
 
     @classmethod
@@ -124,5 +128,12 @@ class GroupStore:
     @property
     def metadata_bytes(self) -> int:
         """Maps, order and scratch."""
-        tensors = (self.unit_slot, self.slot_unit, self.order, self.stamp, self.counters)
+        tensors = (
+            self.unit_slot,
+            self.slot_unit,
+            self.order,
+            self.stamp,
+            self.counters,
+            self.extra,
+        )
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -28,11 +28,14 @@ from topkv.testing.algorithm_kernels import KernelTests
 from topkv.testing.algorithm_needles import NeedleTests
 from topkv.testing.algorithm_selection import SelectionTests
 from topkv.testing.algorithm_state import StateTests
+from topkv.testing.algorithm_tokens import TokenTests
 
 __all__ = ["AlgorithmOptions", "AlgorithmTests"]
 
 
-class AlgorithmTests(SelectionTests, NeedleTests, BatchTests, StateTests, IndexTests, KernelTests):
+class AlgorithmTests(
+    SelectionTests, NeedleTests, BatchTests, StateTests, IndexTests, TokenTests, KernelTests
+):
     """Every test of an algorithm; the fixtures ``plugin`` and ``options`` are the author's."""
 
     kind = "algorithm"

@@ -22,7 +22,6 @@ from topkv.plugins import PluginRegistry
 from topkv.testing.cache_model import RequestModel
 from topkv.testing.indexed import INDEXED
 from topkv.testing.kit import examples
-from topkv.testing.machines.lifecycle import Lives
 from topkv.testing.machines.lifecycle_calls import any_live
 from topkv.testing.machines.lifecycle_model import (
     HEADS,
@@ -32,6 +31,7 @@ from topkv.testing.machines.lifecycle_model import (
     Given,
     doubles,
 )
+from topkv.testing.machines.lifecycle_tokens import TokenLives
 from topkv.testing.tiers import Tier
 from topkv.types import GroupShape, Index, IndexerShape, ModelShape
 
@@ -62,9 +62,14 @@ class LatentRequest(RequestModel):
     """``k`` holds rows as they are stored, and ``v`` index keys ``[L, n, 1, D^I]``."""
 
     def __init__(
-        self, model: ModelShape, groups: Mapping[int, GroupShape], fast: bool, packed: bool
+        self,
+        model: ModelShape,
+        groups: Mapping[int, GroupShape],
+        fast: bool,
+        packed: bool,
+        selectable: bool,
     ) -> None:
-        super().__init__(model, groups, fast, selectable=True)
+        super().__init__(model, groups, fast, selectable)
         self.v = torch.zeros(LAYERS, 0, 1, INDEX_DIM)
         if packed:
             self.k = torch.zeros(LAYERS, 0, 1, ROW, dtype=torch.uint8)
@@ -73,7 +78,7 @@ class LatentRequest(RequestModel):
         return self.k[layer].unsqueeze(0)
 
 
-class LatentMachine(Lives):
+class LatentMachine(TokenLives):
     """Latent rows, and what the indexer of each layer selects.
 
     Attributes:
@@ -89,6 +94,7 @@ class LatentMachine(Lives):
     @initialize(
         layout=st.sampled_from(LAYOUTS),
         kv_format=st.sampled_from(["model", "model", "model", "fp8"]),
+        unit=st.sampled_from([1, 1, 2, 4]),
         select=st.integers(2, 9),
         spare=st.sampled_from([0, 2, 12]),
         shared=st.booleans(),
@@ -98,11 +104,12 @@ class LatentMachine(Lives):
         seed=st.integers(0, 9),
     )
     def start(
-        self, layout: str = "page_head", kv_format: str = "model", select: int = 4,
-        spare: int = 2, shared: bool = True, fast: bool = True, page: int = 4, ring: int = 3,
-        seed: int = 0,
+        self, layout: str = "page_head", kv_format: str = "model", unit: int = 1,
+        select: int = 4, spare: int = 2, shared: bool = True, fast: bool = True, page: int = 4,
+        ring: int = 3, seed: int = 0,
     ) -> None:  # fmt: skip
-        """``spare`` is what the buffer has beyond one selection."""
+        """``select`` are tokens. ``spare`` units is what the buffer has beyond one for each;
+        larger units than tokens are regranulated, and then the tail is forced."""
         dim, value = SIZES[kv_format]
         indexer = IndexerShape(INDEX_HEADS, INDEX_DIM)
         self.model = ModelShape(
@@ -117,16 +124,18 @@ class LatentMachine(Lives):
             algorithm="indexed",
             kv_format=kv_format,
             host_layout=layout,
-            unit=1,
-            budget=select,
-            buffer=select + spare,
+            unit=unit,
+            regranulate=True,
+            budget=select if unit == 1 else unit + select,
+            buffer=(select + spare) * unit,
             page_tokens=page,
-            ring_tokens=ring,
+            ring_tokens=ring * unit,
         )
         self.begin_request()
 
     def new_request(self) -> RequestModel:
-        return LatentRequest(self.model, self.groups, self.fast, self.packed)
+        selectable = all(group.unit == 1 for group in self.groups.values())
+        return LatentRequest(self.model, self.groups, self.fast, self.packed, selectable)
 
     def fork_request(self, slot: int) -> int | None:
         twin = super().fork_request(slot)
@@ -187,30 +196,30 @@ class LatentMachine(Lives):
 
     def _rows_of_ids(self, layer: int, rows: Sequence[list[int]]) -> Tensor:
         """``[rows, 1, K]``, -1 behind the ids."""
-        width = self.groups[layer].select
+        width = self._width(layer)
         padded = [ids + [-1] * (width - len(ids)) for ids in rows]
         return torch.tensor(padded, dtype=torch.int32).view(len(rows), 1, width)
 
     def _warm_ids(self, fresh: Sequence[int], todo: Forward) -> dict[int, Tensor]:
         chosen = {}
-        for layer, group in self.groups.items():
+        for layer in self.groups:
             source, rows = self._source(layer), []
             for slot in fresh:
                 keys = self.live[slot].v[source, :, 0]
                 asked = self.last.get((source, slot))
-                rows.append(best(*asked, keys, group.select) if asked and len(keys) else [])
+                rows.append(best(*asked, keys, self._width(layer)) if asked and len(keys) else [])
             chosen[layer] = self._rows_of_ids(layer, rows)
         return chosen
 
     def _ids_of(self, todo: Forward, given: Given) -> dict[int, Tensor]:
         chosen = {}
-        for layer, group in self.groups.items():
+        for layer in self.groups:
             source, rows = self._source(layer), []
             for row, slot in enumerate(todo.rows):
                 ids = []
                 if slot >= 0:
                     own = slice(row, row + (row in todo.appending))
-                    ids = self._best(source, slot, given, row, own, group.select)
+                    ids = self._best(source, slot, given, row, own, self._width(layer))
                 rows.append(ids)
             chosen[layer] = self._rows_of_ids(layer, rows)
         return chosen
@@ -230,7 +239,7 @@ class LatentMachine(Lives):
     def _prompt_mask(self, layer: int, slot: int, given: Given, own: slice) -> Tensor:
         if layer not in self.groups:
             return super()._prompt_mask(layer, slot, given, own)
-        count = self.groups[layer].select
+        count = self._width(layer)
         mask = torch.zeros(own.stop - own.start, self.live[slot].length + own.stop - own.start)
         for place, row in enumerate(range(own.start, own.stop)):
             seen = slice(own.start, row + 1)
@@ -245,8 +254,9 @@ class LatentMachine(Lives):
 
     def _check_representations(self, layer: int, request: RequestModel, hosts: Tensor) -> None:
         if layer == self._source(layer):
-            keys = self.coordinator.layers[layer].view.pools["index"][hosts].cpu()
-            assert torch.equal(keys, request.v[layer, : len(hosts), 0].double()), "index keys"
+            tokens = self._token_hosts(layer, hosts)
+            keys = self.coordinator.layers[layer].view.pools["index"][tokens].cpu()
+            assert torch.equal(keys, request.v[layer, : len(tokens), 0].double()), "index keys"
 
     def _check_state(self, slot: int, request: RequestModel, layer: int) -> None:
         """The algorithm keeps nothing by slot."""

@@ -147,13 +147,17 @@ class Forwards(Side):
         group = self.groups[layer]
         heads = HEADS // group.lane_heads
         for head in range(group.lane_heads):
-            chosen = ids[layer][row, head].tolist()
+            chosen = self._units(layer, ids[layer][row, head].tolist())
             units = self.live[slot].select(layer, head, chosen, length)
             tail = [] if self.live[slot].selectable else [(length - 1) // group.unit]
             for unit in [*units, *tail]:
                 tokens = slice(unit * group.unit, (unit + 1) * group.unit)
                 mask[0, head * heads : (head + 1) * heads, tokens] = True
         return mask
+
+    def _units(self, layer: int, ids: list[int]) -> list[int]:
+        """The units that a selection stands for, in the order in which the core takes them."""
+        return ids
 
     def _compare(
         self, todo: Forward, outs: list[Tensor], given: Given, ids: dict[int, Tensor]

@@ -178,7 +178,9 @@ def _mass_of(
     # One block: the whole history, decoded where the rows are packed.
     ((_, k, _),) = history_blocks(path, slot, 0, length, length, model.dtype, seen.q.device)
     lanes = slice(row * group.lane_heads, (row + 1) * group.lane_heads)
-    tail = path.algorithm.spec().tail == "forced"
+    # The tail is forced where tokens are selected of larger units, whatever the algorithm says.
+    regranulated = path.seen.group.unit != group.unit
+    tail = regranulated or path.algorithm.spec().tail == "forced"
     return held_mass(seen.q[row], k, seen.ids[lanes], group.unit, tail, model.scale, budget)
 
 
@@ -203,6 +205,6 @@ def index_tokens(paths: Sequence[LayerPath], length: int) -> float:
     tokens = []
     for path in paths:
         group, algorithm = path.view.group, path.algorithm
-        read = index_bytes(path.view, algorithm.spec(), algorithm.names, length)
+        read = index_bytes(path.seen, algorithm.spec(), algorithm.names, length)
         tokens.append(read / (group.lane_heads * group.entry_bytes / group.unit))
     return sum(tokens) / len(tokens)
