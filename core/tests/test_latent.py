@@ -41,15 +41,27 @@ def on(request):
 
 
 class Request:
-    """Requests of a coordinator of two layers, the second sharing the first one's selection."""
+    """Requests of a coordinator of two layers, the second sharing the first one's selection.
+
+    With ``told`` the model's shape says so.
+    """
 
     def __init__(
-        self, on, kv_format, select, seed, count=1, shared=False, algorithm="indexed", **options
+        self,
+        on,
+        kv_format,
+        select,
+        seed,
+        count=1,
+        shared=False,
+        algorithm="indexed",
+        told=True,
+        **options,
     ):
         dim, value = FORMATS[kv_format]
         self.model = ModelShape(
             *(2, HEADS, 1, dim, torch.float32, dim**-0.5),
-            *("mla", value, IndexerShape(2, 4)),
+            *("mla", value, IndexerShape(2, 4, (0,) if shared and told else None)),
         )
         config = SparseConfig(
             algorithm=algorithm,
@@ -149,10 +161,11 @@ def test_prompt_and_decode_attend_to_what_the_index_selects(on, kv_format):
         chunks=st.lists(st.integers(1, 13), min_size=1, max_size=3),
         steps=st.integers(1, 6),
         shared=st.booleans(),
+        told=st.booleans(),
         seed=st.integers(0, 999),
     )
-    def check(select, chunks, steps, shared, seed):
-        request = Request(on, kv_format, select, seed, count=2, shared=shared)
+    def check(select, chunks, steps, shared, told, seed):
+        request = Request(on, kv_format, select, seed, count=2, shared=shared, told=told)
         for tokens in chunks:
             start = request.lengths[0]
             outs = request.forward(prefill=[(0, tokens)])
@@ -220,6 +233,31 @@ def test_bytes_of_a_token_are_those_of_its_row():
         assert coordinator.memory().buffer == 2 * slots * row
         assert coordinator.memory().representation >= tokens * 2 * 4 * 8
         coordinator.close()
+
+
+def test_a_layer_without_an_indexer_keeps_nothing_to_select_by(on):
+    def kept(**options):
+        request = Request(on, "model", 4, seed=0, **options)
+        size = request.coordinator.memory().representation
+        pools = [path.seen.pools for path in request.coordinator.layers]
+        request.coordinator.close()
+        return size, pools
+
+    both, _ = kept()
+    one, (first, second) = kept(shared=True)
+    assert 2 * one == both > 0
+    assert first
+    assert not second
+
+
+def test_an_index_for_a_layer_that_has_none_is_refused(on):
+    request = Request(on, "model", 4, seed=0, shared=True)
+    request.shared = False
+    for what in ({"prefill": [(0, 6)]}, {"decode": [0]}):
+        with pytest.raises(RequestError, match="layer 1 was given an index, and the model"):
+            request.forward(**what)
+        request.coordinator.forward_abort()
+    request.coordinator.close()
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,10 @@ class SparseCoordinator(RequestCalls):
             self.lanes.append(lanes)
             for view, seen in zip(views, self.manager.seen_views(index, views), strict=True):
                 hooks = (algorithm, transfer, backend)
+                selects = not self.model.indexer or self.model.indexer.selects_for(view.layer)
                 stored = (store.extra[view.index], *store.slot_views(view.index))
-                self.layers.append(LayerPath(view, seen, *hooks, lanes, rows, indexed, *stored))
+                path = LayerPath(view, seen, *hooks, lanes, rows, indexed, selects, *stored)
+                self.layers.append(path)
         self.layers.sort(key=lambda path: path.view.layer)
         periods = [spec.settle_period for spec in specs if spec and spec.settle_period]
         self._settle_period = min(periods, default=2**31 - 1)

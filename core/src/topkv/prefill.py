@@ -269,8 +269,8 @@ class Prefill:
             kept[twin] = kept[slot]
 
     def settle(self, slot: int, since: int, length: int) -> None:
-        """Call ``settle`` of every sparse layer with the history that it asks for."""
-        for path in self.sparse:
+        """Call ``settle`` of every layer that selects, with the history that it asks for."""
+        for path in (path for path in self.sparse if path.selects):
             whole = path.algorithm.spec().settle_whole
             stored = 0 if whole else since - since % path.view.group.unit
             asked = 0 if whole else since - since % path.seen.group.unit

@@ -25,10 +25,20 @@ class IndexerShape:
     """The indexer of a model that selects for itself: index heads H^I, their dim D^I.
 
     There is one index key a token, shared by the index heads (DeepSeek-V3.2, section 2.1).
+
+    Attributes:
+        num_heads, head_dim: H^I and D^I.
+        layers: layers that have an indexer; None for all. The others share the selection of the
+            layer before them, and nothing is kept to select for them.
     """
 
     num_heads: int
     head_dim: int
+    layers: tuple[int, ...] | None = None
+
+    def selects_for(self, layer: int) -> bool:
+        """Whether a layer has an indexer of its own."""
+        return self.layers is None or layer in self.layers
 
 
 @frozen

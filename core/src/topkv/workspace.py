@@ -195,6 +195,8 @@ class LayerPath:
             are regranulated.
         rows: how keys and values are stored.
         indexed: the algorithm goes by the model's own indexer.
+        selects: the layer can select for itself; False where the model has an indexer and the
+            layer has none, so that nothing is kept for it.
         extra: int64 ``[R]`` see ``GroupStore.extra``.
     """
 
@@ -206,6 +208,7 @@ class LayerPath:
     lanes: LaneBuffers
     rows: RowFormat
     indexed: bool
+    selects: bool
     extra: Tensor
     k_slots: Tensor
     v_slots: Tensor
@@ -224,7 +227,16 @@ class LayerPath:
         return index.q, index.k.unsqueeze(1), index.weights
 
     def shares(self, index: Index | None) -> bool:
-        """Whether the layer goes by the selection of the one before it."""
+        """Whether the layer goes by the selection of the one before it.
+
+        Raises:
+            RequestError: it was given an index, and the model has none for it.
+        """
+        if not self.selects and index is not None:
+            raise RequestError(
+                f"layer {self.view.layer} was given an index, and the model's indexer leaves it "
+                "out; add the layer to IndexerShape.layers, or pass None"
+            )
         return self.indexed and index is None
 
     def nothing_to_share(self) -> RequestError:

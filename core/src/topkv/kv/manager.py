@@ -71,12 +71,16 @@ class SparseKVCacheManager:
         return stores
 
     def _make_representations(self, device: torch.device) -> list[RepresentationPools]:
-        return [
-            RepresentationPools(
-                group.seen, spec.representations if spec else (), self.num_pages, device
-            )
-            for group, spec in zip(self.config.groups, self._specs, strict=True)
-        ]
+        indexer, made = self.config.model.indexer, []
+        for group, spec in zip(self.config.groups, self._specs, strict=True):
+            layers = [
+                layer
+                for layer in group.shape.layers
+                if indexer is None or indexer.selects_for(layer)
+            ]
+            kept = spec.representations if spec else ()
+            made.append(RepresentationPools(group.seen, kept, self.num_pages, device, layers))
+        return made
 
     def _refuse_what_exceeds_limits(self) -> None:
         """Count bytes on the meta device, where tensors have shapes and take no memory."""
@@ -115,7 +119,7 @@ class SparseKVCacheManager:
             ring_k, ring_v = store.ring_views(place)
             step = self.uploader.step
             views.append(
-                LayerView(layer, place, store.group, step, ring_k, ring_v, pools.of_layer(place))
+                LayerView(layer, place, store.group, step, ring_k, ring_v, pools.of_layer(layer))
             )
         return views
 

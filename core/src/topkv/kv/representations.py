@@ -12,10 +12,17 @@ from topkv.types import GroupShape, RepresentationSpec
 
 
 class RepresentationPools:
-    """The pools of one group, ``[L, keys, *shape]`` each.
+    """The pools of one group, ``[layers, keys, *shape]`` each.
 
     Grain unit and token are keyed by host id: they are copied, poisoned and shared with their
     page. Grain request is keyed by slot: copied by fork, reset at the end, never shared.
+
+    Args:
+        group: as the algorithm sees it.
+        specs: what it keeps.
+        num_pages: of the host pool.
+        device: where the pools lie.
+        layers: those of the group that keep something; all by default.
     """
 
     def __init__(
@@ -24,8 +31,10 @@ class RepresentationPools:
         specs: Sequence[RepresentationSpec],
         num_pages: int,
         device: torch.device,
+        layers: Sequence[int] | None = None,
     ) -> None:
         self.group = group
+        self.layers = tuple(group.layers if layers is None else layers)
         self.specs = tuple(specs)
         keys = {
             "unit": num_pages * group.units_per_page,
@@ -34,12 +43,16 @@ class RepresentationPools:
         }
         self.pools = {
             spec.name: torch.zeros(
-                (len(group.layers), keys[spec.grain], *spec.shape), dtype=spec.dtype, device=device
+                (len(self.layers), keys[spec.grain], *spec.shape), dtype=spec.dtype, device=device
             )
             for spec in self.specs
         }
 
-    def of_layer(self, index: int) -> dict[str, Tensor]:
+    def of_layer(self, layer: int) -> dict[str, Tensor]:
+        """By name; none for a layer that keeps nothing."""
+        if layer not in self.layers:
+            return {}
+        index = self.layers.index(layer)
         return {name: pool[index] for name, pool in self.pools.items()}
 
     @property

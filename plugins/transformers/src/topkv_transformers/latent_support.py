@@ -79,6 +79,8 @@ def _indexer_refusals(indexers: list[nn.Module | None]) -> list[str]:
 def latent_shape(modules: list[Any], dtype: torch.dtype) -> ModelShape:
     """Geometry of the attention layers of a model that was not refused."""
     first = modules[0]
+    own = tuple(layer for layer, module in enumerate(modules) if module.indexer is not None)
+    layers = None if len(own) == len(modules) else own
     return ModelShape(
         num_layers=len(modules),
         num_heads=first.num_heads,
@@ -88,7 +90,7 @@ def latent_shape(modules: list[Any], dtype: torch.dtype) -> ModelShape:
         scale=first.scaling,
         attention="mla",
         value_dim=first.kv_lora_rank,
-        indexer=IndexerShape(first.indexer.n_heads, first.indexer.head_dim),
+        indexer=IndexerShape(first.indexer.n_heads, first.indexer.head_dim, layers),
     )
 
 
