@@ -155,7 +155,7 @@ def offload(store: GroupStore, layers: list[LayerView]) -> None:
     group, step = store.group, layers[0].step
     for batch in range(step.batch):
         slot, length = int(step.slots[batch]), int(step.lengths[batch])
-        if slot >= 0 and step.appended[batch] and length % group.unit == 0:
+        if slot >= 0 and length > 0 and step.appended[batch] and length % group.unit == 0:
             resident = fits(group, int(step.high[batch]), bool(step.resident[batch]))
             for layer in layers:
                 write_back(store, layer, slot, length // group.unit - 1, resident)
