@@ -86,11 +86,13 @@ def entry_problem(entry: PluginEntry, offer: Offer) -> str | None:
     if api[0] == HOOK_API[0] and api[1] <= HOOK_API[1]:
         return None
     newer = api > HOOK_API
-    mend = f"a topkv that speaks {_api(api)}" if newer else f"a newer {offer.package}"
+    core = f"a topkv that speaks {_api(api)}"
+    plugin = f"{'an older' if newer else 'a newer'} {offer.package} that implements "
+    plugin += f"{HOOK_API[0]}.x with x <= {HOOK_API[1]}"
     return (
         f"{offer.package} {offer.version} (entry point {offer.name!r}) implements hook API "
-        f"{_api(api)}; this topkv {topkv.__version__} speaks {_api(HOOK_API)}. Install {mend}, "
-        f"or a {offer.package} that implements {HOOK_API[0]}.x with x <= {HOOK_API[1]}"
+        f"{_api(api)}; this topkv {topkv.__version__} speaks {_api(HOOK_API)}. Install "
+        f"{f'{core}, or {plugin}' if newer else f'{plugin}, or {core}'}"
     )
 
 

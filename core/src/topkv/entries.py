@@ -90,7 +90,8 @@ class PluginEntry:
         name: what users write, unique within its kind.
         kind: one of ``KINDS``.
         factory: ``"module:attribute"``, imported only when somebody asks for this entry.
-        hook_api: the (major, minor) of the hook specs that the code was written against.
+        hook_api: the (major, minor) of the hook specs that the code was written against. Packages
+            state a literal; the default is that of the core which happens to be there.
         capabilities: what coordinator and user can rely on.
         defaults: configuration defaults of the entry, such as ``{"unit": 16}``; they
             stand above topkv's own defaults and below everything else.

@@ -8,7 +8,9 @@ nor triton and implements the hooks of the kinds that it offers::
 
     @hookimpl
     def topkv_register_algorithms():
-        return [PluginEntry("mine", "algorithm", "topkv_mine.algorithm:Mine")]
+        return [PluginEntry("mine", "algorithm", "topkv_mine.algorithm:Mine", hook_api=(1, 1))]
+
+``topkv new NAME --kind algorithm`` writes such a package.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             name="clusterkv",
             kind="algorithm",
             factory="topkv_clusterkv.algorithm:ClusterKV",
+            hook_api=(1, 1),
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("kv_head",),

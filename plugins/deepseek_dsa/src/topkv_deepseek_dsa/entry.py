@@ -13,6 +13,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             name="deepseek_dsa",
             kind="algorithm",
             factory="topkv_deepseek_dsa.algorithm:DeepSeekDSA",
+            hook_api=(1, 1),
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("shared",),

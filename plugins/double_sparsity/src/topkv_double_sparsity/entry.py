@@ -13,6 +13,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             name="double_sparsity",
             kind="algorithm",
             factory="topkv_double_sparsity.algorithm:DoubleSparsity",
+            hook_api=(1, 1),
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("kv_head", "shared"),

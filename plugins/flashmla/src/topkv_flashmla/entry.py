@@ -13,6 +13,7 @@ def topkv_register_backends() -> list[PluginEntry]:
             name="flashmla",
             kind="backend",
             factory="topkv_flashmla.backend:FlashMLA",
+            hook_api=(1, 1),
             capabilities=Capabilities(
                 scopes=("shared",),
                 attention=("mla",),

@@ -13,6 +13,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             name="quest",
             kind="algorithm",
             factory="topkv_quest.algorithm:Quest",
+            hook_api=(1, 1),
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),

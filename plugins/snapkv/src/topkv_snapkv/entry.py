@@ -13,6 +13,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             name="snapkv",
             kind="algorithm",
             factory="topkv_snapkv.algorithm:SnapKV",
+            hook_api=(1, 1),
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("kv_head", "shared"),

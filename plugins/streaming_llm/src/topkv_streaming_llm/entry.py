@@ -13,6 +13,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             name="streaming_llm",
             kind="algorithm",
             factory="topkv_streaming_llm.algorithm:StreamingLLM",
+            hook_api=(1, 1),
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("shared", "kv_head"),

@@ -13,6 +13,7 @@ def topkv_register_backends() -> list[PluginEntry]:
             name="triton_attention",
             kind="backend",
             factory="topkv_triton_attention.backend:TritonAttention",
+            hook_api=(1, 1),
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),
