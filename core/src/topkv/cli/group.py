@@ -18,6 +18,7 @@ COMMANDS = "topkv.commands"
 _OWN = {
     "plugins": ("topkv.cli.plugins", "List what is installed, and what does not load."),
     "doctor": ("topkv.cli.doctor", "Show what this machine offers."),
+    "new": ("topkv.cli.new", "Start a plugin package."),
 }
 
 

@@ -1,0 +1,1 @@
+"""Selection by mean keys, an algorithm for topkv."""

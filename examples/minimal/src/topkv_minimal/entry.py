@@ -1,0 +1,28 @@
+"""What this package offers to topkv. Imports neither torch nor triton."""
+
+from __future__ import annotations
+
+from topkv import hookimpl
+from topkv.entries import Capabilities, PluginEntry
+
+
+@hookimpl
+def topkv_register_algorithms() -> list[PluginEntry]:
+    return [
+        PluginEntry(
+            name="minimal",
+            kind="algorithm",
+            factory="topkv_minimal.algorithm:MinimalAlgorithm",
+            hook_api=(1, 1),
+            capabilities=Capabilities(
+                units=(1, 128),
+                scopes=("kv_head", "shared"),
+                impls=("reference",),
+                capture=False,
+                tiers=("cpu",),
+                traits=("attends", "nested", "scale_free", "low_ties", "head_equivariant"),
+            ),
+            defaults={"unit": 16, "scope": "kv_head"},
+            parameters={"sink_units": 1},
+        )
+    ]

@@ -1,0 +1,203 @@
+"""What ``topkv new`` writes passes the kit, is clean, and is what lies in ``examples/minimal``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from topkv.cli.group import topkv as command
+from topkv.cli.render import KINDS, LONGEST, render
+from topkv.entries import HOOK_API
+from topkv.errors import ConfigError
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "minimal"
+CACHES = {"__pycache__", ".pytest_cache", ".hypothesis", ".ruff_cache", ".mypy_cache"}
+
+# Fewer examples than an author gets, so that three suites take seconds.
+PROFILE = """from hypothesis import Phase, settings
+
+settings.register_profile(
+    "few", max_examples=10, deadline=None, derandomize=True, database=None, phases=[Phase.generate]
+)
+settings.load_profile("few")
+"""
+
+# Of each reference a piece of code, made wrong, and the test of the kit that sees it.
+BREAKS = {
+    "algorithm": (".amax(2)", ".amin(2)", "test_every_query_head_finds_its_needle"),
+    "backend": ("norm.flatten(0, 1).mT", "norm.flatten(0, 1).mT + 1", "test_prefill_beyond"),
+    "transfer": ("staged.to(", "staged.flip(0).to(", "test_wide_selections"),
+}
+
+
+def new(*args):
+    return CliRunner().invoke(command, ["new", *map(str, args)])
+
+
+def make(tmp_path, name, kind):
+    """A rendered package, and beside its sources the metadata that pip would write."""
+    root = tmp_path / kind / name
+    done = new(name, "--kind", kind, "--output", root)
+    assert done.exit_code == 0, done.stderr
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    info = root / "src" / f"topkv_{name.replace('-', '_')}-0.1.0.dist-info"
+    info.mkdir()
+    head = {"Metadata-Version": "2.1", "Name": project["name"], "Version": project["version"]}
+    (info / "METADATA").write_text("".join(f"{key}: {value}\n" for key, value in head.items()))
+    points = project["entry-points"]["topkv"]
+    lines = "".join(f"{key} = {value}\n" for key, value in points.items())
+    (info / "entry_points.txt").write_text(f"[topkv]\n{lines}")
+    return root
+
+
+def run(*args, roots=(), cwd=None):
+    """Python in a process that finds the packages at ``roots``, as if they were installed."""
+    found = [*(str(root / "src") for root in roots), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(part for part in found if part)
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *map(str, args)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        cwd=cwd,
+        env=environment,
+    )
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """A root whose module ``few`` sets the profile."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "few.py").write_text(PROFILE)
+    return tmp_path
+
+
+def kit(root, profile, *args):
+    command = ("-m", "pytest", "-q", "-p", "few", "-p", "no:cacheprovider", *args)
+    return run(*command, roots=(root, profile), cwd=root)
+
+
+def tree(root):
+    """Bytes by path, without what tools leave behind."""
+    paths = (path for path in root.rglob("*") if path.is_file() and not CACHES & {*path.parts})
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
+
+
+def test_the_example_is_what_new_writes(tmp_path):
+    done = new("minimal", "--kind", "algorithm", "--output", tmp_path / "minimal")
+    assert done.exit_code == 0, done.stderr
+    assert tree(EXAMPLE) == tree(tmp_path / "minimal"), (
+        "examples/minimal is not what the template gives; remove it and run "
+        "topkv new minimal --kind algorithm --output examples/minimal"
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_package_passes_the_kit(tmp_path, profile, kind):
+    done = kit(make(tmp_path, "my-own", kind), profile)
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = int(done.stdout.split(" passed")[0].split()[-1])
+    assert passed >= 15, done.stdout
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_package_that_is_broken_fails(tmp_path, profile, kind):
+    right, wrong, test = BREAKS[kind]
+    root = make(tmp_path, "my_own", kind)
+    path = root / "src" / "topkv_my_own" / f"{kind}.py"
+    assert path.read_text().count(right) == 1
+    path.write_text(path.read_text().replace(right, wrong))
+    done = kit(root, profile, "-x", "-k", f"cpu and {test}")
+    assert done.returncode == 1, done.stdout + done.stderr
+
+
+def test_new_packages_are_found_and_light(tmp_path):
+    """Listed with the hook API of this core as a literal, and without torch."""
+    roots = [make(tmp_path, f"my-{kind}", kind) for kind in KINDS]
+    found = run("-c", LISTED, roots=roots)
+    assert found.returncode == 0, found.stderr
+    expected = [f"{kind} my_{kind} topkv-my-{kind} 0.1.0 {HOOK_API} None" for kind in KINDS]
+    assert sorted(found.stdout.splitlines()) == sorted(expected)
+    for root, kind in zip(roots, KINDS, strict=True):
+        entry = (root / "src" / f"topkv_my_{kind}" / "entry.py").read_text()
+        assert f"hook_api=({HOOK_API[0]}, {HOOK_API[1]})," in entry
+
+
+LISTED = """
+import sys
+from topkv.plugins import registry
+for r in registry().records():
+    if r.name.startswith("my_"):
+        print(r.kind, r.name, r.package, r.version, r.entry and r.entry.hook_api, r.problem)
+heavy = {"torch", "triton", "numpy"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def test_rendered_code_is_clean(tmp_path):
+    """Under its own ruff settings, whatever the length of the name."""
+    for name in ("a", "n" * LONGEST):
+        for kind in KINDS:
+            make(tmp_path, name, kind)
+    for args in (["check"], ["format", "--diff"]):
+        done = run("-m", "ruff", *args, "--no-cache", tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "reason"),
+    [
+        ("Mean-Keys", "algorithm", "write it like mean-keys"),
+        ("2nd", "algorithm", "got '2nd'"),
+        ("mean--keys", "backend", "got 'mean--keys'"),
+        ("keys-", "backend", "got 'keys-'"),
+        ("../keys", "backend", "got '../keys'"),
+        ("", "backend", "got ''"),
+        ("topkv-mean-keys", "transfer", "write mean-keys"),
+        ("m" * (LONGEST + 1), "transfer", f"at most {LONGEST} characters"),
+        ("mean-keys", "engine", "must be one of algorithm, backend, transfer, got 'engine'"),
+        ("zero-copy", "transfer", "offers transfer 'zero_copy'; choose another name"),
+        ("gather", "backend", "the conformance kit has backend 'gather'"),
+    ],
+)
+def test_names_that_cannot_be_are_refused(name, kind, reason):
+    with pytest.raises(ConfigError) as refused:
+        render(name, kind)
+    assert reason in str(refused.value)
+
+
+def test_every_reason_is_told_at_once():
+    with pytest.raises(ConfigError) as refused:
+        render("Topkv" * 9, "engine")
+    assert len(refused.value.reasons) == 3
+
+
+def test_nothing_is_written_over(tmp_path):
+    (tmp_path / "there").mkdir()
+    done = new("mine", "--kind", "backend", "--output", tmp_path / "there")
+    assert done.exit_code == 1
+    assert "there exists" in done.stderr
+    assert "name another one, or remove it" in done.stderr
+    assert not list((tmp_path / "there").iterdir())
+    (tmp_path / "file").write_text("")
+    below = new("mine", "--kind", "backend", "--output", tmp_path / "file" / "below")
+    assert below.exit_code == 1
+    assert "cannot be written" in below.stderr
+
+
+def test_a_name_that_is_wrong_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = new("Mine", "--kind", "backend")
+    assert done.exit_code == 1
+    assert "Error: a plugin package cannot be made" in done.stderr
+    assert not list(tmp_path.iterdir())
+    assert new("mine", "--kind", "backend").exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["topkv-mine"]
