@@ -10,7 +10,7 @@ PROJECTS := $(wildcard plugins/*/pyproject.toml)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 SOURCES := $(wildcard core plugins tests benchmarks examples conftest.py)
 
-.PHONY: all test test-nightly test-gpu demo lint types check format clean
+.PHONY: all test test-nightly test-gpu demo lint types check isolation dist format clean
 
 all: check
 
@@ -35,6 +35,19 @@ test-nightly: $(VENV)/.installed
 # On a machine with a CUDA device, with the packages installed.
 test-gpu:
 	$(PYTHON) -m pytest -n 6 --dist worksteal -m gpu $(ARGS)
+
+# What builds and checks distributions, beside what runs tests.
+$(VENV)/.packaging: $(VENV)/.installed
+	$(PIP) hatchling twine
+	touch $@
+
+# Every package from its wheel, in an environment of its own; ARGS=topkv-quest for one of them.
+isolation: $(VENV)/.packaging
+	$(BIN)/python -m tests.packaging.isolation $(ARGS)
+
+# Sdists and wheels of all packages into dist/, looked at from all sides.
+dist: $(VENV)/.packaging
+	$(BIN)/python -m tests.packaging.dist
 
 demo: $(VENV)/.installed
 	$(BIN)/topkv demo $(ARGS)

@@ -17,6 +17,8 @@ settings.register_profile("default", deadline=None, suppress_health_check=_SLOW)
 settings.register_profile(
     "ci", deadline=None, suppress_health_check=_SLOW, derandomize=True, database=None
 )
+# Of `make isolation`, which is about what is installed and not about arithmetic.
+settings.register_profile("few", settings.get_profile("ci"), max_examples=25)
 settings.register_profile(
     "nightly", deadline=None, suppress_health_check=_SLOW, max_examples=1000, print_blob=True
 )

@@ -1,0 +1,106 @@
+"""What is looked at inside of an environment; a script that imports nothing but topkv.
+
+    python -P inside.py CHECK MODULE
+
+Exits with 1 and a reason if the check fails, and prints what it saw if not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import statistics
+import subprocess
+import sys
+from importlib.metadata import distributions, entry_points
+from importlib.util import find_spec
+from types import ModuleType
+
+HEAVY = {"torch", "triton", "numpy", "transformers"}
+MILLISECONDS = 100.0
+TIMED = """
+import sys, time
+start, spent = time.perf_counter(), time.process_time()
+import topkv
+print(time.process_time() - spent, time.perf_counter() - start)
+"""
+
+
+def fail(reason: str) -> None:
+    print(reason)
+    sys.exit(1)
+
+
+def _inside(module: ModuleType) -> None:
+    where = str(module.__file__)
+    if not where.startswith(sys.prefix):
+        fail(f"{module.__name__} must come from {sys.prefix}, got {where}; is src importable?")
+
+
+def check_alone(name: str) -> None:
+    """The package and the core, from wheels, nothing else of topkv, and nothing heavy."""
+    import topkv
+    from topkv.plugins import registry
+
+    packages = {each.name.replace("-", "_") for each in distributions()}
+    others = {each for each in packages if each.startswith("topkv")} - {"topkv", name}
+    if others or any(find_spec(point.module) is None for point in entry_points(group="topkv")):
+        fail(f"nothing of topkv but {name} must be here, got {', '.join(sorted(others))}")
+    _inside(topkv)
+    _inside(importlib.import_module(name))
+    records = registry().records()
+    offered = [record for record in records if record.package.replace("-", "_") == name]
+    problems = [f"{record.who}: {record.problem}" for record in records if record.problem]
+    if problems or not offered:
+        fail(f"{name} must offer something and no plugin have a problem, got {problems or 'none'}")
+    heavy = HEAVY & set(sys.modules)
+    if heavy:
+        fail(f"an entry module must import none of {sorted(HEAVY)}, got {', '.join(heavy)}")
+    for record in offered:
+        if record.entry and name != "topkv":
+            importlib.import_module(record.entry.factory.split(":")[0])
+    print(", ".join(f"{record.kind} {record.name}" for record in offered))
+
+
+def check_modules(name: str) -> None:
+    """Every module of the package imports, with all of its extras."""
+    package = importlib.import_module(name)
+    found = [each.name for each in pkgutil.walk_packages(package.__path__, f"{name}.")]
+    for each in found:
+        _inside(importlib.import_module(each))
+    commands = [point.load().name for point in entry_points(group="topkv.commands")]
+    print(f"{len(found)} modules, commands: {', '.join(sorted(commands)) or 'none'}")
+
+
+def check_time(name: str) -> None:
+    """``import topkv`` is fast: median CPU time, which other processes do not count to."""
+    runs = []
+    for _ in range(9):
+        command = [sys.executable, "-P", "-c", TIMED]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        runs.append([1000 * float(part) for part in told.split()])
+    spent, wall = (statistics.median(column) for column in zip(*runs, strict=True))
+    told = f"import topkv: {spent:.0f} ms of CPU, {wall:.0f} ms of time (medians of {len(runs)})"
+    if spent > MILLISECONDS:
+        fail(f"{told}; at most {MILLISECONDS:.0f} ms of CPU are allowed: see -X importtime")
+    print(told)
+
+
+def check_refused(name: str) -> None:
+    """Every entry of the package is refused for its hook API, and the text says how to mend it."""
+    from topkv.plugins import registry
+
+    found = [each for each in registry().records() if each.package.replace("-", "_") == name]
+    for record in found:
+        told = str(record.problem)
+        if not ("implements hook API" in told and "Install" in told):
+            fail(f"{record.who} must be refused for its hook API, got {told}; state hook_api")
+    if not found:
+        fail(f"{name} must be listed, with the reason why it is refused, and is not")
+    print(found[0].problem)
+
+
+if __name__ == "__main__":
+    {"alone": check_alone, "modules": check_modules, "time": check_time, "refused": check_refused}[
+        sys.argv[1]
+    ](sys.argv[2])

@@ -1,0 +1,95 @@
+"""The packages of this repository, and how they become sdists and wheels."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+ROOT = Path(__file__).parents[2]
+
+
+@frozen
+class Package:
+    """One package, as its ``pyproject.toml`` has it.
+
+    Attributes:
+        folder: where it lies.
+        project: the table ``[project]``.
+    """
+
+    folder: Path
+    project: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.project["name"])
+
+    @property
+    def version(self) -> str:
+        return str(self.project["version"])
+
+    @property
+    def module(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def points(self) -> dict[str, str]:
+        """Entry points of group ``topkv``."""
+        return dict(self.project.get("entry-points", {}).get("topkv", {}))
+
+
+def read(folder: Path) -> Package:
+    """The package in a folder."""
+    text = (folder / "pyproject.toml").read_text(encoding="utf-8")
+    return Package(folder, tomllib.loads(text)["project"])
+
+
+def packages() -> list[Package]:
+    """The core, then the plugins by name."""
+    folders = [ROOT / "core", *(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))]
+    return sorted(map(read, folders), key=lambda package: (package.name != "topkv", package.name))
+
+
+def run(*args: object, cwd: Path = ROOT) -> str:
+    """A command's output.
+
+    Raises:
+        RuntimeError: it failed; with what it wrote.
+    """
+    done = subprocess.run(
+        list(map(str, args)), cwd=cwd, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        told = (done.stdout + done.stderr).strip()
+        raise RuntimeError(f"{' '.join(map(str, args))} ended with {done.returncode}:\n{told}")
+    return done.stdout
+
+
+def build(folder: Path, out: Path) -> tuple[Path, Path]:
+    """Build the sdist of a folder, and the wheel from the sdist. Needs hatchling, no network.
+
+    Args:
+        folder: of the package.
+        out: where both go.
+
+    Returns:
+        The sdist and the wheel.
+    """
+    package = read(folder)
+    run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", out, cwd=folder)
+    stem = f"{package.module}-{package.version}"
+    sdist = out / f"{stem}.tar.gz"
+    with tempfile.TemporaryDirectory() as work:
+        with tarfile.open(sdist) as archive:
+            archive.extractall(work, filter="data")
+        pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check")
+        alone = ("--no-deps", "--no-index", "--no-build-isolation")
+        run(*pip, *alone, "-w", out, Path(work) / stem)
+    return sdist, out / f"{stem}-py3-none-any.whl"

@@ -1,0 +1,86 @@
+"""What a release relies on in every ``pyproject.toml``; ``make dist`` looks at what is built."""
+
+from __future__ import annotations
+
+import ast
+from importlib import import_module
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+import topkv
+from tests.packaging.packages import ROOT, packages
+from topkv.entries import HOOK_API
+
+PACKAGES = packages()
+PLUGINS = PACKAGES[1:]
+CORE = PACKAGES[0].project
+
+
+def parametrize(found):
+    return pytest.mark.parametrize("package", found, ids=[each.name for each in found])
+
+
+def test_the_core_says_its_version():
+    assert CORE["version"] == topkv.__version__
+
+
+@parametrize(PACKAGES)
+def test_metadata_is_complete_and_alike(package):
+    """Everything but name, description and requirements is that of the core."""
+    lacking = {"description", "readme", "license", "authors", "classifiers"} - set(package.project)
+    assert not lacking, f"{package.name} lacks {lacking} in [project] of its pyproject.toml"
+    alike = ("version", "readme", "license", "license-files", "requires-python", "authors")
+    for key in (*alike, "keywords"):
+        assert package.project.get(key) == CORE.get(key), f"{package.name}: {key}"
+    typed = {"Typing :: Typed"}
+    assert set(package.project["classifiers"]) | typed == set(CORE["classifiers"]) | typed
+    assert package.folder.name in ("core", package.module.removeprefix("topkv_"))
+
+
+@parametrize(PACKAGES)
+def test_license_and_readme_lie_beside(package):
+    license_text = (package.folder / "LICENSE").read_bytes()
+    assert license_text == (ROOT / "LICENSE").read_bytes(), "copy the LICENSE of the repository"
+    assert (package.folder / "README.md").read_text().startswith(f"# {package.name}\n")
+
+
+@parametrize(PLUGINS)
+def test_plugins_ask_for_a_range_of_the_core_that_holds_this_one(package):
+    extras = package.project.get("optional-dependencies", {}).values()
+    lines = [*package.project["dependencies"], *(line for extra in extras for line in extra)]
+    asked = [line for line in map(Requirement, lines) if line.name.startswith("topkv")]
+    assert asked[0].name == "topkv"
+    assert {each.name for each in asked} == {"topkv"}, "a plugin imports the core alone"
+    version = Version(topkv.__version__)
+    above = Version(f"{version.major + 1}" if version.major else f"0.{version.minor + 1}")
+    for each in asked:
+        assert each.specifier.contains(version), f"{package.name} asks for {each}"
+        assert not each.specifier.contains(above), f"{package.name} takes {above}: name a bound"
+
+
+@parametrize(PLUGINS)
+def test_entries_state_their_hook_api(package):
+    """As a literal: the default is that of the core which happens to be there."""
+    for target in package.points.values():
+        source = (package.folder / "src" / f"{target.replace('.', '/')}.py").read_text()
+        calls = [
+            node
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "PluginEntry"
+        ]
+        assert calls
+        for call in calls:
+            stated = {word.arg: word.value for word in call.keywords}.get("hook_api")
+            assert isinstance(stated, ast.Tuple), f"{target} must state hook_api={HOOK_API}"
+            major, minor = ast.literal_eval(stated)
+            assert major == HOOK_API[0]
+            assert minor <= HOOK_API[1]
+
+
+@parametrize(PLUGINS)
+def test_entry_points_lead_to_hooks(package):
+    for target in package.points.values():
+        hooks = [name for name in vars(import_module(target)) if name.startswith("topkv_register")]
+        assert hooks, f"{target} registers nothing"
