@@ -13,6 +13,7 @@ def topkv_register_backends() -> list[PluginEntry]:
             name="flash_attention",
             kind="backend",
             factory="topkv_flash_attention.backend:FlashAttention",
+            hook_api=(1, 1),
             capabilities=Capabilities(
                 scopes=("kv_head", "shared"),
                 attention=("gqa", "mla"),

@@ -13,6 +13,7 @@ def topkv_register_backends() -> list[PluginEntry]:
             name="flashinfer",
             kind="backend",
             factory="topkv_flashinfer.backend:FlashInfer",
+            hook_api=(1, 1),
             capabilities=Capabilities(
                 scopes=("kv_head", "shared"),
                 attention=("gqa", "mla"),
@@ -35,6 +36,7 @@ def topkv_register_topks() -> list[PluginEntry]:
             name="flashinfer",
             kind="topk",
             factory="topkv_flashinfer.topk:FlashInferTopK",
+            hook_api=(1, 1),
             capabilities=Capabilities(impls=("triton",), tiers=("gpu",)),
         )
     ]
