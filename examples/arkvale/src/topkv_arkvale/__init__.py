@@ -1,0 +1,1 @@
+"""ArkVale's page digests for topkv."""

@@ -1,0 +1,27 @@
+"""What this package offers to topkv."""
+
+from __future__ import annotations
+
+from topkv import hookimpl
+from topkv.entries import Capabilities, PluginEntry
+
+
+@hookimpl
+def topkv_register_algorithms() -> list[PluginEntry]:
+    return [
+        PluginEntry(
+            name="arkvale",
+            kind="algorithm",
+            factory="topkv_arkvale.algorithm:ArkVale",
+            hook_api=(1, 1),
+            capabilities=Capabilities(
+                units=(1, 128),
+                scopes=("kv_head", "shared"),
+                tiers=("cpu", "interpret"),
+                # Not scale_free: a mean of softmaxes, whose far units underflow and tie.
+                traits=("attends", "nested", "exact_update", "low_ties", "head_equivariant"),
+            ),
+            defaults={"unit": 32, "scope": "kv_head", "dense_layers": (0, 1)},
+            parameters={"sink_units": 1},
+        )
+    ]
