@@ -6,11 +6,13 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PROJECTS := $(wildcard plugins/*/pyproject.toml)
+# examples/minimal is what `topkv new` writes; its test installs it where nothing else is.
+PROJECTS := $(wildcard plugins/*/pyproject.toml) examples/arkvale/pyproject.toml
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
-SOURCES := $(wildcard core plugins tests benchmarks examples conftest.py)
+SOURCES := $(wildcard core plugins tests benchmarks examples docs/scripts conftest.py)
+DOCS := build/docs
 
-.PHONY: all test test-nightly test-gpu demo lint types check isolation dist format clean
+.PHONY: all test test-nightly test-gpu demo docs lint types check isolation dist format clean
 
 all: check
 
@@ -20,7 +22,7 @@ $(VENV)/.installed: constraints.txt core/pyproject.toml $(PROJECTS)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	$(PIP) -e 'core[cli,testing]' $(patsubst %/pyproject.toml,-e %,$(PROJECTS)) \
-	    matplotlib pytest pytest-timeout pytest-xdist ruff mypy
+	    hatchling matplotlib pytest pytest-timeout pytest-xdist ruff mypy
 	touch $@
 
 test: $(VENV)/.installed
@@ -51,6 +53,16 @@ dist: $(VENV)/.packaging
 
 demo: $(VENV)/.installed
 	$(BIN)/topkv demo $(ARGS)
+
+# The site, in build/site. It has an environment of its own: its pages need neither torch nor topkv.
+$(DOCS)/.installed: constraints.txt docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --disable-pip-version-check -c constraints.txt \
+	    -r docs/requirements.txt
+	touch $@
+
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check $(SOURCES)

@@ -1,0 +1,217 @@
+"""Plots of the raw numbers in ``benchmarks/results``, and nothing but those, as SVG."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+COLOURS = ("#3465a4", "#cc6b1f", "#4e9a3b", "#8a4fa3", "#b5323a", "#5c6670", "#2a9d9d")
+Row = dict[str, Any]
+
+
+def read(name: str) -> list[Row]:
+    """The rows of a file of raw numbers."""
+    lines = (RESULTS / name).read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def new(panels: int = 1, height: float = 3.6) -> tuple[Any, list[Any]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.5 * panels if panels > 1 else 6.5, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(1, panels, squeeze=False)[0])
+    for panel in axes:
+        panel.grid(axis="y", color="#dddddd", linewidth=0.7)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def decode_step() -> Any:
+    """Time and device memory of a captured decode step, beside a cache on the GPU."""
+    rows = read("decode_step.jsonl")
+    cells = list(dict.fromkeys((row["context"], row["requests"]) for row in rows))
+    figure, (time, memory) = new(2)
+    for offset, what in ((-0.2, "dense on the GPU"), (0.2, "topkv, quest")):
+        mine = [
+            next(r for r in rows if (r["context"], r["requests"]) == c and r["what"] == what)
+            for c in cells
+        ]
+        places = [place + offset for place in range(len(cells))]
+        colour = COLOURS[offset > 0]
+        bars = time.bar(places, [row["ms"] for row in mine], 0.38, color=colour, label=what)
+        time.bar_label(bars, [f"{row['ms']:.2f}" for row in mine], fontsize=8)
+        held = [
+            row["device_kv_gib"] + row["representation_gib"] + row["metadata_gib"] for row in mine
+        ]
+        bars = memory.bar(places, held, 0.38, color=colour, label=what)
+        memory.bar_label(bars, [f"{value:.1f}" for value in held], fontsize=8)
+    for panel, label in ((time, "ms, all 32 attention layers"), (memory, "GiB on the device")):
+        panel.set_xticks(range(len(cells)), [f"{c // 1024}K x {r}" for c, r in cells])
+        panel.set_xlabel("context x requests")
+        panel.set_ylabel(label)
+    time.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def swap_in() -> Any:
+    """Plan and load of one layer over the share of misses, by requests and entry."""
+    rows = [row for row in read("swap_in.jsonl") if row["what"] == "swap_in"]
+    sizes = list(dict.fromkeys(row["entry"] for row in rows))
+    figure, panels = new(len(sizes), 3.3)
+    for panel, size in zip(panels, sizes, strict=True):
+        for colour, requests in zip(COLOURS, (1, 4, 16, 64), strict=False):
+            line = [r for r in rows if (r["entry"], r["requests"]) == (size, requests)]
+            share = [100 * row["miss"] for row in line]
+            panel.plot(
+                share, [row["us"] for row in line], "o-", ms=4, color=colour, label=requests
+            )
+        panel.set_yscale("log")
+        panel.set_title(f"entries of {size} bytes", fontsize=10)
+        panel.set_xlabel(
+            "misses, % of 2048 selected" if size < 8192 else "misses, % of the selection"
+        )
+    panels[0].set_ylabel("us")
+    panels[0].legend(title="requests", frameon=False, fontsize=8)
+    return figure
+
+
+def accuracy() -> Any:
+    """Right answers of 200 over the budget, no layer dense."""
+    figure, panels = new(2, 3.8)
+    names = {
+        "exact": "exact top-k",
+        "double_sparsity": "Double Sparsity",
+        "clusterkv": "ClusterKV",
+        "quest": "Quest",
+        "snapkv:generated=32": "SnapKV",
+        "streaming_llm": "StreamingLLM",
+    }
+    for panel, name in zip(panels, ("8k_none", "16k_none"), strict=True):
+        rows = [row for row in read(f"eval/{name}.jsonl") if "refused" not in row]
+        for colour, (algorithm, label) in zip(COLOURS, names.items(), strict=False):
+            line = [row for row in rows if row["algorithm"] == algorithm]
+            budget = [row["nominal_percent"] for row in line]
+            share = [100 * row["accuracy"] for row in line]
+            panel.plot(budget, share, "o-", ms=4, color=colour, label=label)
+            low = [100 * row["ci_low"] for row in line]
+            panel.fill_between(
+                budget, low, [100 * row["ci_high"] for row in line], color=colour, alpha=0.12, lw=0
+            )
+        panel.set_xscale("log")
+        panel.set_xticks([1, 2, 5, 10, 25], ["1", "2", "5", "10", "25"])
+        panel.minorticks_off()
+        panel.set_title(f"{rows[0]['context']} tokens, no dense layers", fontsize=10)
+        panel.set_xlabel("budget, % of the context")
+    panels[0].set_ylabel("right answers, %")
+    panels[1].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def attention() -> Any:
+    """Bytes a second of decode attention over 2048 selected tokens by batch, and the ceiling."""
+    rows = [row for row in read("attention.jsonl") if row.get("benchmark") == "attend"]
+    figure, (panel,) = new()
+    cells = [("shared", 16), ("kv_head", 16), ("shared", 1), ("kv_head", 1)]
+    for colour, (scope, unit) in zip(COLOURS, cells, strict=False):
+        line = [r for r in rows if (r["scope"], r["unit"], r["tokens"]) == (scope, unit, 2048)]
+        speed = [row["GB/s"] / 1000 for row in line]
+        label = f"scope {scope}, unit {unit}"
+        panel.plot([r["batch"] for r in line], speed, "o-", ms=4, color=colour, label=label)
+    ceiling = read("selection.jsonl")[0]["read_gbs"] / 1000
+    panel.axhline(ceiling, color="#333333", ls="--", lw=1, label="a plain sum (selection.jsonl)")
+    for row in (r for r in rows if (r["scope"], r["unit"]) == cells[0]):
+        place = (row["batch"], row["GB/s"] / 1000)
+        panel.annotate(f"{row['us']:.0f} us", place, (6, -11), "data", "offset points", fontsize=8)
+    panel.set_ylim(0)
+    panel.set_xlabel("requests")
+    panel.set_ylabel("TB/s of keys and values")
+    panel.legend(frameon=False, fontsize=8, loc="lower right")
+    return figure
+
+
+def selection() -> Any:
+    """Time of selecting 2048 tokens over the context, 16 requests."""
+    rows = [
+        row
+        for row in read("selection.jsonl")
+        if row.get("requests") == 16 and row["budget"] == 2048
+    ]
+    figure, (panel,) = new()
+    cells = list(dict.fromkeys((row["algorithm"], str(row["params"])) for row in rows))
+    width = 0.8 / len(cells)
+    for number, cell in enumerate(cells):
+        line = [row for row in rows if (row["algorithm"], str(row["params"])) == cell]
+        label = cell[0] + "".join(f", {k} {v}" for k, v in line[0]["params"].items())
+        places = [place + (number - len(cells) / 2 + 0.5) * width for place in range(len(line))]
+        panel.bar(
+            places, [row["select_us"] for row in line], width, color=COLOURS[number], label=label
+        )
+        panel.bar(
+            places,
+            [row["bound_us"] for row in line],
+            width,
+            color="white",
+            alpha=0.45,
+            hatch="////",
+            edgecolor="#333333",
+            lw=0,
+        )
+    panel.set_xticks(range(2), ["32K tokens", "128K tokens"])
+    panel.set_ylabel("us, 16 requests, one layer")
+    panel.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def arkvale() -> Any:
+    """ArkVale beside Quest: right answers of 40, and the attention mass that is held."""
+    rows = [row for row in read("eval/arkvale_cpu.jsonl") if row["plugin"]]
+    figure, panels = new(2)
+    for colour, name in zip(COLOURS, dict.fromkeys(r["algorithm"] for r in rows), strict=False):
+        for dense, style in (([], "o-"), ([0, 1], "s--")):
+            line = [r for r in rows if (r["algorithm"], r["dense_layers"]) == (name, dense)]
+            label = f"{line[0]['plugin']}, unit {line[0]['unit']}{', 0-1 dense' if dense else ''}"
+            budget = [row["nominal_percent"] for row in line]
+            panels[0].plot(
+                budget, [100 * r["accuracy"] for r in line], style, ms=4, color=colour, label=label
+            )
+            panels[1].plot(budget, [100 * r["recall"] for r in line], style, ms=4, color=colour)
+    for panel, label in zip(
+        panels, ("right answers, % of 40", "attention mass held, %"), strict=True
+    ):
+        panel.set_xlabel("budget, % of the context")
+        panel.set_ylabel(label)
+    panels[0].legend(frameon=False, fontsize=7)
+    return figure
+
+
+FIGURES: dict[str, Callable[[], Any]] = {
+    f"{draw.__name__}.svg": draw
+    for draw in (decode_step, swap_in, accuracy, attention, selection, arkvale)
+}
+
+
+def figures() -> dict[str, str]:
+    """SVG by file name."""
+    import matplotlib
+
+    drawn = {}
+    with matplotlib.rc_context(
+        {
+            "svg.hashsalt": "topkv",
+            "svg.fonttype": "none",
+            "font.family": "sans-serif",
+            "font.size": 9,
+        }
+    ):
+        for name, draw in FIGURES.items():
+            stream = io.StringIO()
+            draw().savefig(stream, format="svg", metadata={"Date": None})
+            drawn[name] = stream.getvalue()
+    return drawn

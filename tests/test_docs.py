@@ -1,0 +1,246 @@
+"""The documentation is right: its code runs, its quotes are quotes, its links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from inspect import signature
+
+import attrs
+import pytest
+import yaml
+
+from tests.docs_blocks import DOCS, PAGES, ROOT, blocks_of, error_texts, files_of, fixed_parts
+from topkv.config import SparseConfig
+from topkv.hooks import algorithm, backend, engine, eviction, observer, registry, transfer
+from topkv.hooks.binding import spec_functions
+
+sys.path.insert(0, str(DOCS / "scripts"))
+
+import diagrams
+import figures
+import references
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+RUN = sorted({b.page for b in BLOCKS if b.language == "python" and not b.mark})
+KITS = {"tutorial.md": "cpu", "backend.md": "cpu", "transfer.md": "cpu and not state_machine"}
+"""Pages that build a plugin, and which tests of its kit are run here."""
+
+DRIVER = """
+import json, sys
+names = {"__name__": "__main__"}
+for page, line, text in json.load(open(sys.argv[1])):
+    print(f"\\x1e{line}")
+    exec(compile("\\n" * (line - 1) + text, f"docs/{page}", "exec"), names)
+"""
+
+
+def python(arguments, folder, path=()):
+    """Run Python in a folder with further places to import from; its output."""
+    places = [*map(str, path), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(places), "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The files of a page in a folder of their own, and where to import them from."""
+    made = {}
+
+    def build(page):
+        if page not in made:
+            folder = tmp_path_factory.mktemp(page.replace("/", "_").removesuffix(".md"))
+            (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
+            for name, text in files_of(page).items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_text(text, "utf-8")
+            path = [folder]
+            if (folder / "pyproject.toml").exists():
+                path = [folder / "installed"]
+                install(folder, path[0])
+            made[page] = folder, path
+        return made[page]
+
+    return build
+
+
+def install(folder, target):
+    """``pip install`` of a package, with what is here where the build tool is here."""
+    here = ["--no-build-isolation", "--no-index"] if find_spec("hatchling") else []
+    python(["-m", "pip", "install", "-q", "--no-deps", *here, "--target", target, "."], folder)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda b: f"{b.page}:{b.line}")
+def test_every_block_says_what_becomes_of_it(block):
+    assert block.mark in ("", "file", "not run", "output", "quoted"), f"unknown mark {block.mark}"
+    if block.mark in ("not run", "file", "quoted"):
+        assert len(block.value) > 8, "expected a reason or a path behind the colon"
+    if block.language in ("console", "bash", "sh", "shell"):
+        assert block.mark == "not run", "a shell block says why it is not run"
+    assert block.language != "", "a block names its language"
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_the_blocks_of_a_page_run(page, built):
+    """In order, in one namespace; what they print is what the page says."""
+    folder, path = built(page)
+    run = [b for b in blocks_of(page) if b.language == "python" and not b.mark]
+    (folder / "blocks.json").write_text(json.dumps([(b.page, b.line, b.text) for b in run]))
+    (folder / "driver.py").write_text(DRIVER)
+    printed = {}
+    for part in python(["driver.py", "blocks.json"], folder, path).split("\x1e")[1:]:
+        line, _, text = part.partition("\n")
+        printed[int(line)] = text.strip()
+    before = None
+    for block in blocks_of(page):
+        if block.mark == "output":
+            assert printed[before] == block.text.strip(), f"docs/{page}:{block.line}"
+        elif block in run:
+            before = block.line
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if files_of(page)])
+def test_the_plugin_of_a_page_passes_the_kit(page, built):
+    folder, path = built(page)
+    tests = [name for name in files_of(page) if name.rpartition("/")[2].startswith("test_")]
+    # Hypothesis' own profile, which draws the same everywhere.
+    options = ["-q", "-p", "no:cacheprovider", "--hypothesis-profile=ci", "-k", KITS[page]]
+    printed = python(["-m", "pytest", *options, *tests], folder, path)
+    assert int(re.search(r"(\d+) passed", printed)[1]) >= 15, printed
+
+
+def test_the_tutorial_builds_the_example():
+    for name, text in files_of("tutorial.md").items():
+        example = ROOT / "examples" / "arkvale" / name
+        assert example.read_text("utf-8") == text, f"examples/arkvale/{name} differs"
+
+
+def test_the_example_of_the_front_page_is_that_of_the_readme():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    block = next(b for b in blocks_of("index.md") if b.language == "python")
+    assert f"```python\n{block.text}\n```" in readme
+
+
+QUOTES = [(b, line) for b in BLOCKS if b.mark == "quoted" for line in b.text.splitlines()]
+
+
+@pytest.mark.parametrize(("block", "quoted"), QUOTES, ids=lambda x: str(x)[:60])
+def test_a_quoted_error_stands_in_its_source(block, quoted):
+    assert fixed_parts(quoted) in list(error_texts(ROOT / block.value))
+
+
+YAML = [b for b in BLOCKS if b.language == "yaml"]
+
+
+@pytest.mark.parametrize("block", YAML, ids=lambda b: f"{b.page}:{b.line}")
+def test_a_configuration_is_one(block):
+    SparseConfig.from_dict(yaml.safe_load(block.text))
+
+
+def anchors(text):
+    """Anchors of the headings of a page, as MkDocs makes them."""
+    for title in re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.M):
+        slug = re.sub(r"[^\w\s-]", "", title.strip().lower())
+        yield re.sub(r"[-\s]+", "-", slug)
+
+
+def site():
+    """Every page of the site, generated ones too, and every file that is there by name."""
+    written = {page: path.read_text("utf-8") for page, path in PAGES.items()}
+    return {page: text for page, text in written.items() if "/_" not in page} | references.pages()
+
+
+def test_every_link_of_the_site_leads_somewhere():
+    pages = site()
+    drawn = {f"images/{name}" for name in (*diagrams.drawings(), *figures.FIGURES)}
+    lacking = []
+    for page, text in pages.items():
+        folder = page.rpartition("/")[0]
+        for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.S)):
+            if re.match(r"https?:|mailto:", target):
+                continue
+            place, _, anchor = target.partition("#")
+            there = os.path.normpath(os.path.join(folder, place)) if place else page
+            known = there in pages or there in drawn or (DOCS / there).is_file()
+            if not known or (anchor and anchor not in anchors(pages.get(there, ""))):
+                lacking.append(f"{page}: {target}")
+    assert not lacking
+
+
+def test_every_page_is_in_the_navigation():
+    """And every entry of it is a page; that of stability comes with the page."""
+    text = (ROOT / "mkdocs.yml").read_text("utf-8")
+    named = set(re.findall(r"- (?:topkv: )?([\w/-]+\.md)$", text, re.MULTILINE)) | {"matrix.md"}
+    pages = {page for page in site() if not page.startswith("plugins/")}
+    assert pages | {"stability.md"} == named | {"stability.md"}
+
+
+def test_every_hook_is_documented_with_its_arguments():
+    page = references.hook_reference()
+    for module in (algorithm, backend, engine, eviction, observer, registry, transfer):
+        for name, function in spec_functions(module).items():
+            section = page.split(f"### `{name}`", 1)[1].split("\n### ", 1)[0]
+            assert all(f"{x}: " in section for x in signature(function).parameters), name
+
+
+def test_every_key_of_the_configuration_is_documented():
+    page = references.configuration()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.M) == [
+        field.name for field in attrs.fields(SparseConfig)
+    ]
+
+
+def test_every_figure_can_be_drawn():
+    drawn = figures.figures()
+    assert drawn.keys() == figures.FIGURES.keys()
+    assert all(text.count("<path") > 20 for text in drawn.values())
+
+
+def rows_of(text, head):
+    """Rows of the Markdown table whose head begins so, as lists of cells."""
+    lines = text[text.index(head) :].split("\n\n", 1)[0].splitlines()
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in [lines[0], *lines[2:]]
+    ]
+
+
+def test_the_table_of_accuracy_is_that_of_the_raw_numbers():
+    names = {"exact top-k": "exact", "SnapKV": "snapkv:generated=32", "ClusterKV": "clusterkv"}
+    names |= {"Double Sparsity": "double_sparsity", "Quest": "quest"}
+    names |= {"StreamingLLM": "streaming_llm"}
+    found = {(r["algorithm"], r["nominal_percent"]): r for r in figures.read("eval/8k_01.jsonl")}
+    head, *rows = rows_of(PAGES["results.md"].read_text("utf-8"), "| budget | exact top-k")
+    for budget, *cells in rows:
+        for title, cell in zip(head[1:], cells, strict=True):
+            row = found[names[title], float(budget.split()[0])]
+            assert cell == ("-" if "refused" in row else str(row["correct"]))
+
+
+@pytest.mark.parametrize("page", ["docs/tutorial.md", "examples/arkvale/README.md"])
+def test_the_table_of_arkvale_is_that_of_the_raw_numbers(page):
+    """Cells are ``right answers / attention mass``, without and with dense layers."""
+    found = {
+        (r["plugin"], r["unit"], tuple(r["dense_layers"]), r["nominal_percent"]): r
+        for r in figures.read("eval/arkvale_cpu.jsonl")
+    }
+    head, *rows = rows_of((ROOT / page).read_text("utf-8"), "| unit, dense layers, budget")
+    assert len(rows) == 12
+    for what, *cells in rows:
+        unit, dense, budget = what.split(", ")
+        layers = () if dense == "none" else (0, 1)
+        for name, cell in zip(head[1:], cells, strict=True):
+            row = found[name.lower(), int(unit), layers, float(budget.removesuffix(" %"))]
+            assert cell == f"{row['correct']} / {100 * row['recall']:.1f} %"
