@@ -48,8 +48,8 @@ def pages() -> dict[str, str]:
 
 def plugin_readmes() -> dict[str, Path]:
     """The README of each plugin and example, by name."""
-    found = [*ROOT.glob("plugins/*/README.md"), *ROOT.glob("examples/*/README.md")]
-    return {path.parent.name: path for path in sorted(found)}
+    found = [*ROOT.glob("plugins/*/README.md"), ROOT / "examples" / "arkvale" / "README.md"]
+    return {path.parent.name: path for path in sorted(found, key=lambda path: path.parent.name)}
 
 
 # Docstrings.

@@ -17,7 +17,7 @@ import references
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fill the plugins into the navigation, and take pages out that are not there."""
+    """Fill the plugins into the navigation."""
     plugins = [f"plugins/{name}.md" for name in references.plugin_readmes()]
     config.nav = [_filled(item, plugins) for item in config.nav or []]
     return config
@@ -29,14 +29,8 @@ def _filled(item: Any, plugins: list[str]) -> Any:
         if inner == "PLUGINS":
             return {title: ["matrix.md", *plugins]}
         if isinstance(inner, list):
-            return {title: [_filled(x, plugins) for x in inner if _there(x)]}
+            return {title: [_filled(x, plugins) for x in inner]}
     return item
-
-
-def _there(item: Any) -> bool:
-    """Whether a page exists that other work may bring: the promise of stability."""
-    page = next(iter(item.values())) if isinstance(item, dict) else item
-    return page != "stability.md" or (references.ROOT / "docs" / page).exists()
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
