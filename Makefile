@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 SOURCES := $(wildcard core plugins tests benchmarks examples docs/scripts conftest.py)
 DOCS := build/docs
 
-.PHONY: all test test-nightly test-gpu demo docs lint types check isolation dist format clean
+.PHONY: all test test-nightly test-gpu demo docs lint types check isolation newcomer dist format clean
 
 all: check
 
@@ -46,6 +46,10 @@ $(VENV)/.packaging: $(VENV)/.installed
 # Every package from its wheel, in an environment of its own; ARGS=topkv-quest for one of them.
 isolation: $(VENV)/.packaging
 	$(BIN)/python -m tests.packaging.isolation $(ARGS)
+
+# From wheels to a plugin of one's own, as somebody new does it, timed.
+newcomer: $(VENV)/.packaging
+	$(BIN)/python -m tests.packaging.newcomer
 
 # Sdists and wheels of all packages into dist/, looked at from all sides.
 dist: $(VENV)/.packaging
