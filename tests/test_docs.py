@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
 
@@ -16,7 +17,7 @@ import yaml
 
 from tests.docs_blocks import DOCS, PAGES, ROOT, blocks_of, error_texts, files_of, fixed_parts
 from topkv.config import SparseConfig
-from topkv.hooks import algorithm, backend, engine, eviction, observer, registry, transfer
+from topkv.entries import KINDS
 from topkv.hooks.binding import spec_functions
 
 sys.path.insert(0, str(DOCS / "scripts"))
@@ -190,7 +191,8 @@ def test_every_page_is_in_the_navigation():
 
 def test_every_hook_is_documented_with_its_arguments():
     page = references.hook_reference()
-    for module in (algorithm, backend, engine, eviction, observer, registry, transfer):
+    for kind in (*KINDS, "registry"):
+        module = import_module(f"topkv.hooks.{kind}")
         for name, function in spec_functions(module).items():
             section = page.split(f"### `{name}`", 1)[1].split("\n### ", 1)[0]
             assert all(f"{x}: " in section for x in signature(function).parameters), name

@@ -19,6 +19,7 @@ KINDS = {
     "backend": "Attention backend",
     "transfer": "Transfer engine",
     "eviction": "Eviction policy",
+    "topk": "Exact top-k",
     "engine": "Engine integration",
     "observer": "Observer",
 }
