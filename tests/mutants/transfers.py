@@ -148,7 +148,7 @@ class OffloadsTheUnitThatOpens(
 
 class OffloadsWhatDidNotAppend(
     reference_with(
-        "slot >= 0 and step.appended[batch] and length % group.unit == 0",
+        "slot >= 0 and length > 0 and step.appended[batch] and length % group.unit == 0",
         "slot >= 0 and length > 0 and length % group.unit == 0",
     )
 ):
