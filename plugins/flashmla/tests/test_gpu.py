@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from topkv.kv.rows import decode_fp8, encode_fp8
+from topkv.testing.backend_plans import StepInputs
 from topkv.testing.oracle import attention
 from topkv.testing.tolerance import assert_as_good
 from topkv.types import GroupShape, ModelShape
@@ -145,3 +146,30 @@ def test_prompts(heads, selected):
         torch.testing.assert_close(lse.cpu()[seen].double(), log[seen], rtol=1e-3, atol=2e-3)
         assert (out.cpu()[~seen] == 0).all()
         assert (lse.cpu()[~seen] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize("kv_format", ["fp8", "model"])
+def test_an_adapted_table_is_attended_as_its_copy_is(kv_format, tail):
+    """By the indices that were written along with it, or by those that ``attend`` makes."""
+    made, group = backend(128, kv_format, 96)
+    generator = torch.Generator().manual_seed(0)
+    stored = torch.randn(4 * group.slots, 1, 1, 576, generator=generator).bfloat16()
+    stored = (encode_fp8(stored) if kv_format == "fp8" else stored).cuda()
+    q = torch.randn(4, 1, 128, 576, generator=generator).bfloat16().cuda()
+    inputs = StepInputs.empty(group, 4, "cuda")
+    for seed in range(3):
+        rows = torch.randperm(4, generator=torch.Generator().manual_seed(seed)).tolist()
+        requests = [(rows[0], 900), (-1, 0), (rows[1], 7), (rows[2], 3000)]
+        inputs.view.step.slots.copy_(torch.tensor([slot for slot, _ in requests]))
+        inputs.view.step.lengths.copy_(torch.tensor([length for _, length in requests]))
+        inputs.plan.slots.copy_(torch.stack([torch.randperm(group.slots)[:96] for _ in range(4)]))
+        inputs.plan.count.copy_(torch.tensor([96, 5, 6, 40]) - seed)
+        table = torch.full((4, 96 + tail), -7, dtype=torch.int32, device="cuda")
+        lengths = torch.full((4,), -7, dtype=torch.int32, device="cuda")
+        made.adapt_page_table(inputs.view, inputs.plan, table, lengths)
+        mine, others = poisoned(4, 128), poisoned(4, 128)
+        made.attend(q, stored, stored, table, lengths, *mine)
+        made.attend(q, stored, stored, table.clone(), lengths, *others)
+        for got, expected in zip(mine, others, strict=True):
+            assert torch.equal(got, expected)

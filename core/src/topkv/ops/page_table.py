@@ -9,23 +9,35 @@ from topkv.types import LayerView, Plan
 
 
 def adapt_page_table(
-    layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor, impl: str
+    layer: LayerView,
+    plan: Plan,
+    table: Tensor,
+    lengths: Tensor,
+    impl: str,
+    listed: Tensor | None = None,
 ) -> None:
     """See ``topkv.hooks.backend.adapt_page_table``.
 
     Args:
         impl: ``"reference"`` or ``"triton"``.
+        listed: int32 ``[N, at least W]`` that becomes the table with -1 behind the last used
+            column, for libraries that take lists without lengths; columns adjacent.
 
     Raises:
-        ValueError: ``table`` has neither K nor K + 1 columns.
+        ValueError: ``table`` has neither K nor K + 1 columns, or ``listed`` has no room for it.
     """
     tail = _has_tail(table, plan)
+    if listed is not None and (len(listed) != len(table) or listed.shape[1] < table.shape[1]):
+        raise ValueError(
+            f"adapt_page_table: expected listed [{len(table)}, at least {table.shape[1]}], got "
+            f"{list(listed.shape)}"
+        )
     if impl == "reference":
-        _adapt(layer, plan, table, lengths, tail)
+        _adapt(layer, plan, table, lengths, tail, listed)
         return
     from topkv.ops import page_table_kernels
 
-    page_table_kernels.adapt(layer, plan, table, lengths, tail)
+    page_table_kernels.adapt(layer, plan, table, lengths, tail, listed)
 
 
 def _has_tail(table: Tensor, plan: Plan) -> bool:
@@ -39,7 +51,14 @@ def _has_tail(table: Tensor, plan: Plan) -> bool:
     return extra == 1
 
 
-def _adapt(layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor, tail: bool) -> None:
+def _adapt(
+    layer: LayerView,
+    plan: Plan,
+    table: Tensor,
+    lengths: Tensor,
+    tail: bool,
+    listed: Tensor | None,
+) -> None:
     """The reference, for all lanes at once."""
     group = layer.group
     slot = layer.step.slots.repeat_interleave(group.lane_heads)
@@ -60,3 +79,7 @@ def _adapt(layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor, tail: b
         tokens = (tokens + newest % group.unit + 1).where(live, 0)
     table.copy_(ids)
     lengths.copy_(tokens)
+    if listed is not None:
+        used = column < (count + (live if tail else 0))[:, None]
+        listed.fill_(-1)
+        listed[:, : table.shape[1]] = torch.where(used, table, -1)

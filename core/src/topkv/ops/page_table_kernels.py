@@ -12,20 +12,29 @@ from topkv.types import LayerView, Plan
 MAX_BLOCK = 1024
 
 
-def adapt(layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor, tail: bool) -> None:
+def adapt(
+    layer: LayerView,
+    plan: Plan,
+    table: Tensor,
+    lengths: Tensor,
+    tail: bool,
+    listed: Tensor | None,
+) -> None:
     """Launches. ``tail`` says that the table has a column for the tail unit."""
     group, (lanes, width) = layer.group, table.shape
     if not lanes:
         return
-    block = min(MAX_BLOCK, triton.next_power_of_2(width))
-    adapt_kernel[(lanes, triton.cdiv(width, block))](
-        *(plan.slots, plan.count, layer.step.slots, layer.step.lengths, table, lengths),
-        *(width, plan.slots.stride(0), table.stride(0)),
+    other = table if listed is None else listed
+    block = min(MAX_BLOCK, triton.next_power_of_2(other.shape[1]))
+    adapt_kernel[(lanes, triton.cdiv(other.shape[1], block))](
+        *(plan.slots, plan.count, layer.step.slots, layer.step.lengths, table, lengths, other),
+        *(width, other.shape[1], plan.slots.stride(0), table.stride(0), other.stride(0)),
         LANE_HEADS=group.lane_heads,
         UNIT=group.unit,
         BUFFER=group.buffer_slots,
         RING=group.ring_slots,
         TAIL=tail,
+        LISTED=listed is not None,
         BLOCK=block,
         num_warps=4,
     )
@@ -39,17 +48,21 @@ def adapt_kernel(
     p_step_lengths,
     p_table,
     p_lengths,
+    p_listed,
     width,
+    width_listed,
     s_slots,
     s_table,
+    s_listed,
     LANE_HEADS: tl.constexpr,
     UNIT: tl.constexpr,
     BUFFER: tl.constexpr,
     RING: tl.constexpr,
     TAIL: tl.constexpr,
+    LISTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (lanes, blocks of columns)."""
+    """Grid (lanes, blocks of columns). With ``LISTED`` the table is written twice, -1 behind."""
     lane = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     request = tl.load(p_step_slots + lane // LANE_HEADS)
@@ -64,8 +77,13 @@ def adapt_kernel(
     if TAIL:
         newest = tl.maximum(length - 1, 0)
         ring = start + BUFFER + newest // UNIT % RING
-        ids = tl.where((column == count) & live, ring, ids)
+        newest_one = (column == count) & live
+        ids = tl.where(newest_one, ring, ids)
+        used = used | newest_one
         tokens = tl.where(live, tokens + newest % UNIT + 1, 0)
     tl.store(p_table + lane * s_table + column, ids, mask=column < width)
+    if LISTED:
+        listed = tl.where(used, ids, -1)
+        tl.store(p_listed + lane * s_listed + column, listed, mask=column < width_listed)
     if tl.program_id(1) == 0:
         tl.store(p_lengths + lane, tokens)

@@ -66,6 +66,7 @@ class FlashMLA:
         self.fp8 = group.dtype is torch.uint8
         self.heads = 64 if model.num_heads <= 64 else 128
         self.by_pages = attends_by_pages(group)
+        self._adapted: Tensor | None = None
         if not self.by_pages:
             self._make_workspace(device)
 
@@ -86,7 +87,13 @@ class FlashMLA:
     def adapt_page_table(
         self, layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor
     ) -> None:
-        adapt_page_table(layer, plan, table, lengths, impl="triton")
+        if self.by_pages or layer.group.unit > 1:
+            adapt_page_table(layer, plan, table, lengths, impl="triton")
+            return
+        # A unit is a row, so that one kernel writes the library's indices along with the table.
+        listed = self._indices(len(table), table.shape[1])[:, 0]
+        adapt_page_table(layer, plan, table, lengths, impl="triton", listed=listed)
+        self._adapted = table
 
     @hookimpl
     def attend(
@@ -155,13 +162,15 @@ class FlashMLA:
             ``[lanes, 1, heads, 512]`` and fp32 ``[lanes, heads]``, of padded heads.
         """
         lanes, heads = q.shape[0], q.shape[2]
-        width = -(-table.shape[1] * k.shape[2] // self.multiple) * self.multiple
-        indices = self.indices[: lanes * width].view(lanes, 1, width)
-        kernels.indices_kernel[(lanes, triton.cdiv(width, BLOCK))](
-            *(table, lengths, indices, width, table.stride(0), indices.stride(0)),
-            UNIT=k.shape[2],
-            BLOCK=BLOCK,
-        )
+        indices = self._indices(lanes, table.shape[1] * k.shape[2])
+        if not self._is_adapted(table):
+            width = indices.shape[2]
+            kernels.indices_kernel[(lanes, triton.cdiv(width, BLOCK))](
+                *(table, lengths, indices, width, table.stride(0), indices.stride(0)),
+                UNIT=k.shape[2],
+                BLOCK=BLOCK,
+            )
+            self._adapted = None
         if heads != self.heads:
             self.queries[:lanes, :, :heads].copy_(q)
             q = self.queries[:lanes]
@@ -173,6 +182,24 @@ class FlashMLA:
             q[:, 0], rows, indices, self.model.scale, **self.provider.options
         )
         return result[:, None], log
+
+    def _indices(self, lanes: int, tokens: int) -> Tensor:
+        """The library's indices, ``[lanes, 1, width]``, as wide as so many tokens need."""
+        width = -(-tokens // self.multiple) * self.multiple
+        return self.indices[: lanes * width].view(lanes, 1, width)
+
+    def _is_adapted(self, table: Tensor) -> bool:
+        """Whether the indices are those of this table, as ``adapt_page_table`` has left it.
+
+        That table is held, so that no other can come to lie at its address.
+        """
+        held = self._adapted
+        return (
+            held is not None
+            and held.data_ptr() == table.data_ptr()
+            and held.shape == table.shape
+            and held.stride() == table.stride()
+        )
 
     def _decode(self, q: Tensor, rows: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Sparse decode over fp8 rows ``[tokens, 1, 656]``; they are one page of any size.

@@ -1,0 +1,84 @@
+"""The page table once more, for libraries that take lists without lengths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topkv.ops.page_table import adapt_page_table
+from topkv.testing.backend_bench import SENTINEL
+from topkv.testing.backend_plans import AdaptCase, StepInputs
+from topkv.testing.kit import examples
+from topkv.testing.strategies import Geometry
+from topkv.testing.tiers import all_tiers
+from topkv.types import GroupShape
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(each, id=each.name, marks=[pytest.mark.gpu] * (each.name == "gpu"))
+        for each in all_tiers()
+    ]
+)
+def on(request):
+    if request.param.missing:
+        pytest.skip(f"tier {request.param.name!r}: {request.param.missing}")
+    return request.param
+
+
+@st.composite
+def cases(draw):
+    geometry = Geometry(2, 1, 16, draw(st.sampled_from([1, 4])), 1, "kv_head", torch.float32)
+    row = st.one_of(st.just((-1, 0)), st.tuples(st.integers(0, 7), st.integers(1, 60)))
+    rows = tuple(draw(st.lists(row, min_size=1, max_size=4)))
+    select = draw(st.integers(1, 9))
+    lanes = len(rows) * geometry.lane_heads
+    counts = tuple(draw(st.integers(0, select)) for _ in range(lanes))
+    tail = draw(st.booleans()) or geometry.unit > 1
+    return AdaptCase(geometry, rows, counts, select, select + 2, 2, tail=tail)
+
+
+def shape_of(case):
+    g = case.geometry
+    return GroupShape(
+        *((0,), g.unit, g.lane_heads, g.kv_heads // g.lane_heads, g.dim, g.dtype, 64),
+        *(case.max_requests, 64, case.select, case.buffer, case.ring),
+    )
+
+
+def test_listed_is_the_table_with_nothing_behind(on):
+    @examples(on, cpu=100, interpret=30, gpu=30)
+    @given(case=cases(), room=st.integers(0, 5))
+    def check(case, room):
+        inputs = StepInputs.empty(shape_of(case), case.batch, on.device)
+        case.fill(inputs)
+        lanes, width = len(case.counts), case.select + case.tail
+
+        def ints(columns):
+            shape = (lanes, columns)
+            return torch.full(shape, SENTINEL, dtype=torch.int32, device=on.device)
+
+        table, lengths, wide = ints(width), ints(1)[:, 0], ints(width + room + 3)
+        listed = wide[:, : width + room]
+        adapt_page_table(inputs.view, inputs.plan, table, lengths, on.impl, listed=listed)
+        case.check(table, lengths)
+        for mine, lane in zip(listed.tolist(), case.lanes(), strict=True):
+            slots = [slot for slot, _ in lane]
+            assert mine == slots + [-1] * (width + room - len(slots))
+        assert (wide[:, width + room :] == SENTINEL).all(), "wrote behind its row"
+
+    check()
+
+
+def test_a_list_without_room_is_refused():
+    case = AdaptCase(
+        Geometry(2, 1, 16, 1, 1, "kv_head", torch.float32), ((0, 5),), (2, 2), 3, 5, 2
+    )
+    inputs = StepInputs.empty(shape_of(case), 1, "cpu")
+    case.fill(inputs)
+    table, lengths = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    for listed in (table[:, :3], table[:1]):
+        with pytest.raises(ValueError, match="expected listed"):
+            adapt_page_table(inputs.view, inputs.plan, table, lengths, "reference", listed=listed)
