@@ -5,7 +5,8 @@
 Each cell replays CUDA graphs of ``CALLS`` calls; ``us`` is ``attend``, which copies the output.
 
 * ``"layers": "sparse"``: scattered rows. ``library_us`` gets indices that are ready; ``attend``
-  makes them from the page table.
+  finds those that ``adapt_page_table`` wrote along with the table. ``table_us`` is the core's
+  kernel that writes the table alone, ``adapt_us`` the one that writes both.
 * ``"layers": "resident"``: pages of 64 rows, those of a lane side by side, by the dense decode.
   ``library_us`` has a fresh holder of metadata in each call, as ``attend`` has: its schedule
   belongs to the lengths. ``listed_us`` is the bare sparse kernel over indices of the same tokens.
@@ -22,6 +23,8 @@ from typing import Any
 import torch
 
 from topkv.kv.rows import encode_fp8
+from topkv.ops.page_table import adapt_page_table
+from topkv.testing.backend_plans import StepInputs
 from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, ModelShape
 from topkv_flashmla.backend import FlashMLA
@@ -59,6 +62,17 @@ def cell(
     }
 
 
+def selected(group: GroupShape, batch: int) -> StepInputs:
+    """A step whose plan selects ``SELECT`` scattered slots of each request's buffer."""
+    step = StepInputs.empty(group, batch, "cuda")
+    step.view.step.slots.copy_(torch.arange(batch))
+    step.view.step.lengths.fill_(group.max_units)
+    step.plan.count.fill_(SELECT)
+    order = torch.rand(batch, group.buffer_slots, device="cuda").argsort(1)
+    step.plan.slots.copy_(order[:, :SELECT])
+    return step
+
+
 def measure(batch: int, heads: int, kv_format: str) -> dict[str, object]:
     model = model_of(heads)
     fp8 = kv_format == "fp8"
@@ -70,10 +84,12 @@ def measure(batch: int, heads: int, kv_format: str) -> dict[str, object]:
     backend = FlashMLA(model, group, "triton", device, batch)
     rows = torch.randn(batch * group.slots, 1, 1, 576, device=device, dtype=torch.bfloat16)
     rows = encode_fp8(rows) if fp8 else rows
-    table = torch.zeros(batch, SELECT, dtype=torch.int32, device=device)
-    for lane in range(batch):
-        table[lane] = torch.randperm(group.slots, device=device)[:SELECT] + lane * group.slots
-    lengths = torch.full((batch,), SELECT, dtype=torch.int32, device=device)
+    table = torch.empty(batch, SELECT, dtype=torch.int32, device=device)
+    lengths = torch.empty(batch, dtype=torch.int32, device=device)
+    step = selected(group, batch)
+    call = (step.view, step.plan, table, lengths)
+    table_us = graph_us(*[partial(adapt_page_table, *call, impl="triton")] * CALLS)
+    adapt_us = graph_us(*[partial(backend.adapt_page_table, *call)] * CALLS)
     q = torch.randn(batch, 1, heads, 576, device=device, dtype=torch.bfloat16)
     flat = rows.view(-1, 1, dim)
     indices, options = table[:, None].contiguous(), backend.provider.options
@@ -89,7 +105,8 @@ def measure(batch: int, heads: int, kv_format: str) -> dict[str, object]:
         )
     else:
         library = partial(backend.provider.sparse, q[:, 0], flat, indices, model.scale, **options)
-    return cell(backend, "sparse", kv_format, (q, rows, table, lengths), library)
+    found = cell(backend, "sparse", kv_format, (q, rows, table, lengths), library)
+    return found | {"table_us": round(table_us, 2), "adapt_us": round(adapt_us, 2)}
 
 
 def measure_pages(batch: int, heads: int) -> dict[str, object]:
