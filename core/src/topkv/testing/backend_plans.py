@@ -50,7 +50,9 @@ class StepInputs:
             *(ints(batch), ints(batch)),
             ints(1, 1).expand(requests, 4),
         )
-        ring = torch.full((1,), torch.nan, dtype=group.dtype, device=device).expand(
+        # Every bit set is NaN in all formats of numbers, e4m3 bytes included.
+        poison = torch.full((group.dtype.itemsize,), 255, dtype=torch.uint8, device=device)
+        ring = poison.view(group.dtype).expand(
             requests,
             *(group.lane_heads, group.ring_slots, group.heads_per_lane),
             *(group.unit, group.head_dim),
