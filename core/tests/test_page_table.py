@@ -1,4 +1,4 @@
-"""The page table once more, for libraries that take lists without lengths."""
+"""The page table once more, in the form of a library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.ops.page_table import adapt_page_table
+from topkv.ops.page_table import Listing, adapt_page_table, same_memory
 from topkv.testing.backend_bench import SENTINEL
 from topkv.testing.backend_plans import AdaptCase, StepInputs
 from topkv.testing.kit import examples
@@ -48,10 +48,10 @@ def shape_of(case):
     )
 
 
-def test_listed_is_the_table_with_nothing_behind(on):
+def test_a_listing_is_the_table_and_what_stands_behind(on):
     @examples(on, cpu=100, interpret=30, gpu=30)
-    @given(case=cases(), room=st.integers(0, 5))
-    def check(case, room):
+    @given(case=cases(), room=st.integers(0, 5), behind=st.sampled_from([-1, 0]))
+    def check(case, room, behind):
         inputs = StepInputs.empty(shape_of(case), case.batch, on.device)
         case.fill(inputs)
         lanes, width = len(case.counts), case.select + case.tail
@@ -61,12 +61,16 @@ def test_listed_is_the_table_with_nothing_behind(on):
             return torch.full(shape, SENTINEL, dtype=torch.int32, device=on.device)
 
         table, lengths, wide = ints(width), ints(1)[:, 0], ints(width + room + 3)
-        listed = wide[:, : width + room]
-        adapt_page_table(inputs.view, inputs.plan, table, lengths, on.impl, listed=listed)
+        last = ints(1)[:, 0] if behind == 0 else None
+        listing = Listing(wide[:, : width + room], behind, last)
+        adapt_page_table(inputs.view, inputs.plan, table, lengths, on.impl, listing)
         case.check(table, lengths)
-        for mine, lane in zip(listed.tolist(), case.lanes(), strict=True):
+        for mine, lane in zip(listing.ids.tolist(), case.lanes(), strict=True):
             slots = [slot for slot, _ in lane]
-            assert mine == slots + [-1] * (width + room - len(slots))
+            assert mine == slots + [behind] * (width + room - len(slots))
+        if last is not None:
+            whole = (width - 1) * case.geometry.unit
+            assert [whole + each for each in last.tolist()] == lengths.tolist()
         assert (wide[:, width + room :] == SENTINEL).all(), "wrote behind its row"
 
     check()
@@ -79,6 +83,13 @@ def test_a_list_without_room_is_refused():
     inputs = StepInputs.empty(shape_of(case), 1, "cpu")
     case.fill(inputs)
     table, lengths = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    for listed in (table[:, :3], table[:1]):
-        with pytest.raises(ValueError, match="expected listed"):
-            adapt_page_table(inputs.view, inputs.plan, table, lengths, "reference", listed=listed)
+    for ids in (table[:, :3], table[:1]):
+        with pytest.raises(ValueError, match="expected a listing of"):
+            adapt_page_table(inputs.view, inputs.plan, table, lengths, "reference", Listing(ids))
+
+
+def test_the_same_memory_is_known_again():
+    table = torch.zeros(4, 6, dtype=torch.int32)
+    assert same_memory(table[:2], table[:2])
+    for other in (None, table[:3], table[1:3], table[:2, :3], table[:4:2], table.clone()[:2]):
+        assert not same_memory(other, table[:2])

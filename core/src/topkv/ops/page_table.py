@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from topkv.types import LayerView, Plan
+
+
+@frozen
+class Listing:
+    """A page table in the form of a library, written by the kernel that makes the table.
+
+    Attributes:
+        ids: int32 ``[N, at least W]``, columns adjacent: the table.
+        behind: what stands behind the last used column of a lane.
+        last: int32 ``[N]`` tokens on the last page of a lane that is said to have W pages, for
+            libraries that count a lane by pages: its length less ``(W - 1)`` units, so mostly
+            negative.
+    """
+
+    ids: Tensor
+    behind: int = -1
+    last: Tensor | None = None
 
 
 def adapt_page_table(
@@ -14,30 +32,45 @@ def adapt_page_table(
     table: Tensor,
     lengths: Tensor,
     impl: str,
-    listed: Tensor | None = None,
+    listing: Listing | None = None,
 ) -> None:
     """See ``topkv.hooks.backend.adapt_page_table``.
 
     Args:
         impl: ``"reference"`` or ``"triton"``.
-        listed: int32 ``[N, at least W]`` that becomes the table with -1 behind the last used
-            column, for libraries that take lists without lengths; columns adjacent.
+        listing: what to write as well.
 
     Raises:
-        ValueError: ``table`` has neither K nor K + 1 columns, or ``listed`` has no room for it.
+        ValueError: ``table`` has neither K nor K + 1 columns, or ``listing`` has no room for it.
     """
     tail = _has_tail(table, plan)
-    if listed is not None and (len(listed) != len(table) or listed.shape[1] < table.shape[1]):
-        raise ValueError(
-            f"adapt_page_table: expected listed [{len(table)}, at least {table.shape[1]}], got "
-            f"{list(listed.shape)}"
-        )
+    if listing is not None:
+        rows, columns = listing.ids.shape
+        if rows != len(table) or columns < table.shape[1]:
+            raise ValueError(
+                f"adapt_page_table: expected a listing of [{len(table)}, at least "
+                f"{table.shape[1]}], got {[rows, columns]}"
+            )
     if impl == "reference":
-        _adapt(layer, plan, table, lengths, tail, listed)
+        _adapt(layer, plan, table, lengths, tail, listing)
         return
     from topkv.ops import page_table_kernels
 
-    page_table_kernels.adapt(layer, plan, table, lengths, tail, listed)
+    page_table_kernels.adapt(layer, plan, table, lengths, tail, listing)
+
+
+def same_memory(first: Tensor | None, second: Tensor) -> bool:
+    """Whether both are the same elements of the same memory; ``first`` may be None.
+
+    For backends that know which table they adapted last. Hold on to that table, so that no other
+    can come to lie at its address.
+    """
+    return (
+        first is not None
+        and first.data_ptr() == second.data_ptr()
+        and first.shape == second.shape
+        and first.stride() == second.stride()
+    )
 
 
 def _has_tail(table: Tensor, plan: Plan) -> bool:
@@ -57,7 +90,7 @@ def _adapt(
     table: Tensor,
     lengths: Tensor,
     tail: bool,
-    listed: Tensor | None,
+    listing: Listing | None,
 ) -> None:
     """The reference, for all lanes at once."""
     group = layer.group
@@ -79,7 +112,9 @@ def _adapt(
         tokens = (tokens + newest % group.unit + 1).where(live, 0)
     table.copy_(ids)
     lengths.copy_(tokens)
-    if listed is not None:
+    if listing is not None:
         used = column < (count + (live if tail else 0))[:, None]
-        listed.fill_(-1)
-        listed[:, : table.shape[1]] = torch.where(used, table, -1)
+        listing.ids.fill_(listing.behind)
+        listing.ids[:, : table.shape[1]] = torch.where(used, table, listing.behind)
+        if listing.last is not None:
+            listing.last.copy_(tokens - (table.shape[1] - 1) * group.unit)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from topkv.ops.page_table import Listing
 from topkv.types import LayerView, Plan
 
 MAX_BLOCK = 1024
@@ -18,23 +19,27 @@ def adapt(
     table: Tensor,
     lengths: Tensor,
     tail: bool,
-    listed: Tensor | None,
+    listing: Listing | None,
 ) -> None:
     """Launches. ``tail`` says that the table has a column for the tail unit."""
     group, (lanes, width) = layer.group, table.shape
     if not lanes:
         return
-    other = table if listed is None else listed
-    block = min(MAX_BLOCK, triton.next_power_of_2(other.shape[1]))
-    adapt_kernel[(lanes, triton.cdiv(other.shape[1], block))](
-        *(plan.slots, plan.count, layer.step.slots, layer.step.lengths, table, lengths, other),
-        *(width, other.shape[1], plan.slots.stride(0), table.stride(0), other.stride(0)),
+    other = listing or Listing(table)
+    columns = other.ids.shape[1]
+    block = min(MAX_BLOCK, triton.next_power_of_2(columns))
+    adapt_kernel[(lanes, triton.cdiv(columns, block))](
+        *(plan.slots, plan.count, layer.step.slots, layer.step.lengths, table, lengths),
+        *(other.ids, lengths if other.last is None else other.last, width, columns),
+        *(plan.slots.stride(0), table.stride(0), other.ids.stride(0)),
         LANE_HEADS=group.lane_heads,
         UNIT=group.unit,
         BUFFER=group.buffer_slots,
         RING=group.ring_slots,
         TAIL=tail,
-        LISTED=listed is not None,
+        LISTED=listing is not None,
+        BEHIND=other.behind,
+        LAST=other.last is not None,
         BLOCK=block,
         num_warps=4,
     )
@@ -49,6 +54,7 @@ def adapt_kernel(
     p_table,
     p_lengths,
     p_listed,
+    p_last,
     width,
     width_listed,
     s_slots,
@@ -60,9 +66,11 @@ def adapt_kernel(
     RING: tl.constexpr,
     TAIL: tl.constexpr,
     LISTED: tl.constexpr,
+    BEHIND: tl.constexpr,
+    LAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (lanes, blocks of columns). With ``LISTED`` the table is written twice, -1 behind."""
+    """Grid (lanes, blocks of columns). With ``LISTED`` the table is written twice."""
     lane = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     request = tl.load(p_step_slots + lane // LANE_HEADS)
@@ -83,7 +91,9 @@ def adapt_kernel(
         tokens = tl.where(live, tokens + newest % UNIT + 1, 0)
     tl.store(p_table + lane * s_table + column, ids, mask=column < width)
     if LISTED:
-        listed = tl.where(used, ids, -1)
+        listed = tl.where(used, ids, BEHIND)
         tl.store(p_listed + lane * s_listed + column, listed, mask=column < width_listed)
     if tl.program_id(1) == 0:
         tl.store(p_lengths + lane, tokens)
+        if LAST:
+            tl.store(p_last + lane, tokens - (width - 1) * UNIT)

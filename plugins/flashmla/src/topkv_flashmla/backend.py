@@ -15,7 +15,7 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.errors import CapabilityError
-from topkv.ops.page_table import adapt_page_table
+from topkv.ops.page_table import Listing, adapt_page_table, same_memory
 from topkv.types import GroupShape, LayerView, ModelShape, Plan
 from topkv_flashmla import kernels, providers, reference
 from topkv_flashmla.support import DIM, LATENT, attends_by_pages, refusals
@@ -91,8 +91,8 @@ class FlashMLA:
             adapt_page_table(layer, plan, table, lengths, impl="triton")
             return
         # A unit is a row, so that one kernel writes the library's indices along with the table.
-        listed = self._indices(len(table), table.shape[1])[:, 0]
-        adapt_page_table(layer, plan, table, lengths, impl="triton", listed=listed)
+        listing = Listing(self._indices(len(table), table.shape[1])[:, 0])
+        adapt_page_table(layer, plan, table, lengths, "triton", listing)
         self._adapted = table
 
     @hookimpl
@@ -163,7 +163,7 @@ class FlashMLA:
         """
         lanes, heads = q.shape[0], q.shape[2]
         indices = self._indices(lanes, table.shape[1] * k.shape[2])
-        if not self._is_adapted(table):
+        if not same_memory(self._adapted, table):
             width = indices.shape[2]
             kernels.indices_kernel[(lanes, triton.cdiv(width, BLOCK))](
                 *(table, lengths, indices, width, table.stride(0), indices.stride(0)),
@@ -187,19 +187,6 @@ class FlashMLA:
         """The library's indices, ``[lanes, 1, width]``, as wide as so many tokens need."""
         width = -(-tokens // self.multiple) * self.multiple
         return self.indices[: lanes * width].view(lanes, 1, width)
-
-    def _is_adapted(self, table: Tensor) -> bool:
-        """Whether the indices are those of this table, as ``adapt_page_table`` has left it.
-
-        That table is held, so that no other can come to lie at its address.
-        """
-        held = self._adapted
-        return (
-            held is not None
-            and held.data_ptr() == table.data_ptr()
-            and held.shape == table.shape
-            and held.stride() == table.stride()
-        )
 
     def _decode(self, q: Tensor, rows: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Sparse decode over fp8 rows ``[tokens, 1, 656]``; they are one page of any size.
