@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from topkv.testing.backend_bench import make_backend, plain_geometries
+from topkv.testing.backend_bench import make_backend, plain_geometries, rounded_sums
 from topkv.testing.backend_cases import LAYOUTS, AttendCase, AttendInputs, attend_cases
 from topkv.testing.kit import KitTests, Subject, examples
 from topkv.testing.strategies import seeds
@@ -28,7 +28,8 @@ def check_attend(
     """Attend and compare with the oracle over ``truth``, which is ``inputs`` unless given."""
     expected = (truth or inputs).expected(scale)
     out, lse = inputs.attend(backend, subject.tier.device, host)
-    expected.check(out, lse if subject.entry.capabilities.lse else None)
+    stated = subject.entry.capabilities.lse
+    expected.check(out, lse if stated else None, rounded_sums(subject))
 
 
 def check_case(subject: Subject, case: AttendCase) -> None:
@@ -96,7 +97,7 @@ class AttendTests(KitTests):
                 evolve(whole, table=whole.table[:, cut:], lengths=whole.lengths - first),
             ]
             got = merged([part.attend(backend, subject.tier.device) for part in parts])
-            whole.expected(model.scale).check(*got)
+            whole.expected(model.scale).check(*got, rounded_sums(subject))
 
         check()
 
@@ -120,7 +121,8 @@ class AttendTests(KitTests):
                     inputs.q[lane] = torch.nan
             out, lse = inputs.attend(backend, subject.tier.device)
             only = slice(mine, mine + 1)
-            expected.check(out[only], lse[only] if subject.entry.capabilities.lse else None)
+            stated = subject.entry.capabilities.lse
+            expected.check(out[only], lse[only] if stated else None, rounded_sums(subject))
 
         check()
 
