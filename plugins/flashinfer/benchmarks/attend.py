@@ -4,8 +4,10 @@
 
 Each cell replays CUDA graphs of ``CALLS`` calls. ``library_us`` is ``run`` of a wrapper that was
 planned with the true lengths and finds its CSR table ready, with the library's own choice of
-dependent launches; ``us`` is ``attend``, which makes the table of each layer on the device and
-writes natural log-sum-exps. ``plan_ms`` is what the library's planning takes on the host.
+dependent launches; ``plain_us`` is that without dependent launches. ``us`` is ``attend``, which
+writes natural log-sum-exps and finds the pages that ``adapt_page_table`` wrote along with the
+table; ``table_us`` is the core's kernel that writes the table alone, ``adapt_us`` the one that
+writes both. ``plan_ms`` is what the library's planning takes on the host.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ import json
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from topkv.ops.page_table import adapt_page_table
+from topkv.testing.backend_plans import StepInputs
 from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, ModelShape
 from topkv_flashinfer import plans, providers
@@ -27,9 +32,22 @@ CALLS, REPEATS, TOKENS = 8, 9, 2048
 HEADS, KV_HEADS, DIM = 32, 8, 128
 
 
+def selected(group: GroupShape, batch: int) -> StepInputs:
+    """A step whose plan selects K scattered slots of each lane's buffer, with a full tail."""
+    step = StepInputs.empty(group, batch, "cuda")
+    step.view.step.slots.copy_(torch.arange(batch))
+    step.view.step.lengths.fill_(group.max_units * group.unit)
+    step.plan.count.fill_(group.select)
+    lanes = batch * group.lane_heads
+    order = torch.rand(lanes, group.buffer_slots, device="cuda").argsort(1)
+    step.plan.slots.copy_(order[:, : group.select])
+    return step
+
+
 def measure(batch: int, scope: str, unit: int) -> dict[str, object]:
     lane_heads = KV_HEADS if scope == "kv_head" else 1
-    lanes, per_lane, select = batch * lane_heads, KV_HEADS // lane_heads, TOKENS // unit
+    lanes, per_lane = batch * lane_heads, KV_HEADS // lane_heads
+    select = TOKENS // unit - 1  # and a full tail, as in the last step before it closes
     model = ModelShape(1, HEADS, KV_HEADS, DIM, torch.bfloat16, DIM**-0.5)
     group = GroupShape(
         *((0,), unit, lane_heads, per_lane, DIM, torch.bfloat16, 128, batch, 131072 // unit),
@@ -41,30 +59,32 @@ def measure(batch: int, scope: str, unit: int) -> dict[str, object]:
         *(lanes * group.slots, per_lane, 2, unit, DIM), device=device, dtype=torch.bfloat16
     )
     k, v = pool[:, :, 0], pool[:, :, 1]
-    # The selection and a full tail unit less one token, as in the last step before it closes.
-    table = torch.stack(
-        [
-            torch.randperm(group.slots, device=device)[: select + 1] + lane * group.slots
-            for lane in range(lanes)
-        ]
-    ).int()
-    length = TOKENS + unit - 1 if unit > 1 else TOKENS
-    lengths = torch.full((lanes,), length, dtype=torch.int32, device=device)
+    table = torch.empty(lanes, select + 1, dtype=torch.int32, device=device)
+    lengths = torch.empty(lanes, dtype=torch.int32, device=device)
     q = torch.randn(lanes, 1, HEADS // lane_heads, DIM, device=device, dtype=torch.bfloat16)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=device)
     ours = partial(backend.attend, q, k, v, table, lengths, out, lse)
-    wrapper, plan_ms = planned(q, k, table, length, model.scale)
+    step = selected(group, batch)
+    call = (step.view, step.plan, table, lengths)
+    table_us = graph_us(*[partial(adapt_page_table, *call, impl="triton")] * CALLS)
+    ours()  # plans, so that the table is written where the library reads it from now on
+    adapt_us = graph_us(*[partial(backend.adapt_page_table, *call)] * CALLS)
+    wrapper, plan_ms = planned(q, k, table, TOKENS, model.scale)
     library = partial(wrapper.run, q[:, 0], (k, v), out=out[:, 0], lse=lse[:, 0], return_lse=True)
     bare = graph_us(*[library] * CALLS, repeats=REPEATS)
+    plain = graph_us(*[partial(library, enable_pdl=False)] * CALLS, repeats=REPEATS)
     mine = graph_us(*[ours] * CALLS, repeats=REPEATS)
-    moved = lanes * length * per_lane * 2 * DIM * 2
+    moved = lanes * TOKENS * per_lane * 2 * DIM * 2
     return {
         "batch": batch,
         "scope": scope,
         "unit": unit,
         "us": round(mine, 2),
         "library_us": round(bare, 2),
+        "plain_us": round(plain, 2),
         "ratio": round(mine / bare, 3),
+        "table_us": round(table_us, 2),
+        "adapt_us": round(adapt_us, 2),
         "tb_s": round(moved / mine / 1e6, 3),
         "plan_ms": round(plan_ms, 3),
     }
@@ -72,7 +92,7 @@ def measure(batch: int, scope: str, unit: int) -> dict[str, object]:
 
 def planned(
     q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, length: int, scale: float
-) -> tuple[object, float]:
+) -> tuple[Any, float]:
     """The bare wrapper with true lengths, and milliseconds of a second plan."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 

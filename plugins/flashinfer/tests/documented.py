@@ -76,10 +76,10 @@ class DecodeWrapper:
         assert lse.is_contiguous()
         for lane in range(len(q)):
             mine = self.indices[self.indptr[lane] : self.indptr[lane + 1]].long()
-            assert len(mine) <= self.pages[lane], "more pages than were planned"
-            assert 1 <= self.last[lane] <= page
+            assert len(mine) == self.pages[lane], "another count of pages than was planned"
             keys, values = (x[mine].transpose(1, 2).flatten(0, 1) for x in (k, v))
-            length = max(len(mine) - 1, 0) * page + int(self.last[lane]) * bool(len(mine))
+            length = (len(mine) - 1) * page + int(self.last[lane])
+            assert 0 <= length <= len(mine) * page
             out[lane], lse[lane] = rows_attention(q[lane], keys[:length], values[:length], scale)
         return out, lse
 

@@ -40,49 +40,51 @@ def tables(data, unit):
 
 
 @ON
-def test_the_table_becomes_compressed_rows(device):
+def test_the_table_is_spread_over_a_constant_count(device):
     @given(data=st.data(), unit=st.sampled_from([1, 2, 16]))
     @settings(deadline=None, max_examples=30)
     def check(data, unit):
         lengths, table, lists = tables(data, unit)
         lanes, width = table.shape
-        indptr, last = ints([-7] * (lanes + 1)), ints([-7] * lanes)
-        indices = ints([-7] * (lanes * width))
         wide = torch.nn.functional.pad(table, (0, 3), value=TRASH)  # rows at another stride
-        kernels.csr_kernel[(lanes, -(-width // 2))](
-            *(wide[:, :width], ints(lengths), indptr, indices, last, wide.stride(0)),
+        indices, last = ints([-7] * (lanes * width + 4)), ints([-7] * (lanes + 1))
+        kernels.spread_kernel[(lanes, -(-width // 4))](
+            *(wide[:, :width], ints(lengths), indices, last, width, wide.stride(0)),
             UNIT=unit,
-            BLOCK=2,
-            LANES=2,
+            LAST=True,
+            BLOCK=4,
         )
-        flat = [page for pages in lists for page in pages]
-        starts = [sum(map(len, lists[:lane])) for lane in range(lanes + 1)]
-        assert indptr.tolist() == starts
-        assert indices[: len(flat)].tolist() == flat
-        assert (indices[len(flat) :] == -7).all(), "wrote behind the last lane"
-        expected = [(size - 1) % unit + 1 if size else unit for size in lengths]
-        assert last.tolist() == expected
-        same = reference.csr(table.cpu(), ints(lengths, "cpu"), unit)
-        assert [each.tolist() for each in same] == [starts, flat, expected]
+        spread = [page for pages in lists for page in pages + [0] * (width - len(pages))]
+        assert indices.tolist() == spread + [-7] * 4
+        # What the library counts: whole pages but the last, and the tokens of that.
+        counted = [(width - 1) * unit + each for each in last[:-1].tolist()]
+        assert counted == lengths
+        assert last[-1] == -7
+        same = reference.spread(table.cpu(), ints(lengths, "cpu"), unit)
+        assert [each.tolist() for each in same] == [spread, last[:-1].tolist()]
 
     check()
 
 
 @ON
-def test_the_table_is_spread_over_a_constant_count(device):
-    @given(data=st.data(), unit=st.sampled_from([1, 16]))
-    @settings(deadline=None, max_examples=20)
-    def check(data, unit):
-        lengths, table, lists = tables(data, unit)
-        lanes, width = table.shape
-        indices = ints([-7] * (lanes * width + 4))
-        kernels.spread_kernel[(lanes, -(-width // 4))](
-            *(table, ints(lengths), indices, width, table.stride(0)), UNIT=unit, BLOCK=4
-        )
-        spread = [page for pages in lists for page in pages + [0] * (width - len(pages))]
-        assert indices.tolist() == spread + [-7] * 4
-
-    check()
+def test_pages_are_copied_unless_they_were_written_along(device):
+    pages = plans.Pages.empty(12, torch.device(device))
+    table, lengths = ints([[5, 6, 7], [8, 9, TRASH]]), ints([3, 2])
+    last = ints([-7, -7])
+    pages.take(table, lengths, 1, last)
+    assert pages.indices[:6].tolist() == [5, 6, 7, 8, 9, 0]
+    assert last.tolist() == [1, 0]
+    written = pages.listing(table, last)
+    assert (written.behind, written.last) == (0, last)
+    written.ids.fill_(4)
+    pages.take(table, lengths, 1, last)
+    assert pages.indices[:6].tolist() == [4] * 6, "a table that was written along is copied"
+    pages.take(table[:1], lengths[:1], 1, last[:1])
+    assert pages.indices[:6].tolist() == [5, 6, 7, 4, 4, 4]
+    pages.take(table, lengths, 1, last)
+    assert pages.indices[:6].tolist() == [5, 6, 7, 8, 9, 0], "it was overwritten since"
+    assert pages.fitting(12) is pages
+    assert pages.fitting(13).indices.numel() == 13
 
 
 def planned(lanes, width, unit, limit, order):

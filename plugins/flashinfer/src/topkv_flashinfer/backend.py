@@ -77,7 +77,9 @@ class FlashInfer:
         self, layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor
     ) -> None:
         """See ``topkv.hooks.backend.adapt_page_table``."""
-        adapt_page_table(layer, plan, table, lengths, impl="triton")
+        # The library's pages are written along with the table.
+        listing = (self._latent if self.latent else self._decode).listing(table)
+        adapt_page_table(layer, plan, table, lengths, "triton", listing)
 
     @hookimpl
     def attend(

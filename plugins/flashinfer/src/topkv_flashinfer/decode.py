@@ -2,12 +2,15 @@
 
 ``plan`` schedules on the host, for lengths that it takes to be known. topkv's are known on the
 device alone and change between the replays of a graph. So every lane is planned with as many
-pages as its table has columns, and the kernels get the true CSR table from the device. That is
+pages as its table has columns, and the kernels get the true lengths from the device. That is
 right for the tensor-core kernel (``fa2``; lines are those of FlashInfer 0.7.2):
 
-* it takes a lane's length from ``indptr`` and the last page (``page.cuh`` 185) and cuts its chunk
-  of the schedule to that, at the beginning too (``prefill.cuh`` 3829), so that one behind the end
-  has no token, no iteration, a result of 0 and a log-sum-exp of -inf, as a lane of length 0 has;
+* a lane's length is that of its pages but the last, and the tokens of the last, modulo 2**32
+  (``page.cuh`` 185). So all lanes keep their constant count of pages, and only the tokens "of the
+  last page" change; they are negative where a lane ends earlier;
+* it cuts a lane's chunk of the schedule to that length, at the beginning too (``prefill.cuh``
+  3829), so that one behind the end has no token, no iteration, a result of 0 and a log-sum-exp of
+  -inf, as a lane of length 0 has;
 * partial results of a single query lie at the place of their chunk, whatever the length (3872,
   4333), and each planned chunk writes one;
 * what merges them takes -inf for nothing (``state.cuh`` 57), also where all are.
@@ -22,32 +25,27 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from attrs import frozen
 from torch import Tensor
 
+from topkv.ops.page_table import Listing
 from topkv.types import GroupShape, ModelShape
-from topkv_flashinfer import kernels, plans
+from topkv_flashinfer import plans
 from topkv_flashinfer.providers import Library
-
-LANES = 1024
-"""Lanes whose lengths a program sums up at once."""
 
 
 @frozen
 class Planned:
-    """A wrapper that is planned, and the buffers that it reads.
+    """A wrapper that is planned, and what it reads.
 
     Attributes:
         wrapper: ``BatchDecodeWithPagedKVCacheWrapper``.
-        indptr: int32 ``[lanes + 1]``.
-        indices: int32 ``[lanes * width]``.
-        last: int32 ``[lanes]``.
+        pages: of this shape and of others.
+        last: int32 ``[lanes]``, tokens on the last page.
     """
 
     wrapper: Any
-    indptr: Tensor
-    indices: Tensor
+    pages: plans.Pages
     last: Tensor
 
 
@@ -72,7 +70,7 @@ class Decode:
         self._device, self._lanes = device, lanes
         self._heads = group.heads_per_lane * model.group_size
         width = plans.table_width(group)
-        self._indices = torch.zeros(lanes * width, dtype=torch.int32, device=device)
+        self._pages = plans.Pages.empty(lanes * width, device)
         shape = (lanes, self._heads, model.head_dim)
         self._staged = torch.empty(shape, dtype=model.dtype, device=device)
         self._float = torch.zeros(16, dtype=torch.uint8, device=device)
@@ -82,6 +80,11 @@ class Decode:
         )
         self._float = torch.zeros(float_bytes, dtype=torch.uint8, device=device)
         self._plans: dict[tuple[int, int], Planned] = {}
+
+    def listing(self, table: Tensor) -> Listing | None:
+        """For ``adapt_page_table``; None before ``attend`` has seen the shape of this table."""
+        planned = self._plans.get((table.shape[0], table.shape[1]))
+        return planned and planned.pages.listing(table, planned.last)
 
     def attend(
         self,
@@ -96,12 +99,7 @@ class Decode:
         """See ``topkv.hooks.backend.attend``."""
         lanes, width = table.shape
         planned = self._planned(lanes, width)
-        kernels.csr_kernel[(lanes, triton.cdiv(width, plans.BLOCK))](
-            *(table, lengths, planned.indptr, planned.indices, planned.last, table.stride(0)),
-            UNIT=k.shape[2],
-            BLOCK=plans.BLOCK,
-            LANES=LANES,
-        )
+        planned.pages.take(table, lengths, k.shape[2], planned.last)
         target = out[:, 0] if out.is_contiguous() else self._staged[:lanes]
         planned.wrapper.run(
             q[:, 0], (k, v), out=target, lse=lse[:, 0], return_lse=True, enable_pdl=False
@@ -133,8 +131,7 @@ class Decode:
         def ints(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=self._device)
 
-        pages = lanes * width
-        indices = self._indices if pages <= self._indices.numel() else ints(pages)
+        pages = self._pages.fitting(lanes * width)
         indptr, last = ints(lanes + 1), ints(lanes)
         wrapper = self._library["BatchDecodeWithPagedKVCacheWrapper"](
             self._float,
@@ -142,11 +139,11 @@ class Decode:
             use_cuda_graph=True,
             use_tensor_cores=True,
             paged_kv_indptr_buffer=indptr,
-            paged_kv_indices_buffer=indices,
+            paged_kv_indices_buffer=pages.indices,
             paged_kv_last_page_len_buffer=last,
             backend="fa2",
         )
-        return Planned(wrapper, indptr, indices, last)
+        return Planned(wrapper, pages, last)
 
     def _shape(self, lanes: int, width: int) -> tuple[Any, ...]:
         """Positional arguments of a plan: ``width`` full pages a lane."""

@@ -8,51 +8,31 @@ import triton.language as tl
 
 
 @triton.jit
-def csr_kernel(
+def spread_kernel(
     p_table,
     p_lengths,
-    p_indptr,
     p_indices,
     p_last,
+    width,
     s_table,
     UNIT: tl.constexpr,
+    LAST: tl.constexpr,
     BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
 ):
-    """Grid (lanes, blocks of columns): the table packed as CSR, lanes behind one another.
+    """Grid (lanes, blocks of columns): CSR of ``width`` pages a lane, 0 where unused.
 
-    Every entry of ``indices`` below ``indptr[lanes]`` is a listed page: the library looks up a few
-    pages behind those of a lane, in order not to branch.
+    With ``LAST`` also the tokens on the last page of a lane that has all those pages, which makes
+    its length come out right: it is negative where the lane ends on an earlier page.
     """
     lane = tl.program_id(0).to(tl.int64)
-    before = tl.full((), 0, tl.int32)
-    for first in range(0, tl.program_id(0), LANES):
-        other = first + tl.arange(0, LANES)
-        length = tl.load(p_lengths + other, other < tl.program_id(0), other=0)
-        before += tl.sum((length + UNIT - 1) // UNIT, 0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     length = tl.load(p_lengths + lane)
-    pages = (length + UNIT - 1) // UNIT
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    used = column < pages
-    page = tl.load(p_table + lane * s_table + column, used, other=0)
-    tl.store(p_indices + before + column, page, used)
-    if tl.program_id(1) == 0:
-        if tl.program_id(0) == 0:
-            tl.store(p_indptr, 0)
-        tl.store(p_indptr + lane + 1, before + pages)
-        tl.store(p_last + lane, tl.where(pages > 0, length - (pages - 1) * UNIT, UNIT))
-
-
-@triton.jit
-def spread_kernel(
-    p_table, p_lengths, p_indices, width, s_table, UNIT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Grid (lanes, blocks of columns): CSR of ``width`` pages a lane, 0 where unused."""
-    lane = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    used = column * UNIT < tl.load(p_lengths + lane)
-    page = tl.load(p_table + lane * s_table + column, used, other=0)
+    used = column * UNIT < length
+    page = tl.load(p_table + lane * s_table + column, used & (column < width), other=0)
     tl.store(p_indices + lane * width + column, page, column < width)
+    if LAST:  # noqa: SIM102
+        if tl.program_id(1) == 0:
+            tl.store(p_last + lane, length - (width - 1) * UNIT)
 
 
 @triton.jit

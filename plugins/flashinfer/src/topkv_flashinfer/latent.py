@@ -24,6 +24,7 @@ import triton
 from attrs import frozen
 from torch import Tensor
 
+from topkv.ops.page_table import Listing
 from topkv.types import GroupShape, ModelShape
 from topkv_flashinfer import kernels, plans
 from topkv_flashinfer.providers import Library
@@ -123,7 +124,7 @@ class Planned:
     """A wrapper that is planned, the pages that it reads, and its works."""
 
     wrapper: Any
-    indices: Tensor
+    pages: plans.Pages
     works: Works
 
 
@@ -147,9 +148,14 @@ class Latent:
         self._library, self._model, self._group, self._device = library, model, group, device
         self.float = workspace(device)
         width = plans.table_width(group)
-        self._indices = torch.zeros(lanes * width, dtype=torch.int32, device=device)
+        self._pages = plans.Pages.empty(lanes * width, device)
         self._plans: dict[tuple[int, int], Planned] = {}
         self._made(lanes, width)  # loads the kernels, and refuses a layout that it does not know
+
+    def listing(self, table: Tensor) -> Listing | None:
+        """For ``adapt_page_table``; None before ``attend`` has seen the shape of this table."""
+        planned = self._plans.get((table.shape[0], table.shape[1]))
+        return planned and planned.pages.listing(table)
 
     def attend(
         self, q: Tensor, k: Tensor, table: Tensor, lengths: Tensor, out: Tensor, lse: Tensor
@@ -157,11 +163,7 @@ class Latent:
         """See ``topkv.hooks.backend.attend``; ``k`` are the rows."""
         lanes, width = table.shape
         planned = self._planned(lanes, width)
-        kernels.spread_kernel[(lanes, triton.cdiv(width, plans.BLOCK))](
-            *(table, lengths, planned.indices, width, table.stride(0)),
-            UNIT=k.shape[2],
-            BLOCK=plans.BLOCK,
-        )
+        planned.pages.take(table, lengths, k.shape[2])
         works = planned.works
         kernels.works_kernel[(triton.cdiv(works.count, plans.BLOCK),)](
             *(works.lane, works.first, works.behind, lengths),
@@ -190,27 +192,26 @@ class Latent:
         def ints(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=self._device)
 
-        pages, unit = lanes * width, self._group.unit
-        indices = self._indices if pages <= self._indices.numel() else ints(pages)
+        unit, pages = self._group.unit, self._pages.fitting(lanes * width)
         wrapper = self._library["BatchMLAPagedAttentionWrapper"](
             self.float,
             use_cuda_graph=True,
             qo_indptr=ints(lanes + 1),
             kv_indptr=ints(lanes + 1),
-            kv_indices=indices,
+            kv_indices=pages.indices,
             kv_len_arr=ints(lanes),
             backend="fa3",
         )
         plan(
             *(self._library, self._model, wrapper, plans.ramp(lanes, 1), plans.ramp(lanes, width)),
-            torch.zeros(pages, dtype=torch.int32),
+            torch.zeros(lanes * width, dtype=torch.int32),
             torch.full((lanes,), width * unit, dtype=torch.int32),
             unit,
         )
         plans.settle(self._device)
         backend = wrapper._planned_backend
         works = works_of(backend._plan_info, backend._int_workspace_buffer, lanes, width, unit)
-        return Planned(wrapper, indices, works)
+        return Planned(wrapper, pages, works)
 
 
 def workspace(device: torch.device) -> Tensor:

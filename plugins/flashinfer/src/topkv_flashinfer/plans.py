@@ -5,14 +5,63 @@ from __future__ import annotations
 import math
 
 import torch
+import triton
+from attrs import define
+from torch import Tensor
 
+from topkv.ops.page_table import Listing, same_memory
 from topkv.types import GroupShape
+from topkv_flashinfer import kernels
 
 LN2 = math.log(2.0)
 """The library's log-sum-exp is to the base of 2."""
 
 BLOCK = 1024
 """Columns of a table that a program takes."""
+
+
+@define(eq=False)
+class Pages:
+    """The pages of a batch as compressed rows, as many a lane as its table has columns.
+
+    ``adapt_page_table`` writes them along with the table; a table that comes from elsewhere is
+    copied. One buffer serves every shape that fits: it holds one table at a time.
+
+    Attributes:
+        indices: int32, for the widest batch.
+        held: the table that lies there.
+    """
+
+    indices: Tensor
+    held: Tensor | None = None
+
+    @classmethod
+    def empty(cls, size: int, device: torch.device) -> Pages:
+        return cls(torch.zeros(size, dtype=torch.int32, device=device))
+
+    def fitting(self, size: int) -> Pages:
+        """This one, or another where so many pages do not fit."""
+        enough = size <= self.indices.numel()
+        return self if enough else Pages.empty(size, self.indices.device)
+
+    def listing(self, table: Tensor, last: Tensor | None = None) -> Listing:
+        """For ``adapt_page_table``, which writes this table now."""
+        self.held = table
+        return Listing(self.indices[: table.numel()].view(table.shape), 0, last)
+
+    def take(self, table: Tensor, lengths: Tensor, unit: int, last: Tensor | None = None) -> None:
+        """Copy a table that ``adapt_page_table`` has not written here."""
+        if same_memory(self.held, table):
+            return
+        self.held = None
+        lanes, width = table.shape
+        kernels.spread_kernel[(lanes, triton.cdiv(width, BLOCK))](
+            *(table, lengths, self.indices, lengths if last is None else last),
+            *(width, table.stride(0)),
+            UNIT=unit,
+            LAST=last is not None,
+            BLOCK=BLOCK,
+        )
 
 
 def table_width(group: GroupShape) -> int:

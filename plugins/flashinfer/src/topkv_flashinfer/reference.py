@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-def csr(table: Tensor, lengths: Tensor, unit: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A page table as compressed rows.
+def spread(table: Tensor, lengths: Tensor, unit: int) -> tuple[Tensor, Tensor]:
+    """A page table as compressed rows of a constant count.
 
     Args:
         table: int32 ``[N, W]`` pages.
@@ -15,14 +15,12 @@ def csr(table: Tensor, lengths: Tensor, unit: int) -> tuple[Tensor, Tensor, Tens
         unit: tokens of a page.
 
     Returns:
-        ``indptr`` ``[N + 1]``, ``indices`` ``[indptr[N]]`` and the tokens on the last page of
-        each lane, ``[N]``, a whole page where a lane has none; int32.
+        ``indices`` ``[N * W]``, 0 where unused, and the tokens on the last of W pages, ``[N]``,
+        negative where the lane ends before; int32.
     """
-    pages = -(-lengths // unit)
-    indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
-    used = torch.arange(table.shape[1], device=table.device) < pages[:, None]
-    last = torch.where(pages > 0, lengths - (pages - 1) * unit, unit)
-    return indptr, table[used].int(), last.int()
+    width = table.shape[1]
+    used = torch.arange(width, device=table.device) * unit < lengths[:, None]
+    return torch.where(used, table, 0).flatten(), lengths - (width - 1) * unit
 
 
 def works(
