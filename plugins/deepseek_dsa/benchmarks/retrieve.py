@@ -126,7 +126,7 @@ def measure(
 
 
 def sweep(bandwidth: float) -> Iterator[dict[str, object]]:
-    """Shapes of the score kernel and of pages, then tiles of a program; 16 requests of 128K."""
+    """Shapes of the score kernel and of pages, then tiles of a program; 16 requests."""
     for keys in ("fp8", "bf16"):
         shipped = launch.SCORING[keys]
         for page in (64, 256):
@@ -137,8 +137,17 @@ def sweep(bandwidth: float) -> Iterator[dict[str, object]]:
                     yield cell | measure(16, 131072, keys, bandwidth, page)
                 except Exception as error:  # a shape that does not fit is a result as well
                     yield cell | {"keys": keys, "error": str(error)[:200]}
-        launch.SCORING[keys] = shipped
         most = launch.TILES
+        for shape in ((64, 4, 4), (64, 6, 4), (64, 8, 4)):
+            for tiles in TILES:
+                launch.SCORING[keys], launch.TILES = shape, tiles
+                cell = {
+                    "shape": shape,
+                    "tiles": tiles,
+                    "shipped": (shape, tiles) == (shipped, most),
+                }
+                yield cell | measure(16, 32768, keys, bandwidth)
+        launch.SCORING[keys], launch.TILES = shipped, most
         for tiles in TILES:
             launch.TILES = tiles
             for requests in (1, 16):
