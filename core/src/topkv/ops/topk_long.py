@@ -26,12 +26,12 @@ random within equal strata, so that periodic scores mislead it no more than othe
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from topkv.ops import early
 from topkv.ops import topk_long_kernels as kernels
 
 SAMPLES = 4096
@@ -71,8 +71,6 @@ PAD_BLOCK = 512
 EARLY = True
 """Whether to use programmatic dependent launch where the device has it."""
 
-_PDL_CAPABILITY = (9, 0)
-
 
 def candidate_block(columns: int, select: int) -> int:
     """Room for the candidates of the longest row; at least ``select``.
@@ -111,9 +109,7 @@ def topk(scores: Tensor, lengths: Tensor, ids: Tensor, block: int, work: Tensor)
             f"topk: the workspace is {list(work.shape)}, expected at least {rows} rows of "
             f"{2 * words + block + 4} words; make it by workspace(rows, {columns}, {select}, ..)"
         )
-    pdl = EARLY and scores.is_cuda
-    pdl = pdl and torch.cuda.get_device_capability(scores.device) >= _PDL_CAPABILITY
-    early: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    pdl = EARLY and early.available(scores.device)
     strides = (scores.stride(0), work.stride(0))
     kernels.pivot_kernel[(rows,)](
         *(scores, lengths, work, *strides, columns, words, select, PIVOT_SIGMAS),
@@ -129,7 +125,7 @@ def topk(scores: Tensor, lengths: Tensor, ids: Tensor, block: int, work: Tensor)
         BLOCK=block,
         PDL=pdl,
         num_warps=MARK_WARPS,
-        **early,
+        **early.options(pdl),
     )
     kernels.collect_kernel[(rows,)](
         *(scores, lengths, work, ids, *strides, ids.stride(0), columns, words, select),
@@ -139,5 +135,5 @@ def topk(scores: Tensor, lengths: Tensor, ids: Tensor, block: int, work: Tensor)
         BLOCK_K=PAD_BLOCK,
         PDL=pdl,
         num_warps=max(COLLECT_WARPS, block // 2048),
-        **early,
+        **early.options(pdl),
     )
