@@ -42,11 +42,14 @@ def query_kernel(
     POWER_OF_TWO: tl.constexpr,
     Q_BF16: tl.constexpr,
     POOL_BF16: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (row, ``BLOCK_H`` heads): queries as codes or in the dtype of the keys, and weights.
 
     The scale of a query goes into its weight. Padded rows are left out.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     if tl.load(p_slots + row) < 0:
         return
@@ -101,6 +104,7 @@ def score_kernel(
     FP8: tl.constexpr,
     DECODE: tl.constexpr,
     FACTORS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (row, ``tiles`` tiles of tokens): the scores of a row's tokens, fp32.
 
@@ -113,6 +117,8 @@ def score_kernel(
     slot = tl.load(p_slots + row).to(tl.int64)
     length = tl.maximum(tl.load(p_lengths + row), 0)
     length = tl.where(slot < 0, 0, length)
+    if PDL:  # What was read so far is older than the queries.
+        tl.extra.cuda.gdc_wait()
     if block == 0:
         tl.store(p_counts + row, length)
     start = block * tiles * TILE

@@ -7,21 +7,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from topkv.ops import early
 from topkv.ops.topk import workspace
 from topkv.types import GroupShape, LayerView, ModelShape
 from topkv_deepseek_dsa import kernels, key_kernels
 from topkv_deepseek_dsa.parameters import Settings
 
-SCORING = {"fp8": (64, 4, 4), "bf16": (64, 4, 4), "fp32": (16, 3, 4)}
+SCORING = {"fp8": (64, 6, 4), "bf16": (64, 6, 4), "fp32": (16, 3, 4)}
 """The score kernel, by what is multiplied, ``"bf16"`` for all of 16 bits: tokens of a tile,
-stages, warps. The look-up of the page is a stage of its own: 4 stages keep two tiles of keys in
+stages, warps. The look-up of the page is a stage of its own: 6 stages keep three tiles of keys in
 flight. Products of fp32 are made without tensor cores, and larger tiles do not fit registers."""
 
-TILES = 8
+TILES = 11
 """Most tiles of a program of the score kernel."""
 
 WAVES = 4
 """Programs a multiprocessor that a launch has at least, if there are tiles for so many."""
+
+EARLY = True
+"""Whether the score kernel starts while the queries are prepared, where the device can do that."""
 
 CONSTRUCT_TOKENS, UPDATE_ROWS, QUERY_HEADS = 32, 4, 16
 """Keys and query heads of a program."""
@@ -101,6 +105,7 @@ class Launcher:
             "FACTORS": factors,
             "num_warps": warps,
         }
+        self.early = EARLY and early.available(self.device)
         self.programs = 1
         if cuda:
             count = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -186,6 +191,7 @@ class Launcher:
             *(_bits(q), weights, _bits(query), weight, slots),
             *(q.stride(0), q.stride(1), weights.stride(0), weights.stride(1)),
             Q_BF16=q.dtype is torch.bfloat16,
+            PDL=self.early,
             **self.querying,
         )
         every = triton.cdiv(scores.shape[1], self.scoring["TILE"])
@@ -194,5 +200,7 @@ class Launcher:
             *(query.view(self.stored), weight, keys.view(self.stored), scales),
             *(slots, lengths, pages, scores, counts),
             *(pages.stride(0), scores.stride(0), self.group.select, tiles),
+            PDL=self.early,
+            **early.options(self.early),
             **self.scoring,
         )
