@@ -28,6 +28,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from topkv.ops import early
 from topkv.ops.page_table import Listing
 from topkv.types import GroupShape, ModelShape
 from topkv_flashinfer import plans
@@ -67,7 +68,7 @@ class Decode:
         lanes: int,
     ) -> None:
         self._library, self._model, self._group = library, model, group
-        self._device, self._lanes = device, lanes
+        self._device, self._lanes, self._early = device, lanes, early.available(device)
         self._heads = group.heads_per_lane * model.group_size
         width = plans.table_width(group)
         self._pages = plans.Pages.empty(lanes * width, device)
@@ -106,7 +107,7 @@ class Decode:
         )
         if target.data_ptr() != out.data_ptr():
             out[:, 0].copy_(target)
-        lse.mul_(plans.LN2)
+        plans.make_natural(lse, self._early)
 
     def _planned(self, lanes: int, width: int) -> Planned:
         """The plan of a shape, made by its first call.

@@ -36,6 +36,16 @@ def spread_kernel(
 
 
 @triton.jit
+def natural_kernel(p_lse, count, FACTOR: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    """Log-sum-exps to the base of 2 become natural ones, in place."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    lse = tl.load(p_lse + at, at < count, other=0.0)
+    tl.store(p_lse + at, lse * FACTOR, at < count)
+
+
+@triton.jit
 def works_kernel(
     p_lane,
     p_first,

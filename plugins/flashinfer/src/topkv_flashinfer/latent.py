@@ -24,6 +24,7 @@ import triton
 from attrs import frozen
 from torch import Tensor
 
+from topkv.ops import early
 from topkv.ops.page_table import Listing
 from topkv.types import GroupShape, ModelShape
 from topkv_flashinfer import kernels, plans
@@ -146,7 +147,7 @@ class Latent:
         lanes: int,
     ) -> None:
         self._library, self._model, self._group, self._device = library, model, group, device
-        self.float = workspace(device)
+        self.float, self._early = workspace(device), early.available(device)
         width = plans.table_width(group)
         self._pages = plans.Pages.empty(lanes * width, device)
         self._plans: dict[tuple[int, int], Planned] = {}
@@ -178,7 +179,7 @@ class Latent:
             lse=lse[:, 0],
             return_lse=True,
         )
-        lse.mul_(plans.LN2)
+        plans.make_natural(lse, self._early)
 
     def _planned(self, lanes: int, width: int) -> Planned:
         """The plan of a shape, made by its first call."""

@@ -9,6 +9,7 @@ import triton
 from attrs import define
 from torch import Tensor
 
+from topkv.ops import early
 from topkv.ops.page_table import Listing, same_memory
 from topkv.types import GroupShape
 from topkv_flashinfer import kernels
@@ -62,6 +63,18 @@ class Pages:
             LAST=last is not None,
             BLOCK=BLOCK,
         )
+
+
+def make_natural(lse: Tensor, pdl: bool) -> None:
+    """Log-sum-exps, contiguous, from base 2 to base e; ``pdl``: see ``topkv.ops.early``."""
+    kernels.natural_kernel[(triton.cdiv(lse.numel(), BLOCK),)](
+        *(lse, lse.numel()),
+        FACTOR=LN2,
+        PDL=pdl,
+        BLOCK=BLOCK,
+        num_warps=4,
+        **early.options(pdl),
+    )
 
 
 def table_width(group: GroupShape) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.errors import CapabilityError
+from topkv.ops import early
 from topkv.ops.page_table import Listing, adapt_page_table, same_memory
 from topkv.types import GroupShape, LayerView, ModelShape, Plan
 from topkv_flashmla import kernels, providers, reference
@@ -23,7 +24,7 @@ from topkv_flashmla.support import DIM, LATENT, attends_by_pages, refusals
 DECODE_MULTIPLE, SPARSE_MULTIPLE = 64, 128
 """Widths of indices that the two kernels take are multiples of these."""
 
-BLOCK, BLOCK_HEADS = 1024, 8
+BLOCK, BLOCK_HEADS, FINISH_WARPS = 1024, 8, 4
 """Columns of indices, and heads of an output, of a program."""
 
 PROMPT_ROWS = 2048
@@ -66,6 +67,7 @@ class FlashMLA:
         self.fp8 = group.dtype is torch.uint8
         self.heads = 64 if model.num_heads <= 64 else 128
         self.by_pages = attends_by_pages(group)
+        self.early = early.available(torch.device(device))
         self._adapted: Tensor | None = None
         if not self.by_pages:
             self._make_workspace(device)
@@ -129,7 +131,9 @@ class FlashMLA:
             *(out.stride(0), out.stride(2)),
             BLOCK_H=BLOCK_HEADS,
             DIM=LATENT,
-            num_warps=4,
+            PDL=self.early,
+            num_warps=FINISH_WARPS,
+            **early.options(self.early),
         )
 
     def _attend_pages(
