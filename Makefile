@@ -36,7 +36,7 @@ test-nightly: $(VENV)/.installed
 
 # On a machine with a CUDA device, with the packages installed.
 test-gpu:
-	$(PYTHON) -m pytest -n 6 --dist worksteal -m gpu $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 6 --dist worksteal -m gpu $(ARGS)
 
 # What builds and checks distributions, beside what runs tests.
 $(VENV)/.packaging: $(VENV)/.installed

@@ -193,7 +193,7 @@ def measure(cell: Cell, splits: list[int], replays: int) -> dict[str, object]:
         "scheduled_us": round(time(*ready), 2) if ready else None,
         "triton_us": round(time(*triton), 2) if triton else None,
         "GB/s": round(cell.bytes / ours / 1e3),
-        "library": backend.library.name,
+        "library": backend.library.name.partition(", ")[0],
     }
     for count in splits:
         calls = [bare(backend, each, count) for each in sets]
