@@ -1,7 +1,9 @@
 """Where FlashMLA's kernels come from: the first package that has what the backend calls.
 
 1. ``flash_mla``: DeepSeek's own package up to September 2026, and ``sgl-flash-mla``, which goes by
-   the same name and keeps the kernels of Hopper behind ``use_legacy=True``.
+   the same name and keeps the kernels of Hopper behind ``use_legacy=True``, where it was built
+   with them. DeepSeek's release of 2026-09-30 dropped them, and dense decode with them: there
+   ``is_fp8_kvcache`` is True unless said otherwise.
 2. ``vllm.third_party.flashmla``: the build that vLLM carries.
 """
 
@@ -65,10 +67,19 @@ def _lacking(module: Any) -> list[str]:
     """What the signatures leave out."""
     decode = inspect.signature(module.flash_mla_with_kvcache).parameters
     lacking = [f"argument {name} of decode" for name in ("indices",) if name not in decode]
+    if not _has_hopper(module, decode):
+        lacking.append("kernels for Hopper")
     metadata = inspect.signature(module.get_mla_metadata).parameters.values()
     if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in metadata):
         lacking.append("metadata that is filled by the first call")
     return lacking
+
+
+def _has_hopper(module: Any, decode: Mapping[str, inspect.Parameter]) -> bool:
+    if "use_legacy" in decode:
+        return bool(getattr(module, "has_legacy", lambda: True)())
+    stored = decode.get("is_fp8_kvcache")
+    return stored is None or stored.default is not True
 
 
 def _provider(name: str, module: Any) -> Provider:
