@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.mutants.lifecycle import LifecycleMutant, Run
-from topkv import coordinator, workspace
+from topkv import assembly, workspace
 from topkv.kv.manager import SparseKVCacheManager
 from topkv.testing.machines import scenarios
 from topkv.testing.machines.regranulated import regranulated_machine
@@ -97,7 +97,7 @@ MUTANTS = [
     ),
     LifecycleMutant(
         "a tail that competes is not forced where units are larger",
-        *(coordinator, "core_specs", tail_competes, COMPETES),
+        *(assembly, "_core_specs", tail_competes, COMPETES),
     ),
     LifecycleMutant(
         "extra tokens outlive their request",

@@ -8,30 +8,21 @@ the two is device work on tensors with fixed addresses and can be captured in a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from topkv.assembly import (
-    check_prompts,
-    core_specs,
-    goes_by_index,
-    make_algorithm,
-    make_backend,
-    with_tail_rules,
-)
+from topkv.assembly import connect, make_plugins
 from topkv.config import LoweredConfig
 from topkv.errors import RequestError
 from topkv.kv.manager import SparseKVCacheManager
-from topkv.kv.rows import row_format
 from topkv.lifecycle import RequestCalls
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
 from topkv.prefill import Prefill
 from topkv.report import MemoryReport, TransferReport, memory_report, transfer_report
 from topkv.types import Index
-from topkv.workspace import Chunk, LaneBuffers, LayerPath, TokenSelection
+from topkv.workspace import Chunk, LaneBuffers, LayerPath
 
 
 class SparseCoordinator(RequestCalls):
@@ -48,59 +39,18 @@ class SparseCoordinator(RequestCalls):
 
     def __init__(self, config: LoweredConfig, registry: PluginRegistry | None = None) -> None:
         registry = registry or default_registry()
-        self.model, self.config = config.model, config
-        algorithms = [make_algorithm(registry, config, group) for group in config.groups]
-        specs = [algorithm.spec() if algorithm else None for algorithm in algorithms]
-        lowered = config.groups
-        self.config = config = with_tail_rules(config, specs)
-        for index, group in enumerate(config.groups):
-            if group is not lowered[index]:  # it was told of another width
-                algorithms[index] = make_algorithm(registry, config, group)
-        specs = core_specs(config, specs)
-        backends = [make_backend(registry, config, group) for group in config.groups]
-        for algorithm, backend in zip(algorithms, backends, strict=True):
-            check_prompts(algorithm, backend, config)
-        self.manager = SparseKVCacheManager(config, specs)
+        plugins = make_plugins(registry, config)
+        self.model, self.config = config.model, plugins.config
+        self.manager = SparseKVCacheManager(self.config, plugins.specs)
         self.tracker = self.manager.tracker
         self.step = self.manager.uploader.step
         self.observers = registry.create_all("observer")
-        eviction = registry.create("eviction", config.eviction)
-        self.transfers: list[Any] = []
-        self.lanes: list[LaneBuffers] = []
-        self.layers: list[LayerPath] = []
-        for index, (store, algorithm, backend) in enumerate(
-            zip(self.manager.stores, algorithms, backends, strict=True)
-        ):
-            views = self.manager.layer_views(index)
-            transfer = registry.create(
-                "transfer", config.transfer, store, views, eviction, config.impl
-            )
-            spec = specs[index]
-            tail = spec is not None and spec.tail == "forced"
-            rows = row_format(self.model, config.kv_format, config.impl)
-            group, sizes = config.groups[index], (config.max_requests, config.device)
-            indexed = goes_by_index(registry, group.algorithm)
-            tokens = TokenSelection(group, *sizes, config.impl) if group.regranulated else None
-            lanes = LaneBuffers(
-                *(self.model, store.group, self.step, *sizes),
-                index=index,
-                tail=tail,
-                tokens=tokens,
-            )
-            self.transfers.append(transfer)
-            self.lanes.append(lanes)
-            for view, seen in zip(views, self.manager.seen_views(index, views), strict=True):
-                hooks = (algorithm, transfer, backend)
-                selects = not self.model.indexer or self.model.indexer.selects_for(view.layer)
-                stored = (store.extra[view.index], *store.slot_views(view.index))
-                path = LayerPath(view, seen, *hooks, lanes, rows, indexed, selects, *stored)
-                self.layers.append(path)
-        self.layers.sort(key=lambda path: path.view.layer)
-        periods = [spec.settle_period for spec in specs if spec and spec.settle_period]
-        self._settle_period = min(periods, default=2**31 - 1)
-        rooms = [spec.generated for spec in specs if spec and spec.generated is not None]
-        self._generated = min(rooms, default=2**31 - 1)
-        self.prefill = Prefill(config, self.tracker, self.layers)
+        connected = connect(registry, plugins, self.manager)
+        self.transfers, self.lanes = connected.transfers, connected.lanes
+        self.layers = connected.layers
+        self._settle_period = plugins.least("settle_period")
+        self._generated = plugins.least("generated")
+        self.prefill = Prefill(self.config, self.tracker, self.layers)
         self._chunks: list[Chunk] = []
         self._rows = self._appended = np.zeros(0, dtype=np.int32)
         self._forward_open = False
