@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.ops.page_table import Listing, adapt_page_table, same_memory
+from topkv.ops.page_table import Adapted, Listing, adapt_page_table
 from topkv.testing.backend_bench import SENTINEL
 from topkv.testing.backend_plans import AdaptCase, StepInputs
 from topkv.testing.kit import examples
@@ -88,8 +88,15 @@ def test_a_list_without_room_is_refused():
             adapt_page_table(inputs.view, inputs.plan, table, lengths, "reference", Listing(ids))
 
 
-def test_the_same_memory_is_known_again():
-    table = torch.zeros(4, 6, dtype=torch.int32)
-    assert same_memory(table[:2], table[:2])
-    for other in (None, table[:3], table[1:3], table[:2, :3], table[:4:2], table.clone()[:2]):
-        assert not same_memory(other, table[:2])
+def test_what_was_adapted_last_is_known_again():
+    table, lengths = torch.zeros(4, 6, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    adapted = Adapted()
+    assert not adapted.are(table[:2], lengths[:2])
+    adapted.remember(table[:2], lengths[:2])
+    assert adapted.are(table[:2], lengths[:2])
+    for other in (table[:3], table[1:3], table[:2, :3], table[:4:2], table.clone()[:2]):
+        assert not adapted.are(other, lengths[:2])
+    for other in (lengths[:1], lengths[1:3], lengths[::2], lengths.clone()[:2]):
+        assert not adapted.are(table[:2], other)
+    adapted.forget()
+    assert not adapted.are(table[:2], lengths[:2])

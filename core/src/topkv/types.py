@@ -17,6 +17,7 @@ from collections.abc import Mapping
 
 import torch
 from attrs import define, field, frozen
+from attrs.validators import ge, optional
 from torch import Tensor
 
 
@@ -286,7 +287,7 @@ class AlgorithmSpec:
         representations: its pools.
         tail: ``"forced"``: the core appends the tail unit to every selection and the algorithm
             offers closed units only; ``"selectable"``: the newest token competes (unit 1).
-        settle_period: decode tokens between two calls of ``settle``; None for never.
+        settle_period: decode tokens between two calls of ``settle``, at least 1; None for never.
         settle_whole: ``settle`` gets the history from position 0, not from ``since``.
         generated: most tokens that may follow the prompt, for algorithms that choose once and
             have room for so many more; the core refuses further ones. None for any number.
@@ -295,7 +296,7 @@ class AlgorithmSpec:
 
     representations: tuple[RepresentationSpec, ...] = ()
     tail: str = "forced"
-    settle_period: int | None = None
+    settle_period: int | None = field(default=None, validator=optional(ge(1)))
     settle_whole: bool = False
-    generated: int | None = None
+    generated: int | None = field(default=None, validator=optional(ge(0)))
     prefix_shareable: bool = True

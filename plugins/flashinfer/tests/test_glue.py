@@ -16,6 +16,9 @@ if not CUDA:
 
 from topkv.ops import topk_reference  # noqa: E402
 from topkv.ops.topk import topk  # noqa: E402
+from topkv.testing.backend_plans import AdaptCase, StepInputs  # noqa: E402
+from topkv.testing.strategies import Geometry  # noqa: E402
+from topkv.types import GroupShape  # noqa: E402
 from topkv_flashinfer import kernels, latent, plans, prompts, reference  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -69,20 +72,27 @@ def test_the_table_is_spread_over_a_constant_count(device):
 @ON
 def test_pages_are_copied_unless_they_were_written_along(device):
     pages = plans.Pages.empty(12, torch.device(device))
-    table, lengths = ints([[5, 6, 7], [8, 9, TRASH]]), ints([3, 2])
-    last = ints([-7, -7])
+    geometry = Geometry(1, 1, 16, 1, 1, "shared", torch.float32)
+    case = AdaptCase(geometry, ((0, 9), (2, 3)), (2, 1), 2, 4, 2, 3)
+    group = GroupShape((0,), 1, 1, 1, 16, torch.float32, 64, 3, 64, 2, 4, 2)
+    inputs = StepInputs.empty(group, 2, device)
+    case.fill(inputs)
+    table, lengths, last = ints([[TRASH] * 3] * 2), ints([-7, -7]), ints([-7, -7])
+    pages.adapt(inputs.view, inputs.plan, table, lengths, last)
+    case.check(table, lengths)
+    written = table.flatten().tolist()
+    assert pages.indices[:6].tolist() == written
+    assert last.tolist() == [size - 2 for size in lengths.tolist()]
+    pages.indices.fill_(4)
     pages.take(table, lengths, 1, last)
-    assert pages.indices[:6].tolist() == [5, 6, 7, 8, 9, 0]
-    assert last.tolist() == [1, 0]
-    written = pages.listing(table, last)
-    assert (written.behind, written.last) == (0, last)
-    written.ids.fill_(4)
+    assert pages.indices.tolist() == [4] * 12, "a table that was written along is copied"
+    last.fill_(-7)
+    pages.take(table, lengths.clone(), 1, last)
+    assert pages.indices.tolist() == [*written, *[4] * 6], "these are other lengths"
+    assert last.tolist() == [size - 2 for size in lengths.tolist()]
+    pages.indices.fill_(4)
     pages.take(table, lengths, 1, last)
-    assert pages.indices[:6].tolist() == [4] * 6, "a table that was written along is copied"
-    pages.take(table[:1], lengths[:1], 1, last[:1])
-    assert pages.indices[:6].tolist() == [5, 6, 7, 4, 4, 4]
-    pages.take(table, lengths, 1, last)
-    assert pages.indices[:6].tolist() == [5, 6, 7, 8, 9, 0], "it was overwritten since"
+    assert pages.indices.tolist() == [*written, *[4] * 6], "it was overwritten since"
     assert pages.fitting(12) is pages
     assert pages.fitting(13).indices.numel() == 13
 

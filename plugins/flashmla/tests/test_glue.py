@@ -69,7 +69,6 @@ def test_empty_lanes_and_padded_heads(device):
         *(out.stride(0), out.stride(2)),
         BLOCK_H=4,
         DIM=16,
-        PDL=False,
     )
     assert torch.equal(out[[0, 2]], given_out[[0, 2], :, :5])
     assert torch.equal(lse[[0, 2], 0], given_lse[[0, 2], :5])

@@ -56,6 +56,9 @@ def attend(
         out: ``[N, Q, heads_per_lane * G, D]`` in the dtype of q, owned by the caller.
         lse: fp32 ``[N, Q, heads_per_lane * G]`` natural log-sum-exp of the scaled logits.
 
+    The table and lengths that ``adapt_page_table`` filled last come as it left them: a backend may
+    have written what its library wants along with them.
+
     A lane of length 0 gives ``out`` 0 and ``lse`` -inf. Every element is written. What the
     buffers hold behind ``lengths`` (NaN, say) has no influence.
     """

@@ -7,9 +7,10 @@ Rules that keep it safe:
 
 * every program of the later kernel waits, also one that has nothing to do: whatever comes behind
   trusts that all is over when that kernel is;
-* what a program reads before it waits must have been complete when the *earlier* kernel started,
-  so that one must not be launched early itself;
-* behind a kernel of somebody else a program waits first of all.
+* what a program reads before it waits must have been complete when the first kernel of the
+  chain started, the one that is launched plainly;
+* behind a kernel of somebody else a program waits first of all, and nothing starts early behind
+  one that was itself launched early and may return without waiting.
 """
 
 from __future__ import annotations

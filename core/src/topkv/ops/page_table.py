@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from attrs import frozen
+from attrs import define, frozen
 from torch import Tensor
 
 from topkv.types import LayerView, Plan
@@ -59,15 +59,31 @@ def adapt_page_table(
     page_table_kernels.adapt(layer, plan, table, lengths, tail, listing)
 
 
-def same_memory(first: Tensor | None, second: Tensor) -> bool:
-    """Whether both are the same elements of the same memory; ``first`` may be None.
+@define(eq=False)
+class Adapted:
+    """Which table and lengths ``adapt_page_table`` filled last, with a listing beside them.
 
-    For backends that know which table they adapted last. Hold on to that table, so that no other
-    can come to lie at its address.
+    They are held, so that no other tensor can come to lie at their addresses.
     """
+
+    _held: tuple[Tensor, Tensor] | None = None
+
+    def remember(self, table: Tensor, lengths: Tensor) -> None:
+        self._held = table, lengths
+
+    def forget(self) -> None:
+        """The listing belongs to no table any more."""
+        self._held = None
+
+    def are(self, table: Tensor, lengths: Tensor) -> bool:
+        """Whether these are the same elements of the same memory."""
+        given = (table, lengths)
+        return self._held is not None and all(map(_same, self._held, given))
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
     return (
-        first is not None
-        and first.data_ptr() == second.data_ptr()
+        first.data_ptr() == second.data_ptr()
         and first.shape == second.shape
         and first.stride() == second.stride()
     )

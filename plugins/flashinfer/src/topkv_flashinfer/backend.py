@@ -7,7 +7,6 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.errors import CapabilityError
-from topkv.ops.page_table import adapt_page_table
 from topkv.types import GroupShape, LayerView, ModelShape, Plan
 from topkv_flashinfer import plans, providers
 from topkv_flashinfer.decode import Decode
@@ -77,9 +76,8 @@ class FlashInfer:
         self, layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor
     ) -> None:
         """See ``topkv.hooks.backend.adapt_page_table``."""
-        # The library's pages are written along with the table.
-        listing = (self._latent if self.latent else self._decode).listing(table)
-        adapt_page_table(layer, plan, table, lengths, "triton", listing)
+        part = self._latent if self.latent else self._decode
+        part.adapt(layer, plan, table, lengths)
 
     @hookimpl
     def attend(

@@ -16,8 +16,8 @@ right for the tensor-core kernel (``fa2``; lines are those of FlashInfer 0.7.2):
 * what merges them takes -inf for nothing (``state.cuh`` 57), also where all are.
 
 The CUDA-core kernel does not: a chunk behind the end has an unsigned size below zero
-(``decode.cuh`` 438). Programmatic dependent launch is off: with it the kernel would read lengths
-(``prefill.cuh`` 3819) before it waits for the kernel that writes them (3878).
+(``decode.cuh`` 438). The library's programmatic dependent launch is off: with it the kernel would
+read lengths (``prefill.cuh`` 3819) before it waits for the kernel that writes them (3878).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from attrs import frozen
 from torch import Tensor
 
 from topkv.ops import early
-from topkv.ops.page_table import Listing
-from topkv.types import GroupShape, ModelShape
+from topkv.ops.page_table import adapt_page_table
+from topkv.types import GroupShape, LayerView, ModelShape, Plan
 from topkv_flashinfer import plans
 from topkv_flashinfer.providers import Library
 
@@ -82,10 +82,16 @@ class Decode:
         self._float = torch.zeros(float_bytes, dtype=torch.uint8, device=device)
         self._plans: dict[tuple[int, int], Planned] = {}
 
-    def listing(self, table: Tensor) -> Listing | None:
-        """For ``adapt_page_table``; None before ``attend`` has seen the shape of this table."""
+    def adapt(self, layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor) -> None:
+        """See ``topkv.hooks.backend.adapt_page_table``.
+
+        The pages are written along with the table once ``attend`` has seen its shape.
+        """
         planned = self._plans.get((table.shape[0], table.shape[1]))
-        return planned and planned.pages.listing(table, planned.last)
+        if planned is None:
+            adapt_page_table(layer, plan, table, lengths, "triton")
+        else:
+            planned.pages.adapt(layer, plan, table, lengths, planned.last)
 
     def attend(
         self,

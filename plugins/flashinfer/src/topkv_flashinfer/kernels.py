@@ -21,8 +21,8 @@ def spread_kernel(
 ):
     """Grid (lanes, blocks of columns): CSR of ``width`` pages a lane, 0 where unused.
 
-    With ``LAST`` also the tokens on the last page of a lane that has all those pages, which makes
-    its length come out right: it is negative where the lane ends on an earlier page.
+    With ``LAST`` also the tokens on the last page of a lane that is said to have all those pages,
+    which makes its length come out right: negative where the lane ends on an earlier page.
     """
     lane = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -25,8 +25,8 @@ from attrs import frozen
 from torch import Tensor
 
 from topkv.ops import early
-from topkv.ops.page_table import Listing
-from topkv.types import GroupShape, ModelShape
+from topkv.ops.page_table import adapt_page_table
+from topkv.types import GroupShape, LayerView, ModelShape, Plan
 from topkv_flashinfer import kernels, plans
 from topkv_flashinfer.providers import Library
 
@@ -153,10 +153,16 @@ class Latent:
         self._plans: dict[tuple[int, int], Planned] = {}
         self._made(lanes, width)  # loads the kernels, and refuses a layout that it does not know
 
-    def listing(self, table: Tensor) -> Listing | None:
-        """For ``adapt_page_table``; None before ``attend`` has seen the shape of this table."""
+    def adapt(self, layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor) -> None:
+        """See ``topkv.hooks.backend.adapt_page_table``.
+
+        The pages are written along with the table once ``attend`` has seen its shape.
+        """
         planned = self._plans.get((table.shape[0], table.shape[1]))
-        return planned and planned.pages.listing(table)
+        if planned is None:
+            adapt_page_table(layer, plan, table, lengths, "triton")
+        else:
+            planned.pages.adapt(layer, plan, table, lengths)
 
     def attend(
         self, q: Tensor, k: Tensor, table: Tensor, lengths: Tensor, out: Tensor, lse: Tensor

@@ -6,12 +6,12 @@ import math
 
 import torch
 import triton
-from attrs import define
+from attrs import define, field
 from torch import Tensor
 
 from topkv.ops import early
-from topkv.ops.page_table import Listing, same_memory
-from topkv.types import GroupShape
+from topkv.ops.page_table import Adapted, Listing, adapt_page_table
+from topkv.types import GroupShape, LayerView, Plan
 from topkv_flashinfer import kernels
 
 LN2 = math.log(2.0)
@@ -30,11 +30,11 @@ class Pages:
 
     Attributes:
         indices: int32, for the widest batch.
-        held: the table that lies there.
+        adapted: the table whose pages lie there, if it was written along with them.
     """
 
     indices: Tensor
-    held: Tensor | None = None
+    adapted: Adapted = field(factory=Adapted)
 
     @classmethod
     def empty(cls, size: int, device: torch.device) -> Pages:
@@ -45,16 +45,25 @@ class Pages:
         enough = size <= self.indices.numel()
         return self if enough else Pages.empty(size, self.indices.device)
 
-    def listing(self, table: Tensor, last: Tensor | None = None) -> Listing:
-        """For ``adapt_page_table``, which writes this table now."""
-        self.held = table
-        return Listing(self.indices[: table.numel()].view(table.shape), 0, last)
+    def adapt(
+        self,
+        layer: LayerView,
+        plan: Plan,
+        table: Tensor,
+        lengths: Tensor,
+        last: Tensor | None = None,
+    ) -> None:
+        """``adapt_page_table``, with the pages and the tokens on the last one written along."""
+        self.adapted.forget()
+        listing = Listing(self.indices[: table.numel()].view(table.shape), 0, last)
+        adapt_page_table(layer, plan, table, lengths, "triton", listing)
+        self.adapted.remember(table, lengths)
 
     def take(self, table: Tensor, lengths: Tensor, unit: int, last: Tensor | None = None) -> None:
-        """Copy a table that ``adapt_page_table`` has not written here."""
-        if same_memory(self.held, table):
+        """Copy a table that ``adapt`` has not written here."""
+        if self.adapted.are(table, lengths):
             return
-        self.held = None
+        self.adapted.forget()
         lanes, width = table.shape
         kernels.spread_kernel[(lanes, triton.cdiv(width, BLOCK))](
             *(table, lengths, self.indices, lengths if last is None else last),
@@ -66,7 +75,9 @@ class Pages:
 
 
 def make_natural(lse: Tensor, pdl: bool) -> None:
-    """Log-sum-exps, contiguous, from base 2 to base e; ``pdl``: see ``topkv.ops.early``."""
+    """Log-sum-exps, contiguous, from base 2 to base e; ``pdl``: see ``topkv.ops.early``.
+
+    The library's last kernel is not launched early, so the one here may be."""
     kernels.natural_kernel[(triton.cdiv(lse.numel(), BLOCK),)](
         *(lse, lse.numel()),
         FACTOR=LN2,

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.errors import CapabilityError
-from topkv.ops import early
-from topkv.ops.page_table import Listing, adapt_page_table, same_memory
+from topkv.ops.page_table import Adapted, Listing, adapt_page_table
 from topkv.types import GroupShape, LayerView, ModelShape, Plan
 from topkv_flashmla import kernels, providers, reference
 from topkv_flashmla.support import DIM, LATENT, attends_by_pages, refusals
@@ -24,7 +23,7 @@ from topkv_flashmla.support import DIM, LATENT, attends_by_pages, refusals
 DECODE_MULTIPLE, SPARSE_MULTIPLE = 64, 128
 """Widths of indices that the two kernels take are multiples of these."""
 
-BLOCK, BLOCK_HEADS, FINISH_WARPS = 1024, 8, 4
+BLOCK, BLOCK_HEADS = 1024, 8
 """Columns of indices, and heads of an output, of a program."""
 
 PROMPT_ROWS = 2048
@@ -67,8 +66,7 @@ class FlashMLA:
         self.fp8 = group.dtype is torch.uint8
         self.heads = 64 if model.num_heads <= 64 else 128
         self.by_pages = attends_by_pages(group)
-        self.early = early.available(torch.device(device))
-        self._adapted: Tensor | None = None
+        self._adapted = Adapted()
         if not self.by_pages:
             self._make_workspace(device)
 
@@ -89,13 +87,15 @@ class FlashMLA:
     def adapt_page_table(
         self, layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor
     ) -> None:
-        if self.by_pages or layer.group.unit > 1:
+        fits = len(table) <= self.max_batch and table.shape[1] <= plan.slots.shape[1] + 1
+        if self.by_pages or layer.group.unit > 1 or not fits:
             adapt_page_table(layer, plan, table, lengths, impl="triton")
             return
         # A unit is a row, so that one kernel writes the library's indices along with the table.
         listing = Listing(self._indices(len(table), table.shape[1])[:, 0])
+        self._adapted.forget()
         adapt_page_table(layer, plan, table, lengths, "triton", listing)
-        self._adapted = table
+        self._adapted.remember(table, lengths)
 
     @hookimpl
     def attend(
@@ -131,9 +131,7 @@ class FlashMLA:
             *(out.stride(0), out.stride(2)),
             BLOCK_H=BLOCK_HEADS,
             DIM=LATENT,
-            PDL=self.early,
-            num_warps=FINISH_WARPS,
-            **early.options(self.early),
+            num_warps=4,
         )
 
     def _attend_pages(
@@ -167,14 +165,14 @@ class FlashMLA:
         """
         lanes, heads = q.shape[0], q.shape[2]
         indices = self._indices(lanes, table.shape[1] * k.shape[2])
-        if not same_memory(self._adapted, table):
+        if not self._adapted.are(table, lengths):
             width = indices.shape[2]
             kernels.indices_kernel[(lanes, triton.cdiv(width, BLOCK))](
                 *(table, lengths, indices, width, table.stride(0), indices.stride(0)),
                 UNIT=k.shape[2],
                 BLOCK=BLOCK,
             )
-            self._adapted = None
+            self._adapted.forget()
         if heads != self.heads:
             self.queries[:lanes, :, :heads].copy_(q)
             q = self.queries[:lanes]
