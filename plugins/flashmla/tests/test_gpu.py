@@ -120,6 +120,28 @@ def test_replays_follow_lengths_and_tables(kv_format):
         check(q, true, table, lengths, 1, out, lse)
 
 
+@pytest.mark.parametrize("kv_format", ["fp8", "model"])
+def test_lanes_that_are_not_split(kv_format):
+    """The library merges nothing then: what runs behind it must still come behind all of it."""
+    made, group = backend(128, kv_format, 63, lanes=140)
+    lengths = [64, 1, 0, 33] * 35
+    q, stored, true, table = case(128, kv_format, group, lengths)
+    where = [x.cuda() for x in (q, stored, table, torch.tensor(lengths, dtype=torch.int32))]
+    out, lse = poisoned(140, 128)
+    run(made, *where, out, lse)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(made, *where, out, lse)
+    check(q, true, table, lengths, 1, out, lse)
+    first = out.clone(), lse.clone()
+    for _ in range(50):
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, first[0])
+        assert torch.equal(lse, first[1])
+
+
 @pytest.mark.parametrize("heads", [128, 7])
 @pytest.mark.parametrize("selected", [True, False])
 def test_prompts(heads, selected):
