@@ -54,7 +54,6 @@ def test_the_table_is_spread_over_a_constant_count(device):
         kernels.spread_kernel[(lanes, -(-width // 4))](
             *(wide[:, :width], ints(lengths), indices, last, width, wide.stride(0)),
             UNIT=unit,
-            LAST=True,
             BLOCK=4,
         )
         spread = [page for pages in lists for page in pages + [0] * (width - len(pages))]
@@ -71,30 +70,59 @@ def test_the_table_is_spread_over_a_constant_count(device):
 
 @ON
 def test_pages_are_copied_unless_they_were_written_along(device):
-    pages = plans.Pages.empty(12, torch.device(device))
+    pages = plans.Pages.empty(4, 3, torch.device(device))
     geometry = Geometry(1, 1, 16, 1, 1, "shared", torch.float32)
     case = AdaptCase(geometry, ((0, 9), (2, 3)), (2, 1), 2, 4, 2, 3)
     group = GroupShape((0,), 1, 1, 1, 16, torch.float32, 64, 3, 64, 2, 4, 2)
     inputs = StepInputs.empty(group, 2, device)
     case.fill(inputs)
-    table, lengths, last = ints([[TRASH] * 3] * 2), ints([-7, -7]), ints([-7, -7])
-    pages.adapt(inputs.view, inputs.plan, table, lengths, last)
-    case.check(table, lengths)
-    written = table.flatten().tolist()
-    assert pages.indices[:6].tolist() == written
-    assert last.tolist() == [size - 2 for size in lengths.tolist()]
-    pages.indices.fill_(4)
-    pages.take(table, lengths, 1, last)
+    table, lengths = ints([[TRASH] * 3] * 2), ints([-7, -7])
+
+    def spoil():
+        pages.indices.fill_(4)
+        pages.last.fill_(-7)
+
+    def check():
+        case.check(table, lengths)
+        assert pages.indices.tolist() == [*table.flatten().tolist(), *[4] * 6]
+        assert pages.last.tolist() == [*(size - 2 for size in lengths.tolist()), -7, -7]
+
+    spoil()
+    pages.adapt(inputs.view, inputs.plan, table, lengths)
+    check()
+    spoil()
+    pages.take(table, lengths, 1)
     assert pages.indices.tolist() == [4] * 12, "a table that was written along is copied"
-    last.fill_(-7)
-    pages.take(table, lengths.clone(), 1, last)
-    assert pages.indices.tolist() == [*written, *[4] * 6], "these are other lengths"
-    assert last.tolist() == [size - 2 for size in lengths.tolist()]
-    pages.indices.fill_(4)
-    pages.take(table, lengths, 1, last)
-    assert pages.indices.tolist() == [*written, *[4] * 6], "it was overwritten since"
-    assert pages.fitting(12) is pages
-    assert pages.fitting(13).indices.numel() == 13
+    pages.take(table, lengths.clone(), 1)  # other lengths
+    check()
+    spoil()
+    pages.take(table, lengths, 1)  # overwritten since
+    check()
+    spoil()
+    pages.adapt(inputs.view, inputs.plan, table, lengths)
+    pages.adapted.forget()  # as after a plan
+    spoil()
+    pages.take(table, lengths, 1)
+    check()
+
+
+@ON
+def test_a_table_that_does_not_fit_is_adapted_all_the_same(device):
+    pages = plans.Pages.empty(1, 5, torch.device(device))
+    assert pages.fitting(1, 5) is pages
+    for lanes, width in ((2, 2), (1, 6)):
+        other = pages.fitting(lanes, width)
+        assert (other.indices.numel(), other.last.numel()) == (lanes * width, lanes)
+    geometry = Geometry(1, 1, 16, 1, 1, "shared", torch.float32)
+    case = AdaptCase(geometry, ((0, 9), (2, 3)), (2, 1), 2, 4, 2, 3)
+    group = GroupShape((0,), 1, 1, 1, 16, torch.float32, 64, 3, 64, 2, 4, 2)
+    inputs = StepInputs.empty(group, 2, device)
+    case.fill(inputs)
+    table, lengths = ints([[TRASH] * 3] * 2), ints([-7, -7])
+    pages.adapt(inputs.view, inputs.plan, table, lengths)
+    case.check(table, lengths)
+    assert not pages.indices.any()
+    assert not pages.adapted.are(table, lengths)
 
 
 def planned(lanes, width, unit, limit, order):

@@ -8,7 +8,9 @@ from documented import Documented
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from topkv.testing.backend_plans import AdaptCase, StepInputs
 from topkv.testing.oracle import attention
+from topkv.testing.strategies import Geometry
 from topkv.types import GroupShape, ModelShape
 from topkv_flashinfer import latent
 
@@ -107,6 +109,48 @@ def test_prompts(attend, selected, keys):
 
 def made_scale(dim):
     return dim**-0.5
+
+
+@pytest.mark.parametrize("latent_rows", [False, True])
+def test_an_adapted_table_is_attended_as_its_copy_is(latent_rows):
+    """Also where a plan is made in between, which writes where the pages lie."""
+    if latent_rows:
+        made, group = (
+            rows_backend(3, 1),
+            GroupShape(*((0,), 1, 1, 1, 576, torch.float16, 64, 4, 4096, 3, 6, 4), planes=1),
+        )
+        geometry, shape, out_dim = Geometry(1, 3, 576, 1, 1, "shared", group.dtype), (3, 576), 512
+    else:
+        made, group = Documented(MODEL, GROUP, "triton", torch.device("cpu"), 4), GROUP
+        geometry, shape, out_dim = Geometry(2, 2, 64, 4, 1, "shared", group.dtype), (4, 64), 64
+    generator = torch.Generator().manual_seed(2)
+    slots = group.max_requests * group.slots
+    pool = torch.randn(slots, group.heads_per_lane, 2, group.unit, shape[1], generator=generator)
+    k, v = (pool.half()[:, :, plane] for plane in (0, 0 if latent_rows else 1))
+    for requests, counts in (
+        (((3, 30), (-1, 0), (1, 2)), (group.select, 2, 0)),  # no plan yet
+        (((2, 9),), (1,)),  # nor one of this shape
+        (((0, 5), (2, 30), (-1, 0)), (1, 2, 0)),
+    ):
+        lanes, sizes = len(requests), (group.select, group.buffer_slots, group.ring_slots)
+        case = AdaptCase(geometry, requests, counts, *sizes, group.max_requests)
+        inputs = StepInputs.empty(group, lanes, "cpu")
+        case.fill(inputs)
+        table = torch.full((lanes, group.select + 1), -7, dtype=torch.int32)
+        lengths = torch.full((lanes,), -7, dtype=torch.int32)
+        made.adapt_page_table(inputs.view, inputs.plan, table, lengths)
+        case.check(table, lengths)
+        q = torch.randn(lanes, 1, *shape, generator=generator).half()
+        results = []
+        for each in (table, table.clone(), table):
+            out = torch.full((lanes, 1, shape[0], out_dim), torch.nan).half()
+            lse = torch.full((lanes, 1, shape[0]), torch.nan)
+            made.attend(q, k, v, each, lengths, out, lse)
+            results.append((out, lse))
+        for out, lse in results:
+            assert torch.equal(out, results[1][0])
+            assert torch.equal(lse, results[1][1])
+        assert len({float(lse.sum()) for lse in results[1][1]}) == lanes, "lanes are alike"
 
 
 def test_results_may_lie_in_a_wider_tensor():

@@ -77,7 +77,7 @@ class FlashInfer:
     ) -> None:
         """See ``topkv.hooks.backend.adapt_page_table``."""
         part = self._latent if self.latent else self._decode
-        part.adapt(layer, plan, table, lengths)
+        part.pages.adapt(layer, plan, table, lengths)
 
     @hookimpl
     def attend(

@@ -29,8 +29,7 @@ from attrs import frozen
 from torch import Tensor
 
 from topkv.ops import early
-from topkv.ops.page_table import adapt_page_table
-from topkv.types import GroupShape, LayerView, ModelShape, Plan
+from topkv.types import GroupShape, ModelShape
 from topkv_flashinfer import plans
 from topkv_flashinfer.providers import Library
 
@@ -42,12 +41,10 @@ class Planned:
     Attributes:
         wrapper: ``BatchDecodeWithPagedKVCacheWrapper``.
         pages: of this shape and of others.
-        last: int32 ``[lanes]``, tokens on the last page.
     """
 
     wrapper: Any
     pages: plans.Pages
-    last: Tensor
 
 
 class Decode:
@@ -71,7 +68,7 @@ class Decode:
         self._device, self._lanes, self._early = device, lanes, early.available(device)
         self._heads = group.heads_per_lane * model.group_size
         width = plans.table_width(group)
-        self._pages = plans.Pages.empty(lanes * width, device)
+        self.pages = plans.Pages.empty(lanes, width, device)
         shape = (lanes, self._heads, model.head_dim)
         self._staged = torch.empty(shape, dtype=model.dtype, device=device)
         self._float = torch.zeros(16, dtype=torch.uint8, device=device)
@@ -81,17 +78,6 @@ class Decode:
         )
         self._float = torch.zeros(float_bytes, dtype=torch.uint8, device=device)
         self._plans: dict[tuple[int, int], Planned] = {}
-
-    def adapt(self, layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor) -> None:
-        """See ``topkv.hooks.backend.adapt_page_table``.
-
-        The pages are written along with the table once ``attend`` has seen its shape.
-        """
-        planned = self._plans.get((table.shape[0], table.shape[1]))
-        if planned is None:
-            adapt_page_table(layer, plan, table, lengths, "triton")
-        else:
-            planned.pages.adapt(layer, plan, table, lengths, planned.last)
 
     def attend(
         self,
@@ -106,7 +92,7 @@ class Decode:
         """See ``topkv.hooks.backend.attend``."""
         lanes, width = table.shape
         planned = self._planned(lanes, width)
-        planned.pages.take(table, lengths, k.shape[2], planned.last)
+        planned.pages.take(table, lengths, k.shape[2])
         target = out[:, 0] if out.is_contiguous() else self._staged[:lanes]
         planned.wrapper.run(
             q[:, 0], (k, v), out=target, lse=lse[:, 0], return_lse=True, enable_pdl=False
@@ -128,6 +114,7 @@ class Decode:
             small = torch.zeros(self._int_bytes, dtype=torch.uint8, device=self._device)
             planned.wrapper.reset_workspace_buffer(self._float, small)
             planned.wrapper.plan(*self._shape(lanes, width), **self._types())
+            planned.pages.adapted.forget()
             plans.settle(self._device)
             self._plans[lanes, width] = planned
         return planned
@@ -135,11 +122,8 @@ class Decode:
     def _made(self, lanes: int, width: int) -> Planned:
         """A wrapper of so many lanes, without a plan."""
 
-        def ints(size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.int32, device=self._device)
-
-        pages = self._pages.fitting(lanes * width)
-        indptr, last = ints(lanes + 1), ints(lanes)
+        pages = self.pages.fitting(lanes, width)
+        indptr = torch.zeros(lanes + 1, dtype=torch.int32, device=self._device)
         wrapper = self._library["BatchDecodeWithPagedKVCacheWrapper"](
             self._float,
             "HND",
@@ -147,10 +131,10 @@ class Decode:
             use_tensor_cores=True,
             paged_kv_indptr_buffer=indptr,
             paged_kv_indices_buffer=pages.indices,
-            paged_kv_last_page_len_buffer=last,
+            paged_kv_last_page_len_buffer=pages.last[:lanes],
             backend="fa2",
         )
-        return Planned(wrapper, pages, last)
+        return Planned(wrapper, pages)
 
     def _shape(self, lanes: int, width: int) -> tuple[Any, ...]:
         """Positional arguments of a plan: ``width`` full pages a lane."""

@@ -16,13 +16,12 @@ def spread_kernel(
     width,
     s_table,
     UNIT: tl.constexpr,
-    LAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Grid (lanes, blocks of columns): CSR of ``width`` pages a lane, 0 where unused.
 
-    With ``LAST`` also the tokens on the last page of a lane that is said to have all those pages,
-    which makes its length come out right: negative where the lane ends on an earlier page.
+    Also the tokens on the last page of a lane that is said to have all those pages, which makes
+    its length come out right: negative where the lane ends on an earlier page.
     """
     lane = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -30,9 +29,8 @@ def spread_kernel(
     used = column * UNIT < length
     page = tl.load(p_table + lane * s_table + column, used & (column < width), other=0)
     tl.store(p_indices + lane * width + column, page, column < width)
-    if LAST:  # noqa: SIM102
-        if tl.program_id(1) == 0:
-            tl.store(p_last + lane, length - (width - 1) * UNIT)
+    if tl.program_id(1) == 0:
+        tl.store(p_last + lane, length - (width - 1) * UNIT)
 
 
 @triton.jit

@@ -25,8 +25,7 @@ from attrs import frozen
 from torch import Tensor
 
 from topkv.ops import early
-from topkv.ops.page_table import adapt_page_table
-from topkv.types import GroupShape, LayerView, ModelShape, Plan
+from topkv.types import GroupShape, ModelShape
 from topkv_flashinfer import kernels, plans
 from topkv_flashinfer.providers import Library
 
@@ -149,20 +148,9 @@ class Latent:
         self._library, self._model, self._group, self._device = library, model, group, device
         self.float, self._early = workspace(device), early.available(device)
         width = plans.table_width(group)
-        self._pages = plans.Pages.empty(lanes * width, device)
+        self.pages = plans.Pages.empty(lanes, width, device)
         self._plans: dict[tuple[int, int], Planned] = {}
         self._made(lanes, width)  # loads the kernels, and refuses a layout that it does not know
-
-    def adapt(self, layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor) -> None:
-        """See ``topkv.hooks.backend.adapt_page_table``.
-
-        The pages are written along with the table once ``attend`` has seen its shape.
-        """
-        planned = self._plans.get((table.shape[0], table.shape[1]))
-        if planned is None:
-            adapt_page_table(layer, plan, table, lengths, "triton")
-        else:
-            planned.pages.adapt(layer, plan, table, lengths)
 
     def attend(
         self, q: Tensor, k: Tensor, table: Tensor, lengths: Tensor, out: Tensor, lse: Tensor
@@ -199,7 +187,7 @@ class Latent:
         def ints(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=self._device)
 
-        unit, pages = self._group.unit, self._pages.fitting(lanes * width)
+        unit, pages = self._group.unit, self.pages.fitting(lanes, width)
         wrapper = self._library["BatchMLAPagedAttentionWrapper"](
             self.float,
             use_cuda_graph=True,
@@ -215,6 +203,7 @@ class Latent:
             torch.full((lanes,), width * unit, dtype=torch.int32),
             unit,
         )
+        pages.adapted.forget()
         plans.settle(self._device)
         backend = wrapper._planned_backend
         works = works_of(backend._plan_info, backend._int_workspace_buffer, lanes, width, unit)

@@ -25,51 +25,55 @@ BLOCK = 1024
 class Pages:
     """The pages of a batch as compressed rows, as many a lane as its table has columns.
 
-    ``adapt_page_table`` writes them along with the table; a table that comes from elsewhere is
-    copied. One buffer serves every shape that fits: it holds one table at a time.
+    ``adapt`` writes them along with the table; a table that comes from elsewhere is copied. One
+    buffer serves every shape that fits: it holds one table at a time. A plan writes there too.
 
     Attributes:
         indices: int32, for the widest batch.
+        last: int32, tokens on the last page of each lane.
         adapted: the table whose pages lie there, if it was written along with them.
     """
 
     indices: Tensor
+    last: Tensor
     adapted: Adapted = field(factory=Adapted)
 
     @classmethod
-    def empty(cls, size: int, device: torch.device) -> Pages:
-        return cls(torch.zeros(size, dtype=torch.int32, device=device))
+    def empty(cls, lanes: int, width: int, device: torch.device) -> Pages:
+        def ints(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
 
-    def fitting(self, size: int) -> Pages:
-        """This one, or another where so many pages do not fit."""
-        enough = size <= self.indices.numel()
-        return self if enough else Pages.empty(size, self.indices.device)
+        return cls(ints(lanes * width), ints(lanes))
 
-    def adapt(
-        self,
-        layer: LayerView,
-        plan: Plan,
-        table: Tensor,
-        lengths: Tensor,
-        last: Tensor | None = None,
-    ) -> None:
-        """``adapt_page_table``, with the pages and the tokens on the last one written along."""
-        self.adapted.forget()
-        listing = Listing(self.indices[: table.numel()].view(table.shape), 0, last)
+    def holds(self, lanes: int, width: int) -> bool:
+        """Whether there is room for such a table."""
+        return lanes * width <= self.indices.numel() and lanes <= self.last.numel()
+
+    def fitting(self, lanes: int, width: int) -> Pages:
+        """This one, or another where such a table does not fit."""
+        here = self.holds(lanes, width)
+        return self if here else Pages.empty(lanes, width, self.last.device)
+
+    def adapt(self, layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor) -> None:
+        """See ``topkv.hooks.backend.adapt_page_table``; the pages are written along."""
+        listing = None
+        if self.holds(*table.shape):
+            ids = self.indices[: table.numel()].view(table.shape)
+            listing = Listing(ids, 0, self.last[: len(table)])
+            self.adapted.forget()
         adapt_page_table(layer, plan, table, lengths, "triton", listing)
-        self.adapted.remember(table, lengths)
+        if listing is not None:
+            self.adapted.remember(table, lengths)
 
-    def take(self, table: Tensor, lengths: Tensor, unit: int, last: Tensor | None = None) -> None:
+    def take(self, table: Tensor, lengths: Tensor, unit: int) -> None:
         """Copy a table that ``adapt`` has not written here."""
         if self.adapted.are(table, lengths):
             return
         self.adapted.forget()
         lanes, width = table.shape
         kernels.spread_kernel[(lanes, triton.cdiv(width, BLOCK))](
-            *(table, lengths, self.indices, lengths if last is None else last),
-            *(width, table.stride(0)),
+            *(table, lengths, self.indices, self.last, width, table.stride(0)),
             UNIT=unit,
-            LAST=last is not None,
             BLOCK=BLOCK,
         )
 
@@ -77,7 +81,8 @@ class Pages:
 def make_natural(lse: Tensor, pdl: bool) -> None:
     """Log-sum-exps, contiguous, from base 2 to base e; ``pdl``: see ``topkv.ops.early``.
 
-    The library's last kernel is not launched early, so the one here may be."""
+    The library's last kernel is not launched early, so the one here may be.
+    """
     kernels.natural_kernel[(triton.cdiv(lse.numel(), BLOCK),)](
         *(lse, lse.numel()),
         FACTOR=LN2,

@@ -87,6 +87,7 @@ class FlashMLA:
     def adapt_page_table(
         self, layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor
     ) -> None:
+        # ``attend`` refuses more lanes than fit, and the op a table that is too wide.
         fits = len(table) <= self.max_batch and table.shape[1] <= plan.slots.shape[1] + 1
         if self.by_pages or layer.group.unit > 1 or not fits:
             adapt_page_table(layer, plan, table, lengths, impl="triton")
