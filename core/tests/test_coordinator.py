@@ -17,7 +17,7 @@ from topkv.testing.machines.lifecycle_model import (
     make_coordinator,
 )
 from topkv.testing.machines.scenarios import SCENARIOS, copies_come_late, run_scenario
-from topkv.testing.tiers import all_tiers, tier
+from topkv.testing.tiers import tier
 
 CPU = tier("cpu")
 
@@ -25,19 +25,6 @@ CPU = tier("cpu")
 def make(**options):
     """Two sparse layers around a resident and a streamed one."""
     return make_coordinator(CPU, **options)
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(each, id=each.name, marks=[pytest.mark.gpu] * (each.name == "gpu"))
-        for each in all_tiers()
-    ]
-)
-def on(request):
-    """Each tier that this machine has."""
-    if request.param.missing:
-        pytest.skip(f"tier {request.param.name!r}: {request.param.missing}")
-    return request.param
 
 
 def test_lifecycle(on):

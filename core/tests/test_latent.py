@@ -28,18 +28,6 @@ HEADS, MOST = 3, 40
 FORMATS = {"model": (12, 8), "fp8": (576, 512)}
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(tier, id=tier.name, marks=[pytest.mark.gpu] if tier.name == "gpu" else [])
-        for tier in all_tiers()
-    ]
-)
-def on(request):
-    if request.param.missing:
-        pytest.skip(request.param.missing)
-    return request.param
-
-
 class Request:
     """Requests of a coordinator of two layers, the second sharing the first one's selection.
 

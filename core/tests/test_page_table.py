@@ -12,20 +12,7 @@ from topkv.testing.backend_bench import SENTINEL
 from topkv.testing.backend_plans import AdaptCase, StepInputs
 from topkv.testing.kit import examples
 from topkv.testing.strategies import Geometry
-from topkv.testing.tiers import all_tiers
 from topkv.types import GroupShape
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(each, id=each.name, marks=[pytest.mark.gpu] * (each.name == "gpu"))
-        for each in all_tiers()
-    ]
-)
-def on(request):
-    if request.param.missing:
-        pytest.skip(f"tier {request.param.name!r}: {request.param.missing}")
-    return request.param
 
 
 @st.composite

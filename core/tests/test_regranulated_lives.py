@@ -6,20 +6,6 @@ import pytest
 
 from topkv.testing.machines.regranulated import regranulated_machine, run_regranulated
 from topkv.testing.machines.scenarios import SCENARIOS, run_scenario
-from topkv.testing.tiers import all_tiers
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(each, id=each.name, marks=[pytest.mark.gpu] * (each.name == "gpu"))
-        for each in all_tiers()
-    ]
-)
-def on(request):
-    """Each tier that this machine has."""
-    if request.param.missing:
-        pytest.skip(f"tier {request.param.name!r}: {request.param.missing}")
-    return request.param
 
 
 def test_lives(on):

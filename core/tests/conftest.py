@@ -1,0 +1,20 @@
+"""What the tests of the core share."""
+
+from __future__ import annotations
+
+import pytest
+
+from topkv.testing.tiers import all_tiers
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(each, id=each.name, marks=[pytest.mark.gpu] * (each.name == "gpu"))
+        for each in all_tiers()
+    ]
+)
+def on(request):
+    """Each tier that this machine has."""
+    if request.param.missing:
+        pytest.skip(f"tier {request.param.name!r}: {request.param.missing}")
+    return request.param
