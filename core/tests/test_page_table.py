@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from topkv.ops import page_table
 from topkv.ops.page_table import Adapted, Listing, adapt_page_table
 from topkv.testing.backend_bench import SENTINEL
 from topkv.testing.backend_plans import AdaptCase, StepInputs
@@ -87,3 +88,14 @@ def test_what_was_adapted_last_is_known_again():
         assert not adapted.are(table[:2], other)
     adapted.forget()
     assert not adapted.are(table[:2], lengths[:2])
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_capture_and_what_runs_do_not_vouch_for_each_other(captured, monkeypatch):
+    table, lengths = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    adapted = Adapted()
+    monkeypatch.setattr(page_table, "_capturing", lambda _: captured)
+    adapted.remember(table, lengths)
+    assert adapted.are(table, lengths)
+    monkeypatch.setattr(page_table, "_capturing", lambda _: not captured)
+    assert not adapted.are(table, lengths)

@@ -170,6 +170,33 @@ def test_prompts(heads, selected):
         assert (lse.cpu()[~seen] == -torch.inf).all()
 
 
+@pytest.mark.parametrize("kv_format", ["fp8", "model"])
+def test_a_graph_without_its_adapt_copies_the_table(kv_format):
+    """It replays after other tables were adapted."""
+    made, group = backend(64, kv_format, 96)
+    rows = torch.randn(4 * group.slots, 1, 1, 576).bfloat16()
+    stored = (encode_fp8(rows) if kv_format == "fp8" else rows).cuda()
+    q = torch.randn(4, 1, 64, 576).bfloat16().cuda()
+    inputs, tables = StepInputs.empty(group, 4, "cuda"), []
+    inputs.view.step.slots.copy_(torch.arange(4))
+    inputs.view.step.lengths.fill_(900)
+    inputs.plan.count.fill_(96)
+    mine, others = poisoned(4, 64), poisoned(4, 64)
+    for _ in range(2):
+        inputs.plan.slots.copy_(torch.stack([torch.randperm(192)[:96] for _ in range(4)]))
+        tables.append(torch.full((4, 97), -7, dtype=torch.int32, device="cuda"))
+        lengths = torch.full((4,), -7, dtype=torch.int32, device="cuda")
+        made.adapt_page_table(inputs.view, inputs.plan, tables[-1], lengths)
+        if len(tables) == 1:
+            made.attend(q, stored, stored, tables[0], lengths, *others)
+            graph, given = torch.cuda.CUDAGraph(), lengths
+            with torch.cuda.graph(graph):
+                made.attend(q, stored, stored, tables[0], given, *mine)
+    graph.replay()
+    for got, expected in zip(mine, others, strict=True):
+        assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("tail", [False, True])
 @pytest.mark.parametrize("kv_format", ["fp8", "model"])
 def test_an_adapted_table_is_attended_as_its_copy_is(kv_format, tail):

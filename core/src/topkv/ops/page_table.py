@@ -63,13 +63,15 @@ def adapt_page_table(
 class Adapted:
     """Which table and lengths ``adapt_page_table`` filled last, with a listing beside them.
 
-    They are held, so that no other tensor can come to lie at their addresses.
+    They are held, so that no other tensor can come to lie at their addresses. What a graph
+    captured has not run, and what ran is not part of a graph: neither vouches for the other.
     """
 
     _held: tuple[Tensor, Tensor] | None = None
+    _captured: bool = False
 
     def remember(self, table: Tensor, lengths: Tensor) -> None:
-        self._held = table, lengths
+        self._held, self._captured = (table, lengths), _capturing(table)
 
     def forget(self) -> None:
         """The listing belongs to no table any more."""
@@ -77,8 +79,13 @@ class Adapted:
 
     def are(self, table: Tensor, lengths: Tensor) -> bool:
         """Whether these are the same elements of the same memory."""
-        given = (table, lengths)
-        return self._held is not None and all(map(_same, self._held, given))
+        if self._held is None or self._captured != _capturing(table):
+            return False
+        return all(map(_same, self._held, (table, lengths)))
+
+
+def _capturing(table: Tensor) -> bool:
+    return table.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
