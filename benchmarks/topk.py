@@ -10,8 +10,8 @@ replays. ``normal`` are normally distributed scores, ``softmax`` weights as Ques
 ``--others`` names installed implementations of exact top-k to time beside the core's.
 
 ``--sweep`` times the kernels of long rows at other constants, one changed at a time (``base`` is
-none), on ``--sweep-rows`` rows of 131072 scores: after the first kernel, after the second, and
-all three.
+none), on ``--sweep-rows`` rows of ``--sweep-width`` scores: after the first kernel, after the
+second, and all three.
 """
 
 from __future__ import annotations
@@ -43,14 +43,18 @@ VARIANTS: list[dict[str, int]] = [
     {"SAMPLES": 2048},
     {"SAMPLES": 8192},
     {"PIVOT_WARPS": 4},
-    {"PIVOT_WARPS": 16},
+    {"PIVOT_WARPS": 8},
+    {"PIVOT_WARPS": 32},
+    {"SAMPLES": 2048, "PIVOT_WARPS": 8},
     {"SLICE": 2048, "MARK_WARPS": 4},
     {"SLICE": 4096, "MARK_WARPS": 4},
     {"SLICE": 4096, "MARK_WARPS": 8},
     {"SLICE": 8192, "MARK_WARPS": 16},
     {"SLICE": 16384, "MARK_WARPS": 8},
     {"COLLECT_WARPS": 16},
-    {"WORD_BLOCK": 2048},
+    {"WORD_BLOCK": 4096},
+    {"WORD_BLOCK": 4096, "COLLECT_WARPS": 16},
+    {"WORD_BLOCK": 1024},
     {"EARLY": 0},
 ]
 
@@ -107,10 +111,10 @@ class _Skipped:
         return lambda *args, **options: None
 
 
-def sweep_cell(rows: int, select: int, variant: dict[str, int]) -> list[float]:
+def sweep_cell(rows: int, width: int, select: int, variant: dict[str, int]) -> list[float]:
     """Microseconds after one, two and all three kernels; the last result is verified."""
-    scores = make_scores(rows, 131072, "normal")
-    lengths = torch.full((rows,), 131072, dtype=torch.int32, device="cuda")
+    scores = make_scores(rows, width, "normal")
+    lengths = torch.full((rows,), width, dtype=torch.int32, device="cuda")
     ids = torch.empty(rows, select, dtype=torch.int32, device="cuda")
     with ExitStack() as changes:
         for name, value in variant.items():
@@ -125,13 +129,13 @@ def sweep_cell(rows: int, select: int, variant: dict[str, int]) -> list[float]:
     return times
 
 
-def sweep(rows: list[int], selects: list[int]) -> None:
+def sweep(rows: list[int], width: int, selects: list[int]) -> None:
     print(f"{'rows':>5} {'select':>6} {'pivot':>8} {'+ mark':>8} {'+ collect':>9}  constants")
     for variant in VARIANTS:
         said = ", ".join(f"{name} {value}" for name, value in variant.items()) or "base"
         for count in rows:
             for select in selects:
-                times = sweep_cell(count, select, variant)
+                times = sweep_cell(count, width, select, variant)
                 line = "{:>5} {:>6} {:>8} {:>8} {:>9}".format(count, select, *times)
                 print(f"{line}  {said}", flush=True)
 
@@ -145,12 +149,13 @@ def main() -> None:
     parser.add_argument("--others", nargs="+", default=[], help="installed implementations")
     parser.add_argument("--sweep", action="store_true", help="time other constants instead")
     parser.add_argument("--sweep-rows", type=int, nargs="+", default=[16])
+    parser.add_argument("--sweep-width", type=int, default=131072)
     options = parser.parse_args()
     torch.manual_seed(0)
     device = torch.cuda.get_device_name()
     print(device)
     if options.sweep:
-        sweep(options.sweep_rows, options.selects)
+        sweep(options.sweep_rows, options.sweep_width, options.selects)
         return
     head = f"{'rows':>5} {'width':>7} {'select':>6} {'scores':>8} {'us':>9} {'torch us':>9}"
     print(" ".join([head, *options.others]))

@@ -176,14 +176,49 @@ def test_no_usual_row_is_walked(walks, kind):
     assert not walks
 
 
-def test_candidates_have_room_at_every_length():
+@pytest.mark.parametrize("select", [1, 127, 2048, 8192])
+def test_candidates_have_room_at_every_length(select):
     """The block is sized by the longest row; the rows below it must need no more."""
-    for select in (1, 127, 2048, 8192):
-        widths = range(9000, 1 << 20, 999)
-        blocks = [topk_long.candidate_block(columns, select) for columns in widths]
-        assert blocks == sorted(blocks)
-        assert min(blocks) >= select
-        assert max(blocks) <= topk_long.MAX_CANDIDATES
+    before = 0
+    for columns in range(9000, 1 << 20, 9999):
+        block = topk_long.candidate_block(columns, select)
+        assert max(before, select) <= block <= topk_long.MAX_CANDIDATES
+        before = block
+        samples = topk_long.samples_of(columns, select)
+        for length in range(max(select, 4000), columns + 1, 39999):
+            assert topk_long.need(samples, length, select) <= block
+
+
+@pytest.mark.parametrize("kind", ["normal", "few values", "one slice"])
+def test_parts_of_the_list_may_lie_in_any_order(small, monkeypatch, kind):
+    """Slices take their parts of the list in the order in which they happen to run."""
+    real, moved = topk_long_kernels.collect_kernel, []
+
+    class Shuffled:
+        def __getitem__(self, grid):
+            def launch(scores, lengths, work, *rest, **options):
+                words, block = rest[6], options["BLOCK"]
+                for row, length in zip(work, lengths.tolist(), strict=True):
+                    slices = -(-length // 64)
+                    pairs = row[2 * words : 2 * words + 2 * block].view(-1, 2)
+                    parts = row[2 * words + 2 * block + 4 :][: 2 * slices].view(-1, 2)
+                    order = sorted(range(slices), key=lambda part: (part * 7) % slices)
+                    old, at = pairs.clone(), 0
+                    for part in order:
+                        first, count = parts[part].tolist()
+                        pairs[at : at + count] = old[first : first + count]
+                        parts[part, 0] = at
+                        at += count
+                    moved.append(at)
+                return real[grid](scores, lengths, work, *rest, **options)
+
+            return launch
+
+    monkeypatch.setattr(topk_long_kernels, "collect_kernel", Shuffled())
+    monkeypatch.setattr(topk_long, "SAMPLES", 128)
+    check(make(kind, 3, 2000), [2000, 1977, 1990], 40)
+    assert len(moved) == 3
+    assert kind == "few values" or min(moved) >= 40, "no list was read"
 
 
 def test_ids_that_fit_no_block_are_walked():

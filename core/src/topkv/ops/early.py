@@ -7,8 +7,9 @@ Rules that keep it safe:
 
 * every program of the later kernel waits, also one that has nothing to do: whatever comes behind
   trusts that all is over when that kernel is;
-* what a program reads before it waits must have been complete when the first kernel of the
-  chain started, the one that is launched plainly;
+* what a program reads before it waits must be older than the kernel before it: that one is either
+  launched plainly, or each of its programs waits first of all and only then calls
+  ``gdc_launch_dependents``;
 * behind a kernel of somebody else a program waits first of all, and nothing starts early behind
   one that was itself launched early and may return without waiting.
 """

@@ -1,25 +1,27 @@
-"""Exact top-k of long rows: a pivot from a sample, a bit per element, a block of candidates.
+"""Exact top-k of long rows: a pivot from a sample, what is above it, the best among that.
 
 Three kernels, the first and last with one program per row, the second with one per slice:
 
 1. ``pivot_kernel`` draws a random sample of the row and takes a key that in all likelihood a few
    more than K elements reach: the pivot. It is a guess; nothing below trusts it.
 2. ``mark_kernel`` reads the row once and writes two bits per element: above the pivot, equal to
-   it. Counting and ordering are left to the next kernel, which sees all slices of its row.
-3. ``collect_kernel`` counts the bits, exactly. With G above and E equal to the pivot:
-   - G >= K: the K best lie among the G. List their indices, ascending, and select among them.
+   it. Index and key of the elements above go to a list, in which a slice takes a part as large
+   as it needs, in the order in which slices come to it.
+3. ``collect_kernel`` sees all slices of its row. With G above and E equal to the pivot:
+   - K <= G: the K best lie among the G. Read them in order of index and select.
    - G < K <= G + E: the pivot is the K-th key. The G and the first K - G of the E, in order of
-     index, are the result; any number of ties costs no more than this.
-   - G + E < K, or G exceeds the block: the guess was bad. Walk the row from memory.
+     index, are the result and come from the bits; any number of ties costs no more than this.
+   - G + E < K, or G exceeds the list: the guess was bad. Walk the row from memory.
    So the result is exact whatever the sample was; only the time depends on it.
 
 The list holds a count of elements that only luck and the scores decide, but its size, all grids
-and all blocks depend on shapes alone. Nothing is accumulated across programs, so there is no
-counter to reset, and the order in which programs run does not matter.
+and all blocks depend on shapes alone. The one counter, of places taken in the list, is set to 0
+by the first kernel of every call; the order in which programs run decides where a part of the list
+lies and nothing else.
 
 Odds of the walk for a sample of independent draws: the number of sampled keys among the K best is
 about Poisson with mean m = SAMPLES * K / length. The pivot's rank in the sample is m + 3.5 sqrt(m)
-+ 4, and the block has room for 5 more deviations: some 1e-4 a row. Positions are drawn at
++ 4, and the list has room for 5 more deviations: some 1e-4 a row. Positions are drawn at
 random within equal strata, so that periodic scores mislead it no more than others.
 """
 
@@ -34,8 +36,11 @@ from torch import Tensor
 from topkv.ops import early
 from topkv.ops import topk_long_kernels as kernels
 
-SAMPLES = 4096
-"""Elements of a row that its pivot is drawn from; a power of two."""
+SAMPLES, FEWEST_SAMPLES = 4096, 1024
+"""Elements of a row that its pivot is drawn from, most and fewest; powers of two."""
+
+SURE = 64
+"""Fewer than ``SAMPLES`` are drawn where so many of them still lie among the K best."""
 
 PIVOT_SIGMAS = 3.5
 """How far the pivot's rank in the sample stays on the safe side of the expected one."""
@@ -72,16 +77,31 @@ EARLY = True
 """Whether to use programmatic dependent launch where the device has it."""
 
 
-def candidate_block(columns: int, select: int) -> int:
-    """Room for the candidates of the longest row; at least ``select``.
-
-    The need grows with the length of a row, so shorter rows fit as well.
-    """
-    mean = SAMPLES * select / columns
+def need(samples: int, length: int, select: int) -> float:
+    """Room for the candidates of a row; more for a longer one."""
+    mean = samples * select / length
     most = (mean + PIVOT_SIGMAS * math.sqrt(mean) + 4) * (1 + 1 / SLACK)
-    need = (most + ROOM_SIGMAS * math.sqrt(most)) * columns / SAMPLES
-    room: int = triton.next_power_of_2(max(math.ceil(need), select))
+    return (most + ROOM_SIGMAS * math.sqrt(most)) * length / samples
+
+
+def _block(samples: int, columns: int, select: int) -> int:
+    room: int = triton.next_power_of_2(max(math.ceil(need(samples, columns, select)), select))
     return max(MIN_CANDIDATES, room)
+
+
+def candidate_block(columns: int, select: int) -> int:
+    """Room for the candidates of rows of up to so many columns; at least ``select``."""
+    return _block(SAMPLES, columns, select)
+
+
+def samples_of(columns: int, select: int) -> int:
+    """How many to draw: the fewest that make the pivot sure enough, and the block no larger."""
+    count, block = SAMPLES, candidate_block(columns, select)
+    while count > FEWEST_SAMPLES and count * select >= 2 * SURE * columns:
+        if _block(count // 2, columns, select) > block:
+            break
+        count //= 2
+    return count
 
 
 def _words(columns: int) -> int:
@@ -90,10 +110,19 @@ def _words(columns: int) -> int:
     return slices * (SLICE // 32)
 
 
+def _width(columns: int, block: int) -> int:
+    """int32 words of scratch of a row, a multiple of 16 bytes; see ``workspace``."""
+    words = _words(columns)
+    parts = triton.cdiv(2 * words // (SLICE // 32), 4) * 4
+    width: int = 2 * words + 2 * block + 4 + parts
+    return width
+
+
 def workspace(rows: int, columns: int, block: int, device: torch.device) -> Tensor:
-    """int32 ``[rows, words]``: marks above, marks equal, list, pivot; multiples of 16 bytes."""
-    width = 2 * _words(columns) + block + 4
-    return torch.empty((rows, width), dtype=torch.int32, device=device)
+    """int32 ``[rows, words]``: marks above, marks equal, listed indices and keys, pivot and how
+    many are listed in a block of four, then first place and size of the part of each slice.
+    """
+    return torch.empty((rows, _width(columns, block)), dtype=torch.int32, device=device)
 
 
 def topk(scores: Tensor, lengths: Tensor, ids: Tensor, block: int, work: Tensor) -> None:
@@ -104,23 +133,26 @@ def topk(scores: Tensor, lengths: Tensor, ids: Tensor, block: int, work: Tensor)
     """
     rows, columns = scores.shape
     select, words = ids.shape[1], _words(columns)
-    if work.shape[0] < rows or work.shape[1] < 2 * words + block + 4:
+    width = _width(columns, block)
+    if work.shape[0] < rows or work.shape[1] < width:
         raise ValueError(
             f"topk: the workspace is {list(work.shape)}, expected at least {rows} rows of "
-            f"{2 * words + block + 4} words; make it by workspace(rows, {columns}, {select}, ..)"
+            f"{width} words; make it by workspace(rows, {columns}, {select}, ..)"
         )
+    pairs = work.view(torch.int64)
     pdl = EARLY and early.available(scores.device)
     strides = (scores.stride(0), work.stride(0))
     kernels.pivot_kernel[(rows,)](
         *(scores, lengths, work, *strides, columns, words, select, PIVOT_SIGMAS),
-        SAMPLES=SAMPLES,
+        SAMPLES=samples_of(columns, select),
         SLACK=SLACK,
         BLOCK=block,
         PDL=pdl,
         num_warps=PIVOT_WARPS,
+        **early.options(pdl),
     )
     kernels.mark_kernel[(rows, triton.cdiv(columns, SLICE))](
-        *(scores, lengths, work, *strides, columns, words),
+        *(scores, lengths, work, pairs, *strides, columns, words),
         WORDS=SLICE // 32,
         BLOCK=block,
         PDL=pdl,
@@ -128,7 +160,9 @@ def topk(scores: Tensor, lengths: Tensor, ids: Tensor, block: int, work: Tensor)
         **early.options(pdl),
     )
     kernels.collect_kernel[(rows,)](
-        *(scores, lengths, work, ids, *strides, ids.stride(0), columns, words, select),
+        *(scores, lengths, work, pairs, ids, *strides, ids.stride(0), columns, words, select),
+        WORDS=SLICE // 32,
+        LEVELS=(triton.cdiv(columns, SLICE) - 1).bit_length(),
         BLOCK=block,
         BLOCK_W=min(WORD_BLOCK, triton.next_power_of_2(words)),
         BLOCK_WALK=WALK_BLOCK,

@@ -6,32 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from topkv.ops.topk_marks import bits, merge, pop, total_of
 from topkv.ops.topk_search import cut, order_keys, pad, place, search, walk
-
-
-@triton.jit
-def _bits(word):
-    """Set bits per uint32; the compiler knows this form and makes one instruction of it."""
-    word = word - ((word >> 1) & 0x55555555)
-    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
-    word = (word + (word >> 4)) & 0x0F0F0F0F
-    return ((word * 0x01010101) >> 24).to(tl.int32)
-
-
-@triton.jit
-def _lowest_bits(word, keep):
-    """The ``keep`` lowest set bits of each word; all where there are no more."""
-    position = tl.zeros_like(keep)
-    left = keep
-    # The longest run of low places, 31 at most, with no more than ``keep`` set bits.
-    for level in tl.static_range(5):
-        step = 16 >> level
-        count = _bits((word >> position.to(tl.uint32)) & ((1 << step) - 1))
-        fits = count <= left
-        left = tl.where(fits, left - count, left)
-        position = tl.where(fits, position + step, position)
-    one = tl.full((), 1, tl.uint32)
-    return tl.where(_bits(word) <= keep, word, word & ((one << position.to(tl.uint32)) - 1))
 
 
 @triton.jit(do_not_specialize=["columns", "words", "K"])
@@ -52,28 +28,36 @@ def pivot_kernel(
 ):
     """One program per row; rows of at most ``BLOCK`` elements get no pivot and need none.
 
-    Not launched early itself: so the scores are complete when it starts, and the programs of the
-    next kernel, which start while this one runs, may read them without waiting.
+    The next kernel may start once every program of this one has waited for what is before it: so
+    its programs, which start while this one runs, may read the scores without waiting.
     """
     if PDL:
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0).to(tl.int64)
     length = tl.minimum(tl.maximum(tl.load(p_lengths + n), 0), columns)
     if length > BLOCK:
-        # A random place in each of SAMPLES equal parts: the fraction comes from a hash, 16 bits.
-        part = tl.arange(0, SAMPLES)
-        mix = part.to(tl.uint32) * 0x9E3779B1
+        # A random place in each of SAMPLES equal parts, as a fraction of the row in 32 bits: the
+        # part gives the upper ones, a hash of it those below.
+        part = tl.arange(0, SAMPLES).to(tl.uint32)
+        mix = part * 0x9E3779B1
         mix = (mix ^ (mix >> 15)) * 0x85EBCA77
-        fraction = (mix ^ (mix >> 13)) >> 16
-        place16 = part.to(tl.int64) * 65536 + fraction.to(tl.int64)
-        at = (place16 * length) // (65536 * SAMPLES)
-        valid = at < length
-        keys = order_keys(tl.load(p_scores + n * s_scores + at, valid, other=0.0), valid)
+        fraction = part * (4294967296 // SAMPLES) + (mix ^ (mix >> 13)) // SAMPLES
+        at = tl.umulhi(fraction, tl.zeros_like(fraction) + length.to(tl.uint32))
+        keys = order_keys(tl.load(p_scores + n * s_scores + at), True)
         mean = SAMPLES * (K.to(tl.float32) / length.to(tl.float32))
         want = (mean + sigmas * tl.sqrt(mean) + 4).to(tl.int32)
         want = tl.minimum(tl.maximum(want, 1), SAMPLES)
-        low, _, _ = search(keys, valid, SAMPLES, want, want + want // SLACK)
-        tl.store(p_work + n * s_work + 2 * words + BLOCK, low.to(tl.int32, bitcast=True))
+        low, _, _ = search(keys, True, SAMPLES, want, want + want // SLACK)
+        p_pivot = p_work + n * s_work + 2 * words + 2 * BLOCK
+        tl.store(p_pivot, low.to(tl.int32, bitcast=True))
+        tl.store(p_pivot + 1, 0)
+
+
+@triton.jit
+def _pair(score, index):
+    """Key and index of an element in one integer."""
+    return (order_keys(score, True).to(tl.int64) << 32) | index.to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["words"])
@@ -81,6 +65,7 @@ def mark_kernel(
     p_scores,
     p_lengths,
     p_work,
+    p_pairs,
     s_scores,
     s_work,
     columns,
@@ -92,7 +77,8 @@ def mark_kernel(
     """Grid (rows, slices of ``WORDS`` words). Bit i of word w is element ``32 * w + i``.
 
     The slice is in registers before the pivot is known. Every program waits, also one that has
-    nothing to do: the next kernel trusts that all of the first is over when this one is.
+    nothing to do: the next kernel trusts that all of the first is over when this one is. What is
+    above the pivot goes to a part of the row's list that the slice takes when it knows its size.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -103,72 +89,85 @@ def mark_kernel(
     at = word[:, None] * 32 + bit[None, :]
     score = tl.load(p_scores + n * s_scores + at, at < columns, other=0.0)
     length = tl.minimum(tl.maximum(tl.load(p_lengths + n), 0), columns)
+    # Keys of invalid elements are 0, which neither exceeds nor equals a pivot.
+    keys = order_keys(score, at < length)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if (length > BLOCK) & (slice_ * WORDS * 32 < length):
         p_work += n * s_work
-        pivot = tl.load(p_work + 2 * words + BLOCK).to(tl.uint32, bitcast=True)
-        # Keys of invalid elements are 0, which neither exceeds nor equals a pivot.
-        keys = order_keys(score, at < length)
+        p_pairs += n * (s_work // 2) + words
+        p_pivot = p_work + 2 * words + 2 * BLOCK
+        pivot = tl.load(p_pivot).to(tl.uint32, bitcast=True)
         mask = (tl.full((), 1, tl.uint32) << bit.to(tl.uint32))[None, :]
         zero = tl.full((), 0, tl.uint32)
         above = tl.sum(tl.where(keys > pivot, mask, zero), 1)
         equal = tl.sum(tl.where(keys == pivot, mask, zero), 1)
         tl.store(p_work + word, above.to(tl.int32, bitcast=True))
         tl.store(p_work + words + word, equal.to(tl.int32, bitcast=True))
+        # Read again, one word a thread, for which threads have to wait for each other once.
+        tl.debug_barrier()
+        above = tl.load(p_work + word).to(tl.uint32, bitcast=True)
+        count = bits(above)
+        total = tl.sum(count, 0)
+        first = tl.atomic_add(p_pivot + 1, total, sem="relaxed")
+        tl.store(p_pivot + 4 + 2 * slice_, first)
+        tl.store(p_pivot + 5 + 2 * slice_, total)
+        target = first + tl.cumsum(count, 0) - count
+        # Two bits of every word per round, so that two keys are on their way.
+        for turn in range(0, tl.max(count, 0), 2):
+            one, above = pop(above, word)
+            two, above = pop(above, word)
+            place = target + turn
+            has_one = (turn < count) & (place < BLOCK)
+            has_two = (turn + 1 < count) & (place + 1 < BLOCK)
+            first_score = tl.load(p_scores + n * s_scores + one, has_one, other=0.0)
+            second_score = tl.load(p_scores + n * s_scores + two, has_two, other=0.0)
+            tl.store(p_pairs + place, _pair(first_score, one), has_one)
+            tl.store(p_pairs + place + 1, _pair(second_score, two), has_two)
 
 
 @triton.jit
-def _totals(p_above, p_equal, used, BLOCK_W: tl.constexpr):
-    """Set bits in the first ``used`` words of each kind."""
-    lane = tl.arange(0, BLOCK_W)
-    above = tl.zeros((BLOCK_W,), tl.int32)
-    equal = tl.zeros((BLOCK_W,), tl.int32)
-    for first in range(0, used, BLOCK_W):
-        at = first + lane
-        above += _bits(tl.load(p_above + at, at < used, other=0).to(tl.uint32, bitcast=True))
-        equal += _bits(tl.load(p_equal + at, at < used, other=0).to(tl.uint32, bitcast=True))
-    return tl.sum(above, 0), tl.sum(equal, 0)
-
-
-@triton.jit
-def _list(p_above, p_equal, p_list, used, budget, BLOCK_W: tl.constexpr):
-    """Indices of all elements above and the first ``budget`` equal ones, ascending."""
-    lane = tl.arange(0, BLOCK_W)
-    before = tl.full((), 0, tl.int32)
-    equal_before = tl.full((), 0, tl.int32)
-    for first in range(0, used, BLOCK_W):
-        at = first + lane
-        word = tl.load(p_above + at, at < used, other=0).to(tl.uint32, bitcast=True)
-        if budget > 0:
-            equal = tl.load(p_equal + at, at < used, other=0).to(tl.uint32, bitcast=True)
-            count = _bits(equal)
-            left = budget - (equal_before + tl.cumsum(count, 0) - count)
-            word = word | _lowest_bits(equal, tl.minimum(tl.maximum(left, 0), 32))
-            equal_before += tl.sum(count, 0)
-        count = _bits(word)
-        target = before + tl.cumsum(count, 0) - count
-        # One bit of every word per round: as many rounds as the fullest word has bits.
-        for turn in range(tl.max(count, 0)):
-            bit = _bits((word ^ 0xFFFFFFFF) & (word - 1))
-            tl.store(p_list + target + turn, at * 32 + bit, word != 0)
-            word = word & (word - 1)
-        if first + BLOCK_W < used:
-            before += tl.sum(count, 0)
-
-
-@triton.jit
-def _select(p_scores, p_list, p_ids, listed, count, want, BLOCK: tl.constexpr):
-    """The ``want`` best of ``count`` candidates; the first ``count`` elements if not listed."""
+def _listed(p_parts, slices, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
+    """Where the list has the candidates in order of index; its parts lie in any order."""
+    part = tl.arange(0, 1 << LEVELS)
+    start = tl.load(p_parts + 2 * part, part < slices, other=0)
+    count = tl.load(p_parts + 2 * part + 1, part < slices, other=0)
+    before = tl.cumsum(count, 0) - count
+    # The last part that starts at or before each candidate.
     lane = tl.arange(0, BLOCK)
-    valid = lane < count
-    index = tl.load(p_list + lane, valid & listed, other=0)
-    index = tl.where(listed, index, lane)
-    keys = order_keys(tl.load(p_scores + index, valid, other=0.0), valid)
+    mine = tl.zeros((BLOCK,), tl.int32)
+    for level in tl.static_range(LEVELS):
+        probe = mine + (1 << (LEVELS - 1 - level))
+        mine = tl.where(tl.gather(before, probe, 0) <= lane, probe, mine)
+    return lane + tl.gather(start - before, mine, 0)
+
+
+@triton.jit
+def _select(keys, index, valid, p_ids, count, want):
+    """The ``want`` best of ``count`` candidates, which are in order of index."""
     low, low_count, high_count = search(keys, valid, count, want, want)
     threshold, budget = cut(low, low_count, high_count, want)
     taken, where = place(keys, threshold, budget, 0, 0)
     tl.store(p_ids + where, index, taken & valid)
+
+
+@triton.jit
+def _select_listed(
+    p_pairs, p_parts, p_ids, slices, count, want, BLOCK: tl.constexpr, LEVELS: tl.constexpr
+):
+    """Among what is above the pivot."""
+    valid = tl.arange(0, BLOCK) < count
+    pair = tl.load(p_pairs + _listed(p_parts, slices, BLOCK, LEVELS), valid, other=0)
+    _select((pair >> 32).to(tl.uint32), pair.to(tl.int32), valid, p_ids, count, want)
+
+
+@triton.jit
+def _select_short(p_scores, p_ids, length, want, BLOCK: tl.constexpr):
+    """Among all of a row that fits a block."""
+    index = tl.arange(0, BLOCK)
+    valid = index < length
+    keys = order_keys(tl.load(p_scores + index, valid, other=0.0), valid)
+    _select(keys, index, valid, p_ids, length, want)
 
 
 @triton.jit(do_not_specialize=["columns", "words", "K"])
@@ -176,6 +175,7 @@ def collect_kernel(
     p_scores,
     p_lengths,
     p_work,
+    p_pairs,
     p_ids,
     s_scores,
     s_work,
@@ -183,6 +183,8 @@ def collect_kernel(
     columns,
     words,
     K,
+    WORDS: tl.constexpr,
+    LEVELS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_WALK: tl.constexpr,
@@ -195,27 +197,31 @@ def collect_kernel(
     p_ids += n * s_ids
     p_above = p_work + n * s_work
     p_equal = p_above + words
-    p_list = p_equal + words
+    p_pairs += n * (s_work // 2) + words
+    p_pivot = p_equal + words + 2 * BLOCK
+    p_parts = p_pivot + 4
     length = tl.minimum(tl.maximum(tl.load(p_lengths + n), 0), columns)
     want = tl.minimum(length, K)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    count = length
-    listed = length > BLOCK
-    if listed:
+    if length > BLOCK:
+        slices = tl.cdiv(length, WORDS * 32)
+        count = tl.load(p_pivot + 1)
         used = (length + 31) // 32
-        above, equal = _totals(p_above, p_equal, used, BLOCK_W)
-        budget = tl.maximum(want - above, 0)
-        count = tl.where(budget > equal, BLOCK + 1, above + budget)
-        if count <= BLOCK:
-            _list(p_above, p_equal, p_list, used, budget, BLOCK_W)
-            # Threads read what others wrote.
-            tl.debug_barrier()
-    if want > 0:
-        if count > BLOCK:
+        if count < want:
+            # The pivot is high: its equals are taken as well, or everything is walked.
+            if total_of(p_equal, used, BLOCK_W) >= want - count:
+                merge(p_above, p_equal, p_ids, used, want - count, BLOCK_W)
+            else:
+                walk(p_scores, p_ids, length, want, BLOCK_WALK)
+        elif count > BLOCK:
             walk(p_scores, p_ids, length, want, BLOCK_WALK)
         elif count > BLOCK // 2:
-            _select(p_scores, p_list, p_ids, listed, count, want, BLOCK)
+            _select_listed(p_pairs, p_parts, p_ids, slices, count, want, BLOCK, LEVELS)
         else:
-            _select(p_scores, p_list, p_ids, listed, count, want, BLOCK // 2)
+            _select_listed(p_pairs, p_parts, p_ids, slices, count, want, BLOCK // 2, LEVELS)
+    elif length > BLOCK // 2:
+        _select_short(p_scores, p_ids, length, want, BLOCK)
+    elif length > 0:
+        _select_short(p_scores, p_ids, length, want, BLOCK // 2)
     pad(p_ids, want, K, BLOCK_K)
