@@ -172,10 +172,11 @@ class AlgorithmBench(BenchMemory):
         self._set_rows(slots, [1] * len(slots))
         return keys.to(self.device)
 
-    def append(self, slots: Sequence[int], keys: Tensor) -> None:
+    def append(self, slots: Sequence[int], keys: Tensor, settle: bool = True) -> None:
         """Decode one token for each row, and settle what is due."""
         self.algorithm.update(self.layer, self.stage(slots, keys))
-        self.settle_due(slots)
+        if settle:
+            self.settle_due(slots)
 
     def settle_due(self, slots: Sequence[int]) -> None:
         """Settle the requests whose period is over."""
