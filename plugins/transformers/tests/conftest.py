@@ -149,11 +149,11 @@ def _recorded(module, query, key, value, attention_mask, scaling, **kwargs):
     return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
 
 
-def assert_close(ours, stock, truth):
+def assert_close(ours, stock, truth, times=2):
     """Ours is no further from the truth than twice the stock model, and a few roundings."""
     error, stock_error = (ours - truth).abs().max(), (stock - truth).abs().max()
     band = 8 * EPS * truth.abs().max()
-    assert error <= 2 * stock_error + band, f"{error:.2e} against {stock_error:.2e} of stock"
+    assert error <= times * stock_error + band, f"{error:.2e} against {stock_error:.2e} of stock"
 
 
 def assert_all_free(handle):

@@ -43,7 +43,12 @@ def plugins(dsa):
 @pytest.mark.parametrize("chunk", [None, 9], ids=["whole", "chunks"])
 @pytest.mark.parametrize(("device", "impl", "sizes"), PLACES)
 def test_logits_are_those_of_the_stock_model(plugins, check, device, impl, sizes, family, chunk):
-    """With index keys as the model makes them: the stock model does not quantize its own."""
+    """With index keys as the model makes them: the stock model does not quantize its own.
+
+    Rows are attended as they are cached: sums of 576 products, where the stock model expands the
+    rows and has sums of 80. On a GPU that is up to 2.7 times as far from the truth (24 models),
+    with our torch reference as with the kernels.
+    """
     if impl == "triton" and device == "cpu" and CUDA:
         pytest.skip("kernels are interpreted only where there is no CUDA device")
     steps = 4 if (device, impl) == ("cpu", "triton") else 12
@@ -58,7 +63,7 @@ def test_logits_are_those_of_the_stock_model(plugins, check, device, impl, sizes
         assert handle.config.groups[0].algorithm == "deepseek_dsa"
         ours = check.run(model, prompt, steps, prefill_chunk_size=chunk)
         assert torch.equal(ours[0], stock[0])
-        check.close(ours[1], stock[1], truth[1])
+        check.close(ours[1], stock[1], truth[1], times=4)
 
 
 def store_in_fp8(model, monkeypatch):
