@@ -148,6 +148,12 @@ def sweep(bandwidth: float) -> Iterator[dict[str, object]]:
                 }
                 yield cell | measure(16, 32768, keys, bandwidth)
         launch.SCORING[keys], launch.TILES = shipped, most
+        early, ahead = launch.EARLY, launch.AHEAD
+        for launch.EARLY, launch.AHEAD in ((False, 0), (True, 0), (True, 1), (True, 2), (True, 4)):
+            for tokens in (32768, 131072):
+                cell = {"early": launch.EARLY, "ahead": launch.AHEAD}
+                yield cell | measure(16, tokens, keys, bandwidth)
+        launch.EARLY, launch.AHEAD = early, ahead
         for tiles in TILES:
             launch.TILES = tiles
             for requests in (1, 16):

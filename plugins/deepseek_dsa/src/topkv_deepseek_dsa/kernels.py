@@ -49,6 +49,7 @@ def query_kernel(
     The scale of a query goes into its weight. Padded rows are left out.
     """
     if PDL:
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     if tl.load(p_slots + row) < 0:
@@ -80,6 +81,36 @@ def _operand(x, DECODE: tl.constexpr, FACTORS: tl.constexpr):
     return x.to(FACTORS)
 
 
+@triton.jit
+def _prefetch(
+    p_keys,
+    p_pages,
+    start,
+    end,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    FP8: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """Ask for the keys of ``COUNT`` tokens from ``start`` on that lie before ``end``."""
+    BYTES: tl.constexpr = DIM * p_keys.dtype.element_ty.primitive_bitwidth // 8
+    t = start + tl.arange(0, COUNT)
+    # Behind the end the first token is asked for again.
+    t = tl.where(t < end, t, start)
+    page = tl.load(p_pages + t // PAGE).to(tl.int64)
+    at = page * PAGE + t % PAGE
+    address = (p_keys + (code_at(at, DIM) if FP8 else at * DIM)).to(tl.int64)
+    for line in tl.static_range(0, BYTES, 128):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [address + line],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
 @triton.jit(do_not_specialize=["tiles"])
 def score_kernel(
     p_query,
@@ -105,23 +136,30 @@ def score_kernel(
     DECODE: tl.constexpr,
     FACTORS: tl.constexpr,
     PDL: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Program (row, ``tiles`` tiles of tokens): the scores of a row's tokens, fp32.
 
     A tile of keys [tokens, D] is multiplied with the queries [D, heads]: a thread then holds
     heads of the same token side by side, which it sums. The first program of a row writes how many
-    tokens it has. Rows that select all of them are not scored.
+    tokens it has. Rows that select all of them are not scored. A program that starts
+    early asks for its first ``AHEAD`` tiles of keys while it waits for the queries.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     slot = tl.load(p_slots + row).to(tl.int64)
     length = tl.maximum(tl.load(p_lengths + row), 0)
     length = tl.where(slot < 0, 0, length)
-    if PDL:  # What was read so far is older than the queries.
+    start = block * tiles * TILE
+    if PDL:  # What is read up to the wait is older than the queries.
+        if AHEAD > 0:
+            end = tl.minimum(tl.where(length > select, length, 0), start + tiles * TILE)
+            if start < end:
+                p_mine = p_pages + slot * max_pages
+                _prefetch(p_keys, p_mine, start, end, DIM, PAGE, FP8, AHEAD * TILE)
         tl.extra.cuda.gdc_wait()
     if block == 0:
         tl.store(p_counts + row, length)
-    start = block * tiles * TILE
     if (start >= length) | (length <= select):
         return
     h = tl.arange(0, BLOCK_H)

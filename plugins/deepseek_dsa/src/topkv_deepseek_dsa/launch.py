@@ -27,6 +27,9 @@ WAVES = 4
 EARLY = True
 """Whether the score kernel starts while the queries are prepared, where the device can do that."""
 
+AHEAD = 2
+"""Tiles of keys that a program asks for while it waits for the queries; a power of two, or 0."""
+
 CONSTRUCT_TOKENS, UPDATE_ROWS, QUERY_HEADS = 32, 4, 16
 """Keys and query heads of a program."""
 
@@ -192,6 +195,7 @@ class Launcher:
             *(q.stride(0), q.stride(1), weights.stride(0), weights.stride(1)),
             Q_BF16=q.dtype is torch.bfloat16,
             PDL=self.early,
+            **early.options(self.early),
             **self.querying,
         )
         every = triton.cdiv(scores.shape[1], self.scoring["TILE"])
@@ -201,6 +205,7 @@ class Launcher:
             *(slots, lengths, pages, scores, counts),
             *(pages.stride(0), scores.stride(0), self.group.select, tiles),
             PDL=self.early,
+            AHEAD=AHEAD,
             **early.options(self.early),
             **self.scoring,
         )
