@@ -68,14 +68,20 @@ def test_the_table_is_spread_over_a_constant_count(device):
     check()
 
 
-@ON
-def test_pages_are_copied_unless_they_were_written_along(device):
-    pages = plans.Pages.empty(4, 3, torch.device(device))
+def small_step(device):
+    """A plan of two lanes of three units to adapt, and what comes of it."""
     geometry = Geometry(1, 1, 16, 1, 1, "shared", torch.float32)
     case = AdaptCase(geometry, ((0, 9), (2, 3)), (2, 1), 2, 4, 2, 3)
     group = GroupShape((0,), 1, 1, 1, 16, torch.float32, 64, 3, 64, 2, 4, 2)
     inputs = StepInputs.empty(group, 2, device)
     case.fill(inputs)
+    return case, inputs
+
+
+@ON
+def test_pages_are_copied_unless_they_were_written_along(device):
+    pages = plans.Pages.empty(4, 3, torch.device(device))
+    case, inputs = small_step(device)
     table, lengths = ints([[TRASH] * 3] * 2), ints([-7, -7])
 
     def spoil():
@@ -113,11 +119,7 @@ def test_a_table_that_does_not_fit_is_adapted_all_the_same(device):
     for lanes, width in ((2, 2), (1, 6)):
         other = pages.fitting(lanes, width)
         assert (other.indices.numel(), other.last.numel()) == (lanes * width, lanes)
-    geometry = Geometry(1, 1, 16, 1, 1, "shared", torch.float32)
-    case = AdaptCase(geometry, ((0, 9), (2, 3)), (2, 1), 2, 4, 2, 3)
-    group = GroupShape((0,), 1, 1, 1, 16, torch.float32, 64, 3, 64, 2, 4, 2)
-    inputs = StepInputs.empty(group, 2, device)
-    case.fill(inputs)
+    case, inputs = small_step(device)
     table, lengths = ints([[TRASH] * 3] * 2), ints([-7, -7])
     pages.adapt(inputs.view, inputs.plan, table, lengths)
     case.check(table, lengths)
