@@ -117,13 +117,13 @@ def mark_kernel(
         for turn in range(0, tl.max(count, 0), 2):
             one, above = pop(above, word)
             two, above = pop(above, word)
-            place = target + turn
-            has_one = (turn < count) & (place < BLOCK)
-            has_two = (turn + 1 < count) & (place + 1 < BLOCK)
+            to = target + turn
+            has_one = (turn < count) & (to < BLOCK)
+            has_two = (turn + 1 < count) & (to + 1 < BLOCK)
             first_score = tl.load(p_scores + n * s_scores + one, has_one, other=0.0)
             second_score = tl.load(p_scores + n * s_scores + two, has_two, other=0.0)
-            tl.store(p_pairs + place, _pair(first_score, one), has_one)
-            tl.store(p_pairs + place + 1, _pair(second_score, two), has_two)
+            tl.store(p_pairs + to, _pair(first_score, one), has_one)
+            tl.store(p_pairs + to + 1, _pair(second_score, two), has_two)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from topkv.kv.store import GroupStore
+from topkv.ops import early
 from topkv.transfer import kernels, token_kernels
 from topkv.transfer.reference import fits, ring_low
 from topkv.types import LayerView, Plan, StepTensors
@@ -18,9 +19,6 @@ COPY_PROGRAMS = 256
 
 COPY_BLOCK = 256
 """16-byte words per program and iteration."""
-
-PDL_CAPABILITY = (9, 0)
-"""From here on a kernel can be launched before the one that it depends on has ended."""
 
 TOKEN_BLOCK = 64
 """Tokens per program of the prefill kernels."""
@@ -69,11 +67,7 @@ class Launcher:
         # The copy's programs start while the plan still runs: one launch latency less a step.
         # Triton's interpreter runs one program after the other.
         self.copy_programs = COPY_PROGRAMS if store.buffer.device.type == "cuda" else 4
-        self.pdl = (
-            store.buffer.is_cuda
-            and torch.cuda.get_device_capability(store.buffer.device) >= PDL_CAPABILITY
-        )
-        self.early: dict[str, Any] = {"launch_pdl": True} if self.pdl else {}
+        self.pdl = early.available(store.buffer.device)
         self.geometry = {
             "HEADS_PER_LANE": group.heads_per_lane,
             "PLANES": group.planes,
@@ -144,7 +138,7 @@ class Launcher:
             BLOCK_C=self.block_c,
             PDL=self.pdl,
             num_warps=self.plan_warps,
-            **self.early,
+            **early.options(self.pdl),
         )
 
     def load(self, layer: LayerView, plan: Plan) -> None:
@@ -169,7 +163,7 @@ class Launcher:
             BLOCK=COPY_BLOCK,
             PDL=self.pdl,
             num_warps=8,
-            **self.early,
+            **early.options(self.pdl),
         )
 
     def offload(self, step: StepTensors, force: bool) -> None:
