@@ -140,10 +140,10 @@ def test_windows_are_clustered_as_decode_fills_them(on):
     d = Decoder(on, budget=16)
     slot = d.begin()
     d.prefill(slot, 17)
-    assert d.state(slot) == [14, 14, 6], "full windows, while prompts may go on"
+    assert d.state(slot) == [12, 12, 5], "full segments, while prompts may go on"
     pools = d.coordinator.layers[0].view.pools
     names = ("centroids", "ends", "members")
-    settled, clusters, before = 17, 8, None  # the end of the prompt makes two more
+    settled, clusters, before = 17, 8, None  # the end of the prompt makes three more
     for _ in range(14):
         d.check_forced(slot)
         length = len(d.held[slot][0])
@@ -237,7 +237,7 @@ def test_chunk_schedules_cluster_the_same_tokens(on):
         for chunk in chunks:
             d.prefill(slot, chunk)
         ends.append(d.state(slot)[:2])
-    assert ends == [[26, 26]] * 3
+    assert ends == [[24, 24]] * 3
 
 
 @pytest.mark.parametrize("places", [1, 2])

@@ -52,13 +52,14 @@ def test_a_window_makes_the_same_clusters_in_a_prompt_and_in_decode(subject):
     @examples(subject.tier, cpu=30, interpret=3)
     @given(
         case=cases(subject, exact=False),
-        prompt=st.integers(0, 3),
+        prompt=st.integers(0, 2),
         decoded=st.integers(1, 2),
         cuts=st.lists(st.integers(1, 39), max_size=3),
     )
     def check(case, prompt, decoded, cuts):
-        sinks, window = case.params["sinks"], case.params["window"]
-        case = evolve(case, params={**case.params, "segment": window})
+        window = case.params["window"]
+        sinks = min(case.params["sinks"], 1) * window
+        case = evolve(case, params={**case.params, "segment": window, "sinks": sinks})
         first, last = max(sinks + prompt * window, 1), sinks + (prompt + decoded) * window
         if prompt == sinks == 0:
             first, last = window, (1 + decoded) * window
@@ -132,11 +133,38 @@ def test_pools_have_the_bytes_of_the_readme(on, dtype, window, per_cluster):
     bench = AlgorithmBench(subject, case, requests=2)
     held = {name: pool[0].nbytes / heads for name, pool in bench.pools.items()}
     clustered = tokens - sinks + 8 * window  # with the eight windows more of the README
-    assert held["centroids"] + held["ends"] == (dtype.itemsize * dim + 4) / per_cluster * clustered
+    clusters = clustered / per_cluster + tokens // 12  # and one more a segment
+    assert held["centroids"] + held["ends"] == (dtype.itemsize * dim + 4) * clusters
     assert held["members"] == 4 * tokens
     assert held["keys"] == (2 * window + bench.group.ring_slots) * dtype.itemsize * dim
     assert set(held) == {"centroids", "ends", "members", "keys", "state"}
     assert held["state"] * heads == 12
+
+
+def test_chunks_of_a_prompt_do_not_matter(subject):
+    """Segments lie at fixed positions, whether chunks or the host tier bring their keys."""
+
+    @examples(subject.tier, cpu=40, interpret=4)
+    @given(
+        case=cases(subject, exact=False),
+        windows=st.integers(1, 5),
+        cuts=st.lists(st.integers(1, 47), max_size=6),
+        again=st.integers(0, 9),
+    )
+    def check(case, windows, cuts, again):
+        case = evolve(case, params={**case.params, "segment": case.params["window"] * windows})
+        keys = case.tokens(0)[: min(48, case.most - 1)]
+        prompt = max(len(keys) - again, 1)
+        once, chunks = (AlgorithmBench(subject, case, requests=2) for _ in range(2))
+        for bench, at in ((once, ()), (chunks, cuts)):
+            bench.prefill(1, keys[:prompt], at)
+            if prompt < len(keys):  # another turn
+                bench.prefill(1, keys[prompt:], [cut - prompt for cut in at])
+        assert chunks.pools["state"][1].tolist() == once.pools["state"][1].tolist()
+        one, two = taken(once, 1), taken(chunks, 1)
+        assert all(same_bits(one[name], two[name]) for name in one)
+
+    check()
 
 
 def test_clusters_of_a_prefix_depend_on_what_follows(subject):

@@ -6,7 +6,7 @@ DAC 2025, arXiv 2412.03213. Differences from its code stand in the README of thi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,9 +37,9 @@ class ClusterKV:
     """Selects whole clusters of the largest ``<q, mu>`` until the budget is full.
 
     The first ``sinks`` tokens and those that are in no cluster yet, the open window, are always
-    attended. Prefill clusters every full window as its chunks come, in segments; decode every
-    ``window`` tokens. On a GPU prefill clusters on a stream of its own, which the group's last
-    layer joins.
+    attended. Prefill clusters segments at fixed positions: as chunks come where ring and chunk
+    hold all of one, at the end of the prompt otherwise; decode clusters every ``window`` tokens.
+    On a GPU the former runs on a stream of its own, which the group's last layer joins.
 
     If sinks and open window exceed K, the newest of them are selected.
     """
@@ -83,11 +83,12 @@ class ClusterKV:
         watermark, built, clusters = min(state[0], start), state[1], state[2]
         first = max(watermark, self.settings.sinks)
         end = self.settings.aligned(length)
-        if end > first:
+        # Where keys of the segment are in the host tier alone, it waits for ``settle``.
+        if end > first >= start - self.pending:
             old = self._pending_keys(layer, slot, first, min(start, end), start)
             keys = torch.cat([old, k[max(first - start, 0) : max(end - start, 0)]])
             done = RequestClusters(layer.pools, slot, self.settings, built, clusters)
-            self._aside(keys, lambda: _cluster(done, keys, first))
+            self._aside(keys, lambda: self._cluster(done, [(first, keys, keys)], first))
             watermark, built, clusters = end, done.built, done.clusters
         _write_state(layer, slot, watermark, built, clusters)
         kept = max(start, length - self.pending)
@@ -98,21 +99,29 @@ class ClusterKV:
 
     @hookimpl
     def settle(
-        self, layer: LayerView, slot: int, since: int, length: int, history: object
+        self,
+        layer: LayerView,
+        slot: int,
+        since: int,
+        length: int,
+        history: Iterable[tuple[int, Tensor, Tensor]],
     ) -> None:
-        """Cluster what is in no cluster yet: the end of a prompt, or a window of generated tokens.
+        """Cluster what is in no cluster yet: segments of a prompt, a window of generated tokens.
 
-        The keys are in the pool, so nothing is streamed.
+        Keys of the newest tokens are in the pool; segments that reach further back are streamed.
         """
         self._join()
         watermark, built, clusters = layer.pools["state"][slot].tolist()
         watermark = min(watermark, length)
-        first, end = max(watermark, self.settings.sinks), length
-        if end > first:
-            keys = self._pending_keys(layer, slot, first, end, length)
+        first = max(watermark, self.settings.sinks)
+        if length > first:
             done = RequestClusters(layer.pools, slot, self.settings, built, clusters)
-            _cluster(done, keys, first)
-            watermark, built, clusters = end, done.built, done.clusters
+            if first >= length - self.pending:
+                done.trim(first)
+                done.append(self._pending_keys(layer, slot, first, length, length), first)
+            else:
+                self._cluster(done, history, first)
+            watermark, built, clusters = length, done.built, done.clusters
         _write_state(layer, slot, watermark, built, clusters)
 
     @hookimpl
@@ -150,6 +159,33 @@ class ClusterKV:
         chosen = reference.select(scores, counts, ends, members, where, ids.shape[1])
         ids.copy_(chosen.flatten(0, 1))
 
+    def _cluster(
+        self,
+        done: RequestClusters,
+        history: Iterable[tuple[int, Tensor, Tensor]],
+        first: int,
+    ) -> None:
+        """Cluster keys from position ``first`` on, up to the end of the history.
+
+        Segments end at fixed positions, so that clusters do not depend on how a prompt came.
+        """
+        done.trim(first)
+        segment = self.settings.segment
+        held: list[Tensor] = []
+        for start, keys, _ in history:
+            at = max(first, start)
+            keys = keys[at - start :]
+            while len(keys):
+                stop = (at // segment + 1) * segment
+                held.append(keys[: stop - at])
+                keys = keys[stop - at :]
+                at += len(held[-1])
+                if at == stop:
+                    done.append(torch.cat(held), first)
+                    first, held = at, []
+        if held:
+            done.append(torch.cat(held), first)
+
     def _pending_keys(
         self, layer: LayerView, slot: int, first: int, end: int, length: int
     ) -> Tensor:
@@ -174,11 +210,6 @@ class ClusterKV:
     def _join(self) -> None:
         if self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
-
-
-def _cluster(done: RequestClusters, keys: Tensor, first: int) -> None:
-    done.trim(first)
-    done.append(keys, first)
 
 
 def _write_state(layer: LayerView, slot: int, *values: int) -> None:

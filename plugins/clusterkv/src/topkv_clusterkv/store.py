@@ -41,23 +41,20 @@ class Settings:
     iterations: int
     seed: int
 
-    @property
-    def segment_tokens(self) -> int:
-        """The segment in whole windows."""
-        return self.segment // self.window * self.window
-
     def aligned(self, length: int) -> int:
-        """The end of the last full window of a request."""
-        full = max(length - self.sinks, 0) // self.window
-        return self.sinks + full * self.window
+        """The end of the last full segment of a request; ``sinks`` if there is none."""
+        return max(length // self.segment * self.segment, self.sinks)
 
     def clusters(self, tokens: int) -> int:
         return -(-tokens // self.tokens_per_cluster)
 
     def max_clusters(self, max_tokens: int) -> int:
-        """Those of a request of full windows, and of ``SPARE`` parts of windows more."""
+        """Those of a request of full windows, and of ``SPARE`` parts of windows more.
+
+        A segment that is not of whole clusters makes one more than its tokens would in windows.
+        """
         windows = max(max_tokens - self.sinks, 0) // self.window + SPARE
-        return windows * self.clusters(self.window)
+        return windows * self.clusters(self.window) + max_tokens // self.segment
 
     def pending(self, ring_tokens: int) -> int:
         """P: a window that a prompt left open, one that decode fills, and a rollback."""
@@ -119,7 +116,7 @@ class RequestClusters:
     def append(self, keys: Tensor, first: int) -> None:
         """Cluster keys ``[n, h, D]`` of positions from ``first`` on, in segments of equal size."""
         tokens = keys.shape[0]
-        parts = -(-tokens // self.settings.segment_tokens)
+        parts = -(-tokens // self.settings.segment)
         for part in range(parts):
             start, stop = part * tokens // parts, (part + 1) * tokens // parts
             self._append_segment(keys[start:stop].transpose(0, 1).float(), first + start)
