@@ -114,7 +114,7 @@ class FlashMLA:
         Raises:
             ValueError: more lanes than ``max_batch`` allows.
         """
-        lanes, heads = q.shape[0], q.shape[2]
+        lanes = q.shape[0]
         if not lanes:
             return
         if lanes > self.max_batch:
@@ -126,6 +126,16 @@ class FlashMLA:
             result, log = self._attend_pages(q, k, table, lengths)
         else:
             result, log = self._attend_listed(q, k, table, lengths)
+        self.finish(result, log, lengths, out, lse)
+
+    def finish(
+        self, result: Tensor, log: Tensor, lengths: Tensor, out: Tensor, lse: Tensor
+    ) -> None:
+        """Copy what the library returns, ``[lanes, 1, heads, 512]`` and fp32 ``[lanes, heads]``.
+
+        Heads that it pads are left out, empty lanes are 0 and -inf.
+        """
+        lanes, _, heads, _ = out.shape
         kernels.finish_kernel[(lanes, triton.cdiv(heads, BLOCK_HEADS))](
             *(result, log, lengths, out, lse, heads),
             *(result.stride(0), result.stride(2), *log.stride()),
