@@ -27,7 +27,7 @@ PARAMS = {
 class Decoder:
     """A coordinator, and the keys and values of every request beside it."""
 
-    def __init__(self, on, budget):
+    def __init__(self, on, budget, params=PARAMS):
         # Interpreted kernels are slow; the last layer joins what the others began.
         self.layers = 1 if on.name == "interpret" else 2
         model = ModelShape(self.layers, HEADS, KV_HEADS, DIM, torch.float32, DIM**-0.5)
@@ -46,7 +46,7 @@ class Decoder:
             dense_layers=[],
             poison=True,
             prefill_block_tokens=8,
-            params=PARAMS,
+            params=params,
         )
         registry = PluginRegistry([("t", "1", Entries(*topkv_register_algorithms()))])
         lowered = lower(config, model, device=on.device, registry=registry)
@@ -112,7 +112,8 @@ class Decoder:
         )
 
     def state(self, slot, layer=0):
-        return self.coordinator.layers[layer].view.pools["state"][slot].tolist()
+        """Watermark, built, clusters."""
+        return self.coordinator.layers[layer].view.pools["state"][slot, :3].tolist()
 
     def check_dense(self, *slots):
         """With a covering budget a step equals dense attention: no token twice, none missing."""
@@ -227,6 +228,71 @@ def test_forked_twins_answer_alike_and_go_their_own_ways(on):
     for _ in range(7):
         d.decode(twin)
     assert d.state(twin) != before == d.state(slot)
+
+
+def _goes_on(d, slot):
+    d.cut(slot, 5, "truncate")
+    d.decode(slot)
+
+
+def _is_prompted_again(d, slot):
+    d.cut(slot, 5, "truncate")
+    d.prefill(slot, 19)
+    d.decode(slot)
+
+
+def _rolls_back(d, slot):
+    d.cut(slot, 15, "rollback")
+    d.decode(slot)
+
+
+def _is_aborted(d, slot):
+    q, kv = d.draw(20)
+    d.coordinator.forward_begin(prefill=[(slot, 20)])
+    for layer in range(d.layers):
+        k, v = (kv[layer, :, :, part].contiguous().to(d.device) for part in (0, 1))
+        d.coordinator.attention(layer, q[layer].to(d.device), k, v)
+    d.coordinator.forward_abort()
+    d.decode(slot)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "then"),
+    [(23, _goes_on), (23, _is_prompted_again), (18, _rolls_back), (3, _is_aborted)],
+)
+def test_keys_of_rejected_tokens_reach_no_centroid(on, prompt, then):
+    """The ring of keys holds those of a longer prompt when the segment is clustered at last."""
+    d = Decoder(on, budget=12, params={**PARAMS, "segment": 24, "sinks": 0})
+    slot = d.begin()
+    d.prefill(slot, prompt)
+    then(d, slot)
+    pools = d.coordinator.layers[0].view.pools
+    clusters = d.state(slot)[2]
+    assert clusters > 0
+    for head in range(KV_HEADS):
+        begin = 0
+        for place, end in enumerate(pools["ends"][slot, head, :clusters].tolist()):
+            members = pools["members"][slot, head, begin:end].cpu().long()
+            if len(members):
+                mean = d.held[slot][0][members, head, 0].mean(0)
+                assert torch.allclose(pools["centroids"][slot, head, place].cpu(), mean, atol=1e-5)
+            begin = end
+
+
+def test_places_of_emptied_clusters_are_taken_again(on):
+    """Prompts that are cut and read again do not run out of places."""
+    d = Decoder(on, budget=12, params={**PARAMS, "segment": 24})
+    slot = d.begin()
+    for _ in range(12):
+        d.prefill(slot, 50 - len(d.held[slot][0]))
+        d.decode(slot)
+        d.cut(slot, 30, "truncate")
+    pools = d.coordinator.layers[0].view.pools
+    _, built, clusters = d.state(slot)
+    ends = pools["ends"][slot, :, :clusters]
+    sizes = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
+    assert built == 50
+    assert int(sizes.max()) < 12
 
 
 def test_chunk_schedules_cluster_the_same_tokens(on):

@@ -37,7 +37,7 @@ def subject(on):
 def taken(bench, slot):
     """What a request holds of each pool, on the CPU: the places that are taken."""
     pools = {name: pool[slot].cpu() for name, pool in bench.pools.items()}
-    _, built, clusters = pools["state"].tolist()
+    _, built, clusters, _ = pools["state"].tolist()
     members = built - bench.algorithm.settings.sinks
     widths = {"centroids": clusters, "ends": clusters, "members": max(members, 0)}
     return {name: pools[name][:, :width].contiguous() for name, width in widths.items()}
@@ -138,7 +138,7 @@ def test_pools_have_the_bytes_of_the_readme(on, dtype, window, per_cluster):
     assert held["members"] == 4 * tokens
     assert held["keys"] == (2 * window + bench.group.ring_slots) * dtype.itemsize * dim
     assert set(held) == {"centroids", "ends", "members", "keys", "state"}
-    assert held["state"] * heads == 12
+    assert held["state"] * heads == 16
 
 
 def test_chunks_of_a_prompt_do_not_matter(subject):

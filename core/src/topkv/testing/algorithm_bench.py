@@ -225,6 +225,7 @@ class AlgorithmBench(BenchMemory):
         if (length - 1) // self.group.unit < low:
             raise ValueError(f"rollback to {length} tokens reaches behind unit {low} of the ring")
         self.keys[slot] = self.keys[slot][:length]
+        self._settled[slot] = min(self._settled[slot], length)
 
     def end(self, slot: int) -> None:
         """Free a slot: request-grained state is zeroed, pages and ring keep what they hold."""

@@ -16,7 +16,7 @@ from topkv import hookimpl
 from topkv.errors import ConfigError
 from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape
 from topkv_clusterkv import reference
-from topkv_clusterkv.store import RequestClusters, Settings, representations
+from topkv_clusterkv.store import STATE, RequestClusters, Settings, representations
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_CLUSTERS = 16384
@@ -37,9 +37,10 @@ class ClusterKV:
     """Selects whole clusters of the largest ``<q, mu>`` until the budget is full.
 
     The first ``sinks`` tokens and those that are in no cluster yet, the open window, are always
-    attended. Prefill clusters segments at fixed positions: as chunks come where ring and chunk
-    hold all of one, at the end of the prompt otherwise; decode clusters every ``window`` tokens.
-    On a GPU the former runs on a stream of its own, which the group's last layer joins.
+    attended. Prefill clusters segments at fixed positions: as chunks come, up to the first one
+    that ring and chunk do not hold, and the others at the end of the prompt; decode clusters every
+    ``window`` tokens. On a GPU the clustering beside chunks runs on a stream of its own, which the
+    group's last layer joins.
 
     If sinks and open window exceed K, the newest of them are selected.
     """
@@ -79,18 +80,19 @@ class ClusterKV:
         if k.shape[0] == 0:
             return
         length = start + k.shape[0]
-        state = [0, 0, 0] if start == 0 else layer.pools["state"][slot].tolist()
+        state = [0] * STATE if start == 0 else layer.pools["state"][slot].tolist()
         watermark, built, clusters = min(state[0], start), state[1], state[2]
+        held = max(min(state[3], start), start - self.pending)
         first = max(watermark, self.settings.sinks)
         end = self.settings.aligned(length)
         # Where keys of the segment are in the host tier alone, it waits for ``settle``.
-        if end > first >= start - self.pending:
+        if end > first >= held:
             old = self._pending_keys(layer, slot, first, min(start, end), start)
             keys = torch.cat([old, k[max(first - start, 0) : max(end - start, 0)]])
             done = RequestClusters(layer.pools, slot, self.settings, built, clusters)
             self._aside(keys, lambda: self._cluster(done, [(first, keys, keys)], first))
             watermark, built, clusters = end, done.built, done.clusters
-        _write_state(layer, slot, watermark, built, clusters)
+        _write_state(layer, slot, watermark, built, clusters, max(held, length - self.pending))
         kept = max(start, length - self.pending)
         places = torch.arange(kept, length, device=k.device) % self.pending
         layer.pools["keys"][slot][:, places] = k[kept - start :].transpose(0, 1)
@@ -108,21 +110,22 @@ class ClusterKV:
     ) -> None:
         """Cluster what is in no cluster yet: segments of a prompt, a window of generated tokens.
 
-        Keys of the newest tokens are in the pool; segments that reach further back are streamed.
+        The pool holds the newest keys; what reaches further back is streamed.
         """
         self._join()
-        watermark, built, clusters = layer.pools["state"][slot].tolist()
+        watermark, built, clusters, held = layer.pools["state"][slot].tolist()
         watermark = min(watermark, length)
+        held = max(min(held, length), length - self.pending)
         first = max(watermark, self.settings.sinks)
         if length > first:
             done = RequestClusters(layer.pools, slot, self.settings, built, clusters)
-            if first >= length - self.pending:
+            if first >= held:
                 done.trim(first)
                 done.append(self._pending_keys(layer, slot, first, length, length), first)
             else:
                 self._cluster(done, history, first)
             watermark, built, clusters = length, done.built, done.clusters
-        _write_state(layer, slot, watermark, built, clusters)
+        _write_state(layer, slot, watermark, built, clusters, held)
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor) -> None:
@@ -191,7 +194,7 @@ class ClusterKV:
     ) -> Tensor:
         """Keys ``[n, h, D]`` of positions ``first .. end`` of a request of ``length`` tokens.
 
-        Zeros where newer keys have taken the place, which takes an engine that skips settles.
+        Zeros further back than the pool reaches; callers ask from ``held`` on.
         """
         places = torch.arange(first, max(first, end), device=layer.pools["keys"].device)
         keys = layer.pools["keys"][slot][:, places % self.pending].transpose(0, 1)

@@ -6,13 +6,15 @@ All pools are of grain request, ``[max_requests, *shape]``:
 centroids  ``[h, C, D]``       mean of the members, in the 16-bit dtype of the keys, or fp32
 ends       ``[h, C]`` int32    inclusive prefix sums of the cluster sizes
 members    ``[h, U]`` int32    tokens sorted by cluster; ascending within a cluster
-keys       ``[h, P, D]``       the newest keys, position p at p % P, until they are clustered
-state      ``[3]`` int32       watermark, built, clusters
+keys       ``[h, P, D]``       the newest keys, position p at p % P
+state      ``[4]`` int32       watermark, built, clusters, held
 ========== =================== ==============================================================
 
 Tokens ``sinks .. built`` were clustered, the same ones in each head. ``watermark`` is the lowest
 position that was written since: what clusters hold from there on is of rejected tokens and
-counts for nothing; it goes when the next tokens are clustered.
+counts for nothing; it goes when the next tokens are clustered. From ``held`` on ``keys`` are those
+of the request, and not of tokens that a cut has rejected; decode need not write it, since the
+places that it takes before the next settle are older.
 """
 
 from __future__ import annotations
@@ -26,8 +28,11 @@ from torch import Tensor
 from topkv.types import GroupShape, RepresentationSpec
 from topkv_clusterkv.kmeans import kmeans, spread
 
+STATE = 4
+"""Integers of the state of a request."""
+
 SPARE = 8
-"""Prompts of a request whose last, partly filled window finds places for clusters of its own."""
+"""Windows more for which there are places: the end of every prompt makes clusters of its own."""
 
 
 @frozen
@@ -49,7 +54,7 @@ class Settings:
         return -(-tokens // self.tokens_per_cluster)
 
     def max_clusters(self, max_tokens: int) -> int:
-        """Those of a request of full windows, and of ``SPARE`` parts of windows more.
+        """Those of a request of full windows, and of ``SPARE`` windows more.
 
         A segment that is not of whole clusters makes one more than its tokens would in windows.
         """
@@ -57,7 +62,10 @@ class Settings:
         return windows * self.clusters(self.window) + max_tokens // self.segment
 
     def pending(self, ring_tokens: int) -> int:
-        """P: a window that a prompt left open, one that decode fills, and a rollback."""
+        """P: a window that decode fills, a rollback, and a window of slack.
+
+        A chunk finds as many tokens of its segment that came before it.
+        """
         return 2 * self.window + ring_tokens
 
 
@@ -70,7 +78,7 @@ def representations(group: GroupShape, settings: Settings) -> tuple[Representati
         RepresentationSpec("ends", "request", (heads, clusters), torch.int32),
         RepresentationSpec("members", "request", (heads, group.max_units), torch.int32),
         RepresentationSpec("keys", "request", (heads, pending, dim), group.dtype),
-        RepresentationSpec("state", "request", (3,), torch.int32),
+        RepresentationSpec("state", "request", (STATE,), torch.int32),
     )
 
 
@@ -93,7 +101,7 @@ class RequestClusters:
         self.members = pools["members"][slot]
 
     def trim(self, first: int) -> None:
-        """Forget the members from position ``first`` on, and the last clusters if they are empty.
+        """Forget the members from position ``first`` on, and the places of empty clusters.
 
         Rare, after a rollback or a truncation: the number of clusters that stay comes from the
         device.
@@ -109,27 +117,25 @@ class RequestClusters:
         ends = count.gather(1, self.ends[:, : self.clusters].long())
         kept = first - sinks
         self.members[:, :kept] = ids[keep].view(-1, kept)
-        self.ends[:, : self.clusters] = ends.int()
-        self.clusters = int((ends < kept).any(0).sum()) + 1
+        # Clusters with members move to the front of their head, in order; members stay.
+        sizes = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
+        order = (sizes == 0).int().sort(dim=1, stable=True).indices
+        places = order[..., None].expand(-1, -1, self.centroids.shape[2])
+        self.ends[:, : self.clusters] = sizes.gather(1, order).cumsum(1).int()
+        self.centroids[:, : self.clusters] = self.centroids.gather(1, places)
+        self.clusters = int((sizes > 0).sum(1).max())
         self.built = first
 
     def append(self, keys: Tensor, first: int) -> None:
-        """Cluster keys ``[n, h, D]`` of positions from ``first`` on, in segments of equal size."""
-        tokens = keys.shape[0]
-        parts = -(-tokens // self.settings.segment)
-        for part in range(parts):
-            start, stop = part * tokens // parts, (part + 1) * tokens // parts
-            self._append_segment(keys[start:stop].transpose(0, 1).float(), first + start)
-        self.built = first + tokens
-
-    def _append_segment(self, keys: Tensor, first: int) -> None:
-        """Keys fp32 ``[h, n, D]`` into clusters of their own, behind those that there are.
+        """Cluster keys ``[n, h, D]`` of positions from ``first`` on, behind what there is.
 
         Rollbacks may have left so many small clusters that places run short: then there are
         fewer new clusters, and without any place the tokens join the last cluster.
         """
+        keys = keys.transpose(0, 1).float()
         tokens, places = keys.shape[1], self.ends.shape[1]
         used = first - self.settings.sinks
+        self.built = first + tokens
         clusters = min(self.settings.clusters(tokens), places - self.clusters)
         if clusters == 0:
             self._extend_last(keys, first, used)
