@@ -137,11 +137,11 @@ def attention() -> Any:
 
 
 def selection() -> Any:
-    """Time of selecting 2048 tokens over the context, 16 requests."""
+    """Time of selecting 2048 tokens over the context, 16 requests, where tokens are scored."""
     rows = [
         row
         for row in read("selection.jsonl")
-        if row.get("requests") == 16 and row["budget"] == 2048
+        if row.get("requests") == 16 and row["budget"] == 2048 and row["score_us"]
     ]
     figure, (panel,) = new()
     cells = list(dict.fromkeys((row["algorithm"], str(row["params"])) for row in rows))
