@@ -1,8 +1,8 @@
 """How tokens are scored, in Triton, beside ``reference.scores``.
 
-``query_kernel`` brings the queries of a row into the format of the keys, once; ``score_kernel``
-multiplies them with tiles of keys. Names: ``p_`` pointers, ``s_`` strides in elements. Pools are
-addressed by host row in 64 bit. ``p_scales`` is the fp8 pool read as fp32.
+``query_kernel`` brings the queries of a row into the format of the keys, once, where they are not
+in it; ``score_kernel`` multiplies them with tiles of keys. Names: ``p_`` pointers, ``s_`` strides
+in elements. Pools are addressed by host row in 64 bit. ``p_scales`` is the fp8 pool read as fp32.
 """
 
 from __future__ import annotations
@@ -123,6 +123,10 @@ def score_kernel(
     p_scores,
     p_counts,
     max_pages,
+    s_q_row,
+    s_q_head,
+    s_w_row,
+    s_w_head,
     s_scores,
     select,
     tiles,
@@ -141,22 +145,24 @@ def score_kernel(
     """Program (row, ``tiles`` tiles of tokens): the scores of a row's tokens, fp32.
 
     A tile of keys [tokens, D] is multiplied with the queries [D, heads]: a thread then holds
-    heads of the same token side by side, which it sums. The first program of a row writes how many
-    tokens it has. Rows that select all of them are not scored. A program that starts
-    early asks for its first ``AHEAD`` tiles of keys while it waits for the queries.
+    heads of the same token side by side, which it sums. The first program of a row writes how
+    many tokens it has. Rows that select all of them are not scored. A program that starts early
+    asks for its first ``AHEAD`` tiles of keys while it waits for the queries, or waits first if
+    that is 0.
     """
+    if PDL and AHEAD == 0:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     slot = tl.load(p_slots + row).to(tl.int64)
     length = tl.maximum(tl.load(p_lengths + row), 0)
     length = tl.where(slot < 0, 0, length)
     start = block * tiles * TILE
-    if PDL:  # What is read up to the wait is older than the queries.
-        if AHEAD > 0:
-            end = tl.minimum(tl.where(length > select, length, 0), start + tiles * TILE)
-            if start < end:
-                p_mine = p_pages + slot * max_pages
-                _prefetch(p_keys, p_mine, start, end, DIM, PAGE, FP8, AHEAD * TILE)
+    if PDL and AHEAD > 0:  # What is read up to the wait is older than the queries.
+        end = tl.minimum(tl.where(length > select, length, 0), start + tiles * TILE)
+        if start < end:
+            p_mine = p_pages + slot * max_pages
+            _prefetch(p_keys, p_mine, start, end, DIM, PAGE, FP8, AHEAD * TILE)
         tl.extra.cuda.gdc_wait()
     if block == 0:
         tl.store(p_counts + row, length)
@@ -165,9 +171,10 @@ def score_kernel(
     h = tl.arange(0, BLOCK_H)
     d = tl.arange(0, DIM)
     # Heads that pad the product are copies of the last one, of weight 0.
-    at_query = (row * HEADS + tl.minimum(h, HEADS - 1))[:, None] * DIM + d[None, :]
+    at_query = row * s_q_row + tl.minimum(h, HEADS - 1)[:, None] * s_q_head + d[None, :]
     query = tl.trans(_operand(tl.load(p_query + at_query), DECODE, FACTORS))
-    weight = tl.load(p_weight + row * HEADS + h, h < HEADS, other=0.0)
+    at_weight = row * s_w_row + h * s_w_head
+    weight = tl.load(p_weight + at_weight, h < HEADS, other=0.0).to(tl.float32)
     mine = tl.minimum(tiles, tl.cdiv(length - start, TILE))
     for step in tl.range(0, mine, num_stages=STAGES):
         begin = start + step * TILE

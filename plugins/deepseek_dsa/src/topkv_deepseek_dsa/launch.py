@@ -25,7 +25,7 @@ WAVES = 4
 """Programs a multiprocessor that a launch has at least, if there are tiles for so many."""
 
 EARLY = True
-"""Whether the score kernel starts while the queries are prepared, where the device can do that."""
+"""Whether kernels start early behind the one before, where the device can do that."""
 
 AHEAD = 2
 """Tiles of keys that a program asks for while it waits for the queries; a power of two, or 0."""
@@ -190,22 +190,35 @@ class Launcher:
         rows, pages = q.shape[0], layer.step.page_table
         keys, scales = self._pool(layer)
         q = q if q.stride(-1) == 1 else q.contiguous()
-        kernels.query_kernel[(rows, triton.cdiv(self.settings.heads, QUERY_HEADS))](
+        # Queries that are as the keys are read where they lie. What wrote them is somebody else's
+        # kernel then, behind which nothing is read before the wait.
+        direct = not self.settings.fp8 and not self.settings.hadamard and q.dtype == keys.dtype
+        if direct:
+            query, weight = q, weights
+        else:
+            self._convert(q, weights, slots, query, weight)
+        every = triton.cdiv(scores.shape[1], self.scoring["TILE"])
+        tiles = max(1, min(TILES, rows * every // self.programs))
+        kernels.score_kernel[(rows, triton.cdiv(every, tiles))](
+            *(query.view(self.stored), weight, keys.view(self.stored), scales),
+            *(slots, lengths, pages, scores, counts, pages.stride(0)),
+            *(query.stride(0), query.stride(1), weight.stride(0), weight.stride(1)),
+            *(scores.stride(0), self.group.select, tiles),
+            PDL=self.early,
+            AHEAD=0 if direct else AHEAD,
+            **early.options(self.early),
+            **self.scoring,
+        )
+
+    def _convert(
+        self, q: Tensor, weights: Tensor, slots: Tensor, query: Tensor, weight: Tensor
+    ) -> None:
+        """Queries in the format of the keys, and weights that hold their scales."""
+        kernels.query_kernel[(q.shape[0], triton.cdiv(self.settings.heads, QUERY_HEADS))](
             *(_bits(q), weights, _bits(query), weight, slots),
             *(q.stride(0), q.stride(1), weights.stride(0), weights.stride(1)),
             Q_BF16=q.dtype is torch.bfloat16,
             PDL=self.early,
             **early.options(self.early),
             **self.querying,
-        )
-        every = triton.cdiv(scores.shape[1], self.scoring["TILE"])
-        tiles = max(1, min(TILES, rows * every // self.programs))
-        kernels.score_kernel[(rows, triton.cdiv(every, tiles))](
-            *(query.view(self.stored), weight, keys.view(self.stored), scales),
-            *(slots, lengths, pages, scores, counts),
-            *(pages.stride(0), scores.stride(0), self.group.select, tiles),
-            PDL=self.early,
-            AHEAD=AHEAD,
-            **early.options(self.early),
-            **self.scoring,
         )
