@@ -15,6 +15,7 @@ import argparse
 import json
 import statistics
 import time
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -32,12 +33,13 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def make(layers: int, requests: int, backend: str) -> SparseCoordinator:
+def make(layers: int, requests: int, backend: str, topk: str) -> SparseCoordinator:
     model = ModelShape(*(layers, HEADS, 1, DIM, torch.bfloat16, 192**-0.5, "mla", VALUE, INDEX))
     tokens = CONTEXT + 2 * STEPS
     config = SparseConfig(
         algorithm="deepseek_dsa",
         backend=backend,
+        topk=topk,
         kv_format="fp8",
         budget=SELECT,
         buffer=BUFFER,
@@ -64,8 +66,10 @@ def fill(coordinator: SparseCoordinator) -> int:
     return slot
 
 
-def measure(layers: int, requests: int, backend: str, drift: float) -> dict[str, object]:
-    coordinator = make(layers, requests, backend)
+def measure(
+    layers: int, requests: int, backend: str, topk: str, drift: float
+) -> dict[str, object]:
+    coordinator = make(layers, requests, backend, topk)
     slots = [fill(coordinator) for _ in range(requests)]
     q, rows = random(requests, HEADS, DIM), random(requests, 1, DIM)
     out = torch.empty_like(q[..., :VALUE])
@@ -108,6 +112,7 @@ def measure(layers: int, requests: int, backend: str, drift: float) -> dict[str,
     coordinator.close()
     return {
         "backend": backend,
+        "topk": topk,
         "requests": requests,
         "layers": layers,
         "hit_rate": round(hits / (hits + misses), 3),
@@ -123,13 +128,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write JSON lines here as well")
     parser.add_argument("--backends", nargs="+", default=["triton_attention"])
+    parser.add_argument("--topk", nargs="+", default=["pivot"])
     parser.add_argument("--drift", type=float, default=0.3)
     options = parser.parse_args()
     torch.manual_seed(0)
     cells: list[dict[str, object]] = [{"device": torch.cuda.get_device_name()}]
-    for backend in options.backends:
+    for backend, topk in product(options.backends, options.topk):
         for layers, requests in ((LAYERS, 1), (4, 1), (4, 16)):
-            cells.append(measure(layers, requests, backend, options.drift))
+            cells.append(measure(layers, requests, backend, topk, options.drift))
             print(cells[-1], flush=True)
             torch.cuda.empty_cache()
     if options.out:

@@ -5,8 +5,10 @@
 64 index heads of 128, bfloat16, 2048 of 32K and of 128K tokens, keys in fp8 and in bfloat16.
 Every cell replays a CUDA graph of ``CALLS`` calls; ``score`` is the two kernels before top-k. The
 bytes are the keys with their scales, read once; ``read_gbs`` is what a plain sum reads, and
-``times_bound`` is scoring over the time that a sum takes for as many. ``--sweep`` instead tries
-shapes of the score kernel; ``--prompt`` times the selection of the last 256 rows of a prompt.
+``times_bound`` is scoring over the time that a sum takes for as many. ``--topk`` names further
+implementations of exact top-k to select with: ``topk_..._us`` is scoring and selection by one, and
+``topk_..._times_bound`` that over the time of the sum. ``--sweep`` instead tries shapes of the
+score kernel; ``--prompt`` times the selection of the last 256 rows of a prompt.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 
+from topkv.plugins import registry
 from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, IndexerShape, LayerView, ModelShape, StepTensors
 from topkv_deepseek_dsa import launch
@@ -98,7 +101,12 @@ def queries(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def measure(
-    requests: int, tokens: int, keys: str, bandwidth: float, page: int = PAGE
+    requests: int,
+    tokens: int,
+    keys: str,
+    bandwidth: float,
+    page: int = PAGE,
+    topks: Sequence[str] = (),
 ) -> dict[str, object]:
     algorithm, layer = prepare(requests, tokens, keys, page)
     q, weights = queries(requests)
@@ -109,18 +117,33 @@ def measure(
     launcher = algorithm.launcher
     assert launcher is not None
     score = per_call(lambda: launcher.score(layer, q, weights))
-    select = per_call(lambda: algorithm.retrieve_topk(layer, q[:, None], weights, ids))
     bound = moved / bandwidth / 1e3
+
+    def select() -> None:
+        algorithm.retrieve_topk(layer, q[:, None], weights, ids)
+
+    taken = per_call(select)
+    chosen, others = ids.clone(), {}
+    for name in topks:
+        launcher.work = registry().create("topk", name, requests, tokens, SELECT, ids.device)
+        ids.fill_(-7)
+        us = per_call(select)
+        if not torch.equal(ids, chosen):
+            raise SystemExit(f"topk {name} selected other tokens")
+        others[f"topk_{name}_us"] = round(us, 2)
+        others[f"topk_{name}_times_bound"] = round(us / bound, 2)
     return {
         "requests": requests,
         "tokens": tokens,
         "keys": keys,
         "update_us": round(per_call(lambda: algorithm.update(layer, k)), 2),
         "score_us": round(score, 2),
-        "retrieve_us": round(select, 2),
+        "retrieve_us": round(taken, 2),
         "bytes": moved,
         "bound_us": round(bound, 2),
         "times_bound": round(score / bound, 2),
+        "retrieve_times_bound": round(taken / bound, 2),
+        **others,
         "tflops": round(2 * HEADS * DIM * tokens * requests / score / 1e6, 1),
     }
 
@@ -187,12 +210,12 @@ def prompts(bandwidth: float) -> Iterator[dict[str, object]]:
 
 
 def variants(
-    requests: Sequence[int], tokens: Sequence[int], bandwidth: float
+    requests: Sequence[int], tokens: Sequence[int], topks: Sequence[str], bandwidth: float
 ) -> Iterator[dict[str, object]]:
     for keys in ("fp8", "bf16"):
         for context in tokens:
             for count in requests:
-                yield measure(count, context, keys, bandwidth)
+                yield measure(count, context, keys, bandwidth, topks=topks)
 
 
 def read_gbs() -> float:
@@ -206,6 +229,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write JSON lines here as well")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 131072])
+    parser.add_argument("--topk", nargs="+", default=[], help="select with these as well")
     parser.add_argument("--sweep", action="store_true", help="try shapes of the score kernel")
     parser.add_argument("--prompt", action="store_true", help="time rows of a prompt")
     options = parser.parse_args()
@@ -220,7 +244,7 @@ def main() -> None:
     elif options.prompt:
         chosen = prompts(bandwidth)
     else:
-        chosen = variants(options.requests, options.tokens, bandwidth)
+        chosen = variants(options.requests, options.tokens, options.topk, bandwidth)
     for cell in chosen:
         cells.append(cell)
         print(cell, flush=True)
