@@ -10,7 +10,7 @@ from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
 from topkv.discovery import installed
 from topkv.entries import Capabilities, PluginEntry
-from topkv.errors import ConfigError
+from topkv.errors import CapabilityError, ConfigError
 from topkv.ops.topk import topk, workspace
 from topkv.plugins import PluginRegistry
 from topkv.testing.tiers import tier
@@ -93,6 +93,20 @@ def test_the_named_implementation_selects(name, registry):
     named = run(on, registry, topk="sorted")
     assert Sorted.made == (2 * KV_HEADS, 32, 5)
     assert Sorted.calls == STEPS + 1, "not asked in each step, and once to warm the buffer"
+    assert torch.equal(named, usual)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cuda", "flashinfer"])
+def test_installed_ones_select_what_the_core_does(name, registry):
+    on = tier("gpu")
+    if on.missing:
+        pytest.skip(on.missing)
+    usual = run(on, registry)
+    try:
+        named = run(on, registry, topk=name)
+    except (CapabilityError, ConfigError) as error:
+        pytest.skip(str(error))
     assert torch.equal(named, usual)
 
 

@@ -1,0 +1,1 @@
+"""Exact top-k for topkv in CUDA C++."""

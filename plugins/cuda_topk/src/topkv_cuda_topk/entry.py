@@ -1,0 +1,20 @@
+"""What this package offers to topkv."""
+
+from __future__ import annotations
+
+from topkv import hookimpl
+from topkv.entries import Capabilities, PluginEntry
+
+
+@hookimpl
+def topkv_register_topks() -> list[PluginEntry]:
+    return [
+        PluginEntry(
+            name="cuda",
+            kind="topk",
+            factory="topkv_cuda_topk.topk:CudaTopK",
+            hook_api=(1, 1),
+            capabilities=Capabilities(impls=("triton",), tiers=("gpu",)),
+            doctor="topkv_cuda_topk.compiler:describe",
+        )
+    ]
