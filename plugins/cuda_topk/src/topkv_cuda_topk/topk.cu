@@ -18,8 +18,7 @@ __device__ __forceinline__ void write_all(int* p_ids, int rank, int length, int 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_kernel(
     const float* p_scores, const int* p_lengths, int* p_ids, long long s_scores, long long s_ids,
     int columns, int select) {
-    extern __shared__ __align__(16) unsigned char memory[];
-    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
     if (threadIdx.x < BINS) shared.search.bins[threadIdx.x] = 0;
     if (threadIdx.x == 0) prepare(&shared.copied);
     __syncthreads();
