@@ -31,36 +31,40 @@ __device__ __forceinline__ int low_half(u32 pair) { return pair & 0xffff; }
 __device__ __forceinline__ int high_half(u32 pair) { return pair >> 16; }
 
 __device__ __forceinline__ float score_of(u32 key) {
-    return __uint_as_float(key >> 31 ? key & 0x7fffffff : ~key);
+    return __uint_as_float(key ^ (~u32(int(key) >> 31) | 0x80000000));
 }
 
 // The score as an integer of the same order, BOTTOM or more: NaN is -inf, and -0.0 is +0.0.
 __device__ __forceinline__ u32 key_of(float score) {
     u32 bits = __float_as_uint(fmaxf(score, score_of(BOTTOM)) + 0.0f);
-    return bits >> 31 ? ~bits : bits | 0x80000000;
+    return bits ^ (u32(int(bits) >> 31) | 0x80000000);
 }
 
-// Sums over the warps before one's own, and over all of the block. `partial` are two lines, of
-// which calls take turns.
-__device__ __forceinline__ u32 scan(u32 (*partial)[WARPS], u32 value, int& turn, u32& total) {
-    u32* line = partial[turn++ & 1];
-    if (lane_of() == 0) line[warp_of()] = value;
+struct Sums {
+    u32 value, other;
+};
+
+// The sum of `value` over the warps before one's own, and that of `other` over all of the block, of
+// which each warp has one. Between two calls all threads must have met.
+__device__ __forceinline__ u32 scan(Sums (&line)[WARPS], u32 value, u32 other, u32& total) {
+    if (lane_of() == 0) line[warp_of()] = {value, other};
     __syncthreads();
-    u32 other = lane_of() < WARPS ? line[lane_of()] : 0;
-    total = __reduce_add_sync(ALL, other);
-    return __reduce_add_sync(ALL, lane_of() < warp_of() ? other : 0);
+    Sums sums = lane_of() < WARPS ? line[lane_of()] : Sums{};
+    total = __reduce_add_sync(ALL, sums.other);
+    return __reduce_add_sync(ALL, lane_of() < warp_of() ? sums.value : 0);
 }
 
-// As scan, over the threads before one's own.
+// The sum over the threads before one's own, and over all of the block.
 __device__ __forceinline__ u32 scan_threads(
-    u32 (*partial)[WARPS], u32 value, int& turn, u32& total) {
+    Sums (&line)[WARPS], u32 value, u32& total) {
     u32 sum = value;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         u32 other = __shfl_up_sync(ALL, sum, step);
         if (lane_of() >= step) sum += other;
     }
-    return sum - value + scan(partial, __shfl_sync(ALL, sum, 31), turn, total);
+    u32 all = __shfl_sync(ALL, sum, 31);
+    return sum - value + scan(line, all, all, total);
 }
 
 // What the blocks of the cluster have in a word of two counts: all of them, and those of lower
@@ -80,8 +84,8 @@ __device__ __forceinline__ Counts counts_of(u32 pair, int rank) {
 }
 
 // Tells all blocks a word of each, one a lane. `header` are two words, of which calls take turns.
-__device__ __forceinline__ u32 exchange(u32* header, u32 word, int& turn) {
-    u32* place = header + (turn++ & 1);
+__device__ __forceinline__ u32 exchange(u32* header, u32 word, int& meeting) {
+    u32* place = header + (meeting++ & 1);
     if (threadIdx.x == 0) *place = word;
     arrive();
     wait();

@@ -11,10 +11,10 @@ from importlib.resources import files
 from typing import Any
 
 import torch
-from attrs import asdict, frozen
+from attrs import frozen
 from torch import Tensor
 
-from topkv_cuda_topk.shapes import Shape
+from topkv_cuda_topk.shapes import Shape, ranks
 
 INSTALL = "pip install cuda-bindings, and nvidia-cuda-nvrtc where torch brought none"
 
@@ -25,7 +25,7 @@ VERSION = (12, 9)
 """First NVRTC that is taken: fences of shared memory alone came shortly before."""
 
 SOURCE = "topk.cu"
-ARGUMENTS = (*[ctypes.c_void_p] * 3, *[ctypes.c_longlong] * 2, *[ctypes.c_int] * 2)
+ARGUMENTS = (*[ctypes.c_void_p] * 3, *[ctypes.c_longlong] * 2, *[ctypes.c_int] * 4)
 
 
 @frozen
@@ -107,8 +107,7 @@ def compile_for(shape: Shape, architecture: str) -> bytes:
         ),
         nvrtc,
     )
-    constants = [f"-D{name.upper()}={value}" for name, value in asdict(shape).items()]
-    options = [f"-arch={architecture}", "-std=c++17", "-default-device", *constants]
+    options = [f"-arch={architecture}", "-std=c++17", "-default-device", *shape.definitions]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
     if int(status) != 0:
         log = b" " * taken(nvrtc.nvrtcGetProgramLogSize(program), nvrtc)
@@ -179,8 +178,7 @@ class Kernel:
 
     def launch(self, scores: Tensor, lengths: Tensor, ids: Tensor) -> None:
         """On the current stream; shapes as in ``topkv.hooks.topk``."""
-        rows, columns = scores.shape
-        driver = self._driver
+        (rows, columns), select, driver = scores.shape, ids.shape[1], self._driver
         with torch.cuda.device(scores.device):
             # A thread that has made no call of its own yet has no context.
             if int(taken(driver.cuCtxGetCurrent(), driver)) == 0:
@@ -188,7 +186,8 @@ class Kernel:
             config = self._config(rows, torch.cuda.current_stream().cuda_stream)
             values = (
                 *(scores.data_ptr(), lengths.data_ptr(), ids.data_ptr()),
-                *(scores.stride(0), ids.stride(0), columns, ids.shape[1]),
+                *(scores.stride(0), ids.stride(0), columns, select),
+                *ranks(columns, select, self.shape.samples),
             )
             answer = driver.cuLaunchKernelEx(config, self._function, (values, ARGUMENTS), 0)
         taken((*answer, None), driver)

@@ -4,6 +4,10 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
+struct alignas(16) Four {
+    u32 keys[4];
+};
+
 __device__ __forceinline__ unsigned char* shared_memory() {
     extern __shared__ __align__(16) unsigned char memory[];
     return memory;
@@ -36,13 +40,28 @@ __device__ __forceinline__ void wait() {
     asm volatile("fence.acquire.sync_restrict::shared::cluster.cluster;" ::: "memory");
 }
 
+// Where another block of the cluster has what this one has at `mine`.
+__device__ __forceinline__ u32 address_in(const u32* mine, u32 rank) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address_of(mine)), "r"(rank));
+    return there;
+}
+
 // The word that another block of the cluster has where this one has `mine`.
 __device__ __forceinline__ u32 load_from(const u32* mine, u32 rank) {
-    u32 there, value;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                 : "=r"(there) : "r"(address_of(mine)), "r"(rank));
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(there) : "memory");
+    u32 value;
+    asm volatile("ld.shared::cluster.u32 %0, [%1];"
+                 : "=r"(value) : "r"(address_in(mine, rank)) : "memory");
     return value;
+}
+
+// As load_from, four words that lie on 16 bytes.
+__device__ __forceinline__ Four load_four_from(const u32* mine, u32 rank) {
+    Four four;
+    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(four.keys[0]), "=r"(four.keys[1]), "=r"(four.keys[2]), "=r"(four.keys[3])
+                 : "r"(address_in(mine, rank)) : "memory");
+    return four;
 }
 
 // A copy of whole 16 bytes into shared memory, which a barrier in shared memory waits for.

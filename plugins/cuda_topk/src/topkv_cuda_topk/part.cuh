@@ -9,30 +9,31 @@ template <bool LONG> struct MaskOf { typedef u32 type; };
 template <> struct MaskOf<true> { typedef u64 type; };
 typedef MaskOf<(ITEMS > 32)>::type Mask;
 
-// Keys above the threshold are taken, and the first `budget` of those equal to it. Before this
-// block lie `above` and `equal` of them.
+// Keys above the threshold are taken, and the first `budget` of those equal to it.
 struct Cut {
     u32 threshold;
-    int budget, above, equal;
+    int budget;
 };
 
 struct Shared {
     float row[PART > ROOM ? PART : ROOM];  // Later the candidates of all blocks.
     u32 list[ROOM];                        // Keys of the candidates of this block,
     unsigned short index[ROOM];            // and where in its part they lie.
-    u32 partial[2][WARPS];
+    Sums line[WARPS];
     u64 copied;
     u32 header[2];
     Search search;
 };
 
 // The first `count` scores of the part on their way to `row`. Those that are not copied as a whole
-// are there after this; returns whether there is something to wait for.
+// are there after this; returns whether there is something to wait for. The copy goes behind what
+// `behind` of the first warp was read by, which is not 0.
 __device__ __forceinline__ bool load_part(
-    Shared& shared, const float* p_part, int count, bool now) {
+    Shared& shared, const float* p_part, int count, u32 behind) {
     bool aligned = (reinterpret_cast<u64>(p_part) & 15) == 0;
     int whole = aligned ? count & ~3 : 0;
-    if (whole && now && threadIdx.x == 0) copy(shared.row, p_part, 4 * whole, &shared.copied);
+    if (whole && warp_of() == 0 && __any_sync(ALL, behind) && threadIdx.x == 0)
+        copy(shared.row, p_part, 4 * whole, &shared.copied);
     for (int at = whole + threadIdx.x; at < count; at += THREADS) shared.row[at] = p_part[at];
     return whole > 0;
 }
@@ -65,16 +66,4 @@ __device__ __forceinline__ Mask items_above(const Shared& shared, Mask valid, u3
 __device__ __forceinline__ Mask items_equal(const Shared& shared, Mask valid, u32 key) {
     float score = score_of(key), least = score_of(BOTTOM);
     return items_where(shared, valid, [=](float item) { return fmaxf(item, least) == score; });
-}
-
-// Writes the indices of the items above and of the first equal ones, in order.
-template <class Bits, class Index>
-__device__ __forceinline__ void write(
-    Shared& shared, Bits above, Bits equal, const Cut& cut, int* p_ids, int& turn, Index index) {
-    u32 total, pair = count_of(above) + (count_of(equal) << 16);
-    pair = scan_threads(shared.partial, pair, turn, total);
-    int ties = cut.equal + high_half(pair), at = cut.above + low_half(pair) + min(ties, cut.budget);
-    for (; equal && ties < cut.budget; equal &= equal - 1, ties++) above |= equal & -equal;
-    int end = at + count_of(above);
-    while (above) p_ids[--end] = index(last_of(above));
 }

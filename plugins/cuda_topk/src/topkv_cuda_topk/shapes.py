@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from attrs import frozen
+from attrs import asdict, frozen
 
 MAX_CLUSTER = 8
 """Most thread blocks of a cluster on every device that has clusters."""
@@ -24,15 +24,18 @@ USUAL_CLUSTER = 4
 MAX_ROOM = 13312
 """Most candidates of a row: what shared memory holds, and a thread's mask of its share."""
 
+HALF_SHARED = 108 * 1024
+"""Shared memory that scores and candidates of each of two blocks of a multiprocessor can have."""
+
 DRAWN = (1, 2, 4, 8)
 """Scores that a thread may draw for the pivot."""
 
-SAMPLE_COST = 2.5
+SAMPLE_COST = 2.4
 """Time of a sample over that of room for a candidate, as measured on an H200."""
 
 PIVOT_SIGMAS, SLACK, ROOM_SIGMAS = 3.5, 16, 5.0
-"""As in ``search.cuh``: how far on the safe side the pivot's rank lies, and how much lower the
-search may end; and room for the error of the sample."""
+"""How far on the safe side the pivot's rank among the samples lies, which part of that the search
+may end lower, and room for the error of the sample."""
 
 
 @frozen
@@ -45,6 +48,7 @@ class Shape:
         items: scores of a thread.
         room: candidates of a row.
         samples: scores that the pivot is drawn from.
+        resident: blocks that a multiprocessor holds at a time, as far as it depends on registers.
     """
 
     cluster: int
@@ -52,22 +56,38 @@ class Shape:
     items: int
     room: int
     samples: int
+    resident: int = 1
 
     @property
     def columns(self) -> int:
         """Longest row that it takes."""
         return self.cluster * self.threads * self.items
 
+    @property
+    def definitions(self) -> list[str]:
+        """What the compiler is told."""
+        return [f"-D{name.upper()}={value}" for name, value in asdict(self).items()]
+
+
+def ranks(columns: int, select: int, samples: int) -> tuple[int, int]:
+    """First and last rank that the pivot may have among the samples of ``columns`` places.
+
+    The number of samples among the K best is about Poisson with mean m = samples * K / columns,
+    and the pivot has rank m + 3.5 sqrt(m) + 4 or a little more. For a row that ends earlier, fewer
+    samples stand for fewer scores, and m is the same.
+    """
+    mean = samples * select / max(columns, 1)
+    first = min(int(mean + PIVOT_SIGMAS * math.sqrt(mean)) + 4, samples)
+    return first, first + first // SLACK
+
 
 def need(samples: int, columns: int, select: int) -> int:
-    """Room for the candidates of a row; shorter rows need less.
+    """Room for the candidates of a row.
 
-    The number of samples among the K best is about Poisson with mean m = samples * K / columns.
-    The pivot has rank m + 3.5 sqrt(m) + 4 among the samples, and the room is for 5 deviations of
+    They are as many as the samples above the pivot stand for, and the room is for 5 deviations of
     that: rows that need more are found by a slower way, some 1e-4 of them.
     """
-    mean = samples * select / columns
-    most = (mean + PIVOT_SIGMAS * math.sqrt(mean) + 4) * (1 + 1 / SLACK)
+    _, most = ranks(columns, select, samples)
     return math.ceil((most + ROOM_SIGMAS * math.sqrt(most)) * columns / samples)
 
 
@@ -100,4 +120,7 @@ def shape_of(rows: int, columns: int, select: int, multiprocessors: int) -> Shap
     threads = 512 if part <= 512 * 32 else 1024
     items = 4 * math.ceil(part / (4 * threads))
     samples, room = sampling(columns, select, threads)
-    return Shape(cluster, threads, items, room, samples)
+    # Blocks that take turns anyway are better off two at a time, if there is memory for that.
+    halved = 4 * max(threads * items, room) + 6 * room <= HALF_SHARED
+    resident = 2 if threads == 512 and halved and rows * cluster > multiprocessors else 1
+    return Shape(cluster, threads, items, room, samples, resident)

@@ -8,12 +8,14 @@
 #include <cstring>
 #include <random>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #define __device__
 #define __global__
 #define __constant__
 #define __forceinline__ inline
+#define __cluster_dims__(...)
 #define __launch_bounds__(...)
 
 typedef unsigned int u32;
@@ -56,6 +58,7 @@ struct Block {
     void* to = nullptr;
     const void* from = nullptr;
     u32 bytes = 0;
+    std::vector<int> waiting;
 };
 
 constexpr int FIBERS = CLUSTER * THREADS;
@@ -99,7 +102,7 @@ inline const u64* together(u64 value, int function) {
     return warp.values[side];
 }
 
-enum { ADD = 1000, MAX, ANY, SHUFFLE, UP, DOWN = UP + 32 };
+enum { ADD = 1000, MIN, MAX, ANY, BALLOT, SHUFFLE, UP, DOWN = UP + 32 };
 
 inline u32 __reduce_add_sync(u32, u32 value) {
     u32 sum = 0;
@@ -109,6 +112,13 @@ inline u32 __reduce_add_sync(u32, u32 value) {
 }
 
 inline int __reduce_add_sync(u32 all, int value) { return int(__reduce_add_sync(all, u32(value))); }
+
+inline u32 __reduce_min_sync(u32, u32 value) {
+    u32 least = ~0u;
+    const u64* values = together(value, MIN);
+    for (int i = 0; i < 32; i++) least = values[i] < least ? u32(values[i]) : least;
+    return least;
+}
 
 inline u32 __reduce_max_sync(u32, u32 value) {
     u32 most = 0;
@@ -122,6 +132,13 @@ inline bool __any_sync(u32, bool value) {
     const u64* values = together(value, ANY);
     for (int i = 0; i < 32; i++) any |= values[i] != 0;
     return any;
+}
+
+inline u32 __ballot_sync(u32, bool value) {
+    u32 mask = 0;
+    const u64* values = together(value, BALLOT);
+    for (int i = 0; i < 32; i++) mask |= u32(values[i]) << i;
+    return mask;
 }
 
 template <class T> T __shfl_sync(u32, T value, int lane) {
@@ -140,14 +157,14 @@ template <class T> T __shfl_down_sync(u32, T value, int step) {
     return lane + step < 32 ? T(u32(values[lane + step])) : value;
 }
 
-inline void atomicAdd(u32* p, u32 value) { *p += value; }
+inline u32 atomicAdd(u32* p, u32 value) { return std::exchange(*p, *p + value); }
 inline int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
 inline int __clzll(u64 x) { return x ? __builtin_clzll(x) : 64; }
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline int __popcll(u64 x) { return __builtin_popcountll(x); }
 inline u32 __umulhi(u32 a, u32 b) { return u64(a) * b >> 32; }
 inline float __fdividef(float a, float b) { return a / b; }
-inline u32 __float2uint_rz(float x) { return x >= 4294967296.0f ? ~0u : x <= 0 ? 0 : u32(x); }
+inline u32 __float2uint_rz(float x) { return x >= 4294967296.0f ? ~0u : x > 0 ? u32(x) : 0; }
 
 inline float __uint_as_float(u32 x) {
     float value;
@@ -169,4 +186,6 @@ inline u32 min(u32 a, int b) { return min(a, u32(b)); }
 
 // The number, if one of two is none, as the device has it also for signalling ones.
 inline float larger(float a, float b) { return a != a ? b : b != b ? a : a > b ? a : b; }
+inline float smaller(float a, float b) { return a != a ? b : b != b ? a : a < b ? a : b; }
 #define fmaxf larger
+#define fminf smaller

@@ -20,13 +20,23 @@ inline void wait() {
     }
 }
 
-inline u32 load_from(const u32* mine, u32 rank) {
+template <class T> T loaded(const u32* mine, u32 rank) {
     Block& other = blocks[rank];
     if (other.left == 0) throw std::logic_error("shared memory of a block that has ended is read");
-    u32 value;
-    std::memcpy(&value, other.memory + ((const unsigned char*)mine - this_block().memory), 4);
+    if (u64(mine) % sizeof(T)) throw std::logic_error("a load across its alignment");
+    T value;
+    auto offset = (const unsigned char*)mine - this_block().memory;
+    std::memcpy(&value, other.memory + offset, sizeof(T));
     return value;
 }
+
+inline u32 load_from(const u32* mine, u32 rank) { return loaded<u32>(mine, rank); }
+
+struct alignas(16) Four {
+    u32 keys[4];
+};
+
+inline Four load_four_from(const u32* mine, u32 rank) { return loaded<Four>(mine, rank); }
 
 inline void prepare(u64*) {}
 
@@ -34,12 +44,14 @@ inline void copy(float* to, const float* from, u32 bytes, u64*) {
     if ((u64(to) | u64(from) | bytes) & 15) throw std::logic_error("a copy of parts of 16 bytes");
     Block& block = this_block();
     block.to = to, block.from = from, block.bytes = bytes;
+    ready.insert(ready.end(), block.waiting.begin(), block.waiting.end());
+    block.waiting.clear();
 }
 
 inline void wait_for_copy(u64*) {
     Block& block = this_block();
-    while (!block.to && block.bytes == 0) {  // Not asked for yet.
-        ready.push_back(current);
+    if (block.bytes == 0) {  // Not asked for yet.
+        block.waiting.push_back(current);
         yield();
     }
     if (block.to) std::memcpy(block.to, block.from, block.bytes);

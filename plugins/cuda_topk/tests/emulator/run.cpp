@@ -10,7 +10,7 @@ struct Call {
     const int* lengths;
     int* ids;
     long long s_scores, s_ids;
-    int columns, select;
+    int columns, select, first_rank, last_rank;
 } call;
 
 const char* fault;
@@ -22,7 +22,7 @@ void thread() {
     try {
         topk_kernel(
             call.scores, call.lengths, call.ids, call.s_scores, call.s_ids, call.columns,
-            call.select);
+            call.select, call.first_rank, call.last_rank);
     } catch (const std::logic_error& error) {
         static std::string said;
         said = error.what();
@@ -73,9 +73,9 @@ void step(std::mt19937& random, int order) {
 // As a launch of the kernel, in an order that `seed` gives; nullptr, or what went wrong.
 extern "C" __attribute__((visibility("default"))) const char* run(
     const float* scores, const int* lengths, int* ids, long long s_scores, long long s_ids,
-    int columns, int select, int rows, u32 seed) {
+    int columns, int select, int first_rank, int last_rank, int rows, u32 seed) {
     std::mt19937 random(seed);
-    call = {scores, lengths, ids, s_scores, s_ids, columns, select};
+    call = {scores, lengths, ids, s_scores, s_ids, columns, select, first_rank, last_rank};
     fault = nullptr;
     for (int row = 0; row < rows; row++) {
         prepare_row(random);
