@@ -54,7 +54,7 @@ def query_kernel(
     row = tl.program_id(0).to(tl.int64)
     if tl.load(p_slots + row) < 0:
         return
-    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    h = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
     d = tl.arange(0, DIM)[None, :]
     real = h < HEADS
     p_row = p_q + row * s_q_row + h[:, None] * s_q_head
@@ -168,7 +168,7 @@ def score_kernel(
         tl.store(p_counts + row, length)
     if (start >= length) | (length <= select):
         return
-    h = tl.arange(0, BLOCK_H)
+    h = tl.arange(0, BLOCK_H).to(tl.int64)
     d = tl.arange(0, DIM)
     # Heads that pad the product are copies of the last one, of weight 0.
     at_query = row * s_q_row + tl.minimum(h, HEADS - 1)[:, None] * s_q_head + d[None, :]

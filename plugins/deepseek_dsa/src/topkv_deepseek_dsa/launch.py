@@ -13,10 +13,11 @@ from topkv.types import GroupShape, LayerView, ModelShape
 from topkv_deepseek_dsa import kernels, key_kernels
 from topkv_deepseek_dsa.parameters import Settings
 
-SCORING = {"fp8": (64, 6, 4), "bf16": (64, 6, 4), "fp32": (16, 3, 4)}
+SCORING = {"fp8": (64, 6, 4), "bf16": (64, 5, 4), "fp32": (16, 3, 4)}
 """The score kernel, by what is multiplied, ``"bf16"`` for all of 16 bits: tokens of a tile,
 stages, warps. The look-up of the page is a stage of its own: 6 stages keep three tiles of keys in
-flight. Products of fp32 are made without tensor cores, and larger tiles do not fit registers."""
+flight, 5 keep two, which hold twice as much in 16 bits. Products of fp32 are made without tensor
+cores, and larger tiles do not fit registers."""
 
 TILES = 11
 """Most tiles of a program of the score kernel."""
