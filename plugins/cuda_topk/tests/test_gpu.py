@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plugins.cuda_topk.tests.emulated import LARGEST, ODD, POISON, expected
 from topkv.ops.topk import topk
 from topkv_cuda_topk import compiler, reference
 from topkv_cuda_topk.shapes import Shape, shape_of
@@ -26,33 +27,7 @@ pytestmark = [
         reason="needs compute capability 9.0",
     ),
 ]
-POISON = -77
-LARGEST = float(np.finfo(np.float32).max)
-ODD = [
-    0.0,
-    -0.0,
-    1e-45,
-    -1e-45,
-    1.17e-38,
-    1.0,
-    -1.0,
-    np.inf,
-    -np.inf,
-    np.nan,
-    3.4e38,
-    -3.4e38,
-    LARGEST,
-    -LARGEST,
-]
 INTS = {"dtype": torch.int32, "device": "cuda"}
-
-
-def expected(scores: np.ndarray, length: int, select: int) -> list[int]:
-    """The definition: descending score, then ascending index; -1 behind what there is."""
-    values = scores[: min(max(length, 0), len(scores))].astype(np.float64)
-    values[np.isnan(values)] = -np.inf
-    best = np.lexsort((np.arange(len(values)), -(values + 0.0)))[:select]
-    return [*sorted(best.tolist()), *[-1] * (select - len(best))]
 
 
 def select_by(run, scores, lengths, select):
@@ -181,7 +156,7 @@ def test_every_length():
 @settings(max_examples=150, deadline=None)
 def test_any_values(data):
     rows, width, select = (data.draw(st.integers(1, high)) for high in (3, 60, 70))
-    value = st.one_of(st.sampled_from(ODD), st.floats(width=32))
+    value = st.one_of(st.sampled_from(ODD.tolist()), st.floats(width=32))
     line = st.lists(value, min_size=width, max_size=width)
     scores = torch.tensor([data.draw(line) for _ in range(rows)], dtype=torch.float32)
     lengths = [data.draw(st.integers(-1, width + 1)) for _ in range(rows)]
