@@ -22,7 +22,7 @@ USUAL_CLUSTER = 4
 """Blocks of a cluster as long as a row fits them: larger ones find no place side by side."""
 
 MAX_ROOM = 13312
-"""Most candidates of a row: what shared memory holds, and a thread's mask of its share."""
+"""Most candidates of a row: what shared memory holds beside a block's scores."""
 
 HALF_SHARED = 108 * 1024
 """Shared memory that scores and candidates of each of two blocks of a multiprocessor can have."""
