@@ -56,6 +56,14 @@ def test_candidates_have_room(width, select, threads):
     assert room <= MAX_ROOM
 
 
+@given(columns, selects, st.integers(1, MAX_COLUMNS), st.integers(1, 4096))
+def test_smaller_calls_need_no_more_room(width, select, fewer, smaller):
+    """Than those that the kernel was made for, but for ranks being whole."""
+    samples, _ = sampling(width, select, 512)
+    asked = need(samples, min(fewer, width), min(smaller, select))
+    assert asked <= need(samples, width, select) + 3 * width / samples + 1
+
+
 @given(st.integers(1, MAX_COLUMNS), st.sampled_from([512, 1024, 2048, 4096]))
 def test_there_is_a_sample_in_every_part_of_the_row(columns, samples):
     places = reference.places(columns, samples)

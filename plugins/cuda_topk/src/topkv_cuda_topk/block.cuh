@@ -55,8 +55,7 @@ __device__ __forceinline__ u32 scan(Sums (&line)[WARPS], u32 value, u32 other, u
 }
 
 // The sum over the threads before one's own, and over all of the block.
-__device__ __forceinline__ u32 scan_threads(
-    Sums (&line)[WARPS], u32 value, u32& total) {
+__device__ __forceinline__ u32 scan_threads(Sums (&line)[WARPS], u32 value, u32& total) {
     u32 sum = value;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
