@@ -34,8 +34,8 @@ SHAPES = [
     *((128, 4, 8), (256, 3, 4), (256, 4, 8)),
 ]
 """(TILE, STAGES, num_warps) that ``--sweep`` tries, each with pages of 64 and of 256 tokens."""
-TILES = (2, 4, 8, 16, 32)
-"""Tiles of a program that ``--sweep`` tries with the shipped shape."""
+TILES, RUNNING = (11, 22, 44, 88), (2, 3, 4, 6)
+"""Most tiles of a program, and programs of a multiprocessor, that ``--sweep`` tries."""
 HEADS, DIM, PAGE, SELECT, LATENT = 64, 128, 64, 2048, 576
 INTS: dict[str, Any] = {"dtype": torch.int32, "device": "cuda"}
 
@@ -149,7 +149,7 @@ def measure(
 
 
 def sweep(bandwidth: float) -> Iterator[dict[str, object]]:
-    """Shapes of the score kernel and of pages, then tiles of a program; 16 requests."""
+    """Shapes of the score kernel and of pages, early starts, then what programs share."""
     for keys in ("fp8", "bf16"):
         shipped = launch.SCORING[keys]
         for page in (64, 256):
@@ -160,29 +160,21 @@ def sweep(bandwidth: float) -> Iterator[dict[str, object]]:
                     yield cell | measure(16, 131072, keys, bandwidth, page)
                 except Exception as error:  # a shape that does not fit is a result as well
                     yield cell | {"keys": keys, "error": str(error)[:200]}
-        most = launch.TILES
-        for shape in ((64, 4, 4), (64, 6, 4), (64, 8, 4)):
-            for tiles in TILES:
-                launch.SCORING[keys], launch.TILES = shape, tiles
-                cell = {
-                    "shape": shape,
-                    "tiles": tiles,
-                    "shipped": (shape, tiles) == (shipped, most),
-                }
-                yield cell | measure(16, 32768, keys, bandwidth)
-        launch.SCORING[keys], launch.TILES = shipped, most
+        launch.SCORING[keys] = shipped
         early, ahead = launch.EARLY, launch.AHEAD
         for launch.EARLY, launch.AHEAD in ((False, 0), (True, 0), (True, 1), (True, 2), (True, 4)):
             for tokens in (32768, 131072):
                 cell = {"early": launch.EARLY, "ahead": launch.AHEAD}
                 yield cell | measure(16, tokens, keys, bandwidth)
         launch.EARLY, launch.AHEAD = early, ahead
-        for tiles in TILES:
-            launch.TILES = tiles
-            for requests in (1, 16):
-                cell = {"tiles": tiles, "shipped": tiles == most}
-                yield cell | measure(requests, 131072, keys, bandwidth)
-        launch.TILES = most
+        most, running = launch.TILES, launch.RUNNING[keys]
+        for launch.RUNNING[keys] in RUNNING:
+            for launch.TILES in TILES:
+                tried = (launch.RUNNING[keys], launch.TILES)
+                cell = {"running_tiles": tried, "shipped": tried == (running, most)}
+                for requests, tokens in ((1, 131072), (16, 32768), (16, 131072), (64, 32768)):
+                    yield cell | measure(requests, tokens, keys, bandwidth)
+        launch.TILES, launch.RUNNING[keys] = most, running
 
 
 def prompts(bandwidth: float) -> Iterator[dict[str, object]]:

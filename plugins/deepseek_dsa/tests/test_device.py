@@ -55,6 +55,16 @@ def test_long_requests(world, form, dtype, scale_format):
     check(w, [1, 5])
 
 
+def test_programs_of_many_tiles(world, form):
+    """As long requests have them: here few programs run at a time, also in several waves."""
+    lengths = (16384, 9001, 2049, 2048, 12345)
+    w = world.filled("triton", "cuda", keys=form, lengths=lengths, pages=256, requests=5, **SHAPE)
+    for running in (8, 40):
+        w.indexer.launcher.running = running
+        check(w, [0, 1, 2, 3, 4])
+        check(w, [4, -1, 2, 1])
+
+
 @pytest.mark.parametrize("heads", [32, 64, 128])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_other_indexers(world, form, heads, dim):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from topkv_deepseek_dsa.dealing import dealt, lengths_of
 from topkv_deepseek_dsa.formats import (
     codes_of,
     decode_e4m3,
@@ -111,7 +112,18 @@ def _prefetch(
         )
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit
+def _places(p_pages, begin, t, length, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Host rows of a tile of tokens ``t``, which begin with ``begin``."""
+    if PAGE % TILE == 0:
+        # The keys of the tile lie in one page, and one look-up gives all addresses.
+        page = tl.load(p_pages + begin // PAGE).to(tl.int64)
+        return page * PAGE + begin % PAGE + tl.arange(0, TILE)
+    page = tl.load(p_pages + t // PAGE, t < length, other=0)
+    return page.to(tl.int64) * PAGE + t % PAGE
+
+
+@triton.jit(do_not_specialize=["rows", "running", "waves", "tiles"])
 def score_kernel(
     p_query,
     p_weight,
@@ -129,6 +141,10 @@ def score_kernel(
     s_w_head,
     s_scores,
     select,
+    rows,
+    running,
+    waves,
+    rate,
     tiles,
     HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -139,35 +155,47 @@ def score_kernel(
     FP8: tl.constexpr,
     DECODE: tl.constexpr,
     FACTORS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CUDA: tl.constexpr,
     PDL: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Program (row, ``tiles`` tiles of tokens): the scores of a row's tokens, fp32.
+    """A program scores a block of the tokens of a row, fp32.
+
+    Blocks of a step, of ``ROWS`` rows or fewer, are ``dealt``; the first program writes how many
+    tokens rows have. If ``ROWS`` is 0, rows are those of a prompt, which read the same keys:
+    programs go along them side by side, ``tiles`` tiles each, and nobody asks for counts.
 
     A tile of keys [tokens, D] is multiplied with the queries [D, heads]: a thread then holds
-    heads of the same token side by side, which it sums. The first program of a row writes how
-    many tokens it has. Rows that select all of them are not scored. A program that starts early
-    asks for its first ``AHEAD`` tiles of keys while it waits for the queries, or waits first if
-    that is 0.
+    heads of the same token side by side, which it sums. Rows that select all of their tokens are
+    not scored. A program that starts early asks for its first ``AHEAD`` tiles of keys while it
+    waits for the queries, or waits first if that is 0.
     """
     if PDL and AHEAD == 0:
         tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    slot = tl.load(p_slots + row).to(tl.int64)
-    length = tl.maximum(tl.load(p_lengths + row), 0)
-    length = tl.where(slot < 0, 0, length)
+    me = tl.program_id(0)
+    if ROWS > 0:
+        row, block, tiles = dealt(
+            p_slots, p_lengths, rows, running, waves, rate, select, TILE, ROWS, CUDA
+        )
+    else:
+        row, block = me % rows, me // rows
+    slot = tl.load(p_slots + row, row < rows, other=-1).to(tl.int64)
+    length = tl.load(p_lengths + row, row < rows, other=0)
+    length = tl.where((slot < 0) | (length <= select), 0, length)
     start = block * tiles * TILE
     if PDL and AHEAD > 0:  # What is read up to the wait is older than the queries.
-        end = tl.minimum(tl.where(length > select, length, 0), start + tiles * TILE)
+        end = tl.minimum(length, start + tiles * TILE)
         if start < end:
             p_mine = p_pages + slot * max_pages
             _prefetch(p_keys, p_mine, start, end, DIM, PAGE, FP8, AHEAD * TILE)
         tl.extra.cuda.gdc_wait()
-    if block == 0:
-        tl.store(p_counts + row, length)
-    if (start >= length) | (length <= select):
+    if ROWS > 0 and me == 0:
+        r, count = lengths_of(p_slots, p_lengths, rows, ROWS)
+        tl.store(p_counts + r, count, r < rows)
+    if start >= length:
         return
+    row = row.to(tl.int64)
     h = tl.arange(0, BLOCK_H).to(tl.int64)
     d = tl.arange(0, DIM)
     # Heads that pad the product are copies of the last one, of weight 0.
@@ -179,13 +207,7 @@ def score_kernel(
     for step in tl.range(0, mine, num_stages=STAGES):
         begin = start + step * TILE
         t = begin + tl.arange(0, TILE)
-        if PAGE % TILE == 0:
-            # The keys of the tile lie in one page, and one look-up gives all addresses.
-            page = tl.load(p_pages + slot * max_pages + begin // PAGE).to(tl.int64)
-            at = page * PAGE + begin % PAGE + tl.arange(0, TILE)
-        else:
-            page = tl.load(p_pages + slot * max_pages + t // PAGE, t < length, other=0)
-            at = page.to(tl.int64) * PAGE + t % PAGE
+        at = _places(p_pages + slot * max_pages, begin, t, length, PAGE, TILE)
         # Behind the length stands garbage, which stays in its own rows of the product.
         first = code_at(at, DIM) if FP8 else at * DIM
         keys = tl.load(p_keys + first[:, None] + d[None, :])

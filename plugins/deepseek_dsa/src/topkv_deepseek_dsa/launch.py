@@ -19,11 +19,19 @@ stages, warps. The look-up of the page is a stage of its own: 6 stages keep thre
 flight, 5 keep two, which hold twice as much in 16 bits. Products of fp32 are made without tensor
 cores, and larger tiles do not fit registers."""
 
-TILES = 11
-"""Most tiles of a program of the score kernel."""
+RUNNING = {"fp8": 6, "bf16": 3, "fp32": 2}
+"""Programs of the score kernel that run at a time on a multiprocessor, which its shared memory
+decides: on Hopper, with keys of 128 elements. Where it is another number, steps take longer."""
 
-WAVES = 4
-"""Programs a multiprocessor that a launch has at least, if there are tiles for so many."""
+TILES, WAVES = 44, 8
+"""A step has as many programs as run at a time, and as many again for every so many tiles that
+each would have; at most so many times."""
+
+ROW_PROGRAMS = 8
+"""Programs that there are for each row of a step at least: a row gets a whole number of them."""
+
+PROMPT_TILES = 11
+"""Most tiles of a program where the rows are those of a prompt."""
 
 EARLY = True
 """Whether kernels start early behind the one before, where the device can do that."""
@@ -43,6 +51,25 @@ _FLOATS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32
 def _bits(x: Tensor) -> Tensor:
     """bfloat16 as integers: the kernels make its bits themselves."""
     return x.view(torch.int16) if x.dtype is torch.bfloat16 else x
+
+
+def waves_of(rows: int, running: int) -> int:
+    """How many times what runs at a time the programs for ``rows`` rows are at least."""
+    return ROW_PROGRAMS * rows // running + 1
+
+
+def rate_of(running: int) -> float:
+    """How many times what runs at a time the programs of a step are, for each of its tiles."""
+    return 1 / (TILES * running)
+
+
+def programs_of(rows: int, tiles: int, running: int) -> int:
+    """Programs of the score kernel for ``rows`` rows of at most ``tiles`` tiles each.
+
+    There is one for every block that ``dealing.dealt`` makes, however long the rows are.
+    """
+    waves = min(rows * tiles // (TILES * running) + 1, WAVES)
+    return min(max(waves, waves_of(rows, running)) * running, rows * tiles)
 
 
 class Launcher:
@@ -107,13 +134,17 @@ class Launcher:
             "FP8": fp8,
             "DECODE": fp8 and not native,
             "FACTORS": factors,
+            "CUDA": cuda,
             "num_warps": warps,
         }
         self.early = EARLY and early.available(self.device)
-        self.programs = 1
+        # The same for any batch, or each size would be compiled, in the middle of a capture say.
+        self.together = int(triton.next_power_of_2(self.group.max_requests))
+        # More than one for the interpreter, which would not see rows divided otherwise.
+        self.running = 4
         if cuda:
             count = torch.cuda.get_device_properties(self.device).multi_processor_count
-            self.programs = WAVES * count
+            self.running = RUNNING[kind] * count
 
     def _workspace(self, rows: int) -> tuple[Tensor, Tensor]:
         """Queries as the score kernel reads them, and weights, of so many rows."""
@@ -172,7 +203,8 @@ class Launcher:
         scores = torch.empty((rows, tokens), dtype=torch.float32, device=self.device)
         self._score(
             *(layer, q, weights, torch.full_like(counts, slot), counts),
-            *(*self._workspace(rows), scores, torch.empty_like(counts)),
+            *(*self._workspace(rows), scores, counts),
+            prompt=True,
         )
         return scores
 
@@ -187,6 +219,7 @@ class Launcher:
         weight: Tensor,
         scores: Tensor,
         counts: Tensor,
+        prompt: bool = False,
     ) -> None:
         rows, pages = q.shape[0], layer.step.page_table
         keys, scales = self._pool(layer)
@@ -199,12 +232,18 @@ class Launcher:
         else:
             self._convert(q, weights, slots, query, weight)
         every = triton.cdiv(scores.shape[1], self.scoring["TILE"])
-        tiles = max(1, min(TILES, rows * every // self.programs))
-        kernels.score_kernel[(rows, triton.cdiv(every, tiles))](
+        if prompt:
+            tiles = max(1, min(PROMPT_TILES, rows * every // self.running))
+            programs, together = rows * triton.cdiv(every, tiles), 0
+        else:
+            programs, together, tiles = programs_of(rows, every, self.running), self.together, 0
+        kernels.score_kernel[(programs,)](
             *(query.view(self.stored), weight, keys.view(self.stored), scales),
             *(slots, lengths, pages, scores, counts, pages.stride(0)),
             *(query.stride(0), query.stride(1), weight.stride(0), weight.stride(1)),
-            *(scores.stride(0), self.group.select, tiles),
+            *(scores.stride(0), self.group.select, rows, self.running),
+            *(waves_of(rows, self.running), rate_of(self.running), tiles),
+            ROWS=together,
             PDL=self.early,
             AHEAD=0 if direct else AHEAD,
             **early.options(self.early),

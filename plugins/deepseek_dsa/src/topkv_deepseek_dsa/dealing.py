@@ -1,0 +1,79 @@
+"""Which tiles of tokens a program of the score kernel has, in Triton.
+
+Only the device knows how long the requests of a step are, so each program works out its part.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _uniform(x, CUDA: tl.constexpr):
+    """The same number, of which the compiler then knows that all threads of a warp hold it.
+
+    Of what a reduction gives it does not, and keeps loop counters in a register of each thread.
+    """
+    if CUDA:
+        x = tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;",
+            "=r,r",
+            [x],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return x
+
+
+@triton.jit
+def lengths_of(p_slots, p_lengths, rows, ROWS: tl.constexpr):
+    """All rows and how many tokens they have."""
+    r = tl.arange(0, ROWS)
+    length = tl.maximum(tl.load(p_lengths + r, r < rows, other=0), 0)
+    return r, tl.where(tl.load(p_slots + r, r < rows, other=-1) < 0, 0, length)
+
+
+@triton.jit
+def _blocks(tiles, share):
+    """Into how many blocks a row is divided that gets a program and ``share`` for each tile."""
+    return tl.minimum((tiles * share).to(tl.int32) + 1, tiles)
+
+
+@triton.jit
+def dealt(
+    p_slots,
+    p_lengths,
+    rows,
+    running,
+    waves,
+    rate,
+    select,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    CUDA: tl.constexpr,
+):
+    """What this program scores, where all tiles are shared among programs.
+
+    They go to ``waves`` times as many programs as run at a time, ``running``, or once more for
+    every ``1 / rate`` tiles if that is more and the grid has so many. Every row gets one program,
+    and its share of the others rounded down: these are never more than there are, as what fp32
+    rounds up comes to less than one program for 2^20 of them. The programs of a row have blocks of
+    one size.
+
+    Returns:
+        The row, ``rows`` or more for programs that are left over; which block of it; its tiles.
+    """
+    _, length = lengths_of(p_slots, p_lengths, rows, ROWS)
+    tiles = tl.where(length > select, tl.cdiv(length, TILE), 0)
+    every = tl.sum(tiles, 0)
+    waves = tl.maximum((every * rate).to(tl.int32) + 1, waves)
+    programs = tl.minimum(running * waves, tl.num_programs(0))
+    share = (programs - rows) / tl.maximum(every, 1).to(tl.float32)
+    ends = tl.cumsum(_blocks(tiles, share), 0)
+    before = ends <= tl.program_id(0)
+    row = _uniform(tl.sum(before.to(tl.int32), 0), CUDA)
+    first = _uniform(tl.max(tl.where(before, ends, 0), 0), CUDA)
+    mine = tl.cdiv(tl.load(p_lengths + row, row < rows, other=1), TILE)
+    return row, tl.program_id(0) - first, _uniform(tl.cdiv(mine, _blocks(mine, share)), CUDA)
