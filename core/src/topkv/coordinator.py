@@ -48,7 +48,9 @@ class SparseCoordinator(RequestCalls):
         connected = connect(registry, plugins, self.manager)
         self.transfers, self.lanes = connected.transfers, connected.lanes
         self.layers = connected.layers
-        self._settle_period = plugins.least("settle_period")
+        never = 2**31 - 1
+        periods = [spec.settle_period if spec else None for spec in plugins.specs]
+        self._settle_periods = np.asarray([period or never for period in periods])[:, None]
         self._generated = plugins.least("generated")
         self.prefill = Prefill(self.config, self.tracker, self.layers)
         self._chunks: list[Chunk] = []
@@ -264,16 +266,19 @@ class SparseCoordinator(RequestCalls):
             self.request_end(slot)
 
     def _settle(self, slots: np.ndarray) -> None:
-        """Settle where prefill has turned to decode, and warm those; settle every period."""
+        """Settle all groups where prefill has turned to decode, and warm those; settle a group
+        whose period is full."""
         tracker = self.tracker
-        due = tracker.length[slots] - tracker.settled[slots] >= self._settle_period
         fresh = slots[tracker.fresh[slots]]
-        for slot in slots[due | tracker.fresh[slots]].tolist():
+        due = tracker.length[slots] - tracker.settled[:, slots] >= self._settle_periods
+        due |= tracker.fresh[slots]
+        for slot, groups in zip(slots[due.any(0)].tolist(), due.T[due.any(0)], strict=True):
             self.flush(slot)
             self.manager.uploader.upload_pages()
-            length = int(tracker.length[slot])
-            self.prefill.settle(slot, int(tracker.settled[slot]), length)
-            tracker.settled[slot] = length
+            for group in np.flatnonzero(groups).tolist():
+                length = int(tracker.length[slot])
+                self.prefill.settle(group, slot, int(tracker.settled[group, slot]), length)
+                tracker.settled[group, slot] = length
         tracker.fresh[fresh], tracker.prompt[fresh] = False, tracker.length[fresh]
         if len(fresh):
             self._upload(fresh, np.zeros(len(fresh), np.int32))

@@ -268,9 +268,11 @@ class Prefill:
         for kept in (*self._last_queries.values(), *self._last_weights.values()):
             kept[twin] = kept[slot]
 
-    def settle(self, slot: int, since: int, length: int) -> None:
-        """Call ``settle`` of every layer that selects, with the history that it asks for."""
-        for path in (path for path in self.sparse if path.selects):
+    def settle(self, group: int, slot: int, since: int, length: int) -> None:
+        """Call ``settle`` of the layers of a group that select, with the history it asks for."""
+        for path in self.sparse:
+            if path.lanes.index != group or not path.selects:
+                continue
             whole = path.algorithm.spec().settle_whole
             stored = 0 if whole else since - since % path.view.group.unit
             asked = 0 if whole else since - since % path.seen.group.unit

@@ -17,12 +17,12 @@ class RequestTracker:
         resident: bool ``[R]`` LRU slot u holds unit u, as long as the request fits.
         dirty: bool ``[R]`` decode has appended tokens since the open unit was flushed.
         fresh: bool ``[R]`` prompt tokens came since the last ``settle``, or none was called.
-        settled: int32 ``[R]`` tokens that ``settle`` has seen.
+        settled: int32 ``[groups, R]`` tokens that ``settle`` of a group has seen.
         prompt: int32 ``[R]`` tokens at the last settle that closed a prompt.
         pages: host pages of each request, in order.
     """
 
-    def __init__(self, max_requests: int, resident: bool) -> None:
+    def __init__(self, max_requests: int, groups: int, resident: bool) -> None:
         self.max_requests = max_requests
         self.active = np.zeros(max_requests, dtype=bool)
         self.length = np.zeros(max_requests, dtype=np.int32)
@@ -30,7 +30,7 @@ class RequestTracker:
         self.resident = np.zeros(max_requests, dtype=bool)
         self.dirty = np.zeros(max_requests, dtype=bool)
         self.fresh = np.zeros(max_requests, dtype=bool)
-        self.settled = np.zeros(max_requests, dtype=np.int32)
+        self.settled = np.zeros((groups, max_requests), dtype=np.int32)
         self.prompt = np.zeros(max_requests, dtype=np.int32)
         self.pages: list[list[int]] = [[] for _ in range(max_requests)]
         self._resident_at_start = resident
@@ -56,19 +56,19 @@ class RequestTracker:
         self.resident[slot] = self._resident_at_start
         self.dirty[slot] = False
         self.fresh[slot] = True
-        self.settled[slot] = self.prompt[slot] = 0
+        self.settled[:, slot] = self.prompt[slot] = 0
         return slot
 
     def cut(self, slot: int, length: int) -> None:
         """Shorten a request; one that loses a part of its prompt is to be settled again."""
         self.length[slot] = length
-        self.settled[slot] = min(self.settled[slot], length)
+        self.settled[:, slot] = np.minimum(self.settled[:, slot], length)
         self.fresh[slot] |= length < self.prompt[slot]
 
     def copy(self, slot: int, twin: int) -> None:
         """Give a fork the state of its request, pages and ring apart."""
         for values in (self.length, self.fresh, self.settled, self.prompt):
-            values[twin] = values[slot]
+            values[..., twin] = values[..., slot]
 
     def end(self, slot: int) -> list[int]:
         """Free the slot and return the pages that it held."""

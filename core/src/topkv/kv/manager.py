@@ -41,7 +41,9 @@ class SparseKVCacheManager:
         self._refuse_what_exceeds_limits()
         on_host = [group for group in self.groups if group.residency != "resident"]
         self.host = HostKVPool(on_host, self.num_pages, config.host_layout, self.device)
-        self.tracker = RequestTracker(config.max_requests, config.resident_fast_path)
+        self.tracker = RequestTracker(
+            config.max_requests, len(self.groups), config.resident_fast_path
+        )
         limits = [
             (group.unit, bool(spec and spec.tail == "selectable"))
             for group, spec in zip(self.groups, specs, strict=True)

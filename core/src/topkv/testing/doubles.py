@@ -32,7 +32,7 @@ class Scripted:
     ) -> None:
         self.model = model
         self.group = group
-        self.tail: str = params["tail"]
+        self.params = params
         self.next_ids: dict[int, Tensor] = {}
 
     @hookimpl
@@ -43,7 +43,7 @@ class Scripted:
                 RepresentationSpec("sums", "unit", shape, torch.float32),
                 RepresentationSpec("turns", "request", (1,), torch.int64),
             ),
-            tail=self.tail,
+            **self.params,
         )
 
     @hookimpl
@@ -183,7 +183,7 @@ SCRIPTED = PluginEntry(
     "topkv.testing.doubles:Scripted",
     capabilities=Capabilities(scopes=("kv_head", "shared")),
     defaults={"scope": "kv_head"},
-    parameters={"tail": "forced"},
+    parameters={"tail": "forced", "settle_period": None, "generated": None},
 )
 
 GATHER = PluginEntry(
