@@ -14,6 +14,7 @@ from torch import Tensor
 
 from topkv.assembly import connect, make_plugins
 from topkv.config import LoweredConfig
+from topkv.config.layers import show_ranges
 from topkv.errors import RequestError
 from topkv.kv.manager import SparseKVCacheManager
 from topkv.lifecycle import RequestCalls
@@ -55,6 +56,8 @@ class SparseCoordinator(RequestCalls):
         self.prefill = Prefill(self.config, self.tracker, self.layers)
         self._chunks: list[Chunk] = []
         self._rows = self._appended = np.zeros(0, dtype=np.int32)
+        self._count = 0
+        self._attended: set[int] = set()
         self._forward_open = False
         self._ending: list[int] = []
 
@@ -79,12 +82,18 @@ class SparseCoordinator(RequestCalls):
                 no room for another token after the prompt.
         """
         self._between_forwards("forward_begin")
-        rows = np.asarray(decode, dtype=np.int32)
+        rows = np.array(decode, dtype=np.int32)  # a copy: it is read again at the end
         live = rows >= 0
         if len(rows) > self.config.max_requests:
             raise RequestError(
                 f"{len(rows)} decode rows exceed max_requests = {self.config.max_requests}"
             )
+        for slot, tokens in prefill:
+            if tokens < 0:
+                raise RequestError(
+                    f"chunk ({slot}, {tokens}) has fewer than 0 tokens; rollback and truncate "
+                    "take tokens back"
+                )
         chunks = np.asarray([slot for slot, _ in prefill], dtype=np.int32)
         self.tracker.check_all(np.append(rows[live], chunks))
         appended = np.asarray(live if append is None else live & np.asarray(append), np.int32)
@@ -101,6 +110,7 @@ class SparseCoordinator(RequestCalls):
             start = int(self.tracker.length[slot])
             self._chunks.append(Chunk(slot, start, slice(first, first + tokens)))
             first += tokens
+        self._count, self._attended = first, set()
         self._forward_open = True
         self._upload(rows, appended)
         for observer in self.observers:
@@ -144,11 +154,13 @@ class SparseCoordinator(RequestCalls):
             ``out``.
 
         Raises:
-            RequestError: no forward is open, or the layer shares a selection and none has been
-                made for its group.
+            RequestError: no forward is open, the rows are not those that it announced, or the
+                layer shares a selection and none has been made for its group.
         """
         if not self._forward_open:
             raise RequestError("attention belongs between forward_begin and forward_end")
+        self._check_rows(q, k, v)
+        self._attended.add(layer)
         path = self.layers[layer]
         if out is None:
             out = q.new_empty((*q.shape[:-1], self.model.out_dim))
@@ -162,6 +174,18 @@ class SparseCoordinator(RequestCalls):
                 ours = None if index is None else index.rows(rows)
                 self.prefill.run(path, chunk, q[rows], k[rows], v[rows], ours, out[rows])
         return out
+
+    def _check_rows(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Refuse other shapes than those of the forward: kernels would read or leave out rows."""
+        model, rows = self.model, self._count
+        keys = (rows, model.num_kv_heads, model.head_dim)
+        if q.shape == (rows, model.num_heads, model.head_dim) and k.shape == v.shape == keys:
+            return
+        expected = [rows, model.num_heads, model.head_dim]
+        raise RequestError(
+            f"expected q {expected}, k and v {list(keys)} for the {rows} rows of this forward, "
+            f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+        )
 
     def attention_begin(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: Index | None = None
@@ -223,6 +247,7 @@ class SparseCoordinator(RequestCalls):
         """
         if not self._forward_open:
             raise RequestError("forward_end without forward_begin")
+        self._check_layers()
         if len(self._rows) and not offloaded:
             self.offload()
         if self._chunks:
@@ -232,14 +257,28 @@ class SparseCoordinator(RequestCalls):
         tracker.length[writers] += 1
         tracker.dirty[writers] = True
         for chunk in self._chunks:
-            tracker.length[chunk.slot] += chunk.rows.stop - chunk.rows.start
-            tracker.fresh[chunk.slot] = True
+            tokens = chunk.rows.stop - chunk.rows.start
+            tracker.length[chunk.slot] += tokens
+            tracker.fresh[chunk.slot] |= tokens > 0
         touched = [*writers.tolist(), *(chunk.slot for chunk in self._chunks)]
         tracker.high[touched] = np.maximum(tracker.high[touched], tracker.length[touched])
         tokens = sum(chunk.rows.stop - chunk.rows.start for chunk in self._chunks)
         self._close_forward()
         for observer in self.observers:
             observer.after_forward(self._rows, tokens)
+
+    def _check_layers(self) -> None:
+        """Refuse to close a forward in which some layers have not appended their tokens.
+
+        Decode rows may have run in a graph, which calls nothing here.
+        """
+        left_out = [layer for layer in range(len(self.layers)) if layer not in self._attended]
+        chunks = self._count > len(self._rows)
+        if left_out and (self._attended or chunks):
+            raise RequestError(
+                f"attention was not called for layers {show_ranges(left_out)} of this forward; "
+                "call it for each layer, or drop the forward with forward_abort"
+            )
 
     def forward_abort(self) -> None:
         """Drop an open forward, after an exception say; its tokens are not appended. Cold."""

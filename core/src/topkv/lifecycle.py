@@ -84,7 +84,8 @@ class RequestCalls:
         """
         self._between_forwards("reserve")
         self.tracker.check(slot)
-        self._check_generated(np.asarray([slot]), tokens)
+        if not self.tracker.fresh[slot]:  # else they may all be prompt
+            self._check_generated(np.asarray([slot]), tokens)
         self.manager.lease([(slot, int(self.tracker.length[slot]) + tokens)])
 
     def rollback(self, slot: int, length: int) -> None:
@@ -187,8 +188,8 @@ class RequestCalls:
     def _check_generated(self, slots: np.ndarray, tokens: int) -> None:
         """Refuse tokens that an algorithm which chooses once could not attend."""
         tracker = self.tracker
-        after = tracker.length[slots] - tracker.prompt[slots] + tokens
-        over = slots[~tracker.fresh[slots] & (after > self._generated)]
+        prompt = np.where(tracker.fresh[slots], tracker.length[slots], tracker.prompt[slots])
+        over = slots[tracker.length[slots] - prompt + tokens > self._generated]
         if len(over):
             raise RequestError(
                 f"slots {over.tolist()} would have more than {self._generated} tokens after their "

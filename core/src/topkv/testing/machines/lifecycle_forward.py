@@ -217,5 +217,5 @@ class Forwards(Side):
             request, start = self.live[slot], self.live[slot].length
             request.append(k[:, first : first + tokens], v[:, first : first + tokens])
             request.claim(start, request.length)
-            request.fresh = True
+            request.fresh |= tokens > 0
             first += tokens

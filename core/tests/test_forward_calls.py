@@ -1,0 +1,126 @@
+"""What ``forward_begin``, ``attention`` and ``forward_end`` take, and what they refuse."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from topkv.errors import RequestError
+from topkv.testing.machines.lifecycle_model import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    make_coordinator,
+)
+from topkv.testing.tiers import tier
+
+
+@pytest.fixture
+def make():
+    """Coordinators with two sparse layers around a resident and a streamed one."""
+    made = []
+
+    def make(**options):
+        made.append(make_coordinator(tier("cpu"), **options))
+        return made[-1]
+
+    yield make
+    for coordinator in made:
+        coordinator.close()
+
+
+def attend(coordinator, rows, layers=range(LAYERS)):
+    generator = torch.Generator().manual_seed(rows)
+    for layer in layers:
+        q, k, v = (
+            torch.randn(rows, heads, DIM, generator=generator)
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        coordinator.attention(layer, q, k, v)
+
+
+def run(coordinator, decode=(), prefill=()):
+    coordinator.forward_begin(decode=decode, prefill=prefill)
+    attend(coordinator, len(decode) + sum(tokens for _, tokens in prefill))
+    coordinator.forward_end()
+
+
+def test_slots_may_be_reused_by_the_caller_at_once(make):
+    coordinator = make()
+    a, b = coordinator.request_begin(), coordinator.request_begin()
+    run(coordinator, prefill=[(a, 5), (b, 5)])
+    rows = np.array([a], dtype=np.int32)
+    coordinator.forward_begin(decode=rows)
+    rows[0] = b
+    attend(coordinator, 1)
+    coordinator.forward_end()
+    assert (coordinator.length(a), coordinator.length(b)) == (6, 5)
+
+
+@pytest.mark.parametrize("rows", [3, 7], ids=["fewer", "more"])
+def test_rows_that_no_forward_announced_are_refused(make, rows):
+    coordinator = make()
+    slot = coordinator.request_begin()
+    coordinator.forward_begin(prefill=[(slot, 6)])
+    with pytest.raises(RequestError, match=rf"expected q \[6, 4, 4\].*got q \[{rows}, 4, 4\]"):
+        attend(coordinator, rows)
+    coordinator.forward_abort()
+    assert coordinator.length(slot) == 0
+
+
+def test_a_layer_that_was_left_out_is_named(make):
+    coordinator = make()
+    slot = coordinator.request_begin()
+    coordinator.forward_begin(prefill=[(slot, 6)])
+    attend(coordinator, 6, layers=[0, 1, 3])
+    with pytest.raises(RequestError, match="layers 2 "):
+        coordinator.forward_end()
+    coordinator.forward_abort()
+    assert coordinator.length(slot) == 0
+    coordinator.check_integrity()
+
+
+def test_a_chunk_that_takes_tokens_back_is_refused(make):
+    coordinator = make()
+    slot = coordinator.request_begin()
+    run(coordinator, prefill=[(slot, 6)])
+    with pytest.raises(RequestError, match=r"chunk \(0, -3\)"):
+        coordinator.forward_begin(prefill=[(slot, -3)])
+    assert coordinator.length(slot) == 6
+    run(coordinator, decode=[slot])
+
+
+@pytest.mark.parametrize("generated", [0, 3])
+def test_no_more_tokens_follow_a_prompt_than_the_algorithm_has_room_for(make, generated):
+    coordinator = make(params={"generated": generated})
+    slot = coordinator.request_begin()
+    run(coordinator, prefill=[(slot, 5)])
+    for _ in range(generated):
+        run(coordinator, decode=[slot])
+        run(coordinator, prefill=[(slot, 0)])  # no tokens are no prompt
+    with pytest.raises(RequestError, match=f"more than {generated} tokens after their prompt"):
+        coordinator.forward_begin(decode=[slot])
+    run(coordinator, prefill=[(slot, 1)])
+    assert coordinator.length(slot) == 6 + generated
+
+
+def test_each_group_is_settled_at_its_own_period(make):
+    layers = {
+        "1": "resident",
+        "2": {"params": {"settle_period": 6}},
+        "3": {"params": {"settle_period": 4}},
+    }
+    coordinator = make(layers=layers)
+    slot = coordinator.request_begin()
+    run(coordinator, prefill=[(slot, 5)])
+    for _ in range(13):
+        run(coordinator, decode=[slot])
+    turns = [int(coordinator.layers[layer].view.pools["turns"][slot]) for layer in (0, 2, 3)]
+    # At the prompt's end, and as often as a period was full when a forward began.
+    assert turns == [1, 1 + 2, 1 + 3]
+    run(coordinator, prefill=[(slot, 2)])
+    run(coordinator, decode=[slot])
+    turns = [int(coordinator.layers[layer].view.pools["turns"][slot]) for layer in (0, 2, 3)]
+    assert turns == [2, 4, 5]
