@@ -124,3 +124,55 @@ def test_each_group_is_settled_at_its_own_period(make):
     run(coordinator, decode=[slot])
     turns = [int(coordinator.layers[layer].view.pools["turns"][slot]) for layer in (0, 2, 3)]
     assert turns == [2, 4, 5]
+
+
+@pytest.mark.parametrize("call", ["own_page", "lease", "flush", "copy_slot", "restore"])
+def test_a_fork_that_is_cut_short_leaves_nothing(make, monkeypatch, call):
+    coordinator = make()
+    slot = coordinator.request_begin()
+    run(coordinator, prefill=[(slot, 5)])
+    run(coordinator, decode=[slot])
+    free = coordinator.manager.host.free
+    owner = {
+        "own_page": coordinator.manager,
+        "lease": coordinator.manager.host,
+        "flush": coordinator.transfers[0],
+        "copy_slot": coordinator.manager.representations[-1],
+        "restore": coordinator.transfers[-1],
+    }[call]
+
+    def cut(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, call, cut)
+        with pytest.raises(KeyboardInterrupt):
+            coordinator.fork(slot)
+    coordinator.check_integrity()
+    assert coordinator.manager.host.free == free
+    assert coordinator.tracker.free == 3
+    run(coordinator, decode=[slot, coordinator.fork(slot)])
+
+
+@pytest.mark.parametrize("call", ["reset_slot", "reset", "poison_pages"])
+def test_an_end_that_is_cut_short_can_be_called_again(make, monkeypatch, call):
+    coordinator = make()
+    slot = coordinator.request_begin()
+    run(coordinator, prefill=[(slot, 5)])
+    owners = {
+        "reset_slot": coordinator.manager.representations[0],
+        "reset": coordinator.transfers[0],
+        "poison_pages": coordinator.manager.stores[0],
+    }
+
+    def cut(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(owners[call]), call, cut)
+        with pytest.raises(KeyboardInterrupt):
+            coordinator.request_end(slot)
+    coordinator.request_end(slot)
+    coordinator.check_integrity()
+    assert coordinator.manager.host.used == 0
+    assert coordinator.tracker.free == 4

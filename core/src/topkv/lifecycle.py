@@ -51,10 +51,12 @@ class RequestCalls:
             if slot not in self._ending:
                 self._ending.append(slot)
             return
-        self.manager.release(self.tracker.end(slot))
+        # The slot stays taken until all is forgotten: an end that was cut short is called again.
         self.manager.forget_slot(slot)
         for transfer in self.transfers:
             transfer.reset(slot)
+        self.manager.poison(self.tracker.pages[slot])
+        self.manager.host.release(self.tracker.end(slot))
 
     def can_admit(self, tokens: int, requests: int = 1) -> Admission:
         """Whether ``requests`` new requests of ``tokens`` tokens each would find room.
@@ -137,19 +139,27 @@ class RequestCalls:
                 "or raise max_tokens"
             )
         twin = self.tracker.begin()
+        try:
+            self._copy(slot, twin, length)
+        except BaseException:
+            self.request_end(twin)
+            raise
+        return twin
+
+    def _copy(self, slot: int, twin: int, length: int) -> None:
+        """Give a fork the pages of its request and what is keyed by its slot."""
         self.flush(slot)
         pages = self.tracker.pages[slot][: -(-length // self.config.page_tokens)]
         self.manager.host.share(pages)
         self.tracker.pages[twin] = list(pages)
         self.tracker.copy(slot, twin)
         self.manager.uploader.write_page_row(twin, 0, pages)
-        if partial:
+        if length % self.config.page_tokens:
             self.manager.own_page(twin, len(pages) - 1)
         for pools in self.manager.representations:
             pools.copy_slot(slot, twin)
         self.prefill.copy(slot, twin)
         self._restore(twin)
-        return twin
 
     def flush(self, slot: int) -> None:
         """Move the open unit to the host, so that all tokens are there. Cold."""

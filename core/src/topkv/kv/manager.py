@@ -189,12 +189,18 @@ class SparseKVCacheManager:
         self.uploader.write_page_row(slot, keep, [])
 
     def release(self, pages: Sequence[int]) -> None:
-        freed = self.host.release(pages)
-        if freed and self.config.poison:
+        """Drop one reference of each page."""
+        self.poison(pages)
+        self.host.release(pages)
+
+    def poison(self, pages: Sequence[int]) -> None:
+        """Fill those of a request's pages that nobody else holds with NaN, where asked to."""
+        alone = [page for page in pages if not self.host.shared(page)]
+        if alone and self.config.poison:
             self._synchronize()
             for store, pools in zip(self.stores, self.representations, strict=True):
-                store.poison_pages(freed)
-                pools.poison_pages(freed)
+                store.poison_pages(alone)
+                pools.poison_pages(alone)
 
     def own_page(self, slot: int, index: int) -> None:
         """Copy a shared page before it is written: entries and representations."""
@@ -202,10 +208,14 @@ class SparseKVCacheManager:
         if index >= len(held) or not self.host.shared(held[index]):
             return
         (copy,) = self.host.lease(1)
-        self._synchronize()
-        for store, pools in zip(self.stores, self.representations, strict=True):
-            store.entries[copy] = store.entries[held[index]]
-            pools.copy_page(held[index], copy)
+        try:
+            self._synchronize()
+            for store, pools in zip(self.stores, self.representations, strict=True):
+                store.entries[copy] = store.entries[held[index]]
+                pools.copy_page(held[index], copy)
+        except BaseException:
+            self.host.release([copy])
+            raise
         self.host.release([held[index]])
         held[index] = copy
         self.uploader.write_page_row(slot, index, held[index:])
