@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from topkv.kv import host_memory
 from topkv.kv.host_memory import HostMemory
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -48,6 +49,70 @@ def test_memory_that_nobody_closed_can_be_had_again(device):
         del memory
         view.fill_(3)
         del view
+
+
+class Driver:
+    """Stands in for CUDA's, and keeps what was asked of it."""
+
+    def __init__(self):
+        self.calls = []
+
+    def cudaHostRegister(self, address, size, flags):
+        self.calls.append("register")
+        return 0
+
+    def cudaHostUnregister(self, address):
+        self.calls.append("unregister")
+        return 0
+
+    def synchronize(self):
+        self.calls.append("synchronize")
+
+
+def test_the_collector_does_not_touch_the_device(monkeypatch):
+    """It comes at any time: a wait would break the capture of a graph."""
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", driver.synchronize)
+    memory = HostMemory(4096, torch.device("cuda"))
+    del memory
+    assert driver.calls == ["register"]
+    again = HostMemory(4096, torch.device("cuda"))
+    assert driver.calls == ["register", "synchronize", "unregister", "register"]
+    again.close()
+
+
+@pytest.mark.gpu
+def test_a_graph_is_captured_while_a_pool_is_collected():
+    memory = HostMemory(1 << 16, torch.device("cuda"))
+    x = torch.zeros(8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x += 1
+        del memory
+    graph.replay()
+    assert (x == 1).all()
+
+
+@pytest.mark.parametrize(("machine", "number"), [("x86_64", 279), ("aarch64", 239)])
+def test_each_machine_has_its_own_system_call(monkeypatch, machine, number):
+    asked = []
+
+    class Library:
+        def syscall(self, *args):
+            asked.append(args[0])
+            return -1
+
+    monkeypatch.setattr(host_memory.platform, "machine", lambda: machine)
+    monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda *args, **kwargs: Library())
+    assert host_memory.numa_node_of(0) is None
+    assert asked == [number]
+
+
+def test_a_machine_that_nobody_looked_up_is_not_asked(monkeypatch):
+    monkeypatch.setattr(host_memory.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(host_memory.ctypes, "CDLL", None)
+    assert host_memory.numa_node_of(0) is None
 
 
 @pytest.mark.parametrize("device", DEVICES)

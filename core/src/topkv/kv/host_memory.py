@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import sys
+import platform
 
 import torch
 from torch import Tensor
@@ -14,17 +14,28 @@ from topkv.errors import HostMemoryError
 _PORTABLE_AND_MAPPED = 0x01 | 0x02  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
+_MOVE_PAGES = {"x86_64": 279, "aarch64": 239}
+"""Number of the ``move_pages`` system call by machine."""
+
+_unclosed: list[_Registration] = []
+"""Mappings that nobody closed; the next one unregisters them."""
+
+
 class _Registration(mmap.mmap):
     """Anonymous memory that is unregistered before it is unmapped.
 
     CUDA would keep the address range of a pool that nobody closed, and refuse it to the next one.
-    Tensors keep the mapping alive, so this comes after the last of them.
+    Unregistering waits for the device, which nothing may do while a graph is captured, and the
+    collector comes at any time. So what it finds is kept mapped until the next registration.
     """
 
     address = 0
 
     def register(self, address: int, size: int) -> int:
         """Returns the error code of CUDA, 0 for none."""
+        while _unclosed:
+            _unclosed[-1].unregister()
+            _unclosed.pop()
         # Touching first lets the kernel fault pages in large runs; registering untouched
         # memory does the same page by page and is several times slower.
         ctypes.memset(address, 0, size)
@@ -40,8 +51,8 @@ class _Registration(mmap.mmap):
             self.address = 0
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # at exit the driver takes everything back
-            self.unregister()
+        if self.address:
+            _unclosed.append(self)
 
 
 class HostMemory:
@@ -100,11 +111,11 @@ class HostMemory:
 
 def numa_node_of(address: int) -> int | None:
     """NUMA node that holds the page at ``address``, by the ``move_pages`` system call."""
+    number = _MOVE_PAGES.get(platform.machine())
+    if number is None:
+        return None
     libc = ctypes.CDLL(None, use_errno=True)
     page = ctypes.c_void_p(address & ~(mmap.PAGESIZE - 1))
     status = ctypes.c_int(-1)
-    move_pages = 279 if ctypes.sizeof(ctypes.c_void_p) == 8 else None
-    if move_pages is None or not hasattr(libc, "syscall"):
-        return None
-    done = libc.syscall(move_pages, 0, 1, ctypes.byref(page), None, ctypes.byref(status), 0)
+    done = libc.syscall(number, 0, 1, ctypes.byref(page), None, ctypes.byref(status), 0)
     return status.value if done == 0 and status.value >= 0 else None
