@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from contextlib import redirect_stdout
 from importlib.metadata import EntryPoint, entry_points
+from typing import TextIO
 
 from attrs import frozen
 
@@ -69,6 +72,12 @@ def explicit(plugins: Iterable[tuple[str, str, object]]) -> list[Offer]:
         Offer(package, version, package.removeprefix("topkv-"), plugin)
         for package, version, plugin in plugins
     ]
+
+
+def aside() -> redirect_stdout[TextIO]:
+    """For code of a package: what it prints while it loads goes to stderr, for stdout may be JSON
+    that somebody reads."""
+    return redirect_stdout(sys.stderr)
 
 
 def _api(version: tuple[int, int]) -> str:

@@ -17,7 +17,7 @@ import pluggy
 
 import topkv
 from topkv import builtin
-from topkv.discovery import GROUP, Offer, author, entry_problem, explicit, installed
+from topkv.discovery import GROUP, Offer, aside, author, entry_problem, explicit, installed
 from topkv.discovery import PluginRecord as PluginRecord
 from topkv.entries import KINDS, PluginEntry
 from topkv.errors import PluginError, TopkvError
@@ -49,7 +49,8 @@ class PluginRegistry:
                 problem = f"left out by the environment variable {BLOCK}; take it out of the list"
                 self._records.append(offer.record(problem))
             else:
-                self._add(offer)
+                with aside():
+                    self._add(offer)
 
     def _add(self, offer: Offer) -> None:
         try:
@@ -66,7 +67,7 @@ class PluginRegistry:
         try:
             self._manager.register(plugin, name=name)
             self._manager.check_pending()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if self._manager.has_plugin(name):
                 self._manager.unregister(name=name)
             self._records.append(
@@ -178,11 +179,12 @@ class PluginRegistry:
         assert record.entry is not None  # a record without an entry has a problem
         factory = self._import(record, record.entry.factory)
         try:
-            instance = factory(*args)
+            with aside():
+                instance = factory(*args)
         except TopkvError as error:
             error.add_note(f"raised by {record.who}")
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PluginError(f"{record.who} could not be built", [f"{_told(error)}"]) from error
         check_instance(instance, import_module(f"topkv.hooks.{kind}"), record.who)
         return instance
@@ -195,12 +197,15 @@ class PluginRegistry:
         """
         if record.entry is None or record.entry.doctor is None:
             return []
-        return [str(line) for line in self._import(record, record.entry.doctor)()]
+        describe = self._import(record, record.entry.doctor)
+        with aside():
+            return [str(line) for line in describe()]
 
     def _import(self, record: PluginRecord, path: str) -> Any:
         module, attribute = path.split(":")
         try:
-            return getattr(import_module(module), attribute)
+            with aside():
+                return getattr(import_module(module), attribute)
         except (Exception, SystemExit) as error:
             raise PluginError(
                 f"{record.who} does not import",
