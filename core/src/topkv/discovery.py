@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
 from importlib.metadata import EntryPoint, entry_points
 from typing import TextIO
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 import topkv
 from topkv.entries import HOOK_API, Capabilities, PluginEntry
 
 GROUP = "topkv"
+BLOCK = "TOPKV_BLOCK"
 
 
 @frozen
@@ -27,6 +29,7 @@ class PluginRecord:
         package: distribution that it comes from.
         version: of the distribution.
         problem: why it cannot be used and how to mend it; None if it can.
+        point: ``"package:entry point"`` that it comes from, as ``TOPKV_BLOCK`` names it.
     """
 
     entry: PluginEntry | None
@@ -35,6 +38,7 @@ class PluginRecord:
     package: str
     version: str
     problem: str | None = None
+    point: str = ""
 
     @property
     def who(self) -> str:
@@ -51,18 +55,25 @@ class Offer:
     name: str
     source: object
 
+    @property
+    def point(self) -> str:
+        return f"{self.package}:{self.name}"
+
     def load(self) -> object:
         return self.source.load() if isinstance(self.source, EntryPoint) else self.source
 
     def record(self, problem: str, kind: str | None = None, name: str = "") -> PluginRecord:
-        return PluginRecord(None, name or self.name, kind, self.package, self.version, problem)
+        return PluginRecord(
+            None, name or self.name, kind, self.package, self.version, problem, self.point
+        )
 
 
 def installed() -> list[Offer]:
     offers = []
     for point in entry_points(group=GROUP):
-        package = point.dist.name if point.dist else "unknown"
-        version = point.dist.version if point.dist else "unknown"
+        # A package whose metadata is damaged may lack both.
+        package = (point.dist and point.dist.name) or "unknown"
+        version = (point.dist and point.dist.version) or "unknown"
         offers.append(Offer(package, version, point.name, point))
     return sorted(offers, key=lambda offer: (offer.package, offer.name))
 
@@ -78,6 +89,55 @@ def aside() -> redirect_stdout[TextIO]:
     """For code of a package: what it prints while it loads goes to stderr, for stdout may be JSON
     that somebody reads."""
     return redirect_stdout(sys.stderr)
+
+
+def blocked(package: str, name: str) -> bool:
+    """Whether ``TOPKV_BLOCK`` names an entry point, alone or behind its package and a colon."""
+    words = {word.strip() for word in os.environ.get(BLOCK, "").split(",")}
+    return name in words or f"{package}:{name}" in words
+
+
+def refuse_taken(own: Iterable[PluginRecord], found: Sequence[PluginRecord]) -> list[PluginRecord]:
+    """What packages offer, with a problem where a name is not theirs alone.
+
+    Two packages that offer one name are both refused: to prefer either would let a package put
+    its code where a user asked for another's. Names of the core stay the core's.
+
+    Args:
+        own: what the core offers.
+        found: what packages do.
+    """
+    core = {(record.kind, record.name) for record in own}
+    rivals: dict[tuple[str | None, str], list[PluginRecord]] = {}
+    for record in found:
+        if record.problem is None:
+            rivals.setdefault((record.kind, record.name), []).append(record)
+    settled = []
+    for record in found:
+        key, problem = (record.kind, record.name), record.problem
+        what = f"{record.kind} {record.name!r}"
+        others = [other for other in rivals.get(key, []) if other is not record]
+        if problem is None and key in core:
+            problem = (
+                f"the name is topkv's own, which offers {what} itself; uninstall "
+                f"{record.package}, or have its author choose another name"
+            )
+        elif problem is None and others:
+            problem = _taken(record, what, others)
+        settled.append(evolve(record, problem=problem))
+    return settled
+
+
+def _taken(record: PluginRecord, what: str, others: Sequence[PluginRecord]) -> str:
+    strangers = {other.point: other for other in others if other.point != record.point}
+    if not strangers:
+        return f"{record.package} {record.version} offers {what} twice; {author(record)}"
+    offered = " and ".join(f"{other.package} {other.version}" for other in strangers.values())
+    packages = " and ".join(dict.fromkeys(other.package for other in strangers.values()))
+    return (
+        f"the name is taken: {what} is offered by {offered} too, and none of them is used; to use "
+        f"this one, uninstall {packages}, or add {','.join(strangers)} to {BLOCK}"
+    )
 
 
 def _api(version: tuple[int, int]) -> str:
@@ -105,5 +165,5 @@ def entry_problem(entry: PluginEntry, offer: Offer) -> str | None:
     )
 
 
-def author(offer: Offer) -> str:
-    return f"this is for the author of {offer.package} to mend"
+def author(of: Offer | PluginRecord) -> str:
+    return f"this is for the author of {of.package} to mend"

@@ -6,7 +6,6 @@ kept as a record with its problem and never breaks the others.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from functools import cache
@@ -17,14 +16,23 @@ import pluggy
 
 import topkv
 from topkv import builtin
-from topkv.discovery import GROUP, Offer, aside, author, entry_problem, explicit, installed
+from topkv.discovery import (
+    BLOCK,
+    GROUP,
+    Offer,
+    aside,
+    author,
+    blocked,
+    entry_problem,
+    explicit,
+    installed,
+    refuse_taken,
+)
 from topkv.discovery import PluginRecord as PluginRecord
 from topkv.entries import KINDS, PluginEntry
 from topkv.errors import PluginError, TopkvError
 from topkv.hooks import registry as registry_specs
 from topkv.hooks.binding import check_instance
-
-BLOCK = "TOPKV_BLOCK"
 
 _KIND_OF_HOOK = {f"topkv_register_{kind}s": kind for kind in KINDS}
 
@@ -35,22 +43,22 @@ class PluginRegistry:
     Args:
         plugins: ``(distribution name, version, module or object with topkv_register_* hooks)``;
             by default the entry points of group ``topkv``, less those that ``TOPKV_BLOCK=a,b``
-            names. The core's own entries always come first.
+            names, as ``point`` or ``package:point``. The names of the core's own entries are
+            taken; a name that two packages offer is used for neither.
     """
 
     def __init__(self, plugins: Sequence[tuple[str, str, object]] | None = None) -> None:
-        self._manager = pluggy.PluginManager(GROUP)
-        self._manager.add_hookspecs(registry_specs)
         self._records: list[PluginRecord] = []
-        blocked = {name.strip() for name in os.environ.get(BLOCK, "").split(",")}
         self._add(Offer("topkv", topkv.__version__, "topkv", builtin))
+        own, self._records = self._records, []
         for offer in installed() if plugins is None else explicit(plugins):
-            if plugins is None and offer.name in blocked:
+            if plugins is None and blocked(offer.package, offer.name):
                 problem = f"left out by the environment variable {BLOCK}; take it out of the list"
                 self._records.append(offer.record(problem))
             else:
                 with aside():
                     self._add(offer)
+        self._records = [*own, *refuse_taken(own, self._records)]
 
     def _add(self, offer: Offer) -> None:
         try:
@@ -63,26 +71,24 @@ class PluginRegistry:
                 )
             )
             return
-        name = f"{offer.package}:{offer.name}"
+        # One for each package: what another offers, be it the same object, changes nothing.
+        manager = pluggy.PluginManager(GROUP)
+        manager.add_hookspecs(registry_specs)
         try:
-            self._manager.register(plugin, name=name)
-            self._manager.check_pending()
+            manager.register(plugin)
+            manager.check_pending()
         except (Exception, SystemExit) as error:
-            if self._manager.has_plugin(name):
-                self._manager.unregister(name=name)
             self._records.append(
                 offer.record(f"its hooks are wrong: {_told(error)}; {author(offer)}")
             )
             return
-        self._collect(plugin, offer)
+        self._collect(manager, offer)
 
-    def _collect(self, plugin: object, offer: Offer) -> None:
+    def _collect(self, manager: pluggy.PluginManager, offer: Offer) -> None:
         """Ask one plugin for its entries: each hook alone, so that one cannot break another."""
         found = False
         for hook, kind in _KIND_OF_HOOK.items():
-            for impl in getattr(self._manager.hook, hook).get_hookimpls():
-                if impl.plugin is not plugin:
-                    continue
+            for impl in getattr(manager.hook, hook).get_hookimpls():
                 found = True
                 try:
                     entries = list(impl.function())
@@ -103,16 +109,8 @@ class PluginRegistry:
             problem = f"{hook} must return entries of kind {kind!r}, got {entry.kind!r}"
             return offer.record(f"{problem}; {author(offer)}", kind, entry.name)
         problem_of_entry = entry_problem(entry, offer)
-        rival = self._usable(kind, entry.name)
-        if problem_of_entry is None and rival is not None:
-            problem_of_entry = (
-                f"the name is taken: {rival.package} {rival.version} offers {kind} "
-                f"{entry.name!r} too; uninstall one of them, or name the entry point that is "
-                f"not wanted in {BLOCK}"
-            )
-        return PluginRecord(
-            entry, entry.name, kind, offer.package, offer.version, problem_of_entry
-        )
+        what = (entry.name, kind, offer.package, offer.version, problem_of_entry, offer.point)
+        return PluginRecord(entry, *what)
 
     def _usable(self, kind: str, name: str) -> PluginRecord | None:
         matches = (record for record in self.usable(kind) if record.name == name)
@@ -144,8 +142,7 @@ class PluginRegistry:
             if record.problem and record.name == name and record.kind in (kind, None)
         ]
         if named:
-            reasons = [f"{record.package} {record.version}: {record.problem}" for record in named]
-            raise PluginError(f"{kind} {name!r} is installed and cannot be used", reasons)
+            raise PluginError(f"{kind} {name!r} is installed and cannot be used", _told_of(named))
         raise PluginError(f"unknown {kind} {name!r}", self._unknown(kind, name))
 
     def _unknown(self, kind: str, name: str) -> list[str]:
@@ -153,16 +150,15 @@ class PluginRegistry:
             return [f"there is no kind {kind!r} of plugin; the kinds are {', '.join(KINDS)}"]
         names = ", ".join(record.name for record in self.usable(kind)) or "none"
         package = name.replace("_", "-")
-        reasons = [
+        reason = (
             f"installed of kind {kind}: {names}; its package may be missing: "
             f"pip install topkv-{package}"
-        ]
-        failed = [record for record in self._records if record.problem]
-        reasons += [
-            f"did not load: {record.package} {record.version}: {record.problem}"
-            for record in failed
-        ]
-        return reasons
+        )
+        return [reason, *(f"did not load: {why}" for why in self.failed(kind))]
+
+    def failed(self, kind: str) -> list[str]:
+        """Whose plugins of a kind, or of one that is not known, cannot be used; and why."""
+        return _told_of([r for r in self._records if r.problem and r.kind in (kind, None)])
 
     def create(self, kind: str, name: str, *args: Any) -> Any:
         """Import a factory, build an instance, and check it against the specs of its kind.
@@ -224,6 +220,10 @@ class PluginRegistry:
             except TopkvError as error:
                 warnings.warn(f"left out: {error}", RuntimeWarning, stacklevel=2)
         return instances
+
+
+def _told_of(records: Sequence[PluginRecord]) -> list[str]:
+    return [f"{record.package} {record.version}: {record.problem}" for record in records]
 
 
 def _told(error: BaseException) -> str:
