@@ -512,7 +512,7 @@ def test_several_plugins_and_none():
     ]
     broken = [("topkv-fake", "1", Entries([PAGES])), ("topkv-broken", "2", object())]
     told = reason(registry=PluginRegistry(broken))
-    assert told.startswith("backend is not set and none is installed; pip install topkv-NAME")
+    assert told.startswith("backend is not set and none is installed that can be used; the doc")
     assert "did not load: topkv-broken 2: it implements none" in told
     overrides = {"0-3": "tokens", "4-": "pages"}
     assert "params are set and no single algorithm is" in reason(

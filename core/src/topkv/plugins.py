@@ -33,6 +33,7 @@ from topkv.entries import KINDS, PluginEntry
 from topkv.errors import PluginError, TopkvError
 from topkv.hooks import registry as registry_specs
 from topkv.hooks.binding import check_instance
+from topkv.messages import close, shown
 
 _KIND_OF_HOOK = {f"topkv_register_{kind}s": kind for kind in KINDS}
 
@@ -143,16 +144,16 @@ class PluginRegistry:
         ]
         if named:
             raise PluginError(f"{kind} {name!r} is installed and cannot be used", _told_of(named))
-        raise PluginError(f"unknown {kind} {name!r}", self._unknown(kind, name))
+        raise PluginError(f"unknown {kind} {shown(name)}", self._unknown(kind, name))
 
     def _unknown(self, kind: str, name: str) -> list[str]:
         if kind not in KINDS:
             return [f"there is no kind {kind!r} of plugin; the kinds are {', '.join(KINDS)}"]
-        names = ", ".join(record.name for record in self.usable(kind)) or "none"
-        package = name.replace("_", "-")
+        names = [record.name for record in self.usable(kind)]
+        meant = close(name, names)
         reason = (
-            f"installed of kind {kind}: {names}; its package may be missing: "
-            f"pip install topkv-{package}"
+            f"installed of kind {kind}: {', '.join(names) or 'none'}; {meant and meant + ' '}"
+            "no installed package offers it, and the documentation lists packages under Plugins"
         )
         return [reason, *(f"did not load: {why}" for why in self.failed(kind))]
 

@@ -87,7 +87,8 @@ class Plugins:
             self.reasons.append(f"{kind} is not set and several are installed: {names}{broken}")
         else:
             self.reasons.append(
-                f"{kind} is not set and none is installed; pip install topkv-NAME{broken}"
+                f"{kind} is not set and none is installed that can be used; the documentation "
+                f"lists packages under Plugins{broken}"
             )
         return None
 

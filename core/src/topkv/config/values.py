@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from topkv.config.layers import Refused, parse_overrides
 from topkv.entries import IMPLS
 from topkv.kv.layout import LAYOUTS
 from topkv.kv.rows import KV_FORMATS
+from topkv.messages import close
 
 SCOPES = ("kv_head", "shared")
 DENSE = ("resident", "streamed")
@@ -117,10 +117,7 @@ CHECKS: dict[str, Check] = {
 def near(name: object, known: Iterable[str]) -> str:
     """What the writer may have meant, or all there is."""
     known = sorted(known)
-    matches = get_close_matches(str(name), known)
-    if matches:
-        return f"did you mean {' or '.join(map(repr, matches))}?"
-    return f"known: {', '.join(known) or 'none'}"
+    return close(name, known) or f"known: {', '.join(known) or 'none'}"
 
 
 def clean(
