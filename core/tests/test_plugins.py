@@ -119,7 +119,7 @@ BROKEN = {
     "taken": (offer(entry("log")), "the name is topkv's own, which offers observer 'log' itself"),
     "newer": (offer(entry("n", hook_api=(HOOK_API[0], HOOK_API[1] + 1))), "speaks"),
     "api-text": (offer(entry("t", hook_api="1.0")), "must be a tuple (major, minor)"),
-    "caps": (offer(entry("c", capabilities={})), "must be a topkv.entries.Capabilities, got dict"),
+    "caps": (offer(entry("c", capabilities={})), "must be a topkv.entries.Capabilities, got {}"),
 }
 
 

@@ -12,7 +12,8 @@ from typing import TextIO
 from attrs import evolve, frozen
 
 import topkv
-from topkv.entries import HOOK_API, Capabilities, PluginEntry
+from topkv import entry_checks
+from topkv.entries import HOOK_API, PluginEntry
 
 GROUP = "topkv"
 BLOCK = "TOPKV_BLOCK"
@@ -144,15 +145,21 @@ def _api(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-def entry_problem(entry: PluginEntry, offer: Offer) -> str | None:
-    """Why an entry cannot be used, judged before its factory is imported."""
+def entry_record(entry: PluginEntry, kind: str, offer: Offer) -> PluginRecord:
+    """The record of an entry, judged before its factory is imported."""
+    wrong = entry_checks.reasons(entry)
+    # What an entry for another core holds may look wrong to this one for that reason alone.
+    problem = _api_problem(entry, offer)
+    if wrong:
+        return offer.record(problem or f"{'; '.join(wrong)}; {author(offer)}", kind)
+    return PluginRecord(
+        entry, entry.name, kind, offer.package, offer.version, problem, offer.point
+    )
+
+
+def _api_problem(entry: PluginEntry, offer: Offer) -> str | None:
     api = entry.hook_api
-    if not (isinstance(api, tuple) and len(api) == 2 and all(type(part) is int for part in api)):
-        return f"hook_api must be a tuple (major, minor) of ints, got {api!r}; {author(offer)}"
-    if not isinstance(entry.capabilities, Capabilities):
-        got = type(entry.capabilities).__name__
-        return f"capabilities must be a topkv.entries.Capabilities, got {got}; {author(offer)}"
-    if api[0] == HOOK_API[0] and api[1] <= HOOK_API[1]:
+    if not entry_checks.is_api(api) or (api[0] == HOOK_API[0] and api[1] <= HOOK_API[1]):
         return None
     newer = api > HOOK_API
     core = f"a topkv that speaks {_api(api)}"

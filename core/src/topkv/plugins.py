@@ -23,7 +23,7 @@ from topkv.discovery import (
     aside,
     author,
     blocked,
-    entry_problem,
+    entry_record,
     explicit,
     installed,
     refuse_taken,
@@ -106,12 +106,15 @@ class PluginRegistry:
         if not isinstance(entry, PluginEntry):
             problem = f"{hook} must return a list of PluginEntry, got {type(entry).__name__}"
             return offer.record(f"{problem}; {author(offer)}", kind)
-        if entry.kind != kind:
-            problem = f"{hook} must return entries of kind {kind!r}, got {entry.kind!r}"
-            return offer.record(f"{problem}; {author(offer)}", kind, entry.name)
-        problem_of_entry = entry_problem(entry, offer)
-        what = (entry.name, kind, offer.package, offer.version, problem_of_entry, offer.point)
-        return PluginRecord(entry, *what)
+        try:
+            record = entry_record(entry, kind, offer)
+        except (Exception, SystemExit) as error:
+            problem = f"an entry of {hook} cannot be read: {_told(error)}"
+            return offer.record(f"{problem}; {author(offer)}", kind)
+        if entry.kind == kind:
+            return record
+        problem = f"{hook} must return entries of kind {kind!r}, got {entry.kind!r}"
+        return offer.record(f"{problem}; {author(offer)}", kind, record.name)
 
     def _usable(self, kind: str, name: str) -> PluginRecord | None:
         matches = (record for record in self.usable(kind) if record.name == name)
@@ -228,7 +231,10 @@ def _told_of(records: Sequence[PluginRecord]) -> list[str]:
 
 
 def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # An error whose own text fails.
+        return type(error).__name__
 
 
 @cache

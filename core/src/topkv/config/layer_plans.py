@@ -10,7 +10,8 @@ from attrs import field, frozen
 from topkv.config.layers import LayerOverride
 from topkv.config.lowered import Setting
 from topkv.config.sources import DEFAULT, Plugins, Source, Sources
-from topkv.config.values import SCOPES, near
+from topkv.config.values import near
+from topkv.entries import SCOPES
 
 BUDGET = 2048
 UNIT = 16

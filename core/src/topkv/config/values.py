@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from topkv.config.layers import Refused, parse_overrides
-from topkv.entries import IMPLS
+from topkv.entries import IMPLS, SCOPES
 from topkv.kv.layout import LAYOUTS
 from topkv.kv.rows import KV_FORMATS
 from topkv.messages import close
 
-SCOPES = ("kv_head", "shared")
 DENSE = ("resident", "streamed")
 RESIDENCIES = ("sparse", *DENSE)
 
