@@ -10,6 +10,7 @@ from attrs import frozen
 
 from topkv.config.layers import show_ranges
 from topkv.discovery import PluginRecord
+from topkv.messages import shown
 from topkv.types import GroupShape, ModelShape
 
 READERS = ("algorithm", "backend")
@@ -53,7 +54,7 @@ def model_reasons(model: ModelShape) -> list[str]:
         "value_dim": 1 if model.value_dim is None else model.value_dim,
     }
     reasons = [
-        f"the model's {name} must be a positive int, got {value!r}"
+        f"the model's {name} must be a positive int, got {shown(value)}"
         for name, value in sizes.items()
         if type(value) is not int or value <= 0
     ]
