@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hypothesis import given
@@ -194,3 +196,27 @@ def test_a_small_value_is_shown_as_it_is(value):
 def test_a_close_name_is_a_known_one(name, known):
     told = close(name, known)
     assert told == "" or any(repr(each) in told for each in known)
+
+
+# Checkpoints.
+
+
+NO_MAPPING = (5, "quest", ["unit"], [], 0, "", True, [("unit", 16)], "x" * 10**6)
+
+
+@pytest.mark.parametrize("value", NO_MAPPING, ids=shown)
+def test_what_a_checkpoint_recommends_is_a_mapping(value):
+    with pytest.raises(ConfigError) as caught:
+        low(checkpoint=value)
+    (reason,) = caught.value.reasons
+    assert reason.startswith("checkpoint: topkv must be a mapping, got ")
+    assert len(reason) < 500
+
+
+def test_a_checkpoint_may_recommend_nothing():
+    assert low(checkpoint=None).groups == low(checkpoint={}).groups
+
+
+def test_json_of_other_kinds_is_read_as_before(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"params": {"a": {"unit": 1}, "b": {"unit": 2}}}))
+    assert SparseConfig.load(tmp_path / "a.json").params == {"a": {"unit": 1}, "b": {"unit": 2}}

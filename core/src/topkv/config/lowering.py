@@ -27,6 +27,7 @@ from topkv.config.values import clean
 from topkv.errors import ConfigError
 from topkv.kv.layout import lay_out
 from topkv.kv.rows import format_reasons, row_format
+from topkv.messages import shown
 from topkv.plugins import PluginRegistry
 from topkv.types import GroupShape, ModelShape
 
@@ -61,7 +62,7 @@ def lower(
     if reasons:
         raise ConfigError(REFUSED, reasons)
     work = _Lowering(model, torch.device(device), Plugins(registry, reasons))
-    work.read(config, checkpoint or {})
+    work.read(config, {} if checkpoint is None else checkpoint)
     work.plan()
     work.settle(max_positions)
     work.negotiate()
@@ -87,6 +88,9 @@ class _Lowering:
 
     def read(self, config: SparseConfig, checkpoint: Mapping[str, Any]) -> None:
         user = Source("user", clean(config.as_dict(), self.reasons))
+        if not isinstance(checkpoint, Mapping):
+            self.reasons.append(f"checkpoint: topkv must be a mapping, got {shown(checkpoint)}")
+            checkpoint = {}
         advice = clean(checkpoint, self.reasons, "checkpoint: ")
         if "dense_layers" in user.values:
             # Overrides stand above dense_layers, but what a checkpoint advises not above the user.
