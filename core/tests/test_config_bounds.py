@@ -15,6 +15,7 @@ from topkv.config.values import byte_size
 from topkv.entries import Capabilities, PluginEntry
 from topkv.errors import ConfigError
 from topkv.messages import shown
+from topkv.ops.topk import MAX_COLUMNS, topk
 from topkv.plugins import PluginRegistry
 from topkv.types import ModelShape
 
@@ -74,6 +75,63 @@ def refused(**options):
     with pytest.raises(ConfigError) as caught:
         low(**options)
     return list(caught.value.reasons)
+
+
+# Rows of scores.
+
+ROWS = f"an algorithm ranks at most {MAX_COLUMNS} units"
+
+
+def test_the_bound_is_that_of_the_op():
+    def rank(columns):
+        scores = torch.empty(0, columns)
+        topk(scores, torch.empty(0).int(), torch.empty(0, 1).int(), impl="reference")
+
+    rank(MAX_COLUMNS)
+    with pytest.raises(ValueError, match="columns"):
+        rank(MAX_COLUMNS + 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "fits"),
+    [
+        ({"unit": 1, "max_request_tokens": 2**20}, True),
+        ({"unit": 1, "max_request_tokens": 2**20 + 1}, False),
+        ({"unit": 1, "max_request_tokens": 2**21}, False),
+        ({"unit": 16, "max_request_tokens": 2**24}, True),
+        ({"unit": 16, "max_request_tokens": 2**24 + 1}, False),
+        # The algorithm is told of tokens, whatever the unit of the group.
+        ({"algorithm": "tokens", "unit": 16, "regranulate": True, "max_tokens": 2**20}, True),
+        ({"algorithm": "tokens", "unit": 16, "regranulate": True, "max_tokens": 2**21}, False),
+        # Dense layers rank nothing.
+        ({"dense_layers": [0, 1], "max_request_tokens": 2**24}, True),
+    ],
+)
+def test_a_request_has_no_more_units_than_a_row_has_scores(options, fits):
+    options = {"budget": 64, "buffer": 2048, **options}
+    if fits:
+        for group in low(**options).groups:
+            assert group.shape.residency != "sparse" or group.seen.max_units <= MAX_COLUMNS
+        return
+    (reason,) = refused(**options)
+    assert ROWS in reason
+    assert "(layers 0-1)" in reason
+    assert "lower max_request_tokens" in reason
+
+
+@given(
+    unit=st.sampled_from([1, 2, 16, 64]),
+    tokens=st.integers(1, 2**26),
+    regranulate=st.booleans(),
+)
+def test_whatever_is_accepted_can_be_ranked(unit, tokens, regranulate):
+    options = {"algorithm": "tokens" if regranulate else "units", "regranulate": regranulate}
+    sizes = {"unit": unit, "max_request_tokens": tokens, "budget": 128, "buffer": 128 * 64}
+    if -(-tokens // 64) * 64 // (1 if regranulate else unit) > MAX_COLUMNS:
+        assert any(ROWS in reason for reason in refused(**options, **sizes))
+    else:
+        lowered = low(**options, **sizes)
+        assert all(group.seen.max_units <= MAX_COLUMNS for group in lowered.groups)
 
 
 # Counts and bytes.
