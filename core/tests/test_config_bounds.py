@@ -192,3 +192,24 @@ ANY = st.one_of(
 def test_any_size_gives_a_configuration_or_reasons(values):
     with suppress(ConfigError):
         assert low(**values).max_requests < 2**31
+
+
+# Capture.
+
+
+def test_a_configuration_is_capturable_where_all_of_its_plugins_are():
+    assert low(**ITS).capturable
+    assert ("capturable", True, "computed") in [
+        (setting.name, setting.value, setting.origin) for setting in low(**ITS).settings
+    ]
+    for kind in KINDS:
+        assert not low({kind: {"capture": False}}, **ITS).capturable, kind
+
+
+def test_what_a_configuration_does_not_use_does_not_count():
+    no = {kind: {"capture": False} for kind in ("transfer", "eviction", "topk")}
+    assert low(no).capturable
+    dense = {"dense_layers": [0, 1], **ITS}
+    for kind, asked in (("algorithm", False), ("eviction", False), ("topk", False)):
+        assert low({kind: {"capture": False}}, **dense).capturable is not asked
+    assert not low({"backend": {"capture": False}}, **dense).capturable

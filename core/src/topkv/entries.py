@@ -54,7 +54,8 @@ class Capabilities:
         head_dims: head dims that are supported.
         max_group: largest number of query heads that share one kv-head.
         lse: the backend returns the log-sum-exp.
-        capture: every decode method can be captured in a CUDA graph.
+        capture: every decode method can be captured in a CUDA graph. ``LoweredConfig.capturable``
+            says whether that holds for all plugins of a configuration.
         host_memory: the backend can read pages that lie in mapped host memory.
         tiers: of ``TIERS``, where the plugin runs.
         traits: of ``TRAITS``, what an algorithm promises.

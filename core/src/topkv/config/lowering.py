@@ -217,6 +217,7 @@ class _Lowering:
 
     def negotiate(self) -> None:
         """Sizes against each other, and every group against its plugins."""
+        self.capturable = True
         for layers, plan in self._alike():
             sparse = plan.residency == "sparse"
             unit, scope = (plan.unit, plan.scope or "") if sparse else (self.page, "shared")
@@ -234,9 +235,11 @@ class _Lowering:
                 )
             for kind, name in self._asked(plan):
                 record = self.plugins.get(kind, name)
-                if record is not None:
+                if record is not None and record.entry is not None:
+                    self.capturable &= record.entry.capabilities.capture
                     asked = evolve(ask, unit=plan.selects) if kind == "algorithm" else ask
                     self.reasons += capability_reasons(record, asked)
+        self._computed("capturable", self.capturable)
 
     def _asked(self, plan: LayerPlan) -> list[tuple[str, str]]:
         asked = [("algorithm", plan.algorithm), ("backend", self.backend)]
@@ -307,5 +310,6 @@ class _Lowering:
             resident_fast_path=self.resident_fast_path,
             poison=self.poison,
             prefill_block_tokens=self.prefill_block,
+            capturable=self.capturable,
             settings=tuple(self.settings),
         )
