@@ -20,7 +20,7 @@ from topkv.config import SparseConfig, lower
 from topkv.entries import HOOK_API, KINDS, PluginEntry
 from topkv.errors import CapabilityError, ConfigError, PluginError
 from topkv.matrix import matrix
-from topkv.plugins import PluginRegistry
+from topkv.plugins import PluginRegistry, registry
 from topkv.types import ModelShape
 
 MODEL = ModelShape(2, 4, 2, 64, torch.bfloat16, 0.125)
@@ -183,6 +183,9 @@ def disputed(monkeypatch):
 
     monkeypatch.setattr("topkv.discovery.entry_points", of)
     monkeypatch.setattr("topkv.cli.group.entry_points", of)
+    registry.cache_clear()
+    yield
+    registry.cache_clear()
 
 
 @pytest.mark.usefixtures("disputed")
