@@ -174,6 +174,50 @@ def test_names_that_cannot_be_are_refused(name, kind, reason):
     assert reason in str(refused.value)
 
 
+def distribution(folder, name, *lines):
+    """Metadata of an installed distribution."""
+    info = folder / f"{name}-9.9.dist-info"
+    info.mkdir()
+    head = ["Metadata-Version: 2.1", f"Name: {name.replace('_', '-')}", "Version: 9.9", *lines]
+    (info / "METADATA").write_text("\n".join(head) + "\n")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "reasons"),
+    [
+        # What `pip install -e .` would replace.
+        (
+            "transformers",
+            ["the distribution topkv-transformers 0", "offers engine 'transformers'"],
+        ),
+        ("quest", ["the distribution topkv-quest 0", "offers algorithm 'quest'"]),
+        ("deepseek-dsa", ["the distribution topkv-deepseek-dsa", "algorithm 'deepseek_dsa'"]),
+        ("ghost", ["the distribution topkv-ghost 9.9 is installed"]),
+        ("to_come", ["an extra of topkv names the distribution topkv-to-come"]),
+        # Plugins of any kind.
+        ("pivot", ["topkv 0.1.0 offers topk 'pivot'"]),
+        ("zero-copy", ["topkv 0.1.0 offers transfer 'zero_copy'"]),
+    ],
+)
+def test_a_package_that_would_stand_in_for_another_is_refused(
+    tmp_path, monkeypatch, name, kind, reasons
+):
+    known = tmp_path / "installed"
+    known.mkdir()
+    distribution(known, "topkv_ghost")
+    extras = ['Requires-Dist: topkv-To_Come>=1; extra == "all"', "Provides-Extra: all"]
+    distribution(known, "topkv", "Requires-Dist: attrs>=23", *extras)
+    monkeypatch.syspath_prepend(known)
+    done = new(name, "--kind", kind, "--output", tmp_path / "made")
+    assert done.exit_code == 1, done.stdout
+    for reason in reasons:
+        assert reason in done.stderr
+    assert "choose another name" in done.stderr
+    assert not (tmp_path / "made").exists()
+    assert new("attrs", "--kind", kind, "--output", tmp_path / "made").exit_code == 0
+
+
 def test_every_reason_is_told_at_once():
     with pytest.raises(ConfigError) as refused:
         render("Topkv" * 9, "engine")

@@ -468,7 +468,10 @@ def test_counts_must_be_positive_ints(name, value):
         ({"max_tokens": 64, "max_request_tokens": 65}, "max_request_tokens must be at most max_t"),
         ({"host_memory": "1MiB"}, "and host_memory allows 1048576 (0.000977 GiB); raise host_m"),
         ({"max_requests": 2**26, "budget": 2048}, "device slots must be fewer than 2**31"),
-        ({"max_tokens": 2**36}, "host units must be fewer than 2**31"),
+        (
+            {"max_tokens": 2**31 - 1, "max_request_tokens": 512, "unit": 1},
+            "host units must be fewer than 2**31",
+        ),
     ],
 )
 def test_each_refusal(values, expected):
@@ -512,7 +515,7 @@ def test_several_plugins_and_none():
     ]
     broken = [("topkv-fake", "1", Entries([PAGES])), ("topkv-broken", "2", object())]
     told = reason(registry=PluginRegistry(broken))
-    assert told.startswith("backend is not set and none is installed; pip install topkv-NAME")
+    assert told.startswith("backend is not set and none is installed that can be used; the doc")
     assert "did not load: topkv-broken 2: it implements none" in told
     overrides = {"0-3": "tokens", "4-": "pages"}
     assert "params are set and no single algorithm is" in reason(

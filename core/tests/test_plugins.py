@@ -116,10 +116,10 @@ BROKEN = {
         offer(entry("w"), kind="backend"),
         "topkv_register_backends must return entries of kind 'backend', got 'observer'",
     ),
-    "taken": (offer(entry("watcher")), "right 2.0 offers observer 'watcher' too"),
+    "taken": (offer(entry("log")), "the name is topkv's own, which offers observer 'log' itself"),
     "newer": (offer(entry("n", hook_api=(HOOK_API[0], HOOK_API[1] + 1))), "speaks"),
     "api-text": (offer(entry("t", hook_api="1.0")), "must be a tuple (major, minor)"),
-    "caps": (offer(entry("c", capabilities={})), "must be a topkv.entries.Capabilities, got dict"),
+    "caps": (offer(entry("c", capabilities={})), "must be a topkv.entries.Capabilities, got {}"),
 }
 
 
@@ -138,11 +138,11 @@ def test_broken_plugins_break_no_other():
     assert set(told) == {name for name, (_, expected) in BROKEN.items() if expected}
 
 
-def test_the_same_object_twice_is_a_problem_of_the_second():
+def test_the_same_object_twice_is_a_problem_of_both():
     plugin = offer(entry())
     found = PluginRegistry([("first", "1", plugin), ("second", "1", plugin)])
-    assert found.get("observer", "watcher").package == "first"
-    assert "already registered" in problems(found)["second"]
+    assert "observer 'watcher' is offered by second 1 too" in problems(found)["first"]
+    assert "observer 'watcher' is offered by first 1 too" in problems(found)["second"]
 
 
 @pytest.mark.parametrize(
@@ -172,8 +172,12 @@ def test_an_unknown_name_lists_what_there_is():
     found = PluginRegistry([("right", "2.0", offer(entry()))])
     with pytest.raises(PluginError, match="unknown observer 'my_watcher'") as caught:
         found.get("observer", "my_watcher")
-    assert "installed of kind observer: log, watcher" in str(caught.value)
-    assert "pip install topkv-my-watcher" in str(caught.value)
+    told = str(caught.value)
+    assert "installed of kind observer: log, watcher; did you mean 'watcher'? no installed" in told
+    with pytest.raises(PluginError, match="installed of kind topk: pivot; no installed package"):
+        found.get("topk", "cuda")
+    # Whoever registers a distribution of a name that is not there would be asked for code.
+    assert "pip install" not in told
     with pytest.raises(PluginError, match=f"the kinds are {', '.join(KINDS)}"):
         found.get("sampler", "x")
 

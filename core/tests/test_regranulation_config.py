@@ -160,7 +160,7 @@ def test_layers_allow_it_for_themselves():
 
 def test_ids_of_tokens_stay_below_the_limit():
     """Representations are kept by token, however large the units are."""
-    sizes = {"max_tokens": 2**31, "max_request_tokens": 2**15, "unit": 64, "buffer": 2**15}
+    sizes = {"max_tokens": 2**31 - 1, "max_request_tokens": 2**15, "unit": 64, "buffer": 2**15}
     (only,) = refused(**sizes, regranulate=True)
     assert "host units must be fewer than 2**31" in only
     assert low(**sizes, units=(64, 64))

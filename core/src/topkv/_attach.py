@@ -52,4 +52,5 @@ def attach(
         reasons += [f"{name}: {reason}" for reason in refused]
     if not names:
         reasons.append("no engine is installed; install a package that offers one")
+        reasons += [f"did not load: {why}" for why in registry.failed("engine")]
     raise CapabilityError(f"no engine takes this {type(model).__qualname__}", reasons)

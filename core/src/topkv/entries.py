@@ -15,6 +15,9 @@ KINDS = ("algorithm", "backend", "transfer", "eviction", "topk", "engine", "obse
 
 IMPLS = ("reference", "triton")
 
+SCOPES = ("kv_head", "shared")
+"""Who selects: each kv-head for itself, or all of a layer together."""
+
 TIERS = ("cpu", "interpret", "gpu")
 """Where the conformance kit can run a plugin: its reference on the CPU, its kernels in Triton's
 interpreter, its kernels on a CUDA device."""
@@ -42,7 +45,7 @@ class Capabilities:
 
     Attributes:
         units: smallest and largest unit in tokens, both included.
-        scopes: of ``"kv_head"`` (each kv-head selects for itself) and ``"shared"``.
+        scopes: of ``SCOPES``.
         attention: of ``"gqa"`` and ``"mla"``.
         kv_formats: of ``"model"`` and ``"fp8"``, row formats that a backend reads.
         needs_index: the algorithm selects by what the model's own indexer computes.
@@ -51,7 +54,8 @@ class Capabilities:
         head_dims: head dims that are supported.
         max_group: largest number of query heads that share one kv-head.
         lse: the backend returns the log-sum-exp.
-        capture: every decode method can be captured in a CUDA graph.
+        capture: every decode method can be captured in a CUDA graph. ``LoweredConfig.capturable``
+            says whether that holds for all plugins of a configuration.
         host_memory: the backend can read pages that lie in mapped host memory.
         tiers: of ``TIERS``, where the plugin runs.
         traits: of ``TRAITS``, what an algorithm promises.
@@ -87,7 +91,8 @@ class PluginEntry:
     """One thing that a package offers.
 
     Attributes:
-        name: what users write, unique within its kind.
+        name: what users write: letters, digits, ``_``, ``-`` and ``.``. Of two packages that offer
+            a name of the same kind, neither gets it.
         kind: one of ``KINDS``.
         factory: ``"module:attribute"``, imported only when somebody asks for this entry.
         hook_api: the (major, minor) of the hook specs that the code was written against. Packages

@@ -50,8 +50,8 @@ class Cell:
 
 
 def matrix(records: Iterable[PluginRecord]) -> list[Cell]:
-    """Every cell of the entries that load, by algorithm, attention, scope, unit and backend."""
-    entries = [record.entry for record in records if record.entry is not None]
+    """Every cell of the entries that are usable, by algorithm, attention, scope, unit, backend."""
+    entries = [record.entry for record in records if record.entry and not record.problem]
     algorithms = sorted((e for e in entries if e.kind == "algorithm"), key=lambda e: e.name)
     backends = sorted((e for e in entries if e.kind == "backend"), key=lambda e: e.name)
     cells = []

@@ -6,7 +6,6 @@ kept as a record with its problem and never breaks the others.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from functools import cache
@@ -17,14 +16,24 @@ import pluggy
 
 import topkv
 from topkv import builtin
-from topkv.discovery import GROUP, Offer, author, entry_problem, explicit, installed
+from topkv.discovery import (
+    BLOCK,
+    GROUP,
+    Offer,
+    aside,
+    author,
+    blocked,
+    entry_record,
+    explicit,
+    installed,
+    refuse_taken,
+)
 from topkv.discovery import PluginRecord as PluginRecord
 from topkv.entries import KINDS, PluginEntry
 from topkv.errors import PluginError, TopkvError
 from topkv.hooks import registry as registry_specs
 from topkv.hooks.binding import check_instance
-
-BLOCK = "TOPKV_BLOCK"
+from topkv.messages import close, shown
 
 _KIND_OF_HOOK = {f"topkv_register_{kind}s": kind for kind in KINDS}
 
@@ -35,21 +44,22 @@ class PluginRegistry:
     Args:
         plugins: ``(distribution name, version, module or object with topkv_register_* hooks)``;
             by default the entry points of group ``topkv``, less those that ``TOPKV_BLOCK=a,b``
-            names. The core's own entries always come first.
+            names, as ``point`` or ``package:point``. The names of the core's own entries are
+            taken; a name that two packages offer is used for neither.
     """
 
     def __init__(self, plugins: Sequence[tuple[str, str, object]] | None = None) -> None:
-        self._manager = pluggy.PluginManager(GROUP)
-        self._manager.add_hookspecs(registry_specs)
         self._records: list[PluginRecord] = []
-        blocked = {name.strip() for name in os.environ.get(BLOCK, "").split(",")}
         self._add(Offer("topkv", topkv.__version__, "topkv", builtin))
+        own, self._records = self._records, []
         for offer in installed() if plugins is None else explicit(plugins):
-            if plugins is None and offer.name in blocked:
+            if plugins is None and blocked(offer.package, offer.name):
                 problem = f"left out by the environment variable {BLOCK}; take it out of the list"
                 self._records.append(offer.record(problem))
             else:
-                self._add(offer)
+                with aside():
+                    self._add(offer)
+        self._records = [*own, *refuse_taken(own, self._records)]
 
     def _add(self, offer: Offer) -> None:
         try:
@@ -62,26 +72,24 @@ class PluginRegistry:
                 )
             )
             return
-        name = f"{offer.package}:{offer.name}"
+        # One for each package: what another offers, be it the same object, changes nothing.
+        manager = pluggy.PluginManager(GROUP)
+        manager.add_hookspecs(registry_specs)
         try:
-            self._manager.register(plugin, name=name)
-            self._manager.check_pending()
-        except Exception as error:
-            if self._manager.has_plugin(name):
-                self._manager.unregister(name=name)
+            manager.register(plugin)
+            manager.check_pending()
+        except (Exception, SystemExit) as error:
             self._records.append(
                 offer.record(f"its hooks are wrong: {_told(error)}; {author(offer)}")
             )
             return
-        self._collect(plugin, offer)
+        self._collect(manager, offer)
 
-    def _collect(self, plugin: object, offer: Offer) -> None:
+    def _collect(self, manager: pluggy.PluginManager, offer: Offer) -> None:
         """Ask one plugin for its entries: each hook alone, so that one cannot break another."""
         found = False
         for hook, kind in _KIND_OF_HOOK.items():
-            for impl in getattr(self._manager.hook, hook).get_hookimpls():
-                if impl.plugin is not plugin:
-                    continue
+            for impl in getattr(manager.hook, hook).get_hookimpls():
                 found = True
                 try:
                     entries = list(impl.function())
@@ -98,20 +106,15 @@ class PluginRegistry:
         if not isinstance(entry, PluginEntry):
             problem = f"{hook} must return a list of PluginEntry, got {type(entry).__name__}"
             return offer.record(f"{problem}; {author(offer)}", kind)
-        if entry.kind != kind:
-            problem = f"{hook} must return entries of kind {kind!r}, got {entry.kind!r}"
-            return offer.record(f"{problem}; {author(offer)}", kind, entry.name)
-        problem_of_entry = entry_problem(entry, offer)
-        rival = self._usable(kind, entry.name)
-        if problem_of_entry is None and rival is not None:
-            problem_of_entry = (
-                f"the name is taken: {rival.package} {rival.version} offers {kind} "
-                f"{entry.name!r} too; uninstall one of them, or name the entry point that is "
-                f"not wanted in {BLOCK}"
-            )
-        return PluginRecord(
-            entry, entry.name, kind, offer.package, offer.version, problem_of_entry
-        )
+        try:
+            record = entry_record(entry, kind, offer)
+        except (Exception, SystemExit) as error:
+            problem = f"an entry of {hook} cannot be read: {_told(error)}"
+            return offer.record(f"{problem}; {author(offer)}", kind)
+        if entry.kind == kind:
+            return record
+        problem = f"{hook} must return entries of kind {kind!r}, got {entry.kind!r}"
+        return offer.record(f"{problem}; {author(offer)}", kind, record.name)
 
     def _usable(self, kind: str, name: str) -> PluginRecord | None:
         matches = (record for record in self.usable(kind) if record.name == name)
@@ -143,25 +146,23 @@ class PluginRegistry:
             if record.problem and record.name == name and record.kind in (kind, None)
         ]
         if named:
-            reasons = [f"{record.package} {record.version}: {record.problem}" for record in named]
-            raise PluginError(f"{kind} {name!r} is installed and cannot be used", reasons)
-        raise PluginError(f"unknown {kind} {name!r}", self._unknown(kind, name))
+            raise PluginError(f"{kind} {name!r} is installed and cannot be used", _told_of(named))
+        raise PluginError(f"unknown {kind} {shown(name)}", self._unknown(kind, name))
 
     def _unknown(self, kind: str, name: str) -> list[str]:
         if kind not in KINDS:
             return [f"there is no kind {kind!r} of plugin; the kinds are {', '.join(KINDS)}"]
-        names = ", ".join(record.name for record in self.usable(kind)) or "none"
-        package = name.replace("_", "-")
-        reasons = [
-            f"installed of kind {kind}: {names}; its package may be missing: "
-            f"pip install topkv-{package}"
-        ]
-        failed = [record for record in self._records if record.problem]
-        reasons += [
-            f"did not load: {record.package} {record.version}: {record.problem}"
-            for record in failed
-        ]
-        return reasons
+        names = [record.name for record in self.usable(kind)]
+        meant = close(name, names)
+        reason = (
+            f"installed of kind {kind}: {', '.join(names) or 'none'}; {meant and meant + ' '}"
+            "no installed package offers it, and the documentation lists packages under Plugins"
+        )
+        return [reason, *(f"did not load: {why}" for why in self.failed(kind))]
+
+    def failed(self, kind: str) -> list[str]:
+        """Whose plugins of a kind, or of one that is not known, cannot be used; and why."""
+        return _told_of([r for r in self._records if r.problem and r.kind in (kind, None)])
 
     def create(self, kind: str, name: str, *args: Any) -> Any:
         """Import a factory, build an instance, and check it against the specs of its kind.
@@ -178,11 +179,12 @@ class PluginRegistry:
         assert record.entry is not None  # a record without an entry has a problem
         factory = self._import(record, record.entry.factory)
         try:
-            instance = factory(*args)
+            with aside():
+                instance = factory(*args)
         except TopkvError as error:
             error.add_note(f"raised by {record.who}")
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PluginError(f"{record.who} could not be built", [f"{_told(error)}"]) from error
         check_instance(instance, import_module(f"topkv.hooks.{kind}"), record.who)
         return instance
@@ -195,12 +197,15 @@ class PluginRegistry:
         """
         if record.entry is None or record.entry.doctor is None:
             return []
-        return [str(line) for line in self._import(record, record.entry.doctor)()]
+        describe = self._import(record, record.entry.doctor)
+        with aside():
+            return [str(line) for line in describe()]
 
     def _import(self, record: PluginRecord, path: str) -> Any:
         module, attribute = path.split(":")
         try:
-            return getattr(import_module(module), attribute)
+            with aside():
+                return getattr(import_module(module), attribute)
         except (Exception, SystemExit) as error:
             raise PluginError(
                 f"{record.who} does not import",
@@ -221,8 +226,15 @@ class PluginRegistry:
         return instances
 
 
+def _told_of(records: Sequence[PluginRecord]) -> list[str]:
+    return [f"{record.package} {record.version}: {record.problem}" for record in records]
+
+
 def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # An error whose own text fails.
+        return type(error).__name__
 
 
 @cache

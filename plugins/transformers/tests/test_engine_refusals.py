@@ -150,3 +150,11 @@ def test_models_that_are_refused(tiny):
         topkv.attach(odd, tiny.settings())
     with pytest.raises(CapabilityError, match="no engine is installed"):
         topkv.attach(tiny.model(), registry=PluginRegistry([]))
+
+
+@pytest.mark.parametrize("advice", [5, "quest", ["unit", 16], []], ids=repr)
+def test_what_a_checkpoint_recommends_must_be_a_mapping(tiny, advice):
+    model = tiny.model()
+    model.config.topkv = advice
+    with pytest.raises(ConfigError, match="checkpoint: topkv must be a mapping, got "):
+        topkv.attach(model, tiny.settings())

@@ -12,6 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 import click
 
 from topkv import __version__
+from topkv.discovery import BLOCK, blocked
 
 COMMANDS = "topkv.commands"
 
@@ -32,8 +33,10 @@ class LazyGroup(click.Group):
         if cmd_name in _OWN:
             command: click.Command = import_module(_OWN[cmd_name][0]).command
             return command
-        point = _contributed().get(cmd_name)
-        return None if point is None else _load(cmd_name, point)
+        points = _offered().get(cmd_name, [])
+        if len(points) > 1:
+            return _disputed(cmd_name, points)
+        return _load(cmd_name, points[0]) if points else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         contributed = _contributed()
@@ -45,9 +48,22 @@ class LazyGroup(click.Group):
             formatter.write_dl(rows)
 
 
+def _offered() -> dict[str, list[EntryPoint]]:
+    """Whose commands there are by name, less those that ``TOPKV_BLOCK`` names."""
+    offered: dict[str, list[EntryPoint]] = {}
+    for point in sorted(entry_points(group=COMMANDS), key=_package):
+        if not blocked(_distribution(point), point.name):
+            offered.setdefault(point.name, []).append(point)
+    return offered
+
+
 def _contributed() -> dict[str, EntryPoint]:
-    points = sorted(entry_points(group=COMMANDS), key=_package)
-    return {point.name: point for point in reversed(points)}
+    """The commands that one package alone offers; a name of two is run for neither."""
+    return {name: points[0] for name, points in _offered().items() if len(points) == 1}
+
+
+def _distribution(point: EntryPoint) -> str:
+    return (point.dist and point.dist.name) or "unknown"
 
 
 def _package(point: EntryPoint) -> str:
@@ -64,12 +80,26 @@ def _load(name: str, point: EntryPoint) -> click.Command:
     return command
 
 
+def _disputed(name: str, points: list[EntryPoint]) -> click.Command:
+    own = ", ".join(f"{_distribution(point)}:{name}" for point in points)
+    return _failing(
+        name,
+        f"the command {name!r} is offered by {' and '.join(map(_package, points))}, and none of "
+        f"them is run; uninstall all but one, or add those that are not wanted to {BLOCK}: {own}",
+    )
+
+
 def _broken(name: str, point: EntryPoint, problem: str) -> click.Command:
+    return _failing(
+        name,
+        f"the command {name!r} of {_package(point)} ({point.value}) {problem}; "
+        "reinstall the package, or install what it needs",
+    )
+
+
+def _failing(name: str, message: str) -> click.Command:
     def fail() -> None:
-        raise click.ClickException(
-            f"the command {name!r} of {_package(point)} ({point.value}) {problem}; "
-            "reinstall the package, or install what it needs"
-        )
+        raise click.ClickException(message)
 
     # Whatever was written behind the name, the answer is the reason.
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}

@@ -19,7 +19,7 @@ def attempt(probe: Callable[[], Any]) -> Any:
     """The result of a probe, or why it has none."""
     try:
         return probe()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return {"problem": f"{type(error).__name__}: {error}"}
 
 

@@ -10,7 +10,9 @@ from attrs import field, frozen
 from topkv.config.layers import LayerOverride
 from topkv.config.lowered import Setting
 from topkv.config.sources import DEFAULT, Plugins, Source, Sources
-from topkv.config.values import SCOPES, near
+from topkv.config.values import near
+from topkv.entries import SCOPES
+from topkv.messages import shown
 
 BUDGET = 2048
 UNIT = 16
@@ -55,14 +57,14 @@ def rules_of(
         try:
             layers = override.layers(num_layers)
         except ValueError as error:
-            reasons.append(f"layers[{override.text!r}] {error}")
+            reasons.append(f"layers[{shown(override.text)}] {error}")
             continue
         for layer in layers:
             _, values = rules[layer]
             merged = {**values, **override.values}
             if "params" in values and "params" in override.values:
                 merged["params"] = {**values["params"], **override.values["params"]}
-            origin = f"{found.origin if found else ''}, layers[{override.text!r}]"
+            origin = f"{found.origin if found else ''}, layers[{shown(override.text)}]"
             rules[layer] = (origin, merged)
     return rules
 
@@ -115,7 +117,7 @@ def _params(
         for name, value in source.values.get("params", {}).items():
             if record and name not in known:
                 who = f"{record.package} {record.version} ({plan_algorithm!r})"
-                reason = f"unknown parameter {name!r} of {who}; {near(name, known)}"
+                reason = f"unknown parameter {shown(name)} of {who}; {near(name, known)}"
                 if reason not in reasons:
                     reasons.append(reason)
             merged[name] = Setting(f"params.{name}", value, source.origin)

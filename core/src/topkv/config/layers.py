@@ -8,7 +8,9 @@ from typing import Any
 
 from attrs import frozen
 
-_RANGE = re.compile(r"(\d+)(?:(-)(\d+)?)?")
+from topkv.messages import shown
+
+_RANGE = re.compile(r"(\d{1,9})(?:(-)(\d{1,9})?)?")
 
 Range = tuple[int, int | None]
 """First and last layer, both included; None for the last layer of the model."""
@@ -68,11 +70,11 @@ def parse_ranges(text: object) -> tuple[Range, ...]:
     for part in str(text).split(","):
         match = _RANGE.fullmatch(part.strip())
         if match is None or isinstance(text, bool):
-            raise ValueError(f"key {text!r} must look like '5', '0-3', '2-' or '0,4-7'")
+            raise ValueError(f"key {shown(text)} must look like '5', '0-3', '2-' or '0,4-7'")
         first = int(match[1])
         last = first if match[2] is None else int(match[3]) if match[3] else None
         if last is not None and last < first:
-            raise ValueError(f"key {text!r} runs backwards; write '{last}-{first}'")
+            raise ValueError(f"key {shown(text)} runs backwards; write '{last}-{first}'")
         ranges.append((first, last))
     return tuple(ranges)
 
@@ -87,7 +89,7 @@ def parse_overrides(
         Refused: with the reasons and those that are right.
     """
     if not isinstance(value, Mapping):
-        raise ValueError(f"must map layers such as '0-1' to what they do, got {value!r}")
+        raise ValueError(f"must map layers such as '0-1' to what they do, got {shown(value)}")
     overrides, reasons = [], []
     for key, item in value.items():
         try:
@@ -98,10 +100,10 @@ def parse_overrides(
         try:
             overrides.append(LayerOverride(str(key), ranges, check(item)))
         except Refused as error:
-            reasons += [f"[{str(key)!r}]{reason}" for reason in error.reasons]
+            reasons += [f"[{shown(str(key))}]{reason}" for reason in error.reasons]
             overrides.append(LayerOverride(str(key), ranges, error.good))
         except ValueError as error:
-            reasons.append(f"[{str(key)!r}] {error}")
+            reasons.append(f"[{shown(str(key))}] {error}")
     if reasons:
         raise Refused(reasons, tuple(overrides))
     return tuple(overrides)

@@ -70,6 +70,8 @@ class LoweredConfig:
         num_pages: pages of the host pool: those of ``max_tokens``, a partly filled one
             for each request, and page 0, which is never leased.
         host_memory, device_memory: limits in bytes; None for none.
+        capturable: every plugin of every group states that its decode methods can be captured in
+            a CUDA graph, so that an engine may capture a step.
         settings: every value with its origin.
 
     The other attributes are those of ``SparseConfig``.
@@ -95,6 +97,7 @@ class LoweredConfig:
     resident_fast_path: bool
     poison: bool
     prefill_block_tokens: int
+    capturable: bool
     settings: tuple[Setting, ...]
 
     def describe(self) -> str:

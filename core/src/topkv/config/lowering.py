@@ -27,6 +27,7 @@ from topkv.config.values import clean
 from topkv.errors import ConfigError
 from topkv.kv.layout import lay_out
 from topkv.kv.rows import format_reasons, row_format
+from topkv.messages import shown
 from topkv.plugins import PluginRegistry
 from topkv.types import GroupShape, ModelShape
 
@@ -61,7 +62,7 @@ def lower(
     if reasons:
         raise ConfigError(REFUSED, reasons)
     work = _Lowering(model, torch.device(device), Plugins(registry, reasons))
-    work.read(config, checkpoint or {})
+    work.read(config, {} if checkpoint is None else checkpoint)
     work.plan()
     work.settle(max_positions)
     work.negotiate()
@@ -87,6 +88,9 @@ class _Lowering:
 
     def read(self, config: SparseConfig, checkpoint: Mapping[str, Any]) -> None:
         user = Source("user", clean(config.as_dict(), self.reasons))
+        if not isinstance(checkpoint, Mapping):
+            self.reasons.append(f"checkpoint: topkv must be a mapping, got {shown(checkpoint)}")
+            checkpoint = {}
         advice = clean(checkpoint, self.reasons, "checkpoint: ")
         if "dense_layers" in user.values:
             # Overrides stand above dense_layers, but what a checkpoint advises not above the user.
@@ -213,6 +217,7 @@ class _Lowering:
 
     def negotiate(self) -> None:
         """Sizes against each other, and every group against its plugins."""
+        self.capturable = True
         for layers, plan in self._alike():
             sparse = plan.residency == "sparse"
             unit, scope = (plan.unit, plan.scope or "") if sparse else (self.page, "shared")
@@ -230,9 +235,11 @@ class _Lowering:
                 )
             for kind, name in self._asked(plan):
                 record = self.plugins.get(kind, name)
-                if record is not None:
+                if record is not None and record.entry is not None:
+                    self.capturable &= record.entry.capabilities.capture
                     asked = evolve(ask, unit=plan.selects) if kind == "algorithm" else ask
                     self.reasons += capability_reasons(record, asked)
+        self._computed("capturable", self.capturable)
 
     def _asked(self, plan: LayerPlan) -> list[tuple[str, str]]:
         asked = [("algorithm", plan.algorithm), ("backend", self.backend)]
@@ -303,5 +310,6 @@ class _Lowering:
             resident_fast_path=self.resident_fast_path,
             poison=self.poison,
             prefill_block_tokens=self.prefill_block,
+            capturable=self.capturable,
             settings=tuple(self.settings),
         )

@@ -10,6 +10,8 @@ from attrs import frozen
 
 from topkv.config.layers import show_ranges
 from topkv.discovery import PluginRecord
+from topkv.messages import shown
+from topkv.ops.topk import MAX_COLUMNS
 from topkv.types import GroupShape, ModelShape
 
 READERS = ("algorithm", "backend")
@@ -53,7 +55,7 @@ def model_reasons(model: ModelShape) -> list[str]:
         "value_dim": 1 if model.value_dim is None else model.value_dim,
     }
     reasons = [
-        f"the model's {name} must be a positive int, got {value!r}"
+        f"the model's {name} must be a positive int, got {shown(value)}"
         for name, value in sizes.items()
         if type(value) is not int or value <= 0
     ]
@@ -208,6 +210,12 @@ def shape_reasons(shape: GroupShape, seen: GroupShape, num_pages: int) -> list[s
             f"{shape.heads_per_lane} kv-heads x {shape.planes} planes (K and V) x {shape.unit} "
             f"tokens x head_dim {shape.head_dim} x {shape.dtype.itemsize} bytes; "
             f"take a larger unit {where}"
+        )
+    if shape.residency == "sparse" and seen.max_units > MAX_COLUMNS:
+        reasons.append(
+            f"an algorithm ranks at most {MAX_COLUMNS} units of a request, got {seen.max_units} "
+            f"of {seen.unit} tokens; lower max_request_tokens, or take a larger unit where the "
+            f"algorithm selects whole units {where}"
         )
     ids = {
         "device slots": shape.rows * shape.slots,

@@ -75,21 +75,20 @@ class Plugins:
         found = sources.find(kind)
         if found is not None:
             return found
-        names = [record.name for record in self.registry.usable(kind)]
-        if len(names) == 1:
-            return Setting(kind, names[0], ONLY)
-        if names:
-            self.reasons.append(f"{kind} is not set and several are installed: {', '.join(names)}")
+        usable = [record.name for record in self.registry.usable(kind)]
+        # One that is refused is installed too: without it another must not become the only one.
+        known = {r.name for r in self.registry.records() if r.kind == kind and r.entry}
+        if len(usable) == len(known) == 1:
+            return Setting(kind, usable[0], ONLY)
+        # The registry knows what failed to load, and how to mend it.
+        broken = "".join(f"; did not load: {why}" for why in self.registry.failed(kind))
+        if len(known) > 1:
+            names = ", ".join(sorted(known))
+            self.reasons.append(f"{kind} is not set and several are installed: {names}{broken}")
         else:
-            # The registry knows what failed to load, and how to mend it.
-            broken = [
-                f"{record.package} {record.version}: {record.problem}"
-                for record in self.registry.records()
-                if record.problem and record.kind in (kind, None)
-            ]
             self.reasons.append(
-                f"{kind} is not set and none is installed; pip install topkv-NAME"
-                + "".join(f"; did not load: {text}" for text in broken)
+                f"{kind} is not set and none is installed that can be used; the documentation "
+                f"lists packages under Plugins{broken}"
             )
         return None
 

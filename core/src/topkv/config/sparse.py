@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from attrs import fields, frozen
 
+from topkv.config.files import read
 from topkv.config.values import clean
 from topkv.errors import ConfigError
 
@@ -117,14 +117,10 @@ class SparseConfig:
             ConfigError: the file cannot be read, or holds something wrong.
         """
         what = f"the configuration {fspath(path)} is refused"
-        suffix = Path(path).suffix.lower()
-        if suffix not in (".json", ".yaml", ".yml"):
-            raise ConfigError(what, [f"its name must end in .yaml, .yml or .json, got {suffix!r}"])
         try:
-            text = Path(path).read_text(encoding="utf-8")
-            values = json.loads(text) if suffix == ".json" else _load_yaml(text)
+            values = read(Path(path))
         except (OSError, ValueError) as error:
-            raise ConfigError(what, [f"it cannot be read: {error}"]) from error
+            raise ConfigError(what, [f"it cannot be read: {str(error)[:500]}"]) from error
         return cls._from({} if values is None else values, what)
 
     @classmethod
@@ -143,15 +139,3 @@ class SparseConfig:
         got = type(source).__name__
         expected = "a SparseConfig, a mapping or the path of a YAML or JSON file"
         raise ConfigError("the configuration is refused", [f"it must be {expected}, got {got}"])
-
-
-def _load_yaml(text: str) -> Any:
-    try:
-        import yaml
-    except ImportError as error:
-        mend = "pip install 'topkv[cli]' (or pyyaml), or write the configuration as JSON"
-        raise ConfigError("a YAML configuration needs pyyaml", [mend]) from error
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -127,10 +128,16 @@ def device_of(model: PreTrainedModel) -> torch.device:
     return next(attention_modules(model)[0].parameters()).device
 
 
-def advice_of(model: PreTrainedModel, registry: PluginRegistry) -> dict[str, Any]:
-    """What a model recommends, with the keys of ``SparseConfig``; its own words beat ours."""
+def advice_of(model: PreTrainedModel, registry: PluginRegistry) -> Any:
+    """What a model recommends, with the keys of ``SparseConfig``; its own words beat ours.
+
+    What is no mapping goes on as it was written, for ``lower`` to refuse.
+    """
     ours = latent_support.advice(model.config, registry) if is_latent(model) else {}
-    return {**ours, **(getattr(model.config, "topkv", None) or {})}
+    own = getattr(model.config, "topkv", None)
+    if own is None:
+        return ours
+    return {**ours, **own} if isinstance(own, Mapping) else own
 
 
 def sharing_reasons(model: PreTrainedModel, lowered: LoweredConfig) -> list[str]:

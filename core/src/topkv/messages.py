@@ -1,0 +1,30 @@
+"""Parts of error messages: a value in few words, and what a wrong name may have meant."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+LONGEST = 200
+"""Characters of a value that is shown."""
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 100
+_REPR.maxlevel = 3
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxset = _REPR.maxdict = 8
+
+
+def shown(value: object) -> str:
+    """A value as Python writes it, in at most ``LONGEST`` characters. Never fails."""
+    try:
+        text = _REPR.repr(value)
+    except Exception:  # An int of too many digits, or somebody's own __len__.
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def close(name: object, known: Iterable[str]) -> str:
+    """What the writer of a name may have meant, as a question; empty if nothing is like it."""
+    matches = get_close_matches(str(name)[:LONGEST], sorted(known))
+    return f"did you mean {' or '.join(map(repr, matches))}?" if matches else ""

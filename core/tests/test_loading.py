@@ -1,0 +1,131 @@
+"""While code of a package loads, stdout stays clean and an exit is a broken plugin."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+
+from topkv import hookimpl
+from topkv.cli import probes
+from topkv.cli.group import topkv as command
+from topkv.entries import PluginEntry
+from topkv.errors import PluginError
+from topkv.plugins import PluginRegistry, registry
+
+LOUD = """
+print("loading")
+from topkv import hookimpl
+from topkv.entries import PluginEntry
+
+@hookimpl
+def topkv_register_backends():
+    print("registering")
+    return [PluginEntry("loud", "backend", "loud_made:Made", doctor="loud_made:describe")]
+"""
+MADE = """
+print("importing")
+
+def Made():
+    print("building")
+
+def describe():
+    print("describing")
+    return ["library: ok"]
+"""
+
+
+class FakePoint(importlib.metadata.EntryPoint):
+    @property
+    def dist(self):
+        return SimpleNamespace(name="topkv-fake", version="9")
+
+
+@pytest.fixture
+def loud(tmp_path, monkeypatch):
+    """A package whose modules print whenever they run."""
+    (tmp_path / "loud_entry.py").write_text(LOUD)
+    (tmp_path / "loud_made.py").write_text(MADE)
+    monkeypatch.syspath_prepend(tmp_path)
+    points = [FakePoint("loud", "loud_entry", "topkv")]
+    monkeypatch.setattr("topkv.discovery.entry_points", lambda group: points)
+    registry.cache_clear()
+    yield
+    registry.cache_clear()
+    for name in ("loud_entry", "loud_made"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("loud")
+@pytest.mark.parametrize("name", ["plugins", "doctor"])
+def test_json_is_alone_on_stdout_whatever_a_plugin_prints(name):
+    done = CliRunner().invoke(command, [name, "--json"])
+    assert json.loads(done.stdout)
+    assert "loading" in done.stderr
+    assert "registering" in done.stderr
+
+
+@pytest.mark.usefixtures("loud")
+def test_a_factory_that_prints_leaves_stdout_alone(capsys):
+    found = PluginRegistry()
+    with pytest.raises(PluginError, match="does not keep the contract"):
+        found.create("backend", "loud")
+    assert found.doctor(found.get("backend", "loud")) == ["library: ok"]
+    told = capsys.readouterr()
+    assert told.out == ""
+    for text in ("loading", "registering", "importing", "building", "describing"):
+        assert text in told.err
+
+
+def leave(*args):
+    raise SystemExit("bye")
+
+
+def interrupt(*args):
+    raise KeyboardInterrupt
+
+
+class Leaving:
+    """A plugin that exits when it is looked at."""
+
+    def __dir__(self):
+        raise SystemExit("bye")
+
+
+def offer(**values):
+    entry = PluginEntry("odd", "observer", f"{__name__}:leave", **values)
+    return SimpleNamespace(topkv_register_observers=hookimpl(lambda: [entry]))
+
+
+def test_an_exit_is_a_broken_plugin(monkeypatch):
+    found = PluginRegistry([("odd", "1", offer(doctor=f"{__name__}:leave"))])
+    with pytest.raises(PluginError, match="SystemExit: bye"):
+        found.create("observer", "odd")
+    monkeypatch.setattr("topkv.cli.doctor.registry", lambda: found)
+    done = CliRunner().invoke(command, ["doctor", "--json"])
+    assert json.loads(done.stdout)["plugins"]["observer odd"] == {"problem": "SystemExit: bye"}
+    with pytest.warns(RuntimeWarning, match="SystemExit: bye"):
+        assert [type(each).__name__ for each in found.create_all("observer")] == ["LogForwards"]
+    (looked,) = (r for r in PluginRegistry([("l", "1", Leaving())]).records() if r.problem)
+    assert "SystemExit: bye" in looked.problem
+    assert probes.attempt(leave) == {"problem": "SystemExit: bye"}
+
+
+def test_an_interrupt_is_the_users(monkeypatch):
+    class Point(FakePoint):
+        load = interrupt
+
+    monkeypatch.setattr("topkv.discovery.entry_points", lambda group: [Point("a", "b", "topkv")])
+    with pytest.raises(KeyboardInterrupt):
+        PluginRegistry()
+    stopped = PluginEntry("odd", "observer", f"{__name__}:interrupt")
+    plugin = SimpleNamespace(topkv_register_observers=hookimpl(lambda: [stopped]))
+    with pytest.raises(KeyboardInterrupt):
+        PluginRegistry([("odd", "1", plugin)]).create("observer", "odd")
+    broken = SimpleNamespace(topkv_register_observers=hookimpl(lambda: interrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        PluginRegistry([("odd", "1", broken)])
