@@ -29,26 +29,39 @@ from topkv_double_sparsity.statistics import Moments, of_weight
 
 NAME = "topkv_calibrate"
 
+CODE = (
+    "it needs Python code that comes with it, and such code is not run unless you allow it; "
+    "read the code, and if you trust it pass --trust-remote-code"
+)
 
-def load(directory: Path, device: str) -> tuple[PreTrainedModel, Any]:
+
+def load(
+    directory: Path, device: str, *, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, Any]:
     """Model and tokenizer from a local directory.
 
+    Args:
+        directory: with configuration, weights and tokenizer.
+        device: for the model.
+        trust_remote_code: whether Python code that the directory names may run.
+
     Raises:
-        ConfigError: there is none, or it cannot be loaded.
+        ConfigError: there is none, it cannot be loaded, or it needs code that may not run.
     """
     what = f"no model can be loaded from {directory}"
     if not directory.is_dir():
         raise ConfigError(what, ["there is no such directory; --model expects a local one"])
+    options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype="auto", local_files_only=True
-        )
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", **options)
         what = f"no tokenizer can be loaded from {directory}"
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, **options)
         what = f"the model cannot be put on device {device!r}"
         return model.to(device).eval(), tokenizer
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(what, [str(error)]) from error
+        # Transformers has no type for this refusal; it names the argument that allows code.
+        needs_code = not trust_remote_code and "trust_remote_code" in str(error)
+        raise ConfigError(what, [CODE if needs_code else str(error)]) from error
 
 
 def blocks_of(tokens: Tensor, block: int, samples: int) -> list[Tensor]:

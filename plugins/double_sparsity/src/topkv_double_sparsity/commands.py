@@ -28,6 +28,11 @@ def calibrate() -> None:
 @calibrate.command("double_sparsity")
 @click.option("--model", type=Path, required=True, help="Directory of a model and its tokenizer.")
 @click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    help="Run Python code that comes with the model. Off by default: read that code first.",
+)
+@click.option(
     "--text", type=Path, help="A text file, UTF-8; needed by every statistic but k_weight."
 )
 @click.option(
@@ -47,6 +52,7 @@ def calibrate() -> None:
 @click.option("--output", type=Path, required=True, help="JSON file to write.")
 def double_sparsity(
     model: Path,
+    trust_remote_code: bool,
     text: Path | None,
     statistic: str,
     samples: int,
@@ -56,7 +62,7 @@ def double_sparsity(
 ) -> None:
     """Rank the key channels of a local model, for the parameter `calibration`."""
     try:
-        told = _run(model, text, statistic, samples, block, device, output)
+        told = _run(model, trust_remote_code, text, statistic, samples, block, device, output)
     except TopkvError as error:
         raise Refused(str(error)) from error
     click.echo(told, err=True)
@@ -64,6 +70,7 @@ def double_sparsity(
 
 def _run(
     directory: Path,
+    trust_remote_code: bool,
     text: Path | None,
     statistic: str,
     samples: int,
@@ -78,7 +85,7 @@ def _run(
     import torch
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = collect.load(directory, device)
+    model, tokenizer = collect.load(directory, device, trust_remote_code=trust_remote_code)
     tokens = torch.tensor(tokenizer(content)["input_ids"], dtype=torch.int64)
     blocks = collect.blocks_of(tokens, block, samples) if len(tokens) else []
     _check(model, blocks, block, statistic)

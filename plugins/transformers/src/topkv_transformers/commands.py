@@ -30,6 +30,12 @@ sparse_options = (
     click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout."),
 )
 
+trust_option = click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    help="Run Python code that comes with the model. Off by default: read that code first.",
+)
+
 
 def with_sparse_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(sparse_options):
@@ -145,6 +151,7 @@ def demo(as_json: bool, device: str | None, **options: Any) -> None:
     default="auto",
     help="Of weights and cache; auto is what the checkpoint has.",
 )
+@trust_option
 @with_sparse_options
 def generate(
     model: Path,
@@ -153,6 +160,7 @@ def generate(
     max_new_tokens: int,
     config_file: Path | None,
     dtype: str,
+    trust_remote_code: bool,
     device: str | None,
     as_json: bool,
     **options: Any,
@@ -175,6 +183,7 @@ def generate(
             dtype=dtype,
             device=device_or_default(device),
             quiet=as_json,
+            trust_remote_code=trust_remote_code,
         )
         with quiet_transformers():
             result = run_generate(job, lambda line: click.echo(line, err=True))

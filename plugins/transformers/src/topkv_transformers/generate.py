@@ -9,14 +9,15 @@ from typing import Any
 
 import attrs
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation import TextStreamer
 
 from topkv import attach
 from topkv.config import SparseConfig
-from topkv.errors import CapabilityError, ConfigError, RequestError
+from topkv.errors import CapabilityError, RequestError
 from topkv.plugins import registry
 from topkv_transformers.engine import lower_for
+from topkv_transformers.loading import load_model, load_tokenizer
 from topkv_transformers.measured import measured, settings_of
 from topkv_transformers.session import AttachedModel
 from topkv_transformers.support import refusals
@@ -33,6 +34,7 @@ class Job:
         model: directory with config, weights and tokenizer.
         config: what the user set; room for one request of this length is added if it is not.
         dtype: name of a dtype, or "auto" for that of the checkpoint.
+        trust_remote_code: whether Python code that the directory names may run.
         quiet: do not write the text to stdout.
     """
 
@@ -43,6 +45,7 @@ class Job:
     dtype: str
     device: str
     quiet: bool
+    trust_remote_code: bool = False
 
 
 class Writer(TextStreamer):
@@ -80,21 +83,14 @@ def load(job: Job) -> tuple[PreTrainedModel, Any]:
         ConfigError: the directory holds no model, or no tokenizer, that can be loaded.
         CapabilityError: the model cannot be attached.
     """
-    what = f"no model can be loaded from {job.model}"
-    if not job.model.is_dir():
-        raise ConfigError(what, ["there is no such directory; --model expects a local one"])
-    options = {"local_files_only": True}
-    try:
-        dtype = DTYPES.get(job.dtype, "auto")
-        model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype, **options)
-        model = model.to(job.device).eval()
-        reasons = refusals(model)
-        if reasons:
-            raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)
-        what = f"no tokenizer can be loaded from {job.model}"
-        return model, AutoTokenizer.from_pretrained(job.model, **options)
-    except (OSError, ValueError) as error:
-        raise ConfigError(what, [str(error)]) from error
+    trust = job.trust_remote_code
+    dtype = DTYPES.get(job.dtype, "auto")
+    model = load_model(job.model, dtype=dtype, trust_remote_code=trust)
+    model = model.to(job.device).eval()
+    reasons = refusals(model)
+    if reasons:
+        raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)
+    return model, load_tokenizer(job.model, trust_remote_code=trust)
 
 
 def _check(model: PreTrainedModel, config: SparseConfig) -> None:

@@ -11,7 +11,12 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from topkv_transformers.commands import device_or_default, quiet_transformers, told
+from topkv_transformers.commands import (
+    device_or_default,
+    quiet_transformers,
+    told,
+    trust_option,
+)
 from topkv_transformers.evaluation import ALGORITHMS, INDEXED
 
 
@@ -19,6 +24,7 @@ from topkv_transformers.evaluation import ALGORITHMS, INDEXED
 @click.option(
     "--model", type=Path, help="Directory of a model; the checkpoint of this package by default."
 )
+@trust_option
 @click.option(
     "--task",
     "task_file",
