@@ -159,7 +159,7 @@ def test_packages_contribute_commands():
 )
 def test_a_command_that_does_not_load_says_why(name, reason):
     result = run(name, "--anything", "else")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert reason in result.stderr
     assert "topkv-more 9" in result.stderr
 

@@ -2,16 +2,20 @@
 
 An entry point of group ``topkv.commands`` whose name is the command and whose value is
 ``"module:click_command"`` adds one. A command that does not import says why when it is called.
+A command may raise any error of ``topkv.errors``: the group tells it (``topkv.cli.ends``).
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 import click
 
 from topkv import __version__
+from topkv.cli.ends import told
+from topkv.errors import PluginError
 
 COMMANDS = "topkv.commands"
 
@@ -23,7 +27,11 @@ _OWN = {
 
 
 class LazyGroup(click.Group):
-    """A group that imports a command only to run it."""
+    """A group that imports a command only to run it, and tells what it raises."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        with told():
+            return super().main(*args, **kwargs)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*_OWN, *_contributed()})
@@ -66,10 +74,8 @@ def _load(name: str, point: EntryPoint) -> click.Command:
 
 def _broken(name: str, point: EntryPoint, problem: str) -> click.Command:
     def fail() -> None:
-        raise click.ClickException(
-            f"the command {name!r} of {_package(point)} ({point.value}) {problem}; "
-            "reinstall the package, or install what it needs"
-        )
+        what = f"the command {name!r} of {_package(point)} ({point.value})"
+        raise PluginError(what, [f"{problem}; reinstall the package, or install what it needs"])
 
     # Whatever was written behind the name, the answer is the reason.
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}

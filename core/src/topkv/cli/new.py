@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from topkv.cli.render import KINDS, default_root, render, write
-from topkv.errors import ConfigError
 
 
 @click.command("new")
@@ -24,11 +23,8 @@ def command(name: str, kind: str, output: Path | None) -> None:
     NAME is what users write to choose the plugin, without topkv-.
     """
     root = output or Path(default_root(name))
-    try:
-        texts = render(name, kind)
-        write(texts, root)
-    except ConfigError as error:
-        raise click.ClickException(str(error)) from error
+    texts = render(name, kind)
+    write(texts, root)
     for path in texts:
         click.echo(str(root / path))
     click.echo(f"next: cd {root} && pip install -e '.[testing]' && pytest")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TextIO
 
 import attrs
 import torch
@@ -34,8 +34,8 @@ class Job:
         model: directory with config, weights and tokenizer.
         config: what the user set; room for one request of this length is added if it is not.
         dtype: name of a dtype, or "auto" for that of the checkpoint.
+        stream: where the text goes as it comes; None for nowhere.
         trust_remote_code: whether Python code that the directory names may run.
-        quiet: do not write the text to stdout.
     """
 
     model: Path
@@ -44,16 +44,16 @@ class Job:
     new_tokens: int
     dtype: str
     device: str
-    quiet: bool
+    stream: TextIO | None = None
     trust_remote_code: bool = False
 
 
 class Writer(TextStreamer):
-    """Streams text to stdout and keeps the time of the first and the last new token."""
+    """Streams text, and keeps the time of the first and the last new token."""
 
-    def __init__(self, tokenizer: Any, quiet: bool) -> None:
+    def __init__(self, tokenizer: Any, stream: TextIO | None) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.quiet = quiet
+        self.stream = stream
         self.tokens = 0
         self.first = self.last = 0.0
 
@@ -66,8 +66,8 @@ class Writer(TextStreamer):
             self.tokens += 1
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if not self.quiet:
-            super().on_finalized_text(text, stream_end)
+        if self.stream is not None:
+            print(text, end="\n" if stream_end else "", file=self.stream, flush=True)
 
     @property
     def steps_per_second(self) -> float | None:
@@ -140,7 +140,7 @@ def run_generate(job: Job, tell: Any) -> dict[str, Any]:
 
 
 def _generate(handle: AttachedModel, tokenizer: Any, inputs: Any, job: Job) -> dict[str, Any]:
-    writer = Writer(tokenizer, job.quiet)
+    writer = Writer(tokenizer, job.stream)
     cache = handle.new_cache()
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     sequences = handle.model.generate(

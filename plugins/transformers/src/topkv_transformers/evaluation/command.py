@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from topkv_transformers.commands import (
+    answering,
     device_or_default,
     quiet_transformers,
-    told,
     trust_option,
 )
 from topkv_transformers.evaluation import ALGORITHMS, INDEXED
@@ -77,7 +77,7 @@ def evaluate(as_json: bool, device: str | None, out: Path | None, **options: Any
     What an algorithm cannot do is a row with the reason.
     """
     console = Console(stderr=True)
-    with told():
+    with answering() as stdout:
         console.print("loading torch and the model ...", style="dim")
         from topkv_transformers.evaluation import plot
         from topkv_transformers.evaluation.plan import Options, Plan
@@ -94,11 +94,12 @@ def evaluate(as_json: bool, device: str | None, out: Path | None, **options: Any
         if out is not None and plot.can_draw():
             plot.draw(rows, out / plot.PICTURE)
         if as_json:
-            click.echo(json.dumps({"settings": plan.settings(), "cells": rows}, indent=2))
+            shown = {"settings": plan.settings(), "cells": rows}
+            click.echo(json.dumps(shown, indent=2), file=stdout)
         else:
             from topkv_transformers.evaluation.report import show
 
-            show(rows, Console())
+            show(rows, Console(file=stdout))
 
 
 def _run(plan: Any, console: Console, out: Path | None) -> list[dict[str, Any]]:
