@@ -86,7 +86,12 @@ def test_doctor_asks_plugins_of_their_libraries(monkeypatch):
         return (f"topkv-{name}", "7.1", SimpleNamespace(topkv_register_backends=hook))
 
     said = ModuleType("said")
-    said.describe = lambda: ["libthis: not installed", "libthat 2: used"]
+
+    def describe():
+        print("a library says hello")
+        return ["libthis: not installed", "libthat 2: used"]
+
+    said.describe = describe
     monkeypatch.setitem(sys.modules, "said", said)
     found = PluginRegistry([offers("good", "said:describe"), offers("bad", "said:nothing")])
     monkeypatch.setattr("topkv.cli.doctor.registry", lambda: found)

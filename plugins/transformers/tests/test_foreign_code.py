@@ -98,3 +98,5 @@ def test_code_that_is_allowed_runs(foreign, name):
     result = call(folder, name, "--trust-remote-code")
     assert result.exit_code == 0, result.stderr
     assert marker.exists()
+    json.loads(result.stdout)
+    assert "advice of a stranger" in result.stderr
