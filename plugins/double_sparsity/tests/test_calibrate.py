@@ -195,6 +195,46 @@ def test_what_cannot_be_done_is_refused(model_dir, tmp_path, args, words):
     assert not (tmp_path / "out.json").exists()
 
 
+def truncate(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+def spoil_tokenizer(folder):
+    (folder / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "None"}}')
+
+
+def more_layers(folder):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 3}))
+
+
+def other_shape(folder):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 40}))
+
+
+BAD = {
+    truncate: "no model can be loaded",
+    spoil_tokenizer: "no tokenizer can be loaded",
+    more_layers: "model.layers.2.mlp.up_proj.weight: expected by config.json, missing",
+    other_shape: "mlp.up_proj.weight: expected [40, ",
+}
+
+
+@pytest.mark.parametrize("damage", BAD)
+def test_a_damaged_directory_is_refused(model_dir, tmp_path, damage):
+    folder = tmp_path / "model"
+    shutil.copytree(model_dir, folder)
+    damage(folder)
+    args = ("--model", folder, "--statistic", "k_weight", "--device", "cpu")
+    done = call(*args, "--output", tmp_path / "out.json")
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    assert "error: " in done.stderr
+    assert BAD[damage] in done.stderr
+    assert str(folder) in done.stderr
+
+
 FOREIGN = """
 from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM
