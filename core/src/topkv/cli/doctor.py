@@ -50,7 +50,7 @@ def _lines(name: str, value: Any, indent: int = 0) -> list[str]:
     return [f"{label}: {'unknown' if value is None else value}"]
 
 
-@click.command("doctor")
+@click.command("doctor", short_help="Show what this machine offers.")
 @click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
 def command(as_json: bool) -> None:
     """Show versions, devices, memory, NUMA nodes, what plugins say, and those that do not load."""

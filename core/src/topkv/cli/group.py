@@ -1,12 +1,15 @@
-"""Commands load when they are called, and packages bring commands of their own.
+"""Commands load when they are called or listed, and packages bring commands of their own.
 
 An entry point of group ``topkv.commands`` whose name is the command and whose value is
-``"module:click_command"`` adds one. A command that does not import says why when it is called.
-A command may raise any error of ``topkv.errors``: the group tells it (``topkv.cli.ends``).
+``"module:click_command"`` adds one. Its module is imported for the list of commands too, so it
+should import torch only where the command runs. A command that does not import says why when it is
+called. A command may raise any error of ``topkv.errors``: the group tells it (``topkv.cli.ends``).
 """
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -20,14 +23,14 @@ from topkv.errors import PluginError
 COMMANDS = "topkv.commands"
 
 _OWN = {
-    "plugins": ("topkv.cli.plugins", "List what is installed, and what does not load."),
-    "doctor": ("topkv.cli.doctor", "Show what this machine offers."),
-    "new": ("topkv.cli.new", "Start a plugin package."),
+    "plugins": "topkv.cli.plugins",
+    "doctor": "topkv.cli.doctor",
+    "new": "topkv.cli.new",
 }
 
 
 class LazyGroup(click.Group):
-    """A group that imports a command only to run it, and tells what it raises."""
+    """A group that imports a command only to run or list it, and tells what it raises."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         with told():
@@ -38,19 +41,10 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in _OWN:
-            command: click.Command = import_module(_OWN[cmd_name][0]).command
+            command: click.Command = import_module(_OWN[cmd_name]).command
             return command
         point = _contributed().get(cmd_name)
         return None if point is None else _load(cmd_name, point)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        contributed = _contributed()
-        rows = [
-            (name, _OWN[name][1] if name in _OWN else f"From {_package(contributed[name])}.")
-            for name in self.list_commands(ctx)
-        ]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
 
 
 def _contributed() -> dict[str, EntryPoint]:
@@ -64,7 +58,8 @@ def _package(point: EntryPoint) -> str:
 
 def _load(name: str, point: EntryPoint) -> click.Command:
     try:
-        command = point.load()
+        with redirect_stdout(sys.stderr):
+            command = point.load()
     except (Exception, SystemExit) as error:
         return _broken(name, point, f"does not import: {type(error).__name__}: {error}")
     if not isinstance(command, click.Command):
@@ -79,7 +74,13 @@ def _broken(name: str, point: EntryPoint, problem: str) -> click.Command:
 
     # Whatever was written behind the name, the answer is the reason.
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
-    return click.Command(name, callback=fail, context_settings=settings, add_help_option=False)
+    return click.Command(
+        name,
+        callback=fail,
+        context_settings=settings,
+        add_help_option=False,
+        short_help=f"Does not load; topkv {name} says why.",
+    )
 
 
 @click.command(cls=LazyGroup)

@@ -9,7 +9,7 @@ import click
 from topkv.cli.render import KINDS, default_root, render, write
 
 
-@click.command("new")
+@click.command("new", short_help="Start a plugin package.")
 @click.argument("name")
 @click.option("--kind", required=True, type=click.Choice(list(KINDS)), help="Of the plugin.")
 @click.option(

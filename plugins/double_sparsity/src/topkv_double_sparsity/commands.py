@@ -11,7 +11,7 @@ from topkv.errors import ConfigError
 from topkv_double_sparsity.calibration import DEFAULT_STATISTIC, STATISTICS, write
 
 
-@click.group("calibrate")
+@click.group("calibrate", short_help="Measure what an algorithm has to know about a model.")
 def calibrate() -> None:
     """Measure what an algorithm has to know about a model, once, offline."""
 

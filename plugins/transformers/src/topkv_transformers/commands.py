@@ -81,7 +81,7 @@ def device_or_default(device: str | None) -> str:
     return device
 
 
-@click.command("demo")
+@click.command("demo", short_help="Find a fact far back in a prompt, dense and through topkv.")
 @click.option(
     "--tokens", type=click.IntRange(4096, 32763), help="Length of the prompt; 12288 by default."
 )
@@ -120,7 +120,7 @@ def demo(as_json: bool, device: str | None, **options: Any) -> None:
             show(result, Console(file=stdout))
 
 
-@click.command("generate")
+@click.command("generate", short_help="Continue a prompt with a local model.")
 @click.option("--model", type=Path, required=True, help="Directory of a model and its tokenizer.")
 @click.option("--prompt", help="The prompt itself.")
 @click.option(

@@ -20,7 +20,7 @@ from topkv_transformers.commands import (
 from topkv_transformers.evaluation import ALGORITHMS, INDEXED
 
 
-@click.command("eval")
+@click.command("eval", short_help="Compare algorithms by right answers and attention mass.")
 @click.option(
     "--model", type=Path, help="Directory of a model; the checkpoint of this package by default."
 )
