@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=2)
     options = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(
-        DSA_CHECKPOINT, dtype="auto", local_files_only=True
+        DSA_CHECKPOINT, dtype="auto", local_files_only=True, trust_remote_code=False
     )
     model = model.to(options.device).eval()
     cuda = model.device.type == "cuda"

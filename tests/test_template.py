@@ -227,21 +227,21 @@ def test_every_reason_is_told_at_once():
 def test_nothing_is_written_over(tmp_path):
     (tmp_path / "there").mkdir()
     done = new("mine", "--kind", "backend", "--output", tmp_path / "there")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "there exists" in done.stderr
     assert "name another one, or remove it" in done.stderr
     assert not list((tmp_path / "there").iterdir())
     (tmp_path / "file").write_text("")
     below = new("mine", "--kind", "backend", "--output", tmp_path / "file" / "below")
-    assert below.exit_code == 1
+    assert below.exit_code == 2
     assert "cannot be written" in below.stderr
 
 
 def test_a_name_that_is_wrong_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = new("Mine", "--kind", "backend")
-    assert done.exit_code == 1
-    assert "Error: a plugin package cannot be made" in done.stderr
+    assert done.exit_code == 2
+    assert "error: a plugin package cannot be made" in done.stderr
     assert not list(tmp_path.iterdir())
     assert new("mine", "--kind", "backend").exit_code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["topkv-mine"]

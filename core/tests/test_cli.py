@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 import importlib.metadata
 import json
+import os
+import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -16,7 +18,7 @@ import topkv
 from topkv import cli, hookimpl
 from topkv.cli import probes
 from topkv.cli.group import topkv as command
-from topkv.entries import HOOK_API, PluginEntry
+from topkv.entries import HOOK_API, TRAITS, Capabilities, PluginEntry
 from topkv.plugins import PluginRegistry
 
 KEYS = {"name", "kind", "package", "version", "hook_api", "capabilities", "problem"}
@@ -49,6 +51,52 @@ def test_plugins_json_lists_what_loads_and_what_does_not():
     bad = next(row for row in rows if row["problem"])
     assert (bad["package"], bad["kind"], bad["hook_api"]) == ("topkv-broken", None, None)
     assert "implements none of" in bad["problem"]
+
+
+@pytest.fixture
+def long_names(monkeypatch):
+    """Plugins as long in their names as those of this repository, and one that does not load."""
+    capabilities = Capabilities(
+        units=(1, 128),
+        scopes=("kv_head", "shared"),
+        attention=("gqa", "mla"),
+        tiers=("gpu",),
+        traits=tuple(TRAITS),
+    )
+    entry = PluginEntry("triton_attention", "backend", "a:b", capabilities=capabilities)
+    hook = hookimpl(lambda: [entry])
+    good = SimpleNamespace(topkv_register_backends=hook)
+    offers = [("topkv-triton-attention", "10.1.0", good), ("topkv-broken", "7.1", object())]
+    monkeypatch.setattr("topkv.cli.plugins.registry", lambda: PluginRegistry(offers))
+
+
+@pytest.mark.usefixtures("long_names")
+@pytest.mark.parametrize("columns", ["80", "40"])
+def test_people_can_read_the_plugins_at_80_columns(monkeypatch, columns):
+    """Every name and version stands whole in its row, and what the kit asks is left out."""
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = run("plugins").stdout.splitlines()
+    assert all(len(line.rstrip()) <= 80 for line in lines)
+    (row,) = (line for line in lines if line.startswith("triton_attention"))
+    assert row.split()[:4] == ["triton_attention", "backend", "topkv-triton-attention", "10.1.0"]
+    text = " ".join(" ".join(lines).split())
+    assert "units 1-128" in text
+    assert "head_equivariant" not in text
+    assert "topkv-broken 7.1" in text
+    assert "does not load" in text
+    assert "implements none of" in text
+
+
+@pytest.mark.usefixtures("long_names")
+def test_verbose_has_all_of_it(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = run("plugins", "--verbose").stdout
+    assert all(len(line.rstrip()) <= 80 for line in shown.splitlines())
+    words = shown.replace(",", " ").split()
+    for word in (*TRAITS, "kv_head", "topkv-triton-attention", "gpu", "traits:"):
+        assert word in words
+    assert "hook API " + ".".join(map(str, HOOK_API)) in shown
+    assert "implements none of" in " ".join(shown.split())
 
 
 @pytest.mark.usefixtures("broken")
@@ -86,7 +134,12 @@ def test_doctor_asks_plugins_of_their_libraries(monkeypatch):
         return (f"topkv-{name}", "7.1", SimpleNamespace(topkv_register_backends=hook))
 
     said = ModuleType("said")
-    said.describe = lambda: ["libthis: not installed", "libthat 2: used"]
+
+    def describe():
+        print("a library says hello")
+        return ["libthis: not installed", "libthat 2: used"]
+
+    said.describe = describe
     monkeypatch.setitem(sys.modules, "said", said)
     found = PluginRegistry([offers("good", "said:describe"), offers("bad", "said:nothing")])
     monkeypatch.setattr("topkv.cli.doctor.registry", lambda: found)
@@ -128,7 +181,7 @@ class FakePoint(importlib.metadata.EntryPoint):
 @pytest.fixture
 def contributed(monkeypatch):
     module = ModuleType("topkv_more_commands")
-    module.hello = click.command("hello")(click.option("--name")(_hello))
+    module.hello = click.command("hello", help="Greet somebody.")(click.option("--name")(_hello))
     module.text = "no command"
     monkeypatch.setitem(sys.modules, module.__name__, module)
     values = {
@@ -147,9 +200,47 @@ def _hello(name):
 @pytest.mark.usefixtures("contributed")
 def test_packages_contribute_commands():
     assert run("hello", "--name", "you").stdout == "hello you\n"
-    shown = run("--help").stdout
-    for name in ("hello", "absent", "plugins", "doctor", "From topkv-more 9"):
-        assert name in shown
+    lines = run("--help").stdout.splitlines()
+    told = {name: rest for name, _, rest in (line.strip().partition("  ") for line in lines)}
+    assert told["hello"].strip() == "Greet somebody."
+    assert told["absent"].strip() == "Does not load; topkv absent says why."
+    for name in ("plugins", "doctor", "new"):
+        assert told[name].strip()
+
+
+def test_help_says_what_each_command_does_and_imports_no_torch():
+    code = (
+        "import sys; from topkv.cli.group import topkv; topkv(['--help'], standalone_mode=False)"
+    )
+    heavy = "; print(sorted({'torch', 'triton', 'numpy', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code + heavy],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": "80"},
+        check=True,
+    )
+    *shown, loaded = done.stdout.splitlines()
+    assert loaded == "[]"
+    told = [line.strip() for line in shown[shown.index("Commands:") + 1 :]]
+    assert len(told) >= 3
+    for line in told:
+        assert line.endswith("."), "a text that is cut off ends with three dots"
+        assert not line.endswith("...")
+        assert "From topkv" not in line
+
+
+def test_what_a_command_prints_at_its_import_is_not_on_stdout(tmp_path, monkeypatch):
+    (tmp_path / "topkv_loud.py").write_text(
+        "import click\nprint('hello from an import')\n"
+        "hello = click.Command('hello', callback=lambda: click.echo('{}'))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    point = FakePoint("hello", "topkv_loud:hello", "topkv.commands")
+    monkeypatch.setattr("topkv.cli.group.entry_points", lambda group: [point])
+    result = run("hello")
+    assert result.stdout == "{}\n"
+    assert "hello from an import" in result.stderr
 
 
 @pytest.mark.usefixtures("contributed")
@@ -159,7 +250,7 @@ def test_packages_contribute_commands():
 )
 def test_a_command_that_does_not_load_says_why(name, reason):
     result = run(name, "--anything", "else")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert reason in result.stderr
     assert "topkv-more 9" in result.stderr
 

@@ -204,7 +204,7 @@ def run(*args):
 @pytest.mark.usefixtures("disputed")
 def test_a_command_that_two_packages_offer_is_refused(monkeypatch):
     done = run("say", "--any", "thing")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert done.stdout == ""
     for text in ("evil 9", "good 9", "uninstall", "TOPKV_BLOCK", "evil:say", "good:say"):
         assert text in done.stderr

@@ -7,6 +7,7 @@ RoPE of its own, and knows nothing of how the command sees queries and keys.
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -23,8 +24,8 @@ BLOCK = 48
 TEXT = "".join(f"def item_{i}(x):\n    return x * {i * i} + {i}\n" for i in range(24))
 
 
-def call(*args):
-    return CliRunner().invoke(topkv, ["calibrate", "double_sparsity", *map(str, args)])
+def call(*args, **options):
+    return CliRunner().invoke(topkv, ["calibrate", "double_sparsity", *map(str, args)], **options)
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +193,84 @@ def test_what_cannot_be_done_is_refused(model_dir, tmp_path, args, words):
     assert "\nerror: " in "\n" + done.stderr
     assert words in done.stderr
     assert not (tmp_path / "out.json").exists()
+
+
+def truncate(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+def spoil_tokenizer(folder):
+    (folder / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "None"}}')
+
+
+def more_layers(folder):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 3}))
+
+
+def other_shape(folder):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 40}))
+
+
+BAD = {
+    truncate: "no model can be loaded",
+    spoil_tokenizer: "no tokenizer can be loaded",
+    more_layers: "model.layers.2.mlp.up_proj.weight: expected by config.json, missing",
+    other_shape: "mlp.up_proj.weight: expected [40, ",
+}
+
+
+@pytest.mark.parametrize("damage", BAD)
+def test_a_damaged_directory_is_refused(model_dir, tmp_path, damage):
+    folder = tmp_path / "model"
+    shutil.copytree(model_dir, folder)
+    damage(folder)
+    args = ("--model", folder, "--statistic", "k_weight", "--device", "cpu")
+    done = call(*args, "--output", tmp_path / "out.json")
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    assert "error: " in done.stderr
+    assert BAD[damage] in done.stderr
+    assert str(folder) in done.stderr
+
+
+FOREIGN = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+
+Path({marker!r}).touch()
+
+class ForeignConfig(LlamaConfig):
+    model_type = "topkv_foreign_calibrated"
+
+class ForeignModel(LlamaForCausalLM):
+    config_class = ForeignConfig
+"""
+
+
+def test_code_of_a_model_runs_only_if_it_is_allowed(model_dir, tmp_path, monkeypatch):
+    # Transformers copies code that it runs here.
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "run")
+    )
+    folder, marker, out = (tmp_path / name for name in ("model", "it_ran", "out.json"))
+    shutil.copytree(model_dir, folder)
+    (folder / "foreign.py").write_text(FOREIGN.format(marker=str(marker)))
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {
+        "AutoConfig": "foreign.ForeignConfig",
+        "AutoModelForCausalLM": "foreign.ForeignModel",
+    }
+    config["model_type"] = "topkv_foreign_calibrated"
+    (folder / "config.json").write_text(json.dumps(config))
+    args = ("--model", folder, "--statistic", "k_weight", "--output", out, "--device", "cpu")
+    done = call(*args, input="y\ny\n")
+    assert not marker.exists()
+    assert (done.exit_code, done.stdout, out.exists()) == (2, "", False), done.output
+    assert "--trust-remote-code" in done.stderr
+    done = call(*args, "--trust-remote-code")
+    assert (done.exit_code, marker.exists(), out.exists()) == (0, True, True), done.output
 
 
 def test_the_file_decodes(model_dir, tmp_path, bench):

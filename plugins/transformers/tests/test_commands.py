@@ -11,7 +11,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from topkv.cli.group import topkv
 from topkv.types import GroupShape, LayerView, StepTensors
-from topkv_transformers import commands
 from topkv_transformers.demo import CHECKPOINT
 from topkv_transformers.retrieval import make_prompt
 from topkv_transformers.window import Window
@@ -160,19 +159,6 @@ def test_exactly_one_prompt(prompt):
 
 def test_an_empty_prompt_is_refused():
     refused(generate("--json", prompt=("--prompt", "")), "prompt is empty")
-
-
-def test_unexpected_errors_have_their_own_status(monkeypatch, capsys):
-    monkeypatch.delenv(commands.TRACEBACK, raising=False)
-    with pytest.raises(SystemExit) as stopped, commands.told():
-        raise ZeroDivisionError("of a plugin")
-    assert stopped.value.code == 1
-    captured = capsys.readouterr()
-    assert "error: unexpected ZeroDivisionError: of a plugin" in captured.err
-    assert captured.out == ""
-    monkeypatch.setenv(commands.TRACEBACK, "1")
-    with pytest.raises(ZeroDivisionError), commands.told():
-        raise ZeroDivisionError
 
 
 def select(lengths, width=4, unit=4, heads=2):

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from transformers import AutoTokenizer
 
 from topkv import SparseCoordinator, attach
+from topkv.cli.group import topkv
 from topkv.errors import ConfigError
 from topkv.plugins import registry
 from topkv_transformers import CHECKPOINT
@@ -210,7 +211,7 @@ def test_a_refused_cell_has_a_reason_and_the_next_one_runs(model):
 
 
 def call(*args):
-    return CliRunner().invoke(evaluate, list(args))
+    return CliRunner().invoke(topkv, ["eval", *args])
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from topkv import hookimpl
+from topkv.entries import PluginEntry
 from topkv.errors import ConfigError
-from topkv.plugins import registry
+from topkv.plugins import PluginRegistry, registry
 from topkv_transformers.evaluation import choices, tasks
 from topkv_transformers.evaluation.intervals import wilson
 from topkv_transformers.evaluation.recall import held_mass
@@ -56,7 +59,9 @@ def test_buffers_are_two_budgets_as_far_as_a_request_can_reach():
 
 
 def test_algorithms_and_their_parameters():
-    text = "quest:unit=32,sink_units=2, exact,double_sparsity:label=ds,channels=8,streaming_llm"
+    text = (
+        "quest:unit=32,sink_units=2, exact,ds@double_sparsity:label=int4,channels=8,streaming_llm"
+    )
     quest, exact, double, streaming = choices.read_algorithms([text], DIM, registry())
     assert (quest.label, quest.unit, quest.params) == (
         "quest:unit=32,sink_units=2", 32, {"sink_units": 2},
@@ -66,18 +71,39 @@ def test_algorithms_and_their_parameters():
         "double_sparsity",
         {"channels": 64},
     )
-    assert (double.label, double.params, double.unit) == ("ds", {"channels": 8}, 1)
+    assert (double.label, double.params) == ("ds", {"label": "int4", "channels": 8})
+    assert (double.name, double.unit) == ("double_sparsity", 1)
+    (plain,) = choices.read_algorithms(["double_sparsity:label=int4"], DIM, registry())
+    assert (plain.label, plain.params) == ("double_sparsity:label=int4", {"label": "int4"})
     assert (streaming.name, streaming.unit) == ("streaming_llm", 16)
 
 
 @pytest.mark.parametrize(
     ("text", "word"),
     [("quset", "unknown algorithm 'quset'"), ("", "at least one"), ("quest,quest", "twice"),
-     ("quest:unit", "key=value"), ("quest:unit=0", "unit must be")],
+     ("quest:unit", "key=value"), ("quest:unit=0", "unit must be"), ("@quest", "name before @"),
+     ("a@quest,a@exact", "'a' is named twice")],
 )  # fmt: skip
 def test_wrong_algorithms_are_refused(text, word):
     with pytest.raises(ConfigError, match=word):
         choices.read_algorithms([text], DIM, registry())
+
+
+def test_a_parameter_goes_before_a_setting_of_its_name():
+    """Whatever an algorithm calls its parameters, they reach it."""
+    keys = ("label", "scope", "buffer", "eviction", "unit", "name", "algorithm")
+    offer = hookimpl(
+        lambda: [
+            PluginEntry(
+                name="own", kind="algorithm", factory="a:b", parameters=dict.fromkeys(keys)
+            )
+        ]
+    )
+    found = PluginRegistry([("topkv-own", "1", SimpleNamespace(topkv_register_algorithms=offer))])
+    text = "row@own:" + ",".join(f"{key}={i}" for i, key in enumerate(keys))
+    (own,) = choices.read_algorithms([text], DIM, found)
+    assert own.params == {key: i for i, key in enumerate(keys)}
+    assert (own.label, own.settings, own.unit) == ("row", {}, 16)
 
 
 def test_budgets_contexts_and_layers():

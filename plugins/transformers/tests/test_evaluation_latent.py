@@ -16,11 +16,11 @@ from transformers import (
 )
 
 from topkv import attach
+from topkv.cli.group import topkv
 from topkv.plugins import registry
 from topkv_transformers import DSA_CHECKPOINT
 from topkv_transformers.evaluation import choices, tasks
 from topkv_transformers.evaluation.cells import Cell, Grid, config_of, run_cells
-from topkv_transformers.evaluation.command import evaluate
 from topkv_transformers.evaluation.plan import Options, Plan
 from topkv_transformers.evaluation.runs import Run
 from topkv_transformers.retrieval import ASK_BYTES
@@ -229,7 +229,7 @@ def folder(tmp_path_factory):
 
 def call(*args):
     options = ("--device", "cpu", "--dense-layers", "none", "--budgets", "25%", "--json")
-    return CliRunner().invoke(evaluate, [*map(str, args), *options])
+    return CliRunner().invoke(topkv, ["eval", *map(str, args), *options])
 
 
 def test_the_indexer_is_compared_by_default(folder):

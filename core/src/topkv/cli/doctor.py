@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import redirect_stdout
 from functools import partial
 from typing import Any
 
@@ -48,12 +50,13 @@ def _lines(name: str, value: Any, indent: int = 0) -> list[str]:
     return [f"{label}: {'unknown' if value is None else value}"]
 
 
-@click.command("doctor")
+@click.command("doctor", short_help="Show what this machine offers.")
 @click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
 def command(as_json: bool) -> None:
     """Show versions, devices, memory, NUMA nodes, what plugins say, and those that do not load."""
     Console(stderr=True).print("looking at torch, triton and the devices ...", style="dim")
-    report = diagnose()
+    with redirect_stdout(sys.stderr):  # plugins ask libraries, which may print
+        report = diagnose()
     if as_json:
         click.echo(json.dumps(report, indent=2, default=str))
         return

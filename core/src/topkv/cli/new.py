@@ -14,7 +14,7 @@ from topkv.errors import ConfigError
 from topkv.plugins import registry
 
 
-@click.command("new")
+@click.command("new", short_help="Start a plugin package.")
 @click.argument("name")
 @click.option("--kind", required=True, type=click.Choice(list(KINDS)), help="Of the plugin.")
 @click.option(
@@ -28,13 +28,10 @@ def command(name: str, kind: str, output: Path | None) -> None:
     NAME is what users write to choose the plugin, without topkv-.
     """
     root = output or Path(default_root(name))
-    try:
-        if reasons := stands_in_for(name):
-            raise ConfigError("a plugin package cannot be made", reasons)
-        texts = render(name, kind)
-        write(texts, root)
-    except ConfigError as error:
-        raise click.ClickException(str(error)) from error
+    if reasons := stands_in_for(name):
+        raise ConfigError("a plugin package cannot be made", reasons)
+    texts = render(name, kind)
+    write(texts, root)
     for path in texts:
         click.echo(str(root / path))
     click.echo(f"next: cd {root} && pip install -e '.[testing]' && pytest")

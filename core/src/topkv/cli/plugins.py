@@ -8,11 +8,12 @@ from typing import Any
 import attrs
 import click
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from topkv.discovery import PluginRecord
-from topkv.entries import Capabilities
+from topkv.entries import Capabilities, PluginEntry
 from topkv.matrix import Cell, matrix, rows_of
 from topkv.plugins import registry
 
@@ -34,20 +35,57 @@ def as_dict(record: PluginRecord) -> dict[str, Any]:
 _USUAL = attrs.asdict(Capabilities())
 
 
-def _capabilities(values: dict[str, Any]) -> str:
-    """Only what differs from the usual, as text; JSON shows everything."""
-    parts = []
-    for name, value in values.items():
-        if value == _USUAL[name]:
-            continue
-        if isinstance(value, bool):
-            parts.append(name if value else f"no {name}")
-        elif name == "units":
-            parts.append(f"units {value[0]}-{value[1]}")
-        else:
-            shown = "|".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-            parts.append(f"{name} {shown}")
-    return ", ".join(parts)
+def _takes(entry: PluginEntry | None) -> str:
+    """What decides whether a plugin can be used, in a few words."""
+    if entry is None:
+        return ""
+    told, words = entry.capabilities, []
+    if told.units:
+        few, many = told.units
+        words.append("single tokens" if many == 1 else f"units {few}-{many}")
+    if told.needs_index:
+        words.append("an indexer")
+    elif told.attention != Capabilities().attention:
+        words.append(" or ".join(told.attention))
+    if told.tiers == ("gpu",):
+        words.append("GPU only")
+    return ", ".join(words)
+
+
+def _all(entry: PluginEntry) -> list[str]:
+    """What differs from the usual, a line for each; JSON shows everything."""
+    lines = []
+    for name, value in attrs.asdict(entry.capabilities).items():
+        if value != _USUAL[name]:
+            values = value if isinstance(value, (list, tuple)) else [value]
+            between = " to " if name == "units" else ", "
+            lines.append(f"{name}: {between.join(map(str, values))}")
+    return lines
+
+
+def _show(records: list[PluginRecord], verbose: bool, console: Console) -> None:
+    """A table of all, with their capabilities below if asked for, then what does not load."""
+    table = Table(box=None, pad_edge=False)
+    for head in ("name", "kind", "package"):
+        table.add_column(head, no_wrap=True)
+    table.add_column("takes", min_width=20)
+    for record in records:
+        told = Text("does not load", "red") if record.problem else Text(_takes(record.entry))
+        package = f"{record.package} {record.version}"
+        table.add_row(record.name, record.kind or "?", package, told)
+    # Names, which people copy, must not be cut off; what a plugin takes may wrap.
+    unbounded = console.options.update(max_width=10_000)
+    console.width = max(console.width, console.measure(table, options=unbounded).minimum)
+    console.print(table)
+    for record in records if verbose else ():
+        if record.entry is not None:
+            api = ".".join(map(str, record.entry.hook_api))
+            console.print(Text(f"\n{record.who}, hook API {api}"))
+            for line in _all(record.entry):
+                console.print(Padding(Text(line), (0, 0, 0, 2)))
+    for record in records:
+        if record.problem:
+            console.print(Text(f"\n{record.who} does not load: {record.problem}", "red"))
 
 
 def _show_matrix(cells: list[Cell], as_json: bool, markdown: bool) -> None:
@@ -69,22 +107,14 @@ def _show_matrix(cells: list[Cell], as_json: bool, markdown: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
 @click.option("--matrix", "as_matrix", is_flag=True, help="What goes with what, and where tested.")
 @click.option("--markdown", is_flag=True, help="The matrix as a table in Markdown.")
-def command(as_json: bool, as_matrix: bool, markdown: bool) -> None:
+@click.option("--verbose", is_flag=True, help="Also hook API and capabilities of each.")
+def command(as_json: bool, as_matrix: bool, markdown: bool, verbose: bool) -> None:
     """List what is installed, and what does not load and why."""
     if as_matrix or markdown:
         _show_matrix(matrix(registry().records()), as_json, markdown)
         return
-    rows = [as_dict(record) for record in registry().records()]
+    records = registry().records()
     if as_json:
-        click.echo(json.dumps(rows, indent=2, default=str))
-        return
-    table = Table(box=None, pad_edge=False)
-    for head in ("kind", "name", "package", "hook API", "capabilities or problem"):
-        table.add_column(head, overflow="fold")
-    for row in rows:
-        told = Text(row["problem"] or _capabilities(row["capabilities"] or {}))
-        if row["problem"]:
-            told.stylize("red")
-        package = f"{row['package']} {row['version']}"
-        table.add_row(row["kind"] or "?", row["name"], package, row["hook_api"] or "?", told)
-    Console().print(table)
+        click.echo(json.dumps([as_dict(record) for record in records], indent=2, default=str))
+    else:
+        _show(records, verbose, Console())

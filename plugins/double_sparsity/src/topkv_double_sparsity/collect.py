@@ -29,26 +29,62 @@ from topkv_double_sparsity.statistics import Moments, of_weight
 
 NAME = "topkv_calibrate"
 
+CODE = (
+    "it needs Python code that comes with it, and such code is not run unless you allow it; "
+    "read the code, and if you trust it pass --trust-remote-code"
+)
 
-def load(directory: Path, device: str) -> tuple[PreTrainedModel, Any]:
+
+def load(
+    directory: Path, device: str, *, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, Any]:
     """Model and tokenizer from a local directory.
 
+    Args:
+        directory: with configuration, weights and tokenizer.
+        device: for the model.
+        trust_remote_code: whether Python code that the directory names may run.
+
     Raises:
-        ConfigError: there is none, or it cannot be loaded.
+        ConfigError: there is none, it cannot be loaded, or it needs code that may not run.
     """
-    what = f"no model can be loaded from {directory}"
+    what, reasons = f"no model can be loaded from {directory}", []
     if not directory.is_dir():
         raise ConfigError(what, ["there is no such directory; --model expects a local one"])
+    options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype="auto", local_files_only=True
+        # Transformers would fill in random weights where shapes differ or weights are missing.
+        seen = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+        model, found = AutoModelForCausalLM.from_pretrained(
+            directory, dtype="auto", **options, **seen
         )
+        reasons = _weight_reasons(found)
         what = f"no tokenizer can be loaded from {directory}"
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, **options)
         what = f"the model cannot be put on device {device!r}"
-        return model.to(device).eval(), tokenizer
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(what, [str(error)]) from error
+        model = model.to(device).eval()
+    except Exception as error:
+        # Bad files raise anything: SafetensorError, KeyError, Exception. Code that may not run has
+        # no type either; the text names the argument that allows it.
+        needs_code = not trust_remote_code and "trust_remote_code" in str(error)
+        reason = CODE if needs_code else f"{type(error).__name__}: {error}"
+        raise ConfigError(what, [reason]) from error
+    if reasons:
+        what = f"the weights in {directory} are not those of its config.json"
+        raise ConfigError(what, reasons)
+    return model, tokenizer
+
+
+def _weight_reasons(found: dict[str, Any]) -> list[str]:
+    reasons = [
+        f"{name}: expected {list(wanted)} by config.json, got {list(got)}"
+        for name, got, wanted in sorted(found["mismatched_keys"])
+    ]
+    reasons += [
+        f"{name}: expected by config.json, missing" for name in sorted(found["missing_keys"])
+    ]
+    most = 8  # of a layer or so; the others are alike
+    return reasons[:most] + ([f"and {len(reasons) - most} more"] if len(reasons) > most else [])
 
 
 def blocks_of(tokens: Tensor, block: int, samples: int) -> list[Tensor]:

@@ -7,26 +7,22 @@ from typing import Any
 
 import click
 
-from topkv.errors import ConfigError, TopkvError
+from topkv.errors import ConfigError
 from topkv_double_sparsity.calibration import DEFAULT_STATISTIC, STATISTICS, write
 
 
-class Refused(click.ClickException):
-    """What topkv refuses: one message on stderr, exit status 2."""
-
-    exit_code = 2
-
-    def show(self, file: Any = None) -> None:
-        click.echo(f"error: {self.format_message()}", file=file, err=True)
-
-
-@click.group("calibrate")
+@click.group("calibrate", short_help="Measure what an algorithm has to know about a model.")
 def calibrate() -> None:
     """Measure what an algorithm has to know about a model, once, offline."""
 
 
 @calibrate.command("double_sparsity")
 @click.option("--model", type=Path, required=True, help="Directory of a model and its tokenizer.")
+@click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    help="Run Python code that comes with the model. Off by default: read that code first.",
+)
 @click.option(
     "--text", type=Path, help="A text file, UTF-8; needed by every statistic but k_weight."
 )
@@ -47,6 +43,7 @@ def calibrate() -> None:
 @click.option("--output", type=Path, required=True, help="JSON file to write.")
 def double_sparsity(
     model: Path,
+    trust_remote_code: bool,
     text: Path | None,
     statistic: str,
     samples: int,
@@ -55,22 +52,6 @@ def double_sparsity(
     output: Path,
 ) -> None:
     """Rank the key channels of a local model, for the parameter `calibration`."""
-    try:
-        told = _run(model, text, statistic, samples, block, device, output)
-    except TopkvError as error:
-        raise Refused(str(error)) from error
-    click.echo(told, err=True)
-
-
-def _run(
-    directory: Path,
-    text: Path | None,
-    statistic: str,
-    samples: int,
-    block: int,
-    device: str | None,
-    output: Path,
-) -> str:
     content = _text(text, statistic)
     if not output.parent.is_dir():
         raise ConfigError(f"--output {output}", ["there is no such directory; make it first"])
@@ -78,17 +59,18 @@ def _run(
     import torch
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = collect.load(directory, device)
+    loaded, tokenizer = collect.load(model, device, trust_remote_code=trust_remote_code)
     tokens = torch.tensor(tokenizer(content)["input_ids"], dtype=torch.int64)
     blocks = collect.blocks_of(tokens, block, samples) if len(tokens) else []
-    _check(model, blocks, block, statistic)
-    importance = collect.importance_of(model, blocks, statistic)
+    _check(loaded, blocks, block, statistic)
+    importance = collect.importance_of(loaded, blocks, statistic)
     try:
         write(output, statistic, importance)
     except OSError as error:
         raise ConfigError(f"--output {output}", [str(error)]) from error
     measured = sum(map(len, blocks)) if statistic != "k_weight" else 0
-    return f"{statistic} of {len(importance)} layers from {measured} tokens written to {output}"
+    done = f"{statistic} of {len(importance)} layers from {measured} tokens written to {output}"
+    click.echo(done, err=True)
 
 
 def _text(path: Path | None, statistic: str) -> str:

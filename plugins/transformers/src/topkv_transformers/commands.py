@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,10 +14,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from topkv.errors import TopkvError
-
-REFUSED, UNEXPECTED = 2, 1
-TRACEBACK = "TOPKV_TRACEBACK"
+from topkv.errors import ConfigError
 
 sparse_options = (
     click.option("--algorithm", help="Name of the algorithm; see topkv plugins."),
@@ -30,6 +27,12 @@ sparse_options = (
     click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout."),
 )
 
+trust_option = click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    help="Run Python code that comes with the model. Off by default: read that code first.",
+)
+
 
 def with_sparse_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(sparse_options):
@@ -38,24 +41,14 @@ def with_sparse_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """Errors become one message on stderr and an exit status; a traceback only if asked for."""
+def answering() -> Iterator[TextIO]:
+    """Yield stdout for the answer alone; what anybody else prints meanwhile goes to stderr."""
     # Read when torch is imported. Threads that spin at every small operation of a decode step make
     # it many times slower as soon as another program wants the same cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    try:
-        yield
-    except (click.ClickException, click.exceptions.Exit, click.Abort):
-        raise
-    except Exception as error:
-        if os.environ.get(TRACEBACK):
-            raise
-        known = isinstance(error, TopkvError)
-        text = str(error) if known else f"unexpected {type(error).__name__}: {error}"
-        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-        hint = "" if known else f"\n  set {TRACEBACK}=1 to see where"
-        click.echo(f"error: {text}{notes}{hint}", err=True)
-        sys.exit(REFUSED if known else UNEXPECTED)
+    answer = sys.stdout
+    with redirect_stdout(sys.stderr):
+        yield answer
 
 
 @contextmanager
@@ -78,8 +71,6 @@ def device_or_default(device: str | None) -> str:
     """The device that was named, checked; else the GPU if there is one."""
     import torch
 
-    from topkv.errors import ConfigError
-
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -90,7 +81,7 @@ def device_or_default(device: str | None) -> str:
     return device
 
 
-@click.command("demo")
+@click.command("demo", short_help="Find a fact far back in a prompt, dense and through topkv.")
 @click.option(
     "--tokens", type=click.IntRange(4096, 32763), help="Length of the prompt; 12288 by default."
 )
@@ -104,7 +95,7 @@ def demo(as_json: bool, device: str | None, **options: Any) -> None:
     over triton_attention with a budget of 512 tokens, a buffer of 1024, and no dense layers.
     """
     console = Console(stderr=True)
-    with told():
+    with answering() as stdout:
         console.print("loading torch and the model ...", style="dim")
         from topkv_transformers import demo as runs
 
@@ -122,14 +113,14 @@ def demo(as_json: bool, device: str | None, **options: Any) -> None:
 
             result = runs.run_demo(settings, advance)
         if as_json:
-            click.echo(json.dumps(result, indent=2))
+            click.echo(json.dumps(result, indent=2), file=stdout)
         else:
             from topkv_transformers.demo_view import show
 
-            show(result, Console())
+            show(result, Console(file=stdout))
 
 
-@click.command("generate")
+@click.command("generate", short_help="Continue a prompt with a local model.")
 @click.option("--model", type=Path, required=True, help="Directory of a model and its tokenizer.")
 @click.option("--prompt", help="The prompt itself.")
 @click.option(
@@ -145,6 +136,7 @@ def demo(as_json: bool, device: str | None, **options: Any) -> None:
     default="auto",
     help="Of weights and cache; auto is what the checkpoint has.",
 )
+@trust_option
 @with_sparse_options
 def generate(
     model: Path,
@@ -153,6 +145,7 @@ def generate(
     max_new_tokens: int,
     config_file: Path | None,
     dtype: str,
+    trust_remote_code: bool,
     device: str | None,
     as_json: bool,
     **options: Any,
@@ -160,7 +153,8 @@ def generate(
     """Continue a prompt with a local model, greedily, through topkv."""
     if (prompt is None) == (prompt_file is None):
         raise click.UsageError("give the prompt by --prompt or by --prompt-file, one of the two")
-    with told():
+    with answering() as stdout:
+        text = _prompt(prompt, prompt_file)
         click.echo("loading torch and the model ...", err=True)
         from topkv.config import SparseConfig
         from topkv_transformers.generate import Job, run_generate
@@ -169,17 +163,29 @@ def generate(
         given = {name: value for name, value in options.items() if value is not None}
         job = Job(
             model=model,
-            prompt=prompt if prompt_file is None else prompt_file.read(),
+            prompt=text,
             config=SparseConfig(**{**written, **given}),
             new_tokens=max_new_tokens,
             dtype=dtype,
             device=device_or_default(device),
-            quiet=as_json,
+            stream=None if as_json else stdout,
+            trust_remote_code=trust_remote_code,
         )
         with quiet_transformers():
             result = run_generate(job, lambda line: click.echo(line, err=True))
         if as_json:
-            click.echo(json.dumps(result, indent=2))
+            click.echo(json.dumps(result, indent=2), file=stdout)
         else:
             summary = {name: value for name, value in result.items() if name != "text"}
             click.echo(", ".join(f"{name} {value}" for name, value in summary.items()), err=True)
+
+
+def _prompt(text: str | None, file: TextIO | None) -> str:
+    where = f"--prompt-file {file.name}" if file else "--prompt"
+    try:
+        text = file.read() if file else str(text)
+        # Of the command line, and at times of stdin, other bytes come as lone surrogates.
+        text.encode("utf-8")
+    except UnicodeError as error:
+        raise ConfigError(where, [f"expected a prompt in UTF-8; {error}"]) from error
+    return text

@@ -14,13 +14,14 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from topkv import attach
 from topkv.config import SparseConfig
 from topkv.errors import ConfigError
 from topkv.plugins import PluginRegistry
 from topkv_transformers import CHECKPOINT, window
+from topkv_transformers.loading import load_model
 from topkv_transformers.measured import measured, settings_of
 from topkv_transformers.retrieval import (
     ASK_BYTES,
@@ -137,8 +138,7 @@ def demo_prompt(settings: Settings) -> Document:
 
 def load_checkpoint(device: str) -> PreTrainedModel:
     """The checkpoint that comes with this package, in the dtype that it is saved in."""
-    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype="auto", local_files_only=True)
-    return model.to(device).eval()
+    return load_model(CHECKPOINT).to(device).eval()
 
 
 def run_demo(settings: Settings, advance: Advance) -> dict[str, Any]:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TextIO
 
 import attrs
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation import TextStreamer
 
 from topkv import attach
 from topkv.config import SparseConfig
-from topkv.errors import CapabilityError, ConfigError, RequestError
+from topkv.errors import CapabilityError, RequestError
 from topkv.plugins import registry
 from topkv_transformers.engine import lower_for
+from topkv_transformers.loading import load_model, load_tokenizer
 from topkv_transformers.measured import measured, settings_of
 from topkv_transformers.session import AttachedModel
 from topkv_transformers.support import refusals
@@ -33,7 +34,8 @@ class Job:
         model: directory with config, weights and tokenizer.
         config: what the user set; room for one request of this length is added if it is not.
         dtype: name of a dtype, or "auto" for that of the checkpoint.
-        quiet: do not write the text to stdout.
+        stream: where the text goes as it comes; None for nowhere.
+        trust_remote_code: whether Python code that the directory names may run.
     """
 
     model: Path
@@ -42,15 +44,16 @@ class Job:
     new_tokens: int
     dtype: str
     device: str
-    quiet: bool
+    stream: TextIO | None = None
+    trust_remote_code: bool = False
 
 
 class Writer(TextStreamer):
-    """Streams text to stdout and keeps the time of the first and the last new token."""
+    """Streams text, and keeps the time of the first and the last new token."""
 
-    def __init__(self, tokenizer: Any, quiet: bool) -> None:
+    def __init__(self, tokenizer: Any, stream: TextIO | None) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.quiet = quiet
+        self.stream = stream
         self.tokens = 0
         self.first = self.last = 0.0
 
@@ -63,8 +66,8 @@ class Writer(TextStreamer):
             self.tokens += 1
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if not self.quiet:
-            super().on_finalized_text(text, stream_end)
+        if self.stream is not None:
+            print(text, end="\n" if stream_end else "", file=self.stream, flush=True)
 
     @property
     def steps_per_second(self) -> float | None:
@@ -80,21 +83,14 @@ def load(job: Job) -> tuple[PreTrainedModel, Any]:
         ConfigError: the directory holds no model, or no tokenizer, that can be loaded.
         CapabilityError: the model cannot be attached.
     """
-    what = f"no model can be loaded from {job.model}"
-    if not job.model.is_dir():
-        raise ConfigError(what, ["there is no such directory; --model expects a local one"])
-    options = {"local_files_only": True}
-    try:
-        dtype = DTYPES.get(job.dtype, "auto")
-        model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype, **options)
-        model = model.to(job.device).eval()
-        reasons = refusals(model)
-        if reasons:
-            raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)
-        what = f"no tokenizer can be loaded from {job.model}"
-        return model, AutoTokenizer.from_pretrained(job.model, **options)
-    except (OSError, ValueError) as error:
-        raise ConfigError(what, [str(error)]) from error
+    trust = job.trust_remote_code
+    dtype = DTYPES.get(job.dtype, "auto")
+    model = load_model(job.model, dtype=dtype, trust_remote_code=trust)
+    model = model.to(job.device).eval()
+    reasons = refusals(model)
+    if reasons:
+        raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)
+    return model, load_tokenizer(job.model, trust_remote_code=trust)
 
 
 def _check(model: PreTrainedModel, config: SparseConfig) -> None:
@@ -144,7 +140,7 @@ def run_generate(job: Job, tell: Any) -> dict[str, Any]:
 
 
 def _generate(handle: AttachedModel, tokenizer: Any, inputs: Any, job: Job) -> dict[str, Any]:
-    writer = Writer(tokenizer, job.quiet)
+    writer = Writer(tokenizer, job.stream)
     cache = handle.new_cache()
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     sequences = handle.model.generate(

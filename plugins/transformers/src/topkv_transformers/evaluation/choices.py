@@ -14,7 +14,7 @@ from topkv.plugins import PluginRegistry
 
 EXACT = "exact"
 SETTINGS = ("unit", "scope", "buffer", "eviction")
-"""Keys of an algorithm that are no parameters of it but settings of topkv."""
+"""Keys behind an algorithm that set topkv, unless the algorithm has a parameter of that name."""
 
 LEAST_BUFFER = 256
 
@@ -24,7 +24,7 @@ class Choice:
     """One algorithm of a comparison.
 
     Attributes:
-        label: as it was written, or as ``label=`` says.
+        label: name of the row: what stands before ``@``, or all that was written.
         name: of the plugin.
         unit: tokens of a unit.
         settings: further settings of ``SparseConfig``.
@@ -69,7 +69,9 @@ def _value(text: str) -> Any:
 
 
 def read_algorithms(texts: Sequence[str], head_dim: int, registry: PluginRegistry) -> list[Choice]:
-    """Algorithms by name, each with its parameters: ``name:key=value,key=value``.
+    """Algorithms by name, each with its parameters: ``row@name:key=value,key=value``.
+
+    ``row@`` names the row of the comparison and may be left out.
 
     ``exact`` is double_sparsity with all channels: the exact top-k of query times key.
 
@@ -79,14 +81,16 @@ def read_algorithms(texts: Sequence[str], head_dim: int, registry: PluginRegistr
     reasons: list[str] = []
     choices: list[Choice] = []
     for text in (part for given in texts for part in split_algorithms(given)):
-        name, _, rest = text.partition(":")
+        head, _, rest = text.partition(":")
+        row, named, name = head.rpartition("@")
+        if named and not row:
+            reasons.append(f"{text!r}: expected the row's name before @, got nothing")
         values: dict[str, Any] = {}
         for pair in filter(None, rest.split(",")):
             key, equals, value = pair.partition("=")
             if not equals or not key.strip():
                 reasons.append(f"{text!r}: expected key=value behind the colon, got {pair!r}")
             values[key.strip()] = _value(value.strip())
-        label = str(values.pop("label", text))
         if name == EXACT:
             name, values = "double_sparsity", {"channels": head_dim, **values}
         try:
@@ -94,15 +98,16 @@ def read_algorithms(texts: Sequence[str], head_dim: int, registry: PluginRegistr
         except PluginError as error:
             reasons += [f"{str(error).splitlines()[0]} {reason}" for reason in error.reasons]
             continue
-        settings = {key: values.pop(key) for key in SETTINGS if key in values}
+        own = entry.parameters if entry else {}
+        settings = {key: values.pop(key) for key in SETTINGS if key in values and key not in own}
         unit = settings.pop("unit", (entry.defaults if entry else {}).get("unit", 16))
         if type(unit) is not int or unit < 1:
             reasons.append(f"{text!r}: unit must be an integer of 1 or more, got {unit!r}")
             continue
-        choices.append(Choice(label, name, unit, settings, values))
+        choices.append(Choice(row or text, name, unit, settings, values))
     labels = [choice.label for choice in choices]
     reasons += [
-        f"{label!r} is named twice; tell them apart with label=..."
+        f"{label!r} is named twice; tell the rows apart by names, as in first@quest"
         for label in sorted({label for label in labels if labels.count(label) > 1})
     ]
     if not choices and not reasons:

@@ -11,14 +11,20 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from topkv_transformers.commands import device_or_default, quiet_transformers, told
+from topkv_transformers.commands import (
+    answering,
+    device_or_default,
+    quiet_transformers,
+    trust_option,
+)
 from topkv_transformers.evaluation import ALGORITHMS, INDEXED
 
 
-@click.command("eval")
+@click.command("eval", short_help="Compare algorithms by right answers and attention mass.")
 @click.option(
     "--model", type=Path, help="Directory of a model; the checkpoint of this package by default."
 )
+@trust_option
 @click.option(
     "--task",
     "task_file",
@@ -29,7 +35,8 @@ from topkv_transformers.evaluation import ALGORITHMS, INDEXED
     "--algorithms",
     multiple=True,
     show_default=f"{ALGORITHMS}; {INDEXED} if the model has an indexer",
-    help="name:key=value,key=value,name; keys: parameters, unit, scope, buffer, label.",
+    help="name:key=value,key=value,name; keys: parameters, unit, scope, buffer, eviction. "
+    "ROW@name:... names its row.",
 )
 @click.option(
     "--contexts", help="Tokens of the contexts, 8192,16384 by default; a task file has its own."
@@ -71,7 +78,7 @@ def evaluate(as_json: bool, device: str | None, out: Path | None, **options: Any
     What an algorithm cannot do is a row with the reason.
     """
     console = Console(stderr=True)
-    with told():
+    with answering() as stdout:
         console.print("loading torch and the model ...", style="dim")
         from topkv_transformers.evaluation import plot
         from topkv_transformers.evaluation.plan import Options, Plan
@@ -88,11 +95,12 @@ def evaluate(as_json: bool, device: str | None, out: Path | None, **options: Any
         if out is not None and plot.can_draw():
             plot.draw(rows, out / plot.PICTURE)
         if as_json:
-            click.echo(json.dumps({"settings": plan.settings(), "cells": rows}, indent=2))
+            shown = {"settings": plan.settings(), "cells": rows}
+            click.echo(json.dumps(shown, indent=2), file=stdout)
         else:
             from topkv_transformers.evaluation.report import show
 
-            show(rows, Console())
+            show(rows, Console(file=stdout))
 
 
 def _run(plan: Any, console: Console, out: Path | None) -> list[dict[str, Any]]:

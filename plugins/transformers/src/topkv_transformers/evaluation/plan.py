@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from topkv.errors import CapabilityError, ConfigError
 from topkv.plugins import registry
@@ -21,6 +21,7 @@ from topkv_transformers.evaluation.choices import (
     read_dense_layers,
 )
 from topkv_transformers.evaluation.tasks import Task, file_task, retrieval_task
+from topkv_transformers.loading import load_model, load_tokenizer
 from topkv_transformers.support import refusals, shape_of
 
 BYTES = 256
@@ -46,6 +47,12 @@ class Options:
     device: str = "cpu"
     batch: int | None = None
     seed: int = 0
+    trust_remote_code: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Directory of the model."""
+        return self.model or CHECKPOINT
 
 
 @dataclass(frozen=True)
@@ -102,16 +109,7 @@ class Plan:
 
 
 def _load(options: Options) -> PreTrainedModel:
-    folder = options.model or CHECKPOINT
-    if not Path(folder).is_dir():
-        raise ConfigError(
-            f"no model can be loaded from {folder}",
-            ["there is no such directory; --model expects a local one"],
-        )
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"no model can be loaded from {folder}", [str(error)]) from error
+    model = load_model(options.folder, trust_remote_code=options.trust_remote_code)
     reasons = refusals(model)
     if reasons:
         raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)
@@ -135,11 +133,7 @@ def _tasks(options: Options, model: PreTrainedModel) -> list[Task]:
         raise ConfigError(
             "--contexts and --task exclude each other", ["a task file brings its contexts"]
         )
-    folder = options.model or CHECKPOINT
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"no tokenizer can be loaded from {folder}", [str(error)]) from error
+    tokenizer = load_tokenizer(options.folder, trust_remote_code=options.trust_remote_code)
     return [file_task(options.task_file, tokenizer, options.questions)]
 
 

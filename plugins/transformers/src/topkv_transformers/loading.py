@@ -1,0 +1,82 @@
+"""Models and tokenizers from local directories. Code in them runs only if the user allows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from topkv.errors import ConfigError
+
+CODE = (
+    "it needs Python code that comes with it, and such code is not run unless you allow it; "
+    "read the code, and if you trust it pass --trust-remote-code"
+)
+
+MOST = 8
+"""Weights that a refusal names: those of a layer or so. The others are alike."""
+
+
+def load_model(
+    folder: Path, *, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model of a local directory, on the CPU.
+
+    Args:
+        folder: with configuration and weights, all of those that the configuration asks for.
+        dtype: of the weights; "auto" is that of the checkpoint.
+        trust_remote_code: whether Python code that the directory names may run.
+
+    Raises:
+        ConfigError: there is no such directory, no model in it can be loaded, its weights are not
+            those that the configuration asks for, or it needs code that may not run.
+    """
+    with _loading("model", folder, trust_remote_code):
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            # Transformers would fill in random weights, or log the shapes where nobody looks.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    reasons = [
+        f"{name}: expected {list(wanted)} by config.json, got {list(got)}"
+        for name, got, wanted in sorted(found["mismatched_keys"])
+    ]
+    reasons += [
+        f"{name}: expected by config.json, missing" for name in sorted(found["missing_keys"])
+    ]
+    if len(reasons) > MOST:
+        reasons[MOST:] = [f"and {len(reasons) - MOST} more"]
+    if reasons:
+        raise ConfigError(f"the weights in {folder} are not those of its config.json", reasons)
+    return model
+
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a local directory; arguments and errors as of ``load_model``."""
+    with _loading("tokenizer", folder, trust_remote_code):
+        return AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+
+
+@contextmanager
+def _loading(what: str, folder: Path, trusted: bool) -> Iterator[None]:
+    refused = f"no {what} can be loaded from {folder}"
+    if not folder.is_dir():
+        raise ConfigError(refused, ["there is no such directory; --model expects a local one"])
+    try:
+        yield
+    except Exception as error:
+        # Bad files raise anything: SafetensorError, KeyError, Exception. Code that may not run has
+        # no type either; the text names the argument that allows it.
+        needs_code = not trusted and "trust_remote_code" in str(error)
+        reason = CODE if needs_code else f"{type(error).__name__}: {error}"
+        raise ConfigError(refused, [reason]) from error
