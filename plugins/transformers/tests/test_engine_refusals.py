@@ -150,3 +150,19 @@ def test_models_that_are_refused(tiny):
         topkv.attach(odd, tiny.settings())
     with pytest.raises(CapabilityError, match="no engine is installed"):
         topkv.attach(tiny.model(), registry=PluginRegistry([]))
+
+
+@pytest.mark.parametrize("wrong", [-1.5, "2", None])
+def test_a_crop_that_is_no_integer_cuts_nothing(tiny, wrong):
+    model, prompt = tiny.model(), tiny.prompt(12, (0, 2))
+    with topkv.attach(model, tiny.settings()) as handle, torch.no_grad():
+        cache = handle.new_cache()
+        model(**prompt, past_key_values=cache)
+        with pytest.raises(TypeError) as refused:
+            cache.crop(wrong)
+        assert [handle.coordinator.length(slot) for slot in cache.slots] == [12, 10]
+        assert cache.get_seq_length() == 12
+        assert "crop expects" in str(refused.value)
+        assert f"got {wrong!r}" in str(refused.value)
+        cache.crop(torch.tensor(-3))
+        assert [handle.coordinator.length(slot) for slot in cache.slots] == [9, 7]

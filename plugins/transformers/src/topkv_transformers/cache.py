@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -148,14 +149,19 @@ class TopkvCache(Cache):
 
         Args:
             tokens_to_remove: minus the number of columns, as in Transformers.
+
+        Raises:
+            TypeError, ValueError: not an integer, or out of range; nothing has changed.
         """
         state = self.state
-        if not -state.seen <= tokens_to_remove <= 0:
-            raise ValueError(
-                f"crop expects minus the number of columns to remove, at most {state.seen}, "
-                f"got {tokens_to_remove}"
-            )
-        state.handle.truncate(state, state.seen + tokens_to_remove)
+        expected = f"crop expects minus the number of columns to remove, at most {state.seen}"
+        try:
+            change = operator.index(tokens_to_remove)
+        except TypeError:
+            raise TypeError(f"{expected}, as an integer, got {tokens_to_remove!r}") from None
+        if not -state.seen <= change <= 0:
+            raise ValueError(f"{expected}, got {change}")
+        state.handle.truncate(state, state.seen + change)
 
     def fork(self) -> TopkvCache:
         """A second cache with the same tokens; full pages are shared until one is written.
