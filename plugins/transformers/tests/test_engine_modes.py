@@ -1,0 +1,55 @@
+"""An attached model with gradients on, under autocast, and in inference mode."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import topkv
+from topkv.errors import CapabilityError
+
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
+
+
+def test_a_forward_with_gradients_on_runs(tiny, check):
+    """Who forgets no_grad gets the logits, and generate asks for nothing."""
+    model, prompt = tiny.model(), tiny.prompt(12, (0, 3))
+    stock, sequences = model(**prompt).logits, model.generate(**prompt, **GREEDY)
+    with topkv.attach(model, tiny.settings()) as handle:
+        cache = handle.new_cache()
+        ours = model(**prompt, past_key_values=cache).logits
+        torch.testing.assert_close(ours[:, 3:], stock[:, 3:], rtol=1e-4, atol=1e-4)
+        cache.close()
+        assert torch.equal(model.generate(**prompt, **GREEDY), sequences)
+        check.all_free(handle)
+
+
+@pytest.mark.parametrize("trained", ["all", "q_proj", "inputs_embeds"])
+def test_a_backward_is_refused(tiny, trained):
+    model, prompt = tiny.model(), tiny.prompt(12)
+    embeds = model.get_input_embeddings()(prompt["input_ids"]).detach()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained == "all" or trained in name)
+    embeds.requires_grad_(trained == "inputs_embeds")
+    with topkv.attach(model, tiny.settings()) as handle:
+        cache = handle.new_cache()
+        logits = model(inputs_embeds=embeds, past_key_values=cache).logits
+        with pytest.raises(CapabilityError, match=r"no backward.*\n.*no_grad"):
+            logits.sum().backward()
+        assert embeds.grad is None
+        step = model(prompt["input_ids"][:, :1], past_key_values=cache).logits
+        if trained != "inputs_embeds":
+            with pytest.raises(CapabilityError, match="no backward"):
+                step.sum().backward()
+
+
+def test_gradients_of_what_lies_behind_attention_are_those_of_the_model(tiny):
+    """A head that is trained on frozen layers needs no backward of attention."""
+    model, prompt = tiny.model(), tiny.prompt(12)
+    model.requires_grad_(False)
+    weight = model.lm_head.weight.requires_grad_()
+    model(**prompt).logits.square().mean().backward()
+    stock, weight.grad = weight.grad, None
+    with topkv.attach(model, tiny.settings()) as handle:
+        model(**prompt, past_key_values=handle.new_cache()).logits.square().mean().backward()
+    torch.testing.assert_close(weight.grad, stock, rtol=1e-4, atol=1e-4)
