@@ -122,9 +122,11 @@ class Call:
             if fresh:
                 self.handle.begin(state, len(padding))
             self.handle.reserve(state, tokens.tolist())
-        except OutOfMemory as error:
+        except BaseException as error:
             if fresh:
                 cache.close()
+            if not isinstance(error, OutOfMemory):
+                raise
             raise type(error)(
                 f"generate needs room for {tokens.tolist()} further tokens in {len(tokens)} rows, "
                 f"prompt and new tokens: {error}"

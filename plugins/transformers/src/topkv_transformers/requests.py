@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from topkv import SparseCoordinator
-from topkv.errors import OutOfMemory, RequestError
+from topkv.errors import RequestError
 from topkv_transformers.cache import CacheState
 from topkv_transformers.forwards import Forward
 
@@ -37,27 +37,19 @@ class CacheRequests:
     def begin(self, state: CacheState, rows: int) -> None:
         """Give a cache ``rows`` requests, all or none."""
         self.check_attached()
-        slots: list[int] = []
-        with self._exclusive():
-            try:
-                for _ in range(rows):
-                    slots.append(self.coordinator.request_begin())
-            except OutOfMemory:
-                self._end(slots)
-                raise
+        with self._exclusive(), self._all_or_none():
+            slots = [self.coordinator.request_begin() for _ in range(rows)]
         state.begin(slots)
 
     def reserve(self, state: CacheState, tokens: Sequence[int]) -> None:
         """Lease pages for ``tokens`` further tokens of each row, for all rows or for none."""
         self.check_attached()
-        done: list[int] = []
         with self._exclusive():
             try:
                 for slot, count in zip(state.slots, tokens, strict=True):
                     self.coordinator.reserve(slot, count)
-                    done.append(slot)
-            except OutOfMemory:
-                for slot in done:
+            except BaseException:
+                for slot in state.slots:
                     self.coordinator.truncate(slot, self.coordinator.length(slot))
                 raise
 
@@ -66,22 +58,20 @@ class CacheRequests:
         self.check_attached()
         lengths = np.maximum(columns - state.padding, 0).tolist()
         with self._exclusive():
-            for slot, length in zip(state.slots, lengths, strict=True):
-                self.coordinator.truncate(slot, length)
-        state.seen = columns
-        state.prompt = min(state.prompt, columns)
+            try:
+                self._cut(state.slots, lengths)
+            except BaseException:  # rows of different ends would be wrong without a word
+                self._cut(state.slots, lengths)
+                raise
+            finally:
+                state.seen = columns
+                state.prompt = min(state.prompt, columns)
 
     def fork(self, state: CacheState, twin: CacheState) -> None:
         """Give ``twin`` copies of the requests of ``state``, all or none."""
         self.check_attached()
-        slots: list[int] = []
-        with self._exclusive():
-            try:
-                for slot in state.slots:
-                    slots.append(self.coordinator.fork(slot))
-            except OutOfMemory:
-                self._end(slots)
-                raise
+        with self._exclusive(), self._all_or_none():
+            slots = [self.coordinator.fork(slot) for slot in state.slots]
         twin.slots, twin.padding = slots, state.padding.copy()
         twin.seen, twin.prompt = state.seen, state.prompt
 
@@ -91,6 +81,21 @@ class CacheRequests:
         if self.attached and self.forward is None and not self._busy:
             with self._exclusive():
                 pass
+
+    def _cut(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        for slot, length in zip(slots, lengths, strict=True):
+            self.coordinator.truncate(slot, length)
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """End the requests that begin inside, also those that are half begun, if it fails."""
+        active = self.coordinator.tracker.active
+        before = active.copy()
+        try:
+            yield
+        except BaseException:
+            self._end(np.flatnonzero(active & ~before).tolist())
+            raise
 
     def _end(self, slots: list[int]) -> None:
         for slot in slots:
