@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import topkv
+from topkv.errors import RequestError
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
@@ -15,9 +16,10 @@ SECOND = {"attention", "request_begin", "reserve", "fork", "truncate"}
 """Calls that are cut at the second row or layer; others at the first."""
 
 REACHED_BY = {
-    "generate": "request_begin reserve",
-    "turn": "reserve",
-    "begin": "request_begin",
+    "generate": "forward_begin attention offload forward_end request_begin reserve",
+    "turn": "forward_begin attention offload forward_end reserve",
+    "begin": "forward_begin attention forward_end request_begin",
+    "step": "forward_begin attention offload forward_end",
     "fork": "fork",
 }
 """Ways to use a model, and the calls of the coordinator that each comes by."""
@@ -118,6 +120,26 @@ def test_a_model_is_detached_after_a_cut_call(tiny, action, call):
     assert torch.equal(model(**prompt).logits, stock)
 
 
+@pytest.mark.parametrize("action", ["crop", "fork", "step", "turn"])
+def test_any_call_goes_on_after_an_interrupted_forward(tiny, action):
+    """KeyboardInterrupt runs no hooks: whatever is called next cleans up."""
+    model, prompt = tiny.model(), tiny.prompt(20, (0, 4))
+    with topkv.attach(model, tiny.settings()) as handle, torch.no_grad():
+        talk = Talk(model, handle, prompt)
+        expected = talk.turn(talk.fork())
+        with Cut(handle.coordinator, "attention"), pytest.raises(KeyboardInterrupt):
+            talk.step()
+        if action == "crop":
+            talk.cache.crop(-3)
+        elif action == "fork":
+            talk.cache = talk.fork()
+        elif action == "step":
+            talk.step()
+            talk.cache.crop(-1)
+        assert torch.equal(talk.turn(), expected)
+        handle.coordinator.check_integrity()
+
+
 def test_a_crop_that_is_cut_ends_alike_in_all_rows(tiny):
     model, prompt = tiny.model(), tiny.prompt(20, (0, 4))
     with topkv.attach(model, tiny.settings()) as handle, torch.no_grad():
@@ -126,4 +148,17 @@ def test_a_crop_that_is_cut_ends_alike_in_all_rows(tiny):
         with Cut(handle.coordinator, "truncate"), pytest.raises(KeyboardInterrupt):
             talk.cache.crop(-5)
         assert talk.state()[2:] == ([22, 18], 22)
+        assert torch.equal(talk.turn(), expected)
+
+
+def test_a_forward_that_was_dropped_from_within_is_told(tiny):
+    """Its tokens are not in the cache; to return logits as if they were would be wrong."""
+    model, prompt = tiny.model(), tiny.prompt(20, (0, 4))
+    with topkv.attach(model, tiny.settings()) as handle, torch.no_grad():
+        talk = Talk(model, handle, prompt)
+        expected = talk.turn(talk.fork())
+        hook = model.model.layers[1].register_forward_hook(lambda *_: talk.cache.crop(0))
+        with pytest.raises(RequestError, match="dropped"):
+            talk.step()
+        hook.remove()
         assert torch.equal(talk.turn(), expected)

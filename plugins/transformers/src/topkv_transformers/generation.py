@@ -174,10 +174,20 @@ def generate(
     cache = arguments.get("past_key_values")
     if cache is not None and not isinstance(cache, TopkvCache):
         return original(*args, **kwargs)
+    with handle.exclusive():
+        return _generate(handle, original, arguments, cache)
+
+
+def _generate(
+    handle: AttachedModel,
+    original: Callable[..., Any],
+    arguments: dict[str, Any],
+    cache: TopkvCache | None,
+) -> Any:
     call = Call(handle, arguments)
     call.refuse()
     ours = cache is None
-    cache = handle.new_cache() if ours else cache
+    cache = handle.new_cache() if cache is None else cache
     if cache.state.handle is not handle:
         raise RequestError("the TopkvCache belongs to another model; use new_cache() of this")
     before = cache.state.seen
