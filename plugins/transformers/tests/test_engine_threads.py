@@ -115,3 +115,27 @@ def test_threads_take_turns(tiny, check):
             assert torch.equal(ours, stock)
             assert torch.equal(model.generate(**prompt, **GREEDY), stock)
         check.all_free(handle)
+
+
+def test_models_that_share_a_config_in_two_threads(tiny):
+    """The model that ends first names its own attention again, while the other one still runs."""
+    config = tiny.config()
+    models = [tiny.model(seed=seed, config=config) for seed in (1, 2)]
+    prompt = tiny.prompt(20, (0, 4))
+    handles = [topkv.attach(model, tiny.settings()) for model in models]
+
+    def forward(number):
+        with torch.no_grad():
+            models[number](**prompt, past_key_values=handles[number].new_cache())
+
+    gate, hook = gate_at(models[0])
+    with held(gate, hook, lambda: forward(0)) as first:
+        with held(*gate_at(models[1]), lambda: forward(1)) as second:
+            gate.opened.set()
+            first.result()
+        with pytest.raises(RequestError, match="share one config"):
+            second.result()
+    assert config._attn_implementation == "sdpa"
+    for handle in handles:
+        handle.detach()
+    assert config._attn_implementation == "sdpa"

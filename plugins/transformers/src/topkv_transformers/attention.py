@@ -23,6 +23,8 @@ from topkv.errors import CapabilityError, RequestError
 NAME = "topkv"
 MARK = "_topkv_layer"
 
+SHARED = "two threads run models that share one config object; give each model a config of its own"
+
 
 class _NoBackward(torch.autograd.Function):
     """The identity forward, an error backward."""
@@ -79,8 +81,7 @@ def attention(
     if layer is None:
         raise RequestError(
             "attention was asked for keys that come from no TopkvCache while a topkv forward "
-            "is open: two threads run models that share one config object; give each model a "
-            "config of its own"
+            f"is open: {SHARED}"
         )
     with torch.no_grad():
         out = layer.attention(query, key, value)

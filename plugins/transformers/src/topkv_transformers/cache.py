@@ -86,9 +86,11 @@ class TopkvLayer(CacheLayerMixin):
         """Mark the new keys ``[B, Hkv, q, D]`` for the attention function.
 
         Raises:
-            RequestError: no forward of the attached model is open over this cache.
+            RequestError: no forward of the attached model is open over this cache, or the model
+                is about to call another attention function with the keys.
         """
         self.state.opened()
+        self.state.handle.check_named()
         setattr(key_states, MARK, self)
         return key_states, value_states
 

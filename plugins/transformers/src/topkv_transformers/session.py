@@ -166,6 +166,14 @@ class AttachedModel(CacheRequests):
             self._implementation = config._attn_implementation
         config._attn_implementation = attention.NAME
 
+    def check_named(self) -> None:
+        """Raises RequestError if the model would call another attention function than ours."""
+        if self._decoder.config._attn_implementation != attention.NAME:
+            raise RequestError(
+                "the attention function was changed while a topkv forward is open: "
+                f"{attention.SHARED}"
+            )
+
     def _after(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """``output`` is None after an exception."""
         forward = self.forward if self.turn.mine else None
