@@ -1,4 +1,4 @@
-"""An attached model with gradients on, under autocast, and in inference mode."""
+"""An attached model with gradients on, and in inference mode."""
 
 from __future__ import annotations
 
@@ -53,3 +53,26 @@ def test_gradients_of_what_lies_behind_attention_are_those_of_the_model(tiny):
     with topkv.attach(model, tiny.settings()) as handle:
         model(**prompt, past_key_values=handle.new_cache()).logits.square().mean().backward()
     torch.testing.assert_close(weight.grad, stock, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("attached_in", [True, False], ids=["attached_in", "attached_outside"])
+def test_inference_mode_may_come_and_go(tiny, check, attached_in):
+    """What lives as long as the handle is no inference tensor, wherever it was made."""
+    model, prompt = tiny.model(), tiny.prompt(40, (0, 3))
+    stock = model.generate(**prompt, **GREEDY)
+    settings = tiny.settings(budget=24, buffer=32)  # also what only misses use
+    with torch.inference_mode(attached_in):
+        handle = topkv.attach(model, settings)
+    sparse = model.generate(**prompt, **GREEDY)
+    with handle:
+        for inside in (True, False, True, False):
+            with torch.inference_mode(inside):
+                assert torch.equal(model.generate(**prompt, **GREEDY), sparse)
+                cache = handle.new_cache()
+                model(**prompt, past_key_values=cache)
+            fork = cache.fork()
+            cache.crop(-3)
+            cache.close()
+            fork.close()
+            check.all_free(handle)
+    assert torch.equal(model.generate(**prompt, **GREEDY), stock)
