@@ -1,6 +1,8 @@
-"""An attached model with gradients on, and in inference mode."""
+"""An attached model with gradients on, under autocast, and in inference mode."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
@@ -76,3 +78,21 @@ def test_inference_mode_may_come_and_go(tiny, check, attached_in):
             fork.close()
             check.all_free(handle)
     assert torch.equal(model.generate(**prompt, **GREEDY), stock)
+
+
+@pytest.mark.parametrize("algorithm", ["quest", "double_sparsity", "snapkv", "streaming_llm"])
+@pytest.mark.parametrize("direct", [True, False], ids=["forward", "generate"])
+def test_autocast_is_refused(tiny, check, algorithm, direct):
+    """It would hand over keys of another dtype than the cache has, or queries."""
+    model, prompt = tiny.model(), tiny.prompt(12)
+    stock = model.generate(**prompt, **GREEDY)
+    unit = 4 if algorithm == "quest" else 1
+    with topkv.attach(model, tiny.settings(algorithm=algorithm, unit=unit)) as handle:
+        call = partial(model, past_key_values=handle.new_cache()) if direct else model.generate
+        options = {} if direct else GREEDY
+        with torch.autocast(tiny.device.type, dtype=torch.bfloat16):
+            with pytest.raises(CapabilityError, match=r"cannot run through topkv:\n.*autocast"):
+                call(**prompt, **options)
+            check.all_free(handle)
+            model(**prompt)  # another cache, or none, is the model's own affair
+        assert torch.equal(model.generate(**prompt, **GREEDY), stock)

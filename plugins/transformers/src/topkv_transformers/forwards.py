@@ -64,7 +64,7 @@ class Forward:
                 "this forward cannot run through topkv",
                 [
                     f"keys are {k.dtype}, expected {self.coordinator.model.dtype} as the model "
-                    "had when it was attached; leave autocast, or attach again after a change"
+                    "had when it was attached; attach again after a change"
                 ],
             )
         return self.coordinator.attention(layer, q, k, v, index)

@@ -210,5 +210,11 @@ class AttachedModel(CacheRequests):
         dropout = getattr(config, "attention_dropout", 0.0)
         if self._decoder.training and (torch.is_grad_enabled() or dropout):
             reasons.append("training is not supported; call model.eval() and use torch.no_grad()")
+        device = self.config.device.type
+        if torch.is_autocast_enabled(device):
+            reasons.append(
+                f"autocast is on for {device}: keys and queries would not have the dtype that the "
+                "cache was made for; leave it, and convert the model before it is attached"
+            )
         if reasons:
             raise CapabilityError("this forward cannot run through topkv", reasons)
