@@ -62,6 +62,9 @@ def test_all_reasons_come_at_once(tiny):
     ):
         model.generate(**prompt, assistant_model=tiny.model(), output_attentions=True)
     assert len(refused.value.reasons) == 3
+    assert "assistant_model=LlamaForCausalLM: " in str(refused.value)
+    assert "num_beams=4: " in str(refused.value)
+    assert len(str(refused.value)) < 400
 
 
 def masks():

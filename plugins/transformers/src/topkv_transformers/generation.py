@@ -62,7 +62,7 @@ class Call:
     def refuse(self) -> None:
         """Raise CapabilityError with every option that topkv does not offer."""
         reasons = [
-            f"{name}={self.option(name)!r}: {reason}"
+            f"{name}={_short(self.option(name))}: {reason}"
             for name, (harmless, reason) in _REFUSED.items()
             if self.option(name) is not None and self.option(name) not in harmless
         ]
@@ -155,6 +155,12 @@ class Call:
                 f"the cache holds {state.seen} columns and attention_mask covers {columns}; pass "
                 "all ids again with the new ones behind them, or new ids with the mask of all"
             )
+
+
+def _short(value: Any) -> str:
+    """A value for a message; of a model, say, its type alone."""
+    plain = isinstance(value, (bool, int, float, str))
+    return repr(value) if plain else type(value).__name__
 
 
 def generate(
