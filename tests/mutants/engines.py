@@ -55,16 +55,9 @@ class KeepsRequestsOnException(_Broken):
     """Drops the forward after an exception, and forgets to end its requests."""
 
     class session(AttachedModel):
-        failed = False
-
-        def abandon(self) -> None:
-            super().abandon()
-            self.failed = True
-
-        def retire(self, slots: list[int]) -> None:
-            if not self.failed:
-                super().retire(slots)
-            self.failed = False
+        def truncate(self, state: Any, columns: int) -> None:
+            self.abandon()
+            state.slots = []
 
 
 class LeavesTheForwardOpen(_Broken):

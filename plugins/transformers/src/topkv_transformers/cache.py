@@ -147,7 +147,7 @@ class TopkvCache(Cache):
         self.close()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the newest columns back.
+        """Take the newest columns back. A cache that keeps none is closed.
 
         Args:
             tokens_to_remove: minus the number of columns, as in Transformers.

@@ -202,11 +202,7 @@ def _generate(
     try:
         output = original(**arguments)
     except BaseException:
-        handle.abandon()
-        if before:
-            handle.truncate(cache.state, before)
-        else:
-            cache.close()
+        handle.truncate(cache.state, before)
         raise
     if ours and not call.option("return_dict_in_generate"):
         cache.close()

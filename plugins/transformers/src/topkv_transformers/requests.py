@@ -54,9 +54,12 @@ class CacheRequests:
                 raise
 
     def truncate(self, state: CacheState, columns: int) -> None:
-        """Cut a cache to its first ``columns`` columns."""
+        """Cut a cache to its first ``columns`` columns; one that keeps none begins anew."""
         lengths = np.maximum(columns - state.padding, 0).tolist()
         with self.exclusive():
+            if not columns:
+                state.release()
+                return
             try:
                 self._cut(state.slots, lengths)
             except BaseException:  # rows of different ends would be wrong without a word
