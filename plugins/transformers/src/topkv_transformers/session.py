@@ -182,7 +182,8 @@ class AttachedModel(CacheRequests):
                 try:
                     if output is not None:
                         self.coordinator.forward_end()
-                        forward.state.seen += forward.columns
+                        if forward.state.slots:  # else it was closed meanwhile
+                            forward.state.seen += forward.columns
                         self._close_forward()
                 finally:
                     self._tidy()
