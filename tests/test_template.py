@@ -210,7 +210,7 @@ def test_a_package_that_would_stand_in_for_another_is_refused(
     distribution(known, "topkv", "Requires-Dist: attrs>=23", *extras)
     monkeypatch.syspath_prepend(known)
     done = new(name, "--kind", kind, "--output", tmp_path / "made")
-    assert done.exit_code == 1, done.stdout
+    assert done.exit_code == 2, done.stdout
     for reason in reasons:
         assert reason in done.stderr
     assert "choose another name" in done.stderr

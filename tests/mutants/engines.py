@@ -42,9 +42,9 @@ class CountsTheLastTokenTwice(_Broken):
     """Takes the prompt's last token for appended once more when the prompt is through."""
 
     class session(AttachedModel):
-        def _after(self, decoder: Any, args: Any, output: Any) -> None:
+        def _after(self, decoder: Any, args: Any, kwargs: Any, output: Any) -> None:
             forward = self.forward
-            super()._after(decoder, args, output)
+            super()._after(decoder, args, kwargs, output)
             if forward and output is not None and forward.chunks is not None:
                 state = forward.state
                 if state.seen >= state.prompt:
@@ -55,27 +55,17 @@ class KeepsRequestsOnException(_Broken):
     """Drops the forward after an exception, and forgets to end its requests."""
 
     class session(AttachedModel):
-        failed = False
-
-        def abandon(self) -> None:
-            super().abandon()
-            self.failed = True
-
-        def retire(self, slots: list[int]) -> None:
-            if not self.failed:
-                super().retire(slots)
-            self.failed = False
+        def truncate(self, state: Any, columns: int) -> None:
+            self.abandon()
+            state.slots = []
 
 
 class LeavesTheForwardOpen(_Broken):
     """Does not abort the coordinator's forward after an exception."""
 
     class session(AttachedModel):
-        def _after(self, decoder: Any, args: Any, output: Any) -> None:
-            if output is None:
-                self._close_forward()
-            else:
-                super()._after(decoder, args, output)
+        def _recover(self) -> None:
+            self._close_forward()
 
 
 class LeavesHooks(_Broken):

@@ -63,6 +63,11 @@ class SparseCoordinator(RequestCalls):
 
     # A forward.
 
+    @property
+    def forward_open(self) -> bool:
+        """Whether a forward has begun that was neither ended nor aborted."""
+        return self._forward_open
+
     def forward_begin(
         self,
         decode: Sequence[int] = (),

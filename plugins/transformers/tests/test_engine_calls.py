@@ -235,6 +235,41 @@ def test_who_owns_the_cache(tiny, check):
         check.all_free(handle)
 
 
+def test_a_cache_that_is_closed_in_its_own_forward_is_empty(tiny, check):
+    model, prompt, other = tiny.model(), tiny.prompt(12, (0, 3)), tiny.prompt(9, (1,), seed=1)
+    stock = model.generate(**other, **GREEDY)
+    with topkv.attach(model, tiny.settings()) as handle, torch.no_grad():
+        cache = handle.new_cache()
+        hook = model.model.layers[1].register_forward_hook(lambda *_: cache.close())
+        model(**prompt, past_key_values=cache)
+        hook.remove()
+        assert cache.get_seq_length() == 0
+        check.all_free(handle)
+        assert torch.equal(model.generate(**other, past_key_values=cache, **GREEDY), stock)
+        cache.close()
+        check.all_free(handle)
+
+
+@pytest.mark.parametrize("pads", [(0, 3), (2, 0), (4,), (1, 2, 3)])
+@pytest.mark.parametrize("direct", [True, False], ids=["forward", "generate"])
+def test_a_cache_that_is_cropped_to_nothing_begins_anew(tiny, check, pads, direct):
+    """Other rows, and other padding: nothing is left that they could contradict."""
+    model, prompt, other = tiny.model(), tiny.prompt(12, (0, 3)), tiny.prompt(20, pads, seed=1)
+    stock = model.generate(**other, **GREEDY)
+    with topkv.attach(model, tiny.settings()) as handle, torch.no_grad():
+        cache = handle.new_cache()
+        model.generate(**prompt, past_key_values=cache, **GREEDY)
+        cache.crop(-cache.get_seq_length())
+        check.all_free(handle)
+        if direct:
+            logits = model(**other, past_key_values=cache).logits
+            assert torch.equal(logits[:, -1].argmax(-1), stock[:, 20])
+        else:
+            assert torch.equal(model.generate(**other, past_key_values=cache, **GREEDY), stock)
+        cache.close()
+        check.all_free(handle)
+
+
 def test_a_cache_that_dies_during_a_forward_waits(tiny, check):
     model, prompt = tiny.model(), tiny.prompt(12)
     with topkv.attach(model, tiny.settings()) as handle, torch.no_grad():

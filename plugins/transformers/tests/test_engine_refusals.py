@@ -62,6 +62,9 @@ def test_all_reasons_come_at_once(tiny):
     ):
         model.generate(**prompt, assistant_model=tiny.model(), output_attentions=True)
     assert len(refused.value.reasons) == 3
+    assert "assistant_model=LlamaForCausalLM: " in str(refused.value)
+    assert "num_beams=4: " in str(refused.value)
+    assert len(str(refused.value)) < 400
 
 
 def masks():
@@ -158,3 +161,19 @@ def test_what_a_checkpoint_recommends_must_be_a_mapping(tiny, advice):
     model.config.topkv = advice
     with pytest.raises(ConfigError, match="checkpoint: topkv must be a mapping, got "):
         topkv.attach(model, tiny.settings())
+
+
+@pytest.mark.parametrize("wrong", [-1.5, "2", None])
+def test_a_crop_that_is_no_integer_cuts_nothing(tiny, wrong):
+    model, prompt = tiny.model(), tiny.prompt(12, (0, 2))
+    with topkv.attach(model, tiny.settings()) as handle, torch.no_grad():
+        cache = handle.new_cache()
+        model(**prompt, past_key_values=cache)
+        with pytest.raises(TypeError) as refused:
+            cache.crop(wrong)
+        assert [handle.coordinator.length(slot) for slot in cache.slots] == [12, 10]
+        assert cache.get_seq_length() == 12
+        assert "crop expects" in str(refused.value)
+        assert f"got {wrong!r}" in str(refused.value)
+        cache.crop(torch.tensor(-3))
+        assert [handle.coordinator.length(slot) for slot in cache.slots] == [9, 7]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +86,11 @@ class TopkvLayer(CacheLayerMixin):
         """Mark the new keys ``[B, Hkv, q, D]`` for the attention function.
 
         Raises:
-            RequestError: no forward of the attached model is open over this cache.
+            RequestError: no forward of the attached model is open over this cache, or the model
+                is about to call another attention function with the keys.
         """
         self.state.opened()
+        self.state.handle.check_named()
         setattr(key_states, MARK, self)
         return key_states, value_states
 
@@ -144,18 +147,23 @@ class TopkvCache(Cache):
         self.close()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the newest columns back.
+        """Take the newest columns back. A cache that keeps none is closed.
 
         Args:
             tokens_to_remove: minus the number of columns, as in Transformers.
+
+        Raises:
+            TypeError, ValueError: not an integer, or out of range; nothing has changed.
         """
         state = self.state
-        if not -state.seen <= tokens_to_remove <= 0:
-            raise ValueError(
-                f"crop expects minus the number of columns to remove, at most {state.seen}, "
-                f"got {tokens_to_remove}"
-            )
-        state.handle.truncate(state, state.seen + tokens_to_remove)
+        expected = f"crop expects minus the number of columns to remove, at most {state.seen}"
+        try:
+            change = operator.index(tokens_to_remove)
+        except TypeError:
+            raise TypeError(f"{expected}, as an integer, got {tokens_to_remove!r}") from None
+        if not -state.seen <= change <= 0:
+            raise ValueError(f"{expected}, got {change}")
+        state.handle.truncate(state, state.seen + change)
 
     def fork(self) -> TopkvCache:
         """A second cache with the same tokens; full pages are shared until one is written.

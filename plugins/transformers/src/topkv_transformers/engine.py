@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from topkv import SparseCoordinator, hookimpl
@@ -68,4 +69,6 @@ class TransformersEngine:
         if reasons:
             raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)
         lowered = lower_for(model, config, self.registry)
-        return AttachedModel(model, SparseCoordinator(lowered, self.registry))
+        # What is allocated outlives the mode: outside of it no inference tensor can be written.
+        with torch.inference_mode(False):
+            return AttachedModel(model, SparseCoordinator(lowered, self.registry))

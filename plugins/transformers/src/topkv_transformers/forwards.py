@@ -29,6 +29,7 @@ class Forward:
             decode, where each row appends one token.
         index: int64 rows of the flattened ``[B * q]`` batch that hold real tokens; None
             where all do.
+        lengths: tokens of each row before the forward.
     """
 
     coordinator: SparseCoordinator
@@ -36,6 +37,7 @@ class Forward:
     columns: int
     chunks: list[tuple[int, int]] | None
     index: Tensor | None
+    lengths: list[int]
 
     def begin(self) -> None:
         """Lease pages and upload tables. Raises HostMemoryError; nothing has changed then."""
@@ -62,7 +64,7 @@ class Forward:
                 "this forward cannot run through topkv",
                 [
                     f"keys are {k.dtype}, expected {self.coordinator.model.dtype} as the model "
-                    "had when it was attached; leave autocast, or attach again after a change"
+                    "had when it was attached; attach again after a change"
                 ],
             )
         return self.coordinator.attention(layer, q, k, v, index)
@@ -144,7 +146,8 @@ def open_forward(
         if pads.any():
             real = np.arange(columns) >= pads[:, None]
             index = torch.from_numpy(np.flatnonzero(real)).to(coordinator.config.device)
-    forward = Forward(coordinator, state, columns, chunks, index)
+    lengths = coordinator.tracker.length[state.slots].tolist()
+    forward = Forward(coordinator, state, columns, chunks, index, lengths)
     forward.begin()
     state.padding = padding
     return forward

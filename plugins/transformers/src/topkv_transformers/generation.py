@@ -62,7 +62,7 @@ class Call:
     def refuse(self) -> None:
         """Raise CapabilityError with every option that topkv does not offer."""
         reasons = [
-            f"{name}={self.option(name)!r}: {reason}"
+            f"{name}={_short(self.option(name))}: {reason}"
             for name, (harmless, reason) in _REFUSED.items()
             if self.option(name) is not None and self.option(name) not in harmless
         ]
@@ -122,9 +122,11 @@ class Call:
             if fresh:
                 self.handle.begin(state, len(padding))
             self.handle.reserve(state, tokens.tolist())
-        except OutOfMemory as error:
+        except BaseException as error:
             if fresh:
                 cache.close()
+            if not isinstance(error, OutOfMemory):
+                raise
             raise type(error)(
                 f"generate needs room for {tokens.tolist()} further tokens in {len(tokens)} rows, "
                 f"prompt and new tokens: {error}"
@@ -155,6 +157,12 @@ class Call:
             )
 
 
+def _short(value: Any) -> str:
+    """A value for a message; of a model, say, its type alone."""
+    plain = isinstance(value, (bool, int, float, str))
+    return repr(value) if plain else type(value).__name__
+
+
 def generate(
     handle: AttachedModel,
     original: Callable[..., Any],
@@ -172,10 +180,20 @@ def generate(
     cache = arguments.get("past_key_values")
     if cache is not None and not isinstance(cache, TopkvCache):
         return original(*args, **kwargs)
+    with handle.exclusive():
+        return _generate(handle, original, arguments, cache)
+
+
+def _generate(
+    handle: AttachedModel,
+    original: Callable[..., Any],
+    arguments: dict[str, Any],
+    cache: TopkvCache | None,
+) -> Any:
     call = Call(handle, arguments)
     call.refuse()
     ours = cache is None
-    cache = handle.new_cache() if ours else cache
+    cache = handle.new_cache() if cache is None else cache
     if cache.state.handle is not handle:
         raise RequestError("the TopkvCache belongs to another model; use new_cache() of this")
     before = cache.state.seen
@@ -184,11 +202,7 @@ def generate(
     try:
         output = original(**arguments)
     except BaseException:
-        handle.abandon()
-        if before:
-            handle.truncate(cache.state, before)
-        else:
-            cache.close()
+        handle.truncate(cache.state, before)
         raise
     if ours and not call.option("return_dict_in_generate"):
         cache.close()

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import inspect
 import sys
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from topkv_transformers.attention import without_backward
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.forwards import Forward
 from topkv_transformers.indexer import project, rotation_of
@@ -75,7 +77,9 @@ class LatentAttention:
             )
             return result
         forward = past_key_values.state.opened()
-        return (self._attend(forward, hidden_states, *position_embeddings), *self._further)
+        out = self._attend(forward, hidden_states, *position_embeddings)
+        out = without_backward(out, chain((hidden_states,), self.module.parameters()))
+        return out, *self._further
 
     @torch.no_grad()
     def _attend(self, forward: Forward, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 import numpy as np
 
 from topkv import SparseCoordinator
-from topkv.errors import OutOfMemory, RequestError
+from topkv.errors import RequestError
 from topkv_transformers.cache import CacheState
 from topkv_transformers.forwards import Forward
+from topkv_transformers.turn import Turn
 
 
 class CacheRequests:
@@ -20,6 +21,7 @@ class CacheRequests:
         coordinator: where the requests live.
         forward: the open forward, or None.
         attached: False once the model was detached; the coordinator is closed then.
+        turn: which thread uses the model.
     """
 
     attached: bool
@@ -27,7 +29,7 @@ class CacheRequests:
     def __init__(self, coordinator: SparseCoordinator) -> None:
         self.coordinator = coordinator
         self.forward: Forward | None = None
-        self._busy = False
+        self.turn = Turn()
         self._retired: list[int] = []
 
     def check_attached(self) -> None:
@@ -36,73 +38,125 @@ class CacheRequests:
 
     def begin(self, state: CacheState, rows: int) -> None:
         """Give a cache ``rows`` requests, all or none."""
-        self.check_attached()
-        slots: list[int] = []
-        with self._exclusive():
-            try:
-                for _ in range(rows):
-                    slots.append(self.coordinator.request_begin())
-            except OutOfMemory:
-                self._end(slots)
-                raise
+        with self.exclusive(), self._all_or_none():
+            slots = [self.coordinator.request_begin() for _ in range(rows)]
         state.begin(slots)
 
     def reserve(self, state: CacheState, tokens: Sequence[int]) -> None:
         """Lease pages for ``tokens`` further tokens of each row, for all rows or for none."""
-        self.check_attached()
-        done: list[int] = []
-        with self._exclusive():
+        with self.exclusive():
             try:
                 for slot, count in zip(state.slots, tokens, strict=True):
                     self.coordinator.reserve(slot, count)
-                    done.append(slot)
-            except OutOfMemory:
-                for slot in done:
+            except BaseException:
+                for slot in state.slots:
                     self.coordinator.truncate(slot, self.coordinator.length(slot))
                 raise
 
     def truncate(self, state: CacheState, columns: int) -> None:
-        """Cut a cache to its first ``columns`` columns."""
-        self.check_attached()
+        """Cut a cache to its first ``columns`` columns; one that keeps none begins anew."""
         lengths = np.maximum(columns - state.padding, 0).tolist()
-        with self._exclusive():
-            for slot, length in zip(state.slots, lengths, strict=True):
-                self.coordinator.truncate(slot, length)
-        state.seen = columns
-        state.prompt = min(state.prompt, columns)
+        with self.exclusive():
+            if not columns:
+                state.release()
+                return
+            try:
+                self._cut(state.slots, lengths)
+            except BaseException:  # rows of different ends would be wrong without a word
+                self._cut(state.slots, lengths)
+                raise
+            finally:
+                state.seen = columns
+                state.prompt = min(state.prompt, columns)
 
     def fork(self, state: CacheState, twin: CacheState) -> None:
         """Give ``twin`` copies of the requests of ``state``, all or none."""
-        self.check_attached()
-        slots: list[int] = []
-        with self._exclusive():
-            try:
-                for slot in state.slots:
-                    slots.append(self.coordinator.fork(slot))
-            except OutOfMemory:
-                self._end(slots)
-                raise
+        with self.exclusive(), self._all_or_none():
+            slots = [self.coordinator.fork(slot) for slot in state.slots]
         twin.slots, twin.padding = slots, state.padding.copy()
         twin.seen, twin.prompt = state.seen, state.prompt
 
     def retire(self, slots: list[int]) -> None:
         """End requests, at once or, if the garbage collector calls at a bad time, soon."""
         self._retired.extend(slots)
-        if self.attached and self.forward is None and not self._busy:
-            with self._exclusive():
-                pass
+        if self.attached and self.forward is None and not self.turn.depth:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Drop the open forward, if there is one, after any exception."""
+        with self.exclusive():
+            pass
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Calls that neither another thread nor a finalizer may cut into.
+
+        A forward that is open when they begin was interrupted, and is dropped. Requests of
+        caches that died meanwhile are ended before and after.
+
+        Raises:
+            RequestError: another thread uses the model, or it was detached; nothing has changed.
+        """
+        self.check_attached()
+        with self._held():
+            self._tidy()
+            try:
+                yield
+            finally:
+                self._end_retired()
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Have the turn, and keep it afterwards while a forward is open."""
+        self.turn.enter()
+        try:
+            yield
+        finally:
+            self.turn.leave(keep=self.forward is not None)
+
+    def _tidy(self) -> None:
+        # The coordinator is asked too: an interrupt may come between its books and ours.
+        if self.forward is not None or self.coordinator.forward_open:
+            self._recover()
+        self._end_retired()
+
+    def _recover(self) -> None:
+        """Drop a forward that was cut short, wherever: its tokens are not appended."""
+        forward = self._close_forward()
+        self.coordinator.forward_abort()
+        if forward is None:
+            return
+        state = forward.state
+        if not state.seen:
+            state.release()
+        for slot, length in zip(state.slots, forward.lengths, strict=False):
+            if self.coordinator.length(slot) > length:
+                self.coordinator.truncate(slot, length)
+
+    def _close_forward(self) -> Forward | None:
+        """Forget the open forward, and return it."""
+        forward, self.forward = self.forward, None
+        return forward
+
+    def _cut(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        for slot, length in zip(slots, lengths, strict=True):
+            self.coordinator.truncate(slot, length)
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """End the requests that begin inside, also those that are half begun, if it fails."""
+        active = self.coordinator.tracker.active
+        before = active.copy()
+        try:
+            yield
+        except BaseException:
+            self._end(np.flatnonzero(active & ~before).tolist())
+            raise
 
     def _end(self, slots: list[int]) -> None:
         for slot in slots:
             self.coordinator.request_end(slot)
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Calls of the coordinator that a finalizer must not cut into; then what it left."""
-        self._busy = True
-        try:
-            yield
-            while self._retired and self.forward is None:
-                self.coordinator.request_end(self._retired.pop())
-        finally:
-            self._busy = False
+    def _end_retired(self) -> None:
+        while self._retired and self.forward is None and self.attached:
+            self.coordinator.request_end(self._retired.pop())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from functools import wraps
 from typing import Any
 
@@ -45,9 +44,8 @@ class AttachedModel(CacheRequests):
         self.model = model
         self.config = coordinator.config
         self.shape = coordinator.model
-        self._thread = 0
-        self._implementation: str | None = None
         self._decoder = decoder_of(model)
+        self._implementation = self._decoder.config._attn_implementation
         self._parameters = list(inspect.signature(self._decoder.forward).parameters)
         self._generate = model.__dict__.get("generate")
         attention.register()
@@ -60,7 +58,7 @@ class AttachedModel(CacheRequests):
         decoder, original = self._decoder, self.model.generate
         self._hooks = [
             decoder.register_forward_pre_hook(self._before, with_kwargs=True),
-            decoder.register_forward_hook(self._after, always_call=True),
+            decoder.register_forward_hook(self._after, with_kwargs=True, always_call=True),
         ]
 
         @wraps(original)
@@ -94,18 +92,18 @@ class AttachedModel(CacheRequests):
         """End all requests, free both tiers and leave the model as it was. Idempotent."""
         if not self.attached:
             return
-        if self.forward is not None:
-            self._recover()
-        for hook in self._hooks:
-            hook.remove()
-        for latent in self._latent:
-            latent.remove()
-        if self._generate is None:
-            del self.model.__dict__["generate"]
-        else:
-            self.model.generate = self._generate
-        delattr(self._decoder, HANDLE)
-        self.coordinator.close()
+        with self.exclusive():
+            self._close_forward()  # whatever happened, the config names what it named before
+            for hook in self._hooks:
+                hook.remove()
+            for latent in self._latent:
+                latent.remove()
+            if self._generate is None:
+                del self.model.__dict__["generate"]
+            else:
+                self.model.generate = self._generate
+            delattr(self._decoder, HANDLE)
+            self.coordinator.close()
 
     def __enter__(self) -> AttachedModel:
         return self
@@ -122,21 +120,26 @@ class AttachedModel(CacheRequests):
     # The two hooks on the decoder.
 
     def _before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.forward is not None:
-            self._recover()
-        call = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        cache = call.get("past_key_values")
-        if not isinstance(cache, TopkvCache):
-            return
-        if cache.state.handle is not self:
-            raise RequestError("the TopkvCache belongs to another model; use new_cache() of this")
-        self._check_mode(call)
-        inputs = call.get("input_ids")
-        inputs = call.get("inputs_embeds") if inputs is None else inputs
-        if inputs is None:
-            raise RequestError("neither input_ids nor inputs_embeds was given")
-        rows, columns = inputs.shape[:2]
-        self._open(cache.state, rows, columns, call.get("attention_mask"))
+        with self.exclusive():
+            call = self._call(args, kwargs)
+            cache = call.get("past_key_values")
+            if not isinstance(cache, TopkvCache):
+                return
+            if cache.state.handle is not self:
+                raise RequestError(
+                    "the TopkvCache belongs to another model; use new_cache() of this"
+                )
+            self._check_mode(call)
+            inputs = call.get("input_ids")
+            inputs = call.get("inputs_embeds") if inputs is None else inputs
+            if inputs is None:
+                raise RequestError("neither input_ids nor inputs_embeds was given")
+            rows, columns = inputs.shape[:2]
+            self._open(cache.state, rows, columns, call.get("attention_mask"))
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of the decoder by name."""
+        return {**dict(zip(self._parameters, args, strict=False)), **kwargs}
 
     def _open(self, state: CacheState, rows: int, columns: int, mask: Any) -> None:
         fresh = not state.slots
@@ -147,37 +150,56 @@ class AttachedModel(CacheRequests):
                 raise RequestError(
                     f"the cache holds {len(state.slots)} rows and the forward brings {rows}"
                 )
-            with self._exclusive():
-                self.forward = open_forward(self.coordinator, state, columns, mask)
+            self.forward = open_forward(self.coordinator, state, columns, mask)
+            self._name_attention()
         except BaseException:
-            with self._exclusive():
-                self.coordinator.forward_abort()
+            self._recover()
             if fresh:
                 state.release()
             raise
+
+    def _name_attention(self) -> None:
+        """Have the model call our attention function, until the forward is closed."""
         config = self._decoder.config
-        self._thread = threading.get_ident()
-        self._implementation = config._attn_implementation
+        # The user may have chosen another one since the model was attached.
+        if config._attn_implementation != attention.NAME:
+            self._implementation = config._attn_implementation
         config._attn_implementation = attention.NAME
 
-    def _after(self, decoder: nn.Module, args: Any, output: Any) -> None:
+    def check_named(self) -> None:
+        """Raises RequestError if the model would call another attention function than ours."""
+        if self._decoder.config._attn_implementation != attention.NAME:
+            raise RequestError(
+                "the attention function was changed while a topkv forward is open: "
+                f"{attention.SHARED}"
+            )
+
+    def _after(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """``output`` is None after an exception."""
-        forward = self._close_forward()
-        if forward is None:
+        forward = self.forward if self.turn.mine else None
+        if forward is not None:
+            with self._held():
+                try:
+                    if output is not None:
+                        self.coordinator.forward_end()
+                        if forward.state.slots:  # else it was closed meanwhile
+                            forward.state.seen += forward.columns
+                        self._close_forward()
+                finally:
+                    self._tidy()
             return
-        with self._exclusive():
-            if output is None:
-                self.coordinator.forward_abort()
-            else:
-                self.coordinator.forward_end()
-                forward.state.seen += forward.columns
+        cache = self._call(args, kwargs).get("past_key_values")
+        if output is not None and isinstance(cache, TopkvCache):
+            raise RequestError(
+                "this forward was dropped before its end, because the model or its handle was "
+                "used within it, in a hook say; its tokens were not appended"
+            )
 
     def _close_forward(self) -> Forward | None:
-        forward, self.forward = self.forward, None
-        if self._implementation is not None:
-            self._decoder.config._attn_implementation = self._implementation
-            self._implementation = None
-        return forward
+        config = self._decoder.config
+        if config._attn_implementation == attention.NAME:
+            config._attn_implementation = self._implementation
+        return super()._close_forward()
 
     def _check_mode(self, call: dict[str, Any]) -> None:
         reasons = []
@@ -189,21 +211,11 @@ class AttachedModel(CacheRequests):
         dropout = getattr(config, "attention_dropout", 0.0)
         if self._decoder.training and (torch.is_grad_enabled() or dropout):
             reasons.append("training is not supported; call model.eval() and use torch.no_grad()")
+        device = self.config.device.type
+        if torch.is_autocast_enabled(device):
+            reasons.append(
+                f"autocast is on for {device}: keys and queries would not have the dtype that the "
+                "cache was made for; leave it, and convert the model before it is attached"
+            )
         if reasons:
             raise CapabilityError("this forward cannot run through topkv", reasons)
-
-    def _recover(self) -> None:
-        """Drop a forward that no hook has closed: KeyboardInterrupt passes hooks by."""
-        if self._thread != threading.get_ident():
-            raise RequestError(
-                "a forward of this model is open in another thread; one thread at a time can use "
-                "an attached model"
-            )
-        self._close_forward()
-        with self._exclusive():
-            self.coordinator.forward_abort()
-
-    def abandon(self) -> None:
-        """Drop the open forward, if there is one, after any exception."""
-        if self.forward is not None:
-            self._recover()

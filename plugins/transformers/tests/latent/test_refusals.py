@@ -56,6 +56,17 @@ def test_gradients_flow_where_topkv_does_not(dsa, ids):
         output = model(ids, past_key_values=handle.new_cache())
         assert not any(store.buffer.requires_grad for store in handle.coordinator.manager.stores)
         assert output.logits.shape == (2, 37, 96)
+        with pytest.raises(CapabilityError, match="no backward"):
+            output.logits.sum().backward()
+
+
+def test_a_backward_to_the_attention_alone_is_refused(dsa, ids):
+    model = dsa.model("deepseek").requires_grad_(False)
+    model.model.layers[0].self_attn.kv_b_proj.weight.requires_grad_()
+    with dsa.attach(model) as handle:
+        output = model(ids, past_key_values=handle.new_cache())
+        with pytest.raises(CapabilityError, match="no backward"):
+            output.logits.sum().backward()
 
 
 @BOTH
