@@ -25,10 +25,10 @@ from attrs import frozen
 
 from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
+from topkv.layers import LayerPath
 from topkv.plugins import registry
 from topkv.testing.timing import graph_us
 from topkv.types import ModelShape
-from topkv.workspace import LayerPath
 
 HEADS, KV_HEADS, DIM, CHUNK, CALLS, REPEATS = 32, 8, 128, 4096, 10, 9
 MODEL = ModelShape(1, HEADS, KV_HEADS, DIM, torch.bfloat16, DIM**-0.5)
@@ -86,7 +86,7 @@ def make(case: Case, requests: int) -> SparseCoordinator:
 def fill(coordinator: SparseCoordinator, slot: int, until: int) -> None:
     """Store and represent random keys and values up to ``until`` tokens; attends nothing."""
     (path,) = coordinator.layers
-    start = int(coordinator.tracker.length[slot])
+    start = int(coordinator.requests.length[slot])
     lse = torch.zeros(CHUNK, HEADS, device="cuda")
     while start < until:
         tokens = min(CHUNK, until - start)

@@ -71,7 +71,10 @@ class Regranulated(Run):
 @pytest.mark.parametrize(("cell", "on"), cases())
 def test_units_of_the_selected_tokens_are_attended(cell, on):
     run = Regranulated(cell, on)
-    group, seen = run.coordinator.layers[0].view.group, run.coordinator.layers[0].seen.group
+    group, seen = (
+        run.coordinator.layers[0].view.group,
+        run.coordinator.layers[0].selector.view.group,
+    )
     assert (group.unit, seen.unit, seen.select) == (cell.unit, 1, SELECT)
     run.forward(run.most - STEPS, decode=False)
     for _ in range(STEPS):

@@ -66,7 +66,7 @@ def test_reserve_refuses_and_changes_nothing():
     with pytest.raises(HostMemoryError, match="pages of the host pool are needed"):
         coordinator.reserve(slots[2], 48)
     coordinator.check_integrity()
-    assert coordinator.tracker.pages[slots[2]] == []
+    assert coordinator.requests.pages.of(slots[2]) == []
     coordinator.close()
 
 

@@ -126,7 +126,7 @@ def test_each_group_is_settled_at_its_own_period(make):
     assert turns == [2, 4, 5]
 
 
-@pytest.mark.parametrize("call", ["own_page", "lease", "flush", "copy_slot", "restore"])
+@pytest.mark.parametrize("call", ["copy_page", "lease", "flush", "copy_slot", "restore"])
 def test_a_fork_that_is_cut_short_leaves_nothing(make, monkeypatch, call):
     coordinator = make()
     slot = coordinator.request_begin()
@@ -134,7 +134,7 @@ def test_a_fork_that_is_cut_short_leaves_nothing(make, monkeypatch, call):
     run(coordinator, decode=[slot])
     free = coordinator.manager.host.free
     owner = {
-        "own_page": coordinator.manager,
+        "copy_page": coordinator.manager,
         "lease": coordinator.manager.host,
         "flush": coordinator.transfers[0],
         "copy_slot": coordinator.manager.representations[-1],
@@ -150,7 +150,7 @@ def test_a_fork_that_is_cut_short_leaves_nothing(make, monkeypatch, call):
             coordinator.fork(slot)
     coordinator.check_integrity()
     assert coordinator.manager.host.free == free
-    assert coordinator.tracker.free == 3
+    assert coordinator.requests.free == 3
     run(coordinator, decode=[slot, coordinator.fork(slot)])
 
 
@@ -175,4 +175,4 @@ def test_an_end_that_is_cut_short_can_be_called_again(make, monkeypatch, call):
     coordinator.request_end(slot)
     coordinator.check_integrity()
     assert coordinator.manager.host.used == 0
-    assert coordinator.tracker.free == 4
+    assert coordinator.requests.free == 4

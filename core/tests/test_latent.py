@@ -29,10 +29,7 @@ FORMATS = {"model": (12, 8), "fp8": (576, 512)}
 
 
 class Request:
-    """Requests of a coordinator of two layers, the second sharing the first one's selection.
-
-    With ``told`` the model's shape says so.
-    """
+    """Requests of a coordinator of two layers; with ``shared`` the second has no indexer."""
 
     def __init__(
         self,
@@ -43,13 +40,12 @@ class Request:
         count=1,
         shared=False,
         algorithm="indexed",
-        told=True,
         **options,
     ):
         dim, value = FORMATS[kv_format]
         self.model = ModelShape(
             *(2, HEADS, 1, dim, torch.float32, dim**-0.5),
-            *("mla", value, IndexerShape(2, 4, (0,) if shared and told else None)),
+            *("mla", value, IndexerShape(2, 4, (0,) if shared else None)),
         )
         config = SparseConfig(
             algorithm=algorithm,
@@ -149,11 +145,10 @@ def test_prompt_and_decode_attend_to_what_the_index_selects(on, kv_format):
         chunks=st.lists(st.integers(1, 13), min_size=1, max_size=3),
         steps=st.integers(1, 6),
         shared=st.booleans(),
-        told=st.booleans(),
         seed=st.integers(0, 999),
     )
-    def check(select, chunks, steps, shared, told, seed):
-        request = Request(on, kv_format, select, seed, count=2, shared=shared, told=told)
+    def check(select, chunks, steps, shared, seed):
+        request = Request(on, kv_format, select, seed, count=2, shared=shared)
         for tokens in chunks:
             start = request.lengths[0]
             outs = request.forward(prefill=[(0, tokens)])
@@ -227,7 +222,7 @@ def test_a_layer_without_an_indexer_keeps_nothing_to_select_by(on):
     def kept(**options):
         request = Request(on, "model", 4, seed=0, **options)
         size = request.coordinator.memory().representation
-        pools = [path.seen.pools for path in request.coordinator.layers]
+        pools = [path.selector.view.pools for path in request.coordinator.layers]
         request.coordinator.close()
         return size, pools
 
@@ -297,15 +292,26 @@ def test_prompts_are_dense_where_the_algorithm_does_not_select_for_them(on):
     request.coordinator.close()
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["no index at all", "groups apart"])
-def test_a_layer_cannot_share_what_its_group_has_not_selected(on, apart):
-    options = {"layers": {"1": {"budget": 3}}} if apart else {}
-    request = Request(on, "model", 4, seed=5, shared=True, **options)
-    if not apart:
-        request.index = lambda layer, which: None
-    told = f"layer {int(apart)} was given no index"
+@pytest.mark.parametrize(
+    "layers", [{"1": {"budget": 3}}, {"0": "resident"}], ids=["other settings", "dense"]
+)
+def test_a_layer_cannot_share_what_its_group_does_not_select(on, layers):
+    with pytest.raises(ConfigError, match="layer 1 shares the selection of layer 0, so both"):
+        Request(on, "model", 4, seed=5, shared=True, layers=layers)
+
+
+def test_the_first_layer_has_nothing_to_share():
+    model = ModelShape(2, 3, 1, 12, torch.float32, 1.0, "mla", 8, IndexerShape(2, 4, (1,)))
+    config = SparseConfig(algorithm="indexed", backend="gather", dense_layers=[])
+    with pytest.raises(ConfigError, match="layer 0 has no indexer, and there is no layer before"):
+        lower(config, model, device=torch.device("cpu"), registry=REGISTRY)
+
+
+def test_a_layer_that_selects_by_an_index_wants_one(on):
+    request = Request(on, "model", 4, seed=5, shared=True)
+    request.index = lambda layer, which: None
     for what in ({"prefill": [(0, 6)]}, {"decode": [0]}):
-        with pytest.raises(RequestError, match=told):
+        with pytest.raises(RequestError, match="layer 0 was given no index and selects by it"):
             request.forward(**what)
         request.coordinator.forward_abort()
         request.coordinator.check_integrity()

@@ -17,7 +17,6 @@ from topkv.testing.machines.lifecycle_model import (
 )
 from topkv.testing.machines.regranulated import SCRIPTED_TOKENS
 from topkv.testing.tiers import tier
-from topkv.types import AlgorithmSpec
 
 UNIT, SELECT = 4, 5
 
@@ -112,8 +111,7 @@ def test_settle_reads_from_the_token_on(monkeypatch, prompt):
 
 
 def test_settle_may_ask_for_everything(monkeypatch):
-    calls = Calls(monkeypatch)
-    monkeypatch.setattr(calls.algorithm, "spec", lambda: AlgorithmSpec(settle_whole=True))
+    calls = Calls(monkeypatch, params={"settle_whole": True})
     for count, decode in ((7, False), (2, True), (11, False), (1, True)):
         calls.run(count, decode)
     last = calls.seen[-1]
@@ -126,15 +124,15 @@ def test_settle_may_ask_for_everything(monkeypatch):
 def test_the_algorithm_is_shown_tokens_and_the_backend_units():
     coordinator = make(layers={"1": "resident", "2": "streamed", "3": {"unit": 1, "buffer": 8}})
     first, other = coordinator.layers[0], coordinator.layers[3]
-    assert (first.view.group.unit, first.seen.group.unit) == (UNIT, 1)
-    assert first.seen.group is first.algorithm.group
-    assert first.seen.step is first.view.step
-    assert first.seen.pools is first.view.pools
-    assert first.seen.ring_k.shape == (4, KV_HEADS, 0, 1, 1, DIM)
-    assert first.seen.ring_v.numel() == 0
+    assert (first.view.group.unit, first.selector.view.group.unit) == (UNIT, 1)
+    assert first.selector.view.group is first.algorithm.group
+    assert first.selector.view.step is first.view.step
+    assert first.selector.view.pools is first.view.pools
+    assert first.selector.view.ring_k.shape == (4, KV_HEADS, 0, 1, 1, DIM)
+    assert first.selector.view.ring_v.numel() == 0
     # A key for each token of each page, as at unit 1.
-    assert first.seen.pools["sums"].shape[0] == coordinator.config.num_pages * 4
-    assert other.seen is other.view
+    assert first.selector.view.pools["sums"].shape[0] == coordinator.config.num_pages * 4
+    assert other.selector.view is other.view
     assert other.lanes.tokens is None
     coordinator.close()
 

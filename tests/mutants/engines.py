@@ -48,7 +48,7 @@ class CountsTheLastTokenTwice(_Broken):
             if forward and output is not None and forward.chunks is not None:
                 state = forward.state
                 if state.seen >= state.prompt:
-                    self.coordinator.tracker.length[state.slots] += 1
+                    self.coordinator.requests.length[state.slots] += 1
 
 
 class KeepsRequestsOnException(_Broken):
@@ -155,8 +155,13 @@ class EndsRequestsByHalf(_Broken):
     class session(AttachedModel):
         def __init__(self, model: Any, coordinator: Any) -> None:
             super().__init__(model, coordinator)
-            manager = coordinator.manager
-            coordinator.request_end = lambda slot: manager.release(manager.tracker.end(slot))
+            requests = coordinator.requests
+
+            def end(slot: int) -> None:
+                requests.pages.shrink(slot, 0)
+                requests.active[slot] = False
+
+            coordinator.request_end = end
 
 
 class DropsAnInterruptedForward(_Broken):

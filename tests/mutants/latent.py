@@ -7,9 +7,9 @@ from typing import Any
 from attrs import evolve
 
 from tests.mutants.lifecycle import LifecycleMutant, Run, nothing
-from topkv.coordinator import SparseCoordinator
 from topkv.kv.representations import RepresentationPools
 from topkv.prefill import Prefill
+from topkv.selectors import Own, Shared
 from topkv.testing.machines import scenarios
 from topkv.testing.machines.latent import latent_machine
 from topkv.testing.tiers import Tier
@@ -24,28 +24,21 @@ def scenario(play: scenarios.Scenario, **start: Any) -> Run:
     return run
 
 
-_begin = SparseCoordinator.attention_begin
-
-
-def sharing_layer_lags(self, layer, q, k, v, index=None):
+def sharing_layer_lags(self, q, k, index):
     """A layer without an index goes by what was selected in the step before."""
-    path = self.layers[layer]
-    if path.shares(index):
-        ids, before = path.lanes.ids, vars(self).setdefault("before", {})
-        now = ids.clone()
-        ids.copy_(before.get(ids.shape, now))
-        before[ids.shape] = now
-    return _begin(self, layer, q, k, v, index)
+    ids, before = self.lanes.ids, vars(self).setdefault("before", {})
+    now = ids.clone()
+    ids.copy_(before.get(ids.shape, now))
+    before[ids.shape] = now
 
 
-_select = Prefill._select
+_select = Shared.select_prompt
 
 
-def first_chunk_is_shared(self, path, chunk, q, k, index):
+def first_chunk_is_shared(self, slot, start, q, k, index):
     """What layers share for a chunk is not replaced by what the next one selects."""
     shared = vars(self).setdefault("shared", {})
-    ids = _select(self, path, chunk, q, k, index)
-    return shared.setdefault((chunk.slot, len(q)), ids) if path.shares(index) else ids
+    return shared.setdefault((slot, len(q)), _select(self, slot, start, q, k, index))
 
 
 _run = Prefill.run
@@ -53,7 +46,7 @@ _run = Prefill.run
 
 def chunk_is_not_rounded(self, path, chunk, q, k, v, index, out):
     """A prompt attends to its rows as the model made them."""
-    rows = path.rows
+    rows = path.format
     given = [(k, k[..., : rows.value_dim])]
 
     class Unrounded:
@@ -62,21 +55,15 @@ def chunk_is_not_rounded(self, path, chunk, q, k, v, index, out):
         def decode(self, *stored):
             return given.pop() if given else rows.decode(*stored)
 
-    return _run(self, evolve(path, rows=Unrounded()), chunk, q, k, v, index, out)
+    return _run(self, evolve(path, format=Unrounded()), chunk, q, k, v, index, out)
 
 
-def first_query_is_kept(self, path, chunk, q, k, v, index, out):
+_remember = Own._remember
+
+
+def first_query_is_kept(self, slot, queries, weights):
     """A chunk's first query is kept to warm the buffer with, not its last one."""
-    remember = self._remember
-
-    def first(view, slot, queries, weights):
-        remember(view, slot, queries[:1], None if weights is None else weights[:1])
-
-    self._remember = first
-    try:
-        _run(self, path, chunk, q, k, v, index, out)
-    finally:
-        del self._remember
+    _remember(self, slot, queries[:1], None if weights is None else weights[:1])
 
 
 CHUNKS = scenario(scenarios.a_prompt_comes_in_chunks_beside_decode)
@@ -88,11 +75,11 @@ SPLIT = scenario(scenarios.the_last_page_goes_to_one_of_two)
 MUTANTS = [
     LifecycleMutant(
         "a layer that shares goes by the selection of the step before",
-        *(SparseCoordinator, "attention_begin", sharing_layer_lags, LONG, ("cpu", "interpret")),
+        *(Shared, "select", sharing_layer_lags, LONG, ("cpu", "interpret")),
     ),
     LifecycleMutant(
         "a layer that shares goes by the selection of an earlier chunk",
-        *(Prefill, "_select", first_chunk_is_shared, CHUNKS),
+        *(Shared, "select_prompt", first_chunk_is_shared, CHUNKS),
     ),
     LifecycleMutant(
         "a prompt attends to rows that were not rounded",
@@ -102,9 +89,9 @@ MUTANTS = [
         "fork leaves the index of the open page behind",
         *(RepresentationPools, "copy_page", nothing, TWINS),
     ),
-    LifecycleMutant("a fork starts cold", Prefill, "copy", nothing, SPLIT),
+    LifecycleMutant("a fork starts cold", Own, "copy", nothing, SPLIT),
     LifecycleMutant(
         "the buffer is warmed by the first query of a chunk",
-        *(Prefill, "run", first_query_is_kept, LONG),
+        *(Own, "_remember", first_query_is_kept, LONG),
     ),
 ]

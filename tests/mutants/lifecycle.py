@@ -12,10 +12,11 @@ from hypothesis import Phase, settings
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import ConfigError, PluginError
 from topkv.hooks.registry import hookimpl
-from topkv.kv.manager import SparseKVCacheManager
 from topkv.kv.representations import RepresentationPools
-from topkv.kv.step import StepUploader
+from topkv.pages import PageTable
 from topkv.prefill import Prefill
+from topkv.requests import Requests
+from topkv.selectors import Own
 from topkv.testing.machines import scenarios
 from topkv.testing.machines.lifecycle import run_lifecycle
 from topkv.testing.tiers import Tier, tier
@@ -115,7 +116,7 @@ _rollback = SparseCoordinator.rollback
 def rollback_lowers_high(self, slot, length):
     """The ring bound follows the length, although the ring does not."""
     _rollback(self, slot, length)
-    self.tracker.high[slot] = length
+    self.requests.high[slot] = length
 
 
 _abort = SparseCoordinator.forward_abort
@@ -123,27 +124,20 @@ _abort = SparseCoordinator.forward_abort
 
 def abort_forgets_high(self):
     """What the dropped forward wrote to the ring is forgotten."""
-    kept = self.tracker.high.copy()
-    chunks = [chunk.slot for chunk in self._chunks]
+    requests, kept = self.requests, self.requests.high.copy()
+    chunks = [chunk.slot for chunk in self.forward.chunks] if self.forward else []
     _abort(self)
     for slot in range(len(kept)):
-        if slot not in chunks and self.tracker.active[slot]:
-            self.tracker.high[slot] = kept[slot]
+        if slot not in chunks and requests.active[slot]:
+            requests.high[slot] = kept[slot]
 
 
-_run = Prefill.run
+_construct = Own.construct
 
 
-def construct_without_open_keys(self, path, chunk, q, k, v, index, out):
+def construct_without_open_keys(self, slot, start, k, q, lse, index):
     """A chunk that starts inside a unit hands over its own keys alone."""
-    if path.algorithm is None:
-        return _run(self, path, chunk, q, k, v, index, out)
-
-    class Forgetful:
-        def construct(self, layer, slot, start, keys, q, lse):
-            path.algorithm.construct(layer, slot, start, keys[-len(k) :], q, lse)
-
-    return _run(self, evolve(path, algorithm=Forgetful()), chunk, q, k, v, index, out)
+    _construct(self, slot, start, k[-len(q) :], q, lse, index)
 
 
 _restore = ZeroCopyTransfer.restore
@@ -162,8 +156,14 @@ def restore_keeps_maps(self, slot, length, resident):
 
 def stale_page_row(self, slot, first, pages):
     """What stands behind the new pages of a row stays."""
-    self.host_pages[slot, first : first + len(pages)] = pages
-    self._dirty.add(slot)
+    self.table[slot, first : first + len(pages)] = pages
+    self.count[slot] = first + len(pages)
+    self._changed.add(slot)
+
+
+def pages_leak(self, slot, keep):
+    """The row of the table is emptied, and its pages stay leased."""
+    self._write(slot, min(keep, int(self.count[slot])), [])
 
 
 _append = ZeroCopyTransfer.append
@@ -187,11 +187,11 @@ _end = SparseCoordinator.request_end
 
 def end_at_once(self, slot):
     """A request that ends during a forward loses its pages there and then."""
-    is_open, self._forward_open = self._forward_open, False
+    forward, self.forward = self.forward, None
     try:
         _end(self, slot)
     finally:
-        self._forward_open = is_open
+        self.forward = forward
 
 
 EDGE = scenario(scenarios.an_abort_at_the_edge_of_a_unit, fast=False)
@@ -217,25 +217,23 @@ MUTANTS = [
     ),
     LifecycleMutant(
         "keys of the open unit are not handed to construct",
-        *(Prefill, "run", construct_without_open_keys),
+        *(Own, "construct", construct_without_open_keys),
     ),
     LifecycleMutant("truncate keeps the maps", ZeroCopyTransfer, "restore", restore_keeps_maps),
     LifecycleMutant(
         "fork loses state that is keyed by slot",
         *(RepresentationPools, "copy_slot", nothing, TWINS),
     ),
-    LifecycleMutant(
-        "fork shares the open page", SparseKVCacheManager, "own_page", nothing, TWINS, BOTH
-    ),
+    LifecycleMutant("fork shares the open page", PageTable, "own_page", nothing, TWINS, BOTH),
     LifecycleMutant(
         "representations are not copied with their page",
         *(RepresentationPools, "copy_page", nothing, TWINS),
     ),
     LifecycleMutant("settle is not called", Prefill, "settle", nothing),
     LifecycleMutant(
-        "a page-table row keeps what stood behind", StepUploader, "write_page_row", stale_page_row
+        "a page-table row keeps what stood behind", PageTable, "_write", stale_page_row
     ),
-    LifecycleMutant("pages leak at the end", SparseKVCacheManager, "release", nothing, TURNS),
+    LifecycleMutant("pages leak at the end", PageTable, "shrink", pages_leak, TURNS),
     LifecycleMutant(
         "state keyed by slot outlives its request",
         RepresentationPools,
@@ -250,7 +248,7 @@ MUTANTS = [
         "an end during a forward takes effect at once",
         *(SparseCoordinator, "request_end", end_at_once, ENDS),
     ),
-    LifecycleMutant("nothing is flushed", SparseCoordinator, "flush", nothing, FILL),
+    LifecycleMutant("nothing is flushed", Requests, "flush", nothing, FILL),
     LifecycleMutant("filled units stay in the ring", SparseCoordinator, "offload", nothing),
     LifecycleMutant(
         "nobody waits for the copies of a prompt",

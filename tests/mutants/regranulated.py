@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from tests.mutants.lifecycle import LifecycleMutant, Run
-from topkv import assembly, workspace
-from topkv.kv.manager import SparseKVCacheManager
+from topkv import assembly, lanes
+from topkv.memory import SparseKVCacheManager
 from topkv.testing.machines import scenarios
 from topkv.testing.machines.regranulated import regranulated_machine
 from topkv.testing.tiers import Tier
@@ -23,7 +23,7 @@ def scenario(play: scenarios.Scenario, **start: Any) -> Run:
     return run
 
 
-_regranulate = workspace.regranulate
+_regranulate = lanes.regranulate
 
 
 def units_repeat(tokens, closed, ids, extra, work, *, unit, impl):
@@ -81,19 +81,19 @@ COMPETES = scenario(scenarios.a_long_request_rolls_back_and_goes_on, tail="selec
 MUTANTS = [
     LifecycleMutant(
         "a unit is listed once for each of its tokens",
-        *(workspace, "regranulate", units_repeat, LONG, ("cpu", "interpret")),
+        *(lanes, "regranulate", units_repeat, LONG, ("cpu", "interpret")),
     ),
     LifecycleMutant(
         "the open unit is listed among the closed ones",
-        *(workspace, "regranulate", open_unit_is_listed, EDGE, ("cpu", "interpret")),
+        *(lanes, "regranulate", open_unit_is_listed, EDGE, ("cpu", "interpret")),
     ),
     LifecycleMutant(
         "units stand in the order of their tokens",
-        *(workspace, "regranulate", units_stand_as_selected, LONG),
+        *(lanes, "regranulate", units_stand_as_selected, LONG),
     ),
     LifecycleMutant(
         "the last token of a selection is lost",
-        *(workspace, "regranulate", last_token_is_lost, LONG),
+        *(lanes, "regranulate", last_token_is_lost, LONG),
     ),
     LifecycleMutant(
         "a tail that competes is not forced where units are larger",

@@ -1,7 +1,6 @@
-"""Putting a coordinator together: the plugins of each group, and the way through each layer.
+"""Putting a coordinator together: plugins, the memory of both tiers, and the path of each layer.
 
-``make_plugins`` allocates nothing but what plugins take when they are made; the tensors of a
-selection come with ``connect``, when the pools are there.
+Everything that is decided per layer is decided here, so that the decode path decides nothing.
 """
 
 from __future__ import annotations
@@ -10,17 +9,21 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from attrs import evolve, frozen
 
 from topkv.config import LoweredConfig, LoweredGroup
 from topkv.config.negotiation import MAX_SELECT
-from topkv.errors import ConfigError
-from topkv.kv.manager import SparseKVCacheManager
+from topkv.errors import CONFIG_REFUSED, ConfigError, DeviceMemoryError
 from topkv.kv.rows import row_format
+from topkv.kv.step import StepUploader
+from topkv.lanes import LaneBuffers
+from topkv.layers import LayerPath
+from topkv.memory import MemoryReport, SparseKVCacheManager
 from topkv.ops.topk import selecting_by
 from topkv.plugins import PluginRegistry
-from topkv.types import AlgorithmSpec
-from topkv.workspace import LaneBuffers, LayerPath, TokenSelection
+from topkv.selectors import Own, Regranulated, Selector, Shared, SharedRegranulated
+from topkv.types import AlgorithmSpec, LayerView
 
 
 @frozen
@@ -32,21 +35,23 @@ class Plugins:
         algorithms: of each group; None for a dense one.
         specs: of each group, as the core goes by them.
         backends: of each group.
+        eviction: the eviction policy.
     """
 
     config: LoweredConfig
     algorithms: list[Any]
     specs: list[AlgorithmSpec | None]
     backends: list[Any]
+    eviction: Any
 
-    def least(self, what: str) -> int:
-        """The least of a number that specs may state; beyond all counts where none does."""
-        stated = [getattr(spec, what) for spec in self.specs if spec]
-        return min((number for number in stated if number is not None), default=2**31 - 1)
+    def least(self, number: str) -> int:
+        """Smallest value of a spec's attribute over all groups, 2**31 - 1 if none states it."""
+        stated = [getattr(spec, number) for spec in self.specs if spec]
+        return min((value for value in stated if value is not None), default=2**31 - 1)
 
 
 def make_plugins(registry: PluginRegistry, config: LoweredConfig) -> Plugins:
-    """Algorithms and backends of all groups.
+    """Algorithms and backends of all groups, with the scratch that they take.
 
     Raises:
         ConfigError, PluginError: with every reason of the first that refuses.
@@ -60,50 +65,123 @@ def make_plugins(registry: PluginRegistry, config: LoweredConfig) -> Plugins:
     backends = [_make_backend(registry, wide, group) for group in wide.groups]
     for algorithm, backend in zip(algorithms, backends, strict=True):
         _check_prompts(algorithm, backend, wide)
-    return Plugins(wide, algorithms, _core_specs(wide, specs), backends)
+    eviction = registry.create("eviction", config.eviction)
+    return Plugins(wide, algorithms, _core_specs(wide, specs), backends, eviction)
 
 
-@frozen
-class Connected:
-    """Transfer engine and lanes of each group, and the way through each layer, in their order."""
+class Tensors:
+    """All tensors of a coordinator that are not scratch of plugins.
 
-    transfers: list[Any]
-    lanes: list[LaneBuffers]
-    layers: list[LayerPath]
+    Args:
+        plugins: what they are for.
+        device: where they lie; ``meta`` to count bytes before any is taken.
+
+    Attributes:
+        manager: host pool, buffers, maps, representations.
+        uploader: step tensors.
+        lanes: buffers of each group.
+        views: of each layer by number: what transfer and backend see, and its selector.
+    """
+
+    def __init__(self, plugins: Plugins, device: torch.device) -> None:
+        config = plugins.config
+        self.manager = SparseKVCacheManager(config, plugins.specs, device)
+        tails = [spec.tail if spec else None for spec in plugins.specs]
+        units = [group.shape.unit for group in config.groups]
+        max_pages = config.max_request_tokens // config.page_tokens
+        self.uploader = StepUploader(
+            [(unit, tail == "selectable") for unit, tail in zip(units, tails, strict=True)],
+            max_batch=config.max_requests,
+            shape=(config.max_requests, max_pages),
+            device=device,
+        )
+        self.lanes = [
+            LaneBuffers(config, index, tail == "forced", self.uploader, device)
+            for index, tail in enumerate(tails)
+        ]
+        self.views: dict[int, tuple[LayerView, Selector | None]] = {}
+        for index, lanes in enumerate(self.lanes):
+            for view, seen in self.manager.layer_views(index, self.uploader.step):
+                extra = self.manager.stores[index].extra[view.index]
+                algorithm = plugins.algorithms[index]
+                selector = _selector(config, index, seen, algorithm, lanes, extra)
+                self.views[view.layer] = (view, selector)
+
+    def memory(self, plugins: Plugins) -> MemoryReport:
+        """Bytes of these tensors and of the scratch of plugins."""
+        selectors = [selector for _, selector in self.views.values()]
+        holders = [self.lanes, selectors, plugins.algorithms, plugins.backends]
+        return self.manager.memory(self.uploader.step, holders)
+
+
+def _selector(
+    config: LoweredConfig,
+    index: int,
+    seen: LayerView,
+    algorithm: Any,
+    lanes: LaneBuffers,
+    extra: torch.Tensor,
+) -> Selector | None:
+    """Where the selection of a layer comes from; None in a dense layer."""
+    group = config.groups[index]
+    if algorithm is None:
+        return None
+    if seen.layer not in config.selecting_layers(group):
+        prompts = getattr(algorithm, "retrieve_prompt", None) is not None
+        if group.regranulated:
+            return SharedRegranulated(seen, lanes, prompts, extra)
+        return Shared(seen, lanes, prompts)
+    device = lanes.step.slots.device
+    if group.regranulated:
+        return Regranulated(config, seen, algorithm, lanes, group.indexed, device, extra=extra)
+    return Own(config, seen, algorithm, lanes, group.indexed, device)
+
+
+def allocate(plugins: Plugins) -> Tensors:
+    """Make all tensors, if the device may hold them.
+
+    Raises:
+        HostMemoryError, DeviceMemoryError: a tier is too small; nothing is left allocated.
+    """
+    config = plugins.config
+    needed = Tensors(plugins, torch.device("meta")).memory(plugins).device
+    if config.device_memory is not None and needed > config.device_memory:
+        raise DeviceMemoryError(
+            f"buffers, maps, resident layers, representations and scratch need {needed} bytes and "
+            f"device_memory allows {config.device_memory}; lower buffer, max_requests or "
+            "max_tokens, take a coarser unit, or raise device_memory"
+        )
+    return Tensors(plugins, config.device)
 
 
 def connect(
-    registry: PluginRegistry, plugins: Plugins, manager: SparseKVCacheManager
-) -> Connected:
-    """Bring plugins and pools together."""
-    config, step = plugins.config, manager.uploader.step
-    model, sizes = config.model, (config.max_requests, config.device)
-    eviction = registry.create("eviction", config.eviction)
-    made = Connected([], [], [])
-    for index, (group, store) in enumerate(zip(config.groups, manager.stores, strict=True)):
-        views = manager.layer_views(index)
-        what = (store, views, eviction, config.impl)
-        transfer = registry.create("transfer", config.transfer, *what)
-        spec = plugins.specs[index]
-        lanes = LaneBuffers(
-            *(model, store.group, step, *sizes),
-            index=index,
-            tail=spec is not None and spec.tail == "forced",
-            tokens=TokenSelection(group, *sizes, config.impl) if group.regranulated else None,
+    registry: PluginRegistry, plugins: Plugins, tensors: Tensors
+) -> tuple[list[Any], list[LayerPath]]:
+    """The transfer engine of each group, and the path of each layer."""
+    config, manager = plugins.config, tensors.manager
+    transfers, paths = [], []
+    for index, store in enumerate(manager.stores):
+        views = [tensors.views[layer][0] for layer in store.group.layers]
+        transfer = registry.create(
+            "transfer", config.transfer, store, views, plugins.eviction, config.impl
         )
-        made.transfers.append(transfer)
-        made.lanes.append(lanes)
-        hooks = (plugins.algorithms[index], transfer, plugins.backends[index])
-        rows = row_format(model, config.kv_format, config.impl)
-        indexed = _goes_by_index(registry, group.algorithm)
-        for view, seen in zip(views, manager.seen_views(index, views), strict=True):
-            selects = not model.indexer or model.indexer.selects_for(view.layer)
-            stored = (store.extra[view.index], *store.slot_views(view.index))
-            made.layers.append(
-                LayerPath(view, seen, *hooks, lanes, rows, indexed, selects, *stored)
+        transfers.append(transfer)
+        for view in views:
+            k_slots, v_slots = store.slot_views(view.index)
+            paths.append(
+                LayerPath(
+                    view=view,
+                    algorithm=plugins.algorithms[index],
+                    transfer=transfer,
+                    backend=plugins.backends[index],
+                    lanes=tensors.lanes[index],
+                    format=row_format(config.model, config.kv_format, config.impl),
+                    selector=tensors.views[view.layer][1],
+                    k_slots=k_slots,
+                    v_slots=v_slots,
+                )
             )
-    made.layers.sort(key=lambda path: path.view.layer)
-    return made
+    return transfers, sorted(paths, key=lambda path: path.view.layer)
 
 
 def _make_algorithm(registry: PluginRegistry, config: LoweredConfig, group: LoweredGroup) -> Any:
@@ -122,12 +200,6 @@ def _make_backend(registry: PluginRegistry, config: LoweredConfig, group: Lowere
     return registry.create("backend", config.backend, *what)
 
 
-def _goes_by_index(registry: PluginRegistry, name: str | None) -> bool:
-    """Whether an algorithm selects by the model's own indexer."""
-    entry = registry.get("algorithm", name).entry if name else None
-    return entry is not None and entry.capabilities.needs_index
-
-
 def _check_prompts(algorithm: Any, backend: Any, config: LoweredConfig) -> None:
     """An algorithm that selects for prompts needs a backend that can attend to a selection."""
     if (
@@ -138,7 +210,7 @@ def _check_prompts(algorithm: Any, backend: Any, config: LoweredConfig) -> None:
             "the algorithm selects for the rows of a prompt too (retrieve_prompt), and backend "
             f"{config.backend} has no prefill_selected; choose another backend"
         )
-        raise ConfigError("the configuration is refused; nothing was allocated", [reason])
+        raise ConfigError(CONFIG_REFUSED, [reason])
 
 
 def _with_tail_rules(
@@ -158,10 +230,10 @@ def _with_tail_rules(
                     f"{wide}units and the buffer holds {group.shape.buffer_slots}; "
                     f"raise buffer to at least {select * group.shape.unit} tokens or lower budget"
                 )
-                raise ConfigError("the configuration is refused; nothing was allocated", [reason])
+                raise ConfigError(CONFIG_REFUSED, [reason])
             if select >= MAX_SELECT:
                 reason = f"{wide}units, and must stay below {MAX_SELECT}; lower budget"
-                raise ConfigError("the configuration is refused; nothing was allocated", [reason])
+                raise ConfigError(CONFIG_REFUSED, [reason])
             shape = evolve(group.shape, select=select)
             group = evolve(group, shape=shape, seen=shape)
         groups.append(group)

@@ -3,6 +3,7 @@
 Read this file from top to bottom: ``forward_begin`` puts the rows of a forward into place,
 ``attention`` runs one layer, ``forward_end`` closes what the forward filled. Everything between
 the two is device work on tensors with fixed addresses and can be captured in a CUDA graph.
+Requests begin, end, grow and fork between forwards: ``topkv.requests``.
 """
 
 from __future__ import annotations
@@ -10,28 +11,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from topkv.assembly import connect, make_plugins
+from topkv.assembly import allocate, connect, make_plugins
 from topkv.config import LoweredConfig
 from topkv.config.layers import show_ranges
-from topkv.errors import RequestError
-from topkv.kv.manager import SparseKVCacheManager
-from topkv.lifecycle import RequestCalls
+from topkv.errors import DeviceMemoryError, RequestError
+from topkv.lanes import LaneBuffers
+from topkv.layers import Forward
+from topkv.memory import MemoryReport, TransferReport
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
 from topkv.prefill import Prefill
-from topkv.report import MemoryReport, TransferReport, memory_report, transfer_report
+from topkv.requests import Admission, Requests
 from topkv.types import Index
-from topkv.workspace import Chunk, LaneBuffers, LayerPath
 
 
-class SparseCoordinator(RequestCalls):
+class SparseCoordinator:
     """Sparse decoding for the attention layers of one model.
 
     Args:
         config: a lowered configuration (``topkv.config.lower``).
         registry: where plugins are looked up; the process-wide registry by default.
+
+    Attributes:
+        model, config: what it was made for.
+        layers: the path of each layer.
+        lanes, transfers: of each group.
+        requests: state of every request.
+        manager: memory of both tiers.
+        step: the step tensors.
+        forward: the open forward, or None.
 
     Raises:
         ConfigError, PluginError: nothing was allocated.
@@ -40,33 +51,35 @@ class SparseCoordinator(RequestCalls):
 
     def __init__(self, config: LoweredConfig, registry: PluginRegistry | None = None) -> None:
         registry = registry or default_registry()
-        plugins = make_plugins(registry, config)
+        self._plugins = plugins = make_plugins(registry, config)
         self.model, self.config = config.model, plugins.config
-        self.manager = SparseKVCacheManager(self.config, plugins.specs)
-        self.tracker = self.manager.tracker
-        self.step = self.manager.uploader.step
-        self.observers = registry.create_all("observer")
-        connected = connect(registry, plugins, self.manager)
-        self.transfers, self.lanes = connected.transfers, connected.lanes
-        self.layers = connected.layers
+        self._tensors = tensors = allocate(plugins)
+        self.manager, self.lanes = tensors.manager, tensors.lanes
+        self.step = tensors.uploader.step
+        try:
+            self.transfers, self.layers = connect(registry, plugins, tensors)
+            self.requests = Requests(
+                config=self.config,
+                manager=self.manager,
+                step=tensors.uploader,
+                transfers=self.transfers,
+                generated=plugins.least("generated"),
+                selectors=[path.selector for path in self.layers if path.selector],
+            )
+            self.prefill = Prefill(self.config, self.requests)
+            self.observers = registry.create_all("observer")
+        except torch.OutOfMemoryError as error:
+            self.close()
+            raise DeviceMemoryError(f"scratch does not fit the device: {error}") from error
+        except BaseException:
+            self.close()
+            raise
         never = 2**31 - 1
         periods = [spec.settle_period if spec else None for spec in plugins.specs]
         self._settle_periods = np.asarray([period or never for period in periods])[:, None]
-        self._generated = plugins.least("generated")
-        self.prefill = Prefill(self.config, self.tracker, self.layers)
-        self._chunks: list[Chunk] = []
-        self._rows = self._appended = np.zeros(0, dtype=np.int32)
-        self._count = 0
-        self._attended: set[int] = set()
-        self._forward_open = False
-        self._ending: list[int] = []
+        self.forward: Forward | None = None
 
     # A forward.
-
-    @property
-    def forward_open(self) -> bool:
-        """Whether a forward has begun that was neither ended nor aborted."""
-        return self._forward_open
 
     def forward_begin(
         self,
@@ -89,6 +102,23 @@ class SparseCoordinator(RequestCalls):
         self._between_forwards("forward_begin")
         rows = np.array(decode, dtype=np.int32)  # a copy: it is read again at the end
         live = rows >= 0
+        appended = np.asarray(live if append is None else live & np.asarray(append), np.int32)
+        self._check(rows, rows[appended == 1], prefill)
+        self.requests.own_pages(rows[appended == 1], prefill)
+        self._settle(rows[live])
+        forward = Forward(rows, appended)
+        for slot, tokens in prefill:
+            self.requests.flush(slot)
+            forward.add_chunk(slot, int(self.requests.length[slot]), tokens)
+        self.forward = forward
+        self._upload(rows, appended)
+        for observer in self.observers:
+            observer.before_forward(rows, forward.prompt_tokens)
+
+    def _check(
+        self, rows: np.ndarray, writers: np.ndarray, prefill: Sequence[tuple[int, int]]
+    ) -> None:
+        """Refuse a forward before it changes anything."""
         if len(rows) > self.config.max_requests:
             raise RequestError(
                 f"{len(rows)} decode rows exceed max_requests = {self.config.max_requests}"
@@ -100,39 +130,8 @@ class SparseCoordinator(RequestCalls):
                     "take tokens back"
                 )
         chunks = np.asarray([slot for slot, _ in prefill], dtype=np.int32)
-        self.tracker.check_all(np.append(rows[live], chunks))
-        appended = np.asarray(live if append is None else live & np.asarray(append), np.int32)
-        self._check_generated(rows[appended == 1], 1)
-        in_need = self.manager.without_page(rows[appended == 1])
-        self._own_pages([*((slot, 1) for slot in in_need.tolist()), *prefill])
-        self._settle(rows[live])
-        for slot, _ in prefill:
-            self.flush(slot)
-
-        self._rows, self._appended, self._chunks = rows, appended, []
-        first = len(rows)
-        for slot, tokens in prefill:
-            start = int(self.tracker.length[slot])
-            self._chunks.append(Chunk(slot, start, slice(first, first + tokens)))
-            first += tokens
-        self._count, self._attended = first, set()
-        self._forward_open = True
-        self._upload(rows, appended)
-        for observer in self.observers:
-            observer.before_forward(rows, first - len(rows))
-
-    def _own_pages(self, writers: list[tuple[int, int]]) -> None:
-        """Lease the pages that the forward writes, and copy those that are shared; all or none."""
-        page = self.config.page_tokens
-        ends = [(slot, int(self.tracker.length[slot]) + tokens) for slot, tokens in writers]
-        places = [
-            (slot, index)
-            for (slot, end), (_, tokens) in zip(ends, writers, strict=True)
-            for index in range((end - tokens) // page, -(-end // page))
-        ]
-        self.manager.lease(ends, spare=self.manager.copies_needed(places))
-        for slot, index in places:
-            self.manager.own_page(slot, index)
+        self.requests.check_all(np.append(rows[rows >= 0], chunks))
+        self.requests.check_generated(writers, 1)
 
     def attention(
         self,
@@ -150,9 +149,8 @@ class SparseCoordinator(RequestCalls):
             q: ``[rows, H, D]`` post-RoPE queries.
             k, v: ``[rows, Hkv, D]`` post-RoPE keys, and values. Of latent attention the rows
                 ``[rows, 1, D]``, twice.
-            index: what the model's own indexer computed for the rows. None where a model has
-                none; and in a model that has one, where the layer shares the selection of the
-                layer before it, of the same group.
+            index: what the model's own indexer computed for the rows; None where the layer has
+                none, and shares the selection of the layer before it or has nothing to select by.
             out: ``[rows, H, out_dim]`` to write to; made if None.
 
         Returns:
@@ -160,75 +158,53 @@ class SparseCoordinator(RequestCalls):
 
         Raises:
             RequestError: no forward is open, the rows are not those that it announced, or the
-                layer shares a selection and none has been made for its group.
+                index is not what the layer selects by.
         """
-        if not self._forward_open:
+        forward = self.forward
+        if forward is None:
             raise RequestError("attention belongs between forward_begin and forward_end")
-        self._check_rows(q, k, v)
-        self._attended.add(layer)
+        self._check_rows(forward, q, k, v)
+        forward.attended.add(layer)
         path = self.layers[layer]
         if out is None:
             out = q.new_empty((*q.shape[:-1], self.model.out_dim))
-        batch = len(self._rows)
+        batch = len(forward.rows)
         if batch:
-            ours = None if index is None else index.rows(slice(0, batch))
-            self._decode(path, q[:batch], k[:batch], v[:batch], ours, out[:batch])
-        for chunk in self._chunks:
-            rows = chunk.rows
-            if rows.stop > rows.start:
-                ours = None if index is None else index.rows(rows)
-                self.prefill.run(path, chunk, q[rows], k[rows], v[rows], ours, out[rows])
+            own = None if index is None else index.rows(slice(0, batch))
+            self._decode(layer, q[:batch], k[:batch], v[:batch], own, out[:batch])
+        for chunk in forward.chunks:
+            if chunk.tokens:
+                rows = chunk.rows
+                own = None if index is None else index.rows(rows)
+                self.prefill.run(path, chunk, q[rows], k[rows], v[rows], own, out[rows])
         return out
-
-    def _check_rows(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Refuse other shapes than those of the forward: kernels would read or leave out rows."""
-        model, rows = self.model, self._count
-        keys = (rows, model.num_kv_heads, model.head_dim)
-        if q.shape == (rows, model.num_heads, model.head_dim) and k.shape == v.shape == keys:
-            return
-        expected = [rows, model.num_heads, model.head_dim]
-        raise RequestError(
-            f"expected q {expected}, k and v {list(keys)} for the {rows} rows of this forward, "
-            f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-        )
 
     def attention_begin(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: Index | None = None
     ) -> LaneBuffers:
-        """Append, update, select, plan, load and adapt: for engines with kernels of their own.
+        """Append, select, plan, load and adapt: for engines with kernels of their own.
+
+        Args:
+            layer, q, k, v, index: as in ``attention``, of the decode rows alone.
 
         Returns:
             Lane buffers, whose ``table`` and ``lengths`` index the layer's ``k_slots`` and
             ``v_slots``.
-
-        Raises:
-            RequestError: the layer shares a selection, and none has been made for its group.
         """
         path = self.layers[layer]
         view, lanes = path.view, path.lanes
-        path.transfer.append(view, *path.rows.encode(k, v, lanes.packed))
-        if path.algorithm:
-            if not path.shares(index):
-                queries, keys, weights = path.asked(q, k, index)
-                selected = lanes.selected
-                path.algorithm.update(path.seen, keys)
-                path.algorithm.retrieve_topk(path.seen, queries.unsqueeze(1), weights, selected)
-                if lanes.tokens:
-                    lanes.tokens.regranulate(lanes.limit, lanes.ids)
-                lanes.chosen = True
-            elif not lanes.chosen:  # else ``ids`` still holds the selection before it
-                raise path.nothing_to_share()
-            if lanes.tokens:
-                lanes.tokens.count(path.extra)
+        path.transfer.append(view, *path.format.encode(k, v, lanes.packed))
+        if path.selector:
+            path.selector.select(q, k, index)  # to lanes.ids
             path.transfer.plan(view, lanes.ids, lanes.limit, lanes.plan)
             path.transfer.load(view, lanes.plan)
             path.backend.adapt_page_table(view, lanes.plan, lanes.table, lanes.lengths)
         return lanes
 
     def _decode(
-        self, path: LayerPath, q: Tensor, k: Tensor, v: Tensor, index: Index | None, out: Tensor
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: Index | None, out: Tensor
     ) -> None:
-        lanes = self.attention_begin(path.view.layer, q, k, v, index)
+        lanes, path = self.attention_begin(layer, q, k, v, index), self.layers[layer]
         path.backend.attend(
             lanes.by_lane(q),
             path.k_slots,
@@ -238,6 +214,17 @@ class SparseCoordinator(RequestCalls):
             lanes.by_lane(out),
             lanes.lse,
         )
+
+    def _check_rows(self, forward: Forward, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Refuse other shapes than those of the forward: kernels would read or leave out rows."""
+        model, rows = self.model, forward.count
+        queries = (rows, model.num_heads, model.head_dim)
+        keys = (rows, model.num_kv_heads, model.head_dim)
+        if not (q.shape == queries and k.shape == v.shape == keys):
+            raise RequestError(
+                f"expected q {list(queries)}, k and v {list(keys)} for the {rows} rows of this "
+                f"forward, got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+            )
 
     def offload(self) -> None:
         """Copy the units that this step's decode rows filled to the host. Capturable."""
@@ -249,37 +236,30 @@ class SparseCoordinator(RequestCalls):
 
         Args:
             offloaded: a captured graph has run ``offload`` already.
-        """
-        if not self._forward_open:
-            raise RequestError("forward_end without forward_begin")
-        self._check_layers()
-        if len(self._rows) and not offloaded:
-            self.offload()
-        if self._chunks:
-            self.prefill.join()
-        tracker = self.tracker
-        writers = self._rows[self._appended == 1]
-        tracker.length[writers] += 1
-        tracker.dirty[writers] = True
-        for chunk in self._chunks:
-            tokens = chunk.rows.stop - chunk.rows.start
-            tracker.length[chunk.slot] += tokens
-            tracker.fresh[chunk.slot] |= tokens > 0
-        touched = [*writers.tolist(), *(chunk.slot for chunk in self._chunks)]
-        tracker.high[touched] = np.maximum(tracker.high[touched], tracker.length[touched])
-        tokens = sum(chunk.rows.stop - chunk.rows.start for chunk in self._chunks)
-        self._close_forward()
-        for observer in self.observers:
-            observer.after_forward(self._rows, tokens)
 
-    def _check_layers(self) -> None:
+        Raises:
+            RequestError: no forward is open, or a layer has not run; nothing has changed.
+        """
+        forward = self.forward
+        if forward is None:
+            raise RequestError("forward_end without forward_begin")
+        self._check_layers(forward)
+        if len(forward.rows) and not offloaded:
+            self.offload()
+        if forward.chunks:
+            self.prefill.join()
+        self.requests.advance(forward)
+        self._close(forward)
+        for observer in self.observers:
+            observer.after_forward(forward.rows, forward.prompt_tokens)
+
+    def _check_layers(self, forward: Forward) -> None:
         """Refuse to close a forward in which some layers have not appended their tokens.
 
         Decode rows may have run in a graph, which calls nothing here.
         """
-        left_out = [layer for layer in range(len(self.layers)) if layer not in self._attended]
-        chunks = self._count > len(self._rows)
-        if left_out and (self._attended or chunks):
+        left_out = [layer for layer in range(len(self.layers)) if layer not in forward.attended]
+        if left_out and (forward.attended or forward.prompt_tokens):
             raise RequestError(
                 f"attention was not called for layers {show_ranges(left_out)} of this forward; "
                 "call it for each layer, or drop the forward with forward_abort"
@@ -287,63 +267,131 @@ class SparseCoordinator(RequestCalls):
 
     def forward_abort(self) -> None:
         """Drop an open forward, after an exception say; its tokens are not appended. Cold."""
-        if not self._forward_open:
+        forward = self.forward
+        if forward is None:
             return
-        if self._chunks:
+        if forward.chunks:
             self.prefill.join()
-        # What was written stays in the ring, so its bound moves although no length does. A
-        # chunk may have overwritten the whole ring; the host has everything before it.
-        writers = self._rows[self._appended == 1]
-        high = self.tracker.high
-        high[writers] = np.maximum(high[writers], self.tracker.length[writers] + 1)
-        chunks = self._chunks
-        self._close_forward()
-        for chunk in chunks:
-            if self.tracker.active[chunk.slot]:
-                self._restore(chunk.slot)
+        self.requests.abort(forward)
+        self._close(forward)
 
-    def _close_forward(self) -> None:
-        self._forward_open, self._chunks = False, []
-        self.prefill.forget()
-        ending, self._ending = self._ending, []
-        for slot in ending:
-            self.request_end(slot)
+    def _close(self, forward: Forward) -> None:
+        self.forward = None
+        for lanes in self.lanes:
+            lanes.prompts.clear()
+        for slot in forward.ending:
+            self.requests.end(slot)
 
     def _settle(self, slots: np.ndarray) -> None:
         """Settle all groups where prefill has turned to decode, and warm those; settle a group
         whose period is full."""
-        tracker = self.tracker
-        fresh = slots[tracker.fresh[slots]]
-        due = tracker.length[slots] - tracker.settled[:, slots] >= self._settle_periods
-        due |= tracker.fresh[slots]
+        requests = self.requests
+        fresh = slots[requests.fresh[slots]]
+        due = requests.length[slots] - requests.settled[:, slots] >= self._settle_periods
+        due |= requests.fresh[slots]
         for slot, groups in zip(slots[due.any(0)].tolist(), due.T[due.any(0)], strict=True):
-            self.flush(slot)
-            self.manager.uploader.upload_pages()
-            for group in np.flatnonzero(groups).tolist():
-                length = int(tracker.length[slot])
-                self.prefill.settle(group, slot, int(tracker.settled[group, slot]), length)
-                tracker.settled[group, slot] = length
-        tracker.fresh[fresh], tracker.prompt[fresh] = False, tracker.length[fresh]
+            requests.flush(slot)
+            requests.pages.upload()
+            for path in self.layers:
+                group = path.lanes.index
+                if groups[group]:
+                    since, length = int(requests.settled[group, slot]), requests.length[slot]
+                    self.prefill.settle(path, slot, since, int(length))
+            requests.settled[groups, slot] = requests.length[slot]
+        requests.fresh[fresh], requests.prompt[fresh] = False, requests.length[fresh]
         if len(fresh):
-            self._upload(fresh, np.zeros(len(fresh), np.int32))
-            self.prefill.warm()
+            self._warm(fresh)
+
+    def _warm(self, slots: np.ndarray) -> None:
+        """Load what the last prompt queries select, so that decoding starts with hits."""
+        self._upload(slots, np.zeros(len(slots), np.int32))
+        for path in self.layers:
+            if path.selector:
+                path.selector.warm()
+                lanes = path.lanes
+                path.transfer.plan(path.view, lanes.ids, lanes.limit, lanes.plan)
+                path.transfer.load(path.view, lanes.plan)
 
     def _upload(self, rows: np.ndarray, appended: np.ndarray) -> None:
-        self.manager.uploader.upload(rows, appended)
+        self.requests.upload(rows, appended)
         for lanes in self.lanes:
-            lanes.begin(self.manager.uploader)
+            lanes.begin()
+
+    # Requests, between forwards: see ``topkv.requests.Requests``.
+
+    @property
+    def forward_open(self) -> bool:
+        """Whether a forward has begun, and neither ended nor been aborted."""
+        return self.forward is not None
+
+    def _between_forwards(self, call: str) -> None:
+        if self.forward is not None:
+            raise RequestError(f"{call} during a forward; call forward_end first")
+
+    def request_begin(self) -> int:
+        """Take a request slot. Raises DeviceMemoryError if none is free."""
+        return self.requests.begin()
+
+    def request_end(self, slot: int) -> None:
+        """Give back everything that the request holds; also for abort.
+
+        During a forward it takes effect at ``forward_end``: later layers still write that row.
+        """
+        self.requests.check(slot)
+        if self.forward is None:
+            self.requests.end(slot)
+        elif slot not in self.forward.ending:
+            self.forward.ending.append(slot)
+
+    def length(self, slot: int) -> int:
+        """Tokens of a request."""
+        self.requests.check(slot)
+        return int(self.requests.length[slot])
+
+    def can_admit(self, tokens: int, requests: int = 1) -> Admission:
+        """Whether ``requests`` new requests of ``tokens`` tokens each would find room."""
+        return self.requests.can_admit(tokens, requests)
+
+    def reserve(self, slot: int, tokens: int) -> None:
+        """Lease the pages for ``tokens`` further tokens now; see ``Requests.reserve``."""
+        self._between_forwards("reserve")
+        self.requests.reserve(slot, tokens)
+
+    def rollback(self, slot: int, length: int) -> None:
+        """Take back the newest tokens, as far as the ring reaches; see ``Requests.rollback``."""
+        self._between_forwards("rollback")
+        self.requests.rollback(slot, length)
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Cut a request to ``length`` tokens and forget every device copy. Cold."""
+        self._between_forwards("truncate")
+        self.requests.truncate(slot, length)
+
+    def fork(self, slot: int) -> int:
+        """A new request with the same tokens, which shares its full pages. Cold."""
+        self._between_forwards("fork")
+        return self.requests.fork(slot)
+
+    def flush(self, slot: int) -> None:
+        """Move the open unit to the host, so that all tokens are there. Cold."""
+        self.requests.flush(slot)
 
     def memory(self) -> MemoryReport:
         """Bytes on both tiers, counted from tensors."""
-        return memory_report(self.manager)
+        return self._tensors.memory(self._plugins)
 
     def transfers_of(self, slots: Sequence[int]) -> TransferReport:
         """Hits, misses, bytes and extra tokens of requests since they began. Synchronizes."""
-        return transfer_report(self.manager, slots)
+        return self.manager.transfers(slots)
 
     def check_integrity(self) -> None:
-        """See ``SparseKVCacheManager.check_integrity``."""
-        self.manager.check_integrity()
+        """Pages, counts and maps are what they claim to be. Slow; for tests.
+
+        Raises:
+            RequestError: with the first thing that is wrong.
+        """
+        slots = range(self.config.max_requests)
+        self.manager.check_integrity([self.requests.pages.of(slot) for slot in slots])
 
     def close(self) -> None:
         """Unregister the host memory. Idempotent."""

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+CONFIG_REFUSED = "the configuration is refused; nothing was allocated"
+"""Head of the errors of configurations that nobody has acted on."""
+
 
 class TopkvError(Exception):
     """Base of all errors of topkv."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from topkv.config import LoweredConfig
-from topkv.requests import RequestTracker
-from topkv.types import Index, LayerView
-from topkv.workspace import Chunk, LayerPath
+from topkv.layers import Chunk, LayerPath
+from topkv.requests import Requests
+from topkv.selectors import Own
+from topkv.types import Index
 
 WORKSPACE = 256 << 20
 """Most bytes of the masks of a block of prompt rows."""
@@ -37,14 +38,13 @@ def history_blocks(
     Yields:
         ``(position, k, v)`` with ``[n, Hkv, D]`` tensors that the caller may keep.
     """
-    layer, transfer, rows = path.view, path.transfer, path.rows
-    group = layer.group
+    layer, group = path.view, path.view.group
     for first in range(start, end, block):
         shape = (min(block, end - first), group.num_kv_heads, group.head_dim)
         k = torch.empty(shape, dtype=group.dtype, device=device)
         v = torch.empty_like(k) if group.planes == 2 else k
-        transfer.fetch(layer, slot, first, k, v)
-        yield first, *rows.decode(k, v, dtype)
+        path.transfer.fetch(layer, slot, first, k, v)
+        yield first, *path.format.decode(k, v, dtype)
 
 
 def from_position(
@@ -147,47 +147,33 @@ def selected(ids: Tensor, first: int, count: int) -> Tensor:
     return keep.scatter_(1, place, True)[:, :count].contiguous()
 
 
-def open_keys(path: LayerPath, slot: int, start: int, dtype: torch.dtype) -> Tensor:
+def open_keys(path: LayerPath, unit: int, slot: int, start: int, dtype: torch.dtype) -> Tensor:
     """Keys ``[start % unit, Hkv, D]`` that the open unit holds before a chunk at ``start``.
 
-    A copy: a chunk longer than the ring overwrites the place that they are read from. None where
-    selections are regranulated: the unit is the algorithm's, a token, and never open.
+    A copy: a chunk longer than the ring overwrites the place that they are read from.
+
+    Args:
+        unit: of the algorithm; 1 where selections are regranulated, and none is open then.
     """
-    group = path.view.group
-    unit, filled = divmod(start, path.seen.group.unit)
-    ring = path.view.ring_k[slot, :, unit % group.ring_slots, :, :filled]
+    ring_unit, filled = divmod(start, unit)
+    ring = path.view.ring_k[slot, :, ring_unit % path.view.group.ring_slots, :, :filled]
     rows = ring.flatten(0, 1).transpose(0, 1).clone()
-    return path.rows.decode(rows, rows, dtype)[0]
+    return path.format.decode(rows, rows, dtype)[0]
 
 
 class Prefill:
     """Runs prompt chunks and settles requests. Cold: per request, in Python.
 
+    History is streamed block by block on the current stream, each block into memory of its own:
+    nothing overlaps yet. Chunks are stored on a stream of their own.
+
     Args:
         config: blocks and device.
-        tracker: lengths and ring bounds of the requests.
-        paths: the layers.
+        requests: ring bounds of the requests.
     """
 
-    def __init__(
-        self, config: LoweredConfig, tracker: RequestTracker, paths: Sequence[LayerPath]
-    ) -> None:
-        self.config = config
-        self.tracker = tracker
-        self.sparse = [path for path in paths if path.algorithm]
-        model, requests = config.model, config.max_requests
-        self._last_queries: dict[int, Tensor] = {}
-        self._last_weights: dict[int, Tensor] = {}
-        for path in self.sparse:
-            heads, dim = model.num_heads, model.head_dim
-            if path.indexed and model.indexer:
-                heads, dim = model.indexer.num_heads, model.indexer.head_dim
-                weights = torch.zeros((requests, heads), device=config.device)
-                self._last_weights[path.view.layer] = weights
-            queries = torch.zeros((requests, heads, dim), dtype=model.dtype, device=config.device)
-            self._last_queries[path.view.layer] = queries
-        self._chunk_ids: dict[tuple[int, int], Tensor | None] = {}  # by group and slot
-        self._indexed: set[int] = set()
+    def __init__(self, config: LoweredConfig, requests: Requests) -> None:
+        self.config, self.requests = config, requests
         cuda = config.device.type == "cuda"
         self._stream = torch.cuda.Stream(config.device) if cuda else None
 
@@ -209,102 +195,41 @@ class Prefill:
             index: of the rows, where the model has an indexer.
             out: ``[m, H, Dv]``.
         """
-        view, slot, start = path.view, chunk.slot, chunk.start
-        stored = path.rows.encode(k, v)
+        slot, start, selector = chunk.slot, chunk.start, path.selector
+        stored = path.format.encode(k, v)
         # What is attended is what has been stored, so that chunks of any size give the same.
-        k, v = path.rows.decode(*stored, self.config.model.dtype)
+        k, v = path.format.decode(*stored, self.config.model.dtype)
         history = self._history(path, slot, 0, start)
-        if path.selects_prompts:
-            ids = self._select(path, chunk, q, k, index)
+        if selector is not None and selector.selects_prompts:
+            ids = selector.select_prompt(slot, start, q, k, index)
             result, _ = chunk_attention(path.backend, q, k, v, start, history, ids)
             self._store(path, chunk, *stored)
-        else:
-            represents = path.algorithm is not None and not path.shares(index)
-            before = open_keys(path, slot, start, k.dtype) if represents else None
+        elif selector is not None:
+            unit = selector.view.group.unit
+            before = open_keys(path, unit, slot, start, k.dtype)
             result, lse = chunk_attention(path.backend, q, k, v, start, history)
             self._store(path, chunk, *stored)
-            if before is not None:
-                queries, keys, weights = path.asked(q, k, index)
-                keys = torch.cat([before, keys]) if len(before) else keys
-                first = start - start % path.seen.group.unit
-                path.algorithm.construct(path.seen, slot, first, keys, queries, lse)
-                self._remember(view, slot, queries, weights)
+            keys = torch.cat([before, k]) if len(before) else k
+            selector.construct(slot, start - start % unit, keys, q, lse, index)
+        else:
+            result, _ = chunk_attention(path.backend, q, k, v, start, history)
+            self._store(path, chunk, *stored)
         out.copy_(result)
 
-    def _select(
-        self, path: LayerPath, chunk: Chunk, q: Tensor, k: Tensor, index: Index | None
-    ) -> Tensor | None:
-        """Represent a chunk and select for its rows; None where they see everything.
+    def settle(self, path: LayerPath, slot: int, since: int, length: int) -> None:
+        """Call ``settle`` of a layer that selects for itself, with the history that it asks for.
 
-        A layer without an index of its own goes by the selection of the layer before it.
+        Args:
+            since: first position that no settle has seen.
+            length: tokens of the request.
         """
-        view, slot, start = path.seen, chunk.slot, chunk.start
-        place = (path.lanes.index, slot)
-        if path.shares(index):
-            if place not in self._chunk_ids:
-                raise path.nothing_to_share()
-            return self._chunk_ids[place]
-        q, keys, weights = path.asked(q, k, index)
-        no_lse = torch.empty((0, self.config.model.num_heads), device=q.device)
-        path.algorithm.construct(view, slot, start, keys, q, no_lse)
-        self._remember(view, slot, q, weights)
-        ids = self._chunk_ids[place] = None  # frees what the layer before has selected
-        if start + len(q) > view.group.select:
-            shape = (len(q), view.group.select)
-            ids = torch.empty(shape, dtype=torch.int32, device=q.device)
-            path.algorithm.retrieve_prompt(view, slot, start, q, weights, ids)
-        self._chunk_ids[place] = ids
-        return ids
-
-    def _remember(self, view: LayerView, slot: int, q: Tensor, weights: Tensor | None) -> None:
-        """Keep the last query of a chunk, to warm the buffer with."""
-        self._last_queries[view.layer][slot] = q[-1]
-        if weights is not None:
-            self._indexed.add(view.layer)
-            self._last_weights[view.layer][slot] = weights[-1]
-
-    def copy(self, slot: int, twin: int) -> None:
-        """Let a fork start as warm as its request."""
-        for kept in (*self._last_queries.values(), *self._last_weights.values()):
-            kept[twin] = kept[slot]
-
-    def settle(self, group: int, slot: int, since: int, length: int) -> None:
-        """Call ``settle`` of the layers of a group that select, with the history it asks for."""
-        for path in self.sparse:
-            if path.lanes.index != group or not path.selects:
-                continue
-            whole = path.algorithm.spec().settle_whole
-            stored = 0 if whole else since - since % path.view.group.unit
-            asked = 0 if whole else since - since % path.seen.group.unit
-            history = from_position(self._history(path, slot, stored, length), asked)
-            path.algorithm.settle(path.seen, slot, since, length, history)
-
-    def warm(self) -> None:
-        """Load what the last prompt queries select, so that decoding starts with hits.
-
-        The step tensors hold the rows to warm, none of which appends.
-        """
-        for path in self.sparse:
-            view, lanes = path.view, path.lanes
-            if not path.indexed or view.layer in self._indexed:
-                self._retrieve(path)  # else the selection of the layer before it holds
-            path.transfer.plan(view, lanes.ids, lanes.limit, lanes.plan)
-            path.transfer.load(view, lanes.plan)
-
-    def _retrieve(self, path: LayerPath) -> None:
-        layer, slots = path.view.layer, path.view.step.slots
-        queries = self._last_queries[layer].index_select(0, slots).unsqueeze(1)
-        weights = self._last_weights.get(layer)
-        if weights is not None:
-            weights = weights.index_select(0, slots)
-        lanes = path.lanes
-        path.algorithm.retrieve_topk(path.seen, queries, weights, lanes.selected)
-        if lanes.tokens:
-            lanes.tokens.regranulate(lanes.limit, lanes.ids)
-
-    def forget(self) -> None:
-        """Drop the selections of the chunks, which layers of one forward share."""
-        self._chunk_ids.clear()
+        selector = path.selector
+        if not isinstance(selector, Own):
+            return
+        stored = 0 if selector.settle_whole else since - since % path.view.group.unit
+        asked = 0 if selector.settle_whole else since - since % selector.view.group.unit
+        history = from_position(self._history(path, slot, stored, length), asked)
+        selector.algorithm.settle(selector.view, slot, since, length, history)
 
     def join(self) -> None:
         """Let the current stream wait for what the offload stream still copies."""
@@ -320,9 +245,9 @@ class Prefill:
 
     def _store(self, path: LayerPath, chunk: Chunk, k: Tensor, v: Tensor) -> None:
         """Send a chunk's keys and values to their pages, on the offload stream of a GPU."""
-        tracker, slot = self.tracker, chunk.slot
-        high = max(int(tracker.high[slot]), chunk.start + len(k))
-        values = (path.view, slot, chunk.start, k, v, high, bool(tracker.resident[slot]))
+        requests, slot = self.requests, chunk.slot
+        high = max(int(requests.high[slot]), chunk.start + len(k))
+        values = (path.view, slot, chunk.start, k, v, high, bool(requests.resident[slot]))
         if self._stream is None:
             path.transfer.store_chunk(*values)
             return

@@ -159,7 +159,7 @@ def assert_close(ours, stock, truth, times=2):
 def assert_all_free(handle):
     """No request is left, and both tiers add up."""
     coordinator = handle.coordinator
-    assert coordinator.tracker.free == coordinator.config.max_requests
+    assert coordinator.requests.free == coordinator.config.max_requests
     assert coordinator.manager.host.used == 0
     coordinator.check_integrity()
 

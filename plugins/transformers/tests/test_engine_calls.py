@@ -72,7 +72,7 @@ def test_other_forwards_run_as_before(tiny, implementation):
         for ours, expected in zip(all_ways(), stock, strict=True):
             assert torch.equal(ours, expected)
         assert model.config._attn_implementation == implementation
-        assert handle.coordinator.tracker.free == 4
+        assert handle.coordinator.requests.free == 4
 
 
 @pytest.mark.parametrize("shared_config", [True, False])
@@ -223,7 +223,7 @@ def test_who_owns_the_cache(tiny, check):
         model.generate(**prompt, **GREEDY)
         check.all_free(handle)
         output = model.generate(**prompt, **GREEDY, return_dict_in_generate=True)
-        assert handle.coordinator.tracker.free == 2
+        assert handle.coordinator.requests.free == 2
         cache = output.past_key_values
         cache.close()
         cache.close()
@@ -281,7 +281,7 @@ def test_a_cache_that_dies_during_a_forward_waits(tiny, check):
         def drop(*_):
             if len(caches) == 2:
                 del caches[0]
-            free.append(handle.coordinator.tracker.free)
+            free.append(handle.coordinator.requests.free)
 
         mask = torch.ones(1, 13, dtype=torch.long, device=tiny.device)
         cache = caches[1]
@@ -289,7 +289,7 @@ def test_a_cache_that_dies_during_a_forward_waits(tiny, check):
         model(prompt["input_ids"][:, :1], attention_mask=mask, past_key_values=cache)
         hook.remove()
         assert free == [2]
-        assert handle.coordinator.tracker.free == 3
+        assert handle.coordinator.requests.free == 3
         cache.close()
         check.all_free(handle)
 

@@ -183,7 +183,7 @@ def test_sampling_with_the_same_seed(tiny):
     with topkv.attach(model, tiny.settings()) as handle:
         assert torch.equal(sample(), stock)
         assert torch.equal(sample(num_return_sequences=2), twice)
-        assert handle.coordinator.tracker.free == 4
+        assert handle.coordinator.requests.free == 4
 
 
 def test_streamer(tiny):
@@ -225,7 +225,7 @@ def test_other_ways_to_give_a_prompt(tiny, given):
     stock = call()
     with topkv.attach(model, tiny.settings()) as handle:
         assert torch.equal(call(), stock)
-        assert handle.coordinator.tracker.free == 4
+        assert handle.coordinator.requests.free == 4
 
 
 def test_rows_that_end_early(tiny, check):

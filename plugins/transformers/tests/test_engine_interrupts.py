@@ -87,7 +87,7 @@ class Talk:
         coordinator = self.handle.coordinator
         lengths = [coordinator.length(slot) for slot in self.cache.slots]
         used = coordinator.manager.host.used
-        return coordinator.tracker.free, used, lengths, self.cache.get_seq_length()
+        return coordinator.requests.free, used, lengths, self.cache.get_seq_length()
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])

@@ -32,6 +32,7 @@ class LoweredGroup:
         budget: attended tokens of a lane; 0 for dense layers.
         seen: the geometry that the algorithm is told of: ``shape``, or the same in units of one
             token where selections are regranulated.
+        indexed: the algorithm goes by the model's own indexer.
     """
 
     shape: GroupShape
@@ -39,6 +40,7 @@ class LoweredGroup:
     params: Mapping[str, Any]
     budget: int
     seen: GroupShape = field(default=Factory(lambda group: group.shape, takes_self=True))
+    indexed: bool = False
 
     @property
     def regranulated(self) -> bool:
@@ -99,6 +101,14 @@ class LoweredConfig:
     prefill_block_tokens: int
     capturable: bool
     settings: tuple[Setting, ...]
+
+    def selecting_layers(self, group: LoweredGroup) -> tuple[int, ...]:
+        """Layers of a group that select for themselves; the others share what was selected in the
+        layer before them."""
+        indexer = self.model.indexer
+        if group.algorithm is None or not group.indexed or indexer is None:
+            return group.shape.layers
+        return tuple(layer for layer in group.shape.layers if indexer.selects_for(layer))
 
     def describe(self) -> str:
         """The settings and the groups as two plain tables."""

@@ -20,11 +20,12 @@ from topkv.config.negotiation import (
     impl_reasons,
     model_reasons,
     shape_reasons,
+    sharing_reasons,
 )
 from topkv.config.sources import COMPUTED, DEFAULT, Plugins, Source, Sources
 from topkv.config.sparse import SparseConfig
 from topkv.config.values import clean
-from topkv.errors import ConfigError
+from topkv.errors import CONFIG_REFUSED, ConfigError
 from topkv.kv.layout import lay_out
 from topkv.kv.rows import format_reasons, row_format
 from topkv.messages import shown
@@ -33,7 +34,6 @@ from topkv.types import GroupShape, ModelShape
 
 MAX_TOKENS = 32768
 PREFILL_BLOCK = 8192
-REFUSED = "the configuration is refused; nothing was allocated"
 
 
 def lower(
@@ -60,7 +60,7 @@ def lower(
     """
     reasons = model_reasons(model)
     if reasons:
-        raise ConfigError(REFUSED, reasons)
+        raise ConfigError(CONFIG_REFUSED, reasons)
     work = _Lowering(model, torch.device(device), Plugins(registry, reasons))
     work.read(config, {} if checkpoint is None else checkpoint)
     work.plan()
@@ -274,13 +274,15 @@ class _Lowering:
         shape = seen = self._shape(layers, plan)
         if plan.selects != plan.unit:
             seen = in_tokens(shape, self._chosen(plan))
-        return LoweredGroup(shape, plan.algorithm, plan.params, plan.budget, seen)
+        indexed = self.plugins.needs_index(plan.algorithm)
+        return LoweredGroup(shape, plan.algorithm, plan.params, plan.budget, seen, indexed)
 
     def build(self) -> LoweredConfig:
         """Make the groups, check their bytes, and raise if anything was wrong so far."""
         groups = [self._group(layers, plan) for layers, plan in self._alike()]
         for group in groups:
             self.reasons += shape_reasons(group.shape, group.seen, self.num_pages)
+        self.reasons += sharing_reasons(self.model, groups)
         on_host = [group.shape for group in groups if group.shape.residency != "resident"]
         _, size = lay_out(on_host, self.host_layout, self.num_pages)
         self._computed("host_pool_bytes", size)
@@ -288,7 +290,7 @@ class _Lowering:
             size, self.host_memory, self.num_pages, self.max_requests, self.page
         )
         if self.reasons or self.backend is None:
-            raise ConfigError(REFUSED, dict.fromkeys(self.reasons))
+            raise ConfigError(CONFIG_REFUSED, dict.fromkeys(self.reasons))
         return LoweredConfig(
             impl=self.impl,
             device=self.device,

@@ -9,6 +9,7 @@ import torch
 from attrs import frozen
 
 from topkv.config.layers import show_ranges
+from topkv.config.lowered import LoweredGroup
 from topkv.discovery import PluginRecord
 from topkv.messages import shown
 from topkv.ops.topk import MAX_COLUMNS
@@ -226,6 +227,33 @@ def shape_reasons(shape: GroupShape, seen: GroupShape, num_pages: int) -> list[s
             reasons.append(
                 f"{name} must be fewer than 2**31 in a layer, got {count}; lower max_requests, "
                 f"max_tokens or buffer, or take a larger unit {where}"
+            )
+    return reasons
+
+
+def sharing_reasons(model: ModelShape, groups: Sequence[LoweredGroup]) -> list[str]:
+    """Which layers would share a selection that is not made, or not for them."""
+    group_of = {
+        layer: number
+        for number, group in enumerate(groups)
+        for layer in group.shape.layers
+        if group.indexed
+    }
+    reasons, source = [], None
+    for layer in range(model.num_layers):
+        if model.indexer is None or model.indexer.selects_for(layer):
+            source = layer
+        elif layer not in group_of:
+            continue
+        elif source is None:
+            reasons.append(
+                f"layer {layer} has no indexer, and there is no layer before it to share with; "
+                "make it dense"
+            )
+        elif group_of[layer] != group_of.get(source):
+            reasons.append(
+                f"layer {layer} shares the selection of layer {source}, so both must be sparse "
+                "with equal settings; name both in dense_layers or layers, or neither"
             )
     return reasons
 

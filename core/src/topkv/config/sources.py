@@ -109,6 +109,11 @@ class Plugins:
         record = self.get("algorithm", name) if name else None
         return bool(record and record.entry and record.entry.capabilities.single_tokens)
 
+    def needs_index(self, name: str | None) -> bool:
+        """Whether an algorithm goes by the model's own indexer."""
+        record = self.get("algorithm", name) if name else None
+        return bool(record and record.entry and record.entry.capabilities.needs_index)
+
     def parameters(self, kind: str, name: str | None) -> Mapping[str, Any]:
         record = self.get(kind, name) if name else None
         return record.entry.parameters if record and record.entry else {}

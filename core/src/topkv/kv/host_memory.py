@@ -63,7 +63,7 @@ class HostMemory:
 
     Args:
         size: bytes, allocated exactly (rounded up to the page size of the system).
-        device: the device that will access the memory.
+        device: the device that will access the memory; nothing is mapped for ``meta``.
 
     Raises:
         HostMemoryError: the system refuses the memory or its registration.
@@ -74,6 +74,9 @@ class HostMemory:
         self._map: _Registration | None = None
         if size == 0:  # every layer is resident; there is nothing to map
             self.bytes: Tensor = torch.empty(0, dtype=torch.uint8)
+            return
+        if device.type == "meta":
+            self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
             return
         try:
             self._map = _Registration(-1, size)

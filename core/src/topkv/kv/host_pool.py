@@ -112,7 +112,7 @@ class HostKVPool(PageAllocator):
         groups: the groups, in the order of their blobs within a page.
         num_pages: pages, page 0 included.
         layout: ``"page_head"``, ``"page_first"`` or ``"layer_first"``.
-        device: the device that attends; a GPU gets mapped, registered memory.
+        device: the device that attends; a GPU gets mapped, registered memory, ``meta`` none.
     """
 
     def __init__(
@@ -122,10 +122,6 @@ class HostKVPool(PageAllocator):
         self.layout = layout
         self.layouts, self.size = lay_out(groups, layout, num_pages)
         self.memory = HostMemory(self.size, device)
-        self.entries = [
-            entry_view(self.memory.bytes, group, strides, num_pages)
-            for group, strides in zip(groups, self.layouts, strict=True)
-        ]
 
     @property
     def bytes(self) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
+from topkv.errors import RequestError
 from topkv.kv.host_pool import POISON, entry_view
 from topkv.kv.layout import GroupLayout, lay_out
 from topkv.types import GroupShape
@@ -51,10 +52,10 @@ class GroupStore:
         group: GroupShape,
         layout: GroupLayout,
         pool: Tensor,
-        entries: Tensor,
+        num_pages: int,
         device: torch.device,
     ) -> GroupStore:
-        """A group whose pages lie in the host pool."""
+        """A group whose pages lie in ``pool``, that of the host."""
         layers, rows, slots = len(group.layers), group.rows, group.buffer_slots
         sparse = group.residency == "sparse"
 
@@ -66,7 +67,7 @@ class GroupStore:
             group,
             layout,
             pool,
-            entries,
+            entry_view(pool, group, layout, num_pages),
             buffer=torch.zeros(
                 (layers, rows if sparse else 0, group.slots, *group.entry_shape),
                 dtype=group.dtype,
@@ -85,7 +86,7 @@ class GroupStore:
         """A group whose pages lie on the device: resident layers, leased by page."""
         (layout,), size = lay_out([group], "layer_first", num_pages)
         pool = torch.zeros(size, dtype=torch.uint8, device=device)
-        return cls.on_host(group, layout, pool, entry_view(pool, group, layout, num_pages), device)
+        return cls.on_host(group, layout, pool, num_pages, device)
 
     def slot_views(self, index: int) -> tuple[Tensor, Tensor]:
         """K and V of a layer as ``[slots, heads_per_lane, unit, D]`` for ``attend``; twice the
@@ -122,18 +123,27 @@ class GroupStore:
             self.buffer[:, self.rows_of(slot)].view(torch.uint8).fill_(POISON)
 
     @property
-    def buffer_bytes(self) -> int:
-        return self.buffer.numel() * self.buffer.element_size()
-
-    @property
     def metadata_bytes(self) -> int:
         """Maps, order and scratch."""
-        tensors = (
-            self.unit_slot,
-            self.slot_unit,
-            self.order,
-            self.stamp,
-            self.counters,
-            self.extra,
-        )
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        maps = (self.unit_slot, self.slot_unit, self.order, self.stamp)
+        return sum(tensor.nbytes for tensor in (*maps, self.counters, self.extra))
+
+    def check_maps(self) -> None:
+        """Order is a permutation; unit -> slot and slot -> unit are inverse; no stamp is left.
+
+        Raises:
+            RequestError: with the first thing that is wrong.
+        """
+        slots = self.group.buffer_slots
+        expected = torch.arange(slots, device=self.order.device).expand(self.order.shape)
+        if not torch.equal(self.order.long().sort(-1).values, expected):
+            raise RequestError("the eviction order of a lane is not a permutation of its slots")
+        if (self.stamp != UNSELECTED).any():
+            raise RequestError("a stamp outlived its plan")
+        held = self.slot_unit >= 0
+        back = self.unit_slot.gather(-1, self.slot_unit.clamp(min=0).long())
+        if not torch.equal(back[held].long(), expected[held]):
+            raise RequestError("a slot's unit does not point back at it")
+        present = (self.unit_slot >= 0).sum(-1)
+        if not torch.equal(held.sum(-1), present) or self.unit_slot.min() < -1:
+            raise RequestError("a unit claims a slot that does not hold it")

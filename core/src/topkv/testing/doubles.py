@@ -183,7 +183,7 @@ SCRIPTED = PluginEntry(
     "topkv.testing.doubles:Scripted",
     capabilities=Capabilities(scopes=("kv_head", "shared")),
     defaults={"scope": "kv_head"},
-    parameters={"tail": "forced", "settle_period": None, "generated": None},
+    parameters={"tail": "forced", "settle_period": None, "settle_whole": False, "generated": None},
 )
 
 GATHER = PluginEntry(

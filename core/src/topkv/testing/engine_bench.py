@@ -179,13 +179,13 @@ class Attached:
     def assert_all_free(self) -> None:
         """No request is left, no forward is open, and both tiers add up."""
         coordinator = self.coordinator
-        slots, free = coordinator.config.max_requests, coordinator.tracker.free
+        slots, free = coordinator.config.max_requests, coordinator.requests.free
         assert free == slots, f"{slots - free} of {slots} request slots are still taken"
         used = coordinator.manager.host.used
         assert used == 0, f"{used} host pages are still leased"
         coordinator.check_integrity()
         coordinator.request_end(coordinator.request_begin())
-        assert coordinator.tracker.free == slots, "a forward is still open: requests do not end"
+        assert coordinator.requests.free == slots, "a forward is still open: requests do not end"
 
     def assert_evicted(self, rows: int) -> None:
         """More units were loaded for each request than its buffers can hold at a time."""

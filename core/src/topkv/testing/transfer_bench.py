@@ -159,8 +159,7 @@ class TransferBench:
             pool = self._random_bytes(size)
             if self.device.type == "cuda":
                 pool = pool.pin_memory()
-        entries = entry_view(pool, group, strides, self.num_pages)
-        store = GroupStore.on_host(group, strides, pool, entries, self.device)
+        store = GroupStore.on_host(group, strides, pool, self.num_pages, self.device)
         store.buffer.view(torch.uint8).fill_(POISON)
         return store
 

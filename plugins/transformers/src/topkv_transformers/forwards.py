@@ -146,7 +146,7 @@ def open_forward(
         if pads.any():
             real = np.arange(columns) >= pads[:, None]
             index = torch.from_numpy(np.flatnonzero(real)).to(coordinator.config.device)
-    lengths = coordinator.tracker.length[state.slots].tolist()
+    lengths = coordinator.requests.length[state.slots].tolist()
     forward = Forward(coordinator, state, columns, chunks, index, lengths)
     forward.begin()
     state.padding = padding

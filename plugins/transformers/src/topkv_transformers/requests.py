@@ -145,7 +145,7 @@ class CacheRequests:
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
         """End the requests that begin inside, also those that are half begun, if it fails."""
-        active = self.coordinator.tracker.active
+        active = self.coordinator.requests.active
         before = active.copy()
         try:
             yield

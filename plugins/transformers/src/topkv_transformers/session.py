@@ -85,7 +85,7 @@ class AttachedModel(CacheRequests):
         return TopkvCache(self)
 
     def memory(self) -> Any:
-        """Bytes on both tiers, see ``topkv.report.MemoryReport``."""
+        """Bytes on both tiers, see ``topkv.memory.MemoryReport``."""
         return self.coordinator.memory()
 
     def detach(self) -> None:

@@ -24,9 +24,10 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from torch import Tensor
 
 from topkv.errors import HostMemoryError, RequestError
-from topkv.kv.host_pool import HostKVPool, PageAllocator
+from topkv.kv.host_pool import HostKVPool, PageAllocator, entry_view
 from topkv.kv.layout import LAYOUTS
 from topkv.types import GroupShape
 
@@ -179,14 +180,18 @@ class HostKVPoolMachine(HostPoolMachine):
         super().leased(pages)
         for page in pages:
             self.marks[page] = len(self.marks) + 1000.0 * len(self.holders) + page
-            for index, entries in enumerate(self.pool.entries):
+            for index, entries in enumerate(self._entries()):
                 entries[page] = self.marks[page] + 0.125 * index
+
+    def _entries(self) -> list[Tensor]:
+        pool, places = self.pool, zip(self.groups, self.pool.layouts, strict=True)
+        return [entry_view(pool.bytes, group, at, pool.num_pages) for group, at in places]
 
     @invariant()
     def pages_lie_apart(self) -> None:
         if not hasattr(self, "pool"):
             return
-        for index, (group, entries) in enumerate(zip(self.groups, self.pool.entries, strict=True)):
+        for index, (group, entries) in enumerate(zip(self.groups, self._entries(), strict=True)):
             shape = (self.total + 1, len(group.layers), group.lane_heads, group.units_per_page)
             assert entries.shape == (*shape, *group.entry_shape)
             for page, mark in self.marks.items():

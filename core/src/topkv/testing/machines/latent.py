@@ -111,7 +111,7 @@ class LatentMachine(TokenLives):
         """``select`` are tokens. ``spare`` units is what the buffer has beyond one for each;
         larger units than tokens are regranulated, and then the tail is forced."""
         dim, value = SIZES[kv_format]
-        indexer = IndexerShape(INDEX_HEADS, INDEX_DIM)
+        indexer = IndexerShape(INDEX_HEADS, INDEX_DIM, (0,) if shared else None)
         self.model = ModelShape(
             *(LAYERS, HEADS, 1, dim, torch.float32, dim**-0.5),
             *("mla", value, indexer),

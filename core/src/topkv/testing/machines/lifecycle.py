@@ -62,11 +62,11 @@ class Lives(Calls, Forwards, Checks, RuleBasedStateMachine):
             return
         try:
             self.coordinator.forward_abort()
-            for slot in list(self.coordinator.tracker.active.nonzero()[0]):
+            for slot in list(self.coordinator.requests.active.nonzero()[0]):
                 self.coordinator.request_end(int(slot))
             self.coordinator.check_integrity()
             assert self.coordinator.manager.host.used == 0
-            assert self.coordinator.tracker.free == REQUESTS
+            assert self.coordinator.requests.free == REQUESTS
         finally:
             self.coordinator.close()
 

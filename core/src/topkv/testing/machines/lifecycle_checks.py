@@ -25,10 +25,10 @@ class Checks(Side):
         coordinator, manager = self.coordinator, self.coordinator.manager
         coordinator.check_integrity()
         assert manager.host.free == self.pages.free
-        assert coordinator.tracker.free == len(coordinator.tracker.active) - len(self.live)
-        self.pages.match({slot: coordinator.tracker.pages[slot] for slot in self.live})
-        for slot, row in enumerate(manager.uploader.host_pages.tolist()):
-            held = coordinator.tracker.pages[slot]
+        assert coordinator.requests.free == len(coordinator.requests.active) - len(self.live)
+        self.pages.match({slot: coordinator.requests.pages.of(slot) for slot in self.live})
+        for slot, row in enumerate(coordinator.requests.pages.table.tolist()):
+            held = coordinator.requests.pages.of(slot)
             assert row == held + [0] * (len(row) - len(held)), f"page table of slot {slot}: {row}"
 
     def check_lanes(self) -> None:
@@ -67,7 +67,8 @@ class Checks(Side):
             return
         view, store = self._place(layer)
         units = torch.arange(count)
-        pages = torch.tensor(self.coordinator.tracker.pages[slot])[units // group.units_per_page]
+        held = torch.tensor(self.coordinator.requests.pages.of(slot))
+        pages = held[units // group.units_per_page]
         within = units % group.units_per_page
         truth = request.entries(layer, group, count)
         assert torch.equal(store.entries[pages, view.index, :, within], truth), "host entries"
@@ -105,21 +106,21 @@ class Checks(Side):
     def _check_pages(self, slot: int, request: RequestModel, layer: int) -> None:
         """Dense layers hold every token in their pages."""
         view, store = self._place(layer)
-        pages = self.coordinator.tracker.pages[slot]
+        pages = self.coordinator.requests.pages.of(slot)
         entries = store.entries[pages, view.index, 0, 0].cpu()  # [pages, Hkv, planes, tokens, D]
         tokens = entries.permute(2, 0, 3, 1, 4).flatten(1, 2)[:, : request.length]
         assert torch.equal(tokens, request.planes(layer)), "pages of a dense layer"
 
     def check_poison(self) -> None:
         """Nothing was written to a page or a slot after it was freed."""
-        manager, tracker = self.coordinator.manager, self.coordinator.tracker
-        self.seen_pages |= {page for pages in tracker.pages for page in pages}
+        manager, table = self.coordinator.manager, self.coordinator.requests.pages.table
+        self.seen_pages |= set(table.flatten().tolist()) - {0}
         freed = [page for page in self.seen_pages if manager.host.references[page] == 0]
         for store, pools in zip(manager.stores, manager.representations, strict=True):
             assert poisoned(store.entries[freed]), "a freed page was written"
             for spec in pools.specs:
                 if spec.grain != "request":
-                    pool = pools.pools[spec.name].unflatten(1, (manager.num_pages, -1))
+                    pool = pools.pools[spec.name].unflatten(1, (manager.host.num_pages, -1))
                     assert poisoned(pool[:, freed]), "a freed page was represented"
         for slot in self.used - set(self.live):
             for layer in self.groups:

@@ -60,7 +60,7 @@ class Forwards(Side):
             return False
         self._offer(warm)
         self.coordinator.forward_begin(*call)
-        self.seen_pages |= {page for pages in self.coordinator.tracker.pages for page in pages}
+        self.seen_pages |= set(self.coordinator.requests.pages.table.flatten().tolist()) - {0}
         return True
 
     def _run(self, todo: Forward) -> list[Tensor]:
@@ -75,8 +75,8 @@ class Forwards(Side):
                 self.coordinator.request_end(todo.ends[layer])
         self._offer({})
         for slot in todo.ends.values():
-            assert self.coordinator.tracker.active[slot], "a request ended during a forward"
-            assert len(self.coordinator.tracker.pages[slot]) == len(self.pages.held[slot])
+            assert self.coordinator.requests.active[slot], "a request ended during a forward"
+            assert len(self.coordinator.requests.pages.of(slot)) == len(self.pages.held[slot])
         if todo.stop is None:
             self.coordinator.forward_end()
         else:

@@ -176,11 +176,11 @@ class Side:
 
     def snapshot(self) -> list[Any]:
         """Everything that a refused call must leave as it was."""
-        tracker, manager = self.coordinator.tracker, self.coordinator.manager
+        requests, manager = self.coordinator.requests, self.coordinator.manager
         names = ("active", "length", "high", "resident", "dirty", "fresh", "settled", "prompt")
-        state: list[Any] = [getattr(tracker, name).copy() for name in names]
-        state += [manager.host.references.copy(), manager.uploader.host_pages.copy()]
-        state += [np.array([page for pages in tracker.pages for page in [*pages, -1]])]
+        state: list[Any] = [getattr(requests, name).copy() for name in names]
+        state += [manager.host.references.copy()]
+        state += [requests.pages.table.copy(), requests.pages.count.copy()]
         for store in manager.stores:
             maps = (store.unit_slot, store.slot_unit, store.order, store.buffer)
             state += [tensor.clone().cpu().numpy().view(np.uint8) for tensor in maps]

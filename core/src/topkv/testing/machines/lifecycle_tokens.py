@@ -62,7 +62,9 @@ class TokenLives(Lives):
 
     def _width(self, layer: int) -> int:
         """Tokens of a selection."""
-        return self.coordinator.layers[layer].seen.group.select
+        selector = self.coordinator.layers[layer].selector
+        assert selector is not None
+        return selector.view.group.select
 
     def _units(self, layer: int, ids: list[int]) -> list[int]:
         unit = self.groups[layer].unit

@@ -19,7 +19,7 @@ from topkv.hooks.registry import hookimpl
 from topkv.kv.layout import LAYOUTS
 from topkv.plugins import PluginRegistry
 from topkv.testing.cache_model import RequestModel
-from topkv.testing.doubles import Scripted
+from topkv.testing.doubles import SCRIPTED, Scripted
 from topkv.testing.kit import examples
 from topkv.testing.machines.lifecycle import STEPS
 from topkv.testing.machines.lifecycle_model import doubles
@@ -46,7 +46,7 @@ SCRIPTED_TOKENS = PluginEntry(
     "topkv.testing.machines.regranulated:ScriptedTokens",
     capabilities=Capabilities(units=(1, 1), scopes=("kv_head", "shared")),
     defaults={"scope": "kv_head", "unit": 1},
-    parameters={"tail": "forced"},
+    parameters=SCRIPTED.parameters,
 )
 
 

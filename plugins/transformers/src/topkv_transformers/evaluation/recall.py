@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from topkv.coordinator import SparseCoordinator
+from topkv.lanes import LaneBuffers
+from topkv.layers import LayerPath
 from topkv.prefill import history_blocks
 from topkv.types import AlgorithmSpec, LayerView, ModelShape
-from topkv.workspace import LaneBuffers, LayerPath
 
 
 class _NamesRead(dict[str, Tensor]):
@@ -179,7 +180,7 @@ def _mass_of(
     ((_, k, _),) = history_blocks(path, slot, 0, length, length, model.dtype, seen.q.device)
     lanes = slice(row * group.lane_heads, (row + 1) * group.lane_heads)
     # The tail is forced where tokens are selected of larger units, whatever the algorithm says.
-    regranulated = path.seen.group.unit != group.unit
+    regranulated = path.selector.view.group.unit != group.unit
     tail = regranulated or path.algorithm.spec().tail == "forced"
     return held_mass(seen.q[row], k, seen.ids[lanes], group.unit, tail, model.scale, budget)
 
@@ -205,6 +206,6 @@ def index_tokens(paths: Sequence[LayerPath], length: int) -> float:
     tokens = []
     for path in paths:
         group, algorithm = path.view.group, path.algorithm
-        read = index_bytes(path.seen, algorithm.spec(), algorithm.names, length)
+        read = index_bytes(path.selector.view, algorithm.spec(), algorithm.names, length)
         tokens.append(read / (group.lane_heads * group.entry_bytes / group.unit))
     return sum(tokens) / len(tokens)

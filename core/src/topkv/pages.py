@@ -1,0 +1,143 @@
+"""Pages of requests: one table on the host, whose changed rows a forward uploads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from topkv.config import LoweredConfig
+from topkv.errors import HostMemoryError
+from topkv.kv.step import StepUploader
+from topkv.memory import SparseKVCacheManager
+
+
+class PageTable:
+    """Which host pages each request slot holds. R slots.
+
+    Args:
+        config: sizes.
+        manager: leases, copies and poisons pages.
+        step: where changed rows are uploaded.
+
+    Attributes:
+        table: int32 ``[R, max_pages]`` host pages of each request in order, 0 behind them.
+        count: int32 ``[R]`` pages of each request.
+    """
+
+    def __init__(
+        self, config: LoweredConfig, manager: SparseKVCacheManager, step: StepUploader
+    ) -> None:
+        self.manager, self.step = manager, step
+        self.page_tokens, self.limit = config.page_tokens, config.max_request_tokens
+        shape = (config.max_requests, self.limit // self.page_tokens)
+        self.table = np.zeros(shape, dtype=np.int32)
+        self.count = np.zeros(config.max_requests, dtype=np.int32)
+        self._changed: set[int] = set()
+
+    def of(self, slot: int) -> list[int]:
+        """Host pages of a request, in order."""
+        pages: list[int] = self.table[slot, : self.count[slot]].tolist()
+        return pages
+
+    def needed(self, tokens: int) -> int:
+        """Pages that hold so many tokens."""
+        return -(-tokens // self.page_tokens)
+
+    def upload(self) -> None:
+        """Let the device see the rows that have changed."""
+        self.step.upload_pages(self.table, self._changed)
+        self._changed.clear()
+
+    def lease(self, needs: Sequence[tuple[int, int]], spare: int = 0) -> None:
+        """Give each slot the pages for its length: ``(slot, length)``, all or none.
+
+        With ``spare``, so many pages are free afterwards, or nothing has changed.
+        """
+        missing = [(slot, self._missing(slot, length)) for slot, length in needs]
+        total = sum(count for _, count in missing)
+        pages = self.manager.host.lease(total + spare)
+        self.manager.host.release(pages[total:])
+        for slot, count in missing:
+            if count:
+                self._write(slot, int(self.count[slot]), pages[:count])
+                pages = pages[count:]
+
+    def without_page(self, slots: np.ndarray, length: np.ndarray) -> np.ndarray:
+        """Those of the slots whose next token has no page, or one that others share.
+
+        Args:
+            slots: int32 ``[B]``.
+            length: int32 ``[B]`` tokens of each.
+        """
+        index, last = length // self.page_tokens, self.table.shape[1] - 1
+        page = np.where(index <= last, self.table[slots, np.minimum(index, last)], 0)
+        in_need: np.ndarray = slots[(page == 0) | (self.manager.host.references[page] > 1)]
+        return in_need
+
+    def own(self, places: Sequence[tuple[int, int, int]]) -> None:
+        """Lease what a forward writes, and copy what others share of it; all or none.
+
+        Args:
+            places: ``(slot, first, end)`` tokens that are written.
+        """
+        written = [
+            (slot, index)
+            for slot, first, end in places
+            for index in range(first // self.page_tokens, self.needed(end))
+        ]
+        copies = self._copies_needed(written)
+        self.lease([(slot, end) for slot, _, end in places], spare=copies)
+        for slot, index in written:
+            self.own_page(slot, index)
+
+    def own_page(self, slot: int, index: int) -> None:
+        """Copy a shared page before it is written: entries and representations."""
+        host = self.manager.host
+        if index >= self.count[slot] or not host.shared(shared := int(self.table[slot, index])):
+            return
+        (copy,) = host.lease(1)
+        try:
+            self.manager.copy_page(shared, copy)
+        except BaseException:
+            host.release([copy])
+            raise
+        self.table[slot, index] = copy
+        self._changed.add(slot)
+        host.release([shared])
+
+    def share(self, slot: int, twin: int, count: int) -> None:
+        """Let a slot without pages hold the first ``count`` of another's."""
+        pages = self.of(slot)[:count]
+        self.manager.host.share(pages)
+        self._write(twin, 0, pages)
+
+    def shrink(self, slot: int, keep: int) -> None:
+        """Release the pages behind the first ``keep``, and poison them where asked to."""
+        host, behind = self.manager.host, self.of(slot)[keep:]
+        self.manager.poison([page for page in behind if not host.shared(page)])
+        self._write(slot, min(keep, int(self.count[slot])), [])
+        host.release(behind)
+
+    def _missing(self, slot: int, length: int) -> int:
+        """Pages that a request lacks to hold ``length`` tokens."""
+        if length > self.limit:
+            raise HostMemoryError(
+                f"a request of {length} tokens exceeds max_request_tokens = {self.limit}; "
+                "shorten the prompt or raise it"
+            )
+        return max(0, self.needed(length) - int(self.count[slot]))
+
+    def _copies_needed(self, written: Sequence[tuple[int, int]]) -> int:
+        """Pages that ``own_page`` is going to lease for all of these ``(slot, index)``."""
+        held = (int(self.table[slot, at]) for slot, at in written if at < self.count[slot])
+        references = self.manager.host.references
+        return sum(min(n, int(references[page]) - 1) for page, n in Counter(held).items())
+
+    def _write(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        """Put pages into a row from column ``first``; nothing stands behind them."""
+        self.table[slot, first:] = 0
+        self.table[slot, first : first + len(pages)] = pages
+        self.count[slot] = first + len(pages)
+        self._changed.add(slot)
