@@ -6,6 +6,7 @@ from typing import Any
 
 from topkv.config import SparseConfig
 from topkv.errors import CapabilityError, PluginError
+from topkv.hooks.engine import EngineSetup
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
 
@@ -40,7 +41,7 @@ def attach(
     reasons: list[str] = []
     for name in names:
         try:
-            candidate = registry.create("engine", name, registry)
+            candidate = registry.create("engine", name, EngineSetup(registry))
         except PluginError as error:
             if engine:
                 raise

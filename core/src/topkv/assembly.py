@@ -5,22 +5,22 @@ Everything that is decided per layer is decided here, so that the decode path de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
-
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 
 from topkv.config import LoweredConfig, LoweredGroup
-from topkv.config.negotiation import MAX_SELECT
 from topkv.errors import CONFIG_REFUSED, ConfigError, DeviceMemoryError
+from topkv.hooks.algorithm import Algorithm, AlgorithmSetup
+from topkv.hooks.backend import Backend, BackendSetup
+from topkv.hooks.binding import has_hook
+from topkv.hooks.eviction import Eviction, EvictionSetup
+from topkv.hooks.topk import TopK, TopKSetup
+from topkv.hooks.transfer import Transfer, TransferSetup
 from topkv.kv.rows import row_format
 from topkv.kv.step import StepUploader
 from topkv.lanes import LaneBuffers
 from topkv.layers import LayerPath
 from topkv.memory import MemoryReport, SparseKVCacheManager
-from topkv.ops.topk import selecting_by
 from topkv.plugins import PluginRegistry
 from topkv.selectors import Own, Regranulated, Selector, Shared, SharedRegranulated
 from topkv.types import AlgorithmSpec, LayerView
@@ -31,18 +31,16 @@ class Plugins:
     """What was made for a configuration.
 
     Attributes:
-        config: with the width of each selection as its algorithm wants it.
         algorithms: of each group; None for a dense one.
-        specs: of each group, as the core goes by them.
+        specs: of each group; None for a dense one.
         backends: of each group.
         eviction: the eviction policy.
     """
 
-    config: LoweredConfig
-    algorithms: list[Any]
+    algorithms: list[Algorithm | None]
     specs: list[AlgorithmSpec | None]
-    backends: list[Any]
-    eviction: Any
+    backends: list[Backend]
+    eviction: Eviction
 
     def least(self, number: str) -> int:
         """Smallest value of a spec's attribute over all groups, 2**31 - 1 if none states it."""
@@ -55,25 +53,76 @@ def make_plugins(registry: PluginRegistry, config: LoweredConfig) -> Plugins:
 
     Raises:
         ConfigError, PluginError: with every reason of the first that refuses.
+        DeviceMemoryError: their scratch does not fit.
     """
     algorithms = [_make_algorithm(registry, config, group) for group in config.groups]
-    specs = [algorithm.spec() if algorithm else None for algorithm in algorithms]
-    wide = _with_tail_rules(config, specs)
-    for index, (before, group) in enumerate(zip(config.groups, wide.groups, strict=True)):
-        if group is not before:  # it was told of another width
-            algorithms[index] = _make_algorithm(registry, wide, group)
-    backends = [_make_backend(registry, wide, group) for group in wide.groups]
-    for algorithm, backend in zip(algorithms, backends, strict=True):
-        _check_prompts(algorithm, backend, wide)
-    eviction = registry.create("eviction", config.eviction)
-    return Plugins(wide, algorithms, _core_specs(wide, specs), backends, eviction)
+    backends = [_make_backend(registry, config, group) for group in config.groups]
+    reasons = []
+    for group, algorithm, backend in zip(config.groups, algorithms, backends, strict=True):
+        if algorithm is not None:
+            reasons += _misfits(config, group, algorithm, backend)
+    if reasons:
+        raise ConfigError(CONFIG_REFUSED, reasons)
+    return Plugins(
+        algorithms=algorithms,
+        specs=[algorithm.spec() if algorithm else None for algorithm in algorithms],
+        backends=backends,
+        eviction=registry.create("eviction", config.eviction, EvictionSetup(config.device)),
+    )
+
+
+def _make_algorithm(
+    registry: PluginRegistry, config: LoweredConfig, group: LoweredGroup
+) -> Algorithm | None:
+    """The algorithm of a group; None for a dense one."""
+    if group.algorithm is None:
+        return None
+
+    def topk(rows: int, columns: int, select: int) -> TopK:
+        made: TopK = registry.create(
+            "topk", config.topk, TopKSetup(rows, columns, select, config.device), config.impl
+        )
+        return made
+
+    setup = AlgorithmSetup(config.model, group.seen, dict(group.params), config.device, topk)
+    algorithm: Algorithm = registry.create("algorithm", group.algorithm, setup, config.impl)
+    return algorithm
+
+
+def _make_backend(registry: PluginRegistry, config: LoweredConfig, group: LoweredGroup) -> Backend:
+    """The backend of a group."""
+    model = config.model
+    setup = BackendSetup(
+        model, group.shape, config.device, config.max_requests, group_size=model.group_size
+    )
+    backend: Backend = registry.create("backend", config.backend, setup, config.impl)
+    return backend
+
+
+def _misfits(
+    config: LoweredConfig, group: LoweredGroup, algorithm: Algorithm, backend: Backend
+) -> list[str]:
+    """What can be told of an algorithm and its backend only when they are there."""
+    reasons = []
+    if has_hook(algorithm, "retrieve_prompt") and not has_hook(backend, "prefill_selected"):
+        reasons.append(
+            "the algorithm selects for the rows of a prompt too (retrieve_prompt), and backend "
+            f"{config.backend} has no prefill_selected; choose another backend"
+        )
+    ring, least = group.seen.ring_slots * group.seen.unit, algorithm.spec().ring_tokens
+    if ring < least:
+        reasons.append(
+            f"{group.algorithm} reads a ring of at least {least} tokens, got {ring}; raise "
+            f"ring_tokens to {least}"
+        )
+    return reasons
 
 
 class Tensors:
     """All tensors of a coordinator that are not scratch of plugins.
 
     Args:
-        plugins: what they are for.
+        config, plugins: what they are for.
         device: where they lie; ``meta`` to count bytes before any is taken.
 
     Attributes:
@@ -83,21 +132,18 @@ class Tensors:
         views: of each layer by number: what transfer and backend see, and its selector.
     """
 
-    def __init__(self, plugins: Plugins, device: torch.device) -> None:
-        config = plugins.config
+    def __init__(self, config: LoweredConfig, plugins: Plugins, device: torch.device) -> None:
         self.manager = SparseKVCacheManager(config, plugins.specs, device)
-        tails = [spec.tail if spec else None for spec in plugins.specs]
-        units = [group.shape.unit for group in config.groups]
         max_pages = config.max_request_tokens // config.page_tokens
         self.uploader = StepUploader(
-            [(unit, tail == "selectable") for unit, tail in zip(units, tails, strict=True)],
+            [(group.shape.unit, group.tail == "selectable") for group in config.groups],
             max_batch=config.max_requests,
             shape=(config.max_requests, max_pages),
             device=device,
         )
         self.lanes = [
-            LaneBuffers(config, index, tail == "forced", self.uploader, device)
-            for index, tail in enumerate(tails)
+            LaneBuffers(config, index, self.uploader, device)
+            for index in range(len(config.groups))
         ]
         self.views: dict[int, tuple[LayerView, Selector | None]] = {}
         for index, lanes in enumerate(self.lanes):
@@ -118,7 +164,7 @@ def _selector(
     config: LoweredConfig,
     index: int,
     seen: LayerView,
-    algorithm: Any,
+    algorithm: Algorithm | None,
     lanes: LaneBuffers,
     extra: torch.Tensor,
 ) -> Selector | None:
@@ -127,7 +173,7 @@ def _selector(
     if algorithm is None:
         return None
     if seen.layer not in config.selecting_layers(group):
-        prompts = getattr(algorithm, "retrieve_prompt", None) is not None
+        prompts = has_hook(algorithm, "retrieve_prompt")
         if group.regranulated:
             return SharedRegranulated(seen, lanes, prompts, extra)
         return Shared(seen, lanes, prompts)
@@ -137,34 +183,41 @@ def _selector(
     return Own(config, seen, algorithm, lanes, group.indexed, device)
 
 
-def allocate(plugins: Plugins) -> Tensors:
+def required_bytes(config: LoweredConfig, registry: PluginRegistry) -> MemoryReport:
+    """What a coordinator would take, before it takes anything but the scratch of plugins.
+
+    Raises:
+        ConfigError, PluginError: as of ``make_plugins``.
+    """
+    plugins = make_plugins(registry, config)
+    return Tensors(config, plugins, torch.device("meta")).memory(plugins)
+
+
+def allocate(config: LoweredConfig, plugins: Plugins) -> Tensors:
     """Make all tensors, if the device may hold them.
 
     Raises:
         HostMemoryError, DeviceMemoryError: a tier is too small; nothing is left allocated.
     """
-    config = plugins.config
-    needed = Tensors(plugins, torch.device("meta")).memory(plugins).device
+    needed = Tensors(config, plugins, torch.device("meta")).memory(plugins).device
     if config.device_memory is not None and needed > config.device_memory:
         raise DeviceMemoryError(
             f"buffers, maps, resident layers, representations and scratch need {needed} bytes and "
             f"device_memory allows {config.device_memory}; lower buffer, max_requests or "
             "max_tokens, take a coarser unit, or raise device_memory"
         )
-    return Tensors(plugins, config.device)
+    return Tensors(config, plugins, config.device)
 
 
 def connect(
-    registry: PluginRegistry, plugins: Plugins, tensors: Tensors
-) -> tuple[list[Any], list[LayerPath]]:
+    registry: PluginRegistry, config: LoweredConfig, plugins: Plugins, tensors: Tensors
+) -> tuple[list[Transfer], list[LayerPath]]:
     """The transfer engine of each group, and the path of each layer."""
-    config, manager = plugins.config, tensors.manager
-    transfers, paths = [], []
+    manager, transfers, paths = tensors.manager, [], []
     for index, store in enumerate(manager.stores):
         views = [tensors.views[layer][0] for layer in store.group.layers]
-        transfer = registry.create(
-            "transfer", config.transfer, store, views, plugins.eviction, config.impl
-        )
+        setup = TransferSetup(store, views, plugins.eviction)
+        transfer: Transfer = registry.create("transfer", config.transfer, setup, config.impl)
         transfers.append(transfer)
         for view in views:
             k_slots, v_slots = store.slot_views(view.index)
@@ -182,73 +235,3 @@ def connect(
                 )
             )
     return transfers, sorted(paths, key=lambda path: path.view.layer)
-
-
-def _make_algorithm(registry: PluginRegistry, config: LoweredConfig, group: LoweredGroup) -> Any:
-    """The algorithm of a group; None for a dense one."""
-    if group.algorithm is None:
-        return None
-    params = dict(group.params)
-    what = (config.model, group.seen, params, config.impl, config.device)
-    with selecting_by(partial(registry.create, "topk", config.topk)):
-        return registry.create("algorithm", group.algorithm, *what)
-
-
-def _make_backend(registry: PluginRegistry, config: LoweredConfig, group: LoweredGroup) -> Any:
-    """The backend of a group."""
-    what = (config.model, group.shape, config.impl, config.device, config.max_requests)
-    return registry.create("backend", config.backend, *what)
-
-
-def _check_prompts(algorithm: Any, backend: Any, config: LoweredConfig) -> None:
-    """An algorithm that selects for prompts needs a backend that can attend to a selection."""
-    if (
-        getattr(algorithm, "retrieve_prompt", None) is not None
-        and getattr(backend, "prefill_selected", None) is None
-    ):
-        reason = (
-            "the algorithm selects for the rows of a prompt too (retrieve_prompt), and backend "
-            f"{config.backend} has no prefill_selected; choose another backend"
-        )
-        raise ConfigError(CONFIG_REFUSED, [reason])
-
-
-def _with_tail_rules(
-    config: LoweredConfig, specs: Sequence[AlgorithmSpec | None]
-) -> LoweredConfig:
-    """Give the tail's share of the budget back where the algorithm lets the tail compete.
-
-    Not where selections are regranulated, see ``_core_specs``.
-    """
-    groups = []
-    for group, spec in zip(config.groups, specs, strict=True):
-        if spec and spec.tail == "selectable" and not group.regranulated:
-            select = min(group.budget // group.shape.unit, group.shape.max_units)
-            wide = f"{group.algorithm} lets the newest token compete, so a selection has {select} "
-            if select > group.shape.buffer_slots:
-                reason = (
-                    f"{wide}units and the buffer holds {group.shape.buffer_slots}; "
-                    f"raise buffer to at least {select * group.shape.unit} tokens or lower budget"
-                )
-                raise ConfigError(CONFIG_REFUSED, [reason])
-            if select >= MAX_SELECT:
-                reason = f"{wide}units, and must stay below {MAX_SELECT}; lower budget"
-                raise ConfigError(CONFIG_REFUSED, [reason])
-            shape = evolve(group.shape, select=select)
-            group = evolve(group, shape=shape, seen=shape)
-        groups.append(group)
-    return evolve(config, groups=tuple(groups))
-
-
-def _core_specs(
-    config: LoweredConfig, specs: Sequence[AlgorithmSpec | None]
-) -> list[AlgorithmSpec | None]:
-    """The specs as the core goes by them.
-
-    Where selections are regranulated the tail unit is forced, even if the newest token competes:
-    only the ring has that unit, and it is not full.
-    """
-    return [
-        evolve(spec, tail="forced") if spec and group.regranulated else spec
-        for group, spec in zip(config.groups, specs, strict=True)
-    ]

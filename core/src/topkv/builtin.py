@@ -1,4 +1,4 @@
-"""What the core itself offers: transfer engine, eviction policy, exact top-k and observer."""
+"""What the core itself offers: transfer engine, eviction policy and exact top-k."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from topkv.hooks.registry import hookimpl
 
 @hookimpl
 def topkv_register_transfers() -> list[PluginEntry]:
-    return [PluginEntry("zero_copy", "transfer", "topkv.transfer.engine:ZeroCopyTransfer")]
+    return [
+        PluginEntry(
+            "zero_copy",
+            "transfer",
+            {
+                "reference": "topkv.transfer.reference:ReferenceTransfer",
+                "triton": "topkv.transfer.triton:TritonTransfer",
+            },
+        )
+    ]
 
 
 @hookimpl
@@ -19,8 +28,3 @@ def topkv_register_evictions() -> list[PluginEntry]:
 @hookimpl
 def topkv_register_topks() -> list[PluginEntry]:
     return [PluginEntry("pivot", "topk", "topkv.ops.topk:PivotTopK")]
-
-
-@hookimpl
-def topkv_register_observers() -> list[PluginEntry]:
-    return [PluginEntry("log", "observer", "topkv.observers:LogForwards")]

@@ -14,16 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from topkv.assembly import allocate, connect, make_plugins
+from topkv.assembly import allocate, connect, make_plugins, required_bytes
 from topkv.config import LoweredConfig
 from topkv.config.layers import show_ranges
 from topkv.errors import DeviceMemoryError, RequestError
 from topkv.lanes import LaneBuffers
-from topkv.layers import Forward
+from topkv.layers import Forward, LayerPath
 from topkv.memory import MemoryReport, TransferReport
+from topkv.observers import Observers
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
-from topkv.prefill import Prefill
+from topkv.prefill import Prefill, add_sinks
 from topkv.requests import Admission, Requests
 from topkv.types import Index
 
@@ -51,13 +52,13 @@ class SparseCoordinator:
 
     def __init__(self, config: LoweredConfig, registry: PluginRegistry | None = None) -> None:
         registry = registry or default_registry()
+        self.model, self.config = config.model, config
         self._plugins = plugins = make_plugins(registry, config)
-        self.model, self.config = config.model, plugins.config
-        self._tensors = tensors = allocate(plugins)
+        self._tensors = tensors = allocate(config, plugins)
         self.manager, self.lanes = tensors.manager, tensors.lanes
         self.step = tensors.uploader.step
         try:
-            self.transfers, self.layers = connect(registry, plugins, tensors)
+            self.transfers, self.layers = connect(registry, config, plugins, tensors)
             self.requests = Requests(
                 config=self.config,
                 manager=self.manager,
@@ -67,7 +68,7 @@ class SparseCoordinator:
                 selectors=[path.selector for path in self.layers if path.selector],
             )
             self.prefill = Prefill(self.config, self.requests)
-            self.observers = registry.create_all("observer")
+            self.observers = Observers(config, registry)
         except torch.OutOfMemoryError as error:
             self.close()
             raise DeviceMemoryError(f"scratch does not fit the device: {error}") from error
@@ -84,14 +85,16 @@ class SparseCoordinator:
     def forward_begin(
         self,
         decode: Sequence[int] = (),
-        prefill: Sequence[tuple[int, int]] = (),
+        prefill: Sequence[tuple[int, ...]] = (),
         append: Sequence[bool] | None = None,
     ) -> None:
         """Put the rows of a forward into place. Outside graphs.
 
         Args:
             decode: slots of the decode rows, -1 for padded ones. Each is one row.
-            prefill: ``(slot, tokens)`` chunks, whose rows follow the decode rows.
+            prefill: ``(slot, tokens)`` chunks, whose rows follow the decode rows and each other;
+                or ``(slot, tokens, row)``, whose first row is given. A chunk may stand in the
+                place of padded decode rows.
             append: which decode rows append their token; all but padded ones by default.
 
         Raises:
@@ -104,32 +107,31 @@ class SparseCoordinator:
         live = rows >= 0
         appended = np.asarray(live if append is None else live & np.asarray(append), np.int32)
         self._check(rows, rows[appended == 1], prefill)
-        self.requests.own_pages(rows[appended == 1], prefill)
+        self.requests.own_pages(rows[appended == 1], [chunk[:2] for chunk in prefill])
         self._settle(rows[live])
         forward = Forward(rows, appended)
-        for slot, tokens in prefill:
+        for slot, tokens, *row in prefill:
             self.requests.flush(slot)
-            forward.add_chunk(slot, int(self.requests.length[slot]), tokens)
+            forward.add_chunk(slot, int(self.requests.length[slot]), tokens, *row)
         self.forward = forward
         self._upload(rows, appended)
-        for observer in self.observers:
-            observer.before_forward(rows, forward.prompt_tokens)
+        self.observers.tell("before_forward", forward, self.transfers_of)
 
     def _check(
-        self, rows: np.ndarray, writers: np.ndarray, prefill: Sequence[tuple[int, int]]
+        self, rows: np.ndarray, writers: np.ndarray, prefill: Sequence[tuple[int, ...]]
     ) -> None:
         """Refuse a forward before it changes anything."""
         if len(rows) > self.config.max_requests:
             raise RequestError(
                 f"{len(rows)} decode rows exceed max_requests = {self.config.max_requests}"
             )
-        for slot, tokens in prefill:
+        for slot, tokens, *_ in prefill:
             if tokens < 0:
                 raise RequestError(
                     f"chunk ({slot}, {tokens}) has fewer than 0 tokens; rollback and truncate "
                     "take tokens back"
                 )
-        chunks = np.asarray([slot for slot, _ in prefill], dtype=np.int32)
+        chunks = np.asarray([slot for slot, *_ in prefill], dtype=np.int32)
         self.requests.check_all(np.append(rows[rows >= 0], chunks))
         self.requests.check_generated(writers, 1)
 
@@ -141,17 +143,20 @@ class SparseCoordinator:
         v: Tensor,
         index: Index | None = None,
         out: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """One layer: decode rows first, then the prefill chunks in order.
 
         Args:
             layer: model layer number.
-            q: ``[rows, H, D]`` post-RoPE queries.
+            q: ``[rows, H, D]`` post-RoPE queries; rows at any stride, here and below.
             k, v: ``[rows, Hkv, D]`` post-RoPE keys, and values. Of latent attention the rows
                 ``[rows, 1, D]``, twice.
             index: what the model's own indexer computed for the rows; None where the layer has
                 none, and shares the selection of the layer before it or has nothing to select by.
             out: ``[rows, H, out_dim]`` to write to; made if None.
+            sinks: fp32 ``[H]`` logits that take part in each softmax and have no value, of models
+                with learned attention sinks.
 
         Returns:
             ``out``.
@@ -165,18 +170,19 @@ class SparseCoordinator:
             raise RequestError("attention belongs between forward_begin and forward_end")
         self._check_rows(forward, q, k, v)
         forward.attended.add(layer)
-        path = self.layers[layer]
+        path = self._path(layer)
         if out is None:
             out = q.new_empty((*q.shape[:-1], self.model.out_dim))
         batch = len(forward.rows)
         if batch:
             own = None if index is None else index.rows(slice(0, batch))
-            self._decode(layer, q[:batch], k[:batch], v[:batch], own, out[:batch])
+            self.attention_begin(layer, q[:batch], k[:batch], v[:batch], own)
+            self._attend(layer, q[:batch], out[:batch], sinks)
         for chunk in forward.chunks:
             if chunk.tokens:
                 rows = chunk.rows
                 own = None if index is None else index.rows(rows)
-                self.prefill.run(path, chunk, q[rows], k[rows], v[rows], own, out[rows])
+                self.prefill.run(path, chunk, q[rows], k[rows], v[rows], own, out[rows], sinks)
         return out
 
     def attention_begin(
@@ -188,32 +194,27 @@ class SparseCoordinator:
             layer, q, k, v, index: as in ``attention``, of the decode rows alone.
 
         Returns:
-            Lane buffers, whose ``table`` and ``lengths`` index the layer's ``k_slots`` and
-            ``v_slots``.
+            Lane buffers, whose ``tables`` index the layer's ``k_slots`` and ``v_slots``.
         """
-        path = self.layers[layer]
+        path = self._path(layer)
         view, lanes = path.view, path.lanes
         path.transfer.append(view, *path.format.encode(k, v, lanes.packed))
         if path.selector:
-            path.selector.select(q, k, index)  # to lanes.ids
+            path.selector.select(q, k, v, index)  # to lanes.ids
             path.transfer.plan(view, lanes.ids, lanes.limit, lanes.plan)
             path.transfer.load(view, lanes.plan)
-            path.backend.adapt_page_table(view, lanes.plan, lanes.table, lanes.lengths)
+            path.backend.adapt_page_table(view, lanes.plan, lanes.tables)
         return lanes
 
-    def _decode(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: Index | None, out: Tensor
-    ) -> None:
-        lanes, path = self.attention_begin(layer, q, k, v, index), self.layers[layer]
-        path.backend.attend(
-            lanes.by_lane(q),
-            path.k_slots,
-            path.v_slots,
-            lanes.table,
-            lanes.lengths,
-            lanes.by_lane(out),
-            lanes.lse,
-        )
+    def _attend(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None) -> None:
+        path, lanes = self._path(layer), self._path(layer).lanes
+        queries, rows = q.unsqueeze(1), out.unsqueeze(1)
+        path.backend.attend(queries, path.k_slots, path.v_slots, lanes.tables, rows, lanes.lse)
+        if sinks is not None:
+            add_sinks(rows, lanes.lse, sinks)
+
+    def _path(self, layer: int) -> LayerPath:
+        return self.layers[layer - self.model.first_layer]
 
     def _check_rows(self, forward: Forward, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Refuse other shapes than those of the forward: kernels would read or leave out rows."""
@@ -250,15 +251,14 @@ class SparseCoordinator:
             self.prefill.join()
         self.requests.advance(forward)
         self._close(forward)
-        for observer in self.observers:
-            observer.after_forward(forward.rows, forward.prompt_tokens)
+        self.observers.tell("after_forward", forward, self.transfers_of)
 
     def _check_layers(self, forward: Forward) -> None:
         """Refuse to close a forward in which some layers have not appended their tokens.
 
         Decode rows may have run in a graph, which calls nothing here.
         """
-        left_out = [layer for layer in range(len(self.layers)) if layer not in forward.attended]
+        left_out = [layer for layer in self.model.layers if layer not in forward.attended]
         if left_out and (forward.attended or forward.prompt_tokens):
             raise RequestError(
                 f"attention was not called for layers {show_ranges(left_out)} of this forward; "
@@ -318,6 +318,22 @@ class SparseCoordinator:
             lanes.begin()
 
     # Requests, between forwards: see ``topkv.requests.Requests``.
+
+    @classmethod
+    def required_bytes(
+        cls, config: LoweredConfig, registry: PluginRegistry | None = None
+    ) -> MemoryReport:
+        """What a coordinator would take of both tiers; only scratch of plugins is allocated.
+
+        Raises:
+            ConfigError, PluginError: as of the coordinator itself.
+        """
+        return required_bytes(config, registry or default_registry())
+
+    @property
+    def generated_limit(self) -> int | None:
+        """Most tokens that may follow a prompt; None for any number."""
+        return None if self.requests.generated == 2**31 - 1 else self.requests.generated
 
     @property
     def forward_open(self) -> bool:

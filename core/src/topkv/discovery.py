@@ -16,6 +16,7 @@ from topkv import entry_checks
 from topkv.entries import HOOK_API, PluginEntry
 
 GROUP = "topkv"
+MIGRATION = "; the page 'From hook API 1 to 2' of the documentation says what to change"
 BLOCK = "TOPKV_BLOCK"
 
 
@@ -169,6 +170,7 @@ def _api_problem(entry: PluginEntry, offer: Offer) -> str | None:
         f"{offer.package} {offer.version} (entry point {offer.name!r}) implements hook API "
         f"{_api(api)}; this topkv {topkv.__version__} speaks {_api(HOOK_API)}. Install "
         f"{f'{core}, or {plugin}' if newer else f'{plugin}, or {core}'}"
+        f"{'' if newer else MIGRATION}"
     )
 
 

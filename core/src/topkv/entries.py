@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import field, frozen, validators
 
-HOOK_API = (1, 1)
+HOOK_API = (2, 0)
 """(major, minor) of the hook specs of this core. A plugin of the same major and of a minor that
 is not newer loads; every other is refused before its code is imported."""
 
@@ -49,7 +49,10 @@ class Capabilities:
         attention: of ``"gqa"`` and ``"mla"``.
         kv_formats: of ``"model"`` and ``"fp8"``, row formats that a backend reads.
         needs_index: the algorithm selects by what the model's own indexer computes.
-        impls: of ``"reference"`` and ``"triton"``.
+        tail: ``"forced"``: the core appends the tail unit to every selection and the algorithm
+            offers closed units only; ``"selectable"``: the newest token competes (unit 1).
+        softcap: the backend caps attention logits where the model does
+            (``ModelShape.softcap``).
         dtypes: names of torch dtypes, such as ``"bfloat16"``.
         head_dims: head dims that are supported.
         max_group: largest number of query heads that share one kv-head.
@@ -66,7 +69,8 @@ class Capabilities:
     attention: tuple[str, ...] = ("gqa",)
     kv_formats: tuple[str, ...] = ("model",)
     needs_index: bool = False
-    impls: tuple[str, ...] = IMPLS
+    tail: str = field(default="forced", validator=validators.in_(("forced", "selectable")))
+    softcap: bool = False
     dtypes: tuple[str, ...] | None = None
     head_dims: tuple[int, ...] | None = None
     max_group: int | None = None
@@ -86,6 +90,10 @@ class Capabilities:
         return self.units == (1, 1) or self.needs_index
 
 
+def _of_each_impl(value: Any) -> Any:
+    return dict.fromkeys(IMPLS, value) if isinstance(value, str) else value
+
+
 @frozen
 class PluginEntry:
     """One thing that a package offers.
@@ -94,7 +102,9 @@ class PluginEntry:
         name: what users write: letters, digits, ``_``, ``-`` and ``.``. Of two packages that offer
             a name of the same kind, neither gets it.
         kind: one of ``KINDS``.
-        factory: ``"module:attribute"``, imported only when somebody asks for this entry.
+        factories: ``"module:attribute"`` by implementation (``IMPLS``), imported only when
+            somebody asks for this one; a single text stands for all implementations. Each takes
+            one argument, the setup of its kind (``topkv.hooks``).
         hook_api: the (major, minor) of the hook specs that the code was written against. Packages
             state a literal; the default is that of the core which happens to be there.
         capabilities: what coordinator and user can rely on.
@@ -108,7 +118,12 @@ class PluginEntry:
 
     name: str
     kind: str = field(validator=validators.in_(KINDS))
-    factory: str = field(validator=validators.matches_re(_PLACE))
+    factories: Mapping[str, str] = field(
+        converter=_of_each_impl,
+        validator=validators.deep_mapping(
+            validators.in_(IMPLS), validators.matches_re(_PLACE), validators.min_len(1)
+        ),
+    )
     hook_api: tuple[int, int] = HOOK_API
     capabilities: Capabilities = Capabilities()
     defaults: Mapping[str, Any] = field(factory=dict)
@@ -116,3 +131,8 @@ class PluginEntry:
     doctor: str | None = field(
         default=None, validator=validators.optional(validators.matches_re(_PLACE))
     )
+
+    @property
+    def impls(self) -> tuple[str, ...]:
+        """Implementations that there is a factory for."""
+        return tuple(impl for impl in IMPLS if impl in self.factories)

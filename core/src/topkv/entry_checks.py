@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from topkv.entries import IMPLS, SCOPES, Capabilities, PluginEntry
+from topkv.entries import SCOPES, Capabilities, PluginEntry
 from topkv.messages import shown
 
 Check = tuple[Callable[[Any], bool], str]
@@ -102,7 +102,6 @@ _CAPABILITIES: dict[str, Check] = {
     "attention": (_words(), "a tuple of names"),
     "kv_formats": (_words(), "a tuple of names"),
     "needs_index": _FLAG,
-    "impls": (_words(IMPLS), f"a tuple of {', '.join(map(repr, IMPLS))}"),
     "dtypes": (_or_none(_words()), "a tuple of names, or None"),
     "head_dims": (
         _or_none(lambda value: isinstance(value, tuple) and all(map(_is_count, value))),

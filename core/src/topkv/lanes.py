@@ -8,7 +8,7 @@ from torch import Tensor
 from topkv.config import LoweredConfig, LoweredGroup
 from topkv.kv.step import StepUploader
 from topkv.ops.regranulate import regranulate, workspace
-from topkv.types import Plan
+from topkv.types import Plan, Tables
 
 
 class TokenSelection:
@@ -73,10 +73,8 @@ class LaneBuffers:
         tokens: what the algorithm selects instead, where selections are regranulated; else None.
         limit: int32 ``[B]`` selectable units.
         plan: see ``topkv.types.Plan``.
-        table: int32 ``[N, W]``; K + 1 columns where the core appends the tail, all pages
-            of a request in dense layers.
-        lengths: int32 ``[N]`` attended tokens.
-        lse: fp32 ``[N, 1, heads_per_lane * G]``.
+        tables: page table and lengths, see ``topkv.types.Tables``.
+        lse: fp32 ``[B, 1, H]``.
         packed: ``[B, Hkv, row]`` new rows, where the row format packs them; else None.
         prompts: by slot int32 ``[m, K]``, what the rows of its prompt chunk have selected in the
             layer that selected last; None where they see everything.
@@ -86,8 +84,7 @@ class LaneBuffers:
     tokens: TokenSelection | None
     limit: Tensor
     plan: Plan
-    table: Tensor
-    lengths: Tensor
+    tables: Tables
     lse: Tensor
     packed: Tensor | None
 
@@ -95,7 +92,6 @@ class LaneBuffers:
         self,
         config: LoweredConfig,
         index: int,
-        tail: bool,
         uploader: StepUploader,
         device: torch.device,
     ) -> None:
@@ -105,7 +101,11 @@ class LaneBuffers:
         self.sparse = group.residency == "sparse"
         self.prompts: dict[int, Tensor | None] = {}
         lanes = max_batch * group.lane_heads
-        width = group.select + int(tail) if self.sparse else self.step.page_table.shape[1]
+        width = (
+            group.select + int(lowered.tail == "forced")
+            if self.sparse
+            else self.step.page_table.shape[1]
+        )
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -123,8 +123,7 @@ class LaneBuffers:
         )
         self._table = ints(lanes, width)
         self._lengths = ints(lanes)
-        heads = group.heads_per_lane * model.group_size
-        self._lse = torch.zeros((lanes, 1, heads), dtype=torch.float32, device=device)
+        self._lse = torch.zeros((max_batch, 1, model.num_heads), device=device)
         self._packed = None
         if group.dtype is not model.dtype:
             rows = (max_batch, group.num_kv_heads, group.head_dim)
@@ -141,12 +140,14 @@ class LaneBuffers:
             self.tokens.begin(self.step.slots)
         if not self.sparse and batch:
             torch.clamp(self.step.slots, min=0, out=self._slots[:batch])
-            torch.index_select(self.step.page_table, 0, self._slots[:batch], out=self.table)
+            table = self.step.page_table
+            torch.index_select(table, 0, self._slots[:batch], out=self.tables.table)
 
     def _narrow(self, batch: int) -> None:
         lanes, plan = batch * self.group.lane_heads, self._plan
-        self.ids, self.table, self.lse = self._ids[:lanes], self._table[:lanes], self._lse[:lanes]
-        self.lengths = self._lengths[:lanes] if self.sparse else self.step.lengths
+        self.ids, self.lse = self._ids[:lanes], self._lse[:batch]
+        lengths = self._lengths[:lanes] if self.sparse else self.step.lengths
+        self.tables = Tables(self._table[:lanes], lengths)
         self.packed = None if self._packed is None else self._packed[:batch]
         self.limit = self.uploader.limits[self.index]
         self.plan = Plan(
@@ -162,8 +163,3 @@ class LaneBuffers:
     def selected(self) -> Tensor:
         """int32 ``[N, K']`` ids that ``retrieve_topk`` writes: units, or tokens of larger ones."""
         return self.tokens.ids if self.tokens else self.ids
-
-    def by_lane(self, rows: Tensor) -> Tensor:
-        """``[B, H, D]`` as ``[N, 1, heads_per_lane * G, D]``: a view of contiguous rows."""
-        batch, heads, dim = rows.shape
-        return rows.view(batch * self.group.lane_heads, 1, heads // self.group.lane_heads, dim)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from attrs import define, field, frozen
 from torch import Tensor
 
+from topkv.hooks.algorithm import Algorithm
+from topkv.hooks.backend import Backend
+from topkv.hooks.transfer import Transfer
 from topkv.kv.rows import RowFormat
 from topkv.lanes import LaneBuffers
 from topkv.selectors import Selector
@@ -28,9 +29,9 @@ class LayerPath:
     """
 
     view: LayerView
-    algorithm: Any
-    transfer: Any
-    backend: Any
+    algorithm: Algorithm | None
+    transfer: Transfer
+    backend: Backend
     lanes: LaneBuffers
     format: RowFormat
     selector: Selector | None
@@ -71,9 +72,10 @@ class Forward:
     attended: set[int] = field(factory=set)
     ending: list[int] = field(factory=list)
 
-    def add_chunk(self, slot: int, start: int, tokens: int) -> None:
-        """Put the rows of a chunk behind those that are there."""
-        self.chunks.append(Chunk(slot, start, slice(self.count, self.count + tokens)))
+    def add_chunk(self, slot: int, start: int, tokens: int, row: int | None = None) -> None:
+        """Put the rows of a chunk behind those that are there, or at a row."""
+        first = self.count if row is None else row
+        self.chunks.append(Chunk(slot, start, slice(first, first + tokens)))
 
     @property
     def writers(self) -> np.ndarray:
@@ -89,4 +91,4 @@ class Forward:
     @property
     def count(self) -> int:
         """Rows of the packed batch."""
-        return len(self.rows) + self.prompt_tokens
+        return max([len(self.rows), *(chunk.rows.stop for chunk in self.chunks)])

@@ -1,24 +1,50 @@
-"""The core's own observer: forwards in the log, for whoever turns debug messages on."""
+"""The observers that a configuration names: told of each forward, and never in its way."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from topkv.hooks.registry import hookimpl
+from topkv.config import LoweredConfig
+from topkv.hooks.observer import ForwardReport, Observer, ObserverSetup
+from topkv.layers import Forward
+from topkv.memory import TransferReport
+from topkv.plugins import PluginRegistry
 
-_LOG = logging.getLogger("topkv")
+Counts = Callable[[Sequence[int]], TransferReport]
 
 
-class LogForwards:
-    """Writes one debug message per forward. The contract stands in ``topkv.hooks.observer``."""
+class Observers:
+    """Calls each observer; one that raises is left out from then on, with a warning.
 
-    @hookimpl
-    def before_forward(self, slots: Sequence[int], prefill_tokens: int) -> None:
-        if _LOG.isEnabledFor(logging.DEBUG):
-            rows = sum(slot >= 0 for slot in slots)
-            _LOG.debug("forward of %d decode rows and %d prompt tokens", rows, prefill_tokens)
+    Args:
+        config: names them.
+        registry: where they are looked up.
+    """
 
-    @hookimpl
-    def after_forward(self, slots: Sequence[int], prefill_tokens: int) -> None:
-        _LOG.debug("forward ended")
+    def __init__(self, config: LoweredConfig, registry: PluginRegistry) -> None:
+        setup = ObserverSetup(config)
+        self._named: dict[str, Observer] = {
+            registry.get("observer", name).who: registry.create("observer", name, setup)
+            for name in config.observers
+        }
+
+    def tell(self, hook: str, forward: Forward, transfers: Counts) -> None:
+        """Call a hook of all of them with what a forward works on."""
+        if not self._named:
+            return
+        slots = tuple(forward.rows.tolist())
+        live = [slot for slot in slots if slot >= 0]
+        report = ForwardReport(slots, forward.prompt_tokens, partial(transfers, live))
+        for who, observer in list(self._named.items()):
+            try:
+                getattr(observer, hook)(report)
+            except Exception as error:
+                del self._named[who]
+                warnings.warn(
+                    f"{who} failed in {hook} and is left out from now on: "
+                    f"{type(error).__name__}: {error}",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )

@@ -6,7 +6,6 @@ kept as a record with its problem and never breaks the others.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
@@ -19,6 +18,7 @@ from topkv import builtin
 from topkv.discovery import (
     BLOCK,
     GROUP,
+    MIGRATION,
     Offer,
     aside,
     author,
@@ -95,6 +95,8 @@ class PluginRegistry:
                     entries = list(impl.function())
                 except (Exception, SystemExit) as error:
                     problem = f"{hook} failed: {_told(error)}; {author(offer)}"
+                    if isinstance(error, TypeError):  # an argument that entries had once
+                        problem += MIGRATION
                     self._records.append(offer.record(problem, kind))
                     continue
                 self._records += [self._record(entry, kind, hook, offer) for entry in entries]
@@ -164,12 +166,13 @@ class PluginRegistry:
         """Whose plugins of a kind, or of one that is not known, cannot be used; and why."""
         return _told_of([r for r in self._records if r.problem and r.kind in (kind, None)])
 
-    def create(self, kind: str, name: str, *args: Any) -> Any:
+    def create(self, kind: str, name: str, setup: object, impl: str = "reference") -> Any:
         """Import a factory, build an instance, and check it against the specs of its kind.
 
         Args:
             kind, name: what to build.
-            args: what the factory takes; see the spec module of the kind.
+            setup: what the factory takes; see the page of the kind in ``topkv.hooks``.
+            impl: whose factory; makes no difference to kinds with one implementation.
 
         Raises:
             PluginError: it is unknown, does not import or build, or breaks its contract.
@@ -177,10 +180,15 @@ class PluginRegistry:
         """
         record = self.get(kind, name)
         assert record.entry is not None  # a record without an entry has a problem
-        factory = self._import(record, record.entry.factory)
+        path = record.entry.factories.get(impl)
+        if path is None:
+            offered = ", ".join(record.entry.impls)
+            reason = f"it offers {offered}, got {impl}; set impl to one that it offers"
+            raise PluginError(f"{record.who} has no such implementation", [reason])
+        factory = self._import(record, path)
         try:
             with aside():
-                instance = factory(*args)
+                instance = factory(setup)
         except TopkvError as error:
             error.add_note(f"raised by {record.who}")
             raise
@@ -211,19 +219,6 @@ class PluginRegistry:
                 f"{record.who} does not import",
                 [f"{path}: {_told(error)}; reinstall {record.package}, or mend what it needs"],
             ) from error
-
-    def create_all(self, kind: str, *args: Any) -> list[Any]:
-        """Build every usable plugin of a kind, for the kinds that nobody asks for by name.
-
-        One that cannot be built is left out with a warning.
-        """
-        instances = []
-        for record in self.usable(kind):
-            try:
-                instances.append(self.create(kind, record.name, *args))
-            except TopkvError as error:
-                warnings.warn(f"left out: {error}", RuntimeWarning, stacklevel=2)
-        return instances
 
 
 def _told_of(records: Sequence[PluginRecord]) -> list[str]:

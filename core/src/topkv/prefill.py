@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from topkv.config import LoweredConfig
+from topkv.hooks.backend import Backend
 from topkv.layers import Chunk, LayerPath
 from topkv.requests import Requests
-from topkv.selectors import Own
 from topkv.types import Index
 
 WORKSPACE = 256 << 20
@@ -75,7 +75,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def chunk_attention(
-    backend: Any,
+    backend: Backend,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -110,7 +110,7 @@ def chunk_attention(
 
 
 def attend_selected(
-    backend: Any,
+    backend: Backend,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -147,8 +147,23 @@ def selected(ids: Tensor, first: int, count: int) -> Tensor:
     return keep.scatter_(1, place, True)[:, :count].contiguous()
 
 
-def open_keys(path: LayerPath, unit: int, slot: int, start: int, dtype: torch.dtype) -> Tensor:
-    """Keys ``[start % unit, Hkv, D]`` that the open unit holds before a chunk at ``start``.
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Let a logit without a value take part in each softmax, in place; ``lse`` is used up.
+
+    ``sum_s exp(l_s) v_s / (sum_s exp(l_s) + exp(sink)) = out * sigmoid(lse - sink)``.
+
+    Args:
+        out: ``[..., H, Dv]``.
+        lse: fp32 ``[..., H]``.
+        sinks: fp32 ``[H]``.
+    """
+    out.mul_(lse.sub_(sinks).sigmoid_().unsqueeze(-1))
+
+
+def open_rows(
+    path: LayerPath, unit: int, slot: int, start: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[start % unit, Hkv, D]`` that the open unit holds before a chunk at ``start``.
 
     A copy: a chunk longer than the ring overwrites the place that they are read from.
 
@@ -156,9 +171,22 @@ def open_keys(path: LayerPath, unit: int, slot: int, start: int, dtype: torch.dt
         unit: of the algorithm; 1 where selections are regranulated, and none is open then.
     """
     ring_unit, filled = divmod(start, unit)
-    ring = path.view.ring_k[slot, :, ring_unit % path.view.group.ring_slots, :, :filled]
-    rows = ring.flatten(0, 1).transpose(0, 1).clone()
-    return path.format.decode(rows, rows, dtype)[0]
+    at = ring_unit % path.view.group.ring_slots
+    k, v = (
+        ring[slot, :, at, :, :filled].flatten(0, 1).transpose(0, 1).clone()
+        for ring in (path.view.ring_k, path.view.ring_v)
+    )
+    return path.format.decode(k, v, dtype)
+
+
+@frozen
+class History:
+    """History of a request: each iteration streams it anew. See ``topkv.hooks.algorithm``."""
+
+    read: Callable[[], Iterator[tuple[int, Tensor, Tensor]]]
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        return self.read()
 
 
 class Prefill:
@@ -186,6 +214,7 @@ class Prefill:
         v: Tensor,
         index: Index | None,
         out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
         """Attend, store and represent one chunk in one layer.
 
@@ -194,6 +223,7 @@ class Prefill:
             k, v: ``[m, Hkv, D]``.
             index: of the rows, where the model has an indexer.
             out: ``[m, H, Dv]``.
+            sinks: fp32 ``[H]``, see ``SparseCoordinator.attention``.
         """
         slot, start, selector = chunk.slot, chunk.start, path.selector
         stored = path.format.encode(k, v)
@@ -201,19 +231,22 @@ class Prefill:
         k, v = path.format.decode(*stored, self.config.model.dtype)
         history = self._history(path, slot, 0, start)
         if selector is not None and selector.selects_prompts:
-            ids = selector.select_prompt(slot, start, q, k, index)
-            result, _ = chunk_attention(path.backend, q, k, v, start, history, ids)
+            ids = selector.select_prompt(slot, start, q, k, v, index)
+            result, lse = chunk_attention(path.backend, q, k, v, start, history, ids)
             self._store(path, chunk, *stored)
         elif selector is not None:
             unit = selector.view.group.unit
-            before = open_keys(path, unit, slot, start, k.dtype)
+            before_k, before_v = open_rows(path, unit, slot, start, k.dtype)
             result, lse = chunk_attention(path.backend, q, k, v, start, history)
             self._store(path, chunk, *stored)
-            keys = torch.cat([before, k]) if len(before) else k
-            selector.construct(slot, start - start % unit, keys, q, lse, index)
+            keys = torch.cat([before_k, k]) if len(before_k) else k
+            values = torch.cat([before_v, v]) if len(before_v) else v
+            selector.construct(slot, start - start % unit, keys, values, q, lse, index)
         else:
-            result, _ = chunk_attention(path.backend, q, k, v, start, history)
+            result, lse = chunk_attention(path.backend, q, k, v, start, history)
             self._store(path, chunk, *stored)
+        if sinks is not None:
+            add_sinks(result, lse, sinks)
         out.copy_(result)
 
     def settle(self, path: LayerPath, slot: int, since: int, length: int) -> None:
@@ -224,12 +257,15 @@ class Prefill:
             length: tokens of the request.
         """
         selector = path.selector
-        if not isinstance(selector, Own):
+        if selector is None or not selector.settles:
             return
         stored = 0 if selector.settle_whole else since - since % path.view.group.unit
         asked = 0 if selector.settle_whole else since - since % selector.view.group.unit
-        history = from_position(self._history(path, slot, stored, length), asked)
-        selector.algorithm.settle(selector.view, slot, since, length, history)
+
+        def read() -> Iterator[tuple[int, Tensor, Tensor]]:
+            return from_position(self._history(path, slot, stored, length), asked)
+
+        selector.settle(slot, since, length, History(read))
 
     def join(self) -> None:
         """Let the current stream wait for what the offload stream still copies."""

@@ -273,6 +273,8 @@ class Requests:
         self.length[slot] = length
         self.settled[:, slot] = np.minimum(self.settled[:, slot], length)
         self.fresh[slot] |= length < self.prompt[slot]
+        for selector in self.selectors:
+            selector.truncated(slot, length)
 
     # Forwards.
 

@@ -13,7 +13,6 @@ with which the buffer is warmed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,10 +20,10 @@ from torch import Tensor
 
 from topkv.config import LoweredConfig
 from topkv.errors import RequestError
+from topkv.hooks.algorithm import Algorithm, History
+from topkv.hooks.binding import has_hook
 from topkv.lanes import LaneBuffers
 from topkv.types import Index, LayerView
-
-History = Iterable[tuple[int, Tensor, Tensor]]
 
 
 class Shared:
@@ -32,23 +31,34 @@ class Shared:
 
     Attributes:
         selects_prompts: whether prompt chunks attend to a selection too.
+        settles: whether ``settle`` does anything.
+        settle_whole: whether it wants the history from position 0.
     """
+
+    settles = settle_whole = False
 
     def __init__(self, view: LayerView, lanes: LaneBuffers, selects_prompts: bool) -> None:
         self.view, self.lanes, self.selects_prompts = view, lanes, selects_prompts
 
-    def select(self, q: Tensor, k: Tensor, index: Index | None) -> None:
+    def select(self, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> None:
         """Leave ``lanes.ids`` as they are. Hot."""
         self._refuse(index)
 
     def construct(
-        self, slot: int, start: int, k: Tensor, q: Tensor, lse: Tensor, index: Index | None
+        self,
+        slot: int,
+        start: int,
+        k: Tensor,
+        v: Tensor,
+        q: Tensor,
+        lse: Tensor,
+        index: Index | None,
     ) -> None:
         """Nothing is kept to select for this layer."""
         self._refuse(index)
 
     def select_prompt(
-        self, slot: int, start: int, q: Tensor, k: Tensor, index: Index | None
+        self, slot: int, start: int, q: Tensor, k: Tensor, v: Tensor, index: Index | None
     ) -> Tensor | None:
         """What the layer before it selected for the rows of the chunk."""
         self._refuse(index)
@@ -56,6 +66,12 @@ class Shared:
 
     def warm(self) -> None:
         """Leave ``lanes.ids`` as the layer before it has warmed them."""
+
+    def settle(self, slot: int, since: int, length: int, history: History) -> None:
+        """Nothing is kept to select for this layer."""
+
+    def truncated(self, slot: int, length: int) -> None:
+        """Nothing is derived from decoded tokens."""
 
     def copy(self, slot: int, twin: int) -> None:
         """Nothing is kept by slot."""
@@ -78,9 +94,9 @@ class SharedRegranulated(Shared):
         assert lanes.tokens is not None
         self.extra, self.tokens = extra, lanes.tokens
 
-    def select(self, q: Tensor, k: Tensor, index: Index | None) -> None:
+    def select(self, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> None:
         """Count what is attended beyond the selection. Hot."""
-        super().select(q, k, index)
+        super().select(q, k, v, index)
         self.tokens.count(self.extra)
 
 
@@ -100,13 +116,15 @@ class Own:
         self,
         config: LoweredConfig,
         view: LayerView,
-        algorithm: Any,
+        algorithm: Algorithm,
         lanes: LaneBuffers,
         indexed: bool,
         device: torch.device,
     ) -> None:
         self.view, self.algorithm, self.lanes, self.indexed = view, algorithm, lanes, indexed
-        self.selects_prompts = getattr(algorithm, "retrieve_prompt", None) is not None
+        self.selects_prompts = has_hook(algorithm, "retrieve_prompt")
+        self.settles = has_hook(algorithm, "settle")
+        self._is_told = has_hook(algorithm, "truncated")
         self.settle_whole = algorithm.spec().settle_whole
         model, requests = config.model, config.max_requests
         heads, dim, self._last_weights = model.num_heads, model.head_dim, None
@@ -115,35 +133,42 @@ class Own:
             self._last_weights = torch.zeros((requests, heads), device=device)
         self._last_queries = torch.zeros((requests, heads, dim), dtype=model.dtype, device=device)
 
-    def select(self, q: Tensor, k: Tensor, index: Index | None) -> None:
+    def select(self, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> None:
         """Follow the new token of each row and select for it. Hot.
 
         Args:
             q: ``[B, H, D]``.
-            k: ``[B, Hkv, D]``.
+            k, v: ``[B, Hkv, D]``.
             index: of the rows, where the algorithm goes by the model's indexer.
         """
         queries, keys, weights = self._inputs(q, k, index)
-        self.algorithm.update(self.view, keys)
+        self.algorithm.update(self.view, keys, v)
         self._retrieve(queries.unsqueeze(1), weights)
 
     def construct(
-        self, slot: int, start: int, k: Tensor, q: Tensor, lse: Tensor, index: Index | None
+        self,
+        slot: int,
+        start: int,
+        k: Tensor,
+        v: Tensor,
+        q: Tensor,
+        lse: Tensor,
+        index: Index | None,
     ) -> None:
         """Represent a prompt chunk. Cold.
 
         Args:
             start: position of the first key, on a boundary of the algorithm's units.
-            k: ``[m, Hkv, D]`` keys of the open unit, if there are, and of the chunk.
+            k, v: ``[m, Hkv, D]`` of the open unit, if it holds tokens, and of the chunk.
             q: ``[c, H, D]`` of the chunk, the last c positions.
             lse: fp32 ``[c, H]``.
         """
         queries, keys, weights = self._inputs(q, k, index)
-        self.algorithm.construct(self.view, slot, start, keys, queries, lse)
+        self.algorithm.construct(self.view, slot, start, keys, v, queries, lse)
         self._remember(slot, queries, weights)
 
     def select_prompt(
-        self, slot: int, start: int, q: Tensor, k: Tensor, index: Index | None
+        self, slot: int, start: int, q: Tensor, k: Tensor, v: Tensor, index: Index | None
     ) -> Tensor | None:
         """Represent a chunk and select for its rows; None where they see everything. Cold.
 
@@ -152,7 +177,7 @@ class Own:
         """
         queries, keys, weights = self._inputs(q, k, index)
         no_lse = torch.empty((0, q.shape[1]), device=q.device)
-        self.algorithm.construct(self.view, slot, start, keys, queries, no_lse)
+        self.algorithm.construct(self.view, slot, start, keys, v, queries, no_lse)
         self._remember(slot, queries, weights)
         ids = self.lanes.prompts[slot] = None  # frees what the layer before has selected
         if start + len(q) > self.view.group.select:
@@ -167,6 +192,15 @@ class Own:
         slots, weights = self.view.step.slots, self._last_weights
         queries = self._last_queries.index_select(0, slots).unsqueeze(1)
         self._retrieve(queries, None if weights is None else weights.index_select(0, slots))
+
+    def settle(self, slot: int, since: int, length: int, history: History) -> None:
+        """Close a prompt or a period. Cold."""
+        self.algorithm.settle(self.view, slot, since, length, history)
+
+    def truncated(self, slot: int, length: int) -> None:
+        """The request has lost its tokens from ``length`` on. Cold."""
+        if self._is_told:
+            self.algorithm.truncated(self.view, slot, length)
 
     def copy(self, slot: int, twin: int) -> None:
         """Let a fork start as warm as its request."""
@@ -209,9 +243,9 @@ class Regranulated(Own):
         assert self.lanes.tokens is not None
         self.extra, self.tokens = extra, self.lanes.tokens
 
-    def select(self, q: Tensor, k: Tensor, index: Index | None) -> None:
+    def select(self, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> None:
         """Select, and count what is attended beyond it. Hot."""
-        super().select(q, k, index)
+        super().select(q, k, v, index)
         self.tokens.count(self.extra)
 
     def _retrieve(self, queries: Tensor, weights: Tensor | None) -> None:

@@ -14,10 +14,11 @@ Three index spaces, never mixed and named apart everywhere:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from attrs import define, field, frozen
-from attrs.validators import ge, optional
+from attrs.validators import ge, in_, optional
 from torch import Tensor
 
 
@@ -51,16 +52,18 @@ class Index:
     Attributes:
         q: ``[rows, H^I, D^I]`` index queries, after RoPE.
         k: ``[rows, D^I]`` index keys, after norm and RoPE.
-        weights: fp32 ``[rows, H^I]``, every scale factor in them.
+        weights: fp32 ``[rows, H^I]``, every scale factor in them; None where the model's scores
+            have none.
     """
 
     q: Tensor
     k: Tensor
-    weights: Tensor
+    weights: Tensor | None = None
 
     def rows(self, rows: slice) -> Index:
         """The index of some of the rows."""
-        return Index(self.q[rows], self.k[rows], self.weights[rows])
+        weights = None if self.weights is None else self.weights[rows]
+        return Index(self.q[rows], self.k[rows], weights)
 
 
 @frozen
@@ -73,7 +76,7 @@ class ModelShape:
     (DeepSeek-V2, section 2.1.2).
 
     Attributes:
-        num_layers: attention layers, numbered from 0.
+        num_layers: attention layers.
         num_heads: query heads H.
         num_kv_heads: kv-heads Hkv; H is a multiple of it.
         head_dim: D, of queries and keys.
@@ -82,6 +85,9 @@ class ModelShape:
         attention: ``"gqa"`` or ``"mla"``.
         value_dim: of values and outputs; None for D.
         indexer: of a model that selects for itself, else None.
+        softcap: attention logits s become ``softcap * tanh(s / softcap)``; None for plain ones.
+        first_layer: number of the first one, where a process holds only a part of the model.
+            Layer numbers are the model's everywhere.
     """
 
     num_layers: int
@@ -93,6 +99,13 @@ class ModelShape:
     attention: str = "gqa"
     value_dim: int | None = None
     indexer: IndexerShape | None = None
+    softcap: float | None = None
+    first_layer: int = 0
+
+    @property
+    def layers(self) -> range:
+        """Numbers of the attention layers."""
+        return range(self.first_layer, self.first_layer + self.num_layers)
 
     @property
     def out_dim(self) -> int:
@@ -253,6 +266,23 @@ class Plan:
     misses: Tensor
 
 
+@define
+class Tables:
+    """Page table and lengths of a step. Owned by the core, one per group, reused by its layers.
+
+    Attributes:
+        table: int32 ``[N, W]``; K + 1 columns where the core appends the tail, K where the newest
+            token competes, all pages of a request in dense layers.
+        lengths: int32 ``[N]`` attended tokens.
+        attached: what ``adapt_page_table`` of the backend leaves for its ``attend``; None in dense
+            layers, whose table the core fills.
+    """
+
+    table: Tensor
+    lengths: Tensor
+    attached: Any = None
+
+
 @frozen
 class RepresentationSpec:
     """What an algorithm keeps to score units.
@@ -263,12 +293,15 @@ class RepresentationSpec:
             with their page) or ``"request"`` (keyed by slot, copied by fork, reset at the end).
         shape: shape per unit, token or request.
         dtype: torch dtype.
+        derived: ``construct`` over the keys of a page makes it again, so that it need not be
+            stored with the page.
     """
 
     name: str
     grain: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    derived: bool = True
 
     @property
     def bytes(self) -> int:
@@ -285,18 +318,22 @@ class AlgorithmSpec:
 
     Attributes:
         representations: its pools.
-        tail: ``"forced"``: the core appends the tail unit to every selection and the algorithm
-            offers closed units only; ``"selectable"``: the newest token competes (unit 1).
         settle_period: decode tokens between two calls of ``settle``, at least 1; None for never.
         settle_whole: ``settle`` gets the history from position 0, not from ``since``.
         generated: most tokens that may follow the prompt, for algorithms that choose once and
             have room for so many more; the core refuses further ones. None for any number.
-        prefix_shareable: the representation of a page depends on its keys alone.
+        ring_tokens: least tokens of the ring that ``update`` reads; 0 where two units do.
+        prefix: what another request with the same first tokens may take over: ``"pages"``,
+            representations and all, because those of a page depend on its keys alone;
+            ``"replay"``, after ``construct`` has seen the keys again; ``"none"``.
+        prompt_tail: last prompt tokens that must be computed all the same, for algorithms that
+            look at the queries of a prompt's end.
     """
 
     representations: tuple[RepresentationSpec, ...] = ()
-    tail: str = "forced"
     settle_period: int | None = field(default=None, validator=optional(ge(1)))
     settle_whole: bool = False
     generated: int | None = field(default=None, validator=optional(ge(0)))
-    prefix_shareable: bool = True
+    ring_tokens: int = field(default=0, validator=ge(0))
+    prefix: str = field(default="pages", validator=in_(("pages", "replay", "none")))
+    prompt_tail: int = field(default=0, validator=ge(0))

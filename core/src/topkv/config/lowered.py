@@ -33,6 +33,8 @@ class LoweredGroup:
         seen: the geometry that the algorithm is told of: ``shape``, or the same in units of one
             token where selections are regranulated.
         indexed: the algorithm goes by the model's own indexer.
+        tail: ``"forced"`` or ``"selectable"``, see ``Capabilities.tail``. Forced where selections
+            are regranulated, whatever the algorithm says: only the ring has the open unit.
     """
 
     shape: GroupShape
@@ -41,6 +43,7 @@ class LoweredGroup:
     budget: int
     seen: GroupShape = field(default=Factory(lambda group: group.shape, takes_self=True))
     indexed: bool = False
+    tail: str = "forced"
 
     @property
     def regranulated(self) -> bool:

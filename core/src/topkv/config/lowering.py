@@ -204,10 +204,16 @@ class _Lowering:
                 f"{self.prefill_block} and {self.page}"
             )
 
+    def _tail(self, plan: LayerPlan) -> str:
+        """Whether the newest token competes. Where selections are regranulated its unit, which is
+        not full, lies in the ring alone."""
+        return "forced" if plan.selects != plan.unit else self.plugins.tail(plan.algorithm)
+
     def _chosen(self, plan: LayerPlan) -> int:
-        """What the algorithm selects: the budget less the tail unit, and no more than a request
-        can reach."""
-        tokens: int = min(plan.budget - plan.unit, self.max_request_tokens)
+        """What the algorithm selects: the budget, less the tail unit where it is forced, and no
+        more than a request can reach."""
+        tail = 0 if self._tail(plan) == "selectable" else plan.unit
+        tokens: int = min(plan.budget - tail, self.max_request_tokens)
         return tokens // plan.selects
 
     def _select(self, plan: LayerPlan) -> int:
@@ -275,7 +281,9 @@ class _Lowering:
         if plan.selects != plan.unit:
             seen = in_tokens(shape, self._chosen(plan))
         indexed = self.plugins.needs_index(plan.algorithm)
-        return LoweredGroup(shape, plan.algorithm, plan.params, plan.budget, seen, indexed)
+        return LoweredGroup(
+            shape, plan.algorithm, plan.params, plan.budget, seen, indexed, self._tail(plan)
+        )
 
     def build(self) -> LoweredConfig:
         """Make the groups, check their bytes, and raise if anything was wrong so far."""

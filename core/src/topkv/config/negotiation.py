@@ -110,7 +110,7 @@ def _refusals(record: PluginRecord, ask: Ask) -> Iterator[str]:
         ("scope", ask.scope, caps.scopes),
         # What moves and evicts rows does not look into them.
         ("attention", model.attention, caps.attention if record.kind in READERS else None),
-        ("impl", ask.impl, caps.impls),
+        ("impl", ask.impl, record.entry.impls),
         ("dtype", dtype, caps.dtypes),
         ("head_dim", model.head_dim, caps.head_dims),
     )
@@ -131,6 +131,8 @@ def _refusals(record: PluginRecord, ask: Ask) -> Iterator[str]:
         if ask.kv_format not in caps.kv_formats:
             shown = ", ".join(caps.kv_formats)
             yield f"reads rows of kv_format {shown}, got {ask.kv_format}"
+        if model.softcap is not None and not caps.softcap:
+            yield f"does not cap attention logits, and the model does, at {model.softcap}"
         if not caps.lse:
             yield "returns no log-sum-exp, and prefill merges blocks of history by it"
         if ask.residency == "streamed" and ask.device.type == "cuda" and not caps.host_memory:

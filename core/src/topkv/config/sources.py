@@ -114,6 +114,11 @@ class Plugins:
         record = self.get("algorithm", name) if name else None
         return bool(record and record.entry and record.entry.capabilities.needs_index)
 
+    def tail(self, name: str | None) -> str:
+        """Whether the newest token competes in the selections of an algorithm."""
+        record = self.get("algorithm", name) if name else None
+        return record.entry.capabilities.tail if record and record.entry else "forced"
+
     def parameters(self, kind: str, name: str | None) -> Mapping[str, Any]:
         record = self.get(kind, name) if name else None
         return record.entry.parameters if record and record.entry else {}

@@ -1,112 +1,182 @@
 """Hook specs of a selection algorithm.
 
-The core makes one instance per group: ``factory(model, group, params, impl, device)`` with a
-``ModelShape``, the ``GroupShape``, the lowered parameters (a dict with every parameter
-of the entry), ``"reference"`` or ``"triton"``, and a ``torch.device``. An instance keeps no
-state of a request: all of that lives in the representation pools of ``spec``, which the
-core allocates and passes as ``layer.pools``.
+The core makes one instance per group: ``factory(setup)`` with an ``AlgorithmSetup``; an entry names
+a factory for each implementation. An instance keeps no state of a request: all of that lives in
+the representation pools of ``spec``, which the core allocates and passes as ``layer.pools``.
 
 Of a model with an indexer (``capabilities.needs_index``, ``ModelShape.indexer``) keys are index
-keys ``[.., 1, D^I]``, queries index queries ``[.., H^I, D^I]``, and ``native`` the weights of the
+keys ``[.., 1, D^I]``, queries index queries ``[.., H^I, D^I]``, and ``weights`` those of the
 index heads, see ``topkv.types.Index``.
 
 ``update`` and ``retrieve_topk`` are hot: no host sync, no allocation that a CUDA graph cannot
 replay, no shape that depends on data, no Python per request. They run on the current stream.
-Padded rows (slot -1) read and write nothing but their own rows of ``ids``.
+Padded rows (slot -1) read and write nothing but their own rows of ``ids``. Rows of queries, keys
+and values may lie at any stride; heads and the last dimension are adjacent.
+
+Over the life of a request come ``construct`` for each prompt chunk, ``settle`` when a prompt turns
+to decode and at every full period, then ``update`` and ``retrieve_topk`` in each step. A fork copies
+what is keyed by slot and shares full pages; a rollback or a truncation is told by ``truncated``.
+
+Not there yet, and refused: several queries a row (Q is 1), and sharing pages across requests by
+anything but a fork; ``AlgorithmSpec.prefix`` states what that will go by.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from attrs import frozen
 from torch import Tensor
 
 from topkv.hooks.registry import hookspec, optional
-from topkv.types import AlgorithmSpec, LayerView
+from topkv.hooks.topk import TopK
+from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape
 
 
-@hookspec(firstresult=True)
-def spec() -> AlgorithmSpec:  # type: ignore[empty-body]
-    """Representations, tail rule and settle period. Cold, before any allocation."""
+@frozen
+class AlgorithmSetup:
+    """What the factory of an algorithm gets.
 
-
-@hookspec(firstresult=True)
-def construct(layer: LayerView, slot: int, start: int, k: Tensor, q: Tensor, lse: Tensor) -> None:
-    """Write the representations of the units that a prefill chunk touched. Cold.
-
-    Args:
-        layer: the layer.
-        slot: request slot (host int). Host ids follow from ``layer.step.page_table[slot]``.
-        start: position of the first key, on a unit boundary.
-        k: ``[m, Hkv, D]`` post-RoPE keys of positions ``start .. start + m``: the chunk and,
-            before it, what the open unit already held. The last unit may be partial.
-        q: ``[c, H, D]`` post-RoPE queries of the chunk (the last c positions).
-        lse: fp32 ``[c, H]`` natural log-sum-exp of their attention; empty for an algorithm that
-            has ``retrieve_prompt``, which is asked before attention.
-
-    Recomputes every touched unit from ``k``, never accumulates, so that a unit that was
-    rolled back and written again keeps nothing of what was rejected.
+    Attributes:
+        model: geometry of the attention layers.
+        group: the group as the algorithm sees it: in units of one token where its selections are
+            regranulated.
+        params: every parameter of the entry, with the values that hold here.
+        device: where it will run.
+        topk: ``topk(rows, columns, select)`` makes exact top-k with its scratch, for at most so
+            many rows and columns of scores: of the implementation that the configuration names.
+            Pass it to ``topkv.ops.topk.topk``. Calls that share one must not overlap.
     """
 
-
-@hookspec(firstresult=True)
-def settle(layer: LayerView, slot: int, since: int, length: int, history: object) -> None:
-    """Close a prefill or a period. Cold, outside graphs.
-
-    Args:
-        layer: the layer.
-        slot: request slot.
-        since: first position that is new since the last settle.
-        length: tokens of the request.
-        history: iterable of ``(start, k [m, Hkv, D], v [m, Hkv, D])`` blocks from position
-            ``since`` rounded down to a unit, or from 0 where the spec says ``settle_whole``;
-            reading it streams them from the host.
-    """
+    model: ModelShape
+    group: GroupShape
+    params: Mapping[str, Any]
+    device: torch.device
+    topk: Callable[[int, int, int], TopK]
 
 
-@hookspec(firstresult=True)
-def update(layer: LayerView, k: Tensor) -> None:
-    """Follow the token that each decode row appended. Hot.
+class History(Protocol):
+    """The history of a request; each iteration streams it from the host anew."""
 
-    Args:
-        layer: the layer; the open unit of a row is ring position
-            ``((length - 1) // unit) % T`` and holds ``(length - 1) % unit + 1`` tokens, the
-            new one included. Rows with ``appended == 0`` change nothing.
-        k: ``[B, Hkv, D]`` post-RoPE keys of the new tokens.
-
-    Recomputes the open unit from the ring. An algorithm that takes units of one token alone has
-    it in ``k``, and no ring where the core regranulates its selections: its ``layer.group`` is
-    then in tokens, whatever the units are that are stored and attended.
-    """
+    def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Blocks ``(start, k [m, Hkv, D], v [m, Hkv, D])`` in order."""
 
 
-@hookspec(firstresult=True)
-def retrieve_topk(layer: LayerView, q: Tensor, native: Tensor | None, ids: Tensor) -> None:
-    """Select. Hot.
+class Algorithm(Protocol):
+    """A selection algorithm of one group."""
 
-    Args:
-        layer: the layer. Selectable are closed units ``0 .. (length - 1) // unit - 1`` of each
-            row (``0 .. length - 1`` where the tail is selectable).
-        q: ``[B, Q, H, D]`` post-RoPE queries.
-        native: fp32 ``[B, H^I]`` of a model with an indexer, else None.
-        ids: int32 ``[N, K]``, owned by the core, every element to be written: logical unit ids,
-            unique in a row, -1 anywhere, all -1 in padded rows. Lane ``b * lane_heads + head``.
-    """
+    @hookspec
+    def spec(self) -> AlgorithmSpec:
+        """Representations and settle period. Cold, before any allocation."""
 
+    @hookspec
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        """Write the representations of the units that a prefill chunk touched. Cold.
 
-@optional
-@hookspec(firstresult=True)
-def retrieve_prompt(
-    layer: LayerView, slot: int, start: int, q: Tensor, native: Tensor, ids: Tensor
-) -> None:
-    """Select for the rows of a prompt chunk, where the model itself is sparse there too. Cold.
+        Args:
+            layer: the layer.
+            slot: request slot (host int). Host ids follow from ``layer.step.page_table[slot]``.
+            start: position of the first key, on a unit boundary.
+            k: ``[m, Hkv, D]`` post-RoPE keys of positions ``start .. start + m``: the chunk and,
+                before it, what the open unit already held. The last unit may be partial.
+            v: ``[m, Hkv, Dv]`` their values.
+            q: ``[c, H, D]`` post-RoPE queries of the chunk (the last c positions).
+            lse: fp32 ``[c, H]`` natural log-sum-exp of their attention; empty for an algorithm that
+                has ``retrieve_prompt``, which is asked before attention.
 
-    Called after ``construct`` of the chunk, and only where a row can reach more than K tokens.
+        Recomputes every touched unit from ``k``, never accumulates, so that a unit that was
+        rolled back and written again keeps nothing of what was rejected.
+        """
 
-    Args:
-        layer: the layer; its unit is 1.
-        slot: request slot.
-        start: position of the first row.
-        q: ``[m, H^I, D^I]`` index queries of positions ``start ..``.
-        native: fp32 ``[m, H^I]``.
-        ids: int32 ``[m, K]``, owned by the core, every element to be written: of row i unique
-            tokens of ``0 .. start + i``, -1 anywhere.
-    """
+    @optional
+    @hookspec
+    def settle(
+        self, layer: LayerView, slot: int, since: int, length: int, history: History
+    ) -> None:
+        """Close a prefill or a period. Cold, outside graphs.
+
+        Args:
+            layer: the layer.
+            slot: request slot.
+            since: first position that is new since the last settle.
+            length: tokens of the request.
+            history: from position ``since`` rounded down to a unit, or from 0 where the spec says
+                ``settle_whole``.
+
+        Pages may be shared with a fork of the request, which has been settled itself: what is
+        keyed by page may be written for positions from ``since`` on alone, where the request owns
+        its pages. What changes for older positions belongs into a pool of grain ``request``.
+        """
+
+    @hookspec
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        """Follow the token that each decode row appended. Hot.
+
+        Args:
+            layer: the layer; the open unit of a row is ring position
+                ``((length - 1) // unit) % T`` and holds ``(length - 1) % unit + 1`` tokens, the
+                new one included. Rows with ``appended == 0`` change nothing.
+            k, v: ``[B, Hkv, D]`` post-RoPE keys, and values, of the new tokens.
+
+        Recomputes the open unit from the ring. An algorithm that takes units of one token alone has
+        it in ``k``, and no ring where the core regranulates its selections: its ``layer.group`` is
+        then in tokens, whatever the units are that are stored and attended.
+        """
+
+    @hookspec
+    def retrieve_topk(
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
+    ) -> None:
+        """Select. Hot.
+
+        Args:
+            layer: the layer. Selectable are closed units ``0 .. (length - 1) // unit - 1`` of each
+                row (``0 .. length - 1`` where the tail is selectable).
+            q: ``[B, Q, H, D]`` post-RoPE queries.
+            weights: fp32 ``[B, H^I]`` of a model with an indexer, else None.
+            ids: int32 ``[N, K]``, owned by the core, every element to be written: logical unit ids,
+                unique in a row, -1 anywhere, all -1 in padded rows. Lane ``b * lane_heads + head``.
+        """
+
+    @optional
+    @hookspec
+    def retrieve_prompt(
+        self,
+        layer: LayerView,
+        slot: int,
+        start: int,
+        q: Tensor,
+        weights: Tensor | None,
+        ids: Tensor,
+    ) -> None:
+        """Select for the rows of a prompt chunk, where the model itself is sparse there too. Cold.
+
+        Called after ``construct`` of the chunk, and only where a row can reach more than K tokens.
+
+        Args:
+            layer: the layer; its unit is 1.
+            slot: request slot.
+            start: position of the first row.
+            q: ``[m, H^I, D^I]`` index queries of positions ``start ..``.
+            weights: fp32 ``[m, H^I]``.
+            ids: int32 ``[m, K]``, owned by the core, every element to be written: of row i unique
+                tokens of ``0 .. start + i``, -1 anywhere.
+        """
+
+    @optional
+    @hookspec
+    def truncated(self, layer: LayerView, slot: int, length: int) -> None:
+        """A request has lost its tokens from ``length`` on, by rollback or truncation. Cold.
+
+        For algorithms that derive request state from decoded tokens. Representations of units need
+        nothing: a unit that is written again is represented again.
+
+        Args:
+            layer: the layer.
+            slot: request slot.
+            length: tokens that are left.
+        """

@@ -1,7 +1,7 @@
 """Hook specs of an attention backend.
 
-The core makes one instance per group: ``factory(model, group, impl, device, max_batch)``. It may
-allocate workspaces for at most ``max_batch`` decode rows when it is made, not later.
+The core makes one instance per group: ``factory(setup)`` with a ``BackendSetup``; an entry names a
+factory for each implementation. It may allocate workspaces for at most ``max_batch`` decode rows when it is made, not later.
 
 K and V come as strided views ``[slots, heads_per_lane, unit, D]`` of the pool in which they lie,
 the device buffer or, for streamed layers, mapped host memory; only the last dimension is
@@ -14,89 +14,113 @@ outputs ``out_dim``. ``attend`` gets the stored rows, ``[slots, 1, unit, group.h
 
 from __future__ import annotations
 
+from typing import Protocol
+
+import torch
+from attrs import frozen
 from torch import Tensor
 
 from topkv.hooks.registry import hookspec, optional
-from topkv.types import LayerView, Plan
+from topkv.types import GroupShape, LayerView, ModelShape, Plan, Tables
 
 
-@hookspec(firstresult=True)
-def adapt_page_table(layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor) -> None:
-    """Turn a plan into the table that ``attend`` reads. Hot.
+@frozen
+class BackendSetup:
+    """What the factory of a backend gets.
 
-    For lane n of slot s and head h, with ``row = s * lane_heads + h``:
-    ``table[n, i] = row * (C + T) + plan.slots[n, i]`` for ``i < count``, and only ``count`` says
-    which slots are used; the tail unit
-    ``u = (length - 1) // unit`` goes to ``table[n, count]`` as ``row * (C + T) + C + u % T``;
-    ``lengths[n] = count * unit + (length - 1) % unit + 1``. Padded rows get length 0. Where the
-    tail is selectable (``table`` has K columns) nothing is appended.
-
-    Args:
-        layer: the layer.
-        plan: the plan; ``plan.slots`` is compacted.
-        table: int32 ``[N, K + 1]`` (or ``[N, K]``), owned by the core; columns behind the
-            last used one become 0.
-        lengths: int32 ``[N]``, owned by the core.
+    Attributes:
+        model: geometry of the attention layers.
+        group: the group.
+        device: where it will run.
+        max_batch: most decode rows of a step.
+        group_size: query heads per kv-head that ``attend`` is called with: those of the model, and
+            further ones that a stage of the group adds.
     """
 
-
-@hookspec(firstresult=True)
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, out: Tensor, lse: Tensor
-) -> None:
-    """Decode attention over the listed units, in place: no gather copy. Hot.
-
-    Args:
-        q: ``[N, Q, heads_per_lane * G, D]`` queries by lane; heads of one kv-head are
-            adjacent. Only Q = 1 for now.
-        k, v: ``[slots, heads_per_lane, unit, D]`` strided views.
-        table: int32 ``[N, W]`` indices into the first dimension of ``k`` and ``v``.
-        lengths: int32 ``[N]`` tokens: the first ``lengths[n]`` tokens of the units in
-            table order; all units but the last are full.
-        out: ``[N, Q, heads_per_lane * G, D]`` in the dtype of q, owned by the caller.
-        lse: fp32 ``[N, Q, heads_per_lane * G]`` natural log-sum-exp of the scaled logits.
-
-    The table and lengths that ``adapt_page_table`` filled last come as it left them: a backend may
-    have written what its library wants along with them.
-
-    A lane of length 0 gives ``out`` 0 and ``lse`` -inf. Every element is written. What the
-    buffers hold behind ``lengths`` (NaN, say) has no influence.
-    """
+    model: ModelShape
+    group: GroupShape
+    device: torch.device
+    max_batch: int
+    group_size: int
 
 
-@hookspec(firstresult=True)
-def prefill(
-    q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int, out: Tensor, lse: Tensor
-) -> None:
-    """Causal attention of a prefill chunk over one contiguous block of keys. Cold.
+class Backend(Protocol):
+    """An attention backend of one group."""
 
-    Args:
-        q: ``[m, H, D]`` queries of positions ``q_start ..``.
-        k, v: ``[n, Hkv, D]`` keys and values of positions ``k_start ..``; only the last
-            dimension is certain to be contiguous.
-        q_start, k_start: host ints. Query i sees key j iff ``k_start + j <= q_start + i``.
-        out: fp32 ``[m, H, D]``, owned by the caller.
-        lse: fp32 ``[m, H]`` natural log-sum-exp; -inf (and out 0) where no key is seen.
+    @hookspec
+    def adapt_page_table(self, layer: LayerView, plan: Plan, tables: Tables) -> None:
+        """Turn a plan into the table that ``attend`` reads. Hot.
 
-    The core streams history block by block and merges the results by their LSE.
-    """
+        For lane n of slot s and head h, with ``row = s * lane_heads + h``:
+        ``table[n, i] = row * (C + T) + plan.slots[n, i]`` for ``i < count``, and only ``count`` says
+        which slots are used; the tail unit
+        ``u = (length - 1) // unit`` goes to ``table[n, count]`` as ``row * (C + T) + C + u % T``;
+        ``lengths[n] = count * unit + (length - 1) % unit + 1``. Padded rows get length 0. Where the
+        tail is selectable (``table`` has K columns) nothing is appended.
 
+        Args:
+            layer: the layer.
+            plan: the plan; ``plan.slots`` is compacted.
+            tables: to be filled: ``table`` int32 ``[N, K + 1]`` (or ``[N, K]``), where columns
+                behind the last used one become 0, and ``lengths`` int32 ``[N]``. Both are the
+                core's. What the backend's library wants along with them it may leave in
+                ``attached``, for ``attend`` of the same step.
+        """
 
-@optional
-@hookspec(firstresult=True)
-def prefill_selected(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_start: int,
-    k_start: int,
-    keep: Tensor,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    """``prefill``, but a query sees only the keys that it has selected. Cold.
+    @hookspec
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, out: Tensor, lse: Tensor
+    ) -> None:
+        """Decode attention over the listed units, in place: no gather copy. Hot.
 
-    Args:
-        q, k, v, q_start, k_start, out, lse: as in ``prefill``.
-        keep: bool ``[m, n]``, contiguous; what causality forbids stays forbidden.
-    """
+        Args:
+            q: ``[B, Q, H, D]`` queries, rows at any stride. Lane ``b * lane_heads + h`` has the
+                heads ``h * (H / lane_heads) ..``; those of one kv-head are adjacent. Q is 1.
+            k, v: ``[slots, heads_per_lane, unit, D]`` strided views.
+            tables: ``table`` int32 ``[N, W]`` indices into the first dimension of ``k`` and ``v``;
+                ``lengths`` int32 ``[N]``: the first ``lengths[n]`` tokens of the units in table
+                order are attended, and all units but the last are full. ``attached`` is what
+                ``adapt_page_table`` has left there, and None in dense layers.
+            out: ``[B, Q, H, Dv]`` in the dtype of q, rows at any stride, owned by the caller.
+            lse: fp32 ``[B, Q, H]`` natural log-sum-exp of the scaled logits.
+
+        A lane of length 0 gives ``out`` 0 and ``lse`` -inf. Every element is written. What the
+        buffers hold behind ``lengths`` (NaN, say) has no influence.
+        """
+
+    @hookspec
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int, out: Tensor, lse: Tensor
+    ) -> None:
+        """Causal attention of a prefill chunk over one contiguous block of keys. Cold.
+
+        Args:
+            q: ``[m, H, D]`` queries of positions ``q_start ..``.
+            k, v: ``[n, Hkv, D]`` keys and values of positions ``k_start ..``; only the last
+                dimension is certain to be contiguous.
+            q_start, k_start: host ints. Query i sees key j iff ``k_start + j <= q_start + i``.
+            out: fp32 ``[m, H, D]``, owned by the caller.
+            lse: fp32 ``[m, H]`` natural log-sum-exp; -inf (and out 0) where no key is seen.
+
+        The core streams history block by block and merges the results by their LSE.
+        """
+
+    @optional
+    @hookspec
+    def prefill_selected(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_start: int,
+        k_start: int,
+        keep: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """``prefill``, but a query sees only the keys that it has selected. Cold.
+
+        Args:
+            q, k, v, q_start, k_start, out, lse: as in ``prefill``.
+            keep: bool ``[m, n]``, contiguous; what causality forbids stays forbidden.
+        """

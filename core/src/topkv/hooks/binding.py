@@ -21,11 +21,14 @@ _PLAIN = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_
 _SPECIAL = ("wrapper", "hookwrapper", "tryfirst", "trylast", "specname", "optionalhook")
 
 
-def spec_functions(spec_module: ModuleType) -> dict[str, Callable[..., Any]]:
-    """The hook specs of a module by name, in the order in which they are written."""
+def spec_functions(page: ModuleType) -> dict[str, Callable[..., Any]]:
+    """The hook specs of a page by name, in the order in which they are written: the methods of
+    its Protocol that carry the mark."""
     return {
         name: value
-        for name, value in vars(spec_module).items()
+        for cls in vars(page).values()
+        if inspect.isclass(cls) and cls.__module__ == page.__name__
+        for name, value in vars(cls).items()
         if inspect.isfunction(value) and hasattr(value, _SPEC_MARK)
     }
 
@@ -84,7 +87,8 @@ def check_instance(instance: object, spec_module: ModuleType, who: str) -> None:
                 "mark it with @hookimpl alone"
             )
             continue
-        reason = _signature_reason(instance, name, tuple(inspect.signature(spec).parameters))
+        _, *expected = inspect.signature(spec).parameters  # less ``self``
+        reason = _signature_reason(instance, name, tuple(expected))
         if reason:
             reasons.append(reason)
     for name in marked:
@@ -97,16 +101,6 @@ def check_instance(instance: object, spec_module: ModuleType, who: str) -> None:
         raise PluginError(f"{who} does not keep the contract of {page}", reasons)
 
 
-def bind(instance: object, hook_name: str) -> Callable[..., Any]:
-    """The bound method that implements a hook, of an instance that was checked.
-
-    Raises:
-        PluginError: the instance has no such hook.
-    """
-    if hook_name not in _marked(instance):
-        raise PluginError(
-            f"{type(instance).__name__} has no hook {hook_name!r}",
-            [f"its hooks are {', '.join(_marked(instance)) or 'none'}"],
-        )
-    method: Callable[..., Any] = getattr(instance, hook_name)
-    return method
+def has_hook(instance: object, name: str) -> bool:
+    """Whether an instance implements an optional hook."""
+    return getattr(instance, name, None) is not None

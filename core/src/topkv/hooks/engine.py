@@ -1,22 +1,40 @@
-"""Hook specs of an engine integration; its factory takes the ``PluginRegistry`` in use."""
+"""Hook specs of an engine integration, which ``factory(setup)`` gives of an ``EngineSetup``."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+from attrs import frozen
 
 from topkv.hooks.registry import hookspec
 
-
-@hookspec(firstresult=True)
-def refusals(model: object) -> list[str]:  # type: ignore[empty-body]
-    """Why this engine cannot serve the model; empty if it can. Changes nothing."""
+if TYPE_CHECKING:
+    from topkv.plugins import PluginRegistry
 
 
-@hookspec(firstresult=True)
-def attach(model: object, config: Any) -> Any:
-    """Make the model decode through topkv. Returns a handle with ``detach()``.
+@frozen
+class EngineSetup:
+    """What the factory gets.
 
-    Args:
-        model: the engine's model object.
-        config: a ``SparseConfig``.
+    Attributes:
+        registry: where algorithms and backends are looked up.
     """
+
+    registry: PluginRegistry
+
+
+class Engine(Protocol):
+    """An engine integration."""
+
+    @hookspec
+    def refusals(self, model: object) -> list[str]:
+        """Why this engine cannot serve the model; empty if it can. Changes nothing."""
+
+    @hookspec
+    def attach(self, model: object, config: Any) -> Any:
+        """Make the model decode through topkv. Returns a handle with ``detach()``.
+
+        Args:
+            model: the engine's model object.
+            config: a ``SparseConfig``.
+        """

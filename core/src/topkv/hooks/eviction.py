@@ -1,39 +1,57 @@
 """Hook spec of an eviction policy.
 
-``factory()`` gives an object with ``new_position`` in plain torch and, for the Triton plan
+``factory(setup)`` gives, for an ``EvictionSetup``, an object with ``new_position`` in plain torch and, for the Triton plan
 kernel, an attribute ``new_position_kernel``: a ``triton.jit`` function of the same arguments
 and the same formula. The plan calls it once for every slot of the LRU buffer of a lane.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
+import torch
+from attrs import frozen
 from torch import Tensor
 
 from topkv.hooks.registry import hookspec
 
 
-@hookspec(firstresult=True)
-def new_position(  # type: ignore[empty-body]
-    position: Tensor,
-    stale: Tensor,
-    stale_rank: Tensor,
-    hit_rank: Tensor,
-    stale_count: Tensor,
-    misses: Tensor,
-) -> Tensor:
-    """Where each slot stands in the eviction order after the step. Position 0 is evicted first.
+@frozen
+class EvictionSetup:
+    """What the factory gets.
 
-    Victims of the step are the ``misses`` stale slots of lowest ``stale_rank``; the i-th of
-    them takes the i-th missing unit in selection order.
-
-    Args:
-        position: ``[C]`` the slot's position before the step.
-        stale: bool ``[C]`` the slot was not selected in this step.
-        stale_rank: ``[C]`` stale slots that stand before it.
-        hit_rank: ``[C]`` selected slots that stand before it.
-        stale_count: stale slots of the lane.
-        misses: victims of the lane; never more than ``stale_count``.
-
-    Returns:
-        ``[C]`` a permutation of ``0 .. C - 1``.
+    Attributes:
+        device: where the plan runs.
     """
+
+    device: torch.device
+
+
+class Eviction(Protocol):
+    """An eviction policy."""
+
+    @hookspec
+    def new_position(
+        position: Tensor,
+        stale: Tensor,
+        stale_rank: Tensor,
+        hit_rank: Tensor,
+        stale_count: Tensor,
+        misses: Tensor,
+    ) -> Tensor:
+        """Where each slot stands in the eviction order after the step. Position 0 is evicted first.
+
+        Victims of the step are the ``misses`` stale slots of lowest ``stale_rank``; the i-th of
+        them takes the i-th missing unit in selection order.
+
+        Args:
+            position: ``[C]`` the slot's position before the step.
+            stale: bool ``[C]`` the slot was not selected in this step.
+            stale_rank: ``[C]`` stale slots that stand before it.
+            hit_rank: ``[C]`` selected slots that stand before it.
+            stale_count: stale slots of the lane.
+            misses: victims of the lane; never more than ``stale_count``.
+
+        Returns:
+            ``[C]`` a permutation of ``0 .. C - 1``.
+        """

@@ -1,26 +1,56 @@
-"""Hook specs of observers: collecting, results ignored, once per forward and never per layer."""
+"""Hook specs of observers, which a configuration names in ``observers``.
+
+``factory(setup)`` gives one for an ``ObserverSetup``. It is called once per forward and never per
+layer. One that raises is left out from then on, with a warning that names its package; the forward
+goes on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Protocol
 
+from attrs import frozen
+
+from topkv.config import LoweredConfig
 from topkv.hooks.registry import hookspec
+from topkv.memory import TransferReport
 
 
-@hookspec
-def before_forward(slots: Sequence[int], prefill_tokens: int) -> None:
-    """A forward begins.
+@frozen
+class ObserverSetup:
+    """What the factory gets.
 
-    Args:
-        slots: the decode rows, -1 for padded ones.
-        prefill_tokens: prompt tokens of the forward.
+    Attributes:
+        config: what the coordinator was made for.
     """
 
+    config: LoweredConfig
 
-@hookspec
-def after_forward(slots: Sequence[int], prefill_tokens: int) -> None:
-    """A forward has ended on the host; the device may still be at work.
 
-    Args:
-        slots, prefill_tokens: as in ``before_forward``.
+@frozen
+class ForwardReport:
+    """What a forward works on.
+
+    Attributes:
+        slots: request of each decode row, -1 for padded ones.
+        prompt_tokens: tokens of its prompt chunks.
+        transfers: hits, misses and bytes of its decode rows, since their requests began.
+            Synchronizes the device when it is called.
     """
+
+    slots: tuple[int, ...]
+    prompt_tokens: int
+    transfers: Callable[[], TransferReport]
+
+
+class Observer(Protocol):
+    """Watches forwards."""
+
+    @hookspec
+    def before_forward(self, report: ForwardReport) -> None:
+        """A forward begins."""
+
+    @hookspec
+    def after_forward(self, report: ForwardReport) -> None:
+        """A forward has ended on the host; the device may still be at work."""

@@ -8,7 +8,14 @@ nor triton and implements the hooks of the kinds that it offers::
 
     @hookimpl
     def topkv_register_algorithms():
-        return [PluginEntry("mine", "algorithm", "topkv_mine.algorithm:Mine", hook_api=(1, 1))]
+        return [
+            PluginEntry(
+                "mine",
+                "algorithm",
+                {"reference": "topkv_mine.algorithm:Mine"},
+                hook_api=(2, 0),
+            )
+        ]
 
 ``topkv new NAME --kind algorithm`` writes such a package.
 """

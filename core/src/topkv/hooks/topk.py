@@ -1,26 +1,47 @@
 """Hook spec of an exact top-k, which algorithms select with.
 
-``factory(rows, columns, select, device)`` gives an object with its scratch, for at most so many
-rows of scores, of at most so many columns, and K = select. An algorithm asks for one with
-``topkv.ops.topk.workspace`` when it is made, and gets the one that the configuration names.
+``factory(setup)`` gives, for a ``TopKSetup``, an object with its scratch. An algorithm asks for one
+with ``AlgorithmSetup.topk`` when it is made, and gets the one that the configuration names.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
+import torch
+from attrs import frozen
 from torch import Tensor
 
 from topkv.hooks.registry import hookspec
 
 
-@hookspec(firstresult=True)
-def topk(scores: Tensor, lengths: Tensor, ids: Tensor) -> None:
-    """Write the indices of the K largest scores of each row: see ``topkv.ops.topk.topk``. Hot.
+@frozen
+class TopKSetup:
+    """What the factory gets.
 
-    The result is defined to the last tie, so that no algorithm selects otherwise with another
-    implementation. Arguments have been checked, and no dimension is 0.
-
-    Args:
-        scores: fp32 ``[N, U]``, rows at any stride, columns adjacent.
-        lengths: int32 ``[N]``.
-        ids: int32 ``[N, K]``, written completely; rows at any stride.
+    Attributes:
+        rows, columns, select: most rows and columns of scores, and K.
+        device: where they lie.
     """
+
+    rows: int
+    columns: int
+    select: int
+    device: torch.device
+
+
+class TopK(Protocol):
+    """Exact top-k with its scratch."""
+
+    @hookspec
+    def topk(self, scores: Tensor, lengths: Tensor, ids: Tensor) -> None:
+        """Write the indices of the K largest scores of each row: see ``topkv.ops.topk.topk``. Hot.
+
+        The result is defined to the last tie, so that no algorithm selects otherwise with another
+        implementation. Arguments have been checked, and no dimension is 0.
+
+        Args:
+            scores: fp32 ``[N, U]``, rows at any stride, columns adjacent.
+            lengths: int32 ``[N]``.
+            ids: int32 ``[N, K]``, written completely; rows at any stride.
+        """

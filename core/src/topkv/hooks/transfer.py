@@ -1,9 +1,7 @@
 """Hook specs of a transfer engine: who lies where, and what moves between the tiers.
 
 The core makes one instance per group:
-``factory(store, layers, eviction, impl)`` with the ``GroupStore`` that holds every tensor of the
-group, the ``LayerView`` of each of its layers, an eviction policy, and ``"reference"`` or
-``"triton"``.
+``factory(setup)`` with a ``TransferSetup``; an entry names a factory for each implementation.
 
 ``append``, ``plan``, ``load`` and ``offload`` are hot. The others are cold. Every address is 64
 bit. Padded rows (slot -1) touch nothing but their own rows of the plan.
@@ -11,107 +9,130 @@ bit. Padded rows (slot -1) touch nothing but their own rows of the plan.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
+from attrs import frozen
 from torch import Tensor
 
+from topkv.hooks.eviction import Eviction
 from topkv.hooks.registry import hookspec
+from topkv.kv.store import GroupStore
 from topkv.types import LayerView, Plan
 
 
-@hookspec(firstresult=True)
-def append(layer: LayerView, k: Tensor, v: Tensor) -> None:
-    """Write the new token of each decode row: to the ring (sparse layers) or to its page.
+@frozen
+class TransferSetup:
+    """What the factory of a transfer engine gets.
 
-    Args:
-        layer: the layer; the token of row b stands at position ``lengths[b] - 1``. Rows with
-            ``appended == 0`` write nothing.
-        k, v: ``[B, Hkv, D]``, last dimension contiguous. A group of one plane stores k alone.
+    Attributes:
+        store: every tensor of the group.
+        layers: what the hooks see of each of its layers, in order.
+        eviction: the eviction policy.
     """
 
-
-@hookspec(firstresult=True)
-def plan(layer: LayerView, ids: Tensor, limit: Tensor, out: Plan) -> None:
-    """Resolve logical ids to slots, choose victims, list the misses.
-
-    Drops -1, ids out of ``0 <= id < limit`` and all but the first of equal ids. Ids in the
-    ring resolve to it. Hits are stamped before victims are chosen; no slot that is
-    selected in this step is evicted in it. Afterwards the order of a lane is
-    [stale | loaded in selection order | hits in their previous order] (policy ``lru``), victims
-    coldest first. A lane whose buffer holds all of its units leaves at once.
-
-    Args:
-        layer: the layer.
-        ids: int32 ``[N, K]`` logical ids, anything at all.
-        limit: int32 ``[B]`` selectable units of each row.
-        out: written completely.
-    """
+    store: GroupStore
+    layers: Sequence[LayerView]
+    eviction: Eviction
 
 
-@hookspec(firstresult=True)
-def load(layer: LayerView, plan: Plan) -> None:
-    """Copy the entries that ``plan`` missed from the host pool to their device slots."""
+class Transfer(Protocol):
+    """A transfer engine of one group."""
 
+    @hookspec
+    def append(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        """Write the new token of each decode row: to the ring (sparse layers) or to its page.
 
-@hookspec(firstresult=True)
-def offload() -> None:
-    """Copy every unit that this step filled to the host: all layers, one masked launch.
+        Args:
+            layer: the layer; the token of row b stands at position ``lengths[b] - 1``. Rows with
+                ``appended == 0`` write nothing.
+            k, v: ``[B, Hkv, D]``, last dimension contiguous. A group of one plane stores k alone.
+        """
 
-    A lane that is resident gets the unit in LRU slot ``unit`` as well.
-    """
+    @hookspec
+    def plan(self, layer: LayerView, ids: Tensor, limit: Tensor, out: Plan) -> None:
+        """Resolve logical ids to slots, choose victims, list the misses.
 
+        Drops -1, ids out of ``0 <= id < limit`` and all but the first of equal ids. Ids in the
+        ring resolve to it. Hits are stamped before victims are chosen; no slot that is
+        selected in this step is evicted in it. Afterwards the order of a lane is
+        [stale | loaded in selection order | hits in their previous order] (policy ``lru``), victims
+        coldest first. A lane whose buffer holds all of its units leaves at once.
 
-@hookspec(firstresult=True)
-def store_chunk(
-    layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, high: int, resident: bool
-) -> None:
-    """Write a prefill chunk to its pages, and for sparse layers to ring and LRU slots. Cold.
+        Args:
+            layer: the layer.
+            ids: int32 ``[N, K]`` logical ids, anything at all.
+            limit: int32 ``[B]`` selectable units of each row.
+            out: written completely.
+        """
 
-    Args:
-        layer: the layer.
-        slot: request slot.
-        start: position of the first token.
-        k, v: ``[m, Hkv, D]``, heads and last dimension contiguous.
-        high: the largest length that the ring has seen, this chunk included.
-        resident: as in ``StepTensors.resident``. Units that the buffer holds are written there
-            too; in a resident lane that fits, unit u goes to LRU slot u.
-    """
+    @hookspec
+    def load(self, layer: LayerView, plan: Plan) -> None:
+        """Copy the entries that ``plan`` missed from the host pool to their device slots."""
 
+    @hookspec
+    def offload(self) -> None:
+        """Copy every unit that this step filled to the host: all layers, one masked launch.
 
-@hookspec(firstresult=True)
-def fetch(layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor) -> None:
-    """Gather history from its pages. Cold.
+        A lane that is resident gets the unit in LRU slot ``unit`` as well.
+        """
 
-    Args:
-        layer: the layer.
-        slot: request slot.
-        start: first position, on a unit boundary.
-        k, v: ``[n, Hkv, D]`` contiguous, filled with positions ``start .. start + n``.
-    """
+    @hookspec
+    def store_chunk(
+        self,
+        layer: LayerView,
+        slot: int,
+        start: int,
+        k: Tensor,
+        v: Tensor,
+        high: int,
+        resident: bool,
+    ) -> None:
+        """Write a prefill chunk to its pages, and for sparse layers to ring and LRU slots. Cold.
 
+        Args:
+            layer: the layer.
+            slot: request slot.
+            start: position of the first token.
+            k, v: ``[m, Hkv, D]``, heads and last dimension contiguous.
+            high: the largest length that the ring has seen, this chunk included.
+            resident: as in ``StepTensors.resident``. Units that the buffer holds are written there
+                too; in a resident lane that fits, unit u goes to LRU slot u.
+        """
 
-@hookspec(firstresult=True)
-def flush(slot: int, length: int, high: int, resident: bool) -> None:
-    """Move the open unit of a request to its host entries, in all layers. Cold.
+    @hookspec
+    def fetch(self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor) -> None:
+        """Gather history from its pages. Cold.
 
-    A resident lane gets it in LRU slot ``unit`` too, so that a prefill chunk can fill it up.
+        Args:
+            layer: the layer.
+            slot: request slot.
+            start: first position, on a unit boundary.
+            k, v: ``[n, Hkv, D]`` contiguous, filled with positions ``start .. start + n``.
+        """
 
-    Args:
-        slot: request slot.
-        length: tokens of the request.
-        high, resident: as in ``store_chunk``.
-    """
+    @hookspec
+    def flush(self, slot: int, length: int, high: int, resident: bool) -> None:
+        """Move the open unit of a request to its host entries, in all layers. Cold.
 
+        A resident lane gets it in LRU slot ``unit`` too, so that a prefill chunk can fill it up.
 
-@hookspec(firstresult=True)
-def restore(slot: int, length: int, resident: bool) -> None:
-    """Forget ring and buffer of a request and fill them from the host. Cold.
+        Args:
+            slot: request slot.
+            length: tokens of the request.
+            high, resident: as in ``store_chunk``.
+        """
 
-    Args:
-        slot: request slot.
-        length: tokens of the request, all of them on the host.
-        resident: fill LRU slot u with unit u too, if all closed units fit.
-    """
+    @hookspec
+    def restore(self, slot: int, length: int, resident: bool) -> None:
+        """Forget ring and buffer of a request and fill them from the host. Cold.
 
+        Args:
+            slot: request slot.
+            length: tokens of the request, all of them on the host.
+            resident: fill LRU slot u with unit u too, if all closed units fit.
+        """
 
-@hookspec(firstresult=True)
-def reset(slot: int) -> None:
-    """Forget everything that the lanes of a slot hold. Cold."""
+    @hookspec
+    def reset(self, slot: int) -> None:
+        """Forget everything that the lanes of a slot hold. Cold."""

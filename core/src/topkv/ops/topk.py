@@ -2,74 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from topkv.hooks.registry import hookimpl
+from topkv.hooks.topk import TopK, TopKSetup
 from topkv.ops import topk_reference
 
 MAX_COLUMNS = 1 << 20
 """Longest row."""
 
 
-class TopK(Protocol):
-    """Exact top-k with its scratch; see ``topkv.hooks.topk``."""
-
-    def topk(self, scores: Tensor, lengths: Tensor, ids: Tensor) -> None: ...
-
-
 class PivotTopK:
     """The core's own kernels.
-
-    Args:
-        rows, columns, select: most rows and columns of scores, and K.
-        device: where they lie.
 
     Attributes:
         scratch: of long rows; None where none is needed.
     """
 
-    def __init__(self, rows: int, columns: int, select: int, device: torch.device) -> None:
+    def __init__(self, setup: TopKSetup) -> None:
         from topkv.ops import topk_kernels
 
         self._kernels = topk_kernels
-        self.scratch = topk_kernels.workspace(rows, columns, select, device)
+        self.scratch = topk_kernels.workspace(
+            setup.rows, setup.columns, setup.select, setup.device
+        )
 
     @hookimpl
     def topk(self, scores: Tensor, lengths: Tensor, ids: Tensor) -> None:
         """See ``topkv.hooks.topk``."""
         self._kernels.topk(scores, lengths, ids, self.scratch)
-
-
-Maker = Callable[[int, int, int, torch.device], TopK]
-_maker: ContextVar[Maker] = ContextVar("topkv_topk", default=PivotTopK)
-
-
-@contextmanager
-def selecting_by(maker: Maker) -> Iterator[None]:
-    """Let ``workspace`` make what a configuration names, while an algorithm is made."""
-    token = _maker.set(maker)
-    try:
-        yield
-    finally:
-        _maker.reset(token)
-
-
-def workspace(rows: int, columns: int, select: int, device: torch.device) -> TopK:
-    """What ``topk`` works with, for at most so many rows and columns, to be made once.
-
-    Calls that share one must not overlap: one for each instance that selects on one stream.
-
-    Args:
-        rows, columns, select: most rows and columns of scores, and K.
-        device: where they will lie.
-    """
-    return _maker.get()(rows, columns, select, device)
 
 
 def topk(
@@ -91,7 +53,8 @@ def topk(
         lengths: int32 ``[N]``; read as ``min(max(length, 0), U)``.
         ids: int32 ``[N, K]``, written completely; rows at any stride, columns adjacent.
         impl: ``"reference"`` or ``"triton"``.
-        work: from ``workspace`` of at least N rows, and of these U and K; not for the reference.
+        work: from ``AlgorithmSetup.topk``, of at least N rows, and of these U and K; not for the
+            reference.
 
     Raises:
         ValueError: shapes, dtypes, strides or devices do not fit, or ``impl`` is unknown.
