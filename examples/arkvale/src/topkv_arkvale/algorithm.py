@@ -15,7 +15,7 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.errors import ConfigError
-from topkv.ops.topk import topk
+from topkv.ops.topk import topk, workspace
 from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape, RepresentationSpec
 
 
@@ -76,6 +76,9 @@ class ArkVale:
                     f"selection, got {self.sink_units!r}; lower it or raise the budget"
                 ],
             )
+        self.work = None
+        if impl == "triton":
+            self.work = workspace(group.rows, group.max_units, group.select, device)
 
     @hookimpl
     def spec(self) -> AlgorithmSpec:
@@ -127,7 +130,7 @@ class ArkVale:
         weights = scores.softmax(-1).unflatten(1, (group.lane_heads, -1)).mean(2)
         weights = weights.masked_fill(unit < self.sink_units, float("inf"))
         lanes = closed.to(torch.int32).repeat_interleave(group.lane_heads)
-        topk(weights.flatten(0, 1), lanes, ids, impl=self.impl)
+        topk(weights.flatten(0, 1), lanes, ids, impl=self.impl, work=self.work)
 
     def _host_ids(self, layer: LayerView, slots: Tensor, units: Tensor) -> Tensor:
         """Host ids of logical units of the requests in ``slots``, int64; shapes broadcast."""
