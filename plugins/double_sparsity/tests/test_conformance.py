@@ -43,7 +43,7 @@ class TestChannelsOfThePrompt(AlgorithmTests):
 
     @pytest.fixture
     def options(self):
-        statistics = st.sampled_from([None, "qk_span", "q", "k", "qk", "qk_var", "k_var"])
+        statistics = st.sampled_from([None, "qk_span", "k", "qk", "k_var"])
         return options({"statistic": statistics, "pair_channels": st.booleans()})
 
 

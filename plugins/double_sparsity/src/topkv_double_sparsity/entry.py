@@ -12,7 +12,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
         PluginEntry(
             name="double_sparsity",
             kind="algorithm",
-            factory="topkv_double_sparsity.algorithm:DoubleSparsity",
+            factory="topkv_double_sparsity.algorithm:make",
             hook_api=(1, 1),
             capabilities=Capabilities(
                 units=(1, 1),

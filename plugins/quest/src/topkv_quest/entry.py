@@ -17,7 +17,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),
-                # Not scale_free: a mean of softmaxes, whose far units underflow and tie.
+                # Not scale_free: a mean of softmaxes.
                 traits=("attends", "nested", "exact_update", "low_ties", "head_equivariant"),
             ),
             defaults={"unit": 16, "scope": "kv_head", "dense_layers": (0, 1)},
