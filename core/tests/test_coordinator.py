@@ -101,29 +101,17 @@ def test_padded_rows_and_rows_that_append_nothing_change_nothing():
 
 
 def test_a_tail_that_competes_takes_its_share_of_the_budget():
-    coordinator = make(unit=1, budget=8, buffer=8, ring_tokens=3, params={"tail": "selectable"})
+    coordinator = make(unit=1, budget=8, buffer=8, ring_tokens=3, algorithm="competing")
     lanes = coordinator.layers[0].lanes
     coordinator.forward_begin(decode=[-1])
     assert lanes.table.shape[1] == lanes.ids.shape[1] == 8
     coordinator.forward_end()
     coordinator.close()
     with pytest.raises(ConfigError, match="raise buffer to at least 8"):
-        make(unit=1, budget=8, buffer=7, ring_tokens=3, params={"tail": "selectable"})
+        make(unit=1, budget=8, buffer=7, ring_tokens=3, algorithm="competing")
 
 
 def test_a_tail_that_competes_does_not_widen_the_selection_beyond_what_plans_count():
     sizes = {"budget": 2**15, "buffer": 2**15, "max_tokens": 2**15, "max_request_tokens": 2**15}
     with pytest.raises(ConfigError, match="32768 units, and must stay below 32768"):
-        make(unit=1, ring_tokens=3, params={"tail": "selectable"}, **sizes)
-
-
-def test_observers_see_each_forward_once(caplog):
-    coordinator = make()
-    with caplog.at_level("DEBUG", logger="topkv"):
-        coordinator.forward_begin(decode=[-1, -1])
-        coordinator.forward_end()
-    assert [record.message for record in caplog.records] == [
-        "forward of 0 decode rows and 0 prompt tokens",
-        "forward ended",
-    ]
-    coordinator.close()
+        make(unit=1, ring_tokens=3, algorithm="competing", **sizes)

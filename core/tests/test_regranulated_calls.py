@@ -15,7 +15,7 @@ from topkv.testing.machines.lifecycle_model import (
     doubles,
     make_coordinator,
 )
-from topkv.testing.machines.regranulated import SCRIPTED_TOKENS
+from topkv.testing.machines.regranulated import COMPETING_TOKENS, SCRIPTED_TOKENS
 from topkv.testing.tiers import tier
 
 UNIT, SELECT = 4, 5
@@ -26,10 +26,9 @@ def make(**options):
     sizes = {"unit": UNIT, "budget": UNIT + SELECT, "buffer": UNIT * SELECT, "ring_tokens": 8}
     return make_coordinator(
         tier("cpu"),
-        registry=doubles(SCRIPTED_TOKENS),
-        algorithm="scripted_tokens",
+        registry=doubles(SCRIPTED_TOKENS, COMPETING_TOKENS),
         regranulate=True,
-        **{**sizes, **options},
+        **{"algorithm": "scripted_tokens", **sizes, **options},
     )
 
 
@@ -49,8 +48,8 @@ class Calls:
         self.algorithm = self.coordinator.layers[0].algorithm
         construct, settle = self.algorithm.construct, self.algorithm.settle
 
-        def note_construct(layer, slot, start, k, q, lse):
-            construct(layer, slot, start, k, q, lse)
+        def note_construct(layer, slot, start, k, v, q, lse):
+            construct(layer, slot, start, k, v, q, lse)
             if layer.layer == 0:
                 self.seen.append(("construct", start, k.clone()))
 
@@ -140,7 +139,8 @@ def test_the_algorithm_is_shown_tokens_and_the_backend_units():
 @pytest.mark.parametrize("tail", ["forced", "selectable"])
 def test_the_open_unit_is_attended_and_listed_once(tail):
     """Whether the algorithm lets the newest token compete or not."""
-    coordinator = make(params={"tail": tail}, layers={"1-": "resident"})
+    algorithm = "scripted_tokens" if tail == "forced" else "competing_tokens"
+    coordinator = make(algorithm=algorithm, layers={"1-": "resident"})
     slot = coordinator.request_begin()
     generator = torch.Generator().manual_seed(0)
 

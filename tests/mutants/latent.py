@@ -24,7 +24,7 @@ def scenario(play: scenarios.Scenario, **start: Any) -> Run:
     return run
 
 
-def sharing_layer_lags(self, q, k, index):
+def sharing_layer_lags(self, q, k, v, index):
     """A layer without an index goes by what was selected in the step before."""
     ids, before = self.lanes.ids, vars(self).setdefault("before", {})
     now = ids.clone()
@@ -35,10 +35,10 @@ def sharing_layer_lags(self, q, k, index):
 _select = Shared.select_prompt
 
 
-def first_chunk_is_shared(self, slot, start, q, k, index):
+def first_chunk_is_shared(self, slot, start, q, k, v, index):
     """What layers share for a chunk is not replaced by what the next one selects."""
     shared = vars(self).setdefault("shared", {})
-    return shared.setdefault((slot, len(q)), _select(self, slot, start, q, k, index))
+    return shared.setdefault((slot, len(q)), _select(self, slot, start, q, k, v, index))
 
 
 _run = Prefill.run

@@ -135,9 +135,9 @@ def abort_forgets_high(self):
 _construct = Own.construct
 
 
-def construct_without_open_keys(self, slot, start, k, q, lse, index):
+def construct_without_open_keys(self, slot, start, k, v, q, lse, index):
     """A chunk that starts inside a unit hands over its own keys alone."""
-    _construct(self, slot, start, k[-len(q) :], q, lse, index)
+    _construct(self, slot, start, k[-len(q) :], v[-len(q) :], q, lse, index)
 
 
 _restore = ZeroCopyTransfer.restore

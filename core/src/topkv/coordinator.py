@@ -106,8 +106,9 @@ class SparseCoordinator:
         rows = np.array(decode, dtype=np.int32)  # a copy: it is read again at the end
         live = rows >= 0
         appended = np.asarray(live if append is None else live & np.asarray(append), np.int32)
-        self._check(rows, rows[appended == 1], prefill)
-        self.requests.own_pages(rows[appended == 1], [chunk[:2] for chunk in prefill])
+        writers, chunks = rows[appended == 1], [(slot, tokens) for slot, tokens, *_ in prefill]
+        self._check(rows, writers, chunks)
+        self.requests.own_pages(writers, chunks)
         self._settle(rows[live])
         forward = Forward(rows, appended)
         for slot, tokens, *row in prefill:
@@ -118,20 +119,20 @@ class SparseCoordinator:
         self.observers.tell("before_forward", forward, self.transfers_of)
 
     def _check(
-        self, rows: np.ndarray, writers: np.ndarray, prefill: Sequence[tuple[int, ...]]
+        self, rows: np.ndarray, writers: np.ndarray, prefill: Sequence[tuple[int, int]]
     ) -> None:
         """Refuse a forward before it changes anything."""
         if len(rows) > self.config.max_requests:
             raise RequestError(
                 f"{len(rows)} decode rows exceed max_requests = {self.config.max_requests}"
             )
-        for slot, tokens, *_ in prefill:
+        for slot, tokens in prefill:
             if tokens < 0:
                 raise RequestError(
                     f"chunk ({slot}, {tokens}) has fewer than 0 tokens; rollback and truncate "
                     "take tokens back"
                 )
-        chunks = np.asarray([slot for slot, *_ in prefill], dtype=np.int32)
+        chunks = np.asarray([slot for slot, _ in prefill], dtype=np.int32)
         self.requests.check_all(np.append(rows[rows >= 0], chunks))
         self.requests.check_generated(writers, 1)
 

@@ -101,11 +101,9 @@ class LaneBuffers:
         self.sparse = group.residency == "sparse"
         self.prompts: dict[int, Tensor | None] = {}
         lanes = max_batch * group.lane_heads
-        width = (
-            group.select + int(lowered.tail == "forced")
-            if self.sparse
-            else self.step.page_table.shape[1]
-        )
+        width = self.step.page_table.shape[1]
+        if self.sparse:
+            width = group.select + int(lowered.tail == "forced")
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)

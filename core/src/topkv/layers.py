@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from attrs import define, field, frozen
 from torch import Tensor
 
-from topkv.hooks.algorithm import Algorithm
 from topkv.hooks.backend import Backend
 from topkv.hooks.transfer import Transfer
 from topkv.kv.rows import RowFormat
@@ -29,7 +30,7 @@ class LayerPath:
     """
 
     view: LayerView
-    algorithm: Algorithm | None
+    algorithm: Any
     transfer: Transfer
     backend: Backend
     lanes: LaneBuffers
@@ -91,4 +92,5 @@ class Forward:
     @property
     def count(self) -> int:
         """Rows of the packed batch."""
-        return max([len(self.rows), *(chunk.rows.stop for chunk in self.chunks)])
+        ends: list[int] = [len(self.rows), *(chunk.rows.stop for chunk in self.chunks)]
+        return max(ends)

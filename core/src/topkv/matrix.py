@@ -98,7 +98,7 @@ def _refusals(entry: PluginEntry, attention: str, scope: str, unit: int) -> Iter
 def _runs(entry: PluginEntry, tier: str) -> bool:
     """Whether a plugin states a tier and the implementation that runs there."""
     impl = "reference" if tier == "cpu" else "triton"
-    return tier in entry.capabilities.tiers and impl in entry.capabilities.impls
+    return tier in entry.capabilities.tiers and impl in entry.impls
 
 
 def rows_of(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:

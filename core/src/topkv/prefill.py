@@ -163,7 +163,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 def open_rows(
     path: LayerPath, unit: int, slot: int, start: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[start % unit, Hkv, D]`` that the open unit holds before a chunk at ``start``.
+    """Keys and values ``[start % unit, Hkv, D]`` of the open unit before a chunk at ``start``.
 
     A copy: a chunk longer than the ring overwrites the place that they are read from.
 

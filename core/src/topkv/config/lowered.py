@@ -104,6 +104,7 @@ class LoweredConfig:
     prefill_block_tokens: int
     capturable: bool
     settings: tuple[Setting, ...]
+    observers: tuple[str, ...] = ()
 
     def selecting_layers(self, group: LoweredGroup) -> tuple[int, ...]:
         """Layers of a group that select for themselves; the others share what was selected in the

@@ -1,8 +1,8 @@
 """Hook specs of a selection algorithm.
 
-The core makes one instance per group: ``factory(setup)`` with an ``AlgorithmSetup``; an entry names
-a factory for each implementation. An instance keeps no state of a request: all of that lives in
-the representation pools of ``spec``, which the core allocates and passes as ``layer.pools``.
+The core makes one instance per group: ``factory(setup)`` with an ``AlgorithmSetup``; an entry
+names a factory for each implementation. An instance keeps no state of a request: all of that lives
+in the representation pools of ``spec``, which the core allocates and passes as ``layer.pools``.
 
 Of a model with an indexer (``capabilities.needs_index``, ``ModelShape.indexer``) keys are index
 keys ``[.., 1, D^I]``, queries index queries ``[.., H^I, D^I]``, and ``weights`` those of the
@@ -13,9 +13,10 @@ replay, no shape that depends on data, no Python per request. They run on the cu
 Padded rows (slot -1) read and write nothing but their own rows of ``ids``. Rows of queries, keys
 and values may lie at any stride; heads and the last dimension are adjacent.
 
-Over the life of a request come ``construct`` for each prompt chunk, ``settle`` when a prompt turns
-to decode and at every full period, then ``update`` and ``retrieve_topk`` in each step. A fork copies
-what is keyed by slot and shares full pages; a rollback or a truncation is told by ``truncated``.
+Over the life of a request come ``construct`` for each prompt chunk, ``settle`` when a prompt
+turns to decode and at every full period, then ``update`` and ``retrieve_topk`` in each step. A
+fork copies what is keyed by slot and shares full pages; ``truncated`` tells of a rollback or a
+truncation.
 
 Not there yet, and refused: several queries a row (Q is 1), and sharing pages across requests by
 anything but a fork; ``AlgorithmSpec.prefix`` states what that will go by.
@@ -85,8 +86,8 @@ class Algorithm(Protocol):
                 before it, what the open unit already held. The last unit may be partial.
             v: ``[m, Hkv, Dv]`` their values.
             q: ``[c, H, D]`` post-RoPE queries of the chunk (the last c positions).
-            lse: fp32 ``[c, H]`` natural log-sum-exp of their attention; empty for an algorithm that
-                has ``retrieve_prompt``, which is asked before attention.
+            lse: fp32 ``[c, H]`` natural log-sum-exp of their attention; empty for an algorithm
+                that has ``retrieve_prompt``, which is asked before attention.
 
         Recomputes every touched unit from ``k``, never accumulates, so that a unit that was
         rolled back and written again keeps nothing of what was rejected.
@@ -122,9 +123,9 @@ class Algorithm(Protocol):
                 new one included. Rows with ``appended == 0`` change nothing.
             k, v: ``[B, Hkv, D]`` post-RoPE keys, and values, of the new tokens.
 
-        Recomputes the open unit from the ring. An algorithm that takes units of one token alone has
-        it in ``k``, and no ring where the core regranulates its selections: its ``layer.group`` is
-        then in tokens, whatever the units are that are stored and attended.
+        Recomputes the open unit from the ring. An algorithm that takes units of one token alone
+        has it in ``k``, and no ring where the core regranulates its selections: its
+        ``layer.group`` is then in tokens, whatever the units are that are stored and attended.
         """
 
     @hookspec
@@ -138,8 +139,9 @@ class Algorithm(Protocol):
                 row (``0 .. length - 1`` where the tail is selectable).
             q: ``[B, Q, H, D]`` post-RoPE queries.
             weights: fp32 ``[B, H^I]`` of a model with an indexer, else None.
-            ids: int32 ``[N, K]``, owned by the core, every element to be written: logical unit ids,
-                unique in a row, -1 anywhere, all -1 in padded rows. Lane ``b * lane_heads + head``.
+            ids: int32 ``[N, K]``, owned by the core, every element to be written: logical unit
+                ids, unique in a row, -1 anywhere, all -1 in padded rows. Lane
+                ``b * lane_heads + head``.
         """
 
     @optional

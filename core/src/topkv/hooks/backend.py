@@ -1,7 +1,8 @@
 """Hook specs of an attention backend.
 
 The core makes one instance per group: ``factory(setup)`` with a ``BackendSetup``; an entry names a
-factory for each implementation. It may allocate workspaces for at most ``max_batch`` decode rows when it is made, not later.
+factory for each implementation. It may allocate workspaces for at most ``max_batch`` decode rows
+when it is made, not later.
 
 K and V come as strided views ``[slots, heads_per_lane, unit, D]`` of the pool in which they lie,
 the device buffer or, for streamed layers, mapped host memory; only the last dimension is
@@ -52,11 +53,11 @@ class Backend(Protocol):
         """Turn a plan into the table that ``attend`` reads. Hot.
 
         For lane n of slot s and head h, with ``row = s * lane_heads + h``:
-        ``table[n, i] = row * (C + T) + plan.slots[n, i]`` for ``i < count``, and only ``count`` says
-        which slots are used; the tail unit
-        ``u = (length - 1) // unit`` goes to ``table[n, count]`` as ``row * (C + T) + C + u % T``;
-        ``lengths[n] = count * unit + (length - 1) % unit + 1``. Padded rows get length 0. Where the
-        tail is selectable (``table`` has K columns) nothing is appended.
+        ``table[n, i] = row * (C + T) + plan.slots[n, i]`` for ``i < count``, and only ``count``
+        says which slots are used; the tail unit ``u = (length - 1) // unit`` goes to
+        ``table[n, count]`` as ``row * (C + T) + C + u % T``;
+        ``lengths[n] = count * unit + (length - 1) % unit + 1``. Padded rows get length 0. Where
+        the tail is selectable (``table`` has K columns) nothing is appended.
 
         Args:
             layer: the layer.

@@ -1,8 +1,8 @@
 """Hook spec of an eviction policy.
 
-``factory(setup)`` gives, for an ``EvictionSetup``, an object with ``new_position`` in plain torch and, for the Triton plan
-kernel, an attribute ``new_position_kernel``: a ``triton.jit`` function of the same arguments
-and the same formula. The plan calls it once for every slot of the LRU buffer of a lane.
+``factory(setup)`` gives, for an ``EvictionSetup``, an object with ``new_position`` in plain torch
+and, for the Triton plan kernel, an attribute ``new_position_kernel``: a ``triton.jit`` function
+of the same arguments and the same formula.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Eviction(Protocol):
 
     @hookspec
     def new_position(
+        self,
         position: Tensor,
         stale: Tensor,
         stale_rank: Tensor,
@@ -39,7 +40,7 @@ class Eviction(Protocol):
         stale_count: Tensor,
         misses: Tensor,
     ) -> Tensor:
-        """Where each slot stands in the eviction order after the step. Position 0 is evicted first.
+        """Where each slot stands in the eviction order after the step; position 0 goes first.
 
         Victims of the step are the ``misses`` stale slots of lowest ``stale_rank``; the i-th of
         them takes the i-th missing unit in selection order.

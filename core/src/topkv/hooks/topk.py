@@ -1,7 +1,7 @@
 """Hook spec of an exact top-k, which algorithms select with.
 
-``factory(setup)`` gives, for a ``TopKSetup``, an object with its scratch. An algorithm asks for one
-with ``AlgorithmSetup.topk`` when it is made, and gets the one that the configuration names.
+``factory(setup)`` gives, for a ``TopKSetup``, an object with its scratch. An algorithm asks for
+one with ``AlgorithmSetup.topk`` when it is made, and gets the one that the configuration names.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class Transfer(Protocol):
         Drops -1, ids out of ``0 <= id < limit`` and all but the first of equal ids. Ids in the
         ring resolve to it. Hits are stamped before victims are chosen; no slot that is
         selected in this step is evicted in it. Afterwards the order of a lane is
-        [stale | loaded in selection order | hits in their previous order] (policy ``lru``), victims
-        coldest first. A lane whose buffer holds all of its units leaves at once.
+        [stale | loaded in selection order | hits in their previous order] (policy ``lru``),
+        victims coldest first. A lane whose buffer holds all of its units leaves at once.
 
         Args:
             layer: the layer.

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from topkv.entries import Capabilities, PluginEntry
+from topkv.hooks.algorithm import AlgorithmSetup, History
+from topkv.hooks.backend import BackendSetup
 from topkv.hooks.registry import hookimpl
 from topkv.kv.rows import decode_fp8
 from topkv.testing.oracle import attention
-from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape, Plan, RepresentationSpec
+from topkv.types import AlgorithmSpec, LayerView, Plan, RepresentationSpec, Tables
 
 
 class Scripted:
@@ -22,17 +23,8 @@ class Scripted:
     settles of each request, to show that state keyed by slot follows a fork.
     """
 
-    def __init__(
-        self,
-        model: ModelShape,
-        group: GroupShape,
-        params: dict[str, Any],
-        impl: str,
-        device: torch.device,
-    ) -> None:
-        self.model = model
-        self.group = group
-        self.params = params
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        self.model, self.group, self.params = setup.model, setup.group, setup.params
         self.next_ids: dict[int, Tensor] = {}
 
     @hookimpl
@@ -48,7 +40,14 @@ class Scripted:
 
     @hookimpl
     def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, q: Tensor, lse: Tensor
+        self,
+        layer: LayerView,
+        slot: int,
+        start: int,
+        k: Tensor,
+        v: Tensor,
+        q: Tensor,
+        lse: Tensor,
     ) -> None:
         for first in range(0, len(k), self.group.unit):
             keys = k[first : first + self.group.unit]
@@ -57,12 +56,12 @@ class Scripted:
 
     @hookimpl
     def settle(
-        self, layer: LayerView, slot: int, since: int, length: int, history: object
+        self, layer: LayerView, slot: int, since: int, length: int, history: History
     ) -> None:
         layer.pools["turns"][slot] += 1
 
     @hookimpl
-    def update(self, layer: LayerView, k: Tensor) -> None:
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
         group, step = self.group, layer.step
         for batch in range(step.batch):
             slot, length = int(step.slots[batch]), int(step.lengths[batch])
@@ -74,7 +73,7 @@ class Scripted:
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, native: Tensor | None, ids: Tensor
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
     ) -> None:
         chosen = self.next_ids.get(layer.layer)
         if chosen is None:
@@ -91,21 +90,13 @@ class Scripted:
 class Gather:
     """Attention by gathering the listed tokens, in float64."""
 
-    def __init__(
-        self,
-        model: ModelShape,
-        group: GroupShape,
-        impl: str,
-        device: torch.device,
-        max_batch: int,
-    ) -> None:
-        self.model = model
+    def __init__(self, setup: BackendSetup) -> None:
+        self.model = setup.model
 
     @hookimpl
-    def adapt_page_table(
-        self, layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor
-    ) -> None:
+    def adapt_page_table(self, layer: LayerView, plan: Plan, tables: Tables) -> None:
         group, step = layer.group, layer.step
+        table, lengths = tables.table, tables.lengths
         table.zero_()
         for lane in range(table.shape[0]):
             batch, head = divmod(lane, group.lane_heads)
@@ -128,23 +119,25 @@ class Gather:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        table: Tensor,
-        lengths: Tensor,
+        tables: Tables,
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        unit = k.shape[2]
-        for lane in range(q.shape[0]):
-            length = int(lengths[lane])
-            used = table[lane, : -(-length // unit)].to(k.device).long()
+        unit, lanes = k.shape[2], tables.table.shape[0]
+        each = lanes // max(1, len(q))
+        queries, outs, sums = (x.unflatten(2, (each, -1)) for x in (q, out, lse))
+        for lane in range(lanes):
+            length = int(tables.lengths[lane])
+            batch, head = divmod(lane, each)
+            used = tables.table[lane, : -(-length // unit)].to(k.device).long()
             keys, values = (
                 pool[used].transpose(1, 2).flatten(0, 1)[:length].to(q.device) for pool in (k, v)
             )
             if self.model.attention == "mla":
                 keys = decode_fp8(keys, torch.float64) if keys.dtype == torch.uint8 else keys
                 values = keys[..., : self.model.out_dim]
-            result, log = attention(q[lane], keys, values, self.model.scale)
-            out[lane], lse[lane] = result.to(out.dtype), log.float()
+            result, log = attention(queries[batch, :, head], keys, values, self.model.scale)
+            outs[batch, :, head], sums[batch, :, head] = result.to(out.dtype), log.float()
 
     @hookimpl
     def prefill(
@@ -183,8 +176,15 @@ SCRIPTED = PluginEntry(
     "topkv.testing.doubles:Scripted",
     capabilities=Capabilities(scopes=("kv_head", "shared")),
     defaults={"scope": "kv_head"},
-    parameters={"tail": "forced", "settle_period": None, "settle_whole": False, "generated": None},
+    parameters={"settle_period": None, "settle_whole": False, "generated": None},
 )
+
+COMPETING = evolve(
+    SCRIPTED,
+    name="competing",
+    capabilities=evolve(SCRIPTED.capabilities, tail="selectable"),
+)
+"""The same, whose newest token competes."""
 
 GATHER = PluginEntry(
     "gather",
@@ -203,7 +203,7 @@ class Entries:
     """The registration of both doubles and of further entries, as a package would do it."""
 
     def __init__(self, *further: PluginEntry) -> None:
-        self.entries = (SCRIPTED, GATHER, *further)
+        self.entries = (SCRIPTED, COMPETING, GATHER, *further)
 
     def _of_kind(self, kind: str) -> list[PluginEntry]:
         return [entry for entry in self.entries if entry.kind == kind]
@@ -219,6 +219,10 @@ class Entries:
     @hookimpl
     def topkv_register_transfers(self) -> list[PluginEntry]:
         return self._of_kind("transfer")
+
+    @hookimpl
+    def topkv_register_observers(self) -> list[PluginEntry]:
+        return self._of_kind("observer")
 
     @hookimpl
     def topkv_register_engines(self) -> list[PluginEntry]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from topkv.entries import Capabilities, PluginEntry
+from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.registry import hookimpl
-from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape, RepresentationSpec
+from topkv.types import AlgorithmSpec, LayerView, RepresentationSpec
 
 
 def index_scores(q: Tensor, weights: Tensor, k: Tensor) -> Tensor:
@@ -27,23 +26,14 @@ def index_scores(q: Tensor, weights: Tensor, k: Tensor) -> Tensor:
 class Indexed:
     """Keeps index keys as they are; the K best tokens, of equal ones the first."""
 
-    def __init__(
-        self,
-        model: ModelShape,
-        group: GroupShape,
-        params: dict[str, Any],
-        impl: str,
-        device: torch.device,
-    ) -> None:
-        self.model, self.group = model, group
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        self.model, self.group = setup.model, setup.group
 
     @hookimpl
     def spec(self) -> AlgorithmSpec:
         indexer = self.model.indexer
         shape = (indexer.head_dim if indexer else 0,)
-        return AlgorithmSpec(
-            (RepresentationSpec("index", "token", shape, torch.float64),), tail="selectable"
-        )
+        return AlgorithmSpec((RepresentationSpec("index", "token", shape, torch.float64),))
 
     def _rows(self, layer: LayerView, slot: int, tokens: Tensor) -> Tensor:
         page = self.group.page_tokens
@@ -52,19 +42,20 @@ class Indexed:
 
     @hookimpl
     def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, q: Tensor, lse: Tensor
+        self,
+        layer: LayerView,
+        slot: int,
+        start: int,
+        k: Tensor,
+        v: Tensor,
+        q: Tensor,
+        lse: Tensor,
     ) -> None:
         tokens = torch.arange(start, start + len(k), device=k.device)
         layer.pools["index"][self._rows(layer, slot, tokens)] = k[:, 0].double()
 
     @hookimpl
-    def settle(
-        self, layer: LayerView, slot: int, since: int, length: int, history: object
-    ) -> None:
-        """Nothing: keys are complete at every moment."""
-
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor) -> None:
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
         step = layer.step
         for batch in range(step.batch):
             slot = int(step.slots[batch])
@@ -74,23 +65,23 @@ class Indexed:
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, native: Tensor | None, ids: Tensor
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
     ) -> None:
         step = layer.step
         ids.fill_(-1)
         for batch in range(step.batch):
             slot, length = int(step.slots[batch]), int(step.lengths[batch])
-            if slot >= 0 and length and native is not None:
-                self._best(layer, slot, length, q[batch], native[batch : batch + 1], ids[batch])
+            if slot >= 0 and length and weights is not None:
+                self._best(layer, slot, length, q[batch], weights[batch : batch + 1], ids[batch])
 
     @hookimpl
     def retrieve_prompt(
-        self, layer: LayerView, slot: int, start: int, q: Tensor, native: Tensor, ids: Tensor
+        self, layer: LayerView, slot: int, start: int, q: Tensor, weights: Tensor, ids: Tensor
     ) -> None:
         ids.fill_(-1)
         for row in range(len(q)):
             one = slice(row, row + 1)
-            self._best(layer, slot, start + row + 1, q[one], native[one], ids[row])
+            self._best(layer, slot, start + row + 1, q[one], weights[one], ids[row])
 
     def _best(
         self, layer: LayerView, slot: int, length: int, q: Tensor, weights: Tensor, ids: Tensor
@@ -111,6 +102,7 @@ INDEXED = PluginEntry(
         scopes=("shared",),
         attention=("mla",),
         needs_index=True,
+        tail="selectable",
         capture=False,
         traits=("attends", "nested", "scale_free", "exact_update", "low_ties"),
     ),

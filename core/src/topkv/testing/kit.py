@@ -65,7 +65,7 @@ def subject_of(plugin: str | PluginEntry, kind: str, tier: Tier, options: Any = 
     assert entry is not None  # get() returns usable records
     if entry.kind != kind:
         raise ValueError(f"this suite tests a plugin of kind {kind!r}, got {entry.kind!r}")
-    if tier.name not in entry.capabilities.tiers or tier.impl not in entry.capabilities.impls:
+    if tier.name not in entry.capabilities.tiers or tier.impl not in entry.impls:
         pytest.skip(f"{entry.name} does not state the tier {tier.name!r}")
     if tier.missing:
         pytest.skip(f"tier {tier.name!r}: {tier.missing}")

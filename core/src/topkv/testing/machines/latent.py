@@ -185,6 +185,7 @@ class LatentMachine(TokenLives):
         for slot, tokens in todo.chunks:
             end += tokens
             if tokens and index is not None:
+                assert index.weights is not None
                 self.last[layer, slot] = (index.q[end - 1], index.weights[end - 1])
         return super()._attend(layer, todo, given)
 
@@ -229,7 +230,8 @@ class LatentMachine(TokenLives):
     ) -> list[int]:
         """What a row selects of its request and of the rows ``own`` that it gets."""
         index = given.index[source]
-        assert index is not None  # of the layer that decides
+        assert index is not None
+        assert index.weights is not None  # of the layer that decides
         keys = torch.cat([self.live[slot].v[source], given.kept[1][source, own]])[:, 0]
         return best(index.q[row], index.weights[row], keys, count)
 

@@ -94,6 +94,7 @@ class Forwards(Side):
         q, k, v = (x[layer].to(self.on.device) for x in (given.q, given.k, given.v))
         index = given.index[layer]
         if index is not None:
+            assert index.weights is not None
             index = Index(*(x.to(self.on.device) for x in (index.q, index.k, index.weights)))
         self.coordinator.attention(layer, q, k, v, index, out)
         return out

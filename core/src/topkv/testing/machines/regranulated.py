@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from attrs import evolve
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
@@ -32,7 +33,7 @@ class ScriptedTokens(Scripted):
     """Scripted selections of single tokens; their representation is their key."""
 
     @hookimpl
-    def update(self, layer: LayerView, k: Tensor) -> None:
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
         step = layer.step
         for batch in range(step.batch):
             slot, length = int(step.slots[batch]), int(step.lengths[batch])
@@ -47,6 +48,13 @@ SCRIPTED_TOKENS = PluginEntry(
     capabilities=Capabilities(units=(1, 1), scopes=("kv_head", "shared")),
     defaults={"scope": "kv_head", "unit": 1},
     parameters=SCRIPTED.parameters,
+)
+
+
+COMPETING_TOKENS = evolve(
+    SCRIPTED_TOKENS,
+    name="competing_tokens",
+    capabilities=evolve(SCRIPTED_TOKENS.capabilities, tail="selectable"),
 )
 
 
@@ -76,13 +84,12 @@ class RegranulatedMachine(TokenLives):
         if other is not None:
             sizes = {"budget": other + select, "buffer": (select + spare) * other}
             layers["3"] = {"unit": other, "scope": "shared", **sizes}
-        self.registry = self.registry or doubles(SCRIPTED_TOKENS)
+        self.registry = self.registry or doubles(SCRIPTED_TOKENS, COMPETING_TOKENS)
         self.set_up(
             seed,
             fast,
-            algorithm="scripted_tokens",
             # Where units are tokens nothing is regranulated, and a tail that competes is no unit.
-            params={"tail": "forced" if other == 1 else tail},
+            algorithm=f"{'scripted' if other == 1 or tail == 'forced' else 'competing'}_tokens",
             regranulate=True,
             host_layout=layout,
             scope=scope,
