@@ -23,6 +23,7 @@ class LeastRecentlyUsed:
         hit_rank: Tensor,
         stale_count: Tensor,
         misses: Tensor,
+        slots: int,
     ) -> Tensor:
         loaded = stale & (stale_rank < misses)
         kept = torch.where(stale, stale_rank - misses, stale_count + hit_rank)
