@@ -19,6 +19,7 @@ from topkv.kv.manager import SparseKVCacheManager
 from topkv.kv.rows import row_format
 from topkv.ops.topk import selecting_by
 from topkv.plugins import PluginRegistry
+from topkv.transfer.eviction import require_kernel
 from topkv.types import AlgorithmSpec
 from topkv.workspace import LaneBuffers, LayerPath, TokenSelection
 
@@ -78,7 +79,7 @@ def connect(
     """Bring plugins and pools together."""
     config, step = plugins.config, manager.uploader.step
     model, sizes = config.model, (config.max_requests, config.device)
-    eviction = registry.create("eviction", config.eviction)
+    eviction = _make_eviction(registry, config)
     made = Connected([], [], [])
     for index, (group, store) in enumerate(zip(config.groups, manager.stores, strict=True)):
         views = manager.layer_views(index)
@@ -120,6 +121,14 @@ def _make_backend(registry: PluginRegistry, config: LoweredConfig, group: Lowere
     """The backend of a group."""
     what = (config.model, group.shape, config.impl, config.device, config.max_requests)
     return registry.create("backend", config.backend, *what)
+
+
+def _make_eviction(registry: PluginRegistry, config: LoweredConfig) -> Any:
+    """The eviction policy, with a kernel where the transfer engines run kernels."""
+    eviction = registry.create("eviction", config.eviction)
+    if config.impl == "triton":
+        require_kernel(eviction, registry.get("eviction", config.eviction).who)
+    return eviction
 
 
 def _goes_by_index(registry: PluginRegistry, name: str | None) -> bool:
