@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
 
 from topkv.entries import TIERS, TRAITS, Capabilities
 from topkv.testing.doubles import GATHER, SCRIPTED
@@ -83,6 +85,21 @@ def test_examples_follow_tier_and_profile():
     few, many = (examples(tier(name), cpu=100, interpret=4) for name in ("interpret", "cpu"))
     assert many.max_examples == 25 * few.max_examples
     assert few.deadline is None
+
+
+@pytest.mark.parametrize("name", ["interpret", "gpu"])
+def test_failures_of_kernels_are_not_made_smaller_for_minutes(name):
+    calls = []
+
+    @examples(tier(name), cpu=15, interpret=15)
+    @given(st.lists(st.integers(0, 10**6), min_size=3))
+    def check(drawn):
+        calls.append(drawn)
+        assert sum(drawn) < 10**5
+
+    with pytest.raises(AssertionError):
+        check()
+    assert len(calls) <= 20, "calls of a test that failed at once"
 
 
 def test_tolerance_follows_the_rough_result():

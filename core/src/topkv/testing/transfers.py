@@ -18,7 +18,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from topkv.testing.kit import Subject
+from topkv.testing.kit import Subject, examples
 from topkv.testing.machines.residency import ResidencyMachine
 from topkv.testing.transfer_moves import MoveTests
 from topkv.testing.transfer_plans import PlanTests
@@ -34,13 +34,9 @@ class TransferTests(PlanTests, MoveTests):
     def test_state_machine(self, subject: Subject) -> None:
         """Random histories over the engine alone, see ``ResidencyMachine``."""
         machine = type("Machine", (ResidencyMachine,), {"subject": subject})
-        counts = {"cpu": (40, 20), "interpret": (3, 12), "gpu": (25, 20)}
-        number, steps = counts[subject.tier.name]
-        scaled = max(1, number * settings().max_examples // 100)
-        run_state_machine_as_test(
-            machine,
-            settings=settings(max_examples=scaled, stateful_step_count=steps, deadline=None),
-        )
+        few = examples(subject.tier, cpu=40, interpret=3, gpu=25)
+        steps = 12 if subject.tier.name == "interpret" else 20
+        run_state_machine_as_test(machine, settings=settings(few, stateful_step_count=steps))
 
     def test_addresses_beyond_32_bits(self, subject: Subject) -> None:
         """Host pool and device buffer of more than 2**31 bytes, used at their far ends."""
