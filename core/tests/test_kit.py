@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from attrs import evolve
@@ -9,7 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topkv.entries import TIERS, TRAITS, Capabilities
+from topkv.hooks.registry import hookimpl
+from topkv.testing.algorithms import AlgorithmTests
+from topkv.testing.differences import difference
 from topkv.testing.doubles import GATHER, SCRIPTED
+from topkv.testing.indexed import INDEXED, Indexed
 from topkv.testing.kit import KitTests, examples, subject_of
 from topkv.testing.tiers import all_tiers, tier
 from topkv.testing.tolerance import assert_as_good
@@ -100,6 +106,68 @@ def test_failures_of_kernels_are_not_made_smaller_for_minutes(name):
     with pytest.raises(AssertionError):
         check()
     assert len(calls) <= 20, "calls of a test that failed at once"
+
+
+class RoundsSteps(Indexed):
+    """Decode keeps a key in half of the digits that a prompt keeps."""
+
+    @hookimpl
+    def update(self, layer, k):
+        super().update(layer, k.bfloat16().to(k.dtype))
+
+
+def test_a_difference_is_told_by_pool_row_and_size():
+    entry = evolve(INDEXED, name="mine", factory=f"{__name__}:{RoundsSteps.__name__}")
+    subject = subject_of(entry, "algorithm", tier("cpu"))
+    with pytest.raises(AssertionError) as caught:
+        AlgorithmTests().test_decode_builds_what_a_prompt_builds(subject)
+    told = str(caught.value)
+    assert re.match(
+        r"decode from \d+: pool 'index' differs in \d+ of \d+ rows; worst is row", told
+    )
+    assert "ULP" in told
+    assert "tensor(" not in told
+    assert len(told) < 300
+
+
+class CodesOfThePrompt(Indexed):
+    """Decode stores the nearest of the first two keys: a codebook that is trained once."""
+
+    @hookimpl
+    def update(self, layer, k):
+        k = k.clone()
+        for row, slot in enumerate(layer.step.slots.tolist()):
+            if slot >= 0:
+                book = layer.pools["index"][self._rows(layer, slot, torch.arange(2))]
+                nearest = (book - k[row].double()).square().sum(-1).nan_to_num(torch.inf).argmin()
+                k[row] = book[nearest].to(k.dtype)
+        super().update(layer, k)
+
+
+def test_an_algorithm_need_not_be_incremental():
+    stated = INDEXED.capabilities.traits
+    for traits, error in ((stated, AssertionError), (stated[:-1], pytest.skip.Exception)):
+        capabilities = evolve(INDEXED.capabilities, traits=traits)
+        factory = f"{__name__}:{CodesOfThePrompt.__name__}"
+        entry = evolve(INDEXED, name="mine", factory=factory, capabilities=capabilities)
+        subject = subject_of(entry, "algorithm", tier("cpu"))
+        with pytest.raises(
+            error, match="incremental" if error is not AssertionError else "needle"
+        ):
+            AlgorithmTests().test_unit_is_found_as_soon_as_decode_closes_it(subject)
+
+
+def test_differences_of_bits_that_are_equal_numbers_count():
+    one = torch.tensor([[1.0, 2.0], [0.0, torch.nan]])
+    other = torch.tensor([[1.0, 2.0], [-0.0, torch.nan]])
+    assert difference(one, one.clone()) is None
+    assert "differs in 1 of 2 rows; worst is row 1, element [0]: 0.0 instead" in difference(
+        one, other
+    )
+    assert "not finite" in difference(one, one.nan_to_num())
+    up = torch.nextafter(one, torch.full_like(one, torch.inf))
+    assert "(1 ULP, 2.38e-07 apart)" in difference(up[:1], one[:1])
+    assert "expected torch.float32 [1, 2]" in difference(one, one[:1])
 
 
 def test_tolerance_follows_the_rough_result():
