@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 
 from tests.mutants import (
+    algorithm_signs,
     algorithms,
     backends,
     engines,
@@ -24,6 +25,7 @@ from tests.mutants import (
 from topkv.testing.tiers import tier
 
 MUTANTS = [
+    *algorithm_signs.MUTANTS,
     *algorithms.MUTANTS,
     *backends.MUTANTS,
     *engines.MUTANTS,

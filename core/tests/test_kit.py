@@ -93,6 +93,35 @@ def test_examples_follow_tier_and_profile():
     assert few.deadline is None
 
 
+MINE = """
+import pytest
+from topkv.testing.algorithms import AlgorithmTests
+
+class TestMine(AlgorithmTests):
+    @pytest.fixture
+    def plugin(self):
+        return "mine"
+"""
+
+
+class Collected:
+    def pytest_collection_finish(self, session):
+        self.names = [item.originalname for item in session.items]
+
+
+def test_what_says_most_of_a_mistake_runs_first(tmp_path):
+    (tmp_path / "test_mine.py").write_text(MINE)
+    found = Collected()
+    quiet = ["-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    assert pytest.main(["--collect-only", *quiet, str(tmp_path)], plugins=[found]) == 0
+    names = list(dict.fromkeys(found.names))
+    assert names[:2] == ["test_ids_are_well_formed", "test_length_edges"]
+    first = names.index("test_needle_in_a_prompt")
+    assert first < names.index("test_rows_do_not_see_each_other")
+    assert names.index("test_selections_are_those_of_the_oracle") < first
+    assert names[-1] == "test_decode_step_replays_from_a_graph"
+
+
 @pytest.mark.parametrize("name", ["interpret", "gpu"])
 def test_failures_of_kernels_are_not_made_smaller_for_minutes(name):
     calls = []

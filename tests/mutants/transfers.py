@@ -40,6 +40,7 @@ def changed(module: ModuleType, old: str = "", new: str = "", **names: Any) -> M
     # Triton reads the source of its kernels through inspect, which asks linecache.
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     copy = ModuleType(name)
+    copy.__file__ = file  # so that a copy can be changed again
     exec(compile(source, file, "exec"), vars(copy))
     vars(copy).update(names)
     return copy
