@@ -15,6 +15,7 @@ from topkv.hooks.registry import hookimpl
 from topkv.testing.algorithms import AlgorithmTests
 from topkv.testing.differences import difference
 from topkv.testing.doubles import GATHER, SCRIPTED
+from topkv.testing.host_reads import no_host_reads
 from topkv.testing.indexed import INDEXED, Indexed
 from topkv.testing.kit import KitTests, examples, subject_of
 from topkv.testing.tiers import all_tiers, tier
@@ -197,6 +198,47 @@ def test_differences_of_bits_that_are_equal_numbers_count():
     up = torch.nextafter(one, torch.full_like(one, torch.inf))
     assert "(1 ULP, 2.38e-07 apart)" in difference(up[:1], one[:1])
     assert "expected torch.float32 [1, 2]" in difference(one, one[:1])
+
+
+X = torch.arange(6.0)
+
+READS = {
+    "item": lambda: X.sum().item(),
+    "int": lambda: int(X.sum()),
+    "bool": lambda: bool(X.sum() > 0),
+    "tolist": lambda: X.tolist(),
+    "numpy": lambda: X.numpy(),
+    "cpu": lambda: X.cpu(),
+    "nonzero": lambda: (X > 2).nonzero(),
+    "where of one argument": lambda: torch.where(X > 2),
+    "mask": lambda: X[X > 2],
+    "write through a mask": lambda: X.clone().__setitem__(X > 2, X[3:]),
+    "masked_select": lambda: X.masked_select(X > 2),
+    "unique": lambda: X.unique(),
+    "counts": lambda: X.repeat_interleave(torch.ones(6, dtype=torch.long)),
+    "equal": lambda: torch.equal(X, X),
+}
+
+STAYS = {
+    "where": lambda: torch.where(X > 2, X, 0.0),
+    "fill through a mask": lambda: X.clone().__setitem__(X > 2, 0.0),
+    "gather": lambda: X[torch.tensor([1, 2])],
+    "repeat": lambda: X.repeat_interleave(2),
+    "topk": lambda: X.topk(2),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_host_reads_are_refused(read):
+    with no_host_reads(), pytest.raises(AssertionError, match="in a hot hook"):
+        read()
+    read()
+
+
+@pytest.mark.parametrize("call", STAYS.values(), ids=STAYS)
+def test_what_stays_on_the_device_is_let_through(call):
+    with no_host_reads():
+        call()
 
 
 def test_tolerance_follows_the_rough_result():

@@ -263,6 +263,15 @@ class KernelAppendsKeysTwice(
     """The append kernel writes the key in the place of the value."""
 
 
+class LoadsIfThereAreMisses(ZeroCopyTransfer):
+    """Asks for the number of misses before it loads."""
+
+    @hookimpl
+    def load(self, layer: Any, plan: Any) -> None:
+        if plan.misses.tolist():
+            super().load(layer, plan)
+
+
 class WrapsFarAddresses(ZeroCopyTransfer):
     """Byte offsets of the copy have 31 bits and wrap: row times width passes 2**31."""
 
@@ -323,5 +332,6 @@ MUTANTS = [
     _mutant(KernelOffloadsWhatDidNotAppend, _OFFLOAD, "interpret"),
     _mutant(KernelLoadsFromTheFirstHead, _ORDERED, "interpret"),
     _mutant(KernelAppendsKeysTwice, "test_append_writes_the_new_token_alone", "interpret"),
+    _mutant(LoadsIfThereAreMisses, "test_hot_hooks_read_nothing_on_the_host", "interpret"),
     _mutant(WrapsFarAddresses, "test_addresses_beyond_32_bits", "gpu"),
 ]

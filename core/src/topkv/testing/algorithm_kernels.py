@@ -15,7 +15,7 @@ from topkv.testing.algorithm_bench import AlgorithmBench, lanes
 from topkv.testing.algorithm_cases import Case, cases, options_of
 from topkv.testing.algorithm_memory import UNWRITTEN, same_bits
 from topkv.testing.differences import require_same
-from topkv.testing.host_reads import no_host_reads
+from topkv.testing.host_reads import no_host_reads, require_interpreted
 from topkv.testing.indexed import index_scores
 from topkv.testing.kit import KitTests, Subject, examples
 
@@ -88,8 +88,7 @@ class KernelTests(KitTests):
 
     def test_hot_hooks_read_nothing_on_the_host(self, subject: Subject) -> None:
         """No ``item()``, ``tolist()`` or ``nonzero()`` in ``update`` and ``retrieve_topk``."""
-        if subject.tier.name != "interpret" or not subject.entry.capabilities.capture:
-            pytest.skip("of kernels on a CPU that state capture; on a device a graph shows it")
+        require_interpreted(subject)
 
         @examples(subject.tier, cpu=1, interpret=2)
         @given(case=cases(subject), data=st.data())

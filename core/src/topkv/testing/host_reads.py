@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from topkv.testing.kit import Subject
 
 aten = torch.ops.aten
 
@@ -66,6 +69,12 @@ class _Methods(TorchFunctionMode):
         if func in _METHODS:
             _refuse(f"Tensor.{_METHODS[func]}", "copies to the host")
         return func(*args, **(kwargs or {}))
+
+
+def require_interpreted(subject: Subject) -> None:
+    """Skip the test unless it runs kernels on a CPU that the entry says can be captured."""
+    if subject.tier.name != "interpret" or not subject.entry.capabilities.capture:
+        pytest.skip("of kernels on a CPU that state capture; on a device a graph shows it")
 
 
 @contextmanager
