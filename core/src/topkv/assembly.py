@@ -23,6 +23,7 @@ from topkv.layers import LayerPath
 from topkv.memory import MemoryReport, SparseKVCacheManager
 from topkv.plugins import PluginRegistry
 from topkv.selectors import Own, Regranulated, Selector, Shared, SharedRegranulated
+from topkv.transfer.eviction import require_kernel
 from topkv.types import AlgorithmSpec, LayerView
 
 
@@ -67,7 +68,7 @@ def make_plugins(registry: PluginRegistry, config: LoweredConfig) -> Plugins:
         algorithms=algorithms,
         specs=[algorithm.spec() if algorithm else None for algorithm in algorithms],
         backends=backends,
-        eviction=registry.create("eviction", config.eviction, EvictionSetup(config.device)),
+        eviction=_make_eviction(registry, config),
     )
 
 
@@ -97,6 +98,15 @@ def _make_backend(registry: PluginRegistry, config: LoweredConfig, group: Lowere
     )
     backend: Backend = registry.create("backend", config.backend, setup, config.impl)
     return backend
+
+
+def _make_eviction(registry: PluginRegistry, config: LoweredConfig) -> Eviction:
+    """The eviction policy, with a kernel where the transfer engines run kernels."""
+    name, setup = config.eviction, EvictionSetup(config.device)
+    eviction: Eviction = registry.create("eviction", name, setup, config.impl)
+    if config.impl == "triton":
+        require_kernel(eviction, registry.get("eviction", name).who)
+    return eviction
 
 
 def _misfits(

@@ -13,8 +13,8 @@ def topkv_register_transfers() -> list[PluginEntry]:
             "zero_copy",
             "transfer",
             {
-                "reference": "topkv.transfer.reference:ReferenceTransfer",
-                "triton": "topkv.transfer.triton:TritonTransfer",
+                "reference": "topkv.transfer.engine:ZeroCopyTransfer",
+                "triton": "topkv.transfer.engine:triton",
             },
         )
     ]

@@ -21,27 +21,30 @@ class Observers:
     Args:
         config: names them.
         registry: where they are looked up.
+
+    Attributes:
+        named: those that have not raised, by whose they are.
     """
 
     def __init__(self, config: LoweredConfig, registry: PluginRegistry) -> None:
         setup = ObserverSetup(config)
-        self._named: dict[str, Observer] = {
+        self.named: dict[str, Observer] = {
             registry.get("observer", name).who: registry.create("observer", name, setup)
             for name in config.observers
         }
 
     def tell(self, hook: str, forward: Forward, transfers: Counts) -> None:
         """Call a hook of all of them with what a forward works on."""
-        if not self._named:
+        if not self.named:
             return
         slots = tuple(forward.rows.tolist())
         live = [slot for slot in slots if slot >= 0]
         report = ForwardReport(slots, forward.prompt_tokens, partial(transfers, live))
-        for who, observer in list(self._named.items()):
+        for who, observer in list(self.named.items()):
             try:
                 getattr(observer, hook)(report)
             except Exception as error:
-                del self._named[who]
+                del self.named[who]
                 warnings.warn(
                     f"{who} failed in {hook} and is left out from now on: "
                     f"{type(error).__name__}: {error}",

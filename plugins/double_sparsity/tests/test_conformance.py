@@ -54,7 +54,7 @@ class TestChannelsOfAFile(StateTests, KernelTests):
 
     @pytest.fixture
     def plugin(self):
-        traits = ("attends", "nested", "low_ties", "exact_update")
+        traits = ("attends", "nested", "low_ties", "exact_update", "incremental")
         capabilities = attrs.evolve(ENTRY.capabilities, traits=traits)
         return attrs.evolve(ENTRY, capabilities=capabilities)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from attrs import define, frozen
+from attrs import frozen
 from torch import Tensor
 
-from topkv.types import LayerView, Plan
+from topkv.types import LayerView, Plan, Tables
 
 
 @frozen
@@ -27,22 +27,18 @@ class Listing:
 
 
 def adapt_page_table(
-    layer: LayerView,
-    plan: Plan,
-    table: Tensor,
-    lengths: Tensor,
-    impl: str,
-    listing: Listing | None = None,
+    layer: LayerView, plan: Plan, tables: Tables, impl: str, listing: Listing | None = None
 ) -> None:
-    """See ``topkv.hooks.backend.adapt_page_table``.
+    """See ``topkv.hooks.backend.Backend.adapt_page_table``.
 
     Args:
         impl: ``"reference"`` or ``"triton"``.
         listing: what to write as well.
 
     Raises:
-        ValueError: ``table`` has neither K nor K + 1 columns, or ``listing`` has no room for it.
+        ValueError: the table has neither K nor K + 1 columns, or ``listing`` has no room for it.
     """
+    table, lengths = tables.table, tables.lengths
     tail = _has_tail(table, plan)
     if listing is not None:
         rows, columns = listing.ids.shape
@@ -57,43 +53,6 @@ def adapt_page_table(
     from topkv.ops import page_table_kernels
 
     page_table_kernels.adapt(layer, plan, table, lengths, tail, listing)
-
-
-@define(eq=False)
-class Adapted:
-    """Which table and lengths ``adapt_page_table`` filled last, with a listing beside them.
-
-    They are held, so that no other tensor can come to lie at their addresses. What a graph
-    captured has not run, and what ran is not part of a graph: neither vouches for the other.
-    """
-
-    _held: tuple[Tensor, Tensor] | None = None
-    _captured: bool = False
-
-    def remember(self, table: Tensor, lengths: Tensor) -> None:
-        self._held, self._captured = (table, lengths), _capturing(table)
-
-    def forget(self) -> None:
-        """The listing belongs to no table any more."""
-        self._held = None
-
-    def are(self, table: Tensor, lengths: Tensor) -> bool:
-        """Whether these are the same elements of the same memory."""
-        if self._held is None or self._captured != _capturing(table):
-            return False
-        return all(map(_same, self._held, (table, lengths)))
-
-
-def _capturing(table: Tensor) -> bool:
-    return table.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _same(first: Tensor, second: Tensor) -> bool:
-    return (
-        first.data_ptr() == second.data_ptr()
-        and first.shape == second.shape
-        and first.stride() == second.stride()
-    )
 
 
 def _has_tail(table: Tensor, plan: Plan) -> bool:

@@ -15,6 +15,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from topkv.hooks.binding import has_hook
+from topkv.prefill import History
 from topkv.testing.algorithm_cases import Case, options_of
 from topkv.testing.algorithm_memory import UNWRITTEN, BenchMemory
 from topkv.testing.kit import Subject
@@ -33,6 +35,7 @@ class AlgorithmBench(BenchMemory):
         pages_seed: of the page table; another one, other host pages.
         prompt_salt: of the prompt's queries.
         values: the value of every element of V, and of latent rows.
+        far: pages at the far end of pools of more than 2**31 elements.
 
     Attributes:
         keys: ``[n, Hkv, D]`` on the CPU: keys of each request as the algorithm is given them,
@@ -51,8 +54,9 @@ class AlgorithmBench(BenchMemory):
         pages_seed: int = 0,
         prompt_salt: int = 62,
         values: float = 0.5,
+        far: bool = False,
     ) -> None:
-        super().__init__(subject, case, impl or subject.tier.impl, requests, pages_seed)
+        super().__init__(subject, case, impl or subject.tier.impl, requests, pages_seed, far)
         self.values = values
         self._prompt = case.queries(case.most, prompt_salt)[:, 0]
         self._empty = case.tokens(0)[:0]
@@ -90,11 +94,18 @@ class AlgorithmBench(BenchMemory):
         q, _ = self.case.asked(self._prompt[start : len(held)])
         lse = self._lse(q, held, start)
         chunk, q, lse = (x.to(self.device) for x in (held[first:], q, lse))
-        self.algorithm.construct(self.layer, slot, first, chunk, q, lse)
+        self.algorithm.construct(self.layer, slot, first, chunk, self._values(chunk), q, lse)
+
+    def _values(self, keys: Tensor) -> Tensor:
+        """Values ``[n, Hkv, Dv]`` of tokens, NaN where the keys are."""
+        values = keys.new_full(
+            (len(keys), self.group.num_kv_heads, self.model.out_dim), self.values
+        )
+        return values.masked_fill(keys.isnan().any(-1).any(-1)[:, None, None], math.nan)
 
     def _lse(self, q: Tensor, held: Tensor, start: int) -> Tensor:
         """Log-sum-exp of the attention of a chunk's queries."""
-        if hasattr(self.algorithm, "retrieve_prompt"):
+        if has_hook(self.algorithm, "retrieve_prompt"):
             return torch.empty(0, len(q))
         seen = torch.arange(len(held)) <= start + torch.arange(len(q))[:, None]
         if self.case.weights is None:
@@ -144,7 +155,9 @@ class AlgorithmBench(BenchMemory):
     def _settle(self, slot: int) -> None:
         since, length = max(self._settled[slot], 0), len(self.keys[slot])
         first = 0 if self.spec.settle_whole else since - since % self.group.unit
-        self.algorithm.settle(self.layer, slot, since, length, self._history(slot, first))
+        if has_hook(self.algorithm, "settle"):
+            history = History(lambda: self._history(slot, first))
+            self.algorithm.settle(self.layer, slot, since, length, history)
         self._settled[slot] = length
 
     def _history(self, slot: int, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -174,9 +187,13 @@ class AlgorithmBench(BenchMemory):
 
     def append(self, slots: Sequence[int], keys: Tensor, settle: bool = True) -> None:
         """Decode one token for each row, and settle what is due."""
-        self.algorithm.update(self.layer, self.stage(slots, keys))
+        self.update(self.stage(slots, keys))
         if settle:
             self.settle_due(slots)
+
+    def update(self, keys: Tensor) -> None:
+        """Follow the tokens that the rows append: ``[B, Hkv, D]`` on the device."""
+        self.algorithm.update(self.layer, keys, self._values(keys))
 
     def settle_due(self, slots: Sequence[int]) -> None:
         """Settle the requests whose period is over."""
@@ -193,7 +210,7 @@ class AlgorithmBench(BenchMemory):
     def idle(self, slots: Sequence[int], keys: Tensor) -> None:
         """A step in which no row appends."""
         self._set_rows(slots)
-        self.algorithm.update(self.layer, keys.to(self.device))
+        self.update(keys.to(self.device))
 
     def _set_rows(self, slots: Sequence[int], appended: Sequence[int] | None = None) -> None:
         held = [len(self.keys[slot]) if slot >= 0 else 0 for slot in slots]
@@ -215,9 +232,9 @@ class AlgorithmBench(BenchMemory):
 
     def select(self, q: Tensor, ids: Tensor) -> None:
         """``retrieve_topk`` of the rows that are set."""
-        q, native = self.case.asked(q)
-        native = None if native is None else native[:, 0]
-        self.algorithm.retrieve_topk(self.layer, q, native, ids)
+        q, weights = self.case.asked(q)
+        weights = None if weights is None else weights[:, 0]
+        self.algorithm.retrieve_topk(self.layer, q, weights, ids)
 
     def rollback(self, slot: int, length: int) -> None:
         """Take the newest tokens back: a change of length, as far as the ring reaches."""
@@ -226,6 +243,8 @@ class AlgorithmBench(BenchMemory):
             raise ValueError(f"rollback to {length} tokens reaches behind unit {low} of the ring")
         self.keys[slot] = self.keys[slot][:length]
         self._settled[slot] = min(self._settled[slot], length)
+        if has_hook(self.algorithm, "truncated"):
+            self.algorithm.truncated(self.layer, slot, length)
 
     def end(self, slot: int) -> None:
         """Free a slot: request-grained state is zeroed, pages and ring keep what they hold."""
@@ -256,7 +275,7 @@ class AlgorithmBench(BenchMemory):
         if slot < 0:
             return 0
         length = len(self.keys[slot])
-        if self.spec.tail == "selectable":
+        if self.subject.entry.capabilities.tail == "selectable":
             return length
         return max(length - 1, 0) // self.group.unit
 

@@ -75,7 +75,11 @@ class NeedleTests(KitTests):
         def check(case: Case, data: st.DataObject) -> None:
             bench = AlgorithmBench(subject, case)
             units = bench.group.lane_heads
-            last = case.most - 1 if bench.spec.tail == "selectable" else case.units - 2
+            last = (
+                case.most - 1
+                if subject.entry.capabilities.tail == "selectable"
+                else case.units - 2
+            )
             where = data.draw(st.lists(st.integers(0, last), min_size=units, max_size=units))
             offset = data.draw(st.integers(0, case.geometry.unit - 1))
             keys, q = plant(case, where, hidden, offset)
@@ -112,6 +116,7 @@ class NeedleTests(KitTests):
     def test_unit_is_found_as_soon_as_decode_closes_it(self, subject: Subject) -> None:
         """A needle among decoded tokens, from the step on in which its unit may be selected."""
         subject.require("attends")
+        subject.require("incremental")
         hidden = options_of(subject).hidden_needles
 
         @examples(subject.tier, cpu=80, interpret=4, gpu=20)

@@ -11,6 +11,7 @@ from attrs import evolve, frozen
 from hypothesis import strategies as st
 from torch import Tensor
 
+from topkv.hooks.backend import BackendSetup
 from topkv.testing.kit import Subject
 from topkv.testing.oracle import attention
 from topkv.testing.strategies import Geometry, geometries
@@ -133,10 +134,8 @@ def make_backend(
         *((0,), g.unit, g.lane_heads, per_lane, g.dim, g.dtype, g.page_tokens),
         *(requests, 2**20, select, buffer, ring, residency),
     )
-    return subject.make(model, group, subject.tier.impl, subject.tier.device, max_batch), *(
-        model,
-        group,
-    )
+    setup = BackendSetup(model, group, subject.tier.device, max_batch, model.group_size)
+    return subject.make(setup), model, group
 
 
 @frozen(eq=False)

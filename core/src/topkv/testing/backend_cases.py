@@ -21,6 +21,7 @@ from topkv.testing.backend_bench import (
 )
 from topkv.testing.kit import Subject
 from topkv.testing.strategies import INT32, Geometry, lengths, seeds
+from topkv.types import Tables
 
 Views = tuple[Tensor, Tensor]
 
@@ -54,6 +55,19 @@ LAYOUTS = {
 }
 
 
+def spaced(q: Tensor, lane_heads: int) -> Tensor:
+    """Queries by lane ``[N, 1, heads, D]`` as rows ``[B, 1, H + 3, D]``: 3 heads of NaN behind."""
+    rows = q.reshape(-1, 1, lane_heads * q.shape[2], q.shape[3])
+    padded: Tensor = torch.nn.functional.pad(rows, (0, 0, 0, 3), value=float("nan"))
+    return padded
+
+
+def by_lane(rows: Tensor, lane_heads: int) -> Tensor:
+    """``[B, 1, H, ...]`` as ``[N, heads, ...]``."""
+    lanes: Tensor = rows[:, 0].unflatten(1, (lane_heads, -1)).flatten(0, 1)
+    return lanes
+
+
 @define(eq=False)
 class AttendInputs:
     """Inputs of one call, on the CPU.
@@ -65,6 +79,7 @@ class AttendInputs:
         table: int32 ``[N, W]``.
         lengths: int32 ``[N]``.
         tokens: for each lane the slot and the place in the unit of each token, ``[length]``.
+        lane_heads: lanes of a row.
     """
 
     q: Tensor
@@ -73,6 +88,7 @@ class AttendInputs:
     table: Tensor
     lengths: Tensor
     tokens: list[Views]
+    lane_heads: int = 1
 
     def views(self, pools: Sequence[Tensor] | None = None) -> Views:
         """K and V in these pools, or in copies of them elsewhere."""
@@ -113,21 +129,25 @@ class AttendInputs:
             ``out`` ``[N, heads, D]`` and ``lse`` ``[N, heads]`` on the CPU.
         """
         pools = [pool.pin_memory() if host else pool.to(device) for pool in self.pools]
-        q = Guarded.of(self.q, float("nan"), device)
+        q = Guarded.of(spaced(self.q, self.lane_heads), float("nan"), device)
+        heads = self.lane_heads * self.q.shape[2]
+        queries = q.body[:, :, :heads]  # rows lie further apart than their heads
         # A lane too many would look like one of length 1.
         table, sizes = Guarded.of(self.table, 0, device), Guarded.of(self.lengths, 1, device)
-        out = result(self.q.shape, self.q.dtype, device)
-        lse = result(self.q.shape[:3], torch.float32, device)
+        out = result(queries.shape, self.q.dtype, device)
+        lse = result(queries.shape[:3], torch.float32, device)
         owned = {"q": q.whole, "table": table.whole, "lengths": sizes.whole}
         owned |= {f"memory of k and v, {i}": pool for i, pool in enumerate(pools)}
         views = self.views(pools)
         assert_unchanged(
-            lambda: backend.attend(q.body, *views, table.body, sizes.body, out.body, lse.body),
+            lambda: backend.attend(
+                queries, *views, Tables(table.body, sizes.body), out.body, lse.body
+            ),
             owned,
         )
         out.assert_intact("out")
         lse.assert_intact("lse")
-        return out.body[:, 0].cpu(), lse.body[:, 0].cpu()
+        return by_lane(out.body, self.lane_heads).cpu(), by_lane(lse.body, self.lane_heads).cpu()
 
 
 @frozen
@@ -172,7 +192,7 @@ class AttendCase:
         ]
         q = 2 * torch.randn(len(used), 1, heads * g.group, g.dim, generator=random)
         sizes = torch.tensor(self.lengths, dtype=torch.int32)
-        made = AttendInputs(q.to(g.dtype), pools, self.layout, table, sizes, [])
+        made = AttendInputs(q.to(g.dtype), pools, self.layout, table, sizes, [], g.lane_heads)
         k, v = made.views()
         for lane, length in enumerate(self.lengths):
             token = torch.arange(length)

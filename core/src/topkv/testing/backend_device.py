@@ -1,4 +1,4 @@
-"""What only a device can show of a backend: graphs, silence, wide addresses, host memory."""
+"""What kernels do beside their results: graphs, silence, wide addresses, host memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from topkv.testing.backend_bench import (
     result,
     rounded_sums,
 )
-from topkv.testing.backend_cases import AttendCase
+from topkv.testing.backend_cases import AttendCase, by_lane
 from topkv.testing.backend_plans import AdaptCase, StepInputs
+from topkv.testing.host_reads import no_host_reads, require_interpreted
 from topkv.testing.kit import KitTests, Subject
 from topkv.testing.strategies import Geometry
+from topkv.types import Tables
 
 
 def _need_device(subject: Subject, what: str) -> None:
@@ -60,9 +62,11 @@ class DecodeRun:
         inputs = self.case.attend_inputs()
         self.pools = [pool.to(device) for pool in inputs.pools]
         self.k, self.v = inputs.views(self.pools)
-        self.q = inputs.q.to(device)
+        rows = inputs.q.to(device)
+        self.q = rows.reshape(batch, 1, -1, rows.shape[-1])
         self.table = result((lanes, self.case.select + 1), torch.int32, device)
         self.lengths = result((lanes,), torch.int32, device)
+        self.tables = Tables(self.table.body, self.lengths.body)
         self.out = result(self.q.shape, self.q.dtype, device)
         self.lse = result(self.q.shape[:3], torch.float32, device)
 
@@ -75,14 +79,14 @@ class DecodeRun:
 
     def decode(self) -> None:
         """What a coordinator calls for one layer."""
-        table, lengths = self.table.body, self.lengths.body
-        self.backend.adapt_page_table(self.step.view, self.step.plan, table, lengths)
-        self.backend.attend(self.q, self.k, self.v, table, lengths, self.out.body, self.lse.body)
+        self.tables.attached = None
+        self.backend.adapt_page_table(self.step.view, self.step.plan, self.tables)
+        self.backend.attend(self.q, self.k, self.v, self.tables, self.out.body, self.lse.body)
 
     def check_after(self, step: Callable[[], object], subject: Subject) -> None:
         """Fill the inputs anew, poison the results, run ``step`` and compare."""
         inputs = self.case.attend_inputs()
-        self.q.copy_(inputs.q)
+        self.q.copy_(inputs.q.reshape(self.q.shape))
         for mine, fresh in zip(self.pools, inputs.pools, strict=True):
             mine.copy_(fresh)
         self.table.body.fill_(-77)
@@ -93,13 +97,14 @@ class DecodeRun:
         self.case.check(self.table.body, self.lengths.body)
         for name in ("table", "lengths", "out", "lse"):
             getattr(self, name).assert_intact(name)
-        lse = self.lse.body[:, 0].cpu() if subject.entry.capabilities.lse else None
+        heads = self.case.geometry.lane_heads
+        lse = by_lane(self.lse.body, heads).cpu() if subject.entry.capabilities.lse else None
         expected = inputs.expected(self.model.scale)
-        expected.check(self.out.body[:, 0].cpu(), lse, rounded_sums(subject))
+        expected.check(by_lane(self.out.body, heads).cpu(), lse, rounded_sums(subject))
 
 
 class DeviceTests(KitTests):
-    """What a backend does on a CUDA device alone."""
+    """What a backend does on a CUDA device, and hardly elsewhere."""
 
     kind = "backend"
 
@@ -141,6 +146,14 @@ class DeviceTests(KitTests):
 
             run.check_after(quiet, subject)
 
+    def test_hot_hooks_read_nothing_on_the_host(self, subject: Subject) -> None:
+        """No ``item()``, ``tolist()`` or ``nonzero()`` in a decode, seen on a CPU too."""
+        require_interpreted(subject)
+        run = DecodeRun(subject, plain_geometries(subject)[0], 3)
+        run.set(((1, 40), (-1, 0), (2, 3)), 1)
+        with no_host_reads():
+            run.decode()
+
     def test_attends_beyond_2_31_elements(self, subject: Subject) -> None:
         _need_device(subject, "a pool of 2**31 elements")
         for plain in plain_geometries(subject):
@@ -164,13 +177,15 @@ class DeviceTests(KitTests):
             used = torch.arange(inputs.table.shape[1]) * unit < inputs.lengths[:, None]
             table = inputs.table.where(~used, inputs.table + slots - few).to(wide.device)
             sizes = inputs.lengths.to(wide.device)
-            out = result(inputs.q.shape, geometry.dtype, wide.device)
-            lse = result(inputs.q.shape[:3], torch.float32, wide.device)
-            q = inputs.q.to(wide.device)
-            backend.attend(q, wide[:, :, 0], wide[:, :, 1], table, sizes, out.body, lse.body)
-            norm = lse.body[:, 0].cpu() if subject.entry.capabilities.lse else None
+            each = geometry.lane_heads
+            q = inputs.q.to(wide.device).reshape(case.batch, 1, -1, dim)
+            out = result(q.shape, geometry.dtype, wide.device)
+            lse = result(q.shape[:3], torch.float32, wide.device)
+            tables = Tables(table, sizes)
+            backend.attend(q, wide[:, :, 0], wide[:, :, 1], tables, out.body, lse.body)
+            norm = by_lane(lse.body, each).cpu() if subject.entry.capabilities.lse else None
             expected = inputs.expected(model.scale)
-            expected.check(out.body[:, 0].cpu(), norm, rounded_sums(subject))
+            expected.check(by_lane(out.body, each).cpu(), norm, rounded_sums(subject))
             del wide
 
     def test_prefill_beyond_2_31_elements(self, subject: Subject) -> None:

@@ -20,7 +20,7 @@ from topkv.testing.backend_bench import (
 from topkv.testing.backend_cases import AttendInputs
 from topkv.testing.kit import Subject
 from topkv.testing.strategies import INT32, Geometry, seeds
-from topkv.types import GroupShape, LayerView, Plan, StepTensors
+from topkv.types import GroupShape, LayerView, Plan, StepTensors, Tables
 
 Lane = list[tuple[int, int]]
 """What a lane attends: ``(global slot, tokens of the unit)`` in table order."""
@@ -157,7 +157,8 @@ class AdaptCase:
             "plan.miss_slots": plan.miss_slots,
         }
         assert_unchanged(
-            lambda: backend.adapt_page_table(inputs.view, plan, table.body, lengths.body), owned
+            lambda: backend.adapt_page_table(inputs.view, plan, Tables(table.body, lengths.body)),
+            owned,
         )
         table.assert_intact("table")
         lengths.assert_intact("lengths")
@@ -195,7 +196,9 @@ class AdaptCase:
             tokens.append((where, place))
         q = 2 * torch.randn(len(tokens), 1, heads * g.group, g.dim, generator=random)
         nothing = torch.zeros(0, dtype=torch.int32)
-        return AttendInputs(q.to(g.dtype), [pool], "buffer", nothing, nothing, tokens)
+        return AttendInputs(
+            q.to(g.dtype), [pool], "buffer", nothing, nothing, tokens, g.lane_heads
+        )
 
 
 @st.composite

@@ -11,6 +11,7 @@ from attrs import define, field
 from torch import Tensor
 
 from topkv.config import SparseConfig
+from topkv.hooks.engine import EngineSetup
 from topkv.plugins import PluginRegistry
 from topkv.testing.doubles import Entries
 from topkv.testing.engine_case import EngineCase
@@ -53,7 +54,7 @@ class Bench:
         return self.subject.options
 
     def engine(self) -> Any:
-        return self.registry.create("engine", self.subject.entry.name, self.registry)
+        return self.registry.create("engine", self.subject.entry.name, EngineSetup(self.registry))
 
     def model(self) -> Any:
         return self.case.make_model(self.seed, self.subject.tier.device)
@@ -73,6 +74,7 @@ class Bench:
             "dense_layers": [],
             "prefill_block_tokens": 2 * PAGE,
             "poison": True,
+            "observers": ["watcher"],
             **COVERING,
         }
         return SparseConfig.load(self.case.settings(**{**values, **changes}))
@@ -115,7 +117,7 @@ class Attached:
 
     def __attrs_post_init__(self) -> None:
         self.coordinator = self.bench.case.coordinator(self.handle)
-        seen = [each for each in self.coordinator.observers if isinstance(each, Watcher)]
+        seen = list(self.coordinator.observers.named.values())
         assert len(seen) == 1, "the coordinator must be made with the registry of the engine"
         self.watcher = seen[0]
         self.watcher.coordinator = self.coordinator

@@ -6,16 +6,17 @@ look at the engine, and still makes the buffer of every long request load and ev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, frozen
 from torch import Tensor
 
 from topkv.entries import Capabilities, PluginEntry
+from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.hooks.observer import ForwardReport, ObserverSetup
 from topkv.hooks.registry import hookimpl
-from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape
+from topkv.types import AlgorithmSpec, LayerView
 
 HEAD_STEP, LAYER_STEP = 5, 3
 
@@ -58,15 +59,8 @@ class Roving:
         fault: raised once by a hook, None for none.
     """
 
-    def __init__(
-        self,
-        model: ModelShape,
-        group: GroupShape,
-        params: dict[str, Any],
-        impl: str,
-        device: torch.device,
-    ) -> None:
-        self.group = group
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        self.group = setup.group
         self.fault: Fault | None = None
 
     def _fail(self, layer: int, decode: bool) -> None:
@@ -81,23 +75,24 @@ class Roving:
 
     @hookimpl
     def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, q: Tensor, lse: Tensor
+        self,
+        layer: LayerView,
+        slot: int,
+        start: int,
+        k: Tensor,
+        v: Tensor,
+        q: Tensor,
+        lse: Tensor,
     ) -> None:
         self._fail(layer.layer, decode=False)
 
     @hookimpl
-    def settle(
-        self, layer: LayerView, slot: int, since: int, length: int, history: object
-    ) -> None:
-        """Nothing."""
-
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor) -> None:
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
         """Nothing."""
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, native: Tensor | None, ids: Tensor
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
     ) -> None:
         if self.fault and layer.step.appended.any():  # the warm start is no step of a model
             self._fail(layer.layer, decode=True)
@@ -128,9 +123,11 @@ class Forward:
     misses: dict[int, int]
 
 
-@define
 class Watcher:
     """An observer that keeps what it was told.
+
+    Args:
+        setup: says nothing that it needs.
 
     Attributes:
         coordinator: asked for lengths and misses; set by the suite, None for nobody.
@@ -138,17 +135,18 @@ class Watcher:
         ended: the forwards that ended.
     """
 
-    coordinator: Any = None
-    began: list[tuple[tuple[int, ...], int]] = field(factory=list)
-    ended: list[Forward] = field(factory=list)
+    def __init__(self, setup: ObserverSetup) -> None:
+        self.coordinator: Any = None
+        self.began: list[tuple[tuple[int, ...], int]] = []
+        self.ended: list[Forward] = []
 
     @hookimpl
-    def before_forward(self, slots: Sequence[int], prefill_tokens: int) -> None:
-        self.began.append((tuple(map(int, slots)), prefill_tokens))
+    def before_forward(self, report: ForwardReport) -> None:
+        self.began.append((report.slots, report.prompt_tokens))
 
     @hookimpl
-    def after_forward(self, slots: Sequence[int], prefill_tokens: int) -> None:
-        rows = tuple(map(int, slots))
+    def after_forward(self, report: ForwardReport) -> None:
+        rows, prefill_tokens = report.slots, report.prompt_tokens
         ask = self.coordinator
         live = [slot for slot in rows if slot >= 0] if ask else []
         lengths = {slot: ask.length(slot) for slot in live}

@@ -104,7 +104,7 @@ INDEXED = PluginEntry(
         needs_index=True,
         tail="selectable",
         capture=False,
-        traits=("attends", "nested", "scale_free", "exact_update", "low_ties"),
+        traits=("attends", "nested", "scale_free", "exact_update", "low_ties", "incremental"),
     ),
     defaults={"scope": "shared", "unit": 1},
 )

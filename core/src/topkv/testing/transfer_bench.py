@@ -10,6 +10,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from topkv.hooks.eviction import EvictionSetup
+from topkv.hooks.transfer import TransferSetup
 from topkv.kv.host_pool import POISON, entry_view
 from topkv.kv.layout import lay_out
 from topkv.kv.store import GroupStore
@@ -99,7 +101,7 @@ class TransferBench:
     The host pool holds random bytes the device buffer NaN.
 
     Args:
-        make: factory of the engine, ``make(store, layers, eviction, impl)``.
+        make: factory of the engine, ``make(setup, impl)``.
         group: the group.
         device: where the buffer lies; the host pool is pinned when that is a GPU.
         impl: ``"reference"`` or ``"triton"``.
@@ -139,7 +141,8 @@ class TransferBench:
             LayerView(layer, index, group, self.step, *rings[index])
             for index, layer in enumerate(group.layers)
         ]
-        self.engine = make(self.store, self.views, LeastRecentlyUsed(), impl)
+        policy = LeastRecentlyUsed(EvictionSetup(device))
+        self.engine = make(TransferSetup(self.store, self.views, policy), impl)
         lanes = group.max_requests * group.lane_heads
         wide, flat = (lanes, max(1, group.select)), (lanes,)
         self._plan = {

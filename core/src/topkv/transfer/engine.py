@@ -6,14 +6,14 @@ stand in ``topkv.hooks.transfer``; ``impl`` chooses reference or kernels once, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from topkv.hooks.registry import hookimpl
-from topkv.kv.store import UNSELECTED, GroupStore
+from topkv.hooks.transfer import TransferSetup
+from topkv.kv.store import UNSELECTED
 from topkv.transfer import reference
 from topkv.types import LayerView, Plan
 
@@ -22,25 +22,21 @@ class ZeroCopyTransfer:
     """Plan, load and offload for one group.
 
     Args:
-        store: the tensors of the group.
-        layers: the views of its layers, in order.
-        eviction: an eviction policy, see ``topkv.hooks.eviction``.
+        setup: see ``topkv.hooks.transfer``.
         impl: ``"reference"`` or ``"triton"``.
     """
 
-    def __init__(
-        self, store: GroupStore, layers: Sequence[LayerView], eviction: Any, impl: str
-    ) -> None:
-        self.store = store
-        self.group = store.group
-        self.layers = list(layers)
-        self.eviction = eviction
+    def __init__(self, setup: TransferSetup, impl: str = "reference") -> None:
+        self.store = setup.store
+        self.group = setup.store.group
+        self.layers = list(setup.layers)
+        self.eviction = setup.eviction
         self.sparse = self.group.residency == "sparse"
         self.launch: Any = None
         if impl == "triton":
             from topkv.transfer.launch import Launcher
 
-            self.launch = Launcher(store, eviction)
+            self.launch = Launcher(setup.store, setup.eviction)
 
     @hookimpl
     def append(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
@@ -68,7 +64,7 @@ class ZeroCopyTransfer:
         if not self.sparse:
             return
         if self.launch:
-            self.launch.offload(self.layers[0].step, force=False)
+            self.launch.offload(self.layers[0].step)
         else:
             reference.offload(self.store, self.layers)
 
@@ -101,6 +97,10 @@ class ZeroCopyTransfer:
     @hookimpl
     def flush(self, slot: int, length: int, high: int, resident: bool) -> None:
         if not self.sparse or length == 0:
+            return
+        if self.launch:
+            step = self.layers[0].step
+            self.launch.flush(slot, length, high, resident, step.page_table)
             return
         unit, fits = (length - 1) // self.group.unit, reference.fits(self.group, high, resident)
         for layer in self.layers:
@@ -144,3 +144,8 @@ class ZeroCopyTransfer:
         )
         store.stamp[rows] = UNSELECTED
         store.counters[:, rows] = 0
+
+
+def triton(setup: TransferSetup) -> ZeroCopyTransfer:
+    """The engine with its kernels."""
+    return ZeroCopyTransfer(setup, "triton")

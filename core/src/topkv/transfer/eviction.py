@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from topkv.errors import PluginError
+from topkv.hooks.eviction import EvictionSetup
 from topkv.hooks.registry import hookimpl
 
 
@@ -13,6 +17,9 @@ class LeastRecentlyUsed:
 
     Afterwards the order is [stale | loaded in selection order | hits in their previous order].
     """
+
+    def __init__(self, setup: EvictionSetup) -> None:
+        """Nothing depends on the setup."""
 
     @hookimpl
     def new_position(
@@ -23,6 +30,7 @@ class LeastRecentlyUsed:
         hit_rank: Tensor,
         stale_count: Tensor,
         misses: Tensor,
+        slots: int,
     ) -> Tensor:
         loaded = stale & (stale_rank < misses)
         kept = torch.where(stale, stale_rank - misses, stale_count + hit_rank)
@@ -34,3 +42,25 @@ class LeastRecentlyUsed:
         from topkv.transfer.kernels import lru_new_position
 
         return lru_new_position
+
+
+def require_kernel(policy: Any, who: str) -> None:
+    """Refuse a policy that kernels cannot call.
+
+    Args:
+        policy: what a factory of the kind ``eviction`` made.
+        who: whose it is, for the error.
+
+    Raises:
+        PluginError: it has no ``new_position_kernel``.
+    """
+    if not hasattr(policy, "new_position_kernel"):
+        raise PluginError(
+            f"{who} has no kernel",
+            [
+                f"with impl 'triton' a policy needs new_position_kernel, a triton.jit function of "
+                f"the arguments of new_position; {type(policy).__name__} has none: add it, or set "
+                "impl to 'reference'; the entry of a policy that is to stay without names a "
+                "factory for 'reference' alone"
+            ],
+        )

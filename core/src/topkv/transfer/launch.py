@@ -166,7 +166,18 @@ class Launcher:
             **early.options(self.pdl),
         )
 
-    def offload(self, step: StepTensors, force: bool) -> None:
+    def offload(self, step: StepTensors) -> None:
+        self._offload(step, force=False)
+
+    def flush(self, slot: int, length: int, high: int, resident: bool, page_table: Tensor) -> None:
+        """``offload`` of the open unit of one request. Cold: it uploads a step of one row."""
+        rows = torch.tensor([[slot], [length], [high], [1], [resident]], dtype=torch.int32)
+        slots, lengths, highs, appended, residents = rows.to(page_table.device)
+        self._offload(
+            StepTensors(slots, lengths, highs, appended, residents, page_table), force=True
+        )
+
+    def _offload(self, step: StepTensors, force: bool) -> None:
         group, store = self.group, self.store
         kernels.offload_kernel[(step.batch * group.lane_heads, len(group.layers))](
             self.host_words[0],

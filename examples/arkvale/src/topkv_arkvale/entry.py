@@ -19,7 +19,14 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 scopes=("kv_head", "shared"),
                 tiers=("cpu", "interpret"),
                 # Not scale_free: a mean of softmaxes.
-                traits=("attends", "nested", "exact_update", "low_ties", "head_equivariant"),
+                traits=(
+                    "attends",
+                    "nested",
+                    "exact_update",
+                    "low_ties",
+                    "head_equivariant",
+                    "incremental",
+                ),
             ),
             defaults={"unit": 32, "scope": "kv_head", "dense_layers": (0, 1)},
             parameters={"sink_units": 1},

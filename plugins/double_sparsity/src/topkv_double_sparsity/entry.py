@@ -19,7 +19,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 scopes=("kv_head", "shared"),
                 # Promised for the default parameters. Not scale_free: a mean of softmaxes. Not
                 # exact_update: without a calibration file the first chunk chooses the channels.
-                traits=("attends", "nested", "low_ties", "head_equivariant"),
+                traits=("attends", "nested", "low_ties", "head_equivariant", "incremental"),
             ),
             defaults={"unit": 1, "scope": "kv_head", "dense_layers": (0, 1)},
             parameters={

@@ -18,7 +18,14 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 units=(1, 128),
                 scopes=("kv_head", "shared"),
                 # Not scale_free: a mean of softmaxes.
-                traits=("attends", "nested", "exact_update", "low_ties", "head_equivariant"),
+                traits=(
+                    "attends",
+                    "nested",
+                    "exact_update",
+                    "low_ties",
+                    "head_equivariant",
+                    "incremental",
+                ),
             ),
             defaults={"unit": 16, "scope": "kv_head", "dense_layers": (0, 1)},
             parameters={"metadata": "bf16", "sink_units": 1},
