@@ -225,19 +225,22 @@ class CacheRequests:
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
-        """End the requests that begin inside, also those that are half begun, if it fails."""
+        """Retire the requests that begin inside, also those that are half begun, if it fails.
+
+        The ``exclusive`` around it ends them.
+        """
         active = self.coordinator.requests.active
         before = active.copy()
         try:
             yield
         except BaseException:
-            self._end(np.flatnonzero(active & ~before).tolist())
+            self._retired.extend(np.flatnonzero(active & ~before).tolist())
             raise
 
-    def _end(self, slots: list[int]) -> None:
-        for slot in slots:
-            self.coordinator.request_end(slot)
-
     def _end_retired(self) -> None:
+        active = self.coordinator.requests.active
         while self._retired and self.forward is None and self.attached:
-            self.coordinator.request_end(self._retired.pop())
+            slot = self._retired[0]  # a finalizer may add others behind it meanwhile
+            if active[slot]:  # else an interrupt came after its end
+                self.coordinator.request_end(slot)
+            del self._retired[0]
