@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from topkv import hookimpl
 from topkv.config import LoweredConfig, SparseConfig, lower
+from topkv.config.checks import byte_size
 from topkv.config.layers import parse_ranges, show_ranges
-from topkv.config.values import CHECKS, byte_size
+from topkv.config.settings import CHECKS, DEFAULTS, SHARED
 from topkv.entries import Capabilities, PluginEntry
 from topkv.errors import ConfigError
 from topkv.kv.layout import lay_out
@@ -399,8 +400,19 @@ def test_what_is_no_configuration(tmp_path, monkeypatch):
         SparseConfig.load(tmp_path / "a.yaml")
 
 
-def test_the_checks_cover_exactly_the_fields():
-    assert set(CHECKS) == {field.name for field in fields(SparseConfig)}
+@pytest.mark.parametrize("name", [name for name, value in DEFAULTS.items() if value is not None])
+def test_a_default_passes_the_check_of_its_setting(name):
+    """And is in lowered form: defaults are not checked again."""
+    assert CHECKS[name](DEFAULTS[name]) == DEFAULTS[name]
+
+
+def test_what_holds_for_all_layers_is_lowered_under_its_name():
+    values = {"page_tokens": 128, "host_memory": "1TiB", "dense_layers": [1, 0], "poison": True}
+    lowered = low(**values)
+    assert (lowered.page_tokens, lowered.host_memory) == (128, 2**40)
+    assert (lowered.dense_layers, lowered.poison) == ((0, 1), True)
+    shown = {setting.name: setting.value for setting in lowered.settings}
+    assert {name: getattr(lowered, name) for name in SHARED} == {n: shown[n] for n in SHARED}
 
 
 # Refusals.

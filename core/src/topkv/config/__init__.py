@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from topkv.config.lowered import LoweredConfig as LoweredConfig
 from topkv.config.lowered import LoweredGroup as LoweredGroup
-from topkv.config.lowered import Setting as Setting
+
 from topkv.config.lowering import lower as lower
-from topkv.config.sparse import SparseConfig as SparseConfig
+from topkv.config.settings import SparseConfig as SparseConfig
+from topkv.config.sources import Setting as Setting
 
 __all__ = ["LoweredConfig", "LoweredGroup", "Setting", "SparseConfig", "lower"]
