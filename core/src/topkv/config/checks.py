@@ -65,6 +65,13 @@ flag = must("true or false", lambda value: isinstance(value, bool))
 plugin = must("the name of a plugin", lambda value: isinstance(value, str) and value != "")
 
 
+def plugins(value: Any) -> tuple[str, ...]:
+    listed = isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
+    if not listed or "" in value or len(set(value)) < len(value):
+        raise ValueError(f"must be a list of names of plugins, each once, got {shown(value)}")
+    return tuple(value)
+
+
 def parameters(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ValueError(f"must map names of parameters to values, got {shown(value)}")

@@ -131,6 +131,8 @@ def _plan(known: _Resolver, num_layers: int) -> list[LayerPlan]:
     backend = known.use("backend", plugins.choose("backend", known.sources))
     for kind in ("transfer", "eviction", "topk"):
         known.use(kind, known.sources.get(kind))
+    for name in known.set("observers"):
+        known.sources = known.sources.under(plugins.defaults("observer", name))
     dense = known.keep(dense_layers(known.sources, num_layers, plugins.reasons))
     residency = known.set("dense_residency")
     planner = Planner(sources=written, plugins=plugins, base=base, backend=backend)

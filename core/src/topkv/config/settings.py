@@ -89,6 +89,9 @@ class Settings(Generic[Unset, Size]):
     topk: str | Unset = setting(checks.plugin, "pivot")
     """name of a plugin."""
 
+    observers: Sequence[str] | Unset = setting(checks.plugins, ())
+    """names of plugins that are told of every forward; ``["log"]`` writes debug messages."""
+
     dense_layers: Sequence[int] | Unset = setting(checks.layer_numbers, ())
     """layers that attend to everything."""
 
