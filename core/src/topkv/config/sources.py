@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from attrs import define, field, frozen
+from attrs import define, frozen
 
 from topkv.config.checks import clean
 from topkv.config.settings import CHECKS, DEFAULTS
@@ -64,25 +64,18 @@ class Sources:
 
 @define
 class Lookup:
-    """Looks plugins up, once each, and gathers why they cannot be had."""
+    """Looks plugins up, and gathers why they cannot be had; a reason may come more than once."""
 
     registry: PluginRegistry
     reasons: list[str]
-    _records: dict[tuple[str, str], PluginRecord | None] = field(factory=dict)
-    _defaults: dict[tuple[str, str], Source] = field(factory=dict)
 
     def get(self, kind: str, name: str | None) -> PluginRecord | None:
-        if name is None:
+        try:
+            return None if name is None else self.registry.get(kind, name)
+        except PluginError as error:
+            head = str(error).split("\n", 1)[0]
+            self.reasons += [f"{head} {reason}" for reason in error.reasons]
             return None
-        key = kind, name
-        if key not in self._records:
-            try:
-                self._records[key] = self.registry.get(kind, name)
-            except PluginError as error:
-                self._records[key] = None
-                head = str(error).split("\n", 1)[0]
-                self.reasons += [f"{head} {reason}" for reason in error.reasons]
-        return self._records[key]
 
     def choose(self, kind: str, sources: Sources) -> Setting | None:
         """What was asked for, else the only one that is installed."""
@@ -111,12 +104,9 @@ class Lookup:
         record = self.get(kind, name)
         if record is None or record.entry is None:
             return Source(DEFAULT, {})
-        key = kind, record.name
-        if key not in self._defaults:
-            where = f"defaults of {record.who}: "
-            values = clean(record.entry.defaults, CHECKS, self.reasons, where)
-            self._defaults[key] = Source(f"{record.package} {record.version}", values)
-        return self._defaults[key]
+        where = f"defaults of {record.who}: "
+        values = clean(record.entry.defaults, CHECKS, self.reasons, where)
+        return Source(f"{record.package} {record.version}", values)
 
     def capabilities(self, kind: str, name: str | None) -> Capabilities:
         """Those of a plugin; the usual ones where it cannot be had."""
