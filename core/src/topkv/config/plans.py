@@ -28,8 +28,8 @@ class LayerPlan:
         selects: tokens of a unit that the algorithm selects: ``unit``, or 1 where selections are
             regranulated; 0 for dense layers.
         params: complete.
-        tail: ``"forced"``, or ``"selectable"`` where the newest token competes in selections. Forced
-            where they are regranulated: only the ring has the open unit.
+        tail: ``"forced"``, or ``"selectable"`` where the newest token competes in selections.
+            Forced where they are regranulated: only the ring has the open unit.
         regranulate: the user allows it. What comes of it is ``selects``, so it takes no part in
             comparisons.
         settings: the values with their origins; takes no part in comparisons.
