@@ -61,7 +61,7 @@ def measure(coordinator: SparseCoordinator, tokens: int, chunk: int) -> dict[str
         keys, end = k[start : start + count], start + count
         coordinator.forward_begin(prefill=[(slot, count)])
         path.transfer.store_chunk(path.view, slot, start, keys, v[:count], end, True)
-        path.algorithm.construct(path.view, slot, start, keys, q[:count], lse[:count])
+        path.algorithm.construct(path.view, slot, start, keys, v[:count], q[:count], lse[:count])
         coordinator.forward_end()
     torch.cuda.synchronize()
     read = perf_counter()

@@ -16,10 +16,13 @@ from pathlib import Path
 
 import torch
 
+from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.hooks.topk import TopKSetup
+from topkv.ops.topk import PivotTopK
 from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
-from topkv_clusterkv.algorithm import ClusterKV
 from topkv_clusterkv.entry import topkv_register_algorithms
+from topkv_clusterkv.launch import ClusterKVTriton
 
 CALLS, REPEATS = 10, 9
 HEADS, KV_HEADS, DIM, SELECT = 32, 8, 128, 1023
@@ -28,6 +31,10 @@ INTS = {"dtype": torch.int32, "device": "cuda"}
 
 def per_call(call: Callable[[], object]) -> float:
     return graph_us(*[call] * CALLS, repeats=REPEATS)
+
+
+def topk(rows: int, columns: int, select: int) -> PivotTopK:
+    return PivotTopK(TopKSetup(rows, columns, select, torch.device("cuda")))
 
 
 def elapsed_ms(call: Callable[[], object]) -> float:
@@ -48,7 +55,7 @@ def measure(requests: int, tokens: int, tokens_per_cluster: int) -> dict[str, ob
     )
     params = dict(topkv_register_algorithms()[0].parameters)
     params["tokens_per_cluster"] = tokens_per_cluster
-    algorithm = ClusterKV(model, group, params, "triton", torch.device("cuda"))
+    algorithm = ClusterKVTriton(AlgorithmSetup(model, group, params, torch.device("cuda"), topk))
     pools = {
         spec.name: torch.zeros(requests, *spec.shape, dtype=spec.dtype, device="cuda")
         for spec in algorithm.spec().representations
@@ -64,17 +71,16 @@ def measure(requests: int, tokens: int, tokens_per_cluster: int) -> dict[str, ob
     none = torch.empty(0, device="cuda")
 
     def cluster() -> None:
-        algorithm.construct(layer, 0, 0, keys, none, none)
+        algorithm.construct(layer, 0, 0, keys, keys, none, none)
         algorithm.settle(layer, 0, 0, len(keys), [(0, keys, keys)])
 
     cluster_ms = elapsed_ms(cluster)
     for pool in pools.values():
         pool[1:] = pool[:1]
     q = torch.randn(requests, 1, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    new = keys[:requests]
     ids = torch.empty(requests * KV_HEADS, SELECT, **INTS)
-    launcher = algorithm.launcher
-    assert launcher is not None
-    score = per_call(lambda: launcher.score(layer, q[:, 0]))
+    score = per_call(lambda: algorithm.score(layer, q[:, 0]))
     moved = int(pools["state"][0, 2]) * KV_HEADS * DIM * 2 * requests
     return {
         "requests": requests,
@@ -82,10 +88,10 @@ def measure(requests: int, tokens: int, tokens_per_cluster: int) -> dict[str, ob
         "tokens_per_cluster": tokens_per_cluster,
         "cluster_ms": round(cluster_ms, 2),
         "score_us": round(score, 2),
-        "take_us": round(per_call(lambda: launcher.take(layer, SELECT)), 2),
-        "expand_us": round(per_call(lambda: launcher.expand(layer, ids)), 2),
+        "take_us": round(per_call(lambda: algorithm.take(layer, SELECT)), 2),
+        "expand_us": round(per_call(lambda: algorithm.expand(layer, ids)), 2),
         "retrieve_us": round(per_call(lambda: algorithm.retrieve_topk(layer, q, None, ids)), 2),
-        "update_us": round(per_call(lambda: algorithm.update(layer, keys[:requests])), 2),
+        "update_us": round(per_call(lambda: algorithm.update(layer, new, new)), 2),
         "score_gbs": round(moved / score / 1e3, 1),
     }
 

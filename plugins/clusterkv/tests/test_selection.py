@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topkv.errors import ConfigError
+from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.testing.algorithm_bench import AlgorithmBench
 from topkv.testing.algorithm_cases import AlgorithmOptions, Case, cases
 from topkv.testing.kit import examples, subject_of
@@ -173,16 +174,19 @@ def test_planted_needles_of_the_paper(subject):
     check()
 
 
-def shapes(tokens, dtype=torch.bfloat16, select=1023, unit=1):
-    model = ModelShape(1, 32, 8, 128, dtype, 128**-0.5)
-    return model, GroupShape(
-        *((0,), unit, 8, 1, 128, dtype, 64, 1, tokens // unit, select, 4096, 32)
+def made(tokens, unit=1, **params):
+    model = ModelShape(1, 32, 8, 128, torch.bfloat16, 128**-0.5)
+    group = GroupShape(
+        *((0,), unit, 8, 1, 128, torch.bfloat16, 64, 1, tokens // unit, 1023, 4096, 32)
     )
+    params, device = {**DEFAULTS, **params}, torch.device("cpu")
+    # The reference asks for no top-k.
+    return ClusterKV(AlgorithmSetup(model, group, params, device, topk=pytest.fail))
 
 
 @pytest.mark.parametrize(("tokens", "share"), [(32768, 0.054), (131072, 0.044)])
 def test_bytes_are_those_of_the_readme(tokens, share):
-    algorithm = ClusterKV(*shapes(tokens), DEFAULTS, "reference", torch.device("cpu"))
+    algorithm = made(tokens)
     counted = {
         spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta").nbytes / 8
         for spec in algorithm.spec().representations
@@ -198,9 +202,8 @@ def test_bytes_are_those_of_the_readme(tokens, share):
 
 
 def test_wrong_parameters_are_refused_together():
-    params = {**DEFAULTS, "window": 0, "iterations": True, "seed": -1}
     with pytest.raises(ConfigError) as raised:
-        ClusterKV(*shapes(4096, unit=2), params, "reference", torch.device("cpu"))
+        made(4096, unit=2, window=0, iterations=True, seed=-1)
     assert len(raised.value.reasons) == 4
     for change, what in (
         ({"segment": 100}, "segment must be at least window"),
@@ -208,4 +211,4 @@ def test_wrong_parameters_are_refused_together():
         ({"clusters": 4}, "unknown or missing"),
     ):
         with pytest.raises(ConfigError, match=what):
-            ClusterKV(*shapes(131072), {**DEFAULTS, **change}, "reference", torch.device("cpu"))
+            made(131072, **change)

@@ -16,9 +16,12 @@ from pathlib import Path
 
 import torch
 
+from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.hooks.topk import TopKSetup
+from topkv.ops.topk import PivotTopK
 from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
-from topkv_quest.algorithm import Quest
+from topkv_quest.launch import QuestTriton
 
 CALLS, REPEATS = 10, 9
 HEADS, KV_HEADS, DIM, UNIT, PAGE = 32, 8, 128, 16, 64
@@ -27,6 +30,10 @@ INTS = {"dtype": torch.int32, "device": "cuda"}
 
 def per_call(call: Callable[[], object]) -> float:
     return graph_us(*[call] * CALLS, repeats=REPEATS)
+
+
+def topk(rows: int, columns: int, select: int) -> PivotTopK:
+    return PivotTopK(TopKSetup(rows, columns, select, torch.device("cuda")))
 
 
 def measure(requests: int, tokens: int, metadata: str, scope: str) -> dict[str, object]:
@@ -38,7 +45,7 @@ def measure(requests: int, tokens: int, metadata: str, scope: str) -> dict[str, 
         *(127, 256, 2),
     )
     params = {"metadata": metadata, "sink_units": 1}
-    quest = Quest(model, group, params, "triton", torch.device("cuda"))
+    quest = QuestTriton(AlgorithmSetup(model, group, params, torch.device("cuda"), topk))
     pages = units // per_page
     table = 1 + torch.randperm(requests * pages).view(requests, pages)
     pools = {
@@ -59,15 +66,13 @@ def measure(requests: int, tokens: int, metadata: str, scope: str) -> dict[str, 
     k = torch.randn(requests, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     ids = torch.empty(requests * lanes, 127, **INTS)
     moved = sum(spec.bytes for spec in quest.spec().representations) * units * requests
-    launcher = quest.launcher
-    assert launcher is not None
-    score = per_call(lambda: launcher.score(layer, q[:, 0], 1))
+    score = per_call(lambda: quest.score(layer, q[:, 0]))
     return {
         "requests": requests,
         "tokens": tokens,
         "metadata": metadata,
         "scope": scope,
-        "update_us": round(per_call(lambda: quest.update(layer, k)), 2),
+        "update_us": round(per_call(lambda: quest.update(layer, k, k)), 2),
         "score_us": round(score, 2),
         "retrieve_us": round(per_call(lambda: quest.retrieve_topk(layer, q, None, ids)), 2),
         "score_gbs": round(moved / score / 1e3, 1),

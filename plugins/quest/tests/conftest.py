@@ -15,8 +15,12 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from topkv.hooks.algorithm import AlgorithmSetup  # noqa: E402
+from topkv.hooks.topk import TopKSetup  # noqa: E402
+from topkv.ops.topk import PivotTopK  # noqa: E402
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors  # noqa: E402
 from topkv_quest.algorithm import Quest  # noqa: E402
+from topkv_quest.launch import QuestTriton  # noqa: E402
 
 NAN = math.nan
 POISON = 93
@@ -63,7 +67,8 @@ class World:
             ring_slots=ring,
         )
         params = {"metadata": metadata, "sink_units": sinks}
-        self.quest = Quest(self.model, self.group, params, impl, self.device)
+        made = {"reference": Quest, "triton": QuestTriton}[impl]
+        self.quest = made(AlgorithmSetup(self.model, self.group, params, self.device, self._topk))
         self.generator = torch.Generator().manual_seed(seed)
         pages = units // PAGE_UNITS
         count = 1 + requests * pages
@@ -88,6 +93,9 @@ class World:
         )
         self.keys = {slot: self.random(0) for slot in range(requests)}
 
+    def _topk(self, rows, columns, select):
+        return PivotTopK(TopKSetup(rows, columns, select, self.device))
+
     @classmethod
     def filled(cls, *args, lengths=(80, 33, 5), **kwargs):
         """A world with prefilled requests of these lengths."""
@@ -107,15 +115,17 @@ class World:
     def prefill(self, slot, keys, chunks=()):
         """Construct in chunks that end at the given positions; the open unit goes to the ring."""
         self.keys[slot] = keys
-        nothing = torch.empty(0, device=self.device)
         start = 0
         for end in (*chunks, len(keys)):
-            self.quest.construct(
-                self.layer, slot, start, keys[start:end].to(self.device), nothing, nothing
-            )
+            self.construct(slot, start, keys[start:end].to(self.device))
             start = end // self.unit * self.unit
         for position in range(start, len(keys)):
             self.write_ring(slot, position, keys[position])
+
+    def construct(self, slot, start, keys):
+        """Of keys on the device; values, queries and log-sum-exp are not read."""
+        nothing = torch.empty(0, device=self.device)
+        self.quest.construct(self.layer, slot, start, keys, keys, nothing, nothing)
 
     def write_ring(self, slot, position, key):
         group = self.group
@@ -142,7 +152,11 @@ class World:
                 self.write_ring(slot, len(self.keys[slot]), key)
                 self.keys[slot] = torch.cat([self.keys[slot], key[None]])
         self.rows(slots, appended=1)
-        self.quest.update(self.layer, keys.to(self.device))
+        self.update(keys)
+
+    def update(self, keys):
+        keys = keys.to(self.device)
+        self.quest.update(self.layer, keys, keys)
 
     def retrieve(self, q, slots):
         """ids ``[B, lane_heads, K]`` from a poisoned result, checked for form."""

@@ -113,7 +113,7 @@ def test_rows_that_append_nothing_and_padded_rows_write_nothing(
     before = {name: pool.clone() for name, pool in w.pools.items()}
     w.rows([0, -1, 2], appended=1)
     w.layer.step.appended[:] = torch.tensor([0, 1, 0])
-    w.quest.update(w.layer, w.random(3).to(device))
+    w.update(w.random(3))
     assert bits(before, w.pools)
     w.append([-1, 1], w.random(2))
     changed = [
@@ -130,13 +130,12 @@ def test_construct_touches_its_units_alone(world, bits, impl, device, metadata):
     w = world(impl, device, metadata=metadata)
     w.prefill(0, w.random(20))
     before = {name: pool.clone() for name, pool in w.pools.items()}
-    nothing = torch.empty(0, device=device)
-    w.quest.construct(w.layer, 0, 8, w.random(6).to(device), nothing, nothing)
+    w.construct(0, 8, w.random(6).to(device))
     touched = w.host(0, 4)[2:]
     for name, pool in w.pools.items():
         pool[touched] = before[name][touched]
     assert bits(before, w.pools)
-    w.quest.construct(w.layer, 0, 8, w.random(0).to(device), nothing, nothing)
+    w.construct(0, 8, w.random(0).to(device))
     assert bits(before, w.pools)
 
 
@@ -145,11 +144,10 @@ def test_strided_keys_are_read_where_they_lie(world, bits, impl, device, metadat
     keys = w.random(10).to(device)
     wide = torch.full((10, 2, 3, 12), float("nan"), dtype=keys.dtype, device=device)
     wide[:, :, 1] = keys
-    nothing = torch.empty(0, device=device)
-    w.quest.construct(w.layer, 0, 0, keys, nothing, nothing)
+    w.construct(0, 0, keys)
     first = w.stored(0, 3)
     for view in (wide[:, :, 1], keys.permute(2, 0, 1).contiguous().permute(1, 2, 0)):
-        w.quest.construct(w.layer, 0, 0, view, nothing, nothing)
+        w.construct(0, 0, view)
         assert bits(first, w.stored(0, 3))
 
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 
 import topkv.hooks.algorithm as hooks
 from topkv.errors import ConfigError
+from topkv.hooks.binding import check_instance, has_hook
 
 
-def test_one_instance_serves_the_hooks_by_their_names(world):
-    w = world("reference", "cpu")
-    for name in ("spec", "construct", "settle", "update", "retrieve_topk"):
-        method = getattr(w.quest, name)
-        assert list(inspect.signature(method).parameters) == list(
-            inspect.signature(getattr(hooks, name)).parameters
-        )
-        assert hasattr(method, "topkv_impl")
-    assert w.quest.settle(w.layer, 0, 0, 0, ()) is None
+def test_one_instance_serves_the_hooks_by_their_names(world, impl, device):
+    w = world(impl, device)
+    check_instance(w.quest, hooks, "quest")
+    for name in ("settle", "retrieve_prompt", "truncated"):
+        assert not has_hook(w.quest, name)
     with pytest.raises(ValueError, match="one query per row"):
         w.quest.retrieve_topk(w.layer, torch.zeros(1, 2, 4, 12), None, torch.zeros(2, 3).int())
 
@@ -43,7 +38,7 @@ def test_a_graph_replays_update_and_retrieve(world, metadata, scope):
     step = w.layer.step
 
     def decode():
-        w.quest.update(w.layer, k)
+        w.quest.update(w.layer, k, k)
         w.quest.retrieve_topk(w.layer, q, None, ids)
 
     decode()

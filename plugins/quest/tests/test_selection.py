@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from topkv_quest import reference
+from topkv_quest.algorithm import Quest
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -16,11 +17,11 @@ def raw_scores(w, q, slots):
     """The implementation's own scaled scores ``[B, H, U]`` and lane scores ``[B, lanes, U]``."""
     w.retrieve(q, slots)
     heads, lanes, width = w.model.num_heads, w.group.lane_heads, w.group.max_units
-    if w.quest.launcher is None:
-        scores, _ = w.quest._score(w.layer, q[:, 0].to(w.device))
+    if type(w.quest) is Quest:
+        scores, _ = w.quest.score(w.layer, q[:, 0].to(w.device))
         return reference_raw(w, q, slots), scores.cpu().view(-1, lanes, width)
-    raw = w.quest.launcher.raw[: len(slots) * heads].cpu()
-    scores = w.quest.launcher.scores[: len(slots) * lanes].cpu()
+    raw = w.quest.raw[: len(slots) * heads].cpu()
+    scores = w.quest.scores[: len(slots) * lanes].cpu()
     return raw.view(-1, heads, width), scores.view(-1, lanes, width)
 
 

@@ -18,10 +18,13 @@ from pathlib import Path
 
 import torch
 
+from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.hooks.topk import TopKSetup
+from topkv.ops.topk import PivotTopK
 from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
-from topkv_snapkv.algorithm import SnapKV
 from topkv_snapkv.entry import topkv_register_algorithms
+from topkv_snapkv.kernels import SnapKVTriton
 
 CALLS, REPEATS = 10, 9
 HEADS, KV_HEADS, DIM, PAGE, CHUNK = 32, 8, 128, 64, 8192
@@ -40,6 +43,10 @@ def wall_ms(call: Callable[[], object]) -> float:
     return round(statistics.median(times[1:]), 3)
 
 
+def topk(rows: int, columns: int, select: int) -> PivotTopK:
+    return PivotTopK(TopKSetup(rows, columns, select, torch.device("cuda")))
+
+
 def measure(requests: int, tokens: int, budget: int, ada: bool) -> dict[str, object]:
     select = budget - 1
     model = ModelShape(1, HEADS, KV_HEADS, DIM, torch.bfloat16, DIM**-0.5)
@@ -48,7 +55,7 @@ def measure(requests: int, tokens: int, budget: int, ada: bool) -> dict[str, obj
         *(select, 2 * select, 32),
     )
     params = {**topkv_register_algorithms()[0].parameters, "ada": ada}
-    snapkv = SnapKV(model, group, params, "triton", torch.device("cuda"))
+    snapkv = SnapKVTriton(AlgorithmSetup(model, group, params, torch.device("cuda"), topk))
     pools = {
         spec.name: torch.zeros((requests, *spec.shape), dtype=spec.dtype, device="cuda")
         for spec in snapkv.spec().representations
@@ -63,11 +70,12 @@ def measure(requests: int, tokens: int, budget: int, ada: bool) -> dict[str, obj
     lse = torch.full((CHUNK, HEADS), 12.0, device="cuda")
     start = tokens - CHUNK
 
-    def history() -> list[tuple[int, torch.Tensor, None]]:
-        return [(first, keys[first : first + CHUNK], None) for first in range(0, tokens, CHUNK)]
+    def history() -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        blocks = zip(range(0, tokens, CHUNK), keys.split(CHUNK), strict=True)
+        return [(first, block, block) for first, block in blocks]
 
     def construct(slot: int) -> None:
-        snapkv.construct(layer, slot, start, keys[start:], queries, lse)
+        snapkv.construct(layer, slot, start, keys[start:], keys[start:], queries, lse)
 
     construct_ms = wall_ms(lambda: construct(0))
     settle_ms = wall_ms(lambda: snapkv.settle(layer, 0, 0, tokens, history()))

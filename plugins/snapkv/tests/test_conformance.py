@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from attrs import evolve
+from hypothesis import given
 from hypothesis import strategies as st
 
+from topkv.testing.algorithm_bench import AlgorithmBench
+from topkv.testing.algorithm_cases import cases
 from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
+from topkv.testing.kit import examples
 from topkv_snapkv.entry import topkv_register_algorithms
 
 
@@ -29,7 +34,29 @@ OPTIONS = AlgorithmOptions(
 )
 
 
-class TestSnapKV(AlgorithmTests):
+class SnapKVTests(AlgorithmTests):
+    """The kit, where what a request keeps follows from the end of its prompt."""
+
+    def test_a_prompt_over_pages_of_another_computes_its_tail_alone(self, subject):
+        """And keeps what it would keep if it had computed all of its tokens."""
+
+        @examples(subject.tier, cpu=60, interpret=5, gpu=20)
+        @given(case=cases(subject), data=st.data())
+        def check(case, data):
+            alone, over = (AlgorithmBench(subject, case, requests=1) for _ in range(2))
+            keys = case.tokens(0)[: data.draw(alone.long_lengths() | alone.lengths(least=2))]
+            most = max(len(keys) - alone.spec.prompt_tail, 0)
+            shared = data.draw(st.just(most) | st.integers(0, most))
+            alone.prefill(0, keys)
+            over._hold(0, keys[:shared])
+            over.prefill(0, keys[shared:])
+            for name in ("kept", "count"):
+                assert torch.equal(over.pools[name], alone.pools[name]), name
+
+        check()
+
+
+class TestSnapKV(SnapKVTests):
     @pytest.fixture
     def plugin(self):
         return "snapkv"
@@ -39,7 +66,7 @@ class TestSnapKV(AlgorithmTests):
         return OPTIONS
 
 
-class TestAda(AlgorithmTests):
+class TestAda(SnapKVTests):
     """Heads that compete for places: of equal votes the lower head wins, so no head is alike."""
 
     @pytest.fixture

@@ -8,6 +8,7 @@ import torch
 from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import ConfigError, RequestError
+from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.plugins import PluginRegistry
 from topkv.testing.doubles import Entries
 from topkv.testing.oracle import attention
@@ -218,11 +219,11 @@ class TestHooks:
 
     def construct(self, chat, start, end):
         path = chat.coordinator.layers[0]
-        q, k = (x[start:end].to(chat.device) for x in (chat.q, chat.k))
+        q, k, v = (x[start:end].to(chat.device) for x in (chat.q, chat.k, chat.v))
         seen = torch.arange(end) <= torch.arange(start, end)[:, None]
         keys = chat.k[:end]
         lse = attention(chat.q[start:end], keys, keys, MODEL.scale, seen)[1].float()
-        path.algorithm.construct(path.view, chat.slot, start, k, q, lse.to(chat.device))
+        path.algorithm.construct(path.view, chat.slot, start, k, v, q, lse.to(chat.device))
 
     def test_a_later_prompt_votes_anew_over_everything(self, chat):
         """Its own queries vote, as far as the window reaches, and those of before do not."""
@@ -293,12 +294,14 @@ def test_bytes_per_request():
     assert sum(spec.bytes for spec in specs) == formula
 
 
-def refused(match, impl="reference", **params):
+def refused(match, **params):
     group = make(all_tiers()[0]).layers[0].view.group
     entry = topkv_register_algorithms()[0]
     given = {**entry.parameters, **PARAMS, **params}
+    # Refused before it asks for a top-k.
+    setup = AlgorithmSetup(MODEL, group, given, torch.device("cpu"), topk=pytest.fail)
     with pytest.raises(ConfigError, match=match) as raised:
-        REGISTRY.create("algorithm", "snapkv", MODEL, group, given, impl, torch.device("cpu"))
+        REGISTRY.create("algorithm", "snapkv", setup, "triton")
     return raised.value.reasons
 
 
@@ -307,8 +310,8 @@ def test_values_that_do_not_fit_are_refused_together():
     assert len(refused("ada_max", ada=True, ada_max=3)) == 1
     assert len(refused("budget", generated=300)) == 1
     wrong = {"window": 0, "kernel": 4, "pool": "mean", "generated": True, "outgrow": "grow"}
-    reasons = refused("odd", impl="cuda", sinks=1, ada=1, ada_max=0.5, **wrong)
-    assert len(reasons) == 9
+    reasons = refused("odd", sinks=1, ada=1, ada_max=0.5, **wrong)
+    assert len(reasons) == 8
     config = SparseConfig(
         algorithm="snapkv", scope="shared", params={"ada": True}, backend="gather"
     )

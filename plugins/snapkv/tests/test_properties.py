@@ -68,21 +68,3 @@ def test_the_kept_set_stays_and_generated_tokens_follow(subject):
         assert same_bits(before, bench.snapshot())
 
     check()
-
-
-def test_what_is_kept_of_a_prefix_depends_on_what_follows(subject):
-    """So no page of it may be shared, and the spec says so."""
-
-    @examples(subject.tier, cpu=15, interpret=2)
-    @given(case=cases(subject, keys=("normal",), exact=False))
-    def check(case):
-        kept = []
-        for salt in range(1, 5):
-            bench = AlgorithmBench(subject, case, requests=1, prompt_salt=50 + salt)
-            assert not bench.spec.prefix_shareable
-            bench.prefill(0, torch.cat([case.tokens(0)[:30], case.tokens(salt)[:4]]))
-            rows = bench.pools["kept"][0].tolist()
-            kept.append([[i for i in lane if 0 <= i < 30] for lane in rows])
-        assert any(other != kept[0] for other in kept)
-
-    check()

@@ -13,13 +13,20 @@ from pathlib import Path
 
 import torch
 
+from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.hooks.topk import TopKSetup
+from topkv.ops.topk import PivotTopK
 from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
-from topkv_streaming_llm.algorithm import StreamingLLM
+from topkv_streaming_llm.launch import StreamingLLMTriton
 
 CALLS, REPEATS = 10, 9
 HEADS, KV_HEADS, DIM, PAGE, TOKENS = 32, 8, 128, 64, 131072
 INTS = {"dtype": torch.int32, "device": "cuda"}
+
+
+def topk(rows: int, columns: int, select: int) -> PivotTopK:
+    return PivotTopK(TopKSetup(rows, columns, select, torch.device("cuda")))
 
 
 def measure(requests: int, budget: int, unit: int, scope: str) -> dict[str, object]:
@@ -29,7 +36,8 @@ def measure(requests: int, budget: int, unit: int, scope: str) -> dict[str, obje
         *((0,), unit, lanes, KV_HEADS // lanes, DIM, torch.bfloat16, PAGE, requests),
         *(TOKENS // unit, select, 2 * select, 2),
     )
-    algorithm = StreamingLLM(model, group, {"sink_tokens": 4}, "triton", torch.device("cuda"))
+    params, device = {"sink_tokens": 4}, torch.device("cuda")
+    algorithm = StreamingLLMTriton(AlgorithmSetup(model, group, params, device, topk))
     full = torch.full((requests,), TOKENS, **INTS)
     table = torch.zeros(requests, TOKENS // PAGE, **INTS)
     step = StepTensors(torch.arange(requests, **INTS), full, full, full * 0 + 1, full * 0, table)

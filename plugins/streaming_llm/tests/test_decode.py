@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import ConfigError
+from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.plugins import PluginRegistry
 from topkv.testing.doubles import Entries
 from topkv.testing.oracle import attention
@@ -102,7 +103,7 @@ class Stream:
         """Output ``[1, H, D]`` of a step, and the tokens that each lane attended."""
         self.coordinator.forward_begin([self.slot])
         out = self._run(1)
-        tokens = self.coordinator.lanes[0].lengths.tolist()
+        tokens = self.coordinator.lanes[0].tables.lengths.tolist()
         self.coordinator.forward_end()
         return out, tokens
 
@@ -185,12 +186,14 @@ def test_a_prompt_in_chunks_ends_like_one_decoded_token_by_token(tier):
 def test_values_that_do_not_fit_are_refused_together():
     group = make(all_tiers()[0], 2, 8, 4, "shared").layers[0].view.group
 
-    def refused(params, impl, match):
-        what = (MODEL, group, params, impl, torch.device("cpu"))
-        with pytest.raises(ConfigError, match=match) as raised:
-            REGISTRY.create("algorithm", "streaming_llm", *what)
+    def refused(impl, **params):
+        # Refused before it asks for a top-k.
+        setup = AlgorithmSetup(MODEL, group, params, torch.device("cpu"), topk=pytest.fail)
+        with pytest.raises(ConfigError, match="sink_tokens") as raised:
+            REGISTRY.create("algorithm", "streaming_llm", setup, impl)
         return raised.value.reasons
 
-    assert len(refused({"sink_tokens": -1, "reposition": True}, "cuda", "impl")) == 3
-    for sinks in (True, 1.5, 7):
-        assert len(refused({"sink_tokens": sinks}, "triton", "sink_tokens")) == 1
+    for impl in ("reference", "triton"):
+        assert len(refused(impl, sink_tokens=-1, reposition=True)) == 2
+        for sinks in (True, 1.5, 7):
+            assert len(refused(impl, sink_tokens=sinks)) == 1

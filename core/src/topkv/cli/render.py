@@ -24,7 +24,7 @@ KINDS = {
 }
 """What can be started, and what the reference that comes along is."""
 
-LONGEST = 24
+LONGEST = 20
 """Characters of a name: with it every rendered line stays within 99 columns."""
 
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")

@@ -8,15 +8,15 @@ attended and never scored, the first units are forced.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from topkv import hookimpl
 from topkv.errors import ConfigError
-from topkv.ops.topk import topk, workspace
-from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape, RepresentationSpec
+from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.hooks.topk import TopK
+from topkv.ops.topk import topk
+from topkv.types import AlgorithmSpec, LayerView, RepresentationSpec
 
 
 def digest_of(keys: Tensor, valid: Tensor) -> Tensor:
@@ -58,27 +58,21 @@ class ArkVale:
     the device.
     """
 
-    def __init__(
-        self,
-        model: ModelShape,
-        group: GroupShape,
-        params: dict[str, Any],
-        impl: str,
-        device: torch.device,
-    ) -> None:
-        self.model, self.group, self.impl = model, group, impl
-        self.sink_units: int = params["sink_units"]
-        if type(self.sink_units) is not int or not 0 <= self.sink_units <= group.select:
+    impl = "reference"
+    work: TopK | None = None
+
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        self.model, self.group = setup.model, setup.group
+        self.sink_units: int = setup.params["sink_units"]
+        most = self.group.select
+        if type(self.sink_units) is not int or not 0 <= self.sink_units <= most:
             raise ConfigError(
                 "arkvale",
                 [
-                    f"sink_units must be an integer of 0 to {group.select}, the units of a "
-                    f"selection, got {self.sink_units!r}; lower it or raise the budget"
+                    f"sink_units must be an integer of 0 to {most}, the units of a selection, "
+                    f"got {self.sink_units!r}; lower it or raise the budget"
                 ],
             )
-        self.work = None
-        if impl == "triton":
-            self.work = workspace(group.rows, group.max_units, group.select, device)
 
     @hookimpl
     def spec(self) -> AlgorithmSpec:
@@ -87,7 +81,7 @@ class ArkVale:
 
     @hookimpl
     def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, q: Tensor, lse: Tensor
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
     ) -> None:
         unit, tokens = self.group.unit, k.shape[0]
         count = -(-tokens // unit)
@@ -98,13 +92,7 @@ class ArkVale:
         self._write(layer, at, padded.view(count, unit, *k.shape[1:]), valid)
 
     @hookimpl
-    def settle(
-        self, layer: LayerView, slot: int, since: int, length: int, history: object
-    ) -> None:
-        """Nothing: the digests are complete at every moment."""
-
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor) -> None:
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
         step, group = layer.step, self.group
         newest = (step.lengths.long() - 1).clamp(min=0)
         slots, units = step.slots.long().clamp(min=0), newest // group.unit
@@ -117,7 +105,7 @@ class ArkVale:
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, native: Tensor | None, ids: Tensor
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
     ) -> None:
         step, group = layer.step, self.group
         closed = (step.lengths - 1).clamp(min=0) // group.unit * (step.slots >= 0)
@@ -144,3 +132,14 @@ class ArkVale:
         """Digests of keys ``[n, unit, Hkv, D]`` to the host ids ``at [n]``."""
         pool = layer.pools["digest"]
         pool[at] = digest_of(keys, valid).to(pool.dtype)
+
+
+class ArkValeTriton(ArkVale):
+    """The same, whose top-k runs in kernels."""
+
+    impl = "triton"
+
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        super().__init__(setup)
+        group = self.group
+        self.work = setup.topk(group.rows, group.max_units, group.select)

@@ -12,8 +12,11 @@ def topkv_register_algorithms() -> list[PluginEntry]:
         PluginEntry(
             name="arkvale",
             kind="algorithm",
-            factory="topkv_arkvale.algorithm:ArkVale",
-            hook_api=(1, 1),
+            factories={
+                "reference": "topkv_arkvale.algorithm:ArkVale",
+                "triton": "topkv_arkvale.algorithm:ArkValeTriton",
+            },
+            hook_api=(2, 0),
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),

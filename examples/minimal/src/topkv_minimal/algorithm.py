@@ -7,15 +7,14 @@ U = ``group.max_units``.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from topkv import hookimpl
 from topkv.errors import ConfigError
+from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.ops.topk import topk
-from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape, RepresentationSpec
+from topkv.types import AlgorithmSpec, LayerView, RepresentationSpec
 
 
 class MinimalAlgorithm:
@@ -25,15 +24,9 @@ class MinimalAlgorithm:
     equal scores the lower unit wins.
     """
 
-    def __init__(
-        self,
-        model: ModelShape,
-        group: GroupShape,
-        params: dict[str, Any],
-        impl: str,
-        device: torch.device,
-    ) -> None:
-        sinks, most = params["sink_units"], max(group.select, 1)
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        group, sinks = setup.group, setup.params["sink_units"]
+        most = max(group.select, 1)
         if type(sinks) is not int or not 0 <= sinks <= most:
             expected = f"an integer of 0 to {most}, the units of a selection"
             reason = f"sink_units must be {expected}, got {sinks!r}; lower it or raise the budget"
@@ -47,7 +40,7 @@ class MinimalAlgorithm:
 
     @hookimpl
     def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, q: Tensor, lse: Tensor
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
     ) -> None:
         unit, tokens = self.group.unit, k.shape[0]
         first = torch.arange(0, tokens, unit, device=k.device)
@@ -57,13 +50,7 @@ class MinimalAlgorithm:
         self._write(layer, torch.full_like(units, slot), units, keys, held)
 
     @hookimpl
-    def settle(
-        self, layer: LayerView, slot: int, since: int, length: int, history: object
-    ) -> None:
-        """Nothing: the means are complete at every moment."""
-
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor) -> None:
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
         step, group = layer.step, self.group
         # Picking rows waits for the device; a kernel masks them instead.
         rows = (step.slots >= 0) & (step.appended != 0)
@@ -75,7 +62,7 @@ class MinimalAlgorithm:
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, native: Tensor | None, ids: Tensor
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
     ) -> None:
         step, group = layer.step, self.group
         closed = (step.lengths - 1).clamp(min=0) // group.unit * (step.slots >= 0)

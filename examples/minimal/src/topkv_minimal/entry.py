@@ -12,12 +12,13 @@ def topkv_register_algorithms() -> list[PluginEntry]:
         PluginEntry(
             name="minimal",
             kind="algorithm",
-            factory="topkv_minimal.algorithm:MinimalAlgorithm",
-            hook_api=(1, 1),
+            factories={
+                "reference": "topkv_minimal.algorithm:MinimalAlgorithm",
+            },
+            hook_api=(2, 0),
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),
-                impls=("reference",),
                 capture=False,
                 tiers=("cpu",),
                 traits=(

@@ -6,7 +6,7 @@ DAC 2025, arXiv 2412.03213. Differences from its code stand in the README of thi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.errors import ConfigError
+from topkv.hooks.algorithm import AlgorithmSetup, History
 from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape
 from topkv_clusterkv import reference
 from topkv_clusterkv.store import RequestClusters, Settings, State, representations
@@ -45,37 +46,24 @@ class ClusterKV:
     If sinks and open window exceed K, the newest of them are selected.
     """
 
-    def __init__(
-        self,
-        model: ModelShape,
-        group: GroupShape,
-        params: dict[str, Any],
-        impl: str,
-        device: torch.device,
-    ) -> None:
-        _validate(model, group, params, impl)
-        self.model, self.group = model, group
-        self.settings = Settings(**params)
-        self.pending = self.settings.pending(group.ring_slots)
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        self.model, self.group, device = setup.model, setup.group, setup.device
+        _validate(self.model, self.group, setup.params)
+        self.settings = Settings(**setup.params)
+        self.pending = self.settings.pending(self.group.ring_slots)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.launcher = None
-        if impl == "triton":
-            from topkv_clusterkv.launch import Launcher
-
-            self.launcher = Launcher(model, group, self.settings, device)
 
     @hookimpl
     def spec(self) -> AlgorithmSpec:
         return AlgorithmSpec(
             representations=representations(self.group, self.settings),
-            tail="forced",
             settle_period=self.settings.window,
-            prefix_shareable=False,
+            prefix="replay",
         )
 
     @hookimpl
     def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, q: Tensor, lse: Tensor
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
     ) -> None:
         if k.shape[0] == 0:
             return
@@ -114,12 +102,7 @@ class ClusterKV:
 
     @hookimpl
     def settle(
-        self,
-        layer: LayerView,
-        slot: int,
-        since: int,
-        length: int,
-        history: Iterable[tuple[int, Tensor, Tensor]],
+        self, layer: LayerView, slot: int, since: int, length: int, history: History
     ) -> None:
         """Cluster what is in no cluster yet: segments of a prompt, a window of generated tokens.
 
@@ -141,10 +124,7 @@ class ClusterKV:
             _write_clusters(layer, slot, length, done)
 
     @hookimpl
-    def update(self, layer: LayerView, k: Tensor) -> None:
-        if self.launcher is not None:
-            self.launcher.update(layer, k)
-            return
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
         step, pools = layer.step, layer.pools
         rows = (step.slots >= 0) & (step.lengths > 0) & (step.appended != 0)
         slots, newest = step.slots[rows].long(), step.lengths[rows] - 1
@@ -154,14 +134,9 @@ class ClusterKV:
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, native: Tensor | None, ids: Tensor
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
     ) -> None:
-        if q.shape[1] != 1:
-            raise ValueError(f"clusterkv: expected one query per row, got q {list(q.shape)}")
-        q = q[:, 0] if q.stride(-1) == 1 else q[:, 0].contiguous()
-        if self.launcher is not None:
-            self.launcher.retrieve(layer, q, ids)
-            return
+        q = only_query(q)
         step, sinks = layer.step, self.settings.sinks
         slots = step.slots.long().clamp(min=0)
         centroids, ends, members, state = (
@@ -228,6 +203,13 @@ class ClusterKV:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
 
+def only_query(q: Tensor) -> Tensor:
+    """``[B, H, D]`` of queries ``[B, 1, H, D]``, the last dimension adjacent."""
+    if q.shape[1] != 1:
+        raise ValueError(f"clusterkv: expected one query per row, got q {list(q.shape)}")
+    return q[:, 0] if q.stride(-1) == 1 else q[:, 0].contiguous()
+
+
 def _write_clusters(layer: LayerView, slot: int, end: int, done: RequestClusters) -> None:
     """Tokens up to ``end`` are clustered."""
     state = layer.pools["state"][slot]
@@ -236,7 +218,7 @@ def _write_clusters(layer: LayerView, slot: int, end: int, done: RequestClusters
     state[State.CLUSTERS].fill_(done.clusters)
 
 
-def _validate(model: ModelShape, group: GroupShape, params: dict[str, Any], impl: str) -> None:
+def _validate(model: ModelShape, group: GroupShape, params: Mapping[str, Any]) -> None:
     reasons = []
     wrong = sorted(set(params) ^ set(LEAST))
     if wrong:
@@ -264,7 +246,5 @@ def _validate(model: ModelShape, group: GroupShape, params: dict[str, Any], impl
         )
     if model.dtype not in DTYPES:
         reasons.append(f"keys of {model.dtype} are not supported, only of {DTYPES}")
-    if impl not in ("reference", "triton"):
-        reasons.append(f"impl must be 'reference' or 'triton', got {impl!r}")
     if reasons:
         raise ConfigError("clusterkv", reasons)

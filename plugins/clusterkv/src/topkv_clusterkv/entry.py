@@ -12,8 +12,11 @@ def topkv_register_algorithms() -> list[PluginEntry]:
         PluginEntry(
             name="clusterkv",
             kind="algorithm",
-            factory="topkv_clusterkv.algorithm:ClusterKV",
-            hook_api=(1, 1),
+            factories={
+                "reference": "topkv_clusterkv.algorithm:ClusterKV",
+                "triton": "topkv_clusterkv.launch:ClusterKVTriton",
+            },
+            hook_api=(2, 0),
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("kv_head",),

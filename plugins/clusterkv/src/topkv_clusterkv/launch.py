@@ -1,4 +1,4 @@
-"""Launches of the ClusterKV kernels and the workspaces that they share."""
+"""ClusterKV with its kernels: launches, and the workspaces that they share."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import torch
 import triton
 from torch import Tensor
 
-from topkv.types import GroupShape, LayerView, ModelShape
+from topkv import hookimpl
+from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.types import LayerView
 from topkv_clusterkv import kernels
-from topkv_clusterkv.store import Settings
+from topkv_clusterkv.algorithm import ClusterKV, only_query
 
 TILE_C, TILES, STAGES = 32, 2, 2
 """Clusters of a tile, tiles of one program of the score kernel, loads in flight."""
@@ -22,19 +24,18 @@ BLOCK_K = 256
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
-class Launcher:
-    """The kernels of one group, with every constant worked out once.
+class ClusterKVTriton(ClusterKV):
+    """ClusterKV that decodes in kernels, with every constant worked out once.
 
     Workspaces: scaled scores fp32 ``[max_requests * H, C]``, maximum and exponential sum of each
     block of clusters ``[max_requests * H, blocks]``, and the members taken, as prefix sums, int32
     ``[rows, C]``.
     """
 
-    def __init__(
-        self, model: ModelShape, group: GroupShape, settings: Settings, device: torch.device
-    ) -> None:
-        self.model, self.group, self.sinks = model, group, settings.sinks
-        self.clusters = settings.max_clusters(group.max_units)
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        super().__init__(setup)
+        model, group, device = self.model, self.group, setup.device
+        self.clusters = self.settings.max_clusters(group.max_units)
         self.blocks = triton.cdiv(self.clusters, BLOCK)
         floats = {"dtype": torch.float32, "device": device}
         heads = group.max_requests * model.num_heads
@@ -46,7 +47,7 @@ class Launcher:
         heads_of = {"KV_HEADS": model.num_kv_heads}
         dims = {"D": group.head_dim, "BLOCK_D": max(16, triton.next_power_of_2(group.head_dim))}
         block_c = max(16, triton.next_power_of_2(self.clusters))
-        self.updating = {**heads_of, **dims, "PENDING": settings.pending(group.ring_slots)}
+        self.updating = {**heads_of, **dims, "PENDING": self.pending}
         self.scoring = {
             **heads_of,
             **dims,
@@ -74,7 +75,8 @@ class Launcher:
             "num_warps": 2,
         }
 
-    def update(self, layer: LayerView, k: Tensor) -> None:
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
         step, pools = layer.step, layer.pools
         if k.stride(-1) != 1:
             k = k.contiguous()
@@ -85,9 +87,11 @@ class Launcher:
             num_warps=1,
         )
 
-    def retrieve(self, layer: LayerView, q: Tensor, ids: Tensor) -> None:
-        """Queries ``[B, H, D]`` to ids ``[N, K]``."""
-        self.score(layer, q)
+    @hookimpl
+    def retrieve_topk(
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
+    ) -> None:
+        self.score(layer, only_query(q))
         self.take(layer, ids.shape[1])
         self.expand(layer, ids)
 
@@ -105,7 +109,7 @@ class Launcher:
         kernels.take_kernel[(step.batch * self.group.num_kv_heads,)](
             *(self.raw, self.peak, self.mass, pools["ends"], pools["members"], pools["state"]),
             *(step.slots, step.lengths, self.upto),
-            *(self.clusters, self.group.max_units, self.blocks, select, self.sinks),
+            *(self.clusters, self.group.max_units, self.blocks, select, self.settings.sinks),
             **self.taking,
         )
 
@@ -115,6 +119,6 @@ class Launcher:
         kernels.expand_kernel[(lanes, triton.cdiv(ids.shape[1], self.expanding["BLOCK_K"]))](
             *(self.upto, pools["ends"], pools["members"], pools["state"]),
             *(step.slots, step.lengths, ids, ids.stride(0)),
-            *(self.clusters, self.group.max_units, ids.shape[1], self.sinks),
+            *(self.clusters, self.group.max_units, ids.shape[1], self.settings.sinks),
             **self.expanding,
         )

@@ -8,6 +8,7 @@ always attended and never scored; the first units are forced.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.errors import ConfigError
+from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.ops.topk import topk
 from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape, RepresentationSpec
 from topkv_quest import reference
@@ -43,23 +45,11 @@ class Quest:
     magnitude.
     """
 
-    def __init__(
-        self,
-        model: ModelShape,
-        group: GroupShape,
-        params: dict[str, Any],
-        impl: str,
-        device: torch.device,
-    ) -> None:
-        _validate(model, group, params, impl)
-        self.model, self.group = model, group
-        self.sink_units: int = params["sink_units"]
-        self.metadata_dtype = _metadata_dtype(model.dtype, params["metadata"])
-        self.launcher = None
-        if impl == "triton":
-            from topkv_quest.launch import Launcher
-
-            self.launcher = Launcher(model, group, self.metadata_dtype, device)
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        self.model, self.group = setup.model, setup.group
+        _validate(self.model, self.group, setup.params)
+        self.sink_units: int = setup.params["sink_units"]
+        self.metadata_dtype = _metadata_dtype(self.model.dtype, setup.params["metadata"])
 
     @hookimpl
     def spec(self) -> AlgorithmSpec:
@@ -71,12 +61,9 @@ class Quest:
 
     @hookimpl
     def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, q: Tensor, lse: Tensor
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
     ) -> None:
         if k.shape[0] == 0:
-            return
-        if self.launcher is not None:
-            self.launcher.construct(layer, slot, start, k)
             return
         unit = self.group.unit
         tokens, count = k.shape[0], -(-k.shape[0] // unit)
@@ -88,16 +75,7 @@ class Quest:
         )
 
     @hookimpl
-    def settle(
-        self, layer: LayerView, slot: int, since: int, length: int, history: object
-    ) -> None:
-        """Nothing: the bounds are complete at every moment."""
-
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor) -> None:
-        if self.launcher is not None:
-            self.launcher.update(layer)
-            return
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
         step, unit = layer.step, self.group.unit
         rows = (step.slots >= 0) & (step.lengths > 0) & (step.appended != 0)
         slots, newest = step.slots[rows].long(), step.lengths[rows].long() - 1
@@ -107,16 +85,9 @@ class Quest:
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, native: Tensor | None, ids: Tensor
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
     ) -> None:
-        if q.shape[1] != 1:
-            raise ValueError(f"quest: expected one query per row, got q {list(q.shape)}")
-        q = q[:, 0] if q.stride(-1) == 1 else q[:, 0].contiguous()
-        if self.launcher is not None:
-            scores, closed = self.launcher.score(layer, q, self.sink_units)
-            topk(scores, closed, ids, impl="triton", work=self.launcher.work)
-            return
-        scores, closed = self._score(layer, q)
+        scores, closed = self.score(layer, only_query(q))
         topk(scores, closed, ids, impl="reference")
 
     def _write(
@@ -130,8 +101,8 @@ class Quest:
         if scale is not None:
             layer.pools["scale"][at] = scale
 
-    def _score(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
-        """The reference's scores ``[N, U]`` and closed units ``[N]``."""
+    def score(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores fp32 ``[N, U]`` and closed units int32 ``[N]`` for queries ``[B, H, D]``."""
         step, group = layer.step, self.group
         closed = (step.lengths - 1).clamp(min=0) // group.unit * (step.slots >= 0)
         units = torch.arange(group.max_units, device=q.device).expand(step.batch, -1)
@@ -145,13 +116,20 @@ class Quest:
         return scores, closed.repeat_interleave(group.lane_heads)
 
 
+def only_query(q: Tensor) -> Tensor:
+    """``[B, H, D]`` of queries ``[B, 1, H, D]``, the last dimension adjacent."""
+    if q.shape[1] != 1:
+        raise ValueError(f"quest: expected one query per row, got q {list(q.shape)}")
+    return q[:, 0] if q.stride(-1) == 1 else q[:, 0].contiguous()
+
+
 def _metadata_dtype(dtype: torch.dtype, metadata: str) -> torch.dtype:
     if metadata == "int8":
         return torch.int8
     return dtype if dtype.itemsize == 2 else torch.bfloat16
 
 
-def _validate(model: ModelShape, group: GroupShape, params: dict[str, Any], impl: str) -> None:
+def _validate(model: ModelShape, group: GroupShape, params: Mapping[str, Any]) -> None:
     reasons = []
     unknown = sorted(set(params) - {"metadata", "sink_units"})
     if unknown:
@@ -168,7 +146,5 @@ def _validate(model: ModelShape, group: GroupShape, params: dict[str, Any], impl
         )
     if model.dtype not in DTYPES:
         reasons.append(f"keys of {model.dtype} are not supported, only of {DTYPES}")
-    if impl not in ("reference", "triton"):
-        reasons.append(f"impl must be 'reference' or 'triton', got {impl!r}")
     if reasons:
         raise ConfigError("quest", reasons)

@@ -12,8 +12,11 @@ def topkv_register_algorithms() -> list[PluginEntry]:
         PluginEntry(
             name="quest",
             kind="algorithm",
-            factory="topkv_quest.algorithm:Quest",
-            hook_api=(1, 1),
+            factories={
+                "reference": "topkv_quest.algorithm:Quest",
+                "triton": "topkv_quest.launch:QuestTriton",
+            },
+            hook_api=(2, 0),
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),

@@ -1,4 +1,4 @@
-"""Launches of the Quest kernels and the workspaces that they share."""
+"""Quest with its kernels: launches, and the workspaces that they share."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import torch
 import triton
 from torch import Tensor
 
-from topkv.ops.topk import workspace
-from topkv.types import GroupShape, LayerView, ModelShape
+from topkv import hookimpl
+from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.ops.topk import topk
+from topkv.types import LayerView
 from topkv_quest import bound_kernels, kernels
+from topkv_quest.algorithm import Quest, only_query
 
 TILE_U, TILES, STAGES = 32, 4, 3
 """Units of a tile, tiles of one program of the score kernel, loads in flight. One warp a program
@@ -23,17 +26,16 @@ TILE_V = 4096
 _METADATA = {torch.bfloat16: 1, torch.int8: 2}
 
 
-class Launcher:
-    """The kernels of one group, with every constant worked out once.
+class QuestTriton(Quest):
+    """Quest in kernels, with every constant worked out once.
 
     Workspaces, fp32: scaled scores ``[max_requests * H, U]``, maximum and exponential sum of
     each block of units ``[max_requests * H, blocks]``, and scores ``[rows, U]``.
     """
 
-    def __init__(
-        self, model: ModelShape, group: GroupShape, metadata: torch.dtype, device: torch.device
-    ) -> None:
-        self.model, self.group = model, group
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        super().__init__(setup)
+        model, group, device = self.model, self.group, setup.device
         self.blocks = triton.cdiv(max(group.max_units, 1), BLOCK_U)
         floats = {"dtype": torch.float32, "device": device}
         heads = group.max_requests * model.num_heads
@@ -42,10 +44,9 @@ class Launcher:
         self.mass = torch.empty((heads, self.blocks), **floats)
         self.scores = torch.empty((group.rows, group.max_units), **floats)
         self.closed = torch.zeros(group.rows, dtype=torch.int32, device=device)
-        self.work = workspace(group.rows, group.max_units, group.select, device)
+        self.work = setup.topk(group.rows, group.max_units, group.select)
         self.as_bits = model.dtype is torch.bfloat16
-        self.fp32 = model.dtype is torch.float32 or device.type == "cpu"
-        self.metadata = _METADATA.get(metadata, 0)
+        self.metadata = _METADATA.get(self.metadata_dtype, 0)
         geometry = {
             "KV_HEADS": model.num_kv_heads,
             "UNIT": group.unit,
@@ -65,8 +66,8 @@ class Launcher:
             "TILES": TILES,
             "STAGES": STAGES,
             "BLOCK_G": max(16, triton.next_power_of_2(model.group_size)),
-            "SCALED": metadata is torch.int8,
-            "FP32": self.fp32,
+            "SCALED": self.metadata_dtype is torch.int8,
+            "FP32": model.dtype is torch.float32 or device.type == "cpu",
             "num_warps": 1,
         }
         heads = model.num_heads // group.lane_heads
@@ -91,7 +92,12 @@ class Launcher:
         scale = layer.pools["scale"].view(torch.int16) if self.metadata == 2 else bounds
         return bounds, scale
 
-    def construct(self, layer: LayerView, slot: int, start: int, k: Tensor) -> None:
+    @hookimpl
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        if k.shape[0] == 0:
+            return
         group = self.group
         bounds, scale = self._writable(layer)
         if k.stride(-1) != 1:
@@ -104,7 +110,8 @@ class Launcher:
             **self.writing,
         )
 
-    def update(self, layer: LayerView) -> None:
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
         group, step, ring = self.group, layer.step, layer.ring_k
         bounds, scale = self._writable(layer)
         keys = ring.view(torch.int16) if self.as_bits else ring
@@ -116,8 +123,14 @@ class Launcher:
             **self.writing,
         )
 
-    def score(self, layer: LayerView, q: Tensor, sink_units: int) -> tuple[Tensor, Tensor]:
-        """Scores ``[N, U]`` and closed units ``[N]`` of the lanes of queries ``[B, H, D]``."""
+    @hookimpl
+    def retrieve_topk(
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
+    ) -> None:
+        scores, closed = self.score(layer, only_query(q))
+        topk(scores, closed, ids, impl="triton", work=self.work)
+
+    def score(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         group, step = self.group, layer.step
         bounds = layer.pools["bounds"]
         scale = layer.pools.get("scale", bounds)
@@ -133,7 +146,7 @@ class Launcher:
         grid = (lanes, triton.cdiv(group.max_units, self.combining["BLOCK_V"]))
         kernels.combine_kernel[grid](
             *(*work, *tables, self.scores, self.closed),
-            *(group.max_units, self.blocks, sink_units),
+            *(group.max_units, self.blocks, self.sink_units),
             **self.combining,
         )
         return self.scores[:lanes], self.closed[:lanes]

@@ -8,15 +8,13 @@ keys; positions are kept ascending; every prompt votes anew over the whole seque
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from topkv import hookimpl
-from topkv.ops.topk import TopK, workspace
-from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape, RepresentationSpec
+from topkv.hooks.algorithm import AlgorithmSetup, History
+from topkv.hooks.topk import TopK
+from topkv.types import AlgorithmSpec, LayerView, RepresentationSpec
 from topkv_snapkv import reference
 from topkv_snapkv.parameters import read
 
@@ -39,24 +37,10 @@ class SnapKV:
     its own. ``settle`` reads the history once and chooses. Decoding changes nothing.
     """
 
-    def __init__(
-        self,
-        model: ModelShape,
-        group: GroupShape,
-        params: dict[str, Any],
-        impl: str,
-        device: torch.device,
-    ) -> None:
-        self.settings = read(model, group, params, impl)
-        self.model, self.group, self.impl = model, group, impl
-        self.kernel = None
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        self.model, self.group = setup.model, setup.group
+        self.settings = read(self.model, self.group, setup.params)
         self.work: TopK | None = None
-        if impl == "triton":
-            from topkv_snapkv.kernels import select
-
-            self.kernel = select
-            most = self.settings.width - self.settings.window
-            self.work = workspace(group.lane_heads, group.max_units, most, device)
 
     @hookimpl
     def spec(self) -> AlgorithmSpec:
@@ -74,12 +58,12 @@ class SnapKV:
             tuple(RepresentationSpec(name, "request", *form) for name, *form in pools),
             settle_whole=True,
             generated=None if s.slide else s.generated,
-            prefix_shareable=False,
+            prompt_tail=s.window,
         )
 
     @hookimpl
     def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, q: Tensor, lse: Tensor
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
     ) -> None:
         count = min(len(q), self.settings.window)
         if count == 0:
@@ -98,7 +82,7 @@ class SnapKV:
 
     @hookimpl
     def settle(
-        self, layer: LayerView, slot: int, since: int, length: int, history: object
+        self, layer: LayerView, slot: int, since: int, length: int, history: History
     ) -> None:
         s, lanes, pools = self.settings, self.group.lane_heads, layer.pools
         before = pools["kept"][slot].clone()
@@ -117,17 +101,14 @@ class SnapKV:
         pools["turn"][slot, PROMPT], pools["turn"][slot, SETTLED] = length, 1
 
     @hookimpl
-    def update(self, layer: LayerView, k: Tensor) -> None:
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
         """Nothing: generated tokens follow from the length."""
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, native: Tensor | None, ids: Tensor
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
     ) -> None:
         s, step, pools = self.settings, layer.step, layer.pools
-        if self.kernel is not None:
-            self.kernel(layer, ids, s.cap, s.generated)
-            return
         lanes, slots = self.group.lane_heads, step.slots.clamp(min=0).long()
         lengths = torch.where(step.slots >= 0, step.lengths, 0).repeat_interleave(lanes)
         kept, count = pools["kept"][slots].flatten(0, 1), pools["count"][slots].flatten()
@@ -135,7 +116,7 @@ class SnapKV:
         sizes = (s.cap, s.generated, ids.shape[1])
         ids.copy_(reference.select(kept, count, prompt, lengths, *sizes))
 
-    def _votes(self, layer: LayerView, slot: int, length: int, history: object) -> Tensor:
+    def _votes(self, layer: LayerView, slot: int, length: int, history: History) -> Tensor:
         """fp32 ``[lanes, length]``: the mass that the window's queries give to each position."""
         pools, lanes = layer.pools, self.group.lane_heads
         positions = pools["voters"][slot] - 1
@@ -143,7 +124,6 @@ class SnapKV:
         positions = torch.where(inside, positions, -1)
         q, lse = pools["queries"][slot], pools["lse"][slot]
         blocks, done = [], 0
-        assert isinstance(history, Iterable)
         for start, k, _ in history:
             if start != done:
                 raise ValueError(
@@ -173,5 +153,5 @@ class SnapKV:
         scores = torch.where((votes > 0).any(), scores, held[:, :-1])
         if s.ada:
             most = s.width - s.window
-            return reference.adaptive(scores, s.cap - s.window, most, self.impl, self.work)
-        return reference.best(scores, s.cap - s.window, self.impl, self.work)
+            return reference.adaptive(scores, s.cap - s.window, most, self.work)
+        return reference.best(scores, s.cap - s.window, self.work)

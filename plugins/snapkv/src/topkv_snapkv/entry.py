@@ -12,8 +12,11 @@ def topkv_register_algorithms() -> list[PluginEntry]:
         PluginEntry(
             name="snapkv",
             kind="algorithm",
-            factory="topkv_snapkv.algorithm:SnapKV",
-            hook_api=(1, 1),
+            factories={
+                "reference": "topkv_snapkv.algorithm:SnapKV",
+                "triton": "topkv_snapkv.kernels:SnapKVTriton",
+            },
+            hook_api=(2, 0),
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("kv_head", "shared"),

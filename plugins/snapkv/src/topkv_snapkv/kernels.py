@@ -6,7 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from topkv import hookimpl
+from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.types import LayerView
+from topkv_snapkv.algorithm import SnapKV
 
 BLOCK = 1024
 """Most ids of one program."""
@@ -46,19 +49,37 @@ def select_kernel(
     tl.store(p_ids + lane * s_ids + column, ids, column < select)
 
 
-def select(layer: LayerView, ids: Tensor, cap: int, room: int) -> None:
-    """``reference.select`` of every row of the step to int32 ``ids [N, K]``."""
-    group, step, pools = layer.group, layer.step, layer.pools
-    lanes, width = step.batch * group.lane_heads, ids.shape[1]
-    if lanes == 0:
-        return
-    block = min(BLOCK, triton.next_power_of_2(max(width, 16)))
-    select_kernel[(lanes, triton.cdiv(width, block))](
-        *(pools["kept"], pools["count"], pools["turn"], step.slots, step.lengths, ids),
-        *(ids.stride(0), width, cap, room),
-        LANE_HEADS=group.lane_heads,
-        WIDTH=pools["kept"].shape[-1],
-        TURN=pools["turn"].shape[-1],
-        BLOCK=block,
-        num_warps=1 if block <= 256 else 4,
-    )
+class SnapKVTriton(SnapKV):
+    """SnapKV that chooses with the core's top-k kernels, and decodes in one of its own."""
+
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        super().__init__(setup)
+        most = self.settings.width - self.settings.window
+        self.work = setup.topk(self.group.lane_heads, self.group.max_units, most)
+
+    @hookimpl
+    def retrieve_topk(
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
+    ) -> None:
+        group, step, pools = layer.group, layer.step, layer.pools
+        lanes, width = step.batch * group.lane_heads, ids.shape[1]
+        if lanes == 0:
+            return
+        block = min(BLOCK, triton.next_power_of_2(max(width, 16)))
+        select_kernel[(lanes, triton.cdiv(width, block))](
+            p_kept=pools["kept"],
+            p_count=pools["count"],
+            p_turn=pools["turn"],
+            p_slots=step.slots,
+            p_lengths=step.lengths,
+            p_ids=ids,
+            s_ids=ids.stride(0),
+            select=width,
+            cap=self.settings.cap,
+            room=self.settings.generated,
+            LANE_HEADS=group.lane_heads,
+            WIDTH=pools["kept"].shape[-1],
+            TURN=pools["turn"].shape[-1],
+            BLOCK=block,
+            num_warps=1 if block <= 256 else 4,
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,13 +40,13 @@ class Settings:
     cap: int
 
 
-def read(model: ModelShape, group: GroupShape, params: dict[str, Any], impl: str) -> Settings:
+def read(model: ModelShape, group: GroupShape, params: Mapping[str, Any]) -> Settings:
     """Check parameters and shape.
 
     Raises:
         ConfigError: with every reason.
     """
-    reasons = _reasons(model, group, params, impl)
+    reasons = _reasons(model, group, params)
     if not reasons:
         reasons = _budget_reasons(group, params)
     if reasons:
@@ -55,12 +56,12 @@ def read(model: ModelShape, group: GroupShape, params: dict[str, Any], impl: str
     return Settings(**given, slide=params["outgrow"] == "slide", width=width, cap=cap)
 
 
-def _budgets(group: GroupShape, params: dict[str, Any]) -> tuple[int, int]:
+def _budgets(group: GroupShape, params: Mapping[str, Any]) -> tuple[int, int]:
     width = group.select - params["generated"]
     return width, int(width / params["ada_max"]) if params["ada"] else width
 
 
-def _budget_reasons(group: GroupShape, params: dict[str, Any]) -> list[str]:
+def _budget_reasons(group: GroupShape, params: Mapping[str, Any]) -> list[str]:
     cap = _budgets(group, params)[1]
     if cap > params["window"]:
         return []
@@ -78,7 +79,7 @@ def _whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _reasons(model: ModelShape, group: GroupShape, params: dict[str, Any], impl: str) -> list[str]:
+def _reasons(model: ModelShape, group: GroupShape, params: Mapping[str, Any]) -> list[str]:
     unknown, lacking = sorted(set(params) - set(NAMES)), sorted(set(NAMES) - set(params))
     reasons = []
     if unknown or lacking:
@@ -110,6 +111,4 @@ def _reasons(model: ModelShape, group: GroupShape, params: dict[str, Any], impl:
         reasons.append(f"unit must be 1, got {group.unit}")
     if model.dtype not in DTYPES:
         reasons.append(f"keys of {model.dtype} are not supported, only of {DTYPES}")
-    if impl not in ("reference", "triton"):
-        reasons.append(f"impl must be 'reference' or 'triton', got {impl!r}")
     return reasons

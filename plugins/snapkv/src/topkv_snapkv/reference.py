@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from topkv.ops.topk import TopK, topk
+from topkv.hooks.topk import TopK
+from topkv.ops.topk import topk
 
 SAFE = 0.2
 """Share of the mean budget that AdaKV leaves to every head."""
@@ -57,18 +58,19 @@ def pooled(scores: Tensor, kernel: int, pool: str) -> Tensor:
     return pooling[pool](scores[:, None], kernel, stride=1, padding=kernel // 2)[:, 0]
 
 
-def best(scores: Tensor, count: int, impl: str, work: TopK | None) -> Tensor:
+def best(scores: Tensor, count: int, work: TopK | None) -> Tensor:
     """int32 ``[N, count]`` positions of the best scores, ascending, -1 behind them.
 
-    ``impl`` and ``work`` are those of ``topkv.ops.topk.topk``.
+    ``work`` is from ``AlgorithmSetup.topk``; None for plain torch.
     """
     ids = torch.empty((len(scores), count), dtype=torch.int32, device=scores.device)
     lengths = torch.full((len(scores),), scores.shape[1], dtype=torch.int32, device=ids.device)
+    impl = "reference" if work is None else "triton"
     topk(scores.contiguous(), lengths, ids, impl=impl, work=work)
     return ids
 
 
-def adaptive(scores: Tensor, mean: int, most: int, impl: str, work: TopK | None) -> Tensor:
+def adaptive(scores: Tensor, mean: int, most: int, work: TopK | None) -> Tensor:
     """AdaKV: the heads share ``N * mean`` places, which go to the best scores of all of them.
 
     The best ``SAFE * mean`` of every lane are safe, and no lane gets more than ``most``. Of equal
@@ -78,8 +80,8 @@ def adaptive(scores: Tensor, mean: int, most: int, impl: str, work: TopK | None)
         int32 ``[N, most]`` ascending, -1 behind the last; ``N * mean`` in all, or as many as
         there are.
     """
-    offered = best(scores, min(most, scores.shape[1]), impl, work)
-    safe = best(scores, min(int(SAFE * mean), scores.shape[1]), impl, work)
+    offered = best(scores, min(most, scores.shape[1]), work)
+    safe = best(scores, min(int(SAFE * mean), scores.shape[1]), work)
     ranked = scores.scatter(1, safe.long(), torch.inf).gather(1, offered.long())
     # One row, as long as all lanes together: longer than what ``work`` is for.
     order = ranked.flatten().sort(descending=True, stable=True).indices

@@ -7,14 +7,15 @@ arXiv 2309.17453. Differences from its code: keys keep the positions at which th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from topkv import hookimpl
 from topkv.errors import ConfigError
-from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape
+from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.types import AlgorithmSpec, GroupShape, LayerView
 from topkv_streaming_llm import reference
 
 
@@ -25,22 +26,10 @@ class StreamingLLM:
     a selection and s units of sinks, ``K - s`` closed units and the open one are the window.
     """
 
-    def __init__(
-        self,
-        model: ModelShape,
-        group: GroupShape,
-        params: dict[str, Any],
-        impl: str,
-        device: torch.device,
-    ) -> None:
-        _validate(group, params, impl)
-        self.group = group
-        self.sinks = -(-params["sink_tokens"] // group.unit)
-        self.write = None
-        if impl == "triton":
-            from topkv_streaming_llm.launch import write_kept_units
-
-            self.write = write_kept_units
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        _validate(setup.group, setup.params)
+        self.group = setup.group
+        self.sinks = -(-setup.params["sink_tokens"] // self.group.unit)
 
     @hookimpl
     def spec(self) -> AlgorithmSpec:
@@ -48,34 +37,25 @@ class StreamingLLM:
 
     @hookimpl
     def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, q: Tensor, lse: Tensor
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
     ) -> None:
         """Nothing: a slice needs no index."""
 
     @hookimpl
-    def settle(
-        self, layer: LayerView, slot: int, since: int, length: int, history: object
-    ) -> None:
-        """Nothing."""
-
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor) -> None:
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
         """Nothing: the window follows from the length."""
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, native: Tensor | None, ids: Tensor
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
     ) -> None:
-        if self.write is not None:
-            self.write(layer, ids, self.sinks)
-            return
         step, group = layer.step, self.group
         closed = (step.lengths - 1).clamp(min=0) // group.unit * (step.slots >= 0)
         units = reference.kept_units(closed, ids.shape[1], self.sinks)
         ids.copy_(units.repeat_interleave(group.lane_heads, 0))
 
 
-def _validate(group: GroupShape, params: dict[str, Any], impl: str) -> None:
+def _validate(group: GroupShape, params: Mapping[str, Any]) -> None:
     reasons = []
     unknown = sorted(set(params) - {"sink_tokens"})
     if unknown:
@@ -88,7 +68,5 @@ def _validate(group: GroupShape, params: dict[str, Any], impl: str) -> None:
             f"sink_tokens = {sinks} takes {-(-sinks // group.unit)} units of {group.unit} tokens, "
             f"and a selection has {group.select}; lower it or raise the budget"
         )
-    if impl not in ("reference", "triton"):
-        reasons.append(f"impl must be 'reference' or 'triton', got {impl!r}")
     if reasons:
         raise ConfigError("streaming_llm", reasons)

@@ -12,8 +12,11 @@ def topkv_register_algorithms() -> list[PluginEntry]:
         PluginEntry(
             name="streaming_llm",
             kind="algorithm",
-            factory="topkv_streaming_llm.algorithm:StreamingLLM",
-            hook_api=(1, 1),
+            factories={
+                "reference": "topkv_streaming_llm.algorithm:StreamingLLM",
+                "triton": "topkv_streaming_llm.launch:StreamingLLMTriton",
+            },
+            hook_api=(2, 0),
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("shared", "kv_head"),

@@ -1,25 +1,37 @@
-"""The one launch of this plugin."""
+"""StreamingLLM with its kernel, and the one launch of it."""
 
 from __future__ import annotations
 
 import triton
 from torch import Tensor
 
+from topkv import hookimpl
 from topkv.types import LayerView
+from topkv_streaming_llm.algorithm import StreamingLLM
 from topkv_streaming_llm.kernels import BLOCK, window_kernel
 
 
-def write_kept_units(layer: LayerView, ids: Tensor, sinks: int) -> None:
-    """``reference.kept_units`` of every lane to int32 ``ids [N, K]``; -1 in padded rows."""
-    group, step = layer.group, layer.step
-    lanes, select = step.batch * group.lane_heads, ids.shape[1]
-    if lanes == 0 or select == 0:
-        return
-    block = min(BLOCK, triton.next_power_of_2(max(select, 16)))
-    window_kernel[(lanes, triton.cdiv(select, block))](
-        *(step.slots, step.lengths, ids, ids.stride(0), select, sinks),
-        LANE_HEADS=group.lane_heads,
-        UNIT=group.unit,
-        BLOCK=block,
-        num_warps=1 if block <= 256 else 4,
-    )
+class StreamingLLMTriton(StreamingLLM):
+    """StreamingLLM whose ids a kernel writes."""
+
+    @hookimpl
+    def retrieve_topk(
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
+    ) -> None:
+        group, step = layer.group, layer.step
+        lanes, select = step.batch * group.lane_heads, ids.shape[1]
+        if lanes == 0 or select == 0:
+            return
+        block = min(BLOCK, triton.next_power_of_2(max(select, 16)))
+        window_kernel[(lanes, triton.cdiv(select, block))](
+            p_slots=step.slots,
+            p_lengths=step.lengths,
+            p_ids=ids,
+            s_ids=ids.stride(0),
+            select=select,
+            sinks=self.sinks,
+            LANE_HEADS=group.lane_heads,
+            UNIT=group.unit,
+            BLOCK=block,
+            num_warps=1 if block <= 256 else 4,
+        )
