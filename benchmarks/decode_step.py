@@ -56,7 +56,7 @@ def fill(coordinator: SparseCoordinator, context: int) -> int:
             k, v = random(CHUNK, KV_HEADS, DIM), random(CHUNK, KV_HEADS, DIM)
             path.transfer.store_chunk(path.view, slot, start, k, v, start + CHUNK, True)
             if path.algorithm:
-                path.algorithm.construct(path.view, slot, start, k, k, lse)
+                path.algorithm.construct(path.view, slot, start, k, v, k, lse)
         coordinator.forward_end()
     return slot
 

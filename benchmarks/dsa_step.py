@@ -61,7 +61,7 @@ def fill(coordinator: SparseCoordinator) -> int:
             rows = path.format.encode(*[random(CHUNK, 1, DIM)] * 2)
             path.transfer.store_chunk(path.view, slot, start, *rows, start + CHUNK, True)
             keys = random(CHUNK, 1, INDEX.head_dim)
-            path.algorithm.construct(path.view, slot, start, keys, none, none)
+            path.algorithm.construct(path.view, slot, start, keys, none, none, none)
         coordinator.forward_end()
     return slot
 

@@ -93,7 +93,7 @@ def fill(coordinator: SparseCoordinator, slot: int, until: int) -> None:
         coordinator.forward_begin(prefill=[(slot, tokens)])
         q, k, v = random(tokens, HEADS, DIM), *(random(tokens, KV_HEADS, DIM) for _ in range(2))
         path.transfer.store_chunk(path.view, slot, start, k, v, start + tokens, True)
-        path.algorithm.construct(path.view, slot, start, k, q, lse[:tokens])
+        path.algorithm.construct(path.view, slot, start, k, v, q, lse[:tokens])
         coordinator.forward_end()
         start += tokens
 
@@ -133,7 +133,7 @@ def cell(
     coordinator.forward_begin(decode=slots)
 
     def select() -> None:
-        path.algorithm.update(path.view, k)
+        path.algorithm.update(path.view, k, v)
         path.algorithm.retrieve_topk(path.view, q.unsqueeze(1), None, path.lanes.ids)
 
     score = scorer(path, q)

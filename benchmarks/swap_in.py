@@ -19,9 +19,11 @@ from pathlib import Path
 
 import torch
 
+from topkv.hooks.eviction import EvictionSetup
+from topkv.hooks.transfer import TransferSetup
 from topkv.kv.host_pool import HostKVPool
 from topkv.kv.store import GroupStore
-from topkv.transfer.engine import ZeroCopyTransfer
+from topkv.transfer.engine import ZeroCopyTransfer, triton
 from topkv.transfer.eviction import LeastRecentlyUsed
 from topkv.types import GroupShape, LayerView, Plan, StepTensors
 
@@ -65,6 +67,11 @@ def link_ceiling() -> dict[str, float]:
         "h2d": size / median_us(lambda: device.copy_(host, non_blocking=True)) / 1e3,
         "d2h": size / median_us(lambda: host.copy_(device, non_blocking=True)) / 1e3,
     }
+
+
+def engine_of(store: GroupStore, views: list[LayerView]) -> ZeroCopyTransfer:
+    """The engine of a group, by kernels."""
+    return triton(TransferSetup(store, views, LeastRecentlyUsed(EvictionSetup(DEVICE))))
 
 
 class Cell:
@@ -113,7 +120,7 @@ class Cell:
         self.step = StepTensors(*(t.to(**INTS) for t in fixed), table.to(**INTS))
         empty = torch.zeros(0)
         self.view = LayerView(0, 0, self.group, self.step, empty, empty)
-        self.engine = ZeroCopyTransfer(self.store, [self.view], LeastRecentlyUsed(), "triton")
+        self.engine = engine_of(self.store, [self.view])
         self.limit = torch.full((requests,), units - 4, **INTS)
         lanes = requests * heads
         shapes = ((lanes, width), (lanes,), (lanes, width), (lanes, width), (lanes,))
@@ -205,7 +212,7 @@ def offload_cell(layers: int, tokens: int) -> dict[str, float]:
         torch.arange(1, 1 + tokens // 64, **INTS)[None],
     )
     views = [LayerView(i, i, group, step, torch.zeros(0), torch.zeros(0)) for i in range(layers)]
-    engine = ZeroCopyTransfer(store, views, LeastRecentlyUsed(), "triton")
+    engine = engine_of(store, views)
     k, v = (torch.randn(tokens, 8, 128, device=DEVICE).bfloat16() for _ in range(2))
 
     def run() -> None:

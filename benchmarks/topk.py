@@ -26,6 +26,7 @@ from unittest import mock
 
 import torch
 
+from topkv.hooks.topk import TopKSetup
 from topkv.ops import topk_long
 from topkv.ops.topk import topk
 from topkv.plugins import registry
@@ -89,7 +90,8 @@ def measure(
     verify(scores, ids)
     times = {}
     for name in others:
-        work = registry().create("topk", name, rows, width, select, scores.device)
+        setup = TopKSetup(rows, width, select, scores.device)
+        work = registry().create("topk", name, setup, "triton")
         run = partial(topk, scores, lengths, ids, impl="triton", work=work)
         times[f"{name}_us"] = round(per_call(run), 2)
         verify(scores, ids)

@@ -10,10 +10,9 @@ from topkv import hookimpl
 from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
 from topkv.discovery import installed
-from topkv.entries import Capabilities, PluginEntry
+from topkv.entries import PluginEntry
 from topkv.errors import CapabilityError, ConfigError
 from topkv.ops import topk_kernels
-from topkv.ops.topk import topk, workspace
 from topkv.plugins import PluginRegistry
 from topkv.testing.tiers import tier
 from topkv.types import ModelShape
@@ -27,8 +26,8 @@ class Sorted:
     made: tuple[int, int, int] | None = None
     calls = 0
 
-    def __init__(self, rows, columns, select, device):
-        Sorted.made = (rows, columns, select)
+    def __init__(self, setup):
+        Sorted.made = (setup.rows, setup.columns, setup.select)
 
     @hookimpl
     def topk(self, scores, lengths, ids):
@@ -43,8 +42,7 @@ class Sorted:
 class Package:
     @hookimpl
     def topkv_register_topks(self):
-        caps = Capabilities(impls=("triton",))
-        return [PluginEntry("sorted", "topk", f"{__name__}:Sorted", capabilities=caps)]
+        return [PluginEntry("sorted", "topk", {"triton": f"{__name__}:Sorted"}, hook_api=(2, 0))]
 
 
 @pytest.fixture
@@ -166,18 +164,15 @@ def test_the_cuda_one_selects_what_the_core_does(registry):
     assert torch.equal(named, usual)
 
 
-def test_the_core_goes_back_to_its_own(registry):
-    """The choice holds while an algorithm is made, and for it alone."""
+def test_the_choice_is_that_of_one_configuration(registry):
+    """A coordinator beside one that selects by another implementation keeps its own."""
     on = tier("interpret")
     if on.missing:
         pytest.skip(on.missing)
     run(on, registry, topk="sorted")
     Sorted.calls = 0
-    ids = torch.full((1, 2), -7, dtype=torch.int32)
-    lengths = torch.tensor([4], dtype=torch.int32)
-    work = workspace(1, 4, 2, torch.device("cpu"))
-    topk(torch.tensor([[3.0, 1.0, 2.0, 0.0]]), lengths, ids, impl="triton", work=work)
-    assert (ids.tolist(), Sorted.calls) == ([[0, 2]], 0)
+    run(on, registry)
+    assert Sorted.calls == 0
 
 
 def test_what_it_lacks_is_refused(registry):

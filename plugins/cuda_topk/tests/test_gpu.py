@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.cuda_topk.tests.emulated import LARGEST, ODD, POISON, expected
+from topkv.hooks.topk import TopKSetup
 from topkv.ops.topk import topk
 from topkv_cuda_topk import compiler, reference
 from topkv_cuda_topk.shapes import Shape, shape_of
@@ -49,7 +50,7 @@ def check(run, scores, lengths, select):
 
 
 def made(rows, columns, select):
-    work = CudaTopK(rows, columns, select, torch.device("cuda"))
+    work = CudaTopK(TopKSetup(rows, columns, select, torch.device("cuda")))
     return lambda scores, lengths, ids: topk(scores, lengths, ids, impl="triton", work=work)
 
 
@@ -253,7 +254,7 @@ def test_no_columns():
         torch.zeros(2, **INTS),
         (ids := torch.full((2, 5), POISON, **INTS)),
         impl="triton",
-        work=CudaTopK(2, 0, 5, torch.device("cuda")),
+        work=CudaTopK(TopKSetup(2, 0, 5, torch.device("cuda"))),
     )
     assert (ids == -1).all()
 
@@ -261,7 +262,7 @@ def test_no_columns():
 @pytest.mark.skipif(CUDA and torch.cuda.device_count() < 2, reason="needs two devices")
 def test_on_a_device_that_is_not_current():
     rows, device = make("normal", 3, 40_000), torch.device("cuda", 1)
-    work = CudaTopK(3, 40_000, 300, device)
+    work = CudaTopK(TopKSetup(3, 40_000, 300, device))
     ids = torch.full((3, 300), POISON, dtype=torch.int32, device=device)
     lengths = torch.full((3,), 40_000, dtype=torch.int32, device=device)
     topk(rows.to(device), lengths, ids, impl="triton", work=work)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from topkv.errors import CapabilityError
-from topkv.hooks import topk as specs
+from topkv.hooks.topk import TopK, TopKSetup
 from topkv.plugins import registry
 from topkv_cuda_topk import compiler, entry
 from topkv_cuda_topk.shapes import MAX_COLUMNS
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 def reasons(rows=2, columns=4096, select=64, device=CPU):
     with pytest.raises(CapabilityError) as caught:
-        CudaTopK(rows, columns, select, device)
+        CudaTopK(TopKSetup(rows, columns, select, device))
     return "\n".join(caught.value.reasons)
 
 
@@ -36,13 +36,13 @@ def no_library(monkeypatch):
 
 
 def test_the_hook_has_the_arguments_of_the_spec():
-    assert getfullargspec(CudaTopK.topk).args[1:] == getfullargspec(specs.topk).args
+    assert getfullargspec(CudaTopK.topk).args == getfullargspec(TopK.topk).args
     assert CudaTopK.topk.topkv_impl
 
 
 def test_the_entry_names_what_it_offers():
     (record,) = entry.topkv_register_topks()
-    for path in (record.factory, record.doctor):
+    for path in (*record.factories.values(), record.doctor):
         module, name = path.split(":")
         assert callable(getattr(sys.modules[module], name))
 

@@ -21,12 +21,15 @@ from typing import Any
 
 import torch
 
+from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.hooks.topk import TopK, TopKSetup
+from topkv.ops.topk import PivotTopK
 from topkv.plugins import registry
 from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, IndexerShape, LayerView, ModelShape, StepTensors
 from topkv_deepseek_dsa import launch
-from topkv_deepseek_dsa.algorithm import DeepSeekDSA
 from topkv_deepseek_dsa.entry import topkv_register_algorithms
+from topkv_deepseek_dsa.launch import DeepSeekDSATriton
 
 CALLS, REPEATS = 10, 9
 SHAPES = [
@@ -46,7 +49,7 @@ def per_call(call: Callable[[], object]) -> float:
 
 def prepare(
     requests: int, tokens: int, keys: str, page: int = PAGE
-) -> tuple[DeepSeekDSA, LayerView]:
+) -> tuple[DeepSeekDSATriton, LayerView]:
     """An instance, and a layer whose requests are full of random keys."""
     model = ModelShape(
         num_layers=1,
@@ -76,7 +79,12 @@ def prepare(
     )
     (entry,) = topkv_register_algorithms()
     given = {**entry.parameters, "keys": keys}
-    algorithm = DeepSeekDSA(model, group, given, "triton", torch.device("cuda"))
+    device = torch.device("cuda")
+
+    def own(*sizes: int) -> TopK:
+        return PivotTopK(TopKSetup(*sizes, device))
+
+    algorithm = DeepSeekDSATriton(AlgorithmSetup(model, group, given, device, own))
     pages = tokens // page
     table = 1 + torch.randperm(requests * pages).view(requests, pages)
     (spec,) = algorithm.spec().representations
@@ -91,7 +99,7 @@ def prepare(
     layer = LayerView(0, 0, group, step, ring, ring, {"index": pool})
     for slot in range(requests):
         k = torch.randn(tokens, 1, DIM, device="cuda", dtype=torch.bfloat16)
-        algorithm.construct(layer, slot, 0, k, k, k)
+        algorithm.construct(layer, slot, 0, k, k, k, k)
     return algorithm, layer
 
 
@@ -115,7 +123,6 @@ def measure(
     (spec,) = algorithm.spec().representations
     moved = spec.bytes * tokens * requests
     launcher = algorithm.launcher
-    assert launcher is not None
     score = per_call(lambda: launcher.score(layer, q, weights))
     bound = moved / bandwidth / 1e3
 
@@ -125,7 +132,8 @@ def measure(
     taken = per_call(select)
     chosen, others = ids.clone(), {}
     for name in topks:
-        launcher.work = registry().create("topk", name, requests, tokens, SELECT, ids.device)
+        setup = TopKSetup(requests, tokens, SELECT, ids.device)
+        algorithm.work = registry().create("topk", name, setup, "triton")
         ids.fill_(-7)
         us = per_call(select)
         if not torch.equal(ids, chosen):
@@ -136,7 +144,7 @@ def measure(
         "requests": requests,
         "tokens": tokens,
         "keys": keys,
-        "update_us": round(per_call(lambda: algorithm.update(layer, k)), 2),
+        "update_us": round(per_call(lambda: algorithm.update(layer, k, k)), 2),
         "score_us": round(score, 2),
         "retrieve_us": round(taken, 2),
         "bytes": moved,

@@ -16,9 +16,14 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from topkv.hooks.algorithm import AlgorithmSetup  # noqa: E402
+from topkv.hooks.topk import TopKSetup  # noqa: E402
+from topkv.ops.topk import PivotTopK  # noqa: E402
 from topkv.types import GroupShape, IndexerShape, LayerView, ModelShape, StepTensors  # noqa: E402
 from topkv_deepseek_dsa.algorithm import DeepSeekDSA  # noqa: E402
+from topkv_deepseek_dsa.launch import DeepSeekDSATriton  # noqa: E402
 
+MADE = {"reference": DeepSeekDSA, "triton": DeepSeekDSATriton}
 NAN = math.nan
 POISON = 0xFF
 """As an e4m3 code, and four times as an fp32 scale, this is NaN."""
@@ -104,7 +109,7 @@ class World:
         )
         params = {"keys": keys, "hadamard": hadamard, "scale_format": scale_format}
         self.heads, self.dim = heads, dim
-        self.indexer = DeepSeekDSA(self.model, self.group, params, impl, self.device)
+        self.indexer = self.make(impl, params)
         self.generator = torch.Generator().manual_seed(seed)
         (spec,) = self.indexer.spec().representations
         first, count = 1 + spare, 1 + spare + requests * pages
@@ -120,6 +125,16 @@ class World:
         step = StepTensors(*zeros, self.table)
         self.layer = LayerView(0, 0, self.group, step, ring, ring, {"index": self.pool})
         self.keys = {slot: self.random(0) for slot in range(requests)}
+
+    def make(self, impl, params, model=None, group=None):
+        """An instance for this world, or for another model or group."""
+        setup = AlgorithmSetup(
+            model or self.model, group or self.group, params, self.device, self._topk
+        )
+        return MADE[impl](setup)
+
+    def _topk(self, *sizes):
+        return PivotTopK(TopKSetup(*sizes, self.device))
 
     @classmethod
     def filled(cls, *args, lengths=(250, 70, 5), **kwargs):
@@ -148,7 +163,7 @@ class World:
     def construct(self, slot, start, keys):
         nothing = torch.empty(0, device=self.device)
         keys = keys[:, None].to(self.device)
-        self.indexer.construct(self.layer, slot, start, keys, nothing, nothing)
+        self.indexer.construct(self.layer, slot, start, keys, nothing, nothing, nothing)
 
     def rows(self, slots, appended=0):
         """Step tensors of a batch of these slots; -1 pads."""
@@ -164,7 +179,12 @@ class World:
             if slot >= 0:
                 self.keys[slot] = torch.cat([self.keys[slot], key[None]])
         self.rows(slots, appended=1)
-        self.indexer.update(self.layer, keys[:, None].to(self.device))
+        self.update(keys)
+
+    def update(self, keys):
+        """Follow the tokens ``[B, D]`` of rows that are set."""
+        nothing = torch.empty(0, device=self.device)
+        self.indexer.update(self.layer, keys[:, None].to(self.device), nothing)
 
     def retrieve(self, q, weights, slots):
         """ids ``[B, K]`` from a poisoned result, checked for form, as sets."""
@@ -253,8 +273,8 @@ class World:
 
         They line up the terms of a sum with the largest and keep some 14 bits of each.
         """
-        launcher = self.indexer.launcher
-        if launcher is None or launcher.stored is not torch.float8_e4m3fn:
+        kernels = isinstance(self.indexer, DeepSeekDSATriton)
+        if not kernels or self.indexer.launcher.stored is not torch.float8_e4m3fn:
             return 0.0
         terms = self.rounded(q).abs() @ self.decoded(slot).abs().T
         return float((weights.double().abs() @ terms).max()) * 2.0**-9

@@ -8,23 +8,23 @@ import attrs
 import pytest
 import torch
 
-import topkv.hooks.algorithm as hooks
 from topkv.errors import ConfigError
+from topkv.hooks.algorithm import Algorithm
 from topkv.types import IndexerShape
 from topkv_deepseek_dsa.entry import topkv_register_algorithms
 
-HOOKS = ("spec", "construct", "settle", "update", "retrieve_topk", "retrieve_prompt")
+HOOKS = ("spec", "construct", "update", "retrieve_topk", "retrieve_prompt")
 
 
-def test_one_instance_serves_the_hooks_by_their_names(world):
-    w = world("reference", "cpu")
+def test_one_instance_serves_the_hooks_by_their_names(world, impl, device):
+    w = world(impl, device)
     for name in HOOKS:
         method = getattr(w.indexer, name)
         assert hasattr(method, "topkv_impl")
-        assert list(inspect.signature(method).parameters) == list(
-            inspect.signature(getattr(hooks, name)).parameters
+        assert (
+            list(inspect.signature(method).parameters)
+            == list(inspect.signature(getattr(Algorithm, name)).parameters)[1:]
         )
-    assert w.indexer.settle(w.layer, 0, 0, 0, ()) is None
 
 
 def test_the_entry_says_what_it_needs(world):
@@ -34,9 +34,10 @@ def test_the_entry_says_what_it_needs(world):
     assert entry.parameters == {"keys": "fp8", "hadamard": False, "scale_format": "fp32"}
     assert entry.defaults["budget"] == 2048
     assert entry.defaults["page_tokens"] % 64 == 0
+    assert entry.capabilities.tail == "selectable"
     spec = world("reference", "cpu").indexer.spec()
-    assert spec.tail == "selectable"
-    assert spec.prefix_shareable
+    assert spec.prefix == "pages"
+    assert not spec.representations[0].derived
 
 
 def test_other_shapes_than_the_indexers_are_refused(world, impl, device):
@@ -53,9 +54,9 @@ def test_other_shapes_than_the_indexers_are_refused(world, impl, device):
         with pytest.raises(ValueError, match=match):
             w.indexer.retrieve_topk(w.layer, wrong, given_weights, ids)
     with pytest.raises(ValueError, match="expected k of the indexer"):
-        w.indexer.update(w.layer, q[:, :, :2])
+        w.indexer.update(w.layer, q[:, :, :2], q)
     with pytest.raises(ValueError, match="expected k of the indexer"):
-        w.indexer.construct(w.layer, 0, 0, q[:, 0], q, weights)
+        w.indexer.construct(w.layer, 0, 0, q[:, 0], q, q, weights)
     with pytest.raises(ValueError, match="expected weights of the indexer"):
         w.indexer.retrieve_prompt(w.layer, 0, 0, q[:, 0], weights[:2], ids)
 
@@ -75,22 +76,19 @@ def test_wrong_parameters_are_refused_together(world):
 def test_models_without_an_indexer_are_refused(world):
     w = world("reference", "cpu")
     params = dict(topkv_register_algorithms()[0].parameters)
-    make = type(w.indexer)
     bare = attrs.evolve(w.model, indexer=None)
     with pytest.raises(ConfigError, match="the model has no indexer"):
-        make(bare, w.group, params, "reference", w.device)
+        w.make("reference", params, model=bare)
     for change, match in (
         ({"unit": 2}, "set unit to 1"),
         ({"lane_heads": 2}, "scope to 'shared'"),
     ):
         with pytest.raises(ConfigError, match=match):
-            make(w.model, attrs.evolve(w.group, **change), params, "reference", w.device)
+            w.make("reference", params, group=attrs.evolve(w.group, **change))
     with pytest.raises(ConfigError, match="unknown parameters"):
-        make(w.model, w.group, params | {"sinks": 1}, "reference", w.device)
+        w.make("reference", params | {"sinks": 1})
     wide = attrs.evolve(w.model, indexer=IndexerShape(64, 128))
-    assert (
-        make(wide, w.group, params, "reference", w.device).spec().representations[0].bytes == 132
-    )
+    assert w.make("reference", params, model=wide).spec().representations[0].bytes == 132
 
 
 @pytest.mark.gpu
@@ -106,7 +104,7 @@ def test_a_graph_replays_update_and_retrieve(world, form, hadamard):
     step = w.layer.step
 
     def decode():
-        w.indexer.update(w.layer, k)
+        w.indexer.update(w.layer, k, k)
         w.indexer.retrieve_topk(w.layer, q, weights, ids)
 
     decode()

@@ -19,11 +19,15 @@ from typing import Any
 
 import torch
 
+from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.hooks.topk import TopK, TopKSetup
+from topkv.ops.topk import PivotTopK
 from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
 from topkv_double_sparsity import launch
-from topkv_double_sparsity.algorithm import DoubleSparsity, make
 from topkv_double_sparsity.entry import topkv_register_algorithms
+from topkv_double_sparsity.head_sparsity_launch import make
+from topkv_double_sparsity.launch import DoubleSparsityTriton
 
 CALLS, REPEATS = 10, 9
 SHAPES = {
@@ -57,7 +61,7 @@ def random_pool(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def prepare(
     requests: int, tokens: int, scope: str, params: dict[str, Any], select: int
-) -> tuple[DoubleSparsity, LayerView]:
+) -> tuple[DoubleSparsityTriton, LayerView]:
     lanes = KV_HEADS if scope == "kv_head" else 1
     model = ModelShape(1, HEADS, KV_HEADS, DIM, torch.bfloat16, DIM**-0.5)
     group = GroupShape(
@@ -66,7 +70,12 @@ def prepare(
     )
     (entry,) = topkv_register_algorithms()
     given = {**entry.parameters, **params}
-    algorithm = make(model, group, given, "triton", torch.device("cuda"))
+    device = torch.device("cuda")
+
+    def own(*sizes: int) -> TopK:
+        return PivotTopK(TopKSetup(*sizes, device))
+
+    algorithm = make(AlgorithmSetup(model, group, given, device, own))
     pages = tokens // PAGE
     table = 1 + torch.randperm(requests * pages).view(requests, pages)
     rows = {"token": (1 + requests * pages) * PAGE, "request": requests}
@@ -89,12 +98,11 @@ def measure(
 ) -> dict[str, object]:
     algorithm, layer = prepare(requests, tokens, scope, params, select)
     q = torch.randn(requests, 1, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-    k = torch.randn(requests, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, requests, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     ids = torch.empty(requests * layer.group.lane_heads, select, **INTS)
     specs = algorithm.spec().representations
     moved = sum(spec.bytes for spec in specs if spec.grain == "token") * tokens * requests
     launcher = algorithm.launcher
-    assert launcher is not None
     channels = algorithm.channels(layer)
     score = per_call(lambda: launcher.score(layer, channels, q[:, 0]))
     return {
@@ -102,7 +110,7 @@ def measure(
         "tokens": tokens,
         "scope": scope,
         **params,
-        "update_us": round(per_call(lambda: algorithm.update(layer, k)), 2),
+        "update_us": round(per_call(lambda: algorithm.update(layer, k, v)), 2),
         "score_us": round(score, 2),
         "retrieve_us": round(per_call(lambda: algorithm.retrieve_topk(layer, q, None, ids)), 2),
         "score_gbs": round(moved / score / 1e3, 1),

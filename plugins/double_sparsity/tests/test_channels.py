@@ -102,7 +102,7 @@ def test_order_of_channels_does_not_matter_to_a_score():
 @pytest.mark.parametrize("statistic", PROMPT_STATISTICS)
 def test_the_first_chunk_of_a_prompt_chooses(bench, tier, statistic):
     b = bench(tier, channels=6, statistic=statistic)
-    assert not b.spec.prefix_shareable
+    assert b.spec.prefix == "none"
     scales = 2.0 ** torch.randint(-3, 4, (2, 16), generator=b.case.generator(3))
     keys = torch.randn(30, 2, 16, generator=b.case.generator(1)) * scales
     b.prefill(1, keys, cuts=(12, 20))

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-import topkv.hooks.algorithm as hooks
 from topkv.errors import ConfigError
+from topkv.hooks.algorithm import Algorithm
 from topkv.testing.tiers import tier as tier_of
 from topkv_double_sparsity.algorithm import DoubleSparsity
 from topkv_double_sparsity.calibration import read, write
@@ -21,12 +21,11 @@ CPU = tier_of("cpu")
 
 def test_one_instance_serves_the_hooks_by_their_names(bench):
     b = bench(CPU)
-    for name in ("spec", "construct", "settle", "update", "retrieve_topk"):
+    for name in ("spec", "construct", "update", "retrieve_topk"):
         method = getattr(DoubleSparsity, name)
-        parameters = list(inspect.signature(method).parameters)[1:]
-        assert parameters == list(inspect.signature(getattr(hooks, name)).parameters)
+        parameters = inspect.signature(method).parameters
+        assert list(parameters) == list(inspect.signature(getattr(Algorithm, name)).parameters)
         assert hasattr(method, "topkv_impl")
-    assert b.algorithm.settle(b.layer, 0, 0, 0, ()) is None
     with pytest.raises(ValueError, match="one query per row"):
         b.algorithm.retrieve_topk(b.layer, torch.zeros(1, 2, 4, 16), None, torch.zeros(2, 5).int())
 
@@ -35,6 +34,15 @@ def test_entry_and_command_import_neither_torch_nor_triton():
     code = (
         "import sys, topkv_double_sparsity.entry, topkv_double_sparsity.commands\n"
         "print(sorted({'torch', 'triton', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_reference_imports_no_triton():
+    code = (
+        "import sys, topkv_double_sparsity.head_sparsity\n"
+        "print(sorted(name for name in sys.modules if name.split('.')[0] == 'triton'))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -131,7 +139,7 @@ def test_a_file_fixes_the_channels_and_lets_pages_be_shared(bench, tmp_path):
     rows = torch.rand(2, 16, generator=generator)
     write(path, "k_weight", {0: rows.tolist(), 7: rows.tolist()})
     b = bench(CPU, calibration=str(path), channels=5)
-    assert b.spec.prefix_shareable
+    assert b.spec.prefix == "pages"
     assert [spec.grain for spec in b.spec.representations] == ["token"]
     wanted = rows.double().topk(5).indices.sort().values
     assert torch.equal(b.chosen_channels(0), wanted)

@@ -102,6 +102,6 @@ def test_non_contiguous_keys_and_rows_that_move(bench, tier):
     staged = b.stage([-1, 0], keys[[6, 6]])
     wide = torch.full((2, 2, 32), torch.nan, device=b.device)
     wide[..., ::2] = staged
-    b.algorithm.update(b.layer, wide[..., ::2])
+    b.update(wide[..., ::2])
     twin.append([0], keys[6:7])
     assert torch.equal(b.stored(0)["labels"], twin.stored(0)["labels"])

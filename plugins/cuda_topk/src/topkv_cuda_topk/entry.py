@@ -12,9 +12,9 @@ def topkv_register_topks() -> list[PluginEntry]:
         PluginEntry(
             name="cuda",
             kind="topk",
-            factory="topkv_cuda_topk.topk:CudaTopK",
-            hook_api=(1, 1),
-            capabilities=Capabilities(impls=("triton",), tiers=("gpu",)),
+            factories={"triton": "topkv_cuda_topk.topk:CudaTopK"},
+            hook_api=(2, 0),
+            capabilities=Capabilities(tiers=("gpu",)),
             doctor="topkv_cuda_topk.compiler:describe",
         )
     ]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.errors import CapabilityError
+from topkv.hooks.topk import TopKSetup
 from topkv_cuda_topk import compiler
 from topkv_cuda_topk.shapes import MAX_COLUMNS, MAX_ROOM, shape_of
 
@@ -22,19 +23,17 @@ class CudaTopK:
     """See ``topkv.hooks.topk``. It has no scratch: calls may overlap.
 
     Args:
-        rows, columns, select: most rows and columns of scores, and K.
-        device: a CUDA device of compute capability 9.0 or more.
+        setup: sizes, and a CUDA device of compute capability 9.0 or more.
 
     Raises:
         CapabilityError: with every reason, a missing library among them.
     """
 
-    def __init__(self, rows: int, columns: int, select: int, device: torch.device) -> None:
-        device, columns = torch.device(device), max(columns, 1)
-        self._columns, self._select = columns, select
-        reasons = self._limits(columns, select) + self._machine(device)
+    def __init__(self, setup: TopKSetup) -> None:
+        self._columns, self._select = max(setup.columns, 1), setup.select
+        reasons = self._limits(self._columns, self._select) + self._machine(setup.device)
         if not reasons:
-            reasons = self._make(rows, device)
+            reasons = self._make(setup.rows, setup.device)
         if reasons:
             raise CapabilityError("the CUDA top-k cannot serve", reasons)
 
@@ -87,7 +86,7 @@ class CudaTopK:
 
     @hookimpl
     def topk(self, scores: Tensor, lengths: Tensor, ids: Tensor) -> None:
-        """See ``topkv.hooks.topk.topk``.
+        """See ``topkv.hooks.topk.TopK``.
 
         Raises:
             ValueError: longer rows or a larger K than it was made for, or another device.

@@ -6,14 +6,15 @@ projects index queries, keys and weights and hands them down; this keeps the key
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from topkv import hookimpl
+from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.ops.topk import topk
-from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape, RepresentationSpec
+from topkv.types import AlgorithmSpec, LayerView, RepresentationSpec
 from topkv_deepseek_dsa import reference
 from topkv_deepseek_dsa.parameters import settings_of
 
@@ -22,6 +23,27 @@ WORKSPACE = 256 << 20
 
 PROMPT_ROWS = 512
 """Most rows of such a block, for which top-k has its scratch."""
+
+
+def blocks(
+    start: int, rows: int, heads: int, device: torch.device
+) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of prompt rows whose scores find room.
+
+    Args:
+        start: position of the first row.
+        rows: rows of the prompt chunk.
+        heads: scores that are kept of a row and token.
+        device: of the second result.
+
+    Yields:
+        The rows, counted from ``start``, and how many tokens each of them sees, int32 ``[m]``.
+    """
+    each = 4 * (start + rows) * heads
+    most = max(1, min(WORKSPACE // max(each, 1), PROMPT_ROWS))
+    for first in range(0, rows, most):
+        at = slice(first, min(first + most, rows))
+        yield at, torch.arange(start + at.start + 1, start + at.stop + 1, device=device).int()
 
 
 class DeepSeekDSA:
@@ -36,77 +58,45 @@ class DeepSeekDSA:
     equal scores the lower token wins.
     """
 
-    def __init__(
-        self,
-        model: ModelShape,
-        group: GroupShape,
-        params: dict[str, Any],
-        impl: str,
-        device: torch.device,
-    ) -> None:
-        self.model, self.group = model, group
-        self.settings = settings_of(model, group, params, impl)
-        self.launcher = None
-        if impl == "triton":
-            from topkv_deepseek_dsa.launch import Launcher
-
-            self.launcher = Launcher(model, group, self.settings, PROMPT_ROWS, device)
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        self.model, self.group = setup.model, setup.group
+        self.settings = settings_of(setup.model, setup.group, setup.params)
 
     @hookimpl
     def spec(self) -> AlgorithmSpec:
         dim = self.settings.dim
-        if self.settings.fp8:
-            index = RepresentationSpec("index", "token", (dim + 4,), torch.uint8)
-        else:
-            index = RepresentationSpec("index", "token", (dim,), self.model.dtype)
-        return AlgorithmSpec(representations=(index,), tail="selectable")
+        width, dtype = (dim + 4, torch.uint8) if self.settings.fp8 else (dim, self.model.dtype)
+        # Nothing else holds the index keys.
+        index = RepresentationSpec("index", "token", (width,), dtype, derived=False)
+        return AlgorithmSpec(representations=(index,))
 
     @hookimpl
     def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, q: Tensor, lse: Tensor
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
     ) -> None:
-        self._check("k", k, (k.shape[0], 1, self.settings.dim))
-        if k.shape[0] == 0:
-            return
-        if self.launcher is not None:
-            self.launcher.construct(layer, slot, start, k[:, 0])
-            return
+        k = self._keys(k, k.shape[0])
         tokens = start + torch.arange(k.shape[0], device=k.device)
-        self._write(layer, torch.full_like(tokens, slot), tokens, k[:, 0])
+        self._write(layer, torch.full_like(tokens, slot), tokens, k)
 
     @hookimpl
-    def settle(
-        self, layer: LayerView, slot: int, since: int, length: int, history: object
-    ) -> None:
-        """Nothing: the keys are complete at every moment."""
-
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor) -> None:
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
         step = layer.step
-        self._check("k", k, (step.batch, 1, self.settings.dim))
-        if self.launcher is not None:
-            self.launcher.update(layer, k[:, 0])
-            return
+        k = self._keys(k, step.batch)
         rows = (step.slots >= 0) & (step.lengths > 0) & (step.appended != 0)
-        self._write(layer, step.slots[rows], step.lengths[rows] - 1, k[rows, 0])
+        self._write(layer, step.slots[rows], step.lengths[rows] - 1, k[rows])
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, native: Tensor | None, ids: Tensor
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
     ) -> None:
-        step, settings = layer.step, self.settings
-        self._check("q", q, (step.batch, 1, settings.heads, settings.dim))
-        weights = self._weights(native, step.batch)
-        if self.launcher is not None:
-            scores, counts = self.launcher.score(layer, q[:, 0], weights)
-            topk(scores, counts, ids, impl="triton", work=self.launcher.work)
-            return
+        step = layer.step
+        q, weights = self._asked(q, weights, (step.batch, 1))
         counts = step.lengths * (step.slots >= 0)
         tokens = torch.arange(self.group.max_units, device=q.device).expand(step.batch, -1)
         # Behind the length stands no page: read page 0; top-k leaves its scores out.
         tokens = torch.where(tokens < counts[:, None], tokens, 0)
         slots = step.slots.clamp(min=0)[:, None].expand_as(tokens)
-        scores = self._score(layer, slots, tokens, q[:, 0], weights)
+        scores = self._score(layer, slots, tokens, q, weights)
         topk(scores, counts, ids, impl="reference")
 
     @hookimpl
@@ -116,24 +106,13 @@ class DeepSeekDSA:
         slot: int,
         start: int,
         q: Tensor,
-        native: Tensor | None,
+        weights: Tensor | None,
         ids: Tensor,
     ) -> None:
-        settings, rows = self.settings, q.shape[0]
-        self._check("q", q, (rows, settings.heads, settings.dim))
-        weights = self._weights(native, rows)
-        # The reference keeps the products of every head.
-        each = 4 * (start + rows) * (1 if self.launcher is not None else settings.heads)
-        block = max(1, min(WORKSPACE // max(each, 1), PROMPT_ROWS))
-        for first in range(0, rows, block):
-            at = slice(first, min(first + block, rows))
-            counts = torch.arange(start + at.start + 1, start + at.stop + 1, device=q.device).int()
-            if self.launcher is not None:
-                scores = self.launcher.prompt(
-                    layer, slot, start + at.stop, counts, q[at], weights[at]
-                )
-                topk(scores, counts, ids[at], impl="triton", work=self.launcher.prompt_work)
-                continue
+        rows = q.shape[0]
+        q, weights = self._asked(q, weights, (rows,))
+        # The products of every head are kept.
+        for at, counts in blocks(start, rows, self.settings.heads, q.device):
             tokens = torch.arange(start + at.stop, device=q.device)
             slots = torch.full_like(tokens, slot)
             scores = self._score(layer, slots, tokens, q[at], weights[at])
@@ -145,14 +124,23 @@ class DeepSeekDSA:
                 f"deepseek_dsa: expected {name} of the indexer {list(shape)}, got {list(x.shape)}"
             )
 
-    def _weights(self, native: Tensor | None, rows: int) -> Tensor:
-        if native is None:
+    def _keys(self, k: Tensor, rows: int) -> Tensor:
+        """Keys ``[n, D]`` of ``[n, 1, D]``."""
+        self._check("k", k, (rows, 1, self.settings.dim))
+        return k[:, 0]
+
+    def _asked(
+        self, q: Tensor, weights: Tensor | None, rows: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Queries ``[n, H, D]`` of ``[*rows, H, D]``, and weights ``[n, H]``, if given."""
+        self._check("q", q, (*rows, self.settings.heads, self.settings.dim))
+        if weights is None:
             raise ValueError(
                 "deepseek_dsa: expected the weights of the model's indexer, got None; the engine "
                 "has to hand down q, k and weights of every layer"
             )
-        self._check("weights", native, (rows, self.settings.heads))
-        return native
+        self._check("weights", weights, (rows[0], self.settings.heads))
+        return q.flatten(0, -3), weights
 
     def _write(self, layer: LayerView, slots: Tensor, tokens: Tensor, keys: Tensor) -> None:
         """Index keys ``[n, D]`` to the pool."""

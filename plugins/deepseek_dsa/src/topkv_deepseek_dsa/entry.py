@@ -12,13 +12,17 @@ def topkv_register_algorithms() -> list[PluginEntry]:
         PluginEntry(
             name="deepseek_dsa",
             kind="algorithm",
-            factory="topkv_deepseek_dsa.algorithm:DeepSeekDSA",
-            hook_api=(1, 1),
+            factories={
+                "reference": "topkv_deepseek_dsa.algorithm:DeepSeekDSA",
+                "triton": "topkv_deepseek_dsa.launch:DeepSeekDSATriton",
+            },
+            hook_api=(2, 0),
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("shared",),
                 attention=("mla",),
                 needs_index=True,
+                tail="selectable",
                 dtypes=("float16", "bfloat16", "float32"),
                 # Not scale_free: fp8 codes of scaled queries round anew, and scales have a least
                 # value. Not head_equivariant: there is one selection for all heads.

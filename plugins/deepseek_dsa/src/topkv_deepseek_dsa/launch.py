@@ -1,4 +1,4 @@
-"""Launches of the indexer's kernels and the workspaces that they share."""
+"""Launches of the indexer's kernels, their workspaces, and the algorithm that uses them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from topkv import hookimpl
+from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.ops import early
-from topkv.ops.topk import workspace
+from topkv.ops.topk import topk
 from topkv.types import GroupShape, LayerView, ModelShape
 from topkv_deepseek_dsa import kernels, key_kernels
+from topkv_deepseek_dsa.algorithm import PROMPT_ROWS, DeepSeekDSA, blocks
 from topkv_deepseek_dsa.parameters import Settings
 
 SCORING = {"fp8": (64, 6, 4), "bf16": (64, 5, 4), "fp32": (16, 3, 4)}
@@ -75,25 +78,16 @@ def programs_of(rows: int, tiles: int, running: int) -> int:
 class Launcher:
     """The kernels of one group, with every constant worked out once.
 
-    Args:
-        prompt_rows: most rows of a block of a prompt.
-
     Attributes:
         query: queries as the score kernel reads them, ``[max_requests, H, D]``: uint8 codes, or
             the dtype of the keys.
         weight: their weights, fp32 ``[max_requests, H]``.
         scores: fp32 ``[max_requests, max_units]``.
         counts: selectable tokens, int32 ``[max_requests]``.
-        work, prompt_work: of top-k, in steps and for the rows of a prompt.
     """
 
     def __init__(
-        self,
-        model: ModelShape,
-        group: GroupShape,
-        settings: Settings,
-        prompt_rows: int,
-        device: torch.device,
+        self, model: ModelShape, group: GroupShape, settings: Settings, device: torch.device
     ) -> None:
         self.model, self.group, self.settings = model, group, settings
         self.device = device
@@ -103,8 +97,6 @@ class Launcher:
             (group.max_requests, group.max_units), dtype=torch.float32, device=device
         )
         self.counts = torch.zeros(group.max_requests, dtype=torch.int32, device=device)
-        self.work = workspace(group.max_requests, group.max_units, group.select, device)
-        self.prompt_work = workspace(prompt_rows, group.max_units, group.select, device)
 
     def _set_constants(self) -> None:
         settings, dtype = self.settings, self.model.dtype
@@ -272,3 +264,55 @@ class Launcher:
             **early.options(self.early),
             **self.querying,
         )
+
+
+class DeepSeekDSATriton(DeepSeekDSA):
+    """The indexer by kernels.
+
+    Attributes:
+        work, prompt_work: top-k, in steps and for the rows of a prompt.
+    """
+
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        super().__init__(setup)
+        group = self.group
+        self.launcher = Launcher(self.model, group, self.settings, setup.device)
+        self.work = setup.topk(group.max_requests, group.max_units, group.select)
+        self.prompt_work = setup.topk(PROMPT_ROWS, group.max_units, group.select)
+
+    @hookimpl
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        k = self._keys(k, k.shape[0])
+        if k.shape[0]:
+            self.launcher.construct(layer, slot, start, k)
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        self.launcher.update(layer, self._keys(k, layer.step.batch))
+
+    @hookimpl
+    def retrieve_topk(
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
+    ) -> None:
+        q, weights = self._asked(q, weights, (layer.step.batch, 1))
+        scores, counts = self.launcher.score(layer, q, weights)
+        topk(scores, counts, ids, impl="triton", work=self.work)
+
+    @hookimpl
+    def retrieve_prompt(
+        self,
+        layer: LayerView,
+        slot: int,
+        start: int,
+        q: Tensor,
+        weights: Tensor | None,
+        ids: Tensor,
+    ) -> None:
+        rows = q.shape[0]
+        q, weights = self._asked(q, weights, (rows,))
+        for at, counts in blocks(start, rows, 1, q.device):
+            end = start + at.stop
+            scores = self.launcher.prompt(layer, slot, end, counts, q[at], weights[at])
+            topk(scores, counts, ids[at], impl="triton", work=self.prompt_work)

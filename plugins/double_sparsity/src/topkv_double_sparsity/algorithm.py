@@ -8,27 +8,15 @@ chosen by a statistic of our own; the newest token is always attended; prefill i
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from topkv import hookimpl
-from topkv.ops.topk import topk, workspace
-from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape, RepresentationSpec
+from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.ops.topk import topk
+from topkv.types import AlgorithmSpec, LayerView, RepresentationSpec
 from topkv_double_sparsity import reference, statistics
 from topkv_double_sparsity.parameters import settings_of
-
-
-def make(
-    model: ModelShape, group: GroupShape, params: dict[str, Any], impl: str, device: torch.device
-) -> DoubleSparsity:
-    """The factory of the entry: with head sparsity where the parameters ask for it."""
-    if params.get("head_sparsity") is None:
-        return DoubleSparsity(model, group, params, impl, device)
-    from topkv_double_sparsity.head_sparsity import HeadSparsity
-
-    return HeadSparsity(model, group, params, impl, device)
 
 
 class DoubleSparsity:
@@ -45,23 +33,10 @@ class DoubleSparsity:
     each request, kept in a request-grained pool. A label then depends on the key alone.
     """
 
-    def __init__(
-        self,
-        model: ModelShape,
-        group: GroupShape,
-        params: dict[str, Any],
-        impl: str,
-        device: torch.device,
-    ) -> None:
-        self.model, self.group, self.impl = model, group, impl
-        self.settings = settings_of(model, group, params, impl)
-        self.fixed = self._fixed_channels(device)
-        self.launcher, self.work = None, None
-        if impl == "triton":
-            from topkv_double_sparsity.launch import Launcher
-
-            self.launcher = Launcher(model, group, self.settings, device)
-            self.work = workspace(group.rows, group.max_units, group.select, device)
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        self.model, self.group = setup.model, setup.group
+        self.settings = settings_of(setup.model, setup.group, setup.params)
+        self.fixed = self._fixed_channels(setup.device)
 
     def _fixed_channels(self, device: torch.device) -> Tensor | None:
         """int32 ``[layers of the group, Hkv, r]`` from the calibration file, if there is one."""
@@ -85,7 +60,9 @@ class DoubleSparsity:
             pools = [RepresentationSpec("labels", "token", (heads, width), self.model.dtype)]
         if self.fixed is None:
             pools.append(RepresentationSpec("channels", "request", (heads, width), torch.int32))
-        return AlgorithmSpec(representations=tuple(pools), prefix_shareable=self.fixed is not None)
+        # The channels of a prompt depend on the queries of its first chunk, which nothing keeps.
+        prefix = "none" if self.fixed is None else "pages"
+        return AlgorithmSpec(representations=tuple(pools), prefix=prefix)
 
     def channels(self, layer: LayerView) -> Tensor:
         """Channels of every slot, int32 ``[max_requests, Hkv, r]``; stride 0 if all are alike."""
@@ -96,7 +73,7 @@ class DoubleSparsity:
 
     @hookimpl
     def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, q: Tensor, lse: Tensor
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
     ) -> None:
         if k.shape[0] == 0:
             return
@@ -106,42 +83,31 @@ class DoubleSparsity:
             layer.pools["channels"][slot] = reference.choose(
                 importance, settings.channels, settings.pairs
             )
-        if self.launcher is not None:
-            self.launcher.construct(layer, self.channels(layer), slot, start, k)
-            return
+        self._represent(layer, slot, start, k)
+
+    def _represent(self, layer: LayerView, slot: int, start: int, k: Tensor) -> None:
+        """Labels of keys ``[m, Hkv, D]``, m > 0, from position ``start``."""
         tokens = start + torch.arange(k.shape[0], device=k.device)
         self._write(layer, torch.full_like(tokens, slot), tokens, k)
 
     @hookimpl
-    def settle(
-        self, layer: LayerView, slot: int, since: int, length: int, history: object
-    ) -> None:
-        """Nothing: labels are complete at every moment."""
-
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor) -> None:
-        if self.launcher is not None:
-            self.launcher.update(layer, self.channels(layer), k)
-            return
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
         step = layer.step
         rows = (step.slots >= 0) & (step.lengths > 0) & (step.appended != 0)
         self._write(layer, step.slots[rows].long(), step.lengths[rows].long() - 1, k[rows])
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, native: Tensor | None, ids: Tensor
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
     ) -> None:
-        scores, closed = self._scored(layer, q)
-        topk(scores, closed, ids, impl=self.impl, work=self.work)
+        scores, closed = self._score(layer, self._queries(q))
+        topk(scores, closed, ids, impl="reference")
 
-    def _scored(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores ``[N, U]`` of queries ``[B, 1, H, D]``, and selectable tokens ``[N]``."""
+    def _queries(self, q: Tensor) -> Tensor:
+        """Queries ``[B, H, D]`` of ``[B, 1, H, D]``."""
         if q.shape[1] != 1:
             raise ValueError(f"double_sparsity: expected one query per row, got q {list(q.shape)}")
-        q = q[:, 0] if q.stride(-1) == 1 else q[:, 0].contiguous()
-        if self.launcher is not None:
-            return self.launcher.score(layer, self.channels(layer), q)
-        return self._score(layer, q)
+        return q[:, 0] if q.stride(-1) == 1 else q[:, 0].contiguous()
 
     def _write(self, layer: LayerView, slots: Tensor, tokens: Tensor, keys: Tensor) -> None:
         """Labels of keys ``[n, Hkv, D]`` to the pools."""
@@ -153,7 +119,7 @@ class DoubleSparsity:
             layer.pools["labels"][at] = label
 
     def _score(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
-        """The reference's scores ``[N, U]`` and selectable tokens ``[N]``."""
+        """Scores ``[N, U]`` of queries ``[B, H, D]``, and selectable tokens ``[N]``."""
         logits, closed = self._logits(layer, q)
         lane_heads = self.group.lane_heads
         scores = reference.lane_scores(logits, closed, lane_heads, self.settings.sinks)

@@ -12,8 +12,11 @@ def topkv_register_algorithms() -> list[PluginEntry]:
         PluginEntry(
             name="double_sparsity",
             kind="algorithm",
-            factory="topkv_double_sparsity.algorithm:make",
-            hook_api=(1, 1),
+            factories={
+                "reference": "topkv_double_sparsity.head_sparsity:make",
+                "triton": "topkv_double_sparsity.head_sparsity_launch:make",
+            },
+            hook_api=(2, 0),
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("kv_head", "shared"),

@@ -6,14 +6,13 @@ code of Double Sparsity has it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from topkv import hookimpl
-from topkv.ops.topk import topk, workspace
-from topkv.types import GroupShape, LayerView, ModelShape
+from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.ops.topk import topk
+from topkv.types import LayerView
 from topkv_double_sparsity import reference
 from topkv_double_sparsity.algorithm import DoubleSparsity
 
@@ -35,6 +34,12 @@ def flatness(logits: Tensor, closed: Tensor, lane_heads: int) -> Tensor:
     return (entropy / sample.sum(-1).clamp(min=2).float().log()[:, None]).flatten()
 
 
+def join(ids: Tensor, few: Tensor) -> None:
+    """Selections ``[N, K]`` with those of flat lanes: of each row one of the two is empty."""
+    head = ids[:, : few.shape[1]]
+    torch.maximum(head, few, out=head)
+
+
 class HeadSparsity(DoubleSparsity):
     """Double Sparsity whose flat lanes select ``head_budget`` of K.
 
@@ -42,41 +47,18 @@ class HeadSparsity(DoubleSparsity):
     The ids behind its selection are -1.
     """
 
-    def __init__(
-        self,
-        model: ModelShape,
-        group: GroupShape,
-        params: dict[str, Any],
-        impl: str,
-        device: torch.device,
-    ) -> None:
-        super().__init__(model, group, params, impl, device)
-        settings = self.settings
-        self.few = torch.empty(
-            (group.rows, settings.flat_select), dtype=torch.int32, device=device
-        )
-        self.lanes, self.few_work = None, None
-        if self.launcher is not None:
-            from topkv_double_sparsity.head_sparsity_kernels import FlatLanes
-
-            self.lanes = FlatLanes(self.launcher, device)
-            self.few_work = workspace(group.rows, group.max_units, settings.flat_select, device)
-
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, native: Tensor | None, ids: Tensor
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
     ) -> None:
-        scores, closed = self._scored(layer, q)
+        queries = self._queries(q)
+        scores, closed = self._score(layer, queries)
         # A lane has tokens in one of the two counts, so one of the two selections is empty.
-        if self.lanes is not None:
-            flat = self.lanes.take(layer, closed)
-        else:
-            closed, flat = self._parted(layer, q[:, 0], closed)
-        topk(scores, closed, ids, impl=self.impl, work=self.work)
-        few = self.few[: len(ids)]
-        topk(scores, flat, few, impl=self.impl, work=self.few_work)
-        head = ids[:, : few.shape[1]]
-        torch.maximum(head, few, out=head)
+        closed, flat = self._parted(layer, queries, closed)
+        topk(scores, closed, ids, impl="reference")
+        few = ids.new_empty(len(ids), self.settings.flat_select)
+        topk(scores, flat, few, impl="reference")
+        join(ids, few)
 
     def _parted(self, layer: LayerView, q: Tensor, closed: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens of lanes that select K, and of flat lanes, int32 ``[N]`` each."""
@@ -84,3 +66,9 @@ class HeadSparsity(DoubleSparsity):
         flat = flatness(logits, tokens, self.group.lane_heads) > self.settings.flat
         flat &= closed > self.group.select
         return torch.where(flat, 0, closed), torch.where(flat, closed, 0)
+
+
+def make(setup: AlgorithmSetup) -> DoubleSparsity:
+    """The reference: with head sparsity where the parameters ask for it."""
+    asked = setup.params.get("head_sparsity") is not None
+    return (HeadSparsity if asked else DoubleSparsity)(setup)

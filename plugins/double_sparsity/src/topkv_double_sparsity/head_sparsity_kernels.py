@@ -7,13 +7,9 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from topkv.types import LayerView
-from topkv_double_sparsity.launch import Launcher
 from topkv_double_sparsity.products import by_head, column, exp2, products, stored_query
 from topkv_double_sparsity.sample_kernels import sample_size, stride_of
 
@@ -163,45 +159,3 @@ def flat_kernel(
     flat = flatness > threshold * tl.log(tl.maximum(size, 2).to(tl.float32))
     tl.store(p_closed + lane, tl.where(flat, 0, closed), nth < LANES)
     tl.store(p_flat + lane, tl.where(flat, closed, 0), nth < LANES)
-
-
-class FlatLanes:
-    """The kernels of one group, and their workspaces.
-
-    Args:
-        launcher: of the group; its queries and constants are used.
-        device: of both.
-    """
-
-    def __init__(self, launcher: Launcher, device: torch.device) -> None:
-        self.launcher, self.blocks = launcher, launcher.sample_blocks
-        shape = (len(launcher.total), self.blocks, launcher.columns)
-        self.peak, self.mass, self.moment = torch.empty(
-            (3, *shape), dtype=torch.float32, device=device
-        )
-        self.flat = torch.zeros(launcher.group.rows, dtype=torch.int32, device=device)
-        sampling, scoring = launcher.sampling, launcher.scoring
-        takes = (*entropy_kernel.arg_names, "num_warps")
-        self.measuring = {name: sampling[name] for name in sampling if name in takes}
-        self.parting = {name: scoring[name] for name in scoring if name in flat_kernel.arg_names}
-
-    def take(self, layer: LayerView, closed: Tensor) -> Tensor:
-        """Tokens of flat lanes, int32 ``[N]``; those lanes have none left in ``closed [N]``.
-
-        Comes after ``Launcher.score`` of the same queries.
-        """
-        launcher, step, settings = self.launcher, layer.step, self.launcher.settings
-        where = (*launcher.readable(layer), step.slots, step.lengths, step.page_table)
-        work = (self.peak, self.mass, self.moment)
-        bundles = step.batch * (launcher.group.num_kv_heads // launcher.bundle)
-        entropy_kernel[(bundles, self.blocks)](
-            *(launcher.query, launcher.total, *work, *where),
-            *(step.page_table.stride(0), self.blocks, launcher.scale),
-            **self.measuring,
-        )
-        flat_kernel[(bundles // self.parting["BUNDLES"],)](
-            *(*work, step.slots, step.lengths, closed, self.flat),
-            *(self.blocks, launcher.group.select, settings.flat),
-            **self.parting,
-        )
-        return self.flat[: len(closed)]

@@ -1,4 +1,4 @@
-"""Launches of the Double Sparsity kernels and the workspaces that they share."""
+"""Launches of the Double Sparsity kernels, their workspaces, and the algorithm that uses them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import torch
 import triton
 from torch import Tensor
 
+from topkv import hookimpl
+from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.ops.topk import topk
 from topkv.types import GroupShape, LayerView, ModelShape
 from topkv_double_sparsity import kernels, label_kernels, reference, sample_kernels
+from topkv_double_sparsity.algorithm import DoubleSparsity
 from topkv_double_sparsity.parameters import Settings
 
 COLUMNS = 16
@@ -235,3 +239,30 @@ class Launcher:
             **self.scoring,
         )
         return self.scores[:lanes, : group.max_units], self.closed[:lanes]
+
+
+class DoubleSparsityTriton(DoubleSparsity):
+    """Double Sparsity by kernels."""
+
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        super().__init__(setup)
+        group = self.group
+        self.launcher = Launcher(self.model, group, self.settings, setup.device)
+        self.work = setup.topk(group.rows, group.max_units, group.select)
+
+    def _represent(self, layer: LayerView, slot: int, start: int, k: Tensor) -> None:
+        self.launcher.construct(layer, self.channels(layer), slot, start, k)
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        self.launcher.update(layer, self.channels(layer), k)
+
+    @hookimpl
+    def retrieve_topk(
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
+    ) -> None:
+        scores, closed = self._score(layer, self._queries(q))
+        topk(scores, closed, ids, impl="triton", work=self.work)
+
+    def _score(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
+        return self.launcher.score(layer, self.channels(layer), q)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -51,15 +52,13 @@ class Settings:
     flat_select: int
 
 
-def settings_of(
-    model: ModelShape, group: GroupShape, params: dict[str, Any], impl: str
-) -> Settings:
+def settings_of(model: ModelShape, group: GroupShape, params: Mapping[str, Any]) -> Settings:
     """Check and complete the parameters of an instance.
 
     Raises:
         ConfigError: with every reason, those of the calibration file included.
     """
-    reasons = _shape_reasons(model, group, impl)
+    reasons = _shape_reasons(model, group)
     unknown = sorted(set(params) - set(NAMES))
     if unknown:
         reasons.append(f"unknown parameters {unknown}; double_sparsity takes {NAMES}")
@@ -92,18 +91,16 @@ def settings_of(
     )
 
 
-def _shape_reasons(model: ModelShape, group: GroupShape, impl: str) -> list[str]:
+def _shape_reasons(model: ModelShape, group: GroupShape) -> list[str]:
     reasons = []
     if group.unit != 1:
         reasons.append(f"tokens are selected one by one, got unit = {group.unit}; set unit to 1")
     if model.dtype not in DTYPES:
         reasons.append(f"keys of {model.dtype} are not supported, only of {DTYPES}")
-    if impl not in ("reference", "triton"):
-        reasons.append(f"impl must be 'reference' or 'triton', got {impl!r}")
     return reasons
 
 
-def _channels(params: dict[str, Any], dim: int, reasons: list[str]) -> int:
+def _channels(params: Mapping[str, Any], dim: int, reasons: list[str]) -> int:
     given, pairs = params.get("channels"), params.get("pair_channels", False)
     if not isinstance(pairs, bool):
         reasons.append(f"pair_channels must be true or false, got {pairs!r}")
@@ -123,7 +120,7 @@ def _channels(params: dict[str, Any], dim: int, reasons: list[str]) -> int:
 
 
 def _calibration(
-    params: dict[str, Any], group: GroupShape, reasons: list[str]
+    params: Mapping[str, Any], group: GroupShape, reasons: list[str]
 ) -> Calibration | None:
     path, statistic = params.get("calibration"), params.get("statistic")
     if statistic is not None and statistic not in STATISTICS:
@@ -151,7 +148,7 @@ def _calibration(
     return found
 
 
-def _head_sparsity(params: dict[str, Any], reasons: list[str]) -> tuple[float | None, float]:
+def _head_sparsity(params: Mapping[str, Any], reasons: list[str]) -> tuple[float | None, float]:
     flat, share = params.get("head_sparsity"), params.get("head_budget")
     if flat is not None and not _within_one(flat):
         reasons.append(f"head_sparsity must be None or in (0, 1], got {flat!r}")
