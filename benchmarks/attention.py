@@ -17,6 +17,7 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -24,6 +25,7 @@ from attrs import frozen
 from triton.runtime.errors import OutOfResources
 
 from topkv.testing.timing import graph_us
+from topkv.types import Tables
 from topkv_triton_attention.launch import DecodeLaunch, Decoder, decode_launch, split_count
 
 ROTATE_BYTES = 400_000_000
@@ -56,27 +58,27 @@ class Cell:
         return self.batch * self.tokens * self.kv_heads * self.dim * 2 * 2
 
 
-def inputs(cell: Cell) -> list[tuple[torch.Tensor, ...]]:
+def inputs(cell: Cell) -> list[tuple[Any, ...]]:
     """Arguments of ``attend`` for each of the sets; all share one buffer, none a unit."""
     sets = max(2, -(-ROTATE_BYTES // cell.bytes))
     lanes, width = cell.batch * cell.lane_heads, cell.tokens // cell.unit
     shape = (sets * lanes * width, cell.kv_heads // cell.lane_heads, 2, cell.unit, cell.dim)
     pool = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
-    tables = torch.randperm(shape[0], device="cuda").int().view(sets, lanes, width)
+    listed = torch.randperm(shape[0], device="cuda").int().view(sets, lanes, width)
     lengths = torch.full((lanes,), cell.tokens, dtype=torch.int32, device="cuda")
     result = []
-    for table in tables:
-        q = torch.randn(lanes, 1, cell.heads // cell.lane_heads, cell.dim, device="cuda")
-        q = q.bfloat16()
+    for table in listed:
+        q = torch.randn(cell.batch, 1, cell.heads, cell.dim, device="cuda").bfloat16()
         lse = torch.empty(q.shape[:3], device="cuda")
-        result.append((q, pool[:, :, 0], pool[:, :, 1], table, lengths, torch.empty_like(q), lse))
+        tables, out = Tables(table, lengths), torch.empty_like(q)
+        result.append((q, pool[:, :, 0], pool[:, :, 1], tables, out, lse))
     return result
 
 
 def decoder(cell: Cell, launch: DecodeLaunch | None = None, splits: int | None = None) -> Decoder:
     return Decoder(
-        cell.batch * cell.lane_heads,
-        cell.heads // cell.lane_heads,
+        cell.batch,
+        cell.heads,
         cell.heads // cell.kv_heads,
         cell.dim,
         cell.dim**-0.5,
@@ -86,7 +88,7 @@ def decoder(cell: Cell, launch: DecodeLaunch | None = None, splits: int | None =
     )
 
 
-def microseconds(decode: Decoder, sets: list[tuple[torch.Tensor, ...]], replays: int) -> float:
+def microseconds(decode: Decoder, sets: list[tuple[Any, ...]], replays: int) -> float:
     """Median time of one call."""
     return graph_us(*(partial(decode.attend, *arguments) for arguments in sets), repeats=replays)
 

@@ -149,7 +149,7 @@ class Run:
         """The tokens of the selected units, and those of the tail unit where it is forced."""
         unit, newest = self.coordinator.lanes[0].group.unit, self.length - 1
         tokens = {i * unit + j for i in ids if i >= 0 for j in range(unit)}
-        if self.coordinator.lanes[0].table.shape[1] > len(ids):
+        if self.coordinator.lanes[0].tables.table.shape[1] > len(ids):
             tokens |= set(range(newest // unit * unit, newest + 1))
         return tokens
 

@@ -7,13 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.ops import page_table
 from topkv.ops.page_table import adapt_page_table
 from topkv.testing.backend_bench import SENTINEL
 from topkv.testing.backend_plans import AdaptCase, StepInputs
 from topkv.testing.kit import examples
 from topkv.testing.strategies import Geometry
-from topkv.types import GroupShape, Listing
+from topkv.types import GroupShape, Listing, Tables
 
 
 @st.composite
@@ -51,7 +50,9 @@ def test_a_listing_is_the_table_and_what_stands_behind(on):
         table, lengths, wide = ints(width), ints(1)[:, 0], ints(width + room + 3)
         last = ints(1)[:, 0] if behind == 0 else None
         listing = Listing(wide[:, : width + room], behind, last)
-        adapt_page_table(inputs.view, inputs.plan, table, lengths, on.impl, listing)
+        tables = Tables(table, lengths)
+        adapt_page_table(inputs.view, inputs.plan, tables, on.impl, listing)
+        assert tables.attached is None, "what is attached is the backend's"
         case.check(table, lengths)
         for mine, lane in zip(listing.ids.tolist(), case.lanes(), strict=True):
             slots = [slot for slot, _ in lane]
@@ -70,32 +71,7 @@ def test_a_list_without_room_is_refused():
     )
     inputs = StepInputs.empty(shape_of(case), 1, "cpu")
     case.fill(inputs)
-    table, lengths = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    for ids in (table[:, :3], table[:1]):
+    tables = Tables(torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
+    for ids in (tables.table[:, :3], tables.table[:1]):
         with pytest.raises(ValueError, match="expected a listing of"):
-            adapt_page_table(inputs.view, inputs.plan, table, lengths, "reference", Listing(ids))
-
-
-def test_what_was_adapted_last_is_known_again():
-    table, lengths = torch.zeros(4, 6, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-    adapted = Adapted()
-    assert not adapted.are(table[:2], lengths[:2])
-    adapted.remember(table[:2], lengths[:2])
-    assert adapted.are(table[:2], lengths[:2])
-    for other in (table[:3], table[1:3], table[:2, :3], table[:4:2], table.clone()[:2]):
-        assert not adapted.are(other, lengths[:2])
-    for other in (lengths[:1], lengths[1:3], lengths[::2], lengths.clone()[:2]):
-        assert not adapted.are(table[:2], other)
-    adapted.forget()
-    assert not adapted.are(table[:2], lengths[:2])
-
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_a_capture_and_what_runs_do_not_vouch_for_each_other(captured, monkeypatch):
-    table, lengths = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    adapted = Adapted()
-    monkeypatch.setattr(page_table, "_capturing", lambda _: captured)
-    adapted.remember(table, lengths)
-    assert adapted.are(table, lengths)
-    monkeypatch.setattr(page_table, "_capturing", lambda _: not captured)
-    assert not adapted.are(table, lengths)
+            adapt_page_table(inputs.view, inputs.plan, tables, "reference", Listing(ids))

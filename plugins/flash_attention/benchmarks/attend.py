@@ -14,7 +14,6 @@ GB/s counts every row once. Needs CUDA.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import json
 import sys
@@ -28,8 +27,10 @@ from attrs import frozen
 from torch import Tensor
 
 from topkv.errors import CapabilityError
+from topkv.hooks.backend import BackendSetup
+from topkv.plugins import registry
 from topkv.testing.timing import graph_us
-from topkv.types import GroupShape, ModelShape
+from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flash_attention.backend import FlashAttention
 from topkv_flash_attention.hopper import FlashAttention3
 
@@ -73,6 +74,11 @@ class Cell:
         row = (self.unit, lane_heads, KV_HEADS // lane_heads, DIM, torch.bfloat16)
         return model, GroupShape((0,), *row, *sizes)
 
+    @property
+    def setup(self) -> BackendSetup:
+        model, group = self.shapes
+        return BackendSetup(model, group, torch.device("cuda"), self.batch, model.group_size)
+
 
 @frozen
 class Inputs:
@@ -81,14 +87,20 @@ class Inputs:
     q: Tensor
     k: Tensor
     v: Tensor
-    table: Tensor
-    lengths: Tensor
+    tables: Tables
     out: Tensor
     lse: Tensor
 
     @property
-    def all(self) -> tuple[Tensor, ...]:
-        return (self.q, self.k, self.v, self.table, self.lengths, self.out, self.lse)
+    def all(self) -> tuple[Any, ...]:
+        return (self.q, self.k, self.v, self.tables, self.out, self.lse)
+
+    @property
+    def by_lane(self) -> tuple[Tensor, Tensor]:
+        """Queries and outputs ``[N, 1, heads of a lane, D]``, as the library takes them."""
+        lanes = len(self.tables.table)
+        q, out = (each.view(lanes, 1, -1, each.shape[-1]) for each in (self.q, self.out))
+        return q, out
 
 
 def inputs(cell: Cell) -> list[Inputs]:
@@ -108,21 +120,23 @@ def inputs(cell: Cell) -> list[Inputs]:
         order = torch.rand(lanes, slots, device="cuda").argsort(1)[:, : group.select]
         first = slots * (each * lanes + torch.arange(lanes, device="cuda"))
         table = (order + first[:, None]).int()
-        per_lane = heads * model.group_size
-        q = torch.randn(lanes, 1, per_lane, model.head_dim, device="cuda").bfloat16()
-        out = q.new_empty(lanes, 1, per_lane, model.out_dim)
-        lse = torch.empty(lanes, 1, per_lane, device="cuda")
-        made.append(Inputs(q, k, v, table, lengths, out, lse))
+        sizes = (cell.batch, 1, model.num_heads)
+        q = torch.randn(*sizes, model.head_dim, device="cuda").bfloat16()
+        out = q.new_empty(*sizes, model.out_dim)
+        lse = torch.empty(sizes, device="cuda")
+        made.append(Inputs(q, k, v, Tables(table, lengths), out, lse))
     return made
 
 
 def bare(backend: FlashAttention, each: Inputs, splits: int = 0) -> Callable[[], object]:
     """The library's call alone."""
-    query, k, v = backend.parts(each.q, each.k, each.v)
-    zeros = torch.zeros_like(each.lengths)
+    q, out = each.by_lane
+    query, k, v = backend.parts(q, each.k, each.v)
+    table, lengths = each.tables.table, each.tables.lengths
+    zeros = torch.zeros_like(lengths)
     return partial(
         backend.library.attend,
-        *(query, k, v, each.table, each.lengths, backend.model.scale, splits, zeros, each.out),
+        *(query, k, v, table, lengths, backend.model.scale, splits, zeros, out),
     )
 
 
@@ -131,14 +145,16 @@ def scheduled(backend: FlashAttention, each: Inputs, unit: int) -> Callable[[], 
     library = backend.library
     if not isinstance(library, FlashAttention3):
         return None
-    query, k, v = backend.parts(each.q, each.k, each.v)
-    lanes, tokens = len(each.q), each.table.shape[1] * unit
+    q, out = each.by_lane
+    query, k, v = backend.parts(q, each.k, each.v)
+    table, lengths = each.tables.table, each.tables.lengths
+    lanes, tokens = len(table), table.shape[1] * unit
     operators: Any = torch.ops._vllm_fa3_C
     if "vLLM" not in library.name or not hasattr(operators, "get_scheduler_metadata"):
         return None
     metadata = operators.get_scheduler_metadata(
-        *(lanes, 1, tokens, each.q.shape[2], k.shape[1], k.shape[3], v.shape[3]),
-        *(torch.bfloat16, each.lengths, None, None, None, None, None, unit, 0),
+        *(lanes, 1, tokens, q.shape[2], k.shape[1], k.shape[3], v.shape[3]),
+        *(torch.bfloat16, lengths, None, None, None, None, None, unit, 0),
         *(False, -1, -1, False, 0, None, 0),
     )
     return partial(
@@ -147,11 +163,11 @@ def scheduled(backend: FlashAttention, each: Inputs, unit: int) -> Callable[[], 
         k=k.transpose(1, 2),
         v=v.transpose(1, 2),
         q_v=query.latent,
-        out=each.out,
-        seqused_k=each.lengths,
+        out=out,
+        seqused_k=lengths,
         max_seqlen_q=1,
         max_seqlen_k=tokens,
-        page_table=each.table,
+        page_table=table,
         softmax_scale=backend.model.scale,
         scheduler_metadata=metadata,
     )
@@ -159,17 +175,15 @@ def scheduled(backend: FlashAttention, each: Inputs, unit: int) -> Callable[[], 
 
 def triton_calls(cell: Cell, sets: list[Inputs]) -> list[Callable[[], object]]:
     """By triton_attention; none where it is not installed."""
-    if not importlib.util.find_spec("topkv_triton_attention"):
+    if "triton_attention" not in {each.name for each in registry().records() if each.entry}:
         return []
-    from topkv_triton_attention.backend import TritonAttention
-
-    made = TritonAttention(*cell.shapes, "triton", torch.device("cuda"), cell.batch)
+    made = registry().create("backend", "triton_attention", cell.setup, "triton")
     return [partial(made.attend, *each.all) for each in sets]
 
 
 def measure(cell: Cell, splits: list[int], replays: int) -> dict[str, object]:
     """One line of the table."""
-    backend = FlashAttention(*cell.shapes, "triton", torch.device("cuda"), cell.batch)
+    backend = FlashAttention(cell.setup)
     sets = inputs(cell)
     time = partial(graph_us, repeats=replays)
     ours = time(*[partial(backend.attend, *each.all) for each in sets])

@@ -42,6 +42,7 @@ def test_empty_lanes_and_the_layout_of_the_lse(device, copy, heads, dim):
         *(result.stride(0), result.stride(2), *given_lse.stride()),
         *(out.stride(0), out.stride(2), lse.stride(0), lse.stride(2)),
         COPY=copy,
+        LANES=1,
         DIM=dim,
         BLOCK_D=128,
         BLOCK_H=8,
@@ -57,6 +58,36 @@ def test_empty_lanes_and_the_layout_of_the_lse(device, copy, heads, dim):
     same = reference.finish(given_out[:, 0], given_lse, lengths)
     assert torch.equal(out[:, 0], same[0])
     assert torch.equal(lse[:, 0], same[1])
+
+
+@ON
+@pytest.mark.parametrize("copy", [True, False])
+def test_results_of_lanes_go_to_their_rows(device, copy):
+    """Rows of outputs and of the LSE lie further apart than their heads."""
+    lanes, heads, dim, each = 6, 3, 16, 2
+    lengths = torch.tensor([3, 0, 1, 9, 2, 0], dtype=torch.int32, device=device)
+    given_out = torch.randn(lanes, 1, heads, dim, device=device)
+    given_lse = torch.randn(lanes, heads, device=device)
+    wide = torch.full((3, 1, each * heads + 2, dim), -77.0, device=device)
+    wide_lse = torch.full((3, 1, each * heads + 2), -77.0, device=device)
+    out, lse = wide[:, :, : each * heads], wide_lse[:, :, : each * heads]
+    if not copy:
+        out.copy_(given_out.view(out.shape))
+    kernels.finish_kernel[(lanes, 1)](
+        *(given_out if copy else out, given_lse, lengths, out, lse, heads),
+        *(given_out.stride(0), given_out.stride(2), *given_lse.stride()),
+        *(out.stride(0), out.stride(2), lse.stride(0), lse.stride(2)),
+        COPY=copy,
+        LANES=each,
+        DIM=dim,
+        BLOCK_D=dim,
+        BLOCK_H=8,
+    )
+    want, log = reference.finish(given_out[:, 0], given_lse, lengths)
+    assert torch.equal(out, want.view(out.shape))
+    assert torch.equal(lse, log.view(lse.shape))
+    assert (wide[:, :, each * heads :] == -77).all()
+    assert (wide_lse[:, :, each * heads :] == -77).all()
 
 
 @given(st.integers(1, 9), st.integers(0, 9), st.integers(-12, 12))

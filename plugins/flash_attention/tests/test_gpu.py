@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from topkv.hooks.backend import BackendSetup
 from topkv.testing.backend_bench import expect
-from topkv.testing.backend_cases import AttendCase
+from topkv.testing.backend_cases import AttendCase, by_lane
 from topkv.testing.oracle import attention
 from topkv.testing.strategies import Geometry
 from topkv.testing.tolerance import assert_as_good
-from topkv.types import GroupShape, ModelShape
+from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flash_attention import backend as module
 from topkv_flash_attention import providers
 from topkv_flash_attention.backend import FlashAttention
@@ -33,7 +34,8 @@ def made(place, model, group, lanes):
     refusals = library.refusals(model, group, torch.cuda.get_device_capability())
     if refusals:
         pytest.skip("; ".join(refusals))
-    instance = FlashAttention(model, group, "triton", torch.device("cuda"), lanes)
+    setup = BackendSetup(model, group, torch.device("cuda"), lanes, model.group_size)
+    instance = FlashAttention(setup)
     instance.library = library
     return instance
 
@@ -150,7 +152,7 @@ def test_latent_decode_over_scattered_rows(place, heads, unit):
     out, lse = results(4, heads, 512)
     where = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     rows = stored.cuda()
-    instance.attend(q.cuda(), rows, rows, table.cuda(), where, out, lse)
+    instance.attend(q.cuda(), rows, rows, Tables(table.cuda(), where), out, lse)
     check_latent(q, stored, table, lengths, unit, out, lse)
 
 
@@ -169,7 +171,7 @@ def test_latent_replays_follow_lengths_and_tables(place):
     out, lse = results(4, 128, 512)
 
     def decode():
-        instance.attend(q, rows, rows, table, where, out, lse)
+        instance.attend(q, rows, rows, Tables(table, where), out, lse)
 
     decode()
     torch.cuda.synchronize()
@@ -196,8 +198,10 @@ def test_decode_never_waits(place, scope, unit):
     instance, model = grouped(place, geometry, 8 // geometry.lane_heads)
     inputs = AttendCase(geometry, ragged(unit, 8)).make()
     k, v = (each.cuda() for each in inputs.views())
-    out, lse = results(*inputs.q.shape[::2], geometry.dim)
-    what = (inputs.q.cuda(), k, v, inputs.table.cuda(), inputs.lengths.cuda(), out, lse)
+    batch, heads = 8 // geometry.lane_heads, 2 * geometry.group
+    out, lse = results(batch, heads, geometry.dim)
+    q = inputs.q.cuda().view(batch, 1, heads, geometry.dim)
+    what = (q, k, v, Tables(inputs.table.cuda(), inputs.lengths.cuda()), out, lse)
     instance.attend(*what)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -205,7 +209,27 @@ def test_decode_never_waits(place, scope, unit):
         instance.attend(*what)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    inputs.expected(model.scale).check(out[:, 0].cpu(), lse[:, 0].cpu())
+    got = (by_lane(each, geometry.lane_heads).cpu() for each in (out, lse))
+    inputs.expected(model.scale).check(*got)
+
+
+@EACH
+@pytest.mark.parametrize("scope", ["shared", "kv_head"])
+def test_outputs_whose_rows_lie_apart(place, scope):
+    """Those of a padded projection: nothing is written between rows."""
+    geometry = Geometry(2, 4, 128, 16, 1, scope, torch.bfloat16)
+    batch = 8 // geometry.lane_heads
+    instance, model = grouped(place, geometry, batch)
+    inputs = AttendCase(geometry, ragged(16, 8)).make()
+    k, v = (each.cuda() for each in inputs.views())
+    wide, lse = results(batch, 11, 128)
+    wide.fill_(-77)
+    out, lse = wide[:, :, :8], lse[:, :, :8]
+    q = inputs.q.cuda().view(batch, 1, 8, 128)
+    instance.attend(q, k, v, Tables(inputs.table.cuda(), inputs.lengths.cuda()), out, lse)
+    got = (by_lane(each, geometry.lane_heads).cpu() for each in (out, lse))
+    inputs.expected(model.scale).check(*got)
+    assert (wide[:, :, 8:] == -77).all()
 
 
 def prompt(place, kind, unit):
@@ -288,6 +312,7 @@ def test_the_first_that_serves_is_taken():
     library, tried = providers.choose(model, group, torch.cuda.get_device_capability())
     if library is None:
         pytest.skip("; ".join(tried))
-    instance = FlashAttention(model, group, "triton", torch.device("cuda"), 2)
+    setup = BackendSetup(model, group, torch.device("cuda"), 2, model.group_size)
+    instance = FlashAttention(setup)
     assert instance.library.name == library.name
     assert next(iter(LIBRARIES)) == list(providers.PLACES)[len(tried)]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from attrs import evolve
 
-from topkv.errors import CapabilityError
+from topkv.errors import CapabilityError, PluginError
+from topkv.hooks.backend import BackendSetup
 from topkv.plugins import registry
 from topkv.types import GroupShape, ModelShape
 from topkv_flash_attention import providers
@@ -18,17 +19,18 @@ LATENT = ModelShape(1, 128, 1, 576, torch.bfloat16, 576**-0.5, "mla", 512)
 NOTHING = not any(found.library for found in providers.look())
 
 
-def reasons(model=MODEL, impl="triton", group=GROUP):
+def reasons(model=MODEL, group=GROUP):
+    setup = BackendSetup(model, group, torch.device("cpu"), 2, model.group_size)
     with pytest.raises(CapabilityError) as caught:
-        FlashAttention(model, group, impl, torch.device("cpu"), 2)
+        FlashAttention(setup)
     return "\n".join(caught.value.reasons)
 
 
 def test_every_reason_at_once():
     model = evolve(MODEL, dtype=torch.float32)
     group = evolve(GROUP, residency="streamed", max_requests=2**16, buffer_slots=2**15)
-    said = reasons(model, "reference", group)
-    for words in ("'triton'", "CUDA device", "float32", "host memory", "int32 ids", "kv_format"):
+    said = reasons(model, group)
+    for words in ("CUDA device", "float32", "host memory", "int32 ids", "kv_format"):
         assert words in said
 
 
@@ -53,3 +55,9 @@ def test_the_entry_is_there_all_the_same():
     record = registry().get("backend", "flash_attention")
     assert record.problem is None
     assert registry().get("backend", "triton_attention").problem is None
+
+
+def test_there_is_no_reference():
+    setup = BackendSetup(MODEL, GROUP, torch.device("cpu"), 2, MODEL.group_size)
+    with pytest.raises(PluginError, match="offers triton, got reference"):
+        registry().create("backend", "flash_attention", setup, "reference")

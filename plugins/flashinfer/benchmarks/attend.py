@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 
+from topkv.hooks.backend import BackendSetup
 from topkv.ops.page_table import adapt_page_table
 from topkv.testing.backend_plans import StepInputs
 from topkv.testing.timing import graph_us
-from topkv.types import GroupShape, ModelShape
+from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flashinfer import plans, providers
 from topkv_flashinfer.backend import FlashInfer
 
@@ -56,18 +57,18 @@ def measure(batch: int, scope: str, unit: int) -> dict[str, object]:
         *(select, 2 * select, 2),
     )
     device = torch.device("cuda")
-    backend = FlashInfer(model, group, "triton", device, batch)
+    backend = FlashInfer(BackendSetup(model, group, device, batch, model.group_size))
     pool = torch.randn(
         *(lanes * group.slots, per_lane, 2, unit, DIM), device=device, dtype=torch.bfloat16
     )
     k, v = pool[:, :, 0], pool[:, :, 1]
     table = torch.empty(lanes, select + 1, dtype=torch.int32, device=device)
-    lengths = torch.empty(lanes, dtype=torch.int32, device=device)
-    q = torch.randn(lanes, 1, HEADS // lane_heads, DIM, device=device, dtype=torch.bfloat16)
+    tables = Tables(table, torch.empty(lanes, dtype=torch.int32, device=device))
+    q = torch.randn(batch, 1, HEADS, DIM, device=device, dtype=torch.bfloat16)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=device)
-    ours = partial(backend.attend, q, k, v, table, lengths, out, lse)
+    ours = partial(backend.attend, q, k, v, tables, out, lse)
     step = selected(group, batch)
-    call = (step.view, step.plan, table, lengths)
+    call = (step.view, step.plan, tables)
     table_us = graph_us(*[partial(adapt_page_table, *call, impl="triton")] * CALLS)
     ours()  # plans, so that the table is written where the library reads it from now on
     adapt = partial(backend.adapt_page_table, *call)
@@ -76,8 +77,12 @@ def measure(batch: int, scope: str, unit: int) -> dict[str, object]:
     def behind_table(attend: Callable[[], object]) -> float:
         return graph_us(*[attend] * CALLS, repeats=REPEATS, first=adapt)
 
-    wrapper, plan_ms = planned(q, k, table, TOKENS, model.scale)
-    library = partial(wrapper.run, q[:, 0], (k, v), out=out[:, 0], lse=lse[:, 0], return_lse=True)
+    heads = HEADS // lane_heads
+    queries, results = (each.view(lanes, heads, DIM) for each in (q, out))
+    wrapper, plan_ms = planned(queries, k, table, TOKENS, model.scale)
+    library = partial(
+        wrapper.run, queries, (k, v), out=results, lse=lse.view(lanes, heads), return_lse=True
+    )
     bare = behind_table(library)
     plain = behind_table(partial(library, enable_pdl=False))
     mine = behind_table(ours)
@@ -122,7 +127,7 @@ def planned(
         torch.cuda.synchronize()
         begin = time.perf_counter()
         wrapper.plan(
-            *(indptr, indices, last, q.shape[2], k.shape[1], DIM, unit),
+            *(indptr, indices, last, q.shape[1], k.shape[1], DIM, unit),
             q_data_type=q.dtype,
             kv_data_type=k.dtype,
             sm_scale=scale,

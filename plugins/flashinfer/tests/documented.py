@@ -11,6 +11,7 @@ import math
 
 import torch
 
+from topkv.hooks.backend import BackendSetup
 from topkv_flashinfer.backend import FlashInfer
 from topkv_flashinfer.providers import Library
 
@@ -222,7 +223,12 @@ MLA = Library(
 class Documented(FlashInfer):
     """The backend around the documented library, on the CPU."""
 
-    def __init__(self, model, group, impl, device, max_batch):
-        self.latent = model.attention == "mla"
-        library = MLA if self.latent else GQA
-        self._serve(library, model, group, torch.device(device), max_batch)
+    def __init__(self, setup):
+        self.latent = setup.model.attention == "mla"
+        self._serve(MLA if self.latent else GQA, setup)
+
+
+def documented(model, group, device, max_batch):
+    """The same by shapes."""
+    setup = BackendSetup(model, group, torch.device(device), max_batch, model.group_size)
+    return Documented(setup)

@@ -49,7 +49,7 @@ class TestFlashInfer(BackendTests):
 )
 def test_around_the_documented_library(test):
     stated = evolve(ENTRY.capabilities, tiers=("interpret",))
-    mine = evolve(ENTRY, factory="documented:Documented", capabilities=stated)
+    mine = evolve(ENTRY, factories={"triton": "documented:Documented"}, capabilities=stated)
     options = BackendOptions(
         units=(1, 2, 16), groups=(1, 3), dims=(64,), dtypes=("bfloat16", "float16")
     )

@@ -7,6 +7,7 @@ import os
 import numpy
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ if not CUDA:
 
 from topkv.testing.backend_plans import AdaptCase, StepInputs  # noqa: E402
 from topkv.testing.strategies import Geometry  # noqa: E402
-from topkv.types import GroupShape  # noqa: E402
+from topkv.types import GroupShape, Tables  # noqa: E402
 from topkv_flashinfer import kernels, latent, plans, prompts, reference  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -80,33 +81,27 @@ def small_step(device):
 def test_pages_are_copied_unless_they_were_written_along(device):
     pages = plans.Pages.empty(4, 3, torch.device(device))
     case, inputs = small_step(device)
-    table, lengths = ints([[TRASH] * 3] * 2), ints([-7, -7])
+    tables = Tables(ints([[TRASH] * 3] * 2), ints([-7, -7]))
 
     def spoil():
         pages.indices.fill_(4)
         pages.last.fill_(-7)
 
     def check():
-        case.check(table, lengths)
-        assert pages.indices.tolist() == [*table.flatten().tolist(), *[4] * 6]
-        assert pages.last.tolist() == [*(size - 2 for size in lengths.tolist()), -7, -7]
+        case.check(tables.table, tables.lengths)
+        assert pages.indices.tolist() == [*tables.table.flatten().tolist(), *[4] * 6]
+        assert pages.last.tolist() == [*(size - 2 for size in tables.lengths.tolist()), -7, -7]
 
     spoil()
-    pages.adapt(inputs.view, inputs.plan, table, lengths)
+    pages.adapt(inputs.view, inputs.plan, tables)
     check()
     spoil()
-    pages.take(table, lengths, 1)
+    pages.take(tables, 1)
     assert pages.indices.tolist() == [4] * 12, "a table that was written along is copied"
-    pages.take(table, lengths.clone(), 1)  # other lengths
+    pages.take(evolve(tables, attached=None), 1)  # as of a dense layer, and after a plan
     check()
     spoil()
-    pages.take(table, lengths, 1)  # overwritten since
-    check()
-    spoil()
-    pages.adapt(inputs.view, inputs.plan, table, lengths)
-    pages.adapted.forget()  # as after a plan
-    spoil()
-    pages.take(table, lengths, 1)
+    pages.take(evolve(tables, attached=plans.Pages.empty(4, 3, torch.device(device))), 1)
     check()
 
 
@@ -118,11 +113,11 @@ def test_a_table_that_does_not_fit_is_adapted_all_the_same(device):
         other = pages.fitting(lanes, width)
         assert (other.indices.numel(), other.last.numel()) == (lanes * width, lanes)
     case, inputs = small_step(device)
-    table, lengths = ints([[TRASH] * 3] * 2), ints([-7, -7])
-    pages.adapt(inputs.view, inputs.plan, table, lengths)
-    case.check(table, lengths)
+    tables = Tables(ints([[TRASH] * 3] * 2), ints([-7, -7]), attached=pages)  # of the last step
+    pages.adapt(inputs.view, inputs.plan, tables)
+    case.check(tables.table, tables.lengths)
     assert not pages.indices.any()
-    assert not pages.adapted.are(table, lengths)
+    assert tables.attached is None
 
 
 def planned(lanes, width, unit, limit, order):

@@ -6,11 +6,12 @@ import pytest
 import torch
 from attrs import evolve
 
+from topkv.hooks.backend import BackendSetup
 from topkv.testing.backend_bench import expect
-from topkv.testing.backend_cases import AttendCase
+from topkv.testing.backend_cases import AttendCase, by_lane
 from topkv.testing.backend_plans import AdaptCase, StepInputs
 from topkv.testing.strategies import Geometry
-from topkv.types import GroupShape, ModelShape
+from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flashinfer import providers
 from topkv_flashinfer.backend import FlashInfer
 
@@ -34,7 +35,8 @@ def backend(g, batch, width, residency="sparse"):
         *((0,), g.unit, g.lane_heads, g.kv_heads // g.lane_heads, g.dim, g.dtype, g.page_tokens),
         *(8, width, select, width, 2, residency),
     )
-    return FlashInfer(model, group, "triton", torch.device("cuda"), batch), model
+    setup = BackendSetup(model, group, torch.device("cuda"), batch, model.group_size)
+    return FlashInfer(setup), model
 
 
 def case(g, lengths, width, seed=0):
@@ -92,22 +94,24 @@ def test_replays_follow_lengths_and_tables(scope):
     shape = (slots, *first.pools[0].shape[1:])
     pool = torch.full(shape, torch.nan, dtype=g.dtype, device="cuda")
     k, v = first.views([pool])
-    q, table, lengths = (x.cuda() for x in (first.q, first.table, first.lengths))
+    lanes, table, lengths = (x.cuda() for x in (first.q, first.table, first.lengths))
+    q = lanes.view(8 // g.lane_heads, 1, -1, g.dim)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device="cuda")
 
     def run():
-        made.attend(q, k, v, table, lengths, out, lse)
+        made.attend(q, k, v, Tables(table, lengths), out, lse)
 
     def replay(inputs, step):
         pool.fill_(torch.nan)
         pool[: inputs.pools[0].shape[0]] = inputs.pools[0].cuda()
-        q.copy_(inputs.q)
+        lanes.copy_(inputs.q)
         table.copy_(inputs.table)
         lengths.copy_(inputs.lengths)
         out.fill_(torch.nan)
         lse.fill_(torch.nan)
         step()
-        inputs.expected(model.scale).check(out[:, 0].cpu(), lse[:, 0].cpu(), rounded_sums=True)
+        got = (by_lane(each, g.lane_heads).cpu() for each in (out, lse))
+        inputs.expected(model.scale).check(*got, rounded_sums=True)
 
     replay(first, run)
     torch.cuda.synchronize()
@@ -125,17 +129,18 @@ def test_an_adapted_table_is_attended_as_its_copy_is():
     case = AdaptCase(g, ((3, 900), (-1, 0), (0, 7), (5, 30)), (64, 0, 5, 64) * 2, 64, 65, 2, 8)
     inputs = StepInputs.empty(made._decode._group, 4, "cuda")
     k, v = torch.randn(2, 8 * 2 * 67, 1, 16, 128, device="cuda").bfloat16()
-    q = torch.randn(8, 1, 4, 128, device="cuda").bfloat16()
+    q = torch.randn(4, 1, 8, 128, device="cuda").bfloat16()
     table = torch.full((8, 65), -7, dtype=torch.int32, device="cuda")
-    lengths = torch.full((8,), -7, dtype=torch.int32, device="cuda")
+    tables = Tables(table, torch.full((8,), -7, dtype=torch.int32, device="cuda"))
     found = []
     for seed in (0, 0, 1, 1):
         evolve(case, seed=seed).fill(inputs)
-        made.adapt_page_table(inputs.view, inputs.plan, table, lengths)
+        made.adapt_page_table(inputs.view, inputs.plan, tables)
+        assert tables.attached is made._decode.pages
         out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan).cuda()
-        made.attend(q, k, v, table, lengths, out, lse)
+        made.attend(q, k, v, tables, out, lse)
         others = torch.full_like(q, torch.nan), torch.full_like(lse, torch.nan)
-        made.attend(q, k, v, table.clone(), lengths, *others)
+        made.attend(q, k, v, evolve(tables, attached=None), *others)
         assert torch.equal(out, others[0])
         assert torch.equal(lse, others[1])
         found.append(out)
@@ -154,7 +159,7 @@ def test_a_capture_must_not_be_the_first_to_see_a_batch():
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="2 lanes with page tables of 9 columns"):  # noqa: SIM117
         with torch.cuda.graph(graph):
-            made.attend(q, k, v, table, lengths, out, lse)
+            made.attend(q, k, v, Tables(table, lengths), out, lse)
 
 
 @pytest.mark.parametrize("selected", [True, False])

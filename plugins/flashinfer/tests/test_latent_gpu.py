@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from topkv.hooks.backend import BackendSetup
 from topkv.testing.backend_bench import expect
 from topkv.testing.oracle import attention
 from topkv.testing.tolerance import assert_as_good
-from topkv.types import GroupShape, ModelShape
+from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flashinfer import providers
 from topkv_flashinfer.backend import FlashInfer
 
@@ -29,7 +30,8 @@ def backend(heads, select, unit=1, lanes=4, dtype=torch.bfloat16):
     group = GroupShape(
         *((0,), unit, 1, 1, 576, dtype, 64, lanes, 4096, select, 2 * select, 32), planes=1
     )
-    return FlashInfer(model, group, "triton", torch.device("cuda"), lanes), group
+    setup = BackendSetup(model, group, torch.device("cuda"), lanes, heads)
+    return FlashInfer(setup), group
 
 
 def case(heads, group, lengths, seed=0):
@@ -79,8 +81,24 @@ def test_ragged_lanes_within_a_constant_plan(heads, unit):
         q, rows, table, lists = case(heads, group, lengths, seed)
         out, lse = poisoned(q)
         sizes = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-        made.attend(q.cuda(), rows.cuda(), rows.cuda(), table.cuda(), sizes, out, lse)
+        tables = Tables(table.cuda(), sizes)
+        made.attend(q.cuda(), rows.cuda(), rows.cuda(), tables, out, lse)
         check(q, lists, out, lse)
+
+
+def test_rows_that_lie_apart():
+    """Those of a fused projection; nothing is written between rows."""
+    made, group = backend(16, 512)
+    lengths = [512, 1, 0, 100]
+    q, rows, table, lists = case(16, group, lengths)
+    wide = torch.full((4, 1, 19, 576), torch.nan, dtype=q.dtype, device="cuda")
+    wide[:, :, :16] = q.cuda()
+    results = torch.full((4, 1, 19, 512), -77.0, dtype=q.dtype, device="cuda")
+    out, lse = results[:, :, :16], torch.full((4, 1, 16), torch.nan, device="cuda")
+    tables = Tables(table.cuda(), torch.tensor(lengths, dtype=torch.int32, device="cuda"))
+    made.attend(wide[:, :, :16], rows.cuda(), rows.cuda(), tables, out, lse)
+    check(q, lists, out, lse)
+    assert (results[:, :, 16:] == -77).all()
 
 
 @pytest.mark.parametrize("select", [40, 512])
@@ -92,7 +110,7 @@ def test_replays_follow_lengths_and_tables(select):
     out, lse = poisoned(q)
 
     def run():
-        made.attend(where[0], where[1], where[1], where[2], where[3], out, lse)
+        made.attend(where[0], where[1], where[1], Tables(where[2], where[3]), out, lse)
 
     run()
     torch.cuda.synchronize()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from documented import Documented
+from attrs import evolve
+from documented import documented
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topkv.testing.backend_plans import AdaptCase, StepInputs
 from topkv.testing.oracle import attention
 from topkv.testing.strategies import Geometry
-from topkv.types import GroupShape, ModelShape
+from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flashinfer import latent
 
 pytestmark = pytest.mark.skipif(
@@ -33,7 +34,7 @@ def rows_backend(heads, unit, select=3, lanes=4):
     group = GroupShape(
         *((0,), unit, 1, 1, 576, torch.float16, 64, lanes, 4096, select, 2 * select, 4), planes=1
     )
-    return Documented(model, group, "triton", torch.device("cpu"), lanes)
+    return documented(model, group, "cpu", lanes)
 
 
 @pytest.mark.parametrize("unit", [1, 4])
@@ -60,7 +61,7 @@ def test_latent_lanes_of_any_length_call_after_call(unit):
         out = torch.full((lanes, 1, 3, 512), torch.nan, dtype=torch.float16)
         lse = torch.full((lanes, 1, 3), torch.nan)
         sizes = torch.tensor(lengths, dtype=torch.int32)
-        made.attend(q, rows, rows, table, sizes, out, lse)
+        made.attend(q, rows, rows, Tables(table, sizes), out, lse)
         for lane, mine in enumerate(lists):
             if not len(mine):
                 assert (out[lane] == 0).all()
@@ -81,7 +82,7 @@ def test_prompts(attend, selected, keys):
     if attend == "mla":
         made, heads, kv_heads, dim, out_dim = rows_backend(3, 1), 3, 1, 576, 512
     else:
-        made = Documented(MODEL, GROUP, "triton", torch.device("cpu"), 2)
+        made = documented(MODEL, GROUP, "cpu", 2)
         heads, kv_heads, dim, out_dim = 4, 2, 64, 64
     q = torch.randn(9, heads, dim, generator=generator).half()
     k = torch.randn(keys, kv_heads, dim, generator=generator).half()
@@ -121,7 +122,7 @@ def test_an_adapted_table_is_attended_as_its_copy_is(latent_rows):
         )
         geometry, shape, out_dim = Geometry(1, 3, 576, 1, 1, "shared", group.dtype), (3, 576), 512
     else:
-        made, group = Documented(MODEL, GROUP, "triton", torch.device("cpu"), 4), GROUP
+        made, group = documented(MODEL, GROUP, "cpu", 4), GROUP
         geometry, shape, out_dim = Geometry(2, 2, 64, 4, 1, "shared", group.dtype), (4, 64), 64
     generator = torch.Generator().manual_seed(2)
     slots = group.max_requests * group.slots
@@ -138,48 +139,54 @@ def test_an_adapted_table_is_attended_as_its_copy_is(latent_rows):
         case.fill(inputs)
         table = torch.full((lanes, group.select + 1), -7, dtype=torch.int32)
         lengths = torch.full((lanes,), -7, dtype=torch.int32)
-        made.adapt_page_table(inputs.view, inputs.plan, table, lengths)
+        tables = Tables(table, lengths)
+        made.adapt_page_table(inputs.view, inputs.plan, tables)
         case.check(table, lengths)
+        assert tables.attached is not None
         q = torch.randn(lanes, 1, *shape, generator=generator).half()
         results = []
-        for each in (table, table.clone(), table):
+        for each in (tables, tables, Tables(table, lengths)):
             out = torch.full((lanes, 1, shape[0], out_dim), torch.nan).half()
             lse = torch.full((lanes, 1, shape[0]), torch.nan)
-            made.attend(q, k, v, each, lengths, out, lse)
+            made.attend(q, k, v, each, out, lse)
             results.append((out, lse))
         for out, lse in results:
-            assert torch.equal(out, results[1][0])
-            assert torch.equal(lse, results[1][1])
-        assert len({float(lse.sum()) for lse in results[1][1]}) == lanes, "lanes are alike"
+            assert torch.equal(out, results[2][0])
+            assert torch.equal(lse, results[2][1])
+        assert len({float(lse.sum()) for lse in results[2][1]}) == lanes, "lanes are alike"
 
 
-def test_results_may_lie_in_a_wider_tensor():
-    """An engine's output has rows at a stride of its own; the library writes contiguous ones."""
-    made = Documented(MODEL, GROUP, "triton", torch.device("cpu"), 3)
+@pytest.mark.parametrize("lane_heads", [1, 2])
+def test_rows_may_lie_apart(lane_heads):
+    """An engine's rows have a stride of their own; the library writes contiguous outputs."""
+    group = evolve(GROUP, lane_heads=lane_heads, heads_per_lane=2 // lane_heads)
+    made, lanes = documented(MODEL, group, "cpu", 3), 3 * lane_heads
     generator = torch.Generator().manual_seed(1)
-    pool = torch.randn(20, 2, 2, 4, 64, generator=generator).half()
-    q = torch.randn(3, 1, 4, 64, generator=generator).half()
-    table = torch.arange(15, dtype=torch.int32).view(3, 5)
-    lengths = torch.tensor([17, 0, 3], dtype=torch.int32)
+    pool = torch.randn(5 * lanes, 2 // lane_heads, 2, 4, 64, generator=generator).half()
+    queries = torch.randn(3, 1, 4, 64, generator=generator).half()
+    table = torch.arange(5 * lanes, dtype=torch.int32).view(lanes, 5)
+    tables = Tables(table, torch.tensor([17, 0, 3, 20, 1, 8][:lanes], dtype=torch.int32))
     results = []
-    for wide in (torch.full((3, 1, 4, 100), 9.0).half(), torch.full((3, 1, 4, 64), 9.0).half()):
-        out, lse = wide[..., :64], torch.full((3, 1, 4), torch.nan)
-        made.attend(q, pool[:, :, 0], pool[:, :, 1], table, lengths, out, lse)
+    for heads in (7, 4):
+        q = torch.full((3, 1, heads, 64), torch.nan).half()
+        q[:, :, :4], wide = queries, torch.full_like(q, 9.0)
+        out, lse = wide[:, :, :4], torch.full((3, 1, 4), torch.nan)
+        made.attend(q[:, :, :4], pool[:, :, 0], pool[:, :, 1], tables, out, lse)
         results.append((out.clone(), lse))
-        assert (wide[..., 64:] == 9).all()
+        assert (wide[:, :, 4:] == 9).all()
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
 
 
 def test_calls_beyond_the_workspace_are_refused():
-    made = Documented(MODEL, GROUP, "triton", torch.device("cpu"), 2)
+    made = documented(MODEL, GROUP, "cpu", 2)
     lanes = torch.zeros(3, 1, 4, 64).half()
     pool = torch.zeros(4, 2, 4, 64).half()
     table, lengths = torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
     with pytest.raises(ValueError, match="3 lanes, and the workspace holds 2"):
-        made.attend(lanes, pool, pool, table, lengths, lanes, torch.zeros(3, 1, 4))
+        made.attend(lanes, pool, pool, Tables(table, lengths), lanes, torch.zeros(3, 1, 4))
     with pytest.raises(ValueError, match="lse must be contiguous"):
         made.attend(
-            *(lanes[:2], pool, pool, table[:2], lengths[:2], lanes[:2]),
+            *(lanes[:2], pool, pool, Tables(table[:2], lengths[:2]), lanes[:2]),
             torch.zeros(4, 1, 2).transpose(0, 2)[:2],
         )

@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 
+from topkv.hooks.backend import BackendSetup
 from topkv.kv.rows import encode_fp8
 from topkv.ops.page_table import adapt_page_table
 from topkv.testing.backend_plans import StepInputs
 from topkv.testing.timing import graph_us
-from topkv.types import GroupShape, ModelShape
+from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flashmla.backend import FlashMLA
 from topkv_flashmla.support import LATENT, PAGE
 
@@ -48,17 +49,17 @@ def cell(
     library: Any,
     adapt: Callable[[], object] | None = None,
 ) -> dict[str, object]:
-    """Time ``attend`` on ``(q, rows, table, lengths)`` and the library on the same."""
-    q, rows, table, lengths = inputs
+    """Time ``attend`` on ``(q, rows, tables)`` and the library on the same."""
+    q, rows, tables = inputs
     batch, _, heads, _ = q.shape
     out = q.new_empty(batch, 1, heads, 512)
     lse = torch.empty(batch, 1, heads, device=q.device)
-    attend = partial(backend.attend, q, rows, rows, table, lengths, out, lse)
+    attend = partial(backend.attend, q, rows, rows, tables, out, lse)
     bare = graph_us(*[library] * CALLS, repeats=REPEATS, first=adapt)
     ours = graph_us(*[attend] * CALLS, repeats=REPEATS, first=adapt)
     result = q.new_empty(batch, 1, backend.heads, 512)
     log = torch.zeros(batch, backend.heads, device=q.device)
-    finish = partial(backend.finish, result, log, lengths, out, lse)
+    finish = partial(backend.finish, result, log, tables.lengths, out, lse)
     flops = 2 * heads * SELECT * (576 + 512) * batch
     return {
         "layers": layers,
@@ -93,13 +94,13 @@ def measure(batch: int, heads: int, kv_format: str) -> dict[str, object]:
         *((0,), 1, 1, 1, dim, dtype, 64, batch, 131072, SELECT, SLOTS, 32), planes=1
     )
     device = torch.device("cuda")
-    backend = FlashMLA(model, group, "triton", device, batch)
+    backend = FlashMLA(BackendSetup(model, group, device, batch, heads))
     rows = torch.randn(batch * group.slots, 1, 1, 576, device=device, dtype=torch.bfloat16)
     rows = encode_fp8(rows) if fp8 else rows
     table = torch.empty(batch, SELECT, dtype=torch.int32, device=device)
-    lengths = torch.empty(batch, dtype=torch.int32, device=device)
+    tables = Tables(table, torch.empty(batch, dtype=torch.int32, device=device))
     step = selected(group, batch)
-    call = (step.view, step.plan, table, lengths)
+    call = (step.view, step.plan, tables)
     table_us = graph_us(*[partial(adapt_page_table, *call, impl="triton")] * CALLS)
     adapt = partial(backend.adapt_page_table, *call)
     adapt_us = graph_us(*[adapt] * CALLS)
@@ -118,7 +119,7 @@ def measure(batch: int, heads: int, kv_format: str) -> dict[str, object]:
         )
     else:
         library = partial(backend.provider.sparse, q[:, 0], flat, indices, model.scale, **options)
-    found = cell(backend, "sparse", kv_format, (q, rows, table, lengths), library, adapt)
+    found = cell(backend, "sparse", kv_format, (q, rows, tables), library, adapt)
     return found | {"table_us": round(table_us, 2), "adapt_us": round(adapt_us, 2)}
 
 
@@ -130,7 +131,7 @@ def measure_pages(batch: int, heads: int) -> dict[str, object]:
         residency="resident",
         planes=1,
     )
-    backend = FlashMLA(model, group, "triton", device, batch)
+    backend = FlashMLA(BackendSetup(model, group, device, batch, heads))
     used = SELECT // PAGE
     rows = torch.randn(1 + batch * used, 1, PAGE, 576, device=device, dtype=torch.bfloat16)
     table = torch.zeros(batch, group.max_units, dtype=torch.int32, device=device)
@@ -151,7 +152,7 @@ def measure_pages(batch: int, heads: int) -> dict[str, object]:
     tokens = torch.arange(PAGE, PAGE + batch * SELECT, dtype=torch.int32, device=device)
     indices, flat = tokens.view(batch, 1, SELECT), rows.view(-1, 1, 576)
     listed = partial(provider.sparse, q[:, 0], flat, indices, model.scale, **provider.options)
-    found = cell(backend, "resident", "model", (q, rows, table, lengths), library)
+    found = cell(backend, "resident", "model", (q, rows, Tables(table, lengths)), library)
     found["listed_us"] = round(graph_us(*[listed] * CALLS, repeats=REPEATS), 2)
     return found
 

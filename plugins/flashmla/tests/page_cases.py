@@ -8,6 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from topkv.hooks.backend import BackendSetup
 from topkv.testing.oracle import attention
 from topkv.testing.tolerance import assert_as_good
 from topkv.types import GroupShape, ModelShape
@@ -27,6 +28,11 @@ def shapes(
         *((0,), page, 1, 1, dim, dtype, page, lanes, 32768 // page, 0, 0, 0, residency), planes=1
     )
     return model, group
+
+
+def setup_of(heads: int, lanes: int, device: str) -> BackendSetup:
+    """What a backend for resident layers is made with."""
+    return BackendSetup(*shapes(heads, lanes), torch.device(device), lanes, heads)
 
 
 @frozen(eq=False)
@@ -71,6 +77,7 @@ class PageCase:
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, pages, table and lengths."""
         return self.q, self.pool, self.table, self.lengths
 
     def results(self, device: str) -> tuple[Tensor, Tensor]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import evolve
 
+from topkv.hooks.backend import BackendSetup
 from topkv.kv.rows import decode_fp8, encode_fp8
 from topkv.testing.backend_plans import StepInputs
 from topkv.testing.oracle import attention
 from topkv.testing.tolerance import assert_as_good
-from topkv.types import GroupShape, ModelShape
+from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flashmla import providers
 
 pytestmark = [
@@ -31,7 +33,7 @@ def backend(heads, kv_format, select, unit=1, lanes=4):
     group = GroupShape(
         *((0,), unit, 1, 1, dim, dtype, 64, lanes, 4096, select, 2 * select, 32), planes=1
     )
-    return FlashMLA(model, group, "triton", torch.device("cuda"), lanes), group
+    return FlashMLA(BackendSetup(model, group, torch.device("cuda"), lanes, heads)), group
 
 
 def case(heads, kv_format, group, lengths, seed=0):
@@ -54,7 +56,7 @@ def case(heads, kv_format, group, lengths, seed=0):
 
 
 def run(made, q, stored, table, lengths, out, lse):
-    made.attend(q, stored, stored, table, lengths, out, lse)
+    made.attend(q, stored, stored, Tables(table, lengths), out, lse)
 
 
 def poisoned(lanes, heads):
@@ -95,6 +97,25 @@ def test_decode_over_scattered_rows(kv_format, heads, unit):
         *(torch.tensor(lengths, dtype=torch.int32, device="cuda"), out, lse),
     )
     check(q, true, table, lengths, unit, out, lse)
+
+
+@pytest.mark.parametrize("kv_format", ["fp8", "model"])
+@pytest.mark.parametrize("heads", [128, 16])
+def test_rows_that_lie_apart(kv_format, heads):
+    """Those of a fused projection; nothing is written between rows."""
+    made, group = backend(heads, kv_format, 512)
+    lengths = [512, 1, 0, 100]
+    q, stored, true, table = case(heads, kv_format, group, lengths)
+    wide = torch.full((4, 1, heads + 3, 576), torch.nan, dtype=q.dtype, device="cuda")
+    wide[:, :, :heads] = q.cuda()
+    results = torch.full((4, 1, heads + 3, 512), -77.0, dtype=q.dtype, device="cuda")
+    out, lse = results[:, :, :heads], poisoned(4, heads)[1]
+    run(
+        *(made, wide[:, :, :heads], stored.cuda(), table.cuda()),
+        *(torch.tensor(lengths, dtype=torch.int32, device="cuda"), out, lse),
+    )
+    check(q, true, table, lengths, 1, out, lse)
+    assert (results[:, :, heads:] == -77).all()
 
 
 @pytest.mark.parametrize("kv_format", ["fp8", "model"])
@@ -184,14 +205,15 @@ def test_a_graph_without_its_adapt_copies_the_table(kv_format):
     mine, others = poisoned(4, 64), poisoned(4, 64)
     for _ in range(2):
         inputs.plan.slots.copy_(torch.stack([torch.randperm(192)[:96] for _ in range(4)]))
-        tables.append(torch.full((4, 97), -7, dtype=torch.int32, device="cuda"))
-        lengths = torch.full((4,), -7, dtype=torch.int32, device="cuda")
-        made.adapt_page_table(inputs.view, inputs.plan, tables[-1], lengths)
+        table = torch.full((4, 97), -7, dtype=torch.int32, device="cuda")
+        tables.append(Tables(table, torch.full((4,), -7, dtype=torch.int32, device="cuda")))
+        made.adapt_page_table(inputs.view, inputs.plan, tables[-1])
         if len(tables) == 1:
-            made.attend(q, stored, stored, tables[0], lengths, *others)
-            graph, given = torch.cuda.CUDAGraph(), lengths
+            made.attend(q, stored, stored, tables[0], *others)
+            bare = evolve(tables[0], attached=None)
+            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                made.attend(q, stored, stored, tables[0], given, *mine)
+                made.attend(q, stored, stored, bare, *mine)
     graph.replay()
     for got, expected in zip(mine, others, strict=True):
         assert torch.equal(got, expected)
@@ -215,10 +237,11 @@ def test_an_adapted_table_is_attended_as_its_copy_is(kv_format, tail):
         inputs.plan.slots.copy_(torch.stack([torch.randperm(group.slots)[:96] for _ in range(4)]))
         inputs.plan.count.copy_(torch.tensor([96, 5, 6, 40]) - seed)
         table = torch.full((4, 96 + tail), -7, dtype=torch.int32, device="cuda")
-        lengths = torch.full((4,), -7, dtype=torch.int32, device="cuda")
-        made.adapt_page_table(inputs.view, inputs.plan, table, lengths)
+        tables = Tables(table, torch.full((4,), -7, dtype=torch.int32, device="cuda"))
+        made.adapt_page_table(inputs.view, inputs.plan, tables)
+        assert tables.attached is not None
         mine, others = poisoned(4, 128), poisoned(4, 128)
-        made.attend(q, stored, stored, table, lengths, *mine)
-        made.attend(q, stored, stored, table.clone(), lengths, *others)
+        made.attend(q, stored, stored, tables, *mine)
+        made.attend(q, stored, stored, evolve(tables, attached=None), *others)
         for got, expected in zip(mine, others, strict=True):
             assert torch.equal(got, expected)

@@ -15,8 +15,9 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from plugins.flashmla.tests.page_cases import PageCase, shapes  # noqa: E402
+from plugins.flashmla.tests.page_cases import PageCase, setup_of, shapes  # noqa: E402
 from topkv.testing.oracle import attention  # noqa: E402
+from topkv.types import Tables  # noqa: E402
 from topkv_flashmla import backend, providers  # noqa: E402
 from topkv_flashmla.support import attends_by_pages  # noqa: E402
 
@@ -59,7 +60,8 @@ def dense_decode(
     assert (queries, dim, value_dim) == (1, 576, 512)
     assert cache.shape[1:] == (64, 1, 576)
     assert cache.dtype is q.dtype is torch.bfloat16
-    assert cache.stride(-1) == q.stride(-1) == table.stride(-1) == 1
+    assert q.is_contiguous()
+    assert cache.stride(-1) == table.stride(-1) == 1
     assert table.dtype is lengths.dtype is torch.int32
     assert table.shape[0] == lanes
     assert lengths.shape == (lanes,)
@@ -90,7 +92,7 @@ def made(monkeypatch):
     monkeypatch.setattr(backend, "refusals", lambda *_: [])
 
     def make(heads, lanes):
-        return backend.FlashMLA(*shapes(heads, lanes), "triton", torch.device(DEVICE), lanes)
+        return backend.FlashMLA(setup_of(heads, lanes, DEVICE))
 
     return make
 
@@ -104,8 +106,22 @@ def test_what_the_library_is_handed(made, device, heads):
         case = PageCase.make(heads, lengths, width=5, pages=9, seed=seed)
         q, pool, table, counts = (x.to(device) for x in case.inputs)
         out, lse = case.results(device)
-        serves.attend(q, pool, pool, table, counts, out, lse)
+        serves.attend(q, pool, pool, Tables(table, counts), out, lse)
         case.check(out, lse)
+
+
+@ON
+def test_rows_that_lie_apart(made, device):
+    """Those of a fused projection. The library gets contiguous ones."""
+    case = PageCase.make(3, (64, 0, 65), width=5, pages=9)
+    q, pool, table, counts = (x.to(device) for x in case.inputs)
+    wide = torch.full((3, 1, 5, 576), torch.nan, dtype=q.dtype, device=device)
+    wide[:, :, :3] = q
+    results = torch.full((3, 1, 5, 512), -77.0, dtype=q.dtype, device=device)
+    out, lse = results[:, :, :3], case.results(device)[1]
+    made(3, 3).attend(wide[:, :, :3], pool, pool, Tables(table, counts), out, lse)
+    case.check(out, lse)
+    assert (results[:, :, 3:] == -77).all()
 
 
 @ON
@@ -122,4 +138,4 @@ def test_lanes_beyond_the_batch_are_refused(made, device):
     case = PageCase.make(16, (1, 1, 1), width=2, pages=4)
     q, pool, table, counts = (x.to(device) for x in case.inputs)
     with pytest.raises(ValueError, match=r"3 lanes.*made for 2.*max_requests"):
-        serves.attend(q, pool, pool, table, counts, *case.results(device))
+        serves.attend(q, pool, pool, Tables(table, counts), *case.results(device))

@@ -6,7 +6,8 @@ import pytest
 import torch
 from attrs import evolve
 
-from plugins.flashmla.tests.page_cases import DIM, PAGE, PageCase, shapes
+from plugins.flashmla.tests.page_cases import DIM, PAGE, PageCase, setup_of
+from topkv.types import Tables
 from topkv_flashmla import providers
 
 pytestmark = [
@@ -23,7 +24,7 @@ RAGGED = (0, 1, 63, 64, 65, 700, 0, 4097)
 def backend(heads, lanes):
     from topkv_flashmla.backend import FlashMLA
 
-    made = FlashMLA(*shapes(heads, lanes), "triton", torch.device("cuda"), lanes)
+    made = FlashMLA(setup_of(heads, lanes, "cuda"))
     assert made.by_pages
     return made
 
@@ -34,7 +35,7 @@ def attend(case, made=None, pool=None):
     q, pages, table, lengths = (x.cuda() for x in case.inputs)
     pages = pages if pool is None else pool
     out, lse = case.results("cuda")
-    made.attend(q, pages, pages, table, lengths, out, lse)
+    made.attend(q, pages, pages, Tables(table, lengths), out, lse)
     case.check(out, lse)
 
 
@@ -90,10 +91,10 @@ def test_replays_follow_lengths_and_tables(heads):
     where = [x.cuda() for x in cases[0].inputs]
     q, pool, table, lengths = where
     out, lse = cases[0].results("cuda")
-    made.attend(q, pool, pool, table, lengths, out, lse)
+    made.attend(q, pool, pool, Tables(table, lengths), out, lse)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made.attend(q, pool, pool, table, lengths, out, lse)
+        made.attend(q, pool, pool, Tables(table, lengths), out, lse)
     for case in cases:
         for target, values in zip(where, case.inputs, strict=True):
             target.copy_(values)
@@ -112,7 +113,7 @@ def test_layers_of_one_graph():
 
     def forward():
         for (q, pool, table, counts), (out, lse) in layers:
-            made.attend(q, pool, pool, table, counts, out, lse)
+            made.attend(q, pool, pool, Tables(table, counts), out, lse)
 
     forward()
     graph = torch.cuda.CUDAGraph()

@@ -29,6 +29,7 @@ from triton.runtime.errors import OutOfResources
 
 from topkv.kv.rows import ROW, encode_fp8
 from topkv.testing.timing import graph_us
+from topkv.types import Tables
 from topkv_triton_attention.mla_launch import LatentDecoder, LatentLaunch
 from topkv_triton_attention.mla_reference import LatentShape
 
@@ -67,12 +68,11 @@ class Cell:
 
 @frozen
 class Inputs:
-    """One call: q ``[B, 1, H, 576]``, rows ``[slots, 1, 1, row]``, table int32 ``[B, tokens]``."""
+    """One call: q ``[B, 1, H, 576]``, rows ``[slots, 1, 1, row]``, tables of ``[B, tokens]``."""
 
     q: Tensor
     rows: Tensor
-    table: Tensor
-    lengths: Tensor
+    tables: Tables
     out: Tensor
     lse: Tensor
 
@@ -94,13 +94,14 @@ def inputs(cell: Cell) -> list[Inputs]:
     requests = sets * cell.batch
     pool = buffer(cell, requests * SLOTS)
     order = torch.rand(requests, SLOTS, device="cuda").argsort(1)[:, : cell.tokens]
-    tables = order + SLOTS * torch.arange(requests, device="cuda")[:, None]
+    listed = order + SLOTS * torch.arange(requests, device="cuda")[:, None]
     lengths = torch.full((cell.batch,), cell.tokens, dtype=torch.int32, device="cuda")
     made = []
-    for table in tables.int().split(cell.batch):
+    for table in listed.int().split(cell.batch):
         q = torch.randn(cell.batch, 1, cell.heads, LATENT + ROPE, device="cuda").bfloat16()
         lse = torch.empty(q.shape[:3], device="cuda")
-        made.append(Inputs(q, pool, table.contiguous(), lengths, q[..., :LATENT].clone(), lse))
+        tables = Tables(table.contiguous(), lengths)
+        made.append(Inputs(q, pool, tables, q[..., :LATENT].clone(), lse))
     return made
 
 
@@ -115,10 +116,7 @@ def decoder(
 
 
 def attend_us(decode: LatentDecoder, sets: list[Inputs], replays: int) -> float:
-    calls = (
-        partial(decode.attend, s.q, s.rows, s.rows, s.table, s.lengths, s.out, s.lse)
-        for s in sets
-    )  # fmt: skip
+    calls = (partial(decode.attend, s.q, s.rows, s.rows, s.tables, s.out, s.lse) for s in sets)
     return graph_us(*calls, repeats=replays)
 
 
@@ -145,7 +143,7 @@ def library(cell: Cell, each: Inputs) -> Callable[[], object] | None:
         tile_scheduler_metadata=schedule,
         softmax_scale=SCALE,
         is_fp8_kvcache=True,
-        indices=each.table[:, None],
+        indices=each.tables.table[:, None],
         **options,
     )
 

@@ -12,8 +12,11 @@ import torch
 from attrs import define, field, frozen
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import pad
 
+from plugins.triton_attention.tests.making import made
 from topkv.testing.backend_bench import (
+    SENTINEL,
     Expected,
     Guarded,
     assert_unchanged,
@@ -22,7 +25,7 @@ from topkv.testing.backend_bench import (
     result,
 )
 from topkv.testing.strategies import INT32, lengths, seeds
-from topkv.types import GroupShape, ModelShape
+from topkv.types import GroupShape, ModelShape, Tables
 from topkv_triton_attention.backend import TritonAttention
 
 CODES, SCALES, ROPES, ROW = 512, 4, 64, 656
@@ -84,24 +87,31 @@ class LatentInputs:
         return joined([expect(q, rows, rows[..., :latent], scale) for q, rows in lanes])
 
     def attend(self, backend: Any, device: Any, latent: int) -> tuple[Tensor, Tensor]:
-        """Call ``attend`` between guards; out ``[N, H, latent]`` and lse ``[N, H]``."""
-        pool = self.pool.to(device)
-        q = Guarded.of(self.q, math.nan, device)
+        """Call ``attend`` between guards; out ``[N, H, latent]`` and lse ``[N, H]``.
+
+        Rows of q and out lie further apart than their heads: 3 heads of NaN, and of ``SENTINEL``.
+        """
+        pool, heads = self.pool.to(device), self.q.shape[2]
+        q = Guarded.of(pad(self.q, (0, 0, 0, 3), value=math.nan), math.nan, device)
         # A lane too many would look like one of length 1.
         table, sizes = Guarded.of(self.table, 0, device), Guarded.of(self.lengths, 1, device)
-        out = result((*self.q.shape[:3], latent), self.q.dtype, device)
+        shape = (*self.q.shape[:2], heads + 3, latent)
+        out = result(shape, self.q.dtype, device)
+        out.body[:, :, heads:] = SENTINEL
         lse = result(self.q.shape[:3], torch.float32, device)
         rows = pool[:, 1:2]
         owned = {"q": q.whole, "rows": pool, "table": table.whole, "lengths": sizes.whole}
         assert_unchanged(
             lambda: backend.attend(
-                q.body, rows, rows, table.body, sizes.body, out.body, lse.body
+                q.body[:, :, :heads],
+                *(rows, rows, Tables(table.body, sizes.body), out.body[:, :, :heads], lse.body),
             ),
             owned,
-        )  # fmt: skip
+        )
         out.assert_intact("out")
         lse.assert_intact("lse")
-        return out.body[:, 0].cpu(), lse.body[:, 0].cpu()
+        assert bool((out.body[:, :, heads:] == SENTINEL).all()), "wrote between rows of out"
+        return out.body[:, 0, :heads].cpu(), lse.body[:, 0].cpu()
 
 
 @frozen
@@ -173,7 +183,7 @@ class LatentCase:
         return LatentInputs(q.to(self.dtype), pool, table, sizes, listed)
 
     def backend(self, impl: str, device: Any, max_batch: int | None = None) -> TritonAttention:
-        return TritonAttention(*self.shapes, impl, device, max_batch or len(self.lengths))
+        return made(*self.shapes, impl, device, max_batch or len(self.lengths))
 
     def check(self, backend: Any, device: Any, inputs: LatentInputs | None = None) -> None:
         """Attend and compare with the oracle."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from topkv.types import GroupShape, LayerView, ModelShape, Plan, StepTensors
-from topkv_triton_attention.backend import TritonAttention
+from plugins.triton_attention.tests.making import made
+from topkv.types import GroupShape, LayerView, ModelShape, Plan, StepTensors, Tables
 
 CUDA = torch.cuda.is_available()
 TARGETS = [("reference", "cpu"), ("triton", "cuda" if CUDA else "cpu")]
@@ -22,10 +22,11 @@ def int32(values, device):
 def test_refuses_a_table_of_another_width(impl, device):
     group = GroupShape((0,), 1, 1, 1, 64, torch.float16, 1, 1, 9, 4, 4, 1)
     model = ModelShape(1, 1, 1, 64, torch.float16, 1.0)
-    backend = TritonAttention(model, group, impl, torch.device(device), 1)
+    backend = made(model, group, impl, torch.device(device), 1)
     empty = torch.empty(0)
     step = StepTensors(int32([0], device), int32([1], device), empty, empty, empty, empty)
     plan = Plan(int32([[0, 1, 2, 3]], device), int32([4], device), empty, empty, empty)
     view = LayerView(0, 0, group, step, empty, empty)
+    tables = Tables(int32([[0] * 6], device), int32([0], device))
     with pytest.raises(ValueError, match="K or K \\+ 1"):
-        backend.adapt_page_table(view, plan, int32([[0] * 6], device), int32([0], device))
+        backend.adapt_page_table(view, plan, tables)

@@ -16,6 +16,7 @@ from topkv.testing.backend_cases import AttendCase
 from topkv.testing.kit import subject_of
 from topkv.testing.strategies import Geometry
 from topkv.testing.tiers import CUDA, Tier, tier
+from topkv.types import Tables
 from topkv_triton_attention import reference
 
 KERNELS = tier("gpu" if CUDA else "interpret")
@@ -56,16 +57,16 @@ def test_refuses_what_it_does_not_offer(where):
     geometry = Geometry(1, 1, 64, 1, 1, "shared", torch.float32)
     backend, _, _ = make_backend(subject(where), geometry, 2)
     inputs = AttendCase(geometry, (3, 2)).make()
-    q = inputs.q
-    inputs.q = q.expand(2, 2, 1, 64)
-    with pytest.raises(CapabilityError, match="one query per lane"):
-        inputs.attend(backend, where.device)
-    inputs.q = q.half()
-    with pytest.raises(CapabilityError, match="share a dtype"):
-        inputs.attend(backend, where.device)
-    inputs.q = q.expand(2, 1, 1, 64).repeat(2, 1, 1, 1)
-    with pytest.raises(ValueError, match="max_batch"):
-        inputs.attend(backend, where.device)
+    k, v = (each.to(where.device) for each in inputs.views())
+    tables = Tables(inputs.table.to(where.device), inputs.lengths.to(where.device))
+    q = inputs.q.to(where.device)
+    for wrong, error, reason in (
+        (q.expand(-1, 2, -1, -1), CapabilityError, "one query per row"),
+        (q.half(), CapabilityError, "share a dtype"),
+        (q.repeat(2, 1, 1, 1), ValueError, "max_batch"),
+    ):
+        with pytest.raises(error, match=reason):
+            backend.attend(wrong, k, v, tables, torch.empty_like(wrong), wrong[..., 0].float())
 
 
 @settings(deadline=None, max_examples=200)

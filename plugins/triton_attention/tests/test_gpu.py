@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from topkv.types import GroupShape, LayerView, ModelShape, Plan, StepTensors
-from topkv_triton_attention.backend import TritonAttention
+from plugins.triton_attention.tests.making import made
+from topkv.types import GroupShape, LayerView, ModelShape, Plan, StepTensors, Tables
 
 pytestmark = pytest.mark.gpu
 
@@ -20,16 +20,14 @@ def backends(lane_heads, batch, select, requests=None):
         requests or batch, 10**4, select, select, 2,
     )  # fmt: skip
     device = torch.device("cuda")
-    return group, *(
-        TritonAttention(model, group, impl, device, batch) for impl in ("triton", "reference")
-    )
+    return group, *(made(model, group, impl, device, batch) for impl in ("triton", "reference"))
 
 
 def compare(triton, reference, q, k, v, table, lengths):
     results = []
     for backend in (triton, reference):
         out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan).cuda()
-        backend.attend(q, k, v, table, lengths, out, lse)
+        backend.attend(q, k, v, Tables(table, lengths), out, lse)
         results.append((out.float(), lse))
     (out, lse), (want, want_lse) = results
     eps = torch.finfo(torch.bfloat16).eps
@@ -54,13 +52,14 @@ def test_graph_replay_follows_its_inputs(lane_heads):
     step = StepTensors(ints(batch), ints(batch), empty, empty, empty, empty)
     plan = Plan(ints(lanes, select), ints(lanes), empty, empty, empty)
     view = LayerView(0, 0, group, step, empty, empty)
-    table, lengths = ints(lanes, select + 1), ints(lanes)
-    q = torch.randn(lanes, 1, HEADS // lane_heads, DIM, device="cuda").bfloat16()
+    tables = Tables(ints(lanes, select + 1), ints(lanes))
+    # Rows lie further apart than their heads, as those of a fused projection do.
+    q = torch.randn(batch, 1, HEADS + 2 * KV_HEADS, DIM, device="cuda").bfloat16()[:, :, :HEADS]
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device="cuda")
 
     def decode(backend):
-        backend.adapt_page_table(view, plan, table, lengths)
-        backend.attend(q, k, v, table, lengths, out, lse)
+        backend.adapt_page_table(view, plan, tables)
+        backend.attend(q, k, v, tables, out, lse)
 
     decode(triton)
     torch.cuda.synchronize()
@@ -90,7 +89,7 @@ def test_addresses_beyond_2_31_elements():
     assert pool.numel() > 2**31
     table = (slots - 1 - torch.randperm(4000)[: KV_HEADS * 65]).view(KV_HEADS, 65).int().cuda()
     pool[table.long()] = torch.randn(KV_HEADS, 65, 1, 2, UNIT, DIM, device="cuda").bfloat16()
-    q = torch.randn(KV_HEADS, 1, HEADS // KV_HEADS, DIM, device="cuda").bfloat16()
+    q = torch.randn(1, 1, HEADS, DIM, device="cuda").bfloat16()
     lengths = torch.full((KV_HEADS,), 64 * UNIT + 3, dtype=torch.int32, device="cuda")
     compare(triton, reference, q, pool[:, :, 0], pool[:, :, 1], table, lengths)
 

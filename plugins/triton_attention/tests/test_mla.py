@@ -17,12 +17,12 @@ from plugins.triton_attention.tests.latent_cases import (
     latent_cases,
     unpack,
 )
+from plugins.triton_attention.tests.making import made
 from topkv.errors import CapabilityError
 from topkv.kv.rows import encode_fp8
 from topkv.testing.kit import examples
 from topkv.testing.tiers import CUDA, Tier, tier
 from topkv_triton_attention import reference
-from topkv_triton_attention.backend import TritonAttention
 from topkv_triton_attention.mla_reference import LatentShape
 
 KERNELS = tier("gpu" if CUDA else "interpret")
@@ -173,7 +173,7 @@ def test_refuses_what_it_does_not_offer(where, case):
     good = case.make()
     two, many = good.q.expand(-1, 2, -1, -1), good.q.repeat(2, 1, 1, 1)
     for changed, error, reason in (
-        ({"q": two}, CapabilityError, "one query per lane"),
+        ({"q": two}, CapabilityError, "one query per row"),
         ({"pool": good.pool.double()}, CapabilityError, r"uint8|share a dtype"),
         ({"q": many}, ValueError, "max_batch"),
     ):
@@ -197,12 +197,7 @@ def test_refuses_what_it_does_not_offer(where, case):
 )
 def test_refuses_with_the_reason(case, model, group, reason):
     shapes = case.shapes
+    changed = evolve(shapes[0], **model), evolve(shapes[1], **group)
     with pytest.raises(CapabilityError, match=reason) as caught:
-        TritonAttention(
-            evolve(shapes[0], **model),
-            evolve(shapes[1], **group),
-            "reference",
-            torch.device("cpu"),
-            1,
-        )
+        made(*changed, "reference", torch.device("cpu"), 1)
     assert len(caught.value.reasons) == 1

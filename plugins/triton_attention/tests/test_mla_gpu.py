@@ -10,6 +10,7 @@ from attrs import evolve
 
 from plugins.triton_attention.tests.latent_cases import LatentCase
 from topkv.testing.backend_bench import expect
+from topkv.types import Tables
 
 pytestmark = pytest.mark.gpu
 
@@ -51,7 +52,8 @@ def test_addresses_beyond_2_31_bytes_and_elements(case):
     out = torch.full((2, 1, 16, 512), math.nan, dtype=torch.bfloat16, device=CUDA)
     lse = torch.full((2, 1, 16), math.nan, device=CUDA)
     q, lengths = inputs.q.to(CUDA), inputs.lengths.to(CUDA)
-    case.backend("triton", CUDA).attend(q, wide, wide, table, lengths, out, lse)
+    tables = Tables(table, lengths)
+    case.backend("triton", CUDA).attend(q, wide, wide, tables, out, lse)
     expected = inputs.expected(case.shapes[0].scale, 512)
     expected.check(out[:, 0].cpu(), lse[:, 0].cpu())
 
@@ -69,7 +71,7 @@ def test_graph_replay_follows_its_inputs(case):
     lse = torch.full((3, 1, 128), math.nan, device=CUDA)
 
     def decode():
-        backend.attend(q, rows, rows, table, lengths, out, lse)
+        backend.attend(q, rows, rows, Tables(table, lengths), out, lse)
 
     decode()
     torch.cuda.synchronize()
@@ -105,7 +107,7 @@ def test_reads_pinned_host_memory_in_place(case, impl):
     out = torch.full((2, 1, 16, 512), math.nan, dtype=torch.bfloat16, device=CUDA)
     lse = torch.full((2, 1, 16), math.nan, device=CUDA)
     q, table, lengths = (each.to(CUDA) for each in (inputs.q, inputs.table, inputs.lengths))
-    case.backend(impl, CUDA).attend(q, rows, rows, table, lengths, out, lse)
+    case.backend(impl, CUDA).attend(q, rows, rows, Tables(table, lengths), out, lse)
     torch.cuda.synchronize()
     expected = inputs.expected(case.shapes[0].scale, 512)
     expected.check(out[:, 0].cpu(), lse[:, 0].cpu())

@@ -10,6 +10,7 @@ from attrs import field, frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plugins.triton_attention.tests.making import made
 from topkv.prefill import chunk_attention
 from topkv.testing.backend_bench import Guarded, assert_unchanged, expect, result
 from topkv.testing.kit import examples
@@ -17,7 +18,6 @@ from topkv.testing.strategies import seeds
 from topkv.testing.tiers import CUDA, Tier, tier
 from topkv.types import GroupShape, ModelShape
 from topkv_triton_attention import reference
-from topkv_triton_attention.backend import TritonAttention
 
 TIERS = [tier("cpu"), tier("gpu" if CUDA else "interpret")]
 if CUDA:
@@ -63,7 +63,7 @@ class Case:
             *((0,), 1, 1, self.kv_heads, self.dim, self.dtype, 128, 8, 2**20, 8, 8, 2),
             planes=2 - self.latent,
         )
-        return TritonAttention(model, group, where.impl, where.device, 1), model.scale
+        return made(model, group, where.impl, where.device, 1), model.scale
 
     def make(self):
         """q, the memory of k and v with NaN behind the keys, and keep."""

@@ -2,7 +2,9 @@
 
 A unit is a page of the library, and a lane a sequence of one query: where each kv-head selects for
 itself it has lanes of its own, so page tables need nothing further. A step is one call of the
-library, which writes the output where the caller wants it, and one small kernel behind it.
+library, which writes the output where the caller wants it, and one small kernel behind it. Only
+where a row has several lanes and rows lie further apart than their heads, no view shows rows as
+lanes: queries are then copied first, and outputs by the kernel behind.
 
 Scheduler metadata (how many parts each sequence is cut into) depends on the lengths, and each
 layer selects for itself; no hook says when lengths are those of the layer before. So it is left
@@ -17,8 +19,9 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.errors import CapabilityError
+from topkv.hooks.backend import BackendSetup
 from topkv.ops.page_table import adapt_page_table
-from topkv.types import GroupShape, LayerView, ModelShape, Plan
+from topkv.types import LayerView, Plan, Tables
 from topkv_flash_attention import kernels, providers, reference
 from topkv_flash_attention.library import LATENT, Query
 
@@ -38,26 +41,15 @@ class FlashAttention:
     """Attention by the first library of ``providers`` that serves one group of layers.
 
     Args:
-        model: geometry; heads of up to 256 elements, or latent rows of 512 + 64.
-        group: the layers that this instance serves.
-        impl: ``"triton"``, for what goes on around the library's kernels.
-        device: a CUDA device.
-        max_batch: most decode rows of one forward.
+        setup: heads of up to 256 elements, or latent rows of 512 + 64; on a CUDA device.
 
     Raises:
         CapabilityError: with every reason, and with what was tried where no library serves.
     """
 
-    def __init__(
-        self,
-        model: ModelShape,
-        group: GroupShape,
-        impl: str,
-        device: torch.device,
-        max_batch: int,
-    ) -> None:
-        device = torch.device(device)
-        reasons = _refusals(model, group, impl, device)
+    def __init__(self, setup: BackendSetup) -> None:
+        model, group, device = setup.model, setup.group, setup.device
+        reasons = _refusals(setup)
         cuda = device.type == "cuda"
         capability = torch.cuda.get_device_capability(device) if cuda else None
         library, tried = providers.choose(model, group, capability)
@@ -73,62 +65,62 @@ class FlashAttention:
             )
         self.model, self.group, self.library = model, group, library
         self.latent = model.attention == "mla"
-        lanes = max_batch * group.lane_heads
+        lanes = setup.max_batch * group.lane_heads
         self.zeros = torch.zeros(lanes, dtype=torch.int32, device=device)
 
     @hookimpl
-    def adapt_page_table(
-        self, layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor
-    ) -> None:
-        adapt_page_table(layer, plan, table, lengths, impl="triton")
+    def adapt_page_table(self, layer: LayerView, plan: Plan, tables: Tables) -> None:
+        """See ``topkv.hooks.backend.Backend.adapt_page_table``."""
+        adapt_page_table(layer, plan, tables, impl="triton")
 
     @hookimpl
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        table: Tensor,
-        lengths: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, out: Tensor, lse: Tensor
     ) -> None:
-        """See ``topkv.hooks.backend.attend``.
+        """See ``topkv.hooks.backend.Backend.attend``.
+
+        Copies queries and outputs where a row has several lanes and rows lie apart.
 
         Raises:
             ValueError: more lanes than ``max_batch`` allows.
         """
-        lanes = q.shape[0]
+        lanes = len(tables.table)
         if lanes > len(self.zeros):
             raise ValueError(
                 f"flash_attention: {lanes} lanes, and {len(self.zeros)} were announced; "
                 "raise max_requests"
             )
         if lanes:
-            self._attend(q, k, v, table, lengths, self.zeros[:lanes], out, lse)
+            self._attend(q, k, v, tables, self.zeros[:lanes], out, lse)
 
     def _attend(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        table: Tensor,
-        lengths: Tensor,
+        tables: Tables,
         zeros: Tensor,
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        lanes, _, heads, dim = out.shape
-        splits = _most_splits(lanes * heads * dim, table.shape[1] * k.shape[2])
-        query, keys, values = self.parts(q, k, v)
+        table, lengths = tables.table, tables.lengths
+        lanes, dim = len(table), out.shape[-1]
+        each = lanes // len(out)
+        heads = out.shape[2] // each
+        splits = _most_splits(out.numel(), table.shape[1] * k.shape[2])
+        query, keys, values = self.parts(q.reshape(lanes, 1, heads, -1), k, v)
+        apart = each > 1 and not out.is_contiguous()
+        shape = (lanes, 1, heads, dim)
+        target = out.new_empty(shape) if apart else out.view(shape)
         result, log = self.library.attend(
-            *(query, keys, values, table, lengths, self.model.scale, splits, zeros, out)
+            *(query, keys, values, table, lengths, self.model.scale, splits, zeros, target)
         )
         kernels.finish_kernel[(lanes, triton.cdiv(heads, BLOCK_HEADS))](
             *(result, log, lengths, out, lse, heads),
             *(result.stride(0), result.stride(2), *log.stride()),
             *(out.stride(0), out.stride(2), lse.stride(0), lse.stride(2)),
             COPY=result.data_ptr() != out.data_ptr(),
+            LANES=each,
             DIM=dim,
             BLOCK_D=triton.next_power_of_2(dim),
             BLOCK_H=BLOCK_HEADS,
@@ -179,7 +171,7 @@ class FlashAttention:
             table, lengths = reference.listed(seen)
             result = torch.empty_like(out[part], dtype=q.dtype)[:, None]
             self._attend(
-                *(q[part][:, None], k.unsqueeze(2), v.unsqueeze(2), table, lengths),
+                *(q[part][:, None], k.unsqueeze(2), v.unsqueeze(2), Tables(table, lengths)),
                 *(torch.zeros_like(lengths), result, lse[part][:, None]),
             )
             out[part] = result[:, 0]
@@ -198,12 +190,11 @@ def _most_splits(outputs: int, tokens: int) -> int:
     return 0 if most >= min(MOST_SPLITS, -(-tokens // LEAST_TOKENS)) else max(1, most)
 
 
-def _refusals(model: ModelShape, group: GroupShape, impl: str, device: torch.device) -> list[str]:
+def _refusals(setup: BackendSetup) -> list[str]:
+    model, group = setup.model, setup.group
     reasons = []
-    if impl != "triton":
-        reasons.append(f"impl must be 'triton', got {impl!r}: the libraries have no reference")
-    if device.type != "cuda":
-        reasons.append(f"it needs a CUDA device, got {device}; use another backend")
+    if setup.device.type != "cuda":
+        reasons.append(f"it needs a CUDA device, got {setup.device}; use another backend")
     if model.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"it takes float16 or bfloat16, got {model.dtype}; load the model in one")
     if group.dtype is not model.dtype:

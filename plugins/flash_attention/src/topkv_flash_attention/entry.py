@@ -12,13 +12,12 @@ def topkv_register_backends() -> list[PluginEntry]:
         PluginEntry(
             name="flash_attention",
             kind="backend",
-            factory="topkv_flash_attention.backend:FlashAttention",
-            hook_api=(1, 1),
+            factories={"triton": "topkv_flash_attention.backend:FlashAttention"},
+            hook_api=(2, 0),
             capabilities=Capabilities(
                 scopes=("kv_head", "shared"),
                 attention=("gqa", "mla"),
                 kv_formats=("model",),
-                impls=("triton",),
                 dtypes=("float16", "bfloat16"),
                 # Units and head dims depend on which library is there: the backend refuses.
                 tiers=("gpu",),

@@ -18,29 +18,33 @@ def finish_kernel(
     s_from_head,
     s_from_lse_lane,
     s_from_lse_head,
-    s_out_lane,
+    s_out_row,
     s_out_head,
-    s_lse_lane,
+    s_lse_row,
     s_lse_head,
     COPY: tl.constexpr,
+    LANES: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Grid (lanes, blocks of heads): move the LSE; empty lanes get 0 and -inf.
+    """Grid (lanes, blocks of a lane's heads): move the LSE; empty lanes get 0 and -inf.
+
+    Results lie by lane; what is written lies by row, the heads of its ``LANES`` lanes in order.
 
     With ``COPY`` the outputs move too; else the library has written them to ``p_out`` itself.
     """
     lane = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     real = head < heads
+    row, row_head = lane // LANES, lane % LANES * heads + head
     length = tl.load(p_lengths + lane)
     lse = tl.load(p_from_lse + lane * s_from_lse_lane + head * s_from_lse_head, real, other=0.0)
     lse = tl.where(length > 0, lse, float("-inf"))
-    tl.store(p_lse + lane * s_lse_lane + head * s_lse_head, lse, real)
+    tl.store(p_lse + row * s_lse_row + row_head * s_lse_head, lse, real)
     d = tl.arange(0, BLOCK_D)[None, :]
     cell = real[:, None] & (d < DIM)
-    p_cell = p_out + lane * s_out_lane + head[:, None] * s_out_head + d
+    p_cell = p_out + row * s_out_row + row_head[:, None] * s_out_head + d
     if COPY:
         p_row = p_from + lane * s_from_lane + head[:, None] * s_from_head
         value = tl.load(p_row + d, cell & (length > 0), other=0.0)

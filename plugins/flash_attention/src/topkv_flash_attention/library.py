@@ -58,15 +58,16 @@ class Library(Protocol):
         zeros: Tensor,
         out: Tensor,
     ) -> Result:
-        """Decode attention, all arguments as in the hook.
+        """Decode attention: keys, values and tables as in the hook.
 
         Args:
+            q: parts of ``[N, 1, heads of a lane, D]``, lanes at any stride.
             splits: most parts that the tokens of a lane are cut into; 0 leaves it to the library.
             zeros: int32 ``[N]`` of 0.
-            out: ``[N, 1, H, Dv]`` to write to, where the library can.
+            out: ``[N, 1, heads, Dv]`` to write to, where the library can; at any stride too.
 
         Returns:
-            ``[N, 1, H, Dv]``, ``out`` itself where the library can, and the fp32 ``[N, H]``
+            ``[N, 1, heads, Dv]``, ``out`` itself where it can, and the fp32 ``[N, heads]``
             natural log-sum-exp. Of lanes without tokens both are anything.
         """
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.errors import CapabilityError
-from topkv.types import GroupShape, LayerView, ModelShape, Plan
+from topkv.hooks.backend import BackendSetup
+from topkv.types import GroupShape, LayerView, ModelShape, Plan, Tables
 from topkv_flashinfer import plans, providers
 from topkv_flashinfer.decode import Decode
 from topkv_flashinfer.latent import LATENT, ROPE, Latent
@@ -22,99 +23,78 @@ class FlashInfer:
     Making one compiles the library's kernels where they are not compiled yet, which takes minutes.
 
     Args:
-        model: geometry; grouped queries with a head dim of ``HEAD_DIMS``, or latent attention with
-            rows of 512 + 64 elements.
-        group: the layers that this instance serves.
-        impl: ``"triton"``, for what goes on around the library's kernels.
-        device: a CUDA device of capability 8.0 or more; of 9.0 for latent attention.
-        max_batch: most decode rows of one forward.
+        setup: grouped queries with a head dim of ``HEAD_DIMS``, or latent attention with rows of
+            512 + 64 elements; on a CUDA device of capability 8.0 or more, of 9.0 for latent
+            attention.
 
     Raises:
         CapabilityError: with every reason, a missing library among them.
     """
 
-    def __init__(
-        self,
-        model: ModelShape,
-        group: GroupShape,
-        impl: str,
-        device: torch.device,
-        max_batch: int,
-    ) -> None:
-        device = torch.device(device)
-        self.latent = model.attention == "mla"
-        reasons = _refusals(model, group, impl, device, max_batch)
+    def __init__(self, setup: BackendSetup) -> None:
+        self.latent = setup.model.attention == "mla"
+        reasons = _refusals(setup)
         library, tried = providers.find("mla" if self.latent else "gqa")
         if library is None:
             reasons.append(
                 f"FlashInfer is not usable: {providers.INSTALL}; tried " + "; ".join(tried)
             )
         if reasons or library is None:
-            raise CapabilityError(f"flashinfer cannot serve layers {list(group.layers)}", reasons)
-        self._serve(library, model, group, device, max_batch)
+            layers = list(setup.group.layers)
+            raise CapabilityError(f"flashinfer cannot serve layers {layers}", reasons)
+        self._serve(library, setup)
 
-    def _serve(
-        self,
-        library: providers.Library,
-        model: ModelShape,
-        group: GroupShape,
-        device: torch.device,
-        max_batch: int,
-    ) -> None:
+    def _serve(self, library: providers.Library, setup: BackendSetup) -> None:
         """Make the plans and workspaces."""
         self.library = library
-        self.lanes = max_batch * group.lane_heads
+        self.lanes = setup.max_batch * setup.group.lane_heads
         if self.latent:
-            self._latent = Latent(library, model, group, device, self.lanes)
-            self._latent_prompts = LatentPrompts(library, model, device, self._latent.float)
+            self._latent = Latent(library, setup)
+            self._latent_prompts = LatentPrompts(
+                library, setup.model, setup.device, self._latent.float
+            )
         else:
-            self._decode = Decode(library, model, group, device, self.lanes)
-            self._prompts = Prompts(library, model.scale)
+            self._decode = Decode(library, setup)
+            self._prompts = Prompts(library, setup.model.scale)
 
     @hookimpl
-    def adapt_page_table(
-        self, layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor
-    ) -> None:
-        """See ``topkv.hooks.backend.adapt_page_table``."""
+    def adapt_page_table(self, layer: LayerView, plan: Plan, tables: Tables) -> None:
+        """See ``topkv.hooks.backend.Backend.adapt_page_table``."""
         part = self._latent if self.latent else self._decode
-        part.pages.adapt(layer, plan, table, lengths)
+        part.pages.adapt(layer, plan, tables)
 
     @hookimpl
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        table: Tensor,
-        lengths: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, out: Tensor, lse: Tensor
     ) -> None:
-        """See ``topkv.hooks.backend.attend``.
+        """See ``topkv.hooks.backend.Backend.attend``.
+
+        Copies queries where a row has several lanes and rows lie apart.
 
         Raises:
             ValueError: more lanes than ``max_batch`` allows, or ``lse`` is not contiguous.
             RuntimeError: a graph is being captured before this batch size has run.
         """
-        if not len(q):
+        lanes = len(tables.table)
+        if not lanes:
             return
-        if len(q) > self.lanes:
+        if lanes > self.lanes:
             raise ValueError(
-                f"flashinfer: {len(q)} lanes, and the workspace holds {self.lanes}; "
+                f"flashinfer: {lanes} lanes, and the workspace holds {self.lanes}; "
                 "raise max_requests"
             )
         if not lse.is_contiguous():
             raise ValueError(f"flashinfer: lse must be contiguous, got strides {lse.stride()}")
         if self.latent:
-            self._latent.attend(q, k, table, lengths, out, lse)
+            self._latent.attend(q, k, tables, out, lse)
         else:
-            self._decode.attend(q, k, v, table, lengths, out, lse)
+            self._decode.attend(q, k, v, tables, out, lse)
 
     @hookimpl
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int, out: Tensor, lse: Tensor
     ) -> None:
-        """See ``topkv.hooks.backend.prefill``."""
+        """See ``topkv.hooks.backend.Backend.prefill``."""
         self._prompt(q, k, v, q_start, k_start, None, out, lse)
 
     @hookimpl
@@ -129,7 +109,7 @@ class FlashInfer:
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        """See ``topkv.hooks.backend.prefill_selected``."""
+        """See ``topkv.hooks.backend.Backend.prefill_selected``."""
         self._prompt(q, k, v, q_start, k_start, keep, out, lse)
 
     def _prompt(
@@ -149,9 +129,8 @@ class FlashInfer:
             self._prompts(q, k, v, q_start, k_start, keep, out, lse)
 
 
-def _refusals(
-    model: ModelShape, group: GroupShape, impl: str, device: torch.device, max_batch: int
-) -> list[str]:
+def _refusals(setup: BackendSetup) -> list[str]:
+    model, group, max_batch = setup.model, setup.group, setup.max_batch
     latent = model.attention == "mla"
     reasons = _latent_refusals(model, group) if latent else _head_refusals(model)
     if model.dtype not in (torch.float16, torch.bfloat16):
@@ -164,12 +143,10 @@ def _refusals(
             f"kv_format: it reads rows of the model's dtype {model.dtype}, got {group.dtype}; set "
             "kv_format to 'model'"
         )
-    if impl != "triton":
-        reasons.append(f"impl must be 'triton', got {impl!r}: the library has no reference")
-    if device.type != "cuda":
-        reasons.append(f"it needs a CUDA device, got {device}; use another backend")
+    if setup.device.type != "cuda":
+        reasons.append(f"it needs a CUDA device, got {setup.device}; use another backend")
     else:
-        major = torch.cuda.get_device_capability(device)[0]
+        major = torch.cuda.get_device_capability(setup.device)[0]
         if major != 9 if latent else major < 8:
             needed = "9.x for latent attention" if latent else "8.0 or more"
             reasons.append(f"capability: expected {needed}, got {major}.x; use another backend")

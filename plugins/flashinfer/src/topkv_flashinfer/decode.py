@@ -28,8 +28,9 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from topkv.hooks.backend import BackendSetup
 from topkv.ops import early
-from topkv.types import GroupShape, ModelShape
+from topkv.types import Tables
 from topkv_flashinfer import plans
 from topkv_flashinfer.providers import Library
 
@@ -52,21 +53,15 @@ class Decode:
 
     Args:
         library: part ``gqa``.
-        model, group, device: as the backend gets them.
-        lanes: most lanes of a call.
+        setup: as the backend gets it.
     """
 
-    def __init__(
-        self,
-        library: Library,
-        model: ModelShape,
-        group: GroupShape,
-        device: torch.device,
-        lanes: int,
-    ) -> None:
+    def __init__(self, library: Library, setup: BackendSetup) -> None:
+        model, group, device = setup.model, setup.group, setup.device
+        lanes = setup.max_batch * group.lane_heads
         self._library, self._model, self._group = library, model, group
-        self._device, self._lanes, self._early = device, lanes, early.available(device)
-        self._heads = group.heads_per_lane * model.group_size
+        self._device, self._early = device, early.available(device)
+        self._heads = group.heads_per_lane * setup.group_size
         width = plans.table_width(group)
         self.pages = plans.Pages.empty(lanes, width, device)
         shape = (lanes, self._heads, model.head_dim)
@@ -80,33 +75,36 @@ class Decode:
         self._plans: dict[tuple[int, int], Planned] = {}
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        table: Tensor,
-        lengths: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, out: Tensor, lse: Tensor
     ) -> None:
-        """See ``topkv.hooks.backend.attend``."""
-        lanes, width = table.shape
-        planned = self._planned(lanes, width)
-        planned.pages.take(table, lengths, k.shape[2])
-        target = out[:, 0] if out.is_contiguous() else self._staged[:lanes]
+        """See ``topkv.hooks.backend.Backend.attend``.
+
+        The library takes queries at any stride, and writes contiguous outputs.
+        """
+        planned = self._planned(tables)
+        planned.pages.take(tables, k.shape[2])
+        lanes = len(tables.table)
+        shape = (lanes, self._heads, self._model.head_dim)
+        target = out.view(shape) if out.is_contiguous() else self._staged[:lanes]
         planned.wrapper.run(
-            q[:, 0], (k, v), out=target, lse=lse[:, 0], return_lse=True, enable_pdl=False
+            q.reshape(shape),
+            (k, v),
+            out=target,
+            lse=lse.view(shape[:2]),
+            return_lse=True,
+            enable_pdl=False,
         )
         if target.data_ptr() != out.data_ptr():
-            out[:, 0].copy_(target)
+            out.copy_(target.view(out.shape))
         plans.make_natural(lse, self._early)
 
-    def _planned(self, lanes: int, width: int) -> Planned:
-        """The plan of a shape, made by its first call.
+    def _planned(self, tables: Tables) -> Planned:
+        """The plan of a shape, made by its first call, which then copies its table.
 
         Not before: the library fetches further tensors in the first ``run``, which a capture
         cannot hold either, so a plan says that its shape has run.
         """
+        lanes, width = tables.table.shape
         planned = self._plans.get((lanes, width))
         if planned is None:
             plans.refuse_capture(self._device, lanes, width)
@@ -114,7 +112,7 @@ class Decode:
             small = torch.zeros(self._int_bytes, dtype=torch.uint8, device=self._device)
             planned.wrapper.reset_workspace_buffer(self._float, small)
             planned.wrapper.plan(*self._shape(lanes, width), **self._types())
-            planned.pages.adapted.forget()
+            tables.attached = None  # the plan has written where the pages lie
             plans.settle(self._device)
             self._plans[lanes, width] = planned
         return planned

@@ -12,13 +12,12 @@ def topkv_register_backends() -> list[PluginEntry]:
         PluginEntry(
             name="flashinfer",
             kind="backend",
-            factory="topkv_flashinfer.backend:FlashInfer",
-            hook_api=(1, 1),
+            factories={"triton": "topkv_flashinfer.backend:FlashInfer"},
+            hook_api=(2, 0),
             capabilities=Capabilities(
                 scopes=("kv_head", "shared"),
                 attention=("gqa", "mla"),
                 kv_formats=("model",),
-                impls=("triton",),
                 dtypes=("float16", "bfloat16"),
                 # Head dims depend on the kind of attention, which an entry cannot say: the
                 # backend itself refuses those that it lacks.

@@ -24,8 +24,9 @@ import triton
 from attrs import frozen
 from torch import Tensor
 
+from topkv.hooks.backend import BackendSetup
 from topkv.ops import early
-from topkv.types import GroupShape, ModelShape
+from topkv.types import ModelShape, Tables
 from topkv_flashinfer import kernels, plans
 from topkv_flashinfer.providers import Library
 
@@ -133,35 +134,29 @@ class Latent:
 
     Args:
         library: part ``mla``.
-        model, group, device: as the backend gets them.
-        lanes: most lanes of a call.
+        setup: as the backend gets it.
     """
 
-    def __init__(
-        self,
-        library: Library,
-        model: ModelShape,
-        group: GroupShape,
-        device: torch.device,
-        lanes: int,
-    ) -> None:
-        self._library, self._model, self._group, self._device = library, model, group, device
+    def __init__(self, library: Library, setup: BackendSetup) -> None:
+        group, device, lanes = setup.group, setup.device, setup.max_batch
+        self._library, self._model, self._group, self._device = library, setup.model, group, device
+        self._heads = setup.group_size
         self.float, self._early = workspace(device), early.available(device)
         width = plans.table_width(group)
         self.pages = plans.Pages.empty(lanes, width, device)
         self._plans: dict[tuple[int, int], Planned] = {}
         self._made(lanes, width)  # loads the kernels, and refuses a layout that it does not know
 
-    def attend(
-        self, q: Tensor, k: Tensor, table: Tensor, lengths: Tensor, out: Tensor, lse: Tensor
-    ) -> None:
-        """See ``topkv.hooks.backend.attend``; ``k`` are the rows."""
-        lanes, width = table.shape
-        planned = self._planned(lanes, width)
-        planned.pages.take(table, lengths, k.shape[2])
+    def attend(self, q: Tensor, k: Tensor, tables: Tables, out: Tensor, lse: Tensor) -> None:
+        """See ``topkv.hooks.backend.Backend.attend``; ``k`` are the rows.
+
+        The library takes queries and outputs at any stride.
+        """
+        planned = self._planned(tables)
+        planned.pages.take(tables, k.shape[2])
         works = planned.works
         kernels.works_kernel[(triton.cdiv(works.count, plans.BLOCK),)](
-            *(works.lane, works.first, works.behind, lengths),
+            *(works.lane, works.first, works.behind, tables.lengths),
             *(works.kv_len, works.kv_start, works.kv_end, works.count),
             BLOCK=plans.BLOCK,
         )
@@ -175,12 +170,14 @@ class Latent:
         )
         plans.make_natural(lse, self._early)
 
-    def _planned(self, lanes: int, width: int) -> Planned:
-        """The plan of a shape, made by its first call."""
+    def _planned(self, tables: Tables) -> Planned:
+        """The plan of a shape, made by its first call, which then copies its table."""
+        lanes, width = tables.table.shape
         planned = self._plans.get((lanes, width))
         if planned is None:
             plans.refuse_capture(self._device, lanes, width)
             planned = self._plans[lanes, width] = self._made(lanes, width)
+            tables.attached = None  # the plan has written where the pages lie
         return planned
 
     def _made(self, lanes: int, width: int) -> Planned:
@@ -202,8 +199,8 @@ class Latent:
             torch.zeros(lanes * width, dtype=torch.int32),
             torch.full((lanes,), width * unit, dtype=torch.int32),
             unit,
+            self._heads,
         )
-        pages.adapted.forget()
         plans.settle(self._device)
         backend = wrapper._planned_backend
         works = works_of(backend._plan_info, backend._int_workspace_buffer, lanes, width, unit)
@@ -227,6 +224,7 @@ def plan(
     indices: Tensor,
     lengths: Tensor,
     unit: int,
+    heads: int,
 ) -> None:
     """Plan a wrapper for split rows, without a causal mask, with a log-sum-exp to the base of 2.
 
@@ -236,10 +234,11 @@ def plan(
         indices: int32 pages.
         lengths: int32 ``[lanes]`` tokens.
         unit: tokens of a page.
+        heads: query heads.
     """
     wrapper.plan(
         metadata=library["MLAPlanMetadata"].csr(queries, pages, indices, lengths),
-        num_heads=model.num_heads,
+        num_heads=heads,
         head_dim_ckv=LATENT,
         head_dim_kpe=ROPE,
         page_size=unit,

@@ -6,12 +6,12 @@ import math
 
 import torch
 import triton
-from attrs import define, field
+from attrs import frozen
 from torch import Tensor
 
 from topkv.ops import early
-from topkv.ops.page_table import Adapted, adapt_page_table
-from topkv.types import GroupShape, LayerView, Listing, Plan
+from topkv.ops.page_table import adapt_page_table
+from topkv.types import GroupShape, LayerView, Listing, Plan, Tables
 from topkv_flashinfer import kernels
 
 LN2 = math.log(2.0)
@@ -21,22 +21,21 @@ BLOCK = 1024
 """Columns of a table that a program takes."""
 
 
-@define(eq=False)
+@frozen(eq=False)
 class Pages:
     """The pages of a batch as compressed rows, as many a lane as its table has columns.
 
-    ``adapt`` writes them along with the table; a table that comes from elsewhere is copied. One
-    buffer serves every shape that fits: it holds one table at a time. A plan writes there too.
+    ``adapt`` writes them along with the table, and attaches itself to it; a table that comes from
+    elsewhere is copied. One buffer serves every shape that fits: it holds one table at a time. A
+    plan writes there too.
 
     Attributes:
         indices: int32, for the widest batch.
         last: int32, tokens on the last page of each lane.
-        adapted: the table whose pages lie there, if it was written along with them.
     """
 
     indices: Tensor
     last: Tensor
-    adapted: Adapted = field(factory=Adapted)
 
     @classmethod
     def empty(cls, lanes: int, width: int, device: torch.device) -> Pages:
@@ -54,22 +53,20 @@ class Pages:
         here = self.holds(lanes, width)
         return self if here else Pages.empty(lanes, width, self.last.device)
 
-    def adapt(self, layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor) -> None:
-        """See ``topkv.hooks.backend.adapt_page_table``; the pages are written along."""
-        listing = None
+    def adapt(self, layer: LayerView, plan: Plan, tables: Tables) -> None:
+        """See ``topkv.hooks.backend.Backend.adapt_page_table``; the pages are written along."""
+        table, listing = tables.table, None
         if self.holds(*table.shape):
             ids = self.indices[: table.numel()].view(table.shape)
             listing = Listing(ids, 0, self.last[: len(table)])
-            self.adapted.forget()
-        adapt_page_table(layer, plan, table, lengths, "triton", listing)
-        if listing is not None:
-            self.adapted.remember(table, lengths)
+        adapt_page_table(layer, plan, tables, "triton", listing)
+        tables.attached = None if listing is None else self
 
-    def take(self, table: Tensor, lengths: Tensor, unit: int) -> None:
+    def take(self, tables: Tables, unit: int) -> None:
         """Copy a table that ``adapt`` has not written here."""
-        if self.adapted.are(table, lengths):
+        if tables.attached is self:
             return
-        self.adapted.forget()
+        table, lengths = tables.table, tables.lengths
         lanes, width = table.shape
         kernels.spread_kernel[(lanes, triton.cdiv(width, BLOCK))](
             *(table, lengths, self.indices, self.last, width, table.stride(0)),

@@ -169,7 +169,9 @@ class LatentPrompts:
             return
         queries = plans.ramp(len(q), 1)
         lists = (queries, indptr.int(), indices.int().to(self._device), seen.int())
-        latent.plan(self._library, self._model, self._wrapper, *lists, pages.shape[1])
+        latent.plan(
+            *(self._library, self._model, self._wrapper, *lists, pages.shape[1], q.shape[1])
+        )
         result, log = self._wrapper.run(
             query=(q[..., : latent.LATENT], q[..., latent.LATENT :]),
             kv_cache=(pages[..., : latent.LATENT], pages[..., latent.LATENT :]),

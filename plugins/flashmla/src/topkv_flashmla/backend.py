@@ -15,8 +15,9 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.errors import CapabilityError
-from topkv.ops.page_table import Adapted, adapt_page_table
-from topkv.types import GroupShape, LayerView, Listing, ModelShape, Plan
+from topkv.hooks.backend import BackendSetup
+from topkv.ops.page_table import adapt_page_table
+from topkv.types import LayerView, Listing, Plan, Tables
 from topkv_flashmla import kernels, providers, reference
 from topkv_flashmla.support import DIM, LATENT, attends_by_pages, refusals
 
@@ -34,25 +35,16 @@ class FlashMLA:
     """Attention over latent rows that lie scattered in a buffer, for one group of layers.
 
     Args:
-        model: geometry; latent attention with rows of 512 + 64 elements, at most 128 heads.
-        group: the layers that this instance serves.
-        impl: ``"triton"``, for what goes on around the library's kernels.
-        device: a CUDA device of capability 9.0.
-        max_batch: most decode rows of one forward.
+        setup: latent attention with rows of 512 + 64 elements, at most 128 heads; on a CUDA device
+            of capability 9.0.
 
     Raises:
         CapabilityError: with every reason, a missing library among them.
     """
 
-    def __init__(
-        self,
-        model: ModelShape,
-        group: GroupShape,
-        impl: str,
-        device: torch.device,
-        max_batch: int,
-    ) -> None:
-        reasons = refusals(model, group, impl, device)
+    def __init__(self, setup: BackendSetup) -> None:
+        group = setup.group
+        reasons = refusals(setup)
         provider, tried = providers.find()
         if provider is None:
             reasons.append(
@@ -61,14 +53,13 @@ class FlashMLA:
             )
         if reasons or provider is None:
             raise CapabilityError(f"flashmla cannot serve layers {list(group.layers)}", reasons)
-        self.model, self.group, self.provider = model, group, provider
-        self.max_batch = max_batch
+        self.model, self.group, self.provider = setup.model, group, provider
+        self.max_batch = setup.max_batch
         self.fp8 = group.dtype is torch.uint8
-        self.heads = 64 if model.num_heads <= 64 else 128
+        self.heads = 64 if setup.group_size <= 64 else 128
         self.by_pages = attends_by_pages(group)
-        self._adapted = Adapted()
         if not self.by_pages:
-            self._make_workspace(device)
+            self._make_workspace(setup.device)
 
     def _make_workspace(self, device: torch.device) -> None:
         """Indices and padded queries of the sparse kernels."""
@@ -84,32 +75,29 @@ class FlashMLA:
         self._metadata: dict[int, Any] = {}
 
     @hookimpl
-    def adapt_page_table(
-        self, layer: LayerView, plan: Plan, table: Tensor, lengths: Tensor
-    ) -> None:
+    def adapt_page_table(self, layer: LayerView, plan: Plan, tables: Tables) -> None:
+        """See ``topkv.hooks.backend.Backend.adapt_page_table``.
+
+        Where a unit is a row, one kernel writes the library's indices along with the table, and
+        they are attached to it.
+        """
+        table = tables.table
         # ``attend`` refuses more lanes than fit, and the op a table that is too wide.
         fits = len(table) <= self.max_batch and table.shape[1] <= plan.slots.shape[1] + 1
-        if self.by_pages or layer.group.unit > 1 or not fits:
-            adapt_page_table(layer, plan, table, lengths, impl="triton")
-            return
-        # A unit is a row, so that one kernel writes the library's indices along with the table.
-        listing = Listing(self._indices(len(table), table.shape[1])[:, 0])
-        self._adapted.forget()
-        adapt_page_table(layer, plan, table, lengths, "triton", listing)
-        self._adapted.remember(table, lengths)
+        indices = None
+        if fits and layer.group.unit == 1 and not self.by_pages:
+            indices = self._indices(len(table), table.shape[1])
+        listing = None if indices is None else Listing(indices[:, 0])
+        adapt_page_table(layer, plan, tables, "triton", listing)
+        tables.attached = indices
 
     @hookimpl
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        table: Tensor,
-        lengths: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, out: Tensor, lse: Tensor
     ) -> None:
-        """See ``topkv.hooks.backend.attend``.
+        """See ``topkv.hooks.backend.Backend.attend``.
+
+        Copies queries whose rows lie further apart than their heads.
 
         Raises:
             ValueError: more lanes than ``max_batch`` allows.
@@ -123,10 +111,10 @@ class FlashMLA:
                 "raise max_requests"
             )
         if self.by_pages:
-            result, log = self._attend_pages(q, k, table, lengths)
+            result, log = self._attend_pages(q.contiguous(), k, tables)
         else:
-            result, log = self._attend_listed(q, k, table, lengths)
-        self.finish(result, log, lengths, out, lse)
+            result, log = self._attend_listed(q, k, tables)
+        self.finish(result, log, tables.lengths, out, lse)
 
     def finish(
         self, result: Tensor, log: Tensor, lengths: Tensor, out: Tensor, lse: Tensor
@@ -145,9 +133,7 @@ class FlashMLA:
             num_warps=4,
         )
 
-    def _attend_pages(
-        self, q: Tensor, k: Tensor, table: Tensor, lengths: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _attend_pages(self, q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
         """Dense decode over ``[pages, 1, 64, 576]``; any number of heads, none are padded.
 
         The library schedules its splits by the values of ``lengths``. The holder is therefore
@@ -158,33 +144,33 @@ class FlashMLA:
         Returns:
             ``[lanes, 1, heads, 512]`` and fp32 ``[lanes, heads]``.
         """
+        metadata = self.provider.new_metadata()
         result, log = self.provider.decode(
-            *(q, k.transpose(1, 2), table, lengths, LATENT, self.provider.new_metadata()),
+            *(q, k.transpose(1, 2), tables.table, tables.lengths, LATENT, metadata),
             softmax_scale=self.model.scale,
             is_fp8_kvcache=False,
             **self.provider.options,
         )
         return result, log[:, :, 0]
 
-    def _attend_listed(
-        self, q: Tensor, k: Tensor, table: Tensor, lengths: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _attend_listed(self, q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
         """The sparse kernels over rows ``[slots, 1, unit, row]``, by the index of each token.
 
         Returns:
             ``[lanes, 1, heads, 512]`` and fp32 ``[lanes, heads]``, of padded heads.
         """
         lanes, heads = q.shape[0], q.shape[2]
-        indices = self._indices(lanes, table.shape[1] * k.shape[2])
-        if not self._adapted.are(table, lengths):
+        indices: Tensor = tables.attached
+        if indices is None:
+            table = tables.table
+            indices = self._indices(lanes, table.shape[1] * k.shape[2])
             width = indices.shape[2]
             kernels.indices_kernel[(lanes, triton.cdiv(width, BLOCK))](
-                *(table, lengths, indices, width, table.stride(0), indices.stride(0)),
+                *(table, tables.lengths, indices, width, table.stride(0), indices.stride(0)),
                 UNIT=k.shape[2],
                 BLOCK=BLOCK,
             )
-            self._adapted.forget()
-        if heads != self.heads:
+        if heads != self.heads or not q.is_contiguous():
             self.queries[:lanes, :, :heads].copy_(q)
             q = self.queries[:lanes]
         rows = k.transpose(1, 2).reshape(-1, 1, k.shape[3])

@@ -12,13 +12,12 @@ def topkv_register_backends() -> list[PluginEntry]:
         PluginEntry(
             name="flashmla",
             kind="backend",
-            factory="topkv_flashmla.backend:FlashMLA",
-            hook_api=(1, 1),
+            factories={"triton": "topkv_flashmla.backend:FlashMLA"},
+            hook_api=(2, 0),
             capabilities=Capabilities(
                 scopes=("shared",),
                 attention=("mla",),
                 kv_formats=("model", "fp8"),
-                impls=("triton",),
                 dtypes=("bfloat16",),
                 head_dims=(576,),
                 max_group=128,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from topkv.types import GroupShape, ModelShape
+from topkv.hooks.backend import BackendSetup
+from topkv.types import GroupShape
 
 LATENT, DIM = 512, 576
 PAGE = 64
@@ -20,21 +21,19 @@ def attends_by_pages(group: GroupShape) -> bool:
     return (group.residency, group.dtype, group.unit) == ("resident", torch.bfloat16, PAGE)
 
 
-def refusals(model: ModelShape, group: GroupShape, impl: str, device: torch.device) -> list[str]:
+def refusals(setup: BackendSetup) -> list[str]:
     """Every reason why the library cannot serve a group, be it installed or not."""
+    model, group, device = setup.model, setup.group, setup.device
     reasons = []
     if (model.attention, model.head_dim, model.out_dim) != ("mla", DIM, LATENT):
         reasons.append(
             f"it takes latent attention with rows of 512 + 64 elements, got {model.attention} "
             f"with head_dim {model.head_dim} and values of {model.out_dim}; use another backend"
         )
-    if model.num_heads > 128:
-        reasons.append(f"it takes at most 128 query heads, got {model.num_heads}")
+    if setup.group_size > 128:
+        reasons.append(f"it takes at most 128 query heads, got {setup.group_size}")
     if model.dtype is not torch.bfloat16:
         reasons.append(f"it takes bfloat16 queries, got {model.dtype}; load the model in that")
-    if impl != "triton":
-        reasons.append(f"impl must be 'triton', got {impl!r}: the library has no reference")
-    device = torch.device(device)
     if device.type != "cuda":
         reasons.append(f"it needs a CUDA device, got {device}; use another backend")
     elif torch.cuda.get_device_capability(device)[0] != 9:

@@ -2,7 +2,8 @@
 
 One program takes the G query heads of one kv-head of one lane, over one of several equal runs
 ("splits") of its tokens. Where there are more than one, the partial results go to a workspace and
-``merge_kernel`` joins them by their log-sum-exp.
+``merge_kernel`` joins them by their log-sum-exp. Query heads, outputs and partial results are
+addressed by row and head of the row, whatever lane reads them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def fold(q, k, v, live, scale_log2, top, total, acc, UPCAST: tl.constexpr):
 
 
 # Strides that vary with the number of splits must not make another binary each.
-@triton.jit(do_not_specialize=["stride_tn", "stride_ln", "stride_lh", "stride_ls"])
+@triton.jit(do_not_specialize=["stride_tn", "stride_lb", "stride_lh", "stride_ls"])
 def attend_kernel(
     q_ptr,
     k_ptr,
@@ -41,7 +42,7 @@ def attend_kernel(
     out_ptr,
     lse_ptr,
     scale_log2,
-    stride_qn,
+    stride_qb,
     stride_qh,
     stride_ks,
     stride_kh,
@@ -52,12 +53,13 @@ def attend_kernel(
     stride_tn,
     stride_tc,
     stride_len,
-    stride_on,
+    stride_ob,
     stride_oh,
     stride_os,
-    stride_ln,
+    stride_lb,
     stride_lh,
     stride_ls,
+    LANES: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     UNIT: tl.constexpr,
@@ -67,6 +69,7 @@ def attend_kernel(
     BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    row = (tl.program_id(0) // (LANES * KV_HEADS)).to(tl.int64)
     lane = (tl.program_id(0) // KV_HEADS).to(tl.int64)
     head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
     split = tl.program_id(1)
@@ -76,11 +79,11 @@ def attend_kernel(
     begin = split * run
     end = tl.minimum(begin + run, length)
 
-    rows = tl.arange(0, BLOCK_G)
+    each = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
-    query_heads = head * GROUP + rows
-    q_mask = (rows < GROUP)[:, None] & (d < DIM)[None, :]
-    q_offsets = lane * stride_qn + query_heads[:, None] * stride_qh + d[None, :]
+    query_heads = (tl.program_id(0) % (LANES * KV_HEADS)).to(tl.int64) * GROUP + each
+    q_mask = (each < GROUP)[:, None] & (d < DIM)[None, :]
+    q_offsets = row * stride_qb + query_heads[:, None] * stride_qh + d[None, :]
     q = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
@@ -114,9 +117,9 @@ def attend_kernel(
     # A run without tokens keeps top -inf and total 0: out 0, lse -inf.
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
     norm = (top + tl.log2(tl.where(total > 0, total, 1.0))) * 0.6931471805599453
-    o_offsets = lane * stride_on + query_heads * stride_oh + split.to(tl.int64) * stride_os
-    l_offsets = lane * stride_ln + query_heads * stride_lh + split.to(tl.int64) * stride_ls
-    tl.store(lse_ptr + l_offsets, norm, mask=rows < GROUP)
+    o_offsets = row * stride_ob + query_heads * stride_oh + split.to(tl.int64) * stride_os
+    l_offsets = row * stride_lb + query_heads * stride_lh + split.to(tl.int64) * stride_ls
+    tl.store(lse_ptr + l_offsets, norm, mask=each < GROUP)
     out = out.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + o_offsets[:, None] + d[None, :], out, mask=q_mask)
 
@@ -128,24 +131,24 @@ def merge_kernel(
     out_ptr,
     lse_ptr,
     splits,
-    stride_on,
+    stride_ob,
     stride_oh,
-    stride_ln,
+    stride_lb,
     stride_lh,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Parts are contiguous: ``[N, HEADS, splits, DIM]`` and ``[N, HEADS, splits]``, fp32. One
+    """Parts are contiguous: ``[B, HEADS, splits, DIM]`` and ``[B, HEADS, splits]``, fp32. One
     program: BLOCK_D elements of one head."""
-    row = tl.program_id(0).to(tl.int64)
-    lane = row // HEADS
-    head = row % HEADS
+    part_row = tl.program_id(0).to(tl.int64)
+    row = part_row // HEADS
+    head = part_row % HEADS
     s = tl.arange(0, BLOCK_S)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    part_lse = tl.load(part_lse_ptr + row * splits + s, mask=s < splits, other=float("-inf"))
-    offsets = (row * splits + s)[:, None] * DIM + d[None, :]
+    part_lse = tl.load(part_lse_ptr + part_row * splits + s, mask=s < splits, other=float("-inf"))
+    offsets = (part_row * splits + s)[:, None] * DIM + d[None, :]
     mask = (s < splits)[:, None] & (d < DIM)[None, :]
     part = tl.load(part_ptr + offsets, mask=mask, other=0.0)
     top = tl.max(part_lse, 0)
@@ -155,6 +158,6 @@ def merge_kernel(
     safe = tl.where(total > 0, total, 1.0)
     out = tl.sum(weights[:, None] * part, 0) / safe
     if tl.program_id(1) == 0:
-        tl.store(lse_ptr + lane * stride_ln + head * stride_lh, top + tl.log(safe))
-    o_offsets = lane * stride_on + head * stride_oh + d
+        tl.store(lse_ptr + row * stride_lb + head * stride_lh, top + tl.log(safe))
+    o_offsets = row * stride_ob + head * stride_oh + d
     tl.store(out_ptr + o_offsets, out.to(out_ptr.dtype.element_ty), mask=d < DIM)

@@ -12,8 +12,11 @@ def topkv_register_backends() -> list[PluginEntry]:
         PluginEntry(
             name="triton_attention",
             kind="backend",
-            factory="topkv_triton_attention.backend:TritonAttention",
-            hook_api=(1, 1),
+            factories={
+                "reference": "topkv_triton_attention.backend:TritonAttention",
+                "triton": "topkv_triton_attention.kernel_backend:TritonAttentionKernels",
+            },
+            hook_api=(2, 0),
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),

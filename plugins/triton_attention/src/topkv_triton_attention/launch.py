@@ -10,6 +10,7 @@ import triton
 from attrs import evolve, frozen
 from torch import Tensor
 
+from topkv.types import Tables
 from topkv_triton_attention.decode_kernels import attend_kernel, merge_kernel
 from topkv_triton_attention.reference import check_decode
 
@@ -103,8 +104,8 @@ class Decoder:
     """``attend`` of the hook specs.
 
     Args:
-        max_lanes: most lanes of one call.
-        heads: query heads of a lane.
+        max_batch: most rows of one call.
+        heads: query heads of a row.
         group: query heads of a kv-head.
         dim: head dim.
         scale: factor of the logits.
@@ -115,7 +116,7 @@ class Decoder:
 
     def __init__(
         self,
-        max_lanes: int,
+        max_batch: int,
         heads: int,
         group: int,
         dim: int,
@@ -124,7 +125,7 @@ class Decoder:
         launch: DecodeLaunch | None = None,
         splits: int | None = None,
     ) -> None:
-        self.max_lanes = max_lanes
+        self.max_batch = max_batch
         self.scale_log2 = scale * math.log2(math.e)
         self.launch = launch
         self.splits = splits
@@ -133,28 +134,23 @@ class Decoder:
             # split_count makes at most this many programs when it splits at all.
             resident = max(each.resident for each in (launch, *_DECODE.values()) if each)
             programs = MAX_WAVES * self.processors * resident
-            rows = min(programs * group, max_lanes * heads * MAX_SPLITS)
+            rows = min(programs * group, max_batch * heads * MAX_SPLITS)
         else:
-            rows = max_lanes * heads * splits
+            rows = max_batch * heads * splits
         self.part = torch.empty(rows * dim, dtype=torch.float32, device=device)
         self.part_lse = torch.empty(rows, dtype=torch.float32, device=device)
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        table: Tensor,
-        lengths: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, out: Tensor, lse: Tensor
     ) -> None:
-        """See ``topkv.hooks.backend.attend``. Allocates nothing."""
-        check_decode(q, k, v, self.max_lanes)
-        lanes, _, heads, dim = q.shape
-        if not lanes:
+        """See ``topkv.hooks.backend.Backend.attend``. Allocates nothing."""
+        check_decode(q, k, v, self.max_batch)
+        rows, _, heads, dim = q.shape
+        if not rows:
             return
-        kv_heads, unit = k.shape[1], k.shape[2]
+        table, lengths = tables.table, tables.lengths
+        lanes, kv_heads, unit = len(table), k.shape[1], k.shape[2]
+        group = heads * rows // (lanes * kv_heads)
         launch = self.launch or decode_launch(dim, unit, q.element_size())
         splits = self.splits or split_count(
             lanes * kv_heads,
@@ -162,7 +158,7 @@ class Decoder:
             self.processors * launch.resident,
             launch.block,
         )
-        # Strides by lane, head and split of what attend_kernel writes.
+        # Strides by row, head and split of what attend_kernel writes.
         if splits == 1:
             results = out, lse
             strides = (out.stride(0), out.stride(2), 0, lse.stride(0), lse.stride(2), 0)
@@ -173,13 +169,13 @@ class Decoder:
             q, k, v, table, lengths, *results, self.scale_log2,
             q.stride(0), q.stride(2), *k.stride()[:3], *v.stride()[:3],
             *table.stride(), lengths.stride(0), *strides,
-            KV_HEADS=kv_heads, GROUP=heads // kv_heads, UNIT=unit, DIM=dim,
-            BLOCK_G=max(16, power(heads // kv_heads)), BLOCK_D=power(dim),
+            LANES=lanes // rows, KV_HEADS=kv_heads, GROUP=group, UNIT=unit, DIM=dim,
+            BLOCK_G=max(16, power(group)), BLOCK_D=power(dim),
             BLOCK_N=launch.block, UPCAST=upcast(q),
             num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
         if splits > 1:
-            merge_kernel[(lanes * heads,)](
+            merge_kernel[(rows * heads,)](
                 self.part, self.part_lse, out, lse, splits,
                 out.stride(0), out.stride(2), lse.stride(0), lse.stride(2),
                 HEADS=heads, DIM=dim, BLOCK_D=power(dim),

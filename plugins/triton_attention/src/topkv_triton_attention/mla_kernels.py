@@ -105,7 +105,7 @@ def fold_latent(
 
 
 # Strides that vary with the number of splits must not make another binary each.
-@triton.jit(do_not_specialize=["stride_tn", "stride_ln", "stride_lh", "stride_ls"])
+@triton.jit(do_not_specialize=["stride_tn", "stride_lb", "stride_lh", "stride_ls"])
 def attend_latent_kernel(
     q_ptr,
     rows_ptr,
@@ -114,17 +114,17 @@ def attend_latent_kernel(
     out_ptr,
     lse_ptr,
     scale_log2,
-    stride_qn,
+    stride_qb,
     stride_qh,
     stride_rs,
     stride_rt,
     stride_tn,
     stride_tc,
     stride_len,
-    stride_on,
+    stride_ob,
     stride_oh,
     stride_os,
-    stride_ln,
+    stride_lb,
     stride_lh,
     stride_ls,
     HEADS: tl.constexpr,
@@ -154,7 +154,7 @@ def attend_latent_kernel(
     d = tl.arange(0, BLOCK_L)
     r = tl.arange(0, BLOCK_R)
     head_mask = (heads < HEADS)[:, None]
-    q_base = q_ptr + lane * stride_qn + heads[:, None] * stride_qh
+    q_base = q_ptr + lane * stride_qb + heads[:, None] * stride_qh
     out_mask = head_mask & (d < LATENT)[None, :]
     q_latent = tl.load(q_base + d[None, :], mask=out_mask, other=0.0)
     rope_mask = head_mask & (r < ROPE)[None, :]
@@ -188,8 +188,8 @@ def attend_latent_kernel(
     # A run without tokens keeps top -inf and total 0: out 0, lse -inf.
     safe = tl.where(total > 0, total, 1.0)
     norm = (top + tl.log2(safe)) * 0.6931471805599453
-    l_offsets = lane * stride_ln + heads * stride_lh + split.to(tl.int64) * stride_ls
+    l_offsets = lane * stride_lb + heads * stride_lh + split.to(tl.int64) * stride_ls
     tl.store(lse_ptr + l_offsets, norm, mask=heads < HEADS)
-    o_offsets = lane * stride_on + heads * stride_oh + split.to(tl.int64) * stride_os
+    o_offsets = lane * stride_ob + heads * stride_oh + split.to(tl.int64) * stride_os
     out = (acc * (1.0 / safe)[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + o_offsets[:, None] + d[None, :], out, mask=out_mask)

@@ -8,6 +8,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from topkv.types import Tables
 from topkv_triton_attention.decode_kernels import merge_kernel
 from topkv_triton_attention.launch import (
     INTERPRETED,
@@ -68,7 +69,7 @@ class LatentDecoder:
     """``attend`` of the hook specs for latent attention.
 
     Args:
-        max_lanes: most lanes of one call.
+        max_batch: most rows of one call.
         heads: query heads.
         shape: of the rows.
         dtype: of q.
@@ -80,7 +81,7 @@ class LatentDecoder:
 
     def __init__(
         self,
-        max_lanes: int,
+        max_batch: int,
         heads: int,
         shape: LatentShape,
         dtype: torch.dtype,
@@ -89,14 +90,14 @@ class LatentDecoder:
         launch: LatentLaunch | None = None,
         splits: int | None = None,
     ) -> None:
-        self.max_lanes = max_lanes
+        self.max_batch = max_batch
         self.shape = shape
         self.scale_log2 = scale * math.log2(math.e)
         self.launch = launch or latent_launch(shape.kv_format, heads, dtype.itemsize)
         self.splits = splits
         self.head_blocks = -(-heads // self.launch.heads)
         self.programs = processors_of(device) * self.launch.resident
-        rows = max_lanes * heads * (splits or MAX_SPLITS)
+        rows = max_batch * heads * (splits or MAX_SPLITS)
         if splits is None:
             # split_count makes at most this many programs when it splits at all.
             programs = MAX_WAVES * self.programs
@@ -116,24 +117,18 @@ class LatentDecoder:
         )
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        table: Tensor,
-        lengths: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, out: Tensor, lse: Tensor
     ) -> None:
-        """See ``topkv.hooks.backend.attend``; ``v`` is not read. Allocates nothing."""
+        """See ``topkv.hooks.backend.Backend.attend``; ``v`` is not read. Allocates nothing."""
         shape, launch = self.shape, self.launch
-        check_latent(q, k, shape, self.max_lanes)
+        check_latent(q, k, shape, self.max_batch)
+        table, lengths = tables.table, tables.lengths
         lanes, _, heads, _ = q.shape
         if not lanes:
             return
         unit, dim = k.shape[2], shape.latent
         splits = self.split_count(lanes, table.shape[1] * unit)
-        # Strides by lane, head and split of what the kernel writes.
+        # Strides by row, head and split of what the kernel writes.
         if splits == 1:
             results = out, lse
             strides = (out.stride(0), out.stride(2), 0, lse.stride(0), lse.stride(2), 0)

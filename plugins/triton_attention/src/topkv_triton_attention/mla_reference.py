@@ -11,7 +11,7 @@ from torch import Tensor
 
 from topkv.errors import CapabilityError
 from topkv.kv.rows import LATENT, ROPE, ROW, TILE, decode_fp8
-from topkv.types import GroupShape, ModelShape
+from topkv.types import GroupShape, ModelShape, Tables
 from topkv_triton_attention import reference
 
 
@@ -82,12 +82,12 @@ def latent_refusals(model: ModelShape, group: GroupShape) -> list[str]:
     return reasons
 
 
-def check_latent(q: Tensor, k: Tensor, shape: LatentShape, max_lanes: int) -> None:
+def check_latent(q: Tensor, k: Tensor, shape: LatentShape, max_batch: int) -> None:
     """Refuse what ``attend`` does not offer.
 
     Raises:
-        CapabilityError: more than one query per lane, or rows of another dtype.
-        ValueError: more lanes than the backend was made for.
+        CapabilityError: more than one query per row, or rows of another dtype.
+        ValueError: more rows than the backend was made for.
     """
     if shape.packed and k.dtype != torch.uint8:
         raise CapabilityError(
@@ -95,7 +95,7 @@ def check_latent(q: Tensor, k: Tensor, shape: LatentShape, max_lanes: int) -> No
             [f"expected rows of uint8, got {k.dtype}; view them as uint8"],
         )
     rows = q if shape.packed else k
-    reference.check_decode(q, rows, rows, max_lanes)
+    reference.check_decode(q, rows, rows, max_batch)
 
 
 class Attend:
@@ -104,26 +104,20 @@ class Attend:
     Args:
         shape: of the rows.
         scale: factor of the logits.
-        max_lanes: most lanes of one call.
+        max_batch: most rows of one call.
     """
 
-    def __init__(self, shape: LatentShape, scale: float, max_lanes: int) -> None:
+    def __init__(self, shape: LatentShape, scale: float, max_batch: int) -> None:
         self.shape = shape
         self.scale = scale
-        self.max_lanes = max_lanes
+        self.max_batch = max_batch
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        table: Tensor,
-        lengths: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, out: Tensor, lse: Tensor
     ) -> None:
-        check_latent(q, k, self.shape, self.max_lanes)
-        lanes, _, heads, dim = q.shape
+        check_latent(q, k, self.shape, self.max_batch)
+        table, lengths = tables.table, tables.lengths
+        lanes, _, heads, dim = q.shape  # all heads share a selection: a row is a lane
         unit, width = k.shape[2], table.shape[1]
         if lengths.device.type == "cpu" and lanes:
             # Only here is the longest lane free to know: no device waits for the answer.

@@ -10,31 +10,32 @@ import torch
 from torch import Tensor
 
 from topkv.errors import CapabilityError
+from topkv.types import Tables
 
 BUDGET = 1 << 23
 """Elements of the largest intermediate of one step."""
 
 
-def check_decode(q: Tensor, k: Tensor, v: Tensor, max_lanes: int) -> None:
+def check_decode(q: Tensor, k: Tensor, v: Tensor, max_batch: int) -> None:
     """Refuse what ``attend`` does not offer.
 
     Raises:
-        CapabilityError: more than one query per lane, or mixed dtypes.
-        ValueError: more lanes than the backend was made for.
+        CapabilityError: more than one query per row, or mixed dtypes.
+        ValueError: more rows than the backend was made for.
     """
     if q.shape[1] != 1:
         raise CapabilityError(
-            "triton_attention: attend takes one query per lane",
-            [f"expected q of shape [N, 1, heads, D], got {tuple(q.shape)}; call it per query"],
+            "triton_attention: attend takes one query per row",
+            [f"expected q of shape [B, 1, H, D], got {tuple(q.shape)}; call it per query"],
         )
     if q.dtype != k.dtype or k.dtype != v.dtype:
         raise CapabilityError(
             "triton_attention: q, k and v must share a dtype",
             [f"got {q.dtype}, {k.dtype} and {v.dtype}; convert q to the dtype of the cache"],
         )
-    if q.shape[0] > max_lanes:
+    if q.shape[0] > max_batch:
         raise ValueError(
-            f"attend: q has {q.shape[0]} lanes, the backend was made for {max_lanes}; "
+            f"attend: q has {q.shape[0]} rows, the backend was made for {max_batch}; "
             "raise max_batch when you make it"
         )
 
@@ -44,43 +45,41 @@ class Attend:
 
     Args:
         scale: factor of the logits.
-        max_lanes: most lanes of one call.
+        max_batch: most rows of one call.
     """
 
-    def __init__(self, scale: float, max_lanes: int) -> None:
+    def __init__(self, scale: float, max_batch: int) -> None:
         self.scale = scale
-        self.max_lanes = max_lanes
+        self.max_batch = max_batch
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        table: Tensor,
-        lengths: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, out: Tensor, lse: Tensor
     ) -> None:
-        check_decode(q, k, v, self.max_lanes)
-        lanes, _, heads, dim = q.shape
-        kv_heads, unit = k.shape[1:3]
-        group = heads // kv_heads
-        width = table.shape[1]
-        if lengths.device.type == "cpu" and lanes:
+        check_decode(q, k, v, self.max_batch)
+        if not len(q):
+            return
+        table, lengths = tables.table, tables.lengths
+        kv_heads, unit, dim = k.shape[1:]
+        lanes, width = table.shape
+        queries = q.reshape(lanes, kv_heads, -1, dim)
+        result = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        norm = torch.empty(queries.shape[:3], device=q.device)
+        if lengths.device.type == "cpu":
             # Only here is the longest lane free to know: no device waits for the answer.
             width = min(width, -(-int(lengths.max()) // unit))
         columns = max(1, min(width, BUDGET // (kv_heads * unit * dim)))
         step = max(1, BUDGET // (kv_heads * unit * dim * columns))
         for first in range(0, lanes, step):
             some = slice(first, first + step)
-            grouped = q[some, 0].float().mul(self.scale).reshape(-1, kv_heads, group, dim)
+            grouped = queries[some].float() * self.scale
             state = _attend_units(grouped, k, v, table[some, :columns], lengths[some])
             for column in range(columns, width, columns):
                 more = table[some, column : column + columns]
                 left = lengths[some] - column * unit
                 state = merge(*state, *_attend_units(grouped, k, v, more, left))
-            out[some, 0] = state[0].reshape(-1, heads, dim).to(out.dtype)
-            lse[some, 0] = state[1].reshape(-1, heads)
+            result[some], norm[some] = state
+        out.copy_(result.view(out.shape))
+        lse.copy_(norm.view(lse.shape))
 
 
 def _attend_units(

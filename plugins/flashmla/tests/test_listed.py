@@ -1,0 +1,110 @@
+"""What the library's sparse kernel is handed: indices, and queries in the shape that it takes.
+
+The library itself runs on a device alone (``test_gpu``). Here something in its place refuses what
+it refuses, and attends in float64 to the rows that the indices name.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from attrs import evolve
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from topkv.hooks.backend import BackendSetup  # noqa: E402
+from topkv.testing.backend_plans import AdaptCase, StepInputs  # noqa: E402
+from topkv.testing.oracle import attention  # noqa: E402
+from topkv.testing.strategies import Geometry  # noqa: E402
+from topkv.types import GroupShape, ModelShape, Tables  # noqa: E402
+from topkv_flashmla import backend, providers  # noqa: E402
+
+DEVICE = "cuda" if CUDA else "cpu"
+ON = pytest.mark.parametrize(
+    "device", [pytest.param(DEVICE, marks=[pytest.mark.gpu] if CUDA else [])]
+)
+HEADS, SELECT, BUFFER, RING, REQUESTS, SCALE = 3, 5, 8, 2, 4, 0.03
+
+
+def sparse(q, rows, indices, scale):
+    """Contract of ``flash_mla_sparse_fwd`` as its source states it; +inf for empty lanes."""
+    lanes, heads, dim = q.shape
+    assert (heads, dim, rows.shape[1:]) == (64, 576, (1, 576))
+    assert q.is_contiguous()
+    assert q.dtype is rows.dtype is torch.bfloat16
+    assert indices.dtype is torch.int32
+    assert (len(indices), indices.shape[1], indices.shape[2] % 128) == (lanes, 1, 0)
+    out = torch.full((lanes, heads, 512), torch.nan, dtype=q.dtype, device=q.device)
+    lse = torch.full((lanes, heads), torch.inf, device=q.device)
+    for lane, listed in enumerate(indices[:, 0]):
+        mine = rows[listed[listed >= 0].long()]
+        if len(mine):
+            values, log = attention(q[lane : lane + 1], mine, mine[..., :512], scale)
+            out[lane], lse[lane] = values[0].bfloat16(), log[0].float()
+    return out, None, lse
+
+
+def group_of(unit):
+    return GroupShape(
+        *((0,), unit, 1, 1, 576, torch.bfloat16, 64, REQUESTS, 256, SELECT, BUFFER, RING),
+        planes=1,
+    )
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """A backend over ``sparse``, for a unit and a device."""
+    found = providers.Provider("double", None, sparse, None)
+    monkeypatch.setattr(providers, "find", lambda: (found, []))
+    monkeypatch.setattr(backend, "refusals", lambda _: [])
+    model = ModelShape(1, HEADS, 1, 576, torch.bfloat16, SCALE, "mla", 512)
+    return lambda unit, device: backend.FlashMLA(
+        BackendSetup(model, group_of(unit), torch.device(device), 3, HEADS)
+    )
+
+
+@ON
+@pytest.mark.parametrize("apart", [0, 2])
+@pytest.mark.parametrize("unit", [1, 16])
+def test_rows_of_the_table_are_attended(make, unit, apart, device):
+    """By the indices that were written along with it, or by those that ``attend`` makes."""
+    geometry = Geometry(1, HEADS, 576, unit, 1, "shared", torch.bfloat16)
+    made, random = make(unit, device), torch.Generator().manual_seed(0)
+    slots = REQUESTS * (BUFFER + RING)
+    pool = torch.randn(slots, 1, unit, 576, generator=random).bfloat16()
+    for seed, requests in enumerate((((2, 40), (-1, 0), (0, 7)), ((1, 9),), ((3, 1), (2, 90)))):
+        lanes = len(requests)
+        counts = tuple((seed + 3 * lane) % (SELECT + 1) for lane in range(lanes))
+        sizes = (SELECT, BUFFER, RING, REQUESTS)
+        case = AdaptCase(geometry, requests, counts, *sizes, seed=seed)
+        inputs = StepInputs.empty(group_of(unit), lanes, device)
+        case.fill(inputs)
+        tables = Tables(
+            torch.full((lanes, SELECT + 1), -7, dtype=torch.int32, device=device),
+            torch.full((lanes,), -7, dtype=torch.int32, device=device),
+            attached="of the step before",
+        )
+        made.adapt_page_table(inputs.view, inputs.plan, tables)
+        case.check(tables.table, tables.lengths)
+        assert (tables.attached is None) == (unit > 1)
+        wide = torch.randn(lanes, 1, HEADS + apart, 576, generator=random).bfloat16().to(device)
+        q, rows = wide[:, :, :HEADS], pool.to(device)
+        for given in (tables, evolve(tables, attached=None)):
+            results = torch.full((lanes, 1, HEADS + apart, 512), -77.0, device=device).bfloat16()
+            out, lse = results[:, :, :HEADS], torch.full((lanes, 1, HEADS), -77.0, device=device)
+            made.attend(q, rows, rows, given, out, lse)
+            assert (results[:, :, HEADS:] == -77).all(), "wrote between rows"
+            for lane, listed in enumerate(case.lanes()):
+                mine = [pool[slot, 0, :count] for slot, count in listed]
+                if not mine:
+                    assert (out[lane] == 0).all()
+                    assert (lse[lane] == -torch.inf).all()
+                    continue
+                keys = torch.cat(mine)[:, None]
+                want, log = attention(q[lane].cpu(), keys, keys[..., :512], SCALE)
+                torch.testing.assert_close(out[lane].cpu(), want.bfloat16(), rtol=0.01, atol=1e-3)
+                torch.testing.assert_close(lse[lane].cpu().double(), log, rtol=1e-5, atol=1e-5)
