@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topkv import hookimpl
-from topkv.cli.plugins import _capabilities, as_dict
 from topkv.config import SparseConfig, lower
 from topkv.entries import HOOK_API, KINDS, Capabilities, PluginEntry
 from topkv.errors import ConfigError, PluginError
-from topkv.matrix import matrix, rows_of
 from topkv.plugins import PluginRegistry
 from topkv.types import ModelShape
+from topkv_cli.matrix import matrix, rows_of
+from topkv_cli.plugins import _all, as_dict
 
 MODEL = ModelShape(2, 4, 2, 64, torch.bfloat16, 0.125)
 FINE = {"name": "mine", "kind": "algorithm", "factory": "x:Y", "hook_api": HOOK_API}
@@ -193,7 +193,7 @@ def test_whatever_is_in_an_entry_the_registry_has_records(data):
     # All that lists and asks goes on.
     for each in records:
         json.dumps(as_dict(each), default=str)
-        _capabilities(as_dict(each)["capabilities"] or {})
+        _all(each.entry) if each.entry else []
     rows_of(matrix(records))
     with pytest.raises(PluginError):
         found.get("engine", "nothing")

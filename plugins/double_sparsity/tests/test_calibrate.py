@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from topkv.cli.group import topkv
+from topkv_cli.group import topkv
 from topkv_double_sparsity.calibration import STATISTICS, read
 
 transformers = pytest.importorskip("transformers")

@@ -9,7 +9,7 @@ import shutil
 import pytest
 from click.testing import CliRunner
 
-from topkv.cli.group import topkv
+from topkv_cli.group import topkv
 from topkv_transformers import CHECKPOINT
 
 

@@ -9,8 +9,8 @@ import torch
 from click.testing import CliRunner
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from topkv.cli.group import topkv
 from topkv.types import GroupShape, LayerView, StepTensors
+from topkv_cli.group import topkv
 from topkv_transformers.demo import CHECKPOINT
 from topkv_transformers.retrieval import make_prompt
 from topkv_transformers.window import Window

@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from transformers import AutoTokenizer
 
 from topkv import SparseCoordinator, attach
-from topkv.cli.group import topkv
 from topkv.errors import ConfigError
 from topkv.plugins import registry
+from topkv_cli.group import topkv
 from topkv_transformers import CHECKPOINT
 from topkv_transformers.demo import answer_question, load_checkpoint
 from topkv_transformers.evaluation import choices, plot, tasks

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from topkv import attach
-from topkv.cli.group import topkv
 from topkv.plugins import registry
+from topkv_cli.group import topkv
 from topkv_transformers import DSA_CHECKPOINT
 from topkv_transformers.evaluation import choices, tasks
 from topkv_transformers.evaluation.cells import Cell, Grid, config_of, run_cells

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from topkv.cli.group import topkv
+from topkv_cli.group import topkv
 from topkv_transformers import CHECKPOINT
 
 CODE = """

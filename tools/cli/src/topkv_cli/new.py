@@ -9,9 +9,9 @@ from pathlib import Path
 
 import click
 
-from topkv.cli.render import KINDS, default_root, render, write
 from topkv.errors import ConfigError
 from topkv.plugins import registry
+from topkv_cli.render import KINDS, default_root, render, write
 
 
 @click.command("new", short_help="Start a plugin package.")

@@ -12,10 +12,10 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from topkv.cli import probes
-from topkv.cli.plugins import as_dict
 from topkv.entries import KINDS
 from topkv.plugins import registry
+from topkv_cli import probes
+from topkv_cli.plugins import as_dict
 
 
 def diagnose() -> dict[str, Any]:

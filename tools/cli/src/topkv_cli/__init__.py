@@ -1,4 +1,4 @@
-"""The command ``topkv``; what it shows comes from ``topkv.cli.group`` and its modules."""
+"""The command ``topkv``; what it shows comes from ``topkv_cli.group`` and its modules."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def main() -> None:
     except ImportError as error:
         print(f"the command topkv needs {error.name}: pip install 'topkv[cli]'", file=sys.stderr)
         sys.exit(1)
-    from topkv.cli.group import topkv
+    from topkv_cli.group import topkv
 
     topkv(prog_name="topkv")

@@ -114,7 +114,7 @@ def _names(name: str, kind: str) -> dict[str, str]:
 
 
 def _filled(template: str, names: Mapping[str, str]) -> str:
-    at = files("topkv.cli") / "template" / f"{_fill(template, names)}.tmpl"
+    at = files("topkv_cli") / "template" / f"{_fill(template, names)}.tmpl"
     return _fill(at.read_text(encoding="utf-8"), names)
 
 

@@ -11,10 +11,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from topkv.cli.group import LazyGroup
 from topkv.errors import ConfigError
+from topkv_cli.group import LazyGroup
 
-CALL = (sys.executable, "-m", "topkv.cli")
+CALL = (sys.executable, "-m", "topkv_cli")
 FULL = Path("/dev/full")
 
 
@@ -88,7 +88,7 @@ def test_a_reader_that_has_gone_is_no_error(args):
 
 
 def test_a_stdout_that_is_closed_is_refused_before_anything_runs():
-    shell = ["sh", "-c", f"{sys.executable} -m topkv.cli plugins >&-"]
+    shell = ["sh", "-c", f"{sys.executable} -m topkv_cli plugins >&-"]
     done = subprocess.run(shell, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2
     assert "error: stdout is closed" in done.stderr

@@ -15,11 +15,11 @@ import pytest
 from click.testing import CliRunner
 
 import topkv
-from topkv import cli, hookimpl
-from topkv.cli import probes
-from topkv.cli.group import topkv as command
+from topkv import hookimpl
 from topkv.entries import HOOK_API, TRAITS, Capabilities, PluginEntry
 from topkv.plugins import PluginRegistry
+from topkv_cli import main, probes
+from topkv_cli.group import topkv as command
 
 KEYS = {"name", "kind", "package", "version", "hook_api", "capabilities", "problem"}
 
@@ -29,7 +29,7 @@ def broken(monkeypatch):
     """A registry in which one plugin does not load."""
     found = PluginRegistry([("topkv-broken", "7.1", SimpleNamespace())])
     for module in ("plugins", "doctor"):
-        monkeypatch.setattr(f"topkv.cli.{module}.registry", lambda: found)
+        monkeypatch.setattr(f"topkv_cli.{module}.registry", lambda: found)
 
 
 def run(*args):
@@ -63,11 +63,11 @@ def long_names(monkeypatch):
         tiers=("gpu",),
         traits=tuple(TRAITS),
     )
-    entry = PluginEntry("triton_attention", "backend", "a:b", capabilities=capabilities)
+    entry = PluginEntry("tensor_attention", "backend", "a:b", capabilities=capabilities)
     hook = hookimpl(lambda: [entry])
     good = SimpleNamespace(topkv_register_backends=hook)
-    offers = [("topkv-triton-attention", "10.1.0", good), ("topkv-broken", "7.1", object())]
-    monkeypatch.setattr("topkv.cli.plugins.registry", lambda: PluginRegistry(offers))
+    offers = [("topkv-tensor-attention", "10.1.0", good), ("topkv-broken", "7.1", object())]
+    monkeypatch.setattr("topkv_cli.plugins.registry", lambda: PluginRegistry(offers))
 
 
 @pytest.mark.usefixtures("long_names")
@@ -77,8 +77,8 @@ def test_people_can_read_the_plugins_at_80_columns(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
     lines = run("plugins").stdout.splitlines()
     assert all(len(line.rstrip()) <= 80 for line in lines)
-    (row,) = (line for line in lines if line.startswith("triton_attention"))
-    assert row.split()[:4] == ["triton_attention", "backend", "topkv-triton-attention", "10.1.0"]
+    (row,) = (line for line in lines if line.startswith("tensor_attention"))
+    assert row.split()[:4] == ["tensor_attention", "backend", "topkv-tensor-attention", "10.1.0"]
     text = " ".join(" ".join(lines).split())
     assert "units 1-128" in text
     assert "head_equivariant" not in text
@@ -93,7 +93,7 @@ def test_verbose_has_all_of_it(monkeypatch):
     shown = run("plugins", "--verbose").stdout
     assert all(len(line.rstrip()) <= 80 for line in shown.splitlines())
     words = shown.replace(",", " ").split()
-    for word in (*TRAITS, "kv_head", "topkv-triton-attention", "gpu", "traits:"):
+    for word in (*TRAITS, "kv_head", "topkv-tensor-attention", "gpu", "traits:"):
         assert word in words
     assert "hook API " + ".".join(map(str, HOOK_API)) in shown
     assert "implements none of" in " ".join(shown.split())
@@ -142,7 +142,7 @@ def test_doctor_asks_plugins_of_their_libraries(monkeypatch):
     said.describe = describe
     monkeypatch.setitem(sys.modules, "said", said)
     found = PluginRegistry([offers("good", "said:describe"), offers("bad", "said:nothing")])
-    monkeypatch.setattr("topkv.cli.doctor.registry", lambda: found)
+    monkeypatch.setattr("topkv_cli.doctor.registry", lambda: found)
     report = json.loads(run("doctor", "--json").stdout)["plugins"]
     assert report["backend good"] == ["libthis: not installed", "libthat 2: used"]
     assert "said:nothing" in report["backend bad"]["problem"]
@@ -190,7 +190,7 @@ def contributed(monkeypatch):
         "absent": "topkv_is_not_there:command",
     }
     points = [FakePoint(name, value, "topkv.commands") for name, value in values.items()]
-    monkeypatch.setattr("topkv.cli.group.entry_points", lambda group: points)
+    monkeypatch.setattr("topkv_cli.group.entry_points", lambda group: points)
 
 
 def _hello(name):
@@ -210,7 +210,7 @@ def test_packages_contribute_commands():
 
 def test_help_says_what_each_command_does_and_imports_no_torch():
     code = (
-        "import sys; from topkv.cli.group import topkv; topkv(['--help'], standalone_mode=False)"
+        "import sys; from topkv_cli.group import topkv; topkv(['--help'], standalone_mode=False)"
     )
     heavy = "; print(sorted({'torch', 'triton', 'numpy', 'transformers'} & set(sys.modules)))"
     done = subprocess.run(
@@ -237,7 +237,7 @@ def test_what_a_command_prints_at_its_import_is_not_on_stdout(tmp_path, monkeypa
     )
     monkeypatch.syspath_prepend(tmp_path)
     point = FakePoint("hello", "topkv_loud:hello", "topkv.commands")
-    monkeypatch.setattr("topkv.cli.group.entry_points", lambda group: [point])
+    monkeypatch.setattr("topkv_cli.group.entry_points", lambda group: [point])
     result = run("hello")
     assert result.stdout == "{}\n"
     assert "hello from an import" in result.stderr
@@ -273,7 +273,7 @@ def test_without_click_one_line_says_what_to_install(monkeypatch, capsys):
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main()
     assert ended.value.code == 1
     told = capsys.readouterr().err
     assert told.count("\n") == 1

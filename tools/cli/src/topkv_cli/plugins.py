@@ -14,8 +14,8 @@ from rich.text import Text
 
 from topkv.discovery import PluginRecord
 from topkv.entries import Capabilities, PluginEntry
-from topkv.matrix import Cell, matrix, rows_of
 from topkv.plugins import registry
+from topkv_cli.matrix import Cell, matrix, rows_of
 
 
 def as_dict(record: PluginRecord) -> dict[str, Any]:

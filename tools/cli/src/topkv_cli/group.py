@@ -3,7 +3,7 @@
 An entry point of group ``topkv.commands`` whose name is the command and whose value is
 ``"module:click_command"`` adds one. Its module is imported for the list of commands too, so it
 should import torch only where the command runs. A command that does not import says why when it is
-called. A command may raise any error of ``topkv.errors``: the group tells it (``topkv.cli.ends``).
+called. A command may raise any error of ``topkv.errors``: the group tells it (``topkv_cli.ends``).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 import click
 
 from topkv import __version__
-from topkv.cli.ends import told
 from topkv.discovery import BLOCK, aside, blocked
 from topkv.errors import PluginError
+from topkv_cli.ends import told
 
 COMMANDS = "topkv.commands"
 
 _OWN = {
-    "plugins": "topkv.cli.plugins",
-    "doctor": "topkv.cli.doctor",
-    "new": "topkv.cli.new",
+    "plugins": "topkv_cli.plugins",
+    "doctor": "topkv_cli.doctor",
+    "new": "topkv_cli.new",
 }
 
 
