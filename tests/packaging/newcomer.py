@@ -29,6 +29,7 @@ PACKAGES = (
     "plugins/triton_attention",
     "plugins/transformers",
     "tools/cli",
+    "tools/evaluation",
 )
 
 
@@ -69,7 +70,7 @@ def example() -> str:
 def walk(here: Path) -> None:
     """All steps, in an empty folder."""
     wheels = here / "wheels"
-    with step("(we) build five wheels"):
+    with step("(we) build six wheels"):
         core, *others = [build(ROOT / name, wheels)[1] for name in PACKAGES]
     python = here / "env" / "bin" / "python"
     pip = (python, "-m", "pip", "install", "-q", "--disable-pip-version-check")
@@ -77,7 +78,7 @@ def walk(here: Path) -> None:
     with step("make an environment, and install torch"):
         call(here, sys.executable, "-m", "venv", here / "env")
         call(here, *pip, *pinned, "torch")
-    with step("install topkv, quest, triton_attention, transformers, cli"):
+    with step("install topkv, quest, triton_attention, transformers, cli, evaluation"):
         call(here, *pip, *pinned, f"{core}[cli,testing]", *others)
     (here / "example.py").write_text(example(), encoding="utf-8")
     with step("run the README's example"):

@@ -18,7 +18,7 @@ from topkv_cli.group import topkv
 from topkv_double_sparsity.calibration import STATISTICS, read
 
 transformers = pytest.importorskip("transformers")
-checkpoint = pytest.importorskip("topkv_transformers")
+checkpoint = pytest.importorskip("topkv_evaluation")
 
 BLOCK = 48
 TEXT = "".join(f"def item_{i}(x):\n    return x * {i * i} + {i}\n" for i in range(24))
