@@ -1,12 +1,12 @@
 """Time of exact top-k per call, beside ``torch.topk``.
 
     python benchmarks/topk.py --out benchmarks/results/topk.jsonl
-    python benchmarks/topk.py --others flashinfer
+    python benchmarks/topk.py --others cuda
     python benchmarks/topk.py --sweep
 
 Every cell replays one CUDA graph of ``CALLS`` calls and reports the median over ``REPEATS``
-replays. ``normal`` are normally distributed scores, ``softmax`` weights as Quest makes them
-(positive, over many octaves), ``ties`` small integers, where no threshold separates exactly K.
+replays. ``normal`` are normally distributed scores, ``softmax`` weights of a softmax (positive,
+over many octaves), ``ties`` small integers, where no threshold separates exactly K.
 ``--others`` names installed implementations of exact top-k to time beside the core's.
 
 ``--sweep`` times the kernels of long rows at other constants, one changed at a time (``base`` is

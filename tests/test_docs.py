@@ -28,7 +28,7 @@ import references
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 RUN = sorted({b.page for b in BLOCKS if b.language == "python" and not b.mark})
-KITS = {"tutorial.md": "cpu", "backend.md": "cpu", "transfer.md": "cpu and not state_machine"}
+KITS = {"tutorial.md": "cpu", "backend.md": "cpu", "transfer.md": "not gpu and not state_machine"}
 """Pages that build a plugin, and which tests of its kit are run here."""
 
 DRIVER = """

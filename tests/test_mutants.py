@@ -10,9 +10,11 @@ from __future__ import annotations
 import pytest
 
 from tests.mutants import (
+    algorithm_signs,
     algorithms,
     backends,
     engines,
+    evictions,
     index,
     latent,
     lifecycle,
@@ -23,9 +25,11 @@ from tests.mutants import (
 from topkv.testing.tiers import tier
 
 MUTANTS = [
+    *algorithm_signs.MUTANTS,
     *algorithms.MUTANTS,
     *backends.MUTANTS,
     *engines.MUTANTS,
+    *evictions.MUTANTS,
     *index.MUTANTS,
     *latent.MUTANTS,
     *lifecycle.MUTANTS,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests import test_matrix
 from topkv import hookimpl
 from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
 from topkv.discovery import installed
 from topkv.entries import Capabilities, PluginEntry
 from topkv.errors import CapabilityError, ConfigError
+from topkv.ops import topk_kernels
 from topkv.ops.topk import topk, workspace
 from topkv.plugins import PluginRegistry
 from topkv.testing.tiers import tier
@@ -96,15 +98,69 @@ def test_the_named_implementation_selects(name, registry):
     assert torch.equal(named, usual)
 
 
+# Whether an algorithm selects by top-k in a prompt, by the end of the first step, which settles
+# the prompt and warms the buffer, and in the step behind it.
+CALLS = {
+    "arkvale": (False, True, True),
+    "clusterkv": (False, False, False),
+    "deepseek_dsa": (True, True, True),
+    "double_sparsity": (False, True, True),
+    "quest": (False, True, True),
+    "snapkv": (False, True, False),
+    "streaming_llm": (False, False, False),
+}
+
+
+def one_of_each():
+    """A cell of every algorithm that runs in the interpreter, and parameters that select anew."""
+    found = {}
+    for cell in test_matrix.CELLS:
+        if cell.backend == "triton_attention" and "interpret" in cell.tiers:
+            found.setdefault(cell.algorithm, cell)
+    return [pytest.param(cell, {}, id=name) for name, cell in found.items()] + [
+        pytest.param(found["snapkv"], {"ada": True, "ada_max": 1.5}, id="snapkv-ada"),
+        pytest.param(found["double_sparsity"], {"head_sparsity": 0.9}, id="double_sparsity-flat"),
+    ]
+
+
+@pytest.mark.parametrize(("cell", "params"), one_of_each())
+def test_every_algorithm_selects_by_it(cell, params, registry, monkeypatch):
+    """In prompts and in steps, and the core's own kernels are left alone."""
+    on = tier("interpret")
+    if on.missing:
+        pytest.skip(on.missing)
+    monkeypatch.setattr(test_matrix, "registry", lambda: registry)
+    params = {**test_matrix.PARAMS.get(cell.algorithm, {}), **params}
+
+    def outputs(**more):
+        run = test_matrix.Run(cell, on, params=params, **more)
+        calls, outs = [], []
+        for count in (run.most - 2, 1, 1):
+            Sorted.calls = 0
+            outs.append(run.forward(count, decode=count == 1))
+            calls.append(Sorted.calls > 0)
+        run.coordinator.close()
+        return torch.cat(outs), tuple(calls)
+
+    def refused(*args):
+        raise AssertionError("the core's own kernels were called")
+
+    usual, none = outputs()
+    assert not any(none)
+    monkeypatch.setattr(topk_kernels, "topk", refused)
+    named, calls = outputs(topk="sorted")
+    assert calls == CALLS[cell.algorithm]
+    assert torch.equal(named, usual)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["cuda", "flashinfer"])
-def test_installed_ones_select_what_the_core_does(name, registry):
+def test_the_cuda_one_selects_what_the_core_does(registry):
     on = tier("gpu")
     if on.missing:
         pytest.skip(on.missing)
     usual = run(on, registry)
     try:
-        named = run(on, registry, topk=name)
+        named = run(on, registry, topk="cuda")
     except (CapabilityError, ConfigError) as error:
         pytest.skip(str(error))
     assert torch.equal(named, usual)

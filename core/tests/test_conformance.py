@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from topkv.hooks.registry import hookimpl
 from topkv.testing import fuzz
 from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
+from topkv.testing.evictions import EvictionTests
 from topkv.testing.fuzz_lanes import FastLane
 from topkv.testing.indexed import INDEXED
 from topkv.testing.oracle import LaneModel
@@ -22,6 +23,12 @@ class TestZeroCopy(TransferTests):
     @pytest.fixture
     def plugin(self):
         return "zero_copy"
+
+
+class TestLeastRecentlyUsed(EvictionTests):
+    @pytest.fixture
+    def plugin(self):
+        return "lru"
 
 
 class TestIndexed(AlgorithmTests):

@@ -29,7 +29,7 @@ EXPECTED = {
         "transfer.flush": "slot length high resident",
         "transfer.restore": "slot length resident",
         "transfer.reset": "slot",
-        "eviction.new_position": "position stale stale_rank hit_rank stale_count misses",
+        "eviction.new_position": "position stale stale_rank hit_rank stale_count misses slots",
         "topk.topk": "scores lengths ids",
         "engine.refusals": "model",
         "engine.attach": "model config",

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
 
 from topkv.entries import TIERS, TRAITS, Capabilities
+from topkv.hooks.registry import hookimpl
+from topkv.testing.algorithms import AlgorithmTests
+from topkv.testing.differences import difference
 from topkv.testing.doubles import GATHER, SCRIPTED
+from topkv.testing.host_reads import no_host_reads
+from topkv.testing.indexed import INDEXED, Indexed
 from topkv.testing.kit import KitTests, examples, subject_of
 from topkv.testing.tiers import all_tiers, tier
 from topkv.testing.tolerance import assert_as_good
@@ -83,6 +92,153 @@ def test_examples_follow_tier_and_profile():
     few, many = (examples(tier(name), cpu=100, interpret=4) for name in ("interpret", "cpu"))
     assert many.max_examples == 25 * few.max_examples
     assert few.deadline is None
+
+
+MINE = """
+import pytest
+from topkv.testing.algorithms import AlgorithmTests
+
+class TestMine(AlgorithmTests):
+    @pytest.fixture
+    def plugin(self):
+        return "mine"
+"""
+
+
+class Collected:
+    def pytest_collection_finish(self, session):
+        self.names = [item.originalname for item in session.items]
+
+
+def test_what_says_most_of_a_mistake_runs_first(tmp_path):
+    (tmp_path / "test_mine.py").write_text(MINE)
+    found = Collected()
+    quiet = ["-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    assert pytest.main(["--collect-only", *quiet, str(tmp_path)], plugins=[found]) == 0
+    names = list(dict.fromkeys(found.names))
+    assert names[:2] == ["test_ids_are_well_formed", "test_length_edges"]
+    first = names.index("test_needle_in_a_prompt")
+    assert first < names.index("test_rows_do_not_see_each_other")
+    assert names.index("test_selections_are_those_of_the_oracle") < first
+    assert names[-1] == "test_decode_step_replays_from_a_graph"
+
+
+@pytest.mark.parametrize("name", ["interpret", "gpu"])
+def test_failures_of_kernels_are_not_made_smaller_for_minutes(name):
+    calls = []
+
+    @examples(tier(name), cpu=15, interpret=15)
+    @given(st.lists(st.integers(0, 10**6), min_size=3))
+    def check(drawn):
+        calls.append(drawn)
+        assert sum(drawn) < 10**5
+
+    with pytest.raises(AssertionError):
+        check()
+    assert len(calls) <= 20, "calls of a test that failed at once"
+
+
+class RoundsSteps(Indexed):
+    """Decode keeps a key in half of the digits that a prompt keeps."""
+
+    @hookimpl
+    def update(self, layer, k):
+        super().update(layer, k.bfloat16().to(k.dtype))
+
+
+def test_a_difference_is_told_by_pool_row_and_size():
+    entry = evolve(INDEXED, name="mine", factory=f"{__name__}:{RoundsSteps.__name__}")
+    subject = subject_of(entry, "algorithm", tier("cpu"))
+    with pytest.raises(AssertionError) as caught:
+        AlgorithmTests().test_decode_builds_what_a_prompt_builds(subject)
+    told = str(caught.value)
+    assert re.match(
+        r"decode from \d+: pool 'index' differs in \d+ of \d+ rows; worst is row", told
+    )
+    assert "ULP" in told
+    assert "tensor(" not in told
+    assert len(told) < 300
+
+
+class CodesOfThePrompt(Indexed):
+    """Decode stores the nearest of the first two keys: a codebook that is trained once."""
+
+    @hookimpl
+    def update(self, layer, k):
+        k = k.clone()
+        for row, slot in enumerate(layer.step.slots.tolist()):
+            if slot >= 0:
+                book = layer.pools["index"][self._rows(layer, slot, torch.arange(2))]
+                nearest = (book - k[row].double()).square().sum(-1).nan_to_num(torch.inf).argmin()
+                k[row] = book[nearest].to(k.dtype)
+        super().update(layer, k)
+
+
+def test_an_algorithm_need_not_be_incremental():
+    stated = INDEXED.capabilities.traits
+    for traits, error in ((stated, AssertionError), (stated[:-1], pytest.skip.Exception)):
+        capabilities = evolve(INDEXED.capabilities, traits=traits)
+        factory = f"{__name__}:{CodesOfThePrompt.__name__}"
+        entry = evolve(INDEXED, name="mine", factory=factory, capabilities=capabilities)
+        subject = subject_of(entry, "algorithm", tier("cpu"))
+        with pytest.raises(
+            error, match="incremental" if error is not AssertionError else "needle"
+        ):
+            AlgorithmTests().test_unit_is_found_as_soon_as_decode_closes_it(subject)
+
+
+def test_differences_of_bits_that_are_equal_numbers_count():
+    one = torch.tensor([[1.0, 2.0], [0.0, torch.nan]])
+    other = torch.tensor([[1.0, 2.0], [-0.0, torch.nan]])
+    assert difference(one, one.clone()) is None
+    assert "differs in 1 of 2 rows; worst is row 1, element [0]: 0.0 instead" in difference(
+        one, other
+    )
+    assert "not finite" in difference(one, one.nan_to_num())
+    up = torch.nextafter(one, torch.full_like(one, torch.inf))
+    assert "(1 ULP, 2.38e-07 apart)" in difference(up[:1], one[:1])
+    assert "expected torch.float32 [1, 2]" in difference(one, one[:1])
+
+
+X = torch.arange(6.0)
+
+READS = {
+    "item": lambda: X.sum().item(),
+    "int": lambda: int(X.sum()),
+    "bool": lambda: bool(X.sum() > 0),
+    "tolist": lambda: X.tolist(),
+    "numpy": lambda: X.numpy(),
+    "cpu": lambda: X.cpu(),
+    "nonzero": lambda: (X > 2).nonzero(),
+    "where of one argument": lambda: torch.where(X > 2),
+    "mask": lambda: X[X > 2],
+    "write through a mask": lambda: X.clone().__setitem__(X > 2, X[3:]),
+    "masked_select": lambda: X.masked_select(X > 2),
+    "unique": lambda: X.unique(),
+    "counts": lambda: X.repeat_interleave(torch.ones(6, dtype=torch.long)),
+    "equal": lambda: torch.equal(X, X),
+}
+
+STAYS = {
+    "where": lambda: torch.where(X > 2, X, 0.0),
+    "fill through a mask": lambda: X.clone().__setitem__(X > 2, 0.0),
+    "gather": lambda: X[torch.tensor([1, 2])],
+    "repeat": lambda: X.repeat_interleave(2),
+    "topk": lambda: X.topk(2),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_host_reads_are_refused(read):
+    with no_host_reads(), pytest.raises(AssertionError, match="in a hot hook"):
+        read()
+    read()
+
+
+@pytest.mark.parametrize("call", STAYS.values(), ids=STAYS)
+def test_what_stays_on_the_device_is_let_through(call):
+    with no_host_reads():
+        call()
 
 
 def test_tolerance_follows_the_rough_result():

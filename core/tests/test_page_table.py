@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topkv.ops import page_table
-from topkv.ops.page_table import Adapted, Listing, adapt_page_table
+from topkv.ops.page_table import Adapted, adapt_page_table
 from topkv.testing.backend_bench import SENTINEL
 from topkv.testing.backend_plans import AdaptCase, StepInputs
 from topkv.testing.kit import examples
 from topkv.testing.strategies import Geometry
-from topkv.types import GroupShape
+from topkv.types import GroupShape, Listing
 
 
 @st.composite

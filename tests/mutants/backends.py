@@ -182,6 +182,7 @@ MUTANTS = [
     _mutant(PrefillLogsOfBaseTwo, "test_prefill_of_blocks_merges_to_the_whole"),
     _mutant(MaskedByALargeNumber, "test_prefill_that_sees_nothing"),
     _mutant(LengthsOfTheFirstCall, "test_graph_replay_follows_its_inputs", tiers=("gpu",)),
+    _mutant(WaitsForTheDevice, "test_hot_hooks_read_nothing_on_the_host", tiers=("interpret",)),
     _mutant(WaitsForTheDevice, "test_decode_neither_synchronizes_nor_allocates", tiers=("gpu",)),
     _mutant(AllocatesInDecode, "test_decode_neither_synchronizes_nor_allocates", tiers=("gpu",)),
 ]

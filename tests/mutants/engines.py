@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -15,46 +16,52 @@ from topkv.entries import PluginEntry
 from topkv.testing.engines import EngineTests
 from topkv_transformers import attention, forwards, support
 from topkv_transformers.engine import TransformersEngine
+from topkv_transformers.requests import CacheRequests
 from topkv_transformers.session import AttachedModel
 
 
 class _Broken(TransformersEngine):
-    """Attaches with another session class."""
+    """Attaches with other classes of a session and of its requests."""
 
     session: type[AttachedModel] = AttachedModel
+    requests: type[CacheRequests] = CacheRequests
 
     @hookimpl
     def attach(self, model: Any, config: Any) -> Any:
-        with patch("topkv_transformers.engine.AttachedModel", self.session):
+        with (
+            patch("topkv_transformers.engine.AttachedModel", self.session),
+            patch("topkv_transformers.session.CacheRequests", self.requests),
+        ):
             return super().attach(model, config)
 
 
 class KeepsPadding(_Broken):
     """Appends left padding as if it were tokens."""
 
-    class session(AttachedModel):
-        def _open(self, state: Any, rows: int, columns: int, mask: Any) -> None:
+    class requests(CacheRequests):
+        def open(self, state: Any, rows: int, columns: int, mask: Any) -> None:
             state.padding[:] = 0
-            super()._open(state, rows, columns, None)
+            super().open(state, rows, columns, None)
 
 
 class CountsTheLastTokenTwice(_Broken):
     """Takes the prompt's last token for appended once more when the prompt is through."""
 
-    class session(AttachedModel):
-        def _after(self, decoder: Any, args: Any, kwargs: Any, output: Any) -> None:
+    class requests(CacheRequests):
+        def end_forward(self, completed: bool) -> bool:
             forward = self.forward
-            super()._after(decoder, args, kwargs, output)
-            if forward and output is not None and forward.chunks is not None:
+            ended = super().end_forward(completed)
+            if forward and completed and forward.chunks is not None:
                 state = forward.state
                 if state.seen >= state.prompt:
                     self.coordinator.requests.length[state.slots] += 1
+            return ended
 
 
 class KeepsRequestsOnException(_Broken):
     """Drops the forward after an exception, and forgets to end its requests."""
 
-    class session(AttachedModel):
+    class requests(CacheRequests):
         def truncate(self, state: Any, columns: int) -> None:
             self.abandon()
             state.slots = []
@@ -63,7 +70,7 @@ class KeepsRequestsOnException(_Broken):
 class LeavesTheForwardOpen(_Broken):
     """Does not abort the coordinator's forward after an exception."""
 
-    class session(AttachedModel):
+    class requests(CacheRequests):
         def _recover(self) -> None:
             self._close_forward()
 
@@ -109,23 +116,23 @@ class SwapsRows(_Broken):
 class DecodesTheLastChunk(_Broken):
     """Takes a last chunk of one token for a decode step."""
 
-    class session(AttachedModel):
-        def _open(self, state: Any, rows: int, columns: int, mask: Any) -> None:
+    class requests(CacheRequests):
+        def open(self, state: Any, rows: int, columns: int, mask: Any) -> None:
             def is_prefill(state: Any, columns: int) -> bool:
                 return columns > 1 or state.seen == 0
 
             with patch.object(forwards, "is_prefill", is_prefill):
-                super()._open(state, rows, columns, mask)
+                super().open(state, rows, columns, mask)
 
 
 class KeepsKeysUnrotated(_Broken):
     """Hands over keys as they are before RoPE."""
 
-    class session(AttachedModel):
+    class requests(CacheRequests):
         _rope: Any = None
 
-        def _open(self, *args: Any) -> None:
-            super()._open(*args)
+        def open(self, *args: Any) -> None:
+            super().open(*args)
             real = modeling_llama.apply_rotary_pos_emb
 
             def rotate(q: Any, k: Any, *tables: Any, **options: Any) -> Any:
@@ -144,9 +151,9 @@ class KeepsKeysUnrotated(_Broken):
 class LosesSlotsWhenFull(_Broken):
     """Keeps the slots of the first rows when there is none for the last."""
 
-    class session(AttachedModel):
-        def _end(self, slots: list[int]) -> None:
-            """Nothing."""
+    class requests(CacheRequests):
+        def _all_or_none(self) -> Any:
+            return nullcontext()
 
 
 class EndsRequestsByHalf(_Broken):
@@ -167,20 +174,20 @@ class EndsRequestsByHalf(_Broken):
 class DropsAnInterruptedForward(_Broken):
     """Does not give the model its own attention back when no hook has closed the forward."""
 
-    class session(AttachedModel):
+    class requests(CacheRequests):
         def _recover(self) -> None:
-            self._implementation = None
+            self.attention.own = None
             super()._recover()
 
 
 class RunsEmptyForwards(_Broken):
     """Opens and closes the coordinator's forward once before the real one."""
 
-    class session(AttachedModel):
-        def _open(self, *args: Any) -> None:
+    class requests(CacheRequests):
+        def open(self, *args: Any) -> None:
             self.coordinator.forward_begin()
             self.coordinator.forward_end()
-            super()._open(*args)
+            super().open(*args)
 
 
 class AttachesTwice(TransformersEngine):

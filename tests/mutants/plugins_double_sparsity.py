@@ -8,6 +8,7 @@ from attrs import evolve
 from topkv import hookimpl
 from topkv_double_sparsity import reference, statistics
 from topkv_double_sparsity.algorithm import DoubleSparsity
+from topkv_double_sparsity.head_sparsity import HeadSparsity
 
 
 class ChoosesAgain(DoubleSparsity):
@@ -88,22 +89,21 @@ class HeadsUnweighted(DoubleSparsity):
     """Sums the exponentials of the query heads of a lane without their normalisers."""
 
     def _score(self, layer, q):
-        _, closed, flat = super()._score(layer, q)
+        _, closed = super()._score(layer, q)
         group, self.group = self.group, evolve(self.group, lane_heads=self.model.num_heads)
         try:
             logits = super()._score(layer, q)[0]  # a lane of one head has no normaliser
         finally:
             self.group = group
         lanes = logits.unflatten(0, (layer.step.batch, group.lane_heads, -1))
-        return lanes.logsumexp(2).flatten(0, 1), closed, flat
+        return lanes.logsumexp(2).flatten(0, 1), closed
 
 
-class LeavesIdsBehind(DoubleSparsity):
+class LeavesIdsBehind(HeadSparsity):
     """A flat lane selects K, and its smaller selection is written over the front of them."""
 
-    def _score(self, layer, q):
-        scores, closed, flat = super()._score(layer, q)
-        return scores, closed if flat is None else closed + flat, flat
+    def _parted(self, layer, q, closed):
+        return closed, super()._parted(layer, q, closed)[1]
 
 
 class HeadsOfNeighbours(DoubleSparsity):

@@ -40,6 +40,7 @@ def changed(module: ModuleType, old: str = "", new: str = "", **names: Any) -> M
     # Triton reads the source of its kernels through inspect, which asks linecache.
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     copy = ModuleType(name)
+    copy.__file__ = file  # so that a copy can be changed again
     exec(compile(source, file, "exec"), vars(copy))
     vars(copy).update(names)
     return copy
@@ -262,6 +263,15 @@ class KernelAppendsKeysTwice(
     """The append kernel writes the key in the place of the value."""
 
 
+class LoadsIfThereAreMisses(ZeroCopyTransfer):
+    """Asks for the number of misses before it loads."""
+
+    @hookimpl
+    def load(self, layer: Any, plan: Any) -> None:
+        if plan.misses.tolist():
+            super().load(layer, plan)
+
+
 class WrapsFarAddresses(ZeroCopyTransfer):
     """Byte offsets of the copy have 31 bits and wrap: row times width passes 2**31."""
 
@@ -322,5 +332,6 @@ MUTANTS = [
     _mutant(KernelOffloadsWhatDidNotAppend, _OFFLOAD, "interpret"),
     _mutant(KernelLoadsFromTheFirstHead, _ORDERED, "interpret"),
     _mutant(KernelAppendsKeysTwice, "test_append_writes_the_new_token_alone", "interpret"),
+    _mutant(LoadsIfThereAreMisses, "test_hot_hooks_read_nothing_on_the_host", "interpret"),
     _mutant(WrapsFarAddresses, "test_addresses_beyond_32_bits", "gpu"),
 ]

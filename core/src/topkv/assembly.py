@@ -23,6 +23,7 @@ from topkv.memory import MemoryReport, SparseKVCacheManager
 from topkv.ops.topk import selecting_by
 from topkv.plugins import PluginRegistry
 from topkv.selectors import Own, Regranulated, Selector, Shared, SharedRegranulated
+from topkv.transfer.eviction import require_kernel
 from topkv.types import AlgorithmSpec, LayerView
 
 
@@ -65,7 +66,7 @@ def make_plugins(registry: PluginRegistry, config: LoweredConfig) -> Plugins:
     backends = [_make_backend(registry, wide, group) for group in wide.groups]
     for algorithm, backend in zip(algorithms, backends, strict=True):
         _check_prompts(algorithm, backend, wide)
-    eviction = registry.create("eviction", config.eviction)
+    eviction = _make_eviction(registry, config)
     return Plugins(wide, algorithms, _core_specs(wide, specs), backends, eviction)
 
 
@@ -198,6 +199,14 @@ def _make_backend(registry: PluginRegistry, config: LoweredConfig, group: Lowere
     """The backend of a group."""
     what = (config.model, group.shape, config.impl, config.device, config.max_requests)
     return registry.create("backend", config.backend, *what)
+
+
+def _make_eviction(registry: PluginRegistry, config: LoweredConfig) -> Any:
+    """The eviction policy, with a kernel where the transfer engines run kernels."""
+    eviction = registry.create("eviction", config.eviction)
+    if config.impl == "triton":
+        require_kernel(eviction, registry.get("eviction", config.eviction).who)
+    return eviction
 
 
 def _check_prompts(algorithm: Any, backend: Any, config: LoweredConfig) -> None:

@@ -11,16 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from topkv.assembly import allocate, connect, make_plugins
 from topkv.config import LoweredConfig
 from topkv.config.layers import show_ranges
-from topkv.errors import DeviceMemoryError, RequestError
+from topkv.errors import DeviceMemoryError, RequestError, TopkvError, is_out_of_memory
 from topkv.lanes import LaneBuffers
 from topkv.layers import Forward
-from topkv.memory import MemoryReport, TransferReport
+from topkv.memory import MemoryReport, SparseKVCacheManager, TransferReport
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
 from topkv.prefill import Prefill
@@ -50,30 +49,35 @@ class SparseCoordinator:
     """
 
     def __init__(self, config: LoweredConfig, registry: PluginRegistry | None = None) -> None:
-        registry = registry or default_registry()
+        self._manager: SparseKVCacheManager | None = None
+        try:
+            self._assemble(config, registry or default_registry())
+        except BaseException as error:
+            self.close()
+            if isinstance(error, TopkvError) or not is_out_of_memory(error):
+                raise
+            raise DeviceMemoryError(
+                f"the device buffers do not fit: {error}; lower buffer, max_requests or max_tokens"
+            ) from error
+
+    def _assemble(self, config: LoweredConfig, registry: PluginRegistry) -> None:
         self._plugins = plugins = make_plugins(registry, config)
         self.model, self.config = config.model, plugins.config
         self._tensors = tensors = allocate(plugins)
         self.manager, self.lanes = tensors.manager, tensors.lanes
+        self._manager = self.manager
         self.step = tensors.uploader.step
-        try:
-            self.transfers, self.layers = connect(registry, plugins, tensors)
-            self.requests = Requests(
-                config=self.config,
-                manager=self.manager,
-                step=tensors.uploader,
-                transfers=self.transfers,
-                generated=plugins.least("generated"),
-                selectors=[path.selector for path in self.layers if path.selector],
-            )
-            self.prefill = Prefill(self.config, self.requests)
-            self.observers = registry.create_all("observer")
-        except torch.OutOfMemoryError as error:
-            self.close()
-            raise DeviceMemoryError(f"scratch does not fit the device: {error}") from error
-        except BaseException:
-            self.close()
-            raise
+        self.transfers, self.layers = connect(registry, plugins, tensors)
+        self.requests = Requests(
+            config=self.config,
+            manager=self.manager,
+            step=tensors.uploader,
+            transfers=self.transfers,
+            generated=plugins.least("generated"),
+            selectors=[path.selector for path in self.layers if path.selector],
+        )
+        self.prefill = Prefill(self.config, self.requests)
+        self.observers = registry.create_all("observer")
         never = 2**31 - 1
         periods = [spec.settle_period if spec else None for spec in plugins.specs]
         self._settle_periods = np.asarray([period or never for period in periods])[:, None]
@@ -395,4 +399,5 @@ class SparseCoordinator:
 
     def close(self) -> None:
         """Unregister the host memory. Idempotent."""
-        self.manager.close()
+        if self._manager is not None:
+            self._manager.close()

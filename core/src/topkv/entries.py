@@ -29,6 +29,7 @@ TRAITS = {
     "exact_update": "token by token gives the representation that a prompt gives, bit for bit",
     "low_ties": "of equal scores the lower unit wins",
     "head_equivariant": "permuted kv-heads select the same, permuted",
+    "incremental": "what decoding appends is scored by its own keys as soon as it may be selected",
 }
 """What an algorithm may promise beyond its contract; the kit tests what is promised."""
 

@@ -12,6 +12,12 @@ CONFIG_REFUSED = "the configuration is refused; nothing was allocated"
 """Head of the errors of configurations that nobody has acted on."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python or torch says that memory ran out; on a CPU torch has no type for it."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "allocate memory" in str(error)
+
+
 class TopkvError(Exception):
     """Base of all errors of topkv."""
 

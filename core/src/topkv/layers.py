@@ -14,7 +14,7 @@ from topkv.selectors import Selector
 from topkv.types import LayerView
 
 
-@frozen
+@define
 class LayerPath:
     """Everything that one layer's decode calls, bound once when the coordinator is made.
 

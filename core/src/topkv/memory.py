@@ -101,7 +101,14 @@ class SparseKVCacheManager:
         self.groups: list[GroupShape] = [group.shape for group in config.groups]
         on_host = [group for group in self.groups if group.residency != "resident"]
         self.host = HostKVPool(on_host, config.num_pages, config.host_layout, device)
-        layouts = iter(self.host.layouts)
+        try:
+            self._allocate(specs)
+        except BaseException:
+            self.close()
+            raise
+
+    def _allocate(self, specs: Sequence[AlgorithmSpec | None]) -> None:
+        config, device, layouts = self.config, self.device, iter(self.host.layouts)
         self.stores = [
             GroupStore.on_device(group, config.num_pages, device)
             if group.residency == "resident"

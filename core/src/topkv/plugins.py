@@ -30,7 +30,7 @@ from topkv.discovery import (
 )
 from topkv.discovery import PluginRecord as PluginRecord
 from topkv.entries import KINDS, PluginEntry
-from topkv.errors import PluginError, TopkvError
+from topkv.errors import PluginError, TopkvError, is_out_of_memory
 from topkv.hooks import registry as registry_specs
 from topkv.hooks.binding import check_instance
 from topkv.messages import close, shown
@@ -185,6 +185,9 @@ class PluginRegistry:
             error.add_note(f"raised by {record.who}")
             raise
         except (Exception, SystemExit) as error:
+            if is_out_of_memory(error):
+                error.add_note(f"raised by {record.who}")
+                raise
             raise PluginError(f"{record.who} could not be built", [f"{_told(error)}"]) from error
         check_instance(instance, import_module(f"topkv.hooks.{kind}"), record.who)
         return instance

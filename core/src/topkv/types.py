@@ -254,6 +254,23 @@ class Plan:
 
 
 @frozen
+class Listing:
+    """A page table in the form of a library, written by the kernel that makes the table.
+
+    Attributes:
+        ids: int32 ``[N, at least W]``, columns adjacent: the table, of W columns.
+        behind: what stands behind the last used column of a lane.
+        last: int32 ``[N]`` tokens on the last page of a lane that is said to have W pages, for
+            libraries that count a lane by pages: its length less ``(W - 1)`` units, so mostly
+            negative.
+    """
+
+    ids: Tensor
+    behind: int = -1
+    last: Tensor | None = None
+
+
+@frozen
 class RepresentationSpec:
     """What an algorithm keeps to score units.
 

@@ -331,3 +331,17 @@ def test_places_that_run_short_join_the_last_cluster(places):
             assert torch.allclose(
                 pools["centroids"][0, head, c], keys[ids, head].mean(0), atol=1e-5
             )
+
+
+def test_a_chunk_in_which_no_segment_ends_reads_nothing(on, monkeypatch):
+    """The host waits for the device only where clusters are made behind others."""
+    d = Decoder(on, 12)
+    reads, tolist = [], torch.Tensor.tolist
+    slot = d.begin()
+    state = tuple(d.coordinator.layers[0].view.pools["state"][slot].shape)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: reads.append(x.shape) or tolist(x))
+    # Segments of 12 tokens end within the third, the fifth and the last chunk.
+    for count, wanted in [(5, 0), (4, 0), (4, 1), (9, 0), (5, 1), (8, 0), (12, 1)]:
+        reads.clear()
+        d.prefill(slot, count)
+        assert reads.count(state) == wanted * d.layers

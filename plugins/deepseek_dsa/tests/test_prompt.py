@@ -54,10 +54,10 @@ def test_blocks_of_rows_change_nothing(world, impl, device, form, monkeypatch):
     w = world.filled(impl, device, keys=form)
     q, weights = w.queries(50)
     expected = w.prompt(0, 200, q[:, 0], weights)
-    for rows in (1, 7, 49):
-        monkeypatch.setattr(
-            algorithm, "WORKSPACE", rows * 4 * 250 * (w.heads if impl == "reference" else 1)
-        )
+    row = 4 * 250 * (w.heads if impl == "reference" else 1)
+    for fit, most in [(1, 50), (7, 50), (49, 50), (50, 6)]:
+        monkeypatch.setattr(algorithm, "WORKSPACE", fit * row)
+        monkeypatch.setattr(algorithm, "PROMPT_ROWS", most)
         made = []
         if w.indexer.launcher is not None:
             score = w.indexer.launcher.prompt
@@ -70,7 +70,7 @@ def test_blocks_of_rows_change_nothing(world, impl, device, form, monkeypatch):
         assert w.prompt(0, 200, q[:, 0], weights) == expected
         for scores in made:
             assert scores.numel() * 4 <= algorithm.WORKSPACE
-        assert not made or len(made) == -(-50 // rows)
+        assert not made or len(made) == -(-50 // min(fit, most))
         monkeypatch.undo()
 
 

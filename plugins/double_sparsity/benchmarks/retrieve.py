@@ -22,7 +22,7 @@ import torch
 from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
 from topkv_double_sparsity import launch
-from topkv_double_sparsity.algorithm import DoubleSparsity
+from topkv_double_sparsity.algorithm import DoubleSparsity, make
 from topkv_double_sparsity.entry import topkv_register_algorithms
 
 CALLS, REPEATS = 10, 9
@@ -66,7 +66,7 @@ def prepare(
     )
     (entry,) = topkv_register_algorithms()
     given = {**entry.parameters, **params}
-    algorithm = DoubleSparsity(model, group, given, "triton", torch.device("cuda"))
+    algorithm = make(model, group, given, "triton", torch.device("cuda"))
     pages = tokens // PAGE
     table = 1 + torch.randperm(requests * pages).view(requests, pages)
     rows = {"token": (1 + requests * pages) * PAGE, "request": requests}

@@ -108,7 +108,7 @@ def channel_file(tmp_path):
 
     def write(layers, kind="channels", name="file.json", **further):
         path = tmp_path / name
-        content = {"format": "topkv-double-sparsity-1", "kind": kind, "statistic": "qk_var"}
+        content = {"format": "topkv-double-sparsity-1", "kind": kind, "statistic": "k_var"}
         path.write_text(json.dumps({**content, "layers": layers, **further}))
         return str(path)
 

@@ -101,10 +101,8 @@ def truth(q, k, statistic):
     variance = ((k - k.mean(0)) ** 2).mean(0)
     return {
         "qk_span": np.abs(q).mean(0).sum(1) * (k.max(0) - k.min(0)),
-        "q": np.abs(q).mean(0).sum(1),
         "k": np.abs(k).mean(0),
         "qk": np.abs(q * k[:, :, None]).mean(0).sum(1),
-        "qk_var": (q**2).mean(0).sum(1) * variance,
         "k_var": variance,
     }[statistic]
 

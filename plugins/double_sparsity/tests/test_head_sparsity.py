@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from topkv.testing.kit import examples
 from topkv_double_sparsity import reference
+from topkv_double_sparsity.algorithm import DoubleSparsity
 
 
 def peaked(b, q, slot=0):
@@ -23,6 +24,7 @@ def peaked(b, q, slot=0):
 
 def test_it_is_off_by_default(bench, tier):
     b = bench(tier, select=8)
+    assert type(b.algorithm) is DoubleSparsity
     b.prefill(0, b.case.tokens(0))
     assert [len(lane) for lane in b.chosen(b.case.queries(1)[0] * 0)] == [8, 8]
 

@@ -14,8 +14,6 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from topkv.ops import topk_reference  # noqa: E402
-from topkv.ops.topk import topk  # noqa: E402
 from topkv.testing.backend_plans import AdaptCase, StepInputs  # noqa: E402
 from topkv.testing.strategies import Geometry  # noqa: E402
 from topkv.types import GroupShape  # noqa: E402
@@ -237,69 +235,6 @@ def test_far_keys_are_copied_and_near_ones_are_not():
     assert prompts.near(x) is x
     far = torch.empty_strided((3, 1, 2), (2**30, 2, 1), device="meta")
     assert prompts.near(far).is_contiguous()
-
-
-@ON
-def test_scores_are_cleaned_in_a_copy(device):
-    nan, inf = float("nan"), float("inf")
-    scores = torch.tensor([[1.0, nan, -0.0, inf, -inf, 7.0], [-nan, 2.0, 3.0, nan, nan, nan]])
-    scores = scores.to(device)
-    clean = torch.full((2, 5), nan, device=device)
-    sizes = ints([-7, -7])
-    kernels.clean_kernel[(2, 2)](
-        *(scores[:, :5], ints([9, -3]), clean, sizes, 5, scores.stride(0)), BLOCK=4
-    )
-    assert sizes.tolist() == [5, 0]
-    assert clean.tolist() == [[1.0, -inf, 0.0, inf, -inf], [-inf] * 5]
-    assert not torch.signbit(clean[0, 2]), "-0.0 orders below +0.0 by its bits"
-
-
-@ON
-def test_found_ids_are_put_in_order(device):
-    found = ints([[5, -1, 0, 3, -1], [-1] * 5, [4, 3, 2, 1, 0]])
-    ids = torch.full((3, 8), -7, dtype=torch.int32, device=device)
-    kernels.order_kernel[(3,)](*(found, ids, 5, 6, found.stride(0), ids.stride(0)), BLOCK=8)
-    assert ids[:, :6].tolist() == [[0, 3, 5, -1, -1, -1], [-1] * 6, [0, 1, 2, 3, 4, -1]]
-    assert (ids[:, 6:] == -7).all(), "wrote behind its row"
-
-
-@ON
-def test_top_k_around_a_selection_by_bits(device):
-    """The library in a few lines: it orders by bits, NaN above all, and returns no order."""
-    from topkv_flashinfer.topk import FlashInferTopK
-
-    def documented(scores, offsets, lengths, k, *, tie_break, dsa_graph_safe):
-        assert tie_break == 1
-        assert dsa_graph_safe
-        assert not offsets.any()
-        found = torch.full((len(scores), k), -1, dtype=torch.int32, device=scores.device)
-        for row, size in enumerate(lengths.tolist()):
-            bits = scores[row, :size].view(torch.int32).long() & 0xFFFFFFFF
-            keys = torch.where(bits >> 31 > 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-            best = keys.argsort(descending=True, stable=True)[:k]
-            found[row, : len(best)] = best.flip(0).int()
-        return found
-
-    made = object.__new__(FlashInferTopK)
-    made._make({"top_k_ragged_transform": documented}, 4, 9, torch.device(device))
-
-    @given(
-        st.lists(st.integers(-3, 12), min_size=1, max_size=3),
-        st.integers(1, 11),
-        st.integers(0, 99),
-    )
-    @settings(deadline=None, max_examples=30)
-    def check(sizes, select, seed):
-        generator = torch.Generator().manual_seed(seed)
-        values = torch.tensor([0.0, -0.0, 1.0, -1.0, torch.nan, torch.inf, -torch.inf, 1e-40])
-        scores = values[torch.randint(0, 8, (len(sizes), 9), generator=generator)].to(device)
-        lengths = ints(sizes)
-        want, got = (ints([[-7] * select] * len(sizes)) for _ in range(2))
-        topk_reference.topk(scores, lengths.clamp(0, 9), want)
-        topk(scores, lengths, got, impl="triton", work=made)
-        assert got.tolist() == want.tolist()
-
-    check()
 
 
 def test_tables_are_as_wide_as_the_core_makes_them():

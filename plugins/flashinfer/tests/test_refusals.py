@@ -15,7 +15,6 @@ from topkv.hooks import backend as specs
 from topkv.types import GroupShape, ModelShape
 from topkv_flashinfer import entry, providers
 from topkv_flashinfer.backend import FlashInfer
-from topkv_flashinfer.topk import FlashInferTopK
 
 MODEL = ModelShape(1, 8, 2, 128, torch.bfloat16, 128**-0.5)
 GROUP = GroupShape((0,), 16, 1, 2, 128, torch.bfloat16, 128, 4, 99, 8, 8, 2)
@@ -36,11 +35,10 @@ def test_hooks_have_the_arguments_of_the_specs(hook):
     assert mine.topkv_impl
 
 
-def test_the_entries_name_what_they_offer():
-    offered = [*entry.topkv_register_backends(), *entry.topkv_register_topks()]
-    for record, expected in zip(offered, (FlashInfer, FlashInferTopK), strict=True):
-        module, name = record.factory.split(":")
-        assert getattr(sys.modules[module], name) is expected
+def test_the_entry_names_what_it_offers():
+    (record,) = entry.topkv_register_backends()
+    module, name = record.factory.split(":")
+    assert getattr(sys.modules[module], name) is FlashInfer
 
 
 def test_every_reason_at_once():
@@ -104,23 +102,5 @@ def test_an_older_library_is_refused_by_what_it_lacks(monkeypatch):
     ]
     assert all(reason in reasons() for reason in lacking)
     described = providers.describe()
-    assert [line.split(":")[0] for line in described] == ["gqa", "mla", "topk"]
+    assert [line.split(":")[0] for line in described] == ["gqa", "mla"]
     assert lacking[0] in described[0]
-
-
-def test_topk_refuses_with_every_reason():
-    with pytest.raises(CapabilityError) as caught:
-        FlashInferTopK(2, 9, 2049, torch.device("cpu"))
-    said = "\n".join(caught.value.reasons)
-    assert "at most 2048, got 2049" in said
-    assert "needs a CUDA device, got cpu" in said
-
-
-def test_topk_refuses_more_than_its_scratch_holds():
-    made = object.__new__(FlashInferTopK)
-    made._make({}, 2, 9, torch.device("cpu"))
-    lengths, ids = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 3, dtype=torch.int32)
-    with pytest.raises(ValueError, match="3 rows of 9 scores, and the scratch holds 2 rows"):
-        made.topk(torch.zeros(3, 9), lengths, ids)
-    with pytest.raises(ValueError, match="2 rows of 10 scores"):
-        made.topk(torch.zeros(2, 10), lengths[:2], ids[:2])

@@ -184,16 +184,20 @@ class World:
         return (q[0].double().abs() * largest).sum(1).max() * self.model.scale
 
     def oracle(self, q, slot):
-        """float64 scaled scores ``[H, closed]``, mean softmax ``[lane_heads, closed]``."""
+        """float64 scaled scores ``[H, closed]`` and worth of units ``[lane_heads, closed]``.
+
+        Worth is the log of the sum of the softmaxes of a lane's heads; of one head, its scores.
+        """
         model = self.model
         bounds = self.decoded(slot, self.closed(slot))
         raw = torch.empty(model.num_heads, len(bounds), dtype=torch.float64)
         for head in range(model.num_heads):
             products = bounds[:, head // model.group_size] * q[0, head].double()
             raw[head] = products.amax(1).sum(1) * model.scale
-        weights = (raw - raw.amax(1, keepdim=True)).exp()
-        weights /= weights.sum(1, keepdim=True)
-        return raw, weights.view(self.group.lane_heads, -1, len(bounds)).mean(1)
+        if model.num_heads == self.group.lane_heads:
+            return raw, raw
+        shares = raw - raw.logsumexp(1, keepdim=True)
+        return raw, shares.unflatten(0, (self.group.lane_heads, -1)).logsumexp(1)
 
 
 @pytest.fixture(scope="session")

@@ -266,7 +266,7 @@ def test_ada_moves_places_to_the_head_that_needs_them():
     """One head whose votes are flat, one with a single peak: their budgets differ."""
     flat = torch.full((1, 40), 1.0)
     peak = torch.full((1, 40), 0.01).index_fill(1, torch.tensor([7]), 5.0)
-    ids = reference.adaptive(torch.cat([peak, flat]), 10, 30, "reference")
+    ids = reference.adaptive(torch.cat([peak, flat]), 10, 30, "reference", None)
     counts = (ids >= 0).sum(1).tolist()
     assert counts == [2, 18]
     assert ids[0].tolist() == [0, 7] + [-1] * 28

@@ -167,7 +167,7 @@ def test_an_exception_gives_everything_back(tiny, check, at, error):
             model.generate(**options)
         hook.remove()
         check.all_free(handle)
-        assert handle.forward is None
+        assert handle.requests.forward is None
         assert model.config._attn_implementation == "sdpa"
         assert torch.equal(model.generate(**options), stock)
         check.all_free(handle)

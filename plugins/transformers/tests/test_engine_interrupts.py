@@ -16,11 +16,12 @@ SECOND = {"attention", "request_begin", "reserve", "fork", "truncate"}
 """Calls that are cut at the second row or layer; others at the first."""
 
 REACHED_BY = {
-    "generate": "forward_begin attention offload forward_end request_begin reserve",
+    "generate": "forward_begin attention offload forward_end request_begin request_end reserve",
     "turn": "forward_begin attention offload forward_end reserve",
     "begin": "forward_begin attention forward_end request_begin",
     "step": "forward_begin attention offload forward_end",
     "fork": "fork",
+    "close": "request_end",
 }
 """Ways to use a model, and the calls of the coordinator that each comes by."""
 
@@ -83,6 +84,9 @@ class Talk:
     def fork(self):
         return self.cache.fork()
 
+    def close(self):
+        self.cache.fork().close()
+
     def state(self):
         coordinator = self.handle.coordinator
         lengths = [coordinator.length(slot) for slot in self.cache.slots]
@@ -106,6 +110,19 @@ def test_a_cut_call_leaves_nothing_behind(tiny, action, call, error, late):
             assert talk.state() == before
             handle.coordinator.check_integrity()
         assert torch.equal(talk.turn(), expected)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+def test_an_undo_that_is_cut_is_done_later(tiny, late):
+    model, prompt = tiny.model(), tiny.prompt(20, (0, 4))
+    with topkv.attach(model, tiny.settings(max_requests=3)) as handle, torch.no_grad():
+        talk = Talk(model, handle, prompt)
+        before = talk.state()
+        with Cut(handle.coordinator, "request_end", late=late), pytest.raises(KeyboardInterrupt):
+            talk.fork()  # has no slot for the second row, and gives that of the first back
+        handle.abandon()
+        assert talk.state() == before
+        handle.coordinator.check_integrity()
 
 
 @pytest.mark.parametrize(("action", "call"), PAIRS)

@@ -25,10 +25,13 @@ def test_attaching_twice_is_refused(tiny):
 
 def test_copies_and_pickles_are_refused(tiny):
     model = tiny.model()
-    with topkv.attach(model, tiny.settings()):
-        for save in (copy.deepcopy, pickle.dumps):
-            with pytest.raises(RequestError, match="detach"):
-                save(model)
+    with topkv.attach(model, tiny.settings()) as handle:
+        for whole in (model, handle):
+            for save in (copy.deepcopy, pickle.dumps):
+                with pytest.raises(RequestError, match="detach"):
+                    save(whole)
+        with pytest.raises(RequestError, match="detach"):
+            pickle.dumps(handle.new_cache())
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,16 @@
 """Hook spec of an eviction policy.
 
-``factory()`` gives an object with ``new_position`` in plain torch and, for the Triton plan
-kernel, an attribute ``new_position_kernel``: a ``triton.jit`` function of the same arguments
-and the same formula. The plan calls it once for every slot of the LRU buffer of a lane.
+``factory()`` gives an object with ``new_position`` in plain torch and an attribute
+``new_position_kernel``, a ``triton.jit`` function of the same arguments and the same formula. A
+group of ``impl="triton"`` takes the kernel; a policy without one states
+``Capabilities(impls=("reference",))``.
+
+A policy answers for all C slots of the LRU buffer of a lane at once. The torch method gets tensors
+of C elements. The kernel gets blocks that are padded to a power of two, so that their shape is not
+C: it takes C from ``slots``. Lanes behind C are neither stale nor hit, and what a policy gives for
+them is not used.
+
+``topkv.testing.evictions.EvictionTests`` tests a policy.
 """
 
 from __future__ import annotations
@@ -20,6 +28,7 @@ def new_position(  # type: ignore[empty-body]
     hit_rank: Tensor,
     stale_count: Tensor,
     misses: Tensor,
+    slots: int,
 ) -> Tensor:
     """Where each slot stands in the eviction order after the step. Position 0 is evicted first.
 
@@ -31,9 +40,11 @@ def new_position(  # type: ignore[empty-body]
         stale: bool ``[C]`` the slot was not selected in this step.
         stale_rank: ``[C]`` stale slots that stand before it.
         hit_rank: ``[C]`` selected slots that stand before it.
-        stale_count: stale slots of the lane.
-        misses: victims of the lane; never more than ``stale_count``.
+        stale_count: stale slots of the lane, a tensor of no dimension.
+        misses: victims of the lane, likewise; never more than ``stale_count``.
+        slots: C, an int; a ``tl.constexpr`` in the kernel.
 
     Returns:
-        ``[C]`` a permutation of ``0 .. C - 1``.
+        ``[C]`` a permutation of ``0 .. C - 1``. What is none loses slots or holds them twice, and
+        attention reads other units than were selected: nothing on the way checks it.
     """

@@ -3,27 +3,10 @@
 from __future__ import annotations
 
 import torch
-from attrs import define, frozen
+from attrs import define
 from torch import Tensor
 
-from topkv.types import LayerView, Plan
-
-
-@frozen
-class Listing:
-    """A page table in the form of a library, written by the kernel that makes the table.
-
-    Attributes:
-        ids: int32 ``[N, at least W]``, columns adjacent: the table.
-        behind: what stands behind the last used column of a lane.
-        last: int32 ``[N]`` tokens on the last page of a lane that is said to have W pages, for
-            libraries that count a lane by pages: its length less ``(W - 1)`` units, so mostly
-            negative.
-    """
-
-    ids: Tensor
-    behind: int = -1
-    last: Tensor | None = None
+from topkv.types import LayerView, Listing, Plan
 
 
 def adapt_page_table(

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from topkv.ops.page_table import Listing
-from topkv.types import LayerView, Plan
+from topkv.types import LayerView, Listing, Plan
 
 MAX_BLOCK = 1024
 

@@ -1,7 +1,8 @@
 """The conformance kit (``pip install topkv[testing]``).
 
 * ``topkv.testing.algorithms.AlgorithmTests``, ``backends.BackendTests``,
-  ``transfers.TransferTests``, ``engines.EngineTests``: suites that a plugin subclasses.
+  ``transfers.TransferTests``, ``evictions.EvictionTests``, ``engines.EngineTests``: suites that a
+  plugin subclasses.
 * ``machines``: state machines of host pool, residency and request life.
 * ``strategies``: what they draw, for tests of one's own.
 * ``oracle``, ``tolerance``, ``cache_model``: the truth, and how near to it is near enough.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from topkv.testing.algorithm_bench import AlgorithmBench, lanes
 from topkv.testing.algorithm_cases import Case, cases
-from topkv.testing.algorithm_memory import same_bits
+from topkv.testing.differences import difference
 from topkv.testing.kit import KitTests, Subject, examples
 
 
@@ -154,12 +154,10 @@ def _assert_unchanged(
                 count = units if spec.grain == "unit" else units * unit
                 own = table[slot][:, None] * per_page + torch.arange(per_page)
                 mine[own.flatten()[:count]] = True
-        changed = [
-            row
-            for row in torch.nonzero(~mine).flatten().tolist()
-            if not same_bits(now[row : row + 1], then[row : row + 1])
-        ]
-        assert not changed, (
-            f"pool {spec.name!r} of grain {spec.grain} changed in rows {changed}, which no row "
-            f"of this step holds"
-        )
+        now[mine] = then[mine]
+        text = difference(now, then)
+        if text:
+            raise AssertionError(
+                f"pool {spec.name!r} of grain {spec.grain} {text}; rows of pages of no "
+                "writer must stay"
+            )

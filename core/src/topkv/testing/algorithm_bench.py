@@ -33,6 +33,7 @@ class AlgorithmBench(BenchMemory):
         pages_seed: of the page table; another one, other host pages.
         prompt_salt: of the prompt's queries.
         values: the value of every element of V, and of latent rows.
+        far: pages at the far end of pools of more than 2**31 elements.
 
     Attributes:
         keys: ``[n, Hkv, D]`` on the CPU: keys of each request as the algorithm is given them,
@@ -51,8 +52,9 @@ class AlgorithmBench(BenchMemory):
         pages_seed: int = 0,
         prompt_salt: int = 62,
         values: float = 0.5,
+        far: bool = False,
     ) -> None:
-        super().__init__(subject, case, impl or subject.tier.impl, requests, pages_seed)
+        super().__init__(subject, case, impl or subject.tier.impl, requests, pages_seed, far)
         self.values = values
         self._prompt = case.queries(case.most, prompt_salt)[:, 0]
         self._empty = case.tokens(0)[:0]

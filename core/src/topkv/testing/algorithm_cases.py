@@ -36,8 +36,16 @@ class AlgorithmOptions:
             room in the budget. Averaging queries before they are scored cannot promise it.
         by_key: ``(pool name, pool) -> pool`` with what is kept of each unit or token in its row.
             For pools that pack a page otherwise, such as codes in front and scales behind them.
+        oracle: ``(bench, slot, q) -> scores``, the algorithm's formula in float64, written apart
+            from the plugin's code: of ``bench.keys[slot]`` and queries q ``[1, H, D]`` (of an
+            indexer as ``bench.case.asked`` takes them apart) the scores ``[lane_heads, units]`` of
+            all selectable units, on the CPU; promised ones have any. Selections of reference and
+            kernels are compared with it, up to ties. None where there is no score for each unit.
         mass: attention mass, or share of all index scores, by which the selection of the kernels
-            may differ from the reference: what a tie in their arithmetic can be worth.
+            may differ from the reference, and share of the largest score by which a selection may
+            differ from the oracle: what a tie in their arithmetic can be worth.
+        long_units: units of the request on which kernels are tried once: enough for several
+            blocks of them.
     """
 
     params: st.SearchStrategy[dict[str, Any]] = field(factory=lambda: st.just({}))
@@ -48,7 +56,9 @@ class AlgorithmOptions:
     hidden_needles: bool = False
     head_needles: bool = False
     by_key: Callable[[str, Tensor], Tensor] | None = None
+    oracle: Callable[[AlgorithmBench, int, Tensor], Tensor] | None = None
     mass: float = 1e-5
+    long_units: int = 300
 
 
 def options_of(subject: Subject) -> AlgorithmOptions:
@@ -71,6 +81,10 @@ WEIGHTS: dict[str, Callable[[Sequence[int], torch.Generator], Tensor]] = {
     "ties": KEYS["ties"],
 }
 """Ways to make the weights, float32 ``[rows, 1, H^I]``, of an indexer's heads."""
+
+
+_MIXED = ("normal", "heavy")
+"""Kinds of keys into which zeros and ties are mixed."""
 
 
 @frozen
@@ -134,8 +148,23 @@ class Case:
 
         Always the whole length, to be cut by the caller: a shorter draw would be another one.
         """
-        g = self.geometry
-        return self._finish(KEYS[self.keys]((self.most, g.kv_heads, g.dim), self.generator(salt)))
+        g, generator = self.geometry, self.generator(salt)
+        keys = KEYS[self.keys]((self.most, g.kv_heads, g.dim), generator)
+        if self.keys in _MIXED:
+            keys = self._with_zeros_and_ties(keys, generator)
+        return self._finish(keys)
+
+    def _with_zeros_and_ties(self, keys: Tensor, generator: torch.Generator) -> Tensor:
+        """Of eight elements one is zero, and of eight keys; of eight units one repeats another.
+
+        Real caches have both, and random keys have neither.
+        """
+        for shape in (keys.shape, (self.most, 1, 1)):
+            keys = torch.where(torch.rand(shape, generator=generator) < 1 / 8, 0.0, keys)
+        units = keys.unflatten(0, (self.units, -1))
+        again = torch.rand(self.units, generator=generator) < 1 / 8
+        before = (torch.arange(self.units) - 1).clamp(min=0)
+        return torch.where(again[:, None, None, None], units[before], units).flatten(0, 1)
 
     def queries(self, rows: int, salt: int = 63) -> Tensor:
         """Queries ``[rows, 1, H, D]`` on the CPU, with their weights, see ``weigh``."""

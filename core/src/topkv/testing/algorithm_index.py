@@ -13,8 +13,8 @@ from torch import Tensor
 
 from topkv.testing.algorithm_bench import AlgorithmBench, lanes
 from topkv.testing.algorithm_cases import Case, cases
-from topkv.testing.algorithm_memory import same_bits
 from topkv.testing.algorithm_selection import assert_lane
+from topkv.testing.differences import require_same
 from topkv.testing.kit import KitTests, Subject, examples
 
 CHECKED = 8
@@ -148,7 +148,7 @@ class IndexTests(KitTests):
             assert after == before, f"selected are {after}, before the prompt {before}"
             alone = AlgorithmBench(subject, case, requests=3)
             alone.prefill(0, case.tokens(0)[:length])
-            same = same_bits(bench.stored(0), alone.stored(0))
-            assert same, "selecting for a prompt wrote other representations than its construction"
+            what = "selecting for a prompt wrote other representations than its construction"
+            require_same(bench.stored(0), alone.stored(0), what)
 
         check()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from attrs import evolve
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from topkv.testing.algorithm_bench import AlgorithmBench, lanes
 from topkv.testing.algorithm_cases import Case, cases, options_of
 from topkv.testing.algorithm_memory import UNWRITTEN, same_bits
+from topkv.testing.differences import require_same
+from topkv.testing.host_reads import no_host_reads, require_interpreted
 from topkv.testing.indexed import index_scores
 from topkv.testing.kit import KitTests, Subject, examples
 
@@ -47,14 +50,11 @@ class KernelTests(KitTests):
 
     def test_kernels_select_what_the_reference_selects(self, subject: Subject) -> None:
         """The same attention mass, or index scores, in float64; ties may go either way."""
-        impls = subject.entry.capabilities.impls
-        if subject.tier.impl == "reference" or "reference" not in impls:
-            pytest.skip(f"tier {subject.tier.name}: nothing to compare, impls are {impls}")
+        _require_both(subject)
 
         @examples(subject.tier, cpu=40, interpret=6, gpu=20)
         @given(case=cases(subject, keys=("normal", "heavy"), exact=False), data=st.data())
         def check(case: Case, data: st.DataObject) -> None:
-            measure = attention_mass if case.weights is None else index_share
             benches = [AlgorithmBench(subject, case, impl=i) for i in ("reference", "triton")]
             sizes = [data.draw(benches[0].long_lengths()) for _ in range(2)]
             q, results = case.queries(2), []
@@ -63,14 +63,64 @@ class KernelTests(KitTests):
                     bench.prefill(slot, case.tokens(slot)[:size])
                 bench.append([2, 0], case.tokens(9)[:2])
                 results.append(lanes(bench.retrieve(q, [2, 0])))
-            for row, slot in enumerate((2, 0)):
-                expected, got = (
-                    measure(benches[0], slot, q[row], result[row]) for result in results
-                )
-                assert (expected - got).abs().max() <= options_of(subject).mass, (
-                    f"the reference selects {results[0][row]} of mass {expected.tolist()}, the "
-                    f"kernels {results[1][row]} of mass {got.tolist()}"
-                )
+            _assert_alike(benches, [2, 0], q, results)
+
+        check()
+
+    def test_long_requests_select_what_the_reference_selects(self, subject: Subject) -> None:
+        """A request of ``long_units``, several blocks of them, in a slot that is not the first."""
+        _require_both(subject)
+
+        @settings(examples(subject.tier, cpu=1, interpret=1), max_examples=1)
+        @given(case=cases(subject, units=(1, 4, 16), keys=("normal",), exact=False))
+        def check(case: Case) -> None:
+            options = options_of(subject)
+            widest = max(options.selects)
+            case = evolve(case, least_units=options.long_units, select=widest)
+            benches = [AlgorithmBench(subject, case, impl=i) for i in ("reference", "triton")]
+            keys, q = case.tokens(1), case.queries(1)
+            for bench in benches:
+                bench.prefill(1, keys[:-1])
+                bench.append([1], keys[-1:])
+            _assert_alike(benches, [1], q, [lanes(b.retrieve(q, [1])) for b in benches])
+
+        check()
+
+    def test_hot_hooks_read_nothing_on_the_host(self, subject: Subject) -> None:
+        """No ``item()``, ``tolist()`` or ``nonzero()`` in ``update`` and ``retrieve_topk``."""
+        require_interpreted(subject)
+
+        @examples(subject.tier, cpu=1, interpret=2)
+        @given(case=cases(subject), data=st.data())
+        def check(case: Case, data: st.DataObject) -> None:
+            bench, rows = AlgorithmBench(subject, case), [1, -1, 0]
+            for slot in (0, 1):
+                bench.prefill(slot, case.tokens(slot)[: data.draw(bench.long_lengths())])
+            k, q = bench.stage(rows, case.tokens(9)[:3]), case.queries(3)
+            shape = (3 * bench.group.lane_heads, bench.group.select)
+            ids = torch.full(shape, UNWRITTEN, dtype=torch.int32, device=bench.device)
+            with no_host_reads():
+                bench.algorithm.update(bench.layer, k)
+                bench.select(q, ids)
+
+        check()
+
+    def test_pools_beyond_2_31_elements(self, subject: Subject) -> None:
+        """Pages at the far end of large pools select what those at the near end select."""
+        if subject.tier.name != "gpu":
+            pytest.skip("needs the memory of a CUDA device")
+
+        @settings(examples(subject.tier, cpu=1, interpret=1), max_examples=1)
+        @given(case=cases(subject))
+        def check(case: Case) -> None:
+            chosen, q = [], case.queries(2)
+            for far in (False, True):
+                bench = AlgorithmBench(subject, case, far=far)
+                for slot in (2, 0):
+                    bench.prefill(slot, case.tokens(slot)[: case.most - 1])
+                bench.append([2, 0], case.tokens(9)[:2])
+                chosen.append(lanes(bench.retrieve(q, [2, 0])))
+            assert chosen[1] == chosen[0], f"far pages select {chosen[1]}, near ones {chosen[0]}"
 
         check()
 
@@ -103,10 +153,40 @@ class KernelTests(KitTests):
                 for bench in (eager, graphed):  # as the core does it, before the next token
                     bench.settle_due(rows)
                 for slot in set(rows) - {-1}:
-                    same = same_bits(eager.stored(slot), graphed.stored(slot))
-                    assert same, f"step {step}: a replay wrote other representations of {slot}"
+                    what = f"step {step}: a replay wrote other representations of slot {slot}"
+                    require_same(graphed.stored(slot), eager.stored(slot), what)
 
         check()
+
+
+def _require_both(subject: Subject) -> None:
+    """Skip what compares kernels with the reference where one of them is not there."""
+    impls = subject.entry.capabilities.impls
+    if subject.tier.impl == "reference" or "reference" not in impls:
+        pytest.skip(f"tier {subject.tier.name}: nothing to compare, impls are {impls}")
+
+
+def _assert_alike(
+    benches: Sequence[AlgorithmBench],
+    slots: Sequence[int],
+    q: Tensor,
+    results: Sequence[list[list[list[int]]]],
+) -> None:
+    """Reference and kernels select units of the same mass; ties may go either way.
+
+    Args:
+        benches: that of the reference first.
+        slots, q: of the rows.
+        results: ids of both benches, by row and lane.
+    """
+    bench = benches[0]
+    measure = attention_mass if bench.case.weights is None else index_share
+    for row, slot in enumerate(slots):
+        expected, got = (measure(bench, slot, q[row], result[row]) for result in results)
+        assert (expected - got).abs().max() <= options_of(bench.subject).mass, (
+            f"the reference selects {results[0][row]} of mass {expected.tolist()}, the kernels "
+            f"{results[1][row]} of mass {got.tolist()}"
+        )
 
 
 def _captured(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import currently_in_test_context, reject
 from torch import Tensor
@@ -41,10 +42,18 @@ class BenchMemory:
         impl: ``"reference"`` or ``"triton"``.
         requests: request slots.
         pages_seed: of the page table.
+        far: the pages lie at the far end of pools of which the largest has more than 2**31
+            elements.
     """
 
     def __init__(
-        self, subject: Subject, case: Case, impl: str, requests: int, pages_seed: int
+        self,
+        subject: Subject,
+        case: Case,
+        impl: str,
+        requests: int,
+        pages_seed: int,
+        far: bool = False,
     ) -> None:
         self.subject, self.case = subject, case
         self.device, self.requests = subject.tier.device, requests
@@ -58,21 +67,39 @@ class BenchMemory:
             raise
         self.spec = self.algorithm.spec()
         pages = case.units // case.geometry.page_units
-        self.page_table = page_table(requests, pages, pages_seed).to(self.device)
+        skipped = self._far_pages() if far else 0
+        self.page_table = page_table(requests, pages, pages_seed).to(self.device) + skipped
         # Page 0 is never leased, and two pages are free.
-        self.free_pages = [requests * pages + 1, requests * pages + 2]
-        self.num_pages = requests * pages + 3
+        last = skipped + requests * pages
+        self.free_pages = [last + 1, last + 2]
+        self.num_pages = last + 3
         self.pools = {spec.name: self._pool(spec) for spec in self.spec.representations}
         self._ints = torch.full((5, requests), UNWRITTEN, dtype=torch.int32, device=self.device)
         self.layer = self._layer()
 
+    def _page_size(self, spec: RepresentationSpec) -> int:
+        """Elements of a page of a pool; 0 where it is keyed by request."""
+        keys = {"unit": self.group.units_per_page, "token": self.group.page_tokens, "request": 0}
+        return keys[spec.grain] * math.prod(spec.shape)
+
+    def _far_pages(self) -> int:
+        """Pages that take up 2**31 elements of the largest pool; skips where there is no room."""
+        sizes = {spec: self._page_size(spec) for spec in self.spec.representations}
+        if not any(sizes.values()):
+            pytest.skip(f"{self.subject.entry.name} has no pool that is keyed by pages")
+        pages = -(-(2**31) // max(sizes.values()))
+        need = sum(pages * size * spec.dtype.itemsize for spec, size in sizes.items())
+        free = torch.cuda.mem_get_info(self.device)[0]
+        if 2 * need > free:
+            pytest.skip(f"pools of {need >> 30} GiB, and {free >> 30} GiB are free")
+        return pages
+
     def _pool(self, spec: RepresentationSpec) -> Tensor:
-        group = self.group
         if spec.grain == "request":  # the core zeroes these when a request ends
             size: tuple[int, ...] = (self.requests, *spec.shape)
             return torch.zeros(size, dtype=spec.dtype, device=self.device)
-        per_page = group.units_per_page if spec.grain == "unit" else group.page_tokens
-        size = (self.num_pages * per_page, *spec.shape)
+        keys = self._page_size(spec) // math.prod(spec.shape)
+        size = (self.num_pages * keys, *spec.shape)
         return torch.full(size, _poison(spec.dtype), dtype=spec.dtype, device=self.device)
 
     def _layer(self) -> LayerView:

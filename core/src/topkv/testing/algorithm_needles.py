@@ -112,6 +112,7 @@ class NeedleTests(KitTests):
     def test_unit_is_found_as_soon_as_decode_closes_it(self, subject: Subject) -> None:
         """A needle among decoded tokens, from the step on in which its unit may be selected."""
         subject.require("attends")
+        subject.require("incremental")
         hidden = options_of(subject).hidden_needles
 
         @examples(subject.tier, cpu=80, interpret=4, gpu=20)

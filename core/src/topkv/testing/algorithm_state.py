@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from topkv.testing.algorithm_bench import AlgorithmBench, lanes
 from topkv.testing.algorithm_cases import Case, cases
-from topkv.testing.algorithm_memory import same_bits
+from topkv.testing.differences import require_same
 from topkv.testing.kit import KitTests, Subject, examples
 
 
@@ -21,7 +21,7 @@ def assert_same(
 ) -> None:
     """Two benches hold the same for a slot: the bits where the entry states it, else the ids."""
     if "exact_update" in subject.entry.capabilities.traits:
-        assert same_bits(first.stored(slot), second.stored(slot)), f"{what}: other bits"
+        require_same(first.stored(slot), second.stored(slot), what)
     q = first.case.queries(2)
     one, two = (lanes(bench.retrieve(q[:1], [slot])) for bench in (first, second))
     assert one == two, f"{what}: selected are {one}, expected {two}"
@@ -50,8 +50,8 @@ class StateTests(KitTests):
             for key in keys[head:]:
                 steps.algorithm.update(steps.layer, steps.stage([0], key[None]))
             expected = once.stored(0)
-            assert same_bits(expected, chunks.stored(0)), f"chunks that end at {cuts}: other bits"
-            assert same_bits(expected, steps.stored(0)), f"decode from {head}: other bits"
+            require_same(chunks.stored(0), expected, f"chunks that end at {cuts}")
+            require_same(steps.stored(0), expected, f"decode from {head}")
 
         check()
 
@@ -90,9 +90,8 @@ class StateTests(KitTests):
             one.prefill(0, case.tokens(0)[:length])
             two.prefill(0, case.tokens(0)[:shared])
             two.extend(0, case.tokens(9)[shared : max(other, shared)][:3])
-            assert same_bits(one.stored(0, shared), two.stored(0, shared)), (
-                f"the first {shared} tokens are the same, their representations are not"
-            )
+            what = f"the first {shared} tokens are the same, their representations are not"
+            require_same(two.stored(0, shared), one.stored(0, shared), what)
 
         check()
 
@@ -135,6 +134,28 @@ class StateTests(KitTests):
                 alone.prefill(slot, case.tokens(0)[:length])
                 alone.extend(slot, more[slot])
                 assert_same(subject, bench, alone, slot, f"slot {slot} after a fork")
+
+        check()
+
+    def test_a_second_prompt_of_a_twin_leaves_the_other_its_pages(self, subject: Subject) -> None:
+        """A twin reads on and settles: full pages, which both have, keep their bytes."""
+
+        @examples(subject.tier, cpu=40, interpret=2, gpu=20)
+        @given(case=cases(subject), data=st.data())
+        def check(case: Case, data: st.DataObject) -> None:
+            bench, page = AlgorithmBench(subject, case), case.geometry.page_tokens
+            assume(case.most > page)
+            length = data.draw(bench.lengths(least=page))
+            bench.prefill(0, case.tokens(0)[:length])
+            bench.fork(0, 2)
+            before, q = bench.stored(0), case.queries(1)
+            chosen = lanes(bench.retrieve(q, [0]))
+            more = data.draw(st.integers(1, case.most - length))
+            bench.prefill(2, case.tokens(8)[:more])
+            what = f"{more} tokens more in a fork of a request of {length}, which is written too"
+            require_same(bench.stored(0), before, what)
+            after = lanes(bench.retrieve(q, [0]))
+            assert after == chosen, f"{what}: selected are {after}, before {chosen}"
 
         check()
 

@@ -26,6 +26,7 @@ from topkv.testing.algorithm_cases import AlgorithmOptions
 from topkv.testing.algorithm_index import IndexTests
 from topkv.testing.algorithm_kernels import KernelTests
 from topkv.testing.algorithm_needles import NeedleTests
+from topkv.testing.algorithm_oracle import OracleTests
 from topkv.testing.algorithm_selection import SelectionTests
 from topkv.testing.algorithm_state import StateTests
 from topkv.testing.algorithm_tokens import TokenTests
@@ -33,8 +34,16 @@ from topkv.testing.algorithm_tokens import TokenTests
 __all__ = ["AlgorithmOptions", "AlgorithmTests"]
 
 
+# pytest runs the tests of the last base first: what says most of a mistake stands there.
 class AlgorithmTests(
-    SelectionTests, NeedleTests, BatchTests, StateTests, IndexTests, TokenTests, KernelTests
+    KernelTests,
+    TokenTests,
+    IndexTests,
+    StateTests,
+    BatchTests,
+    NeedleTests,
+    OracleTests,
+    SelectionTests,
 ):
     """Every test of an algorithm; the fixtures ``plugin`` and ``options`` are the author's."""
 

@@ -1,4 +1,4 @@
-"""What only a device can show of a backend: graphs, silence, wide addresses, host memory."""
+"""What kernels do beside their results: graphs, silence, wide addresses, host memory."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from topkv.testing.backend_bench import (
 )
 from topkv.testing.backend_cases import AttendCase
 from topkv.testing.backend_plans import AdaptCase, StepInputs
+from topkv.testing.host_reads import no_host_reads, require_interpreted
 from topkv.testing.kit import KitTests, Subject
 from topkv.testing.strategies import Geometry
 
@@ -99,7 +100,7 @@ class DecodeRun:
 
 
 class DeviceTests(KitTests):
-    """What a backend does on a CUDA device alone."""
+    """What a backend does on a CUDA device, and hardly elsewhere."""
 
     kind = "backend"
 
@@ -140,6 +141,14 @@ class DeviceTests(KitTests):
                 assert after == before, f"decode made {after - before} allocations"
 
             run.check_after(quiet, subject)
+
+    def test_hot_hooks_read_nothing_on_the_host(self, subject: Subject) -> None:
+        """No ``item()``, ``tolist()`` or ``nonzero()`` in a decode, seen on a CPU too."""
+        require_interpreted(subject)
+        run = DecodeRun(subject, plain_geometries(subject)[0], 3)
+        run.set(((1, 40), (-1, 0), (2, 3)), 1)
+        with no_host_reads():
+            run.decode()
 
     def test_attends_beyond_2_31_elements(self, subject: Subject) -> None:
         _need_device(subject, "a pool of 2**31 elements")

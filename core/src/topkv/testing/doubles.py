@@ -221,5 +221,9 @@ class Entries:
         return self._of_kind("transfer")
 
     @hookimpl
+    def topkv_register_evictions(self) -> list[PluginEntry]:
+        return self._of_kind("eviction")
+
+    @hookimpl
     def topkv_register_engines(self) -> list[PluginEntry]:
         return self._of_kind("engine")

@@ -112,7 +112,7 @@ INDEXED = PluginEntry(
         attention=("mla",),
         needs_index=True,
         capture=False,
-        traits=("attends", "nested", "scale_free", "exact_update", "low_ties"),
+        traits=("attends", "nested", "scale_free", "exact_update", "low_ties", "incremental"),
     ),
     defaults={"scope": "shared", "unit": 1},
 )

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from attrs import frozen
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from topkv.entries import PluginEntry
 from topkv.plugins import PluginRegistry
@@ -121,12 +121,17 @@ def _known_failure(test: Any) -> bool:
 def examples(tier: Tier, cpu: int, interpret: int, gpu: int | None = None) -> settings:
     """Hypothesis settings of a test whose examples cost differently from tier to tier.
 
+    A failure of kernels is reported as it was found: to shrink it takes hundreds of calls, each of
+    them interpreted or compiled for another shape.
+
     Args:
         tier: where the test runs.
         cpu, interpret, gpu: examples under a profile with hypothesis' own 100 examples; the
             current profile scales them. ``gpu`` is ``cpu`` unless given.
     """
     counts = {"cpu": cpu, "interpret": interpret, "gpu": cpu if gpu is None else gpu}
-    profile = settings().max_examples
-    count = counts[tier.name] * profile // 100
-    return settings(max_examples=max(1, count), deadline=None)
+    profile = settings()
+    count = counts[tier.name] * profile.max_examples // 100
+    long = () if tier.impl == "reference" else (Phase.shrink, Phase.explain)
+    phases = [phase for phase in profile.phases if phase not in long]
+    return settings(max_examples=max(1, count), deadline=None, phases=phases)

@@ -15,11 +15,15 @@ multiple of 16 bytes, as ``topkv.config.lower`` makes sure; units are powers of 
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from topkv.testing.kit import Subject
+from topkv.testing.host_reads import no_host_reads, require_interpreted
+from topkv.testing.kit import Subject, examples
 from topkv.testing.machines.residency import ResidencyMachine
+from topkv.testing.transfer_bench import Row
+from topkv.testing.transfer_cases import bench_of
 from topkv.testing.transfer_moves import MoveTests
 from topkv.testing.transfer_plans import PlanTests
 from topkv.testing.transfers_gpu import check_captured, check_far_addresses
@@ -34,13 +38,23 @@ class TransferTests(PlanTests, MoveTests):
     def test_state_machine(self, subject: Subject) -> None:
         """Random histories over the engine alone, see ``ResidencyMachine``."""
         machine = type("Machine", (ResidencyMachine,), {"subject": subject})
-        counts = {"cpu": (40, 20), "interpret": (3, 12), "gpu": (25, 20)}
-        number, steps = counts[subject.tier.name]
-        scaled = max(1, number * settings().max_examples // 100)
-        run_state_machine_as_test(
-            machine,
-            settings=settings(max_examples=scaled, stateful_step_count=steps, deadline=None),
-        )
+        few = examples(subject.tier, cpu=40, interpret=3, gpu=25)
+        steps = 12 if subject.tier.name == "interpret" else 20
+        run_state_machine_as_test(machine, settings=settings(few, stateful_step_count=steps))
+
+    def test_hot_hooks_read_nothing_on_the_host(self, subject: Subject) -> None:
+        """No ``item()``, ``tolist()`` or ``nonzero()`` in append, plan, load and offload."""
+        require_interpreted(subject)
+        bench = bench_of(subject, requests=2)
+        bench.put([Row(1, 20, 20, appended=True), Row()])
+        lanes = 2 * bench.group.lane_heads
+        ids = torch.arange(4, dtype=torch.int32).expand(lanes, 4).contiguous()
+        k = torch.ones((2, bench.group.num_kv_heads, bench.group.head_dim))
+        with no_host_reads():
+            bench.engine.append(bench.views[0], k, k)
+            bench.engine.plan(bench.views[0], ids, bench.limit, bench.plan)
+            bench.engine.load(bench.views[0], bench.plan)
+            bench.engine.offload()
 
     def test_addresses_beyond_32_bits(self, subject: Subject) -> None:
         """Host pool and device buffer of more than 2**31 bytes, used at their far ends."""

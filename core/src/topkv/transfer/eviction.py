@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from topkv.errors import PluginError
 from topkv.hooks.registry import hookimpl
 
 
@@ -23,6 +26,7 @@ class LeastRecentlyUsed:
         hit_rank: Tensor,
         stale_count: Tensor,
         misses: Tensor,
+        slots: int,
     ) -> Tensor:
         loaded = stale & (stale_rank < misses)
         kept = torch.where(stale, stale_rank - misses, stale_count + hit_rank)
@@ -34,3 +38,25 @@ class LeastRecentlyUsed:
         from topkv.transfer.kernels import lru_new_position
 
         return lru_new_position
+
+
+def require_kernel(policy: Any, who: str) -> None:
+    """Refuse a policy that kernels cannot call.
+
+    Args:
+        policy: what a factory of the kind ``eviction`` made.
+        who: whose it is, for the error.
+
+    Raises:
+        PluginError: it has no ``new_position_kernel``.
+    """
+    if not hasattr(policy, "new_position_kernel"):
+        raise PluginError(
+            f"{who} has no kernel",
+            [
+                f"with impl 'triton' a policy needs new_position_kernel, a triton.jit function of "
+                f"the arguments of new_position; {type(policy).__name__} has none: add it, or set "
+                "impl to 'reference'; a policy that is to stay without says "
+                "Capabilities(impls=('reference',))"
+            ],
+        )

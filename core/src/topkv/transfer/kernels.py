@@ -14,7 +14,9 @@ UNSELECTED = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def lru_new_position(position, stale, stale_rank, hit_rank, stale_count, misses):
+def lru_new_position(
+    position, stale, stale_rank, hit_rank, stale_count, misses, slots: tl.constexpr
+):
     """[stale | loaded in selection order | hits in their previous order]."""
     loaded = stale & (stale_rank < misses)
     kept = tl.where(stale, stale_rank - misses, stale_count + hit_rank)
@@ -162,9 +164,11 @@ def plan_kernel(
     stale_rank = tl.cumsum(stale.to(tl.int32), 0)
     stale_count = tl.max(stale_rank, 0)
     stale_rank -= stale.to(tl.int32)
-    target = NEW_POSITION(c, stale, stale_rank, c - stale_rank, stale_count, misses)
+    target = NEW_POSITION(c, stale, stale_rank, c - stale_rank, stale_count, misses, C)
+    # A policy that is no permutation must not write to another lane's order.
+    in_lane = in_c & (target >= 0) & (target < C)
     tl.debug_barrier()
-    tl.store(p_order + target, at, in_c)
+    tl.store(p_order + target, at, in_lane)
     if misses > 0:
         victim = stale & (stale_rank < misses)
         tl.store(p_miss_slots + stale_rank, at, victim)

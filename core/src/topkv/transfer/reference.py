@@ -13,7 +13,7 @@ from torch import Tensor
 from topkv.kv.store import GroupStore
 from topkv.types import GroupShape, LayerView, Plan
 
-NewPosition = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+NewPosition = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 
 def ring_low(group: GroupShape, high: int) -> int:
@@ -127,6 +127,7 @@ def _plan_lane(
         position - stale_rank,
         stale.sum(),
         torch.tensor(len(missed), device=order.device),
+        order.numel(),
     )
     order[target] = order.clone()
     for unit, victim in zip(missed, victims.tolist(), strict=True):

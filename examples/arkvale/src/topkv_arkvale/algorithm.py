@@ -15,7 +15,7 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.errors import ConfigError
-from topkv.ops.topk import topk
+from topkv.ops.topk import topk, workspace
 from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape, RepresentationSpec
 
 
@@ -51,7 +51,7 @@ def head_scores(q: Tensor, digest: Tensor) -> Tensor:
 
 
 class ArkVale:
-    """Selects the closed units of the highest mean softmaxed score.
+    """Selects the closed units of the highest mean softmaxed score, kept as its logarithm.
 
     Of equal scores the lower unit wins. The first ``sink_units`` units are forced. Everything
     but the top-k is plain torch: every shape follows from the configuration, nothing waits for
@@ -76,6 +76,9 @@ class ArkVale:
                     f"selection, got {self.sink_units!r}; lower it or raise the budget"
                 ],
             )
+        self.work = None
+        if impl == "triton":
+            self.work = workspace(group.rows, group.max_units, group.select, device)
 
     @hookimpl
     def spec(self) -> AlgorithmSpec:
@@ -124,10 +127,12 @@ class ArkVale:
         at = self._host_ids(layer, step.slots.long().clamp(min=0)[:, None], units)
         scores = head_scores(q[:, 0], layer.pools["digest"][at]) * self.model.scale
         scores = scores.masked_fill(unit >= closed[:, None, None], float("-inf"))
-        weights = scores.softmax(-1).unflatten(1, (group.lane_heads, -1)).mean(2)
-        weights = weights.masked_fill(unit < self.sink_units, float("inf"))
+        # In logarithms: the softmax of a unit far below the best one is 0 in fp32.
+        by_head = scores.log_softmax(-1) if self.model.num_heads > group.lane_heads else scores
+        worth = by_head.unflatten(1, (group.lane_heads, -1)).logsumexp(2)
+        worth = worth.masked_fill(unit < self.sink_units, float("inf"))
         lanes = closed.to(torch.int32).repeat_interleave(group.lane_heads)
-        topk(weights.flatten(0, 1), lanes, ids, impl=self.impl)
+        topk(worth.flatten(0, 1), lanes, ids, impl=self.impl, work=self.work)
 
     def _host_ids(self, layer: LayerView, slots: Tensor, units: Tensor) -> Tensor:
         """Host ids of logical units of the requests in ``slots``, int64; shapes broadcast."""

@@ -16,7 +16,7 @@ from topkv import hookimpl
 from topkv.errors import ConfigError
 from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape
 from topkv_clusterkv import reference
-from topkv_clusterkv.store import STATE, RequestClusters, Settings, representations
+from topkv_clusterkv.store import RequestClusters, Settings, State, representations
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_CLUSTERS = 16384
@@ -79,25 +79,38 @@ class ClusterKV:
     ) -> None:
         if k.shape[0] == 0:
             return
-        length = start + k.shape[0]
-        state = [0] * STATE if start == 0 else layer.pools["state"][slot].tolist()
-        watermark, built, clusters = min(state[0], start), state[1], state[2]
-        held = max(min(state[3], start), start - self.pending)
-        first = max(watermark, self.settings.sinks)
-        end = self.settings.aligned(length)
-        # Where keys of the segment are in the host tier alone, it waits for ``settle``.
-        if end > first >= held:
-            old = self._pending_keys(layer, slot, first, min(start, end), start)
-            keys = torch.cat([old, k[max(first - start, 0) : max(end - start, 0)]])
-            done = RequestClusters(layer.pools, slot, self.settings, built, clusters)
-            self._aside(keys, lambda: self._cluster(done, [(first, keys, keys)], first))
-            watermark, built, clusters = end, done.built, done.clusters
-        _write_state(layer, slot, watermark, built, clusters, max(held, length - self.pending))
+        length, state = start + k.shape[0], layer.pools["state"][slot]
+        if start == 0:
+            state.zero_()
+        state[State.WATERMARK].clamp_(max=start)
+        state[State.HELD].clamp_(max=start).clamp_(min=start - self.pending)
+        if self.settings.aligned(length) > start:
+            self._close_segments(layer, slot, start, k)
+        state[State.HELD].clamp_(min=length - self.pending)
         kept = max(start, length - self.pending)
         places = torch.arange(kept, length, device=k.device) % self.pending
         layer.pools["keys"][slot][:, places] = k[kept - start :].transpose(0, 1)
         if layer.index == len(self.group.layers) - 1:
             self._join()
+
+    def _close_segments(self, layer: LayerView, slot: int, start: int, k: Tensor) -> None:
+        """Cluster up to the end of the last segment that the chunk fills."""
+        # How many clusters there are follows from forks, cuts and windows of decode, of which the
+        # host is not told: behind other tokens it has to ask the device.
+        state = layer.pools["state"][slot]
+        known = [0] * len(State) if start == 0 else state.tolist()
+        first = max(known[State.WATERMARK], self.settings.sinks)
+        end = self.settings.aligned(start + k.shape[0])
+        # Where keys of the segment are in the host tier alone, it waits for ``settle``.
+        if end <= first or first < known[State.HELD]:
+            return
+        old = self._pending_keys(layer, slot, first, start, start)
+        keys = torch.cat([old, k[max(first - start, 0) : end - start]])
+        done = RequestClusters(
+            layer.pools, slot, self.settings, known[State.BUILT], known[State.CLUSTERS]
+        )
+        self._aside(keys, lambda: self._cluster(done, [(first, keys, keys)], first))
+        _write_clusters(layer, slot, end, done)
 
     @hookimpl
     def settle(
@@ -113,9 +126,10 @@ class ClusterKV:
         The pool holds the newest keys; what reaches further back is streamed.
         """
         self._join()
-        watermark, built, clusters, held = layer.pools["state"][slot].tolist()
-        watermark = min(watermark, length)
-        held = max(min(held, length), length - self.pending)
+        state = layer.pools["state"][slot]
+        state[State.WATERMARK].clamp_(max=length)
+        state[State.HELD].clamp_(max=length).clamp_(min=length - self.pending)
+        watermark, built, clusters, held = state.tolist()
         first = max(watermark, self.settings.sinks)
         if length > first:
             done = RequestClusters(layer.pools, slot, self.settings, built, clusters)
@@ -124,8 +138,7 @@ class ClusterKV:
                 done.append(self._pending_keys(layer, slot, first, length, length), first)
             else:
                 self._cluster(done, history, first)
-            watermark, built, clusters = length, done.built, done.clusters
-        _write_state(layer, slot, watermark, built, clusters, held)
+            _write_clusters(layer, slot, length, done)
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor) -> None:
@@ -137,7 +150,7 @@ class ClusterKV:
         slots, newest = step.slots[rows].long(), step.lengths[rows] - 1
         pools["keys"][slots, :, newest.long() % self.pending] = k[rows]
         state = pools["state"]
-        state[slots, 0] = torch.minimum(state[slots, 0], newest)
+        state[slots, State.WATERMARK] = torch.minimum(state[slots, State.WATERMARK], newest)
 
     @hookimpl
     def retrieve_topk(
@@ -149,13 +162,13 @@ class ClusterKV:
         if self.launcher is not None:
             self.launcher.retrieve(layer, q, ids)
             return
-        step = layer.step
+        step, sinks = layer.step, self.settings.sinks
         slots = step.slots.long().clamp(min=0)
         centroids, ends, members, state = (
             layer.pools[name][slots] for name in ("centroids", "ends", "members", "state")
         )
-        clusters = state[:, 2].long()
-        where = reference.reach(step.slots, step.lengths, state[:, 0], self.settings.sinks)
+        clusters = state[:, State.CLUSTERS].long()
+        where = reference.reach(step.slots, step.lengths, state[:, State.WATERMARK], sinks)
         scores = reference.head_scores(q, centroids) * self.model.scale
         scores = reference.lane_scores(scores, reference.sizes(ends, clusters) > 0)
         counts = reference.member_counts(ends, members, clusters, where.closed)
@@ -215,9 +228,12 @@ class ClusterKV:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
 
-def _write_state(layer: LayerView, slot: int, *values: int) -> None:
-    for place, value in enumerate(values):
-        layer.pools["state"][slot, place].fill_(value)
+def _write_clusters(layer: LayerView, slot: int, end: int, done: RequestClusters) -> None:
+    """Tokens up to ``end`` are clustered."""
+    state = layer.pools["state"][slot]
+    state[State.WATERMARK].fill_(end)
+    state[State.BUILT].fill_(done.built)
+    state[State.CLUSTERS].fill_(done.clusters)
 
 
 def _validate(model: ModelShape, group: GroupShape, params: dict[str, Any], impl: str) -> None:

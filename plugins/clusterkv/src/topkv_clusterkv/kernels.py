@@ -1,9 +1,8 @@
 """ClusterKV's decode step in Triton, beside ``reference.py``.
 
 Names: ``p_`` pointers, ``s_`` strides in elements. A lane is ``row * KV_HEADS + head``; its
-pools are those of ``slot * KV_HEADS + head``, addressed in 64 bit. ``state`` is watermark,
-built, clusters, held. Nothing is sorted: clusters above a threshold are taken whole, and the
-threshold follows from the sizes bit by bit.
+pools are those of ``slot * KV_HEADS + head``, addressed in 64 bit. Nothing is sorted: clusters
+above a threshold are taken whole, and the threshold follows from the sizes bit by bit.
 """
 
 from __future__ import annotations
@@ -11,9 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from topkv_clusterkv import store
+from topkv_clusterkv.store import State
 
-STATE = tl.constexpr(store.STATE)
+STATE = tl.constexpr(len(State))
+WATERMARK = tl.constexpr(int(State.WATERMARK))
+BUILT = tl.constexpr(int(State.BUILT))
+CLUSTERS = tl.constexpr(int(State.CLUSTERS))
 
 
 @triton.jit
@@ -43,8 +45,8 @@ def update_kernel(
     p_keys += ((slot * KV_HEADS + head) * PENDING + newest % PENDING) * D
     tl.store(p_keys + d, key, d < D)
     if head == 0:
-        watermark = tl.load(p_state + slot * STATE)
-        tl.store(p_state + slot * STATE, tl.minimum(watermark, newest))
+        p_watermark = p_state + slot * STATE + WATERMARK
+        tl.store(p_watermark, tl.minimum(tl.load(p_watermark), newest))
 
 
 @triton.jit
@@ -52,7 +54,8 @@ def _reach(p_state, slot, length, sinks):
     """Sinks, end of the clustered tokens, and newest token of a row, as ``reference.Reach``."""
     limit = tl.maximum(length - 1, 0)
     first = tl.minimum(limit, sinks)
-    closed = tl.maximum(tl.minimum(tl.load(p_state + slot * STATE), limit), first)
+    watermark = tl.load(p_state + slot * STATE + WATERMARK)
+    closed = tl.maximum(tl.minimum(watermark, limit), first)
     return first, closed, limit
 
 
@@ -93,7 +96,7 @@ def score_kernel(
     slot = tl.load(p_slots + row).to(tl.int64)
     if slot < 0:
         return
-    clusters = tl.load(p_state + slot * STATE + 2)
+    clusters = tl.load(p_state + slot * STATE + CLUSTERS)
     if block * TILES * TILE_C >= clusters:
         return
     d = tl.arange(0, BLOCK_D)
@@ -214,8 +217,8 @@ def take_kernel(
     if slot < 0:
         return
     first, closed, limit = _reach(p_state, slot, tl.load(p_lengths + row), sinks)
-    built = tl.load(p_state + slot * STATE + 1)
-    clusters = tl.load(p_state + slot * STATE + 2)
+    built = tl.load(p_state + slot * STATE + BUILT)
+    clusters = tl.load(p_state + slot * STATE + CLUSTERS)
     if clusters == 0:
         return
     room = tl.maximum(K - (first + limit - closed), 0)
@@ -299,7 +302,7 @@ def expand_kernel(
     at = slot * KV_HEADS + head
     p_upto += lane * max_clusters
     p_ends += at * max_clusters
-    clusters = tl.load(p_state + slot * STATE + 2)
+    clusters = tl.load(p_state + slot * STATE + CLUSTERS)
     nth = j - forced
     valid = (nth >= 0) & (j < limit) & (j < K)
     low = tl.zeros([BLOCK_K], tl.int32)

@@ -7,19 +7,14 @@ centroids  ``[h, C, D]``       mean of the members, in the 16-bit dtype of the k
 ends       ``[h, C]`` int32    inclusive prefix sums of the cluster sizes
 members    ``[h, U]`` int32    tokens sorted by cluster; ascending within a cluster
 keys       ``[h, P, D]``       the newest keys, position p at p % P
-state      ``[4]`` int32       watermark, built, clusters, held
+state      ``[4]`` int32       see ``State``
 ========== =================== ==============================================================
-
-Tokens ``sinks .. built`` were clustered, the same ones in each head. ``watermark`` is the lowest
-position that was written since: what clusters hold from there on is of rejected tokens and
-counts for nothing; it goes when the next tokens are clustered. From ``held`` on ``keys`` are those
-of the request, and not of tokens that a cut has rejected; decode need not write it, since the
-places that it takes before the next settle are older.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import IntEnum
 
 import torch
 from attrs import frozen
@@ -28,8 +23,26 @@ from torch import Tensor
 from topkv.types import GroupShape, RepresentationSpec
 from topkv_clusterkv.kmeans import kmeans, spread
 
-STATE = 4
-"""Integers of the state of a request."""
+
+class State(IntEnum):
+    """Columns of the pool ``state``.
+
+    Attributes:
+        WATERMARK: the lowest position that was written since tokens were clustered last. What
+            clusters hold from there on is of rejected tokens and counts for nothing; it goes when
+            the next tokens are clustered.
+        BUILT: tokens ``sinks .. built`` were clustered, the same ones in each head.
+        CLUSTERS: places of clusters that are taken.
+        HELD: from here on ``keys`` are those of the request, and not of tokens that a cut has
+            rejected. Decode need not write it, since the places that it takes before the next
+            settle are older.
+    """
+
+    WATERMARK = 0
+    BUILT = 1
+    CLUSTERS = 2
+    HELD = 3
+
 
 SPARE = 8
 """Windows more for which there are places: the end of every prompt makes clusters of its own."""
@@ -78,7 +91,7 @@ def representations(group: GroupShape, settings: Settings) -> tuple[Representati
         RepresentationSpec("ends", "request", (heads, clusters), torch.int32),
         RepresentationSpec("members", "request", (heads, group.max_units), torch.int32),
         RepresentationSpec("keys", "request", (heads, pending, dim), group.dtype),
-        RepresentationSpec("state", "request", (STATE,), torch.int32),
+        RepresentationSpec("state", "request", (len(State),), torch.int32),
     )
 
 

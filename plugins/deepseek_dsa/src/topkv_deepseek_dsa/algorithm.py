@@ -20,6 +20,9 @@ from topkv_deepseek_dsa.parameters import settings_of
 WORKSPACE = 256 << 20
 """Most bytes of the scores of a block of prompt rows."""
 
+PROMPT_ROWS = 512
+"""Most rows of such a block, for which top-k has its scratch."""
+
 
 class DeepSeekDSA:
     """Selects the tokens of the highest index score, one set for all heads of a row.
@@ -47,7 +50,7 @@ class DeepSeekDSA:
         if impl == "triton":
             from topkv_deepseek_dsa.launch import Launcher
 
-            self.launcher = Launcher(model, group, self.settings, device)
+            self.launcher = Launcher(model, group, self.settings, PROMPT_ROWS, device)
 
     @hookimpl
     def spec(self) -> AlgorithmSpec:
@@ -121,7 +124,7 @@ class DeepSeekDSA:
         weights = self._weights(native, rows)
         # The reference keeps the products of every head.
         each = 4 * (start + rows) * (1 if self.launcher is not None else settings.heads)
-        block = max(1, WORKSPACE // max(each, 1))
+        block = max(1, min(WORKSPACE // max(each, 1), PROMPT_ROWS))
         for first in range(0, rows, block):
             at = slice(first, min(first + block, rows))
             counts = torch.arange(start + at.start + 1, start + at.stop + 1, device=q.device).int()
@@ -129,7 +132,7 @@ class DeepSeekDSA:
                 scores = self.launcher.prompt(
                     layer, slot, start + at.stop, counts, q[at], weights[at]
                 )
-                topk(scores, counts, ids[at], impl="triton")
+                topk(scores, counts, ids[at], impl="triton", work=self.launcher.prompt_work)
                 continue
             tokens = torch.arange(start + at.stop, device=q.device)
             slots = torch.full_like(tokens, slot)

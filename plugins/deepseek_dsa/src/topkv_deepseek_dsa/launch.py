@@ -75,16 +75,25 @@ def programs_of(rows: int, tiles: int, running: int) -> int:
 class Launcher:
     """The kernels of one group, with every constant worked out once.
 
+    Args:
+        prompt_rows: most rows of a block of a prompt.
+
     Attributes:
         query: queries as the score kernel reads them, ``[max_requests, H, D]``: uint8 codes, or
             the dtype of the keys.
         weight: their weights, fp32 ``[max_requests, H]``.
         scores: fp32 ``[max_requests, max_units]``.
         counts: selectable tokens, int32 ``[max_requests]``.
+        work, prompt_work: of top-k, in steps and for the rows of a prompt.
     """
 
     def __init__(
-        self, model: ModelShape, group: GroupShape, settings: Settings, device: torch.device
+        self,
+        model: ModelShape,
+        group: GroupShape,
+        settings: Settings,
+        prompt_rows: int,
+        device: torch.device,
     ) -> None:
         self.model, self.group, self.settings = model, group, settings
         self.device = device
@@ -95,6 +104,7 @@ class Launcher:
         )
         self.counts = torch.zeros(group.max_requests, dtype=torch.int32, device=device)
         self.work = workspace(group.max_requests, group.max_units, group.select, device)
+        self.prompt_work = workspace(prompt_rows, group.max_units, group.select, device)
 
     def _set_constants(self) -> None:
         settings, dtype = self.settings, self.model.dtype

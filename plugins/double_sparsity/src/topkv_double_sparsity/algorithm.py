@@ -14,10 +14,21 @@ import torch
 from torch import Tensor
 
 from topkv import hookimpl
-from topkv.ops.topk import topk
+from topkv.ops.topk import topk, workspace
 from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape, RepresentationSpec
 from topkv_double_sparsity import reference, statistics
 from topkv_double_sparsity.parameters import settings_of
+
+
+def make(
+    model: ModelShape, group: GroupShape, params: dict[str, Any], impl: str, device: torch.device
+) -> DoubleSparsity:
+    """The factory of the entry: with head sparsity where the parameters ask for it."""
+    if params.get("head_sparsity") is None:
+        return DoubleSparsity(model, group, params, impl, device)
+    from topkv_double_sparsity.head_sparsity import HeadSparsity
+
+    return HeadSparsity(model, group, params, impl, device)
 
 
 class DoubleSparsity:
@@ -32,9 +43,6 @@ class DoubleSparsity:
 
     Which channels: from a calibration file, or from the statistics of the first prompt chunk of
     each request, kept in a request-grained pool. A label then depends on the key alone.
-
-    With ``head_sparsity`` a lane whose scores are flat, by their entropy over its maximum,
-    selects ``head_budget`` of K, unless K covers all its tokens.
     """
 
     def __init__(
@@ -45,14 +53,15 @@ class DoubleSparsity:
         impl: str,
         device: torch.device,
     ) -> None:
-        self.model, self.group = model, group
+        self.model, self.group, self.impl = model, group, impl
         self.settings = settings_of(model, group, params, impl)
         self.fixed = self._fixed_channels(device)
-        self.launcher = None
+        self.launcher, self.work = None, None
         if impl == "triton":
             from topkv_double_sparsity.launch import Launcher
 
             self.launcher = Launcher(model, group, self.settings, device)
+            self.work = workspace(group.rows, group.max_units, group.select, device)
 
     def _fixed_channels(self, device: torch.device) -> Tensor | None:
         """int32 ``[layers of the group, Hkv, r]`` from the calibration file, if there is one."""
@@ -122,27 +131,17 @@ class DoubleSparsity:
     def retrieve_topk(
         self, layer: LayerView, q: Tensor, native: Tensor | None, ids: Tensor
     ) -> None:
+        scores, closed = self._scored(layer, q)
+        topk(scores, closed, ids, impl=self.impl, work=self.work)
+
+    def _scored(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores ``[N, U]`` of queries ``[B, 1, H, D]``, and selectable tokens ``[N]``."""
         if q.shape[1] != 1:
             raise ValueError(f"double_sparsity: expected one query per row, got q {list(q.shape)}")
         q = q[:, 0] if q.stride(-1) == 1 else q[:, 0].contiguous()
         if self.launcher is not None:
-            scores, closed, flat = self.launcher.score(layer, self.channels(layer), q)
-            impl = "triton"
-        else:
-            scores, closed, flat = self._score(layer, q)
-            impl = "reference"
-        launcher = self.launcher
-        topk(scores, closed, ids, impl=impl, work=launcher.work if launcher else None)
-        if flat is None:
-            return
-        # A lane has tokens in one of the two counts, so one of the two selections is empty.
-        if launcher:
-            few = launcher.few[: len(ids)]
-        else:
-            few = ids.new_empty((len(ids), self.settings.flat_select))
-        topk(scores, flat, few, impl=impl, work=launcher.few_work if launcher else None)
-        head = ids[:, : few.shape[1]]
-        torch.maximum(head, few, out=head)
+            return self.launcher.score(layer, self.channels(layer), q)
+        return self._score(layer, q)
 
     def _write(self, layer: LayerView, slots: Tensor, tokens: Tensor, keys: Tensor) -> None:
         """Labels of keys ``[n, Hkv, D]`` to the pools."""
@@ -153,8 +152,15 @@ class DoubleSparsity:
         else:
             layer.pools["labels"][at] = label
 
-    def _score(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Scores ``[N, U]``, tokens of lanes that select K and of lanes that are flat ``[N]``."""
+    def _score(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
+        """The reference's scores ``[N, U]`` and selectable tokens ``[N]``."""
+        logits, closed = self._logits(layer, q)
+        lane_heads = self.group.lane_heads
+        scores = reference.lane_scores(logits, closed, lane_heads, self.settings.sinks)
+        return scores, closed.repeat_interleave(lane_heads)
+
+    def _logits(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Scaled logits of the query heads, fp32 ``[B, H, U]``; selectable tokens ``[B]``."""
         step, group, settings = layer.step, self.group, self.settings
         closed = (step.lengths - 1).clamp(min=0) * (step.slots >= 0)
         tokens = torch.arange(group.max_units, device=q.device).expand(step.batch, -1)
@@ -168,11 +174,4 @@ class DoubleSparsity:
         if settings.int4:
             labels = reference.dequantize(labels, layer.pools["meta"][at], settings.channels)
         logits = reference.head_logits(q, self.channels(layer)[slots.long()], labels)
-        scores, flatness = reference.lane_scores(
-            logits * self.model.scale, closed, group.lane_heads, settings.sinks
-        )
-        closed = closed.repeat_interleave(group.lane_heads)
-        if settings.flat is None:
-            return scores, closed, None
-        flat = (flatness > settings.flat) & (closed > group.select)
-        return scores, torch.where(flat, 0, closed), torch.where(flat, closed, 0)
+        return logits * self.model.scale, closed

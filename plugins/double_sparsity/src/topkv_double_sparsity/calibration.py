@@ -5,7 +5,7 @@
     {
       "format": "topkv-double-sparsity-1",
       "kind": "importance",          or "channels"
-      "statistic": "qk_var",         one of STATISTICS
+      "statistic": "qk_span",        one of STATISTICS
       "layers": {"0": [[...], ...], "1": ...}
     }
 
@@ -30,7 +30,7 @@ from topkv.errors import ConfigError
 FORMAT = "topkv-double-sparsity-1"
 KINDS = ("importance", "channels")
 
-PROMPT_STATISTICS = ("qk_span", "q", "k", "qk", "qk_var", "k_var")
+PROMPT_STATISTICS = ("qk_span", "k", "qk", "k_var")
 STATISTICS = (*PROMPT_STATISTICS, "k_weight")
 """``k_weight`` is a property of a model's weights; the others are statistics of activations."""
 

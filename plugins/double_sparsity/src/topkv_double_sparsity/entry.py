@@ -12,14 +12,14 @@ def topkv_register_algorithms() -> list[PluginEntry]:
         PluginEntry(
             name="double_sparsity",
             kind="algorithm",
-            factory="topkv_double_sparsity.algorithm:DoubleSparsity",
+            factory="topkv_double_sparsity.algorithm:make",
             hook_api=(1, 1),
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("kv_head", "shared"),
                 # Promised for the default parameters. Not scale_free: a mean of softmaxes. Not
                 # exact_update: without a calibration file the first chunk chooses the channels.
-                traits=("attends", "nested", "low_ties", "head_equivariant"),
+                traits=("attends", "nested", "low_ties", "head_equivariant", "incremental"),
             ),
             defaults={"unit": 1, "scope": "kv_head", "dense_layers": (0, 1)},
             parameters={

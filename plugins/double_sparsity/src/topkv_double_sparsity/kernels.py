@@ -24,7 +24,6 @@ def score_kernel(
     p_total,
     p_peak,
     p_mass,
-    p_moment,
     p_labels,
     p_meta,
     p_slots,
@@ -32,21 +31,17 @@ def score_kernel(
     p_pages,
     p_scores,
     p_closed,
-    p_flat,
     max_pages,
     blocks,
     scale,
     s_scores,
     sinks,
-    select,
-    threshold,
     BUNDLES: tl.constexpr,
     PER_HEAD: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_P: tl.constexpr,
     SPAN: tl.constexpr,
     NORMALISED: tl.constexpr,
-    ENTROPY: tl.constexpr,
     SAMPLE: tl.constexpr,
     DOUBLINGS: tl.constexpr,
     TILE: tl.constexpr,
@@ -69,8 +64,7 @@ def score_kernel(
     With ``PER_HEAD`` each kv-head of the bundle is a lane. Else a row is one lane, and the program
     takes all ``BUNDLES`` by turns, tile by tile. Without ``NORMALISED`` a lane has one query head,
     and its scores are its logits; else they are the log-sum-exp over the heads, in base 2. The
-    first program of a lane writes how many tokens it has, and, for ``ENTROPY``, whether it is
-    flat: then its tokens stand in ``p_flat`` instead of ``p_closed``.
+    first program of a lane writes how many tokens it has.
     """
     BLOCK_C: tl.constexpr = BLOCK_H * BLOCK_G
     LANES: tl.constexpr = HEADS if PER_HEAD else 1
@@ -89,8 +83,6 @@ def score_kernel(
     in_lane = nth < LANES
     if block == 0:
         tl.store(p_closed + lane, closed + nth * 0, in_lane)
-        if ENTROPY:
-            tl.store(p_flat + lane, nth * 0, in_lane)
     start = block * (TILES * TILE)
     if start >= closed:
         return
@@ -100,23 +92,12 @@ def score_kernel(
     real = ((head < HEADS) & (g < GROUP))[None, :] & (b < BUNDLES)
     totals = tl.load(p_total + (bundle + b) * BLOCK_C + c[None, :], real, other=0.0)
     peaks, logs = totals, totals
-    if NORMALISED or ENTROPY:
+    if NORMALISED:
         size = sample_size(closed, stride_of(closed, SAMPLE, DOUBLINGS))
-        peaks, logs, entropy = normalisers(
-            *(p_peak, p_mass, p_moment, bundle, blocks, (size + SPAN - 1) // SPAN),
-            *(BUNDLES, BLOCK_B, BLOCK_P, BLOCK_C, ENTROPY),
+        peaks, logs = normalisers(
+            *(p_peak, p_mass, bundle, blocks, (size + SPAN - 1) // SPAN),
+            *(BUNDLES, BLOCK_B, BLOCK_P, BLOCK_C),
         )
-        if ENTROPY:  # noqa: SIM102 - known when compiling, the second is not
-            if block == 0:
-                flatness = tl.sum(tl.where(real, entropy, 0.0), 0)
-                flatness = by_head(flatness[None, :], BLOCK_H, BLOCK_G)
-                flatness = tl.sum(tl.sum(flatness, 3), 1)
-                flatness = tl.reshape(flatness, [BLOCK_L, BLOCK_H // BLOCK_L])
-                flatness = tl.sum(flatness, 1) / (KV_HEADS // (ROW * LANES) * GROUP)
-                most = tl.log(tl.maximum(size, 2).to(tl.float32))
-                flat = (flatness > threshold * most) & (closed > select)
-                tl.store(p_closed + lane, tl.where(flat, 0, closed), in_lane)
-                tl.store(p_flat + lane, tl.where(flat, closed, 0), in_lane)
         logs = tl.where(real, logs, 1e30)  # a column of no query head weighs nothing
     queries = stored_query(p_query, bundle, BLOCK_K, BLOCK_C, PARTS, FP32)
     offsets = peaks + logs if NORMALISED else totals * 0

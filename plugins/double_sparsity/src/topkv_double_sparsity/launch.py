@@ -9,7 +9,6 @@ import torch
 import triton
 from torch import Tensor
 
-from topkv.ops.topk import workspace
 from topkv.types import GroupShape, LayerView, ModelShape
 from topkv_double_sparsity import kernels, label_kernels, reference, sample_kernels
 from topkv_double_sparsity.parameters import Settings
@@ -70,8 +69,7 @@ class Launcher:
 
     Workspaces: fp32 scores ``[rows, U]``, U rounded up to 16; and for each request slot and bundle
     of kv-heads the block-diagonal matrix of queries, its column sums, and of each block of the
-    sample the maximum, the exponential sum and, for the entropy, the moment of each column; the
-    ids of flat lanes; and what top-k needs.
+    sample the maximum and the exponential sum of each column.
     """
 
     def __init__(
@@ -79,8 +77,7 @@ class Launcher:
     ) -> None:
         self.model, self.group, self.settings = model, group, settings
         self._set_constants(device)
-        blocks = triton.cdiv(max(1, min(group.max_units, reference.SAMPLE)), SPAN)
-        self.blocks = blocks if self.sampling["SAMPLING"] else 1
+        self.blocks = self.sample_blocks if self.sampling["SAMPLING"] else 1
         self.score_blocks = triton.cdiv(
             max(group.max_units, 1), self.scoring["TILE"] * self.scoring["TILES"]
         )
@@ -94,14 +91,8 @@ class Launcher:
         self.total = torch.empty((bundles, self.columns), **floats)
         sampled = (bundles, self.blocks, self.columns)
         self.peak, self.mass = torch.empty(sampled, **floats), torch.empty(sampled, **floats)
-        self.moment = torch.empty(sampled if settings.flat is not None else 0, **floats)
         self.scores = torch.empty((group.rows, -(-group.max_units // 16) * 16), **floats)
         self.closed = torch.zeros(group.rows, dtype=torch.int32, device=device)
-        rows, units, few = group.rows, group.max_units, settings.flat_select
-        self.work = workspace(rows, units, group.select, device)
-        self.few = torch.empty((rows, few), dtype=torch.int32, device=device)
-        self.few_work = workspace(rows, units, few, device) if few else None
-        self.flat = torch.zeros(group.rows, dtype=torch.int32, device=device)
 
     def _set_constants(self, device: torch.device) -> None:
         model, settings = self.model, self.settings
@@ -148,15 +139,13 @@ class Launcher:
     def _set_sampling(self, shared: bool) -> None:
         model, settings = self.model, self.settings
         normalised = self.group.lane_heads < model.num_heads
-        entropy = settings.flat is not None
         both = self.labels | {
             "SAMPLE": reference.SAMPLE,
             "DOUBLINGS": reference.doublings(self.group.max_units),
-            "ENTROPY": entropy,
         }
         self.sampling = both | {
             "R": settings.channels,
-            "SAMPLING": normalised or entropy,
+            "SAMPLING": normalised,
             "TILE": SAMPLE_TILE,
             "TILES": SAMPLE_TILES,
             "STAGES": SAMPLE_STAGES,
@@ -164,12 +153,13 @@ class Launcher:
         }
         tile, tiles, stages, warps = SCORING[settings.int4, shared]
         bundles = model.num_kv_heads // self.bundle if shared else 1
-        sample_blocks = triton.cdiv(max(1, min(self.group.max_units, reference.SAMPLE)), SPAN)
+        most = max(1, min(self.group.max_units, reference.SAMPLE))
+        self.sample_blocks = triton.cdiv(most, SPAN)
         self.scoring = both | {
             "BUNDLES": bundles,
             "PER_HEAD": not shared,
             "BLOCK_B": _power(bundles),
-            "BLOCK_P": _power(sample_blocks),
+            "BLOCK_P": _power(self.sample_blocks),
             "SPAN": SPAN,
             "NORMALISED": normalised,
             "TILE": tile,
@@ -220,20 +210,17 @@ class Launcher:
             **self.writing,
         )
 
-    def score(
-        self, layer: LayerView, channels: Tensor, q: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Scores ``[N, U]`` of the lanes of queries ``[B, H, D]``, and tokens of lanes ``[N]``.
-
-        Lanes that select K have their tokens in the first count, flat lanes in the second; None
-        where head sparsity is off.
-        """
-        group, step, settings = self.group, layer.step, self.settings
+    def readable(self, layer: LayerView) -> tuple[Tensor, Tensor]:
+        """Labels and meta as the scoring kernels take them."""
         labels = layer.pools["labels"]
-        meta = layer.pools["meta"].view(torch.int32) if settings.int4 else labels
-        labels = labels.view(self.words) if self.words else labels
-        where = (labels, meta, step.slots, step.lengths, step.page_table)
-        work = (self.query, self.total, self.peak, self.mass, self.moment)
+        meta = layer.pools["meta"].view(torch.int32) if self.settings.int4 else labels
+        return labels.view(self.words) if self.words else labels, meta
+
+    def score(self, layer: LayerView, channels: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores ``[N, U]`` of the lanes of queries ``[B, H, D]``, and tokens of lanes ``[N]``."""
+        group, step = self.group, layer.step
+        where = (*self.readable(layer), step.slots, step.lengths, step.page_table)
+        work = (self.query, self.total, self.peak, self.mass)
         sizes = (step.page_table.stride(0), self.blocks, self.scale)
         bundles = step.batch * (group.num_kv_heads // self.bundle)
         sample_kernels.sample_kernel[(bundles, self.blocks)](
@@ -242,11 +229,9 @@ class Launcher:
             **self.sampling,
         )
         lanes = step.batch * group.lane_heads
-        threshold = 2.0 if settings.flat is None else settings.flat
         kernels.score_kernel[(bundles // self.scoring["BUNDLES"], self.score_blocks)](
-            *(*work, *where, self.scores, self.closed, self.flat, *sizes),
-            *(self.scores.stride(0), settings.sinks, group.select, threshold),
+            *(*work, *where, self.scores, self.closed, *sizes),
+            *(self.scores.stride(0), self.settings.sinks),
             **self.scoring,
         )
-        flat = None if settings.flat is None else self.flat[:lanes]
-        return self.scores[:lanes, : group.max_units], self.closed[:lanes], flat
+        return self.scores[:lanes, : group.max_units], self.closed[:lanes]

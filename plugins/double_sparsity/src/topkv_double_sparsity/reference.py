@@ -123,10 +123,8 @@ def doublings(width: int) -> int:
     return max(0, (-(-width // SAMPLE) - 1).bit_length())
 
 
-def lane_scores(
-    logits: Tensor, closed: Tensor, lane_heads: int, sinks: int
-) -> tuple[Tensor, Tensor]:
-    """What a token is worth to the query heads of each lane, and how flat a lane is.
+def lane_scores(logits: Tensor, closed: Tensor, lane_heads: int, sinks: int) -> Tensor:
+    """What a token is worth to the query heads of each lane, fp32 ``[n * lane_heads, U]``.
 
     ``log(sum over the heads g of exp(logit_g - lse_g))``, with ``lse_g`` the log-sum-exp of the
     head's logits over the sample: the order of the mean softmax, without its underflow, where
@@ -138,23 +136,14 @@ def lane_scores(
         closed: ``[n]`` selectable tokens.
         lane_heads: lanes of a row.
         sinks: first tokens, which get +inf.
-
-    Returns:
-        scores fp32 ``[n * lane_heads, U]``, and flatness fp32 ``[n * lane_heads]``: the mean over
-        the query heads of the entropy of their softmax over the sample, over the log of the
-        size of the sample, its maximum.
     """
-    width = logits.shape[-1]
-    token = torch.arange(width, device=logits.device)
-    sample = sampled(closed, width)
-    seen = logits.masked_fill(~sample[:, None], float("-inf"))
-    entropy = torch.special.entr(seen.softmax(-1)).sum(-1).unflatten(1, (lane_heads, -1)).mean(2)
-    flatness = entropy / sample.sum(-1).clamp(min=2).float().log()[:, None]
+    token = torch.arange(logits.shape[-1], device=logits.device)
     if logits.shape[1] == lane_heads:
         scores = logits.flatten(0, 1)
     else:
+        seen = logits.masked_fill(~sampled(closed, len(token))[:, None], float("-inf"))
         # The maximum first: near it the difference of two logits is exact.
         peak = seen.amax(-1, keepdim=True)
         logits = logits - peak - (seen - peak).exp().sum(-1, keepdim=True).log()
         scores = logits.unflatten(1, (lane_heads, -1)).logsumexp(2).flatten(0, 1)
-    return scores.masked_fill(token < sinks, float("inf")), flatness.flatten()
+    return scores.masked_fill(token < sinks, float("inf"))

@@ -10,8 +10,6 @@ import triton.language as tl
 
 from topkv_double_sparsity.products import exp2, prepare_query, products
 
-LN_2 = tl.constexpr(0.6931471805599453)
-
 
 @triton.jit
 def stride_of(closed, SAMPLE: tl.constexpr, DOUBLINGS: tl.constexpr):
@@ -36,7 +34,6 @@ def sample_kernel(
     p_total,
     p_peak,
     p_mass,
-    p_moment,
     p_labels,
     p_meta,
     p_slots,
@@ -49,7 +46,6 @@ def sample_kernel(
     s_q_head,
     s_channels,
     SAMPLING: tl.constexpr,
-    ENTROPY: tl.constexpr,
     SAMPLE: tl.constexpr,
     DOUBLINGS: tl.constexpr,
     TILE: tl.constexpr,
@@ -68,8 +64,8 @@ def sample_kernel(
     FAST: tl.constexpr,
     FP32: tl.constexpr,
 ):
-    """Program (row x bundle, block of the sample): maximum of the logits of each column; sum of
-    ``w = 2 ** z``, z = logit - maximum; and, for ``ENTROPY``, sum of ``w * z``.
+    """Program (row x bundle, block of the sample): of each column the maximum of the logits, and
+    the sum of ``2 ** (logit - maximum)``.
 
     The first program of a bundle also writes its matrix of queries and the sums of its columns.
     """
@@ -95,7 +91,6 @@ def sample_kernel(
     BLOCK_C: tl.constexpr = BLOCK_H * BLOCK_G
     peak = tl.full([BLOCK_C], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_C], tl.float32)
-    moment = tl.zeros([BLOCK_C], tl.float32)
     for tile in tl.range(0, tl.minimum(TILES, tl.cdiv(size - start, TILE)), num_stages=STAGES):
         t = (start + tile * TILE + tl.arange(0, TILE)) * stride + stride // 2
         in_t = t < closed
@@ -106,27 +101,19 @@ def sample_kernel(
             *(KV_HEADS, WORDS, HEADS, BLOCK_K, BLOCK_H, BLOCK_G, PARTS, False),
         )
         higher = tl.maximum(peak, tl.max(tl.where(in_t[:, None], x, float("-inf")), 0))
-        shift = tl.where(mass > 0, peak - higher, 0.0)
-        shrink = tl.exp2(shift)
-        z = tl.where(in_t[:, None], x - higher[None, :], -1e30)
-        weight = exp2(z, FAST)
-        if ENTROPY:
-            moment = shrink * (moment + shift * mass)
-            moment += tl.sum(weight * z, 0)
+        shrink = tl.exp2(tl.where(mass > 0, peak - higher, 0.0))
+        weight = exp2(tl.where(in_t[:, None], x - higher[None, :], -1e30), FAST)
         mass = mass * shrink + tl.sum(weight, 0)
         peak = higher
     out = (bundle * blocks + block) * BLOCK_C + tl.arange(0, BLOCK_C)
     tl.store(p_peak + out, peak)
     tl.store(p_mass + out, mass)
-    if ENTROPY:
-        tl.store(p_moment + out, moment)
 
 
 @triton.jit
 def normalisers(
     p_peak,
     p_mass,
-    p_moment,
     bundle,
     blocks,
     used,
@@ -134,9 +121,8 @@ def normalisers(
     BLOCK_B: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    ENTROPY: tl.constexpr,
 ):
-    """Maximum, log of the exponential sum below it, and entropy; ``[BLOCK_B, BLOCK_C]`` each.
+    """Maximum, and log of the exponential sum below it; ``[BLOCK_B, BLOCK_C]`` each.
 
     Of the columns of bundles ``bundle .. bundle + BUNDLES - 1``, merged from ``used`` blocks.
     """
@@ -147,13 +133,7 @@ def normalisers(
     peaks = tl.load(p_peak + at, inside, other=float("-inf"))
     peak = tl.max(peaks, 1)
     peak = tl.where(peak > float("-inf"), peak, 0.0)
-    shift = tl.where(inside, peaks - peak[:, None, :], 0.0)
-    grow = tl.exp2(shift)
+    grow = tl.exp2(tl.where(inside, peaks - peak[:, None, :], 0.0))
     masses = tl.load(p_mass + at, inside, other=0.0)
     mass = tl.maximum(tl.sum(masses * grow, 1), 2.0**-100)
-    entropy = mass
-    if ENTROPY:
-        moments = tl.load(p_moment + at, inside, other=0.0)
-        moment = tl.sum(grow * (moments + shift * masses), 1)
-        entropy = (tl.log2(mass) - moment / mass) * LN_2
-    return peak, tl.log2(mass), entropy
+    return peak, tl.log2(mass)

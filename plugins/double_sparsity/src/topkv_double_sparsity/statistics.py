@@ -27,8 +27,7 @@ class Moments:
 
         self.tokens = 0
         self.abs_q, self.abs_k, self.abs_qk = zeros(), zeros(), zeros()
-        self.square_q, self.square_k = zeros(), zeros()
-        self.mean_k, self.spread_k = zeros(), zeros()
+        self.square_k, self.mean_k, self.spread_k = zeros(), zeros(), zeros()
         self.low_k, self.high_k = zeros() + torch.inf, zeros() - torch.inf
 
     def add(self, q: Tensor, k: Tensor) -> None:
@@ -48,7 +47,6 @@ class Moments:
         self.abs_q += q.abs().sum((0, 2))
         self.abs_k += k.abs().sum(0)
         self.abs_qk += (q * k[:, :, None]).abs().sum((0, 2))
-        self.square_q += q.square().sum((0, 2))
         self.square_k += k.square().sum(0)
         self.low_k = torch.minimum(self.low_k, k.amin(0))
         self.high_k = torch.maximum(self.high_k, k.amax(0))
@@ -72,10 +70,8 @@ class Moments:
         span = self.high_k - self.low_k if self.tokens > 1 else self.abs_k
         return {
             "qk_span": self.abs_q / self.tokens * span,
-            "q": self.abs_q / self.tokens,
             "k": self.abs_k / self.tokens,
             "qk": self.abs_qk / self.tokens,
-            "qk_var": self.square_q / self.tokens * variance,
             "k_var": variance,
         }[statistic]
 

@@ -27,16 +27,3 @@ def topkv_register_backends() -> list[PluginEntry]:
             doctor="topkv_flashinfer.providers:describe",
         )
     ]
-
-
-@hookimpl
-def topkv_register_topks() -> list[PluginEntry]:
-    return [
-        PluginEntry(
-            name="flashinfer",
-            kind="topk",
-            factory="topkv_flashinfer.topk:FlashInferTopK",
-            hook_api=(1, 1),
-            capabilities=Capabilities(impls=("triton",), tiers=("gpu",)),
-        )
-    ]

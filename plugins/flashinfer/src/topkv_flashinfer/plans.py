@@ -10,8 +10,8 @@ from attrs import define, field
 from torch import Tensor
 
 from topkv.ops import early
-from topkv.ops.page_table import Adapted, Listing, adapt_page_table
-from topkv.types import GroupShape, LayerView, Plan
+from topkv.ops.page_table import Adapted, adapt_page_table
+from topkv.types import GroupShape, LayerView, Listing, Plan
 from topkv_flashinfer import kernels
 
 LN2 = math.log(2.0)

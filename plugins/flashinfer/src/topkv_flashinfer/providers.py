@@ -24,9 +24,6 @@ PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "flashinfer.mla:BatchMLAPagedAttentionWrapper.run": ("query", "kv_cache", "lse"),
         "flashinfer.mla:MLAPlanMetadata.csr": ("kv_len_arr",),
     },
-    "topk": {
-        "flashinfer:top_k_ragged_transform": ("lengths", "tie_break", "dsa_graph_safe"),
-    },
 }
 """By part of the plugin, ``module:name``, and arguments that it must take. The names that the
 backend calls directly are the first component behind the colon."""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.errors import CapabilityError
-from topkv.ops.page_table import Adapted, Listing, adapt_page_table
-from topkv.types import GroupShape, LayerView, ModelShape, Plan
+from topkv.ops.page_table import Adapted, adapt_page_table
+from topkv.types import GroupShape, LayerView, Listing, ModelShape, Plan
 from topkv_flashmla import kernels, providers, reference
 from topkv_flashmla.support import DIM, LATENT, attends_by_pages, refusals
 

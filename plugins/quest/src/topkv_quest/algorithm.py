@@ -2,8 +2,8 @@
 
 Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", ICML 2024,
 arXiv 2406.10774. Differences from its code: selection per kv-head (or shared) by the mean of the
-query heads' softmaxed scores instead of per query head; the open unit is always attended and
-never scored; the first units are forced.
+query heads' softmaxed scores, kept as its logarithm, instead of per query head; the open unit is
+always attended and never scored; the first units are forced.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ class Quest:
 
     Per unit and kv-head it keeps the channel-wise minimum m and maximum M of the keys. A query
     head scores a unit with ``sum_i max(q_i m_i, q_i M_i)``, an upper bound of q·k for every key
-    k in it. Scores times ``model.scale`` go through a softmax over the closed units, in fp32, and
-    are averaged over the query heads of the lane. The first ``sink_units`` units are forced.
+    k in it. With these scores times ``model.scale`` as s, a unit u is worth
+    ``log sum_g exp(s_gu - lse_g)`` over the query heads g of the lane, in fp32; ``lse_g`` is the
+    log-sum-exp of the head over the closed units. That is the order of the mean softmax. In a lane
+    of one query head a unit is worth s. The first ``sink_units`` units are forced.
 
     Metadata is rounded outward, so that the bound holds for it too, up to the rounding of
     fp32 sums. ``"bf16"`` keeps the model's own 16-bit dtype, where minima and maxima are exact,
@@ -37,9 +39,8 @@ class Quest:
     head, the smallest s with ``127 s >= max |k|``. Both are pure functions of the keys of
     the unit: updated token by token or built at once, the bits are the same.
 
-    Of equal scores the lower unit wins. The softmax of a unit far below the best one underflows to
-    0 in fp32; such units tie, with one query head per lane as well, and rank by index.
-    Keys are finite, and below the largest bfloat16 in magnitude.
+    Of equal scores the lower unit wins. Keys are finite, and below the largest bfloat16 in
+    magnitude.
     """
 
     def __init__(

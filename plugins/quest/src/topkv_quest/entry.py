@@ -17,8 +17,15 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),
-                # Not scale_free: a mean of softmaxes, whose far units underflow and tie.
-                traits=("attends", "nested", "exact_update", "low_ties", "head_equivariant"),
+                # Not scale_free: a mean of softmaxes.
+                traits=(
+                    "attends",
+                    "nested",
+                    "exact_update",
+                    "low_ties",
+                    "head_equivariant",
+                    "incremental",
+                ),
             ),
             defaults={"unit": 16, "scope": "kv_head", "dense_layers": (0, 1)},
             parameters={"metadata": "bf16", "sink_units": 1},

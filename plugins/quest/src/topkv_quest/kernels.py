@@ -94,7 +94,34 @@ def score_kernel(
 
 
 @triton.jit
-def average_kernel(
+def _normalisers(
+    p_peak,
+    p_mass,
+    head,
+    in_h,
+    used,
+    blocks,
+    BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Maximum of each head's scores, and the log of the exponential sum below it."""
+    peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    for start in range(0, used, BLOCK_P):
+        p = start + tl.arange(0, BLOCK_P)
+        at = head[:, None] * blocks + p[None, :]
+        inside = in_h[:, None] & (p < used)[None, :]
+        peaks = tl.load(p_peak + at, inside, other=float("-inf"))
+        peaks = tl.where(in_h[:, None], peaks, 0.0)
+        masses = tl.load(p_mass + at, inside, other=0.0)
+        higher = tl.maximum(peak, tl.max(peaks, 1))
+        total = total * tl.exp(peak - higher) + tl.sum(masses * tl.exp(peaks - higher[:, None]), 1)
+        peak = higher
+    return peak, tl.log(tl.where(in_h, total, 1.0))
+
+
+@triton.jit
+def combine_kernel(
     p_raw,
     p_peak,
     p_mass,
@@ -113,7 +140,10 @@ def average_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Program (lane, block of units): mean softmax over the lane's ``HEADS`` query heads."""
+    """Program (lane, block of units): log of the sum of the softmaxes of ``HEADS`` query heads.
+
+    One head gives its scores as they are.
+    """
     lane = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     row = lane // LANE_HEADS
@@ -127,24 +157,18 @@ def average_kernel(
     h = tl.arange(0, BLOCK_H)
     in_h = h < HEADS
     head = lane * HEADS + h
-    used = (closed + BLOCK_U - 1) // BLOCK_U
-    peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
-    for start in range(0, used, BLOCK_P):
-        p = start + tl.arange(0, BLOCK_P)
-        at = head[:, None] * blocks + p[None, :]
-        inside = in_h[:, None] & (p < used)[None, :]
-        peaks = tl.load(p_peak + at, inside, other=float("-inf"))
-        peaks = tl.where(in_h[:, None], peaks, 0.0)
-        masses = tl.load(p_mass + at, inside, other=0.0)
-        higher = tl.maximum(peak, tl.max(peaks, 1))
-        total = total * tl.exp(peak - higher) + tl.sum(masses * tl.exp(peaks - higher[:, None]), 1)
-        peak = higher
-    total = tl.where(in_h, total, 1.0)
     v = block * BLOCK_V + tl.arange(0, BLOCK_V)
     in_v = v < closed
     inside = in_h[:, None] & in_v[None, :]
-    raw = tl.load(p_raw + head[:, None] * max_units + v[None, :], inside, other=float("-inf"))
-    mean = tl.sum(tl.exp(raw - peak[:, None]) / total[:, None], 0) / HEADS
-    mean = tl.where(v < sink_units, float("inf"), mean)
-    tl.store(p_scores + lane * max_units + v, mean, in_v)
+    x = tl.load(p_raw + head[:, None] * max_units + v[None, :], inside, other=float("-inf"))
+    if HEADS > 1:
+        used = (closed + BLOCK_U - 1) // BLOCK_U
+        peak, log = _normalisers(p_peak, p_mass, head, in_h, used, blocks, BLOCK_H, BLOCK_P)
+        # The maximum first: near it the difference of two scores is exact.
+        x = x - peak[:, None] - log[:, None]
+    best = tl.max(x, 0)
+    if HEADS > 1:
+        shares = tl.exp(x - tl.where(in_v, best, 0.0)[None, :])
+        best += tl.log(tl.where(in_v, tl.sum(shares, 0), 1.0))
+    best = tl.where(v < sink_units, float("inf"), best)
+    tl.store(p_scores + lane * max_units + v, best, in_v)

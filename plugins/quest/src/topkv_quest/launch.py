@@ -18,7 +18,7 @@ BLOCK_U = TILE_U * TILES
 """Units whose maximum and exponential sum are kept together."""
 
 TILE_V = 4096
-"""Scores, of all heads together, of one program of the averaging kernel."""
+"""Scores, of all heads together, of one program of the combining kernel."""
 
 _METADATA = {torch.bfloat16: 1, torch.int8: 2}
 
@@ -72,7 +72,7 @@ class Launcher:
         heads = model.num_heads // group.lane_heads
         block_h = triton.next_power_of_2(heads)
         units = triton.next_power_of_2(max(group.max_units, 16))
-        self.averaging = {
+        self.combining = {
             "LANE_HEADS": group.lane_heads,
             "HEADS": heads,
             "UNIT": group.unit,
@@ -130,10 +130,10 @@ class Launcher:
             **self.scoring,
         )
         lanes = step.batch * group.lane_heads
-        grid = (lanes, triton.cdiv(group.max_units, self.averaging["BLOCK_V"]))
-        kernels.average_kernel[grid](
+        grid = (lanes, triton.cdiv(group.max_units, self.combining["BLOCK_V"]))
+        kernels.combine_kernel[grid](
             *(*work, *tables, self.scores, self.closed),
             *(group.max_units, self.blocks, sink_units),
-            **self.averaging,
+            **self.combining,
         )
         return self.scores[:lanes], self.closed[:lanes]

@@ -99,14 +99,20 @@ def head_scores(q: Tensor, bounds: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def lane_scores(scores: Tensor, closed: Tensor, lane_heads: int, sink_units: int) -> Tensor:
-    """Mean softmax over the query heads of each lane, sinks +inf; fp32 ``[n * lane_heads, U]``.
+    """What each unit is worth to a lane, sinks +inf; fp32 ``[n * lane_heads, U]``.
+
+    The log of the sum of the softmaxes of the lane's query heads: the order of their mean. In
+    logarithms, because the softmax of a unit far below the best one is 0 in fp32. The only head of
+    a lane needs no softmax, and its units are worth their scores.
 
     Args:
         scores: fp32 ``[n, H, U]`` scaled; what stands behind ``closed`` has no influence.
         closed: ``[n]`` closed units.
+        lane_heads: lanes of a row.
+        sink_units: first units, which are forced.
     """
-    rows, heads, width = scores.shape
-    unit = torch.arange(width, device=scores.device)
-    scores = scores.masked_fill(unit >= closed[:, None, None], float("-inf"))
-    weights = scores.softmax(-1).view(rows, lane_heads, heads // lane_heads, width).mean(2)
-    return weights.flatten(0, 1).masked_fill(unit < sink_units, float("inf"))
+    unit = torch.arange(scores.shape[-1], device=scores.device)
+    if scores.shape[1] > lane_heads:
+        scores = scores.masked_fill(unit >= closed[:, None, None], float("-inf"))
+        scores = scores.log_softmax(-1).unflatten(1, (lane_heads, -1)).logsumexp(2)
+    return scores.flatten(0, 1).masked_fill(unit < sink_units, float("inf"))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from topkv import hookimpl
+from topkv.ops.topk import TopK, workspace
 from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape, RepresentationSpec
 from topkv_snapkv import reference
 from topkv_snapkv.parameters import read
@@ -49,10 +50,13 @@ class SnapKV:
         self.settings = read(model, group, params, impl)
         self.model, self.group, self.impl = model, group, impl
         self.kernel = None
+        self.work: TopK | None = None
         if impl == "triton":
             from topkv_snapkv.kernels import select
 
             self.kernel = select
+            most = self.settings.width - self.settings.window
+            self.work = workspace(group.lane_heads, group.max_units, most, device)
 
     @hookimpl
     def spec(self) -> AlgorithmSpec:
@@ -168,5 +172,6 @@ class SnapKV:
         scores = reference.pooled(votes, s.kernel, s.pool)
         scores = torch.where((votes > 0).any(), scores, held[:, :-1])
         if s.ada:
-            return reference.adaptive(scores, s.cap - s.window, s.width - s.window, self.impl)
-        return reference.best(scores, s.cap - s.window, self.impl)
+            most = s.width - s.window
+            return reference.adaptive(scores, s.cap - s.window, most, self.impl, self.work)
+        return reference.best(scores, s.cap - s.window, self.impl, self.work)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from topkv.ops.topk import topk
+from topkv.ops.topk import TopK, topk
 
 SAFE = 0.2
 """Share of the mean budget that AdaKV leaves to every head."""
@@ -57,29 +57,35 @@ def pooled(scores: Tensor, kernel: int, pool: str) -> Tensor:
     return pooling[pool](scores[:, None], kernel, stride=1, padding=kernel // 2)[:, 0]
 
 
-def best(scores: Tensor, count: int, impl: str) -> Tensor:
-    """int32 ``[N, count]`` positions of the best scores, ascending, -1 behind them."""
+def best(scores: Tensor, count: int, impl: str, work: TopK | None) -> Tensor:
+    """int32 ``[N, count]`` positions of the best scores, ascending, -1 behind them.
+
+    ``impl`` and ``work`` are those of ``topkv.ops.topk.topk``.
+    """
     ids = torch.empty((len(scores), count), dtype=torch.int32, device=scores.device)
     lengths = torch.full((len(scores),), scores.shape[1], dtype=torch.int32, device=ids.device)
-    topk(scores.contiguous(), lengths, ids, impl=impl)
+    topk(scores.contiguous(), lengths, ids, impl=impl, work=work)
     return ids
 
 
-def adaptive(scores: Tensor, mean: int, most: int, impl: str) -> Tensor:
+def adaptive(scores: Tensor, mean: int, most: int, impl: str, work: TopK | None) -> Tensor:
     """AdaKV: the heads share ``N * mean`` places, which go to the best scores of all of them.
 
-    The best ``SAFE * mean`` of every lane are safe, and no lane gets more than ``most``.
+    The best ``SAFE * mean`` of every lane are safe, and no lane gets more than ``most``. Of equal
+    scores the lower lane wins, and in it the lower position.
 
     Returns:
         int32 ``[N, most]`` ascending, -1 behind the last; ``N * mean`` in all, or as many as
         there are.
     """
-    offered = best(scores, min(most, scores.shape[1]), impl)
-    safe = best(scores, min(int(SAFE * mean), scores.shape[1]), impl)
+    offered = best(scores, min(most, scores.shape[1]), impl, work)
+    safe = best(scores, min(int(SAFE * mean), scores.shape[1]), impl, work)
     ranked = scores.scatter(1, safe.long(), torch.inf).gather(1, offered.long())
-    taken = torch.zeros(ranked.numel() + 1, dtype=torch.bool, device=scores.device)
-    taken[best(ranked.view(1, -1), len(scores) * mean, impl).long()] = True  # -1 is the last
-    chosen = torch.where(taken[:-1].view_as(offered), offered, NEVER).sort(1).values
+    # One row, as long as all lanes together: longer than what ``work`` is for.
+    order = ranked.flatten().sort(descending=True, stable=True).indices
+    taken = torch.zeros(ranked.numel(), dtype=torch.bool, device=scores.device)
+    taken[order[: len(scores) * mean]] = True
+    chosen = torch.where(taken.view_as(offered), offered, NEVER).sort(1).values
     chosen = torch.nn.functional.pad(chosen, (0, most - chosen.shape[1]), value=NEVER)
     return torch.where(chosen < NEVER, chosen, -1)
 

@@ -2,7 +2,7 @@
 
 An attention module hands its queries, and what the cache's ``update`` returned, to the function
 that the config names. The cache itself is not handed on, so ``TopkvLayer.update`` marks the key
-tensor with the layer, and the function finds the open forward through the mark.
+tensor with the open forward and the layer, and the function goes by the mark.
 
 The config names this function only while such a forward is open: every other forward runs
 what the model ran before it was attached.
@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from topkv.errors import CapabilityError, RequestError
+from topkv_transformers.forwards import Forward
 
 # "flash", "sdpa" or "flex_attention" in a name, or a slash, mean something to Transformers.
 NAME = "topkv"
-MARK = "_topkv_layer"
+MARK = "_topkv_mark"
+"""Attribute of a key tensor: ``(Forward, number of the layer)``."""
 
 SHARED = "two threads run models that share one config object; give each model a config of its own"
 
@@ -77,14 +79,16 @@ def attention(
     Raises:
         RequestError: the key comes from no ``TopkvCache``.
     """
-    layer = getattr(key, MARK, None)
-    if layer is None:
+    mark: tuple[Forward, int] | None = getattr(key, MARK, None)
+    if mark is None:
         raise RequestError(
             "attention was asked for keys that come from no TopkvCache while a topkv forward "
             f"is open: {SHARED}"
         )
+    forward, layer = mark
     with torch.no_grad():
-        out = layer.attention(query, key, value)
+        q, k, v = (forward.pack(tensor.transpose(1, 2)) for tensor in (query, key, value))
+        out = forward.unpack(forward.attend(layer, q, k, v), len(query))
     return without_backward(out, (query, key, value)), None
 
 
@@ -96,3 +100,32 @@ def register() -> None:
     """Make the name known to Transformers. Idempotent."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, no_mask)
+
+
+class NamedAttention:
+    """Which attention function a decoder calls: ours while a forward is open, else its own."""
+
+    def __init__(self, decoder: Any) -> None:
+        self.decoder = decoder
+        self.own = decoder.config._attn_implementation
+
+    def name_ours(self) -> None:
+        """Have the decoder call ours, until ``restore``."""
+        config = self.decoder.config
+        # The user may have chosen another one since the model was attached.
+        if config._attn_implementation != NAME:
+            self.own = config._attn_implementation
+        config._attn_implementation = NAME
+
+    def check(self) -> None:
+        """Raises RequestError if the decoder would call another function than ours."""
+        if self.decoder.config._attn_implementation != NAME:
+            raise RequestError(
+                "the attention function was changed while a topkv forward is open: " + SHARED
+            )
+
+    def restore(self) -> None:
+        """Have the decoder call its own. Idempotent."""
+        config = self.decoder.config
+        if config._attn_implementation == NAME:
+            config._attn_implementation = self.own

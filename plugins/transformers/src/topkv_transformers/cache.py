@@ -4,64 +4,16 @@ from __future__ import annotations
 
 import operator
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from topkv.errors import CapabilityError, RequestError
 from topkv_transformers.attention import MARK
-
-if TYPE_CHECKING:
-    from topkv_transformers.forwards import Forward
-    from topkv_transformers.session import AttachedModel
-
-
-class CacheState:
-    """What a cache knows of its rows. Columns are positions of the padded batch.
-
-    Attributes:
-        handle: the attached model that the cache belongs to.
-        slots: the request slot of each row; empty before the first forward.
-        seen: columns that have been appended, padding included.
-        prompt: columns below which a forward is prefill, even if it is one token long.
-        padding: int64 ``[B]`` columns of left padding of each row, so far.
-    """
-
-    def __init__(self, handle: AttachedModel) -> None:
-        self.handle = handle
-        self.slots: list[int] = []
-        self.seen = self.prompt = 0
-        self.padding = np.zeros(0, dtype=np.int64)
-
-    def begin(self, slots: list[int]) -> None:
-        """Give the rows their requests."""
-        self.slots = slots
-        self.padding = np.zeros(len(slots), dtype=np.int64)
-
-    def opened(self) -> Forward:
-        """The forward that is open over this cache.
-
-        Raises:
-            RequestError: there is none.
-        """
-        forward = self.handle.forward
-        if forward is None or forward.state is not self:
-            raise RequestError(
-                "a TopkvCache serves forwards of the model that it was made for, as long as that "
-                "is attached; make the cache with new_cache() of this model's handle"
-            )
-        return forward
-
-    def release(self) -> None:
-        """End the requests, or have them ended as soon as no forward is open. Idempotent."""
-        slots, self.slots = self.slots, []
-        self.seen = self.prompt = 0
-        self.padding = np.zeros(0, dtype=np.int64)
-        if slots:
-            self.handle.retire(slots)
+from topkv_transformers.requests import CacheRequests
+from topkv_transformers.state import CacheState
 
 
 class TopkvLayer(CacheLayerMixin):
@@ -72,10 +24,9 @@ class TopkvLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, state: CacheState, index: int) -> None:
+    def __init__(self, requests: CacheRequests, state: CacheState, index: int) -> None:
         super().__init__()
-        self.state = state
-        self.index = index
+        self.requests, self.state, self.index = requests, state, index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to make: the coordinator has allocated everything."""
@@ -83,20 +34,16 @@ class TopkvLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Mark the new keys ``[B, Hkv, q, D]`` for the attention function.
+        """Mark the new keys ``[B, Hkv, q, D]`` with forward and layer, for the attention function.
 
         Raises:
             RequestError: no forward of the attached model is open over this cache, or the model
                 is about to call another attention function with the keys.
         """
-        self.state.opened()
-        self.state.handle.check_named()
-        setattr(key_states, MARK, self)
+        forward = self.requests.opened(self.state)
+        self.requests.attention.check()
+        setattr(key_states, MARK, (forward, self.index))
         return key_states, value_states
-
-    def attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See ``topkv_transformers.attention.attention``."""
-        return self.state.handle.forward.attention(self.index, query, key, value)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.state.seen + query_length, 0
@@ -120,12 +67,11 @@ class TopkvCache(Cache):
     garbage collector when nobody holds the cache any more.
     """
 
-    def __init__(self, handle: AttachedModel) -> None:
-        self.state = state = CacheState(handle)
-        super().__init__(
-            layers=[TopkvLayer(state, index) for index in range(handle.shape.num_layers)]
-        )
-        self._finalizer = weakref.finalize(self, CacheState.release, state)
+    def __init__(self, requests: CacheRequests) -> None:
+        self.requests, self.state = requests, CacheState()
+        layers = range(requests.coordinator.model.num_layers)
+        super().__init__(layers=[TopkvLayer(requests, self.state, index) for index in layers])
+        self._finalizer = weakref.finalize(self, requests.release, self.state)
         self._finalizer.atexit = False
 
     @property
@@ -138,9 +84,14 @@ class TopkvCache(Cache):
         """Rows, -1 before the first forward."""
         return len(self.state.slots) or -1
 
+    def check_owner(self, requests: CacheRequests) -> None:
+        """Refuse to be used by another model than the one that it was made for."""
+        if self.requests is not requests:
+            raise RequestError("the TopkvCache belongs to another model; use new_cache() of this")
+
     def close(self) -> None:
         """End the requests. The cache is then empty and can be used again. Idempotent."""
-        self.state.release()
+        self.requests.release(self.state)
 
     def reset(self) -> None:
         """The same as ``close``, by the name that Transformers uses."""
@@ -163,7 +114,7 @@ class TopkvCache(Cache):
             raise TypeError(f"{expected}, as an integer, got {tokens_to_remove!r}") from None
         if not -state.seen <= change <= 0:
             raise ValueError(f"{expected}, got {change}")
-        state.handle.truncate(state, state.seen + change)
+        self.requests.truncate(state, state.seen + change)
 
     def fork(self) -> TopkvCache:
         """A second cache with the same tokens; full pages are shared until one is written.
@@ -171,8 +122,8 @@ class TopkvCache(Cache):
         Raises:
             DeviceMemoryError, HostMemoryError: no room; nothing has changed.
         """
-        twin = TopkvCache(self.state.handle)
-        self.state.handle.fork(self.state, twin.state)
+        twin = TopkvCache(self.requests)
+        self.requests.fork(self.state, twin.state)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TopkvCache:

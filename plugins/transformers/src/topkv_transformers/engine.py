@@ -9,11 +9,11 @@ from transformers import PreTrainedModel
 
 from topkv import SparseCoordinator, hookimpl
 from topkv.config import LoweredConfig, SparseConfig, lower
-from topkv.errors import CapabilityError, ConfigError
+from topkv.errors import CapabilityError
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
 from topkv_transformers.session import AttachedModel
-from topkv_transformers.support import advice_of, device_of, refusals, shape_of, sharing_reasons
+from topkv_transformers.support import advice_of, device_of, refusals, shape_of
 
 
 def lower_for(
@@ -24,7 +24,7 @@ def lower_for(
     Raises:
         ConfigError: with every reason at once.
     """
-    lowered = lower(
+    return lower(
         config,
         shape_of(model),
         device=device_of(model),
@@ -32,10 +32,6 @@ def lower_for(
         checkpoint=advice_of(model, registry),
         max_positions=getattr(model.config, "max_position_embeddings", None),
     )
-    reasons = sharing_reasons(model, lowered)
-    if reasons:
-        raise ConfigError("the configuration is refused; nothing was allocated", reasons)
-    return lowered
 
 
 class TransformersEngine:

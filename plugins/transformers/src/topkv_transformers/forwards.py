@@ -14,7 +14,7 @@ from torch import Tensor
 from topkv import SparseCoordinator
 from topkv.errors import CapabilityError, RequestError
 from topkv.types import Index
-from topkv_transformers.cache import CacheState
+from topkv_transformers.state import CacheState
 
 
 @frozen
@@ -38,18 +38,6 @@ class Forward:
     chunks: list[tuple[int, int]] | None
     index: Tensor | None
     lengths: list[int]
-
-    def begin(self) -> None:
-        """Lease pages and upload tables. Raises HostMemoryError; nothing has changed then."""
-        if self.chunks is None:
-            self.coordinator.forward_begin(decode=self.state.slots)
-        else:
-            self.coordinator.forward_begin(prefill=self.chunks)
-
-    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend one layer: ``[B, H, q, D]`` queries to ``[B, q, H, D]``; padding gets 0."""
-        q, k, v = (self.pack(tensor.transpose(1, 2)) for tensor in (query, key, value))
-        return self.unpack(self.attend(layer, q, k, v), query.shape[0])
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: Index | None = None
@@ -147,10 +135,12 @@ def open_forward(
             real = np.arange(columns) >= pads[:, None]
             index = torch.from_numpy(np.flatnonzero(real)).to(coordinator.config.device)
     lengths = coordinator.requests.length[state.slots].tolist()
-    forward = Forward(coordinator, state, columns, chunks, index, lengths)
-    forward.begin()
+    if chunks is None:
+        coordinator.forward_begin(decode=state.slots)
+    else:
+        coordinator.forward_begin(prefill=chunks)
     state.padding = padding
-    return forward
+    return Forward(coordinator, state, columns, chunks, index, lengths)
 
 
 def _check_mask(state: CacheState, columns: int, mask: Tensor | None) -> None:

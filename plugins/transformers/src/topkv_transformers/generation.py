@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from topkv.errors import CapabilityError, OutOfMemory, RequestError
-from topkv_transformers.cache import CacheState, TopkvCache
+from topkv_transformers.cache import TopkvCache
 from topkv_transformers.forwards import left_padding
-
-if TYPE_CHECKING:
-    from topkv_transformers.session import AttachedModel
+from topkv_transformers.requests import CacheRequests
+from topkv_transformers.state import CacheState
 
 DEFAULT_NEW_TOKENS = 20
 """What Transformers generates when no length is given."""
@@ -44,14 +44,14 @@ class Call:
     """One call of ``generate``: its options, and how many tokens it appends to each row.
 
     Args:
-        handle: the attached model.
+        model: the attached model.
         arguments: what ``generate`` was called with, by name.
     """
 
-    def __init__(self, handle: AttachedModel, arguments: dict[str, Any]) -> None:
-        self.handle = handle
+    def __init__(self, model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+        self.device = model.device
         self.arguments = arguments
-        self._configs = (arguments.get("generation_config"), handle.model.generation_config)
+        self._configs = (arguments.get("generation_config"), model.generation_config)
 
     def option(self, name: str) -> Any:
         """The value that ``generate`` will use, None if nobody has set one."""
@@ -89,7 +89,7 @@ class Call:
             return mask
         inputs = self._inputs()
         if inputs is None:
-            return torch.ones((1, 1), dtype=torch.long, device=self.handle.model.device)
+            return torch.ones((1, 1), dtype=torch.long, device=self.device)
         pad, eos = self.option("pad_token_id"), self.option("eos_token_id")
         ends = [eos] if isinstance(eos, int) else eos
         if inputs.ndim == 2 and pad is not None and (ends is None or pad not in ends):
@@ -120,8 +120,8 @@ class Call:
         fresh = not state.slots
         try:
             if fresh:
-                self.handle.begin(state, len(padding))
-            self.handle.reserve(state, tokens.tolist())
+                cache.requests.begin(state, len(padding))
+            cache.requests.reserve(state, tokens.tolist())
         except BaseException as error:
             if fresh:
                 cache.close()
@@ -164,7 +164,8 @@ def _short(value: Any) -> str:
 
 
 def generate(
-    handle: AttachedModel,
+    model: PreTrainedModel,
+    requests: CacheRequests,
     original: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -177,33 +178,22 @@ def generate(
     """
     arguments = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     arguments |= arguments.pop("kwargs", {})
-    cache = arguments.get("past_key_values")
-    if cache is not None and not isinstance(cache, TopkvCache):
+    given = arguments.get("past_key_values")
+    if given is not None and not isinstance(given, TopkvCache):
         return original(*args, **kwargs)
-    with handle.exclusive():
-        return _generate(handle, original, arguments, cache)
-
-
-def _generate(
-    handle: AttachedModel,
-    original: Callable[..., Any],
-    arguments: dict[str, Any],
-    cache: TopkvCache | None,
-) -> Any:
-    call = Call(handle, arguments)
-    call.refuse()
-    ours = cache is None
-    cache = handle.new_cache() if cache is None else cache
-    if cache.state.handle is not handle:
-        raise RequestError("the TopkvCache belongs to another model; use new_cache() of this")
-    before = cache.state.seen
-    call.admit(cache)
-    arguments |= {"past_key_values": cache, "attention_mask": call.mask()}
-    try:
-        output = original(**arguments)
-    except BaseException:
-        handle.truncate(cache.state, before)
-        raise
-    if ours and not call.option("return_dict_in_generate"):
-        cache.close()
-    return output
+    with requests.exclusive():
+        call = Call(model, arguments)
+        call.refuse()
+        cache = TopkvCache(requests) if given is None else given
+        cache.check_owner(requests)
+        before = cache.state.seen
+        call.admit(cache)
+        arguments |= {"past_key_values": cache, "attention_mask": call.mask()}
+        try:
+            output = original(**arguments)
+        except BaseException:
+            requests.truncate(cache.state, before)
+            raise
+        if given is None and not call.option("return_dict_in_generate"):
+            cache.close()
+        return output

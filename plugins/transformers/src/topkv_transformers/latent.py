@@ -76,7 +76,7 @@ class LatentAttention:
                 **kwargs,
             )
             return result
-        forward = past_key_values.state.opened()
+        forward = past_key_values.requests.opened(past_key_values.state)
         out = self._attend(forward, hidden_states, *position_embeddings)
         out = without_backward(out, chain((hidden_states,), self.module.parameters()))
         return out, *self._further

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from transformers import DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM
 
-from topkv.config import LoweredConfig
 from topkv.plugins import PluginRegistry
 from topkv.types import IndexerShape, ModelShape
 from topkv_transformers.indexer import rotation_of
@@ -103,23 +102,3 @@ def advice(config: Any, registry: PluginRegistry) -> Mapping[str, Any]:
         if record.entry is not None and record.entry.capabilities.needs_index
     ]
     return {**values, "algorithm": names[0]} if len(names) == 1 else values
-
-
-def sharing_reasons(modules: list[Any], lowered: LoweredConfig) -> list[str]:
-    """Which layers would share a selection that is not made, or not for them."""
-    group_of = {
-        layer: number
-        for number, group in enumerate(lowered.groups)
-        for layer in group.shape.layers
-        if group.shape.residency == "sparse"
-    }
-    reasons, source = [], 0
-    for layer, module in enumerate(modules):
-        if module.indexer is not None:
-            source = layer
-        elif layer in group_of and group_of[layer] != group_of.get(source):
-            reasons.append(
-                f"layer {layer} shares the selection of layer {source}, so both must be sparse "
-                "with equal settings; name both in dense_layers or layers, or neither"
-            )
-    return reasons

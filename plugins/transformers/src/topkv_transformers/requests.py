@@ -1,40 +1,116 @@
-"""The requests of the caches of an attached model, between its forwards."""
+"""The requests of the caches of an attached model, and the forward that is open over one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from topkv import SparseCoordinator
 from topkv.errors import RequestError
-from topkv_transformers.cache import CacheState
-from topkv_transformers.forwards import Forward
+from topkv_transformers.attention import NamedAttention
+from topkv_transformers.forwards import Forward, open_forward
+from topkv_transformers.state import CacheState
 from topkv_transformers.turn import Turn
 
 
 class CacheRequests:
-    """The part of ``AttachedModel`` that begins, reserves, cuts, copies and ends requests.
+    """Begins, reserves, cuts, copies and ends the requests of all caches of a model.
+
+    Args:
+        coordinator: where the requests live.
+        attention: which attention function the model calls.
 
     Attributes:
-        coordinator: where the requests live.
         forward: the open forward, or None.
         attached: False once the model was detached; the coordinator is closed then.
         turn: which thread uses the model.
     """
 
-    attached: bool
-
-    def __init__(self, coordinator: SparseCoordinator) -> None:
+    def __init__(self, coordinator: SparseCoordinator, attention: NamedAttention) -> None:
         self.coordinator = coordinator
+        self.attention = attention
         self.forward: Forward | None = None
+        self.attached = True
         self.turn = Turn()
         self._retired: list[int] = []
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RequestError(
+            "an attached model can be neither copied nor saved whole, because it holds the "
+            "requests of its coordinator; call detach() first (save_pretrained works as it is)"
+        )
 
     def check_attached(self) -> None:
         if not self.attached:
             raise RequestError("the model was detached; attach it again and make a new cache")
+
+    def close(self) -> None:
+        """Free both tiers and refuse every further call."""
+        self.attached = False
+        self.coordinator.close()
+
+    # Forwards.
+
+    def open(self, state: CacheState, rows: int, columns: int, mask: Tensor | None) -> None:
+        """Begin a forward of ``rows`` rows and ``columns`` new columns over a cache.
+
+        The caller has entered ``exclusive``. Errors are those of ``open_forward``; the cache is
+        then as it was.
+        """
+        fresh = not state.slots
+        if fresh:
+            self.begin(state, rows)
+        try:
+            if rows != len(state.slots):
+                raise RequestError(
+                    f"the cache holds {len(state.slots)} rows and the forward brings {rows}"
+                )
+            self.forward = open_forward(self.coordinator, state, columns, mask)
+            self.attention.name_ours()
+        except BaseException:
+            self._recover()
+            if fresh:
+                self.release(state)
+            raise
+
+    def opened(self, state: CacheState) -> Forward:
+        """The forward that is open over a cache.
+
+        Raises:
+            RequestError: there is none.
+        """
+        if self.forward is None or self.forward.state is not state:
+            raise RequestError(
+                "a TopkvCache serves forwards of the model that it was made for, as long as that "
+                "is attached; make the cache with new_cache() of this model's handle"
+            )
+        return self.forward
+
+    def end_forward(self, completed: bool) -> bool:
+        """Append what the open forward brought if it was completed, else drop it.
+
+        Returns:
+            Whether this thread had a forward open.
+        """
+        forward = self.forward
+        if forward is None or not self.turn.mine:
+            return False
+        with self._held():
+            try:
+                if completed:
+                    self.coordinator.forward_end()
+                    if forward.state.slots:  # else it was closed meanwhile
+                        forward.state.seen += forward.columns
+                    self._close_forward()
+            finally:
+                self._tidy()
+        return True
+
+    # Requests.
 
     def begin(self, state: CacheState, rows: int) -> None:
         """Give a cache ``rows`` requests, all or none."""
@@ -58,7 +134,7 @@ class CacheRequests:
         lengths = np.maximum(columns - state.padding, 0).tolist()
         with self.exclusive():
             if not columns:
-                state.release()
+                self.release(state)
                 return
             try:
                 self._cut(state.slots, lengths)
@@ -76,10 +152,14 @@ class CacheRequests:
         twin.slots, twin.padding = slots, state.padding.copy()
         twin.seen, twin.prompt = state.seen, state.prompt
 
-    def retire(self, slots: list[int]) -> None:
-        """End requests, at once or, if the garbage collector calls at a bad time, soon."""
+    def release(self, state: CacheState) -> None:
+        """End the requests of a cache, at once or as soon as no forward is open. Idempotent.
+
+        The garbage collector calls this too, at any time and in any thread.
+        """
+        slots = state.clear()
         self._retired.extend(slots)
-        if self.attached and self.forward is None and not self.turn.depth:
+        if slots and self.attached and self.forward is None and not self.turn.depth:
             self.abandon()
 
     def abandon(self) -> None:
@@ -128,13 +208,14 @@ class CacheRequests:
             return
         state = forward.state
         if not state.seen:
-            state.release()
+            self.release(state)
         for slot, length in zip(state.slots, forward.lengths, strict=False):
             if self.coordinator.length(slot) > length:
                 self.coordinator.truncate(slot, length)
 
     def _close_forward(self) -> Forward | None:
         """Forget the open forward, and return it."""
+        self.attention.restore()
         forward, self.forward = self.forward, None
         return forward
 
@@ -144,19 +225,22 @@ class CacheRequests:
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
-        """End the requests that begin inside, also those that are half begun, if it fails."""
+        """Retire the requests that begin inside, also those that are half begun, if it fails.
+
+        The ``exclusive`` around it ends them.
+        """
         active = self.coordinator.requests.active
         before = active.copy()
         try:
             yield
         except BaseException:
-            self._end(np.flatnonzero(active & ~before).tolist())
+            self._retired.extend(np.flatnonzero(active & ~before).tolist())
             raise
 
-    def _end(self, slots: list[int]) -> None:
-        for slot in slots:
-            self.coordinator.request_end(slot)
-
     def _end_retired(self) -> None:
+        active = self.coordinator.requests.active
         while self._retired and self.forward is None and self.attached:
-            self.coordinator.request_end(self._retired.pop())
+            slot = self._retired[0]  # a finalizer may add others behind it meanwhile
+            if active[slot]:  # else an interrupt came after its end
+                self.coordinator.request_end(slot)
+            del self._retired[0]

@@ -1,4 +1,4 @@
-"""The handle of an attached model: its coordinator, its hooks, and the requests of its caches."""
+"""The handle of an attached model: what is put into the model, and taken out again."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from transformers import PreTrainedModel
 from topkv import SparseCoordinator
 from topkv.errors import CapabilityError, RequestError
 from topkv_transformers import attention
-from topkv_transformers.cache import CacheState, TopkvCache
-from topkv_transformers.forwards import Forward, open_forward
+from topkv_transformers.cache import TopkvCache
 from topkv_transformers.generation import generate
 from topkv_transformers.latent import LatentAttention, install
 from topkv_transformers.requests import CacheRequests
 from topkv_transformers.support import HANDLE, attention_modules, decoder_of
 
 
-class AttachedModel(CacheRequests):
+class AttachedModel:
     """A model that decodes through topkv until ``detach``; also a context manager.
 
     Forwards over a ``TopkvCache`` go through the coordinator, and ``generate`` makes such a cache
@@ -36,16 +35,16 @@ class AttachedModel(CacheRequests):
         coordinator: the coordinator.
         config: its lowered configuration.
         shape: geometry of the attention layers.
-        forward: the open forward, or None.
+        requests: the requests of its caches, and the open forward.
     """
 
     def __init__(self, model: PreTrainedModel, coordinator: SparseCoordinator) -> None:
-        super().__init__(coordinator)
         self.model = model
+        self.coordinator = coordinator
         self.config = coordinator.config
         self.shape = coordinator.model
         self._decoder = decoder_of(model)
-        self._implementation = self._decoder.config._attn_implementation
+        self.requests = CacheRequests(coordinator, attention.NamedAttention(self._decoder))
         self._parameters = list(inspect.signature(self._decoder.forward).parameters)
         self._generate = model.__dict__.get("generate")
         attention.register()
@@ -63,7 +62,7 @@ class AttachedModel(CacheRequests):
 
         @wraps(original)
         def generate_through_topkv(*args: Any, **kwargs: Any) -> Any:
-            return generate(self, original, args, kwargs)
+            return generate(self.model, self.requests, original, args, kwargs)
 
         self.model.generate = generate_through_topkv
         setattr(decoder, HANDLE, self)
@@ -73,7 +72,7 @@ class AttachedModel(CacheRequests):
     @property
     def attached(self) -> bool:
         """False after ``detach``."""
-        return getattr(self._decoder, HANDLE, None) is self
+        return self.requests.attached
 
     def new_cache(self) -> TopkvCache:
         """An empty cache, for several calls of ``generate`` or direct calls of the model.
@@ -81,8 +80,12 @@ class AttachedModel(CacheRequests):
         Its requests begin with the first forward and end with ``close``, or when nobody holds
         the cache any more. Pages that a call reserved and did not fill stay with them.
         """
-        self.check_attached()
-        return TopkvCache(self)
+        self.requests.check_attached()
+        return TopkvCache(self.requests)
+
+    def abandon(self) -> None:
+        """Drop the open forward, if there is one, after any exception."""
+        self.requests.abandon()
 
     def memory(self) -> Any:
         """Bytes on both tiers, see ``topkv.memory.MemoryReport``."""
@@ -92,8 +95,9 @@ class AttachedModel(CacheRequests):
         """End all requests, free both tiers and leave the model as it was. Idempotent."""
         if not self.attached:
             return
-        with self.exclusive():
-            self._close_forward()  # whatever happened, the config names what it named before
+        with self.requests.exclusive():
+            # Whatever happened, the config names what it named before.
+            self.requests.attention.restore()
             for hook in self._hooks:
                 hook.remove()
             for latent in self._latent:
@@ -103,7 +107,7 @@ class AttachedModel(CacheRequests):
             else:
                 self.model.generate = self._generate
             delattr(self._decoder, HANDLE)
-            self.coordinator.close()
+            self.requests.close()
 
     def __enter__(self) -> AttachedModel:
         return self
@@ -111,95 +115,39 @@ class AttachedModel(CacheRequests):
     def __exit__(self, *exception: object) -> None:
         self.detach()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RequestError(
-            "an attached model can be neither copied nor saved whole, because it holds the "
-            "requests of its coordinator; call detach() first (save_pretrained works as it is)"
-        )
+    __reduce_ex__ = CacheRequests.__reduce_ex__
 
     # The two hooks on the decoder.
 
     def _before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with self.exclusive():
+        with self.requests.exclusive():
             call = self._call(args, kwargs)
             cache = call.get("past_key_values")
             if not isinstance(cache, TopkvCache):
                 return
-            if cache.state.handle is not self:
-                raise RequestError(
-                    "the TopkvCache belongs to another model; use new_cache() of this"
-                )
+            cache.check_owner(self.requests)
             self._check_mode(call)
             inputs = call.get("input_ids")
             inputs = call.get("inputs_embeds") if inputs is None else inputs
             if inputs is None:
                 raise RequestError("neither input_ids nor inputs_embeds was given")
             rows, columns = inputs.shape[:2]
-            self._open(cache.state, rows, columns, call.get("attention_mask"))
+            self.requests.open(cache.state, rows, columns, call.get("attention_mask"))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments of the decoder by name."""
         return {**dict(zip(self._parameters, args, strict=False)), **kwargs}
 
-    def _open(self, state: CacheState, rows: int, columns: int, mask: Any) -> None:
-        fresh = not state.slots
-        if fresh:
-            self.begin(state, rows)
-        try:
-            if rows != len(state.slots):
-                raise RequestError(
-                    f"the cache holds {len(state.slots)} rows and the forward brings {rows}"
-                )
-            self.forward = open_forward(self.coordinator, state, columns, mask)
-            self._name_attention()
-        except BaseException:
-            self._recover()
-            if fresh:
-                state.release()
-            raise
-
-    def _name_attention(self) -> None:
-        """Have the model call our attention function, until the forward is closed."""
-        config = self._decoder.config
-        # The user may have chosen another one since the model was attached.
-        if config._attn_implementation != attention.NAME:
-            self._implementation = config._attn_implementation
-        config._attn_implementation = attention.NAME
-
-    def check_named(self) -> None:
-        """Raises RequestError if the model would call another attention function than ours."""
-        if self._decoder.config._attn_implementation != attention.NAME:
-            raise RequestError(
-                "the attention function was changed while a topkv forward is open: "
-                f"{attention.SHARED}"
-            )
-
     def _after(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """``output`` is None after an exception."""
-        forward = self.forward if self.turn.mine else None
-        if forward is not None:
-            with self._held():
-                try:
-                    if output is not None:
-                        self.coordinator.forward_end()
-                        if forward.state.slots:  # else it was closed meanwhile
-                            forward.state.seen += forward.columns
-                        self._close_forward()
-                finally:
-                    self._tidy()
+        completed = output is not None
+        if self.requests.end_forward(completed):
             return
-        cache = self._call(args, kwargs).get("past_key_values")
-        if output is not None and isinstance(cache, TopkvCache):
+        if completed and isinstance(self._call(args, kwargs).get("past_key_values"), TopkvCache):
             raise RequestError(
                 "this forward was dropped before its end, because the model or its handle was "
                 "used within it, in a hook say; its tokens were not appended"
             )
-
-    def _close_forward(self) -> Forward | None:
-        config = self._decoder.config
-        if config._attn_implementation == attention.NAME:
-            config._attn_implementation = self._implementation
-        return super()._close_forward()
 
     def _check_mode(self, call: dict[str, Any]) -> None:
         reasons = []

@@ -15,7 +15,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from topkv.config import LoweredConfig
 from topkv.plugins import PluginRegistry
 from topkv.types import ModelShape
 from topkv_transformers import latent_support
@@ -138,9 +137,3 @@ def advice_of(model: PreTrainedModel, registry: PluginRegistry) -> Any:
     if own is None:
         return ours
     return {**ours, **own} if isinstance(own, Mapping) else own
-
-
-def sharing_reasons(model: PreTrainedModel, lowered: LoweredConfig) -> list[str]:
-    """Why layers that share a selection cannot do so under a configuration."""
-    modules = attention_modules(model)
-    return latent_support.sharing_reasons(modules, lowered) if is_latent(model) else []

@@ -17,6 +17,7 @@ from topkv.coordinator import SparseCoordinator
 from topkv.lanes import LaneBuffers
 from topkv.layers import LayerPath
 from topkv.prefill import history_blocks
+from topkv.selectors import Own
 from topkv.types import AlgorithmSpec, LayerView, ModelShape
 
 
@@ -104,6 +105,8 @@ def watch(coordinator: SparseCoordinator) -> list[LayerPath]:
     paths = [path for path in coordinator.layers if path.algorithm]
     for path in paths:
         path.algorithm = WatchedAlgorithm(path.algorithm)
+        if isinstance(path.selector, Own):  # the others call no algorithm
+            path.selector.algorithm = path.algorithm
         path.backend = WatchedBackend(path.backend, path.lanes)
     return paths
 

@@ -1,0 +1,73 @@
+"""What a coordinator takes of both tiers, and what it leaves where it cannot be made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from topkv.errors import DeviceMemoryError
+from topkv.kv.host_memory import HostMemory
+from topkv.kv.step import StepUploader
+from topkv.kv.store import GroupStore
+from topkv.lanes import LaneBuffers
+from topkv.prefill import Prefill
+from topkv.testing.doubles import Gather, Scripted
+from topkv.testing.machines.lifecycle_model import make_coordinator
+from topkv.testing.tiers import tier
+from topkv.transfer.engine import ZeroCopyTransfer
+
+CPU = tier("cpu")
+
+PLACES = [Scripted, Gather, GroupStore, StepUploader, LaneBuffers, ZeroCopyTransfer, Prefill]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        KeyboardInterrupt(),
+    ],
+    ids=["gpu", "cpu", "interrupt"],
+)
+def test_nothing_is_left_where_memory_runs_out(monkeypatch, place, error):
+    made, ended = [], []
+    begin, close = HostMemory.__init__, HostMemory.close
+
+    def note(self, size, device):
+        begin(self, size, device)
+        if device.type != "meta":
+            made.append(self)
+
+    def fail(self, *args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(HostMemory, "__init__", note)
+    monkeypatch.setattr(HostMemory, "close", lambda self: (ended.append(self), close(self)))
+    monkeypatch.setattr(place, "__init__", fail)
+    expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else DeviceMemoryError
+    with pytest.raises(expected):
+        make_coordinator(CPU)
+    assert set(made) <= set(ended), "a pool was left registered"
+
+
+def test_limits_hold_for_all_that_lies_on_the_device():
+    coordinator = make_coordinator(CPU)
+    memory = coordinator.memory()
+    coordinator.close()
+    assert memory.workspace > 0
+    assert memory.device == sum(
+        (memory.buffer, memory.resident, memory.representation, memory.metadata, memory.workspace)
+    )
+    make_coordinator(CPU, device_memory=memory.device).close()
+    with pytest.raises(DeviceMemoryError, match=f"need {memory.device} bytes"):
+        make_coordinator(CPU, device_memory=memory.device - 1)
+
+
+def test_more_requests_take_more_scratch():
+    """Last queries and selections of a step grow with them."""
+    few, many = (make_coordinator(CPU, max_requests=count) for count in (2, 4))
+    assert 2 * few.memory().workspace == many.memory().workspace
+    for coordinator in (few, many):
+        coordinator.close()

@@ -1,0 +1,86 @@
+"""Head sparsity: lanes whose scores are flat select fewer tokens. Off unless asked for.
+
+Our reading of the "H-sparsity" that descriptions of SGLang's backend mention; neither paper nor
+code of Double Sparsity has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from topkv import hookimpl
+from topkv.ops.topk import topk, workspace
+from topkv.types import GroupShape, LayerView, ModelShape
+from topkv_double_sparsity import reference
+from topkv_double_sparsity.algorithm import DoubleSparsity
+
+
+def flatness(logits: Tensor, closed: Tensor, lane_heads: int) -> Tensor:
+    """How flat the scores of each lane are, fp32 ``[n * lane_heads]``, at most 1.
+
+    The mean over the query heads of a lane of the entropy of their softmax over the sample
+    (``reference.sampled``), over the log of the size of the sample, its maximum.
+
+    Args:
+        logits: fp32 ``[n, H, U]``, scaled; what stands behind ``closed`` has no influence.
+        closed: ``[n]`` selectable tokens.
+        lane_heads: lanes of a row.
+    """
+    sample = reference.sampled(closed, logits.shape[-1])
+    seen = logits.masked_fill(~sample[:, None], float("-inf"))
+    entropy = torch.special.entr(seen.softmax(-1)).sum(-1).unflatten(1, (lane_heads, -1)).mean(2)
+    return (entropy / sample.sum(-1).clamp(min=2).float().log()[:, None]).flatten()
+
+
+class HeadSparsity(DoubleSparsity):
+    """Double Sparsity whose flat lanes select ``head_budget`` of K.
+
+    A lane is flat if its ``flatness`` exceeds ``head_sparsity`` and K does not cover its tokens.
+    The ids behind its selection are -1.
+    """
+
+    def __init__(
+        self,
+        model: ModelShape,
+        group: GroupShape,
+        params: dict[str, Any],
+        impl: str,
+        device: torch.device,
+    ) -> None:
+        super().__init__(model, group, params, impl, device)
+        settings = self.settings
+        self.few = torch.empty(
+            (group.rows, settings.flat_select), dtype=torch.int32, device=device
+        )
+        self.lanes, self.few_work = None, None
+        if self.launcher is not None:
+            from topkv_double_sparsity.head_sparsity_kernels import FlatLanes
+
+            self.lanes = FlatLanes(self.launcher, device)
+            self.few_work = workspace(group.rows, group.max_units, settings.flat_select, device)
+
+    @hookimpl
+    def retrieve_topk(
+        self, layer: LayerView, q: Tensor, native: Tensor | None, ids: Tensor
+    ) -> None:
+        scores, closed = self._scored(layer, q)
+        # A lane has tokens in one of the two counts, so one of the two selections is empty.
+        if self.lanes is not None:
+            flat = self.lanes.take(layer, closed)
+        else:
+            closed, flat = self._parted(layer, q[:, 0], closed)
+        topk(scores, closed, ids, impl=self.impl, work=self.work)
+        few = self.few[: len(ids)]
+        topk(scores, flat, few, impl=self.impl, work=self.few_work)
+        head = ids[:, : few.shape[1]]
+        torch.maximum(head, few, out=head)
+
+    def _parted(self, layer: LayerView, q: Tensor, closed: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens of lanes that select K, and of flat lanes, int32 ``[N]`` each."""
+        logits, tokens = self._logits(layer, q)
+        flat = flatness(logits, tokens, self.group.lane_heads) > self.settings.flat
+        flat &= closed > self.group.select
+        return torch.where(flat, 0, closed), torch.where(flat, closed, 0)
