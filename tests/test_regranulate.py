@@ -182,7 +182,7 @@ def test_every_token_in_a_unit_of_its_own_finds_room():
         def retrieve_topk(self, layer, q, native, ids):
             ids.copy_(torch.tensor(spread, dtype=torch.int32).expand(ids.shape).flip(1))
 
-    run.coordinator.layers[0].algorithm = Spread()
+    run.coordinator.layers[0].selector.algorithm = Spread()
     run.step()
     assert run.coordinator.lanes[0].ids.tolist() == [list(range(SELECT))] * 2
     assert run.extra == 2 * 3 * SELECT
