@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from topkv import hookimpl
 from topkv.config import LoweredConfig, SparseConfig, lower
+from topkv.config.checks import byte_size
 from topkv.config.layers import parse_ranges, show_ranges
-from topkv.config.values import CHECKS, byte_size
+from topkv.config.settings import CHECKS, DEFAULTS, SHARED
 from topkv.entries import Capabilities, PluginEntry
 from topkv.errors import ConfigError
 from topkv.kv.layout import lay_out
@@ -30,9 +31,10 @@ WIDE = Capabilities(units=(1, 128), host_memory=True)
 class Entries:
     """Entries of one package; nothing here imports their factories."""
 
-    def __init__(self, algorithms=(), backends=()):
+    def __init__(self, algorithms=(), backends=(), observers=()):
         self.algorithms = [PluginEntry(name, "algorithm", "x:Y", **v) for name, v in algorithms]
         self.backends = [PluginEntry(name, "backend", "x:Y", **v) for name, v in backends]
+        self.observers = [PluginEntry(name, "observer", "x:Y", **v) for name, v in observers]
 
     @hookimpl
     def topkv_register_algorithms(self):
@@ -41,6 +43,10 @@ class Entries:
     @hookimpl
     def topkv_register_backends(self):
         return self.backends
+
+    @hookimpl
+    def topkv_register_observers(self):
+        return self.observers
 
 
 PAGES = (
@@ -51,8 +57,8 @@ TOKENS = ("tokens", {"defaults": {"unit": 1, "scope": "shared"}})
 ANY = ("any", {"capabilities": WIDE})
 
 
-def make(algorithms=(PAGES,), backends=(ANY,)):
-    return PluginRegistry([("topkv-fake", "0.3", Entries(algorithms, backends))])
+def make(algorithms=(PAGES,), backends=(ANY,), observers=()):
+    return PluginRegistry([("topkv-fake", "0.3", Entries(algorithms, backends, observers))])
 
 
 def low(
@@ -189,6 +195,33 @@ def test_a_plugin_may_choose_the_backend_and_a_user_another():
     registry = make([("pages", {"defaults": {"backend": "other"}})], backends)
     assert origin(low(registry=registry), "backend") == ("other", "topkv-fake 0.3")
     assert low(registry=registry, backend="any").backend == "any"
+
+
+# Observers.
+
+
+def test_observers_are_those_that_are_asked_for():
+    registry = make(observers=[("counts", {"defaults": {"poison": True}}), ("other", {})])
+    assert origin(low(registry=registry), "observers") == ((), "topkv default")
+    assert low(registry=registry).observers == ()
+    lowered = low(registry=registry, observers=["log", "counts"])
+    assert origin(lowered, "observers") == (("log", "counts"), "user")
+    assert lowered.observers == ("log", "counts")
+    assert lowered.capturable  # they have no part in a decode step
+    assert origin(lowered, "poison") == (True, "topkv-fake 0.3")
+    advised = low(registry=registry, checkpoint={"observers": ["other"]})
+    assert origin(advised, "observers") == (("other",), "checkpoint")
+
+
+def test_each_observer_must_be_installed_and_usable():
+    broken = Entries(observers=[("counts", {"hook_api": (99, 0)})])
+    found = [("topkv-fake", "0.3", Entries([PAGES], [ANY])), ("topkv-late", "7", broken)]
+    told = refused(registry=PluginRegistry(found), observers=["loog", "log", "counts"])
+    (unknown, why, unusable) = told
+    assert unknown.startswith("unknown observer 'loog': installed of kind observer: log; did you")
+    assert why.startswith("unknown observer 'loog': did not load: topkv-late 7")
+    assert unusable.startswith("observer 'counts' is installed and cannot be used: topkv-late 7")
+    assert "hook API 99.0" in unusable
 
 
 # Sizes.
@@ -399,8 +432,19 @@ def test_what_is_no_configuration(tmp_path, monkeypatch):
         SparseConfig.load(tmp_path / "a.yaml")
 
 
-def test_the_checks_cover_exactly_the_fields():
-    assert set(CHECKS) == {field.name for field in fields(SparseConfig)}
+@pytest.mark.parametrize("name", [name for name, value in DEFAULTS.items() if value is not None])
+def test_a_default_passes_the_check_of_its_setting(name):
+    """And is in lowered form: defaults are not checked again."""
+    assert CHECKS[name](DEFAULTS[name]) == DEFAULTS[name]
+
+
+def test_what_holds_for_all_layers_is_lowered_under_its_name():
+    values = {"page_tokens": 128, "host_memory": "1TiB", "dense_layers": [1, 0], "poison": True}
+    lowered = low(**values)
+    assert (lowered.page_tokens, lowered.host_memory) == (128, 2**40)
+    assert (lowered.dense_layers, lowered.poison) == ((0, 1), True)
+    shown = {setting.name: setting.value for setting in lowered.settings}
+    assert {name: getattr(lowered, name) for name in SHARED} == {n: shown[n] for n in SHARED}
 
 
 # Refusals.
@@ -427,6 +471,14 @@ def test_counts_must_be_positive_ints(name, value):
         ({"poison": 1}, "poison must be true or false, got 1"),
         ({"resident_fast_path": "yes"}, "resident_fast_path must be true or false"),
         ({"algorithm": 3}, "algorithm must be the name of a plugin, got 3"),
+        (
+            {"observers": "log"},
+            "observers must be a list of names of plugins, each once, got 'log'",
+        ),
+        ({"observers": ["log", "log"]}, "observers must be a list of names of plugins, each once"),
+        ({"observers": ["log", ""]}, "observers must be a list of names of plugins, each once"),
+        ({"observers": [["log"]]}, "observers must be a list of names of plugins, each once"),
+        ({"observers": {"log": 1}}, "observers must be a list of names of plugins, each once"),
         ({"host_memory": "lots"}, "host_memory must be a positive number of bytes or a size"),
         ({"device_memory": 0}, "device_memory must be a positive number of bytes or a size"),
         ({"dense_layers": 3}, "dense_layers must be a list of layer numbers from 0, got 3"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from topkv import hookimpl
 from topkv.config import SparseConfig, lower
-from topkv.config.values import byte_size
+from topkv.config.checks import byte_size
 from topkv.entries import Capabilities, PluginEntry
 from topkv.errors import ConfigError
 from topkv.messages import shown

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from topkv import hookimpl
 from topkv.config import SparseConfig, lower
-from topkv.config.values import CHECKS
+from topkv.config.settings import CHECKS
 from topkv.entries import PluginEntry
 from topkv.errors import ConfigError
 from topkv.messages import LONGEST, close, shown

@@ -118,7 +118,7 @@ def test_a_tail_that_competes_does_not_widen_the_selection_beyond_what_plans_cou
 
 
 def test_observers_see_each_forward_once(caplog):
-    coordinator = make()
+    coordinator = make(observers=["log"])
     with caplog.at_level("DEBUG", logger="topkv"):
         coordinator.forward_begin(decode=[-1, -1])
         coordinator.forward_end()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -180,48 +181,33 @@ def _types() -> Iterator[str]:
 
 
 def configuration() -> str:
-    """Every key of ``SparseConfig``: type, meaning, and the default where it is a constant."""
-    tree = ast.parse((CORE / "config" / "sparse.py").read_text("utf-8"))
-    node = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "SparseConfig")
-    types = {
-        ast.unparse(line.target): ast.unparse(line.annotation).removesuffix(" | None")
-        for line in node.body
-        if isinstance(line, ast.AnnAssign)
-    }
-    found, defaults = sections(ast.get_docstring(node) or ""), constants()
-    rows, documented = [], []
-    for names, text in items(found["Attributes"]):
-        for name in names.split(", "):
-            documented.append(name)
-            shown = f"`{defaults[name]}`" if name in defaults else ""
-            rows.append((f"`{name}`", f"`{types[name]}`", shown, text))
-    if sorted(documented) != sorted(types):
-        raise ValueError(f"SparseConfig documents {documented}, and has {list(types)}")
+    """Every key of ``SparseConfig``: type, topkv's own default if it is a constant, meaning."""
+    tree = ast.parse((CORE / "config" / "settings.py").read_text("utf-8"))
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    rows: list[tuple[str, ...]] = []
+    for name in ("LayerSettings", "Settings", "SparseConfig"):
+        body = classes[name].body
+        rows += [_setting(*pair) for pair in pairwise(body) if isinstance(pair[0], ast.AnnAssign)]
     text = (ROOT / "docs" / "reference" / "_configuration.md").read_text("utf-8")
     return text.replace("TABLE", table(("key", "type", "default", "meaning"), rows))
 
 
-def constants() -> dict[str, object]:
-    """Defaults that the lowering states as constants; the others follow from plugin or model."""
-    found: dict[str, object] = {}
-    for name in ("lowering", "layer_plans"):
-        tree = ast.parse((CORE / "config" / f"{name}.py").read_text("utf-8"))
-        known = {
-            ast.unparse(line.targets[0]): line.value.value
-            for line in tree.body
-            if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant)
-        }
-        for call in ast.walk(tree):
-            if not isinstance(call, ast.Call) or len(call.args) != 2:
-                continue
-            asked = ast.unparse(call.func)
-            if asked in ("self._set", "self._plugin", "sources.get"):
-                key, value = call.args
-                if isinstance(value, ast.Constant) and value.value is not None:
-                    found[ast.literal_eval(key)] = value.value
-                elif isinstance(value, ast.Name) and value.id in known:
-                    found[ast.literal_eval(key)] = known[value.id]
-    return found
+def _setting(field: ast.AnnAssign, below: ast.stmt) -> tuple[str, ...]:
+    """The row of ``name: type = setting(check, default)`` and the docstring below it."""
+    name = ast.unparse(field.target)
+    if not (isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)):
+        raise ValueError(f"the setting {name} has no docstring below it")
+    kind = re.sub(r" \| (None|Unset)$", "", ast.unparse(field.annotation))
+    kind = "int | str" if kind == "Size" else kind
+    call = field.value
+    default = call.args[1] if isinstance(call, ast.Call) and len(call.args) > 1 else None
+    shown = f"`{ast.literal_eval(default)}`" if default else ""
+    return (
+        f"`{name}`",
+        f"`{kind}`",
+        shown,
+        " ".join(str(below.value.value).split()).replace("``", "`"),
+    )
 
 
 # Files of the repository as pages.

@@ -13,7 +13,7 @@ import torch
 from attrs import evolve, frozen
 
 from topkv.config import LoweredConfig, LoweredGroup
-from topkv.config.negotiation import MAX_SELECT
+from topkv.config.sizes import MAX_SELECT
 from topkv.errors import CONFIG_REFUSED, ConfigError, DeviceMemoryError
 from topkv.kv.rows import row_format
 from topkv.kv.step import StepUploader

@@ -77,7 +77,7 @@ class SparseCoordinator:
             selectors=[path.selector for path in self.layers if path.selector],
         )
         self.prefill = Prefill(self.config, self.requests)
-        self.observers = registry.create_all("observer")
+        self.observers = [registry.create("observer", name) for name in config.observers]
         never = 2**31 - 1
         periods = [spec.settle_period if spec else None for spec in plugins.specs]
         self._settle_periods = np.asarray([period or never for period in periods])[:, None]

@@ -3,14 +3,36 @@
 ``SparseConfig`` holds what the user set and nothing else. ``lower`` fills in the rest, for one
 model on one device, checks everything before anything is allocated, and keeps where each
 value came from.
+
+Reading order: ``settings`` (every setting, once), ``layers`` and ``plans`` (what a layer does),
+``lowering``, and what it checks: ``negotiation`` (plugins) and ``sizes``. Names load on first use:
+``negotiation`` imports no torch, for those who only list what is installed.
 """
 
 from __future__ import annotations
 
-from topkv.config.lowered import LoweredConfig as LoweredConfig
-from topkv.config.lowered import LoweredGroup as LoweredGroup
-from topkv.config.lowered import Setting as Setting
-from topkv.config.lowering import lower as lower
-from topkv.config.sparse import SparseConfig as SparseConfig
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from topkv.config.lowered import LoweredConfig as LoweredConfig
+    from topkv.config.lowered import LoweredGroup as LoweredGroup
+    from topkv.config.lowering import lower as lower
+    from topkv.config.settings import SparseConfig as SparseConfig
+    from topkv.config.sources import Setting as Setting
+
+_LAZY = {
+    "LoweredConfig": "lowered",
+    "LoweredGroup": "lowered",
+    "Setting": "sources",
+    "SparseConfig": "settings",
+    "lower": "lowering",
+}
 
 __all__ = ["LoweredConfig", "LoweredGroup", "Setting", "SparseConfig", "lower"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(f"topkv.config.{_LAZY[name]}"), name)
+    raise AttributeError(f"module 'topkv.config' has no attribute {name!r}")

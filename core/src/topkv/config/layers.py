@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
 
+from topkv.config.checks import Check, Refused, clean, one_of
 from topkv.messages import shown
+
+DENSE = ("resident", "streamed")
+RESIDENCIES = ("sparse", *DENSE)
 
 _RANGE = re.compile(r"(\d{1,9})(?:(-)(\d{1,9})?)?")
 
 Range = tuple[int, int | None]
 """First and last layer, both included; None for the last layer of the model."""
-
-
-class Refused(ValueError):
-    """Parts of a value are wrong.
-
-    Attributes:
-        reasons: each to be put behind the key of the value.
-        good: what is left without those parts.
-    """
-
-    def __init__(self, reasons: Sequence[str], good: Any) -> None:
-        super().__init__("; ".join(reasons))
-        self.reasons, self.good = tuple(reasons), good
 
 
 @frozen
@@ -79,34 +70,50 @@ def parse_ranges(text: object) -> tuple[Range, ...]:
     return tuple(ranges)
 
 
-def parse_overrides(
-    value: Any, check: Callable[[Any], dict[str, Any]]
-) -> tuple[LayerOverride, ...]:
-    """All overrides in the order in which they were written.
+def overrides(checks: Mapping[str, Check]) -> Check:
+    """The check of a mapping of overrides: all of them, in the order in which they were written.
 
-    Raises:
-        ValueError: it is no mapping.
-        Refused: with the reasons and those that are right.
+    Args:
+        checks: of the settings that an override of sparse layers may hold.
     """
+    keys = {"residency": one_of(RESIDENCIES), **checks}
+
+    def check(value: Any) -> tuple[LayerOverride, ...]:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"must map layers such as '0-1' to what they do, got {shown(value)}")
+        found: list[LayerOverride] = []
+        reasons: list[str] = []
+        for key, item in value.items():
+            try:
+                ranges = parse_ranges(key)
+            except ValueError as error:
+                reasons.append(f" {error}")
+                continue
+            values = _override(item, keys, f"[{shown(str(key))}]", reasons)
+            found.append(LayerOverride(str(key), ranges, values))
+        if reasons:
+            raise Refused(reasons, tuple(found))
+        return tuple(found)
+
+    return check
+
+
+def _override(
+    value: Any, checks: Mapping[str, Check], where: str, reasons: list[str]
+) -> dict[str, Any]:
+    """An override of some layers in lowered form: a residency, an algorithm, or several values."""
+    if isinstance(value, str) and value:
+        known = value in RESIDENCIES
+        return {"residency": value} if known else {"residency": "sparse", "algorithm": value}
     if not isinstance(value, Mapping):
-        raise ValueError(f"must map layers such as '0-1' to what they do, got {shown(value)}")
-    overrides, reasons = [], []
-    for key, item in value.items():
-        try:
-            ranges = parse_ranges(key)
-        except ValueError as error:
-            reasons.append(f" {error}")
-            continue
-        try:
-            overrides.append(LayerOverride(str(key), ranges, check(item)))
-        except Refused as error:
-            reasons += [f"[{shown(str(key))}]{reason}" for reason in error.reasons]
-            overrides.append(LayerOverride(str(key), ranges, error.good))
-        except ValueError as error:
-            reasons.append(f"[{shown(str(key))}] {error}")
-    if reasons:
-        raise Refused(reasons, tuple(overrides))
-    return tuple(overrides)
+        words = ", ".join(map(repr, RESIDENCIES))
+        reasons.append(f"{where} must be {words}, an algorithm, or a mapping, got {shown(value)}")
+        return {}
+    good = clean(value, checks, reasons, f"{where} ")
+    if good.get("residency") in DENSE and len(good) > 1:
+        others = ", ".join(key for key in good if key != "residency")
+        reasons.append(f"{where} is {good['residency']}, so it takes no {others}")
+    return {"residency": "sparse", **good} if "algorithm" in good else good
 
 
 def show_ranges(layers: Sequence[int]) -> str:

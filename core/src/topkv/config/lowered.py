@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import torch
 from attrs import Factory, evolve, field, frozen
 
 from topkv.config.layers import show_ranges
+from topkv.config.settings import Settings
+from topkv.config.sources import Setting
 from topkv.types import GroupShape, ModelShape
-
-
-@frozen
-class Setting:
-    """One value and where it came from, for people to read."""
-
-    name: str
-    value: Any
-    origin: str
 
 
 @frozen
@@ -60,47 +53,28 @@ def in_tokens(shape: GroupShape, select: int) -> GroupShape:
     )
 
 
-@frozen
-class LoweredConfig:
-    """A configuration for one model on one device, complete and checked.
+@frozen(kw_only=True)
+class LoweredConfig(Settings[Never, int | None]):
+    """A configuration for one model on one device, complete and checked: the settings that hold
+    for all layers, and what follows from them.
 
     Attributes:
-        impl: ``"reference"`` or ``"triton"``.
+        device: where the model decodes.
+        model: geometry of the attention layers.
         groups: by first layer; every layer of the model is in one of them.
-        backend, transfer, eviction, topk: names of plugins that are installed.
-        max_request_tokens: a whole number of pages.
         num_pages: pages of the host pool: those of ``max_tokens``, a partly filled one
             for each request, and page 0, which is never leased.
-        host_memory, device_memory: limits in bytes; None for none.
         capturable: every plugin of every group states that its decode methods can be captured in
             a CUDA graph, so that an engine may capture a step.
         settings: every value with its origin.
-
-    The other attributes are those of ``SparseConfig``.
     """
 
-    impl: str
     device: torch.device
     model: ModelShape
-    groups: tuple[LoweredGroup, ...]
-    backend: str
-    transfer: str
-    eviction: str
-    topk: str
-    max_requests: int
-    max_tokens: int
-    max_request_tokens: int
-    page_tokens: int
     num_pages: int
-    kv_format: str
-    host_layout: str
-    host_memory: int | None
-    device_memory: int | None
-    resident_fast_path: bool
-    poison: bool
-    prefill_block_tokens: int
-    capturable: bool
-    settings: tuple[Setting, ...]
+    groups: tuple[LoweredGroup, ...] = ()
+    capturable: bool = True
+    settings: tuple[Setting, ...] = ()
 
     def selecting_layers(self, group: LoweredGroup) -> tuple[int, ...]:
         """Layers of a group that select for themselves; the others share what was selected in the

@@ -5,17 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from attrs import define, field, frozen
+from attrs import define, frozen
 
-from topkv.config.lowered import Setting
-from topkv.config.values import clean
+from topkv.config.checks import clean
+from topkv.config.settings import CHECKS, DEFAULTS
 from topkv.discovery import PluginRecord
+from topkv.entries import Capabilities
 from topkv.errors import PluginError
 from topkv.plugins import PluginRegistry
 
 DEFAULT = "topkv default"
 COMPUTED = "computed"
 ONLY = "only one installed"
+
+
+@frozen
+class Setting:
+    """One value and where it came from, for people to read."""
+
+    name: str
+    value: Any
+    origin: str
 
 
 @frozen
@@ -26,7 +36,7 @@ class Source:
     values: Mapping[str, Any]
 
 
-@define
+@frozen
 class Sources:
     """Sources from the strongest to the weakest; below all of them stand topkv's defaults."""
 
@@ -46,29 +56,26 @@ class Sources:
                 return Setting(name, source.values[name], source.origin)
         return None
 
-    def get(self, name: str, default: Any, origin: str = DEFAULT) -> Setting:
-        return self.find(name) or Setting(name, default, origin)
+    def get(self, name: str, default: Any = None, origin: str = DEFAULT) -> Setting:
+        """What the strongest source says; else ``default``, or the setting's own if it is None."""
+        value = DEFAULTS[name] if default is None else default
+        return self.find(name) or Setting(name, value, origin)
 
 
 @define
-class Plugins:
-    """Looks plugins up, once each, and gathers why they cannot be had."""
+class Lookup:
+    """Looks plugins up, and gathers why they cannot be had; a reason may come more than once."""
 
     registry: PluginRegistry
     reasons: list[str]
-    _records: dict[tuple[str, str], PluginRecord | None] = field(factory=dict)
-    _defaults: dict[tuple[str, str], Source] = field(factory=dict)
 
-    def get(self, kind: str, name: str) -> PluginRecord | None:
-        key = kind, name
-        if key not in self._records:
-            try:
-                self._records[key] = self.registry.get(kind, name)
-            except PluginError as error:
-                self._records[key] = None
-                head = str(error).split("\n", 1)[0]
-                self.reasons += [f"{head} {reason}" for reason in error.reasons]
-        return self._records[key]
+    def get(self, kind: str, name: str | None) -> PluginRecord | None:
+        try:
+            return None if name is None else self.registry.get(kind, name)
+        except PluginError as error:
+            head = str(error).split("\n", 1)[0]
+            self.reasons += [f"{head} {reason}" for reason in error.reasons]
+            return None
 
     def choose(self, kind: str, sources: Sources) -> Setting | None:
         """What was asked for, else the only one that is installed."""
@@ -93,27 +100,19 @@ class Plugins:
         return None
 
     def defaults(self, kind: str, name: str | None) -> Source:
-        """The defaults of a plugin, ``params`` from its parameters included."""
-        record = self.get(kind, name) if name else None
-        if record is None or record.entry is None or name is None:
-            return Source("", {})
-        key = kind, name
-        if key not in self._defaults:
-            where = f"defaults of {record.who}: "
-            values = clean(record.entry.defaults, self.reasons, where)
-            self._defaults[key] = Source(f"{record.package} {record.version}", values)
-        return self._defaults[key]
+        """The defaults of a plugin and its version; nothing where it cannot be had."""
+        record = self.get(kind, name)
+        if record is None or record.entry is None:
+            return Source(DEFAULT, {})
+        where = f"defaults of {record.who}: "
+        values = clean(record.entry.defaults, CHECKS, self.reasons, where)
+        return Source(f"{record.package} {record.version}", values)
 
-    def selects_tokens(self, name: str | None) -> bool:
-        """Whether an algorithm selects single tokens alone, see ``Capabilities.single_tokens``."""
-        record = self.get("algorithm", name) if name else None
-        return bool(record and record.entry and record.entry.capabilities.single_tokens)
-
-    def needs_index(self, name: str | None) -> bool:
-        """Whether an algorithm goes by the model's own indexer."""
-        record = self.get("algorithm", name) if name else None
-        return bool(record and record.entry and record.entry.capabilities.needs_index)
+    def capabilities(self, kind: str, name: str | None) -> Capabilities:
+        """Those of a plugin; the usual ones where it cannot be had."""
+        record = self.get(kind, name)
+        return record.entry.capabilities if record and record.entry else Capabilities()
 
     def parameters(self, kind: str, name: str | None) -> Mapping[str, Any]:
-        record = self.get(kind, name) if name else None
+        record = self.get(kind, name)
         return record.entry.parameters if record and record.entry else {}

@@ -73,6 +73,7 @@ class Bench:
             "dense_layers": [],
             "prefill_block_tokens": 2 * PAGE,
             "poison": True,
+            "observers": ["watcher"],
             **COVERING,
         }
         return SparseConfig.load(self.case.settings(**{**values, **changes}))

@@ -1,16 +1,17 @@
 """What goes with what, read from the entries alone: neither torch nor a plugin's code is imported.
 
-A cell is an algorithm with a backend, a kind of attention, a unit and a scope. ``lower`` checks
-the same capabilities and, beyond them, sizes, dtypes and heads of a model.
+A cell is an algorithm with a backend, a kind of attention, a unit and a scope. ``lower`` asks the
+same check (``topkv.config.negotiation``) and, beyond it, about sizes, dtypes and heads of a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 
 from attrs import frozen
 
+from topkv.config.negotiation import Ask, refusals
 from topkv.discovery import PluginRecord
 from topkv.entries import TIERS, PluginEntry
 
@@ -82,17 +83,9 @@ def _regranulates(
     return algorithm.capabilities.single_tokens and not refusals
 
 
-def _refusals(entry: PluginEntry, attention: str, scope: str, unit: int) -> Iterator[str]:
-    caps = entry.capabilities
-    if attention not in caps.attention:
-        yield f"takes attention {', '.join(caps.attention)}"
-    if caps.scopes is not None and scope not in caps.scopes:
-        yield f"takes scope {', '.join(caps.scopes)}"
-    low, high = caps.units or (unit, unit)
-    if not low <= unit <= high:
-        yield f"takes units of {low} to {high} tokens"
-    if caps.needs_index and unit != 1:
-        yield "selects by one index key a token"
+def _refusals(entry: PluginEntry, attention: str, scope: str, unit: int) -> list[str]:
+    ask = Ask(attention=attention, scope=scope, unit=unit)
+    return [takes for takes, _ in refusals(entry.kind, entry.capabilities, ask)]
 
 
 def _runs(entry: PluginEntry, tier: str) -> bool:

@@ -1,0 +1,222 @@
+"""Every setting, once: its name, type, check, default and meaning."""
+
+# ruff: noqa: RUF009 (``setting`` gives a field, not a value that instances share)
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from attrs import field, fields, frozen
+
+from topkv.config import checks
+from topkv.config.checks import clean, one_of
+from topkv.config.files import read
+from topkv.config.layers import DENSE, overrides
+from topkv.entries import IMPLS, SCOPES
+from topkv.errors import ConfigError
+from topkv.kv.layout import LAYOUTS
+from topkv.kv.rows import KV_FORMATS
+
+Unset = TypeVar("Unset")
+"""None in ``SparseConfig``, where a setting may be left out; nothing in ``LoweredConfig``."""
+
+Size = TypeVar("Size")
+"""Bytes: an int or a text like ``"64GiB"`` in ``SparseConfig``, an int or None once lowered."""
+
+
+def setting(check: Callable[[Any], Any], default: Any = None) -> Any:
+    """A setting, its meaning in the docstring below it.
+
+    Args:
+        check: gives back a value in its lowered form, or raises ValueError.
+        default: topkv's own, in lowered form. None where it follows from plugins, the model, the
+            device or other settings: the meaning says how, and ``lowering`` does it.
+    """
+    return field(default=None, metadata={"check": check, "default": default})
+
+
+# Two bases with slots cannot be combined, hence none here.
+@frozen(kw_only=True, slots=False)
+class LayerSettings:
+    """What can differ from layer to layer; ``layers`` takes these settings too."""
+
+    algorithm: str | None = setting(checks.plugin)
+    """name of a plugin; the only one that is installed by default."""
+
+    scope: str | None = setting(one_of(SCOPES), "kv_head")
+    """``"kv_head"`` if each kv-head selects for itself, or ``"shared"``."""
+
+    unit: int | None = setting(checks.count, 16)
+    """tokens selected and moved together, a power of two."""
+
+    regranulate: bool | None = setting(checks.flag, False)
+    """where the algorithm selects single tokens, store, move and attend them by the ``unit`` that
+    you set, or else by the smallest that the backend takes. Each selected token brings its whole
+    unit along, and the open unit is always attended; what this adds to the selection is counted
+    (``TransferReport.extra``). Changes nothing where the algorithm takes the unit itself.
+    Selections of several tokens are not regranulated: their algorithms recompute the open unit
+    from the ring, and no view shows a ring of one unit as one of another."""
+
+    budget: int | None = setting(checks.count, 2048)
+    """attended tokens of a lane: sinks, window and tail included. Where selections are
+    regranulated it bounds the selected tokens and the tail unit, not the tokens that come along.
+    """
+
+    buffer: int | None = setting(checks.count)
+    """tokens of the LRU buffer of a lane; twice the budget by default. Has to hold a selection; of
+    a regranulated one each token may lie in a unit of its own."""
+
+    params: Mapping[str, Any] | None = setting(checks.parameters)
+    """parameters of the algorithm."""
+
+
+@frozen(kw_only=True)
+class Settings(Generic[Unset, Size]):
+    """What holds for all layers."""
+
+    backend: str | Unset = setting(checks.plugin)
+    """name of a plugin; the only one that is installed by default."""
+
+    transfer: str | Unset = setting(checks.plugin, "zero_copy")
+    """name of a plugin."""
+
+    eviction: str | Unset = setting(checks.plugin, "lru")
+    """name of a plugin."""
+
+    topk: str | Unset = setting(checks.plugin, "pivot")
+    """name of a plugin."""
+
+    observers: Sequence[str] | Unset = setting(checks.plugins, ())
+    """names of plugins that are told of every forward; ``["log"]`` writes debug messages."""
+
+    dense_layers: Sequence[int] | Unset = setting(checks.layer_numbers, ())
+    """layers that attend to everything."""
+
+    dense_residency: str | Unset = setting(one_of(DENSE), "resident")
+    """where they keep their KV: ``"resident"`` or ``"streamed"``."""
+
+    page_tokens: int | Unset = setting(checks.count, 64)
+    """tokens of a page, the grain of allocation; ``max_request_tokens`` is rounded up to it."""
+
+    ring_tokens: int | Unset = setting(checks.count)
+    """tokens of the ring of a lane, at least two units."""
+
+    impl: str | Unset = setting(one_of(IMPLS))
+    """``"reference"`` or ``"triton"``; by default the first on a CPU, the second on a GPU."""
+
+    max_requests: int | Unset = setting(checks.count, 8)
+    """requests at a time."""
+
+    max_tokens: int | Unset = setting(checks.count, 32768)
+    """tokens of all requests together; by default the positions of the model if it states them."""
+
+    max_request_tokens: int | Unset = setting(checks.count)
+    """tokens that one request can reach; ``max_tokens`` by default."""
+
+    kv_format: str | Unset = setting(one_of(KV_FORMATS), "model")
+    """``"model"`` for keys and values as the model makes them, or ``"fp8"`` for latent rows of 656
+    bytes."""
+
+    host_layout: str | Unset = setting(one_of(LAYOUTS), "page_head")
+    """``"page_head"``, ``"page_first"`` or ``"layer_first"``."""
+
+    host_memory: Size = setting(checks.byte_size)
+    """limit, in bytes or as ``"64GiB"``; none by default."""
+
+    device_memory: Size = setting(checks.byte_size)
+    """limit, in bytes or as ``"64GiB"``; none by default."""
+
+    resident_fast_path: bool | Unset = setting(checks.flag, True)
+    """requests that fit the buffer keep it in order."""
+
+    poison: bool | Unset = setting(checks.flag, False)
+    """fill freed memory with NaN."""
+
+    prefill_block_tokens: int | Unset = setting(checks.count, 8192)
+    """tokens of history that a prefill streams at a time: a multiple of ``page_tokens``, to which
+    the default is rounded."""
+
+
+def _metadata(cls: type, key: str) -> dict[str, Any]:
+    return {each.name: each.metadata[key] for each in fields(cls)}
+
+
+@frozen(kw_only=True)
+class SparseConfig(Settings[None, int | str | None], LayerSettings):
+    """What the user set; None means not set. ``lower`` checks the values and fills in the rest.
+
+    Each setting is documented in ``topkv.config.settings``.
+    """
+
+    layers: Mapping[str | int, str | Mapping[str, Any]] | None = setting(
+        overrides(_metadata(LayerSettings, "check"))
+    )
+    """overrides by layer range: ``{"0-1": "resident", "2-": "quest", "5": {...}}``; a mapping
+    takes residency, algorithm, scope, unit, regranulate, budget, buffer and params. Where several
+    name a layer, what is written later wins. They beat ``dense_layers``."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """What was set, as it was set."""
+        values = {name: getattr(self, name) for name in CHECKS}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SparseConfig:
+        """A configuration from a mapping of the attributes.
+
+        Raises:
+            ConfigError: with every unknown key and every wrong value.
+        """
+        return cls._from(values, "the configuration is refused")
+
+    @classmethod
+    def _from(cls, values: Any, what: str) -> SparseConfig:
+        if not isinstance(values, Mapping):
+            raise ConfigError(what, [f"it must be a mapping, got {type(values).__name__}"])
+        reasons: list[str] = []
+        clean(values, CHECKS, reasons)
+        if reasons:
+            raise ConfigError(what, reasons)
+        return cls(**values)
+
+    @classmethod
+    def from_file(cls, path: str | PathLike[str]) -> SparseConfig:
+        """A configuration from a YAML (``.yaml``, ``.yml``) or JSON (``.json``) file.
+
+        Raises:
+            ConfigError: the file cannot be read, or holds something wrong.
+        """
+        what = f"the configuration {fspath(path)} is refused"
+        try:
+            values = read(Path(path))
+        except (OSError, ValueError) as error:
+            raise ConfigError(what, [f"it cannot be read: {str(error)[:500]}"]) from error
+        return cls._from({} if values is None else values, what)
+
+    @classmethod
+    def load(cls, source: SparseConfig | Mapping[str, Any] | str | PathLike[str]) -> SparseConfig:
+        """A configuration from itself, a mapping, or the path of a file.
+
+        Raises:
+            ConfigError: it is none of them, or holds something wrong.
+        """
+        if isinstance(source, cls):
+            return source
+        if isinstance(source, Mapping):
+            return cls.from_dict(source)
+        if isinstance(source, (str, PathLike)):
+            return cls.from_file(source)
+        got = type(source).__name__
+        expected = "a SparseConfig, a mapping or the path of a YAML or JSON file"
+        raise ConfigError("the configuration is refused", [f"it must be {expected}, got {got}"])
+
+
+CHECKS: Mapping[str, checks.Check] = _metadata(SparseConfig, "check")
+DEFAULTS: Mapping[str, Any] = _metadata(SparseConfig, "default")
+"""topkv's own; None where it follows from something else."""
+
+SHARED = tuple(_metadata(Settings, "default"))
+"""Names of the settings that hold for all layers, in the order in which they are shown."""
