@@ -7,9 +7,9 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 # examples/minimal is what `topkv new` writes; its test installs it where nothing else is.
-PROJECTS := $(wildcard plugins/*/pyproject.toml) examples/arkvale/pyproject.toml
+PROJECTS := $(wildcard plugins/*/pyproject.toml tools/*/pyproject.toml) examples/arkvale/pyproject.toml
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
-SOURCES := $(wildcard core plugins tests benchmarks examples docs/scripts conftest.py)
+SOURCES := $(wildcard core plugins tools tests benchmarks examples docs/scripts conftest.py)
 DOCS := build/docs
 
 .PHONY: all test test-nightly test-gpu demo docs lint types check isolation newcomer dist format clean

@@ -2,7 +2,7 @@
 
     python benchmarks/index_recall.py --out benchmarks/results/index_recall.jsonl
 
-The small DeepSeek-V3.2 that comes with topkv-transformers reads held-out documents, stock and in
+The small DeepSeek-V3.2 that comes with topkv-evaluation reads held-out documents, stock and in
 chunks. From what its indexers were given come queries, keys and weights of every layer, and from
 these, for every row of the second half, the best 256 tokens: by bfloat16 keys, by e4m3 keys and
 queries as deepseek_dsa rounds them. ``recall`` is the share of the first set that the second
@@ -26,10 +26,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from topkv_deepseek_dsa.reference import decode, hadamard, quantize, scores
-from topkv_transformers import DSA_CHECKPOINT
+from topkv_evaluation import DSA_CHECKPOINT
+from topkv_evaluation.retrieval import make_prompt
 from topkv_transformers.indexer import Rotation, project, rotation_of
 from topkv_transformers.latent import rotary_of
-from topkv_transformers.retrieval import make_prompt
 
 CHUNK, BLOCK = 512, 256
 KINDS = [(name, turned) for name in ("fp32", "ue8m0") for turned in (False, True)]

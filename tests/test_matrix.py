@@ -12,15 +12,15 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from topkv.cli.group import topkv as command
 from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import ConfigError
-from topkv.matrix import matrix
 from topkv.plugins import registry
 from topkv.testing.oracle import attention
 from topkv.testing.tiers import tier
 from topkv.types import Index, IndexerShape, ModelShape
+from topkv_cli.group import topkv as command
+from topkv_cli.matrix import matrix
 
 PAGE = Path(__file__).parent.parent / "docs" / "matrix.md"
 CELLS = matrix(registry().records())

@@ -14,7 +14,8 @@ from tests.packaging.packages import ROOT, packages
 from topkv.entries import HOOK_API
 
 PACKAGES = packages()
-PLUGINS = PACKAGES[1:]
+PLUGINS = [package for package in PACKAGES if package.is_plugin]
+TOOLS = [package for package in PACKAGES[1:] if not package.is_plugin]
 CORE = PACKAGES[0].project
 
 
@@ -46,18 +47,33 @@ def test_license_and_readme_lie_beside(package):
     assert (package.folder / "README.md").read_text().startswith(f"# {package.name}\n")
 
 
-@parametrize(PLUGINS)
-def test_plugins_ask_for_a_range_of_the_core_that_holds_this_one(package):
+def asked(package):
+    """Requirements of packages of this repository, with those of extras."""
     extras = package.project.get("optional-dependencies", {}).values()
     lines = [*package.project["dependencies"], *(line for extra in extras for line in extra)]
-    asked = [line for line in map(Requirement, lines) if line.name.startswith("topkv")]
-    assert asked[0].name == "topkv"
-    assert {each.name for each in asked} == {"topkv"}, "a plugin imports the core alone"
+    return [line for line in map(Requirement, lines) if line.name.startswith("topkv")]
+
+
+@parametrize(PACKAGES)
+def test_packages_ask_for_a_range_of_each_other_that_holds_this_version(package):
     version = Version(topkv.__version__)
     above = Version(f"{version.major + 1}" if version.major else f"0.{version.minor + 1}")
-    for each in asked:
+    for each in asked(package):
         assert each.specifier.contains(version), f"{package.name} asks for {each}"
         assert not each.specifier.contains(above), f"{package.name} takes {above}: name a bound"
+
+
+@parametrize(PLUGINS)
+def test_a_plugin_asks_for_the_core_alone(package):
+    assert {each.name for each in asked(package)} == {"topkv"}
+    assert Requirement(package.project["dependencies"][0]).name == "topkv"
+
+
+@parametrize(TOOLS)
+def test_a_tool_is_no_plugin(package):
+    """Or what it imports would be imported by a plugin."""
+    assert not package.points
+    assert "topkv" in {each.name for each in asked(package)}
 
 
 @parametrize(PLUGINS)

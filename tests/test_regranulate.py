@@ -13,7 +13,7 @@ from attrs import evolve
 from tests.test_matrix import CELLS, STEPS, Run
 from topkv.errors import ConfigError
 from topkv.testing.tiers import tier
-from topkv_transformers.evaluation.recall import arm, recall_of, watch
+from topkv_evaluation.eval.recall import arm, recall_of, watch
 
 SELECT = 12
 BACKEND = "triton_attention"

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from topkv.cli.group import topkv as command
-from topkv.cli.render import KINDS, LONGEST, render
 from topkv.entries import HOOK_API
 from topkv.errors import ConfigError
+from topkv_cli.group import topkv as command
+from topkv_cli.render import KINDS, LONGEST, render
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "minimal"
 CACHES = {"__pycache__", ".pytest_cache", ".hypothesis", ".ruff_cache", ".mypy_cache"}

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topkv import attach, hookimpl
-from topkv.cli.group import topkv as command
 from topkv.config import SparseConfig, lower
 from topkv.entries import HOOK_API, KINDS, PluginEntry
 from topkv.errors import CapabilityError, ConfigError, PluginError
-from topkv.matrix import matrix
 from topkv.plugins import PluginRegistry, registry
 from topkv.types import ModelShape
+from topkv_cli.group import topkv as command
+from topkv_cli.matrix import matrix
 
 MODEL = ModelShape(2, 4, 2, 64, torch.bfloat16, 0.125)
 
@@ -182,7 +182,7 @@ def disputed(monkeypatch):
         return [point for point in points if point.group == group]
 
     monkeypatch.setattr("topkv.discovery.entry_points", of)
-    monkeypatch.setattr("topkv.cli.group.entry_points", of)
+    monkeypatch.setattr("topkv_cli.group.entry_points", of)
     registry.cache_clear()
     yield
     registry.cache_clear()

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topkv import hookimpl
-from topkv.cli.plugins import _all, as_dict
 from topkv.config import SparseConfig, lower
 from topkv.entries import HOOK_API, KINDS, Capabilities, PluginEntry
 from topkv.errors import ConfigError, PluginError
-from topkv.matrix import matrix, rows_of
 from topkv.plugins import PluginRegistry
 from topkv.types import ModelShape
+from topkv_cli.matrix import matrix, rows_of
+from topkv_cli.plugins import _all, as_dict
 
 MODEL = ModelShape(2, 4, 2, 64, torch.bfloat16, 0.125)
 FINE = {"name": "mine", "kind": "algorithm", "factory": "x:Y", "hook_api": HOOK_API}

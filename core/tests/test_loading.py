@@ -11,11 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 from topkv import hookimpl
-from topkv.cli import probes
-from topkv.cli.group import topkv as command
 from topkv.entries import PluginEntry
 from topkv.errors import PluginError
 from topkv.plugins import PluginRegistry, registry
+from topkv_cli import probes
+from topkv_cli.group import topkv as command
 
 LOUD = """
 print("loading")
@@ -105,7 +105,7 @@ def test_an_exit_is_a_broken_plugin(monkeypatch):
     found = PluginRegistry([("odd", "1", offer(doctor=f"{__name__}:leave"))])
     with pytest.raises(PluginError, match="SystemExit: bye"):
         found.create("observer", "odd")
-    monkeypatch.setattr("topkv.cli.doctor.registry", lambda: found)
+    monkeypatch.setattr("topkv_cli.doctor.registry", lambda: found)
     done = CliRunner().invoke(command, ["doctor", "--json"])
     assert json.loads(done.stdout)["plugins"]["observer odd"] == {"problem": "SystemExit: bye"}
     with pytest.warns(RuntimeWarning, match="SystemExit: bye"):

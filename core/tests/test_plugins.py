@@ -356,8 +356,8 @@ def test_a_static_method_and_an_attribute_are_found():
     "code",
     [
         "from topkv.plugins import registry; assert registry().records()",
-        "from topkv.cli.group import topkv; topkv(['plugins', '--json'], standalone_mode=False)",
-        "from topkv.cli.group import topkv; topkv(['--help'], standalone_mode=False)",
+        "from topkv_cli.group import topkv; topkv(['plugins', '--json'], standalone_mode=False)",
+        "from topkv_cli.group import topkv; topkv(['--help'], standalone_mode=False)",
     ],
 )
 def test_listing_imports_neither_torch_nor_triton(code):

@@ -11,9 +11,9 @@ from topkv.config import SparseConfig, lower
 from topkv.discovery import PluginRecord
 from topkv.entries import Capabilities, PluginEntry
 from topkv.errors import ConfigError
-from topkv.matrix import matrix, rows_of
 from topkv.plugins import PluginRegistry
 from topkv.types import IndexerShape, ModelShape
+from topkv_cli.matrix import matrix, rows_of
 
 MODEL = ModelShape(4, 8, 2, 64, torch.bfloat16, 0.125)
 SIZES = {"budget": 128, "buffer": 2048, "max_request_tokens": 1024, "dense_layers": []}

@@ -31,6 +31,8 @@ TEXTS = {
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
     "raw-numbers.md": "benchmarks/results/README.md",
+    "cli.md": "tools/cli/README.md",
+    "evaluation.md": "tools/evaluation/README.md",
 }
 """Pages that are files of the repository as they are."""
 

@@ -1,6 +1,6 @@
 """What is looked at inside of an environment; a script that imports nothing but topkv.
 
-    python -P inside.py CHECK MODULE
+    python -P inside.py CHECK MODULE [OTHER ...]
 
 Exits with 1 and a reason if the check fails, and prints what it saw if not.
 """
@@ -37,21 +37,22 @@ def _inside(module: ModuleType) -> None:
         fail(f"{module.__name__} must come from {sys.prefix}, got {where}; is src importable?")
 
 
-def check_alone(name: str) -> None:
-    """The package and the core, from wheels, nothing else of topkv, and nothing heavy."""
+def check_alone(name: str, *needed: str) -> None:
+    """The package and what it needs, from wheels, nothing else of topkv, and nothing heavy."""
     import topkv
     from topkv.plugins import registry
 
     packages = {each.name.replace("-", "_") for each in distributions()}
-    others = {each for each in packages if each.startswith("topkv")} - {"topkv", name}
+    others = {each for each in packages if each.startswith("topkv")} - {"topkv", name, *needed}
     if others or any(find_spec(point.module) is None for point in entry_points(group="topkv")):
         fail(f"nothing of topkv but {name} must be here, got {', '.join(sorted(others))}")
     _inside(topkv)
     _inside(importlib.import_module(name))
     records = registry().records()
     offered = [record for record in records if record.package.replace("-", "_") == name]
+    told = [f"{record.kind} {record.name}" for record in offered] or _commands(name)
     problems = [f"{record.who}: {record.problem}" for record in records if record.problem]
-    if problems or not offered:
+    if problems or not told:
         fail(f"{name} must offer something and no plugin have a problem, got {problems or 'none'}")
     heavy = HEAVY & set(sys.modules)
     if heavy:
@@ -59,7 +60,17 @@ def check_alone(name: str) -> None:
     for record in offered:
         if record.entry and name != "topkv":
             importlib.import_module(record.entry.factory.split(":")[0])
-    print(", ".join(f"{record.kind} {record.name}" for record in offered))
+    print(", ".join(told))
+
+
+def _commands(name: str) -> list[str]:
+    """What a package offers that is no plugin: commands of topkv, and scripts."""
+    points = [*entry_points(group="topkv.commands"), *entry_points(group="console_scripts")]
+    return [
+        f"command {point.name}"
+        for point in points
+        if point.dist and point.dist.name.replace("-", "_") == name
+    ]
 
 
 def check_modules(name: str) -> None:
@@ -103,4 +114,4 @@ def check_refused(name: str) -> None:
 if __name__ == "__main__":
     {"alone": check_alone, "modules": check_modules, "time": check_time, "refused": check_refused}[
         sys.argv[1]
-    ](sys.argv[2])
+    ](*sys.argv[2:])

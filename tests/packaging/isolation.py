@@ -7,12 +7,13 @@ Wheels are built from sdists without network. Each package gets an environment o
 nothing of the checkout can be imported; third-party packages are links to those of the interpreter
 that runs this, and only to those that are declared. In each:
 
-* the package is found, alone, and nothing heavy is imported for that; its factories import
-  without its extras, its modules and commands with them; ``import topkv`` is fast;
+* the package is found, alone with the packages of this repository that it declares, and nothing
+  heavy is imported for that; its factories import without its extras, its modules and commands
+  with them; ``import topkv`` is fast;
 * its tests pass, with few examples. Left out are modules that name another package, which are
   listed, and what Triton interprets: wheels differ from the checkout in files, not in arithmetic,
   and ``make test`` runs all of it;
-* under a core of the next major hook API it is refused.
+* under a core of the next major hook API a plugin is refused.
 
 Then packages that do not load stand beside one that does, and what ``topkv new`` makes is built,
 installed and tested. Exits with 1 if anything failed, after all of it was looked at.
@@ -33,13 +34,13 @@ from packaging.requirements import Requirement
 
 from tests.packaging.environment import Environment, declared
 from tests.packaging.packages import ROOT, Package, build, packages
-from topkv.cli.render import KINDS, render, write
 from topkv.entries import HOOK_API
+from topkv_cli.render import KINDS, render, write
 
 INSIDE = ROOT / "tests" / "packaging" / "inside.py"
 SHARED = {"transformers"}
 """Names of plugins that are names of libraries too."""
-CORE_TESTS = {"test_cli.py", "test_conformance.py", "test_hooks.py", "test_kit.py"}
+CORE_TESTS = {"test_conformance.py", "test_hooks.py", "test_kit.py"}
 """Of the core, what depends on files and metadata that a wheel may lack."""
 
 
@@ -131,38 +132,53 @@ class Isolation:
         self.next_core = build(copy, work / "next-wheel")[1]
         log.head(f"{len(self.wheels)} wheels, built from sdists")
 
-    def install(self, environment: Environment, wheels: list[Path]) -> tuple[int, str]:
-        """The core, further wheels, and what all of them declare, without extras."""
-        for wheel in (self.core, *wheels):
-            environment.add(declared(wheel))
-        environment.install(self.core, *wheels)
-        return 0, f"topkv {', '.join(wheel.name for wheel in wheels)}".strip()
+    def needed(self, wheels: list[Path], *extras: str) -> dict[Path, list[Requirement]]:
+        """The core, further wheels and those that they declare in turn, and what each declares.
 
-    def complete(self, environment: Environment, wheels: list[Path]) -> None:
-        """Add every extra, and what runs tests."""
-        environment.add(TOOLS)
-        for wheel in (self.core, *wheels):
-            environment.add(declared(wheel, "*"))
+        ``extras`` are those of the core and of ``wheels``.
+        """
+        found: dict[Path, list[Requirement]] = {}
+        steps = [(wheel, extras) for wheel in (self.core, *wheels)]
+        for wheel, wanted in steps:  # it grows
+            lines = declared(wheel, wanted)
+            found.setdefault(wheel, []).extend(lines)
+            ours = [line for line in lines if line.name in self.wheels]
+            further = [(self.wheels[line.name], tuple(sorted(line.extras))) for line in ours]
+            steps += [step for step in further if step not in steps]
+        return found
+
+    def install(
+        self, environment: Environment, wheels: list[Path], *extras: str
+    ) -> tuple[int, str]:
+        """The core, further wheels, and what all of them declare, with some extras of each."""
+        needed = self.needed(wheels, *extras)
+        for lines in needed.values():
+            environment.add(lines)
+        environment.install(*needed)
+        return 0, ", ".join(wheel.name for wheel in needed)
 
     def one(self, package: Package) -> None:
-        """A package alone with the core; the core alone."""
-        log, plugin = self.log, package.name != "topkv"
+        """A package alone with what it needs; the core alone."""
+        log = self.log
         log.head(package.name)
-        wheels = [self.wheels[package.name]] if plugin else []
+        wheels = [self.wheels[package.name]]
+        there, later = self.needed(wheels), self.needed(wheels, "*")
         environment = Environment(self.work / f"env-{package.name}")
         if not log.look("install", self.install, environment, wheels):
             return
-        log.look("alone", environment.call, INSIDE, "alone", package.module)
+        modules = [each.module for each in self.packages if self.wheels[each.name] in there]
+        log.look("alone", environment.call, INSIDE, "alone", package.module, *modules)
         log.look("time", environment.call, INSIDE, "time", package.module)
-        self.complete(environment, wheels)
+        environment.add(TOOLS)
+        log.look("install with extras", self.install, environment, wheels, "*")
         log.look("modules", environment.call, INSIDE, "modules", package.module)
-        others = [each for each in self.packages if each.name not in (package.name, "topkv")]
+        others = [each for each in self.packages if self.wheels[each.name] not in later]
         where, left_out = chosen_tests(package, others)
         if left_out:
             print(f"       left out: {', '.join(left_out)}")
         if where:
             log.look(f"tests, {len(where)} modules", run_tests, environment, where)
-        if plugin:
+        if package.is_plugin:
             log.look("refused by the next hook API", self.refused, environment, package)
 
     def refused(self, environment: Environment, package: Package) -> tuple[int, str]:
@@ -194,8 +210,8 @@ class Isolation:
         good = next(each for each in self.packages if each.name == "topkv-streaming-llm")
         environment = Environment(self.work / "env-disturbed")
         every = [*wheels, self.wheels[good.name]]
-        self.complete(environment, every)
-        self.log.look("install", self.install, environment, every)
+        environment.add(TOOLS)
+        self.log.look("install", self.install, environment, every, "*")
         newer = f"{HOOK_API[0]}.{HOOK_API[1] + 1}"
         told = {
             "newer": f"Install a topkv that speaks {newer}",
@@ -210,22 +226,22 @@ class Isolation:
 
     def lists(self, environment: Environment, text: str) -> tuple[int, str]:
         """Whether ``topkv plugins`` says a text and succeeds."""
-        status, listed = environment.call("-m", "topkv.cli", "plugins", "--json")
+        status, listed = environment.call("-m", "topkv_cli", "plugins", "--json")
         return (0, text) if text in listed and not status else (1, f"{text!r} not in:\n{listed}")
 
     def new(self) -> None:
         """What ``topkv new`` makes, by the command of the wheel."""
         self.log.head("topkv new")
         environment = Environment(self.work / "env-new")
-        self.complete(environment, [])
-        self.log.look("install", self.install, environment, [])
+        environment.add(TOOLS)
+        self.log.look("install", self.install, environment, [], "*")
         for kind in KINDS:
             self.log.look(kind, self.new_kind, environment, kind)
 
     def new_kind(self, environment: Environment, kind: str) -> tuple[int, str]:
         """Make a package, install its wheel, and run its tests as its author's CI does."""
         root = self.work / f"new-{kind}"
-        command = ("-m", "topkv.cli", "new", f"my-{kind}", "--kind", kind, "--output", root)
+        command = ("-m", "topkv_cli", "new", f"my-{kind}", "--kind", kind, "--output", root)
         status, told = environment.call(*command)
         if status:
             return status, told

@@ -23,7 +23,14 @@ from subprocess import PIPE, STDOUT, run
 from tests.packaging.environment import LEFT_OUT
 from tests.packaging.packages import ROOT, build
 
-PACKAGES = ("core", "plugins/quest", "plugins/triton_attention", "plugins/transformers")
+PACKAGES = (
+    "core",
+    "plugins/quest",
+    "plugins/triton_attention",
+    "plugins/transformers",
+    "tools/cli",
+    "tools/evaluation",
+)
 
 
 class StepError(Exception):
@@ -63,7 +70,7 @@ def example() -> str:
 def walk(here: Path) -> None:
     """All steps, in an empty folder."""
     wheels = here / "wheels"
-    with step("(we) build four wheels"):
+    with step("(we) build six wheels"):
         core, *others = [build(ROOT / name, wheels)[1] for name in PACKAGES]
     python = here / "env" / "bin" / "python"
     pip = (python, "-m", "pip", "install", "-q", "--disable-pip-version-check")
@@ -71,14 +78,14 @@ def walk(here: Path) -> None:
     with step("make an environment, and install torch"):
         call(here, sys.executable, "-m", "venv", here / "env")
         call(here, *pip, *pinned, "torch")
-    with step("install topkv, quest, triton_attention, transformers"):
+    with step("install topkv, quest, triton_attention, transformers, cli, evaluation"):
         call(here, *pip, *pinned, f"{core}[cli,testing]", *others)
     (here / "example.py").write_text(example(), encoding="utf-8")
     with step("run the README's example"):
         told = call(here, python, "example.py")
     print("".join(f"           | {line}\n" for line in told.splitlines()[-3:]), end="")
     with step("topkv new first-try --kind algorithm"):
-        call(here, python, "-m", "topkv.cli", "new", "first-try", "--kind", "algorithm")
+        call(here, python, "-m", "topkv_cli", "new", "first-try", "--kind", "algorithm")
     with step("install it"):
         call(here, *pip, *pinned, "-e", "./topkv-first-try")
     with step("pass its kit"):

@@ -40,6 +40,11 @@ class Package:
         return self.name.replace("-", "_")
 
     @property
+    def is_plugin(self) -> bool:
+        """Whether it lies in ``plugins``; the core does not, nor do commands in ``tools``."""
+        return self.folder.parent.name == "plugins"
+
+    @property
     def points(self) -> dict[str, str]:
         """Entry points of group ``topkv``."""
         return dict(self.project.get("entry-points", {}).get("topkv", {}))
@@ -52,8 +57,9 @@ def read(folder: Path) -> Package:
 
 
 def packages() -> list[Package]:
-    """The core, then the plugins by name."""
-    folders = [ROOT / "core", *(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))]
+    """The core, then plugins and tools by name."""
+    found = (*ROOT.glob("plugins/*/pyproject.toml"), *ROOT.glob("tools/*/pyproject.toml"))
+    folders = [ROOT / "core", *(path.parent for path in found)]
     return sorted(map(read, folders), key=lambda package: (package.name != "topkv", package.name))
 
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from topkv.cli.group import topkv
+from topkv_cli.group import topkv
 from topkv_double_sparsity.calibration import STATISTICS, read
 
 transformers = pytest.importorskip("transformers")
-checkpoint = pytest.importorskip("topkv_transformers")
+checkpoint = pytest.importorskip("topkv_evaluation")
 
 BLOCK = 48
 TEXT = "".join(f"def item_{i}(x):\n    return x * {i * i} + {i}\n" for i in range(24))

@@ -1,7 +1,7 @@
 """Whether a plugin offers what a group of layers asks of it; reasons are given, none raised.
 
-``topkv.matrix`` lists what goes with what by the same check, and therefore nothing here imports
-torch.
+``topkv plugins --matrix`` lists what goes with what by the same check, and therefore nothing here
+imports torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,0 @@
-"""``python -m topkv.cli``: the command, where its script is not on the path."""
-
-from __future__ import annotations
-
-from topkv.cli import main
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,66 @@
+"""``topkv doctor``: what this machine offers, and what stands in the way."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import redirect_stdout
+from functools import partial
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from topkv.entries import KINDS
+from topkv.plugins import registry
+from topkv_cli import probes
+from topkv_cli.plugins import as_dict
+
+
+def diagnose() -> dict[str, Any]:
+    """Everything that doctor knows; what cannot be found out says why."""
+    report = {name: probes.attempt(probe) for name, probe in probes.PROBES.items()}
+    told = {
+        f"{record.kind} {record.name}": probes.attempt(partial(registry().doctor, record))
+        for kind in KINDS
+        for record in registry().usable(kind)
+        if record.entry and record.entry.doctor
+    }
+    report["plugins"] = told
+    report["plugins_failed"] = [as_dict(r) for r in registry().records() if r.problem]
+    return report
+
+
+def _lines(name: str, value: Any, indent: int = 0) -> list[str]:
+    label = f"{'  ' * indent}{name}"
+    if isinstance(value, dict):
+        inner = [line for key, item in value.items() for line in _lines(key, item, indent + 1)]
+        return [label, *inner]
+    if isinstance(value, list):
+        if not value:
+            return [f"{label}: none"]
+        if isinstance(value[0], str):
+            return [label, *(f"{'  ' * (indent + 1)}{line}" for line in value)]
+        return [
+            line for i, item in enumerate(value) for line in _lines(f"{name} {i}", item, indent)
+        ]
+    if name.endswith("_bytes") and isinstance(value, int):
+        value = f"{value} ({value / 2**30:.2f} GiB)"
+    return [f"{label}: {'unknown' if value is None else value}"]
+
+
+@click.command("doctor", short_help="Show what this machine offers.")
+@click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
+def command(as_json: bool) -> None:
+    """Show versions, devices, memory, NUMA nodes, what plugins say, and those that do not load."""
+    Console(stderr=True).print("looking at torch, triton and the devices ...", style="dim")
+    with redirect_stdout(sys.stderr):  # plugins ask libraries, which may print
+        report = diagnose()
+    if as_json:
+        click.echo(json.dumps(report, indent=2, default=str))
+        return
+    console = Console(soft_wrap=True)
+    for name, value in report.items():
+        for line in _lines(name, value):
+            console.print(Text(line))

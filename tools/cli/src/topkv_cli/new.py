@@ -1,0 +1,65 @@
+"""``topkv new``: a plugin package that installs and passes the conformance kit as it is."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+import click
+
+from topkv.errors import ConfigError
+from topkv.plugins import registry
+from topkv_cli.render import KINDS, default_root, render, write
+
+
+@click.command("new", short_help="Start a plugin package.")
+@click.argument("name")
+@click.option("--kind", required=True, type=click.Choice(list(KINDS)), help="Of the plugin.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Directory of the package, which must not exist; ./topkv-NAME by default.",
+)
+def command(name: str, kind: str, output: Path | None) -> None:
+    """Start a plugin package with a working reference and the conformance kit.
+
+    NAME is what users write to choose the plugin, without topkv-.
+    """
+    root = output or Path(default_root(name))
+    if reasons := stands_in_for(name):
+        raise ConfigError("a plugin package cannot be made", reasons)
+    texts = render(name, kind)
+    write(texts, root)
+    for path in texts:
+        click.echo(str(root / path))
+    click.echo(f"next: cd {root} && pip install -e '.[testing]' && pytest")
+
+
+def stands_in_for(name: str) -> list[str]:
+    """What a package of that name would be taken for: pip replaces a distribution by another of
+    its name, and a plugin whose name another package offers is used for neither."""
+    name, reasons = _same(name), []
+    dist = default_root(name)
+    with suppress(metadata.PackageNotFoundError):
+        version = metadata.version(dist)
+        reasons.append(
+            f"the distribution {dist} {version} is installed, and installing the new one would "
+            "replace it; choose another name, or uninstall it first"
+        )
+    with suppress(metadata.PackageNotFoundError):  # Where the core runs from its sources.
+        needed = [line for line in metadata.requires("topkv") or [] if "extra" in line]
+        if dist in (_same(re.split(r"[^\w.-]", line)[0]) for line in needed):
+            reasons.append(f"an extra of topkv names the distribution {dist}; choose another name")
+    return reasons + [
+        f"{record.package} {record.version} offers {record.kind or 'a plugin'} {record.name!r}; "
+        "choose another name"
+        for record in registry().records()
+        if _same(record.name) == name
+    ]
+
+
+def _same(name: str) -> str:
+    """A name as pip compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()

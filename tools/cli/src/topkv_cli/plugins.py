@@ -1,0 +1,120 @@
+"""``topkv plugins``: what is installed, without importing torch."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import attrs
+import click
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from topkv.discovery import PluginRecord
+from topkv.entries import Capabilities, PluginEntry
+from topkv.plugins import registry
+from topkv_cli.matrix import Cell, matrix, rows_of
+
+
+def as_dict(record: PluginRecord) -> dict[str, Any]:
+    """A record as JSON shows it."""
+    entry = record.entry
+    return {
+        "name": record.name,
+        "kind": record.kind,
+        "package": record.package,
+        "version": record.version,
+        "hook_api": ".".join(map(str, entry.hook_api)) if entry else None,
+        "capabilities": attrs.asdict(entry.capabilities) if entry else None,
+        "problem": record.problem,
+    }
+
+
+_USUAL = attrs.asdict(Capabilities())
+
+
+def _takes(entry: PluginEntry | None) -> str:
+    """What decides whether a plugin can be used, in a few words."""
+    if entry is None:
+        return ""
+    told, words = entry.capabilities, []
+    if told.units:
+        few, many = told.units
+        words.append("single tokens" if many == 1 else f"units {few}-{many}")
+    if told.needs_index:
+        words.append("an indexer")
+    elif told.attention != Capabilities().attention:
+        words.append(" or ".join(told.attention))
+    if told.tiers == ("gpu",):
+        words.append("GPU only")
+    return ", ".join(words)
+
+
+def _all(entry: PluginEntry) -> list[str]:
+    """What differs from the usual, a line for each; JSON shows everything."""
+    lines = []
+    for name, value in attrs.asdict(entry.capabilities).items():
+        if value != _USUAL[name]:
+            values = value if isinstance(value, (list, tuple)) else [value]
+            between = " to " if name == "units" else ", "
+            lines.append(f"{name}: {between.join(map(str, values))}")
+    return lines
+
+
+def _show(records: list[PluginRecord], verbose: bool, console: Console) -> None:
+    """A table of all, with their capabilities below if asked for, then what does not load."""
+    table = Table(box=None, pad_edge=False)
+    for head in ("name", "kind", "package"):
+        table.add_column(head, no_wrap=True)
+    table.add_column("takes", min_width=20)
+    for record in records:
+        told = Text("does not load", "red") if record.problem else Text(_takes(record.entry))
+        package = f"{record.package} {record.version}"
+        table.add_row(record.name, record.kind or "?", package, told)
+    # Names, which people copy, must not be cut off; what a plugin takes may wrap.
+    unbounded = console.options.update(max_width=10_000)
+    console.width = max(console.width, console.measure(table, options=unbounded).minimum)
+    console.print(table)
+    for record in records if verbose else ():
+        if record.entry is not None:
+            api = ".".join(map(str, record.entry.hook_api))
+            console.print(Text(f"\n{record.who}, hook API {api}"))
+            for line in _all(record.entry):
+                console.print(Padding(Text(line), (0, 0, 0, 2)))
+    for record in records:
+        if record.problem:
+            console.print(Text(f"\n{record.who} does not load: {record.problem}", "red"))
+
+
+def _show_matrix(cells: list[Cell], as_json: bool, markdown: bool) -> None:
+    head, rows = rows_of(cells)
+    if as_json:
+        shown = [attrs.asdict(cell) | {"state": cell.state} for cell in cells]
+        click.echo(json.dumps(shown, indent=2))
+    elif markdown:
+        for row in (head, ["---"] * len(head), *rows):
+            click.echo(f"| {' | '.join(row)} |")
+    else:
+        table = Table(*head, box=None, pad_edge=False)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        Console().print(table)
+
+
+@click.command("plugins")
+@click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
+@click.option("--matrix", "as_matrix", is_flag=True, help="What goes with what, and where tested.")
+@click.option("--markdown", is_flag=True, help="The matrix as a table in Markdown.")
+@click.option("--verbose", is_flag=True, help="Also hook API and capabilities of each.")
+def command(as_json: bool, as_matrix: bool, markdown: bool, verbose: bool) -> None:
+    """List what is installed, and what does not load and why."""
+    if as_matrix or markdown:
+        _show_matrix(matrix(registry().records()), as_json, markdown)
+        return
+    records = registry().records()
+    if as_json:
+        click.echo(json.dumps([as_dict(record) for record in records], indent=2, default=str))
+    else:
+        _show(records, verbose, Console())

@@ -1,0 +1,154 @@
+"""The package that ``topkv new`` writes: files of ``template/`` with a few names put in.
+
+Templates are ``string.Template`` texts whose names end in ``.tmpl``. Those of a kind lie in a
+folder of its name, the others are common to all kinds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from topkv import __version__
+from topkv.entries import HOOK_API
+from topkv.errors import ConfigError
+from topkv.plugins import registry
+
+KINDS = {
+    "algorithm": "Selection by mean keys, an algorithm for topkv",
+    "backend": "Attention by gathering, a backend for topkv",
+    "transfer": "Staged copies, a transfer engine for topkv",
+}
+"""What can be started, and what the reference that comes along is."""
+
+LONGEST = 20
+"""Characters of a name: with it every rendered line stays within 99 columns."""
+
+_NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
+
+_FILES = {
+    "pyproject.toml": "pyproject.toml",
+    "README.md": "README.md",
+    ".gitignore": "gitignore",
+    ".github/workflows/test.yml": "test.yml",
+    "src/$package/__init__.py": "init.py",
+    "src/$package/entry.py": "$kind/entry.py",
+    "src/$package/$kind.py": "$kind/$kind.py",
+    "tests/conftest.py": "conftest.py",
+    "tests/test_conformance.py": "$kind/test_conformance.py",
+}
+"""Path in the package, and its template."""
+
+_DOUBLES = {"algorithm": "scripted", "backend": "gather"}
+"""Plugins of the conformance kit, which stand beside the one under test."""
+
+
+def render(name: str, kind: str) -> dict[str, str]:
+    """The texts of a new package by path, relative to its root.
+
+    Args:
+        name: of the plugin, such as ``"mean_keys"``; its package is then ``topkv-mean-keys``.
+        kind: one of ``KINDS``.
+
+    Raises:
+        ConfigError: with every reason why the name or the kind cannot be.
+    """
+    reasons = _name_reasons(name)
+    if kind not in KINDS:
+        reasons.append(f"kind must be one of {', '.join(KINDS)}, got {kind!r}; choose one of them")
+    reasons = reasons or _taken(name, kind)
+    if reasons:
+        raise ConfigError("a plugin package cannot be made", reasons)
+    names = _names(name, kind)
+    names["method"] = _filled("$kind/method.md", names).rstrip()
+    return {_fill(path, names): _filled(template, names) for path, template in _FILES.items()}
+
+
+def write(texts: Mapping[str, str], root: Path) -> None:
+    """Write a rendered package.
+
+    Args:
+        texts: from ``render``.
+        root: directory of the package, which must not exist.
+
+    Raises:
+        ConfigError: it exists, or cannot be made.
+    """
+    try:
+        root.mkdir(parents=True)
+        for path, text in texts.items():
+            target = root / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8", newline="\n")
+    except FileExistsError as error:
+        reason = "expected a directory that does not exist yet; name another one, or remove it"
+        raise ConfigError(f"{error.filename} exists", [reason]) from error
+    except OSError as error:
+        reason = f"{error.strerror}: {error.filename}; name a directory that can be made"
+        raise ConfigError(f"the package cannot be written to {root}", [reason]) from error
+
+
+def default_root(name: str) -> str:
+    """Directory of a package by default: the name of its distribution."""
+    return f"topkv-{name.replace('_', '-')}"
+
+
+def _names(name: str, kind: str) -> dict[str, str]:
+    module = name.replace("-", "_")
+    camel = "".join(part.capitalize() for part in module.split("_"))
+    major, minor = map(int, __version__.split(".")[:2])
+    below = f"{major}.{minor + 1}" if major == 0 else f"{major + 1}"
+    return {
+        "name": module,
+        "kind": kind,
+        "dist": default_root(name),
+        "package": f"topkv_{module}",
+        "cls": f"{camel}{kind.capitalize()}",
+        "summary": KINDS[kind],
+        "range": f">={major}.{minor},<{below}",
+        "hook_api": str(HOOK_API),
+    }
+
+
+def _filled(template: str, names: Mapping[str, str]) -> str:
+    at = files("topkv_cli") / "template" / f"{_fill(template, names)}.tmpl"
+    return _fill(at.read_text(encoding="utf-8"), names)
+
+
+def _fill(text: str, names: Mapping[str, str]) -> str:
+    return Template(text).substitute(names)
+
+
+def _name_reasons(name: str) -> list[str]:
+    reasons = []
+    if not _NAME.fullmatch(name):
+        reasons.append(
+            "the name must be lower-case letters and digits, in words that begin with a letter or "
+            f"a digit (the first with a letter) with one - or _ between them, got {name!r}; "
+            "write it like mean-keys"
+        )
+    if re.match(r"topkv[-_]", name):
+        reasons.append(
+            f"the name must be without topkv-, which the package gets anyway, got {name!r}; "
+            f"write {name[6:]}"
+        )
+    if len(name) > LONGEST:
+        reasons.append(
+            f"the name must have at most {LONGEST} characters, got {len(name)}; shorten it"
+        )
+    return reasons
+
+
+def _taken(name: str, kind: str) -> list[str]:
+    """Whether somebody else offers a plugin of that kind and name: then neither could be used."""
+    module = name.replace("-", "_")
+    if module == _DOUBLES.get(kind):
+        return [f"the conformance kit has {kind} {module!r} of its own; choose another name"]
+    return [
+        f"{record.package} {record.version} offers {kind} {module!r}; choose another name"
+        for record in registry().usable(kind)
+        if record.name == module and record.package != default_root(name)
+    ]

@@ -1,0 +1,11 @@
+"""What attached models of Transformers answer and hold: commands, prompts, two trained models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CHECKPOINT = Path(__file__).parent / "checkpoint"
+"""A small trained model with its tokenizer and card: it answers facts planted in long texts."""
+
+DSA_CHECKPOINT = Path(__file__).parent / "dsa_checkpoint"
+"""The same as a DeepSeek-V3.2, whose indexer was trained to select 256 tokens."""

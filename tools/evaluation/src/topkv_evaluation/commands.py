@@ -1,0 +1,191 @@
+"""The commands ``topkv demo`` and ``topkv generate``. Torch is imported when one is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any, TextIO
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from topkv.errors import ConfigError
+
+sparse_options = (
+    click.option("--algorithm", help="Name of the algorithm; see topkv plugins."),
+    click.option("--backend", help="Name of the attention backend."),
+    click.option("--budget", type=int, help="Attended tokens, sinks and tail included."),
+    click.option("--buffer", type=int, help="Tokens of the device buffer."),
+    click.option("--unit", type=int, help="Tokens that are selected and moved together."),
+    click.option("--impl", help="reference or triton; by default reference on a CPU."),
+    click.option("--device", help="A torch device; by default the GPU if there is one."),
+    click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout."),
+)
+
+trust_option = click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    help="Run Python code that comes with the model. Off by default: read that code first.",
+)
+
+
+def with_sparse_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(sparse_options):
+        command = option(command)
+    return command
+
+
+@contextmanager
+def answering() -> Iterator[TextIO]:
+    """Yield stdout for the answer alone; what anybody else prints meanwhile goes to stderr."""
+    # Read when torch is imported. Threads that spin at every small operation of a decode step make
+    # it many times slower as soon as another program wants the same cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    answer = sys.stdout
+    with redirect_stdout(sys.stderr):
+        yield answer
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep progress bars and advice of Transformers out of what the command prints."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def device_or_default(device: str | None) -> str:
+    """The device that was named, checked; else the GPU if there is one."""
+    import torch
+
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device {device!r} cannot be used", [reason]) from error
+    return device
+
+
+@click.command("demo", short_help="Find a fact far back in a prompt, dense and through topkv.")
+@click.option(
+    "--tokens", type=click.IntRange(4096, 32763), help="Length of the prompt; 12288 by default."
+)
+@click.option("--seed", type=click.IntRange(0), help="Of the text and its facts; 0 by default.")
+@with_sparse_options
+def demo(as_json: bool, device: str | None, **options: Any) -> None:
+    """Ask a small trained model for a fact far back, dense and through topkv.
+
+    The prompt is source code with facts planted in it. Two controls stand beside the answer of
+    topkv: dense attention, and a window of recent tokens of the same budget. By default quest
+    over triton_attention with a budget of 512 tokens, a buffer of 1024, and no dense layers.
+    """
+    console = Console(stderr=True)
+    with answering() as stdout:
+        console.print("loading torch and the model ...", style="dim")
+        from topkv_evaluation import demo as runs
+
+        given = {name: value for name, value in options.items() if value is not None}
+        settings = runs.Settings(device=device_or_default(device), **given)
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with quiet_transformers(), Progress(*columns, console=console) as progress:
+            total = settings.tokens + runs.VALUE_DIGITS - 1
+            tasks: dict[str, TaskID] = {}
+
+            def advance(name: str, tokens: int) -> None:
+                if name not in tasks:
+                    tasks[name] = progress.add_task(name.ljust(6), total=total)
+                progress.advance(tasks[name], tokens)
+
+            result = runs.run_demo(settings, advance)
+        if as_json:
+            click.echo(json.dumps(result, indent=2), file=stdout)
+        else:
+            from topkv_evaluation.demo_view import show
+
+            show(result, Console(file=stdout))
+
+
+@click.command("generate", short_help="Continue a prompt with a local model.")
+@click.option("--model", type=Path, required=True, help="Directory of a model and its tokenizer.")
+@click.option("--prompt", help="The prompt itself.")
+@click.option(
+    "--prompt-file", type=click.File(encoding="utf-8"), help="A file with the prompt; - for stdin."
+)
+@click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True)
+@click.option(
+    "--config", "config_file", type=Path, help="YAML or JSON; the options here beat what it says."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float16", "bfloat16", "float32"]),
+    default="auto",
+    help="Of weights and cache; auto is what the checkpoint has.",
+)
+@trust_option
+@with_sparse_options
+def generate(
+    model: Path,
+    prompt: str | None,
+    prompt_file: TextIO | None,
+    max_new_tokens: int,
+    config_file: Path | None,
+    dtype: str,
+    trust_remote_code: bool,
+    device: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Continue a prompt with a local model, greedily, through topkv."""
+    if (prompt is None) == (prompt_file is None):
+        raise click.UsageError("give the prompt by --prompt or by --prompt-file, one of the two")
+    with answering() as stdout:
+        text = _prompt(prompt, prompt_file)
+        click.echo("loading torch and the model ...", err=True)
+        from topkv.config import SparseConfig
+        from topkv_evaluation.generate import Job, run_generate
+
+        written = SparseConfig.load(config_file).as_dict() if config_file else {}
+        given = {name: value for name, value in options.items() if value is not None}
+        job = Job(
+            model=model,
+            prompt=text,
+            config=SparseConfig(**{**written, **given}),
+            new_tokens=max_new_tokens,
+            dtype=dtype,
+            device=device_or_default(device),
+            stream=None if as_json else stdout,
+            trust_remote_code=trust_remote_code,
+        )
+        with quiet_transformers():
+            result = run_generate(job, lambda line: click.echo(line, err=True))
+        if as_json:
+            click.echo(json.dumps(result, indent=2), file=stdout)
+        else:
+            summary = {name: value for name, value in result.items() if name != "text"}
+            click.echo(", ".join(f"{name} {value}" for name, value in summary.items()), err=True)
+
+
+def _prompt(text: str | None, file: TextIO | None) -> str:
+    where = f"--prompt-file {file.name}" if file else "--prompt"
+    try:
+        text = file.read() if file else str(text)
+        # Of the command line, and at times of stdin, other bytes come as lone surrogates.
+        text.encode("utf-8")
+    except UnicodeError as error:
+        raise ConfigError(where, [f"expected a prompt in UTF-8; {error}"]) from error
+    return text

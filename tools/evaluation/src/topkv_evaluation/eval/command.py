@@ -1,0 +1,127 @@
+"""The command ``topkv eval``. Torch is imported when it is run."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from topkv_evaluation.commands import (
+    answering,
+    device_or_default,
+    quiet_transformers,
+    trust_option,
+)
+from topkv_evaluation.eval import ALGORITHMS, INDEXED
+
+
+@click.command("eval", short_help="Compare algorithms by right answers and attention mass.")
+@click.option(
+    "--model", type=Path, help="Directory of a model; the checkpoint of this package by default."
+)
+@trust_option
+@click.option(
+    "--task",
+    "task_file",
+    type=Path,
+    help='Lines {"context", "question", "answer"}; by default planted facts, for that checkpoint.',
+)
+@click.option(
+    "--algorithms",
+    multiple=True,
+    show_default=f"{ALGORITHMS}; {INDEXED} if the model has an indexer",
+    help="name:key=value,key=value,name; keys: parameters, unit, scope, buffer, eviction. "
+    "ROW@name:... names its row.",
+)
+@click.option(
+    "--contexts", help="Tokens of the contexts, 8192,16384 by default; a task file has its own."
+)
+@click.option("--budgets", default="1%,2%,5%,10%,25%", show_default=True)
+@click.option("--questions", type=click.IntRange(1), default=200, show_default=True)
+@click.option(
+    "--per-context",
+    type=click.IntRange(1),
+    default=25,
+    show_default=True,
+    help="Most questions about one context; it is read once for them.",
+)
+@click.option(
+    "--dense-layers",
+    multiple=True,
+    default=("none", "0-1"),
+    show_default=True,
+    help="none, or layers such as 0-1; may be given again.",
+)
+@click.option("--backend", default="triton_attention", show_default=True)
+@click.option("--impl", help="reference or triton; by default reference on a CPU.")
+@click.option("--device", help="A torch device; by default the GPU if there is one.")
+@click.option(
+    "--batch",
+    type=click.IntRange(1),
+    help="Questions decoded together; 256 on a GPU and 32 on a CPU by default.",
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), help="For results and plot."
+)
+@click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
+def evaluate(as_json: bool, device: str | None, out: Path | None, **options: Any) -> None:
+    """Compare algorithms: right answers and attention mass by budget, beside dense attention.
+
+    A context is read once, with dense attention (by its indexer's selection, if the model has
+    one); every token of a question and of its answer is a sparse decode step over a fork of it.
+    What an algorithm cannot do is a row with the reason.
+    """
+    console = Console(stderr=True)
+    with answering() as stdout:
+        console.print("loading torch and the model ...", style="dim")
+        from topkv_evaluation.eval import plot
+        from topkv_evaluation.eval.plan import Options, Plan
+
+        with quiet_transformers():
+            plan = Plan.of(Options(device=device_or_default(device), **options))
+            if out is not None:
+                out.mkdir(parents=True, exist_ok=True)
+                if not plot.can_draw():
+                    mend = f"pip install 'topkv-evaluation[plot]' and {plot.REDRAW} {out}"
+                    click.echo(f"no plot without matplotlib: {mend}", err=True)
+            rows = _run(plan, console, out)
+        plan.check(rows)
+        if out is not None and plot.can_draw():
+            plot.draw(rows, out / plot.PICTURE)
+        if as_json:
+            shown = {"settings": plan.settings(), "cells": rows}
+            click.echo(json.dumps(shown, indent=2), file=stdout)
+        else:
+            from topkv_evaluation.eval.report import show
+
+            show(rows, Console(file=stdout))
+
+
+def _run(plan: Any, console: Console, out: Path | None) -> list[dict[str, Any]]:
+    """Run all cells; a line for each that is done, so that an interrupted run keeps them."""
+    from topkv_evaluation.eval.plot import RESULTS
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns += (TimeElapsedColumn(),)
+    rows = []
+    file = nullcontext() if out is None else (out / RESULTS).open("w", encoding="utf-8")
+    with file as lines, Progress(*columns, console=console) as progress:
+        shown = progress.add_task("", total=len(plan.cells))
+
+        def begin(cell: Any) -> None:
+            text = f"{cell.task.length} {cell.label} {100 * cell.share:g}%"
+            progress.update(shown, description=text.ljust(32))
+
+        for row in plan.run(begin):
+            rows.append(row)
+            progress.advance(shown)
+            if lines is not None:
+                lines.write(json.dumps(row) + "\n")
+                lines.flush()
+    return rows

@@ -1,0 +1,148 @@
+"""From the options of ``topkv eval`` to its cells, checked before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from topkv.errors import CapabilityError, ConfigError
+from topkv.plugins import registry
+from topkv_evaluation import CHECKPOINT
+from topkv_evaluation.eval import ALGORITHMS, INDEXED
+from topkv_evaluation.eval.cells import Cell, Grid, Row, cells_of, run_cells
+from topkv_evaluation.eval.choices import (
+    read_algorithms,
+    read_budgets,
+    read_contexts,
+    read_dense_layers,
+)
+from topkv_evaluation.eval.tasks import Task, file_task, retrieval_task
+from topkv_evaluation.loading import load_model, load_tokenizer
+from topkv_transformers.support import refusals, shape_of
+
+BYTES = 256
+CONTEXTS = "8192,16384"
+BATCH = {"cuda": 256}
+CPU_BATCH = 32
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user wrote; see ``topkv eval --help``. No algorithms: those for the model."""
+
+    algorithms: Sequence[str] = ()
+    model: Path | None = None
+    task_file: Path | None = None
+    contexts: str | None = None
+    budgets: str = "1%,2%,5%,10%,25%"
+    questions: int = 200
+    per_context: int = 25
+    dense_layers: Sequence[str] = ("none",)
+    backend: str | None = "triton_attention"
+    impl: str | None = None
+    device: str = "cpu"
+    batch: int | None = None
+    seed: int = 0
+    trust_remote_code: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Directory of the model."""
+        return self.model or CHECKPOINT
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The cells of a run, in order."""
+
+    options: Options
+    grid: Grid
+    cells: Sequence[Cell]
+
+    @classmethod
+    def of(cls, options: Options) -> Plan:
+        """Load the model and make the cells.
+
+        Raises:
+            ConfigError: an option is wrong, or the model lacks positions for a context.
+            CapabilityError: the model cannot be attached.
+        """
+        shares = read_budgets(options.budgets)
+        model = _load(options)
+        shape = shape_of(model)
+        layers = shape.num_layers
+        dense = [read_dense_layers(text, layers) for text in dict.fromkeys(options.dense_layers)]
+        usual = ALGORITHMS if shape.indexer is None else INDEXED
+        options = replace(options, algorithms=options.algorithms or (usual,))
+        choices = read_algorithms(options.algorithms, shape.head_dim, registry())
+        if options.backend:
+            registry().get("backend", options.backend)
+        tasks = _tasks(options, model)
+        _check_positions(model, tasks)
+        batch = options.batch or BATCH.get(model.device.type, CPU_BATCH)
+        grid = Grid(model, options.backend, options.impl, batch)
+        return cls(options, grid, cells_of(tasks, choices, shares, dense, layers))
+
+    def run(self, begin: Callable[[Cell], None]) -> Iterator[Row]:
+        """See ``cells.run_cells``."""
+        return run_cells(self.cells, self.grid, begin)
+
+    def check(self, rows: Sequence[Row]) -> None:
+        """Refuse a comparison of which nothing could run.
+
+        Raises:
+            ConfigError: with the reasons of all its cells.
+        """
+        refused = [row["refused"] for row in rows if row["plugin"] and "refused" in row]
+        if len(refused) == sum(row["plugin"] is not None for row in rows):
+            raise ConfigError("no cell of the comparison could run", dict.fromkeys(refused))
+
+    def settings(self) -> dict[str, Any]:
+        """The options, for people who want to run it again."""
+        values = {name: value for name, value in asdict(self.options).items() if value is not None}
+        values |= {name: str(values[name]) for name in ("model", "task_file") if name in values}
+        return values | {"batch": self.grid.batch}
+
+
+def _load(options: Options) -> PreTrainedModel:
+    model = load_model(options.folder, trust_remote_code=options.trust_remote_code)
+    reasons = refusals(model)
+    if reasons:
+        raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)
+    return model.to(options.device).eval()
+
+
+def _tasks(options: Options, model: PreTrainedModel) -> list[Task]:
+    if options.task_file is None:
+        if model.config.vocab_size != BYTES:
+            raise ConfigError(
+                "the model cannot be asked for planted facts",
+                [
+                    f"that task is made of bytes, {BYTES} tokens, and the model has "
+                    f"{model.config.vocab_size}; give questions of your own with --task"
+                ],
+            )
+        sizes = (options.questions, options.per_context, options.seed)
+        contexts = read_contexts(options.contexts or CONTEXTS)
+        return [retrieval_task(context, *sizes) for context in contexts]
+    if options.contexts is not None:
+        raise ConfigError(
+            "--contexts and --task exclude each other", ["a task file brings its contexts"]
+        )
+    tokenizer = load_tokenizer(options.folder, trust_remote_code=options.trust_remote_code)
+    return [file_task(options.task_file, tokenizer, options.questions)]
+
+
+def _check_positions(model: PreTrainedModel, tasks: Sequence[Task]) -> None:
+    positions = getattr(model.config, "max_position_embeddings", None)
+    reasons = [
+        f"{task.name}: context, question and answer reach {task.length + task.steps} tokens"
+        for task in tasks
+        if positions is not None and task.length + task.steps > positions
+    ]
+    if reasons:
+        raise ConfigError(f"the model has {positions} positions", reasons)

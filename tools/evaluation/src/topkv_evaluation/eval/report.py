@@ -1,0 +1,73 @@
+"""What ``topkv eval`` shows without ``--json``: a table for each context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from topkv.config.layers import show_ranges
+from topkv_evaluation.eval.choices import EXACT
+
+COLUMNS = ("algorithm", "dense layers", "budget", "nominal", "with index", "right", "95 %")
+COLUMNS += ("recall", "best", "hits", "s")
+LEFT, WIDTH = 2, 128
+
+NOTES = (
+    "with index: budget and what a step reads of representations, in tokens of keys and values",
+    "recall: attention mass that the selection holds; best: what the best tokens of the same "
+    "number would hold",
+)
+EXACT_NOTE = f"{EXACT}: double_sparsity with all channels, the exact top-k of query times key"
+
+
+def _percent(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{100 * value:.{digits}f}%"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    dense = show_ranges(row["dense_layers"]) or "none"
+    head = [row["algorithm"], dense, str(row["budget_tokens"]), f"{row['nominal_percent']:g}%"]
+    if "refused" in row:
+        return [*head, "", "refused"]
+    return [
+        *head,
+        f"{row['with_index_percent']:.1f}%",
+        f"{row['correct']}/{row['questions']} {_percent(row['accuracy'])}",
+        f"{_percent(row['ci_low'])} - {_percent(row['ci_high'])}",
+        _percent(row["recall"]),
+        _percent(row["exact_recall"]),
+        _percent(row["hit_rate"]),
+        f"{row['seconds']:.1f}",
+    ]
+
+
+def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
+    """Tables by task, then the reasons of refused cells, each once."""
+    # A narrow terminal, a file or a pipe must not cut figures off.
+    console.width = max(console.width, WIDTH)
+    for task in dict.fromkeys(row["task"] for row in rows):
+        table = Table(*COLUMNS, title=Text(task), box=None, pad_edge=False, title_justify="left")
+        for column in table.columns[LEFT:]:
+            column.justify = "right"
+        for column in table.columns:
+            column.no_wrap = True
+        for row in rows:
+            if row["task"] == task:
+                table.add_row(*map(Text, _cells(row)))
+        console.print(table)
+        console.print()
+    used = {row["plugin"] for row in rows if row["algorithm"].split(":")[0] == EXACT}
+    for note in (*NOTES, *([EXACT_NOTE] if used else [])):
+        console.print(Text(note, "dim"), soft_wrap=True)
+    refusals: dict[str, list[str]] = {}
+    for row in rows:
+        if "refused" in row:
+            where = f"{row['algorithm']} at {row['budget_tokens']} of {row['context']}"
+            refusals.setdefault(row["refused"], []).append(where)
+    for reason, where in refusals.items():
+        places = ", ".join(dict.fromkeys(where))
+        console.print(Text(f"refused ({places}): {reason}", "yellow"), soft_wrap=True)

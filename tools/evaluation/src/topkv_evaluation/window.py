@@ -1,0 +1,83 @@
+"""The control of the demo: attend to the first and the newest tokens, whatever the query asks.
+
+It is a plugin like any other, but not installed: ``registry_with_window`` adds it to what is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import topkv
+from topkv import hookimpl
+from topkv.discovery import installed
+from topkv.entries import PluginEntry
+from topkv.plugins import PluginRegistry
+from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape
+
+NAME = "window"
+SINK_UNITS = 1
+
+
+class Window:
+    """Selects the first unit and the newest closed ones; the core appends the tail."""
+
+    def __init__(
+        self,
+        model: ModelShape,
+        group: GroupShape,
+        params: dict[str, Any],
+        impl: str,
+        device: torch.device,
+    ) -> None:
+        self.group = group
+
+    @hookimpl
+    def spec(self) -> AlgorithmSpec:
+        return AlgorithmSpec()
+
+    @hookimpl
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        """Nothing: the selection depends on the length alone."""
+
+    @hookimpl
+    def settle(
+        self, layer: LayerView, slot: int, since: int, length: int, history: object
+    ) -> None:
+        """Nothing."""
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor) -> None:
+        """Nothing."""
+
+    @hookimpl
+    def retrieve_topk(
+        self, layer: LayerView, q: Tensor, native: Tensor | None, ids: Tensor
+    ) -> None:
+        """Fill a row with closed units: newest first, the sinks in the last places."""
+        width = ids.shape[1]
+        closed = (layer.step.lengths - 1).clamp(min=0) // self.group.unit
+        closed = closed.repeat_interleave(self.group.lane_heads)[:, None]
+        place = torch.arange(width, dtype=torch.int32, device=ids.device)
+        sinks = min(SINK_UNITS, width)
+        units = torch.where(place < width - sinks, closed - 1 - place, width - 1 - place)
+        # A short request has fewer closed units: the window must not name the sinks again.
+        inside = torch.where(place < width - sinks, units >= sinks, units < closed)
+        ids.copy_(torch.where(inside, units, -1))
+
+
+@hookimpl
+def topkv_register_algorithms() -> list[PluginEntry]:
+    return [PluginEntry(NAME, "algorithm", f"{__name__}:Window")]
+
+
+def registry_with_window() -> PluginRegistry:
+    """Everything that is installed, and the algorithm ``window``."""
+    from topkv_evaluation import window
+
+    offers = [(offer.package, offer.version, offer.source) for offer in installed()]
+    return PluginRegistry([*offers, ("topkv-window", topkv.__version__, window)])

@@ -1,0 +1,189 @@
+"""``topkv demo`` and ``topkv generate``, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from topkv.types import GroupShape, LayerView, StepTensors
+from topkv_cli.group import topkv
+from topkv_evaluation.demo import CHECKPOINT
+from topkv_evaluation.retrieval import make_prompt
+from topkv_evaluation.window import Window
+
+KEYS = """
+    context_tokens expected dense_answer sparse_answer correct window_answer algorithm backend
+    impl budget_tokens buffer_tokens unit dense_layers device_kv_bytes representation_bytes
+    metadata_bytes host_kv_bytes full_kv_bytes loaded_bytes misses hit_rate steps_per_second
+    seconds
+"""
+GENERATE_KEYS = """
+    text prompt_tokens new_tokens steps_per_second algorithm backend impl budget_tokens
+    buffer_tokens device_kv_bytes representation_bytes metadata_bytes host_kv_bytes
+    loaded_bytes misses hit_rate
+"""
+SPARSE = ("--algorithm", "quest", "--backend", "triton_attention", "--device", "cpu")
+
+
+def call(*args, stdin=None):
+    return CliRunner().invoke(topkv, list(args), input=stdin)
+
+
+def refused(result, *words):
+    """Exit status 2, one error on stderr, nothing on stdout."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "error: " in result.stderr
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr, result.stderr
+
+
+@pytest.mark.slow
+def test_the_demo_keeps_what_it_promises():
+    result = call("demo", "--json", "--tokens", "8192", "--device", "cpu")
+    assert result.exit_code == 0, result.stderr
+    shown = json.loads(result.stdout)
+    assert set(KEYS.split()) <= set(shown)
+    assert shown["context_tokens"] == 8192
+    assert shown["correct"] is True
+    assert shown["dense_answer"] == shown["sparse_answer"] == shown["expected"]
+    assert shown["window_answer"] != shown["expected"]
+    assert shown["dense_layers"] == []
+    assert shown["full_kv_bytes"] == 8192 * 6 * 2 * 2 * 64 * 2
+    assert shown["device_kv_bytes"] == 6 * 2 * 2 * 64 * 2 * (1024 + 32)
+    device = shown["device_kv_bytes"] + shown["representation_bytes"]
+    assert device <= shown["full_kv_bytes"] / 4
+    assert shown["host_kv_bytes"] >= shown["full_kv_bytes"]
+    assert 0 < shown["hit_rate"] < 1
+    assert shown["misses"] > 0
+    assert shown["loaded_bytes"] == shown["misses"] * 2 * 16 * 64 * 2
+    assert shown["impl"] == "reference"
+    assert shown["steps_per_second"] > 0
+
+
+def test_the_demo_refuses_before_it_computes():
+    refused(call("demo", "--json", "--budget", "0", "--device", "cpu"), "budget")
+    refused(
+        call("demo", "--json", "--budget", "13000", "--device", "cpu"), "no prompt can be made"
+    )
+
+
+def generate(*args, stdin=None, model=CHECKPOINT, prompt=("--prompt", "import os\n")):
+    room = ("--max-new-tokens", "5")
+    return call("generate", "--model", str(model), *SPARSE, *room, *prompt, *args, stdin=stdin)
+
+
+@pytest.fixture(scope="module")
+def question():
+    return make_prompt(1500, facts=4, seed=3)
+
+
+def test_generate_answers_through_a_small_buffer(question):
+    sizes = ("--budget", "256", "--buffer", "256", "--impl", "reference", "--json")
+    result = generate(*sizes, prompt=("--prompt-file", "-"), stdin=question.text)
+    assert result.exit_code == 0, result.stderr
+    shown = json.loads(result.stdout)
+    assert set(GENERATE_KEYS.split()) <= set(shown)
+    assert shown["text"] == question.expected
+    assert (shown["prompt_tokens"], shown["new_tokens"]) == (1500, 5)
+    assert (shown["budget_tokens"], shown["buffer_tokens"]) == (256, 256)
+    assert shown["impl"] == "reference"
+    assert shown["dense_layers"] == [0, 1]
+    assert 0 < shown["hit_rate"] < 1
+    assert shown["steps_per_second"] > 0
+
+
+def test_generate_streams_text(question, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text(question.text, encoding="utf-8")
+    result = generate("--dtype", "float32", prompt=("--prompt-file", str(file)))
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.strip() == question.expected
+    assert "impl reference" in result.stderr
+    assert "dtype float32" in result.stderr
+
+
+def test_options_beat_the_file(tmp_path):
+    file = tmp_path / "sparse.json"
+    file.write_text(json.dumps({"unit": 8, "budget": 64, "dense_layers": [2]}), encoding="utf-8")
+    result = generate("--config", str(file), "--budget", "96", "--json")
+    assert result.exit_code == 0, result.stderr
+    shown = json.loads(result.stdout)
+    assert (shown["unit"], shown["budget_tokens"], shown["dense_layers"]) == (8, 96, [2])
+
+
+def test_one_token_has_no_rate():
+    result = generate("--max-new-tokens", "1", "--json")
+    assert json.loads(result.stdout)["steps_per_second"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--algorithm", "quset"), ("unknown algorithm 'quset'", "quest")),
+        (("--budget", "512", "--buffer", "128"), ("buffer must hold the selection",)),
+        (("--budget", "0"), ("budget",)),
+        (("--unit", "128"), ("unit must divide page_tokens",)),
+        (("--unit", "128", "--budget", "0"), ("unit must divide page_tokens", "budget")),
+        (("--impl", "cuda"), ("impl", "'reference'")),
+        (("--device", "nowhere"), ("device 'nowhere' cannot be used",)),
+        (("--max-new-tokens", "32768"), ("32768 positions",)),
+        (("--config", "absent.json"), ("cannot be read",)),
+    ],
+)
+def test_wrong_settings_are_refused(options, words):
+    refused(generate(*options, "--json"), *words)
+
+
+def test_a_missing_model_is_refused(tmp_path):
+    refused(generate("--json", model=tmp_path / "absent"), "no such directory")
+    refused(generate("--json", model=tmp_path), "no model can be loaded")
+
+
+def test_an_unsupported_class_is_refused(tmp_path):
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    refused(generate("--json", model=tmp_path), "GPT2LMHeadModel", "LlamaForCausalLM")
+
+
+@pytest.mark.parametrize("prompt", [(), ("--prompt", "a", "--prompt-file", "-")])
+def test_exactly_one_prompt(prompt):
+    result = generate("--json", prompt=prompt, stdin="b")
+    assert (result.exit_code, result.stdout) == (2, "")
+
+
+def test_an_empty_prompt_is_refused():
+    refused(generate("--json", prompt=("--prompt", "")), "prompt is empty")
+
+
+def select(lengths, width=4, unit=4, heads=2):
+    """Rows of ids that the window selects, lane 0 of each request."""
+    shape = GroupShape((0,), unit, heads, 1, 8, torch.float32, 64, 8, 64, width, width, 2)
+    slots = torch.arange(len(lengths), dtype=torch.int32)
+    lengths = torch.tensor(lengths, dtype=torch.int32)
+    step = StepTensors(slots, lengths, lengths, slots, slots, slots)
+    empty = torch.empty(0)
+    ids = torch.full((len(lengths) * heads, width), 99, dtype=torch.int32)
+    window = Window(None, shape, {}, "reference", torch.device("cpu"))
+    window.retrieve_topk(LayerView(0, 0, shape, step, empty, empty), empty, None, ids)
+    assert torch.equal(ids[::heads], ids[1::heads])
+    return [sorted(unit for unit in row if unit >= 0) for row in ids[::heads].tolist()]
+
+
+def test_the_window_holds_sinks_and_the_newest():
+    # The unit of the newest token is the tail, which the core appends.
+    assert select([0, 1, 4, 5, 9, 17, 21]) == [
+        [],
+        [],
+        [],
+        [0],
+        [0, 1],
+        [0, 1, 2, 3],
+        [0, 2, 3, 4],
+    ]
+    assert select([41], width=1) == [[0]]
