@@ -9,7 +9,7 @@ from attrs import evolve
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import ConfigError
 from topkv.hooks.registry import hookimpl
-from topkv.prefill import add_sinks
+from topkv.ops.chunk_attention import add_sinks
 from topkv.testing.doubles import SCRIPTED, Scripted
 from topkv.testing.machines.lifecycle_model import (
     DIM,

@@ -20,8 +20,9 @@ from topkv.kv.rows import row_format
 from topkv.kv.step import StepUploader
 from topkv.lanes import LaneBuffers
 from topkv.layers import LayerPath
-from topkv.memory import MemoryReport, SparseKVCacheManager
+from topkv.memory import SparseKVCacheManager
 from topkv.plugins import PluginRegistry
+from topkv.report import MemoryReport
 from topkv.selectors import Own, Regranulated, Selector, Shared, SharedRegranulated
 from topkv.transfer.eviction import require_kernel
 from topkv.types import AlgorithmSpec, LayerView

@@ -19,11 +19,13 @@ from topkv.config.layers import show_ranges
 from topkv.errors import DeviceMemoryError, RequestError, TopkvError, is_out_of_memory
 from topkv.lanes import LaneBuffers
 from topkv.layers import Forward, LayerPath
-from topkv.memory import MemoryReport, SparseKVCacheManager, TransferReport
+from topkv.memory import SparseKVCacheManager
 from topkv.observers import Observers
+from topkv.ops.chunk_attention import add_sinks
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
-from topkv.prefill import Prefill, add_sinks
+from topkv.prefill import Prefill
+from topkv.report import MemoryReport, TransferReport
 from topkv.requests import Admission, Requests
 from topkv.types import Index
 

@@ -9,8 +9,8 @@ from functools import partial
 from topkv.config import LoweredConfig
 from topkv.hooks.observer import ForwardReport, Observer, ObserverSetup
 from topkv.layers import Forward
-from topkv.memory import TransferReport
 from topkv.plugins import PluginRegistry
+from topkv.report import TransferReport
 
 Counts = Callable[[Sequence[int]], TransferReport]
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.triton_attention.tests.making import made
-from topkv.prefill import chunk_attention
+from topkv.ops.chunk_attention import chunk_attention
 from topkv.testing.backend_bench import Guarded, assert_unchanged, expect, result
 from topkv.testing.kit import examples
 from topkv.testing.strategies import seeds

@@ -83,7 +83,7 @@ class Backend(Protocol):
                 order are attended, and all units but the last are full. ``attached`` is what
                 ``adapt_page_table`` has left there, and None in dense layers.
             out: ``[B, Q, H, Dv]`` in the dtype of q, rows at any stride, owned by the caller.
-            lse: fp32 ``[B, Q, H]`` natural log-sum-exp of the scaled logits.
+            lse: fp32 ``[B, Q, H]``, contiguous: natural log-sum-exp of the scaled logits.
 
         A lane of length 0 gives ``out`` 0 and ``lse`` -inf. Every element is written. What the
         buffers hold behind ``lengths`` (NaN, say) has no influence.

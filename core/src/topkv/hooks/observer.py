@@ -14,7 +14,7 @@ from attrs import frozen
 
 from topkv.config import LoweredConfig
 from topkv.hooks.registry import hookspec
-from topkv.memory import TransferReport
+from topkv.report import TransferReport
 
 
 @frozen

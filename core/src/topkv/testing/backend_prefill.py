@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from topkv.prefill import chunk_attention
+from topkv.ops.chunk_attention import chunk_attention
 from topkv.testing.backend_bench import (
     Expected,
     Guarded,

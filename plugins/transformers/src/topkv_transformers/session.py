@@ -88,7 +88,7 @@ class AttachedModel:
         self.requests.abandon()
 
     def memory(self) -> Any:
-        """Bytes on both tiers, see ``topkv.memory.MemoryReport``."""
+        """Bytes on both tiers, see ``topkv.report.MemoryReport``."""
         return self.coordinator.memory()
 
     def detach(self) -> None:
