@@ -129,7 +129,7 @@ def test_doctor_shows_the_same_to_people():
 
 def test_doctor_asks_plugins_of_their_libraries(monkeypatch):
     def offers(name, doctor):
-        entry = PluginEntry(name=name, kind="backend", factory="none.such:Made", doctor=doctor)
+        entry = PluginEntry(name=name, kind="backend", factories="none.such:Made", doctor=doctor)
         hook = hookimpl(lambda: [entry])
         return (f"topkv-{name}", "7.1", SimpleNamespace(topkv_register_backends=hook))
 
