@@ -205,7 +205,7 @@ def test_an_entry_module_of_an_older_api_is_refused_by_name(of, values, argument
 
 def test_the_page_that_messages_name_is_in_the_documentation():
     root = Path(__file__).parents[2]
-    assert f"- {PAGE}: migration.md" in (root / "mkdocs.yml").read_text()
+    assert "- migration.md\n" in (root / "mkdocs.yml").read_text()
     assert (root / "docs" / "migration.md").read_text().startswith(f"# {PAGE}\n")
 
 
