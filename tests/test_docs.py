@@ -191,11 +191,30 @@ def test_every_page_is_in_the_navigation():
 
 def test_every_hook_is_documented_with_its_arguments():
     page = references.hook_reference()
-    for kind in (*KINDS, "registry"):
+    for kind in KINDS:
+        assert f"### `topkv_register_{kind}s`" in page
         module = import_module(f"topkv.hooks.{kind}")
         for name, function in spec_functions(module).items():
             section = page.split(f"### `{name}`", 1)[1].split("\n### ", 1)[0]
-            assert all(f"{x}: " in section for x in signature(function).parameters), name
+            _, *arguments = signature(function).parameters  # less ``self``
+            assert f"def {name}({arguments[0] if arguments else ')'}" in re.sub(
+                r"\(\n +", "(", section
+            )
+            assert all(f"{argument}: " in section for argument in arguments), name
+
+
+def test_what_every_factory_takes_is_documented():
+    page = references.hook_reference()
+    for kind in KINDS:
+        module = import_module(f"topkv.hooks.{kind}")
+        (setup,) = (value for name, value in vars(module).items() if _is_setup(name, kind))
+        section = page.split(f"### `{setup.__name__}`", 1)[1].split("\n### ", 1)[0]
+        for field in attrs.fields(setup):
+            assert re.search(rf"^\| [^|]*`{field.name}`", section, re.M), f"{kind}.{field.name}"
+
+
+def _is_setup(name, kind):
+    return name.lower() == f"{kind}setup"
 
 
 def test_every_key_of_the_configuration_is_documented():

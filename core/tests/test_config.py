@@ -28,13 +28,17 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 WIDE = Capabilities(units=(1, 128), host_memory=True)
 
 
+def _entry(name, kind, factories="x:Y", **values):
+    return PluginEntry(name, kind, factories, **values)
+
+
 class Entries:
     """Entries of one package; nothing here imports their factories."""
 
     def __init__(self, algorithms=(), backends=(), observers=()):
-        self.algorithms = [PluginEntry(name, "algorithm", "x:Y", **v) for name, v in algorithms]
-        self.backends = [PluginEntry(name, "backend", "x:Y", **v) for name, v in backends]
-        self.observers = [PluginEntry(name, "observer", "x:Y", **v) for name, v in observers]
+        self.algorithms = [_entry(name, "algorithm", **v) for name, v in algorithms]
+        self.backends = [_entry(name, "backend", **v) for name, v in backends]
+        self.observers = [_entry(name, "observer", **v) for name, v in observers]
 
     @hookimpl
     def topkv_register_algorithms(self):
@@ -575,22 +579,26 @@ def test_several_plugins_and_none():
     )
 
 
+def _caps(**values):
+    return {"capabilities": Capabilities(**values)}
+
+
 NARROW = {
-    "units": ({"units": (1, 8)}, "takes units of 1 to 8 tokens, got 16: change unit"),
-    "scope": ({"scopes": ("shared",)}, "takes scope shared, got kv_head"),
-    "attention": ({"attention": ("mla",)}, "takes attention mla, got gqa"),
-    "impl": ({"impls": ("triton",)}, "takes impl triton, got reference"),
-    "dtype": ({"dtypes": ("float16",)}, "takes dtype float16, got bfloat16"),
-    "head_dim": ({"head_dims": (96, 128)}, "takes head_dim 96, 128, got 64"),
-    "group": ({"max_group": 2}, "takes at most 2 query heads for each kv-head, got 4"),
+    "units": (_caps(units=(1, 8)), "takes units of 1 to 8 tokens, got 16: change unit"),
+    "scope": (_caps(scopes=("shared",)), "takes scope shared, got kv_head"),
+    "attention": (_caps(attention=("mla",)), "takes attention mla, got gqa"),
+    "impl": ({"factories": {"triton": "x:Y"}}, "takes impl triton, got reference"),
+    "dtype": (_caps(dtypes=("float16",)), "takes dtype float16, got bfloat16"),
+    "head_dim": (_caps(head_dims=(96, 128)), "takes head_dim 96, 128, got 64"),
+    "group": (_caps(max_group=2), "takes at most 2 query heads for each kv-head, got 4"),
 }
 
 
 @pytest.mark.parametrize("kind", ["algorithm", "backend"])
 @pytest.mark.parametrize("name", NARROW)
 def test_negotiation_names_whose_it_is(kind, name):
-    caps, expected = NARROW[name]
-    entry = ("narrow", {"capabilities": Capabilities(**caps)})
+    values, expected = NARROW[name]
+    entry = ("narrow", values)
     registry = make([entry]) if kind == "algorithm" else make([("wide", {})], [entry])
     told = reason(registry=registry, scope="kv_head")
     assert told == f"topkv-fake 0.3 ({kind} 'narrow') {expected} (layers 0-7, sparse)"

@@ -22,7 +22,7 @@ from topkv_cli.matrix import matrix, rows_of
 from topkv_cli.plugins import _all, as_dict
 
 MODEL = ModelShape(2, 4, 2, 64, torch.bfloat16, 0.125)
-FINE = {"name": "mine", "kind": "algorithm", "factory": "x:Y", "hook_api": HOOK_API}
+FINE = {"name": "mine", "kind": "algorithm", "factories": "x:Y", "hook_api": HOOK_API}
 READS = PluginEntry("reads", "backend", "x:Y")
 
 
@@ -71,6 +71,20 @@ def test_each_wrong_field_is_named(values, expected):
     assert "for the author of mine to mend" in told
 
 
+@pytest.mark.parametrize("factories", [{}, {"cuda": "x:Y"}, {"triton": "x"}, "x.Y"])
+def test_factories_are_places_by_implementation(factories):
+    told = problem(factories=factories)
+    assert "topkv_register_algorithms failed: " in told
+    assert "factories" in told
+    assert "for the author of mine to mend" in told
+
+
+def test_one_place_stands_for_all_implementations():
+    assert PluginEntry(**FINE).factories == {"reference": "x:Y", "triton": "x:Y"}
+    one = PluginEntry(**{**FINE, "factories": {"triton": "x:Z"}})
+    assert (one.impls, dict(one.factories)) == (("triton",), {"triton": "x:Z"})
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -78,7 +92,6 @@ def test_each_wrong_field_is_named(values, expected):
         *(("scopes", value) for value in ("shared", ("shared", 1), ("everything",), ())),
         *(("attention", value) for value in (None, "gqa")),
         *(("kv_formats", value) for value in (None, "fp8")),
-        *(("impls", value) for value in (None, "triton", ("cuda",))),
         *(("dtypes", value) for value in ("bfloat16", (torch.bfloat16,))),
         *(("head_dims", value) for value in (64, ("64",), (10**5000,))),
         *(("max_group", value) for value in ("8", 0, True)),
@@ -159,7 +172,6 @@ CAPABILITIES = some(
         "units": st.tuples(st.integers(1, 8), st.integers(8, 64)),
         "scopes": st.sampled_from([("shared",), ("kv_head",), None]),
         "attention": st.sampled_from([("gqa",), ("gqa", "mla")]),
-        "impls": st.just(("reference",)),
         "head_dims": st.sampled_from([(64,), None]),
         "tiers": st.just(("cpu",)),
         "traits": st.just(()),

@@ -6,9 +6,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from attrs import evolve
 
-from topkv.entries import Capabilities, PluginEntry
+from topkv.entries import PluginEntry
 from topkv.errors import ConfigError, PluginError
+from topkv.hooks.eviction import EvictionSetup
 from topkv.plugins import PluginRegistry
 from topkv.testing.doubles import Entries
 from topkv.testing.machines.lifecycle_model import make_coordinator
@@ -20,6 +22,9 @@ from topkv.transfer.eviction import LeastRecentlyUsed
 
 class Bare:
     """A policy in torch alone."""
+
+    def __init__(self, setup):
+        """Nothing depends on the setup."""
 
     new_position = LeastRecentlyUsed.new_position
 
@@ -45,13 +50,13 @@ def interpreted():
     return found
 
 
-def registry_with(capabilities):
-    entry = PluginEntry("bare", "eviction", f"{__name__}:Bare", capabilities=capabilities)
+def registry_with(factories):
+    entry = PluginEntry("bare", "eviction", factories)
     return PluginRegistry([("topkv-bare", "7", Entries(entry))])
 
 
 def test_a_policy_without_a_kernel_is_refused_by_its_own_name(interpreted):
-    registry = registry_with(Capabilities())
+    registry = registry_with(f"{__name__}:Bare")
     with pytest.raises(PluginError) as caught:
         make_coordinator(interpreted, registry=registry, eviction="bare")
     assert str(caught.value).startswith("topkv-bare 7 (eviction 'bare') has no kernel:")
@@ -61,14 +66,15 @@ def test_a_policy_without_a_kernel_is_refused_by_its_own_name(interpreted):
 
 
 def test_a_policy_that_states_no_kernel_is_refused_before_anything_is_made(interpreted):
-    registry = registry_with(Capabilities(impls=("reference",)))
+    registry = registry_with({"reference": f"{__name__}:Bare"})
     with pytest.raises(ConfigError, match=r"topkv-bare 7 .* takes impl reference, got triton"):
         make_coordinator(interpreted, registry=registry, eviction="bare")
 
 
 def test_a_wrong_policy_writes_to_no_other_lane(interpreted):
-    def make(store, layers, eviction, impl):
-        return ZeroCopyTransfer(store, layers, BehindTheLane(), impl)
+    def make(setup, impl):
+        policy = BehindTheLane(EvictionSetup(interpreted.device))
+        return ZeroCopyTransfer(evolve(setup, eviction=policy), impl)
 
     group = group_shape(slots=5, requests=3, lane_heads=1, layers=1)
     bench = TransferBench(make, group, interpreted.device, interpreted.impl)

@@ -5,37 +5,60 @@ from __future__ import annotations
 import inspect
 from importlib import import_module
 
+import attrs
+
 from topkv.entries import HOOK_API, KINDS
 from topkv.hooks.binding import spec_functions
+from topkv.hooks.registry import OPTIONAL
 
 EXPECTED = {
-    (1, 1): {
-        "algorithm.spec": "",
-        "algorithm.construct": "layer slot start k q lse",
-        "algorithm.settle": "layer slot since length history",
-        "algorithm.update": "layer k",
-        "algorithm.retrieve_topk": "layer q native ids",
-        "algorithm.retrieve_prompt": "layer slot start q native ids",
-        "backend.adapt_page_table": "layer plan table lengths",
-        "backend.attend": "q k v table lengths out lse",
-        "backend.prefill": "q k v q_start k_start out lse",
-        "backend.prefill_selected": "q k v q_start k_start keep out lse",
-        "transfer.append": "layer k v",
-        "transfer.plan": "layer ids limit out",
-        "transfer.load": "layer plan",
-        "transfer.offload": "",
-        "transfer.store_chunk": "layer slot start k v high resident",
-        "transfer.fetch": "layer slot start k v",
-        "transfer.flush": "slot length high resident",
-        "transfer.restore": "slot length resident",
-        "transfer.reset": "slot",
-        "eviction.new_position": "position stale stale_rank hit_rank stale_count misses slots",
-        "topk.topk": "scores lengths ids",
-        "engine.refusals": "model",
-        "engine.attach": "model config",
-        "observer.before_forward": "slots prefill_tokens",
-        "observer.after_forward": "slots prefill_tokens",
+    (2, 0): {
+        "algorithm.spec": "self",
+        "algorithm.construct": "self layer slot start k v q lse",
+        "algorithm.settle": "self layer slot since length history",
+        "algorithm.update": "self layer k v",
+        "algorithm.retrieve_topk": "self layer q weights ids",
+        "algorithm.retrieve_prompt": "self layer slot start q weights ids",
+        "algorithm.truncated": "self layer slot length",
+        "backend.adapt_page_table": "self layer plan tables",
+        "backend.attend": "self q k v tables out lse",
+        "backend.prefill": "self q k v q_start k_start out lse",
+        "backend.prefill_selected": "self q k v q_start k_start keep out lse",
+        "transfer.append": "self layer k v",
+        "transfer.plan": "self layer ids limit out",
+        "transfer.load": "self layer plan",
+        "transfer.offload": "self",
+        "transfer.store_chunk": "self layer slot start k v high resident",
+        "transfer.fetch": "self layer slot start k v",
+        "transfer.flush": "self slot length high resident",
+        "transfer.restore": "self slot length resident",
+        "transfer.reset": "self slot",
+        "eviction.new_position": (
+            "self position stale stale_rank hit_rank stale_count misses slots"
+        ),
+        "topk.topk": "self scores lengths ids",
+        "engine.refusals": "self model",
+        "engine.attach": "self model config",
+        "observer.before_forward": "self report",
+        "observer.after_forward": "self report",
     }
+}
+
+OPTIONAL_HOOKS = {
+    "algorithm.settle",
+    "algorithm.retrieve_prompt",
+    "algorithm.truncated",
+    "backend.prefill_selected",
+}
+
+SETUPS = {
+    "algorithm": ("AlgorithmSetup", "model group params device topk"),
+    "backend": ("BackendSetup", "model group device max_batch group_size"),
+    "transfer": ("TransferSetup", "store layers eviction"),
+    "eviction": ("EvictionSetup", "device"),
+    "topk": ("TopKSetup", "rows columns select device"),
+    "engine": ("EngineSetup", "registry"),
+    "observer": ("ObserverSetup", "config"),
 }
 
 
@@ -53,9 +76,31 @@ def test_arguments_change_only_with_the_version():
     assert found == EXPECTED[HOOK_API]
 
 
+def test_hooks_that_may_be_left_out_change_only_with_the_version():
+    found = {f"{kind}.{name}" for kind, name, hook in hooks() if hasattr(hook, OPTIONAL)}
+    assert found == OPTIONAL_HOOKS
+
+
+def test_what_factories_take_changes_only_with_the_version():
+    found = {}
+    for kind in KINDS:
+        page = import_module(f"topkv.hooks.{kind}")
+        (setup,) = (cls for cls in vars(page).values() if _is_setup(cls, page))
+        fields = " ".join(field.name for field in attrs.fields(setup))
+        found[kind] = (setup.__name__, fields)
+        for field in attrs.fields(setup):
+            assert field.name in setup.__doc__, f"{setup.__name__} is silent about {field.name}"
+    assert found == SETUPS
+
+
+def _is_setup(cls, page):
+    own = inspect.isclass(cls) and cls.__module__ == page.__name__
+    return own and cls.__name__.endswith("Setup")
+
+
 def test_every_hook_says_what_it_is_for():
     for kind, name, function in hooks():
         assert len(inspect.getdoc(function) or "") > 20, f"{kind}.{name}"
         for argument in inspect.signature(function).parameters:
-            if argument not in ("layer", "slot", "plan", "out"):
+            if argument not in ("self", "layer", "slot", "plan", "out", "report"):
                 assert argument in function.__doc__, f"{kind}.{name} is silent about {argument}"

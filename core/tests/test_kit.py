@@ -142,12 +142,12 @@ class RoundsSteps(Indexed):
     """Decode keeps a key in half of the digits that a prompt keeps."""
 
     @hookimpl
-    def update(self, layer, k):
-        super().update(layer, k.bfloat16().to(k.dtype))
+    def update(self, layer, k, v):
+        super().update(layer, k.bfloat16().to(k.dtype), v)
 
 
 def test_a_difference_is_told_by_pool_row_and_size():
-    entry = evolve(INDEXED, name="mine", factory=f"{__name__}:{RoundsSteps.__name__}")
+    entry = evolve(INDEXED, name="mine", factories=f"{__name__}:{RoundsSteps.__name__}")
     subject = subject_of(entry, "algorithm", tier("cpu"))
     with pytest.raises(AssertionError) as caught:
         AlgorithmTests().test_decode_builds_what_a_prompt_builds(subject)
@@ -164,22 +164,22 @@ class CodesOfThePrompt(Indexed):
     """Decode stores the nearest of the first two keys: a codebook that is trained once."""
 
     @hookimpl
-    def update(self, layer, k):
+    def update(self, layer, k, v):
         k = k.clone()
         for row, slot in enumerate(layer.step.slots.tolist()):
             if slot >= 0:
                 book = layer.pools["index"][self._rows(layer, slot, torch.arange(2))]
                 nearest = (book - k[row].double()).square().sum(-1).nan_to_num(torch.inf).argmin()
                 k[row] = book[nearest].to(k.dtype)
-        super().update(layer, k)
+        super().update(layer, k, v)
 
 
 def test_an_algorithm_need_not_be_incremental():
     stated = INDEXED.capabilities.traits
     for traits, error in ((stated, AssertionError), (stated[:-1], pytest.skip.Exception)):
         capabilities = evolve(INDEXED.capabilities, traits=traits)
-        factory = f"{__name__}:{CodesOfThePrompt.__name__}"
-        entry = evolve(INDEXED, name="mine", factory=factory, capabilities=capabilities)
+        factories = dict.fromkeys(INDEXED.impls, f"{__name__}:{CodesOfThePrompt.__name__}")
+        entry = evolve(INDEXED, name="mine", factories=factories, capabilities=capabilities)
         subject = subject_of(entry, "algorithm", tier("cpu"))
         with pytest.raises(
             error, match="incremental" if error is not AssertionError else "needle"

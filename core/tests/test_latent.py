@@ -22,7 +22,7 @@ from topkv.testing.oracle import attention
 from topkv.testing.tiers import all_tiers
 from topkv.types import Index, IndexerShape, ModelShape
 
-DENSE_PROMPTS = evolve(INDEXED, name="dense_prompts", factory=f"{__name__}:DensePrompts")
+DENSE_PROMPTS = evolve(INDEXED, name="dense_prompts", factories=f"{__name__}:DensePrompts")
 REGISTRY = PluginRegistry([("test", "1", Entries(INDEXED, DENSE_PROMPTS))])
 HEADS, MOST = 3, 40
 FORMATS = {"model": (12, 8), "fp8": (576, 512)}
@@ -329,7 +329,7 @@ def test_a_backend_that_cannot_attend_to_selected_prompts_is_refused(monkeypatch
         raise AssertionError("the host pool was allocated before the configuration was refused")
 
     monkeypatch.setattr(host_pool, "HostMemory", allocate)
-    entry = evolve(GATHER, name="blind", factory=f"{__name__}:Blind")
+    entry = evolve(GATHER, name="blind", factories=f"{__name__}:Blind")
     registry = PluginRegistry([("test", "1", Entries(INDEXED, entry))])
     model = ModelShape(1, 3, 1, 12, torch.float32, 1.0, "mla", 8, IndexerShape(2, 4))
     config = SparseConfig(algorithm="indexed", backend="blind", dense_layers=[])

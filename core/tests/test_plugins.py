@@ -6,37 +6,46 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 import topkv
 from topkv import hookimpl
 from topkv.entries import HOOK_API, KINDS, Capabilities, PluginEntry
 from topkv.errors import CapabilityError, PluginError
 from topkv.hooks import eviction, observer
-from topkv.hooks.binding import bind, check_instance, spec_functions
+from topkv.hooks.binding import check_instance, spec_functions
+from topkv.hooks.eviction import EvictionSetup
 from topkv.plugins import PluginRegistry, registry
+from topkv.types import AlgorithmSpec
+
+PAGE = "From hook API 1 to 2"
 
 
 class Observer:
     """A right observer, and the base of wrong ones."""
 
-    @hookimpl
-    def before_forward(self, slots, prefill_tokens):
-        return slots, prefill_tokens
+    def __init__(self, setup=None):
+        self.setup = setup
 
     @hookimpl
-    def after_forward(self, slots, prefill_tokens):
+    def before_forward(self, report):
+        return None
+
+    @hookimpl
+    def after_forward(self, report):
         return None
 
 
 class BrokenObserver:
-    def __init__(self):
+    def __init__(self, setup):
         raise OSError("no log file")
 
 
-def refusing():
+def refusing(setup):
     raise CapabilityError("watcher cannot serve this", ["it is Sunday"])
 
 
@@ -63,7 +72,6 @@ def test_the_core_brings_its_own_entries():
     records = PluginRegistry([]).records()
     assert [(record.kind, record.name, record.package) for record in records] == [
         ("eviction", "lru", "topkv"),
-        ("observer", "log", "topkv"),
         ("topk", "pivot", "topkv"),
         ("transfer", "zero_copy", "topkv"),
     ]
@@ -116,7 +124,10 @@ BROKEN = {
         offer(entry("w"), kind="backend"),
         "topkv_register_backends must return entries of kind 'backend', got 'observer'",
     ),
-    "taken": (offer(entry("log")), "the name is topkv's own, which offers observer 'log' itself"),
+    "taken": (
+        offer(entry("lru", kind="eviction"), kind="eviction"),
+        "the name is topkv's own, which offers eviction 'lru' itself",
+    ),
     "newer": (offer(entry("n", hook_api=(HOOK_API[0], HOOK_API[1] + 1))), "speaks"),
     "api-text": (offer(entry("t", hook_api="1.0")), "must be a tuple (major, minor)"),
     "caps": (offer(entry("c", capabilities={})), "must be a topkv.entries.Capabilities, got {}"),
@@ -129,7 +140,7 @@ def test_broken_plugins_break_no_other():
     broken = [(name, "1", plugin) for name, (plugin, _) in BROKEN.items()]
     found = PluginRegistry([broken[0], right, *broken[1:], last])
     usable = {record.name for record in found.usable("observer")}
-    assert usable == {"watcher", "last", "half", "log"}
+    assert usable == {"watcher", "last", "half"}
     assert found.get("observer", "watcher").package == "right"
     told = problems(found)
     for name, (_, expected) in BROKEN.items():
@@ -147,24 +158,60 @@ def test_the_same_object_twice_is_a_problem_of_both():
 
 @pytest.mark.parametrize(
     ("api", "mend"),
-    [((2, 0), "a topkv that speaks 2.0"), ((1, 7), "speaks 1.7"), ((0, 9), "a newer topkv-w")],
+    [((3, 0), "a topkv that speaks 3.0"), ((2, 7), "speaks 2.7"), ((1, 1), "a newer topkv-w")],
 )
 def test_a_wrong_hook_api_is_refused_before_the_factory_is_imported(api, mend):
     late = PluginEntry("w", "observer", "does.not.exist:Late", hook_api=api)
     with pytest.raises(PluginError) as caught:
-        PluginRegistry([("topkv-w", "0.3.1", offer(late))]).create("observer", "w")
+        PluginRegistry([("topkv-w", "0.3.1", offer(late))]).create("observer", "w", None)
     text = str(caught.value)
     assert (
         f"topkv-w 0.3.1 (entry point 'w') implements hook API {api[0]}.{api[1]}; this topkv "
         f"{topkv.__version__} speaks {HOOK_API[0]}.{HOOK_API[1]}"
     ) in text
     assert mend in text
+    assert (f"the page '{PAGE}' of the documentation says what to change" in text) == (api < (2,))
     assert "exist" not in text
 
 
+class Capable:
+    """An entry module that was written against hook API 1: its arguments are gone."""
+
+    def __init__(self, of, **values):
+        self.of, self.values = of, values
+
+    @hookimpl
+    def topkv_register_observers(self):
+        self.of(**self.values)
+
+
+@pytest.mark.parametrize(
+    ("of", "values", "argument"),
+    [
+        (Capabilities, {"impls": ("reference",)}, "impls"),
+        (PluginEntry, {"name": "w", "kind": "observer", "factory": "a:b"}, "factory"),
+        (AlgorithmSpec, {"prefix_shareable": True}, "prefix_shareable"),
+    ],
+)
+def test_an_entry_module_of_an_older_api_is_refused_by_name(of, values, argument):
+    found = PluginRegistry([("topkv-w", "0.3.1", Capable(of, **values))])
+    with pytest.raises(PluginError) as caught:
+        found.get("observer", "w")
+    text = str(caught.value)
+    assert "topkv-w 0.3.1: topkv_register_observers failed: TypeError" in text
+    assert f"'{argument}'" in text
+    assert f"the page '{PAGE}' of the documentation says what to change" in text
+
+
+def test_the_page_that_messages_name_is_in_the_documentation():
+    root = Path(__file__).parents[2]
+    assert "- migration.md\n" in (root / "mkdocs.yml").read_text()
+    assert (root / "docs" / "migration.md").read_text().startswith(f"# {PAGE}\n")
+
+
 def test_an_older_minor_loads(monkeypatch):
-    monkeypatch.setattr("topkv.discovery.HOOK_API", (1, 3))
-    found = PluginRegistry([("old", "1", offer(entry(hook_api=(1, 0))))])
+    monkeypatch.setattr("topkv.discovery.HOOK_API", (2, 3))
+    found = PluginRegistry([("old", "1", offer(entry(hook_api=(2, 0))))])
     assert found.get("observer", "watcher").problem is None
 
 
@@ -173,7 +220,7 @@ def test_an_unknown_name_lists_what_there_is():
     with pytest.raises(PluginError, match="unknown observer 'my_watcher'") as caught:
         found.get("observer", "my_watcher")
     told = str(caught.value)
-    assert "installed of kind observer: log, watcher; did you mean 'watcher'? no installed" in told
+    assert "installed of kind observer: watcher; did you mean 'watcher'? no installed" in told
     with pytest.raises(PluginError, match="installed of kind topk: pivot; no installed package"):
         found.get("topk", "cuda")
     # Whoever registers a distribution of a name that is not there would be asked for code.
@@ -211,7 +258,7 @@ def points(monkeypatch):
 @pytest.mark.usefixtures("points")
 def test_entry_points_that_do_not_import_are_kept_with_the_reason():
     found = PluginRegistry()
-    assert [record.name for record in found.usable("observer")] == ["fine", "log"]
+    assert [record.name for record in found.usable("observer")] == ["fine"]
     assert "ModuleNotFoundError: No module named 'topkv_is_not_there'" in str(problems(found))
     assert "SystemExit" in problems(found)["topkv-exit"]
     with pytest.raises(PluginError, match="installed and cannot be used") as caught:
@@ -226,7 +273,7 @@ def test_entry_points_that_do_not_import_are_kept_with_the_reason():
 def test_blocked_entry_points_are_not_loaded(monkeypatch):
     monkeypatch.setenv("TOPKV_BLOCK", "exit, fine")
     found = PluginRegistry()
-    assert [record.name for record in found.usable("observer")] == ["log"]
+    assert [record.name for record in found.usable("observer")] == []
     assert "TOPKV_BLOCK" in problems(found)["topkv-exit"]
     with pytest.raises(PluginError, match="left out by the environment variable TOPKV_BLOCK"):
         found.get("observer", "fine")
@@ -234,10 +281,21 @@ def test_blocked_entry_points_are_not_loaded(monkeypatch):
 
 def test_create_builds_and_checks():
     found = PluginRegistry([("right", "2.0", offer(entry()))])
-    instance = found.create("observer", "watcher")
-    assert bind(instance, "before_forward")([0], 3) == ([0], 3)
-    with pytest.raises(PluginError, match="no hook 'during_forward'"):
-        bind(instance, "during_forward")
+    setup = object()
+    instance = found.create("observer", "watcher", setup)
+    assert type(instance).__name__ == "Observer"
+    assert instance.setup is setup
+
+
+def test_create_takes_the_factory_of_the_implementation():
+    factories = {"reference": f"{__name__}:Observer", "triton": f"{__name__}:Other"}
+    one = PluginEntry("one", "observer", {"triton": f"{__name__}:Other"})
+    found = PluginRegistry([("w", "2.0", offer(PluginEntry("both", "observer", factories), one))])
+    assert type(found.create("observer", "both", None)).__name__ == "Observer"
+    assert type(found.create("observer", "both", None, "triton")).__name__ == "Other"
+    with pytest.raises(PluginError, match="it offers triton, got reference; set impl") as caught:
+        found.create("observer", "one", None)
+    assert "w 2.0 (observer 'one') has no such implementation" in str(caught.value)
 
 
 def test_create_names_whose_factory_failed():
@@ -254,28 +312,20 @@ def test_create_names_whose_factory_failed():
     }
     for name, text in expected.items():
         with pytest.raises(PluginError, match=text) as caught:
-            found.create("observer", name)
+            found.create("observer", name, None)
         assert f"right 2.0 (observer '{name}')" in str(caught.value)
         assert caught.value.__cause__ is not None
     with pytest.raises(CapabilityError, match="it is Sunday") as refused:
-        found.create("observer", "refuses")
+        found.create("observer", "refuses", None)
     assert "right 2.0" in refused.value.__notes__[0]
-
-
-def test_create_all_leaves_out_what_cannot_be_built():
-    entries = (entry(), entry("broken", attribute="BrokenObserver"))
-    found = PluginRegistry([("right", "2.0", offer(*entries))])
-    with pytest.warns(RuntimeWarning, match="no log file"):
-        _log, instance = found.create_all("observer")
-    assert type(instance).__name__ == "Observer"
 
 
 class Wrong:
     @hookimpl(tryfirst=True)
-    def before_forward(self, slots, prefill_tokens):
+    def before_forward(self, report):
         return None
 
-    def after_forward(self, slots, prefill_tokens):
+    def after_forward(self, report):
         return None
 
     @hookimpl
@@ -287,25 +337,29 @@ class Wrong:
         raise RuntimeError("a property was evaluated")
 
 
-class Swapped(Observer):
+class Other(Observer):
+    """Another right one."""
+
+
+class Older(Observer):
     @hookimpl
-    def before_forward(self, prefill_tokens, slots):
+    def before_forward(self, slots, prefill_tokens):
         return None
 
     @hookimpl
-    def after_forward(self, slots, *, prefill_tokens):
+    def after_forward(self, *, report):
         return None
 
 
 class Wrapped(Observer):
     @hookimpl(wrapper=True)
-    def before_forward(self, slots, prefill_tokens):
+    def before_forward(self, report):
         return (yield)
 
 
 class Short(Observer):
     @hookimpl
-    def before_forward(self, slots):
+    def before_forward(self):
         return None
 
 
@@ -322,10 +376,10 @@ def test_every_breach_of_the_contract_is_told_at_once():
 @pytest.mark.parametrize(
     ("instance", "text"),
     [
-        (Swapped(), r"before_forward must take \(slots, prefill_tokens\), got \(prefill_tokens"),
-        (Swapped(), r"after_forward must take .* got \(slots, \*, prefill_tokens\)"),
+        (Older(), r"before_forward must take \(report\), got \(slots, prefill_tokens"),
+        (Older(), r"after_forward must take .* got \(\*, report\)"),
         (Wrapped(), "cannot be wrapper"),
-        (Short(), r"got \(slots\)"),
+        (Short(), r"got \(\)"),
         (object(), "before_forward of topkv.hooks.observer is missing"),
     ],
 )
@@ -335,7 +389,7 @@ def test_a_breach_of_the_contract_is_refused(instance, text):
 
 
 def test_the_cores_own_plugins_keep_their_contract():
-    policy = PluginRegistry([]).create("eviction", "lru")
+    policy = PluginRegistry([]).create("eviction", "lru", EvictionSetup(torch.device("cpu")))
     check_instance(policy, eviction, "topkv")
     assert list(spec_functions(eviction)) == ["new_position"]
 
@@ -344,11 +398,11 @@ def test_a_static_method_and_an_attribute_are_found():
     class Bare:
         @staticmethod
         @hookimpl
-        def before_forward(slots, prefill_tokens):
+        def before_forward(report):
             return None
 
     bare = Bare()
-    bare.after_forward = hookimpl(lambda slots, prefill_tokens: None)
+    bare.after_forward = hookimpl(lambda report: None)
     check_instance(bare, observer, "bare 1")
 
 

@@ -14,8 +14,9 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from topkv.hooks.topk import TopKSetup  # noqa: E402
 from topkv.ops import topk_kernels, topk_long, topk_long_kernels  # noqa: E402
-from topkv.ops.topk import topk, workspace  # noqa: E402
+from topkv.ops.topk import PivotTopK, topk  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 pytestmark = [pytest.mark.gpu] if CUDA else []
@@ -261,11 +262,15 @@ def test_two_streams_and_replays_do_not_mix(monkeypatch, early):
             assert got == expected(row, 1 << 17, 2048)
 
 
-def test_a_workspace_is_made_once_and_checked(small):
+def scratch(rows, columns):
+    return PivotTopK(TopKSetup(rows, columns, 7, torch.device(DEVICE)))
+
+
+def test_a_scratch_is_made_once_and_checked(small):
     scores = torch.randn(2, 96, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     lengths = torch.tensor([96, 70], dtype=torch.int32, device=DEVICE)
-    work = workspace(5, 96, 7, torch.device(DEVICE))
-    assert workspace(5, 30, 7, torch.device(DEVICE)).scratch is None
+    work = scratch(5, 96)
+    assert scratch(5, 30).scratch is None
     expected, ids = (torch.full((2, 7), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
     topk(scores, lengths, expected, impl="triton")
     for poison in (-1, 2**30):
@@ -273,4 +278,4 @@ def test_a_workspace_is_made_once_and_checked(small):
         topk(scores, lengths, ids, impl="triton", work=work)
         assert torch.equal(ids, expected)
     with pytest.raises(ValueError, match="expected at least 2 rows"):
-        topk(scores, lengths, ids, impl="triton", work=workspace(1, 96, 7, torch.device(DEVICE)))
+        topk(scores, lengths, ids, impl="triton", work=scratch(1, 96))

@@ -132,9 +132,19 @@ def _kind(path: Path, title: str) -> Iterator[str]:
     yield f"## {title}"
     yield plain(ast.get_docstring(tree) or "")
     for node in tree.body:
-        marks = [ast.unparse(mark) for mark in getattr(node, "decorator_list", [])]
-        if isinstance(node, ast.FunctionDef) and any(m.startswith("hookspec") for m in marks):
-            yield from _hook(node, optional="optional" in marks)
+        hooks = [each for each in getattr(node, "body", []) if _is_hook(each)]
+        if isinstance(node, ast.ClassDef) and not hooks:
+            yield from _class(node)
+        for each in [node] if _is_hook(node) else hooks:
+            yield from _hook(each, optional="optional" in _marks(each))
+
+
+def _marks(node: ast.AST) -> list[str]:
+    return [ast.unparse(mark) for mark in getattr(node, "decorator_list", [])]
+
+
+def _is_hook(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef) and "hookspec" in _marks(node)
 
 
 def _hook(node: ast.FunctionDef, optional: bool) -> Iterator[str]:
@@ -152,6 +162,7 @@ def _hook(node: ast.FunctionDef, optional: bool) -> Iterator[str]:
 
 
 def _signature(node: ast.FunctionDef) -> str:
+    node.args.args = [argument for argument in node.args.args if argument.arg != "self"]
     returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
     line = f"def {node.name}({ast.unparse(node.args)}){returns}"
     if len(line) <= 90:
@@ -168,13 +179,17 @@ def _types() -> Iterator[str]:
             yield plain(ast.get_docstring(tree) or "")
         for node in tree.body:
             if isinstance(node, ast.ClassDef):
-                found = sections(ast.get_docstring(node) or "")
-                yield f"### `{node.name}`"
-                yield plain(found[""])
-                if "Attributes" in found:
-                    listed = items(found["Attributes"])
-                    rows = [(f"`{item}`".replace(", ", "`, `"), told) for item, told in listed]
-                    yield table(("attribute", "meaning"), rows)
+                yield from _class(node)
+
+
+def _class(node: ast.ClassDef) -> Iterator[str]:
+    found = sections(ast.get_docstring(node) or "")
+    yield f"### `{node.name}`"
+    yield plain(found[""])
+    if "Attributes" in found:
+        listed = items(found["Attributes"])
+        rows = [(f"`{item}`".replace(", ", "`, `"), told) for item, told in listed]
+        yield table(("attribute", "meaning"), rows)
 
 
 # Configuration.

@@ -25,8 +25,9 @@ class TailAtK(TritonAttention):
     """The tail stands in the last column of the table instead of behind the selection."""
 
     @hookimpl
-    def adapt_page_table(self, layer, plan, table, lengths):
-        super().adapt_page_table(layer, plan, table, lengths)
+    def adapt_page_table(self, layer, plan, tables):
+        table, lengths = tables.table, tables.lengths
+        super().adapt_page_table(layer, plan, tables)
         for lane, count in enumerate(plan.count.tolist()):
             if lengths[lane] and table.shape[1] > plan.slots.shape[1]:
                 tail = int(table[lane, count])
@@ -38,8 +39,9 @@ class NewestTokenForgotten(TritonAttention):
     """``lengths`` ends before the token that this step appends."""
 
     @hookimpl
-    def adapt_page_table(self, layer, plan, table, lengths):
-        super().adapt_page_table(layer, plan, table, lengths)
+    def adapt_page_table(self, layer, plan, tables):
+        lengths = tables.lengths
+        super().adapt_page_table(layer, plan, tables)
         lengths.copy_((lengths - 1).clamp_min(0))
 
 
@@ -47,8 +49,9 @@ class HeadMajorRows(TritonAttention):
     """Row of a lane = head * max_requests + slot: the rows of another order."""
 
     @hookimpl
-    def adapt_page_table(self, layer, plan, table, lengths):
-        super().adapt_page_table(layer, plan, table, lengths)
+    def adapt_page_table(self, layer, plan, tables):
+        table, lengths = tables.table, tables.lengths
+        super().adapt_page_table(layer, plan, tables)
         slot, head = _rows(layer)
         group = layer.group
         shift = head * group.max_requests + slot - (slot * group.lane_heads + head)
@@ -60,8 +63,9 @@ class RowsWithoutTheRing(TritonAttention):
     """Rows are C slots apart, where they are C + T."""
 
     @hookimpl
-    def adapt_page_table(self, layer, plan, table, lengths):
-        super().adapt_page_table(layer, plan, table, lengths)
+    def adapt_page_table(self, layer, plan, tables):
+        table, lengths = tables.table, tables.lengths
+        super().adapt_page_table(layer, plan, tables)
         slot, head = _rows(layer)
         shift = (slot * layer.group.lane_heads + head) * layer.group.ring_slots
         used = _used(table, lengths, layer.group.unit)
@@ -72,18 +76,19 @@ class HostIdsInTheTable(TritonAttention):
     """The host ids of the plan are taken for slot ids."""
 
     @hookimpl
-    def adapt_page_table(self, layer, plan, table, lengths):
+    def adapt_page_table(self, layer, plan, tables):
         wrong = evolve(plan, slots=plan.miss_hosts)
-        super().adapt_page_table(layer, wrong, table, lengths)
+        super().adapt_page_table(layer, wrong, tables)
 
 
 class PaddingKeepsItsLength(TritonAttention):
     """A padded row is skipped, and keeps the length of the step before."""
 
     @hookimpl
-    def adapt_page_table(self, layer, plan, table, lengths):
+    def adapt_page_table(self, layer, plan, tables):
+        lengths = tables.lengths
         fresh = torch.empty_like(lengths)
-        super().adapt_page_table(layer, plan, table, fresh)
+        super().adapt_page_table(layer, plan, evolve(tables, lengths=fresh))
         slot, _ = _rows(layer)
         lengths.copy_(torch.where(slot < 0, lengths, fresh))
 
@@ -92,8 +97,9 @@ class NegativeBehindTheLastColumn(TritonAttention):
     """Unused columns are -1, an address before the buffer for a kernel that reads ahead."""
 
     @hookimpl
-    def adapt_page_table(self, layer, plan, table, lengths):
-        super().adapt_page_table(layer, plan, table, lengths)
+    def adapt_page_table(self, layer, plan, tables):
+        table, lengths = tables.table, tables.lengths
+        super().adapt_page_table(layer, plan, tables)
         table.masked_fill_(~_used(table, lengths, layer.group.unit), -1)
 
 
@@ -101,8 +107,9 @@ class TailAlwaysAppended(TritonAttention):
     """The tail is put into the last column even where the algorithm lets it compete."""
 
     @hookimpl
-    def adapt_page_table(self, layer, plan, table, lengths):
-        super().adapt_page_table(layer, plan, table, lengths)
+    def adapt_page_table(self, layer, plan, tables):
+        table = tables.table
+        super().adapt_page_table(layer, plan, tables)
         if table.shape[1] == plan.slots.shape[1]:
             slot, head = _rows(layer)
             group, newest = (
@@ -118,9 +125,10 @@ class ThousandColumns(TritonAttention):
     """Columns from 1024 on are not written."""
 
     @hookimpl
-    def adapt_page_table(self, layer, plan, table, lengths):
+    def adapt_page_table(self, layer, plan, tables):
+        table = tables.table
         before = table.clone()
-        super().adapt_page_table(layer, plan, table, lengths)
+        super().adapt_page_table(layer, plan, tables)
         table[:, 1024:] = before[:, 1024:]
 
 
@@ -128,8 +136,9 @@ class FirstPlanKept(TritonAttention):
     """The table of a batch is made once, and returned for every plan that follows."""
 
     @hookimpl
-    def adapt_page_table(self, layer, plan, table, lengths):
-        super().adapt_page_table(layer, plan, table, lengths)
+    def adapt_page_table(self, layer, plan, tables):
+        table, lengths = tables.table, tables.lengths
+        super().adapt_page_table(layer, plan, tables)
         self.kept = getattr(self, "kept", {})
         first = self.kept.setdefault(table.shape, (table.clone(), lengths.clone()))
         table.copy_(first[0])

@@ -10,14 +10,15 @@ from attrs import evolve
 from topkv import hookimpl
 from topkv.ops.topk import topk
 from topkv_quest.algorithm import Quest
+from topkv_quest.launch import QuestTriton
 
 
 class NextUnit(Quest):
     """Off by one: selects the unit behind the one that scored."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, native, ids):
-        super().retrieve_topk(layer, q, native, ids)
+    def retrieve_topk(self, layer, q, weights, ids):
+        super().retrieve_topk(layer, q, weights, ids)
         ids += (ids >= 0).int()
 
 
@@ -25,17 +26,17 @@ class MeanQuery(Quest):
     """Averages the queries of a group before scoring, which loses the bound."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, native, ids):
+    def retrieve_topk(self, layer, q, weights, ids):
         grouped = q.unflatten(2, (self.model.num_kv_heads, -1))
         mean = grouped.float().mean(3, keepdim=True).to(q.dtype)
-        super().retrieve_topk(layer, mean.expand_as(grouped).flatten(2, 3), native, ids)
+        super().retrieve_topk(layer, mean.expand_as(grouped).flatten(2, 3), weights, ids)
 
 
 class FirstHeadDecides(Quest):
     """Every lane takes the scores of lane 0."""
 
-    def _score(self, layer, q):
-        scores, closed = super()._score(layer, q)
+    def score(self, layer, q):
+        scores, closed = super().score(layer, q)
         lanes = scores.unflatten(0, (-1, self.group.lane_heads))
         return lanes[:, :1].expand_as(lanes).flatten(0, 1).contiguous(), closed
 
@@ -44,21 +45,21 @@ class Duplicates(Quest):
     """The best unit twice."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, native, ids):
-        super().retrieve_topk(layer, q, native, ids)
+    def retrieve_topk(self, layer, q, weights, ids):
+        super().retrieve_topk(layer, q, weights, ids)
         ids[:, -1] = ids[:, 0]
 
 
 class OpenUnitSelectable(Quest):
     """Offers the open unit too, which the core appends: its tokens count twice."""
 
-    def _score(self, layer, q):
+    def score(self, layer, q):
         step = layer.step
         layer.step = evolve(
             step, lengths=step.lengths + self.group.unit * (step.lengths > 0).int()
         )
         try:
-            return super()._score(layer, q)
+            return super().score(layer, q)
         finally:
             layer.step = step
 
@@ -67,9 +68,9 @@ class Unwritten(Quest):
     """Writes the valid ids and leaves what stands behind them."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, native, ids):
+    def retrieve_topk(self, layer, q, weights, ids):
         kept = ids.clone()
-        super().retrieve_topk(layer, q, native, ids)
+        super().retrieve_topk(layer, q, weights, ids)
         ids.copy_(torch.where(ids < 0, kept, ids))
 
 
@@ -84,8 +85,8 @@ class IgnoresPageTable(Quest):
     def _write(self, layer, slots, units, keys, valid):
         super()._write(self._identity(layer), slots, units, keys, valid)
 
-    def _score(self, layer, q):
-        return super()._score(self._identity(layer), q)
+    def score(self, layer, q):
+        return super().score(self._identity(layer), q)
 
 
 class RemembersPages(Quest):
@@ -94,19 +95,19 @@ class RemembersPages(Quest):
     table = None
 
     @hookimpl
-    def construct(self, layer, slot, start, k, q, lse):
-        super().construct(layer, slot, start, k, q, lse)
+    def construct(self, layer, slot, start, k, v, q, lse):
+        super().construct(layer, slot, start, k, v, q, lse)
         self.table = layer.step.page_table.clone()
 
-    def _score(self, layer, q):
-        return super()._score(evolve(layer, step=evolve(layer.step, page_table=self.table)), q)
+    def score(self, layer, q):
+        return super().score(evolve(layer, step=evolve(layer.step, page_table=self.table)), q)
 
 
 class SlotDict(Quest):
     """Keeps the first selection of each slot and length in a dict, which no reuse clears."""
 
-    def _score(self, layer, q):
-        scores, closed = super()._score(layer, q)
+    def score(self, layer, q):
+        scores, closed = super().score(layer, q)
         self.seen: dict[Any, Any] = getattr(self, "seen", {})
         lanes = scores.unflatten(0, (-1, self.group.lane_heads))
         for row, slot in enumerate(layer.step.slots.tolist()):
@@ -118,8 +119,8 @@ class HighTies(Quest):
     """Of equal scores the higher unit wins."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, native, ids):
-        scores, closed = self._score(layer, q[:, 0])
+    def retrieve_topk(self, layer, q, weights, ids):
+        scores, closed = self.score(layer, q[:, 0])
         scores += torch.arange(scores.shape[1], device=scores.device) * 1e-6
         topk(scores, closed, ids, impl="reference")
 
@@ -130,9 +131,9 @@ class DriftingTies(Quest):
     calls = 0
 
     @hookimpl
-    def retrieve_topk(self, layer, q, native, ids):
+    def retrieve_topk(self, layer, q, weights, ids):
         self.calls += 1
-        scores, closed = self._score(layer, q[:, 0])
+        scores, closed = self.score(layer, q[:, 0])
         units = torch.arange(scores.shape[1], device=scores.device)
         scores += (units * self.calls % 7) * 1e-3
         topk(scores, closed, ids, impl="reference")
@@ -141,10 +142,10 @@ class DriftingTies(Quest):
 class DropsSinks(Quest):
     """Forces no sinks."""
 
-    def _score(self, layer, q):
+    def score(self, layer, q):
         sinks, self.sink_units = self.sink_units, 0
         try:
-            return super()._score(layer, q)
+            return super().score(layer, q)
         finally:
             self.sink_units = sinks
 
@@ -152,8 +153,8 @@ class DropsSinks(Quest):
 class BudgetInScore(Quest):
     """Prefers units whose number the budget divides."""
 
-    def _score(self, layer, q):
-        scores, closed = super()._score(layer, q)
+    def score(self, layer, q):
+        scores, closed = super().score(layer, q)
         units = torch.arange(scores.shape[1], device=scores.device)
         return scores + (units % self.group.select == 0).float(), closed
 
@@ -162,43 +163,41 @@ class MissesOne(Quest):
     """Selects one unit less than the budget has."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, native, ids):
-        super().retrieve_topk(layer, q, native, ids)
+    def retrieve_topk(self, layer, q, weights, ids):
+        super().retrieve_topk(layer, q, weights, ids)
         ids[:, -1] = -1
 
 
 class FirstQueryForAll(Quest):
     """Scores every row with the query of the first one."""
 
-    def _score(self, layer, q):
-        return super()._score(layer, q[:1].nan_to_num().expand_as(q))
+    def score(self, layer, q):
+        return super().score(layer, q[:1].nan_to_num().expand_as(q))
 
 
 class DenseStride(Quest):
     """Takes queries for contiguous, whatever their strides."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, native, ids):
+    def retrieve_topk(self, layer, q, weights, ids):
         plain = q.as_strided(q.shape, torch.empty(q.shape).stride())
-        super().retrieve_topk(layer, plain, native, ids)
+        super().retrieve_topk(layer, plain, weights, ids)
 
 
-class KernelUnscaled(Quest):
+class KernelUnscaled(QuestTriton):
     """The score kernel gets no logit scale: far units underflow, and group means shift."""
 
-    def __init__(self, model, group, params, impl, device):
-        super().__init__(model, group, params, impl, device)
-        if self.launcher is not None:
-            self.launcher.model = evolve(model, scale=64.0)
+    def __init__(self, setup):
+        super().__init__(evolve(setup, model=evolve(setup.model, scale=64.0)))
 
 
-class KernelAllSlots(Quest):
+class KernelAllSlots(QuestTriton):
     """The kernels find the page table of the row, not that of its slot."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, native, ids):
+    def retrieve_topk(self, layer, q, weights, ids):
         step = layer.step
         rows = torch.arange(step.batch, dtype=torch.int32, device=step.slots.device)
         layer.step = evolve(step, slots=torch.where(step.slots < 0, step.slots, rows))
-        super().retrieve_topk(layer, q, native, ids)
+        super().retrieve_topk(layer, q, weights, ids)
         layer.step = step

@@ -89,21 +89,22 @@ class AsksForANumber(Signs):
     """The hot path of the kernels asks for the longest length."""
 
     @hookimpl
-    def update(self, layer, k):
+    def update(self, layer, k, v):
         if self.impl == "reference" or layer.step.lengths.max().item() > 0:
-            super().update(layer, k)
+            super().update(layer, k, v)
 
 
 class SettleRecentres(Signs):
     """Each settle takes signs anew, of keys less their mean: on pages that a fork shares too."""
 
-    settle_whole, shareable = True, False
+    settle_whole, prefix = True, "none"
 
     @hookimpl
     def settle(self, layer, slot, since, length, history):
-        keys = torch.cat([k for _, k, _ in history])
-        empty = keys[:0]
-        self.construct(layer, slot, 0, keys - keys.float().mean(0).to(keys.dtype), empty, empty)
+        _, keys, values = zip(*history, strict=True)
+        keys, values = torch.cat(keys), torch.cat(values)
+        recentred, empty = keys - keys.float().mean(0).to(keys.dtype), keys[:0]
+        self.construct(layer, slot, 0, recentred, values, empty, empty)
 
 
 def oracle(bench, slot, q):
@@ -122,7 +123,10 @@ OPTIONS = AlgorithmOptions(hidden_needles=True, oracle=oracle)
 
 
 def _mutant(broken: type, test: str, *tiers: str) -> Mutant:
-    entry = evolve(SIGNS, name="mutant", factory=f"{__name__}:{broken.__name__}")
+    kernels = type(f"{broken.__name__}Triton", (broken,), {"impl": "triton"})
+    globals()[kernels.__name__] = kernels
+    factories = {cls.impl: f"{__name__}:{cls.__name__}" for cls in (broken, kernels)}
+    entry = evolve(SIGNS, name="mutant", factories=factories)
     return Mutant(told_of(broken), AlgorithmTests, f"test_{test}", entry, SIGNS, tiers, OPTIONS)
 
 

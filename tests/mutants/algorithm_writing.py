@@ -8,6 +8,7 @@ from attrs import evolve
 from topkv import hookimpl
 from topkv_quest import reference
 from topkv_quest.algorithm import Quest
+from topkv_quest.launch import QuestTriton
 
 
 class RepresentsNextUnit(Quest):
@@ -37,13 +38,13 @@ class UpdateAccumulates(Accumulates):
     """Decode widens the bounds of the open unit, so that rejected tokens stay in them."""
 
     @hookimpl
-    def construct(self, layer, slot, start, k, q, lse):
+    def construct(self, layer, slot, start, k, v, q, lse):
         units = start // self.group.unit + torch.arange(-(-len(k) // self.group.unit))
         slots = torch.full_like(units, slot)
         table, per_page = layer.step.page_table, self.group.units_per_page
         at = reference.host_ids(table, slots, units, per_page)
         layer.pools["bounds"][at] = float("nan")
-        super().construct(layer, slot, start, k, q, lse)
+        super().construct(layer, slot, start, k, v, q, lse)
 
 
 class MeanKeys(Quest):
@@ -67,8 +68,8 @@ class PaddingWrites(Quest):
     """A padded row writes NaN to where slot -1 points: the last request's first unit."""
 
     @hookimpl
-    def update(self, layer, k):
-        super().update(layer, k)
+    def update(self, layer, k, v):
+        super().update(layer, k, v)
         padded = layer.step.slots[layer.step.slots < 0].long()
         pages = layer.step.page_table[padded, 0].long()
         layer.pools["bounds"][pages * self.group.units_per_page] = float("nan")
@@ -78,11 +79,11 @@ class IdleRowsWrite(Quest):
     """Ignores ``appended``: a row that appends nothing writes its open unit, NaN included."""
 
     @hookimpl
-    def update(self, layer, k):
+    def update(self, layer, k, v):
         step = layer.step
         layer.step = evolve(step, appended=torch.ones_like(step.appended))
         slots = step.slots[(step.slots >= 0) & (step.appended == 0)].long()
-        super().update(layer, k)
+        super().update(layer, k, v)
         at = layer.step.page_table[slots, 0].long() * self.group.units_per_page
         layer.pools["bounds"][at] += 1
         layer.step = step
@@ -92,14 +93,14 @@ class ForgetsNewest(Quest):
     """Decode represents the open unit without the token that was just appended."""
 
     @hookimpl
-    def update(self, layer, k):
+    def update(self, layer, k, v):
         step = layer.step
         layer.step = evolve(
             step,
             lengths=(step.lengths - 1).clamp(min=0),
             appended=step.appended * ((step.lengths - 1) % self.group.unit != 0).int(),
         )
-        super().update(layer, k)
+        super().update(layer, k, v)
         layer.step = step
 
 
@@ -107,20 +108,20 @@ class ForgetsOpenTokens(Quest):
     """A chunk that starts in mid-unit represents that unit by the chunk's tokens alone."""
 
     @hookimpl
-    def construct(self, layer, slot, start, k, q, lse):
+    def construct(self, layer, slot, start, k, v, q, lse):
         held = len(k) - len(q)
-        super().construct(layer, slot, start, k, q, lse)
+        super().construct(layer, slot, start, k, v, q, lse)
         if held:
             first = torch.cat([k[held : held + 1].expand(held, -1, -1), k[held : self.group.unit]])
-            super().construct(layer, slot, start, first, q, lse)
+            super().construct(layer, slot, start, first, first, q, lse)
 
 
 class ReadsValues(Quest):
     """Represents values along with keys."""
 
     @hookimpl
-    def update(self, layer, k):
-        super().update(layer, k)
+    def update(self, layer, k, v):
+        super().update(layer, k, v)
         for slot in layer.step.slots.tolist():
             if slot >= 0:
                 tail = layer.ring_v[slot, 0, 0, 0, 0, 0]
@@ -135,11 +136,11 @@ class TailInBounds(Quest):
     """Reads the ring as if the open unit were always full."""
 
     @hookimpl
-    def update(self, layer, k):
+    def update(self, layer, k, v):
         step, unit = layer.step, self.group.unit
         full = -(-step.lengths // unit) * unit
         layer.step = evolve(step, lengths=full)
-        super().update(layer, k)
+        super().update(layer, k, v)
         layer.step = step
 
 
@@ -147,20 +148,20 @@ class DependsOnQueries(Quest):
     """Widens the bounds of a prompt by its queries: no longer a function of its keys."""
 
     @hookimpl
-    def construct(self, layer, slot, start, k, q, lse):
-        super().construct(layer, slot, start, k, q, lse)
+    def construct(self, layer, slot, start, k, v, q, lse):
+        super().construct(layer, slot, start, k, v, q, lse)
         host = layer.step.page_table[slot, 0].long() * self.group.units_per_page
         layer.pools["bounds"][host, 0, 1] = q[0, 0].to(self.metadata_dtype)
 
 
-class KernelForgetsNewest(Quest):
+class KernelForgetsNewest(QuestTriton):
     """The update kernel gets lengths without the token that was just appended."""
 
     @hookimpl
-    def update(self, layer, k):
+    def update(self, layer, k, v):
         step = layer.step
         layer.step = evolve(step, lengths=(step.lengths - 1).clamp(min=1))
-        super().update(layer, k)
+        super().update(layer, k, v)
         layer.step = step
 
 
@@ -168,6 +169,6 @@ class SyncsHost(Quest):
     """Asks the device for a number in the hot path."""
 
     @hookimpl
-    def update(self, layer, k):
+    def update(self, layer, k, v):
         if int(layer.step.lengths.max()) > 0:
-            super().update(layer, k)
+            super().update(layer, k, v)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from attrs import evolve
 from hypothesis import strategies as st
 
 from tests.mutants import algorithm_selecting as selecting
 from tests.mutants import algorithm_writing as writing
-from tests.mutants.harness import Mutant, told_of
+from tests.mutants.harness import Mutant, mutated, told_of
 from topkv.entries import PluginEntry
 from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
 from topkv_quest.algorithm import Quest
 from topkv_quest.entry import topkv_register_algorithms
+from topkv_quest.launch import QuestTriton
 
 QUEST: PluginEntry = topkv_register_algorithms()[0]
 
@@ -31,7 +31,7 @@ OPTIONS = AlgorithmOptions(
 
 
 def _mutant(broken: type[Quest], test: str, tiers: tuple[str, ...] = ("cpu",)) -> Mutant:
-    entry = evolve(QUEST, name="mutant", factory=f"{broken.__module__}:{broken.__name__}")
+    entry = mutated(QUEST, broken, QuestTriton)
     return Mutant(told_of(broken), AlgorithmTests, f"test_{test}", entry, QUEST, tiers, OPTIONS)
 
 

@@ -40,16 +40,20 @@ from tests.mutants._backend_tables import (
     TailAtK,
     ThousandColumns,
 )
-from tests.mutants.harness import Mutant, told_of
+from tests.mutants.harness import Mutant, mutated, told_of
 from topkv import hookimpl
 from topkv.testing.backends import BackendTests
 from topkv.testing.doubles import GATHER
 from topkv_triton_attention.backend import HEAD_DIMS, TritonAttention
 from topkv_triton_attention.entry import topkv_register_backends
+from topkv_triton_attention.kernel_backend import TritonAttentionKernels
 
 [TRITON] = topkv_register_backends()
 # The entry leaves head dims to the backend, for the sake of latent rows; the kit has to know.
 TRITON = evolve(TRITON, capabilities=evolve(TRITON.capabilities, head_dims=HEAD_DIMS))
+
+# Beside the double of that name, which every registry of the kit has.
+GATHER_TWIN = evolve(GATHER, name="gather_twin")
 
 
 # Prefill.
@@ -115,19 +119,20 @@ class WaitsForTheDevice(TritonAttention):
     """The longest lane is read on the host, to choose the launch."""
 
     @hookimpl
-    def attend(self, q, k, v, table, lengths, out, lse):
-        if not torch.cuda.is_current_stream_capturing():
+    def attend(self, q, k, v, tables, out, lse):
+        lengths = tables.lengths
+        if not (lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
             int(lengths.max())
-        super().attend(q, k, v, table, lengths, out, lse)
+        super().attend(q, k, v, tables, out, lse)
 
 
 class AllocatesInDecode(TritonAttention):
     """A result of its own is made in every call, and copied."""
 
     @hookimpl
-    def attend(self, q, k, v, table, lengths, out, lse):
+    def attend(self, q, k, v, tables, out, lse):
         mine = torch.empty_like(out)
-        super().attend(q, k, v, table, lengths, mine, lse)
+        super().attend(q, k, v, tables, mine, lse)
         out.copy_(mine)
 
 
@@ -135,17 +140,18 @@ class LengthsOfTheFirstCall(TritonAttention):
     """Lengths are copied when their address is first seen, so that a graph replays old ones."""
 
     @hookimpl
-    def attend(self, q, k, v, table, lengths, out, lse):
+    def attend(self, q, k, v, tables, out, lse):
         self.kept = getattr(self, "kept", {})
+        lengths = tables.lengths
         kept = self.kept.setdefault(lengths.data_ptr(), lengths.clone())
-        super().attend(q, k, v, table, kept, out, lse)
+        super().attend(q, k, v, evolve(tables, lengths=kept), out, lse)
 
 
 _BOTH = ("cpu", "interpret")
 
 
 def _mutant(broken, test, clean=TRITON, tiers=_BOTH):
-    entry = evolve(clean, name=broken.__name__, factory=f"{broken.__module__}:{broken.__name__}")
+    entry = mutated(clean, broken, TritonAttentionKernels if clean is TRITON else None)
     return Mutant(told_of(broken), BackendTests, test, entry, clean, tiers)
 
 
@@ -173,8 +179,8 @@ MUTANTS = [
     _mutant(HeadsInterleaved, "test_attends_to_the_listed_tokens"),
     _mutant(WritesPastTheBatch, "test_serves_call_after_call_of_any_batch"),
     _mutant(ScalesQueriesInPlace, "test_attends_to_the_listed_tokens"),
-    _mutant(MasksByMultiplying, "test_ragged_lengths_in_every_layout", GATHER, ("cpu",)),
-    _mutant(SoftmaxWithoutMaximum, "test_large_logits_do_not_overflow", GATHER, ("cpu",)),
+    _mutant(MasksByMultiplying, "test_ragged_lengths_in_every_layout", GATHER_TWIN, ("cpu",)),
+    _mutant(SoftmaxWithoutMaximum, "test_large_logits_do_not_overflow", GATHER_TWIN, ("cpu",)),
     _mutant(SeesTheNextToken, "test_prefill_of_a_chunk_over_itself_is_causal"),
     _mutant(MissesItsOwnKey, "test_prefill_of_a_chunk_over_itself_is_causal"),
     _mutant(CausalByRow, "test_prefill_over_history_sees_what_lies_before"),

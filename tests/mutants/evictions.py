@@ -50,6 +50,9 @@ class FirstInFirstOut:
 
     new_position_kernel = _fifo
 
+    def __init__(self, setup):
+        """Nothing depends on the setup."""
+
     @hookimpl
     def new_position(self, position, stale, stale_rank, hit_rank, stale_count, misses, slots):
         victim = stale & (stale_rank < misses)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from hypothesis import Phase, settings
 
 from topkv.entries import PluginEntry
@@ -38,6 +39,26 @@ def told_of(broken: Any) -> str:
     """What a mutant's docstring says is wrong, as a name."""
     first = broken.__doc__.strip().splitlines()[0].rstrip(".")
     return first[0].lower() + first[1:]
+
+
+def mutated(clean: PluginEntry, broken: type, kernels: type | None = None) -> PluginEntry:
+    """The entry of a mutant, whose bug all implementations share if it is one of the reference.
+
+    Args:
+        clean: entry of the plugin without the bug.
+        broken: a subclass of the reference, or of the class with the kernels for a bug of theirs.
+        kernels: the class with the kernels, which gets the bug on top; None if there is none, or
+            if ``broken`` serves for both.
+    """
+    path = f"{broken.__module__}:{broken.__name__}"
+    if kernels is None:
+        return evolve(clean, name="mutant", factories=dict.fromkeys(clean.impls, path))
+    if issubclass(broken, kernels):
+        return evolve(clean, name="mutant", factories={**clean.factories, "triton": path})
+    both = type(f"{broken.__name__}Triton", (broken, kernels), {"__module__": broken.__module__})
+    setattr(sys.modules[broken.__module__], both.__name__, both)
+    factories = {"reference": path, "triton": f"{both.__module__}:{both.__name__}"}
+    return evolve(clean, name="mutant", factories=factories)
 
 
 @frozen
@@ -86,8 +107,8 @@ class Mutant:
                 self.run(self.broken, tier_name)
         except pytest.skip.Exception as skipped:
             raise AssertionError(f"{self.name}: the test was skipped: {skipped}") from None
-        except PluginError:
-            raise  # the mutant does not even load, so nothing has seen its bug
+        except (PluginError, AttributeError, NameError, TypeError):
+            raise  # the mutant does not load or run at all, so nothing has seen its bug
         except Exception as failure:
             text = (str(failure).splitlines() or ["no message"])[0]
             return f"{type(failure).__name__}: {text[:160]}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from tests.mutants.harness import Mutant, told_of
+from tests.mutants.harness import Mutant, mutated, told_of
 from topkv import hookimpl
 from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
 from topkv.testing.indexed import INDEXED, Indexed
@@ -14,28 +14,28 @@ class PromptSeesNext(Indexed):
     """A row of a prompt sees the token behind it, if the chunk has one."""
 
     @hookimpl
-    def retrieve_prompt(self, layer, slot, start, q, native, ids):
+    def retrieve_prompt(self, layer, slot, start, q, weights, ids):
         ids.fill_(-1)
         for row in range(len(q)):
             seen = start + min(row + 2, len(q))
-            self._best(layer, slot, seen, q[row : row + 1], native[row : row + 1], ids[row])
+            self._best(layer, slot, seen, q[row : row + 1], weights[row : row + 1], ids[row])
 
 
 class PromptFromZero(Indexed):
     """A later chunk of a prompt selects as if it were the first."""
 
     @hookimpl
-    def retrieve_prompt(self, layer, slot, start, q, native, ids):
-        super().retrieve_prompt(layer, slot, 0, q, native, ids)
+    def retrieve_prompt(self, layer, slot, start, q, weights, ids):
+        super().retrieve_prompt(layer, slot, 0, q, weights, ids)
 
 
 class PromptLeavesIds(Indexed):
     """Short rows of a prompt leave what stands behind their tokens."""
 
     @hookimpl
-    def retrieve_prompt(self, layer, slot, start, q, native, ids):
+    def retrieve_prompt(self, layer, slot, start, q, weights, ids):
         kept = ids.clone()
-        super().retrieve_prompt(layer, slot, start, q, native, ids)
+        super().retrieve_prompt(layer, slot, start, q, weights, ids)
         ids.copy_(kept.where(ids < 0, ids))
 
 
@@ -58,18 +58,18 @@ class FirstWeightsForAll(Indexed):
     """Every row of a step has the weights of the first one."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, native, ids):
-        super().retrieve_topk(layer, q, native[:1].nan_to_num().expand_as(native), ids)
+    def retrieve_topk(self, layer, q, weights, ids):
+        super().retrieve_topk(layer, q, weights[:1].nan_to_num().expand_as(weights), ids)
 
 
 class WritesIdleRows(Indexed):
     """A row that appends nothing writes the key that it was handed all the same."""
 
     @hookimpl
-    def update(self, layer, k):
+    def update(self, layer, k, v):
         step = layer.step
         layer.step = evolve(step, appended=(step.lengths > 0).int())
-        super().update(layer, k)
+        super().update(layer, k, v)
         layer.step = step
 
 
@@ -77,10 +77,10 @@ class NewestWaits(Indexed):
     """The newest token can be selected from the next step on."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, native, ids):
+    def retrieve_topk(self, layer, q, weights, ids):
         step = layer.step
         layer.step = evolve(step, lengths=(step.lengths - 1).clamp(min=0))
-        super().retrieve_topk(layer, q, native, ids)
+        super().retrieve_topk(layer, q, weights, ids)
         layer.step = step
 
 
@@ -88,18 +88,18 @@ class RingForIndex(Indexed):
     """Takes the first elements of the latent row in the ring for the index key."""
 
     @hookimpl
-    def update(self, layer, k):
+    def update(self, layer, k, v):
         step, ring = layer.step, layer.ring_k
         place = (step.lengths.long() - 1).clamp(min=0) % self.group.ring_slots
         rows = ring[step.slots.long().clamp(min=0), 0, place, 0, 0]
-        super().update(layer, rows[:, None, : k.shape[-1]])
+        super().update(layer, rows[:, None, : k.shape[-1]], v)
 
 
 OPTIONS = AlgorithmOptions(hidden_needles=True, head_needles=True)
 
 
 def _mutant(broken: type[Indexed], test: str) -> Mutant:
-    entry = evolve(INDEXED, name="mutant", factory=f"{broken.__module__}:{broken.__name__}")
+    entry = mutated(INDEXED, broken)
     return Mutant(
         told_of(broken), AlgorithmTests, f"test_{test}", entry, INDEXED, ("cpu",), OPTIONS
     )

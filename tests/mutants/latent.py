@@ -44,7 +44,7 @@ def first_chunk_is_shared(self, slot, start, q, k, v, index):
 _run = Prefill.run
 
 
-def chunk_is_not_rounded(self, path, chunk, q, k, v, index, out):
+def chunk_is_not_rounded(self, path, chunk, q, k, v, index, out, sinks):
     """A prompt attends to its rows as the model made them."""
     rows = path.format
     given = [(k, k[..., : rows.value_dim])]
@@ -55,7 +55,7 @@ def chunk_is_not_rounded(self, path, chunk, q, k, v, index, out):
         def decode(self, *stored):
             return given.pop() if given else rows.decode(*stored)
 
-    return _run(self, evolve(path, format=Unrounded()), chunk, q, k, v, index, out)
+    return _run(self, evolve(path, format=Unrounded()), chunk, q, k, v, index, out, sinks)
 
 
 _remember = Own._remember

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 from hypothesis import strategies as st
 
 from plugins.clusterkv.tests import test_conformance as clusterkv_kit
@@ -33,12 +33,16 @@ from plugins.streaming_llm.tests import test_conformance as streaming_kit
 from tests.mutants import plugins_clusterkv as clusterkv
 from tests.mutants import plugins_double_sparsity as sparsity
 from tests.mutants import plugins_prompt as prompt
-from tests.mutants.harness import Mutant, told_of, without_shrinking
+from tests.mutants.harness import Mutant, mutated, told_of, without_shrinking
 from topkv.errors import ConfigError, PluginError
 from topkv.plugins import registry
 from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
 from topkv.testing.kit import subject_of
 from topkv.testing.tiers import Tier, tier
+from topkv_clusterkv.launch import ClusterKVTriton
+from topkv_double_sparsity.launch import DoubleSparsityTriton
+from topkv_snapkv.kernels import SnapKVTriton
+from topkv_streaming_llm.launch import StreamingLLMTriton
 
 ANYWHERE = ("cpu", "interpret")
 
@@ -49,6 +53,7 @@ class OwnMutant:
 
     Attributes:
         broken: a subclass of the algorithm, which takes its place while the test runs.
+        kernels: the algorithm's class with the kernels, which gets the bug on top.
         module, test: a function of the plugin's tests.
         fixtures: what it takes, by name, made from the tier.
         given: further arguments, of tests that are parametrized.
@@ -56,6 +61,7 @@ class OwnMutant:
     """
 
     broken: type
+    kernels: type
     module: ModuleType
     test: str
     fixtures: dict[str, Callable[[Tier], Any]]
@@ -86,33 +92,47 @@ class OwnMutant:
         """The failure that the test reports, or None if the mutant survives."""
         whole = next(base for base in self.broken.__mro__ if base.__module__.startswith("topkv_"))
         with pytest.MonkeyPatch.context() as patch, without_shrinking():
-            patch.setattr(sys.modules[whole.__module__], whole.__name__, self.broken)
+            _replace(patch, whole, self.broken)
+            if issubclass(self.kernels, whole) and self.kernels is not whole:
+                both = type(f"{self.broken.__name__}Triton", (self.broken, self.kernels), {})
+                _replace(patch, self.kernels, both)
             try:
                 self.run_clean(tier_name)
             except pytest.skip.Exception as skipped:
                 raise AssertionError(f"{self.name}: the test was skipped: {skipped}") from None
-            except (ConfigError, PluginError):
-                raise  # the mutant does not even load, so nothing has seen its bug
+            except (ConfigError, PluginError, AttributeError, NameError, TypeError):
+                raise  # the mutant does not load or run at all, so nothing has seen its bug
             except (Exception, pytest.fail.Exception) as failure:
                 text = (str(failure).splitlines() or ["no message"])[0]
                 return f"{type(failure).__name__}: {text[:160]}"
         return None
 
 
-def _kit(name: str, options: AlgorithmOptions) -> Callable[..., Mutant]:
+def _replace(patch: pytest.MonkeyPatch, whole: type, broken: type) -> None:
+    """Put a class in the place of another, in every module of its package that has it."""
+    package = whole.__module__.partition(".")[0]
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == package and vars(module).get(whole.__name__) is whole:
+            patch.setattr(module, whole.__name__, broken)
+
+
+def _kit(name: str, kernels: type, options: AlgorithmOptions) -> Callable[..., Mutant]:
     """Mutants of one plugin that the kit catches, as the plugin's own run of it is set up."""
     clean = registry().get("algorithm", name).entry
 
-    def made(broken: type, test: str, tiers: tuple[str, ...] = ("cpu",)) -> Mutant:
-        entry = evolve(clean, name="mutant", factory=f"{broken.__module__}:{broken.__name__}")
-        return Mutant(
-            told_of(broken), AlgorithmTests, f"test_{test}", entry, clean, tiers, options
-        )
+    def made(
+        broken: type,
+        test: str,
+        tiers: tuple[str, ...] = ("cpu",),
+        suite: type[AlgorithmTests] = AlgorithmTests,
+    ) -> Mutant:
+        entry = mutated(clean, broken, kernels)
+        return Mutant(told_of(broken), suite, f"test_{test}", entry, clean, tiers, options)
 
     return made
 
 
-def _own(**fixtures: Callable[[Tier], Any]) -> Callable[..., OwnMutant]:
+def _own(kernels: type, **fixtures: Callable[[Tier], Any]) -> Callable[..., OwnMutant]:
     """Mutants of one plugin that its own tests catch."""
 
     def made(
@@ -122,7 +142,7 @@ def _own(**fixtures: Callable[[Tier], Any]) -> Callable[..., OwnMutant]:
         tiers: tuple[str, ...] = ("cpu",),
         **given: Hashable,
     ) -> OwnMutant:
-        return OwnMutant(broken, module, f"test_{test}", fixtures, given, tiers)
+        return OwnMutant(broken, kernels, module, f"test_{test}", fixtures, given, tiers)
 
     return made
 
@@ -131,15 +151,19 @@ def _subject(name: str, options: AlgorithmOptions) -> Callable[[Tier], Any]:
     return lambda on: subject_of(name, "algorithm", on, options)
 
 
-sparse = _kit("double_sparsity", double_sparsity_kit.options({}))
-packed = _kit("double_sparsity", double_sparsity_kit.options({"label": st.just("int4")}))
-cluster = _kit("clusterkv", clusterkv_kit.OPTIONS)
-snap = _kit("snapkv", snapkv_kit.OPTIONS)
-stream = _kit("streaming_llm", streaming_kit.OPTIONS)
-of_sparse = _own(bench=lambda on: double_sparsity.Bench)
-of_cluster = _own(subject=_subject("clusterkv", clusterkv_selection.OPTIONS))
-of_snap = _own(subject=_subject("snapkv", AlgorithmOptions(units=48)))
-stays = _own(subject=_subject("snapkv", snapkv_properties.OPTIONS))
+sparse = _kit("double_sparsity", DoubleSparsityTriton, double_sparsity_kit.options({}))
+packed = _kit(
+    "double_sparsity",
+    DoubleSparsityTriton,
+    double_sparsity_kit.options({"label": st.just("int4")}),
+)
+cluster = _kit("clusterkv", ClusterKVTriton, clusterkv_kit.OPTIONS)
+snap = _kit("snapkv", SnapKVTriton, snapkv_kit.OPTIONS)
+stream = _kit("streaming_llm", StreamingLLMTriton, streaming_kit.OPTIONS)
+of_sparse = _own(DoubleSparsityTriton, bench=lambda on: double_sparsity.Bench)
+of_cluster = _own(ClusterKVTriton, subject=_subject("clusterkv", clusterkv_selection.OPTIONS))
+of_snap = _own(SnapKVTriton, subject=_subject("snapkv", AlgorithmOptions(units=48)))
+stays = _own(SnapKVTriton, subject=_subject("snapkv", snapkv_properties.OPTIONS))
 
 AGREES = (sparsity_selection, "selection_agrees_with_float64")
 BF16 = {"label": "bf16", "dtype": torch.bfloat16, "kv_heads": 4, "group": 4, "channels": 8}
@@ -203,10 +227,10 @@ MUTANTS = [
         "the_kept_set_stays_and_generated_tokens_follow",
         ANYWHERE,
     ),
-    stays(
-        prompt.SharesPrefixes,
-        snapkv_properties,
-        "what_is_kept_of_a_prefix_depends_on_what_follows",
+    snap(
+        prompt.TailTooShort,
+        "a_prompt_over_pages_of_another_computes_its_tail_alone",
+        suite=snapkv_kit.SnapKVTests,
     ),
     stream(prompt.OneSinkTooFew, PROMISED, ANYWHERE),
     stream(prompt.RoundsSinksDown, PROMISED),

@@ -8,6 +8,7 @@ from attrs import evolve
 from topkv import hookimpl
 from topkv_clusterkv import kmeans, store
 from topkv_clusterkv.algorithm import ClusterKV
+from topkv_clusterkv.launch import ClusterKVTriton
 
 CLUSTERED = 2**30
 """A watermark beyond every request."""
@@ -21,24 +22,24 @@ class CutsFront(ClusterKV):
     """Of the cluster that does not fit whole, takes the last members instead of the first."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, native, ids):
+    def retrieve_topk(self, layer, q, weights, ids):
         members = layer.pools["members"].clone()
         counts = layer.pools["state"][:, 2].tolist()
         for slot, count in enumerate(counts):
             for head, ends in enumerate(layer.pools["ends"][slot, :, :count].tolist()):
                 for start, end in zip([0, *ends], ends, strict=False):
                     members[slot, head, start:end] = members[slot, head, start:end].flip(0)
-        super().retrieve_topk(_with(layer, members=members), q, native, ids)
+        super().retrieve_topk(_with(layer, members=members), q, weights, ids)
 
 
 class ForgetsOpenWindow(ClusterKV):
     """Attends no token that is in no cluster yet."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, native, ids):
+    def retrieve_topk(self, layer, q, weights, ids):
         state = layer.pools["state"].clone()
         state[:, 0] = CLUSTERED
-        super().retrieve_topk(_with(layer, state=state), q, native, ids)
+        super().retrieve_topk(_with(layer, state=state), q, weights, ids)
 
 
 class ClustersLate(ClusterKV):
@@ -54,9 +55,9 @@ class KeepsRejected(ClusterKV):
     """Does not note that a clustered token was taken back: the rejected one stays selectable."""
 
     @hookimpl
-    def update(self, layer, k):
+    def update(self, layer, k, v):
         state = layer.pools["state"].clone()
-        super().update(layer, k)
+        super().update(layer, k, v)
         layer.pools["state"].copy_(state)
 
 
@@ -77,8 +78,8 @@ class Swapped(ClusterKV):
             setattr(self.owner, self.name, whole)
 
     @hookimpl
-    def construct(self, layer, slot, start, k, q, lse):
-        self._swapped(super().construct, layer, slot, start, k, q, lse)
+    def construct(self, layer, slot, start, k, v, q, lse):
+        self._swapped(super().construct, layer, slot, start, k, v, q, lse)
 
     @hookimpl
     def settle(self, layer, slot, since, length, history):
@@ -111,16 +112,14 @@ class AddsHeadsUp(ClusterKV):
     """Averages a group's queries before it scores, instead of its softmaxes after."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, native, ids):
+    def retrieve_topk(self, layer, q, weights, ids):
         grouped = q.unflatten(2, (self.model.num_kv_heads, -1))
         mean = grouped.float().mean(3, keepdim=True).to(q.dtype)
-        super().retrieve_topk(layer, mean.expand_as(grouped).flatten(2, 3), native, ids)
+        super().retrieve_topk(layer, mean.expand_as(grouped).flatten(2, 3), weights, ids)
 
 
-class KernelUnscaled(ClusterKV):
+class KernelUnscaled(ClusterKVTriton):
     """The score kernel gets another logit scale: the heads of a group weigh otherwise."""
 
-    def __init__(self, model, group, params, impl, device):
-        super().__init__(model, group, params, impl, device)
-        if self.launcher is not None:
-            self.launcher.model = evolve(model, scale=64.0)
+    def __init__(self, setup):
+        super().__init__(evolve(setup, model=evolve(setup.model, scale=64.0)))

@@ -9,29 +9,30 @@ from topkv import hookimpl
 from topkv_double_sparsity import reference, statistics
 from topkv_double_sparsity.algorithm import DoubleSparsity
 from topkv_double_sparsity.head_sparsity import HeadSparsity
+from topkv_double_sparsity.launch import DoubleSparsityTriton
 
 
 class ChoosesAgain(DoubleSparsity):
     """Every chunk of a prompt chooses channels, and the labels before it are of other ones."""
 
     @hookimpl
-    def construct(self, layer, slot, start, k, q, lse):
+    def construct(self, layer, slot, start, k, v, q, lse):
         if self.fixed is None and start > 0:
             importance = statistics.of_prompt(q, k[-len(q) :], self.settings.statistic)
             chosen = reference.choose(importance, self.settings.channels, self.settings.pairs)
             layer.pools["channels"][slot] = chosen
-        super().construct(layer, slot, start, k, q, lse)
+        super().construct(layer, slot, start, k, v, q, lse)
 
 
 class LabelsOfNextToken(DoubleSparsity):
     """Off by one: decode writes a label where that of the token behind it belongs."""
 
     @hookimpl
-    def update(self, layer, k):
+    def update(self, layer, k, v):
         step = layer.step
         longer = (step.lengths + 1).clamp(max=self.group.max_units)
         layer.step = evolve(step, lengths=torch.where(step.lengths > 0, longer, 0))
-        super().update(layer, k)
+        super().update(layer, k, v)
         layer.step = step
 
 
@@ -39,19 +40,19 @@ class LabelsFromRing(DoubleSparsity):
     """Decode takes the key of the new token from the ring, which is not shown to everyone."""
 
     @hookimpl
-    def update(self, layer, k):
+    def update(self, layer, k, v):
         step = layer.step
         newest = (step.lengths - 1).clamp(min=0).long() % self.group.ring_slots
         ring = layer.ring_k[step.slots.clamp(min=0).long(), :, newest]
-        super().update(layer, ring[:, :, :, 0].flatten(1, 2))
+        super().update(layer, ring[:, :, :, 0].flatten(1, 2), v)
 
 
 class ScaleForZero(DoubleSparsity):
     """Swaps scale and zero of the 4-bit labels of a prompt."""
 
     @hookimpl
-    def construct(self, layer, slot, start, k, q, lse):
-        super().construct(layer, slot, start, k, q, lse)
+    def construct(self, layer, slot, start, k, v, q, lse):
+        super().construct(layer, slot, start, k, v, q, lse)
         if self.settings.int4:
             tokens = torch.arange(start, start + len(k), device=k.device)
             slots = torch.full_like(tokens, slot)
@@ -78,11 +79,8 @@ class CutsCodesOff(DoubleSparsity):
 class ForgetsSinks(DoubleSparsity):
     """Scores the sinks like all other tokens."""
 
-    def __init__(self, model, group, params, impl, device):
-        super().__init__(model, group, params, impl, device)
-        self.settings = evolve(self.settings, sinks=0)
-        if self.launcher is not None:
-            self.launcher.settings = self.settings
+    def __init__(self, setup):
+        super().__init__(evolve(setup, params={**setup.params, "sink_tokens": 0}))
 
 
 class HeadsUnweighted(DoubleSparsity):
@@ -110,19 +108,18 @@ class HeadsOfNeighbours(DoubleSparsity):
     """Finds the channels of a kv-head where those of its neighbour stand, queries alone."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, native, ids):
+    def retrieve_topk(self, layer, q, weights, ids):
         own = self.channels
         self.channels = lambda layer: own(layer).roll(1, 1)
         try:
-            super().retrieve_topk(layer, q, native, ids)
+            super().retrieve_topk(layer, q, weights, ids)
         finally:
             del self.channels
 
 
-class KernelNaturalBase(DoubleSparsity):
+class KernelNaturalBase(DoubleSparsityTriton):
     """The kernels get the natural logit scale for logarithms of base 2: a flatter softmax."""
 
-    def __init__(self, model, group, params, impl, device):
-        super().__init__(model, group, params, impl, device)
-        if self.launcher is not None:
-            self.launcher.scale = model.scale
+    def __init__(self, setup):
+        super().__init__(setup)
+        self.launcher.scale = setup.model.scale

@@ -25,9 +25,9 @@ class LastChunkVotes(SnapKV):
     """Only queries of the last chunk of a prompt vote, however short it is."""
 
     @hookimpl
-    def construct(self, layer, slot, start, k, q, lse):
+    def construct(self, layer, slot, start, k, v, q, lse):
         layer.pools["voters"][slot] = 0
-        super().construct(layer, slot, start, k, q, lse)
+        super().construct(layer, slot, start, k, v, q, lse)
 
 
 class ShortWindow(SnapKV):
@@ -58,16 +58,16 @@ class LogitsVote(SnapKV):
     """Votes are unnormalised: a sharp query counts for more than its softmax."""
 
     @hookimpl
-    def construct(self, layer, slot, start, k, q, lse):
-        super().construct(layer, slot, start, k, q, torch.zeros_like(lse))
+    def construct(self, layer, slot, start, k, v, q, lse):
+        super().construct(layer, slot, start, k, v, q, torch.zeros_like(lse))
 
 
 class Evicts(SnapKV):
     """A generated token takes the place of one that was kept."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, native, ids):
-        super().retrieve_topk(layer, q, native, ids)
+    def retrieve_topk(self, layer, q, weights, ids):
+        super().retrieve_topk(layer, q, weights, ids)
         prompt = layer.pools["turn"][layer.step.slots.clamp(min=0).long(), 0]
         grown = (layer.step.lengths - 1 > prompt) & (layer.step.slots >= 0)
         grown = grown.repeat_interleave(self.group.lane_heads)
@@ -79,46 +79,47 @@ class RowForSlot(SnapKV):
     """Looks up what was kept by the number of the row, not by its slot."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, native, ids):
+    def retrieve_topk(self, layer, q, weights, ids):
         step = layer.step
         rows = torch.arange(step.batch, dtype=torch.int32, device=step.slots.device)
         layer.step = evolve(step, slots=torch.where(step.slots < 0, step.slots, rows))
-        super().retrieve_topk(layer, q, native, ids)
+        super().retrieve_topk(layer, q, weights, ids)
         layer.step = step
 
 
-class SharesPrefixes(SnapKV):
-    """Says that pages can be shared between requests, whatever follows them."""
+class TailTooShort(SnapKV):
+    """Says that over pages of another request one voter less of a prompt need be computed."""
 
     @hookimpl
     def spec(self):
-        return evolve(super().spec(), prefix_shareable=True)
+        spec = super().spec()
+        return evolve(spec, prompt_tail=spec.prompt_tail - 1)
 
 
 class OneSinkTooFew(StreamingLLM):
     """Keeps one unit of sinks less."""
 
-    def __init__(self, model, group, params, impl, device):
-        super().__init__(model, group, params, impl, device)
+    def __init__(self, setup):
+        super().__init__(setup)
         self.sinks = max(self.sinks - 1, 0)
 
 
 class RoundsSinksDown(StreamingLLM):
     """Sinks that fill no whole unit are dropped."""
 
-    def __init__(self, model, group, params, impl, device):
-        super().__init__(model, group, params, impl, device)
-        self.sinks = params["sink_tokens"] // group.unit
+    def __init__(self, setup):
+        super().__init__(setup)
+        self.sinks = setup.params["sink_tokens"] // setup.group.unit
 
 
 class LateWindow(StreamingLLM):
     """Off by one: the newest closed unit is not in the window yet."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, native, ids):
+    def retrieve_topk(self, layer, q, weights, ids):
         step, unit = layer.step, self.group.unit
         layer.step = evolve(step, lengths=(step.lengths - unit).clamp(min=0))
-        super().retrieve_topk(layer, q, native, ids)
+        super().retrieve_topk(layer, q, weights, ids)
         layer.step = step
 
 
@@ -126,8 +127,8 @@ class WindowInTokens(StreamingLLM):
     """Counts the open unit as if it held one token: the window reaches a unit too far."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, native, ids):
+    def retrieve_topk(self, layer, q, weights, ids):
         step, unit = layer.step, self.group.unit
         layer.step = evolve(step, lengths=step.lengths + (unit - 1) * (step.lengths > 0).int())
-        super().retrieve_topk(layer, q, native, ids)
+        super().retrieve_topk(layer, q, weights, ids)
         layer.step = step

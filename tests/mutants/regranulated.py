@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from tests.mutants.lifecycle import LifecycleMutant, Run
-from topkv import assembly, lanes
+from topkv import lanes
+from topkv.config.lowering import _Lowering
 from topkv.memory import SparseKVCacheManager
 from topkv.testing.machines import scenarios
 from topkv.testing.machines.regranulated import regranulated_machine
@@ -58,9 +59,9 @@ def last_token_is_lost(tokens, closed, ids, extra, work, *, unit, impl):
     _regranulate(without, closed, ids, extra, work, unit=unit, impl=impl)
 
 
-def tail_competes(config, specs):
+def tail_competes(self, plan):
     """The newest token competes although the units are larger."""
-    return list(specs)
+    return self.plugins.tail(plan.algorithm)
 
 
 def counts_outlive_their_request(self, slot):
@@ -76,7 +77,7 @@ _forget = SparseKVCacheManager.forget_slot
 LONG = scenario(scenarios.a_long_request_rolls_back_and_goes_on)
 EDGE = scenario(scenarios.a_prompt_fills_up_the_unit_that_decode_began, unit=4)
 TURNS = scenario(scenarios.requests_take_turns_in_a_slot)
-COMPETES = scenario(scenarios.a_long_request_rolls_back_and_goes_on, tail="selectable")
+COMPETES = scenario(scenarios.a_long_request_rolls_back_and_goes_on, tail="selectable", spare=2)
 
 MUTANTS = [
     LifecycleMutant(
@@ -97,7 +98,7 @@ MUTANTS = [
     ),
     LifecycleMutant(
         "a tail that competes is not forced where units are larger",
-        *(assembly, "_core_specs", tail_competes, COMPETES),
+        *(_Lowering, "_tail", tail_competes, COMPETES),
     ),
     LifecycleMutant(
         "extra tokens outlive their request",

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
-from topkv.ops.topk import topk, workspace
+from topkv.ops.topk import topk
 from topkv.types import AlgorithmSpec, RepresentationSpec
 
 BLOCK = 64
@@ -102,14 +102,16 @@ def score_kernel(
 class Signs:
     """Selects single tokens by the signs of their keys."""
 
+    impl = "reference"
     settle_whole = False
-    shareable = True
+    prefix = "pages"
 
-    def __init__(self, model, group, params, impl, device):
-        self.model, self.group, self.impl = model, group, impl
-        if impl == "triton":
-            self.work = workspace(group.rows, group.max_units, group.select, device)
-            self.scores = torch.empty((group.rows, group.max_units), device=device)
+    def __init__(self, setup):
+        self.model, self.group = setup.model, setup.group
+        group = self.group
+        if self.impl == "triton":
+            self.work = setup.topk(group.rows, group.max_units, group.select)
+            self.scores = torch.empty((group.rows, group.max_units), device=setup.device)
 
     @hookimpl
     def spec(self):
@@ -118,27 +120,21 @@ class Signs:
             RepresentationSpec("signs", "token", (heads, dim), torch.int8),
             RepresentationSpec("norms", "token", (heads,), torch.float32),
         )
-        return AlgorithmSpec(
-            pools, settle_whole=self.settle_whole, prefix_shareable=self.shareable
-        )
+        return AlgorithmSpec(pools, settle_whole=self.settle_whole, prefix=self.prefix)
 
     @hookimpl
-    def construct(self, layer, slot, start, k, q, lse):
+    def construct(self, layer, slot, start, k, v, q, lse):
         places = torch.arange(start + 1, start + 1 + len(k), dtype=torch.int32, device=k.device)
         ones = torch.ones_like(places)
         self._write(layer, slot * ones, places, ones, k)
 
     @hookimpl
-    def settle(self, layer, slot, since, length, history):
-        """Nothing: every token is complete as it comes."""
-
-    @hookimpl
-    def update(self, layer, k):
+    def update(self, layer, k, v):
         step = layer.step
         self._write(layer, step.slots, step.lengths, step.appended, k)
 
     @hookimpl
-    def retrieve_topk(self, layer, q, native, ids):
+    def retrieve_topk(self, layer, q, weights, ids):
         q = q[:, 0]
         scores = (self._kernel_scores if self.impl == "triton" else self._scores)(layer, q)
         step = layer.step
@@ -205,10 +201,16 @@ class Signs:
         return {"PAGE": self.group.page_tokens, "D": dim, "BLOCK_D": triton.next_power_of_2(dim)}
 
 
+class SignsTriton(Signs):
+    """The same with its kernels."""
+
+    impl = "triton"
+
+
 SIGNS = PluginEntry(
     "signs",
     "algorithm",
-    f"{__name__}:Signs",
+    {"reference": f"{__name__}:Signs", "triton": f"{__name__}:SignsTriton"},
     capabilities=Capabilities(
         units=(1, 1),
         traits=(

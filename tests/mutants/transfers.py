@@ -8,12 +8,14 @@ from __future__ import annotations
 import inspect
 import itertools
 import linecache
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from tests.mutants.harness import Mutant, told_of
 from topkv.entries import PluginEntry
 from topkv.hooks.registry import hookimpl
+from topkv.hooks.transfer import TransferSetup
 from topkv.testing.transfers import TransferTests
 from topkv.transfer import engine, kernels, launch, reference, token_kernels
 from topkv.transfer.engine import ZeroCopyTransfer
@@ -59,10 +61,10 @@ def kernels_with(module: ModuleType, old: str, new: str) -> type:
     launcher = changed(launch, COPY_PROGRAMS=8, **{short: changed(module, old, new)}).Launcher
 
     class Changed(ZeroCopyTransfer):
-        def __init__(self, store: Any, layers: Any, eviction: Any, impl: str) -> None:
-            super().__init__(store, layers, eviction, impl)
+        def __init__(self, setup: TransferSetup, impl: str = "reference") -> None:
+            super().__init__(setup, impl)
             if self.launch:
-                self.launch = launcher(store, eviction)
+                self.launch = launcher(setup.store, setup.eviction)
 
     return Changed
 
@@ -293,12 +295,21 @@ class WrapsFarAddresses(ZeroCopyTransfer):
                 )
 
 
-CLEAN = PluginEntry("zero_copy_twin", "transfer", "topkv.transfer.engine:ZeroCopyTransfer")
+CLEAN = PluginEntry(
+    "zero_copy_twin",
+    "transfer",
+    {
+        "reference": "topkv.transfer.engine:ZeroCopyTransfer",
+        "triton": "topkv.transfer.engine:triton",
+    },
+)
 
 
 def _mutant(factory: type, test: str, *tiers: str) -> Mutant:
     name = factory.__name__
-    entry = PluginEntry(name.lower(), "transfer", f"{__name__}:{name}")
+    globals()[f"{name}_triton"] = partial(factory, impl="triton")
+    factories = {"reference": f"{__name__}:{name}", "triton": f"{__name__}:{name}_triton"}
+    entry = PluginEntry(name.lower(), "transfer", factories)
     return Mutant(told_of(factory), TransferTests, test, entry, CLEAN, tiers or ("cpu",))
 
 

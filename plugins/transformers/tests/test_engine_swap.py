@@ -32,8 +32,8 @@ class Recorder:
     def _wrap(self, algorithm):
         original = algorithm.retrieve_topk
 
-        def recording(view, q, native, ids):
-            original(view, q, native, ids)
+        def recording(view, q, weights, ids):
+            original(view, q, weights, ids)
             if not view.step.appended.any():
                 return  # the warm start: no row of the model asks here
             step = (ids.cpu().clone(), view.step.lengths.tolist())

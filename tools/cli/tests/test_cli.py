@@ -47,7 +47,6 @@ def test_plugins_json_lists_what_loads_and_what_does_not():
     assert (lru["kind"], lru["package"], lru["hook_api"]) == ("eviction", "topkv", api)
     assert lru["version"] == topkv.__version__
     assert lru["problem"] is None
-    assert lru["capabilities"]["impls"] == ["reference", "triton"]
     bad = next(row for row in rows if row["problem"])
     assert (bad["package"], bad["kind"], bad["hook_api"]) == ("topkv-broken", None, None)
     assert "implements none of" in bad["problem"]
@@ -129,7 +128,7 @@ def test_doctor_shows_the_same_to_people():
 
 def test_doctor_asks_plugins_of_their_libraries(monkeypatch):
     def offers(name, doctor):
-        entry = PluginEntry(name=name, kind="backend", factory="none.such:Made", doctor=doctor)
+        entry = PluginEntry(name=name, kind="backend", factories="none.such:Made", doctor=doctor)
         hook = hookimpl(lambda: [entry])
         return (f"topkv-{name}", "7.1", SimpleNamespace(topkv_register_backends=hook))
 

@@ -95,7 +95,7 @@ def test_a_parameter_goes_before_a_setting_of_its_name():
     offer = hookimpl(
         lambda: [
             PluginEntry(
-                name="own", kind="algorithm", factory="a:b", parameters=dict.fromkeys(keys)
+                name="own", kind="algorithm", factories="a:b", parameters=dict.fromkeys(keys)
             )
         ]
     )

@@ -49,7 +49,7 @@ class Observer(Protocol):
 
     @hookspec
     def before_forward(self, report: ForwardReport) -> None:
-        """A forward begins."""
+        """A forward begins: nothing is computed yet."""
 
     @hookspec
     def after_forward(self, report: ForwardReport) -> None:

@@ -58,7 +58,7 @@ class StateTests(KitTests):
     def test_chunks_of_a_prompt_do_not_matter(self, subject: Subject) -> None:
         """A prompt in chunks selects what it selects at once, where pages can be shared."""
 
-        @examples(subject.tier, cpu=60, interpret=4, gpu=20)
+        @examples(subject.tier, cpu=60, interpret=8, gpu=20)
         @given(case=cases(subject), data=st.data())
         def check(case: Case, data: st.DataObject) -> None:
             once, chunks = (AlgorithmBench(subject, case, requests=1) for _ in range(2))
@@ -99,7 +99,7 @@ class StateTests(KitTests):
     def test_moved_page_takes_its_representations_along(self, subject: Subject) -> None:
         """A page copied to another host page, and the old one overwritten: the same ids."""
 
-        @examples(subject.tier, cpu=60, interpret=4, gpu=20)
+        @examples(subject.tier, cpu=60, interpret=8, gpu=20)
         @given(case=cases(subject), data=st.data())
         def check(case: Case, data: st.DataObject) -> None:
             bench = AlgorithmBench(subject, case)

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from topkv import SparseCoordinator, hookimpl
 from topkv.config import LoweredConfig, SparseConfig, lower
 from topkv.errors import CapabilityError
+from topkv.hooks.engine import EngineSetup
 from topkv.plugins import PluginRegistry
-from topkv.plugins import registry as default_registry
 from topkv_transformers.session import AttachedModel
 from topkv_transformers.support import advice_of, device_of, refusals, shape_of
 
@@ -38,20 +38,20 @@ class TransformersEngine:
     """Attaches causal language models of Transformers, see ``support.MODEL_CLASSES``.
 
     Args:
-        registry: where algorithms and backends are looked up; the process-wide one by default.
+        setup: where algorithms and backends are looked up.
     """
 
-    def __init__(self, registry: PluginRegistry | None = None) -> None:
-        self.registry = registry or default_registry()
+    def __init__(self, setup: EngineSetup) -> None:
+        self.registry = setup.registry
 
     @hookimpl
     def refusals(self, model: object) -> list[str]:
-        """See ``topkv.hooks.engine.refusals``."""
+        """See ``topkv.hooks.engine.Engine``."""
         return refusals(model)
 
     @hookimpl
     def attach(self, model: PreTrainedModel, config: Any) -> AttachedModel:
-        """See ``topkv.hooks.engine.attach``.
+        """See ``topkv.hooks.engine.Engine``.
 
         A dict ``topkv`` in the model's own config stands between topkv's defaults and ``config``,
         as does what a model with an indexer was trained to select.

@@ -5,8 +5,6 @@ It is a plugin like any other, but not installed: ``registry_with_window`` adds 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -14,8 +12,9 @@ import topkv
 from topkv import hookimpl
 from topkv.discovery import installed
 from topkv.entries import PluginEntry
+from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.plugins import PluginRegistry
-from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape
+from topkv.types import AlgorithmSpec, LayerView
 
 NAME = "window"
 SINK_UNITS = 1
@@ -24,15 +23,8 @@ SINK_UNITS = 1
 class Window:
     """Selects the first unit and the newest closed ones; the core appends the tail."""
 
-    def __init__(
-        self,
-        model: ModelShape,
-        group: GroupShape,
-        params: dict[str, Any],
-        impl: str,
-        device: torch.device,
-    ) -> None:
-        self.group = group
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        self.group = setup.group
 
     @hookimpl
     def spec(self) -> AlgorithmSpec:
@@ -40,23 +32,17 @@ class Window:
 
     @hookimpl
     def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, q: Tensor, lse: Tensor
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
     ) -> None:
         """Nothing: the selection depends on the length alone."""
 
     @hookimpl
-    def settle(
-        self, layer: LayerView, slot: int, since: int, length: int, history: object
-    ) -> None:
-        """Nothing."""
-
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor) -> None:
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
         """Nothing."""
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, native: Tensor | None, ids: Tensor
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
     ) -> None:
         """Fill a row with closed units: newest first, the sinks in the last places."""
         width = ids.shape[1]
@@ -72,7 +58,7 @@ class Window:
 
 @hookimpl
 def topkv_register_algorithms() -> list[PluginEntry]:
-    return [PluginEntry(NAME, "algorithm", f"{__name__}:Window")]
+    return [PluginEntry(NAME, "algorithm", f"{__name__}:Window", hook_api=(2, 0))]
 
 
 def registry_with_window() -> PluginRegistry:

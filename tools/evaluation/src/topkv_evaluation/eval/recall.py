@@ -18,7 +18,7 @@ from topkv.lanes import LaneBuffers
 from topkv.layers import LayerPath
 from topkv.prefill import history_blocks
 from topkv.selectors import Own
-from topkv.types import AlgorithmSpec, LayerView, ModelShape
+from topkv.types import AlgorithmSpec, LayerView, Tables
 
 
 class _NamesRead(dict[str, Tensor]):
@@ -53,16 +53,16 @@ class WatchedAlgorithm:
         return getattr(self.algorithm, name)
 
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, native: Tensor | None, ids: Tensor
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
     ) -> None:
-        """See ``topkv.hooks.algorithm.retrieve_topk``."""
+        """See ``topkv.hooks.algorithm.Algorithm``."""
         if not self.armed:
-            self.algorithm.retrieve_topk(layer, q, native, ids)
+            self.algorithm.retrieve_topk(layer, q, weights, ids)
             return
         pools = layer.pools
         layer.pools = watching = _NamesRead(pools)
         try:
-            self.algorithm.retrieve_topk(layer, q, native, ids)
+            self.algorithm.retrieve_topk(layer, q, weights, ids)
         finally:
             layer.pools = pools
         self.names |= watching.names
@@ -92,12 +92,13 @@ class WatchedBackend:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.backend, name)
 
-    def attend(self, q: Tensor, *rest: Tensor) -> None:
-        """See ``topkv.hooks.backend.attend``."""
-        self.backend.attend(q, *rest)
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, out: Tensor, lse: Tensor
+    ) -> None:
+        """See ``topkv.hooks.backend.Backend``."""
+        self.backend.attend(q, k, v, tables, out, lse)
         if self.armed:
-            batch = len(q) // self.lanes.group.lane_heads
-            self.seen = Seen(q.reshape(batch, -1, q.shape[-1]).clone(), self.lanes.ids.clone())
+            self.seen = Seen(q[:, 0].clone(), self.lanes.ids.clone())
 
 
 def watch(coordinator: SparseCoordinator) -> list[LayerPath]:
@@ -165,26 +166,25 @@ def recall_of(
         rows: the rows to look at.
         budget: tokens.
     """
-    model, results = coordinator.model, []
+    results = []
     for row in rows:
         slot = slots[row]
         coordinator.flush(slot)
         for path in paths:
-            results.append(_mass_of(path, model, slot, row, coordinator.length(slot), budget))
+            results.append(_mass_of(path, coordinator, slot, row, budget))
     held, best = (sum(values) / len(results) for values in zip(*results, strict=True))
     return held, best
 
 
 def _mass_of(
-    path: LayerPath, model: ModelShape, slot: int, row: int, length: int, budget: int
+    path: LayerPath, coordinator: SparseCoordinator, slot: int, row: int, budget: int
 ) -> tuple[float, float]:
-    group, seen = path.view.group, path.backend.seen
+    group, seen, model = path.view.group, path.backend.seen, coordinator.model
+    length = coordinator.length(slot)
     # One block: the whole history, decoded where the rows are packed.
     ((_, k, _),) = history_blocks(path, slot, 0, length, length, model.dtype, seen.q.device)
     lanes = slice(row * group.lane_heads, (row + 1) * group.lane_heads)
-    # The tail is forced where tokens are selected of larger units, whatever the algorithm says.
-    regranulated = path.selector.view.group.unit != group.unit
-    tail = regranulated or path.algorithm.spec().tail == "forced"
+    tail = coordinator.config.groups[path.lanes.index].tail == "forced"
     return held_mass(seen.q[row], k, seen.ids[lanes], group.unit, tail, model.scale, budget)
 
 

@@ -1,0 +1,200 @@
+"""Observers: made where the configuration names them, told of forwards, and never in their way."""
+
+from __future__ import annotations
+
+import warnings
+from typing import ClassVar
+
+import pytest
+import torch
+from attrs import evolve
+
+from topkv import hookimpl
+from topkv.coordinator import SparseCoordinator
+from topkv.entries import PluginEntry
+from topkv.errors import PluginError
+from topkv.testing.machines.lifecycle_model import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    SPARSE,
+    doubles,
+    make_coordinator,
+)
+from topkv.testing.tiers import tier
+
+CPU = tier("cpu")
+
+
+class Keeps:
+    """Keeps the reports of forwards, and what it counted when each ended."""
+
+    made: ClassVar[list[Keeps]] = []
+
+    def __init__(self, setup):
+        self.config = setup.config
+        self.begun, self.ended, self.counts = [], [], []
+        self.made.append(self)
+
+    @hookimpl
+    def before_forward(self, report):
+        self.begun.append((report.slots, report.prompt_tokens))
+
+    @hookimpl
+    def after_forward(self, report):
+        self.ended.append((report.slots, report.prompt_tokens))
+        self.counts.append(report.transfers())
+
+
+class Fails(Keeps):
+    """Raises when a forward has ended."""
+
+    @hookimpl
+    def after_forward(self, report):
+        super().after_forward(report)
+        raise OSError("the disk is full")
+
+
+class FailsAtOnce(Keeps):
+    """Raises when a forward begins."""
+
+    @hookimpl
+    def before_forward(self, report):
+        super().before_forward(report)
+        raise KeyError("slots")
+
+
+OFFERED = {"keeps": Keeps, "fails": Fails, "fails-at-once": FailsAtOnce}
+
+
+@pytest.fixture(autouse=True)
+def made():
+    """Every observer that has been made, in order."""
+    Keeps.made.clear()
+    yield Keeps.made
+    Keeps.made.clear()
+
+
+def make(*names):
+    """A coordinator whose configuration names these observers."""
+    registry = doubles(
+        *(
+            PluginEntry(name, "observer", f"{__name__}:{cls.__name__}")
+            for name, cls in OFFERED.items()
+        )
+    )
+    plain = make_coordinator(CPU, registry=registry)
+    plain.close()
+    return SparseCoordinator(evolve(plain.config, observers=names), registry)
+
+
+def forward(coordinator, decode=(), prefill=(), select=()):
+    """One forward of random keys, in which every lane selects the same units."""
+    rows = len(decode) + sum(tokens for _, tokens in prefill)
+    generator = torch.Generator().manual_seed(rows)
+
+    def tokens(heads):
+        return torch.randn(rows, heads, DIM, generator=generator)
+
+    coordinator.forward_begin(decode=list(decode), prefill=list(prefill))
+    for layer in range(LAYERS):
+        if layer in SPARSE:
+            path = coordinator.layers[layer]
+            ids = torch.full_like(path.lanes.ids, -1)
+            ids[:, : len(select)] = torch.tensor(select, dtype=torch.int32)
+            path.algorithm.next_ids[layer] = ids
+        coordinator.attention(layer, tokens(HEADS), tokens(KV_HEADS), tokens(KV_HEADS))
+        if layer in SPARSE:
+            path.algorithm.next_ids.clear()  # Beginning the next forward may select as well.
+    coordinator.forward_end()
+
+
+def warned(failing):
+    """The messages of the RuntimeWarnings of a call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        failing()
+    return [str(each.message) for each in caught if each.category is RuntimeWarning]
+
+
+def test_nothing_is_made_unless_the_configuration_names_it(made):
+    coordinator = make()
+    slot = coordinator.request_begin()
+    forward(coordinator, prefill=[(slot, 5)])
+    coordinator.close()
+    assert made == []
+    coordinator = make("keeps")
+    assert [type(each).__name__ for each in made] == ["Keeps"]
+    assert made[0].config is coordinator.config
+    coordinator.close()
+
+
+def test_an_observer_that_is_not_installed_is_refused():
+    with pytest.raises(PluginError, match="unknown observer 'keep'") as caught:
+        make("keep")
+    assert "did you mean 'keeps'" in str(caught.value)
+
+
+def test_a_report_says_what_a_forward_works_on(made):
+    coordinator = make("keeps")
+    one, two = coordinator.request_begin(), coordinator.request_begin()
+    forward(coordinator, prefill=[(one, 5)])
+    forward(coordinator, decode=[-1, one], prefill=[(two, 3)])
+    coordinator.forward_begin(decode=[one])
+    coordinator.forward_abort()
+    (keeps,) = made
+    expected = [((), 5), ((-1, one), 3), ((one,), 0)]
+    assert keeps.begun == expected
+    assert keeps.ended == expected[:2]
+    coordinator.close()
+
+
+def test_a_report_counts_transfers_of_its_decode_rows(made):
+    coordinator = make("keeps")
+    one, two = coordinator.request_begin(), coordinator.request_begin()
+    forward(coordinator, prefill=[(one, 22)])
+    forward(coordinator, prefill=[(two, 22)])
+    (keeps,) = made
+    # No row decodes in a forward of a prompt alone.
+    assert (keeps.counts[-1].hits, keeps.counts[-1].misses) == (0, 0)
+    lanes = len(SPARSE) * KV_HEADS
+    forward(coordinator, decode=[-1, one], select=[0, 3])
+    first = keeps.counts[-1]
+    assert first.hits + first.misses == 2 * lanes
+    forward(coordinator, decode=[one, -1], select=[0, 3, 5])
+    second = keeps.counts[-1]
+    assert second.hits + second.misses == 5 * lanes
+    assert second.hits >= first.hits + 2 * lanes, "units that were just loaded are hits"
+    entry = coordinator.layers[SPARSE[0]].view.group.entry_bytes
+    assert second.loaded_bytes == second.misses * entry
+    assert second == coordinator.transfers_of([one])
+    # Those of another request are its own.
+    forward(coordinator, decode=[two], select=[1])
+    assert keeps.counts[-1].hits + keeps.counts[-1].misses == lanes
+    coordinator.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "hook", "error"),
+    [
+        ("fails", "after_forward", "OSError: the disk is full"),
+        ("fails-at-once", "before_forward", "KeyError: 'slots'"),
+    ],
+)
+def test_one_that_raises_is_left_out_and_the_forward_goes_on(made, name, hook, error):
+    coordinator = make(name, "keeps")
+    failing, keeps = made
+    slot = coordinator.request_begin()
+    told = warned(lambda: forward(coordinator, prefill=[(slot, 5)]))
+    assert told == [
+        f"topkv-doubles 1 (observer '{name}') failed in {hook} and is left out from now on: "
+        f"{error}"
+    ]
+    assert coordinator.length(slot) == 5
+    assert warned(lambda: forward(coordinator, decode=[slot])) == []
+    assert coordinator.length(slot) == 6
+    assert (len(failing.begun), len(failing.ended)) == (1, int(name == "fails"))
+    assert (len(keeps.begun), len(keeps.ended)) == (2, 2)
+    coordinator.check_integrity()
+    coordinator.close()
