@@ -8,12 +8,12 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv import prefill
 from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import ConfigError, RequestError
 from topkv.kv import host_pool
 from topkv.kv.rows import decode_fp8, encode_fp8
+from topkv.ops import chunk_attention
 from topkv.plugins import PluginRegistry
 from topkv.testing.doubles import GATHER, Entries, Gather
 from topkv.testing.indexed import INDEXED, Indexed, index_scores
@@ -180,9 +180,11 @@ def test_chunks_of_a_prompt_do_not_matter(on):
 
 def test_masks_of_a_long_prompt_are_made_in_blocks(on, monkeypatch):
     request = Request(on, "model", 5, seed=1, shared=True)
-    made, select = [], prefill.selected
-    monkeypatch.setattr(prefill, "WORKSPACE", 3 * (1 + 20 + 24 * 5))
-    monkeypatch.setattr(prefill, "selected", lambda *what: made.append(select(*what)) or made[-1])
+    made, select = [], chunk_attention.selected
+    monkeypatch.setattr(chunk_attention, "WORKSPACE", 3 * (1 + 20 + 24 * 5))
+    monkeypatch.setattr(
+        chunk_attention, "selected", lambda *what: made.append(select(*what)) or made[-1]
+    )
     for start in (0, 20):
         outs = request.forward(prefill=[(0, 20)])
         request.check(outs, [(0, t) for t in range(start, start + 20)])

@@ -90,7 +90,7 @@ class Settings(Generic[Unset, Size]):
     """name of a plugin."""
 
     observers: Sequence[str] | Unset = setting(checks.plugins, ())
-    """names of plugins that are told of every forward; ``["log"]`` writes debug messages."""
+    """names of plugins that are told of every forward."""
 
     dense_layers: Sequence[int] | Unset = setting(checks.layer_numbers, ())
     """layers that attend to everything."""
