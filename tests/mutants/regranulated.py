@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from attrs import evolve
 
 from tests.mutants.lifecycle import LifecycleMutant, Run
 from topkv import lanes
-from topkv.config.lowering import _Lowering
+from topkv.config.plans import Planner
 from topkv.memory import SparseKVCacheManager
 from topkv.testing.machines import scenarios
 from topkv.testing.machines.regranulated import regranulated_machine
@@ -59,9 +60,13 @@ def last_token_is_lost(tokens, closed, ids, extra, work, *, unit, impl):
     _regranulate(without, closed, ids, extra, work, unit=unit, impl=impl)
 
 
-def tail_competes(self, plan):
+def tail_competes(self, origin, rule):
     """The newest token competes although the units are larger."""
-    return self.plugins.tail(plan.algorithm)
+    plan = _plan(self, origin, rule)
+    return evolve(plan, tail=self.plugins.capabilities("algorithm", plan.algorithm).tail)
+
+
+_plan = Planner.plan
 
 
 def counts_outlive_their_request(self, slot):
@@ -98,7 +103,7 @@ MUTANTS = [
     ),
     LifecycleMutant(
         "a tail that competes is not forced where units are larger",
-        *(_Lowering, "_tail", tail_competes, COMPETES),
+        *(Planner, "plan", tail_competes, COMPETES),
     ),
     LifecycleMutant(
         "extra tokens outlive their request",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -95,6 +96,18 @@ def _of_each_impl(value: Any) -> Any:
     return dict.fromkeys(IMPLS, value) if isinstance(value, str) else value
 
 
+def _are_factories(entry: Any, attribute: Any, value: Any) -> None:
+    is_mapping = isinstance(value, Mapping) and len(value) > 0
+    if not is_mapping or not all(
+        impl in IMPLS and isinstance(place, str) and re.fullmatch(_PLACE, place)
+        for impl, place in value.items()
+    ):
+        known = " or ".join(map(repr, IMPLS))
+        raise ValueError(
+            f"factories must be 'module:attribute', or map {known} to that, got {value!r}"
+        )
+
+
 @frozen
 class PluginEntry:
     """One thing that a package offers.
@@ -119,12 +132,7 @@ class PluginEntry:
 
     name: str
     kind: str = field(validator=validators.in_(KINDS))
-    factories: Mapping[str, str] = field(
-        converter=_of_each_impl,
-        validator=validators.deep_mapping(
-            validators.in_(IMPLS), validators.matches_re(_PLACE), validators.min_len(1)
-        ),
-    )
+    factories: Mapping[str, str] = field(converter=_of_each_impl, validator=_are_factories)
     hook_api: tuple[int, int] = HOOK_API
     capabilities: Capabilities = Capabilities()
     defaults: Mapping[str, Any] = field(factory=dict)

@@ -108,6 +108,7 @@ _CAPABILITIES: dict[str, Check] = {
         "a tuple of positive ints, or None",
     ),
     "max_group": (_or_none(_is_count), "a positive int or None"),
+    "softcap": _FLAG,
     "lse": _FLAG,
     "capture": _FLAG,
     "host_memory": _FLAG,

@@ -27,6 +27,7 @@ def as_dict(record: PluginRecord) -> dict[str, Any]:
         "package": record.package,
         "version": record.version,
         "hook_api": ".".join(map(str, entry.hook_api)) if entry else None,
+        "impls": entry.impls if entry else None,
         "capabilities": attrs.asdict(entry.capabilities) if entry else None,
         "problem": record.problem,
     }
