@@ -57,6 +57,7 @@ def fill(coordinator: SparseCoordinator, context: int) -> int:
             path.transfer.store_chunk(path.view, slot, start, k, v, start + CHUNK, True)
             if path.algorithm:
                 path.algorithm.construct(path.view, slot, start, k, v, k, lse)
+            coordinator.forward.attended.add(path.view.layer)  # written, and not attended
         coordinator.forward_end()
     return slot
 

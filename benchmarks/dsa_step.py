@@ -62,6 +62,7 @@ def fill(coordinator: SparseCoordinator) -> int:
             path.transfer.store_chunk(path.view, slot, start, *rows, start + CHUNK, True)
             keys = random(CHUNK, 1, INDEX.head_dim)
             path.algorithm.construct(path.view, slot, start, keys, none, none, none)
+            coordinator.forward.attended.add(path.view.layer)  # written, and not attended
         coordinator.forward_end()
     return slot
 

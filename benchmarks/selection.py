@@ -94,6 +94,7 @@ def fill(coordinator: SparseCoordinator, slot: int, until: int) -> None:
         q, k, v = random(tokens, HEADS, DIM), *(random(tokens, KV_HEADS, DIM) for _ in range(2))
         path.transfer.store_chunk(path.view, slot, start, k, v, start + tokens, True)
         path.algorithm.construct(path.view, slot, start, k, v, q, lse[:tokens])
+        coordinator.forward.attended.add(path.view.layer)  # written, and not attended
         coordinator.forward_end()
         start += tokens
 
@@ -114,14 +115,8 @@ def must_read(path: LayerPath, tokens: int, slots: list[int]) -> int:
 
 def scorer(path: LayerPath, q: torch.Tensor) -> Callable[[], object] | None:
     """The scoring kernels alone, where an algorithm has some."""
-    launcher, view = getattr(path.algorithm, "launcher", None), path.view
-    if not hasattr(launcher, "score"):
-        return None
-    if "labels" in view.pools:
-        return lambda: launcher.score(view, path.algorithm.channels(view), q)
-    if "centroids" in view.pools:
-        return lambda: launcher.score(view, q)
-    return lambda: launcher.score(view, q, 1)
+    score = getattr(path.algorithm, "score", None)
+    return score and partial(score, path.view, q)
 
 
 def cell(

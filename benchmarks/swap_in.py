@@ -69,6 +69,12 @@ def link_ceiling() -> dict[str, float]:
     }
 
 
+def on_host(group: GroupShape, pages: int) -> tuple[HostKVPool, GroupStore]:
+    """A host pool of one group, and its store."""
+    pool = HostKVPool([group], pages, "page_head", DEVICE)
+    return pool, GroupStore.on_host(group, pool.layouts[0], pool.bytes, pages, DEVICE)
+
+
 def engine_of(store: GroupStore, views: list[LayerView]) -> ZeroCopyTransfer:
     """The engine of a group, by kernels."""
     return triton(TransferSetup(store, views, LeastRecentlyUsed(EvictionSetup(DEVICE))))
@@ -99,16 +105,13 @@ class Cell:
         )
         per_page = self.group.units_per_page
         pages = units // per_page
-        self.pool = HostKVPool([self.group], 1 + requests * pages, "page_head", DEVICE)
+        self.pool, self.store = on_host(self.group, 1 + requests * pages)
         words = self.pool.bytes.view(torch.int32)
         # The pool is a plain run of words here: word w holds w, wrapped to 32 bits.
         step = 1 << 26
         for first in range(0, words.numel(), step):
             end = min(first + step, words.numel())
             words[first:end] = torch.arange(first, end).int()
-        self.store = GroupStore.on_host(
-            self.group, self.pool.layouts[0], self.pool.bytes, self.pool.entries[0], DEVICE
-        )
         table = 1 + torch.randperm(requests * pages).view(requests, pages)
         fixed = (
             torch.arange(requests),
@@ -205,8 +208,7 @@ def offload_cell(layers: int, tokens: int) -> dict[str, float]:
     group = GroupShape(
         tuple(range(layers)), 16, 8, 1, 128, torch.bfloat16, 64, 1, tokens // 16, 127, 256, 2
     )
-    pool = HostKVPool([group], 1 + tokens // 64, "page_head", DEVICE)
-    store = GroupStore.on_host(group, pool.layouts[0], pool.bytes, pool.entries[0], DEVICE)
+    pool, store = on_host(group, 1 + tokens // 64)
     step = StepTensors(
         *(torch.zeros(1, **INTS) for _ in range(5)),
         torch.arange(1, 1 + tokens // 64, **INTS)[None],
@@ -221,7 +223,7 @@ def offload_cell(layers: int, tokens: int) -> dict[str, float]:
 
     run()
     time = median_us(run)
-    entries = pool.entries[0][1:, layers - 1]  # [pages, heads, units, 1, 2, 16, 128]
+    entries = store.entries[1:, layers - 1]  # [pages, heads, units, 1, 2, 16, 128]
     got = entries[:, :, :, 0].permute(3, 0, 2, 4, 1, 5).reshape(2, tokens, 8, 128)
     if not (torch.equal(got[0], k.cpu()) and torch.equal(got[1], v.cpu())):
         raise SystemExit("offload wrote other bytes than it was given")

@@ -86,11 +86,11 @@ class ForgetsSinks(DoubleSparsity):
 class HeadsUnweighted(DoubleSparsity):
     """Sums the exponentials of the query heads of a lane without their normalisers."""
 
-    def _score(self, layer, q):
-        _, closed = super()._score(layer, q)
+    def score(self, layer, q):
+        _, closed = super().score(layer, q)
         group, self.group = self.group, evolve(self.group, lane_heads=self.model.num_heads)
         try:
-            logits = super()._score(layer, q)[0]  # a lane of one head has no normaliser
+            logits = super().score(layer, q)[0]  # a lane of one head has no normaliser
         finally:
             self.group = group
         lanes = logits.unflatten(0, (layer.step.batch, group.lane_heads, -1))

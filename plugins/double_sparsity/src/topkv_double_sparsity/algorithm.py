@@ -100,7 +100,7 @@ class DoubleSparsity:
     def retrieve_topk(
         self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
     ) -> None:
-        scores, closed = self._score(layer, self._queries(q))
+        scores, closed = self.score(layer, self._queries(q))
         topk(scores, closed, ids, impl="reference")
 
     def _queries(self, q: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class DoubleSparsity:
         else:
             layer.pools["labels"][at] = label
 
-    def _score(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         """Scores ``[N, U]`` of queries ``[B, H, D]``, and selectable tokens ``[N]``."""
         logits, closed = self._logits(layer, q)
         lane_heads = self.group.lane_heads

@@ -52,7 +52,7 @@ class HeadSparsity(DoubleSparsity):
         self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
     ) -> None:
         queries = self._queries(q)
-        scores, closed = self._score(layer, queries)
+        scores, closed = self.score(layer, queries)
         # A lane has tokens in one of the two counts, so one of the two selections is empty.
         closed, flat = self._parted(layer, queries, closed)
         topk(scores, closed, ids, impl="reference")

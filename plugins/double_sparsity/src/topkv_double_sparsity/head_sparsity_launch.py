@@ -70,7 +70,7 @@ class HeadSparsityTriton(DoubleSparsityTriton):
     def retrieve_topk(
         self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
     ) -> None:
-        scores, closed = self._score(layer, self._queries(q))
+        scores, closed = self.score(layer, self._queries(q))
         flat, few = self.lanes.take(layer, closed), self.few[: len(ids)]
         topk(scores, closed, ids, impl="triton", work=self.work)
         topk(scores, flat, few, impl="triton", work=self.few_work)

@@ -261,8 +261,8 @@ class DoubleSparsityTriton(DoubleSparsity):
     def retrieve_topk(
         self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
     ) -> None:
-        scores, closed = self._score(layer, self._queries(q))
+        scores, closed = self.score(layer, self._queries(q))
         topk(scores, closed, ids, impl="triton", work=self.work)
 
-    def _score(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         return self.launcher.score(layer, self.channels(layer), q)
