@@ -21,7 +21,7 @@ from topkv.plugins import PluginRegistry
 from topkv_cli import main, probes
 from topkv_cli.group import topkv as command
 
-KEYS = {"name", "kind", "package", "version", "hook_api", "capabilities", "problem"}
+KEYS = {"name", "impls", "kind", "package", "version", "hook_api", "capabilities", "problem"}
 
 
 @pytest.fixture
