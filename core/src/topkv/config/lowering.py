@@ -119,18 +119,28 @@ class _Lowering:
             self.sources = self.sources.under(self.plugins.defaults("backend", backend.value))
         self.transfer: str = self._plugin("transfer", "zero_copy")
         self.eviction: str = self._plugin("eviction", "lru")
-        self.topk: str = self._plugin("topk", "pivot")
         dense = dense_layers(self.sources, layers, self.reasons)
         self.settings.append(dense)
         residency = self._set("dense_residency", "resident")
         self.plans = plan_layers(
             rules, name, dense.value, residency, written, self.plugins, self.backend
         )
+        # One for all layers: that of the base algorithm stands above those of overrides.
+        for algorithm in dict.fromkeys(plan.algorithm for plan in self.plans):
+            stated = self.plugins.defaults("algorithm", algorithm)
+            only = {key: value for key, value in stated.values.items() if key == "topk"}
+            self.sources = self.sources.under(Source(stated.origin, only))
+        self.topk: str = self._plugin("topk", "pivot")
         self._keep_plan_settings()
 
     def _plugin(self, kind: str, default: str) -> str:
         name: str = self._set(kind, default)
-        self.plugins.get(kind, name)
+        origin = self.settings[-1].origin
+        if self.plugins.get(kind, name) is None and origin not in ("user", "checkpoint", DEFAULT):
+            self.reasons.append(
+                f"{origin} asks for {kind} {name!r}: reinstall it with what it depends on, or "
+                f"set {kind}"
+            )
         self.sources = self.sources.under(self.plugins.defaults(kind, name))
         return name
 
