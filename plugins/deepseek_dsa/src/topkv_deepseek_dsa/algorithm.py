@@ -129,7 +129,7 @@ class DeepSeekDSA:
                 scores = self.launcher.prompt(
                     layer, slot, start + at.stop, counts, q[at], weights[at]
                 )
-                topk(scores, counts, ids[at], impl="triton")
+                self.launcher.best(scores, counts, ids[at])
                 continue
             tokens = torch.arange(start + at.stop, device=q.device)
             slots = torch.full_like(tokens, slot)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from topkv.ops import early
-from topkv.ops.topk import workspace
+from topkv.ops.topk import topk, workspace
 from topkv.types import GroupShape, LayerView, ModelShape
 from topkv_deepseek_dsa import kernels, key_kernels
 from topkv_deepseek_dsa.parameters import Settings
@@ -32,6 +32,9 @@ ROW_PROGRAMS = 8
 
 PROMPT_TILES = 11
 """Most tiles of a program where the rows are those of a prompt."""
+
+PROMPT_ROWS = 128
+"""Rows of a prompt whose tokens one call of top-k selects; it may keep scratch for each."""
 
 EARLY = True
 """Whether kernels start early behind the one before, where the device can do that."""
@@ -81,6 +84,7 @@ class Launcher:
         weight: their weights, fp32 ``[max_requests, H]``.
         scores: fp32 ``[max_requests, max_units]``.
         counts: selectable tokens, int32 ``[max_requests]``.
+        work, prompt_work: exact top-k of the rows of a step, and of those of a prompt.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class Launcher:
         )
         self.counts = torch.zeros(group.max_requests, dtype=torch.int32, device=device)
         self.work = workspace(group.max_requests, group.max_units, group.select, device)
+        self.prompt_work = workspace(PROMPT_ROWS, group.max_units, group.select, device)
 
     def _set_constants(self) -> None:
         settings, dtype = self.settings, self.model.dtype
@@ -207,6 +212,12 @@ class Launcher:
             prompt=True,
         )
         return scores
+
+    def best(self, scores: Tensor, counts: Tensor, ids: Tensor) -> None:
+        """Select for the rows of a prompt: ids ``[m, K]``."""
+        for first in range(0, len(ids), PROMPT_ROWS):
+            at = slice(first, first + PROMPT_ROWS)
+            topk(scores[at], counts[at], ids[at], impl="triton", work=self.prompt_work)
 
     def _score(
         self,
