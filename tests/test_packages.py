@@ -11,7 +11,7 @@ from packaging.version import Version
 
 import topkv
 from tests.packaging.packages import ROOT, packages
-from topkv.entries import HOOK_API
+from topkv.entries import HOOK_API, KINDS
 
 PACKAGES = packages()
 PLUGINS = PACKAGES[1:]
@@ -46,13 +46,42 @@ def test_license_and_readme_lie_beside(package):
     assert (package.folder / "README.md").read_text().startswith(f"# {package.name}\n")
 
 
+def entries_of(package):
+    """What it offers."""
+    modules = [import_module(target) for target in package.points.values()]
+    hooks = [hook for each in modules for name, hook in vars(each).items() if "_register_" in name]
+    return [entry for hook in hooks for entry in hook()]
+
+
+def names_of(package):
+    """Kinds and names of its plugins."""
+    return {(entry.kind, entry.name) for entry in entries_of(package)}
+
+
+def defaults_of(package):
+    """Kinds and names of the plugins that its own choose by default."""
+    stated = [entry.defaults.items() for entry in entries_of(package)]
+    return {(kind, name) for each in stated for kind, name in each if kind in KINDS}
+
+
+@parametrize(PLUGINS)
+def test_a_plugin_imports_no_other(package):
+    others = {other.module for other in PLUGINS} - {package.module}
+    for path in (package.folder / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in getattr(node, "names", [])]
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
+            assert not others & {name.split(".")[0] for name in names}, path
+
+
 @parametrize(PLUGINS)
 def test_plugins_ask_for_a_range_of_the_core_that_holds_this_one(package):
     extras = package.project.get("optional-dependencies", {}).values()
     lines = [*package.project["dependencies"], *(line for extra in extras for line in extra)]
     asked = [line for line in map(Requirement, lines) if line.name.startswith("topkv")]
     assert asked[0].name == "topkv"
-    assert {each.name for each in asked} == {"topkv"}, "a plugin imports the core alone"
+    named = {other.name for other in PLUGINS if defaults_of(package) & names_of(other)}
+    assert {each.name for each in asked} == {"topkv", *named}, "what its entries name, and no more"
     version = Version(topkv.__version__)
     above = Version(f"{version.major + 1}" if version.major else f"0.{version.minor + 1}")
     for each in asked:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 import statistics
 import subprocess
 import sys
-from importlib.metadata import distributions, entry_points
+from importlib.metadata import distributions, entry_points, requires
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -38,14 +39,16 @@ def _inside(module: ModuleType) -> None:
 
 
 def check_alone(name: str) -> None:
-    """The package and the core, from wheels, nothing else of topkv, and nothing heavy."""
+    """The package, what it declares and the core, from wheels, and nothing heavy."""
     import topkv
     from topkv.plugins import registry
 
     packages = {each.name.replace("-", "_") for each in distributions()}
-    others = {each for each in packages if each.startswith("topkv")} - {"topkv", name}
+    asked = [re.split(r"[^\w-]", line)[0].replace("-", "_") for line in requires(name) or ()]
+    others = {each for each in packages if each.startswith("topkv")} - {"topkv", name, *asked}
     if others or any(find_spec(point.module) is None for point in entry_points(group="topkv")):
-        fail(f"nothing of topkv but {name} must be here, got {', '.join(sorted(others))}")
+        found = ", ".join(sorted(others))
+        fail(f"nothing of topkv but {name} and what it declares must be here, got {found}")
     _inside(topkv)
     _inside(importlib.import_module(name))
     records = registry().records()

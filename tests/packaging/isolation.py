@@ -7,8 +7,9 @@ Wheels are built from sdists without network. Each package gets an environment o
 nothing of the checkout can be imported; third-party packages are links to those of the interpreter
 that runs this, and only to those that are declared. In each:
 
-* the package is found, alone, and nothing heavy is imported for that; its factories import
-  without its extras, its modules and commands with them; ``import topkv`` is fast;
+* the package is found, alone or with the plugins that it declares, and nothing heavy is imported
+  for that; its factories import without its extras, its modules and commands with them;
+  ``import topkv`` is fast;
 * its tests pass, with few examples. Left out are modules that name another package, which are
   listed, and what Triton interprets: wheels differ from the checkout in files, not in arithmetic,
   and ``make test`` runs all of it;
@@ -131,6 +132,11 @@ class Isolation:
         self.next_core = build(copy, work / "next-wheel")[1]
         log.head(f"{len(self.wheels)} wheels, built from sdists")
 
+    def needed(self, package: Package) -> list[Path]:
+        """Wheels of the other plugins that it declares."""
+        asked = [line.name for line in declared(self.wheels[package.name], "*")]
+        return [self.wheels[name] for name in asked if name in self.wheels and name != "topkv"]
+
     def install(self, environment: Environment, wheels: list[Path]) -> tuple[int, str]:
         """The core, further wheels, and what all of them declare, without extras."""
         for wheel in (self.core, *wheels):
@@ -148,7 +154,7 @@ class Isolation:
         """A package alone with the core; the core alone."""
         log, plugin = self.log, package.name != "topkv"
         log.head(package.name)
-        wheels = [self.wheels[package.name]] if plugin else []
+        wheels = [*self.needed(package), self.wheels[package.name]] if plugin else []
         environment = Environment(self.work / f"env-{package.name}")
         if not log.look("install", self.install, environment, wheels):
             return
