@@ -119,10 +119,25 @@ def test_rows_of_prompts_are_selected_by_it_too(name, registry, monkeypatch):
     assert torch.equal(named, usual)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["cuda", "flashinfer"])
-def test_installed_ones_select_what_the_core_does(name, registry):
-    on = tier("gpu")
+def test_token_grained_algorithms_bring_the_one_for_long_rows(registry):
+    cpu = torch.device("cpu")
+    sizes = {"unit": 1, "page_tokens": 64}
+    for model, name in ((MODEL, "double_sparsity"), (INDEXED, "deepseek_dsa")):
+        lowered = lower(config(algorithm=name, **sizes), model, device=cpu, registry=registry)
+        assert lowered.topk == "pivot"
+    assert lower(config(), MODEL, device=cpu, registry=registry).topk == "radix"
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("pivot", "interpret"),
+        *(pytest.param(name, "gpu", marks=pytest.mark.gpu)
+          for name in ("pivot", "cuda", "flashinfer")),
+    ],
+)  # fmt: skip
+def test_installed_ones_select_what_the_core_does(name, where, registry):
+    on = tier(where)
     if on.missing:
         pytest.skip(on.missing)
     usual = run(on, registry)

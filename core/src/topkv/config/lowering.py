@@ -130,7 +130,7 @@ class _Lowering:
             stated = self.plugins.defaults("algorithm", algorithm)
             only = {key: value for key, value in stated.values.items() if key == "topk"}
             self.sources = self.sources.under(Source(stated.origin, only))
-        self.topk: str = self._plugin("topk", "pivot")
+        self.topk: str = self._plugin("topk", "radix")
         self._keep_plan_settings()
 
     def _plugin(self, kind: str, default: str) -> str:
