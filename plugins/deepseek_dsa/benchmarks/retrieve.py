@@ -16,11 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from topkv.ops.topk import selecting_by
 from topkv.plugins import registry
 from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, IndexerShape, LayerView, ModelShape, StepTensors
@@ -76,7 +78,8 @@ def prepare(
     )
     (entry,) = topkv_register_algorithms()
     given = {**entry.parameters, "keys": keys}
-    algorithm = DeepSeekDSA(model, group, given, "triton", torch.device("cuda"))
+    with selecting_by(partial(registry().create, "topk", entry.defaults["topk"])):
+        algorithm = DeepSeekDSA(model, group, given, "triton", torch.device("cuda"))
     pages = tokens // page
     table = 1 + torch.randperm(requests * pages).view(requests, pages)
     (spec,) = algorithm.spec().representations

@@ -13,12 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from topkv.ops.topk import selecting_by
+from topkv.plugins import registry
 from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
 from topkv_double_sparsity import launch
@@ -66,7 +69,8 @@ def prepare(
     )
     (entry,) = topkv_register_algorithms()
     given = {**entry.parameters, **params}
-    algorithm = DoubleSparsity(model, group, given, "triton", torch.device("cuda"))
+    with selecting_by(partial(registry().create, "topk", entry.defaults["topk"])):
+        algorithm = DoubleSparsity(model, group, given, "triton", torch.device("cuda"))
     pages = tokens // PAGE
     table = 1 + torch.randperm(requests * pages).view(requests, pages)
     rows = {"token": (1 + requests * pages) * PAGE, "request": requests}
