@@ -12,7 +12,8 @@ def topkv_register_topks() -> list[PluginEntry]:
         PluginEntry(
             name="pivot",
             kind="topk",
-            factories={"triton": "topkv_triton_topk.topk:PivotTopK"},
+            # Of both implementations: a reference selects by itself and never makes one.
+            factories="topkv_triton_topk.topk:PivotTopK",
             hook_api=(2, 0),
         )
     ]
