@@ -111,7 +111,8 @@ class Signs:
         group = self.group
         if self.impl == "triton":
             self.work = setup.topk(group.rows, group.max_units, group.select)
-            self.scores = torch.empty((group.rows, group.max_units), device=setup.device)
+            # Full of the best score: one that no kernel writes is selected, whatever memory held.
+            self.scores = torch.full((group.rows, group.max_units), torch.inf, device=setup.device)
 
     @hookimpl
     def spec(self):

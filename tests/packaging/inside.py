@@ -60,7 +60,8 @@ def check_alone(name: str, *needed: str) -> None:
         fail(f"an entry module must import none of {sorted(HEAVY)}, got {', '.join(heavy)}")
     for record in offered:
         if record.entry and name != "topkv":
-            importlib.import_module(record.entry.factory.split(":")[0])
+            for factory in record.entry.factories.values():
+                importlib.import_module(factory.split(":")[0])
     print(", ".join(told))
 
 

@@ -265,8 +265,10 @@ class SparseCoordinator:
 
         Decode rows may have run in a graph, which calls nothing here.
         """
+        if not (forward.attended or forward.prompt_tokens):
+            return
         left_out = [layer for layer in self.model.layers if layer not in forward.attended]
-        if left_out and (forward.attended or forward.prompt_tokens):
+        if left_out:
             raise RequestError(
                 f"attention was not called for layers {show_ranges(left_out)} of this forward; "
                 "call it for each layer, or drop the forward with forward_abort"
@@ -296,6 +298,8 @@ class SparseCoordinator:
         fresh = slots[requests.fresh[slots]]
         due = requests.length[slots] - requests.settled[:, slots] >= self._settle_periods
         due |= requests.fresh[slots]
+        if not due.any():
+            return  # most steps
         for slot, groups in zip(slots[due.any(0)].tolist(), due.T[due.any(0)], strict=True):
             requests.flush(slot)
             requests.pages.upload()
