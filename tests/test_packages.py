@@ -11,7 +11,7 @@ from packaging.version import Version
 
 import topkv
 from tests.packaging.packages import ROOT, packages
-from topkv.entries import HOOK_API
+from topkv.entries import HOOK_API, KINDS
 
 PACKAGES = packages()
 PLUGINS = [package for package in PACKAGES if package.is_plugin]
@@ -54,6 +54,34 @@ def asked(package):
     return [line for line in map(Requirement, lines) if line.name.startswith("topkv")]
 
 
+def entries_of(package):
+    """What it offers."""
+    modules = [import_module(target) for target in package.points.values()]
+    hooks = [hook for each in modules for name, hook in vars(each).items() if "_register_" in name]
+    return [entry for hook in hooks for entry in hook()]
+
+
+def names_of(package):
+    """Kinds and names of its plugins."""
+    return {(entry.kind, entry.name) for entry in entries_of(package)}
+
+
+def defaults_of(package):
+    """Kinds and names of the plugins that its own choose by default."""
+    stated = [entry.defaults.items() for entry in entries_of(package)]
+    return {(kind, name) for each in stated for kind, name in each if kind in KINDS}
+
+
+@parametrize(PLUGINS)
+def test_a_plugin_imports_no_other(package):
+    others = {other.module for other in PLUGINS} - {package.module}
+    for path in (package.folder / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in getattr(node, "names", [])]
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
+            assert not others & {name.split(".")[0] for name in names}, path
+
+
 @parametrize(PACKAGES)
 def test_packages_ask_for_a_range_of_each_other_that_holds_this_version(package):
     version = Version(topkv.__version__)
@@ -64,8 +92,10 @@ def test_packages_ask_for_a_range_of_each_other_that_holds_this_version(package)
 
 
 @parametrize(PLUGINS)
-def test_a_plugin_asks_for_the_core_alone(package):
-    assert {each.name for each in asked(package)} == {"topkv"}
+def test_a_plugin_asks_for_the_core_and_what_its_entries_name(package):
+    others = [other for other in PLUGINS if other.name != package.name]
+    named = {other.name for other in others if defaults_of(package) & names_of(other)}
+    assert {each.name for each in asked(package)} == {"topkv", *named}
     assert Requirement(package.project["dependencies"][0]).name == "topkv"
 
 

@@ -196,7 +196,7 @@ def distribution(folder, name, *lines):
         ("ghost", ["the distribution topkv-ghost 9.9 is installed"]),
         ("to_come", ["an extra of topkv names the distribution topkv-to-come"]),
         # Plugins of any kind.
-        ("pivot", ["topkv 0.1.0 offers topk 'pivot'"]),
+        ("pivot", ["topkv-triton-topk 0.1.0 offers topk 'pivot'"]),
         ("zero-copy", ["topkv 0.1.0 offers transfer 'zero_copy'"]),
     ],
 )

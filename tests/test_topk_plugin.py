@@ -15,16 +15,17 @@ from topkv.errors import CapabilityError, ConfigError
 from topkv.ops import topk_kernels
 from topkv.plugins import PluginRegistry
 from topkv.testing.tiers import tier
-from topkv.types import ModelShape
+from topkv.types import Index, IndexerShape, ModelShape
 
 HEADS, KV_HEADS, DIM, PROMPT, STEPS = 4, 2, 64, 70, 3
 
 
 class Sorted:
-    """Top-k by a stable sort; notes for what it was made and how often it was called."""
+    """Top-k by a stable sort; notes for what it was made, how often it was called and for how
+    many rows."""
 
     made: tuple[int, int, int] | None = None
-    calls = 0
+    calls = rows = 0
 
     def __init__(self, setup):
         Sorted.made = (setup.rows, setup.columns, setup.select)
@@ -32,6 +33,7 @@ class Sorted:
     @hookimpl
     def topk(self, scores, lengths, ids):
         Sorted.calls += 1
+        Sorted.rows += len(lengths)
         for row, size in enumerate(lengths.clamp(0, scores.shape[1]).tolist()):
             order = scores[row, :size].double().sort(descending=True, stable=True).indices
             best = order[: ids.shape[1]].sort().values
@@ -53,30 +55,37 @@ def registry():
 
 
 def config(**more):
-    return SparseConfig(
-        algorithm="quest", backend="triton_attention", unit=4, budget=24, buffer=24,
-        max_requests=2, max_tokens=128, max_request_tokens=128, page_tokens=16, ring_tokens=16,
-        dense_layers=[], **more,
-    )  # fmt: skip
+    return SparseConfig(**{
+        "algorithm": "quest", "backend": "triton_attention", "unit": 4, "budget": 24, "buffer": 24,
+        "max_requests": 2, "max_tokens": 128, "max_request_tokens": 128, "page_tokens": 16,
+        "ring_tokens": 16, "dense_layers": [], **more,
+    })  # fmt: skip
 
 
 MODEL = ModelShape(1, HEADS, KV_HEADS, DIM, torch.float32, DIM**-0.5)
+INDEXED = ModelShape(1, HEADS, 1, 40, torch.float32, 0.2, "mla", 32, IndexerShape(16, 32))
+DSA = {"algorithm": "deepseek_dsa", "unit": 1, "page_tokens": 64, "params": {"keys": "bf16"}}
 
 
-def run(on, registry, **more):
+def run(on, registry, model=MODEL, **more):
     """Outputs of a prompt and of some steps."""
-    lowered = lower(config(impl=on.impl, **more), MODEL, device=on.device, registry=registry)
+    lowered = lower(config(impl=on.impl, **more), model, device=on.device, registry=registry)
     coordinator = SparseCoordinator(lowered, registry)
     generator, outs = torch.Generator().manual_seed(0), []
-    slot = coordinator.request_begin()
+    slot, heads, dim = coordinator.request_begin(), model.num_kv_heads, model.head_dim
     for count in (PROMPT, *[1] * STEPS):
+
+        def made(*shape, count=count):
+            return torch.randn(count, *shape, generator=generator).to(on.device)
+
         rows = {"decode": [slot]} if count == 1 else {"prefill": [(slot, count)]}
         coordinator.forward_begin(**rows)
-        q, k, v = (
-            torch.randn(count, heads, DIM, generator=generator).to(on.device)
-            for heads in (HEADS, KV_HEADS, KV_HEADS)
-        )
-        outs.append(coordinator.attention(0, q, k, v).cpu())
+        q, k, v = made(HEADS, dim), made(heads, dim), made(heads, dim)
+        index = None
+        if shape := model.indexer:
+            sizes = (shape.num_heads, shape.head_dim)
+            index, v = Index(made(*sizes), made(sizes[1]), made(sizes[0])), k
+        outs.append(coordinator.attention(0, q, k, v, index).cpu())
         coordinator.forward_end()
     coordinator.close()
     return torch.cat(outs)
@@ -151,9 +160,40 @@ def test_every_algorithm_selects_by_it(cell, params, registry, monkeypatch):
     assert torch.equal(named, usual)
 
 
-@pytest.mark.gpu
-def test_the_cuda_one_selects_what_the_core_does(registry):
-    on = tier("gpu")
+@pytest.mark.parametrize("name", ["interpret", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_rows_of_prompts_are_selected_by_it_too(name, registry, monkeypatch):
+    """Where prompts are sparse; in several calls where there are more rows than it is made for."""
+    on = tier(name)
+    if on.missing:
+        pytest.skip(on.missing)
+    for module in ("algorithm", "launch"):
+        monkeypatch.setattr(f"topkv_deepseek_dsa.{module}.PROMPT_ROWS", 32)
+    usual = run(on, registry, INDEXED, **DSA)
+    Sorted.rows = 0
+    named = run(on, registry, INDEXED, **DSA, topk="sorted")
+    assert Sorted.rows == PROMPT + STEPS + 1
+    assert torch.equal(named, usual)
+
+
+def test_token_grained_algorithms_bring_the_one_for_long_rows(registry):
+    cpu = torch.device("cpu")
+    sizes = {"unit": 1, "page_tokens": 64}
+    for model, name in ((MODEL, "double_sparsity"), (INDEXED, "deepseek_dsa")):
+        lowered = lower(config(algorithm=name, **sizes), model, device=cpu, registry=registry)
+        assert lowered.topk == "pivot"
+    assert lower(config(), MODEL, device=cpu, registry=registry).topk == "radix"
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("pivot", "interpret"),
+        *(pytest.param(name, "gpu", marks=pytest.mark.gpu)
+          for name in ("pivot", "cuda", "flashinfer")),
+    ],
+)  # fmt: skip
+def test_installed_ones_select_what_the_core_does(name, where, registry):
+    on = tier(where)
     if on.missing:
         pytest.skip(on.missing)
     usual = run(on, registry)

@@ -61,15 +61,15 @@ def test_a_name_that_two_packages_offer_is_refused_to_both(first):
 
 
 def test_the_names_of_the_core_are_its_own():
-    taken = [entry("zero_copy", "transfer"), entry("pivot", "topk"), entry("mine", "topk")]
+    taken = [entry("zero_copy", "transfer"), entry("radix", "topk"), entry("mine", "topk")]
     found = PluginRegistry([package("evil", *taken)])
-    for kind, name in (("transfer", "zero_copy"), ("topk", "pivot")):
+    for kind, name in (("transfer", "zero_copy"), ("topk", "radix")):
         assert found.get(kind, name).package == "topkv"
     assert found.get("topk", "mine").package == "evil"
     problems = {record.name: record.problem for record in found.records() if record.problem}
-    assert set(problems) == {"zero_copy", "pivot"}
-    assert "the name is topkv's own" in problems["pivot"]
-    assert "evil" in problems["pivot"]
+    assert set(problems) == {"zero_copy", "radix"}
+    assert "the name is topkv's own" in problems["radix"]
+    assert "evil" in problems["radix"]
 
 
 def test_what_cannot_be_used_takes_no_name():

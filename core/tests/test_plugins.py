@@ -72,7 +72,7 @@ def test_the_core_brings_its_own_entries():
     records = PluginRegistry([]).records()
     assert [(record.kind, record.name, record.package) for record in records] == [
         ("eviction", "lru", "topkv"),
-        ("topk", "pivot", "topkv"),
+        ("topk", "radix", "topkv"),
         ("transfer", "zero_copy", "topkv"),
     ]
     assert all(record.version == topkv.__version__ for record in records)
@@ -221,7 +221,7 @@ def test_an_unknown_name_lists_what_there_is():
         found.get("observer", "my_watcher")
     told = str(caught.value)
     assert "installed of kind observer: watcher; did you mean 'watcher'? no installed" in told
-    with pytest.raises(PluginError, match="installed of kind topk: pivot; no installed package"):
+    with pytest.raises(PluginError, match="installed of kind topk: radix; no installed package"):
         found.get("topk", "cuda")
     # Whoever registers a distribution of a name that is not there would be asked for code.
     assert "pip install" not in told

@@ -14,6 +14,7 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from topkv.ops import topk_kernels  # noqa: E402
 from topkv.ops.topk import topk  # noqa: E402
 
 NEEDS_GPU = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
@@ -114,6 +115,20 @@ def test_long_rows(impl, device, width, select):
     scores = torch.randn(2, width, generator=torch.Generator().manual_seed(width))
     scores[1] = scores[1].mul(3).round()
     check(impl, device, scores, [width, width - 17], select)
+
+
+@pytest.mark.parametrize("select", [1, 37, 80])
+@pytest.mark.parametrize(("impl", "device"), CASES)
+def test_rows_from_memory(impl, device, select, monkeypatch):
+    """In steps of 32, short rows of 41 neighbouring keys, of which many are the K-th."""
+    monkeypatch.setattr(topk_kernels, "MAX_BLOCK", 16)
+    monkeypatch.setattr(topk_kernels, "WALK_BLOCK", 32)
+    generator = torch.Generator().manual_seed(select)
+    first = torch.tensor(ODD).view(torch.int32)[:, None]
+    bits = first + torch.randint(41, (len(ODD), 100), generator=generator)
+    scores = bits.to(torch.int32).view(torch.float32)
+    lengths = [100 - row for row in range(len(ODD) - 2)] + [select, select + 1]
+    check(impl, device, scores, lengths, select)
 
 
 @pytest.mark.parametrize(("impl", "device"), CASES)

@@ -45,7 +45,8 @@ def check_alone(name: str, *needed: str) -> None:
     packages = {each.name.replace("-", "_") for each in distributions()}
     others = {each for each in packages if each.startswith("topkv")} - {"topkv", name, *needed}
     if others or any(find_spec(point.module) is None for point in entry_points(group="topkv")):
-        fail(f"nothing of topkv but {name} must be here, got {', '.join(sorted(others))}")
+        found = ", ".join(sorted(others))
+        fail(f"nothing of topkv but {name} and what it needs must be here, got {found}")
     _inside(topkv)
     _inside(importlib.import_module(name))
     records = registry().records()

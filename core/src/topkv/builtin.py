@@ -27,4 +27,4 @@ def topkv_register_evictions() -> list[PluginEntry]:
 
 @hookimpl
 def topkv_register_topks() -> list[PluginEntry]:
-    return [PluginEntry("pivot", "topk", "topkv.ops.topk:PivotTopK")]
+    return [PluginEntry("radix", "topk", "topkv.ops.topk:RadixTopK")]

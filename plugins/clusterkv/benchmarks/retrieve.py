@@ -18,7 +18,7 @@ import torch
 
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopKSetup
-from topkv.ops.topk import PivotTopK
+from topkv.ops.topk import RadixTopK
 from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
 from topkv_clusterkv.entry import topkv_register_algorithms
@@ -33,8 +33,8 @@ def per_call(call: Callable[[], object]) -> float:
     return graph_us(*[call] * CALLS, repeats=REPEATS)
 
 
-def topk(rows: int, columns: int, select: int) -> PivotTopK:
-    return PivotTopK(TopKSetup(rows, columns, select, torch.device("cuda")))
+def topk(rows: int, columns: int, select: int) -> RadixTopK:
+    return RadixTopK(TopKSetup(rows, columns, select, torch.device("cuda")))
 
 
 def elapsed_ms(call: Callable[[], object]) -> float:

@@ -23,7 +23,6 @@ import torch
 
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopK, TopKSetup
-from topkv.ops.topk import PivotTopK
 from topkv.plugins import registry
 from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, IndexerShape, LayerView, ModelShape, StepTensors
@@ -81,10 +80,12 @@ def prepare(
     given = {**entry.parameters, "keys": keys}
     device = torch.device("cuda")
 
-    def own(*sizes: int) -> TopK:
-        return PivotTopK(TopKSetup(*sizes, device))
+    def stated(*sizes: int) -> TopK:
+        setup = TopKSetup(*sizes, device)
+        made: TopK = registry().create("topk", entry.defaults["topk"], setup, "triton")
+        return made
 
-    algorithm = DeepSeekDSATriton(AlgorithmSetup(model, group, given, device, own))
+    algorithm = DeepSeekDSATriton(AlgorithmSetup(model, group, given, device, stated))
     pages = tokens // page
     table = 1 + torch.randperm(requests * pages).view(requests, pages)
     (spec,) = algorithm.spec().representations

@@ -18,7 +18,7 @@ if not CUDA:
 
 from topkv.hooks.algorithm import AlgorithmSetup  # noqa: E402
 from topkv.hooks.topk import TopKSetup  # noqa: E402
-from topkv.ops.topk import PivotTopK  # noqa: E402
+from topkv.ops.topk import RadixTopK  # noqa: E402
 from topkv.types import GroupShape, IndexerShape, LayerView, ModelShape, StepTensors  # noqa: E402
 from topkv_deepseek_dsa.algorithm import DeepSeekDSA  # noqa: E402
 from topkv_deepseek_dsa.launch import DeepSeekDSATriton  # noqa: E402
@@ -134,7 +134,7 @@ class World:
         return MADE[impl](setup)
 
     def _topk(self, *sizes):
-        return PivotTopK(TopKSetup(*sizes, self.device))
+        return RadixTopK(TopKSetup(*sizes, self.device))
 
     @classmethod
     def filled(cls, *args, lengths=(250, 70, 5), **kwargs):

@@ -21,7 +21,7 @@ import torch
 
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopK, TopKSetup
-from topkv.ops.topk import PivotTopK
+from topkv.plugins import registry
 from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
 from topkv_double_sparsity import launch
@@ -72,10 +72,12 @@ def prepare(
     given = {**entry.parameters, **params}
     device = torch.device("cuda")
 
-    def own(*sizes: int) -> TopK:
-        return PivotTopK(TopKSetup(*sizes, device))
+    def stated(*sizes: int) -> TopK:
+        setup = TopKSetup(*sizes, device)
+        made: TopK = registry().create("topk", entry.defaults["topk"], setup, "triton")
+        return made
 
-    algorithm = make(AlgorithmSetup(model, group, given, device, own))
+    algorithm = make(AlgorithmSetup(model, group, given, device, stated))
     pages = tokens // PAGE
     table = 1 + torch.randperm(requests * pages).view(requests, pages)
     rows = {"token": (1 + requests * pages) * PAGE, "request": requests}

@@ -17,7 +17,7 @@ if not CUDA:
 
 from topkv.hooks.algorithm import AlgorithmSetup  # noqa: E402
 from topkv.hooks.topk import TopKSetup  # noqa: E402
-from topkv.ops.topk import PivotTopK  # noqa: E402
+from topkv.ops.topk import RadixTopK  # noqa: E402
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors  # noqa: E402
 from topkv_quest.algorithm import Quest  # noqa: E402
 from topkv_quest.launch import QuestTriton  # noqa: E402
@@ -94,7 +94,7 @@ class World:
         self.keys = {slot: self.random(0) for slot in range(requests)}
 
     def _topk(self, rows, columns, select):
-        return PivotTopK(TopKSetup(rows, columns, select, self.device))
+        return RadixTopK(TopKSetup(rows, columns, select, self.device))
 
     @classmethod
     def filled(cls, *args, lengths=(80, 33, 5), **kwargs):

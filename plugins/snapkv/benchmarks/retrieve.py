@@ -20,7 +20,7 @@ import torch
 
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopKSetup
-from topkv.ops.topk import PivotTopK
+from topkv.ops.topk import RadixTopK
 from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
 from topkv_snapkv.entry import topkv_register_algorithms
@@ -43,8 +43,8 @@ def wall_ms(call: Callable[[], object]) -> float:
     return round(statistics.median(times[1:]), 3)
 
 
-def topk(rows: int, columns: int, select: int) -> PivotTopK:
-    return PivotTopK(TopKSetup(rows, columns, select, torch.device("cuda")))
+def topk(rows: int, columns: int, select: int) -> RadixTopK:
+    return RadixTopK(TopKSetup(rows, columns, select, torch.device("cuda")))
 
 
 def measure(requests: int, tokens: int, budget: int, ada: bool) -> dict[str, object]:

@@ -15,7 +15,7 @@ import torch
 
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopKSetup
-from topkv.ops.topk import PivotTopK
+from topkv.ops.topk import RadixTopK
 from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
 from topkv_streaming_llm.launch import StreamingLLMTriton
@@ -25,8 +25,8 @@ HEADS, KV_HEADS, DIM, PAGE, TOKENS = 32, 8, 128, 64, 131072
 INTS = {"dtype": torch.int32, "device": "cuda"}
 
 
-def topk(rows: int, columns: int, select: int) -> PivotTopK:
-    return PivotTopK(TopKSetup(rows, columns, select, torch.device("cuda")))
+def topk(rows: int, columns: int, select: int) -> RadixTopK:
+    return RadixTopK(TopKSetup(rows, columns, select, torch.device("cuda")))
 
 
 def measure(requests: int, budget: int, unit: int, scope: str) -> dict[str, object]:

@@ -101,6 +101,12 @@ class _Resolver:
         """Keep the choice of a plugin; from here on its defaults hold."""
         if choice is None:
             return None
+        stated = [source.origin for source in self.sources.stack[2:] if kind in source.values]
+        if self.plugins.get(kind, choice.value) is None and choice.origin in stated:
+            self.plugins.reasons.append(
+                f"{choice.origin} asks for {kind} {choice.value!r}: reinstall it with what it "
+                f"depends on, or set {kind}"
+            )
         self.sources = self.sources.under(self.plugins.defaults(kind, choice.value))
         name: str = self.keep(choice)
         return name
@@ -129,7 +135,7 @@ def _plan(known: _Resolver, num_layers: int) -> list[LayerPlan]:
             "params are set and no single algorithm is; move them into the layers overrides"
         )
     backend = known.use("backend", plugins.choose("backend", known.sources))
-    for kind in ("transfer", "eviction", "topk"):
+    for kind in ("transfer", "eviction"):
         known.use(kind, known.sources.get(kind))
     for name in known.set("observers"):
         known.sources = known.sources.under(plugins.defaults("observer", name))
@@ -141,6 +147,12 @@ def _plan(known: _Resolver, num_layers: int) -> list[LayerPlan]:
         where = rule.get("residency", residency if layer in dense else "sparse")
         sparse = where == "sparse"
         plans.append(planner.plan(origin, rule) if sparse else LayerPlan(residency=where))
+    # One for all layers: that of the base algorithm stands above those of overrides.
+    for algorithm in dict.fromkeys(plan.algorithm for plan in plans):
+        stated = plugins.defaults("algorithm", algorithm)
+        only = {key: value for key, value in stated.values.items() if key == "topk"}
+        known.sources = known.sources.under(Source(stated.origin, only))
+    known.use("topk", known.sources.get("topk"))
     return plans
 
 

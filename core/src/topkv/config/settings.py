@@ -86,8 +86,8 @@ class Settings(Generic[Unset, Size]):
     eviction: str | Unset = setting(checks.plugin, "lru")
     """name of a plugin."""
 
-    topk: str | Unset = setting(checks.plugin, "pivot")
-    """name of a plugin."""
+    topk: str | Unset = setting(checks.plugin, "radix")
+    """name of a plugin, for all layers; an algorithm of long rows may state another."""
 
     observers: Sequence[str] | Unset = setting(checks.plugins, ())
     """names of plugins that are told of every forward."""

@@ -11,7 +11,7 @@ Rules that keep it safe:
   launched plainly, or each of its programs waits first of all and only then calls
   ``gdc_launch_dependents``;
 * behind a kernel of somebody else a program waits first of all, and nothing starts early behind
-  one that was itself launched early and may return without waiting. Exact top-k starts early
+  one that was itself launched early and may return without waiting. Exact top-k may start early
   behind what wrote its scores: a plugin that launches that kernel early lets all of it wait.
 """
 

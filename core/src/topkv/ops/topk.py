@@ -13,25 +13,18 @@ MAX_COLUMNS = 1 << 20
 """Longest row."""
 
 
-class PivotTopK:
-    """The core's own kernels.
-
-    Attributes:
-        scratch: of long rows; None where none is needed.
-    """
+class RadixTopK:
+    """The core's own kernels: radix select, one program a row. They need no scratch."""
 
     def __init__(self, setup: TopKSetup) -> None:
         from topkv.ops import topk_kernels
 
         self._kernels = topk_kernels
-        self.scratch = topk_kernels.workspace(
-            setup.rows, setup.columns, setup.select, setup.device
-        )
 
     @hookimpl
     def topk(self, scores: Tensor, lengths: Tensor, ids: Tensor) -> None:
         """See ``topkv.hooks.topk``."""
-        self._kernels.topk(scores, lengths, ids, self.scratch)
+        self._kernels.topk(scores, lengths, ids)
 
 
 def topk(
@@ -44,17 +37,17 @@ def topk(
     -inf; -inf is the lowest score and may still be selected; -0.0 equals +0.0; +inf wins. A row
     of K scores or fewer yields all of its indices, padded with -1 on the right.
 
-    No host sync; may be captured in a CUDA graph. Rows longer than one block of the core's kernels
-    need a scratch; without ``work`` it comes from torch's allocator at each call. Their time,
-    not their result, depends on a sample of the scores (``topkv.ops.topk_long``).
+    No host sync; may be captured in a CUDA graph. The core's kernels hold rows of up to 16,384
+    scores in registers. Longer ones they read again for every two bits of the K-th score, which
+    is slower than what is made for such rows.
 
     Args:
         scores: fp32 ``[N, U]``, rows at any stride, columns adjacent, U at most 2**20.
         lengths: int32 ``[N]``; read as ``min(max(length, 0), U)``.
         ids: int32 ``[N, K]``, written completely; rows at any stride, columns adjacent.
         impl: ``"reference"`` or ``"triton"``.
-        work: from ``AlgorithmSetup.topk``, of at least N rows, and of these U and K; not for the
-            reference.
+        work: from ``AlgorithmSetup.topk``, of at least these sizes; the core's kernels where it is
+            None. Not for the reference.
 
     Raises:
         ValueError: shapes, dtypes, strides or devices do not fit, or ``impl`` is unknown.
@@ -71,7 +64,7 @@ def topk(
     else:
         from topkv.ops import topk_kernels
 
-        topk_kernels.topk(scores, lengths, ids, None)
+        topk_kernels.topk(scores, lengths, ids)
 
 
 def _check(scores: Tensor, lengths: Tensor, ids: Tensor, impl: str) -> None:

@@ -83,7 +83,7 @@ class BenchMemory:
 
     def _topk(self, rows: int, columns: int, select: int) -> TopK:
         made: TopK = PluginRegistry([]).create(
-            "topk", "pivot", TopKSetup(rows, columns, select, self.device), "triton"
+            "topk", "radix", TopKSetup(rows, columns, select, self.device), "triton"
         )
         return made
 

@@ -34,6 +34,8 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 "dense_layers": (),
                 "budget": 2048,
                 "page_tokens": 64,
+                # Rows of scores are tokens; topkv-triton-topk is made for rows so long.
+                "topk": "pivot",
             },
             parameters={"keys": "fp8", "hadamard": False, "scale_format": "fp32"},
         )

@@ -24,7 +24,8 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 # exact_update: without a calibration file the first chunk chooses the channels.
                 traits=("attends", "nested", "low_ties", "head_equivariant", "incremental"),
             ),
-            defaults={"unit": 1, "scope": "kv_head", "dense_layers": (0, 1)},
+            # Rows of scores are tokens; topkv-triton-topk is made for rows so long.
+            defaults={"unit": 1, "scope": "kv_head", "dense_layers": (0, 1), "topk": "pivot"},
             parameters={
                 "channels": None,
                 "label": "bf16",

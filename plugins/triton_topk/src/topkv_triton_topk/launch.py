@@ -33,8 +33,8 @@ import torch
 import triton
 from torch import Tensor
 
-from topkv.ops import early
-from topkv.ops import topk_long_kernels as kernels
+from topkv.ops import early, topk_kernels
+from topkv_triton_topk import kernels
 
 SAMPLES, FEWEST_SAMPLES = 4096, 1024
 """Elements of a row that its pivot is drawn from, most and fewest; powers of two."""
@@ -94,6 +94,14 @@ def candidate_block(columns: int, select: int) -> int:
     return _block(SAMPLES, columns, select)
 
 
+def block_of(columns: int, select: int) -> int | None:
+    """``candidate_block``; None where the core's kernels select, see ``PivotTopK``."""
+    if columns <= topk_kernels.MAX_BLOCK:
+        return None
+    block = candidate_block(columns, select)
+    return block if block <= MAX_CANDIDATES else None
+
+
 def samples_of(columns: int, select: int) -> int:
     """How many to draw: the fewest that make the pivot sure enough, and the block no larger."""
     count, block = SAMPLES, candidate_block(columns, select)
@@ -126,19 +134,12 @@ def workspace(rows: int, columns: int, block: int, device: torch.device) -> Tens
 
 
 def topk(scores: Tensor, lengths: Tensor, ids: Tensor, block: int, work: Tensor) -> None:
-    """Launches, with room for ``block`` candidates from :func:`candidate_block`.
+    """Launches, with room for ``block`` candidates from :func:`block_of`.
 
-    Raises:
-        ValueError: ``work`` is not a workspace of these rows, columns and candidates.
+    ``work`` is a :func:`workspace` of at least these rows, columns and candidates.
     """
     rows, columns = scores.shape
     select, words = ids.shape[1], _words(columns)
-    width = _width(columns, block)
-    if work.shape[0] < rows or work.shape[1] < width:
-        raise ValueError(
-            f"topk: the workspace is {list(work.shape)}, expected at least {rows} rows of "
-            f"{width} words; make it by workspace(rows, {columns}, {select}, ..)"
-        )
     pairs = work.view(torch.int64)
     pdl = EARLY and early.available(scores.device)
     strides = (scores.stride(0), work.stride(0))

@@ -1,22 +1,27 @@
-"""Exact top-k of long rows: every path, at blocks so small that short rows take them."""
+"""Every path of the kernels, at blocks so small that short rows take them; and the contract."""
 
 from __future__ import annotations
 
 import os
+from inspect import getfullargspec
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from topkv.hooks.topk import TopKSetup  # noqa: E402
-from topkv.ops import topk_kernels, topk_long, topk_long_kernels  # noqa: E402
-from topkv.ops.topk import PivotTopK, topk  # noqa: E402
+from topkv.hooks.topk import TopK, TopKSetup  # noqa: E402
+from topkv.ops import topk_kernels  # noqa: E402
+from topkv.ops.topk import topk  # noqa: E402
+from topkv.plugins import registry  # noqa: E402
+from topkv_triton_topk import kernels, launch  # noqa: E402
+from topkv_triton_topk.topk import PivotTopK  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 pytestmark = [pytest.mark.gpu] if CUDA else []
@@ -40,7 +45,7 @@ def small(monkeypatch):
     """Rows of more than 32 columns are long, in slices of 64."""
     monkeypatch.setattr(topk_kernels, "MAX_BLOCK", 32)
     for name, value in SMALL.items():
-        monkeypatch.setattr(topk_long, name, value)
+        monkeypatch.setattr(launch, name, value)
 
 
 @pytest.fixture
@@ -48,13 +53,13 @@ def walks(monkeypatch):
     """Rows that were walked so far, in a list; only the interpreter can tell."""
     seen: list[None] = []
     if not CUDA:
-        real = topk_long_kernels.walk
+        real = kernels.walk
 
         def walk(*args, **kwargs):
             seen.append(None)
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(topk_long_kernels, "walk", walk)
+        monkeypatch.setattr(kernels, "walk", walk)
     return seen
 
 
@@ -67,6 +72,18 @@ def expected(row: np.ndarray, length: int, select: int) -> list[int]:
     return [*sorted(best.tolist()), *[-1] * (select - len(best))]
 
 
+def pivot(rows: int, columns: int, select: int) -> PivotTopK:
+    return PivotTopK(TopKSetup(rows, columns, select, torch.device(DEVICE)))
+
+
+def select_by_pivot(scores: Tensor, lengths: Tensor, ids: Tensor) -> None:
+    """With scratch of just this size, which starts as garbage."""
+    work = pivot(*scores.shape, ids.shape[1])
+    if work.scratch is not None:
+        work.scratch.fill_(-7)
+    topk(scores, lengths, ids, impl="triton", work=work)
+
+
 def check(scores: np.ndarray, lengths: list[int], select: int) -> None:
     """The scores behind a row's length are poison, and so are the ids and what follows them."""
     scores = scores.astype(np.float32, order="C", copy=True)
@@ -74,7 +91,7 @@ def check(scores: np.ndarray, lengths: list[int], select: int) -> None:
         row[max(length, 0) :] = np.inf
     ids = torch.full((len(lengths), select + 3), -77, dtype=torch.int32, device=DEVICE)
     device_lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    topk(torch.from_numpy(scores).to(DEVICE), device_lengths, ids[:, :select], impl="triton")
+    select_by_pivot(torch.from_numpy(scores).to(DEVICE), device_lengths, ids[:, :select])
     assert (ids[:, select:] == -77).all(), "wrote behind its row"
     for row, length, got in zip(scores, lengths, ids[:, :select].tolist(), strict=True):
         assert got == expected(row, length, select)
@@ -164,7 +181,7 @@ def test_any_bits(small):
 )
 def test_bad_pivots_change_only_the_time(small, walks, monkeypatch, kind, constants):
     for name, value in constants.items():
-        monkeypatch.setattr(topk_long, name, value)
+        monkeypatch.setattr(launch, name, value)
     check(make(kind, 3, 600), [600, 599, 200], 40)
     if kind == "normal" and not CUDA:
         assert len(walks) == 3, "these rows were to show that the walk is right"
@@ -182,18 +199,18 @@ def test_candidates_have_room_at_every_length(select):
     """The block is sized by the longest row; the rows below it must need no more."""
     before = 0
     for columns in range(9000, 1 << 20, 9999):
-        block = topk_long.candidate_block(columns, select)
-        assert max(before, select) <= block <= topk_long.MAX_CANDIDATES
+        block = launch.candidate_block(columns, select)
+        assert max(before, select) <= block <= launch.MAX_CANDIDATES
         before = block
-        samples = topk_long.samples_of(columns, select)
+        samples = launch.samples_of(columns, select)
         for length in range(max(select, 4000), columns + 1, 39999):
-            assert topk_long.need(samples, length, select) <= block
+            assert launch.need(samples, length, select) <= block
 
 
 @pytest.mark.parametrize("kind", ["normal", "few values", "one slice"])
 def test_parts_of_the_list_may_lie_in_any_order(small, monkeypatch, kind):
     """Slices take their parts of the list in the order in which they happen to run."""
-    real, moved = topk_long_kernels.collect_kernel, []
+    real, moved = kernels.collect_kernel, []
 
     class Shuffled:
         def __getitem__(self, grid):
@@ -215,8 +232,8 @@ def test_parts_of_the_list_may_lie_in_any_order(small, monkeypatch, kind):
 
             return launch
 
-    monkeypatch.setattr(topk_long_kernels, "collect_kernel", Shuffled())
-    monkeypatch.setattr(topk_long, "SAMPLES", 128)
+    monkeypatch.setattr(kernels, "collect_kernel", Shuffled())
+    monkeypatch.setattr(launch, "SAMPLES", 128)
     check(make(kind, 3, 2000), [2000, 1977, 1990], 40)
     assert len(moved) == 3
     assert kind == "few values" or min(moved) >= 40, "no list was read"
@@ -230,7 +247,7 @@ def test_rows_may_be_strided_and_unaligned(small):
     wide = make("few values", 2, 700)
     ids = torch.full((2, 50), -77, dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor([601, 500], dtype=torch.int32, device=DEVICE)
-    topk(torch.from_numpy(wide).to(DEVICE)[:, 7:608], lengths, ids, impl="triton")
+    select_by_pivot(torch.from_numpy(wide).to(DEVICE)[:, 7:608], lengths, ids)
     for row, length, got in zip(wide[:, 7:608], (601, 500), ids.tolist(), strict=True):
         assert got == expected(row, length, 50)
 
@@ -239,17 +256,18 @@ def test_rows_may_be_strided_and_unaligned(small):
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 @pytest.mark.parametrize("early", [True, False])
 def test_two_streams_and_replays_do_not_mix(monkeypatch, early):
-    monkeypatch.setattr(topk_long, "EARLY", early)
+    monkeypatch.setattr(launch, "EARLY", early)
     scores = [torch.randn(16, 1 << 17, device="cuda") for _ in range(2)]
     lengths = torch.full((16,), 1 << 17, dtype=torch.int32, device="cuda")
     ids = [torch.empty((16, 2048), dtype=torch.int32, device="cuda") for _ in range(2)]
     graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
-    for one, out, graph in zip(scores, ids, graphs, strict=True):
-        topk(one, lengths, out, impl="triton")
+    works = [pivot(16, 1 << 17, 2048) for _ in range(2)]
+    for one, out, graph, work in zip(scores, ids, graphs, works, strict=True):
+        topk(one, lengths, out, impl="triton", work=work)
         with torch.cuda.graph(graph):
             # The kernel before writes the scores: an early start must not read the old ones.
             one.neg_()
-            topk(one, lengths, out, impl="triton")
+            topk(one, lengths, out, impl="triton", work=work)
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
     for _ in range(21):
@@ -262,20 +280,54 @@ def test_two_streams_and_replays_do_not_mix(monkeypatch, early):
             assert got == expected(row, 1 << 17, 2048)
 
 
-def scratch(rows, columns):
-    return PivotTopK(TopKSetup(rows, columns, 7, torch.device(DEVICE)))
-
-
-def test_a_scratch_is_made_once_and_checked(small):
+def test_scratch_is_made_once(small):
     scores = torch.randn(2, 96, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     lengths = torch.tensor([96, 70], dtype=torch.int32, device=DEVICE)
-    work = scratch(5, 96)
-    assert scratch(5, 30).scratch is None
-    expected, ids = (torch.full((2, 7), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
-    topk(scores, lengths, expected, impl="triton")
+    work = pivot(5, 96, 7)
+    assert pivot(5, 30, 7).scratch is None
     for poison in (-1, 2**30):
         work.scratch.fill_(poison)
+        ids = torch.full((2, 7), -7, dtype=torch.int32, device=DEVICE)
         topk(scores, lengths, ids, impl="triton", work=work)
-        assert torch.equal(ids, expected)
-    with pytest.raises(ValueError, match="expected at least 2 rows"):
-        topk(scores, lengths, ids, impl="triton", work=scratch(1, 96))
+        for row, length, got in zip(scores.cpu().numpy(), (96, 70), ids.tolist(), strict=True):
+            assert got == expected(row, length, 7)
+
+
+def test_scratch_is_enough_for_all_that_is_smaller(small):
+    @settings(deadline=None, max_examples=30)
+    @given(st.data())
+    def run(data):
+        rows, width, select = (data.draw(st.integers(1, most)) for most in (3, 400, 90))
+        work = pivot(rows, width, select)
+        rows, width, select = (data.draw(st.integers(1, most)) for most in (rows, width, select))
+        scores = torch.from_numpy(make("few values", rows, width)).to(DEVICE)
+        lengths = torch.full((rows,), width, dtype=torch.int32, device=DEVICE)
+        ids = torch.full((rows, select), -7, dtype=torch.int32, device=DEVICE)
+        topk(scores, lengths, ids, impl="triton", work=work)
+        for row, got in zip(scores.cpu().numpy(), ids.tolist(), strict=True):
+            assert got == expected(row, width, select)
+
+    run()
+
+
+@pytest.mark.parametrize("sizes", [(3, 96, 7), (2, 97, 7), (2, 96, 8)])
+def test_more_than_it_was_made_for_is_refused(small, sizes):
+    rows, columns, select = sizes
+    work = pivot(2, 96, 7)
+    ints = {"dtype": torch.int32, "device": DEVICE}
+    scores, ids = torch.zeros(rows, columns, device=DEVICE), torch.zeros(rows, select, **ints)
+    said = f"{select} of {columns} scores in {rows} rows, and it was made for at most 7 of 96 in 2"
+    with pytest.raises(ValueError, match=said):
+        topk(scores, torch.ones(rows, **ints), ids, impl="triton", work=work)
+
+
+def test_the_hook_has_the_arguments_of_the_spec():
+    assert getfullargspec(PivotTopK.topk).args == getfullargspec(TopK.topk).args
+    assert PivotTopK.topk.topkv_impl
+
+
+def test_the_entry_leads_here():
+    (record,) = (r for r in registry().records() if (r.kind, r.name) == ("topk", "pivot"))
+    assert record.problem is None
+    setup = TopKSetup(1, 9, 3, torch.device("cpu"))
+    assert type(registry().create("topk", "pivot", setup, "triton")) is PivotTopK

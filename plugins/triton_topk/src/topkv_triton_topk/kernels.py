@@ -1,4 +1,4 @@
-"""The kernels of exact top-k of long rows; ``topk_long`` says how they work together."""
+"""The kernels of exact top-k of long rows; ``launch`` says how they work together."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
@@ -6,8 +6,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from topkv.ops.topk_marks import bits, merge, pop, total_of
-from topkv.ops.topk_search import cut, order_keys, pad, place, search, walk
+from topkv.ops.topk_kernels import cut, order_keys, place, walk
+from topkv_triton_topk.bitset import bits, merge, pop, total_of
+from topkv_triton_topk.search import search
 
 
 @triton.jit(do_not_specialize=["columns", "words", "K"])
@@ -224,4 +225,6 @@ def collect_kernel(
         _select_short(p_scores, p_ids, length, want, BLOCK)
     elif length > 0:
         _select_short(p_scores, p_ids, length, want, BLOCK // 2)
-    pad(p_ids, want, K, BLOCK_K)
+    lane = tl.arange(0, BLOCK_K)
+    for start in range(want, K, BLOCK_K):
+        tl.store(p_ids + start + lane, -1, start + lane < K)

@@ -1,0 +1,1 @@
+"""Exact top-k of long rows in Triton for topkv."""

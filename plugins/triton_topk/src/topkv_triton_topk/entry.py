@@ -1,0 +1,19 @@
+"""What this package offers to topkv."""
+
+from __future__ import annotations
+
+from topkv import hookimpl
+from topkv.entries import PluginEntry
+
+
+@hookimpl
+def topkv_register_topks() -> list[PluginEntry]:
+    return [
+        PluginEntry(
+            name="pivot",
+            kind="topk",
+            # Of both implementations: a reference selects by itself and never makes one.
+            factories="topkv_triton_topk.topk:PivotTopK",
+            hook_api=(2, 0),
+        )
+    ]
