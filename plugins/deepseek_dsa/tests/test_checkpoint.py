@@ -36,7 +36,9 @@ V32 = ModelShape(
 def params_of(checkpoint, **own):
     """What the algorithm is given where a checkpoint recommends this, and a user sets ``own``."""
     registry = PluginRegistry([("t", "1", Entries(*topkv_register_algorithms()))])
-    config = SparseConfig(algorithm="deepseek_dsa", backend="gather", max_tokens=4096, **own)
+    config = SparseConfig(
+        algorithm="deepseek_dsa", backend="gather", topk="radix", max_tokens=4096, **own
+    )
     cpu = torch.device("cpu")
     return (
         lower(config, V32, device=cpu, registry=registry, checkpoint=checkpoint).groups[0].params

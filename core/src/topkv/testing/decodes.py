@@ -41,6 +41,7 @@ class Request:
             params=params,
             backend="gather",
             impl=on.impl,
+            topk="radix",  # as in the other suites, whatever the entry states
             unit=self.unit,
             scope=self.scope,
             budget=(select + 1) * self.unit,

@@ -17,6 +17,7 @@ from topkv_transformers import entry
 
 algorithm = pytest.importorskip("topkv_deepseek_dsa.entry")
 backend = pytest.importorskip("topkv_triton_attention.entry")
+topk = pytest.importorskip("topkv_triton_topk.entry")
 
 CUDA = torch.cuda.is_available()
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
@@ -32,7 +33,12 @@ PLACES = [
 
 @pytest.fixture
 def plugins(dsa):
-    packages = {"transformers": entry, "deepseek-dsa": algorithm, "triton-attention": backend}
+    packages = {
+        "transformers": entry,
+        "deepseek-dsa": algorithm,
+        "triton-attention": backend,
+        "triton-topk": topk,
+    }
     dsa.registry = PluginRegistry(
         [(f"topkv-{name}", topkv.__version__, module) for name, module in packages.items()]
     )
