@@ -105,8 +105,9 @@ class SparseCoordinator:
 
         Raises:
             HostMemoryError: a page is missing; nothing has changed.
-            RequestError: a slot is unknown or named twice, a forward is open, or an algorithm has
-                no room for another token after the prompt.
+            RequestError: a slot is unknown or named twice, a chunk lies over other rows or leaves
+                a gap, a forward is open, or an algorithm has no room for another token after the
+                prompt.
         """
         self._between_forwards("forward_begin")
         rows = np.array(decode, dtype=np.int32)  # a copy: it is read again at the end
@@ -114,12 +115,15 @@ class SparseCoordinator:
         appended = np.asarray(live if append is None else live & np.asarray(append), np.int32)
         writers, chunks = rows[appended == 1], [(slot, tokens) for slot, tokens, *_ in prefill]
         self._check(rows, writers, chunks)
-        self.requests.own_pages(writers, chunks)
-        self._settle(rows[live])
         forward = Forward(rows, appended)
         for slot, tokens, *row in prefill:
-            self.requests.flush(slot)
             forward.add_chunk(slot, int(self.requests.length[slot]), tokens, *row)
+        if forward.chunks:
+            forward.check_places()
+        self.requests.own_pages(writers, chunks)
+        self._settle(rows[live])
+        for slot, _ in chunks:
+            self.requests.flush(slot)
         self.forward = forward
         self._upload(rows, appended)
         self.observers.tell("before_forward", forward, self.transfers_of)

@@ -8,6 +8,7 @@ import numpy as np
 from attrs import define, field, frozen
 from torch import Tensor
 
+from topkv.errors import RequestError
 from topkv.hooks.backend import Backend
 from topkv.hooks.transfer import Transfer
 from topkv.kv.rows import RowFormat
@@ -77,6 +78,25 @@ class Forward:
         """Put the rows of a chunk behind those that are there, or at a row."""
         first = self.count if row is None else row
         self.chunks.append(Chunk(slot, start, slice(first, first + tokens)))
+
+    def check_places(self) -> None:
+        """Refuse chunks over rows of others, and rows that nothing would write.
+
+        Raises:
+            RequestError: of a chunk that was put at a row.
+        """
+        places = [np.arange(chunk.rows.start, chunk.rows.stop) for chunk in self.chunks]
+        rows = np.concatenate([np.flatnonzero(self.rows >= 0), *places])
+        times = np.bincount(rows[rows >= 0], minlength=self.count)
+        twice, never = np.flatnonzero(times > 1), np.flatnonzero(times == 0)
+        never = never[never >= len(self.rows)]  # padded decode rows are written by the decode
+        first = rows.min(initial=0)
+        if first < 0 or len(twice) or len(never):
+            raise RequestError(
+                f"rows of chunks must be 0 or more, those of no other row and without gaps, got "
+                f"{twice.tolist()} twice, {never.tolist()} of nothing, the first {first}; "
+                "leave the row out to put a chunk behind the others"
+            )
 
     @property
     def writers(self) -> np.ndarray:
