@@ -71,6 +71,7 @@ docs: $(DOCS)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/python -m pytest -q tests/test_lengths.py tests/test_imports.py
 
 types: $(VENV)/.installed
 	$(BIN)/mypy

@@ -12,15 +12,17 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# `derandomize` is stated everywhere: where it is left out, Hypothesis takes it from the profile that
+# it loads by itself, which is another one where the environment says `CI`.
 _SLOW = [HealthCheck.too_slow]
-settings.register_profile("default", deadline=None, suppress_health_check=_SLOW)
+settings.register_profile("default", deadline=None, suppress_health_check=_SLOW, derandomize=False)
 settings.register_profile(
     "ci", deadline=None, suppress_health_check=_SLOW, derandomize=True, database=None
 )
 # Of `make isolation`, which is about what is installed and not about arithmetic.
 settings.register_profile("few", settings.get_profile("ci"), max_examples=25)
 settings.register_profile(
-    "nightly", deadline=None, suppress_health_check=_SLOW, max_examples=1000, print_blob=True
+    "nightly", settings.get_profile("default"), max_examples=1000, print_blob=True
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

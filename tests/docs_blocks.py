@@ -94,3 +94,11 @@ def error_texts(path: Path) -> Iterator[list[str]]:
 def fixed_parts(quoted: str) -> list[str]:
     """The same of a quoted text, whose values are written as ``{...}``."""
     return re.split(r"\{[^}]*\}", quoted)
+
+
+def table_under(text: str, heading: str) -> list[list[str]]:
+    """The first table below a heading of a page, its head first: rows of cells."""
+    section = re.split(rf"^##+ {re.escape(heading)}$", text, maxsplit=1, flags=re.MULTILINE)[1]
+    found = re.search(r"^\|.*?(?=\n\n|\Z)", section, re.MULTILINE | re.DOTALL)
+    lines = found[0].splitlines()
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in [lines[0], *lines[2:]]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -14,16 +15,28 @@ from inspect import signature
 import attrs
 import pytest
 import yaml
+from hypothesis import settings
 
-from tests.docs_blocks import DOCS, PAGES, ROOT, blocks_of, error_texts, files_of, fixed_parts
+from tests.docs_blocks import (
+    DOCS,
+    PAGES,
+    ROOT,
+    blocks_of,
+    error_texts,
+    files_of,
+    fixed_parts,
+    table_under,
+)
 from topkv.config import SparseConfig
-from topkv.entries import KINDS
-from topkv.hooks.binding import spec_functions
+from topkv.entries import KINDS, TRAITS
+from topkv.plugins.contract import spec_functions
+from topkv.testing.kit import KitTests
 
 sys.path.insert(0, str(DOCS / "scripts"))
 
 import diagrams
 import figures
+import library
 import references
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -211,6 +224,90 @@ def test_what_every_factory_takes_is_documented():
         section = page.split(f"### `{setup.__name__}`", 1)[1].split("\n### ", 1)[0]
         for field in attrs.fields(setup):
             assert re.search(rf"^\| [^|]*`{field.name}`", section, re.M), f"{kind}.{field.name}"
+
+
+@pytest.mark.parametrize("module", ["types", "entries"])
+def test_every_field_and_property_of_the_types_is_documented(module):
+    page = library.types()
+    classes = vars(import_module(f"topkv.{module}")).values()
+    own = [cls for cls in classes if isinstance(cls, type) and cls.__module__ == f"topkv.{module}"]
+    assert len(own) > 1
+    for cls in own:
+        section = page.split(f"### `{cls.__name__}`", 1)[1].split("\n### ", 1)[0]
+        names = [field.name for field in attrs.fields(cls)]
+        names += [name for name, value in vars(cls).items() if isinstance(value, property)]
+        for name in names:
+            row = re.search(rf"^\| [^|]*`{name}`[^|]*\|(.*)\|$", section, re.M)
+            assert row, f"{cls.__name__}.{name}"
+            assert row[1].strip(), f"{cls.__name__}.{name} has no meaning"
+
+
+def test_traits_are_documented_with_the_tests_that_ask_for_them():
+    page = library.types()
+    for trait in TRAITS:
+        row = re.search(rf"^\| `{trait}` \|.*\| (.+) \|$", page, re.M)
+        assert "`test_" in row[1], trait
+
+
+def test_what_is_public_for_authors_is_documented():
+    """What the page of stability promises them, on one of the three pages of the reference."""
+    (row,) = re.findall(
+        r"^\| authors of plugins \| (.*) \|$", PAGES["stability.md"].read_text(), re.M
+    )
+    elsewhere = {"topkv.hookimpl", "topkv.hooks", "topkv.commands"}
+    text = library.functions() + library.types()
+    for name in set(re.findall(r"`(topkv\.[\w.]+)`", row)) - elsewhere:
+        assert re.search(rf"^## `{name}(\.\w+)?`$", text, re.M), name
+
+
+def test_what_plugins_import_is_documented():
+    """Of modules that have a section: every function and class that a plugin here imports."""
+    page, missing = library.functions(), set()
+    sources = (*ROOT.glob("plugins/*/src/**/*.py"), *ROOT.glob("examples/*/src/**/*.py"))
+    for path in sources:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                section = page.partition(f"## `{node.module}`\n")[2].split("\n## ", 1)[0]
+                names = [each.name for each in node.names if section and not each.name.isupper()]
+                lacking = [name for name in names if f"### `{name}`\n" not in section]
+                missing |= {f"{node.module}.{name} of {path.name}" for name in lacking}
+    assert "### `regranulate`\n" in page
+    assert not missing
+
+
+def test_every_suite_is_documented_with_its_options_and_tests():
+    page = library.kit()
+    found = [cls for cls in _suites() if f"## `{cls.__name__}`\n" in page]
+    assert {cls.kind for cls in found} == set(KINDS)
+    for cls in found:
+        section = page.split(f"## `{cls.__name__}`\n", 1)[1].split("\n## ", 1)[0]
+        tests = {name for name in dir(cls) if name.startswith("test_")}
+        assert tests == set(re.findall(r"^\| `(test_\w+)` \|", section, re.M))
+        module = vars(import_module(cls.__module__))
+        for options in (value for name, value in module.items() if name.endswith("Options")):
+            for field in attrs.fields(options):
+                assert re.search(rf"^\| `{field.name}` \|", section, re.M), field.name
+
+
+def _suites():
+    """The suite of each module that the page is made from."""
+    for name in library.SUITES:
+        module = import_module(f"topkv.testing.{name}")
+        own = [each for each in vars(module).values() if isinstance(each, type)]
+        own = [each for each in own if each.__module__ == module.__name__]
+        yield from (each for each in own if issubclass(each, KitTests))
+
+
+def test_profiles_are_those_of_the_page():
+    _, *rows = table_under(PAGES["reference/_kit.md"].read_text("utf-8"), "More examples")
+    profiles = {name.strip("`"): settings.get_profile(name.strip("`")) for name, *_ in rows}
+    assert profiles.keys() >= {"default", "ci", "nightly"}
+    for name, examples, same, _ in rows:
+        profile = profiles[name.strip("`")]
+        assert (str(profile.max_examples), same) == (
+            examples,
+            "yes" if profile.derandomize else "no",
+        )
 
 
 def _is_setup(name, kind):

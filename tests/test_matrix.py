@@ -125,7 +125,8 @@ class Run:
             part = self.index.rows(rows)
             index = Index(*(x.to(self.on.device) for x in (part.q, part.k, part.weights)))
         out = self.coordinator.attention(0, q, k, v, index).cpu()
-        self.selected = self.coordinator.lanes[0].selected.cpu().tolist() if decode else None
+        lanes = self.coordinator.lanes[0]
+        self.selected = (lanes.tokens or lanes).ids.cpu().tolist() if decode else None
         self.coordinator.forward_end()
         self.length += count
         return out

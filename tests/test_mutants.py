@@ -18,8 +18,10 @@ from tests.mutants import (
     index,
     latent,
     lifecycle,
+    observers,
     plugins,
     regranulated,
+    topks,
     transfers,
 )
 from topkv.testing.tiers import tier
@@ -33,8 +35,10 @@ MUTANTS = [
     *index.MUTANTS,
     *latent.MUTANTS,
     *lifecycle.MUTANTS,
+    *observers.MUTANTS,
     *plugins.MUTANTS,
     *regranulated.MUTANTS,
+    *topks.MUTANTS,
     *transfers.MUTANTS,
 ]
 

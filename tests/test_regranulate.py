@@ -71,11 +71,11 @@ class Regranulated(Run):
 @pytest.mark.parametrize(("cell", "on"), cases())
 def test_units_of_the_selected_tokens_are_attended(cell, on):
     run = Regranulated(cell, on)
-    group, seen = (
+    stored, selected_as = (
         run.coordinator.layers[0].view.group,
         run.coordinator.layers[0].selector.view.group,
     )
-    assert (group.unit, seen.unit, seen.select) == (cell.unit, 1, SELECT)
+    assert (stored.unit, selected_as.unit, selected_as.select) == (cell.unit, 1, SELECT)
     run.forward(run.most - STEPS, decode=False)
     for _ in range(STEPS):
         run.step()

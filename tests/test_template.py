@@ -19,7 +19,7 @@ from topkv_cli.render import KINDS, LONGEST, render
 EXAMPLE = Path(__file__).parent.parent / "examples" / "minimal"
 CACHES = {"__pycache__", ".pytest_cache", ".hypothesis", ".ruff_cache", ".mypy_cache"}
 
-# Fewer examples than an author gets, so that three suites take seconds.
+# Fewer examples than an author gets, so that each suite takes seconds.
 PROFILE = """from hypothesis import Phase, settings
 
 settings.register_profile(
@@ -33,7 +33,14 @@ BREAKS = {
     "algorithm": (".amax(2)", ".amin(2)", "test_every_query_head_finds_its_needle"),
     "backend": ("norm.flatten(0, 1).mT", "norm.flatten(0, 1).mT + 1", "test_prefill_beyond"),
     "transfer": ("staged.to(", "staged.flip(0).to(", "test_wide_selections"),
+    "eviction": ("position - gone", "position", "test_new_positions_are_a_permutation"),
+    "topk": ("len(column) - 1 - column", "column", "test_of_equal_scores_the_lower_index_wins"),
+    "observer": ("sum(slot >= 0 for", "sum(slot >= -1 for", "test_it_gathers"),
 }
+
+
+LEAST = {"eviction": 7, "observer": 6, "topk": 13}
+"""Tests of a package that pass without a device, where its suite has few."""
 
 
 def new(*args):
@@ -105,7 +112,7 @@ def test_a_new_package_passes_the_kit(tmp_path, profile, kind):
     done = kit(make(tmp_path, "my-own", kind), profile)
     assert done.returncode == 0, done.stdout + done.stderr
     passed = int(done.stdout.split(" passed")[0].split()[-1])
-    assert passed >= 15, done.stdout
+    assert passed >= LEAST.get(kind, 15), done.stdout
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,7 +170,11 @@ def test_rendered_code_is_clean(tmp_path):
         ("", "backend", "got ''"),
         ("topkv-mean-keys", "transfer", "write mean-keys"),
         ("m" * (LONGEST + 1), "transfer", f"at most {LONGEST} characters"),
-        ("mean-keys", "engine", "must be one of algorithm, backend, transfer, got 'engine'"),
+        (
+            "mean-keys",
+            "engine",
+            "must be one of algorithm, backend, transfer, eviction, topk, observer, got",
+        ),
         ("zero-copy", "transfer", "offers transfer 'zero_copy'; choose another name"),
         ("gather", "backend", "the conformance kit has backend 'gather'"),
     ],

@@ -9,11 +9,11 @@ from tests import test_matrix
 from topkv import hookimpl
 from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
-from topkv.discovery import installed
 from topkv.entries import PluginEntry
 from topkv.errors import CapabilityError, ConfigError
 from topkv.ops import topk_kernels
 from topkv.plugins import PluginRegistry
+from topkv.plugins.records import installed
 from topkv.testing.tiers import tier
 from topkv.types import Index, IndexerShape, ModelShape
 
@@ -50,8 +50,7 @@ class Package:
 @pytest.fixture
 def registry():
     """What is installed, and the package above."""
-    others = [(offer.package, offer.version, offer.load()) for offer in installed()]
-    return PluginRegistry([*others, ("topkv-sorted", "0.1", Package())])
+    return PluginRegistry([*installed(), ("topkv-sorted", "0.1", Package())])
 
 
 def config(**more):

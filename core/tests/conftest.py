@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
-from topkv.testing.tiers import all_tiers
+from topkv.testing.machines.lifecycle_model import make_coordinator
+from topkv.testing.tiers import all_tiers, tier
+
+sys.path.append(str(Path(__file__).parent))  # config_cases lies beside the tests
 
 
 @pytest.fixture(
@@ -18,3 +24,17 @@ def on(request):
     if request.param.missing:
         pytest.skip(f"tier {request.param.name!r}: {request.param.missing}")
     return request.param
+
+
+@pytest.fixture
+def make():
+    """Coordinators on a CPU with two sparse layers around a resident and a streamed one."""
+    made = []
+
+    def make(**options):
+        made.append(make_coordinator(tier("cpu"), **options))
+        return made[-1]
+
+    yield make
+    for coordinator in made:
+        coordinator.close()

@@ -181,7 +181,7 @@ def disputed(monkeypatch):
     def of(group):
         return [point for point in points if point.group == group]
 
-    monkeypatch.setattr("topkv.discovery.entry_points", of)
+    monkeypatch.setattr("topkv.plugins.records.entry_points", of)
     monkeypatch.setattr("topkv_cli.group.entry_points", of)
     registry.cache_clear()
     yield

@@ -111,7 +111,7 @@ def test_a_request_has_no_more_units_than_a_row_has_scores(options, fits):
     options = {"budget": 64, "buffer": 2048, **options}
     if fits:
         for group in low(**options).groups:
-            assert group.shape.residency != "sparse" or group.seen.max_units <= MAX_COLUMNS
+            assert group.shape.residency != "sparse" or group.selected_as.max_units <= MAX_COLUMNS
         return
     (reason,) = refused(**options)
     assert ROWS in reason
@@ -131,7 +131,7 @@ def test_whatever_is_accepted_can_be_ranked(unit, tokens, regranulate):
         assert any(ROWS in reason for reason in refused(**options, **sizes))
     else:
         lowered = low(**options, **sizes)
-        assert all(group.seen.max_units <= MAX_COLUMNS for group in lowered.groups)
+        assert all(group.selected_as.max_units <= MAX_COLUMNS for group in lowered.groups)
 
 
 # Counts and bytes.

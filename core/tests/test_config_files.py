@@ -1,43 +1,86 @@
-"""What is written twice, nested or repeated without end is refused, in few words."""
+"""Configurations from files: what is read, and what is written twice, nested or repeated without
+end, which is refused in few words."""
 
 from __future__ import annotations
 
+import builtins
 import json
 
 import pytest
-import torch
+from config_cases import low
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv import hookimpl
-from topkv.config import SparseConfig, lower
+from topkv.config import SparseConfig
 from topkv.config.settings import CHECKS
-from topkv.entries import PluginEntry
 from topkv.errors import ConfigError
 from topkv.messages import LONGEST, close, shown
-from topkv.plugins import PluginRegistry
-from topkv.types import ModelShape
-
-MODEL = ModelShape(2, 4, 2, 64, torch.bfloat16, 0.125)
 
 
-class Entries:
-    @hookimpl
-    def topkv_register_algorithms(self):
-        return [PluginEntry("pages", "algorithm", "x:Y", parameters={"sinks": 1})]
-
-    @hookimpl
-    def topkv_register_backends(self):
-        return [PluginEntry("any", "backend", "x:Y")]
-
-
-REGISTRY = PluginRegistry([("topkv-fake", "0.3", Entries())])
-
-
-def low(config=None, **options):
-    return lower(
-        config or SparseConfig(), MODEL, device=torch.device("cpu"), registry=REGISTRY, **options
+def test_from_yaml_json_and_dict(tmp_path):
+    values = {
+        "algorithm": "pages",
+        "host_memory": "64GiB",
+        "dense_layers": [0, 1],
+        "layers": {"0-1": "resident", "2-": "pages", "5": {"algorithm": "pages", "budget": 512}},
+        "poison": True,
+    }
+    (tmp_path / "a.json").write_text(json.dumps(values))
+    (tmp_path / "a.yaml").write_text(
+        "algorithm: pages\nhost_memory: 64GiB\ndense_layers: [0, 1]\npoison: true\n"
+        "layers:\n  0-1: resident\n  2-: pages\n  '5': {algorithm: pages, budget: 512}\n"
     )
+    expected = SparseConfig(**values)
+    assert SparseConfig.from_dict(values) == expected
+    assert SparseConfig.from_file(tmp_path / "a.json") == expected
+    assert SparseConfig.load(str(tmp_path / "a.yaml")) == expected
+    assert SparseConfig.load(expected) is expected
+    assert SparseConfig.load(values).as_dict() == values
+    (tmp_path / "empty.yml").write_text("")
+    assert SparseConfig.load(tmp_path / "empty.yml") == SparseConfig()
+    assert low(expected).host_memory == 64 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.toml", "", r"must end in \.yaml, \.yml or \.json, got '\.toml'"),
+        ("a.json", "{", "it cannot be read: Expecting"),
+        ("a.yaml", "a: [", "it cannot be read: while parsing"),
+        ("a.yaml", "[1]", "it must be a mapping, got list"),
+        (
+            "a.json",
+            '{"bugdet": 1, "unit": 0}',
+            "(?s)did you mean 'budget'.*unit must be a positive",
+        ),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(tmp_path, name, text, expected):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=expected) as caught:
+        SparseConfig.load(tmp_path / name)
+    assert name in str(caught.value)
+
+
+def test_what_is_no_configuration(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="No such file"):
+        SparseConfig.load(tmp_path / "absent.json")
+    with pytest.raises(ConfigError, match="got int"):
+        SparseConfig.load(3)
+    (tmp_path / "a.yaml").write_text("unit: 1")
+    real = builtins.__import__
+
+    def refuse(name, *args, **kwargs):
+        if name == "yaml":
+            raise ImportError("no yaml")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ConfigError, match=r"pip install 'topkv\[cli\]'"):
+        SparseConfig.load(tmp_path / "a.yaml")
+
+
+# What is written twice, nested or repeated.
 
 
 def refused(path, name, text):

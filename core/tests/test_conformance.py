@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.hooks.registry import hookimpl
+from topkv.entries import Capabilities, PluginEntry
+from topkv.hooks.discovery import hookimpl
+from topkv.ops.topk import topk
+from topkv.plugins import registry
 from topkv.testing import fuzz
 from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
 from topkv.testing.evictions import EvictionTests
-from topkv.testing.fuzz_lanes import FastLane
-from topkv.testing.indexed import INDEXED
+from topkv.testing.machines.fuzz_lanes import FastLane
+from topkv.testing.models.indexed import INDEXED
+from topkv.testing.observers import ObserverOptions, ObserverTests
 from topkv.testing.oracle import LaneModel
 from topkv.testing.tiers import tier
+from topkv.testing.topks import TopKOptions, TopKTests
 from topkv.testing.transfers import TransferTests
-from topkv.transfer.engine import ZeroCopyTransfer
+from topkv.transfer.reference import ReferenceTransfer
 
 
 class TestZeroCopy(TransferTests):
@@ -29,6 +36,56 @@ class TestLeastRecentlyUsed(EvictionTests):
     @pytest.fixture
     def plugin(self):
         return "lru"
+
+
+class TestRadixTopK(TopKTests):
+    @pytest.fixture
+    def plugin(self):
+        return "radix"
+
+    @pytest.fixture
+    def options(self):
+        """At the edges of the blocks that hold a row in registers, and beyond."""
+        return TopKOptions(widths=(2048, 2049, 16384, 16385, 70000), selects=(1, 1500, 9000))
+
+
+class SortedTopK:
+    """The formula that algorithms select by where they are references."""
+
+    def __init__(self, setup):
+        """Nothing depends on the setup."""
+
+    @hookimpl
+    def topk(self, scores, lengths, ids):
+        topk(scores, lengths, ids, impl="reference")
+
+
+class TestSortedTopK(TopKTests):
+    @pytest.fixture
+    def plugin(self):
+        what = Capabilities(capture=False, tiers=("cpu", "gpu"))
+        return PluginEntry("sorted", "topk", f"{__name__}:SortedTopK", capabilities=what)
+
+
+class TestWatcher(ObserverTests):
+    """The observer that the suite of engines plugs in."""
+
+    @pytest.fixture
+    def plugin(self):
+        return PluginEntry("watcher", "observer", "topkv.testing.models.engine_doubles:Watcher")
+
+    @pytest.fixture
+    def options(self):
+        return ObserverOptions(
+            says=lambda watcher: (
+                watcher.began,
+                [(each.slots, each.prefill_tokens) for each in watcher.ended],
+            ),
+            oracle=lambda told: (
+                [(each.slots, each.prompt_tokens) for each in told],
+                [(each.slots, each.prompt_tokens) for each in told if each.ended],
+            ),
+        )
 
 
 class TestIndexed(AlgorithmTests):
@@ -68,24 +125,25 @@ def test_fuzz_passes(name):
         "interpret": (100, 4, 2),
         "gpu": (50_000, 64, 64),
     }[name]
-    done = fuzz.fuzz(ZeroCopyTransfer, steps, where.device, where.impl, 11, requests, calls)
+    make = partial(registry().create, "transfer", "zero_copy")
+    done = fuzz.fuzz(make, steps, where.device, where.impl, 11, requests, calls)
     assert done >= steps
 
 
-class KeepsAStaleMap(ZeroCopyTransfer):
+class KeepsAStaleMap(ReferenceTransfer):
     """Reset leaves one unit in the map."""
 
     @hookimpl
     def reset(self, slot):
-        kept = self.store.unit_slot[:, self.store.rows_of(slot), 3].clone()
+        kept = self.store.unit_slot[:, self.store.lanes_of(slot), 3].clone()
         super().reset(slot)
-        self.store.unit_slot[:, self.store.rows_of(slot), 3] = kept
+        self.store.unit_slot[:, self.store.lanes_of(slot), 3] = kept
 
 
 def test_fuzz_finds_a_stale_map_and_names_the_seed(monkeypatch, capsys, tmp_path):
     class Plugins:
-        def create(self, kind, name, *args):
-            return KeepsAStaleMap(*args)
+        def create(self, kind, name, setup, impl):
+            return KeepsAStaleMap(setup)
 
     monkeypatch.setattr(fuzz, "registry", Plugins)
     log = tmp_path / "log"

@@ -7,8 +7,9 @@ import torch
 from attrs import evolve
 
 from topkv.coordinator import SparseCoordinator
-from topkv.errors import ConfigError
-from topkv.hooks.registry import hookimpl
+from topkv.errors import ConfigError, RequestError
+from topkv.hooks.algorithm import AlgorithmSpec
+from topkv.hooks.discovery import hookimpl
 from topkv.ops.chunk_attention import add_sinks
 from topkv.testing.doubles import SCRIPTED, Scripted
 from topkv.testing.machines.lifecycle_model import (
@@ -22,7 +23,6 @@ from topkv.testing.machines.lifecycle_model import (
 )
 from topkv.testing.oracle import attention
 from topkv.testing.tiers import tier
-from topkv.types import AlgorithmSpec
 
 CPU = tier("cpu")
 
@@ -211,6 +211,26 @@ def test_a_history_can_be_read_again_and_values_come_along(run):
     assert [start for start, _ in algorithm.values] == [0, 6, 13]
 
 
+def test_a_prompt_is_settled_and_warmed_when_an_engine_asks(run):
+    """The forward that decodes it has nothing left to do, and gives the same."""
+    early, late = run(algorithm="told"), run(algorithm="told")
+    outputs = []
+    for each in (early, late):
+        slot = each.coordinator.request_begin()
+        each.forward(each.rows(9), prefill=[(slot, 9)])
+        if each is early:
+            each.coordinator.settle([slot])
+            assert len(each.coordinator.layers[0].algorithm.histories) == 2
+        outputs.append(each.forward(each.rows(1), decode=[slot]))
+        assert len(each.coordinator.layers[0].algorithm.histories) == 2
+    assert torch.equal(*outputs)
+    with pytest.raises(RequestError, match="slot 3 holds no request"):
+        early.coordinator.settle([3])
+    early.coordinator.forward_begin()
+    with pytest.raises(RequestError, match="settle during a forward"):
+        early.coordinator.settle([slot])
+
+
 def test_a_spec_says_what_another_request_may_take_over():
     assert AlgorithmSpec().prefix == "pages"
     with pytest.raises(ValueError, match="prefix"):
@@ -222,25 +242,22 @@ def test_a_flush_is_one_launch_a_group(monkeypatch):
     on = tier("interpret")
     if on.missing:
         pytest.skip(on.missing)
+    from topkv.transfer import kernels
+
     coordinator = make_coordinator(on)
     slot = coordinator.request_begin()
-    launches = []
-    for transfer in coordinator.transfers:
-        offload = transfer.launch._offload
-        monkeypatch.setattr(
-            transfer.launch,
-            "_offload",
-            lambda step, force, offload=offload: (launches.append(force), offload(step, force)),
-        )
+    kernel, grids = kernels.offload_kernel, []
+
+    class Counted:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(kernels, "offload_kernel", Counted())
     coordinator.forward_begin(prefill=[(slot, 5)])
     coordinator.forward_abort()
     coordinator.requests.dirty[slot], coordinator.requests.length[slot] = True, 5
-
-    def fail(*args):
-        raise AssertionError("a unit was written back one by one")
-
-    monkeypatch.setattr("topkv.transfer.reference.write_back", fail)
     coordinator.flush(slot)
     sparse = [group for group in coordinator.manager.groups if group.residency == "sparse"]
-    assert launches == [True] * len(sparse)
+    assert grids == [(group.lane_heads, len(group.layers)) for group in sparse]
     coordinator.close()

@@ -63,6 +63,8 @@ def test_a_name_that_is_none_is_a_problem_of_its_package(name, shown):
         ({"defaults": {1: 2}}, "defaults must be a mapping with names for keys, got {1: 2}"),
         ({"defaults": {"unit": "16"}}, "defaults['unit'] must be an int, got '16'"),
         ({"parameters": ["a"]}, "parameters must be a mapping with names for keys, got ['a']"),
+        ({"doctor": "x.y"}, "doctor must be 'module:function', or None, got 'x.y'"),
+        ({"kind": "sampler"}, "must return entries of kind 'algorithm', got 'sampler'"),
     ],
 )
 def test_each_wrong_field_is_named(values, expected):
@@ -71,11 +73,13 @@ def test_each_wrong_field_is_named(values, expected):
     assert "for the author of mine to mend" in told
 
 
-@pytest.mark.parametrize("factories", [{}, {"cuda": "x:Y"}, {"triton": "x"}, "x.Y"])
+@pytest.mark.parametrize(
+    "factories", [{}, {"cuda": "x:Y"}, {"triton": "x"}, {"triton": None}, "x.Y", None, {3: "x:Y"}]
+)
 def test_factories_are_places_by_implementation(factories):
     told = problem(factories=factories)
-    assert "topkv_register_algorithms failed: " in told
-    assert "factories" in told
+    expected = "'module:attribute', or map 'reference' or 'triton' to that"
+    assert f"factories must be {expected}, got " in told
     assert "for the author of mine to mend" in told
 
 
@@ -95,9 +99,10 @@ def test_one_place_stands_for_all_implementations():
         *(("dtypes", value) for value in ("bfloat16", (torch.bfloat16,))),
         *(("head_dims", value) for value in (64, ("64",), (10**5000,))),
         *(("max_group", value) for value in ("8", 0, True)),
-        *((name, 1) for name in ("needs_index", "lse", "capture", "host_memory")),
-        *(("tiers", value) for value in ("", ["cpu"])),
-        ("traits", {}),
+        *((name, 1) for name in ("needs_index", "softcap", "lse", "capture", "host_memory")),
+        *(("tail", value) for value in (None, "free", ["forced"])),
+        *(("tiers", value) for value in ("", ["cpu"], ("tpu",), ("cpu", 1))),
+        *(("traits", value) for value in ({}, ("fast",))),
     ],
 )
 def test_each_wrong_capability_is_named(field, value):
@@ -106,9 +111,21 @@ def test_each_wrong_capability_is_named(field, value):
 
 
 def test_all_that_is_wrong_is_told_at_once():
-    told = problem(name=None, defaults=3, capabilities=Capabilities(units=3, lse="yes"))
-    for text in ("name must", "defaults must", "capabilities.units must", "capabilities.lse must"):
-        assert text in told
+    wrong = Capabilities(units=3, lse="yes", tail="free", tiers=("tpu",), traits=("fast",))
+    values = {"name": None, "kind": "sampler", "factories": {}, "doctor": 3, "defaults": 3}
+    told = problem(**values, capabilities=wrong)
+    for field in ("name", "factories", "doctor", "defaults"):
+        assert f"{field} must be" in told
+    for field in ("units", "lse", "tail", "tiers", "traits"):
+        assert f"capabilities.{field} must be" in told
+    assert "got 'sampler'" in told
+
+
+def test_a_wrong_entry_is_found_by_its_name():
+    found = registry(lambda: [PluginEntry(**{**FINE, "defaults": 3})])
+    with pytest.raises(PluginError, match="'mine' is installed and cannot be used") as caught:
+        found.get("algorithm", "mine")
+    assert "mine 1: defaults must be a mapping" in str(caught.value)
 
 
 def test_an_entry_that_cannot_be_read_is_a_problem_of_its_package():
@@ -214,3 +231,18 @@ def test_whatever_is_in_an_entry_the_registry_has_records(data):
         named = {"backend": "reads", kind: record.name}
         with suppress(ConfigError):
             lower(SparseConfig(**named), MODEL, device=torch.device("cpu"), registry=found)
+
+
+@given(data=st.data())
+def test_no_wrong_entry_hides_another_of_its_package(data):
+    values = {**FINE, "name": "wrong", **data.draw(some(PluginEntry, {}))}
+    capabilities = data.draw(some(Capabilities, {}))
+
+    def make():
+        wrong = PluginEntry(**{"capabilities": Capabilities(**capabilities), **values})
+        return [wrong, PluginEntry(**FINE)]
+
+    told = [record for record in registry(make).records() if record.package == "mine"]
+    assert len(told) == 2
+    if values["name"] != "mine":
+        assert registry(make).get("algorithm", "mine").package == "mine"

@@ -15,9 +15,9 @@ from topkv.plugins import PluginRegistry
 from topkv.testing.doubles import Entries
 from topkv.testing.machines.lifecycle_model import make_coordinator
 from topkv.testing.tiers import tier
-from topkv.testing.transfer_bench import Row, TransferBench, group_shape, raw
-from topkv.transfer.engine import ZeroCopyTransfer
+from topkv.testing.transfer.bench import Row, TransferBench, group_shape, raw
 from topkv.transfer.eviction import LeastRecentlyUsed
+from topkv.transfer.triton import TritonTransfer
 
 
 class Bare:
@@ -74,7 +74,7 @@ def test_a_policy_that_states_no_kernel_is_refused_before_anything_is_made(inter
 def test_a_wrong_policy_writes_to_no_other_lane(interpreted):
     def make(setup, impl):
         policy = BehindTheLane(EvictionSetup(interpreted.device))
-        return ZeroCopyTransfer(evolve(setup, eviction=policy), impl)
+        return TritonTransfer(evolve(setup, eviction=policy))
 
     group = group_shape(slots=5, requests=3, lane_heads=1, layers=1)
     bench = TransferBench(make, group, interpreted.device, interpreted.impl)

@@ -5,40 +5,27 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 
-from topkv.errors import RequestError
+from topkv.errors import ConfigError, RequestError
 from topkv.testing.machines.lifecycle_model import (
     DIM,
     HEADS,
     KV_HEADS,
     LAYERS,
-    make_coordinator,
+    MODEL,
 )
-from topkv.testing.tiers import tier
-
-
-@pytest.fixture
-def make():
-    """Coordinators with two sparse layers around a resident and a streamed one."""
-    made = []
-
-    def make(**options):
-        made.append(make_coordinator(tier("cpu"), **options))
-        return made[-1]
-
-    yield make
-    for coordinator in made:
-        coordinator.close()
 
 
 def attend(coordinator, rows, layers=range(LAYERS)):
-    generator = torch.Generator().manual_seed(rows)
+    generator, outputs = torch.Generator().manual_seed(rows), []
     for layer in layers:
         q, k, v = (
             torch.randn(rows, heads, DIM, generator=generator)
             for heads in (HEADS, KV_HEADS, KV_HEADS)
         )
-        coordinator.attention(layer, q, k, v)
+        outputs.append(coordinator.attention(layer, q, k, v))
+    return torch.stack(outputs)
 
 
 def run(coordinator, decode=(), prefill=()):
@@ -195,7 +182,7 @@ def test_chunks_over_other_rows_and_gaps_are_refused(make, decode, rows, told):
     prefill = [(slots[1 + at], 3, row) for at, row in enumerate(rows)]
     with pytest.raises(RequestError, match=told):
         coordinator.forward_begin([slots[0] if row == 0 else row for row in decode], prefill)
-    assert not coordinator.forward_open
+    assert coordinator.forward is None
     coordinator.check_integrity()
 
 
@@ -204,7 +191,7 @@ def test_an_empty_chunk_behind_a_gap_is_refused(make):
     slot = coordinator.request_begin()
     with pytest.raises(RequestError, match="of nothing"):
         coordinator.forward_begin(prefill=[(slot, 0, 2)])
-    assert not coordinator.forward_open
+    assert coordinator.forward is None
 
 
 def test_chunks_may_stand_in_padded_rows(make):
@@ -215,3 +202,24 @@ def test_chunks_may_stand_in_padded_rows(make):
     attend(coordinator, 2)
     coordinator.forward_end()
     assert [coordinator.length(slot) for slot in slots] == [6, 1]
+
+
+def test_a_part_of_a_model_is_configured_and_called_by_the_numbers_of_the_whole(make):
+    part = evolve(MODEL, first_layer=10, total_layers=20)
+    layers = {"0-9": "resident", "11": "resident", "12": "streamed", "14-": "resident"}
+    whole, part = make(), make(model=part, layers=layers)
+    outputs = []
+    for coordinator in (whole, part):
+        coordinator.forward_begin(prefill=[(coordinator.request_begin(), 6)])
+        outputs.append(attend(coordinator, 6, layers=coordinator.model.layers))
+        coordinator.forward_end()
+    assert torch.equal(*outputs)
+    assert [path.view.layer for path in part.layers] == [10, 11, 12, 13]
+    shapes = [group.shape for group in part.config.groups]
+    assert [shape.layers for shape in shapes] == [(10, 13), (11,), (12,)]
+
+
+@pytest.mark.parametrize(("first", "total"), [(-1, None), (17, 20), (1, 4)])
+def test_a_part_that_is_not_in_the_model_is_refused(make, first, total):
+    with pytest.raises(ConfigError, match=f"4 layers among the {total} .*got {first}"):
+        make(model=evolve(MODEL, first_layer=first, total_layers=total))

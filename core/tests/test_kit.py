@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 
 import pytest
 import torch
@@ -10,16 +11,41 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
+import topkv.testing
 from topkv.entries import TIERS, TRAITS, Capabilities
-from topkv.hooks.registry import hookimpl
+from topkv.errors import PluginError
+from topkv.hooks.discovery import hookimpl
 from topkv.testing.algorithms import AlgorithmTests
 from topkv.testing.differences import difference
 from topkv.testing.doubles import GATHER, SCRIPTED
 from topkv.testing.host_reads import no_host_reads
-from topkv.testing.indexed import INDEXED, Indexed
 from topkv.testing.kit import KitTests, examples, subject_of
+from topkv.testing.models.indexed import INDEXED, Indexed
 from topkv.testing.tiers import all_tiers, tier
 from topkv.testing.tolerance import assert_as_good
+
+
+def test_what_the_kit_promises_can_be_imported():
+    promised = topkv.testing.__doc__.partition("What these are made of")[0]
+    found = re.findall(r"``(?:topkv\.testing\.)?(\w+)(?:\.(\w+))?``", promised)
+    assert {("algorithms", "AlgorithmTests"), ("engines", "EngineTests"), ("oracle", "")} <= {
+        *found
+    }
+    for module, name in found:
+        page = import_module(f"topkv.testing.{module}")
+        assert not name or hasattr(page, name), f"{module}.{name}"
+
+
+@pytest.mark.parametrize("name", ["cache_model", "doubles", "oracle"])
+def test_models_keep_their_public_path(name):
+    model, page = (import_module(f"topkv.testing.{path}") for path in (f"models.{name}", name))
+    own = {
+        key
+        for key, value in vars(model).items()
+        if key.isupper() or getattr(value, "__module__", None) == model.__name__
+    }
+    assert {*page.__all__} == {key for key in own if not key.startswith("_")}
+    assert all(getattr(page, key) is getattr(model, key) for key in page.__all__)
 
 
 class Suite(KitTests):
@@ -82,10 +108,15 @@ def test_skips_name_what_is_lacking():
 
 def test_entries_state_known_tiers_and_traits():
     assert [each.name for each in all_tiers()] == list(TIERS)
-    Capabilities(traits=tuple(TRAITS))
+
+    def stating(**values):
+        entry = evolve(GATHER, name="mine", capabilities=Capabilities(**values))
+        return subject_of(entry, "backend", tier("cpu"))
+
+    stating(traits=tuple(TRAITS))
     for wrong in ({"tiers": ("tpu",)}, {"traits": ("fast",)}):
-        with pytest.raises(ValueError, match="must be in"):
-            Capabilities(**wrong)
+        with pytest.raises(PluginError, match="must be a tuple of any of"):
+            stating(**wrong)
 
 
 def test_examples_follow_tier_and_profile():

@@ -12,12 +12,12 @@ from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import ConfigError, RequestError
 from topkv.kv import host_pool
-from topkv.kv.rows import decode_fp8, encode_fp8
+from topkv.kv.token_format import decode_fp8, encode_fp8
 from topkv.ops import chunk_attention
 from topkv.plugins import PluginRegistry
 from topkv.testing.doubles import GATHER, Entries, Gather
-from topkv.testing.indexed import INDEXED, Indexed, index_scores
 from topkv.testing.kit import examples
+from topkv.testing.models.indexed import INDEXED, Indexed, index_scores
 from topkv.testing.oracle import attention
 from topkv.testing.tiers import all_tiers
 from topkv.types import Index, IndexerShape, ModelShape
@@ -181,7 +181,7 @@ def test_chunks_of_a_prompt_do_not_matter(on):
 def test_masks_of_a_long_prompt_are_made_in_blocks(on, monkeypatch):
     request = Request(on, "model", 5, seed=1, shared=True)
     made, select = [], chunk_attention.selected
-    monkeypatch.setattr(chunk_attention, "WORKSPACE", 3 * (1 + 20 + 24 * 5))
+    monkeypatch.setattr(chunk_attention, "MASK_BYTES", 3 * (1 + 20 + 24 * 5))
     monkeypatch.setattr(
         chunk_attention, "selected", lambda *what: made.append(select(*what)) or made[-1]
     )

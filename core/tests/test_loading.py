@@ -52,7 +52,7 @@ def loud(tmp_path, monkeypatch):
     (tmp_path / "loud_made.py").write_text(MADE)
     monkeypatch.syspath_prepend(tmp_path)
     points = [FakePoint("loud", "loud_entry", "topkv")]
-    monkeypatch.setattr("topkv.discovery.entry_points", lambda group: points)
+    monkeypatch.setattr("topkv.plugins.records.entry_points", lambda group: points)
     registry.cache_clear()
     yield
     registry.cache_clear()
@@ -117,7 +117,9 @@ def test_an_interrupt_is_the_users(monkeypatch):
     class Point(FakePoint):
         load = interrupt
 
-    monkeypatch.setattr("topkv.discovery.entry_points", lambda group: [Point("a", "b", "topkv")])
+    monkeypatch.setattr(
+        "topkv.plugins.records.entry_points", lambda group: [Point("a", "b", "topkv")]
+    )
     with pytest.raises(KeyboardInterrupt):
         PluginRegistry()
     stopped = PluginEntry("odd", "observer", f"{__name__}:interrupt")

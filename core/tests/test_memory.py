@@ -14,7 +14,7 @@ from topkv.prefill import Prefill
 from topkv.testing.doubles import Gather, Scripted
 from topkv.testing.machines.lifecycle_model import make_coordinator
 from topkv.testing.tiers import tier
-from topkv.transfer.engine import ZeroCopyTransfer
+from topkv.transfer.geometry import ZeroCopyTransfer
 
 CPU = tier("cpu")
 

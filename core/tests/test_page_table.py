@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.ops.page_table import adapt_page_table
-from topkv.testing.backend_bench import SENTINEL
-from topkv.testing.backend_plans import AdaptCase, StepInputs
+from topkv.ops.page_table import Listing, adapt_page_table
+from topkv.testing.backend.bench import SENTINEL
+from topkv.testing.backend.plans import AdaptCase, StepInputs
 from topkv.testing.kit import examples
 from topkv.testing.strategies import Geometry
-from topkv.types import GroupShape, Listing, Tables
+from topkv.types import GroupShape, Tables
 
 
 @st.composite

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from topkv.plugins import registry
 from topkv.testing.strategies import selections
-from topkv.testing.transfer_bench import Row, TransferBench, group_shape
-from topkv.transfer.engine import ZeroCopyTransfer
+from topkv.testing.transfer.bench import Row, TransferBench, group_shape
 
 
 def test_a_trace_of_85_percent_overlap_hits_at_least_80_percent():
@@ -21,7 +23,8 @@ def test_a_trace_of_85_percent_overlap_hits_at_least_80_percent():
         requests=1,
         layers=1,
     )
-    bench = TransferBench(ZeroCopyTransfer, group, torch.device("cpu"), "reference")
+    make = partial(registry().create, "transfer", "zero_copy")
+    bench = TransferBench(make, group, torch.device("cpu"), "reference")
     stream = selections(universe - 4, width, 0.85, "jumping", seed=1)
     for _ in range(100):
         bench.put([Row(0, universe, universe)])

@@ -10,43 +10,16 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import torch
 
 import topkv
 from topkv import hookimpl
 from topkv.entries import HOOK_API, KINDS, Capabilities, PluginEntry
-from topkv.errors import CapabilityError, PluginError
-from topkv.hooks import eviction, observer
-from topkv.hooks.binding import check_instance, spec_functions
-from topkv.hooks.eviction import EvictionSetup
+from topkv.errors import PluginError
+from topkv.hooks.algorithm import AlgorithmSpec
 from topkv.plugins import PluginRegistry, registry
-from topkv.types import AlgorithmSpec
+from topkv.plugins.records import installed
 
 PAGE = "From hook API 1 to 2"
-
-
-class Observer:
-    """A right observer, and the base of wrong ones."""
-
-    def __init__(self, setup=None):
-        self.setup = setup
-
-    @hookimpl
-    def before_forward(self, report):
-        return None
-
-    @hookimpl
-    def after_forward(self, report):
-        return None
-
-
-class BrokenObserver:
-    def __init__(self, setup):
-        raise OSError("no log file")
-
-
-def refusing(setup):
-    raise CapabilityError("watcher cannot serve this", ["it is Sunday"])
 
 
 def offer(*entries, kind="observer"):
@@ -60,8 +33,8 @@ def offer(*entries, kind="observer"):
     return plugin
 
 
-def entry(name="watcher", kind="observer", attribute="Observer", **values):
-    return PluginEntry(name, kind, f"{__name__}:{attribute}", **values)
+def entry(name="watcher", kind="observer", **values):
+    return PluginEntry(name, kind, "x:Y", **values)
 
 
 def problems(found):
@@ -107,6 +80,14 @@ class Misspelt:
         return []
 
 
+class Unknown:
+    """A hook that a later core may have, and that this one need not know."""
+
+    @hookimpl(optionalhook=True)
+    def topkv_register_stages(self):
+        raise AssertionError("nobody asks")
+
+
 class Arguments:
     @hookimpl
     def topkv_register_algorithms(self, model):
@@ -117,6 +98,7 @@ BROKEN = {
     "raises": (Raises(), "topkv_register_algorithms failed: KeyError: 'weights'"),
     "misspelt": (Misspelt(), "topkv_register_algorithm"),
     "arguments": (Arguments(), "model"),
+    "unknown": (Unknown(), "it implements none of topkv_register_algorithms"),
     "empty": (SimpleNamespace(), "it implements none of topkv_register_algorithms"),
     "no-entry": (offer("watcher"), "must return a list of PluginEntry, got str"),
     "nothing": (offer(kind="backend"), None),
@@ -210,7 +192,7 @@ def test_the_page_that_messages_name_is_in_the_documentation():
 
 
 def test_an_older_minor_loads(monkeypatch):
-    monkeypatch.setattr("topkv.discovery.HOOK_API", (2, 3))
+    monkeypatch.setattr("topkv.plugins.records.HOOK_API", (2, 3))
     found = PluginRegistry([("old", "1", offer(entry(hook_api=(2, 0))))])
     assert found.get("observer", "watcher").problem is None
 
@@ -251,7 +233,7 @@ def points(monkeypatch):
         "fine": "topkv_fake_entry",
     }
     points = [FakePoint(name, value, "topkv") for name, value in values.items()]
-    monkeypatch.setattr("topkv.discovery.entry_points", lambda group: points)
+    monkeypatch.setattr("topkv.plugins.records.entry_points", lambda group: points)
     return points
 
 
@@ -279,131 +261,16 @@ def test_blocked_entry_points_are_not_loaded(monkeypatch):
         found.get("observer", "fine")
 
 
-def test_create_builds_and_checks():
-    found = PluginRegistry([("right", "2.0", offer(entry()))])
-    setup = object()
-    instance = found.create("observer", "watcher", setup)
-    assert type(instance).__name__ == "Observer"
-    assert instance.setup is setup
-
-
-def test_create_takes_the_factory_of_the_implementation():
-    factories = {"reference": f"{__name__}:Observer", "triton": f"{__name__}:Other"}
-    one = PluginEntry("one", "observer", {"triton": f"{__name__}:Other"})
-    found = PluginRegistry([("w", "2.0", offer(PluginEntry("both", "observer", factories), one))])
-    assert type(found.create("observer", "both", None)).__name__ == "Observer"
-    assert type(found.create("observer", "both", None, "triton")).__name__ == "Other"
-    with pytest.raises(PluginError, match="it offers triton, got reference; set impl") as caught:
-        found.create("observer", "one", None)
-    assert "w 2.0 (observer 'one') has no such implementation" in str(caught.value)
-
-
-def test_create_names_whose_factory_failed():
-    absent = PluginEntry("absent", "observer", "topkv_is_not_there:Watcher")
-    attribute = entry("attribute", attribute="Nothing")
-    entries = (absent, attribute, entry("broken", attribute="BrokenObserver"))
-    found = PluginRegistry(
-        [("right", "2.0", offer(*entries, entry("refuses", attribute="refusing")))]
-    )
-    expected = {
-        "absent": "topkv_is_not_there:Watcher: ModuleNotFoundError",
-        "attribute": "AttributeError",
-        "broken": "OSError: no log file",
-    }
-    for name, text in expected.items():
-        with pytest.raises(PluginError, match=text) as caught:
-            found.create("observer", name, None)
-        assert f"right 2.0 (observer '{name}')" in str(caught.value)
-        assert caught.value.__cause__ is not None
-    with pytest.raises(CapabilityError, match="it is Sunday") as refused:
-        found.create("observer", "refuses", None)
-    assert "right 2.0" in refused.value.__notes__[0]
-
-
-class Wrong:
-    @hookimpl(tryfirst=True)
-    def before_forward(self, report):
-        return None
-
-    def after_forward(self, report):
-        return None
-
-    @hookimpl
-    def retrieve(self):
-        return None
-
-    @property
-    def costly(self):
-        raise RuntimeError("a property was evaluated")
-
-
-class Other(Observer):
-    """Another right one."""
-
-
-class Older(Observer):
-    @hookimpl
-    def before_forward(self, slots, prefill_tokens):
-        return None
-
-    @hookimpl
-    def after_forward(self, *, report):
-        return None
-
-
-class Wrapped(Observer):
-    @hookimpl(wrapper=True)
-    def before_forward(self, report):
-        return (yield)
-
-
-class Short(Observer):
-    @hookimpl
-    def before_forward(self):
-        return None
-
-
-def test_every_breach_of_the_contract_is_told_at_once():
-    with pytest.raises(PluginError, match="mine 1 does not keep") as caught:
-        check_instance(Wrong(), observer, "mine 1")
-    reasons = " ".join(caught.value.reasons)
-    assert len(caught.value.reasons) == 3
-    assert "before_forward is called as a plain method and cannot be tryfirst" in reasons
-    assert "after_forward of topkv.hooks.observer is not marked with @hookimpl" in reasons
-    assert "retrieve is marked with @hookimpl and topkv.hooks.observer has no such hook" in reasons
-
-
-@pytest.mark.parametrize(
-    ("instance", "text"),
-    [
-        (Older(), r"before_forward must take \(report\), got \(slots, prefill_tokens"),
-        (Older(), r"after_forward must take .* got \(\*, report\)"),
-        (Wrapped(), "cannot be wrapper"),
-        (Short(), r"got \(\)"),
-        (object(), "before_forward of topkv.hooks.observer is missing"),
-    ],
-)
-def test_a_breach_of_the_contract_is_refused(instance, text):
-    with pytest.raises(PluginError, match=text):
-        check_instance(instance, observer, "mine 1")
-
-
-def test_the_cores_own_plugins_keep_their_contract():
-    policy = PluginRegistry([]).create("eviction", "lru", EvictionSetup(torch.device("cpu")))
-    check_instance(policy, eviction, "topkv")
-    assert list(spec_functions(eviction)) == ["new_position"]
-
-
-def test_a_static_method_and_an_attribute_are_found():
-    class Bare:
-        @staticmethod
-        @hookimpl
-        def before_forward(report):
-            return None
-
-    bare = Bare()
-    bare.after_forward = hookimpl(lambda report: None)
-    check_instance(bare, observer, "bare 1")
+@pytest.mark.usefixtures("points")
+def test_further_plugins_stand_beside_what_is_installed(monkeypatch):
+    further = ("further", "1", offer(entry("more")))
+    found = PluginRegistry([*installed(), further])
+    assert [record.name for record in found.usable("observer")] == ["fine", "more"]
+    assert found.get("observer", "fine").point == "topkv-fine:fine"
+    assert set(problems(found)) == {"topkv-absent", "topkv-exit"}
+    monkeypatch.setenv("TOPKV_BLOCK", "fine,more")
+    found = PluginRegistry([*installed(), further])
+    assert [record.name for record in found.usable("observer")] == ["more"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from topkv.ops.regranulate import regranulate, workspace  # noqa: E402
+from topkv.ops.regranulate import regranulate, scratch  # noqa: E402
 
 NEEDS_GPU = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 CASES = [
@@ -45,7 +45,7 @@ class Call:
         self.tokens = full(torch.int32, lanes, select + MARGIN)
         self.ids = full(torch.int32, lanes, width + MARGIN)
         self.extra = full(torch.int64, lanes + MARGIN)
-        self.work = workspace(lanes, units, device)
+        self.work = scratch(lanes, units, device)
         self.work.fill_(1)  # what the call before has left there
 
     def run(self, tokens, closed):

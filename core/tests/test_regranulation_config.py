@@ -8,10 +8,9 @@ from attrs import evolve
 
 from topkv import hookimpl
 from topkv.config import SparseConfig, lower
-from topkv.discovery import PluginRecord
 from topkv.entries import Capabilities, PluginEntry
 from topkv.errors import ConfigError
-from topkv.plugins import PluginRegistry
+from topkv.plugins import PluginRecord, PluginRegistry
 from topkv.types import IndexerShape, ModelShape
 from topkv_cli.matrix import matrix, rows_of
 
@@ -59,28 +58,28 @@ def group_of(**options):
 
 def test_the_group_is_stored_by_the_unit_and_selected_by_tokens():
     group = group_of(unit=16, regranulate=True)
-    stored, seen = group.shape, group.seen
+    stored, selected_as = group.shape, group.selected_as
     assert group.regranulated
     assert (stored.unit, stored.buffer_slots, stored.ring_slots) == (16, 128, 2)
-    assert (seen.unit, seen.buffer_slots, seen.ring_slots) == (1, 2048, 32)
-    assert (stored.max_units, seen.max_units) == (64, 1024)
-    assert seen.select == 128 - 16  # the tail's unit belongs to the budget
+    assert (selected_as.unit, selected_as.buffer_slots, selected_as.ring_slots) == (1, 2048, 32)
+    assert (stored.max_units, selected_as.max_units) == (64, 1024)
+    assert selected_as.select == 128 - 16  # the tail's unit belongs to the budget
     assert stored.select == 64  # 112 tokens, and a request has no more units
     same = {"unit": 1, "buffer_slots": 2048, "ring_slots": 32, "max_units": 1024, "select": 112}
-    assert evolve(stored, **same) == seen
+    assert evolve(stored, **same) == selected_as
     few = group_of(unit=16, regranulate=True, budget=26)
-    assert (few.seen.select, few.shape.select) == (10, 10)
+    assert (few.selected_as.select, few.shape.select) == (10, 10)
 
 
 def test_nothing_is_lost_to_a_short_request():
     group = group_of(unit=16, regranulate=True, budget=2048, max_request_tokens=128)
-    assert (group.seen.select, group.shape.select) == (128, 8)
+    assert (group.selected_as.select, group.shape.select) == (128, 8)
 
 
 def test_the_backend_says_by_what_unit_where_nobody_does():
     lowered = low(regranulate=True)
     assert lowered.groups[0].shape.unit == 16
-    assert lowered.groups[0].seen.unit == 1
+    assert lowered.groups[0].selected_as.unit == 1
     settings = {setting.name: (setting.value, setting.origin) for setting in lowered.settings}
     assert settings["unit"] == (16, "topkv-fake 0.3: its smallest")
     assert settings["regranulate"] == (True, "user")
@@ -98,7 +97,7 @@ def test_it_changes_nothing_where_the_algorithm_takes_the_unit(units, unit):
     options = {"units": units, "unit": unit, "reads": None, "ring_tokens": 32}
     with_it, without = group_of(**options, regranulate=True), group_of(**options)
     assert with_it == without
-    assert with_it.seen is with_it.shape
+    assert with_it.selected_as is with_it.shape
     assert not with_it.regranulated
     assert "regranulate" in {setting.name for setting in low(**options).settings}
 
@@ -118,7 +117,7 @@ def test_what_is_refused_says_that_it_would_help():
 def test_an_indexer_selects_tokens_too():
     model = ModelShape(2, 8, 1, 64, torch.bfloat16, 0.1, "mla", 56, IndexerShape(4, 32))
     options = {"model": model, "needs_index": True, "scope": "shared", "units": None}
-    assert group_of(**options, unit=16, regranulate=True).seen.unit == 1
+    assert group_of(**options, unit=16, regranulate=True).selected_as.unit == 1
     (only,) = refused(**options, unit=16)
     assert "one index key a token, got unit 16: set unit to 1, or allow it: regranulate" in only
 
@@ -144,7 +143,7 @@ def test_the_buffer_holds_a_unit_for_each_token():
 def test_the_budget_holds_a_token_and_the_tail():
     (only,) = refused(unit=16, regranulate=True, budget=16)
     assert "at least a unit and a token (17 tokens: one selected and the tail), got 16" in only
-    assert group_of(unit=16, regranulate=True, budget=17).seen.select == 1
+    assert group_of(unit=16, regranulate=True, budget=17).selected_as.select == 1
 
 
 def test_layers_allow_it_for_themselves():

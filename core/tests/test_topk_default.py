@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from topkv import hookimpl
-from topkv.builtin import topkv_register_topks
 from topkv.config import SparseConfig, lower
 from topkv.entries import Capabilities, PluginEntry
 from topkv.errors import ConfigError
 from topkv.plugins import PluginRegistry
+from topkv.plugins.builtin import topkv_register_topks
 from topkv.types import ModelShape
 
 MODEL = ModelShape(4, 8, 2, 64, torch.bfloat16, 0.125)

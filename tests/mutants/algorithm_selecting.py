@@ -35,8 +35,8 @@ class MeanQuery(Quest):
 class FirstHeadDecides(Quest):
     """Every lane takes the scores of lane 0."""
 
-    def score(self, layer, q):
-        scores, closed = super().score(layer, q)
+    def lane_scores(self, layer, q):
+        scores, closed = super().lane_scores(layer, q)
         lanes = scores.unflatten(0, (-1, self.group.lane_heads))
         return lanes[:, :1].expand_as(lanes).flatten(0, 1).contiguous(), closed
 
@@ -53,13 +53,13 @@ class Duplicates(Quest):
 class OpenUnitSelectable(Quest):
     """Offers the open unit too, which the core appends: its tokens count twice."""
 
-    def score(self, layer, q):
+    def lane_scores(self, layer, q):
         step = layer.step
         layer.step = evolve(
             step, lengths=step.lengths + self.group.unit * (step.lengths > 0).int()
         )
         try:
-            return super().score(layer, q)
+            return super().lane_scores(layer, q)
         finally:
             layer.step = step
 
@@ -85,8 +85,8 @@ class IgnoresPageTable(Quest):
     def _write(self, layer, slots, units, keys, valid):
         super()._write(self._identity(layer), slots, units, keys, valid)
 
-    def score(self, layer, q):
-        return super().score(self._identity(layer), q)
+    def lane_scores(self, layer, q):
+        return super().lane_scores(self._identity(layer), q)
 
 
 class RemembersPages(Quest):
@@ -99,15 +99,16 @@ class RemembersPages(Quest):
         super().construct(layer, slot, start, k, v, q, lse)
         self.table = layer.step.page_table.clone()
 
-    def score(self, layer, q):
-        return super().score(evolve(layer, step=evolve(layer.step, page_table=self.table)), q)
+    def lane_scores(self, layer, q):
+        step = evolve(layer.step, page_table=self.table)
+        return super().lane_scores(evolve(layer, step=step), q)
 
 
 class SlotDict(Quest):
     """Keeps the first selection of each slot and length in a dict, which no reuse clears."""
 
-    def score(self, layer, q):
-        scores, closed = super().score(layer, q)
+    def lane_scores(self, layer, q):
+        scores, closed = super().lane_scores(layer, q)
         self.seen: dict[Any, Any] = getattr(self, "seen", {})
         lanes = scores.unflatten(0, (-1, self.group.lane_heads))
         for row, slot in enumerate(layer.step.slots.tolist()):
@@ -120,7 +121,7 @@ class HighTies(Quest):
 
     @hookimpl
     def retrieve_topk(self, layer, q, weights, ids):
-        scores, closed = self.score(layer, q[:, 0])
+        scores, closed = self.lane_scores(layer, q[:, 0])
         scores += torch.arange(scores.shape[1], device=scores.device) * 1e-6
         topk(scores, closed, ids, impl="reference")
 
@@ -133,7 +134,7 @@ class DriftingTies(Quest):
     @hookimpl
     def retrieve_topk(self, layer, q, weights, ids):
         self.calls += 1
-        scores, closed = self.score(layer, q[:, 0])
+        scores, closed = self.lane_scores(layer, q[:, 0])
         units = torch.arange(scores.shape[1], device=scores.device)
         scores += (units * self.calls % 7) * 1e-3
         topk(scores, closed, ids, impl="reference")
@@ -142,10 +143,10 @@ class DriftingTies(Quest):
 class DropsSinks(Quest):
     """Forces no sinks."""
 
-    def score(self, layer, q):
+    def lane_scores(self, layer, q):
         sinks, self.sink_units = self.sink_units, 0
         try:
-            return super().score(layer, q)
+            return super().lane_scores(layer, q)
         finally:
             self.sink_units = sinks
 
@@ -153,8 +154,8 @@ class DropsSinks(Quest):
 class BudgetInScore(Quest):
     """Prefers units whose number the budget divides."""
 
-    def score(self, layer, q):
-        scores, closed = super().score(layer, q)
+    def lane_scores(self, layer, q):
+        scores, closed = super().lane_scores(layer, q)
         units = torch.arange(scores.shape[1], device=scores.device)
         return scores + (units % self.group.select == 0).float(), closed
 
@@ -171,8 +172,8 @@ class MissesOne(Quest):
 class FirstQueryForAll(Quest):
     """Scores every row with the query of the first one."""
 
-    def score(self, layer, q):
-        return super().score(layer, q[:1].nan_to_num().expand_as(q))
+    def lane_scores(self, layer, q):
+        return super().lane_scores(layer, q[:1].nan_to_num().expand_as(q))
 
 
 class DenseStride(Quest):

@@ -6,7 +6,7 @@ import torch
 from attrs import evolve
 
 from topkv import hookimpl
-from topkv_quest import reference
+from topkv.algorithms import host_ids
 from topkv_quest.algorithm import Quest
 from topkv_quest.launch import QuestTriton
 
@@ -23,8 +23,8 @@ class Accumulates(Quest):
     """Bounds start from what the row held before instead of from nothing."""
 
     def _write(self, layer, slots, units, keys, valid):
-        table, per_page = layer.step.page_table, self.group.units_per_page
-        at = reference.host_ids(table, slots, units, per_page)
+        writes = slots >= 0
+        at = host_ids(layer, slots[writes], units[writes])
         low, high = layer.pools["bounds"][at].float().unbind(-2)
         super()._write(layer, slots, units, keys, valid)
         new = layer.pools["bounds"][at].float()
@@ -40,10 +40,7 @@ class UpdateAccumulates(Accumulates):
     @hookimpl
     def construct(self, layer, slot, start, k, v, q, lse):
         units = start // self.group.unit + torch.arange(-(-len(k) // self.group.unit))
-        slots = torch.full_like(units, slot)
-        table, per_page = layer.step.page_table, self.group.units_per_page
-        at = reference.host_ids(table, slots, units, per_page)
-        layer.pools["bounds"][at] = float("nan")
+        layer.pools["bounds"][host_ids(layer, slot, units)] = float("nan")
         super().construct(layer, slot, start, k, v, q, lse)
 
 

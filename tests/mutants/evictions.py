@@ -8,7 +8,7 @@ import triton.language as tl
 
 from tests.mutants.harness import Mutant, told_of
 from topkv.entries import PluginEntry
-from topkv.hooks.registry import hookimpl
+from topkv.hooks.discovery import hookimpl
 from topkv.testing.evictions import EvictionTests
 from topkv.transfer.eviction import LeastRecentlyUsed
 

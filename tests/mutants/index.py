@@ -7,7 +7,7 @@ from attrs import evolve
 from tests.mutants.harness import Mutant, mutated, told_of
 from topkv import hookimpl
 from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
-from topkv.testing.indexed import INDEXED, Indexed
+from topkv.testing.models.indexed import INDEXED, Indexed
 
 
 class PromptSeesNext(Indexed):

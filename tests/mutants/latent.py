@@ -9,7 +9,7 @@ from attrs import evolve
 from tests.mutants.lifecycle import LifecycleMutant, Run, nothing
 from topkv.kv.representations import RepresentationPools
 from topkv.prefill import Prefill
-from topkv.selectors import Own, Shared
+from topkv.selectors import Own, Selector
 from topkv.testing.machines import scenarios
 from topkv.testing.machines.latent import latent_machine
 from topkv.testing.tiers import Tier
@@ -32,7 +32,7 @@ def sharing_layer_lags(self, q, k, v, index):
     before[ids.shape] = now
 
 
-_select = Shared.select_prompt
+_select = Selector.select_prompt
 
 
 def first_chunk_is_shared(self, slot, start, q, k, v, index):
@@ -58,12 +58,16 @@ def chunk_is_not_rounded(self, path, chunk, q, k, v, index, out, sinks):
     return _run(self, evolve(path, format=Unrounded()), chunk, q, k, v, index, out, sinks)
 
 
-_remember = Own._remember
+_construct = Own.construct
 
 
-def first_query_is_kept(self, slot, queries, weights):
+def first_query_is_kept(self, slot, start, k, v, q, lse, index):
     """A chunk's first query is kept to warm the buffer with, not its last one."""
-    _remember(self, slot, queries[:1], None if weights is None else weights[:1])
+    _construct(self, slot, start, k, v, q, lse, index)
+    queries, _, weights = self._inputs(q, k, index)
+    self._last_queries[slot] = queries[0]
+    if weights is not None:
+        self._last_weights[slot] = weights[0]
 
 
 CHUNKS = scenario(scenarios.a_prompt_comes_in_chunks_beside_decode)
@@ -75,11 +79,11 @@ SPLIT = scenario(scenarios.the_last_page_goes_to_one_of_two)
 MUTANTS = [
     LifecycleMutant(
         "a layer that shares goes by the selection of the step before",
-        *(Shared, "select", sharing_layer_lags, LONG, ("cpu", "interpret")),
+        *(Selector, "select", sharing_layer_lags, LONG, ("cpu", "interpret")),
     ),
     LifecycleMutant(
         "a layer that shares goes by the selection of an earlier chunk",
-        *(Shared, "select_prompt", first_chunk_is_shared, CHUNKS),
+        *(Selector, "select_prompt", first_chunk_is_shared, CHUNKS),
     ),
     LifecycleMutant(
         "a prompt attends to rows that were not rounded",
@@ -92,6 +96,6 @@ MUTANTS = [
     LifecycleMutant("a fork starts cold", Own, "copy", nothing, SPLIT),
     LifecycleMutant(
         "the buffer is warmed by the first query of a chunk",
-        *(Own, "_remember", first_query_is_kept, LONG),
+        *(Own, "construct", first_query_is_kept, LONG),
     ),
 ]

@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from attrs import evolve, field, frozen
 from hypothesis import Phase, settings
 
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import ConfigError, PluginError
-from topkv.hooks.registry import hookimpl
+from topkv.hooks.discovery import hookimpl
 from topkv.kv.representations import RepresentationPools
 from topkv.pages import PageTable
 from topkv.prefill import Prefill
 from topkv.requests import Requests
 from topkv.selectors import Own
 from topkv.testing.machines import scenarios
+from topkv.testing.machines.engine_pages import run_engine_pages
 from topkv.testing.machines.lifecycle import run_lifecycle
 from topkv.testing.tiers import Tier, tier
-from topkv.transfer import reference
-from topkv.transfer.engine import ZeroCopyTransfer
+from topkv.transfer.geometry import ZeroCopyTransfer
+from topkv.transfer.reference import ReferenceTransfer
+from topkv.transfer.triton import TritonTransfer
 
 Run = Callable[[Tier], None]
 
@@ -102,12 +106,10 @@ def flush_leaves_lru_copy(self, slot, length, high, resident):
     """The open unit goes to the host, and its old LRU copy stays."""
     if not self.sparse or length == 0:
         return
-    group, store = self.group, self.store
-    unit = (length - 1) // group.unit
-    for layer in self.layers:
-        ring = group.buffer_slots + unit % group.ring_slots
-        entries = store.buffer[layer.index, store.rows_of(slot), ring]
-        reference.host_entry(store, layer, slot, unit).copy_(entries)
+    store, unit = self.store, (length - 1) // self.group.unit
+    pages, within = self.host_places(slot, torch.tensor([unit]))
+    ring = store.buffer[:, store.lanes_of(slot), self.ring_slot(unit)]
+    store.entries[pages, :, :, within] = ring[None]
 
 
 _rollback = SparseCoordinator.rollback
@@ -119,17 +121,23 @@ def rollback_lowers_high(self, slot, length):
     self.requests.high[slot] = length
 
 
-_abort = SparseCoordinator.forward_abort
+def abort_keeps_plans(self, forward):
+    """What the dropped forward has planned is kept, loaded or not."""
+    self.high[forward.writers] = np.maximum(
+        self.high[forward.writers], self.length[forward.writers] + 1
+    )
+    for chunk in forward.chunks:
+        self.restore(chunk.slot)
 
 
-def abort_forgets_high(self):
-    """What the dropped forward wrote to the ring is forgotten."""
-    requests, kept = self.requests, self.requests.high.copy()
-    chunks = [chunk.slot for chunk in self.forward.chunks] if self.forward else []
-    _abort(self)
-    for slot in range(len(kept)):
-        if slot not in chunks and requests.active[slot]:
-            requests.high[slot] = kept[slot]
+def begins_without_its_ring(self, pages=(), length=0):
+    """A request that begins with pages of another one's tokens has no ring of them."""
+    slot = _begin(self, pages)
+    self.length[slot], self.settled[:, slot], self.high[slot] = length, length, length
+    return slot
+
+
+_begin = Requests.begin
 
 
 _construct = Own.construct
@@ -166,20 +174,21 @@ def pages_leak(self, slot, keep):
     self._write(slot, min(keep, int(self.count[slot])), [])
 
 
-_append = ZeroCopyTransfer.append
-
-
-@hookimpl
-def padded_rows_write(self, layer, k, v):
+def padded_rows_write(append):
     """Slot -1 is taken for slot 0."""
-    step = layer.step
-    through = evolve(
-        step,
-        slots=step.slots.clamp(min=0),
-        lengths=step.lengths.clamp(min=1),
-        appended=step.appended | (step.slots < 0).int(),
-    )
-    _append(self, evolve(layer, step=through), k, v)
+
+    @hookimpl
+    def broken(self, layer, k, v):
+        step = layer.step
+        through = evolve(
+            step,
+            slots=step.slots.clamp(min=0),
+            lengths=step.lengths.clamp(min=1),
+            appended=step.appended | (step.slots < 0).int(),
+        )
+        append(self, evolve(layer, step=through), k, v)
+
+    return broken
 
 
 _end = SparseCoordinator.request_end
@@ -201,19 +210,28 @@ TWINS = scenario(scenarios.twins_share_pages_and_part)
 TURNS = scenario(scenarios.requests_take_turns_in_a_slot)
 ENDS = scenario(scenarios.a_request_ends_while_others_decode)
 BOTH = ("cpu", "interpret")
+TRANSFERS = ((ReferenceTransfer, ("cpu",)), (TritonTransfer, ("interpret",)))
+"""Who moves units, and where."""
 
 MUTANTS = [
-    LifecycleMutant(
-        "a flush leaves the old LRU copy of the open unit",
-        *(ZeroCopyTransfer, "flush", flush_leaves_lru_copy, FILL, BOTH),
+    *(
+        LifecycleMutant(
+            "a flush leaves the old LRU copy of the open unit",
+            *(owner, "flush", flush_leaves_lru_copy, FILL, tiers),
+        )
+        for owner, tiers in TRANSFERS
     ),
     LifecycleMutant(
         "the ring bound follows the length on rollback",
         *(SparseCoordinator, "rollback", rollback_lowers_high, LONG),
     ),
     LifecycleMutant(
-        "an abort forgets what it wrote to the ring",
-        *(SparseCoordinator, "forward_abort", abort_forgets_high, EDGE),
+        "an abort keeps what was planned",
+        *(Requests, "abort", abort_keeps_plans, EDGE),
+    ),
+    LifecycleMutant(
+        "a request begins with pages and without its ring",
+        *(Requests, "begin", begins_without_its_ring, run_engine_pages),
     ),
     LifecycleMutant(
         "keys of the open unit are not handed to construct",
@@ -241,8 +259,12 @@ MUTANTS = [
         nothing,
         TURNS,
     ),
-    LifecycleMutant(
-        "padded rows write through", ZeroCopyTransfer, "append", padded_rows_write, FILL, BOTH
+    *(
+        LifecycleMutant(
+            "padded rows write through",
+            *(owner, "append", padded_rows_write(owner.append), FILL, tiers),
+        )
+        for owner, tiers in TRANSFERS
     ),
     LifecycleMutant(
         "an end during a forward takes effect at once",

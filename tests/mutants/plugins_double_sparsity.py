@@ -6,6 +6,7 @@ import torch
 from attrs import evolve
 
 from topkv import hookimpl
+from topkv.algorithms import host_ids
 from topkv_double_sparsity import reference, statistics
 from topkv_double_sparsity.algorithm import DoubleSparsity
 from topkv_double_sparsity.head_sparsity import HeadSparsity
@@ -56,7 +57,7 @@ class ScaleForZero(DoubleSparsity):
         if self.settings.int4:
             tokens = torch.arange(start, start + len(k), device=k.device)
             slots = torch.full_like(tokens, slot)
-            at = reference.host_rows(layer.step.page_table, slots, tokens, self.group.page_tokens)
+            at = host_ids(layer, slots, tokens)
             layer.pools["meta"][at] = layer.pools["meta"][at].flip(-1)
 
 
@@ -67,7 +68,7 @@ class CutsCodesOff(DoubleSparsity):
         super()._write(layer, slots, tokens, keys)
         if not self.settings.int4:
             return
-        at = reference.host_rows(layer.step.page_table, slots, tokens, self.group.page_tokens)
+        at = host_ids(layer, slots, tokens)
         label = reference.gather(keys, self.channels(layer)[slots]).float()
         scale, zero = layer.pools["meta"][at].float()[..., None].unbind(-2)
         codes = ((label - zero) / torch.where(scale > 0, scale, 1.0)).clamp(0, 15).byte()

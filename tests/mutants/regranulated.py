@@ -8,9 +8,9 @@ import torch
 from attrs import evolve
 
 from tests.mutants.lifecycle import LifecycleMutant, Run
-from topkv import lanes
-from topkv.config.plans import Planner
+from topkv.config import plans
 from topkv.memory import SparseKVCacheManager
+from topkv.ops import regranulate as ops
 from topkv.testing.machines import scenarios
 from topkv.testing.machines.regranulated import regranulated_machine
 from topkv.testing.tiers import Tier
@@ -25,7 +25,7 @@ def scenario(play: scenarios.Scenario, **start: Any) -> Run:
     return run
 
 
-_regranulate = lanes.regranulate
+_regranulate = ops.regranulate
 
 
 def units_repeat(tokens, closed, ids, extra, work, *, unit, impl):
@@ -60,13 +60,13 @@ def last_token_is_lost(tokens, closed, ids, extra, work, *, unit, impl):
     _regranulate(without, closed, ids, extra, work, unit=unit, impl=impl)
 
 
-def tail_competes(self, origin, rule):
+def tail_competes(known, rule):
     """The newest token competes although the units are larger."""
-    plan = _plan(self, origin, rule)
-    return evolve(plan, tail=self.plugins.capabilities("algorithm", plan.algorithm).tail)
+    plan = _plan(known, rule)
+    return evolve(plan, tail=known.plugin("algorithm", plan.algorithm).capabilities.tail)
 
 
-_plan = Planner.plan
+_plan = plans.sparse_plan
 
 
 def counts_outlive_their_request(self, slot):
@@ -87,23 +87,23 @@ COMPETES = scenario(scenarios.a_long_request_rolls_back_and_goes_on, tail="selec
 MUTANTS = [
     LifecycleMutant(
         "a unit is listed once for each of its tokens",
-        *(lanes, "regranulate", units_repeat, LONG, ("cpu", "interpret")),
+        *(ops, "regranulate", units_repeat, LONG, ("cpu", "interpret")),
     ),
     LifecycleMutant(
         "the open unit is listed among the closed ones",
-        *(lanes, "regranulate", open_unit_is_listed, EDGE, ("cpu", "interpret")),
+        *(ops, "regranulate", open_unit_is_listed, EDGE, ("cpu", "interpret")),
     ),
     LifecycleMutant(
         "units stand in the order of their tokens",
-        *(lanes, "regranulate", units_stand_as_selected, LONG),
+        *(ops, "regranulate", units_stand_as_selected, LONG),
     ),
     LifecycleMutant(
         "the last token of a selection is lost",
-        *(lanes, "regranulate", last_token_is_lost, LONG),
+        *(ops, "regranulate", last_token_is_lost, LONG),
     ),
     LifecycleMutant(
         "a tail that competes is not forced where units are larger",
-        *(Planner, "plan", tail_competes, COMPETES),
+        *(plans, "sparse_plan", tail_competes, COMPETES),
     ),
     LifecycleMutant(
         "extra tokens outlive their request",

@@ -12,8 +12,8 @@ import triton.language as tl
 
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
+from topkv.hooks.algorithm import AlgorithmSpec, RepresentationSpec
 from topkv.ops.topk import topk
-from topkv.types import AlgorithmSpec, RepresentationSpec
 
 BLOCK = 64
 """Tokens of a program of the score kernel."""
@@ -110,9 +110,11 @@ class Signs:
         self.model, self.group = setup.model, setup.group
         group = self.group
         if self.impl == "triton":
-            self.work = setup.topk(group.rows, group.max_units, group.select)
+            self.work = setup.topk(group.max_lanes, group.max_units, group.select)
             # Full of the best score: one that no kernel writes is selected, whatever memory held.
-            self.scores = torch.full((group.rows, group.max_units), torch.inf, device=setup.device)
+            self.scores = torch.full(
+                (group.max_lanes, group.max_units), torch.inf, device=setup.device
+            )
 
     @hookimpl
     def spec(self):

@@ -8,17 +8,17 @@ from __future__ import annotations
 import inspect
 import itertools
 import linecache
-from functools import partial
 from types import ModuleType
 from typing import Any
 
 from tests.mutants.harness import Mutant, told_of
 from topkv.entries import PluginEntry
-from topkv.hooks.registry import hookimpl
-from topkv.hooks.transfer import TransferSetup
+from topkv.hooks.discovery import hookimpl
+from topkv.testing.tiers import tier
 from topkv.testing.transfers import TransferTests
-from topkv.transfer import engine, kernels, launch, reference, token_kernels
-from topkv.transfer.engine import ZeroCopyTransfer
+from topkv.transfer import kernels, reference, token_kernels, triton
+from topkv.transfer.reference import ReferenceTransfer
+from topkv.transfer.triton import TritonTransfer
 
 _numbers = itertools.count()
 
@@ -49,24 +49,14 @@ def changed(module: ModuleType, old: str = "", new: str = "", **names: Any) -> M
 
 
 def reference_with(old: str, new: str) -> type:
-    """The engine over a reference that has one change."""
-    copy = changed(engine, reference=changed(reference, old, new))
-    return copy.ZeroCopyTransfer
+    """The reference with one change."""
+    return changed(reference, old, new).ReferenceTransfer
 
 
 def kernels_with(module: ModuleType, old: str, new: str) -> type:
     """The engine over kernels of which one has one change."""
     short = module.__name__.rpartition(".")[2]
-    # Few programs share a copy: the interpreter runs them one after the other.
-    launcher = changed(launch, COPY_PROGRAMS=8, **{short: changed(module, old, new)}).Launcher
-
-    class Changed(ZeroCopyTransfer):
-        def __init__(self, setup: TransferSetup, impl: str = "reference") -> None:
-            super().__init__(setup, impl)
-            if self.launch:
-                self.launch = launcher(setup.store, setup.eviction)
-
-    return Changed
+    return changed(triton, **{short: changed(module, old, new)}).TritonTransfer
 
 
 class EvictsAHit(reference_with("selected[hits] = True", "selected[hits] = False")):
@@ -85,7 +75,7 @@ class KeepsVictimsInTheMap(reference_with("slot_of[evicted] = -1", "pass")):
 
 class TakesLogicalForHostIds(
     reference_with(
-        "out.miss_hosts[lane, place] = host_id(group, layer, slot, unit)",
+        "out.miss_hosts[lane, place] = self._host_id(slot, unit)",
         "out.miss_hosts[lane, place] = unit",
     )
 ):
@@ -118,7 +108,8 @@ class CountsDuplicatesTwice(
 
 class ForgetsTheRing(
     reference_with(
-        "low = ring_low(group, high)\n        row", "low = group.max_units\n        row"
+        "low = self.ring_low(high)\n            lane_row",
+        "low = group.max_units\n            lane_row",
     )
 ):
     """Units in the ring are looked for in the LRU buffer, and fetched from the host."""
@@ -130,61 +121,54 @@ class LeavesValuesBehindCount(reference_with("tensor.fill_(-1)", "pass")):
 
 class LoadsKeysOnly(
     reference_with(
-        "store.buffer[layer.index, row, target] = source.to(store.buffer.device)",
-        "store.buffer[layer.index, row, target][:, 0] = source[:, 0].to(store.buffer.device)",
+        "store.buffer[layer.index, lane_row, target] = source.to(store.buffer.device)",
+        "store.buffer[layer.index, lane_row, target][:, 0] = source[:, 0].to(store.buffer.device)",
     )
 ):
     """A miss brings the keys of an entry and leaves its values."""
 
 
 class OffloadsAUnitLate(
-    reference_with("length // group.unit - 1, resident)", "length // group.unit - 2, resident)")
+    reference_with("slot, length // unit - 1, fits)", "slot, length // unit - 2, fits)")
 ):
     """The unit before the one that closed goes to the host."""
 
 
 class OffloadsTheUnitThatOpens(
-    reference_with("length // group.unit - 1, resident)", "length // group.unit, resident)")
+    reference_with("slot, length // unit - 1, fits)", "slot, length // unit, fits)")
 ):
     """The unit number ``length // unit`` goes to the host, which is the next one."""
 
 
 class OffloadsWhatDidNotAppend(
     reference_with(
-        "slot >= 0 and length > 0 and step.appended[batch] and length % group.unit == 0",
-        "slot >= 0 and length > 0 and length % group.unit == 0",
+        "slot >= 0 and length > 0 and step.appended[batch] and length % unit == 0",
+        "slot >= 0 and length > 0 and length % unit == 0",
     )
 ):
     """Rows that append nothing are offloaded again."""
 
 
-class OffloadsOneLayer(reference_with("for layer in layers:", "for layer in layers[:1]:")):
+class OffloadsOneLayer(reference_with("in self.layers:", "in self.layers[:1]:")):
     """Closed units go to the host in the first layer only."""
 
 
-class KeepsOldCopies(
-    reference_with(
-        "return int(store.unit_slot[index, row, unit])",
-        "return unit if resident and unit < store.group.buffer_slots else -1",
-    )
-):
+class KeepsOldCopies(reference_with("if at >= 0]", "if fits and at >= 0]")):
     """A unit that is written again stays as it was in the LRU buffer."""
 
 
-class StaysResidentTooLong(
-    reference_with(
-        "(high - 1) // group.unit <= group.buffer_slots",
-        "(high - 1) // group.unit <= group.buffer_slots + 1",
-    )
-):
+class StaysResidentTooLong(ReferenceTransfer):
     """A lane is taken to fit with one unit more than its buffer has slots."""
 
+    def fits(self, high: int, resident: bool) -> bool:
+        return resident and (high - 1) // self.group.unit <= self.group.buffer_slots + 1
 
-class ChunksMissTheRing(reference_with("if unit >= low:", "if unit > low:")):
+
+class ChunksMissTheRing(reference_with("and unit >= low:", "and unit > low:")):
     """A chunk leaves the oldest unit of the ring unwritten."""
 
 
-class ForgetsToResetTheOrder(ZeroCopyTransfer):
+class ForgetsToResetTheOrder(ReferenceTransfer):
     """A slot's next owner inherits the eviction order of the last."""
 
     @hookimpl
@@ -194,7 +178,7 @@ class ForgetsToResetTheOrder(ZeroCopyTransfer):
         self.store.order.copy_(order)
 
 
-class FlushesNothing(ZeroCopyTransfer):
+class FlushesNothing(ReferenceTransfer):
     """The open unit stays in the ring alone."""
 
     @hookimpl
@@ -202,15 +186,15 @@ class FlushesNothing(ZeroCopyTransfer):
         pass
 
 
-class RestoresWithoutRing(ZeroCopyTransfer):
+class RestoresWithoutRing(ReferenceTransfer):
     """After truncate the ring holds what it held before."""
 
     @hookimpl
     def restore(self, slot: int, length: int, resident: bool) -> None:
-        rows, first = self.store.rows_of(slot), self.group.buffer_slots
-        ring = self.store.buffer[:, rows, first:].clone()
+        lanes, first = self.store.lanes_of(slot), self.group.buffer_slots
+        ring = self.store.buffer[:, lanes, first:].clone()
         super().restore(slot, length, resident)
-        self.store.buffer[:, rows, first:] = ring
+        self.store.buffer[:, lanes, first:] = ring
 
 
 class KernelSeesAWiderRing(
@@ -265,7 +249,7 @@ class KernelAppendsKeysTwice(
     """The append kernel writes the key in the place of the value."""
 
 
-class LoadsIfThereAreMisses(ZeroCopyTransfer):
+class LoadsIfThereAreMisses(TritonTransfer):
     """Asks for the number of misses before it loads."""
 
     @hookimpl
@@ -274,7 +258,7 @@ class LoadsIfThereAreMisses(ZeroCopyTransfer):
             super().load(layer, plan)
 
 
-class WrapsFarAddresses(ZeroCopyTransfer):
+class WrapsFarAddresses(TritonTransfer):
     """Byte offsets of the copy have 31 bits and wrap: row times width passes 2**31."""
 
     @hookimpl
@@ -289,7 +273,7 @@ class WrapsFarAddresses(ZeroCopyTransfer):
                 page, within = divmod(int(plan.miss_hosts[lane, place]), group.units_per_page)
                 source = store.layout.offset(page, layer.index, head, within) & most
                 slot = int(plan.miss_slots[lane, place])
-                target = ((layer.index * group.rows + row) * group.slots + slot) * size & most
+                target = ((layer.index * group.max_lanes + row) * group.slots + slot) * size & most
                 buffer[target : target + size] = store.pool[source : source + size].to(
                     buffer.device
                 )
@@ -299,18 +283,17 @@ CLEAN = PluginEntry(
     "zero_copy_twin",
     "transfer",
     {
-        "reference": "topkv.transfer.engine:ZeroCopyTransfer",
-        "triton": "topkv.transfer.engine:triton",
+        "reference": "topkv.transfer.reference:ReferenceTransfer",
+        "triton": "topkv.transfer.triton:TritonTransfer",
     },
 )
 
 
-def _mutant(factory: type, test: str, *tiers: str) -> Mutant:
+def _mutant(factory: type, test: str, seen_on: str = "cpu") -> Mutant:
     name = factory.__name__
-    globals()[f"{name}_triton"] = partial(factory, impl="triton")
-    factories = {"reference": f"{__name__}:{name}", "triton": f"{__name__}:{name}_triton"}
+    factories = {tier(seen_on).impl: f"{__name__}:{name}"}
     entry = PluginEntry(name.lower(), "transfer", factories)
-    return Mutant(told_of(factory), TransferTests, test, entry, CLEAN, tiers or ("cpu",))
+    return Mutant(told_of(factory), TransferTests, test, entry, CLEAN, (seen_on,))
 
 
 _ORDERED = "test_plan_and_load_follow_the_ordered_model"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from topkv.hooks.registry import hookimpl as hookimpl
+from topkv.hooks.discovery import hookimpl as hookimpl
 
 if TYPE_CHECKING:
     from topkv._attach import attach as attach

@@ -10,31 +10,31 @@ from attrs import frozen
 
 from topkv.config import LoweredConfig, LoweredGroup
 from topkv.errors import CONFIG_REFUSED, ConfigError, DeviceMemoryError
-from topkv.hooks.algorithm import Algorithm, AlgorithmSetup
+from topkv.hooks.algorithm import Algorithm, AlgorithmSetup, AlgorithmSpec
 from topkv.hooks.backend import Backend, BackendSetup
-from topkv.hooks.binding import has_hook
 from topkv.hooks.eviction import Eviction, EvictionSetup
 from topkv.hooks.topk import TopK, TopKSetup
 from topkv.hooks.transfer import Transfer, TransferSetup
-from topkv.kv.rows import row_format
 from topkv.kv.step import StepUploader
+from topkv.kv.token_format import TokenFormat
 from topkv.lanes import LaneBuffers
 from topkv.layers import LayerPath
 from topkv.memory import SparseKVCacheManager
 from topkv.plugins import PluginRegistry
-from topkv.report import MemoryReport
-from topkv.selectors import Own, Regranulated, Selector, Shared, SharedRegranulated
+from topkv.plugins.contract import has_hook, pair_reasons
+from topkv.regranulated import Regranulated, SharedRegranulated
+from topkv.report import MemoryReport, count_memory
+from topkv.selectors import Own, Selector
 from topkv.transfer.eviction import require_kernel
-from topkv.types import AlgorithmSpec, LayerView
+from topkv.types import LayerView
 
 
 @frozen
 class Plugins:
-    """What was made for a configuration.
+    """Instances of plugins, made for one configuration.
 
     Attributes:
-        algorithms: of each group; None for a dense one.
-        specs: of each group; None for a dense one.
+        algorithms, specs: of each group; None for a dense one.
         backends: of each group.
         eviction: the eviction policy.
     """
@@ -57,20 +57,28 @@ def make_plugins(registry: PluginRegistry, config: LoweredConfig) -> Plugins:
         ConfigError, PluginError: with every reason of the first that refuses.
         DeviceMemoryError: their scratch does not fit.
     """
+    model, device, impl = config.model, config.device, config.impl
+
+    def backend(group: LoweredGroup) -> Backend:
+        shape, most, heads = group.shape, config.max_requests, model.group_size
+        setup = BackendSetup(model, shape, device, most, group_size=heads)
+        made: Backend = registry.create("backend", config.backend, setup, impl)
+        return made
+
     algorithms = [_make_algorithm(registry, config, group) for group in config.groups]
-    backends = [_make_backend(registry, config, group) for group in config.groups]
+    backends = [backend(group) for group in config.groups]
     reasons = []
-    for group, algorithm, backend in zip(config.groups, algorithms, backends, strict=True):
+    for group, algorithm, reads in zip(config.groups, algorithms, backends, strict=True):
         if algorithm is not None:
-            reasons += _misfits(config, group, algorithm, backend)
+            ring = group.selected_as.ring_slots * group.selected_as.unit
+            reasons += pair_reasons(algorithm, reads, (str(group.algorithm), config.backend), ring)
     if reasons:
         raise ConfigError(CONFIG_REFUSED, reasons)
-    return Plugins(
-        algorithms=algorithms,
-        specs=[algorithm.spec() if algorithm else None for algorithm in algorithms],
-        backends=backends,
-        eviction=_make_eviction(registry, config),
-    )
+    specs = [algorithm.spec() if algorithm else None for algorithm in algorithms]
+    eviction = registry.create("eviction", config.eviction, EvictionSetup(device), impl)
+    if impl == "triton":
+        require_kernel(eviction, registry.get("eviction", config.eviction).who)
+    return Plugins(algorithms, specs, backends, eviction)
 
 
 def _make_algorithm(
@@ -79,72 +87,41 @@ def _make_algorithm(
     """The algorithm of a group; None for a dense one."""
     if group.algorithm is None:
         return None
+    device, impl = config.device, config.impl
 
     def topk(rows: int, columns: int, select: int) -> TopK:
-        made: TopK = registry.create(
-            "topk", config.topk, TopKSetup(rows, columns, select, config.device), config.impl
-        )
+        setup = TopKSetup(rows, columns, select, device)
+        made: TopK = registry.create("topk", config.topk, setup, impl)
         return made
 
-    setup = AlgorithmSetup(config.model, group.seen, dict(group.params), config.device, topk)
-    algorithm: Algorithm = registry.create("algorithm", group.algorithm, setup, config.impl)
+    setup = AlgorithmSetup(config.model, group.selected_as, dict(group.params), device, topk)
+    algorithm: Algorithm = registry.create("algorithm", group.algorithm, setup, impl)
     return algorithm
-
-
-def _make_backend(registry: PluginRegistry, config: LoweredConfig, group: LoweredGroup) -> Backend:
-    """The backend of a group."""
-    model = config.model
-    setup = BackendSetup(
-        model, group.shape, config.device, config.max_requests, group_size=model.group_size
-    )
-    backend: Backend = registry.create("backend", config.backend, setup, config.impl)
-    return backend
-
-
-def _make_eviction(registry: PluginRegistry, config: LoweredConfig) -> Eviction:
-    """The eviction policy, with a kernel where the transfer engines run kernels."""
-    name, setup = config.eviction, EvictionSetup(config.device)
-    eviction: Eviction = registry.create("eviction", name, setup, config.impl)
-    if config.impl == "triton":
-        require_kernel(eviction, registry.get("eviction", name).who)
-    return eviction
-
-
-def _misfits(
-    config: LoweredConfig, group: LoweredGroup, algorithm: Algorithm, backend: Backend
-) -> list[str]:
-    """What can be told of an algorithm and its backend only when they are there."""
-    reasons = []
-    if has_hook(algorithm, "retrieve_prompt") and not has_hook(backend, "prefill_selected"):
-        reasons.append(
-            "the algorithm selects for the rows of a prompt too (retrieve_prompt), and backend "
-            f"{config.backend} has no prefill_selected; choose another backend"
-        )
-    ring, least = group.seen.ring_slots * group.seen.unit, algorithm.spec().ring_tokens
-    if ring < least:
-        reasons.append(
-            f"{group.algorithm} reads a ring of at least {least} tokens, got {ring}; raise "
-            f"ring_tokens to {least}"
-        )
-    return reasons
 
 
 class Tensors:
     """All tensors of a coordinator that are not scratch of plugins.
 
     Args:
-        config, plugins: what they are for.
+        config, plugins: give the sizes.
         device: where they lie; ``meta`` to count bytes before any is taken.
 
     Attributes:
         manager: host pool, buffers, maps, representations.
         uploader: step tensors.
         lanes: buffers of each group.
-        views: of each layer by number: what transfer and backend see, and its selector.
+        views: by layer number, the view of transfer and backend, and the selector.
     """
 
     def __init__(self, config: LoweredConfig, plugins: Plugins, device: torch.device) -> None:
         self.manager = SparseKVCacheManager(config, plugins.specs, device)
+        try:
+            self._allocate(config, plugins, device)
+        except BaseException:
+            self.manager.close()
+            raise
+
+    def _allocate(self, config: LoweredConfig, plugins: Plugins, device: torch.device) -> None:
         max_pages = config.max_request_tokens // config.page_tokens
         self.uploader = StepUploader(
             [(group.shape.unit, group.tail == "selectable") for group in config.groups],
@@ -158,50 +135,40 @@ class Tensors:
         ]
         self.views: dict[int, tuple[LayerView, Selector | None]] = {}
         for index, lanes in enumerate(self.lanes):
-            for view, seen in self.manager.layer_views(index, self.uploader.step):
+            for view, selecting in self.manager.layer_views(index, self.uploader.step):
                 extra = self.manager.stores[index].extra[view.index]
                 algorithm = plugins.algorithms[index]
-                selector = _selector(config, index, seen, algorithm, lanes, extra)
+                selector = _selector(config, index, selecting, algorithm, lanes, extra)
                 self.views[view.layer] = (view, selector)
 
     def memory(self, plugins: Plugins) -> MemoryReport:
         """Bytes of these tensors and of the scratch of plugins."""
         selectors = [selector for _, selector in self.views.values()]
         holders = [self.lanes, selectors, plugins.algorithms, plugins.backends]
-        return self.manager.memory(self.uploader.step, holders)
+        return count_memory(self.manager, self.uploader.step, holders)
 
 
 def _selector(
     config: LoweredConfig,
     index: int,
-    seen: LayerView,
+    view: LayerView,
     algorithm: Algorithm | None,
     lanes: LaneBuffers,
     extra: torch.Tensor,
 ) -> Selector | None:
-    """Where the selection of a layer comes from; None in a dense layer."""
+    """The selector of a layer; None in a dense one."""
     group = config.groups[index]
     if algorithm is None:
         return None
-    if seen.layer not in config.selecting_layers(group):
+    tokens = lanes.tokens  # None where it selects stored units
+    if view.layer not in config.selecting_layers(group):
         prompts = has_hook(algorithm, "retrieve_prompt")
-        if group.regranulated:
-            return SharedRegranulated(seen, lanes, prompts, extra)
-        return Shared(seen, lanes, prompts)
-    device = lanes.step.slots.device
-    if group.regranulated:
-        return Regranulated(config, seen, algorithm, lanes, group.indexed, device, extra=extra)
-    return Own(config, seen, algorithm, lanes, group.indexed, device)
-
-
-def required_bytes(config: LoweredConfig, registry: PluginRegistry) -> MemoryReport:
-    """What a coordinator would take, before it takes anything but the scratch of plugins.
-
-    Raises:
-        ConfigError, PluginError: as of ``make_plugins``.
-    """
-    plugins = make_plugins(registry, config)
-    return Tensors(config, plugins, torch.device("meta")).memory(plugins)
+        if tokens:
+            return SharedRegranulated(view, lanes, prompts, tokens, extra)
+        return Selector(view, lanes, prompts)
+    if tokens:
+        return Regranulated(config, view, lanes, algorithm, group.indexed, tokens, extra)
+    return Own(config, view, lanes, algorithm, group.indexed)
 
 
 def allocate(config: LoweredConfig, plugins: Plugins) -> Tensors:
@@ -239,7 +206,7 @@ def connect(
                     transfer=transfer,
                     backend=plugins.backends[index],
                     lanes=tensors.lanes[index],
-                    format=row_format(config.model, config.kv_format, config.impl),
+                    format=TokenFormat.of(config.model, config.kv_format, config.impl),
                     selector=tensors.views[view.layer][1],
                     k_slots=k_slots,
                     v_slots=v_slots,

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from topkv.assembly import allocate, connect, make_plugins, required_bytes
+from topkv.admission import Admission, admission
+from topkv.assembly import Tensors, allocate, connect, make_plugins
+from topkv.checks import check_begin, check_end, check_held, check_rows
 from topkv.config import LoweredConfig
-from topkv.config.layers import show_ranges
 from topkv.errors import DeviceMemoryError, RequestError, TopkvError, is_out_of_memory
 from topkv.lanes import LaneBuffers
 from topkv.layers import Forward, LayerPath
@@ -25,8 +27,8 @@ from topkv.ops.chunk_attention import add_sinks
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
 from topkv.prefill import Prefill
-from topkv.report import MemoryReport, TransferReport
-from topkv.requests import Admission, Requests
+from topkv.report import MemoryReport, TransferReport, count_transfers
+from topkv.requests import Requests
 from topkv.types import Index
 
 
@@ -38,7 +40,7 @@ class SparseCoordinator:
         registry: where plugins are looked up; the process-wide registry by default.
 
     Attributes:
-        model, config: what it was made for.
+        model, config: geometry and configuration.
         layers: the path of each layer.
         lanes, transfers: of each group.
         requests: state of every request.
@@ -77,16 +79,14 @@ class SparseCoordinator:
             step=tensors.uploader,
             transfers=self.transfers,
             generated=plugins.least("generated"),
+            shares_prefixes=all(spec.prefix == "pages" for spec in plugins.specs if spec),
             selectors=[path.selector for path in self.layers if path.selector],
         )
         self.prefill = Prefill(self.config, self.requests)
         self.observers = Observers(config, registry)
-        never = 2**31 - 1
-        periods = [spec.settle_period if spec else None for spec in plugins.specs]
-        self._settle_periods = np.asarray([period or never for period in periods])[:, None]
+        periods = [(spec and spec.settle_period) or 2**31 - 1 for spec in plugins.specs]
+        self._settle_periods = np.asarray(periods)[:, None]
         self.forward: Forward | None = None
-
-    # A forward.
 
     def forward_begin(
         self,
@@ -94,7 +94,7 @@ class SparseCoordinator:
         prefill: Sequence[tuple[int, ...]] = (),
         append: Sequence[bool] | None = None,
     ) -> None:
-        """Put the rows of a forward into place. Outside graphs.
+        """Lease pages, settle what is due, and upload the rows of a forward. Outside graphs.
 
         Args:
             decode: slots of the decode rows, -1 for padded ones. Each is one row.
@@ -113,38 +113,17 @@ class SparseCoordinator:
         rows = np.array(decode, dtype=np.int32)  # a copy: it is read again at the end
         live = rows >= 0
         appended = np.asarray(live if append is None else live & np.asarray(append), np.int32)
-        writers, chunks = rows[appended == 1], [(slot, tokens) for slot, tokens, *_ in prefill]
-        self._check(rows, writers, chunks)
         forward = Forward(rows, appended)
         for slot, tokens, *row in prefill:
-            forward.add_chunk(slot, int(self.requests.length[slot]), tokens, *row)
-        if forward.chunks:
-            forward.check_places()
-        self.requests.own_pages(writers, chunks)
+            forward.add_chunk(slot, tokens, *row)
+        check_begin(forward, self.requests)
+        self.requests.own_pages(forward)
         self._settle(rows[live])
-        for slot, _ in chunks:
-            self.requests.flush(slot)
-        self.forward = forward
+        for chunk in forward.chunks:
+            self.requests.flush(chunk.slot)
         self._upload(rows, appended)
+        self.forward = forward
         self.observers.tell("before_forward", forward, self.transfers_of)
-
-    def _check(
-        self, rows: np.ndarray, writers: np.ndarray, prefill: Sequence[tuple[int, int]]
-    ) -> None:
-        """Refuse a forward before it changes anything."""
-        if len(rows) > self.config.max_requests:
-            raise RequestError(
-                f"{len(rows)} decode rows exceed max_requests = {self.config.max_requests}"
-            )
-        for slot, tokens in prefill:
-            if tokens < 0:
-                raise RequestError(
-                    f"chunk ({slot}, {tokens}) has fewer than 0 tokens; rollback and truncate "
-                    "take tokens back"
-                )
-        chunks = np.asarray([slot for slot, _ in prefill], dtype=np.int32)
-        self.requests.check_all(np.append(rows[rows >= 0], chunks))
-        self.requests.check_generated(writers, 1)
 
     def attention(
         self,
@@ -163,8 +142,8 @@ class SparseCoordinator:
             q: ``[rows, H, D]`` post-RoPE queries; rows at any stride, here and below.
             k, v: ``[rows, Hkv, D]`` post-RoPE keys, and values. Of latent attention the rows
                 ``[rows, 1, D]``, twice.
-            index: what the model's own indexer computed for the rows; None where the layer has
-                none, and shares the selection of the layer before it or has nothing to select by.
+            index: of the model's own indexer for these rows; None where the layer has none. Only
+                algorithms that go by an indexer read it.
             out: ``[rows, H, out_dim]`` to write to; made if None.
             sinks: fp32 ``[H]`` logits that take part in each softmax and have no value, of models
                 with learned attention sinks.
@@ -179,8 +158,8 @@ class SparseCoordinator:
         forward = self.forward
         if forward is None:
             raise RequestError("attention belongs between forward_begin and forward_end")
-        self._check_rows(forward, q, k, v)
-        forward.attended.add(layer)
+        forward.called.add(layer)
+        check_rows(forward, self.model, q, k, v)
         path = self._path(layer)
         if out is None:
             out = q.new_empty((*q.shape[:-1], self.model.out_dim))
@@ -194,6 +173,7 @@ class SparseCoordinator:
                 rows = chunk.rows
                 own = None if index is None else index.rows(rows)
                 self.prefill.run(path, chunk, q[rows], k[rows], v[rows], own, out[rows], sinks)
+        forward.attended.add(layer)
         return out
 
     def attention_begin(
@@ -227,24 +207,13 @@ class SparseCoordinator:
     def _path(self, layer: int) -> LayerPath:
         return self.layers[layer - self.model.first_layer]
 
-    def _check_rows(self, forward: Forward, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Refuse other shapes than those of the forward: kernels would read or leave out rows."""
-        model, rows = self.model, forward.count
-        queries = (rows, model.num_heads, model.head_dim)
-        keys = (rows, model.num_kv_heads, model.head_dim)
-        if not (q.shape == queries and k.shape == v.shape == keys):
-            raise RequestError(
-                f"expected q {list(queries)}, k and v {list(keys)} for the {rows} rows of this "
-                f"forward, got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-            )
-
     def offload(self) -> None:
         """Copy the units that this step's decode rows filled to the host. Capturable."""
         for transfer in self.transfers:
             transfer.offload()
 
     def forward_end(self, offloaded: bool = False) -> None:
-        """Close the forward: offload, advance lengths, carry out the ends that were asked for.
+        """Close the forward: offload, advance lengths, end requests that were to end.
 
         Args:
             offloaded: a captured graph has run ``offload`` already.
@@ -255,7 +224,7 @@ class SparseCoordinator:
         forward = self.forward
         if forward is None:
             raise RequestError("forward_end without forward_begin")
-        self._check_layers(forward)
+        check_end(forward, self.model)
         if len(forward.rows) and not offloaded:
             self.offload()
         if forward.chunks:
@@ -263,20 +232,6 @@ class SparseCoordinator:
         self.requests.advance(forward)
         self._close(forward)
         self.observers.tell("after_forward", forward, self.transfers_of)
-
-    def _check_layers(self, forward: Forward) -> None:
-        """Refuse to close a forward in which some layers have not appended their tokens.
-
-        Decode rows may have run in a graph, which calls nothing here.
-        """
-        if not (forward.attended or forward.prompt_tokens):
-            return
-        left_out = [layer for layer in self.model.layers if layer not in forward.attended]
-        if left_out:
-            raise RequestError(
-                f"attention was not called for layers {show_ranges(left_out)} of this forward; "
-                "call it for each layer, or drop the forward with forward_abort"
-            )
 
     def forward_abort(self) -> None:
         """Drop an open forward, after an exception say; its tokens are not appended. Cold."""
@@ -296,8 +251,8 @@ class SparseCoordinator:
             self.requests.end(slot)
 
     def _settle(self, slots: np.ndarray) -> None:
-        """Settle all groups where prefill has turned to decode, and warm those; settle a group
-        whose period is full."""
+        """Settle all groups of requests that turn to decode, and warm those requests; settle
+        single groups whose period is over."""
         requests = self.requests
         fresh = slots[requests.fresh[slots]]
         due = requests.length[slots] - requests.settled[:, slots] >= self._settle_periods
@@ -318,50 +273,49 @@ class SparseCoordinator:
             self._warm(fresh)
 
     def _warm(self, slots: np.ndarray) -> None:
-        """Load what the last prompt queries select, so that decoding starts with hits."""
+        """Load what the last query of each prompt selects, so that decoding starts with hits."""
         self._upload(slots, np.zeros(len(slots), np.int32))
-        for path in self.layers:
-            if path.selector:
-                path.selector.warm()
-                lanes = path.lanes
-                path.transfer.plan(path.view, lanes.ids, lanes.limit, lanes.plan)
-                path.transfer.load(path.view, lanes.plan)
+        try:
+            for path in self.layers:
+                if path.selector:
+                    path.selector.warm()
+                    lanes = path.lanes
+                    path.transfer.plan(path.view, lanes.ids, lanes.limit, lanes.plan)
+                    path.transfer.load(path.view, lanes.plan)
+        except BaseException:
+            self.requests.restore_all(slots)  # maps may name units that were never loaded
+            raise
 
     def _upload(self, rows: np.ndarray, appended: np.ndarray) -> None:
         self.requests.upload(rows, appended)
         for lanes in self.lanes:
             lanes.begin()
 
-    # Requests, between forwards: see ``topkv.requests.Requests``.
-
     @classmethod
     def required_bytes(
         cls, config: LoweredConfig, registry: PluginRegistry | None = None
     ) -> MemoryReport:
-        """What a coordinator would take of both tiers; only scratch of plugins is allocated.
-
-        Raises:
-            ConfigError, PluginError: as of the coordinator itself.
-        """
-        return required_bytes(config, registry or default_registry())
+        """Bytes of a coordinator, none of them taken but scratch of plugins. Raises as it does."""
+        plugins = make_plugins(registry or default_registry(), config)
+        return Tensors(config, plugins, torch.device("meta")).memory(plugins)
 
     @property
     def generated_limit(self) -> int | None:
         """Most tokens that may follow a prompt; None for any number."""
         return None if self.requests.generated == 2**31 - 1 else self.requests.generated
 
-    @property
-    def forward_open(self) -> bool:
-        """Whether a forward has begun, and neither ended nor been aborted."""
-        return self.forward is not None
-
     def _between_forwards(self, call: str) -> None:
         if self.forward is not None:
-            raise RequestError(f"{call} during a forward; call forward_end first")
+            raise RequestError(f"{call} during a forward; call forward_end or forward_abort first")
 
-    def request_begin(self) -> int:
-        """Take a request slot. Raises DeviceMemoryError if none is free."""
-        return self.requests.begin()
+    def request_begin(self, pages: Sequence[int] = (), length: int = 0) -> int:
+        """Take a request slot; with pages of an engine, see ``Requests.begin``."""
+        check_held(self.requests, pages, length)
+        return self.requests.begin(pages, length)
+
+    def request_add_pages(self, slot: int, pages: Sequence[int]) -> None:
+        """Give a request further pages of an engine, see ``Requests.add_pages``."""
+        self.requests.add_pages(slot, pages)
 
     def request_end(self, slot: int) -> None:
         """Give back everything that the request holds; also for abort.
@@ -381,7 +335,7 @@ class SparseCoordinator:
 
     def can_admit(self, tokens: int, requests: int = 1) -> Admission:
         """Whether ``requests`` new requests of ``tokens`` tokens each would find room."""
-        return self.requests.can_admit(tokens, requests)
+        return admission(self.requests, tokens, requests)
 
     def reserve(self, slot: int, tokens: int) -> None:
         """Lease the pages for ``tokens`` further tokens now; see ``Requests.reserve``."""
@@ -403,8 +357,16 @@ class SparseCoordinator:
         self._between_forwards("fork")
         return self.requests.fork(slot)
 
+    def settle(self, slots: Sequence[int]) -> None:
+        """Settle what is due and warm buffers now, not when ``forward_begin`` decodes. Cold."""
+        self._between_forwards("settle")
+        for slot in slots:
+            self.requests.check(slot)
+        self._settle(np.asarray(slots, dtype=np.int32))
+
     def flush(self, slot: int) -> None:
         """Move the open unit to the host, so that all tokens are there. Cold."""
+        self._between_forwards("flush")
         self.requests.flush(slot)
 
     def memory(self) -> MemoryReport:
@@ -413,14 +375,10 @@ class SparseCoordinator:
 
     def transfers_of(self, slots: Sequence[int]) -> TransferReport:
         """Hits, misses, bytes and extra tokens of requests since they began. Synchronizes."""
-        return self.manager.transfers(slots)
+        return count_transfers(self.manager.stores, slots)
 
     def check_integrity(self) -> None:
-        """Pages, counts and maps are what they claim to be. Slow; for tests.
-
-        Raises:
-            RequestError: with the first thing that is wrong.
-        """
+        """Raise RequestError unless pages, counts and maps agree with each other. Slow."""
         slots = range(self.config.max_requests)
         self.manager.check_integrity([self.requests.pages.of(slot) for slot in slots])
 

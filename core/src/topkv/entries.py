@@ -1,12 +1,15 @@
-"""What a plugin package offers: frozen records that import neither torch nor triton."""
+"""Entries of plugin packages: frozen records that import neither torch nor triton.
+
+Nothing is checked when one is made: the registry judges every field (``topkv.plugins``), so that
+one wrong entry leaves the others of its package usable.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from attrs import field, frozen, validators
+from attrs import field, frozen
 
 HOOK_API = (2, 0)
 """(major, minor) of the hook specs of this core. A plugin of the same major and of a minor that
@@ -20,8 +23,8 @@ SCOPES = ("kv_head", "shared")
 """Who selects: each kv-head for itself, or all of a layer together."""
 
 TIERS = ("cpu", "interpret", "gpu")
-"""Where the conformance kit can run a plugin: its reference on the CPU, its kernels in Triton's
-interpreter, its kernels on a CUDA device."""
+"""Places where the conformance kit can run a plugin: its reference on the CPU, its kernels in
+Triton's interpreter, its kernels on a CUDA device."""
 
 TRAITS = {
     "attends": "selects anew in every step; a budget that covers the sequence selects all of it",
@@ -32,24 +35,18 @@ TRAITS = {
     "head_equivariant": "permuted kv-heads select the same, permuted",
     "incremental": "what decoding appends is scored by its own keys as soon as it may be selected",
 }
-"""What an algorithm may promise beyond its contract; the kit tests what is promised."""
-
-_PLACE = r"[\w.]+:\w+"
-
-
-def _each_of(known: Iterable[str]) -> Any:
-    return validators.deep_iterable(validators.in_(tuple(known)))
+"""Promises that an algorithm may make beyond its contract; the kit tests those that it makes."""
 
 
 @frozen
 class Capabilities:
-    """What an algorithm needs and offers, or what a backend can take. ``None`` means any.
+    """Needs and promises of an algorithm, or limits of a backend. ``None`` means any.
 
     Attributes:
         units: smallest and largest unit in tokens, both included.
         scopes: of ``SCOPES``.
         attention: of ``"gqa"`` and ``"mla"``.
-        kv_formats: of ``"model"`` and ``"fp8"``, row formats that a backend reads.
+        kv_formats: of ``"model"`` and ``"fp8"``, token formats that a backend reads.
         needs_index: the algorithm selects by what the model's own indexer computes.
         tail: ``"forced"``: the core appends the tail unit to every selection and the algorithm
             offers closed units only; ``"selectable"``: the newest token competes (unit 1).
@@ -71,7 +68,7 @@ class Capabilities:
     attention: tuple[str, ...] = ("gqa",)
     kv_formats: tuple[str, ...] = ("model",)
     needs_index: bool = False
-    tail: str = field(default="forced", validator=validators.in_(("forced", "selectable")))
+    tail: str = "forced"
     softcap: bool = False
     dtypes: tuple[str, ...] | None = None
     head_dims: tuple[int, ...] | None = None
@@ -79,8 +76,8 @@ class Capabilities:
     lse: bool = True
     capture: bool = True
     host_memory: bool = False
-    tiers: tuple[str, ...] = field(default=TIERS, validator=_each_of(TIERS))
-    traits: tuple[str, ...] = field(default=(), validator=_each_of(TRAITS))
+    tiers: tuple[str, ...] = TIERS
+    traits: tuple[str, ...] = ()
 
     @property
     def single_tokens(self) -> bool:
@@ -94,18 +91,6 @@ class Capabilities:
 
 def _of_each_impl(value: Any) -> Any:
     return dict.fromkeys(IMPLS, value) if isinstance(value, str) else value
-
-
-def _are_factories(entry: Any, attribute: Any, value: Any) -> None:
-    is_mapping = isinstance(value, Mapping) and len(value) > 0
-    if not is_mapping or not all(
-        impl in IMPLS and isinstance(place, str) and re.fullmatch(_PLACE, place)
-        for impl, place in value.items()
-    ):
-        known = " or ".join(map(repr, IMPLS))
-        raise ValueError(
-            f"factories must be 'module:attribute', or map {known} to that, got {value!r}"
-        )
 
 
 @frozen
@@ -131,15 +116,13 @@ class PluginEntry:
     """
 
     name: str
-    kind: str = field(validator=validators.in_(KINDS))
-    factories: Mapping[str, str] = field(converter=_of_each_impl, validator=_are_factories)
+    kind: str
+    factories: Mapping[str, str] = field(converter=_of_each_impl)
     hook_api: tuple[int, int] = HOOK_API
     capabilities: Capabilities = Capabilities()
     defaults: Mapping[str, Any] = field(factory=dict)
     parameters: Mapping[str, Any] = field(factory=dict)
-    doctor: str | None = field(
-        default=None, validator=validators.optional(validators.matches_re(_PLACE))
-    )
+    doctor: str | None = None
 
     @property
     def impls(self) -> tuple[str, ...]:

@@ -29,10 +29,10 @@ class ReasonsError(TopkvError):
         reasons: the single reasons, in the order in which they were found.
     """
 
-    def __init__(self, what: str, reasons: Iterable[str]) -> None:
+    def __init__(self, head: str, reasons: Iterable[str]) -> None:
         self.reasons = tuple(reasons)
         lines = "".join(f"\n  - {reason}" for reason in self.reasons)
-        super().__init__(f"{what}:{lines}")
+        super().__init__(f"{head}:{lines}")
 
 
 class ConfigError(ReasonsError):
@@ -44,7 +44,7 @@ class PluginError(ReasonsError):
 
 
 class CapabilityError(ReasonsError):
-    """What was asked for is known and refused: a plugin, model or option does not offer it."""
+    """A plugin, model or option does not offer what was asked for."""
 
 
 class RequestError(TopkvError):

@@ -12,12 +12,12 @@ import torch
 from attrs import evolve
 
 from topkv.config import LoweredConfig
-from topkv.kv.held import tensor_bytes
+from topkv.hooks.algorithm import AlgorithmSpec
+from topkv.kv.engine_pages import EngineKVPool
 from topkv.kv.host_pool import HostKVPool
 from topkv.kv.representations import RepresentationPools
 from topkv.kv.store import GroupStore
-from topkv.report import MemoryReport, TransferReport
-from topkv.types import AlgorithmSpec, GroupShape, LayerView, StepTensors
+from topkv.types import GroupShape, LayerView, StepTensors
 
 
 class SparseKVCacheManager:
@@ -44,7 +44,8 @@ class SparseKVCacheManager:
         self.config, self.device = config, device
         self.groups: list[GroupShape] = [group.shape for group in config.groups]
         on_host = [group for group in self.groups if group.residency != "resident"]
-        self.host = HostKVPool(on_host, config.num_pages, config.host_layout, device)
+        pool = EngineKVPool if config.pages == "engine" else HostKVPool
+        self.host = pool(on_host, config.num_pages, config.host_layout, device)
         try:
             self._allocate(specs)
         except BaseException:
@@ -63,7 +64,7 @@ class SparseKVCacheManager:
         ]
         self.representations = [
             RepresentationPools(
-                group.seen,
+                group.selected_as,
                 spec.representations if spec else (),
                 config.num_pages,
                 device,
@@ -73,9 +74,9 @@ class SparseKVCacheManager:
         ]
 
     def layer_views(self, index: int, step: StepTensors) -> list[tuple[LayerView, LayerView]]:
-        """Of each layer of a group what transfer and backend see, and what the algorithm sees.
+        """For each layer of a group the view of transfer and backend, and that of the algorithm.
 
-        They are one, unless the algorithm selects tokens of larger units: then it sees no ring.
+        They are one, unless selections are regranulated: then the algorithm's is in tokens.
         """
         store, pools = self.stores[index], self.representations[index]
         group, views = self.config.groups[index], []
@@ -84,14 +85,14 @@ class SparseKVCacheManager:
             view = LayerView(
                 layer, place, store.group, step, ring_k, ring_v, pools.of_layer(layer)
             )
-            seen = view
+            selecting = view
             if group.regranulated:
                 none = ring_k[:, :, :0, :, :1]
-                seen = evolve(view, group=group.seen, ring_k=none, ring_v=none)
-            views.append((view, seen))
+                selecting = evolve(view, group=group.selected_as, ring_k=none, ring_v=none)
+            views.append((view, selecting))
         return views
 
-    # What is keyed by page, and what is keyed by slot.
+    # Tensors that are keyed by page, and tensors that are keyed by slot.
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy the entries and representations of a page."""
@@ -101,7 +102,7 @@ class SparseKVCacheManager:
             pools.copy_page(source, target)
 
     def poison(self, pages: Sequence[int]) -> None:
-        """Fill pages that nobody will read again with NaN, where asked to."""
+        """Fill pages that nobody will read again with NaN, if ``poison`` is set."""
         if pages and self.config.poison:
             self.synchronize()
             for store, pools in zip(self.stores, self.representations, strict=True):
@@ -114,51 +115,17 @@ class SparseKVCacheManager:
             pools.copy_slot(slot, twin)
 
     def forget_slot(self, slot: int) -> None:
-        """Reset what is keyed by slot, and poison it where asked to."""
+        """Reset all that is keyed by a slot, and fill it with NaN if ``poison`` is set."""
         for store, pools in zip(self.stores, self.representations, strict=True):
             pools.reset_slot(slot)
-            store.extra[:, store.rows_of(slot)] = 0
+            store.extra[:, store.lanes_of(slot)] = 0
             if self.config.poison:
-                store.poison_rows(slot)
+                store.poison_slot(slot)
 
     def synchronize(self) -> None:
         """Wait for the device: host and device are about to touch the same bytes."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    def memory(self, step: StepTensors, others: Sequence[object]) -> MemoryReport:
-        """Count bytes.
-
-        Args:
-            step: the step tensors.
-            others: whatever else holds tensors on the device.
-        """
-        table = step.page_table
-        resident = [s.pool.nbytes for s in self.stores if s.group.residency == "resident"]
-        known = [*self.stores, *self.representations]
-        return MemoryReport(
-            buffer=sum(store.buffer.nbytes for store in self.stores),
-            resident=sum(resident),
-            representation=sum(pools.bytes for pools in self.representations),
-            metadata=sum(store.metadata_bytes for store in self.stores) + table.nbytes,
-            workspace=tensor_bytes(others, without=[known, step]),
-            host=self.host.size,
-            host_used=self.host.size * self.host.used // max(1, self.host.num_pages),
-        )
-
-    def transfers(self, slots: Sequence[int]) -> TransferReport:
-        """Count what was loaded for requests since they began. Synchronizes."""
-        hits = misses = loaded = extra = 0
-        for store in self.stores:
-            if store.group.residency != "sparse":
-                continue
-            for slot in slots:
-                counts = store.counters[:, store.rows_of(slot)].sum((0, 1)).tolist()
-                hits += int(counts[0])
-                misses += int(counts[1])
-                loaded += int(counts[1]) * store.group.entry_bytes
-                extra += int(store.extra[:, store.rows_of(slot)].sum())
-        return TransferReport(hits, misses, loaded, extra)
 
     def check_integrity(self, holders: Sequence[Sequence[int]]) -> None:
         """Counts add up on both tiers, and every map is what it claims to be. Slow; for tests.

@@ -1,4 +1,4 @@
-"""Parts of error messages: a value in few words, and what a wrong name may have meant."""
+"""Parts of error messages: a value or an error in few words, and what a wrong name may mean."""
 
 from __future__ import annotations
 
@@ -24,7 +24,15 @@ def shown(value: object) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
+def raised(error: BaseException) -> str:
+    """Type and text of an error. Never fails."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # An error whose own text fails.
+        return type(error).__name__
+
+
 def close(name: object, known: Iterable[str]) -> str:
-    """What the writer of a name may have meant, as a question; empty if nothing is like it."""
+    """A question that proposes the known names closest to ``name``; empty if none is close."""
     matches = get_close_matches(str(name)[:LONGEST], sorted(known))
     return f"did you mean {' or '.join(map(repr, matches))}?" if matches else ""

@@ -1,4 +1,4 @@
-"""The observers that a configuration names: told of each forward, and never in its way."""
+"""Calls the observers that a configuration names; one that raises never stops a forward."""
 
 from __future__ import annotations
 
@@ -34,7 +34,13 @@ class Observers:
         }
 
     def tell(self, hook: str, forward: Forward, transfers: Counts) -> None:
-        """Call a hook of all of them with what a forward works on."""
+        """Call a hook of each observer with the report of a forward.
+
+        Args:
+            hook: name of the hook.
+            forward: the open forward, or the one that has just ended.
+            transfers: counts of given slots, called only when an observer asks for them.
+        """
         if not self.named:
             return
         slots = tuple(forward.rows.tolist())

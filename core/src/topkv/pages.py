@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from topkv.config import LoweredConfig
-from topkv.errors import HostMemoryError
+from topkv.errors import HostMemoryError, RequestError
 from topkv.kv.step import StepUploader
 from topkv.memory import SparseKVCacheManager
 
 
 class PageTable:
-    """Which host pages each request slot holds. R slots.
+    """The host pages that each request slot holds. R slots.
 
     Args:
         config: sizes.
@@ -42,7 +42,7 @@ class PageTable:
         return pages
 
     def needed(self, tokens: int) -> int:
-        """Pages that hold so many tokens."""
+        """Pages that ``tokens`` tokens take."""
         return -(-tokens // self.page_tokens)
 
     def upload(self) -> None:
@@ -53,7 +53,7 @@ class PageTable:
     def lease(self, needs: Sequence[tuple[int, int]], spare: int = 0) -> None:
         """Give each slot the pages for its length: ``(slot, length)``, all or none.
 
-        With ``spare``, so many pages are free afterwards, or nothing has changed.
+        At least ``spare`` pages stay free afterwards, or nothing changes.
         """
         missing = [(slot, self._missing(slot, length)) for slot, length in needs]
         total = sum(count for _, count in missing)
@@ -77,7 +77,7 @@ class PageTable:
         return in_need
 
     def own(self, places: Sequence[tuple[int, int, int]]) -> None:
-        """Lease what a forward writes, and copy what others share of it; all or none.
+        """Lease the pages that a forward writes, and copy those that are shared; all or none.
 
         Args:
             places: ``(slot, first, end)`` tokens that are written.
@@ -107,18 +107,22 @@ class PageTable:
         self._changed.add(slot)
         host.release([shared])
 
-    def share(self, slot: int, twin: int, count: int) -> None:
-        """Let a slot without pages hold the first ``count`` of another's."""
-        pages = self.of(slot)[:count]
+    def add(self, slot: int, pages: Sequence[int]) -> None:
+        """Let a slot hold further pages, which others may hold too."""
+        first, most = int(self.count[slot]), self.table.shape[1]
+        if first + len(pages) > most:
+            raise RequestError(
+                f"a request has at most {most} pages, got {len(pages)} behind its {first}; raise "
+                "max_request_tokens"
+            )
         self.manager.host.share(pages)
-        self._write(twin, 0, pages)
+        self._write(slot, first, pages)
 
     def shrink(self, slot: int, keep: int) -> None:
-        """Release the pages behind the first ``keep``, and poison them where asked to."""
-        host, behind = self.manager.host, self.of(slot)[keep:]
-        self.manager.poison([page for page in behind if not host.shared(page)])
+        """Release the pages behind the first ``keep``; those that are free now are poisoned."""
+        behind = self.of(slot)[keep:]
         self._write(slot, min(keep, int(self.count[slot])), [])
-        host.release(behind)
+        self.manager.poison(self.manager.host.release(behind))
 
     def _missing(self, slot: int, length: int) -> int:
         """Pages that a request lacks to hold ``length`` tokens."""

@@ -1,85 +1,16 @@
-"""Dense prefill: a chunk over itself and over history streamed block by block, merged by LSE."""
+"""Prefill: a chunk over itself and over history streamed block by block, merged by LSE."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from topkv.config import LoweredConfig
+from topkv.history import StoredHistory, open_unit
 from topkv.layers import Chunk, LayerPath
 from topkv.ops.chunk_attention import add_sinks, chunk_attention
 from topkv.requests import Requests
 from topkv.types import Index
-
-
-def history_blocks(
-    path: LayerPath,
-    slot: int,
-    start: int,
-    end: int,
-    block: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Stream positions ``start .. end`` from their pages, ``block`` tokens at a time.
-
-    Args:
-        start: on a boundary of the layer's units.
-        block: a multiple of the page.
-        dtype: of the model, which packed rows are decoded to.
-
-    Yields:
-        ``(position, k, v)`` with ``[n, Hkv, D]`` tensors that the caller may keep.
-    """
-    layer, group = path.view, path.view.group
-    for first in range(start, end, block):
-        shape = (min(block, end - first), group.num_kv_heads, group.head_dim)
-        k = torch.empty(shape, dtype=group.dtype, device=device)
-        v = torch.empty_like(k) if group.planes == 2 else k
-        path.transfer.fetch(layer, slot, first, k, v)
-        yield first, *path.format.decode(k, v, dtype)
-
-
-def from_position(
-    history: Iterable[tuple[int, Tensor, Tensor]], start: int
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The blocks of a history, without the positions before ``start``."""
-    for first, k, v in history:
-        cut = max(0, start - first)
-        if cut < len(k):
-            yield first + cut, k[cut:], v[cut:]
-
-
-def open_rows(
-    path: LayerPath, unit: int, slot: int, start: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[start % unit, Hkv, D]`` of the open unit before a chunk at ``start``.
-
-    A copy: a chunk longer than the ring overwrites the place that they are read from.
-
-    Args:
-        unit: of the algorithm; 1 where selections are regranulated, and none is open then.
-    """
-    ring_unit, filled = divmod(start, unit)
-    at = ring_unit % path.view.group.ring_slots
-    k, v = (
-        ring[slot, :, at, :, :filled].flatten(0, 1).transpose(0, 1).clone()
-        for ring in (path.view.ring_k, path.view.ring_v)
-    )
-    return path.format.decode(k, v, dtype)
-
-
-@frozen
-class History:
-    """History of a request: each iteration streams it anew. See ``topkv.hooks.algorithm``."""
-
-    read: Callable[[], Iterator[tuple[int, Tensor, Tensor]]]
-
-    def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        return self.read()
 
 
 class Prefill:
@@ -90,7 +21,7 @@ class Prefill:
 
     Args:
         config: blocks and device.
-        requests: ring bounds of the requests.
+        requests: lengths and ring bounds.
     """
 
     def __init__(self, config: LoweredConfig, requests: Requests) -> None:
@@ -118,26 +49,23 @@ class Prefill:
             out: ``[m, H, Dv]``.
             sinks: fp32 ``[H]``, see ``SparseCoordinator.attention``.
         """
-        slot, start, selector = chunk.slot, chunk.start, path.selector
+        slot, selector = chunk.slot, path.selector
+        start = int(self.requests.length[slot])
         stored = path.format.encode(k, v)
-        # What is attended is what has been stored, so that chunks of any size give the same.
+        # The stored rows are attended, so that chunks of any size give the same.
         k, v = path.format.decode(*stored, self.config.model.dtype)
-        history = self._history(path, slot, 0, start)
-        if selector is not None and selector.selects_prompts:
+        history, ids, opened = self._history(path, slot, 0, start), None, None
+        if selector and selector.selects_prompts:
             ids = selector.select_prompt(slot, start, q, k, v, index)
-            result, lse = chunk_attention(path.backend, q, k, v, start, history, ids)
-            self._store(path, chunk, *stored)
-        elif selector is not None:
-            unit = selector.view.group.unit
-            before_k, before_v = open_rows(path, unit, slot, start, k.dtype)
-            result, lse = chunk_attention(path.backend, q, k, v, start, history)
-            self._store(path, chunk, *stored)
-            keys = torch.cat([before_k, k]) if len(before_k) else k
-            values = torch.cat([before_v, v]) if len(before_v) else v
-            selector.construct(slot, start - start % unit, keys, values, q, lse, index)
-        else:
-            result, lse = chunk_attention(path.backend, q, k, v, start, history)
-            self._store(path, chunk, *stored)
+        elif selector:
+            opened = open_unit(path, selector.view.group.unit, slot, start, k.dtype)
+        result, lse = chunk_attention(path.backend, q, k, v, start, history, ids)
+        self._store(path, slot, start, *stored)
+        if selector and opened:
+            before_k, before_v = opened
+            if len(before_k):
+                k, v = torch.cat([before_k, k]), torch.cat([before_v, v])
+            selector.construct(slot, start - len(before_k), k, v, q, lse, index)
         if sinks is not None:
             add_sinks(result, lse, sinks)
         out.copy_(result)
@@ -150,38 +78,28 @@ class Prefill:
             length: tokens of the request.
         """
         selector = path.selector
-        if selector is None or not selector.settles:
-            return
-        stored = 0 if selector.settle_whole else since - since % path.view.group.unit
-        asked = 0 if selector.settle_whole else since - since % selector.view.group.unit
-
-        def read() -> Iterator[tuple[int, Tensor, Tensor]]:
-            return from_position(self._history(path, slot, stored, length), asked)
-
-        selector.settle(slot, since, length, History(read))
+        if selector and selector.settles:
+            whole, unit = selector.settle_whole, selector.view.group.unit
+            first = 0 if whole else since - since % unit
+            selector.settle(slot, since, length, self._history(path, slot, first, length))
 
     def join(self) -> None:
-        """Let the current stream wait for what the offload stream still copies."""
+        """Let the current stream wait for the copies of the offload stream."""
         if self._stream is not None:
             torch.cuda.current_stream(self.config.device).wait_stream(self._stream)
 
-    def _history(
-        self, path: LayerPath, slot: int, start: int, end: int
-    ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        config = self.config
-        block = config.prefill_block_tokens
-        return history_blocks(path, slot, start, end, block, config.model.dtype, config.device)
+    def _history(self, path: LayerPath, slot: int, start: int, end: int) -> StoredHistory:
+        config, block = self.config, self.config.prefill_block_tokens
+        return StoredHistory(path, slot, start, end, block, config.model.dtype, config.device)
 
-    def _store(self, path: LayerPath, chunk: Chunk, k: Tensor, v: Tensor) -> None:
+    def _store(self, path: LayerPath, slot: int, start: int, k: Tensor, v: Tensor) -> None:
         """Send a chunk's keys and values to their pages, on the offload stream of a GPU."""
-        requests, slot = self.requests, chunk.slot
-        high = max(int(requests.high[slot]), chunk.start + len(k))
-        values = (path.view, slot, chunk.start, k, v, high, bool(requests.resident[slot]))
-        if self._stream is None:
+        requests = self.requests
+        high = max(int(requests.high[slot]), start + len(k))
+        values = (path.view, slot, start, k, v, high, bool(requests.resident[slot]))
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(k.device))
+            k.record_stream(self._stream)
+            v.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):  # without one this changes nothing
             path.transfer.store_chunk(*values)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(k.device))
-        with torch.cuda.stream(self._stream):
-            path.transfer.store_chunk(*values)
-        k.record_stream(self._stream)
-        v.record_stream(self._stream)

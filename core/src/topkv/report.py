@@ -1,8 +1,15 @@
-"""What topkv holds and has moved, counted from tensors."""
+"""Reports of memory and of transfers, counted from tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from attrs import frozen
+
+from topkv.kv.held import tensor_bytes
+from topkv.kv.store import GroupStore
+from topkv.memory import SparseKVCacheManager
+from topkv.types import StepTensors
 
 
 @frozen
@@ -41,7 +48,7 @@ class MemoryReport:
 
 @frozen
 class TransferReport:
-    """What ``plan`` has seen.
+    """Counts of ``plan`` and ``load``.
 
     Attributes:
         hits, misses: units found in buffer or ring, and units that had to be loaded.
@@ -60,3 +67,41 @@ class TransferReport:
         """Share of the selected units that needed no load; 0 where none was selected."""
         total = self.hits + self.misses
         return self.hits / total if total else 0.0
+
+
+def count_memory(
+    manager: SparseKVCacheManager, step: StepTensors, others: Sequence[object]
+) -> MemoryReport:
+    """Count the bytes of both tiers.
+
+    Args:
+        manager: its pools, buffers and maps.
+        step: the step tensors.
+        others: whatever else holds tensors on the device.
+    """
+    stores, pools, host = manager.stores, manager.representations, manager.host
+    resident = [s.pool.nbytes for s in stores if s.group.residency == "resident"]
+    return MemoryReport(
+        buffer=sum(store.buffer.nbytes for store in stores),
+        resident=sum(resident),
+        representation=sum(pool.bytes for pool in pools),
+        metadata=sum(store.metadata_bytes for store in stores) + step.page_table.nbytes,
+        workspace=tensor_bytes(others, without=[stores, pools, step]),
+        host=host.size,
+        host_used=host.size * host.used // max(1, host.num_pages),
+    )
+
+
+def count_transfers(stores: Sequence[GroupStore], slots: Sequence[int]) -> TransferReport:
+    """Count what was loaded for requests since they began. Synchronizes."""
+    hits = misses = loaded = extra = 0
+    for store in stores:
+        if store.group.residency != "sparse":
+            continue
+        for slot in slots:
+            counts = store.counters[:, store.lanes_of(slot)].sum((0, 1)).tolist()
+            hits += int(counts[0])
+            misses += int(counts[1])
+            loaded += int(counts[1]) * store.group.entry_bytes
+            extra += int(store.extra[:, store.lanes_of(slot)].sum())
+    return TransferReport(hits, misses, loaded, extra)

@@ -1,4 +1,4 @@
-"""Requests: who holds which slot and which pages, how long each is, and what is still to be done.
+"""Requests: the slot and the pages of each, its length, and what is still to be done for it.
 
 The one owner of a request. Its state is arrays over all slots, so that a step handles all rows at
 once, and its pages in one table. Engines call this through ``SparseCoordinator``, which refuses
@@ -7,29 +7,18 @@ most of it while a forward is open.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
-from attrs import frozen
 
 from topkv.config import LoweredConfig
 from topkv.errors import DeviceMemoryError, HostMemoryError, RequestError
+from topkv.hooks.transfer import Transfer
 from topkv.kv.step import StepUploader
 from topkv.layers import Forward
 from topkv.memory import SparseKVCacheManager
 from topkv.pages import PageTable
 from topkv.selectors import Selector
-
-
-@frozen
-class Admission:
-    """Answer of ``can_admit``: truthy when there is room, else with the reasons."""
-
-    reasons: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return not self.reasons
 
 
 class Requests:
@@ -38,17 +27,18 @@ class Requests:
     Args:
         config: sizes.
         manager: the memory of both tiers.
-        step: where page tables are uploaded.
+        step: uploads step tensors and pages.
         transfers: of each group.
         generated: most tokens that may follow a prompt.
+        shares_prefixes: whether a request can take over the pages of another one's prompt.
         selectors: of all sparse layers.
 
     Attributes:
         active: bool ``[R]`` the slot holds a request.
         length: int32 ``[R]`` tokens that have been appended.
         high: int32 ``[R]`` the largest length that the ring has seen.
-        resident: bool ``[R]`` LRU slot u holds unit u, as long as the request fits.
-        dirty: bool ``[R]`` decode has appended tokens since the open unit was flushed.
+        resident: bool ``[R]`` the request may take the fast path, see ``StepTensors.resident``.
+        dirty: bool ``[R]`` the host may lack tokens of the open unit.
         fresh: bool ``[R]`` prompt tokens came since the last ``settle``, or none was called.
         settled: int32 ``[G, R]`` tokens that ``settle`` of a group has seen.
         prompt: int32 ``[R]`` tokens at the last settle that closed a prompt.
@@ -60,35 +50,35 @@ class Requests:
         config: LoweredConfig,
         manager: SparseKVCacheManager,
         step: StepUploader,
-        transfers: Sequence[Any],
+        transfers: Sequence[Transfer],
         generated: int,
+        shares_prefixes: bool,
         selectors: Sequence[Selector],
     ) -> None:
         self.config, self.manager, self.step = config, manager, step
         self.transfers, self.selectors, self.generated = transfers, selectors, generated
+        self.shares_prefixes = shares_prefixes
         slots = config.max_requests
-        self.active = np.zeros(slots, dtype=bool)
-        self.length = np.zeros(slots, dtype=np.int32)
-        self.high = np.zeros(slots, dtype=np.int32)
-        self.resident = np.zeros(slots, dtype=bool)
-        self.dirty = np.zeros(slots, dtype=bool)
-        self.fresh = np.zeros(slots, dtype=bool)
+        self.active, self.resident, self.dirty, self.fresh = np.zeros((4, slots), dtype=bool)
+        self.length, self.high, self.prompt = np.zeros((3, slots), dtype=np.int32)
         self.settled = np.zeros((len(config.groups), slots), dtype=np.int32)
-        self.prompt = np.zeros(slots, dtype=np.int32)
         self.pages = PageTable(config, manager, step)
-
-    # Slots.
 
     @property
     def free(self) -> int:
         """Slots that hold no request."""
         return int((~self.active).sum())
 
-    def begin(self) -> int:
+    def begin(self, pages: Sequence[int] = (), length: int = 0) -> int:
         """Take the lowest free slot.
+
+        Args:
+            pages: that an engine hands over, see ``add_pages``.
+            length: tokens that they hold already, of another request's prompt; whole pages.
 
         Raises:
             DeviceMemoryError: every slot holds a request.
+            RequestError: the pages are not to be had; nothing has changed.
         """
         if self.active.all():
             raise DeviceMemoryError(
@@ -101,7 +91,29 @@ class Requests:
         self.resident[slot] = self.config.resident_fast_path
         self.dirty[slot], self.fresh[slot] = False, True
         self.active[slot] = True
+        try:
+            self.add_pages(slot, pages)
+            if length:
+                self.length[slot], self.settled[:, slot] = length, length
+                self.restore(slot)
+        except BaseException:
+            self.end(slot)
+            raise
         return slot
+
+    def add_pages(self, slot: int, pages: Sequence[int]) -> None:
+        """Give a request further pages, whose ids an engine gives out, in order.
+
+        A page may be held by several requests as long as none writes it. The request lets go of
+        its pages when it ends, and of those behind its length when it is truncated.
+
+        Raises:
+            RequestError: the ids are not the engine's to give out, or too many; nothing has
+                changed.
+        """
+        self.check(slot)
+        if pages:
+            self.pages.add(slot, pages)
 
     def end(self, slot: int) -> None:
         """Give back everything that a request holds.
@@ -125,21 +137,11 @@ class Requests:
                 f"{np.flatnonzero(self.active).tolist()}"
             )
 
-    def check_all(self, slots: np.ndarray) -> None:
-        """Refuse inactive slots and slots that are named twice."""
-        known = (slots >= 0) & (slots < len(self.active))
-        if not (known.all() and self.active[slots].all()):
-            for slot in slots.tolist():
-                self.check(slot)
-        named = np.bincount(slots, minlength=1)
-        if named.max() > 1:
-            raise RequestError(f"slot {named.argmax()} is named twice in one forward")
-
     def check_generated(self, slots: np.ndarray, tokens: int) -> None:
         """Refuse tokens that an algorithm which chooses once could not attend.
 
         Args:
-            slots: int32 ``[B]`` requests that generate ``tokens`` further ones.
+            slots: int32 ``[B]`` requests, each of which generates ``tokens`` further ones.
         """
         prompt = np.where(self.fresh[slots], self.length[slots], self.prompt[slots])
         over = slots[self.length[slots] - prompt + tokens > self.generated]
@@ -150,36 +152,17 @@ class Requests:
                 "or let it drop the oldest of them"
             )
 
-    def can_admit(self, tokens: int, requests: int = 1) -> Admission:
-        """Whether ``requests`` new requests of ``tokens`` tokens each would find room.
-
-        Buffers, rings, maps, representations and resident pages are allocated for
-        ``max_requests`` and ``max_tokens`` when the coordinator is made, so what can run out
-        are slots and pages.
-        """
-        reasons, limit = [], self.config.max_request_tokens
-        if requests > self.free:
-            reasons.append(f"{requests} request slots are needed and {self.free} are free")
-        if tokens > limit:
-            reasons.append(f"{tokens} tokens exceed max_request_tokens = {limit}")
-        pages, free = requests * self.pages.needed(tokens), self.manager.host.free
-        if pages > free:
-            reasons.append(f"{pages} host pages are needed and {free} are free")
-        return Admission(tuple(reasons))
-
     def reserve(self, slot: int, tokens: int) -> None:
         """Lease the pages for ``tokens`` further tokens now.
 
         Raises:
             HostMemoryError: they are not to be had; the request is as it was.
-            RequestError: the algorithm has no room for so many tokens after the prompt.
+            RequestError: the algorithm has no room for them after the prompt.
         """
         self.check(slot)
         if not self.fresh[slot]:  # else they may all be prompt
             self.check_generated(np.asarray([slot]), tokens)
         self.pages.lease([(slot, int(self.length[slot]) + tokens)])
-
-    # Tokens that go, come back or are copied.
 
     def rollback(self, slot: int, length: int) -> None:
         """Take back the newest tokens, as far as the ring reaches: a change of length.
@@ -219,20 +202,19 @@ class Requests:
         """
         self.check(slot)
         length = int(self.length[slot])
-        partial = length % self.config.page_tokens != 0
-        if partial and not self.manager.host.free:
+        if length % self.config.page_tokens and not self.manager.host.leasable:
             raise HostMemoryError(
-                "fork needs one free host page for the open page and none is free; end requests "
-                "or raise max_tokens"
+                "fork needs a host page for the open page and none is to be had; end requests or "
+                "raise max_tokens, or fork where a page is full if an engine gives out pages"
             )
         twin = self.begin()
         try:
             self.flush(slot)
             pages = self.pages.needed(length)
-            self.pages.share(slot, twin, pages)
+            self.pages.add(twin, self.pages.of(slot)[:pages])
             for values in (self.length, self.fresh, self.settled, self.prompt):
                 values[..., twin] = values[..., slot]
-            if partial:
+            if length % self.config.page_tokens:
                 self.pages.own_page(twin, pages - 1)
             self.manager.copy_slot(slot, twin)
             for selector in self.selectors:
@@ -269,31 +251,19 @@ class Requests:
             raise RequestError(f"length must be between 0 and {self.length[slot]}, got {length}")
 
     def _cut(self, slot: int, length: int) -> None:
-        """Shorten a request; one that loses a part of its prompt is to be settled again."""
+        """Shorten a request; one that loses a part of its prompt is settled again later."""
         self.length[slot] = length
         self.settled[:, slot] = np.minimum(self.settled[:, slot], length)
         self.fresh[slot] |= length < self.prompt[slot]
         for selector in self.selectors:
             selector.truncated(slot, length)
 
-    # Forwards.
-
-    def own_pages(self, writers: np.ndarray, chunks: Sequence[tuple[int, int]]) -> None:
-        """Lease the pages that a forward writes, and copy those that are shared; all or none.
-
-        Args:
-            writers: int32 ``[B]`` slots that append one token each.
-            chunks: ``(slot, tokens)``.
-        """
-        in_need = self.pages.without_page(writers, self.length[writers])
-        writes = [*((slot, 1) for slot in in_need.tolist()), *chunks]
-        lengths = [int(self.length[slot]) for slot, _ in writes]
-        self.pages.own(
-            [
-                (slot, length, length + tokens)
-                for (slot, tokens), length in zip(writes, lengths, strict=True)
-            ]
-        )
+    def own_pages(self, forward: Forward) -> None:
+        """Lease the pages that a forward writes, and copy those that are shared; all or none."""
+        writers, length = forward.writers, self.length
+        writes = [(slot, 1) for slot in self.pages.without_page(writers, length[writers]).tolist()]
+        writes += [(chunk.slot, chunk.tokens) for chunk in forward.chunks]
+        self.pages.own([(slot, int(length[slot]), int(length[slot]) + n) for slot, n in writes])
 
     def upload(self, slots: np.ndarray, appended: np.ndarray) -> None:
         """Upload the decode rows of a forward, and the pages.
@@ -320,13 +290,18 @@ class Requests:
         self.high[touched] = np.maximum(self.high[touched], self.length[touched])
 
     def abort(self, forward: Forward) -> None:
-        """Forget the tokens of a forward that was dropped.
+        """Forget the tokens of a forward that was dropped, and what its rows had planned. Cold.
 
-        What was written stays in the ring, so its bound moves although no length does. A chunk
-        may have overwritten the whole ring; the host has everything before it.
+        Maps may name units that were never loaded, and a chunk may have overwritten the ring; the
+        host has everything before it.
         """
-        writers = forward.writers
-        self.high[writers] = np.maximum(self.high[writers], self.length[writers] + 1)
-        for chunk in forward.chunks:
-            if self.active[chunk.slot]:
-                self.restore(chunk.slot)
+        chunks = [chunk.slot for chunk in forward.chunks]
+        self.restore_all([*forward.rows[forward.rows >= 0].tolist(), *chunks])
+
+    def restore_all(self, slots: Iterable[int]) -> None:
+        """Believe nothing of the device about these requests: fill it from the host. Cold."""
+        for slot in slots:
+            self.flush(slot)
+            self.restore(slot)
+            for selector in self.selectors:
+                selector.truncated(slot, int(self.length[slot]))

@@ -1,4 +1,4 @@
-"""The tensors and shapes that core and plugins hand each other.
+"""Tensors and shapes that core and plugins hand each other.
 
 Letters: B rows of the padded decode batch, L layers, H q-heads, Hkv kv-heads, D head dim,
 N = B * lane_heads lanes, K selected units, C buffer slots, T ring slots.
@@ -8,7 +8,7 @@ Three index spaces, never mixed and named apart everywhere:
 * a *logical* id is the position of a unit in its sequence,
 * a *host* id is its place in the host pool: ``page * units_per_page + unit_in_page``,
 * a *slot* id is its place in the device buffer of its lane: ``0 <= slot < C`` for the LRU
-  buffer, ``C <= slot < C + T`` for the ring; ``row * (C + T) + slot`` is global in a layer.
+  buffer, ``C <= slot < C + T`` for the ring; ``lane row * (C + T) + slot`` is global in a layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from attrs import define, field, frozen
-from attrs.validators import ge, in_, optional
 from torch import Tensor
 
 
@@ -45,7 +44,7 @@ class IndexerShape:
 
 @frozen
 class Index:
-    """What the indexer of a layer made of the rows of a forward.
+    """Index queries, keys and weights of the rows of a forward, from the indexer of a layer.
 
     The score of token s for row t is ``sum_j weights[t, j] * relu(q[t, j] . k[s])``, in fp32.
 
@@ -88,6 +87,8 @@ class ModelShape:
         softcap: attention logits s become ``softcap * tanh(s / softcap)``; None for plain ones.
         first_layer: number of the first one, where a process holds only a part of the model.
             Layer numbers are the model's everywhere.
+        total_layers: those of the whole model, by which a configuration counts; None where the
+            last one here is the model's last.
     """
 
     num_layers: int
@@ -101,10 +102,11 @@ class ModelShape:
     indexer: IndexerShape | None = None
     softcap: float | None = None
     first_layer: int = 0
+    total_layers: int | None = None
 
     @property
     def layers(self) -> range:
-        """Numbers of the attention layers."""
+        """Numbers of the attention layers that are here."""
         return range(self.first_layer, self.first_layer + self.num_layers)
 
     @property
@@ -114,13 +116,13 @@ class ModelShape:
 
     @property
     def group_size(self) -> int:
-        """Query heads per kv-head, G."""
+        """Query heads per kv-head."""
         return self.num_heads // self.num_kv_heads
 
 
 @frozen
 class GroupShape:
-    """The layers with equal unit, scope, row format, algorithm and parameters.
+    """The layers with equal unit, scope, token format, algorithm and parameters.
 
     Dense layers form groups too: there ``unit == page_tokens``, one lane per request, and no
     LRU buffer or ring.
@@ -130,7 +132,7 @@ class GroupShape:
         unit: tokens per unit.
         lane_heads: lanes per request: Hkv when each kv-head selects for itself, else 1.
         heads_per_lane: kv-heads in one entry: Hkv / lane_heads.
-        head_dim: elements of a stored row: D, or bytes where a format packs them.
+        head_dim: stored elements of a token: D, or bytes where the token format packs them.
         dtype: of stored rows: that of keys and values, or uint8.
         page_tokens: tokens per page, a multiple of ``unit``.
         max_requests: request slots.
@@ -138,7 +140,8 @@ class GroupShape:
         select: K, width of a selection in units.
         buffer_slots: C.
         ring_slots: T.
-        residency: ``"sparse"``, ``"resident"`` or ``"streamed"``.
+        residency: ``"sparse"``; of dense layers ``"resident"`` on the device, or ``"streamed"``
+            from mapped host memory.
         planes: 2, keys and values, or 1, rows that are both.
     """
 
@@ -162,13 +165,13 @@ class GroupShape:
         return self.lane_heads * self.heads_per_lane
 
     @property
-    def rows(self) -> int:
-        """Rows of lane bookkeeping; row of a lane = ``slot * lane_heads + head``."""
+    def max_lanes(self) -> int:
+        """Lanes of all request slots; the row of a lane is ``slot * lane_heads + head``."""
         return self.max_requests * self.lane_heads
 
     @property
     def slots(self) -> int:
-        """Device slots per row, LRU buffer and ring together."""
+        """Device slots per lane, LRU buffer and ring together."""
         return self.buffer_slots + self.ring_slots
 
     @property
@@ -182,13 +185,14 @@ class GroupShape:
 
     @property
     def entry_bytes(self) -> int:
+        """Bytes of one entry."""
         heads, planes, unit, dim = self.entry_shape
         return heads * planes * unit * dim * self.dtype.itemsize
 
 
 @define
 class StepTensors:
-    """What changes from step to step, the same for all layers. int32, on the device, at fixed
+    """Slots, lengths and pages of a step, the same for all layers. int32, on the device, at fixed
     addresses, uploaded by ``forward_begin`` and owned by the core.
 
     The tensors are narrowed to the B decode rows of the current forward. A padded row has
@@ -231,7 +235,7 @@ class LayerView:
             views of the ring; unit u of a lane lies at ring position ``u % T``. Read only. The
             same rows, as they are stored, where a group has one plane. Of 0 positions where
             selections are regranulated: the ring is not in the units that the algorithm selects.
-        pools: representation pools of this layer by name: grain unit
+        pools: representation pools of this layer by name (``RepresentationSpec``): grain unit
             ``[num_host_units, *shape]`` indexed by host id, grain token
             ``[num_host_units * unit, *shape]``, grain request ``[max_requests, *shape]``
             indexed by slot.
@@ -274,83 +278,10 @@ class Tables:
         table: int32 ``[N, W]``; K + 1 columns where the core appends the tail, K where the newest
             token competes, all pages of a request in dense layers.
         lengths: int32 ``[N]`` attended tokens.
-        attached: what ``adapt_page_table`` of the backend leaves for its ``attend``; None in dense
+        attached: an object that ``adapt_page_table`` leaves for ``attend`` to read; None in dense
             layers, whose table the core fills.
     """
 
     table: Tensor
     lengths: Tensor
     attached: Any = None
-
-
-@frozen
-class Listing:
-    """A page table in the form of a library, written by the kernel that makes the table.
-
-    Attributes:
-        ids: int32 ``[N, at least W]``, columns adjacent: the table, of W columns.
-        behind: what stands behind the last used column of a lane.
-        last: int32 ``[N]`` tokens on the last page of a lane that is said to have W pages, for
-            libraries that count a lane by pages: its length less ``(W - 1)`` units, so mostly
-            negative.
-    """
-
-    ids: Tensor
-    behind: int = -1
-    last: Tensor | None = None
-
-
-@frozen
-class RepresentationSpec:
-    """What an algorithm keeps to score units.
-
-    Attributes:
-        name: key in ``LayerView.pools``.
-        grain: ``"unit"``, ``"token"`` (both keyed by host id, copied, poisoned and shared
-            with their page) or ``"request"`` (keyed by slot, copied by fork, reset at the end).
-        shape: shape per unit, token or request.
-        dtype: torch dtype.
-        derived: ``construct`` over the keys of a page makes it again, so that it need not be
-            stored with the page.
-    """
-
-    name: str
-    grain: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    derived: bool = True
-
-    @property
-    def bytes(self) -> int:
-        """Bytes per unit, token or request, in one layer."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
-
-
-@frozen
-class AlgorithmSpec:
-    """What an algorithm tells the core before anything is allocated.
-
-    Attributes:
-        representations: its pools.
-        settle_period: decode tokens between two calls of ``settle``, at least 1; None for never.
-        settle_whole: ``settle`` gets the history from position 0, not from ``since``.
-        generated: most tokens that may follow the prompt, for algorithms that choose once and
-            have room for so many more; the core refuses further ones. None for any number.
-        ring_tokens: least tokens of the ring that ``update`` reads; 0 where two units do.
-        prefix: what another request with the same first tokens may take over: ``"pages"``,
-            representations and all, because those of a page depend on its keys alone;
-            ``"replay"``, after ``construct`` has seen the keys again; ``"none"``.
-        prompt_tail: last prompt tokens that must be computed all the same, for algorithms that
-            look at the queries of a prompt's end.
-    """
-
-    representations: tuple[RepresentationSpec, ...] = ()
-    settle_period: int | None = field(default=None, validator=optional(ge(1)))
-    settle_whole: bool = False
-    generated: int | None = field(default=None, validator=optional(ge(0)))
-    ring_tokens: int = field(default=0, validator=ge(0))
-    prefix: str = field(default="pages", validator=in_(("pages", "replay", "none")))
-    prompt_tail: int = field(default=0, validator=ge(0))

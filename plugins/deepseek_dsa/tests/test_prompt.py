@@ -56,7 +56,7 @@ def test_blocks_of_rows_change_nothing(world, impl, device, form, monkeypatch):
     expected = w.prompt(0, 200, q[:, 0], weights)
     row = 4 * 250 * (w.heads if impl == "reference" else 1)
     for fit, most in [(1, 50), (7, 50), (49, 50), (50, 6)]:
-        monkeypatch.setattr(algorithm, "WORKSPACE", fit * row)
+        monkeypatch.setattr(algorithm, "SCORE_BYTES", fit * row)
         monkeypatch.setattr(algorithm, "PROMPT_ROWS", most)
         made = []
         if impl == "triton":
@@ -69,12 +69,12 @@ def test_blocks_of_rows_change_nothing(world, impl, device, form, monkeypatch):
             monkeypatch.setattr(w.indexer.launcher, "prompt", counted)
         assert w.prompt(0, 200, q[:, 0], weights) == expected
         for scores in made:
-            assert scores.numel() * 4 <= algorithm.WORKSPACE
+            assert scores.numel() * 4 <= algorithm.SCORE_BYTES
         assert not made or len(made) == -(-50 // min(fit, most))
         monkeypatch.undo()
 
 
-def test_a_workspace_of_decoding_is_left_alone(world, impl, device, form):
+def test_the_scratch_of_decoding_is_left_alone(world, impl, device, form):
     """A prompt may be scored between two steps of other requests."""
     w = world.filled(impl, device, keys=form)
     q, weights = w.queries(3)

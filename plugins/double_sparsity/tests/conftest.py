@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from topkv.testing.algorithm_bench import AlgorithmBench, lanes
-from topkv.testing.algorithm_cases import Case
+from topkv.testing.algorithm.bench import AlgorithmBench, lanes
+from topkv.testing.algorithm.case import Case
 from topkv.testing.kit import subject_of
 from topkv.testing.strategies import Geometry
 from topkv.testing.tiers import all_tiers

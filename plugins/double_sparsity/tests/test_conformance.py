@@ -8,8 +8,8 @@ import attrs
 import pytest
 from hypothesis import strategies as st
 
-from topkv.testing.algorithm_kernels import KernelTests
-from topkv.testing.algorithm_state import StateTests
+from topkv.testing.algorithm.kernels import KernelTests
+from topkv.testing.algorithm.state import StateTests
 from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
 from topkv_double_sparsity.entry import topkv_register_algorithms
 

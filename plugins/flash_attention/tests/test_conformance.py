@@ -6,7 +6,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from topkv.testing.backend_bench import BackendOptions
+from topkv.testing.backend.bench import BackendOptions
 from topkv.testing.backends import BackendTests
 from topkv.testing.kit import Subject
 from topkv.types import GroupShape, ModelShape
@@ -25,7 +25,7 @@ def found():
     if not torch.cuda.is_available():
         return BackendOptions(units=UNITS, dims=DIMS), ""
     capability = torch.cuda.get_device_capability()
-    library, tried = providers.choose(MODEL, GROUP, capability)
+    library, tried = providers.BUILDS.first(lambda build: build.refusals(MODEL, GROUP, capability))
     if library is None:
         return None, "; ".join(tried)
 

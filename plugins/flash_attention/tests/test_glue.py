@@ -126,9 +126,9 @@ def test_kept_columns_become_a_table(rows):
         assert count == len(columns)
 
 
-@pytest.mark.parametrize("workspace", [1, 1 << 20])
-def test_masked_attention(workspace, monkeypatch):
-    monkeypatch.setattr(reference, "WORKSPACE", workspace)
+@pytest.mark.parametrize("most", [1, 1 << 20])
+def test_masked_attention(most, monkeypatch):
+    monkeypatch.setattr(reference, "LOGIT_BYTES", most)
     random = torch.Generator().manual_seed(0)
     q, k = torch.randn(11, 6, 16, generator=random), torch.randn(30, 2, 16, generator=random)
     v = torch.randn(30, 2, 16, generator=random)

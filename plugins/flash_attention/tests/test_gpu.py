@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from topkv.hooks.backend import BackendSetup
-from topkv.testing.backend_bench import expect
-from topkv.testing.backend_cases import AttendCase, by_lane
+from topkv.testing.backend.bench import expect
+from topkv.testing.backend.cases import AttendCase, by_lane
 from topkv.testing.oracle import attention
 from topkv.testing.strategies import Geometry
 from topkv.testing.tolerance import assert_as_good
@@ -17,12 +17,14 @@ from topkv_flash_attention import providers
 from topkv_flash_attention.backend import FlashAttention
 
 CUDA = torch.cuda.is_available()
-FOUND = {found.place: found for found in providers.look()} if CUDA else {}
-LIBRARIES = {place: found.library for place, found in FOUND.items() if found.library}
+FOUND = list(providers.BUILDS.look()) if CUDA else []
+LIBRARIES = {place: library for place, library, _ in FOUND if library}
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not CUDA, reason="needs a CUDA device"),
-    pytest.mark.skipif(CUDA and not LIBRARIES, reason="; ".join(map(str, FOUND.values()))),
+    pytest.mark.skipif(
+        CUDA and not LIBRARIES, reason="; ".join(f"{place}: {why}" for place, _, why in FOUND)
+    ),
 ]
 EACH = pytest.mark.parametrize("place", list(LIBRARIES) or ["none"])
 SCALE = 576**-0.5
@@ -309,10 +311,12 @@ def test_latent_rows_merge_over_blocks(place):
 def test_the_first_that_serves_is_taken():
     model = ModelShape(1, 8, 2, 128, torch.bfloat16, 0.1)
     group = GroupShape(*((0,), 16, 2, 1, 128, torch.bfloat16, 64, 2, 256, 64, 128, 4))
-    library, tried = providers.choose(model, group, torch.cuda.get_device_capability())
+    capability = torch.cuda.get_device_capability()
+    library, tried = providers.BUILDS.first(lambda build: build.refusals(model, group, capability))
     if library is None:
         pytest.skip("; ".join(tried))
     setup = BackendSetup(model, group, torch.device("cuda"), 2, model.group_size)
     instance = FlashAttention(setup)
     assert instance.library.name == library.name
-    assert next(iter(LIBRARIES)) == list(providers.PLACES)[len(tried)]
+    passed_over = {line.partition(":")[0] for line in tried}
+    assert next(iter(LIBRARIES)) == list(providers.BUILDS.loads)[len(passed_over)]

@@ -16,7 +16,8 @@ if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from topkv.hooks.backend import BackendSetup  # noqa: E402
-from topkv.testing.backend_cases import AttendCase, by_lane  # noqa: E402
+from topkv.libraries import Places  # noqa: E402
+from topkv.testing.backend.cases import AttendCase, by_lane  # noqa: E402
 from topkv.testing.oracle import attention  # noqa: E402
 from topkv.testing.strategies import Geometry  # noqa: E402
 from topkv.types import GroupShape, ModelShape, Tables  # noqa: E402
@@ -37,6 +38,9 @@ class Pages:
 
     def __init__(self, places):
         self.places = places
+
+    def refusals(self, model, group, capability):
+        return []
 
     def attend(self, q, k, v, table, lengths, scale, splits, zeros, out):
         lanes, queries, heads, _ = q.main.shape
@@ -67,7 +71,8 @@ def test_rows_of_any_stride(scope, apart, places, device, monkeypatch):
         *((0,), 16, geometry.lane_heads, 2 // geometry.lane_heads, 64, torch.float16, 16),
         *(batch, 2**20, 8, 8, 2),
     )
-    monkeypatch.setattr(providers, "choose", lambda *_: (Pages(places), []))
+    builds = Places("", {"double": lambda: Pages(places)})
+    monkeypatch.setattr(providers, "BUILDS", builds)
     monkeypatch.setattr(backend, "_refusals", lambda _: [])
     setup = BackendSetup(model, group, torch.device(device), batch, model.group_size)
     made = backend.FlashAttention(setup)

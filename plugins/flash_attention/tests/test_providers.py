@@ -71,7 +71,7 @@ def offer(monkeypatch, name, **functions):
 
 def test_an_empty_machine_is_described_place_by_place(nowhere):
     lines = providers.describe()
-    assert [line.partition(":")[0] for line in lines] == list(providers.PLACES)
+    assert [line.partition(":")[0] for line in lines] == list(providers.BUILDS.loads)
     assert all("not installed" in line for line in lines)
     assert providers.LIBRARY in lines[1]
 
@@ -137,6 +137,11 @@ def test_schemas_that_cannot_be_called_are_refused():
     assert library.settled["extra"] == 3
 
 
+def first(model, group, capability):
+    """The first build that serves, and why those before it do not."""
+    return providers.BUILDS.first(lambda build: build.refusals(model, group, capability))
+
+
 def cute(q, k, v, seqused_k, max_seqlen_k, page_table, softmax_scale, causal, num_splits,
          return_lse, out):  # fmt: skip
     raise NotImplementedError
@@ -154,31 +159,31 @@ def dense(q, k, v, softmax_scale, causal, return_attn_probs):
 def test_the_first_that_serves_is_taken(nowhere):
     paged = evolve(GROUP, unit=256, page_tokens=256)
     offer(nowhere, "flash_attn", flash_attn_with_kvcache=cached, flash_attn_func=dense)
-    library, tried = providers.choose(MODEL, paged, HOPPER)
+    library, tried = first(MODEL, paged, HOPPER)
     assert library.name.startswith("flash_attn")
     assert library.smallest_unit == 256
     assert len(tried) == 3
-    library, tried = providers.choose(MODEL, GROUP, HOPPER)
+    library, tried = first(MODEL, GROUP, HOPPER)
     assert library is None
     assert "multiples of 256 tokens, got 16" in tried[3]
     offer(nowhere, "flash_attn.cute.interface", _flash_attn_fwd=cute)
-    assert providers.choose(MODEL, GROUP, HOPPER)[0].name.startswith("flash_attn.cute")
-    library, tried = providers.choose(MODEL, GROUP, (8, 0))
+    assert first(MODEL, GROUP, HOPPER)[0].name.startswith("flash_attn.cute")
+    library, tried = first(MODEL, GROUP, (8, 0))
     assert library is None
     assert "capability 9 to 11, got 8.0" in tried[2]
-    library, tried = providers.choose(MODEL, evolve(GROUP, unit=128, page_tokens=128), HOPPER)
+    library, tried = first(MODEL, evolve(GROUP, unit=128, page_tokens=128), HOPPER)
     assert library is None
     assert "come by TMA" in tried[2]
-    library, tried = providers.choose(LATENT, evolve(GROUP, lane_heads=1), HOPPER)
+    library, tried = first(LATENT, evolve(GROUP, lane_heads=1), HOPPER)
     assert library is None
     assert "latent attention" in tried[2]
 
 
 def test_functions_that_lack_an_argument_are_named(nowhere):
     offer(nowhere, "flash_attn.cute.interface", _flash_attn_fwd=dense)
-    assert "_flash_attn_fwd takes no seqused_k" in providers.describe()[2]
+    assert "_flash_attn_fwd takes no 'seqused_k'" in providers.describe()[2]
     offer(nowhere, "flash_attn", flash_attn_func=dense)
-    assert providers.describe()[3] == "flash_attn: flash_attn has no flash_attn_with_kvcache"
+    assert providers.describe()[3] == "flash_attn: it has no flash_attn_with_kvcache"
 
 
 def test_what_each_generation_refuses():

@@ -16,7 +16,7 @@ from topkv_flash_attention.backend import FlashAttention
 MODEL = ModelShape(1, 32, 8, 128, torch.bfloat16, 128**-0.5)
 GROUP = GroupShape(*((0,), 16, 8, 1, 128, torch.bfloat16, 64, 2, 256, 64, 128, 4))
 LATENT = ModelShape(1, 128, 1, 576, torch.bfloat16, 576**-0.5, "mla", 512)
-NOTHING = not any(found.library for found in providers.look())
+NOTHING = providers.BUILDS.first()[0] is None
 
 
 def reasons(model=MODEL, group=GROUP):
@@ -46,7 +46,7 @@ def test_a_missing_library_is_named_with_what_was_tried():
     assert "no build of FlashAttention" in said
     assert "pip install" in said
     assert providers.LIBRARY in said
-    for place in providers.PLACES:
+    for place in providers.BUILDS.loads:
         assert f"{place}: " in said
 
 

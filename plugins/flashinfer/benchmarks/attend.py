@@ -25,7 +25,7 @@ import torch
 
 from topkv.hooks.backend import BackendSetup
 from topkv.ops.page_table import adapt_page_table
-from topkv.testing.backend_plans import StepInputs
+from topkv.testing.backend.plans import StepInputs
 from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flashinfer import plans, providers

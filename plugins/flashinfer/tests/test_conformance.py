@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from topkv.testing.backend_bench import BackendOptions
+from topkv.testing.backend.bench import BackendOptions
 from topkv.testing.backends import BackendTests
 from topkv.testing.kit import subject_of
 from topkv.testing.tiers import tier
 from topkv_flashinfer import entry, providers
 
-FOUND, TRIED = providers.find("gqa")
+FOUND, TRIED = providers.PARTS["gqa"].first()
 [ENTRY] = entry.topkv_register_backends()
 
 # Each head dim and dtype is a module that is compiled for minutes; ``test_gpu`` has others.

@@ -7,15 +7,15 @@ import torch
 from attrs import evolve
 
 from topkv.hooks.backend import BackendSetup
-from topkv.testing.backend_bench import expect
-from topkv.testing.backend_cases import AttendCase, by_lane
-from topkv.testing.backend_plans import AdaptCase, StepInputs
+from topkv.testing.backend.bench import expect
+from topkv.testing.backend.cases import AttendCase, by_lane
+from topkv.testing.backend.plans import AdaptCase, StepInputs
 from topkv.testing.strategies import Geometry
 from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flashinfer import providers
 from topkv_flashinfer.backend import FlashInfer
 
-FOUND, TRIED = providers.find("gqa")
+FOUND, TRIED = providers.PARTS["gqa"].first()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

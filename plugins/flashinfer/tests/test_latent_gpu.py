@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from topkv.hooks.backend import BackendSetup
-from topkv.testing.backend_bench import expect
+from topkv.testing.backend.bench import expect
 from topkv.testing.oracle import attention
 from topkv.testing.tolerance import assert_as_good
 from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flashinfer import providers
 from topkv_flashinfer.backend import FlashInfer
 
-FOUND, TRIED = providers.find("mla")
+FOUND, TRIED = providers.PARTS["mla"].first()
 CUDA = torch.cuda.is_available()
 HOPPER = CUDA and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [

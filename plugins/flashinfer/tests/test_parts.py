@@ -9,7 +9,7 @@ from documented import documented
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topkv.testing.backend_plans import AdaptCase, StepInputs
+from topkv.testing.backend.plans import AdaptCase, StepInputs
 from topkv.testing.oracle import attention
 from topkv.testing.strategies import Geometry
 from topkv.types import GroupShape, ModelShape, Tables

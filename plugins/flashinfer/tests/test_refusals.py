@@ -63,7 +63,9 @@ def test_latent_rows_of_other_kinds_are_refused():
     assert "512 + 64" not in reasons(LATENT, ROWS)
 
 
-@pytest.mark.skipif(providers.find("gqa")[0] is not None, reason="FlashInfer is installed")
+@pytest.mark.skipif(
+    providers.PARTS["gqa"].first()[0] is not None, reason="FlashInfer is installed"
+)
 @pytest.mark.parametrize(("model", "group"), [(MODEL, GROUP), (LATENT, ROWS)])
 def test_a_missing_library_is_named_with_what_was_tried(model, group):
     said = reasons(model, group)
@@ -86,7 +88,7 @@ def test_an_older_library_is_refused_by_what_it_lacks(monkeypatch):
     module.__version__ = "0.1"
     module.BatchDecodeWithPagedKVCacheWrapper = Old
     monkeypatch.setitem(sys.modules, "flashinfer", module)
-    library, lacking = providers.find("gqa")
+    library, lacking = providers.PARTS["gqa"].first()
     assert library is None
     assert lacking == [
         "flashinfer: BatchDecodeWithPagedKVCacheWrapper.run takes no 'lse'",

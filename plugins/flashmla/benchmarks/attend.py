@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from topkv.hooks.backend import BackendSetup
-from topkv.kv.rows import encode_fp8
+from topkv.kv.token_format import encode_fp8
 from topkv.ops.page_table import adapt_page_table
-from topkv.testing.backend_plans import StepInputs
+from topkv.testing.backend.plans import StepInputs
 from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flashmla.backend import FlashMLA

@@ -7,8 +7,8 @@ import torch
 from attrs import evolve
 
 from topkv.hooks.backend import BackendSetup
-from topkv.kv.rows import decode_fp8, encode_fp8
-from topkv.testing.backend_plans import StepInputs
+from topkv.kv.token_format import decode_fp8, encode_fp8
+from topkv.testing.backend.plans import StepInputs
 from topkv.testing.oracle import attention
 from topkv.testing.tolerance import assert_as_good
 from topkv.types import GroupShape, ModelShape, Tables
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 if torch.cuda.is_available():
-    FOUND, TRIED = providers.find()
+    FOUND, TRIED = providers.BUILDS.first()
     pytestmark.append(pytest.mark.skipif(FOUND is None, reason="; ".join(TRIED)))
 
 SCALE = 576**-0.5

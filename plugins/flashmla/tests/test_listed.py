@@ -17,7 +17,8 @@ if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from topkv.hooks.backend import BackendSetup  # noqa: E402
-from topkv.testing.backend_plans import AdaptCase, StepInputs  # noqa: E402
+from topkv.libraries import Places  # noqa: E402
+from topkv.testing.backend.plans import AdaptCase, StepInputs  # noqa: E402
 from topkv.testing.oracle import attention  # noqa: E402
 from topkv.testing.strategies import Geometry  # noqa: E402
 from topkv.types import GroupShape, ModelShape, Tables  # noqa: E402
@@ -59,7 +60,7 @@ def group_of(unit):
 def make(monkeypatch):
     """A backend over ``sparse``, for a unit and a device."""
     found = providers.Provider("double", None, sparse, None)
-    monkeypatch.setattr(providers, "find", lambda: (found, []))
+    monkeypatch.setattr(providers, "BUILDS", Places("", {"double": lambda: found}))
     monkeypatch.setattr(backend, "refusals", lambda _: [])
     model = ModelShape(1, HEADS, 1, 576, torch.bfloat16, SCALE, "mla", 512)
     return lambda unit, device: backend.FlashMLA(

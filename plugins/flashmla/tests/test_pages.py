@@ -16,6 +16,7 @@ if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from plugins.flashmla.tests.page_cases import PageCase, setup_of, shapes  # noqa: E402
+from topkv.libraries import Places  # noqa: E402
 from topkv.testing.oracle import attention  # noqa: E402
 from topkv.types import Tables  # noqa: E402
 from topkv_flashmla import backend, providers  # noqa: E402
@@ -88,7 +89,7 @@ def made(monkeypatch):
         raise AssertionError("the sparse kernel was called")
 
     found = providers.Provider("double", dense_decode, sparse, Holder, {"use_legacy": True})
-    monkeypatch.setattr(providers, "find", lambda: (found, []))
+    monkeypatch.setattr(providers, "BUILDS", Places("", {"double": lambda: found}))
     monkeypatch.setattr(backend, "refusals", lambda *_: [])
 
     def make(heads, lanes):

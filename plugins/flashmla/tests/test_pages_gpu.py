@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 if torch.cuda.is_available():
-    FOUND, TRIED = providers.find()
+    FOUND, TRIED = providers.BUILDS.first()
     pytestmark.append(pytest.mark.skipif(FOUND is None, reason="; ".join(TRIED)))
 
 RAGGED = (0, 1, 63, 64, 65, 700, 0, 4097)

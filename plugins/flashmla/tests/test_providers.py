@@ -49,7 +49,7 @@ def find(monkeypatch):
     def find(first, second=None):
         for name, module in zip(providers.MODULES, (first, second), strict=True):
             monkeypatch.setitem(sys.modules, name, module)
-        return providers.find()
+        return providers.BUILDS.first()
 
     return find
 

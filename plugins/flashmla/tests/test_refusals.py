@@ -29,7 +29,9 @@ def test_every_reason_at_once():
         assert words in said
 
 
-@pytest.mark.skipif(providers.find()[0] is not None, reason="a build of FlashMLA is installed")
+@pytest.mark.skipif(
+    providers.BUILDS.first()[0] is not None, reason="a build of FlashMLA is installed"
+)
 def test_a_missing_library_is_named_with_what_was_tried():
     said = reasons()
     assert "no build of FlashMLA" in said

@@ -66,7 +66,7 @@ def measure(requests: int, tokens: int, metadata: str, scope: str) -> dict[str, 
     k = torch.randn(requests, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     ids = torch.empty(requests * lanes, 127, **INTS)
     moved = sum(spec.bytes for spec in quest.spec().representations) * units * requests
-    score = per_call(lambda: quest.score(layer, q[:, 0]))
+    score = per_call(lambda: quest.lane_scores(layer, q[:, 0]))
     return {
         "requests": requests,
         "tokens": tokens,

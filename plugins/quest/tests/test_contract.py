@@ -7,7 +7,7 @@ import torch
 
 import topkv.hooks.algorithm as hooks
 from topkv.errors import ConfigError
-from topkv.hooks.binding import check_instance, has_hook
+from topkv.plugins.contract import check_instance, has_hook
 
 
 def test_one_instance_serves_the_hooks_by_their_names(world, impl, device):

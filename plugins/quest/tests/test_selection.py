@@ -18,7 +18,7 @@ def raw_scores(w, q, slots):
     w.retrieve(q, slots)
     heads, lanes, width = w.model.num_heads, w.group.lane_heads, w.group.max_units
     if type(w.quest) is Quest:
-        scores, _ = w.quest.score(w.layer, q[:, 0].to(w.device))
+        scores, _ = w.quest.lane_scores(w.layer, q[:, 0].to(w.device))
         return reference_raw(w, q, slots), scores.cpu().view(-1, lanes, width)
     raw = w.quest.raw[: len(slots) * heads].cpu()
     scores = w.quest.scores[: len(slots) * lanes].cpu()

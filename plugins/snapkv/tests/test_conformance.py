@@ -8,8 +8,8 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.testing.algorithm_bench import AlgorithmBench
-from topkv.testing.algorithm_cases import cases
+from topkv.testing.algorithm.bench import AlgorithmBench
+from topkv.testing.algorithm.cases import cases
 from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
 from topkv.testing.kit import examples
 from topkv_snapkv.entry import topkv_register_algorithms

@@ -10,9 +10,8 @@ from attrs import evolve
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from topkv.testing.algorithm_bench import AlgorithmBench
-from topkv.testing.algorithm_cases import AlgorithmOptions
-from topkv.testing.algorithm_cases import cases as kit_cases
+from topkv.testing.algorithm.bench import AlgorithmBench, AlgorithmOptions
+from topkv.testing.algorithm.cases import cases as kit_cases
 from topkv.testing.kit import subject_of
 from topkv.testing.tiers import all_tiers
 from topkv.testing.tolerance import assert_as_good

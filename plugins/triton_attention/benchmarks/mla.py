@@ -27,7 +27,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from topkv.kv.rows import ROW, encode_fp8
+from topkv.kv.token_format import ROW_BYTES, encode_fp8
 from topkv.testing.timing import graph_us
 from topkv.types import Tables
 from topkv_triton_attention.mla_launch import LatentDecoder, LatentLaunch
@@ -55,7 +55,7 @@ class Cell:
 
     @property
     def row_bytes(self) -> int:
-        return ROW if self.kv_format == "fp8" else 2 * (LATENT + ROPE)
+        return ROW_BYTES if self.kv_format == "fp8" else 2 * (LATENT + ROPE)
 
     @property
     def bytes(self) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from plugins.triton_attention.tests.making import made
-from topkv.testing.backend_bench import (
+from topkv.testing.backend.bench import (
     SENTINEL,
     Expected,
     Guarded,

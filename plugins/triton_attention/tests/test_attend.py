@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topkv.errors import CapabilityError
-from topkv.testing.backend_attend import check_attend
-from topkv.testing.backend_bench import make_backend
-from topkv.testing.backend_cases import AttendCase
+from topkv.testing.backend.attend import check_attend
+from topkv.testing.backend.bench import make_backend
+from topkv.testing.backend.cases import AttendCase
 from topkv.testing.kit import subject_of
 from topkv.testing.strategies import Geometry
 from topkv.testing.tiers import CUDA, Tier, tier

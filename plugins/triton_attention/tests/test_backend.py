@@ -15,8 +15,8 @@ from topkv.entries import IMPLS
 from topkv.errors import CapabilityError
 from topkv.hooks import backend as specs
 from topkv.hooks.backend import BackendSetup
-from topkv.hooks.binding import check_instance
-from topkv.kv.rows import KV_FORMATS
+from topkv.kv.token_format import KV_FORMATS
+from topkv.plugins.contract import check_instance
 from topkv.types import GroupShape, ModelShape
 from topkv_triton_attention import entry
 from topkv_triton_attention.backend import MAX_UNIT, TritonAttention

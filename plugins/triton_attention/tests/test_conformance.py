@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from topkv.testing.backend_bench import BackendOptions
+from topkv.testing.backend.bench import BackendOptions
 from topkv.testing.backends import BackendTests
 from topkv.testing.kit import subject_of
 from topkv.testing.tiers import Tier

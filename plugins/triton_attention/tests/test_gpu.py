@@ -41,7 +41,7 @@ def test_graph_replay_follows_its_inputs(lane_heads):
     group, triton, reference = backends(lane_heads, batch, select)
     lanes = batch * lane_heads
     pool = torch.randn(
-        group.rows * group.slots, KV_HEADS // lane_heads, 2, UNIT, DIM, device="cuda"
+        group.max_lanes * group.slots, KV_HEADS // lane_heads, 2, UNIT, DIM, device="cuda"
     ).bfloat16()
     k, v = pool[:, :, 0], pool[:, :, 1]
 

@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 
 from plugins.triton_attention.tests.latent_cases import LatentCase
-from topkv.testing.backend_bench import expect
+from topkv.testing.backend.bench import expect
 from topkv.types import Tables
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from plugins.triton_attention.tests.making import made
 from topkv.ops.chunk_attention import chunk_attention
-from topkv.testing.backend_bench import Guarded, assert_unchanged, expect, result
+from topkv.testing.backend.bench import Guarded, assert_unchanged, expect, result
 from topkv.testing.kit import examples
 from topkv.testing.strategies import seeds
 from topkv.testing.tiers import CUDA, Tier, tier

@@ -8,8 +8,8 @@ import pytest
 import torch
 from attrs import evolve
 
-from topkv.testing.backend_bench import make_backend
-from topkv.testing.backend_prefill import PrefillCase
+from topkv.testing.backend.bench import make_backend
+from topkv.testing.backend.prefill import PrefillCase
 from topkv.testing.kit import subject_of
 from topkv.testing.strategies import Geometry
 from topkv.testing.tiers import CUDA, Tier, tier

@@ -1,9 +1,8 @@
-"""Every path of the kernels, at blocks so small that short rows take them; and the contract."""
+"""Every path of the kernels, at blocks so small that short rows take them."""
 
 from __future__ import annotations
 
 import os
-from inspect import getfullargspec
 
 import numpy as np
 import pytest
@@ -16,10 +15,10 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from topkv.hooks.topk import TopK, TopKSetup  # noqa: E402
+from topkv.hooks.topk import TopKSetup  # noqa: E402
 from topkv.ops import topk_kernels  # noqa: E402
 from topkv.ops.topk import topk  # noqa: E402
-from topkv.plugins import registry  # noqa: E402
+from topkv.testing.topks import best  # noqa: E402
 from topkv_triton_topk import kernels, launch  # noqa: E402
 from topkv_triton_topk.topk import PivotTopK  # noqa: E402
 
@@ -63,15 +62,6 @@ def walks(monkeypatch):
     return seen
 
 
-def expected(row: np.ndarray, length: int, select: int) -> list[int]:
-    """The definition, in float64: descending score, then ascending index."""
-    with np.errstate(invalid="ignore"):  # Signalling NaN.
-        values = row[: min(max(length, 0), len(row))].astype(np.float64)
-    values[np.isnan(values)] = -np.inf
-    best = np.lexsort((np.arange(len(values)), -(values + 0.0)))[:select]
-    return [*sorted(best.tolist()), *[-1] * (select - len(best))]
-
-
 def pivot(rows: int, columns: int, select: int) -> PivotTopK:
     return PivotTopK(TopKSetup(rows, columns, select, torch.device(DEVICE)))
 
@@ -94,7 +84,7 @@ def check(scores: np.ndarray, lengths: list[int], select: int) -> None:
     select_by_pivot(torch.from_numpy(scores).to(DEVICE), device_lengths, ids[:, :select])
     assert (ids[:, select:] == -77).all(), "wrote behind its row"
     for row, length, got in zip(scores, lengths, ids[:, :select].tolist(), strict=True):
-        assert got == expected(row, length, select)
+        assert got == best(row, length, select)
 
 
 def make(kind: str, rows: int, width: int, seed: int = 0) -> np.ndarray:
@@ -249,7 +239,7 @@ def test_rows_may_be_strided_and_unaligned(small):
     lengths = torch.tensor([601, 500], dtype=torch.int32, device=DEVICE)
     select_by_pivot(torch.from_numpy(wide).to(DEVICE)[:, 7:608], lengths, ids)
     for row, length, got in zip(wide[:, 7:608], (601, 500), ids.tolist(), strict=True):
-        assert got == expected(row, length, 50)
+        assert got == best(row, length, 50)
 
 
 @pytest.mark.gpu
@@ -277,7 +267,7 @@ def test_two_streams_and_replays_do_not_mix(monkeypatch, early):
     torch.cuda.synchronize()
     for one, out in zip(scores, ids, strict=True):
         for row, got in zip(one.cpu().numpy(), out.tolist(), strict=True):
-            assert got == expected(row, 1 << 17, 2048)
+            assert got == best(row, 1 << 17, 2048)
 
 
 def test_scratch_is_made_once(small):
@@ -290,7 +280,7 @@ def test_scratch_is_made_once(small):
         ids = torch.full((2, 7), -7, dtype=torch.int32, device=DEVICE)
         topk(scores, lengths, ids, impl="triton", work=work)
         for row, length, got in zip(scores.cpu().numpy(), (96, 70), ids.tolist(), strict=True):
-            assert got == expected(row, length, 7)
+            assert got == best(row, length, 7)
 
 
 def test_scratch_is_enough_for_all_that_is_smaller(small):
@@ -305,7 +295,7 @@ def test_scratch_is_enough_for_all_that_is_smaller(small):
         ids = torch.full((rows, select), -7, dtype=torch.int32, device=DEVICE)
         topk(scores, lengths, ids, impl="triton", work=work)
         for row, got in zip(scores.cpu().numpy(), ids.tolist(), strict=True):
-            assert got == expected(row, width, select)
+            assert got == best(row, width, select)
 
     run()
 
@@ -319,15 +309,3 @@ def test_more_than_it_was_made_for_is_refused(small, sizes):
     said = f"{select} of {columns} scores in {rows} rows, and it was made for at most 7 of 96 in 2"
     with pytest.raises(ValueError, match=said):
         topk(scores, torch.ones(rows, **ints), ids, impl="triton", work=work)
-
-
-def test_the_hook_has_the_arguments_of_the_spec():
-    assert getfullargspec(PivotTopK.topk).args == getfullargspec(TopK.topk).args
-    assert PivotTopK.topk.topkv_impl
-
-
-def test_the_entry_leads_here():
-    (record,) = (r for r in registry().records() if (r.kind, r.name) == ("topk", "pivot"))
-    assert record.problem is None
-    setup = TopKSetup(1, 9, 3, torch.device("cpu"))
-    assert type(registry().create("topk", "pivot", setup, "triton")) is PivotTopK

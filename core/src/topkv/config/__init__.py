@@ -1,12 +1,13 @@
-"""Configuration in two layers: what a user writes, and what plugins receive.
+"""Configuration in two layers: ``SparseConfig`` of a user, and ``LoweredConfig`` for plugins.
 
-``SparseConfig`` holds what the user set and nothing else. ``lower`` fills in the rest, for one
+A ``SparseConfig`` holds the settings of the user alone. ``lower`` fills in the rest, for one
 model on one device, checks everything before anything is allocated, and keeps where each
 value came from.
 
-Reading order: ``settings`` (every setting, once), ``layers`` and ``plans`` (what a layer does),
-``lowering``, and what it checks: ``negotiation`` (plugins) and ``sizes``. Names load on first use:
-``negotiation`` imports no torch, for those who only list what is installed.
+Reading order: ``settings`` (every setting, once, with its check from ``checks``; ``files`` reads
+them), ``lowering`` and its result ``lowered``, the ``sources`` of values, the plan of each layer
+(``layers``, ``plans``), and the checks against plugins (``negotiation``) and of ``sizes``.
+Names load on first use: ``negotiation`` imports no torch, for those who list what is installed.
 """
 
 from __future__ import annotations

@@ -37,20 +37,23 @@ class Refused(ValueError):
         self.reasons, self.good = tuple(reasons), good
 
 
+def need(right: bool, expected: str, value: Any) -> None:
+    """Raise ValueError, which says what a value must and what it is, unless it is right."""
+    if not right:
+        raise ValueError(f"must {expected}, got {shown(value)}")
+
+
 def count(value: Any) -> int:
-    if type(value) is not int or value <= 0:
-        raise ValueError(f"must be a positive int, got {shown(value)}")
-    if value > MOST:
-        raise ValueError(f"must be at most {MOST}, got {shown(value)}")
-    return value
+    need(type(value) is int and value > 0, "be a positive int", value)
+    need(value <= MOST, f"be at most {MOST}", value)
+    return int(value)
 
 
 def must(be: str, right: Callable[[Any], bool]) -> Check:
     """A check of a value that stays as it is."""
 
     def check(value: Any) -> Any:
-        if not right(value):
-            raise ValueError(f"must be {be}, got {shown(value)}")
+        need(right(value), f"be {be}", value)
         return value
 
     return check
@@ -67,20 +70,19 @@ plugin = must("the name of a plugin", lambda value: isinstance(value, str) and v
 
 def plugins(value: Any) -> tuple[str, ...]:
     listed = isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
-    if not listed or "" in value or len(set(value)) < len(value):
-        raise ValueError(f"must be a list of names of plugins, each once, got {shown(value)}")
+    once = listed and "" not in value and len(set(value)) == len(value)
+    need(once, "be a list of names of plugins, each once", value)
     return tuple(value)
 
 
 def parameters(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise ValueError(f"must map names of parameters to values, got {shown(value)}")
+    named = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+    need(named, "map names of parameters to values", value)
     inside: list[Any] = [value]
     for _ in range(DEEPEST):
         # Each container once, or one that holds itself, or another often, would never end.
         inside = list({id(item): item for each in inside for item in _containers(each)}.values())
-    if inside:
-        raise ValueError(f"must be nested at most {DEEPEST} deep, got {shown(value)}")
+    need(not inside, f"be nested at most {DEEPEST} deep", value)
     return dict(value)
 
 
@@ -92,22 +94,17 @@ def _containers(value: Any) -> Iterable[Any]:
 def layer_numbers(value: Any) -> tuple[int, ...]:
     known = isinstance(value, (list, tuple, range, set, frozenset))
     layers = list(islice(value, MOST_LAYERS + 1)) if known else []
-    if len(layers) > MOST_LAYERS:
-        raise ValueError(f"must be a list of at most {MOST_LAYERS} layers, got {shown(value)}")
-    if not known or not all(type(layer) is int and 0 <= layer <= MOST for layer in layers):
-        raise ValueError(f"must be a list of layer numbers from 0, got {shown(value)}")
+    need(len(layers) <= MOST_LAYERS, f"be a list of at most {MOST_LAYERS} layers", value)
+    right = known and all(type(layer) is int and 0 <= layer <= MOST for layer in layers)
+    need(right, "be a list of layer numbers from 0", value)
     return tuple(sorted(set(layers)))
 
 
 def byte_size(value: Any) -> int:
     """Bytes of an int or of a text such as ``"64GiB"`` (1024) or ``"64GB"`` (1000)."""
     size = value if type(value) is int else _text_size(value)
-    if size <= 0:
-        raise ValueError(
-            f"must be a positive number of bytes or a size like '64GiB', got {shown(value)}"
-        )
-    if size > MOST_BYTES:
-        raise ValueError(f"must be at most {MOST_BYTES} bytes, got {shown(value)}")
+    need(size > 0, "be a positive number of bytes or a size like '64GiB'", value)
+    need(size <= MOST_BYTES, f"be at most {MOST_BYTES} bytes", value)
     return int(size)
 
 

@@ -14,11 +14,11 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 
 def read(path: Path) -> Any:
-    """What a JSON (``.json``) or YAML (``.yaml``, ``.yml``) file holds.
+    """Parse a JSON (``.json``) or YAML (``.yaml``, ``.yml``) file into plain Python objects.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is neither, or holds what is refused.
+        ValueError: it is neither, or has duplicate keys, aliases or endless nesting.
         ConfigError: pyyaml is not installed.
     """
     suffix = path.suffix.lower()

@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import frozen
 
-from topkv.config.checks import Check, Refused, clean, one_of
+from topkv.config.checks import Check, Refused, clean, need, one_of
 from topkv.messages import shown
 
 DENSE = ("resident", "streamed")
@@ -22,7 +22,7 @@ Range = tuple[int, int | None]
 
 @frozen
 class LayerOverride:
-    """What a user wrote for some layers.
+    """One key of the setting ``layers``, and the settings below it.
 
     Attributes:
         text: the key as it was written.
@@ -33,22 +33,6 @@ class LayerOverride:
     text: str
     ranges: tuple[Range, ...]
     values: Mapping[str, Any]
-
-    def layers(self, num_layers: int) -> list[int]:
-        """The layers of a model of ``num_layers``.
-
-        Raises:
-            ValueError: a range begins or ends behind the last layer.
-        """
-        layers: list[int] = []
-        for first, last in self.ranges:
-            if max(first, last or 0) >= num_layers:
-                raise ValueError(
-                    f"names layer {max(first, last or 0)}, and the model has {num_layers} layers, "
-                    f"0 to {num_layers - 1}"
-                )
-            layers += range(first, num_layers if last is None else last + 1)
-        return layers
 
 
 def parse_ranges(text: object) -> tuple[Range, ...]:
@@ -79,8 +63,7 @@ def overrides(checks: Mapping[str, Check]) -> Check:
     keys = {"residency": one_of(RESIDENCIES), **checks}
 
     def check(value: Any) -> tuple[LayerOverride, ...]:
-        if not isinstance(value, Mapping):
-            raise ValueError(f"must map layers such as '0-1' to what they do, got {shown(value)}")
+        need(isinstance(value, Mapping), "map layers such as '0-1' to what they do", value)
         found: list[LayerOverride] = []
         reasons: list[str] = []
         for key, item in value.items():

@@ -1,4 +1,4 @@
-"""What plugins and the coordinator receive."""
+"""Lowered configurations: complete, checked, and handed to the coordinator and to plugins."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Never
 
 import torch
-from attrs import Factory, evolve, field, frozen
+from attrs import frozen
 
 from topkv.config.layers import show_ranges
 from topkv.config.settings import Settings
@@ -23,8 +23,8 @@ class LoweredGroup:
         algorithm: None for dense layers.
         params: every parameter of the algorithm.
         budget: attended tokens of a lane; 0 for dense layers.
-        seen: the geometry that the algorithm is told of: ``shape``, or the same in units of one
-            token where selections are regranulated.
+        selected_as: the geometry that the algorithm's setup and views have: ``shape`` itself, or
+            the same lanes in units of one token where selections are regranulated.
         indexed: the algorithm goes by the model's own indexer.
         tail: ``"forced"``, or ``"selectable"`` where the newest token competes in selections.
     """
@@ -33,26 +33,14 @@ class LoweredGroup:
     algorithm: str | None
     params: Mapping[str, Any]
     budget: int
-    seen: GroupShape = field(default=Factory(lambda group: group.shape, takes_self=True))
-    indexed: bool = False
-    tail: str = "forced"
+    selected_as: GroupShape
+    indexed: bool
+    tail: str
 
     @property
     def regranulated(self) -> bool:
-        """Whether the algorithm selects tokens, and their units are stored, moved and attended."""
-        return self.seen.unit != self.shape.unit
-
-
-def in_tokens(shape: GroupShape, select: int) -> GroupShape:
-    """The same lanes in units of one token, of which ``select`` are selected."""
-    return evolve(
-        shape,
-        unit=1,
-        max_units=shape.max_units * shape.unit,
-        select=select,
-        buffer_slots=shape.buffer_slots * shape.unit,
-        ring_slots=shape.ring_slots * shape.unit,
-    )
+        """Whether tokens are selected, and the larger units that hold them stored and attended."""
+        return self.selected_as.unit != self.shape.unit
 
 
 @frozen(kw_only=True)
@@ -88,27 +76,22 @@ class LoweredConfig(Settings[Never, int | None]):
 
     def describe(self) -> str:
         """The settings and the groups as two plain tables."""
-        rows = [(setting.name, str(setting.value), setting.origin) for setting in self.settings]
-        groups = [
-            (
-                show_ranges(group.shape.layers),
-                group.shape.residency,
-                group.algorithm or "dense",
-                f"{group.shape.unit} of tokens" if group.regranulated else str(group.shape.unit),
-                str(group.shape.lane_heads),
-                str(group.shape.select),
-                str(group.shape.buffer_slots),
-                str(group.shape.ring_slots),
-            )
-            for group in self.groups
-        ]
+        settings = [(setting.name, setting.value, setting.origin) for setting in self.settings]
+        groups = []
+        for group in self.groups:
+            shape = group.shape
+            unit = f"{shape.unit} of tokens" if group.regranulated else shape.unit
+            names = (show_ranges(shape.layers), shape.residency, group.algorithm or "dense")
+            sizes = (shape.lane_heads, shape.select, shape.buffer_slots, shape.ring_slots)
+            groups.append((*names, unit, *sizes))
         head = ("layers", "residency", "algorithm", "unit", "lanes", "select", "buffer", "ring")
-        return f"{_table(('setting', 'value', 'origin'), rows)}\n\n{_table(head, groups)}"
+        return f"{_table(('setting', 'value', 'origin'), settings)}\n\n{_table(head, groups)}"
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [head, tuple("-" * width for width in widths), *rows]
+def _table(head: tuple[str, ...], rows: Sequence[tuple[object, ...]]) -> str:
+    lines = [head, *(tuple(map(str, row)) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, tuple("-" * width for width in widths))
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines

@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import lcm
 from typing import Any
 
 import torch
-from attrs import define, evolve, field
+from attrs import evolve
 
 from topkv.config.checks import clean
 from topkv.config.layers import show_ranges
-from topkv.config.lowered import LoweredConfig, LoweredGroup, in_tokens
-from topkv.config.negotiation import Ask, model_refusals, refusals
-from topkv.config.plans import LayerPlan, Planner, alike, base_algorithm, dense_layers, rules_of
+from topkv.config.lowered import LoweredConfig, LoweredGroup
+from topkv.config.negotiation import LayerPlan, all_refusals
+from topkv.config.plans import Plans, plan_layers
 from topkv.config.settings import CHECKS, DEFAULTS, SHARED, SparseConfig
 from topkv.config.sizes import (
+    group_reasons,
     host_reasons,
     impl_reasons,
     model_reasons,
-    plan_reasons,
-    shape_reasons,
     sharing_reasons,
 )
-from topkv.config.sources import COMPUTED, DEFAULT, Lookup, Setting, Source, Sources
+from topkv.config.sources import (
+    COMPUTED,
+    DEFAULT,
+    Plugin,
+    Resolver,
+    Setting,
+    Sources,
+    pick,
+    with_origin,
+)
 from topkv.errors import CONFIG_REFUSED, ConfigError
 from topkv.kv.layout import lay_out
-from topkv.kv.rows import format_reasons, row_format
+from topkv.kv.token_format import TokenFormat, format_reasons
 from topkv.messages import shown
 from topkv.plugins import PluginRegistry
 from topkv.types import GroupShape, ModelShape
-
-Alike = Sequence[tuple[list[int], LayerPlan]]
-"""Layers and their plan."""
 
 
 def lower(
@@ -57,132 +62,42 @@ def lower(
     Raises:
         ConfigError: with every reason at once.
     """
-    reasons = model_reasons(model)
+    reasons = list(model_reasons(model))
     if reasons:
         raise ConfigError(CONFIG_REFUSED, reasons)
     # Each stage adds to the reasons and goes on with a default.
-    plugins = Lookup(registry, reasons)
-    known = _Resolver(_written(config, checkpoint, reasons), plugins)
-    plans = alike(_plan(known, model.num_layers))
-    _keep_plans(known, plans)
+    known = Resolver(registry, reasons, _written(config, checkpoint, reasons))
+    plans = plan_layers(known, model)
     lowered = _settle(known, plans, model, torch.device(device), max_positions)
-    lowered = _negotiate(known, lowered, plans)
-    lowered = _group(known, lowered, plans)
+    lowered = _group(known, plans, lowered)
     if reasons:
         raise ConfigError(CONFIG_REFUSED, dict.fromkeys(reasons))
     return lowered
 
 
-@define
-class _Resolver:
-    """Resolves settings, one by one, and keeps each with its origin.
-
-    Attributes:
-        sources: grow by the defaults of each plugin that is used.
-        plugins: gathers reasons.
-        settings: what was resolved, in the order in which it is shown.
-    """
-
-    sources: Sources
-    plugins: Lookup
-    settings: list[Setting] = field(factory=list)
-
-    def set(self, name: str, default: Any = None, origin: str = DEFAULT) -> Any:
-        return self.keep(self.sources.get(name, default, origin))
-
-    def keep(self, setting: Setting) -> Any:
-        self.settings.append(setting)
-        return setting.value
-
-    def computed(self, name: str, value: Any) -> None:
-        self.keep(Setting(name, value, COMPUTED))
-
-    def use(self, kind: str, choice: Setting | None) -> str | None:
-        """Keep the choice of a plugin; from here on its defaults hold."""
-        if choice is None:
-            return None
-        stated = [source.origin for source in self.sources.stack[2:] if kind in source.values]
-        if self.plugins.get(kind, choice.value) is None and choice.origin in stated:
-            self.plugins.reasons.append(
-                f"{choice.origin} asks for {kind} {choice.value!r}: reinstall it with what it "
-                f"depends on, or set {kind}"
-            )
-        self.sources = self.sources.under(self.plugins.defaults(kind, choice.value))
-        name: str = self.keep(choice)
-        return name
-
-
 def _written(config: SparseConfig, checkpoint: Any, reasons: list[str]) -> Sources:
-    user = Source("user", clean(config.as_dict(), CHECKS, reasons))
+    """The checked values of the user, and those of the checkpoint where the user sets none."""
+    user = clean(config.as_dict(), CHECKS, reasons)
     checkpoint = {} if checkpoint is None else checkpoint
     if not isinstance(checkpoint, Mapping):
         reasons.append(f"checkpoint: topkv must be a mapping, got {shown(checkpoint)}")
         checkpoint = {}
     advice = clean(checkpoint, CHECKS, reasons, "checkpoint: ")
-    if "dense_layers" in user.values:
+    if "dense_layers" in user:
         # Overrides stand above dense_layers, but what a checkpoint advises not above the user.
         advice.pop("layers", None)
-    return Sources((user, Source("checkpoint", advice)))
-
-
-def _plan(known: _Resolver, num_layers: int) -> list[LayerPlan]:
-    """Choose the plugins and what each layer does."""
-    plugins, written = known.plugins, known.sources
-    rules = rules_of(written.find("layers"), num_layers, plugins.reasons)
-    base = known.use("algorithm", base_algorithm(rules, written, plugins))
-    if base is None and written.find("params"):
-        plugins.reasons.append(
-            "params are set and no single algorithm is; move them into the layers overrides"
-        )
-    backend = known.use("backend", plugins.choose("backend", known.sources))
-    for kind in ("transfer", "eviction"):
-        known.use(kind, known.sources.get(kind))
-    for name in known.set("observers"):
-        known.sources = known.sources.under(plugins.defaults("observer", name))
-    dense = known.keep(dense_layers(known.sources, num_layers, plugins.reasons))
-    residency = known.set("dense_residency")
-    planner = Planner(sources=written, plugins=plugins, base=base, backend=backend)
-    plans = []
-    for layer, (origin, rule) in enumerate(rules):
-        where = rule.get("residency", residency if layer in dense else "sparse")
-        sparse = where == "sparse"
-        plans.append(planner.plan(origin, rule) if sparse else LayerPlan(residency=where))
-    # One for all layers: that of the base algorithm stands above those of overrides.
-    for algorithm in dict.fromkeys(plan.algorithm for plan in plans):
-        stated = plugins.defaults("algorithm", algorithm)
-        only = {key: value for key, value in stated.values.items() if key == "topk"}
-        known.sources = known.sources.under(Source(stated.origin, only))
-    known.use("topk", known.sources.get("topk"))
-    return plans
-
-
-def _keep_plans(known: _Resolver, plans: Alike) -> None:
-    """The first sparse layers under plain names, others under their layers if they differ."""
-    first: dict[str, Setting] = {}
-    for layers, plan in plans:
-        if not plan.sparse:
-            continue
-        if not first:
-            first = {setting.name: setting for setting in plan.settings}
-            known.settings += plan.settings
-            continue
-        where = f"layers[{show_ranges(layers)}]"
-        if plan.algorithm:
-            known.computed(f"{where}.algorithm", plan.algorithm)
-        for setting in plan.settings:
-            if first.get(setting.name) != setting:
-                known.keep(evolve(setting, name=f"{where}.{setting.name}"))
+    return {**with_origin("checkpoint", advice), **with_origin("user", user)}
 
 
 def _settle(
-    known: _Resolver,
-    plans: Alike,
+    known: Resolver,
+    plans: Plans,
     model: ModelShape,
     device: torch.device,
     max_positions: int | None,
 ) -> LoweredConfig:
     """Resolve the settings that hold for all layers. Groups come later."""
-    reasons = known.plugins.reasons
+    reasons = known.reasons
     units = [plan.unit for _, plan in plans if plan.sparse]
     step = lcm(*units)
     ring = -(-max(32, 2 * max(units, default=1)) // step) * step
@@ -191,7 +106,7 @@ def _settle(
     kernels = "triton" if device.type == "cuda" else "reference"
     reasons += impl_reasons(known.set("impl", kernels, f"{DEFAULT} on {device.type}"), device)
     requests = known.set("max_requests")
-    least = known.sources.get("max_request_tokens", 0).value
+    least = pick(known.sources, "max_request_tokens", 0).value
     tokens = max(max_positions or DEFAULTS["max_tokens"], least)
     origin = "positions of the model" if tokens == max_positions else DEFAULT
     tokens = known.set("max_tokens", tokens, origin)
@@ -201,13 +116,12 @@ def _settle(
             f"max_request_tokens must be at most max_tokens, got {request} and {tokens}"
         )
     num_pages = -(-tokens // page) + requests + 1
-    known.computed("num_pages", num_pages)
+    known.keep(Setting("num_pages", num_pages, COMPUTED))
     derived = {"prefill_block_tokens": max(DEFAULTS["prefill_block_tokens"] // page, 1) * page}
-    resolved = {setting.name for setting in known.settings}
     for name in SHARED:
-        if name not in resolved and name != "backend":  # one that could not be chosen
+        if name not in known.settings and name != "backend":  # one that could not be chosen
             known.set(name, derived.get(name))
-    values = {setting.name: setting.value for setting in known.settings if setting.name in SHARED}
+    values = {name: each.value for name, each in known.settings.items() if name in SHARED}
     values["max_request_tokens"] = -(-request // page) * page
     lowered = LoweredConfig(**values, device=device, model=model, num_pages=num_pages)
     reasons += format_reasons(model, lowered.kv_format)
@@ -219,86 +133,82 @@ def _settle(
     return lowered
 
 
-def _negotiate(known: _Resolver, lowered: LoweredConfig, plans: Alike) -> LoweredConfig:
-    """Every group against its plugins, and its sizes against each other."""
-    plugins, capturable = known.plugins, True
+def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConfig:
+    """Make the groups; check each against its plugins, its sizes, and the bytes of all."""
+    capturable, groups, page = True, [], lowered.page_tokens
     for layers, plan in plans:
-        where = f"(layers {show_ranges(layers)}"
-        if plan.sparse:
-            plugins.reasons += plan_reasons(plan, lowered, f"{where})")
-        ask = Ask(
-            attention=lowered.model.attention,
-            scope=plan.scope,
-            unit=plan.unit if plan.sparse else lowered.page_tokens,
-            residency=plan.residency,
-            regranulate=plan.regranulate,
-            single_tokens=plugins.capabilities("algorithm", plan.algorithm).single_tokens,
-        )
-        asked: list[tuple[str, str | None]] = [("algorithm", plan.algorithm)]
-        asked += [("backend", lowered.backend), ("transfer", lowered.transfer)]
-        if plan.sparse:
-            asked += [("eviction", lowered.eviction), ("topk", lowered.topk)]
-        for kind, name in asked:
-            record = plugins.get(kind, name)
-            if record is None or record.entry is None:
-                continue
-            caps = record.entry.capabilities
-            capturable &= caps.capture
-            of_kind = evolve(ask, unit=plan.selects) if kind == "algorithm" else ask
-            told = [", ".join(pair) for pair in refusals(kind, caps, of_kind)]
-            told += model_refusals(record.entry, plan.residency, lowered)
-            plugins.reasons += [f"{record.who} {t} {where}, {plan.residency})" for t in told]
-    known.computed("capturable", capturable)
-    return evolve(lowered, capturable=capturable)
-
-
-def _group(known: _Resolver, lowered: LoweredConfig, plans: Alike) -> LoweredConfig:
-    """Make the groups, and check their bytes."""
-    reasons = known.plugins.reasons
-    groups = []
-    for layers, plan in plans:
-        shape = seen = _shape(lowered, layers, plan)
+        if not plan.sparse:
+            plan = evolve(plan, unit=page, selects=page)
+        shape = selected_as = _shape(lowered, layers, plan)
         if plan.selects != plan.unit:
-            seen = in_tokens(shape, plan.chosen(lowered.max_request_tokens))
-        reasons += shape_reasons(shape, seen, lowered.num_pages)
-        indexed = known.plugins.capabilities("algorithm", plan.algorithm).needs_index
-        groups.append(
-            LoweredGroup(
-                shape=shape,
-                algorithm=plan.algorithm,
-                params=plan.params,
-                budget=plan.budget,
-                seen=seen,
-                indexed=indexed,
-                tail=plan.tail,
-            )
+            selected_as = _in_tokens(shape, plan.chosen(lowered.max_request_tokens))
+        group = LoweredGroup(
+            shape=shape,
+            algorithm=plan.algorithm,
+            params=plan.params,
+            budget=plan.budget,
+            selected_as=selected_as,
+            indexed=known.plugin("algorithm", plan.algorithm).capabilities.needs_index,
+            tail=plan.tail,
         )
-    reasons += sharing_reasons(lowered.model, groups)
+        groups.append(group)
+        where = f"(layers {show_ranges(layers)}"
+        for plugin in _plugins(known, plan, lowered):
+            capturable &= plugin.capabilities.capture
+            refused = all_refusals(plugin.entry, plan, lowered) if plugin.entry else ()
+            known.reasons += [f"{plugin.who} {why} {where}, {plan.residency})" for why in refused]
+        known.reasons += [f"{why} {where})" for why in group_reasons(group, plan.buffer, lowered)]
+        known.reasons += sharing_reasons(lowered.model, group)
+    known.keep(Setting("capturable", capturable, COMPUTED))
     on_host = [group.shape for group in groups if group.shape.residency != "resident"]
     _, size = lay_out(on_host, lowered.host_layout, lowered.num_pages)
-    known.computed("host_pool_bytes", size)
-    reasons += host_reasons(size, lowered)
-    return evolve(lowered, groups=tuple(groups), settings=tuple(known.settings))
+    known.keep(Setting("host_pool_bytes", size, COMPUTED))
+    known.reasons += host_reasons(size, lowered)
+    settings = tuple(known.settings.values())
+    return evolve(lowered, groups=tuple(groups), capturable=capturable, settings=settings)
 
 
-def _shape(lowered: LoweredConfig, layers: Sequence[int], plan: LayerPlan) -> GroupShape:
+def _plugins(known: Resolver, plan: LayerPlan, lowered: LoweredConfig) -> list[Plugin]:
+    """The plugins that work for a group."""
+    names = {
+        "algorithm": plan.algorithm,
+        "backend": lowered.backend,
+        "transfer": lowered.transfer,
+    }
+    if plan.sparse:
+        names |= {"eviction": lowered.eviction, "topk": lowered.topk}
+    return [known.plugin(kind, name) for kind, name in names.items()]
+
+
+def _shape(lowered: LoweredConfig, layers: list[int], plan: LayerPlan) -> GroupShape:
     heads, reach = lowered.model.num_kv_heads, lowered.max_request_tokens
-    unit = plan.unit if plan.sparse else lowered.page_tokens
     lanes = heads if plan.scope == "kv_head" else 1
-    rows = row_format(lowered.model, lowered.kv_format)
+    token = TokenFormat.of(lowered.model, lowered.kv_format)
     return GroupShape(
         layers=tuple(layers),
-        unit=unit,
+        unit=plan.unit,
         lane_heads=lanes,
         heads_per_lane=heads // lanes,
-        head_dim=rows.dim,
-        dtype=rows.dtype,
+        head_dim=token.dim,
+        dtype=token.dtype,
         page_tokens=lowered.page_tokens,
         max_requests=lowered.max_requests,
-        max_units=reach // unit,
+        max_units=reach // plan.unit,
         select=plan.select(reach) if plan.sparse else 0,
-        buffer_slots=plan.buffer // unit,
-        ring_slots=lowered.ring_tokens // unit if plan.sparse else 0,
+        buffer_slots=plan.buffer // plan.unit,
+        ring_slots=lowered.ring_tokens // plan.unit if plan.sparse else 0,
         residency=plan.residency,
-        planes=rows.planes,
+        planes=token.planes,
+    )
+
+
+def _in_tokens(shape: GroupShape, select: int) -> GroupShape:
+    """The same lanes in units of one token, of which ``select`` are selected."""
+    return evolve(
+        shape,
+        unit=1,
+        max_units=shape.max_units * shape.unit,
+        select=select,
+        buffer_slots=shape.buffer_slots * shape.unit,
+        ring_slots=shape.ring_slots * shape.unit,
     )

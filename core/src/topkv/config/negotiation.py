@@ -1,73 +1,115 @@
-"""Whether a plugin offers what a group of layers asks of it; reasons are given, none raised.
+"""Check plugins against the layers that they would serve; reasons are returned, not raised.
 
-``topkv plugins --matrix`` lists what goes with what by the same check, and therefore nothing here
-imports torch.
+``topkv plugins --matrix`` lists by the same checks which plugins fit together, and so nothing
+here imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+from attrs import field, frozen
 
-from topkv.entries import Capabilities, PluginEntry
+from topkv.entries import PluginEntry
 
 if TYPE_CHECKING:
     from topkv.config.lowered import LoweredConfig
+    from topkv.config.sources import Setting
 
 READERS = ("algorithm", "backend")
 """Kinds that look into rows; others move and evict them."""
 
 
 @frozen(kw_only=True)
-class Ask:
-    """What a group of layers asks of a plugin.
+class LayerPlan:
+    """What one layer does, by which its plugins are checked. Layers with equal plans are a group.
 
     Attributes:
-        attention: ``"gqa"`` or ``"mla"``.
-        scope: of ``SCOPES``.
-        unit: of the algorithm, the unit that it selects; of the others, the group's.
         residency: ``"sparse"``, ``"resident"`` or ``"streamed"``.
-        regranulate: the user allows it.
+        algorithm: None for dense layers, and where none could be chosen.
+        scope: ``"shared"`` for dense layers.
+        unit: tokens; 0 for dense layers, which are read page by page, until pages have a size.
+        budget, buffer: tokens; 0 for dense layers.
+        selects: tokens of a unit that the algorithm selects: ``unit``, or 1 where selections are
+            regranulated.
+        params: complete.
+        tail: ``"forced"``, or ``"selectable"`` where the newest token competes in selections.
+            Forced where they are regranulated: only the ring has the open unit.
+        regranulate: the user allows it. What comes of it is ``selects``.
         single_tokens: the algorithm selects nothing else.
+        settings: the values with their origins.
+
+    The last three take no part in comparisons.
     """
 
-    attention: str
-    scope: str
-    unit: int
-    residency: str = "sparse"
-    regranulate: bool = False
-    single_tokens: bool = False
+    residency: str
+    algorithm: str | None = None
+    scope: str = "shared"
+    unit: int = 0
+    budget: int = 0
+    buffer: int = 0
+    selects: int = 0
+    tail: str = "forced"
+    params: Mapping[str, Any] = field(factory=dict)
+    regranulate: bool = field(default=False, eq=False)
+    single_tokens: bool = field(default=False, eq=False)
+    settings: tuple[Setting, ...] = field(default=(), eq=False)
+
+    @property
+    def sparse(self) -> bool:
+        return self.residency == "sparse"
+
+    def chosen(self, reach: int) -> int:
+        """Width of the algorithm's selection, in units of ``selects`` tokens: the budget, less the
+        tail unit where it is forced.
+
+        Args:
+            reach: tokens that a request can have; no more are selected.
+        """
+        tail = self.unit if self.tail == "forced" else 0
+        return min(self.budget - tail, reach) // self.selects
+
+    def select(self, reach: int) -> int:
+        """K: units of ``unit`` tokens that can hold such a selection."""
+        return min(self.chosen(reach), reach // self.unit)
 
 
-def refusals(kind: str, caps: Capabilities, ask: Ask) -> Iterator[tuple[str, str]]:
-    """What a plugin of a kind refuses of attention, scope and unit, whatever the model: what it
-    takes instead, and what it got with how to change that."""
-    sparse = ask.residency == "sparse"
+def refusals(entry: PluginEntry, plan: LayerPlan, attention: str) -> Iterator[tuple[str, str]]:
+    """Reasons of a plugin against the attention, scope and unit of a layer, whatever the model.
+
+    Args:
+        attention: ``"gqa"`` or ``"mla"``.
+
+    Yields:
+        Two texts: what the plugin takes; what it got, and how to change that.
+    """
+    kind, caps = entry.kind, entry.capabilities
+    unit = plan.selects if kind == "algorithm" else plan.unit
     if kind in READERS:
-        yield from _unless_in(caps.attention, "attention", ask.attention)
-    yield from _unless_in(caps.scopes, "scope", ask.scope)
-    low, high = caps.units or (ask.unit, ask.unit)
-    if not low <= ask.unit <= high:
-        # A dense layer is read page by page.
-        change = f"change {'unit' if sparse else 'page_tokens'}{_regranulation(kind, ask, low)}"
-        yield f"takes units of {low} to {high} tokens", f"got {ask.unit}: {change}"
-    if caps.needs_index and ask.unit != 1 and sparse:
-        change = f"set unit to 1{_regranulation(kind, ask, 1)}"
-        yield "selects by one index key a token", f"got unit {ask.unit}: {change}"
+        yield from _unless_in(caps.attention, "attention", attention)
+    yield from _unless_in(caps.scopes, "scope", plan.scope)
+    low, high = caps.units or (unit, unit)
+    if not low <= unit <= high:
+        change = f"change {'unit' if plan.sparse else 'page_tokens'}"
+        mend = _regranulation(kind, plan, too_small=unit < low)
+        yield f"takes units of {low} to {high} tokens", f"got {unit}: {change}{mend}"
+    if caps.needs_index and unit != 1 and plan.sparse:
+        mend = _regranulation(kind, plan, too_small=False)
+        yield "selects by one index key a token", f"got unit {unit}: set unit to 1{mend}"
 
 
-def model_refusals(entry: PluginEntry, residency: str, config: LoweredConfig) -> Iterator[str]:
-    """What a plugin refuses of the model, the device and what was set for all layers."""
+def all_refusals(entry: PluginEntry, plan: LayerPlan, config: LoweredConfig) -> Iterator[str]:
+    """All reasons of a plugin against a layer: ``refusals``, and those of model and device."""
     model, caps = config.model, entry.capabilities
     dtype = str(model.dtype).removeprefix("torch.")
-    choices = (
+    pairs = (
+        *refusals(entry, plan, model.attention),
         *_unless_in(entry.impls, "impl", config.impl),
         *_unless_in(caps.dtypes, "dtype", dtype),
         *_unless_in(caps.head_dims, "head_dim", model.head_dim),
     )
-    yield from map(", ".join, choices)
+    yield from map(", ".join, pairs)
     most, got = caps.max_group, model.group_size
     if most is not None and got > most:
         yield f"takes at most {most} query heads for each kv-head, got {got}"
@@ -81,7 +123,7 @@ def model_refusals(entry: PluginEntry, residency: str, config: LoweredConfig) ->
         yield f"reads rows of kv_format {', '.join(caps.kv_formats)}, got {config.kv_format}"
     if not caps.lse:
         yield "returns no log-sum-exp, and prefill merges blocks of history by it"
-    if residency == "streamed" and config.device.type == "cuda" and not caps.host_memory:
+    if plan.residency == "streamed" and config.device.type == "cuda" and not caps.host_memory:
         yield "cannot read mapped host memory, so no layer can be streamed: make it resident"
 
 
@@ -92,16 +134,12 @@ def _unless_in(
         yield f"takes {name} {', '.join(map(str, offered)) or 'none'}", f"got {value}"
 
 
-def _regranulation(kind: str, ask: Ask, least: int) -> str:
-    """What regranulation would do about a unit that a plugin does not take.
-
-    Args:
-        least: smallest unit that the plugin takes.
-    """
-    if ask.residency != "sparse" or kind not in READERS:
+def _regranulation(kind: str, plan: LayerPlan, too_small: bool) -> str:
+    """The end of a reason against a unit: whether ``regranulate`` would help; may be empty."""
+    if not plan.sparse or kind not in READERS:
         return ""
-    if ask.single_tokens:
-        helps = not ask.regranulate and (kind == "algorithm" or ask.unit < least)
+    if plan.single_tokens:
+        helps = not plan.regranulate and (kind == "algorithm" or too_small)
         return ", or allow it: regranulate=True" if helps else ""
-    vain = ask.regranulate and kind == "algorithm"
+    vain = plan.regranulate and kind == "algorithm"
     return "; regranulate is for algorithms that select single tokens" if vain else ""

@@ -1,198 +1,187 @@
-"""What each layer does: overrides, dense layers, and the values of its algorithm."""
+"""The plan of each layer, from overrides, dense layers and the values of its algorithm."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from attrs import field, frozen
+from attrs import evolve
 
 from topkv.config.checks import near
-from topkv.config.layers import LayerOverride
-from topkv.config.sources import DEFAULT, Lookup, Setting, Source, Sources
+from topkv.config.layers import LayerOverride, show_ranges
+from topkv.config.negotiation import LayerPlan
+from topkv.config.sources import (
+    COMPUTED,
+    DEFAULT,
+    Plugin,
+    Resolver,
+    Setting,
+    Sources,
+    pick,
+    with_origin,
+)
 from topkv.messages import shown
+from topkv.types import ModelShape
 
-Rule = tuple[str, Mapping[str, Any]]
-"""The merged overrides of a layer: the origin to print, and values by key; empty without any."""
+Plans = Sequence[tuple[list[int], LayerPlan]]
+"""Layers and their plan, by first layer."""
 
 
-@frozen(kw_only=True)
-class LayerPlan:
-    """Everything that decides in which group a layer is, and where it came from.
+def plan_layers(known: Resolver, model: ModelShape) -> Plans:
+    """Choose the plugins and what each layer does, and keep the settings of both.
 
-    Attributes:
-        residency: ``"sparse"``, ``"resident"`` or ``"streamed"``.
-        algorithm: None for dense layers, and where none could be chosen.
-        scope: ``"shared"`` for dense layers.
-        unit, budget, buffer: tokens; 0 for dense layers.
-        selects: tokens of a unit that the algorithm selects: ``unit``, or 1 where selections are
-            regranulated; 0 for dense layers.
-        params: complete.
-        tail: ``"forced"``, or ``"selectable"`` where the newest token competes in selections.
-            Forced where they are regranulated: only the ring has the open unit.
-        regranulate: the user allows it. What comes of it is ``selects``, so it takes no part in
-            comparisons.
-        settings: the values with their origins; takes no part in comparisons.
+    A configuration speaks of the whole model; plans are made for the layers that are here.
     """
+    num_layers = model.total_layers or model.layers.stop
+    rules = _rules(known, num_layers)
+    base = known.use("algorithm", _base_algorithm(known, rules))
+    if base is None and any(name.startswith("params.") for name in known.written):
+        known.reasons.append(
+            "params are set and no single algorithm is; move them into the layers overrides"
+        )
+    known.use("backend", known.choose("backend"))
+    for kind in ("transfer", "eviction"):
+        known.use(kind, pick(known.sources, kind))
+    for name in known.set("observers"):
+        known.under(known.plugin("observer", name).defaults)
+    dense = known.keep(_dense_layers(known, num_layers))
+    residency = known.set("dense_residency")
+    plans = {}
+    for layer in model.layers:
+        rule = rules[layer]
+        where = pick(rule, "residency", residency if layer in dense else "sparse").value
+        sparse = where == "sparse"
+        plans[layer] = sparse_plan(known, rule) if sparse else LayerPlan(residency=where)
+    # One for all layers: that of the base algorithm stands above those of overrides.
+    for algorithm in dict.fromkeys(plan.algorithm for plan in plans.values()):
+        stated = known.plugin("algorithm", algorithm).defaults
+        if "topk" in stated:
+            known.under({"topk": stated["topk"]})
+    known.use("topk", pick(known.sources, "topk"))
+    found = _alike(plans)
+    _keep(known, found)
+    return found
 
-    residency: str
-    algorithm: str | None = None
-    scope: str = "shared"
-    unit: int = 0
-    budget: int = 0
-    buffer: int = 0
-    selects: int = 0
-    tail: str = "forced"
-    params: Mapping[str, Any] = field(factory=dict)
-    regranulate: bool = field(default=False, eq=False)
-    settings: tuple[Setting, ...] = field(default=(), eq=False)
 
-    @property
-    def sparse(self) -> bool:
-        return self.residency == "sparse"
-
-    def chosen(self, reach: int) -> int:
-        """What the algorithm selects: the budget, less the tail unit where it is forced, and no
-        more than the tokens that a request can reach."""
-        tail = self.unit if self.tail == "forced" else 0
-        return min(self.budget - tail, reach) // self.selects
-
-    def select(self, reach: int) -> int:
-        """K: the units that this can lie in."""
-        return min(self.chosen(reach), reach // self.unit)
-
-
-def rules_of(found: Setting | None, num_layers: int, reasons: list[str]) -> list[Rule]:
-    """The rule of each layer; of several overrides, values of later ones win."""
-    rules: list[Rule] = [("", {})] * num_layers
-    overrides: Sequence[LayerOverride] = found.value if found else ()
+def _rules(known: Resolver, num_layers: int) -> list[Sources]:
+    """The overrides of each layer; of several that name a layer, values of later ones win."""
+    rules: list[Sources] = [{}] * num_layers
+    found = pick(known.written, "layers", ())
+    overrides: Sequence[LayerOverride] = found.value
     for override in overrides:
-        origin = f"{found.origin if found else ''}, layers[{shown(override.text)}]"
-        try:
-            layers = override.layers(num_layers)
-        except ValueError as error:
-            reasons.append(f"layers[{shown(override.text)}] {error}")
+        key = f"layers[{shown(override.text)}]"
+        highest = max(max(first, last or 0) for first, last in override.ranges)
+        if highest >= num_layers:
+            known.reasons.append(
+                f"{key} names layer {highest}, and the model has {num_layers} layers, "
+                f"0 to {num_layers - 1}"
+            )
             continue
-        for layer in layers:
-            before, now = rules[layer][1], override.values
-            merged = {**before, **now}
-            if "params" in before and "params" in now:
-                merged["params"] = {**before["params"], **now["params"]}
-            rules[layer] = (origin, merged)
+        values = with_origin(f"{found.origin}, {key}", override.values)
+        for first, last in override.ranges:
+            for layer in range(first, num_layers if last is None else last + 1):
+                rules[layer] = {**rules[layer], **values}
     return rules
 
 
-def dense_layers(sources: Sources, num_layers: int, reasons: list[str]) -> Setting:
-    """Which layers are dense; a plugin's default may name more layers than the model has."""
-    found = sources.get("dense_layers")
+def _dense_layers(known: Resolver, num_layers: int) -> Setting:
+    """The layers that are dense. Those beyond the model count only as errors of the user: a
+    plugin's default may name more layers than the model has.
+    """
+    found = pick(known.sources, "dense_layers")
     outside = [layer for layer in found.value if layer >= num_layers]
-    if outside and found.origin in ("user", "checkpoint"):
-        reasons.append(
+    if outside and "dense_layers" in known.written:
+        known.reasons.append(
             f"dense_layers names {outside}, and the model has {num_layers} layers, "
             f"0 to {num_layers - 1}"
         )
-    inside = tuple(layer for layer in found.value if layer < num_layers)
-    return Setting("dense_layers", inside, found.origin)
+    return evolve(found, value=tuple(layer for layer in found.value if layer < num_layers))
 
 
-def base_algorithm(rules: Sequence[Rule], sources: Sources, plugins: Lookup) -> Setting | None:
+def _base_algorithm(known: Resolver, rules: Sequence[Sources]) -> Setting | None:
     """The algorithm of the layers that no override speaks of, if there are any."""
-    found = sources.find("algorithm")
-    if found is not None:
-        return found
-    dense = sources.get("dense_layers").value
-    for layer, (_, rule) in enumerate(rules):
-        residency = rule.get("residency", "resident" if layer in dense else "sparse")
+    if "algorithm" in known.sources:
+        return known.sources["algorithm"]
+    dense = pick(known.sources, "dense_layers").value
+    for layer, rule in enumerate(rules):
+        residency = pick(rule, "residency", "resident" if layer in dense else "sparse").value
         if residency == "sparse" and "algorithm" not in rule:
-            return plugins.choose("algorithm", sources)
-    named = {rule["algorithm"] for _, rule in rules if "algorithm" in rule}
+            return known.choose("algorithm")
+    named = {rule["algorithm"].value for rule in rules if "algorithm" in rule}
     return Setting("algorithm", named.pop(), "the only one in layers") if len(named) == 1 else None
 
 
-@frozen(kw_only=True)
-class Planner:
-    """Makes the plans of sparse layers.
-
-    Attributes:
-        sources: user and checkpoint.
-        plugins: gathers why a plugin cannot be had.
-        base: algorithm of the layers without an override.
-        backend: its name, if it is known.
-    """
-
-    sources: Sources
-    plugins: Lookup
-    base: str | None
-    backend: str | None
-
-    def plan(self, origin: str, rule: Mapping[str, Any]) -> LayerPlan:
-        """The plan of a sparse layer with this rule."""
-        algorithm = rule.get("algorithm", self.base)
-        written = self.sources.over(Source(origin, rule)) if rule else self.sources
-        offered = self.plugins.defaults("algorithm", algorithm)
-        capabilities = self.plugins.capabilities("algorithm", algorithm)
-        sources = written.under(offered)
-        allowed = written.get("regranulate")  # for users to allow, not for plugins
-        unit = sources.get("unit")
-        tokens = allowed.value and capabilities.single_tokens
-        if tokens and not written.find("unit"):
-            unit = self._readable(unit)
-        budget = sources.get("budget")
-        buffer = sources.get("buffer", 2 * budget.value, f"{DEFAULT}: 2 x budget")
-        scope = sources.get("scope")
-        if (
-            capabilities.scopes
-            and scope.origin == DEFAULT
-            and scope.value not in capabilities.scopes
-        ):
-            scope = Setting("scope", capabilities.scopes[0], offered.origin)
-        params = self._params(algorithm, sources) if algorithm else {}
-        whole = not tokens or unit.value == 1
-        return LayerPlan(
-            residency="sparse",
-            algorithm=algorithm,
-            scope=scope.value,
-            unit=unit.value,
-            budget=budget.value,
-            buffer=buffer.value,
-            selects=1 if tokens else unit.value,
-            tail=capabilities.tail if whole else "forced",
-            params={name: param.value for name, param in params.items()},
-            regranulate=allowed.value,
-            settings=(unit, allowed, scope, budget, buffer, *params.values()),
-        )
-
-    def _readable(self, unit: Setting) -> Setting:
-        """The unit of an algorithm, or the backend's smallest where it reads none as small."""
-        units = self.plugins.capabilities("backend", self.backend).units
-        if units is None or unit.value >= units[0]:
-            return unit
-        whose = self.plugins.defaults("backend", self.backend).origin
-        return Setting("unit", units[0], f"{whose}: its smallest")
-
-    def _params(self, algorithm: str, sources: Sources) -> dict[str, Setting]:
-        """Parameters from the weakest source to the strongest; those of the user hold for the
-        base."""
-        known = self.plugins.parameters("algorithm", algorithm)
-        record = self.plugins.get("algorithm", algorithm)
-        origin = self.plugins.defaults("algorithm", algorithm).origin
-        merged = {name: Setting(f"params.{name}", value, origin) for name, value in known.items()}
-        for source in reversed(sources.stack):
-            if algorithm != self.base and "layers[" not in source.origin:
-                continue
-            for name, value in source.values.get("params", {}).items():
-                if record and name not in known:
-                    who = f"{record.package} {record.version} ({algorithm!r})"
-                    reason = f"unknown parameter {shown(name)} of {who}; {near(name, known)}"
-                    self.plugins.reasons.append(reason)
-                merged[name] = Setting(f"params.{name}", value, source.origin)
-        return merged
+def sparse_plan(known: Resolver, rule: Sources) -> LayerPlan:
+    """The plan of a sparse layer with this rule."""
+    base = known.settings.get("algorithm")
+    chosen = rule.get("algorithm", base)
+    algorithm = chosen.value if chosen else None
+    plugin = known.plugin("algorithm", algorithm)
+    capabilities = plugin.capabilities
+    written = {**known.written, **rule}
+    sources = {**plugin.defaults, **written}
+    allowed = pick(written, "regranulate")  # for users to allow, not for plugins
+    unit = pick(sources, "unit")
+    tokens = allowed.value and capabilities.single_tokens
+    if tokens and "unit" not in written:
+        unit = _readable(known, unit)
+    budget = pick(sources, "budget")
+    buffer = pick(sources, "buffer", 2 * budget.value, f"{DEFAULT}: 2 x budget")
+    scope = pick(sources, "scope")
+    scopes = capabilities.scopes
+    if scopes and scope.origin == DEFAULT and scope.value not in scopes:
+        scope = Setting("scope", scopes[0], plugin.origin)
+    # Those that the user sets for all layers are the base algorithm's.
+    of_base = base is not None and algorithm == base.value
+    params = _params(known, plugin, sources if of_base else rule)
+    whole = not tokens or unit.value == 1
+    return LayerPlan(
+        residency="sparse",
+        algorithm=algorithm,
+        scope=scope.value,
+        unit=unit.value,
+        budget=budget.value,
+        buffer=buffer.value,
+        selects=1 if tokens else unit.value,
+        tail=capabilities.tail if whole else "forced",
+        params={name: param.value for name, param in params.items()},
+        regranulate=allowed.value,
+        single_tokens=capabilities.single_tokens,
+        settings=(unit, allowed, scope, budget, buffer, *params.values()),
+    )
 
 
-def alike(plans: Sequence[LayerPlan]) -> list[tuple[list[int], LayerPlan]]:
+def _readable(known: Resolver, unit: Setting) -> Setting:
+    """The unit of an algorithm, or the backend's smallest where it reads none as small."""
+    chosen = known.settings.get("backend")
+    backend = known.plugin("backend", chosen.value if chosen else None)
+    units = backend.capabilities.units
+    if units is None or unit.value >= units[0]:
+        return unit
+    return Setting("unit", units[0], f"{backend.origin}: its smallest")
+
+
+def _params(known: Resolver, plugin: Plugin, sources: Sources) -> dict[str, Setting]:
+    """Parameters of an algorithm by name: its own values, below what sources say."""
+    names = plugin.entry.parameters if plugin.entry else {}
+    merged = {**with_origin(plugin.origin, {"params": names}), **sources}
+    params = {
+        name.removeprefix("params."): each
+        for name, each in merged.items()
+        if name.startswith("params.")
+    }
+    if plugin.entry:
+        known.reasons += [
+            f"unknown parameter {shown(name)} of {plugin.who}; {near(name, names)}"
+            for name in params
+            if name not in names
+        ]
+    return params
+
+
+def _alike(plans: Mapping[int, LayerPlan]) -> Plans:
     """Layers with equal plans, by first layer."""
     found: list[tuple[list[int], LayerPlan]] = []
-    for layer, plan in enumerate(plans):
+    for layer, plan in plans.items():
         for layers, known in found:
             if known == plan:
                 layers.append(layer)
@@ -200,3 +189,17 @@ def alike(plans: Sequence[LayerPlan]) -> list[tuple[list[int], LayerPlan]]:
         else:
             found.append(([layer], plan))
     return found
+
+
+def _keep(known: Resolver, plans: Plans) -> None:
+    """The first sparse layers under plain names, others under their layers if they differ."""
+    for layers, plan in plans:
+        where = f"layers[{show_ranges(layers)}]."
+        is_first = "unit" not in known.settings
+        if plan.algorithm and not is_first:
+            known.keep(Setting(f"{where}algorithm", plan.algorithm, COMPUTED))
+        for setting in plan.settings:  # none of dense layers
+            if is_first:
+                known.keep(setting)
+            elif known.settings.get(setting.name) != setting:
+                known.keep(evolve(setting, name=f"{where}{setting.name}"))

@@ -18,7 +18,7 @@ from topkv.config.layers import DENSE, overrides
 from topkv.entries import IMPLS, SCOPES
 from topkv.errors import ConfigError
 from topkv.kv.layout import LAYOUTS
-from topkv.kv.rows import KV_FORMATS
+from topkv.kv.token_format import KV_FORMATS
 
 Unset = TypeVar("Unset")
 """None in ``SparseConfig``, where a setting may be left out; nothing in ``LoweredConfig``."""
@@ -41,7 +41,7 @@ def setting(check: Callable[[Any], Any], default: Any = None) -> Any:
 # Two bases with slots cannot be combined, hence none here.
 @frozen(kw_only=True, slots=False)
 class LayerSettings:
-    """What can differ from layer to layer; ``layers`` takes these settings too."""
+    """Settings that can differ from layer to layer; ``layers`` takes them too."""
 
     algorithm: str | None = setting(checks.plugin)
     """name of a plugin; the only one that is installed by default."""
@@ -75,7 +75,7 @@ class LayerSettings:
 
 @frozen(kw_only=True)
 class Settings(Generic[Unset, Size]):
-    """What holds for all layers."""
+    """Settings that hold for all layers."""
 
     backend: str | Unset = setting(checks.plugin)
     """name of a plugin; the only one that is installed by default."""
@@ -100,6 +100,10 @@ class Settings(Generic[Unset, Size]):
 
     page_tokens: int | Unset = setting(checks.count, 64)
     """tokens of a page, the grain of allocation; ``max_request_tokens`` is rounded up to it."""
+
+    pages: str | Unset = setting(one_of(("core", "engine")), "core")
+    """who gives out page ids: ``"core"``, or ``"engine"`` where an engine manages blocks of its
+    own and hands their ids over (``SparseCoordinator.request_begin``, ``request_add_pages``)."""
 
     ring_tokens: int | Unset = setting(checks.count)
     """tokens of the ring of a lane, at least two units."""
@@ -146,7 +150,7 @@ def _metadata(cls: type, key: str) -> dict[str, Any]:
 
 @frozen(kw_only=True)
 class SparseConfig(Settings[None, int | str | None], LayerSettings):
-    """What the user set; None means not set. ``lower`` checks the values and fills in the rest.
+    """The settings of a user; None means not set. ``lower`` checks them and fills in the rest.
 
     Each setting is documented in ``topkv.config.settings``.
     """
@@ -159,7 +163,7 @@ class SparseConfig(Settings[None, int | str | None], LayerSettings):
     name a layer, what is written later wins. They beat ``dense_layers``."""
 
     def as_dict(self) -> dict[str, Any]:
-        """What was set, as it was set."""
+        """The settings that are not None, by name, as the user wrote them."""
         values = {name: getattr(self, name) for name in CHECKS}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -173,13 +177,13 @@ class SparseConfig(Settings[None, int | str | None], LayerSettings):
         return cls._from(values, "the configuration is refused")
 
     @classmethod
-    def _from(cls, values: Any, what: str) -> SparseConfig:
+    def _from(cls, values: Any, head: str) -> SparseConfig:
         if not isinstance(values, Mapping):
-            raise ConfigError(what, [f"it must be a mapping, got {type(values).__name__}"])
+            raise ConfigError(head, [f"it must be a mapping, got {type(values).__name__}"])
         reasons: list[str] = []
         clean(values, CHECKS, reasons)
         if reasons:
-            raise ConfigError(what, reasons)
+            raise ConfigError(head, reasons)
         return cls(**values)
 
     @classmethod
@@ -189,12 +193,12 @@ class SparseConfig(Settings[None, int | str | None], LayerSettings):
         Raises:
             ConfigError: the file cannot be read, or holds something wrong.
         """
-        what = f"the configuration {fspath(path)} is refused"
+        head = f"the configuration {fspath(path)} is refused"
         try:
             values = read(Path(path))
         except (OSError, ValueError) as error:
-            raise ConfigError(what, [f"it cannot be read: {str(error)[:500]}"]) from error
-        return cls._from({} if values is None else values, what)
+            raise ConfigError(head, [f"it cannot be read: {str(error)[:500]}"]) from error
+        return cls._from({} if values is None else values, head)
 
     @classmethod
     def load(cls, source: SparseConfig | Mapping[str, Any] | str | PathLike[str]) -> SparseConfig:

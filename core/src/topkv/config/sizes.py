@@ -3,175 +3,153 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import torch
 
-from topkv.config.layers import show_ranges
+from topkv.config.checks import MOST
 from topkv.config.lowered import LoweredConfig, LoweredGroup
-from topkv.config.plans import LayerPlan
 from topkv.messages import shown
 from topkv.ops.topk import MAX_COLUMNS
-from topkv.types import GroupShape, ModelShape
+from topkv.types import ModelShape
 
 _TRUE = ("1", "true", "t", "yes", "y", "on")
 MAX_SELECT = 2**15  # the plan packs two counts into 32 bits
-_MAX_ID = 2**31
 
 
-def model_reasons(model: ModelShape) -> list[str]:
-    sizes = {
-        "num_layers": model.num_layers,
-        "num_heads": model.num_heads,
-        "num_kv_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "value_dim": 1 if model.value_dim is None else model.value_dim,
-    }
-    reasons = [
-        f"the model's {name} must be a positive int, got {shown(value)}"
-        for name, value in sizes.items()
-        if type(value) is not int or value <= 0
-    ]
-    if not reasons and model.num_heads % model.num_kv_heads:
-        reasons.append(
+def model_reasons(model: ModelShape) -> Iterator[str]:
+    """Reasons against the geometry of a model; empty where it can be served."""
+    names = ["num_layers", "num_heads", "num_kv_heads", "head_dim"]
+    names += [] if model.value_dim is None else ["value_dim"]
+    sizes = {name: getattr(model, name) for name in names}
+    wrong = {k: size for k, size in sizes.items() if type(size) is not int or size <= 0}
+    for name, size in wrong.items():
+        yield f"the model's {name} must be a positive int, got {shown(size)}"
+    if not wrong and model.num_heads % model.num_kv_heads:
+        yield (
             f"the model's num_heads must be a multiple of num_kv_heads, got {model.num_heads} "
             f"and {model.num_kv_heads}"
         )
-    if model.first_layer:
-        reasons.append(
-            f"the model's first_layer must be 0, got {model.first_layer}: a process holds all "
-            "layers of a model for now"
+    if not 0 <= model.first_layer <= (model.total_layers or MOST) - model.num_layers:
+        yield (
+            f"the model's first_layer must be from 0 on, with all {model.num_layers} layers among "
+            f"the {model.total_layers} of the whole model, got {model.first_layer}"
         )
     latent = model.attention == "mla"
     if latent and (model.num_kv_heads != 1 or model.out_dim > model.head_dim):
-        reasons.append(
+        yield (
             "a model with latent attention has one kv-head, whose values are the first elements "
             f"of its rows; got num_kv_heads {model.num_kv_heads}, head_dim {model.head_dim}, "
             f"value_dim {model.out_dim}"
         )
     if not latent and model.out_dim != model.head_dim:
-        reasons.append(
-            f"keys and values must have one head_dim, got {model.head_dim} and {model.out_dim}"
-        )
-    return reasons
+        yield f"keys and values must have one head_dim, got {model.head_dim} and {model.out_dim}"
 
 
-def impl_reasons(impl: str, device: torch.device) -> list[str]:
+def impl_reasons(impl: str, device: torch.device) -> Iterator[str]:
     """Triton kernels run on a CPU in Triton's interpreter only."""
     interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
     if impl == "triton" and device.type == "cpu" and not interpreted:
-        return [
+        yield (
             "impl 'triton' runs on a CPU only under Triton's interpreter: set the environment "
             "variable TRITON_INTERPRET=1 before Python starts, or set impl to 'reference'"
-        ]
-    return []
+        )
 
 
-def plan_reasons(plan: LayerPlan, config: LoweredConfig, where: str) -> list[str]:
-    """What is wrong with the sizes of sparse layers."""
-    unit, budget, buffer = plan.unit, plan.budget, plan.buffer
-    page, ring = config.page_tokens, config.ring_tokens
-    select = plan.select(config.max_request_tokens)
-    reasons = []
-    least, what, scattered = unit + plan.selects, "two units", ""
-    if plan.selects != unit:
-        what = "a unit and a token"
-        scattered = f" (regranulated, each of {budget - unit} tokens may lie in one of its own)"
-    if unit & (unit - 1):
-        reasons.append(f"unit must be a power of two, got {unit} {where}")
-    elif page % unit:
-        reasons.append(
-            f"unit must divide page_tokens, got unit {unit} and page_tokens {page} {where}"
-        )
-    if budget < least:
-        reasons.append(
-            f"budget must be at least {what} ({least} tokens: one selected and the tail), "
-            f"got {budget} {where}"
-        )
-    if ring % unit or ring < 2 * unit:
-        reasons.append(
-            f"ring_tokens must be a multiple of the unit and at least two units, got "
-            f"{ring} with unit {unit} {where}"
-        )
-    if select > buffer // unit:
-        reasons.append(
-            f"buffer must hold the selection: {select} units of {unit} tokens{scattered}, got "
-            f"{buffer} tokens = {buffer // unit} units; raise buffer to {select * unit} or "
-            f"lower budget {where}"
-        )
-    if select >= MAX_SELECT:
-        reasons.append(
-            f"a selection must stay below {MAX_SELECT} units, got {select}; "
-            f"take a larger unit or lower budget {where}"
-        )
-    return reasons
+def group_reasons(group: LoweredGroup, buffer: int, config: LoweredConfig) -> Iterator[str]:
+    """Reasons against the sizes of a group; the caller adds its layers to each.
 
-
-def shape_reasons(shape: GroupShape, seen: GroupShape, num_pages: int) -> list[str]:
-    """What is wrong with a group, and with what its algorithm sees of it."""
-    where = f"(layers {show_ranges(shape.layers)})"
-    reasons = []
+    Args:
+        buffer: tokens of the LRU buffer of a lane, as they were set.
+    """
+    shape, selected_as = group.shape, group.selected_as
+    if shape.residency == "sparse":
+        yield from _selection_reasons(group, buffer, config)
     if shape.entry_bytes % 16:
-        reasons.append(
+        yield (
             f"an entry must be a multiple of 16 bytes, got {shape.entry_bytes}: "
             f"{shape.heads_per_lane} kv-heads x {shape.planes} planes (K and V) x {shape.unit} "
             f"tokens x head_dim {shape.head_dim} x {shape.dtype.itemsize} bytes; "
-            f"take a larger unit {where}"
-        )
-    if shape.residency == "sparse" and seen.max_units > MAX_COLUMNS:
-        reasons.append(
-            f"an algorithm ranks at most {MAX_COLUMNS} units of a request, got {seen.max_units} "
-            f"of {seen.unit} tokens; lower max_request_tokens, or take a larger unit where the "
-            f"algorithm selects whole units {where}"
+            "take a larger unit"
         )
     ids = {
-        "device slots": shape.rows * shape.slots,
-        "host units": num_pages * seen.units_per_page,
+        "device slots": shape.max_lanes * shape.slots,
+        "host units": config.num_pages * selected_as.units_per_page,
     }
     for name, count in ids.items():
-        if count >= _MAX_ID:
-            reasons.append(
+        if count > MOST:
+            yield (
                 f"{name} must be fewer than 2**31 in a layer, got {count}; lower max_requests, "
-                f"max_tokens or buffer, or take a larger unit {where}"
+                "max_tokens or buffer, or take a larger unit"
             )
-    return reasons
 
 
-def sharing_reasons(model: ModelShape, groups: Sequence[LoweredGroup]) -> list[str]:
-    """Which layers would share a selection that is not made, or not for them."""
-    group_of = {
-        layer: number
-        for number, group in enumerate(groups)
-        for layer in group.shape.layers
-        if group.indexed
-    }
-    reasons, source = [], None
-    for layer in range(model.num_layers):
-        if model.indexer is None or model.indexer.selects_for(layer):
-            source = layer
-        elif layer not in group_of:
-            continue
-        elif source is None:
-            reasons.append(
+def _selection_reasons(group: LoweredGroup, buffer: int, config: LoweredConfig) -> Iterator[str]:
+    shape, selected_as, budget = group.shape, group.selected_as, group.budget
+    unit, select, slots = shape.unit, shape.select, shape.buffer_slots
+    page, ring = config.page_tokens, config.ring_tokens
+    least, least_named, scattered = unit + selected_as.unit, "two units", ""
+    if group.regranulated:
+        least_named = "a unit and a token"
+        scattered = f" (regranulated, each of {budget - unit} tokens may lie in one of its own)"
+    if unit & (unit - 1):
+        yield f"unit must be a power of two, got {unit}"
+    elif page % unit:
+        yield f"unit must divide page_tokens, got unit {unit} and page_tokens {page}"
+    if budget < least:
+        yield (
+            f"budget must be at least {least_named} ({least} tokens: one selected and the tail), "
+            f"got {budget}"
+        )
+    if ring % unit or ring < 2 * unit:
+        yield (
+            "ring_tokens must be a multiple of the unit and at least two units, got "
+            f"{ring} with unit {unit}"
+        )
+    if select > slots:
+        yield (
+            f"buffer must hold the selection: {select} units of {unit} tokens{scattered}, got "
+            f"{buffer} tokens = {slots} units; raise buffer to {select * unit} or lower budget"
+        )
+    if select >= MAX_SELECT:
+        yield (
+            f"a selection must stay below {MAX_SELECT} units, got {select}; take a larger unit "
+            "or lower budget"
+        )
+    if selected_as.max_units > MAX_COLUMNS:
+        yield (
+            f"an algorithm ranks at most {MAX_COLUMNS} units of a request, got "
+            f"{selected_as.max_units} of {selected_as.unit} tokens; lower max_request_tokens, or "
+            "take a larger unit where the algorithm selects whole units"
+        )
+
+
+def sharing_reasons(model: ModelShape, group: LoweredGroup) -> Iterator[str]:
+    """Reasons against layers that would share a selection which no layer of their group makes."""
+    layers = group.shape.layers if group.indexed else ()
+    for layer in layers:
+        until = range(layer + 1)
+        making = [n for n in until if model.indexer is None or model.indexer.selects_for(n)]
+        if not making:
+            yield (
                 f"layer {layer} has no indexer, and there is no layer before it to share with; "
                 "make it dense"
             )
-        elif group_of[layer] != group_of.get(source):
-            reasons.append(
-                f"layer {layer} shares the selection of layer {source}, so both must be sparse "
-                "with equal settings; name both in dense_layers or layers, or neither"
+        elif making[-1] not in layers:
+            yield (
+                f"layer {layer} shares the selection of layer {making[-1]}, so both must be "
+                "sparse with equal settings; name both in dense_layers or layers, or neither"
             )
-    return reasons
 
 
-def host_reasons(size: int, config: LoweredConfig) -> list[str]:
-    """Whether a host pool of ``size`` bytes is more than the user allows."""
+def host_reasons(size: int, config: LoweredConfig) -> Iterator[str]:
+    """The reason against a host pool of ``size`` bytes, where the user allows fewer."""
     limit = config.host_memory
     if limit is None or size <= limit:
-        return []
+        return
     tokens = (limit * config.num_pages // size - config.max_requests - 1) * config.page_tokens
     mend = f"lower max_tokens to {tokens}" if tokens > 0 else "lower max_requests"
-    return [
+    yield (
         f"the host pool needs {size} bytes ({size / 2**30:.3g} GiB) and host_memory allows "
         f"{limit} ({limit / 2**30:.3g} GiB); raise host_memory or {mend}"
-    ]
+    )

@@ -1,16 +1,15 @@
-"""Where values come from: topkv defaults < plugin < checkpoint < user, origins kept."""
+"""Sources of values: topkv defaults < plugin < checkpoint < user; each value keeps its origin."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from attrs import define, frozen
+from attrs import Factory, define, field, frozen
 
 from topkv.config.checks import clean
 from topkv.config.settings import CHECKS, DEFAULTS
-from topkv.discovery import PluginRecord
-from topkv.entries import Capabilities
+from topkv.entries import Capabilities, PluginEntry
 from topkv.errors import PluginError
 from topkv.plugins import PluginRegistry
 
@@ -28,60 +27,95 @@ class Setting:
     origin: str
 
 
+Sources = Mapping[str, Setting]
+"""Settings by name; of several sources, the strongest. Below them stand topkv's defaults."""
+
+
+def with_origin(origin: str, values: Mapping[str, Any]) -> Sources:
+    """The values of one origin; parameters one by one, as ``params.NAME``, for they are merged."""
+    single = {name: value for name, value in values.items() if name != "params"}
+    single |= {f"params.{name}": value for name, value in values.get("params", {}).items()}
+    return {name: Setting(name, value, origin) for name, value in single.items()}
+
+
+def pick(sources: Sources, name: str, default: Any = None, origin: str = DEFAULT) -> Setting:
+    """The setting ``name`` of the sources; if they have none, ``default``, or topkv's own default
+    where that is None.
+    """
+    value = DEFAULTS[name] if default is None else default
+    return sources.get(name) or Setting(name, value, origin)
+
+
 @frozen
-class Source:
-    """Values of one origin, in lowered form."""
+class Plugin:
+    """A plugin as lowering uses it. Without an entry it has the usual capabilities, so that the
+    checks go on and further reasons are found.
 
-    origin: str
-    values: Mapping[str, Any]
+    Attributes:
+        entry: None where it cannot be had.
+        who: whose it is, for messages.
+        origin: package and version.
+        defaults: of the entry, in lowered form.
+    """
 
+    entry: PluginEntry | None = None
+    who: str = ""
+    origin: str = DEFAULT
+    defaults: Sources = field(factory=dict)
 
-@frozen
-class Sources:
-    """Sources from the strongest to the weakest; below all of them stand topkv's defaults."""
-
-    stack: tuple[Source, ...]
-
-    def over(self, source: Source) -> Sources:
-        """The same with a stronger source."""
-        return Sources((source, *self.stack))
-
-    def under(self, source: Source) -> Sources:
-        """The same with a weaker source."""
-        return Sources((*self.stack, source))
-
-    def find(self, name: str) -> Setting | None:
-        for source in self.stack:
-            if name in source.values:
-                return Setting(name, source.values[name], source.origin)
-        return None
-
-    def get(self, name: str, default: Any = None, origin: str = DEFAULT) -> Setting:
-        """What the strongest source says; else ``default``, or the setting's own if it is None."""
-        value = DEFAULTS[name] if default is None else default
-        return self.find(name) or Setting(name, value, origin)
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.entry.capabilities if self.entry else Capabilities()
 
 
 @define
-class Lookup:
-    """Looks plugins up, and gathers why they cannot be had; a reason may come more than once."""
+class Resolver:
+    """Resolves settings and plugins, one by one, and keeps each setting with its origin.
+
+    Attributes:
+        registry: where plugins are looked up.
+        reasons: why something is refused; one may come more than once.
+        written: by the user, above what the checkpoint recommends.
+        sources: what was written, above the defaults of each plugin that is used.
+        settings: what was resolved, by name, in the order in which it is shown.
+    """
 
     registry: PluginRegistry
     reasons: list[str]
+    written: Sources
+    sources: Sources = Factory(lambda resolver: resolver.written, takes_self=True)
+    settings: dict[str, Setting] = field(factory=dict)
 
-    def get(self, kind: str, name: str | None) -> PluginRecord | None:
+    def set(self, name: str, default: Any = None, origin: str = DEFAULT) -> Any:
+        """Resolve and keep a setting."""
+        return self.keep(pick(self.sources, name, default, origin))
+
+    def keep(self, setting: Setting) -> Any:
+        self.settings[setting.name] = setting
+        return setting.value
+
+    def plugin(self, kind: str, name: str | None) -> Plugin:
+        """A plugin by its name, if it has one; why it cannot be had goes to the reasons."""
         try:
-            return None if name is None else self.registry.get(kind, name)
+            record = None if name is None else self.registry.get(kind, name)
         except PluginError as error:
             head = str(error).split("\n", 1)[0]
             self.reasons += [f"{head} {reason}" for reason in error.reasons]
-            return None
+            return Plugin()
+        if record is None or record.entry is None:
+            return Plugin()
+        where, origin = f"defaults of {record.who}: ", f"{record.package} {record.version}"
+        defaults = with_origin(origin, clean(record.entry.defaults, CHECKS, self.reasons, where))
+        return Plugin(record.entry, record.who, origin, defaults)
 
-    def choose(self, kind: str, sources: Sources) -> Setting | None:
-        """What was asked for, else the only one that is installed."""
-        found = sources.find(kind)
-        if found is not None:
-            return found
+    def under(self, defaults: Sources) -> None:
+        """From here on these hold where no stronger source says anything."""
+        self.sources = {**defaults, **self.sources}
+
+    def choose(self, kind: str) -> Setting | None:
+        """The plugin that was asked for, else the only one that is installed."""
+        if kind in self.sources:
+            return self.sources[kind]
         usable = [record.name for record in self.registry.usable(kind)]
         # One that is refused is installed too: without it another must not become the only one.
         known = {r.name for r in self.registry.records() if r.kind == kind and r.entry}
@@ -99,25 +133,16 @@ class Lookup:
             )
         return None
 
-    def defaults(self, kind: str, name: str | None) -> Source:
-        """The defaults of a plugin and its version; nothing where it cannot be had."""
-        record = self.get(kind, name)
-        if record is None or record.entry is None:
-            return Source(DEFAULT, {})
-        where = f"defaults of {record.who}: "
-        values = clean(record.entry.defaults, CHECKS, self.reasons, where)
-        return Source(f"{record.package} {record.version}", values)
-
-    def capabilities(self, kind: str, name: str | None) -> Capabilities:
-        """Those of a plugin; the usual ones where it cannot be had."""
-        record = self.get(kind, name)
-        return record.entry.capabilities if record and record.entry else Capabilities()
-
-    def tail(self, name: str | None) -> str:
-        """Whether the newest token competes in the selections of an algorithm."""
-        record = self.get("algorithm", name) if name else None
-        return record.entry.capabilities.tail if record and record.entry else "forced"
-
-    def parameters(self, kind: str, name: str | None) -> Mapping[str, Any]:
-        record = self.get(kind, name)
-        return record.entry.parameters if record and record.entry else {}
+    def use(self, kind: str, choice: Setting | None) -> str | None:
+        """Keep the choice of a plugin; from here on its defaults hold."""
+        if choice is None:
+            return None
+        plugin = self.plugin(kind, choice.value)
+        if plugin.entry is None and kind in self.sources and kind not in self.written:
+            self.reasons.append(
+                f"{choice.origin} asks for {kind} {choice.value!r}: reinstall it with what it "
+                f"depends on, or set {kind}"
+            )
+        self.under(plugin.defaults)
+        name: str = self.keep(choice)
+        return name

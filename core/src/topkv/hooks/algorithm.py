@@ -3,6 +3,8 @@
 The core makes one instance per group: ``factory(setup)`` with an ``AlgorithmSetup``; an entry
 names a factory for each implementation. An instance keeps no state of a request: all of that lives
 in the representation pools of ``spec``, which the core allocates and passes as ``layer.pools``.
+``topkv.algorithms.ScoredUnits`` implements this page for algorithms that score units by what they
+keep of them, and leaves three methods to the author.
 
 Of a model with an indexer (``capabilities.needs_index``, ``ModelShape.indexer``) keys are index
 keys ``[.., 1, D^I]``, queries index queries ``[.., H^I, D^I]``, and ``weights`` those of the
@@ -28,17 +30,75 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
+from attrs.validators import ge, in_
+from attrs.validators import optional as or_none
 from torch import Tensor
 
-from topkv.hooks.registry import hookspec, optional
+from topkv.hooks.discovery import hookspec, optional
 from topkv.hooks.topk import TopK
-from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape
+from topkv.types import GroupShape, LayerView, ModelShape
+
+
+@frozen
+class RepresentationSpec:
+    """One pool that an algorithm keeps to score units by; the core allocates it.
+
+    Attributes:
+        name: key in ``LayerView.pools``.
+        grain: ``"unit"``, ``"token"`` (both keyed by host id, copied, poisoned and shared
+            with their page) or ``"request"`` (keyed by slot, copied by fork, reset at the end).
+        shape: shape per unit, token or request.
+        dtype: torch dtype.
+        derived: ``construct`` over the keys of a page makes it again, so that it need not be
+            stored with the page.
+    """
+
+    name: str
+    grain: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    derived: bool = True
+
+    @property
+    def bytes(self) -> int:
+        """Bytes per unit, token or request, in one layer."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+
+@frozen
+class AlgorithmSpec:
+    """Sizes and promises of an algorithm, which the core asks for before it allocates anything.
+
+    Attributes:
+        representations: its pools.
+        settle_period: decode tokens between two calls of ``settle``, at least 1; None for never.
+        settle_whole: ``settle`` gets the history from position 0, not from ``since``.
+        generated: most tokens that may follow the prompt, for algorithms that choose once and
+            have room for no more; the core refuses further ones. None for any number.
+        ring_tokens: least tokens of the ring that ``update`` reads; 0 where two units do.
+        prefix: what another request with the same first tokens may take over: ``"pages"``,
+            representations and all, because those of a page depend on its keys alone;
+            ``"replay"``, after ``construct`` has seen the keys again; ``"none"``.
+        prompt_tail: last prompt tokens that must be computed all the same, for algorithms that
+            look at the queries of a prompt's end.
+    """
+
+    representations: tuple[RepresentationSpec, ...] = ()
+    settle_period: int | None = field(default=None, validator=or_none(ge(1)))
+    settle_whole: bool = False
+    generated: int | None = field(default=None, validator=or_none(ge(0)))
+    ring_tokens: int = field(default=0, validator=ge(0))
+    prefix: str = field(default="pages", validator=in_(("pages", "replay", "none")))
+    prompt_tail: int = field(default=0, validator=ge(0))
 
 
 @frozen
 class AlgorithmSetup:
-    """What the factory of an algorithm gets.
+    """The argument of an algorithm's factory.
 
     Attributes:
         model: geometry of the attention layers.
@@ -46,8 +106,8 @@ class AlgorithmSetup:
             regranulated.
         params: every parameter of the entry, with the values that hold here.
         device: where it will run.
-        topk: ``topk(rows, columns, select)`` makes exact top-k with its scratch, for at most so
-            many rows and columns of scores: of the implementation that the configuration names.
+        topk: ``topk(rows, columns, select)`` makes exact top-k with its scratch, for at most
+            ``rows`` x ``columns`` scores, of the implementation that the configuration names.
             Pass it to ``topkv.ops.topk.topk``. Calls that share one must not overlap.
     """
 
@@ -172,7 +232,8 @@ class Algorithm(Protocol):
     @optional
     @hookspec
     def truncated(self, layer: LayerView, slot: int, length: int) -> None:
-        """A request has lost its tokens from ``length`` on, by rollback or truncation. Cold.
+        """A request has lost its tokens from ``length`` on, by rollback, truncation, or a forward
+        that was dropped. Cold.
 
         For algorithms that derive request state from decoded tokens. Representations of units need
         nothing: a unit that is written again is represented again.

@@ -1,7 +1,7 @@
 """Hook specs of an attention backend.
 
 The core makes one instance per group: ``factory(setup)`` with a ``BackendSetup``; an entry names a
-factory for each implementation. It may allocate workspaces for at most ``max_batch`` decode rows
+factory for each implementation. It may allocate scratch for at most ``max_batch`` decode rows
 when it is made, not later.
 
 K and V come as strided views ``[slots, heads_per_lane, unit, D]`` of the pool in which they lie,
@@ -21,13 +21,13 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from topkv.hooks.registry import hookspec, optional
+from topkv.hooks.discovery import hookspec, optional
 from topkv.types import GroupShape, LayerView, ModelShape, Plan, Tables
 
 
 @frozen
 class BackendSetup:
-    """What the factory of a backend gets.
+    """The argument of a backend's factory.
 
     Attributes:
         model: geometry of the attention layers.
@@ -52,10 +52,10 @@ class Backend(Protocol):
     def adapt_page_table(self, layer: LayerView, plan: Plan, tables: Tables) -> None:
         """Turn a plan into the table that ``attend`` reads. Hot.
 
-        For lane n of slot s and head h, with ``row = s * lane_heads + h``:
-        ``table[n, i] = row * (C + T) + plan.slots[n, i]`` for ``i < count``, and only ``count``
-        says which slots are used; the tail unit ``u = (length - 1) // unit`` goes to
-        ``table[n, count]`` as ``row * (C + T) + C + u % T``;
+        For lane n of slot s and head h, with ``lane_row = s * lane_heads + h``:
+        ``table[n, i] = lane_row * (C + T) + plan.slots[n, i]`` for ``i < count``, where only
+        ``count`` says which slots are used; the tail unit ``u = (length - 1) // unit`` goes to
+        ``table[n, count]`` as ``lane_row * (C + T) + C + u % T``;
         ``lengths[n] = count * unit + (length - 1) % unit + 1``. Padded rows get length 0. Where
         the tail is selectable (``table`` has K columns) nothing is appended.
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import frozen
 
-from topkv.hooks.registry import hookspec
+from topkv.hooks.discovery import hookspec
 
 if TYPE_CHECKING:
     from topkv.plugins import PluginRegistry
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @frozen
 class EngineSetup:
-    """What the factory gets.
+    """The argument of the factory of an engine integration.
 
     Attributes:
         registry: where algorithms and backends are looked up.

@@ -10,6 +10,9 @@ of C elements. The kernel gets blocks that are padded to a power of two, so that
 C: it takes C from ``slots``. Lanes behind C are neither stale nor hit, and what a policy gives for
 them is not used.
 
+A policy sees ranks alone. Scores of the selection, parameters, and state of a slot that outlives a
+step have no place yet.
+
 ``topkv.testing.evictions.EvictionTests`` tests a policy.
 """
 
@@ -21,12 +24,12 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from topkv.hooks.registry import hookspec
+from topkv.hooks.discovery import hookspec
 
 
 @frozen
 class EvictionSetup:
-    """What the factory gets.
+    """The argument of the factory of an eviction policy.
 
     Attributes:
         device: where the plan runs.
@@ -49,7 +52,7 @@ class Eviction(Protocol):
         misses: Tensor,
         slots: int,
     ) -> Tensor:
-        """Where each slot stands in the eviction order after the step; position 0 goes first.
+        """Position of each slot in the eviction order after the step; position 0 is evicted first.
 
         Victims of the step are the ``misses`` stale slots of lowest ``stale_rank``; the i-th of
         them takes the i-th missing unit in selection order.

@@ -3,6 +3,8 @@
 ``factory(setup)`` gives one for an ``ObserverSetup``. It is called once per forward and never per
 layer. One that raises is left out from then on, with a warning that names its package; the forward
 goes on.
+
+``topkv.testing.observers.ObserverTests`` tests one.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from typing import Protocol
 from attrs import frozen
 
 from topkv.config import LoweredConfig
-from topkv.hooks.registry import hookspec
+from topkv.hooks.discovery import hookspec
 from topkv.report import TransferReport
 
 
 @frozen
 class ObserverSetup:
-    """What the factory gets.
+    """The argument of the factory of an observer.
 
     Attributes:
         config: what the coordinator was made for.
@@ -30,7 +32,7 @@ class ObserverSetup:
 
 @frozen
 class ForwardReport:
-    """What a forward works on.
+    """The rows of a forward, and its counts.
 
     Attributes:
         slots: request of each decode row, -1 for padded ones.

@@ -2,6 +2,10 @@
 
 ``factory(setup)`` gives, for a ``TopKSetup``, an object with its scratch. An algorithm asks for
 one with ``AlgorithmSetup.topk`` when it is made, and gets the one that the configuration names.
+Reference implementations of algorithms select by themselves, so an entry names one factory for
+all implementations, or one for ``"triton"`` alone.
+
+``topkv.testing.topks.TopKTests`` tests one.
 """
 
 from __future__ import annotations
@@ -12,12 +16,12 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from topkv.hooks.registry import hookspec
+from topkv.hooks.discovery import hookspec
 
 
 @frozen
 class TopKSetup:
-    """What the factory gets.
+    """The argument of the factory of an exact top-k.
 
     Attributes:
         rows, columns, select: most rows and columns of scores, and K.

@@ -4,7 +4,7 @@ The core makes one instance per group:
 ``factory(setup)`` with a ``TransferSetup``; an entry names a factory for each implementation.
 
 ``append``, ``plan``, ``load`` and ``offload`` are hot. The others are cold. Every address is 64
-bit. Padded rows (slot -1) touch nothing but their own rows of the plan.
+bit. Padded rows (slot -1) touch nothing but their own lanes of the plan.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Protocol
 from attrs import frozen
 from torch import Tensor
 
+from topkv.hooks.discovery import hookspec
 from topkv.hooks.eviction import Eviction
-from topkv.hooks.registry import hookspec
 from topkv.kv.store import GroupStore
 from topkv.types import LayerView, Plan
 
 
 @frozen
 class TransferSetup:
-    """What the factory of a transfer engine gets.
+    """The argument of a transfer engine's factory.
 
     Attributes:
         store: every tensor of the group.
-        layers: what the hooks see of each of its layers, in order.
+        layers: the view of each of its layers, in order, which hooks are called with.
         eviction: the eviction policy.
     """
 

@@ -1,4 +1,4 @@
-"""How many bytes of tensors an object holds, whoever wrote its class."""
+"""Counts the bytes of tensors that an object of any class holds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tensor_bytes(holders: object, without: object = ()) -> int:
 
     Args:
         holders: objects, or containers of them, whose attributes are followed.
-        without: what holds storages that are not counted.
+        without: objects whose storages are not counted.
     """
     counted = {tensor.untyped_storage()._cdata for tensor in _tensors(without, set())}
     total = 0

@@ -33,6 +33,11 @@ class PageAllocator:
         return len(self._free)
 
     @property
+    def leasable(self) -> int:
+        """Pages that ``lease`` would give."""
+        return self.free
+
+    @property
     def used(self) -> int:
         return self.num_pages - 1 - self.free
 
@@ -53,10 +58,15 @@ class PageAllocator:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Add one reference to each page."""
+        """Add one reference to each page, or to none.
+
+        Raises:
+            RequestError: a page is not leased.
+        """
+        pages = list(pages)
         for page in pages:
             self._check_leased(page)
-            self.references[page] += 1
+        np.add.at(self.references, pages, 1)
 
     def release(self, pages: Iterable[int]) -> list[int]:
         """Drop one reference of each page and return those that are free now."""
@@ -88,21 +98,27 @@ class PageAllocator:
         counts = np.zeros(self.num_pages, dtype=np.int32)
         for pages in holders:
             np.add.at(counts, np.asarray(pages, dtype=np.int64), 1)
-        free = np.asarray(self._free, dtype=np.int64)
         problems = [
             f"page {page} has {self.references[page]} references, its holders are {counts[page]}"
             for page in np.flatnonzero(counts != self.references)
         ]
-        if len(set(self._free)) != len(self._free):
-            problems.append("a page is in the free list twice")
-        if self.references[free].any():
-            problems.append("a page in the free list is still referenced")
-        if counts[0] or 0 in self._free:
+        if counts[0]:
             problems.append("page 0 was leased")
-        if len(self._free) + int((self.references > 0).sum()) != self.num_pages - 1:
-            problems.append("free and used pages do not add up")
+        problems += self._free_problems()
         if problems:
             raise RequestError("host pool integrity: " + "; ".join(problems))
+
+    def _free_problems(self) -> list[str]:
+        problems = []
+        if len(set(self._free)) != len(self._free):
+            problems.append("a page is in the free list twice")
+        if self.references[np.asarray(self._free, dtype=np.int64)].any():
+            problems.append("a page in the free list is still referenced")
+        if 0 in self._free:
+            problems.append("page 0 is in the free list")
+        if len(self._free) + int((self.references > 0).sum()) != self.num_pages - 1:
+            problems.append("free and used pages do not add up")
+        return problems
 
 
 class HostKVPool(PageAllocator):

@@ -1,4 +1,4 @@
-"""Where an entry lies in the host pool: one address formula for every layout.
+"""Addresses of entries in the host pool: one formula for every layout.
 
 ``base + page * page_stride + layer * layer_stride + head * head_stride + unit * unit_stride``
 

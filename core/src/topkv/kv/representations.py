@@ -1,4 +1,4 @@
-"""Representation pools: what an algorithm keeps to score units, in the core's hands."""
+"""Representation pools: tensors of the core that an algorithm keeps its representations in."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from topkv.hooks.algorithm import RepresentationSpec
 from topkv.kv.host_pool import POISON
-from topkv.types import GroupShape, RepresentationSpec
+from topkv.types import GroupShape
 
 
 class RepresentationPools:
@@ -18,8 +19,8 @@ class RepresentationPools:
     page. Grain request is keyed by slot: copied by fork, reset at the end, never shared.
 
     Args:
-        group: as the algorithm sees it.
-        specs: what it keeps.
+        group: ``LoweredGroup.selected_as``.
+        specs: one for each pool.
         num_pages: of the host pool.
         device: where the pools lie.
         layers: those of the group that keep something; all by default.
@@ -49,7 +50,7 @@ class RepresentationPools:
         }
 
     def of_layer(self, layer: int) -> dict[str, Tensor]:
-        """By name; none for a layer that keeps nothing."""
+        """Pools of a layer by name, ``[keys, *shape]``; empty for a layer that keeps nothing."""
         if layer not in self.layers:
             return {}
         index = self.layers.index(layer)

@@ -17,20 +17,21 @@ UNSELECTED = 2**31 - 1
 
 @define
 class GroupStore:
-    """Everything that lies somewhere for one group. L layers, R rows, C + T slots.
+    """Pages, device buffer and maps of one group: L layers, M = ``group.max_lanes`` lane rows,
+    C + T slots.
 
     Attributes:
         group: shapes.
         layout: byte strides of ``pool``.
         pool: uint8, the host pool, or device memory of the same layout for resident layers.
         entries: ``pool`` as ``[pages, L, lane_heads, units_per_page, *entry_shape]``.
-        buffer: ``[L, R, C + T, *entry_shape]`` device slots, LRU buffer first, then the ring.
-        unit_slot: int32 ``[L, R, max_units]`` LRU slot of a logical unit, -1 where absent.
-        slot_unit: int32 ``[L, R, C]`` logical unit in a slot, -1 where free.
-        order: int32 ``[L, R, C]`` slots by eviction order, coldest first.
-        stamp: int32 ``[R, C + T]`` scratch of the plan, ``UNSELECTED`` between plans.
-        counters: int64 ``[L, R, 2]`` units that were hit and missed since ``reset``.
-        extra: int64 ``[L, R]`` tokens that a request attended beyond its selections, because
+        buffer: ``[L, M, C + T, *entry_shape]`` device slots, LRU buffer first, then the ring.
+        unit_slot: int32 ``[L, M, max_units]`` LRU slot of a logical unit, -1 where absent.
+        slot_unit: int32 ``[L, M, C]`` logical unit in a slot, -1 where free.
+        order: int32 ``[L, M, C]`` slots by eviction order, coldest first.
+        stamp: int32 ``[M, C + T]`` scratch of the plan, ``UNSELECTED`` between plans.
+        counters: int64 ``[L, M, 2]`` units that were hit and missed since ``reset``.
+        extra: int64 ``[L, M]`` tokens that a request attended beyond its selections, because
             they were regranulated.
     """
 
@@ -56,7 +57,7 @@ class GroupStore:
         device: torch.device,
     ) -> GroupStore:
         """A group whose pages lie in ``pool``, that of the host."""
-        layers, rows, slots = len(group.layers), group.rows, group.buffer_slots
+        layers, lanes, slots = len(group.layers), group.max_lanes, group.buffer_slots
         sparse = group.residency == "sparse"
 
         def ints(*shape: int, fill: int = -1, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -69,16 +70,16 @@ class GroupStore:
             pool,
             entry_view(pool, group, layout, num_pages),
             buffer=torch.zeros(
-                (layers, rows if sparse else 0, group.slots, *group.entry_shape),
+                (layers, lanes if sparse else 0, group.slots, *group.entry_shape),
                 dtype=group.dtype,
                 device=device,
             ),
-            unit_slot=ints(layers, rows if sparse else 0, group.max_units),
-            slot_unit=ints(layers, rows, slots),
-            order=identity.expand(layers, rows, slots).contiguous(),
-            stamp=ints(rows, group.slots, fill=UNSELECTED),
-            counters=ints(layers, rows, 2, fill=0, dtype=torch.int64),
-            extra=ints(layers, rows if sparse else 0, fill=0, dtype=torch.int64),
+            unit_slot=ints(layers, lanes if sparse else 0, group.max_units),
+            slot_unit=ints(layers, lanes, slots),
+            order=identity.expand(layers, lanes, slots).contiguous(),
+            stamp=ints(lanes, group.slots, fill=UNSELECTED),
+            counters=ints(layers, lanes, 2, fill=0, dtype=torch.int64),
+            extra=ints(layers, lanes if sparse else 0, fill=0, dtype=torch.int64),
         )
 
     @classmethod
@@ -92,8 +93,8 @@ class GroupStore:
         """K and V of a layer as ``[slots, heads_per_lane, unit, D]`` for ``attend``; twice the
         same rows where the group has one plane.
 
-        Sparse layers view the device buffer, slot ``row * (C + T) + slot``. Dense layers view
-        their pages, slot = host page.
+        Sparse layers view the device buffer, slot ``lane row * (C + T) + slot``; dense layers
+        view their pages, slot = host page.
         """
         if self.group.residency == "sparse":
             flat = self.buffer[index].flatten(0, 1)
@@ -107,8 +108,8 @@ class GroupStore:
         ring = self.buffer[index, :, group.buffer_slots :].unflatten(0, (-1, group.lane_heads))
         return ring[:, :, :, :, 0], ring[:, :, :, :, -1]
 
-    def rows_of(self, slot: int) -> slice:
-        """Rows of the lanes of a request slot."""
+    def lanes_of(self, slot: int) -> slice:
+        """Lane rows of a request slot."""
         heads = self.group.lane_heads
         return slice(slot * heads, (slot + 1) * heads)
 
@@ -117,10 +118,10 @@ class GroupStore:
         floating = self.group.dtype.is_floating_point
         self.entries[pages] = float("nan") if floating else POISON
 
-    def poison_rows(self, slot: int) -> None:
+    def poison_slot(self, slot: int) -> None:
         """Fill buffer and ring of a request slot with NaN."""
         if self.buffer.numel():
-            self.buffer[:, self.rows_of(slot)].view(torch.uint8).fill_(POISON)
+            self.buffer[:, self.lanes_of(slot)].view(torch.uint8).fill_(POISON)
 
     @property
     def metadata_bytes(self) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from topkv.hooks.backend import Backend
 
-WORKSPACE = 256 << 20
+MASK_BYTES = 256 << 20
 """Most bytes of the masks of a block of prompt rows."""
 
 
@@ -89,7 +89,7 @@ def attend_selected(
         lse: fp32 ``[m, H]``.
     """
     each = len(k) + 1 + 3 * 8 * ids.shape[1]  # a mask, and int64 places on the way to it
-    block = max(1, WORKSPACE // each)
+    block = max(1, MASK_BYTES // each)
     for row in range(0, len(q), block):
         at = slice(row, row + block)
         keep = selected(ids[at], first, len(k))

@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
-from topkv.types import LayerView, Listing, Plan, Tables
+from topkv.types import LayerView, Plan, Tables
+
+
+@frozen
+class Listing:
+    """A page table in the form of a library, written by the kernel that makes the table.
+
+    Attributes:
+        ids: int32 ``[N, at least W]``, columns adjacent: the table, of W columns.
+        behind: value of the columns behind the last used one of a lane.
+        last: int32 ``[N]`` length of a lane less ``(W - 1)`` units, for libraries that take W
+            pages a lane and the tokens on the last one; mostly negative, as few lanes fill W
+            pages.
+    """
+
+    ids: Tensor
+    behind: int = -1
+    last: Tensor | None = None
 
 
 def adapt_page_table(
@@ -15,7 +33,7 @@ def adapt_page_table(
 
     Args:
         impl: ``"reference"`` or ``"triton"``.
-        listing: what to write as well.
+        listing: written along with the table, if it is given.
 
     Raises:
         ValueError: the table has neither K nor K + 1 columns, or ``listing`` has no room for it.

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from topkv.types import LayerView, Listing, Plan
+from topkv.ops.page_table import Listing
+from topkv.types import LayerView, Plan
 
 MAX_BLOCK = 1024
 

@@ -10,9 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from topkv.types import GroupShape
 
-def workspace(lanes: int, units: int, device: torch.device) -> Tensor:
-    """Scratch for ``regranulate``, to be made once: a byte for each unit of each lane."""
+
+def scratch(lanes: int, units: int, device: torch.device) -> Tensor:
+    """Scratch of ``regranulate``, uint8 ``[lanes, units]``. Make it once; calls that share it must
+    not overlap.
+    """
     return torch.zeros((lanes, units), dtype=torch.uint8, device=device)
 
 
@@ -42,8 +46,7 @@ def regranulate(
         ids: int32 ``[N, W]``, every element written: units, -1 behind them; columns adjacent.
             ``W >= min(K, U)``, so that none is lost.
         extra: int64 ``[N]`` tokens of the listed units that were not selected.
-        work: from ``workspace``, of at least N lanes, and of U units. Calls that share one must
-            not overlap.
+        work: from ``scratch``, of at least N lanes, and of U units.
         unit: tokens of a unit.
         impl: ``"reference"`` or ``"triton"``.
 
@@ -108,3 +111,68 @@ def _regranulate(
     ids.fill_(-1)
     ids[:, : ordered.shape[1]] = torch.where(ordered < units, ordered, -1)
     extra.copy_(held.sum(1) * unit - counted.sum(1))
+
+
+class TokenSelection:
+    """Selected tokens of a group whose stored units are larger, and the units that hold them.
+
+    Args:
+        group: with the larger units.
+        select: K', tokens that the algorithm selects.
+        max_batch: most rows of a forward.
+        device: where everything lies.
+        impl: ``"reference"`` or ``"triton"``.
+
+    Attributes (narrowed to the N lanes of the forward):
+        ids: int32 ``[N, K']`` tokens.
+        extra: int64 ``[N]`` tokens that are attended beyond them, in closed units.
+        lane_rows: int64 ``[N]`` where each lane is counted: ``slot * lane_heads + head``, and 0 in
+            padded rows, which have no extra tokens.
+    """
+
+    ids: Tensor
+    extra: Tensor
+    lane_rows: Tensor
+
+    def __init__(
+        self, group: GroupShape, select: int, max_batch: int, device: torch.device, impl: str
+    ) -> None:
+        self.group, self.impl = group, impl
+        lanes = max_batch * group.lane_heads
+        self._ids = torch.zeros((lanes, select), dtype=torch.int32, device=device)
+        self._extra = torch.zeros(lanes, dtype=torch.int64, device=device)
+        self._lane_rows = torch.zeros(lanes, dtype=torch.int64, device=device)
+        self._heads = torch.arange(group.lane_heads, device=device)
+        self._work = scratch(lanes, group.max_units, device)
+
+    def begin(self, slots: Tensor) -> None:
+        """Narrow to the decode rows of a forward.
+
+        Args:
+            slots: int32 ``[B]`` request slot of each row, -1 in padded ones.
+        """
+        heads = self.group.lane_heads
+        lanes = len(slots) * heads
+        self.ids, self.extra = self._ids[:lanes], self._extra[:lanes]
+        self.lane_rows = self._lane_rows[:lanes]
+        first = slots.clamp(min=0)[:, None] * heads
+        torch.add(first, self._heads, out=self.lane_rows.view(-1, heads))
+
+    def regranulate(self, closed: Tensor, ids: Tensor) -> None:
+        """List the units that hold what was selected. Hot.
+
+        Args:
+            closed: int32 ``[B]`` closed units.
+            ids: int32 ``[N, K]`` of the group's K.
+        """
+        regranulate(
+            self.ids, closed, ids, self.extra, self._work, unit=self.group.unit, impl=self.impl
+        )
+
+    def count(self, extra: Tensor) -> None:
+        """Add the extra tokens of a layer that attends to this selection to its counts. Hot.
+
+        Args:
+            extra: int64 ``[max_lanes]``, see ``GroupStore.extra``.
+        """
+        extra.index_add_(0, self.lane_rows, self.extra)

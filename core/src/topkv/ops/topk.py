@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from topkv.hooks.registry import hookimpl
+from topkv.hooks.discovery import hookimpl
 from topkv.hooks.topk import TopK, TopKSetup
 from topkv.ops import topk_reference
 

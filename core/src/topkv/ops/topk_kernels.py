@@ -43,7 +43,7 @@ def order_keys(score, valid):
 
 @triton.jit
 def cut(low, low_count, high_count, want):
-    """Keys above the threshold are taken, and as many equal ones as the budget says.
+    """Threshold and budget: keys above the threshold are taken, and ``budget`` keys equal to it.
 
     ``low_count`` keys reach ``low`` and ``high_count`` are larger, or ``low_count`` is ``want``.
     ``low`` is at least 1, the least key there is being larger, so nothing wraps.
@@ -54,7 +54,11 @@ def cut(low, low_count, high_count, want):
 
 @triton.jit
 def place(keys, threshold, budget, above_before, equal_before):
-    """Which elements are taken and where they go, given what earlier elements took."""
+    """For each element of a block whether it is taken and its column in the result.
+
+    ``above_before`` and ``equal_before`` count the elements of earlier blocks above and at the
+    threshold; ``budget`` of those at it are taken.
+    """
     above = keys > threshold
     equal = keys == threshold
     # Two counts share one scan: a block has at most 2**15 elements.

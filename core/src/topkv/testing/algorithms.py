@@ -21,15 +21,15 @@ indexer makes: index keys and queries, weights, and latent rows in the ring.
 
 from __future__ import annotations
 
-from topkv.testing.algorithm_batch import BatchTests
-from topkv.testing.algorithm_cases import AlgorithmOptions
-from topkv.testing.algorithm_index import IndexTests
-from topkv.testing.algorithm_kernels import KernelTests
-from topkv.testing.algorithm_needles import NeedleTests
-from topkv.testing.algorithm_oracle import OracleTests
-from topkv.testing.algorithm_selection import SelectionTests
-from topkv.testing.algorithm_state import StateTests
-from topkv.testing.algorithm_tokens import TokenTests
+from topkv.testing.algorithm.batch import BatchTests
+from topkv.testing.algorithm.bench import AlgorithmOptions
+from topkv.testing.algorithm.index import IndexTests
+from topkv.testing.algorithm.kernels import KernelTests
+from topkv.testing.algorithm.needles import NeedleTests
+from topkv.testing.algorithm.oracle import OracleTests
+from topkv.testing.algorithm.selection import SelectionTests
+from topkv.testing.algorithm.state import StateTests
+from topkv.testing.algorithm.tokens import TokenTests
 
 __all__ = ["AlgorithmOptions", "AlgorithmTests"]
 

@@ -15,11 +15,11 @@ a result may be as far from it as plain torch of the same dtype is (``topkv.test
 
 from __future__ import annotations
 
-from topkv.testing.backend_attend import AttendTests
-from topkv.testing.backend_bench import BackendOptions
-from topkv.testing.backend_device import DeviceTests
-from topkv.testing.backend_prefill import PrefillTests
-from topkv.testing.backend_tables import TableTests
+from topkv.testing.backend.attend import AttendTests
+from topkv.testing.backend.bench import BackendOptions
+from topkv.testing.backend.device import DeviceTests
+from topkv.testing.backend.prefill import PrefillTests
+from topkv.testing.backend.tables import TableTests
 
 __all__ = ["BackendOptions", "BackendTests"]
 

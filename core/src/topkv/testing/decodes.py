@@ -16,9 +16,9 @@ from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
 from topkv.entries import PluginEntry
 from topkv.plugins import PluginRegistry
-from topkv.testing.doubles import Entries
 from topkv.testing.kit import examples
-from topkv.testing.oracle import attention
+from topkv.testing.models.doubles import Entries
+from topkv.testing.models.oracle import attention
 from topkv.testing.tiers import Tier, all_tiers
 from topkv.testing.tolerance import assert_as_good
 from topkv.types import ModelShape

@@ -26,9 +26,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from topkv.errors import CapabilityError, ConfigError, HostMemoryError, OutOfMemory, PluginError
-from topkv.testing.engine_bench import PAGE, SWAPPING, UNIT, Bench
-from topkv.testing.engine_case import EngineCase as EngineCase
-from topkv.testing.engine_state import changes
+from topkv.testing.engine.bench import PAGE, SWAPPING, UNIT, Bench
+from topkv.testing.engine.case import EngineCase as EngineCase
+from topkv.testing.engine.state import changes
 from topkv.testing.kit import KitTests, Subject, examples
 from topkv.testing.strategies import lengths, seeds
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from topkv.hooks.eviction import EvictionSetup
 from topkv.hooks.transfer import TransferSetup
 from topkv.testing.kit import KitTests, Subject, examples
-from topkv.testing.transfer_bench import Row, TransferBench, group_shape
+from topkv.testing.transfer.bench import Row, TransferBench, group_shape
 from topkv.transfer.eviction import require_kernel
 
 FEW = 5

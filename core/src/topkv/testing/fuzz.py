@@ -19,9 +19,9 @@ import torch
 
 from topkv.entries import IMPLS
 from topkv.plugins import registry
-from topkv.testing.fuzz_lanes import FuzzedGroup, Violation
+from topkv.testing.machines.fuzz_lanes import FuzzedGroup, Violation
 from topkv.testing.tiers import CUDA
-from topkv.testing.transfer_bench import Make, group_shape
+from topkv.testing.transfer.bench import Make, group_shape
 from topkv.types import GroupShape
 
 CALLS = 64

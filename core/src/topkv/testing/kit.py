@@ -21,7 +21,7 @@ from hypothesis import Phase, settings
 from topkv.entries import PluginEntry
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
-from topkv.testing.doubles import Entries
+from topkv.testing.models.doubles import Entries
 from topkv.testing.tiers import Tier
 
 
@@ -60,19 +60,23 @@ def subject_of(plugin: str | PluginEntry, kind: str, tier: Tier, options: Any = 
         kind: what the suite is about.
         tier: where to run it; skips where the tier is missing or the entry does not state it.
         options: see the suite.
+
+    Raises:
+        PluginError: the entry is wrong, with every reason.
     """
     found = plugin if isinstance(plugin, PluginEntry) else default_registry().get(kind, plugin)
     entry = found if isinstance(found, PluginEntry) else found.entry
     assert entry is not None  # get() returns usable records
     if entry.kind != kind:
         raise ValueError(f"this suite tests a plugin of kind {kind!r}, got {entry.kind!r}")
+    # The core's own stand in every registry already.
+    further = () if entry in [own.entry for own in PluginRegistry([]).records()] else (entry,)
+    registry = PluginRegistry([("topkv-testing", "0", Entries(*further))])
+    registry.get(kind, entry.name)  # before anything that it states is believed
     if tier.name not in entry.capabilities.tiers or tier.impl not in entry.impls:
         pytest.skip(f"{entry.name} does not state the tier {tier.name!r}")
     if tier.missing:
         pytest.skip(f"tier {tier.name!r}: {tier.missing}")
-    # The core's own stand in every registry already.
-    further = () if entry in [own.entry for own in PluginRegistry([]).records()] else (entry,)
-    registry = PluginRegistry([("topkv-testing", "0", Entries(*further))])
     return Subject(entry, registry, tier, options)
 
 

@@ -22,11 +22,11 @@ from hypothesis.stateful import run_state_machine_as_test
 from topkv.testing.host_reads import no_host_reads, require_interpreted
 from topkv.testing.kit import Subject, examples
 from topkv.testing.machines.residency import ResidencyMachine
-from topkv.testing.transfer_bench import Row
-from topkv.testing.transfer_cases import bench_of
-from topkv.testing.transfer_moves import MoveTests
-from topkv.testing.transfer_plans import PlanTests
-from topkv.testing.transfers_gpu import check_captured, check_far_addresses
+from topkv.testing.transfer.bench import Row
+from topkv.testing.transfer.cases import bench_of
+from topkv.testing.transfer.gpu import check_captured, check_far_addresses
+from topkv.testing.transfer.moves import MoveTests
+from topkv.testing.transfer.plans import PlanTests
 
 
 class TransferTests(PlanTests, MoveTests):

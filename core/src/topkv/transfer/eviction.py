@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from topkv.errors import PluginError
+from topkv.hooks.discovery import hookimpl
 from topkv.hooks.eviction import EvictionSetup
-from topkv.hooks.registry import hookimpl
 
 
 class LeastRecentlyUsed:

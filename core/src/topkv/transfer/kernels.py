@@ -1,7 +1,7 @@
 """Triton kernels of the transfer engine: who lies where, and the bytes of the misses.
 
-Each has its counterpart in ``reference.py``. Names: ``p_`` pointers, ``s_`` strides. All row
-arithmetic is 64 bit: rows times slots times entry bytes passes 2**31 early.
+Each has its counterpart in ``reference.py``. Names: ``p_`` pointers, ``s_`` strides. Address
+arithmetic is 64 bit: lane rows times slots times entry bytes soon exceed 2**31.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def plan_kernel(
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per lane; see ``reference.plan``.
+    """One program per lane; see ``ReferenceTransfer.plan``.
 
     A step is a chain of dependent reads, each a few hundred nanoseconds, so what does not depend
     on the chain is read first, and two counts share one scan.
@@ -117,12 +117,12 @@ def plan_kernel(
         write_counts(p_slots, p_miss_hosts, p_miss_slots, p_count, p_misses, k, in_k, 0, 0)
         return
 
-    row = slot * LANE_HEADS + lane % LANE_HEADS
-    p_unit_slot += row * max_units
-    p_slot_unit += row * C
-    p_order += row * C
-    p_stamp += row * (C + T)
-    p_counters += row * 2
+    lane_row = slot * LANE_HEADS + lane % LANE_HEADS
+    p_unit_slot += lane_row * max_units
+    p_slot_unit += lane_row * C
+    p_order += lane_row * C
+    p_stamp += lane_row * (C + T)
+    p_counters += lane_row * 2
 
     # Where is each id now? Ring units are found by arithmetic, the others in the inverse map.
     valid = in_k & (unit >= 0) & (unit < limit)
@@ -210,7 +210,7 @@ def load_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     head = lane % LANE_HEADS
-    row = slot * LANE_HEADS + head
+    lane_row = slot * LANE_HEADS + head
     p_miss_hosts += lane * K
     p_miss_slots += lane * K
     word = tl.arange(0, 4)
@@ -232,7 +232,7 @@ def load_kernel(
             other=0,
             cache_modifier=".cg",
         )
-        place = (row * SLOTS + target) * WORDS + inner
+        place = (lane_row * SLOTS + target) * WORDS + inner
         i += step
         host = tl.load(p_miss_hosts + i // WORDS, i < K * WORDS, other=-1)
         target = tl.load(p_miss_slots + i // WORDS, i < K * WORDS, other=-1)
@@ -280,20 +280,20 @@ def offload_kernel(
     length = tl.load(p_lengths + batch)
     closes = (tl.load(p_appended + batch) != 0) & (length % UNIT == 0)
     if (slot >= 0) & (length > 0) & (closes | FORCE):
-        row = slot * LANE_HEADS + head
+        lane_row = slot * LANE_HEADS + head
         unit = (length - 1) // UNIT
         fits = (tl.load(p_resident + batch) != 0) & ((tl.load(p_high + batch) - 1) // UNIT <= C)
-        p_map = p_unit_slot + layer * s_map_layer + row * max_units + unit
+        p_map = p_unit_slot + layer * s_map_layer + lane_row * max_units + unit
         place = tl.load(p_map)
         if fits & (unit < C):
             tl.store(p_map, unit)
-            tl.store(p_slot_unit + layer * s_slot_layer + row * C + unit, unit)
+            tl.store(p_slot_unit + layer * s_slot_layer + lane_row * C + unit, unit)
             place = unit
         page = tl.load(p_page_table + slot * max_pages + unit // UNITS_PER_PAGE).to(tl.int64)
         inner_unit = (unit % UNITS_PER_PAGE).to(tl.int64)
         host = page * s_page + layer * s_layer + head * s_head + inner_unit * s_unit
         p_host = p_pool + host * 4
-        p_row = p_buffer + (layer * s_buffer_layer + row * (C + T) * WORDS) * 4
+        p_row = p_buffer + (layer * s_buffer_layer + lane_row * (C + T) * WORDS) * 4
         p_ring = p_row + (C + unit % T).to(tl.int64) * (WORDS * 4)
         p_lru = p_row + place.to(tl.int64) * (WORDS * 4)
         word = tl.arange(0, 4)

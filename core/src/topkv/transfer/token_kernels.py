@@ -43,8 +43,8 @@ def append_kernel(
         unit = position // UNIT
         lane_head = kv_head // HEADS_PER_LANE
         if RING:
-            row = slot * LANE_HEADS + lane_head
-            entry = (row * (C + T) + C + unit % T) * (HEADS_PER_LANE * PLANES * UNIT * D)
+            lane_row = slot * LANE_HEADS + lane_head
+            entry = (lane_row * (C + T) + C + unit % T) * (HEADS_PER_LANE * PLANES * UNIT * D)
         else:
             page = tl.load(p_page_table + slot * max_pages + unit // UNITS_PER_PAGE).to(tl.int64)
             entry = page * s_page + lane_head * s_head + (unit % UNITS_PER_PAGE) * s_unit
@@ -74,7 +74,7 @@ def store_kernel(
     p_page_row,
     p_unit_slot,
     p_slot_unit,
-    first_row,
+    first_lane_row,
     start,
     tokens,
     low,
@@ -118,17 +118,17 @@ def store_kernel(
     entry = page * s_page + lane_head * s_head + (unit % UNITS_PER_PAGE) * s_unit + within
     _store_planes(p_pool + entry, d, k, v, both, UNIT * D, PLANES)
     if SPARSE:
-        row = first_row + lane_head
-        p_buffer += row * (C + T) * (HEADS_PER_LANE * PLANES * UNIT * D)
+        lane_row = first_lane_row + lane_head
+        p_buffer += lane_row * (C + T) * (HEADS_PER_LANE * PLANES * UNIT * D)
         in_ring = both & (unit >= low)[:, None]
         entry = (C + unit % T) * (HEADS_PER_LANE * PLANES * UNIT * D) + within
         _store_planes(p_buffer + entry, d, k, v, in_ring, UNIT * D, PLANES)
 
         claims = live & (unit < claim_below)
-        mapped = tl.load(p_unit_slot + row * max_units + unit, live, other=-1).to(tl.int64)
+        mapped = tl.load(p_unit_slot + lane_row * max_units + unit, live, other=-1).to(tl.int64)
         place = tl.where(claims, unit, mapped)
-        tl.store(p_unit_slot + row * max_units + unit, unit.to(tl.int32), claims)
-        tl.store(p_slot_unit + row * C + unit, unit.to(tl.int32), claims)
+        tl.store(p_unit_slot + lane_row * max_units + unit, unit.to(tl.int32), claims)
+        tl.store(p_slot_unit + lane_row * C + unit, unit.to(tl.int32), claims)
         in_lru = both & (place >= 0)[:, None]
         entry = place * (HEADS_PER_LANE * PLANES * UNIT * D) + within
         _store_planes(p_buffer + entry, d, k, v, in_lru, UNIT * D, PLANES)

@@ -8,15 +8,13 @@ attended and never scored, the first units are forced.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from topkv import hookimpl
-from topkv.errors import ConfigError
-from topkv.hooks.algorithm import AlgorithmSetup
-from topkv.hooks.topk import TopK
-from topkv.ops.topk import topk
-from topkv.types import AlgorithmSpec, LayerView, RepresentationSpec
+from topkv.algorithms import ScoredUnits
+from topkv.hooks.algorithm import RepresentationSpec
 
 
 def digest_of(keys: Tensor, valid: Tensor) -> Tensor:
@@ -50,7 +48,7 @@ def head_scores(q: Tensor, digest: Tensor) -> Tensor:
     return scores.flatten(1, 2)
 
 
-class ArkVale:
+class ArkVale(ScoredUnits):
     """Selects the closed units of the highest mean softmaxed score, kept as its logarithm.
 
     Of equal scores the lower unit wins. The first ``sink_units`` units are forced. Everything
@@ -58,88 +56,18 @@ class ArkVale:
     the device.
     """
 
-    impl = "reference"
-    work: TopK | None = None
-
-    def __init__(self, setup: AlgorithmSetup) -> None:
-        self.model, self.group = setup.model, setup.group
-        self.sink_units: int = setup.params["sink_units"]
-        most = self.group.select
-        if type(self.sink_units) is not int or not 0 <= self.sink_units <= most:
-            raise ConfigError(
-                "arkvale",
-                [
-                    f"sink_units must be an integer of 0 to {most}, the units of a selection, "
-                    f"got {self.sink_units!r}; lower it or raise the budget"
-                ],
-            )
-
-    @hookimpl
-    def spec(self) -> AlgorithmSpec:
+    def representations(self) -> list[RepresentationSpec]:
         shape = (self.group.num_kv_heads, 2, self.group.head_dim)
-        return AlgorithmSpec((RepresentationSpec("digest", "unit", shape, self.model.dtype),))
+        return [RepresentationSpec("digest", "unit", shape, self.model.dtype)]
 
-    @hookimpl
-    def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
-    ) -> None:
-        unit, tokens = self.group.unit, k.shape[0]
-        count = -(-tokens // unit)
-        padded = torch.nn.functional.pad(k, (0, 0, 0, 0, 0, count * unit - tokens))
-        valid = torch.arange(count * unit, device=k.device).view(count, unit) < tokens
-        units = start // unit + torch.arange(count, device=k.device)
-        at = self._host_ids(layer, torch.full_like(units, slot), units)
-        self._write(layer, at, padded.view(count, unit, *k.shape[1:]), valid)
+    def represent(self, keys: Tensor, valid: Tensor) -> dict[str, Tensor]:
+        return {"digest": digest_of(keys, valid)}
 
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        step, group = layer.step, self.group
-        newest = (step.lengths.long() - 1).clamp(min=0)
-        slots, units = step.slots.long().clamp(min=0), newest // group.unit
-        keys = layer.ring_k[slots, :, units % group.ring_slots]
-        valid = torch.arange(group.unit, device=k.device) <= (newest % group.unit)[:, None]
-        # Rows that append nothing write to host page 0, which belongs to nobody.
-        writes = (step.slots >= 0) & (step.appended != 0)
-        at = torch.where(writes, self._host_ids(layer, slots, units), 0)
-        self._write(layer, at, keys.flatten(1, 2).transpose(1, 2), valid)
-
-    @hookimpl
-    def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
-        step, group = layer.step, self.group
-        closed = (step.lengths - 1).clamp(min=0) // group.unit * (step.slots >= 0)
-        unit = torch.arange(group.max_units, device=q.device)
-        # Behind the closed units stands no page: host page 0 is read, and masked below.
-        units = torch.where(unit < closed[:, None], unit, 0)
-        at = self._host_ids(layer, step.slots.long().clamp(min=0)[:, None], units)
-        scores = head_scores(q[:, 0], layer.pools["digest"][at]) * self.model.scale
-        scores = scores.masked_fill(unit >= closed[:, None, None], float("-inf"))
-        # In logarithms: the softmax of a unit far below the best one is 0 in fp32.
-        by_head = scores.log_softmax(-1) if self.model.num_heads > group.lane_heads else scores
-        worth = by_head.unflatten(1, (group.lane_heads, -1)).logsumexp(2)
-        worth = worth.masked_fill(unit < self.sink_units, float("inf"))
-        lanes = closed.to(torch.int32).repeat_interleave(group.lane_heads)
-        topk(worth.flatten(0, 1), lanes, ids, impl=self.impl, work=self.work)
-
-    def _host_ids(self, layer: LayerView, slots: Tensor, units: Tensor) -> Tensor:
-        """Host ids of logical units of the requests in ``slots``, int64; shapes broadcast."""
-        per_page = self.group.units_per_page
-        page = layer.step.page_table[slots, units // per_page].long()
-        return page * per_page + units % per_page
-
-    def _write(self, layer: LayerView, at: Tensor, keys: Tensor, valid: Tensor) -> None:
-        """Digests of keys ``[n, unit, Hkv, D]`` to the host ids ``at [n]``."""
-        pool = layer.pools["digest"]
-        pool[at] = digest_of(keys, valid).to(pool.dtype)
+    def score(self, q: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
+        return head_scores(q, kept["digest"]) * self.model.scale
 
 
 class ArkValeTriton(ArkVale):
     """The same, whose top-k runs in kernels."""
 
     impl = "triton"
-
-    def __init__(self, setup: AlgorithmSetup) -> None:
-        super().__init__(setup)
-        group = self.group
-        self.work = setup.topk(group.rows, group.max_units, group.select)

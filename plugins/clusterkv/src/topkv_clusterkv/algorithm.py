@@ -14,8 +14,8 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.errors import ConfigError
-from topkv.hooks.algorithm import AlgorithmSetup, History
-from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape
+from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History
+from topkv.types import GroupShape, LayerView, ModelShape
 from topkv_clusterkv import reference
 from topkv_clusterkv.store import RequestClusters, Settings, State, representations
 

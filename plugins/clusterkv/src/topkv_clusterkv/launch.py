@@ -1,4 +1,4 @@
-"""ClusterKV with its kernels: launches, and the workspaces that they share."""
+"""ClusterKV with its kernels: launches, and the scratch that they share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BITS = {2: torch.int16, 4: torch.int32}
 class ClusterKVTriton(ClusterKV):
     """ClusterKV that decodes in kernels, with every constant worked out once.
 
-    Workspaces: scaled scores fp32 ``[max_requests * H, C]``, maximum and exponential sum of each
+    Scratch: scaled scores fp32 ``[max_requests * H, C]``, maximum and exponential sum of each
     block of clusters ``[max_requests * H, blocks]``, and the members taken, as prefix sums, int32
     ``[rows, C]``.
     """
@@ -42,7 +42,7 @@ class ClusterKVTriton(ClusterKV):
         self.raw = torch.empty((heads, self.clusters), **floats)
         self.peak = torch.empty((heads, self.blocks), **floats)
         self.mass = torch.empty((heads, self.blocks), **floats)
-        self.upto = torch.empty((group.rows, self.clusters), dtype=torch.int32, device=device)
+        self.upto = torch.empty((group.max_lanes, self.clusters), dtype=torch.int32, device=device)
         self.bits = _BITS[model.dtype.itemsize]
         heads_of = {"KV_HEADS": model.num_kv_heads}
         dims = {"D": group.head_dim, "BLOCK_D": max(16, triton.next_power_of_2(group.head_dim))}

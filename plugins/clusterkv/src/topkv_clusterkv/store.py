@@ -20,7 +20,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from topkv.types import GroupShape, RepresentationSpec
+from topkv.hooks.algorithm import RepresentationSpec
+from topkv.types import GroupShape
 from topkv_clusterkv.kmeans import kmeans, spread
 
 

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from topkv import hookimpl
-from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.algorithms import host_ids
+from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
 from topkv.ops.topk import topk
-from topkv.types import AlgorithmSpec, LayerView, RepresentationSpec
+from topkv.types import LayerView
 from topkv_deepseek_dsa import reference
 from topkv_deepseek_dsa.parameters import settings_of
 
-WORKSPACE = 256 << 20
+SCORE_BYTES = 256 << 20
 """Most bytes of the scores of a block of prompt rows."""
 
 PROMPT_ROWS = 512
@@ -40,7 +41,7 @@ def blocks(
         The rows, counted from ``start``, and how many tokens each of them sees, int32 ``[m]``.
     """
     each = 4 * (start + rows) * heads
-    most = max(1, min(WORKSPACE // max(each, 1), PROMPT_ROWS))
+    most = max(1, min(SCORE_BYTES // max(each, 1), PROMPT_ROWS))
     for first in range(0, rows, most):
         at = slice(first, min(first + most, rows))
         yield at, torch.arange(start + at.start + 1, start + at.stop + 1, device=device).int()
@@ -145,7 +146,7 @@ class DeepSeekDSA:
     def _write(self, layer: LayerView, slots: Tensor, tokens: Tensor, keys: Tensor) -> None:
         """Index keys ``[n, D]`` to the pool."""
         pool, settings = layer.pools["index"], self.settings
-        at = reference.host_rows(layer.step.page_table, slots, tokens, self.group.page_tokens)
+        at = host_ids(layer, slots, tokens)
         if settings.hadamard:
             keys = reference.hadamard(keys)
         if settings.fp8:
@@ -166,7 +167,7 @@ class DeepSeekDSA:
             weights: ``[m, H]``.
         """
         pool, settings = layer.pools["index"], self.settings
-        at = reference.host_rows(layer.step.page_table, slots, tokens, self.group.page_tokens)
+        at = host_ids(layer, slots, tokens)
         weights = weights.float()
         if settings.hadamard:
             q = reference.hadamard(q)

@@ -1,4 +1,4 @@
-"""Launches of the indexer's kernels, their workspaces, and the algorithm that uses them."""
+"""Launches of the indexer's kernels, their scratch, and the algorithm that uses them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
-from topkv.ops import early
+from topkv.ops import pdl
 from topkv.ops.topk import topk
 from topkv.types import GroupShape, LayerView, ModelShape
 from topkv_deepseek_dsa import kernels, key_kernels
@@ -92,7 +92,7 @@ class Launcher:
         self.model, self.group, self.settings = model, group, settings
         self.device = device
         self._set_constants()
-        self.query, self.weight = self._workspace(group.max_requests)
+        self.query, self.weight = self._query_scratch(group.max_requests)
         self.scores = torch.empty(
             (group.max_requests, group.max_units), dtype=torch.float32, device=device
         )
@@ -139,7 +139,7 @@ class Launcher:
             "CUDA": cuda,
             "num_warps": warps,
         }
-        self.early = EARLY and early.available(self.device)
+        self.early = EARLY and pdl.available(self.device)
         # The same for any batch, or each size would be compiled, in the middle of a capture say.
         self.together = int(triton.next_power_of_2(self.group.max_requests))
         # More than one for the interpreter, which would not see rows divided otherwise.
@@ -148,8 +148,10 @@ class Launcher:
             count = torch.cuda.get_device_properties(self.device).multi_processor_count
             self.running = RUNNING[kind] * count
 
-    def _workspace(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Queries as the score kernel reads them, and weights, of so many rows."""
+    def _query_scratch(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Uninitialised queries ``[rows, H, D]`` as the score kernel reads them, uint8 where keys
+        are fp8 and else of the model's dtype, and weights fp32 ``[rows, H]``.
+        """
         settings = self.settings
         dtype = torch.uint8 if settings.fp8 else self.model.dtype
         shape = (rows, settings.heads, settings.dim)
@@ -205,7 +207,7 @@ class Launcher:
         scores = torch.empty((rows, tokens), dtype=torch.float32, device=self.device)
         self._score(
             *(layer, q, weights, torch.full_like(counts, slot), counts),
-            *(*self._workspace(rows), scores, counts),
+            *(*self._query_scratch(rows), scores, counts),
             prompt=True,
         )
         return scores
@@ -248,7 +250,7 @@ class Launcher:
             ROWS=together,
             PDL=self.early,
             AHEAD=0 if direct else AHEAD,
-            **early.options(self.early),
+            **pdl.options(self.early),
             **self.scoring,
         )
 
@@ -261,7 +263,7 @@ class Launcher:
             *(q.stride(0), q.stride(1), weights.stride(0), weights.stride(1)),
             Q_BF16=q.dtype is torch.bfloat16,
             PDL=self.early,
-            **early.options(self.early),
+            **pdl.options(self.early),
             **self.querying,
         )
 

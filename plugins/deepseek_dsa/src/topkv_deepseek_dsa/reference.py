@@ -68,12 +68,6 @@ def blocks(pool: Tensor) -> tuple[Tensor, Tensor]:
     return codes.unflatten(1, (BLOCK, width - 4)), scales.view(torch.float32)
 
 
-def host_rows(page_table: Tensor, slots: Tensor, tokens: Tensor, page_tokens: int) -> Tensor:
-    """Rows of the token pool of ``tokens`` of request ``slots``, int64."""
-    page = page_table[slots.long(), tokens.long() // page_tokens].long()
-    return page * page_tokens + tokens % page_tokens
-
-
 def scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
     """``sum over j of w[m, j] * relu(q[m, j] . k[n])``, fp32 ``[m, n]``.
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from topkv import hookimpl
-from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.algorithms import host_ids
+from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
 from topkv.ops.topk import topk
-from topkv.types import AlgorithmSpec, LayerView, RepresentationSpec
+from topkv.types import LayerView
 from topkv_double_sparsity import reference, statistics
 from topkv_double_sparsity.parameters import settings_of
 
@@ -112,7 +113,7 @@ class DoubleSparsity:
     def _write(self, layer: LayerView, slots: Tensor, tokens: Tensor, keys: Tensor) -> None:
         """Labels of keys ``[n, Hkv, D]`` to the pools."""
         label = reference.gather(keys, self.channels(layer)[slots])
-        at = reference.host_rows(layer.step.page_table, slots, tokens, self.group.page_tokens)
+        at = host_ids(layer, slots, tokens)
         if self.settings.int4:
             layer.pools["labels"][at], layer.pools["meta"][at] = reference.quantize(label)
         else:
@@ -133,9 +134,7 @@ class DoubleSparsity:
         # Behind the selectable tokens stands no page: read page 0, and mask it below.
         tokens = torch.where(tokens < closed[:, None], tokens, 0)
         slots = step.slots.clamp(min=0)
-        at = reference.host_rows(
-            step.page_table, slots[:, None].expand_as(tokens), tokens, group.page_tokens
-        )
+        at = host_ids(layer, slots[:, None], tokens)
         labels = layer.pools["labels"][at]
         if settings.int4:
             labels = reference.dequantize(labels, layer.pools["meta"][at], settings.channels)

@@ -1,4 +1,4 @@
-"""Head sparsity by kernels: launches, workspaces, and the algorithm that uses them."""
+"""Head sparsity by kernels: launches, scratch, and the algorithm that uses them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from topkv_double_sparsity.launch import DoubleSparsityTriton, Launcher
 
 
 class FlatLanes:
-    """The kernels of one group, and their workspaces.
+    """The kernels of one group, and their scratch.
 
     Args:
         launcher: of the group; its queries and constants are used.
@@ -28,7 +28,7 @@ class FlatLanes:
         self.peak, self.mass, self.moment = torch.empty(
             (3, *shape), dtype=torch.float32, device=device
         )
-        self.flat = torch.zeros(launcher.group.rows, dtype=torch.int32, device=device)
+        self.flat = torch.zeros(launcher.group.max_lanes, dtype=torch.int32, device=device)
         sampling, scoring = launcher.sampling, launcher.scoring
         takes = (*entropy_kernel.arg_names, "num_warps")
         self.measuring = {name: sampling[name] for name in sampling if name in takes}
@@ -63,8 +63,8 @@ class HeadSparsityTriton(DoubleSparsityTriton):
         super().__init__(setup)
         group, few = self.group, self.settings.flat_select
         self.lanes = FlatLanes(self.launcher, setup.device)
-        self.few = torch.empty((group.rows, few), dtype=torch.int32, device=setup.device)
-        self.few_work = setup.topk(group.rows, group.max_units, few)
+        self.few = torch.empty((group.max_lanes, few), dtype=torch.int32, device=setup.device)
+        self.few_work = setup.topk(group.max_lanes, group.max_units, few)
 
     @hookimpl
     def retrieve_topk(

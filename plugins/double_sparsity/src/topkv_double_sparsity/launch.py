@@ -1,4 +1,4 @@
-"""Launches of the Double Sparsity kernels, their workspaces, and the algorithm that uses them."""
+"""Launches of the Double Sparsity kernels, their scratch, and the algorithm that uses them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _bundle(kv_heads: int, group: int, size: int, columns: int, row: int) -> int
 class Launcher:
     """The kernels of one group, with every constant worked out once.
 
-    Workspaces: fp32 scores ``[rows, U]``, U rounded up to 16; and for each request slot and bundle
+    Scratch: fp32 scores ``[rows, U]``, U rounded up to 16; and for each request slot and bundle
     of kv-heads the block-diagonal matrix of queries, its column sums, and of each block of the
     sample the maximum and the exponential sum of each column.
     """
@@ -95,8 +95,8 @@ class Launcher:
         self.total = torch.empty((bundles, self.columns), **floats)
         sampled = (bundles, self.blocks, self.columns)
         self.peak, self.mass = torch.empty(sampled, **floats), torch.empty(sampled, **floats)
-        self.scores = torch.empty((group.rows, -(-group.max_units // 16) * 16), **floats)
-        self.closed = torch.zeros(group.rows, dtype=torch.int32, device=device)
+        self.scores = torch.empty((group.max_lanes, -(-group.max_units // 16) * 16), **floats)
+        self.closed = torch.zeros(group.max_lanes, dtype=torch.int32, device=device)
 
     def _set_constants(self, device: torch.device) -> None:
         model, settings = self.model, self.settings
@@ -248,7 +248,7 @@ class DoubleSparsityTriton(DoubleSparsity):
         super().__init__(setup)
         group = self.group
         self.launcher = Launcher(self.model, group, self.settings, setup.device)
-        self.work = setup.topk(group.rows, group.max_units, group.select)
+        self.work = setup.topk(group.max_lanes, group.max_units, group.select)
 
     def _represent(self, layer: LayerView, slot: int, start: int, k: Tensor) -> None:
         self.launcher.construct(layer, self.channels(layer), slot, start, k)

@@ -83,12 +83,6 @@ def dequantize(codes: Tensor, meta: Tensor, channels: int) -> Tensor:
     return code * scale[..., None] + zero[..., None]
 
 
-def host_rows(page_table: Tensor, slots: Tensor, tokens: Tensor, page_tokens: int) -> Tensor:
-    """Rows of the token pools of ``tokens`` of request ``slots``, int64."""
-    page = page_table[slots.long(), tokens.long() // page_tokens].long()
-    return page * page_tokens + tokens % page_tokens
-
-
 def head_logits(q: Tensor, channels: Tensor, labels: Tensor) -> Tensor:
     """Sum over the channels of a label of q times label, fp32 ``[n, H, U]``.
 

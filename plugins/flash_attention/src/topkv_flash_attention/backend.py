@@ -18,7 +18,6 @@ import triton
 from torch import Tensor
 
 from topkv import hookimpl
-from topkv.errors import CapabilityError
 from topkv.hooks.backend import BackendSetup
 from topkv.ops.page_table import adapt_page_table
 from topkv.types import LayerView, Plan, Tables
@@ -49,21 +48,14 @@ class FlashAttention:
 
     def __init__(self, setup: BackendSetup) -> None:
         model, group, device = setup.model, setup.group, setup.device
-        reasons = _refusals(setup)
         cuda = device.type == "cuda"
         capability = torch.cuda.get_device_capability(device) if cuda else None
-        library, tried = providers.choose(model, group, capability)
-        if library is None:
-            reasons.append(
-                "no build of FlashAttention serves it: pip install flash-attn-4 or vllm, or name "
-                f"vLLM's library file in {providers.LIBRARY}; tried were"
-            )
-            reasons += [f"  {each}" for each in tried]
-        if reasons or library is None:
-            raise CapabilityError(
-                f"flash_attention cannot serve layers {list(group.layers)}", reasons
-            )
-        self.model, self.group, self.library = model, group, library
+        self.library = providers.BUILDS.require(
+            f"flash_attention cannot serve layers {list(group.layers)}",
+            _refusals(setup),
+            lambda library: library.refusals(model, group, capability),
+        )
+        self.model, self.group = model, group
         self.latent = model.attention == "mla"
         lanes = setup.max_batch * group.lane_heads
         self.zeros = torch.zeros(lanes, dtype=torch.int32, device=device)
@@ -204,9 +196,9 @@ def _refusals(setup: BackendSetup) -> list[str]:
         )
     if group.residency == "streamed":
         reasons.append("it reads no host memory: make streamed layers resident")
-    if group.rows * group.slots >= 2**31:
+    if group.max_lanes * group.slots >= 2**31:
         reasons.append(
-            f"buffer: {group.rows} rows x {group.slots} slots exceed the int32 ids of a page "
-            "table; lower max_requests or buffer"
+            f"buffer: {group.max_lanes} lanes x {group.slots} slots exceed the int32 ids of a "
+            "page table; lower max_requests or buffer"
         )
     return reasons

@@ -11,103 +11,21 @@ A place is recognised by what it offers, not by its version.
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Iterator
-from importlib import import_module, metadata
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import frozen
 
-from topkv.types import GroupShape, ModelShape
+from topkv.libraries import BROKEN, Places, UnusableError, in_one_line, module_with
 from topkv_flash_attention.hopper import FlashAttention3
-from topkv_flash_attention.library import Capability, Library
+from topkv_flash_attention.library import Library
 from topkv_flash_attention.others import FlashAttention2, FlashAttention4
 
 LIBRARY = "TOPKV_FA3_LIBRARY"
 """Environment variable that names the library file of vLLM's FlashAttention-3."""
-
-_BROKEN = (ImportError, OSError, RuntimeError, AttributeError)
-"""What packages raise whose binaries do not fit this torch, driver or device."""
-
-
-class UnusableError(Exception):
-    """A place holds nothing that can be called; says why."""
-
-
-@frozen
-class Found:
-    """What one place holds.
-
-    Attributes:
-        place: one of ``PLACES``.
-        library: what was found; None with a ``problem``.
-    """
-
-    place: str
-    library: Library | None
-    problem: str = ""
-
-    def __str__(self) -> str:
-        told = self.problem if self.library is None else f"ok, {self.library.name}"
-        return f"{self.place}: {told}"
-
-
-def choose(
-    model: ModelShape, group: GroupShape, capability: Capability | None
-) -> tuple[Library | None, list[str]]:
-    """The first library that serves a group, and why those before it do not.
-
-    Args:
-        capability: of the device; None where there is no CUDA device.
-    """
-    reasons = []
-    for found in look():
-        if found.library is None:
-            reasons.append(str(found))
-            continue
-        refusals = found.library.refusals(model, group, capability)
-        if not refusals:
-            return found.library, reasons
-        reasons.append(f"{found.place}: {'; '.join(refusals)}")
-    return None, reasons
-
-
-def describe() -> list[str]:
-    """One line for each place, as a report of the machine shows it."""
-    return [str(found) for found in look()]
-
-
-def look() -> Iterator[Found]:
-    """Every place in order; one is looked at when it is asked for."""
-    for place, load in PLACES.items():
-        try:
-            yield Found(place, load())
-        except UnusableError as reason:
-            yield Found(place, None, str(reason))
-
-
-def _import(name: str) -> Any:
-    """The module.
-
-    Raises:
-        UnusableError: it is not installed, or does not import.
-    """
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
-            raise UnusableError("not installed") from error
-        raise UnusableError(f"does not import: it needs {error.name}") from error
-    except _BROKEN as error:
-        raise UnusableError(f"does not import: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _version(package: str) -> str:
@@ -129,7 +47,7 @@ def _hopper(name: str, operators: Any) -> FlashAttention3:
 
 
 def _upstream() -> Library:
-    _import("flash_attn_interface")
+    module_with("flash_attn_interface", {})
     return _hopper(f"flash_attn_interface{_version('flash_attn_3')}", torch.ops.flash_attn_3)
 
 
@@ -141,8 +59,8 @@ def _vllm() -> Library:
     path = _vllm_file()
     try:
         torch.ops.load_library(str(path))
-    except _BROKEN as error:
-        raise UnusableError(f"{path} does not load: {_first_line(error)}") from error
+    except BROKEN as error:
+        raise UnusableError(f"{path} does not load: {in_one_line(error)}") from error
     return _hopper(f"FlashAttention-3 of vLLM, {path}", operators)
 
 
@@ -162,46 +80,32 @@ def _vllm_file() -> Path:
 
 
 def _cute() -> Library:
-    forward = _function(
-        "flash_attn.cute.interface",
-        "_flash_attn_fwd",
+    taken = (
         *("q", "k", "v", "seqused_k", "max_seqlen_k", "page_table", "softmax_scale", "causal"),
         *("num_splits", "return_lse", "out"),
     )
-    return FlashAttention4(f"flash_attn.cute{_version('flash-attn-4')}", forward)
+    module = module_with("flash_attn.cute.interface", {"_flash_attn_fwd": taken})
+    return FlashAttention4(f"flash_attn.cute{_version('flash-attn-4')}", module._flash_attn_fwd)
 
 
 def _second() -> Library:
-    with_cache = _function(
-        "flash_attn",
-        "flash_attn_with_kvcache",
-        *("cache_seqlens", "block_table", "softmax_scale", "num_splits", "return_softmax_lse"),
+    cached = ("cache_seqlens", "block_table", "softmax_scale", "num_splits", "return_softmax_lse")
+    dense = ("softmax_scale", "causal", "return_attn_probs")
+    module = module_with(
+        "flash_attn", {"flash_attn_with_kvcache": cached, "flash_attn_func": dense}
     )
-    dense = _function(
-        "flash_attn", "flash_attn_func", "softmax_scale", "causal", "return_attn_probs"
-    )
-    return FlashAttention2(f"flash_attn{_version('flash-attn')}", with_cache, dense)
+    name = f"flash_attn{_version('flash-attn')}"
+    return FlashAttention2(name, module.flash_attn_with_kvcache, module.flash_attn_func)
 
 
-def _function(module: str, name: str, *arguments: str) -> Callable[..., Any]:
-    """A function of a module that takes these arguments.
-
-    Raises:
-        UnusableError: there is none.
-    """
-    function: Callable[..., Any] | None = getattr(_import(module), name, None)
-    if function is None:
-        raise UnusableError(f"{module} has no {name}")
-    taken = inspect.signature(function).parameters
-    lacking = [each for each in arguments if each not in taken]
-    if lacking:
-        raise UnusableError(f"{module}.{name} takes no {', '.join(lacking)}")
-    return function
-
-
-PLACES: dict[str, Callable[[], Library]] = {
-    "flash_attn_interface": _upstream,
-    "vllm": _vllm,
-    "flash_attn.cute": _cute,
-    "flash_attn": _second,
-}
+BUILDS = Places[Library](
+    "no build of FlashAttention serves it: pip install flash-attn-4 or vllm, or name "
+    f"vLLM's library file in {LIBRARY}",
+    {
+        "flash_attn_interface": _upstream,
+        "vllm": _vllm,
+        "flash_attn.cute": _cute,
+        "flash_attn": _second,
+    },
+)
+describe = BUILDS.describe

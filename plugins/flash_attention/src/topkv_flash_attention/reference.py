@@ -8,7 +8,7 @@ from torch import Tensor
 Span = tuple[slice, int, bool]
 """Rows of a chunk, how many of the keys they see at most, and whether causally."""
 
-WORKSPACE = 256 << 20
+LOGIT_BYTES = 256 << 20
 """Most bytes of the logits of a block of prompt rows in ``masked``."""
 
 
@@ -70,9 +70,9 @@ def masked(q: Tensor, k: Tensor, v: Tensor, scale: float, keep: Tensor) -> tuple
     """
     group = q.shape[1] // k.shape[1]
     keys, values = k.float(), v.float()
-    out = torch.empty((*q.shape[:2], v.shape[-1]), device=q.device)
-    lse = torch.empty(q.shape[:2], device=q.device)
-    block = max(1, WORKSPACE // (8 * max(1, q.shape[1] * len(k))))
+    out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=torch.float32, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    block = max(1, LOGIT_BYTES // (8 * max(1, q.shape[1] * len(k))))
     for first in range(0, len(q), block):
         at = slice(first, first + block)
         queries = q[at].float().unflatten(1, (-1, group))

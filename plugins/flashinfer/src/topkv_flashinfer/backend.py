@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from topkv import hookimpl
-from topkv.errors import CapabilityError
 from topkv.hooks.backend import BackendSetup
 from topkv.types import GroupShape, LayerView, ModelShape, Plan, Tables
 from topkv_flashinfer import plans, providers
@@ -33,16 +32,9 @@ class FlashInfer:
 
     def __init__(self, setup: BackendSetup) -> None:
         self.latent = setup.model.attention == "mla"
-        reasons = _refusals(setup)
-        library, tried = providers.find("mla" if self.latent else "gqa")
-        if library is None:
-            reasons.append(
-                f"FlashInfer is not usable: {providers.INSTALL}; tried " + "; ".join(tried)
-            )
-        if reasons or library is None:
-            layers = list(setup.group.layers)
-            raise CapabilityError(f"flashinfer cannot serve layers {layers}", reasons)
-        self._serve(library, setup)
+        part = providers.PARTS["mla" if self.latent else "gqa"]
+        what = f"flashinfer cannot serve layers {list(setup.group.layers)}"
+        self._serve(part.require(what, _refusals(setup)), setup)
 
     def _serve(self, library: providers.Library, setup: BackendSetup) -> None:
         """Make the plans and workspaces."""
@@ -152,10 +144,10 @@ def _refusals(setup: BackendSetup) -> list[str]:
             reasons.append(f"capability: expected {needed}, got {major}.x; use another backend")
     if max_batch < 1:
         reasons.append(f"max_batch: expected at least 1, got {max_batch}; raise it")
-    if group.rows * group.slots >= 2**31:
+    if group.max_lanes * group.slots >= 2**31:
         reasons.append(
-            f"buffer: {group.rows} rows x {group.slots} slots exceed the int32 ids of a page "
-            "table; lower max_requests or buffer"
+            f"buffer: {group.max_lanes} lanes x {group.slots} slots exceed the int32 ids of a "
+            "page table; lower max_requests or buffer"
         )
     tokens = max_batch * group.lane_heads * plans.table_width(group) * group.unit
     if tokens >= 2**31:

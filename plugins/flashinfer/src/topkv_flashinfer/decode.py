@@ -29,7 +29,7 @@ from attrs import frozen
 from torch import Tensor
 
 from topkv.hooks.backend import BackendSetup
-from topkv.ops import early
+from topkv.ops import pdl
 from topkv.types import Tables
 from topkv_flashinfer import plans
 from topkv_flashinfer.providers import Library
@@ -60,7 +60,7 @@ class Decode:
         model, group, device = setup.model, setup.group, setup.device
         lanes = setup.max_batch * group.lane_heads
         self._library, self._model, self._group = library, model, group
-        self._device, self._early = device, early.available(device)
+        self._device, self._early = device, pdl.available(device)
         self._heads = group.heads_per_lane * setup.group_size
         width = plans.table_width(group)
         self.pages = plans.Pages.empty(lanes, width, device)

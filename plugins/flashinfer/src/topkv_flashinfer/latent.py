@@ -25,7 +25,7 @@ from attrs import frozen
 from torch import Tensor
 
 from topkv.hooks.backend import BackendSetup
-from topkv.ops import early
+from topkv.ops import pdl
 from topkv.types import ModelShape, Tables
 from topkv_flashinfer import kernels, plans
 from topkv_flashinfer.providers import Library
@@ -141,7 +141,7 @@ class Latent:
         group, device, lanes = setup.group, setup.device, setup.max_batch
         self._library, self._model, self._group, self._device = library, setup.model, group, device
         self._heads = setup.group_size
-        self.float, self._early = workspace(device), early.available(device)
+        self.float, self._early = workspace(device), pdl.available(device)
         width = plans.table_width(group)
         self.pages = plans.Pages.empty(lanes, width, device)
         self._plans: dict[tuple[int, int], Planned] = {}

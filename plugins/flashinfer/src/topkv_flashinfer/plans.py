@@ -9,9 +9,9 @@ import triton
 from attrs import frozen
 from torch import Tensor
 
-from topkv.ops import early
-from topkv.ops.page_table import adapt_page_table
-from topkv.types import GroupShape, LayerView, Listing, Plan, Tables
+from topkv.ops import pdl
+from topkv.ops.page_table import Listing, adapt_page_table
+from topkv.types import GroupShape, LayerView, Plan, Tables
 from topkv_flashinfer import kernels
 
 LN2 = math.log(2.0)
@@ -75,18 +75,18 @@ class Pages:
         )
 
 
-def make_natural(lse: Tensor, pdl: bool) -> None:
-    """Log-sum-exps, contiguous, from base 2 to base e; ``pdl``: see ``topkv.ops.early``.
+def make_natural(lse: Tensor, early: bool) -> None:
+    """Log-sum-exps, contiguous, from base 2 to base e; ``early``: see ``topkv.ops.pdl``.
 
     The library's last kernel is not launched early, so the one here may be.
     """
     kernels.natural_kernel[(triton.cdiv(lse.numel(), BLOCK),)](
         *(lse, lse.numel()),
         FACTOR=LN2,
-        PDL=pdl,
+        PDL=early,
         BLOCK=BLOCK,
         num_warps=4,
-        **early.options(pdl),
+        **pdl.options(early),
     )
 
 

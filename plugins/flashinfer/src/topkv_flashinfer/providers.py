@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 from attrs import frozen
 
-INSTALL = "pip install flashinfer-python"
-
-PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "gqa": {
-        "flashinfer:BatchDecodeWithPagedKVCacheWrapper.run": ("out", "lse", "enable_pdl"),
-        "flashinfer:BatchDecodeWithPagedKVCacheWrapper.workspace_size": ("sm_scale",),
-        "flashinfer:BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer": (),
-        "flashinfer:single_prefill_with_kv_cache": ("packed_custom_mask", "return_lse", "backend"),
-    },
-    "mla": {
-        "flashinfer.mla:BatchMLAPagedAttentionWrapper.plan": ("metadata", "lse_mode"),
-        "flashinfer.mla:BatchMLAPagedAttentionWrapper.run": ("query", "kv_cache", "lse"),
-        "flashinfer.mla:MLAPlanMetadata.csr": ("kv_len_arr",),
-    },
-}
-"""By part of the plugin, ``module:name``, and arguments that it must take. The names that the
-backend calls directly are the first component behind the colon."""
+from topkv.libraries import Places, module_with
 
 
 @frozen
@@ -35,7 +16,7 @@ class Library:
 
     Attributes:
         name: name and version.
-        functions: what ``PARTS`` names, by the first component behind the colon.
+        functions: what the backend calls directly: first components of the names in ``PARTS``.
     """
 
     name: str
@@ -45,55 +26,44 @@ class Library:
         return self.functions[name]
 
 
-def find(part: str) -> tuple[Library | None, list[str]]:
-    """A part of ``PARTS``, and everything that it lacks.
-
-    Returns:
-        The part, None where anything is missing; and what was tried and found wanting.
-    """
-    functions: dict[str, Callable[..., Any]] = {}
-    reasons: list[str] = []
-    for path, arguments in PARTS[part].items():
-        module_name, names = path.split(":")
-        module, failure = _import(module_name)
-        if module is None:
-            reasons.append(failure)
-            continue
-        owner = names.split(".")[0]
-        found: Any = module
-        for name in names.split("."):
-            found = getattr(found, name, None)
-        if found is None:
-            reasons.append(f"{module_name}: it has no {names}")
-            continue
-        functions[owner] = getattr(module, owner)
-        taken = inspect.signature(inspect.unwrap(found)).parameters
-        reasons += [
-            f"{module_name}: {names} takes no {name!r}" for name in arguments if name not in taken
-        ]
-    if reasons:
-        return None, list(dict.fromkeys(reasons))
-    return Library(f"flashinfer {version()}", functions), []
-
-
 def version() -> str:
     """Version of the library as it says itself, "of no version" where it does not."""
-    module, _ = _import("flashinfer")
-    return str(getattr(module, "__version__", "of no version"))
+    return str(getattr(module_with("flashinfer", {}), "__version__", "of no version"))
 
 
 def describe() -> list[str]:
     """What is usable here, a line for each part."""
-    lines = []
-    for part in PARTS:
-        library, reasons = find(part)
-        lines.append(f"{part}: {'; '.join(reasons) if library is None else f'ok, {library.name}'}")
-    return lines
+    return [f"{name}: {line}" for name, part in PARTS.items() for line in part.describe()]
 
 
-def _import(name: str) -> tuple[ModuleType | None, str]:
-    try:
-        return import_module(name), ""
-    except (ImportError, OSError, RuntimeError) as error:
-        said = str(error).splitlines() or ["no reason given"]
-        return None, f"{name}: {type(error).__name__}: {said[0]}"
+def _part(name: str, wanted: Mapping[str, tuple[str, ...]]) -> Places[Library]:
+    """A part of the library: a module, and by name arguments that functions in it must take."""
+
+    def load() -> Library:
+        module = module_with(name, wanted)
+        called = {path.partition(".")[0] for path in wanted}
+        return Library(f"flashinfer {version()}", {each: getattr(module, each) for each in called})
+
+    return Places("FlashInfer is not usable: pip install flashinfer-python", {name: load})
+
+
+PARTS = {
+    "gqa": _part(
+        "flashinfer",
+        {
+            "BatchDecodeWithPagedKVCacheWrapper.run": ("out", "lse", "enable_pdl"),
+            "BatchDecodeWithPagedKVCacheWrapper.workspace_size": ("sm_scale",),
+            "BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer": (),
+            "single_prefill_with_kv_cache": ("packed_custom_mask", "return_lse", "backend"),
+        },
+    ),
+    "mla": _part(
+        "flashinfer.mla",
+        {
+            "BatchMLAPagedAttentionWrapper.plan": ("metadata", "lse_mode"),
+            "BatchMLAPagedAttentionWrapper.run": ("query", "kv_cache", "lse"),
+            "MLAPlanMetadata.csr": ("kv_len_arr",),
+        },
+    ),
+}
+"""By kind of attention; each part is looked for in one place."""

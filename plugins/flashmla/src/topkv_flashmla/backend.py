@@ -14,10 +14,9 @@ import triton
 from torch import Tensor
 
 from topkv import hookimpl
-from topkv.errors import CapabilityError
 from topkv.hooks.backend import BackendSetup
-from topkv.ops.page_table import adapt_page_table
-from topkv.types import LayerView, Listing, Plan, Tables
+from topkv.ops.page_table import Listing, adapt_page_table
+from topkv.types import LayerView, Plan, Tables
 from topkv_flashmla import kernels, providers, reference
 from topkv_flashmla.support import DIM, LATENT, attends_by_pages, refusals
 
@@ -44,24 +43,17 @@ class FlashMLA:
 
     def __init__(self, setup: BackendSetup) -> None:
         group = setup.group
-        reasons = refusals(setup)
-        provider, tried = providers.find()
-        if provider is None:
-            reasons.append(
-                "no build of FlashMLA is usable: pip install sgl-flash-mla, say; "
-                + "; ".join(tried)
-            )
-        if reasons or provider is None:
-            raise CapabilityError(f"flashmla cannot serve layers {list(group.layers)}", reasons)
-        self.model, self.group, self.provider = setup.model, group, provider
+        what = f"flashmla cannot serve layers {list(group.layers)}"
+        self.provider = providers.BUILDS.require(what, refusals(setup))
+        self.model, self.group = setup.model, group
         self.max_batch = setup.max_batch
         self.fp8 = group.dtype is torch.uint8
         self.heads = 64 if setup.group_size <= 64 else 128
         self.by_pages = attends_by_pages(group)
         if not self.by_pages:
-            self._make_workspace(setup.device)
+            self._make_scratch(setup.device)
 
-    def _make_workspace(self, device: torch.device) -> None:
+    def _make_scratch(self, device: torch.device) -> None:
         """Indices and padded queries of the sparse kernels."""
         group, max_batch = self.group, self.max_batch
         sparse = group.residency == "sparse"

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from importlib import import_module
+from functools import partial
 from typing import Any
 
 from attrs import field, frozen
+
+from topkv.libraries import Places, UnusableError, module_with
 
 MODULES = ("flash_mla", "vllm.third_party.flashmla.flash_mla_interface")
 FUNCTIONS = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd", "get_mla_metadata")
@@ -39,28 +41,13 @@ class Provider:
     options: Mapping[str, Any] = field(factory=dict)
 
 
-def find() -> tuple[Provider | None, list[str]]:
-    """The first provider that is usable, and why those before it are not."""
-    reasons = []
-    for name in MODULES:
-        try:
-            module = import_module(name)
-        except (ImportError, OSError, RuntimeError) as error:
-            reasons.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
-            continue
-        lacking = [function for function in FUNCTIONS if not hasattr(module, function)]
-        if not lacking:
-            lacking = _lacking(module)
-        if not lacking:
-            return _provider(name, module), reasons
-        reasons.append(f"{name}: it has no {', '.join(lacking)}")
-    return None, reasons
-
-
-def describe() -> list[str]:
-    """What ``topkv doctor`` shows: the build that is used, and what was found of the others."""
-    provider, reasons = find()
-    return [*reasons, *([f"{provider.name}: ok"] if provider else [])]
+def _load(name: str) -> Provider:
+    module = module_with(name, {})
+    lacking = [function for function in FUNCTIONS if not hasattr(module, function)]
+    lacking = lacking or _lacking(module)
+    if lacking:
+        raise UnusableError(f"it has no {', '.join(lacking)}")
+    return _provider(name, module)
 
 
 def _lacking(module: Any) -> list[str]:
@@ -92,3 +79,10 @@ def _provider(name: str, module: Any) -> Provider:
         new_metadata=lambda: module.get_mla_metadata()[0],
         options={"use_legacy": True} if legacy else {},
     )
+
+
+BUILDS = Places(
+    "no build of FlashMLA is usable: pip install sgl-flash-mla, say",
+    {name: partial(_load, name) for name in MODULES},
+)
+describe = BUILDS.describe

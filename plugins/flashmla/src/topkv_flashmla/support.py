@@ -41,10 +41,10 @@ def refusals(setup: BackendSetup) -> list[str]:
             "its kernels of latent rows are for Hopper, got capability "
             f"{torch.cuda.get_device_capability(device)}; use another backend"
         )
-    if group.rows * group.slots * group.unit >= 2**31:
+    if group.max_lanes * group.slots * group.unit >= 2**31:
         reasons.append(
-            f"buffer: {group.rows} rows x {group.slots} slots x {group.unit} tokens exceed the "
-            "library's int32 indices; lower max_requests or buffer"
+            f"buffer: {group.max_lanes} lanes x {group.slots} slots x {group.unit} tokens exceed "
+            "the library's int32 indices; lower max_requests or buffer"
         )
     if group.lane_heads != 1:
         reasons.append(f"all heads share a selection, got {group.lane_heads} lanes a request")

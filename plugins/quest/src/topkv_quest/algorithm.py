@@ -9,23 +9,19 @@ always attended and never scored; the first units are forced.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from topkv import hookimpl
-from topkv.errors import ConfigError
-from topkv.hooks.algorithm import AlgorithmSetup
-from topkv.ops.topk import topk
-from topkv.types import AlgorithmSpec, GroupShape, LayerView, ModelShape, RepresentationSpec
+from topkv.algorithms import ScoredUnits
+from topkv.hooks.algorithm import RepresentationSpec
 from topkv_quest import reference
 
 METADATA = ("bf16", "int8")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class Quest:
+class Quest(ScoredUnits):
     """Selects the closed units of the highest mean softmaxed bound.
 
     Per unit and kv-head it keeps the channel-wise minimum m and maximum M of the keys. A query
@@ -45,106 +41,33 @@ class Quest:
     magnitude.
     """
 
-    def __init__(self, setup: AlgorithmSetup) -> None:
-        self.model, self.group = setup.model, setup.group
-        _validate(self.model, self.group, setup.params)
-        self.sink_units: int = setup.params["sink_units"]
-        self.metadata_dtype = _metadata_dtype(self.model.dtype, setup.params["metadata"])
+    def refusals(self) -> list[str]:
+        reasons, metadata = [], self.params["metadata"]
+        if metadata not in METADATA:
+            reasons.append(f"metadata must be one of {METADATA}, got {metadata!r}")
+        if self.model.dtype not in DTYPES:
+            reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
+        return reasons
 
-    @hookimpl
-    def spec(self) -> AlgorithmSpec:
+    @property
+    def metadata_dtype(self) -> torch.dtype:
+        """Of bounds."""
+        if self.params["metadata"] == "int8":
+            return torch.int8
+        return self.model.dtype if self.model.dtype.itemsize == 2 else torch.bfloat16
+
+    def representations(self) -> list[RepresentationSpec]:
         heads, dim = self.group.num_kv_heads, self.group.head_dim
         pools = [RepresentationSpec("bounds", "unit", (heads, 2, dim), self.metadata_dtype)]
         if self.metadata_dtype is torch.int8:
             pools.append(RepresentationSpec("scale", "unit", (heads,), torch.bfloat16))
-        return AlgorithmSpec(representations=tuple(pools))
+        return pools
 
-    @hookimpl
-    def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
-    ) -> None:
-        if k.shape[0] == 0:
-            return
-        unit = self.group.unit
-        tokens, count = k.shape[0], -(-k.shape[0] // unit)
-        padded = torch.nn.functional.pad(k, (0, 0, 0, 0, 0, count * unit - tokens))
-        valid = torch.arange(count * unit, device=k.device).view(count, unit) < tokens
-        units = start // unit + torch.arange(count, device=k.device)
-        self._write(
-            layer, torch.full_like(units, slot), units, padded.unflatten(0, (-1, unit)), valid
-        )
-
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        step, unit = layer.step, self.group.unit
-        rows = (step.slots >= 0) & (step.lengths > 0) & (step.appended != 0)
-        slots, newest = step.slots[rows].long(), step.lengths[rows].long() - 1
-        keys = layer.ring_k[slots, :, newest // unit % self.group.ring_slots]
-        valid = torch.arange(unit, device=newest.device) <= (newest % unit)[:, None]
-        self._write(layer, slots, newest // unit, keys.flatten(1, 2).transpose(1, 2), valid)
-
-    @hookimpl
-    def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
-        scores, closed = self.score(layer, only_query(q))
-        topk(scores, closed, ids, impl="reference")
-
-    def _write(
-        self, layer: LayerView, slots: Tensor, units: Tensor, keys: Tensor, valid: Tensor
-    ) -> None:
-        """Bounds of keys ``[n, unit, Hkv, D]`` to the pools."""
+    def represent(self, keys: Tensor, valid: Tensor) -> dict[str, Tensor]:
         low, high = reference.minmax(keys, valid)
         bounds, scale = reference.encode(low, high, self.metadata_dtype)
-        at = reference.host_ids(layer.step.page_table, slots, units, self.group.units_per_page)
-        layer.pools["bounds"][at] = bounds
-        if scale is not None:
-            layer.pools["scale"][at] = scale
+        return {"bounds": bounds} if scale is None else {"bounds": bounds, "scale": scale}
 
-    def score(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores fp32 ``[N, U]`` and closed units int32 ``[N]`` for queries ``[B, H, D]``."""
-        step, group = layer.step, self.group
-        closed = (step.lengths - 1).clamp(min=0) // group.unit * (step.slots >= 0)
-        units = torch.arange(group.max_units, device=q.device).expand(step.batch, -1)
-        # Behind the closed units stands no page: read page 0, and mask it below.
-        units = torch.where(units < closed[:, None], units, 0)
-        slots = step.slots.clamp(min=0)[:, None].expand_as(units)
-        at = reference.host_ids(step.page_table, slots, units, group.units_per_page)
-        scale = layer.pools["scale"][at] if "scale" in layer.pools else None
-        raw = reference.head_scores(q, layer.pools["bounds"][at], scale) * self.model.scale
-        scores = reference.lane_scores(raw, closed, group.lane_heads, self.sink_units)
-        return scores, closed.repeat_interleave(group.lane_heads)
-
-
-def only_query(q: Tensor) -> Tensor:
-    """``[B, H, D]`` of queries ``[B, 1, H, D]``, the last dimension adjacent."""
-    if q.shape[1] != 1:
-        raise ValueError(f"quest: expected one query per row, got q {list(q.shape)}")
-    return q[:, 0] if q.stride(-1) == 1 else q[:, 0].contiguous()
-
-
-def _metadata_dtype(dtype: torch.dtype, metadata: str) -> torch.dtype:
-    if metadata == "int8":
-        return torch.int8
-    return dtype if dtype.itemsize == 2 else torch.bfloat16
-
-
-def _validate(model: ModelShape, group: GroupShape, params: Mapping[str, Any]) -> None:
-    reasons = []
-    unknown = sorted(set(params) - {"metadata", "sink_units"})
-    if unknown:
-        reasons.append(f"unknown parameters {unknown}; quest takes 'metadata' and 'sink_units'")
-    if params.get("metadata") not in METADATA:
-        reasons.append(f"metadata must be one of {METADATA}, got {params.get('metadata')!r}")
-    sinks = params.get("sink_units")
-    if not isinstance(sinks, int) or isinstance(sinks, bool) or sinks < 0:
-        reasons.append(f"sink_units must be an integer of 0 or more, got {sinks!r}")
-    elif sinks > max(group.select, 1):
-        reasons.append(
-            f"sink_units = {sinks} exceeds the {group.select} units of a selection; "
-            "lower it or raise the budget"
-        )
-    if model.dtype not in DTYPES:
-        reasons.append(f"keys of {model.dtype} are not supported, only of {DTYPES}")
-    if reasons:
-        raise ConfigError("quest", reasons)
+    def score(self, q: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
+        scores = reference.head_scores(q, kept["bounds"], kept.get("scale"))
+        return scores * self.model.scale

@@ -1,4 +1,4 @@
-"""How Quest selects, in Triton, beside ``reference.head_scores`` and ``reference.lane_scores``.
+"""How Quest selects, in Triton, beside ``reference.head_scores`` and ``ScoredUnits.combine``.
 
 Names: ``p_`` pointers, ``s_`` strides in elements. Pools are addressed by host id in 64 bit.
 """

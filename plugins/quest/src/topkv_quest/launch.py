@@ -1,4 +1,4 @@
-"""Quest with its kernels: launches, and the workspaces that they share."""
+"""Quest with its kernels: launches, and the scratch that they share."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
-from topkv.ops.topk import topk
 from topkv.types import LayerView
 from topkv_quest import bound_kernels, kernels
-from topkv_quest.algorithm import Quest, only_query
+from topkv_quest.algorithm import Quest
 
 TILE_U, TILES, STAGES = 32, 4, 3
 """Units of a tile, tiles of one program of the score kernel, loads in flight. One warp a program
@@ -20,8 +19,9 @@ and three stages read bounds fastest: 88 % of what an H200 reads at best, 66 % f
 BLOCK_U = TILE_U * TILES
 """Units whose maximum and exponential sum are kept together."""
 
-TILE_V = 4096
-"""Scores, of all heads together, of one program of the combining kernel."""
+TILE_V = 2048
+"""Scores, of all heads together, of one program of the combining kernel. Half as many programs of
+twice as many scores took 1 to 2 us more in each of five cells from 1 x 32K to 16 x 128K."""
 
 _METADATA = {torch.bfloat16: 1, torch.int8: 2}
 
@@ -29,9 +29,11 @@ _METADATA = {torch.bfloat16: 1, torch.int8: 2}
 class QuestTriton(Quest):
     """Quest in kernels, with every constant worked out once.
 
-    Workspaces, fp32: scaled scores ``[max_requests * H, U]``, maximum and exponential sum of
+    Scratch, fp32: scaled scores ``[max_requests * H, U]``, maximum and exponential sum of
     each block of units ``[max_requests * H, blocks]``, and scores ``[rows, U]``.
     """
+
+    impl = "triton"
 
     def __init__(self, setup: AlgorithmSetup) -> None:
         super().__init__(setup)
@@ -42,9 +44,8 @@ class QuestTriton(Quest):
         self.raw = torch.empty((heads, group.max_units), **floats)
         self.peak = torch.empty((heads, self.blocks), **floats)
         self.mass = torch.empty((heads, self.blocks), **floats)
-        self.scores = torch.empty((group.rows, group.max_units), **floats)
-        self.closed = torch.zeros(group.rows, dtype=torch.int32, device=device)
-        self.work = setup.topk(group.rows, group.max_units, group.select)
+        self.scores = torch.empty((group.max_lanes, group.max_units), **floats)
+        self.closed = torch.zeros(group.max_lanes, dtype=torch.int32, device=device)
         self.as_bits = model.dtype is torch.bfloat16
         self.metadata = _METADATA.get(self.metadata_dtype, 0)
         geometry = {
@@ -123,14 +124,7 @@ class QuestTriton(Quest):
             **self.writing,
         )
 
-    @hookimpl
-    def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
-        scores, closed = self.score(layer, only_query(q))
-        topk(scores, closed, ids, impl="triton", work=self.work)
-
-    def score(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
+    def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         group, step = self.group, layer.step
         bounds = layer.pools["bounds"]
         scale = layer.pools.get("scale", bounds)

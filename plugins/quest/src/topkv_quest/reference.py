@@ -73,12 +73,6 @@ def minmax(k: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     return low + 0.0, high + 0.0
 
 
-def host_ids(page_table: Tensor, slots: Tensor, units: Tensor, units_per_page: int) -> Tensor:
-    """Host ids of logical ``units [n]`` of request ``slots [n]``, int64."""
-    page = page_table[slots.long(), units.long() // units_per_page].long()
-    return page * units_per_page + units % units_per_page
-
-
 def head_scores(q: Tensor, bounds: Tensor, scale: Tensor | None) -> Tensor:
     """``sum_i max(q_i m_i, q_i M_i)`` per query head, fp32 ``[n, H, U]``.
 
@@ -96,23 +90,3 @@ def head_scores(q: Tensor, bounds: Tensor, scale: Tensor | None) -> Tensor:
     if scale is not None:
         scores *= scale.float().permute(0, 2, 1)[:, :, None]
     return scores.flatten(1, 2)
-
-
-def lane_scores(scores: Tensor, closed: Tensor, lane_heads: int, sink_units: int) -> Tensor:
-    """What each unit is worth to a lane, sinks +inf; fp32 ``[n * lane_heads, U]``.
-
-    The log of the sum of the softmaxes of the lane's query heads: the order of their mean. In
-    logarithms, because the softmax of a unit far below the best one is 0 in fp32. The only head of
-    a lane needs no softmax, and its units are worth their scores.
-
-    Args:
-        scores: fp32 ``[n, H, U]`` scaled; what stands behind ``closed`` has no influence.
-        closed: ``[n]`` closed units.
-        lane_heads: lanes of a row.
-        sink_units: first units, which are forced.
-    """
-    unit = torch.arange(scores.shape[-1], device=scores.device)
-    if scores.shape[1] > lane_heads:
-        scores = scores.masked_fill(unit >= closed[:, None, None], float("-inf"))
-        scores = scores.log_softmax(-1).unflatten(1, (lane_heads, -1)).logsumexp(2)
-    return scores.flatten(0, 1).masked_fill(unit < sink_units, float("inf"))

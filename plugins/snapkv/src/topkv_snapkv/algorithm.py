@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from topkv import hookimpl
-from topkv.hooks.algorithm import AlgorithmSetup, History
+from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History, RepresentationSpec
 from topkv.hooks.topk import TopK
-from topkv.types import AlgorithmSpec, LayerView, RepresentationSpec
+from topkv.types import LayerView
 from topkv_snapkv import reference
 from topkv_snapkv.parameters import read
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.errors import ConfigError
-from topkv.hooks.algorithm import AlgorithmSetup
-from topkv.types import AlgorithmSpec, GroupShape, LayerView
+from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec
+from topkv.types import GroupShape, LayerView
 from topkv_streaming_llm import reference
 
 

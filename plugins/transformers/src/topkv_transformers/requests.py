@@ -196,7 +196,7 @@ class CacheRequests:
 
     def _tidy(self) -> None:
         # The coordinator is asked too: an interrupt may come between its books and ours.
-        if self.forward is not None or self.coordinator.forward_open:
+        if self.forward is not None or self.coordinator.forward is not None:
             self._recover()
         self._end_retired()
 

@@ -14,7 +14,7 @@ from transformers import (
 import topkv
 from topkv.plugins import PluginRegistry
 from topkv.testing.doubles import Entries
-from topkv.testing.indexed import INDEXED
+from topkv.testing.models.indexed import INDEXED
 from topkv_transformers import entry
 
 FAMILIES = {

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 import topkv
-from topkv.kv.rows import LATENT, ROPE, decode_fp8, encode_fp8
+from topkv.kv.token_format import LATENT, ROPE, decode_fp8, encode_fp8
 from topkv.plugins import PluginRegistry
 from topkv_transformers import entry
 

@@ -11,7 +11,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
 import topkv
 from topkv.errors import CapabilityError, ConfigError, RequestError
-from topkv.testing.engine_state import changes, state_of
+from topkv.testing.engine.state import changes, state_of
 
 BOTH = pytest.mark.parametrize("family", ["deepseek", "glm"])
 GREEDY = {"max_new_tokens": 6, "do_sample": False}

@@ -27,7 +27,7 @@ class TritonAttention:
     """Attention over units that lie scattered in a buffer, for one group of layers, in torch.
 
     Args:
-        setup: grouped-query or latent attention; workspaces are made for ``max_batch`` rows.
+        setup: grouped-query or latent attention; scratch is made for ``max_batch`` rows.
 
     Raises:
         CapabilityError: with every reason why this model, group or device cannot be served.
@@ -122,10 +122,10 @@ def refusals(setup: BackendSetup) -> list[str]:
             f"unit: expected a power of two up to {MAX_UNIT}, got {group.unit}; "
             "set unit (or, for dense layers, page_tokens) to one"
         )
-    if group.rows * group.slots >= 2**31:
+    if group.max_lanes * group.slots >= 2**31:
         reasons.append(
-            f"buffer: {group.rows} rows x {group.slots} slots exceed the int32 ids of a page "
-            "table; lower max_requests or buffer"
+            f"buffer: {group.max_lanes} lanes x {group.slots} slots exceed the int32 ids of a "
+            "page table; lower max_requests or buffer"
         )
     if setup.max_batch < 1:
         reasons.append(f"max_batch: expected at least 1, got {setup.max_batch}; raise it")

@@ -1,7 +1,7 @@
 """Decode attention over scattered units. Reference: ``reference.Attend``.
 
 One program takes the G query heads of one kv-head of one lane, over one of several equal runs
-("splits") of its tokens. Where there are more than one, the partial results go to a workspace and
+("splits") of its tokens. Where there are more than one, the partial results go to scratch and
 ``merge_kernel`` joins them by their log-sum-exp. Query heads, outputs and partial results are
 addressed by row and head of the row, whatever lane reads them.
 """

@@ -1,4 +1,4 @@
-"""Launches of the kernels: their constants, the number of splits, and the workspaces."""
+"""Launches of the kernels: their constants, the number of splits, and the scratch."""
 
 from __future__ import annotations
 

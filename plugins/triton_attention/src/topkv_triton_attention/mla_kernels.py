@@ -3,7 +3,7 @@
 A row ``[latent | rope]`` is key and value of one token for all heads (DeepSeek-V2, section 2.1.2;
 queries and outputs are those of the latent space). One program takes a block of heads of one
 lane over one of several equal runs ("splits") of its tokens, and reads each latent once for
-both products. Partial results go to a workspace, and ``decode_kernels.merge_kernel`` joins them.
+both products. Partial results go to scratch, and ``decode_kernels.merge_kernel`` joins them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def decoded(codes, scale, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Bytes of e4m3fn times scales. No code of a live token is NaN (``kv.rows`` clamps).
+    """Bytes of e4m3fn times scales. No code of a live token is NaN (``kv.token_format`` clamps).
 
     A scale is a power of two, so each product is exact in 16 bits as it is in 32.
     """
@@ -47,8 +47,9 @@ def load_row(
     INTERPRETED: tl.constexpr,
 ):
     """Latents ``[BLOCK_N, BLOCK_L]`` and rope parts ``[BLOCK_N, BLOCK_R]`` of the rows that begin
-    at the pointers ``p_rows``. With TILES > 0 rows are packed, see ``topkv.kv.rows``: a scale
-    per ``LATENT // TILES`` latents, and rope elements in bfloat16. Rows that are not live give 0.
+    at the pointers ``p_rows``. With TILES > 0 rows are packed, see ``topkv.kv.token_format``: a
+    scale per ``LATENT // TILES`` latents, and rope elements in bfloat16. Rows that are not live
+    give 0.
     """
     d = tl.arange(0, BLOCK_L)
     mask = live[:, None]

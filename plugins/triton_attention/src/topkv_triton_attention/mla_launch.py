@@ -1,4 +1,4 @@
-"""Launches of the kernels for latent attention: constants, splits, workspaces."""
+"""Launches of the kernels for latent attention: constants, splits, scratch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from topkv_triton_attention.mla_reference import LatentShape, check_latent
 MIN_SPLIT_TOKENS = 64
 """Less than for grouped queries: a row meets all heads, so a split of few tokens is much work."""
 MAX_WAVES = 2
-"""Twice as many programs as run at once balance well, and bound the workspace."""
+"""Twice as many programs as run at once balance well, and bound the scratch."""
 _MERGE_DIM = 128
 
 

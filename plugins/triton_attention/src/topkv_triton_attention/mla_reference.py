@@ -10,7 +10,7 @@ from attrs import frozen
 from torch import Tensor
 
 from topkv.errors import CapabilityError
-from topkv.kv.rows import LATENT, ROPE, ROW, TILE, decode_fp8
+from topkv.kv.token_format import LATENT, ROPE, ROW_BYTES, TILE, decode_fp8
 from topkv.types import GroupShape, ModelShape, Tables
 from topkv_triton_attention import reference
 
@@ -22,7 +22,8 @@ class LatentShape:
     Attributes:
         latent: elements of a value.
         rope: further elements of a key; 0 for none.
-        kv_format: ``"model"``, rows in the dtype of q, or ``"fp8"``, see ``topkv.kv.rows``.
+        kv_format: ``"model"``, rows in the dtype of q, or ``"fp8"``, see
+            ``topkv.kv.token_format``.
     """
 
     latent: int
@@ -43,7 +44,7 @@ class LatentShape:
     @property
     def row(self) -> int:
         """Elements of a stored row."""
-        return ROW if self.packed else self.latent + self.rope
+        return ROW_BYTES if self.packed else self.latent + self.rope
 
     @property
     def tiles(self) -> int:

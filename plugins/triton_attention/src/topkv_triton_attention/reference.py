@@ -63,7 +63,7 @@ class Attend:
         lanes, width = table.shape
         queries = q.reshape(lanes, kv_heads, -1, dim)
         result = torch.empty_like(queries, memory_format=torch.contiguous_format)
-        norm = torch.empty(queries.shape[:3], device=q.device)
+        norm = torch.empty(queries.shape[:3], dtype=torch.float32, device=q.device)
         if lengths.device.type == "cpu":
             # Only here is the longest lane free to know: no device waits for the answer.
             width = min(width, -(-int(lengths.max()) // unit))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from topkv import hookimpl
-from topkv.entries import PluginEntry
+from topkv.entries import Capabilities, PluginEntry
 
 
 @hookimpl
@@ -15,5 +15,6 @@ def topkv_register_topks() -> list[PluginEntry]:
             # Of both implementations: a reference selects by itself and never makes one.
             factories="topkv_triton_topk.topk:PivotTopK",
             hook_api=(2, 0),
+            capabilities=Capabilities(tiers=("interpret", "gpu")),
         )
     ]

@@ -33,7 +33,7 @@ import torch
 import triton
 from torch import Tensor
 
-from topkv.ops import early, topk_kernels
+from topkv.ops import pdl, topk_kernels
 from topkv_triton_topk import kernels
 
 SAMPLES, FEWEST_SAMPLES = 4096, 1024
@@ -119,14 +119,14 @@ def _words(columns: int) -> int:
 
 
 def _width(columns: int, block: int) -> int:
-    """int32 words of scratch of a row, a multiple of 16 bytes; see ``workspace``."""
+    """int32 words of scratch of a row, a multiple of 16 bytes; see ``scratch``."""
     words = _words(columns)
     parts = triton.cdiv(2 * words // (SLICE // 32), 4) * 4
     width: int = 2 * words + 2 * block + 4 + parts
     return width
 
 
-def workspace(rows: int, columns: int, block: int, device: torch.device) -> Tensor:
+def scratch(rows: int, columns: int, block: int, device: torch.device) -> Tensor:
     """int32 ``[rows, words]``: marks above, marks equal, listed indices and keys, pivot and how
     many are listed in a block of four, then first place and size of the part of each slice.
     """
@@ -136,29 +136,29 @@ def workspace(rows: int, columns: int, block: int, device: torch.device) -> Tens
 def topk(scores: Tensor, lengths: Tensor, ids: Tensor, block: int, work: Tensor) -> None:
     """Launches, with room for ``block`` candidates from :func:`block_of`.
 
-    ``work`` is a :func:`workspace` of at least these rows, columns and candidates.
+    ``work`` is a :func:`scratch` of at least these rows, columns and candidates.
     """
     rows, columns = scores.shape
     select, words = ids.shape[1], _words(columns)
     pairs = work.view(torch.int64)
-    pdl = EARLY and early.available(scores.device)
+    early = EARLY and pdl.available(scores.device)
     strides = (scores.stride(0), work.stride(0))
     kernels.pivot_kernel[(rows,)](
         *(scores, lengths, work, *strides, columns, words, select, PIVOT_SIGMAS),
         SAMPLES=samples_of(columns, select),
         SLACK=SLACK,
         BLOCK=block,
-        PDL=pdl,
+        PDL=early,
         num_warps=PIVOT_WARPS,
-        **early.options(pdl),
+        **pdl.options(early),
     )
     kernels.mark_kernel[(rows, triton.cdiv(columns, SLICE))](
         *(scores, lengths, work, pairs, *strides, columns, words),
         WORDS=SLICE // 32,
         BLOCK=block,
-        PDL=pdl,
+        PDL=early,
         num_warps=MARK_WARPS,
-        **early.options(pdl),
+        **pdl.options(early),
     )
     kernels.collect_kernel[(rows,)](
         *(scores, lengths, work, pairs, ids, *strides, ids.stride(0), columns, words, select),
@@ -168,7 +168,7 @@ def topk(scores: Tensor, lengths: Tensor, ids: Tensor, block: int, work: Tensor)
         BLOCK_W=min(WORD_BLOCK, triton.next_power_of_2(words)),
         BLOCK_WALK=WALK_BLOCK,
         BLOCK_K=PAD_BLOCK,
-        PDL=pdl,
+        PDL=early,
         num_warps=max(COLLECT_WARPS, block // 2048),
-        **early.options(pdl),
+        **pdl.options(early),
     )

@@ -24,7 +24,7 @@ class PivotTopK:
         self._most = setup
         self.scratch: Tensor | None = None
         if block := launch.block_of(setup.columns, setup.select):
-            self.scratch = launch.workspace(setup.rows, setup.columns, block, setup.device)
+            self.scratch = launch.scratch(setup.rows, setup.columns, block, setup.device)
 
     @hookimpl
     def topk(self, scores: Tensor, lengths: Tensor, ids: Tensor) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import click
 
 from topkv import __version__
-from topkv.discovery import BLOCK, aside, blocked
 from topkv.errors import PluginError
+from topkv.plugins.records import BLOCK, aside, blocked
 from topkv_cli.ends import told
 
 COMMANDS = "topkv.commands"

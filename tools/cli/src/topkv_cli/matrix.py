@@ -11,9 +11,9 @@ from itertools import product
 
 from attrs import frozen
 
-from topkv.config.negotiation import Ask, refusals
-from topkv.discovery import PluginRecord
+from topkv.config.negotiation import LayerPlan, refusals
 from topkv.entries import TIERS, PluginEntry
+from topkv.plugins import PluginRecord
 
 UNITS = (1, 16, 64)
 """Units that are asked about, beside the one that an algorithm has by default."""
@@ -84,8 +84,8 @@ def _regranulates(
 
 
 def _refusals(entry: PluginEntry, attention: str, scope: str, unit: int) -> list[str]:
-    ask = Ask(attention=attention, scope=scope, unit=unit)
-    return [takes for takes, _ in refusals(entry.kind, entry.capabilities, ask)]
+    plan = LayerPlan(residency="sparse", scope=scope, unit=unit, selects=unit)
+    return [takes for takes, _ in refusals(entry, plan, attention)]
 
 
 def _runs(entry: PluginEntry, tier: str) -> bool:

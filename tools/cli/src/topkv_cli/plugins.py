@@ -12,9 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from topkv.discovery import PluginRecord
 from topkv.entries import Capabilities, PluginEntry
-from topkv.plugins import registry
+from topkv.plugins import PluginRecord, registry
 from topkv_cli.matrix import Cell, matrix, rows_of
 
 

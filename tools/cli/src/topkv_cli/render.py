@@ -1,7 +1,7 @@
 """The package that ``topkv new`` writes: files of ``template/`` with a few names put in.
 
 Templates are ``string.Template`` texts whose names end in ``.tmpl``. Those of a kind lie in a
-folder of its name, the others are common to all kinds.
+folder of its name, and stand in for a common one of the same name.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ KINDS = {
     "algorithm": "Selection by mean keys, an algorithm for topkv",
     "backend": "Attention by gathering, a backend for topkv",
     "transfer": "Staged copies, a transfer engine for topkv",
+    "eviction": "First in, first out, an eviction policy for topkv",
+    "topk": "Exact top-k by keys of 64 bits, for topkv",
+    "observer": "Counts of forwards, an observer for topkv",
 }
 """What can be started, and what the reference that comes along is."""
 
@@ -35,12 +38,18 @@ _FILES = {
     ".gitignore": "gitignore",
     ".github/workflows/test.yml": "test.yml",
     "src/$package/__init__.py": "init.py",
-    "src/$package/entry.py": "$kind/entry.py",
-    "src/$package/$kind.py": "$kind/$kind.py",
+    "src/$package/entry.py": "entry.py",
+    "src/$package/$kind.py": "$kind.py",
     "tests/conftest.py": "conftest.py",
-    "tests/test_conformance.py": "$kind/test_conformance.py",
+    "tests/test_conformance.py": "test_conformance.py",
 }
 """Path in the package, and its template."""
+
+_FURTHER = {"eviction": {"src/$package/kernels.py": "kernels.py"}}
+"""The same, of one kind alone."""
+
+_PARTS = ("method", "reference", "kernels")
+"""Parts of the README."""
 
 _DOUBLES = {"algorithm": "scripted", "backend": "gather"}
 """Plugins of the conformance kit, which stand beside the one under test."""
@@ -63,8 +72,9 @@ def render(name: str, kind: str) -> dict[str, str]:
     if reasons:
         raise ConfigError("a plugin package cannot be made", reasons)
     names = _names(name, kind)
-    names["method"] = _filled("$kind/method.md", names).rstrip()
-    return {_fill(path, names): _filled(template, names) for path, template in _FILES.items()}
+    names |= {part: _filled(f"{part}.md", names).rstrip() for part in _PARTS}
+    templates = _FILES | _FURTHER.get(kind, {})
+    return {_fill(path, names): _filled(template, names) for path, template in templates.items()}
 
 
 def write(texts: Mapping[str, str], root: Path) -> None:
@@ -104,6 +114,7 @@ def _names(name: str, kind: str) -> dict[str, str]:
     return {
         "name": module,
         "kind": kind,
+        "setting": f'"observers": ["{module}"]' if kind == "observer" else f'"{kind}": "{module}"',
         "dist": default_root(name),
         "package": f"topkv_{module}",
         "cls": f"{camel}{kind.capitalize()}",
@@ -114,7 +125,9 @@ def _names(name: str, kind: str) -> dict[str, str]:
 
 
 def _filled(template: str, names: Mapping[str, str]) -> str:
-    at = files("topkv_cli") / "template" / f"{_fill(template, names)}.tmpl"
+    folder, name = files("topkv_cli") / "template", f"{_fill(template, names)}.tmpl"
+    own = folder / names["kind"] / name
+    at = own if own.is_file() else folder / name
     return _fill(at.read_text(encoding="utf-8"), names)
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 import topkv
 from topkv import hookimpl
-from topkv.discovery import installed
 from topkv.entries import PluginEntry
-from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec
 from topkv.plugins import PluginRegistry
-from topkv.types import AlgorithmSpec, LayerView
+from topkv.plugins.records import installed
+from topkv.types import LayerView
 
 NAME = "window"
 SINK_UNITS = 1
@@ -65,5 +65,4 @@ def registry_with_window() -> PluginRegistry:
     """Everything that is installed, and the algorithm ``window``."""
     from topkv_evaluation import window
 
-    offers = [(offer.package, offer.version, offer.source) for offer in installed()]
-    return PluginRegistry([*offers, ("topkv-window", topkv.__version__, window)])
+    return PluginRegistry([*installed(), ("topkv-window", topkv.__version__, window)])

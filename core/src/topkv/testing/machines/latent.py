@@ -1,7 +1,7 @@
 """The lifecycle machine over latent rows, with a model's own indexer.
 
 The same lives as in ``lifecycle``, of a model with latent attention, whose rows are stored as they
-are or packed (``kv_format``). The sparse layers select by the indexer of ``testing.indexed``, for
+are or packed (``kv_format``). The sparse layers select by the indexer of ``models.indexed``, for
 prompts too; the second one has an index of its own or goes by the first one's selection. What they
 have to select is worked out here, from the index keys that the model beside keeps.
 """
@@ -17,10 +17,8 @@ from hypothesis.stateful import initialize, precondition, rule, run_state_machin
 from torch import Tensor
 
 from topkv.kv.layout import LAYOUTS
-from topkv.kv.rows import LATENT, ROPE, ROW, decode_fp8, encode_fp8
+from topkv.kv.token_format import LATENT, ROPE, ROW_BYTES, decode_fp8, encode_fp8
 from topkv.plugins import PluginRegistry
-from topkv.testing.cache_model import RequestModel
-from topkv.testing.indexed import INDEXED
 from topkv.testing.kit import examples
 from topkv.testing.machines.lifecycle_calls import any_live
 from topkv.testing.machines.lifecycle_model import (
@@ -32,6 +30,8 @@ from topkv.testing.machines.lifecycle_model import (
     doubles,
 )
 from topkv.testing.machines.lifecycle_tokens import TokenLives
+from topkv.testing.models.cache_model import RequestModel
+from topkv.testing.models.indexed import INDEXED
 from topkv.testing.tiers import Tier
 from topkv.types import GroupShape, Index, IndexerShape, ModelShape
 
@@ -72,7 +72,7 @@ class LatentRequest(RequestModel):
         super().__init__(model, groups, fast, selectable)
         self.v = torch.zeros(LAYERS, 0, 1, INDEX_DIM)
         if packed:
-            self.k = torch.zeros(LAYERS, 0, 1, ROW, dtype=torch.uint8)
+            self.k = torch.zeros(LAYERS, 0, 1, ROW_BYTES, dtype=torch.uint8)
 
     def planes(self, layer: int) -> Tensor:
         return self.k[layer].unsqueeze(0)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from topkv.errors import DeviceMemoryError, HostMemoryError, RequestError
-from topkv.testing.cache_model import ceil_div
 from topkv.testing.machines.lifecycle_checks import Checks
 from topkv.testing.machines.lifecycle_model import MOST_TOKENS, REQUESTS
+from topkv.testing.models.cache_model import ceil_div
 
 
 def any_live(machine: Any) -> bool:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from topkv.kv.host_pool import POISON
 from topkv.kv.store import GroupStore
-from topkv.testing.cache_model import RequestModel
 from topkv.testing.machines.lifecycle_model import RESIDENT, STREAMED, Side
+from topkv.testing.models.cache_model import RequestModel
 from topkv.types import LayerView
 
 
@@ -37,11 +37,11 @@ class Checks(Side):
             assert self.coordinator.length(slot) == request.length
             for layer, group in self.groups.items():
                 view, store = self._place(layer)
-                rows = store.rows_of(slot)
+                place = store.lanes_of(slot)
                 lanes = [request.lanes[layer, head] for head in range(group.lane_heads)]
-                order = store.order[view.index, rows].tolist()
+                order = store.order[view.index, place].tolist()
                 assert order == [lane.order for lane in lanes], f"eviction order of slot {slot}"
-                units = store.slot_unit[view.index, rows].tolist()
+                units = store.slot_unit[view.index, place].tolist()
                 expected = [[-1 if u is None else u for u in lane.unit_in] for lane in lanes]
                 assert units == expected, f"units in the buffer of slot {slot}, layer {layer}"
 
@@ -74,10 +74,10 @@ class Checks(Side):
         assert torch.equal(store.entries[pages, view.index, :, within], truth), "host entries"
         hosts = pages * group.units_per_page + within
         self._check_representations(layer, request, hosts.to(self.on.device))
-        rows = store.rows_of(slot)
-        held = store.unit_slot[view.index, rows, :count].cpu().T  # [units, lane heads]
+        lanes = store.lanes_of(slot)
+        held = store.unit_slot[view.index, lanes, :count].cpu().T  # [units, lane heads]
         unit, head = (held >= 0).nonzero(as_tuple=True)
-        copies = store.buffer[view.index, rows].cpu()[head, held[unit, head].long()]
+        copies = store.buffer[view.index, lanes].cpu()[head, held[unit, head].long()]
         assert torch.equal(copies, truth[unit, head]), "device copies"
 
     def _check_representations(self, layer: int, request: RequestModel, hosts: Tensor) -> None:
@@ -125,8 +125,8 @@ class Checks(Side):
         for slot in self.used - set(self.live):
             for layer in self.groups:
                 view, store = self._place(layer)
-                rows = store.buffer[view.index, store.rows_of(slot)]
-                assert poisoned(rows), "the buffer of an ended request was written"
+                buffer = store.buffer[view.index, store.lanes_of(slot)]
+                assert poisoned(buffer), "the buffer of an ended request was written"
                 for spec in self.coordinator.layers[layer].algorithm.spec().representations:
                     kept = spec.grain == "request" and view.pools[spec.name][slot].any()
                     assert not kept, "state outlived its request"

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from topkv.errors import HostMemoryError
-from topkv.testing.cache_model import Write
 from topkv.testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -19,7 +18,8 @@ from topkv.testing.machines.lifecycle_model import (
     Given,
     Side,
 )
-from topkv.testing.oracle import attention
+from topkv.testing.models.cache_model import Write
+from topkv.testing.models.oracle import attention
 from topkv.types import Index
 
 
@@ -206,7 +206,9 @@ class Forwards(Side):
 
     def _advance(self, todo: Forward, k: Tensor, v: Tensor) -> None:
         if todo.stop is not None:
-            for slot, _ in todo.chunks:
+            rows = [slot for slot in todo.rows if slot >= 0]
+            for slot in [*rows, *(slot for slot, _ in todo.chunks)]:
+                self.live[slot].flushed()
                 self.live[slot].restored()
             return
         for row in todo.appending:

@@ -15,8 +15,8 @@ from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
 from topkv.entries import PluginEntry
 from topkv.plugins import PluginRegistry
-from topkv.testing.cache_model import PageModel, RequestModel
-from topkv.testing.doubles import Entries
+from topkv.testing.models.cache_model import PageModel, RequestModel
+from topkv.testing.models.doubles import Entries
 from topkv.testing.tiers import Tier, tier
 from topkv.types import GroupShape, Index, ModelShape
 

@@ -15,16 +15,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
 from torch import Tensor
 
+from topkv.algorithms import host_ids
 from topkv.entries import Capabilities, PluginEntry
-from topkv.hooks.registry import hookimpl
+from topkv.hooks.discovery import hookimpl
 from topkv.kv.layout import LAYOUTS
 from topkv.plugins import PluginRegistry
-from topkv.testing.cache_model import RequestModel
-from topkv.testing.doubles import SCRIPTED, Scripted
 from topkv.testing.kit import examples
 from topkv.testing.machines.lifecycle import STEPS
 from topkv.testing.machines.lifecycle_model import doubles
 from topkv.testing.machines.lifecycle_tokens import TokenLives
+from topkv.testing.models.cache_model import RequestModel
+from topkv.testing.models.doubles import SCRIPTED, Scripted
 from topkv.testing.tiers import Tier
 from topkv.types import LayerView
 
@@ -38,7 +39,7 @@ class ScriptedTokens(Scripted):
         for batch in range(step.batch):
             slot, length = int(step.slots[batch]), int(step.lengths[batch])
             if slot >= 0 and step.appended[batch]:
-                layer.pools["sums"][self.host_id(layer, slot, length - 1)] = k[batch].float()
+                layer.pools["sums"][host_ids(layer, slot, length - 1)] = k[batch].float()
 
 
 SCRIPTED_TOKENS = PluginEntry(

@@ -16,8 +16,8 @@ from hypothesis.stateful import (
 from topkv.kv.layout import LAYOUTS
 from topkv.testing import strategies
 from topkv.testing.kit import Subject
-from topkv.testing.token_cache import TokenCache
-from topkv.testing.transfer_bench import TransferBench, group_shape
+from topkv.testing.transfer.bench import TransferBench, group_shape
+from topkv.testing.transfer.token_cache import TokenCache
 
 UNITS = 14
 """Units that one request can reach."""

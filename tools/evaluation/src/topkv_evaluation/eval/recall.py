@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from topkv.coordinator import SparseCoordinator
+from topkv.history import StoredHistory
+from topkv.hooks.algorithm import AlgorithmSpec
 from topkv.lanes import LaneBuffers
 from topkv.layers import LayerPath
-from topkv.prefill import history_blocks
 from topkv.selectors import Own
-from topkv.types import AlgorithmSpec, LayerView, Tables
+from topkv.types import LayerView, Tables
 
 
 class _NamesRead(dict[str, Tensor]):
@@ -182,7 +183,7 @@ def _mass_of(
     group, seen, model = path.view.group, path.backend.seen, coordinator.model
     length = coordinator.length(slot)
     # One block: the whole history, decoded where the rows are packed.
-    ((_, k, _),) = history_blocks(path, slot, 0, length, length, model.dtype, seen.q.device)
+    ((_, k, _),) = StoredHistory(path, slot, 0, length, length, model.dtype, seen.q.device)
     lanes = slice(row * group.lane_heads, (row + 1) * group.lane_heads)
     tail = coordinator.config.groups[path.lanes.index].tail == "forced"
     return held_mass(seen.q[row], k, seen.ids[lanes], group.unit, tail, model.scale, budget)

@@ -1,0 +1,192 @@
+"""Shared by algorithms: host ids of units, and a base class for those that score units.
+
+Letters: n units, B rows, H query heads, Hkv kv-heads, D head dim, U = ``group.max_units``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from topkv.errors import ConfigError
+from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
+from topkv.hooks.discovery import hookimpl
+from topkv.ops.topk import topk
+from topkv.types import LayerView
+
+
+def host_ids(layer: LayerView, slots: Tensor | int, units: Tensor | int) -> Tensor:
+    """Host ids of logical units: their rows in the pools of grain ``"unit"``, int64.
+
+    In a group of units of one token they are the rows of the pools of grain ``"token"`` as well.
+
+    Args:
+        layer: whose page table and group hold.
+        slots: request slots, 0 or more.
+        units: logical ids, 0 or more; ``slots`` and ``units`` broadcast. A unit for which its
+            request has no page is looked for on host page 0, which belongs to nobody.
+    """
+    per_page = layer.group.units_per_page
+    return layer.step.page_table[slots, units // per_page].long() * per_page + units % per_page
+
+
+class ScoredUnits(ABC):
+    """Keeps a representation of each unit's keys, and selects the units of the best scores.
+
+    A subclass says what is kept (``representations``), how it is made of keys (``represent``) and
+    what it is worth to queries (``score``). Selected are the K closed units that are worth most;
+    of equal ones the lower unit wins. Nothing here waits for the device, and no shape depends on
+    data, so that a subclass whose methods keep to that can be captured in a CUDA graph.
+
+    Parameters that the entry may offer, each 0 where it does not: ``sink_units``, first units that
+    every selection holds, and ``recent_units``, closed units before the open one.
+
+    A class with kernels inherits from the reference and sets ``impl = "triton"``: the top-k is
+    then the one that the configuration names. It may override ``construct``, ``update`` and
+    ``lane_scores`` with launches, and makes their scratch in its constructor.
+
+    Attributes:
+        impl: ``"reference"`` or ``"triton"``; whose top-k selects.
+        model, group, params: those of the setup.
+        sink_units, recent_units: forced units at either end.
+        work: scratch of the top-k, for all lanes; None for the reference.
+    """
+
+    impl = "reference"
+
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        """Raises ConfigError with the reasons of ``refusals`` and those against forced units."""
+        self.model, self.group, self.params = setup.model, setup.group, setup.params
+        self.sink_units: int = self.params.get("sink_units", 0)
+        self.recent_units: int = self.params.get("recent_units", 0)
+        reasons, free = list(self.refusals()), self.group.select
+        for name in ("sink_units", "recent_units"):
+            units = getattr(self, name)
+            if type(units) is int and 0 <= units <= free:
+                free -= units
+                continue
+            expected = f"an integer of 0 to {free}, the units of a selection that are free"
+            reasons.append(
+                f"{name} must be {expected}, got {units!r}; lower it or raise the budget"
+            )
+        if reasons:
+            raise ConfigError(type(self).__name__, reasons)
+        group = self.group
+        kernels = self.impl == "triton"
+        self.work = setup.topk(group.max_lanes, group.max_units, group.select) if kernels else None
+
+    def refusals(self) -> Sequence[str]:
+        """Reasons to refuse ``model``, ``group`` or ``params``; none here."""
+        return ()
+
+    @abstractmethod
+    def representations(self) -> Sequence[RepresentationSpec]:
+        """The pools, all of grain ``"unit"``."""
+
+    @abstractmethod
+    def represent(self, keys: Tensor, valid: Tensor) -> Mapping[str, Tensor]:
+        """Representations of n units, ``[n, *shape]`` by the name of the pool; cast to its dtype.
+
+        Args:
+            keys: ``[n, unit, Hkv, D]`` post-RoPE keys.
+            valid: bool ``[n, unit]``; the first key of a unit is, the others (NaN, say) may not
+                have any influence where they are not.
+        """
+
+    @abstractmethod
+    def score(self, q: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
+        """Scores of units for each query head, fp32 ``[B, H, U]``; higher is better.
+
+        Args:
+            q: ``[B, H, D]`` post-RoPE queries.
+            kept: ``[B, U, *shape]`` by the name of the pool. What it holds of units that are not
+                closed is anything, and so may be their scores.
+        """
+
+    def combine(self, scores: Tensor) -> Tensor:
+        """Scores of units for each lane, fp32 ``[B, lane_heads, U]``.
+
+        Here the log of the sum of the softmaxes of the lane's query heads: the order of their
+        mean. In logarithms, because the softmax of a unit far below the best one is 0 in fp32. The
+        only head of a lane needs no softmax, and its units are worth their scores.
+
+        Args:
+            scores: fp32 ``[B, lane_heads, H / lane_heads, U]``, -inf where a unit is not closed.
+        """
+        return scores.log_softmax(-1).logsumexp(2) if scores.shape[2] > 1 else scores[:, :, 0]
+
+    @hookimpl
+    def spec(self) -> AlgorithmSpec:
+        return AlgorithmSpec(tuple(self.representations()))
+
+    @hookimpl
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        unit, tokens = self.group.unit, k.shape[0]
+        first = torch.arange(0, tokens, unit, device=k.device)
+        padded = torch.nn.functional.pad(k, (0, 0, 0, 0, 0, len(first) * unit - tokens))
+        keys = padded.unflatten(0, (len(first), unit))
+        valid = first[:, None] + torch.arange(unit, device=k.device) < tokens
+        self._write(layer, torch.full_like(first, slot), (start + first) // unit, keys, valid)
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        step, group = layer.step, self.group
+        slots = torch.where(step.appended != 0, step.slots, -1)
+        newest = (step.lengths - 1).clamp(min=0)
+        units = newest // group.unit
+        if group.unit == 1:
+            keys = k[:, None]  # No ring where selections are regranulated.
+        else:
+            # From [B, lane_heads, heads_per_lane, unit, D].
+            keys = layer.ring_k[slots.clamp(min=0), :, units % group.ring_slots]
+            keys = keys.flatten(1, 2).transpose(1, 2)
+        valid = torch.arange(group.unit, device=k.device) <= (newest % group.unit)[:, None]
+        self._write(layer, slots, units, keys, valid)
+
+    def _write(
+        self, layer: LayerView, slots: Tensor, units: Tensor, keys: Tensor, valid: Tensor
+    ) -> None:
+        """Represent logical ``units [n]`` of requests ``slots [n]``; slot -1 changes nothing."""
+        writes = slots >= 0
+        # Without a shape that depends on data: the others write host unit 0, which belongs to
+        # nobody, and what it holds.
+        at = torch.where(writes, host_ids(layer, slots.clamp(min=0), units), 0)
+        for name, new in self.represent(keys, valid).items():
+            pool = layer.pools[name]
+            chosen = writes.view(-1, *[1] * (new.dim() - 1))
+            pool[at] = torch.where(chosen, new.to(pool.dtype), pool[at])
+
+    @hookimpl
+    def retrieve_topk(
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
+    ) -> None:
+        if q.shape[1] != 1:
+            who = type(self).__name__
+            raise ValueError(f"{who}: expected one query per row, got q {list(q.shape)}")
+        scores, closed = self.lane_scores(layer, q[:, 0])
+        topk(scores, closed, ids, impl=self.impl, work=self.work)
+
+    def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores that the top-k ranks, for queries ``[B, H, D]``. Hot.
+
+        Returns:
+            fp32 ``[B * lane_heads, U]``, +inf for forced units, anything for units that are not
+            closed; and int32 ``[B * lane_heads]``, the closed units, 0 in padded rows.
+        """
+        step, group = layer.step, self.group
+        closed = (step.lengths - 1).clamp(min=0) // group.unit * (step.slots >= 0)
+        unit = torch.arange(group.max_units, device=q.device)
+        selectable = unit < closed[:, None]
+        # Behind the closed units stands no page: unit 0 is read, and masked below.
+        at = host_ids(layer, step.slots.clamp(min=0)[:, None], torch.where(selectable, unit, 0))
+        kept = {spec.name: layer.pools[spec.name][at] for spec in self.representations()}
+        scores = self.score(q, kept).masked_fill(~selectable[:, None], float("-inf"))
+        lanes = self.combine(scores.unflatten(1, (group.lane_heads, -1)))
+        forced = (unit < self.sink_units) | (unit >= closed[:, None] - self.recent_units)
+        lanes = lanes.masked_fill(forced[:, None], float("inf"))
+        return lanes.flatten(0, 1), closed.repeat_interleave(group.lane_heads)

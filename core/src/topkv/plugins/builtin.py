@@ -1,0 +1,31 @@
+"""Entries of the core itself: a transfer engine, an eviction policy and an exact top-k."""
+
+from __future__ import annotations
+
+from topkv.entries import Capabilities, PluginEntry
+from topkv.hooks.discovery import hookimpl
+
+
+@hookimpl
+def topkv_register_transfers() -> list[PluginEntry]:
+    return [
+        PluginEntry(
+            "zero_copy",
+            "transfer",
+            {
+                "reference": "topkv.transfer.reference:ReferenceTransfer",
+                "triton": "topkv.transfer.triton:TritonTransfer",
+            },
+        )
+    ]
+
+
+@hookimpl
+def topkv_register_evictions() -> list[PluginEntry]:
+    return [PluginEntry("lru", "eviction", "topkv.transfer.eviction:LeastRecentlyUsed")]
+
+
+@hookimpl
+def topkv_register_topks() -> list[PluginEntry]:
+    kernels = Capabilities(tiers=("interpret", "gpu"))
+    return [PluginEntry("radix", "topk", "topkv.ops.topk:RadixTopK", capabilities=kernels)]

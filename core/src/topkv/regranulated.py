@@ -1,0 +1,71 @@
+"""Selectors of layers whose algorithm selects tokens and whose cache holds larger units.
+
+The selected tokens become the units that hold them (``topkv.ops.regranulate``). What a layer
+attends beyond its selection is counted.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from topkv.config import LoweredConfig
+from topkv.hooks.algorithm import Algorithm
+from topkv.lanes import LaneBuffers
+from topkv.ops.regranulate import TokenSelection
+from topkv.selectors import Own, Selector
+from topkv.types import Index, LayerView
+
+
+class Regranulated(Own):
+    """The layer's algorithm selects tokens for it.
+
+    Args:
+        config, view, lanes, algorithm, indexed: as of ``Own``.
+        tokens: the selected tokens; shared by the layers of the group.
+        extra: int64 ``[max_lanes]``, see ``GroupStore.extra``.
+    """
+
+    def __init__(
+        self,
+        config: LoweredConfig,
+        view: LayerView,
+        lanes: LaneBuffers,
+        algorithm: Algorithm,
+        indexed: bool,
+        tokens: TokenSelection,
+        extra: Tensor,
+    ) -> None:
+        super().__init__(config, view, lanes, algorithm, indexed)
+        self.tokens, self.extra = tokens, extra
+
+    def select(self, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> None:
+        super().select(q, k, v, index)
+        self.tokens.count(self.extra)
+
+    def _retrieve(self, queries: Tensor, weights: Tensor | None) -> None:
+        self.algorithm.retrieve_topk(self.view, queries, weights, self.tokens.ids)
+        self.tokens.regranulate(self.lanes.limit, self.lanes.ids)
+
+
+class SharedRegranulated(Selector):
+    """The layer before it selected tokens; this one attends to the extra tokens as well.
+
+    Args:
+        view, lanes, selects_prompts: as of ``Selector``.
+        tokens, extra: as of ``Regranulated``.
+    """
+
+    def __init__(
+        self,
+        view: LayerView,
+        lanes: LaneBuffers,
+        selects_prompts: bool,
+        tokens: TokenSelection,
+        extra: Tensor,
+    ) -> None:
+        super().__init__(view, lanes, selects_prompts)
+        self.tokens, self.extra = tokens, extra
+
+    def select(self, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> None:
+        super().select(q, k, v, index)
+        self.tokens.count(self.extra)

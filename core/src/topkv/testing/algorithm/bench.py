@@ -1,0 +1,362 @@
+"""One layer of any algorithm, with everything around it poisoned, and what its author says of it.
+
+The bench does what the core does around the hooks, in plain Python: page table, ring, pools,
+step tensors, prompt chunks, settling, rollback, fork, reuse. What no request has written is NaN
+(93 in integers), so that a stray read shows. The options stand in the same file because each is
+about the other: the bench asks them what is promised, and their functions are given the bench.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from hypothesis import strategies as st
+from torch import Tensor
+
+from topkv.plugins.contract import has_hook
+from topkv.testing.algorithm.case import Case
+from topkv.testing.algorithm.memory import UNWRITTEN, BenchMemory
+from topkv.testing.kit import Subject
+from topkv.testing.models.oracle import attention
+from topkv.testing.strategies import lengths
+
+
+@frozen
+class AlgorithmOptions:
+    """What an author tells the suite; the fixture ``options`` returns it.
+
+    Attributes:
+        params: strategy of parameter dicts; what a dict leaves out has the entry's default.
+        promised: ``(length, bench) -> units`` that every selection of a request of that length
+            holds, such as sinks. None where nothing is promised.
+        geometry: keyword arguments of ``strategies.geometries``, such as ``{"units": (4,)}``;
+            ``groups`` and ``dims`` are those of the index where the entry says ``needs_index``.
+        selects: widths K that are drawn; each must be possible with all ``params``.
+        units: units of the longest request, rounded up to pages.
+        hidden_needles: a unit is judged by its best key: one key that matches is found among
+            keys that point the other way. Mean-pooled representations cannot promise it.
+        head_needles: every query head of a group finds the unit that it alone looks for, given
+            room in the budget. Averaging queries before they are scored cannot promise it.
+        by_key: ``(pool name, pool) -> pool`` with what is kept of each unit or token in its row.
+            For pools that pack a page otherwise, such as codes in front and scales behind them.
+        oracle: ``(bench, slot, q) -> scores``, the algorithm's formula in float64, written apart
+            from the plugin's code: of ``bench.keys[slot]`` and queries q ``[1, H, D]`` (of an
+            indexer as ``bench.case.asked`` takes them apart) the scores ``[lane_heads, units]`` of
+            all selectable units, on the CPU; promised ones have any. Selections of reference and
+            kernels are compared with it, up to ties. None where there is no score for each unit.
+        mass: attention mass, or share of all index scores, by which the selection of the kernels
+            may differ from the reference, and share of the largest score by which a selection may
+            differ from the oracle: what a tie in their arithmetic can be worth.
+        long_units: units of the request on which kernels are tried once: enough for several
+            blocks of them.
+    """
+
+    params: st.SearchStrategy[dict[str, Any]] = field(factory=lambda: st.just({}))
+    promised: Callable[[int, AlgorithmBench], set[int]] | None = None
+    geometry: Mapping[str, Any] = field(factory=dict)
+    selects: Sequence[int] = (1, 2, 3, 5)
+    units: int = 12
+    hidden_needles: bool = False
+    head_needles: bool = False
+    by_key: Callable[[str, Tensor], Tensor] | None = None
+    oracle: Callable[[AlgorithmBench, int, Tensor], Tensor] | None = None
+    mass: float = 1e-5
+    long_units: int = 300
+
+
+def options_of(subject: Subject) -> AlgorithmOptions:
+    """The subject's options, the defaults where it has none."""
+    return AlgorithmOptions() if subject.options is None else subject.options
+
+
+class AlgorithmBench(BenchMemory):
+    """An algorithm under test and its requests.
+
+    Args:
+        subject: plugin and tier.
+        case: shape, parameters and data.
+        impl: instead of the tier's.
+        requests: request slots.
+        pages_seed: of the page table; another one, other host pages.
+        prompt_salt: of the prompt's queries.
+        values: the value of every element of V, and of latent rows.
+        far: pages at the far end of pools of more than 2**31 elements.
+
+    Attributes:
+        keys: ``[n, Hkv, D]`` on the CPU: keys of each request as the algorithm is given them,
+            those of the index where the model has one, by slot.
+        pools: the representation pools of the layer.
+        algorithm: the instance.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        case: Case,
+        *,
+        impl: str | None = None,
+        requests: int = 3,
+        pages_seed: int = 0,
+        prompt_salt: int = 62,
+        values: float = 0.5,
+        far: bool = False,
+    ) -> None:
+        super().__init__(subject, case, impl or subject.tier.impl, requests, pages_seed, far)
+        self.values = values
+        self._prompt = case.queries(case.most, prompt_salt)[:, 0]
+        self._empty = case.tokens(0)[:0]
+        self.keys = dict.fromkeys(range(requests), self._empty)
+        self._high = dict.fromkeys(range(requests), 0)
+        self._settled = dict.fromkeys(range(requests), -1)
+
+    # What a request goes through.
+
+    def lengths(self, most: int | None = None, least: int = 1) -> st.SearchStrategy[int]:
+        """Lengths of a request, up to one token below the longest unless told."""
+        group = self.group
+        return lengths(group.unit, group.page_tokens, most or self.case.most - 1, least)
+
+    def long_lengths(self, most: int | None = None) -> st.SearchStrategy[int]:
+        """Lengths with more units than the budget, where the longest request has as many."""
+        most = most or self.case.most - 1
+        return self.lengths(most, min((self.group.select + 2) * self.group.unit + 1, most))
+
+    def prefill(
+        self, slot: int, keys: Tensor, cuts: Sequence[int] = (), settle: bool = True
+    ) -> None:
+        """Append a prompt in chunks that end after ``cuts`` of its tokens, and settle."""
+        edges = sorted({0, len(keys), *(cut for cut in cuts if 0 < cut < len(keys))})
+        for start, end in pairwise(edges):
+            self._chunk(slot, keys[start:end])
+        if settle:
+            self._settle(slot)
+
+    def _chunk(self, slot: int, keys: Tensor) -> None:
+        start, unit = len(self.keys[slot]), self.group.unit
+        self._hold(slot, keys)
+        self._set_rows([])
+        held, first = self.keys[slot], start - start % unit
+        q, _ = self.case.asked(self._prompt[start : len(held)])
+        lse = self._lse(q, held, start)
+        chunk, q, lse = (x.to(self.device) for x in (held[first:], q, lse))
+        self.algorithm.construct(self.layer, slot, first, chunk, self._values(chunk), q, lse)
+
+    def _values(self, keys: Tensor) -> Tensor:
+        """Values ``[n, Hkv, Dv]`` of tokens, NaN where the keys are."""
+        values = keys.new_full(
+            (len(keys), self.group.num_kv_heads, self.model.out_dim), self.values
+        )
+        return values.masked_fill(keys.isnan().any(-1).any(-1)[:, None, None], math.nan)
+
+    def _lse(self, q: Tensor, held: Tensor, start: int) -> Tensor:
+        """Log-sum-exp of the attention of a chunk's queries."""
+        if has_hook(self.algorithm, "retrieve_prompt"):
+            return torch.empty(0, len(q))
+        seen = torch.arange(len(held)) <= start + torch.arange(len(q))[:, None]
+        if self.case.weights is None:
+            return attention(q, held, held, self.model.scale, seen)[1].float()
+        # Nobody draws the model's own queries; that of queries of zeros, whatever the rows are.
+        return seen.sum(1, keepdim=True).log().expand(-1, self.model.num_heads).contiguous()
+
+    def prompt(self, slot: int, keys: Tensor) -> Tensor | None:
+        """Append a chunk and select for its rows: ids ``[m, K]`` on the CPU, poisoned before.
+
+        None where the core does not ask: no row of the chunk sees more than K tokens.
+        """
+        start = len(self.keys[slot])
+        self._chunk(slot, keys)
+        if start + len(keys) <= self.group.select:
+            return None
+        rows = self._prompt[start : len(self.keys[slot])].to(self.device)
+        shape = (len(keys), self.group.select)
+        ids = torch.full(shape, UNWRITTEN, dtype=torch.int32, device=self.device)
+        self.algorithm.retrieve_prompt(self.layer, slot, start, *self.case.asked(rows), ids)
+        return ids.cpu()
+
+    def _stored(self, keys: Tensor) -> Tensor:
+        """What is stored of tokens with these keys: the keys, or latent rows beside an index."""
+        if self.case.weights is None:
+            return keys
+        return keys.new_full((*keys.shape[:2], self.group.head_dim), self.values)
+
+    def _hold(self, slot: int, keys: Tensor) -> None:
+        """Take tokens up and write them to the ring, as far as it reaches."""
+        group, start = self.group, len(self.keys[slot])
+        self.keys[slot] = held = torch.cat([self.keys[slot], keys])
+        self._high[slot] = max(self._high[slot], len(held))
+        last = (len(held) - 1) // group.unit
+        for unit in range(max(start // group.unit, last - group.ring_slots + 1, 0), last + 1):
+            first = unit * group.unit
+            done = max(start - first, 0)
+            new = self._stored(held[first + done : first + group.unit]).to(self.device)
+            where = slice(done, done + len(new))
+            new = new.unflatten(1, (group.lane_heads, -1)).permute(1, 2, 0, 3)
+            for ring, value in ((self.layer.ring_k, new), (self.layer.ring_v, self.values)):
+                place = ring[slot, :, unit % group.ring_slots]
+                if done == 0:
+                    place.fill_(self.case.stale)
+                place[:, :, where] = value
+
+    def _settle(self, slot: int) -> None:
+        since, length = max(self._settled[slot], 0), len(self.keys[slot])
+        first = 0 if self.spec.settle_whole else since - since % self.group.unit
+        if has_hook(self.algorithm, "settle"):
+            history = list(self._history(slot, first))
+            self.algorithm.settle(self.layer, slot, since, length, history)
+        self._settled[slot] = length
+
+    def _history(self, slot: int, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        for start in range(first, len(self.keys[slot]), self.group.page_tokens):
+            keys = self.keys[slot][start : start + self.group.page_tokens]
+            k = self._stored(keys).to(self.device)
+            yield start, k, torch.full_like(k[..., : self.model.out_dim], self.values)
+
+    def stage(self, slots: Sequence[int], keys: Tensor) -> Tensor:
+        """The core's part of a decode step in which each row appends: ring and step tensors.
+
+        Args:
+            slots: slot of each row, -1 pads.
+            keys: ``[B, Hkv, D]``; those of padded rows are replaced by NaN.
+
+        Returns:
+            ``k`` for ``update``, on the device.
+        """
+        keys = keys.clone()
+        for row, slot in enumerate(slots):
+            if slot < 0:
+                keys[row] = math.nan
+            else:
+                self._hold(slot, keys[row : row + 1])
+        self._set_rows(slots, [1] * len(slots))
+        return keys.to(self.device)
+
+    def append(self, slots: Sequence[int], keys: Tensor, settle: bool = True) -> None:
+        """Decode one token for each row, and settle what is due."""
+        self.update(self.stage(slots, keys))
+        if settle:
+            self.settle_due(slots)
+
+    def update(self, keys: Tensor) -> None:
+        """Follow the tokens that the rows append: ``[B, Hkv, D]`` on the device."""
+        self.algorithm.update(self.layer, keys, self._values(keys))
+
+    def settle_due(self, slots: Sequence[int]) -> None:
+        """Settle the requests whose period is over."""
+        period = self.spec.settle_period
+        for slot in slots:
+            if slot >= 0 and period and len(self.keys[slot]) - self._settled[slot] >= period:
+                self._settle(slot)
+
+    def extend(self, slot: int, keys: Tensor) -> None:
+        """Decode tokens of one request, one after the other."""
+        for key in keys:
+            self.append([slot], key[None])
+
+    def idle(self, slots: Sequence[int], keys: Tensor) -> None:
+        """A step in which no row appends."""
+        self._set_rows(slots)
+        self.update(keys.to(self.device))
+
+    def _set_rows(self, slots: Sequence[int], appended: Sequence[int] | None = None) -> None:
+        held = [len(self.keys[slot]) if slot >= 0 else 0 for slot in slots]
+        high = [self._high[slot] if slot >= 0 else 0 for slot in slots]
+        new = [flag * (slot >= 0) for flag, slot in zip(appended or [], slots, strict=False)]
+        rows = [list(slots), held, high, new or [0] * len(slots), [0] * len(slots)]
+        self._ints.fill_(UNWRITTEN)
+        self._ints[:, : len(slots)] = torch.tensor(rows, dtype=torch.int32).to(self.device)
+        self.layer.step = self._steps(len(slots))
+
+    def retrieve(self, q: Tensor, slots: Sequence[int], poison: int = UNWRITTEN) -> Tensor:
+        """ids ``[B, lane_heads, K]`` on the CPU, from a tensor that was poisoned."""
+        self._set_rows(slots)
+        group = self.group
+        shape = (len(slots) * group.lane_heads, group.select)
+        ids = torch.full(shape, poison, dtype=torch.int32, device=self.device)
+        self.select(q.to(self.device), ids)
+        return ids.cpu().view(len(slots), group.lane_heads, group.select)
+
+    def select(self, q: Tensor, ids: Tensor) -> None:
+        """``retrieve_topk`` of the rows that are set."""
+        q, weights = self.case.asked(q)
+        weights = None if weights is None else weights[:, 0]
+        self.algorithm.retrieve_topk(self.layer, q, weights, ids)
+
+    def rollback(self, slot: int, length: int) -> None:
+        """Take the newest tokens back: a change of length, as far as the ring reaches."""
+        low = (self._high[slot] - 1) // self.group.unit - self.group.ring_slots + 1
+        if (length - 1) // self.group.unit < low:
+            raise ValueError(f"rollback to {length} tokens reaches behind unit {low} of the ring")
+        self.keys[slot] = self.keys[slot][:length]
+        self._settled[slot] = min(self._settled[slot], length)
+        if has_hook(self.algorithm, "truncated"):
+            self.algorithm.truncated(self.layer, slot, length)
+
+    def end(self, slot: int) -> None:
+        """Free a slot: request-grained state is zeroed, pages and ring keep what they hold."""
+        self.keys[slot], self._high[slot], self._settled[slot] = self._empty, 0, -1
+        for spec in self.spec.representations:
+            if spec.grain == "request":
+                self.pools[spec.name][slot] = 0
+
+    def fork(self, slot: int, twin: int) -> None:
+        """Full pages are shared, the open one and what is keyed by slot are copied."""
+        full, rest = divmod(len(self.keys[slot]), self.group.page_tokens)
+        self.page_table[twin, :full] = self.page_table[slot, :full]
+        if rest:
+            self.copy_page(slot, full, twin)
+        for spec in self.spec.representations:
+            if spec.grain == "request":
+                self.pools[spec.name][twin] = self.pools[spec.name][slot]
+        for ring in (self.layer.ring_k, self.layer.ring_v):
+            ring[twin] = ring[slot]
+        self.keys[twin] = self.keys[slot]
+        for state in (self._high, self._settled):
+            state[twin] = state[slot]
+
+    # What a test looks at.
+
+    def selectable(self, slot: int) -> int:
+        """Units of a request that may be selected."""
+        if slot < 0:
+            return 0
+        length = len(self.keys[slot])
+        if self.subject.entry.capabilities.tail == "selectable":
+            return length
+        return max(length - 1, 0) // self.group.unit
+
+    def promised(self, slot: int) -> set[int]:
+        """Selectable units that the author says every selection of the request holds."""
+        told = options_of(self.subject).promised
+        return set() if told is None else told(len(self.keys[slot]), self)
+
+    def by_key(self) -> dict[str, Tensor]:
+        """The pools, what is kept of each unit, token or request in its row."""
+        order = options_of(self.subject).by_key
+        if order is None:
+            return dict(self.pools)
+        return {name: order(name, pool) for name, pool in self.pools.items()}
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """A copy of every pool, see ``by_key``."""
+        return {name: pool.cpu().clone() for name, pool in self.by_key().items()}
+
+    def stored(self, slot: int, tokens: int | None = None) -> dict[str, Tensor]:
+        """Bytes of the representations of a request's first tokens, by pool, on the CPU."""
+        count = len(self.keys[slot]) if tokens is None else tokens
+        pages = self.page_table[slot].long()
+        grain = {spec.name: spec.grain for spec in self.spec.representations}
+        rows = {"unit": -(-count // self.group.unit), "token": count}
+        return {
+            name: pool[pages].flatten(0, 1)[: rows[grain[name]]].cpu().contiguous()
+            for name, pool in self._pages(self.by_key()).items()
+        }
+
+
+def lanes(ids: Tensor) -> list[list[list[int]]]:
+    """The valid ids of each lane of each row, ascending."""
+    return [[sorted(i for i in lane if i >= 0) for lane in row] for row in ids.tolist()]

@@ -1,0 +1,280 @@
+"""The transfer engine by kernels: grids, strides and block sizes, one launch a hook.
+
+No hot hook makes a tensor. What each kernel has to do stands in ``reference.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from topkv.hooks.discovery import hookimpl
+from topkv.hooks.transfer import TransferSetup
+from topkv.kv.layout import GroupLayout
+from topkv.kv.store import GroupStore
+from topkv.ops import pdl
+from topkv.transfer import kernels, token_kernels
+from topkv.transfer.geometry import ZeroCopyTransfer
+from topkv.types import LayerView, Plan, StepTensors
+
+COPY_PROGRAMS = 256
+"""Programs that share the misses of one layer-step."""
+
+COPY_BLOCK = 256
+"""16-byte words per program and iteration."""
+
+TOKEN_BLOCK = 64
+"""Tokens per program of the prefill kernels."""
+
+
+class LayerMemory:
+    """Views of one layer, made once: making one costs as much as a launch.
+
+    Attributes:
+        unit_slot, slot_unit, order, counters, buffer: of the store, without their first dimension.
+        buffer_words: ``buffer`` as int32.
+        host, host_words: the host pool from the layer's first entry on, in the group's dtype and
+            as int32.
+    """
+
+    def __init__(self, store: GroupStore, index: int) -> None:
+        self.unit_slot = store.unit_slot[index]
+        self.slot_unit = store.slot_unit[index]
+        self.order = store.order[index]
+        self.counters = store.counters[index]
+        self.buffer = store.buffer[index]
+        self.buffer_words = self.buffer.view(torch.int32)
+        pool, size = store.pool, store.group.dtype.itemsize
+        first = store.layout.base + index * store.layout.layer_stride
+        self.host = pool[first : pool.numel() // size * size].view(store.group.dtype)
+        self.host_words = pool[first:].view(torch.int32)
+
+
+def strides_of(layout: GroupLayout, size: int) -> dict[str, int]:
+    """The strides of the host pool within a layer, in elements of ``size`` bytes."""
+    return {
+        "s_page": layout.page_stride // size,
+        "s_head": layout.head_stride // size,
+        "s_unit": layout.unit_stride // size,
+    }
+
+
+class TritonTransfer(ZeroCopyTransfer):
+    """``zero_copy`` by kernels, with every constant worked out once.
+
+    Args:
+        setup: see ``topkv.hooks.transfer``, where the contracts of all hooks stand; its eviction
+            policy has a ``new_position_kernel``.
+    """
+
+    def __init__(self, setup: TransferSetup) -> None:
+        super().__init__(setup)
+        group, store = self.group, self.store
+        device = store.buffer.device
+        policy: Any = setup.eviction
+        self.new_position = policy.new_position_kernel
+        self.memory = [LayerMemory(store, index) for index in range(len(group.layers))]
+        self.all_buffer_words = store.buffer.view(torch.int32)
+        self.words = group.entry_bytes // 16
+        self.block_k = max(16, triton.next_power_of_2(max(group.select, 1)))
+        self.block_c = max(16, triton.next_power_of_2(max(group.buffer_slots, 1)))
+        self.plan_warps = 4 if self.block_c <= 1024 else 8 if self.block_c <= 8192 else 32
+        # Triton's interpreter runs one program after the other.
+        self.copy_programs = COPY_PROGRAMS if device.type == "cuda" else 4
+        # The copy's programs start while the plan still runs: one launch latency less a step.
+        early = pdl.available(device)
+        self.early = {"PDL": early, **pdl.options(early)}
+        self.word_strides = strides_of(store.layout, 16)
+        self.tokens = {
+            **strides_of(store.layout, group.dtype.itemsize),
+            "HEADS_PER_LANE": group.heads_per_lane,
+            "PLANES": group.planes,
+            "UNIT": group.unit,
+            "UNITS_PER_PAGE": group.units_per_page,
+            "D": group.head_dim,
+            "BLOCK_D": triton.next_power_of_2(group.head_dim),
+        }
+
+    @hookimpl
+    def append(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        group, step, memory = self.group, layer.step, self.memory[layer.index]
+        token_kernels.append_kernel[(step.batch, group.num_kv_heads)](
+            k,
+            v,
+            memory.buffer if self.sparse else memory.host,
+            step.page_table,
+            step.slots,
+            step.lengths,
+            step.appended,
+            s_k=k.stride(0),
+            s_k_head=k.stride(1),
+            s_v=v.stride(0),
+            s_v_head=v.stride(1),
+            max_pages=step.page_table.shape[1],
+            RING=self.sparse,
+            LANE_HEADS=group.lane_heads,
+            C=group.buffer_slots,
+            T=max(group.ring_slots, 1),
+            num_warps=1,
+            **self.tokens,
+        )
+
+    @hookimpl
+    def plan(self, layer: LayerView, ids: Tensor, limit: Tensor, out: Plan) -> None:
+        group, step, memory = self.group, layer.step, self.memory[layer.index]
+        kernels.plan_kernel[(step.batch * group.lane_heads,)](
+            ids,
+            limit,
+            step.slots,
+            step.high,
+            step.resident,
+            step.page_table,
+            memory.unit_slot,
+            memory.slot_unit,
+            memory.order,
+            self.store.stamp,
+            memory.counters,
+            out.slots,
+            out.count,
+            out.miss_hosts,
+            out.miss_slots,
+            out.misses,
+            step.page_table.shape[1],
+            group.max_units,
+            NEW_POSITION=self.new_position,
+            LANE_HEADS=group.lane_heads,
+            UNIT=group.unit,
+            UNITS_PER_PAGE=group.units_per_page,
+            K=group.select,
+            C=group.buffer_slots,
+            T=group.ring_slots,
+            BLOCK_K=self.block_k,
+            BLOCK_C=self.block_c,
+            num_warps=self.plan_warps,
+            **self.early,
+        )
+
+    @hookimpl
+    def load(self, layer: LayerView, plan: Plan) -> None:
+        group, step, memory = self.group, layer.step, self.memory[layer.index]
+        lanes = step.batch * group.lane_heads
+        kernels.load_kernel[(lanes, max(1, self.copy_programs // lanes))](
+            memory.host_words,
+            memory.buffer_words,
+            step.slots,
+            plan.miss_hosts,
+            plan.miss_slots,
+            plan.misses,
+            LANE_HEADS=group.lane_heads,
+            UNITS_PER_PAGE=group.units_per_page,
+            K=group.select,
+            SLOTS=group.slots,
+            WORDS=self.words,
+            BLOCK=COPY_BLOCK,
+            num_warps=8,
+            **self.word_strides,
+            **self.early,
+        )
+
+    @hookimpl
+    def offload(self) -> None:
+        if self.sparse:
+            self._write_back(self.step, force=False)
+
+    @hookimpl
+    def flush(self, slot: int, length: int, high: int, resident: bool) -> None:
+        if not self.sparse or length == 0:
+            return
+        # Cold: it uploads a step of one row.
+        table = self.step.page_table
+        rows = torch.tensor([[slot], [length], [high], [1], [resident]], dtype=torch.int32)
+        slots, lengths, highs, appended, residents = rows.to(table.device)
+        step = StepTensors(slots, lengths, highs, appended, residents, table)
+        self._write_back(step, force=True)
+
+    def _write_back(self, step: StepTensors, force: bool) -> None:
+        """Copy what a step filled, or its open units if ``force``, from the ring to the host."""
+        group, store = self.group, self.store
+        kernels.offload_kernel[(step.batch * group.lane_heads, len(group.layers))](
+            self.memory[0].host_words,
+            self.all_buffer_words,
+            step.page_table,
+            step.slots,
+            step.lengths,
+            step.high,
+            step.appended,
+            step.resident,
+            store.unit_slot,
+            store.slot_unit,
+            s_layer=store.layout.layer_stride // 16,
+            s_buffer_layer=group.max_lanes * group.slots * self.words,
+            s_map_layer=group.max_lanes * group.max_units,
+            s_slot_layer=group.max_lanes * group.buffer_slots,
+            max_pages=step.page_table.shape[1],
+            max_units=group.max_units,
+            FORCE=force,
+            LANE_HEADS=group.lane_heads,
+            UNIT=group.unit,
+            UNITS_PER_PAGE=group.units_per_page,
+            C=group.buffer_slots,
+            T=group.ring_slots,
+            WORDS=self.words,
+            BLOCK=min(512, triton.next_power_of_2(self.words)),
+            num_warps=4,
+            **self.word_strides,
+        )
+
+    @hookimpl
+    def store_chunk(
+        self,
+        layer: LayerView,
+        slot: int,
+        start: int,
+        k: Tensor,
+        v: Tensor,
+        high: int,
+        resident: bool,
+    ) -> None:
+        group, memory, tokens = self.group, self.memory[layer.index], k.shape[0]
+        token_kernels.store_kernel[(triton.cdiv(tokens, TOKEN_BLOCK), group.num_kv_heads)](
+            k,
+            v,
+            memory.host,
+            memory.buffer,
+            layer.step.page_table[slot],
+            memory.unit_slot,
+            memory.slot_unit,
+            slot * group.lane_heads,
+            start,
+            tokens,
+            self.ring_low(high) if self.sparse else 0,
+            group.buffer_slots if self.fits(high, resident) else 0,
+            s_k=k.stride(0),
+            s_v=v.stride(0),
+            max_units=group.max_units,
+            SPARSE=self.sparse,
+            C=max(group.buffer_slots, 1),
+            T=max(group.ring_slots, 1),
+            BLOCK_T=TOKEN_BLOCK,
+            num_warps=4,
+            **self.tokens,
+        )
+
+    @hookimpl
+    def fetch(self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor) -> None:
+        group, tokens = self.group, k.shape[0]
+        token_kernels.fetch_kernel[(triton.cdiv(tokens, TOKEN_BLOCK), group.num_kv_heads)](
+            k,
+            v,
+            self.memory[layer.index].host,
+            layer.step.page_table[slot],
+            start,
+            tokens,
+            KV_HEADS=group.num_kv_heads,
+            BLOCK_T=TOKEN_BLOCK,
+            num_warps=4,
+            **self.tokens,
+        )

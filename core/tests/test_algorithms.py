@@ -1,0 +1,183 @@
+"""Host ids, and what the base of algorithms that score units does beyond what plugins use."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topkv.algorithms import ScoredUnits, host_ids
+from topkv.entries import Capabilities, PluginEntry
+from topkv.errors import ConfigError
+from topkv.hooks.algorithm import AlgorithmSetup, RepresentationSpec
+from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
+from topkv.testing.kit import subject_of
+from topkv.testing.machines.lifecycle_model import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    MODEL,
+    doubles,
+    make_coordinator,
+)
+from topkv.testing.tiers import tier
+from topkv.types import GroupShape, LayerView, StepTensors
+
+CPU = torch.device("cpu")
+UNIT, PAGE, WIDTH, SELECT = 4, 12, 7, 5
+
+
+class LargestKeys(ScoredUnits):
+    """Keeps the largest keys of a unit, channel by channel."""
+
+    def refusals(self):
+        return ["scale is 3"] if self.model.scale == 3 else []
+
+    def representations(self):
+        shape = (self.group.num_kv_heads, self.group.head_dim)
+        return [RepresentationSpec("largest", "unit", shape, torch.float32)]
+
+    def represent(self, keys, valid):
+        return {"largest": torch.where(valid[:, :, None, None], keys, -torch.inf).amax(1)}
+
+    def score(self, q, kept):
+        q = q.float().unflatten(1, (self.group.num_kv_heads, -1))
+        return torch.einsum("bhgd,buhd->bhgu", q, kept["largest"]).flatten(1, 2)
+
+
+class LargestKeysTriton(LargestKeys):
+    """The same, whose top-k runs in kernels."""
+
+    impl = "triton"
+
+
+ENTRY = PluginEntry(
+    "largest_keys",
+    "algorithm",
+    {"reference": f"{__name__}:LargestKeys", "triton": f"{__name__}:LargestKeysTriton"},
+    capabilities=Capabilities(units=(1, 128), tiers=("cpu", "interpret")),
+    defaults={"scope": "kv_head"},
+    parameters={"sink_units": 0, "recent_units": 0},
+)
+
+
+def group(**changes):
+    shape = GroupShape(
+        layers=(0,),
+        unit=UNIT,
+        lane_heads=KV_HEADS,
+        heads_per_lane=1,
+        head_dim=DIM,
+        dtype=torch.float32,
+        page_tokens=PAGE,
+        max_requests=3,
+        max_units=WIDTH * PAGE // UNIT,
+        select=SELECT,
+        buffer_slots=8,
+        ring_slots=2,
+    )
+    return evolve(shape, **changes)
+
+
+@given(data=st.data(), unit=st.sampled_from([1, 2, 4, 12]))
+def test_a_host_id_is_the_page_and_the_place_on_it(data, unit):
+    pages = data.draw(st.permutations(range(3 * WIDTH)))
+    table = torch.tensor(pages, dtype=torch.int32).view(3, WIDTH)
+    none = torch.zeros(0, dtype=torch.int32)
+    step = StepTensors(
+        slots=none, lengths=none, high=none, appended=none, resident=none, page_table=table
+    )
+    layer = LayerView(0, 0, group(unit=unit), step, ring_k=none, ring_v=none)
+    each = st.tuples(st.integers(0, 2), st.integers(0, WIDTH * PAGE // unit - 1))
+    asked = data.draw(st.lists(each, max_size=9))
+    slots, units = torch.tensor(asked, dtype=torch.int64).view(-1, 2).unbind(1)
+    found = host_ids(layer, slots, units)
+    assert found.dtype is torch.int64
+    expected = [
+        pages[slot * WIDTH + unit * index // PAGE] * (PAGE // unit) + unit * index % PAGE // unit
+        for slot, index in asked
+    ]
+    assert found.tolist() == expected
+    assert torch.equal(host_ids(layer, slots[:, None].int(), units.int()).diagonal(), found)
+    assert [int(host_ids(layer, *pair)) for pair in asked] == expected
+
+
+@pytest.mark.parametrize(
+    ("params", "reasons"),
+    [
+        ({"sink_units": SELECT + 1}, ["sink_units must be an integer of 0 to 5"]),
+        ({"sink_units": True, "recent_units": 1.0}, ["got True", "recent_units must be"]),
+        ({"sink_units": 3, "recent_units": 3}, ["recent_units must be an integer of 0 to 2"]),
+    ],
+)
+def test_every_reason_is_told_at_once(params, reasons):
+    setup = AlgorithmSetup(evolve(MODEL, scale=3), group(), params, CPU, None)
+    with pytest.raises(ConfigError, match="LargestKeys") as refused:
+        LargestKeys(setup)
+    for reason, told in zip(["scale is 3", *reasons], refused.value.reasons, strict=True):
+        assert reason in told
+    fits = evolve(setup, model=MODEL, params={"sink_units": 2, "recent_units": 3})
+    assert LargestKeys(fits).work is None
+
+
+def forced(length, bench):
+    """The first closed units and the last ones."""
+    closed = (length - 1) // bench.group.unit
+    sinks, recent = (bench.case.params[name] for name in ("sink_units", "recent_units"))
+    return set(range(min(sinks, closed))) | set(range(max(closed - recent, 0), closed))
+
+
+FORCED = AlgorithmOptions(
+    params=st.fixed_dictionaries(
+        {"sink_units": st.integers(0, 1), "recent_units": st.integers(0, 2)}
+    ),
+    promised=forced,
+    selects=(3, 5),
+)
+
+
+@pytest.mark.parametrize("name", ["cpu", "interpret"])
+def test_first_and_recent_units_are_forced(name):
+    subject = subject_of(ENTRY, "algorithm", tier(name), FORCED)
+    AlgorithmTests().test_promised_units_are_selected(subject)
+
+
+def selections(**options):
+    """Tokens that an algorithm of single tokens selects in 9 steps, of each layer."""
+    entry = evolve(ENTRY, capabilities=evolve(ENTRY.capabilities, units=(1, 1)))
+    sizes = {"algorithm": ENTRY.name, "ring_tokens": 8, "max_request_tokens": 64}
+    coordinator = make_coordinator(tier("cpu"), registry=doubles(entry), **sizes, **options)
+    generator, slot, found = torch.Generator().manual_seed(0), coordinator.request_begin(), []
+    algorithm = coordinator.layers[0].algorithm
+    select = algorithm.retrieve_topk
+
+    def note(layer, q, weights, ids):
+        select(layer, q, weights, ids)
+        found.append(ids.clone())
+
+    algorithm.retrieve_topk = note
+    for tokens in (14, *[1] * 9):
+        rows, chunks = ([], [(slot, tokens)]) if tokens > 1 else ([slot], [])
+        coordinator.forward_begin(rows, chunks)
+        for layer in range(LAYERS):
+            q = torch.randn(tokens, HEADS, DIM, generator=generator)
+            k, v = torch.randn(2, tokens, KV_HEADS, DIM, generator=generator)
+            coordinator.attention(layer, q, k, v)
+        coordinator.forward_end()
+    coordinator.close()
+    return found
+
+
+def test_single_tokens_are_represented_without_a_ring():
+    """Of regranulated selections the algorithm sees no ring: the new token is its unit."""
+    plain = selections(unit=1, budget=1 + SELECT, buffer=2 * SELECT)
+    regranulated = selections(
+        unit=UNIT, regranulate=True, budget=UNIT + SELECT, buffer=UNIT * SELECT
+    )
+    assert len(plain) == len(regranulated) > 9
+    for one, other in zip(plain, regranulated, strict=True):
+        assert torch.equal(one, other)
+    assert max(int(ids.max()) for ids in plain) > 14, "no decoded token was selected"

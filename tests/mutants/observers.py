@@ -1,0 +1,76 @@
+"""Observers with one bug each, and the test of the suite that sees each."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from tests.mutants.harness import Mutant, told_of
+from topkv.entries import PluginEntry
+from topkv.hooks.discovery import hookimpl
+from topkv.testing.observers import ObserverOptions, ObserverTests
+
+OPTIONS = ObserverOptions(
+    says=lambda observer: sum(observer.misses),
+    oracle=lambda told: sum(each.transfers.misses for each in told if each.ended),
+)
+
+
+class Sums:
+    """What decode rows have missed when their forwards ended."""
+
+    def __init__(self, setup):
+        self.misses = []
+
+    @hookimpl
+    def before_forward(self, report):
+        """Nothing is missed yet."""
+
+    @hookimpl
+    def after_forward(self, report):
+        self.misses.append(report.transfers().misses)
+
+
+class CountsTooEarly(Sums):
+    """Misses are read when a forward begins, which may be dropped."""
+
+    @hookimpl
+    def before_forward(self, report):
+        self.misses.append(report.transfers().misses)
+
+    @hookimpl
+    def after_forward(self, report):
+        """Counted already."""
+
+
+class NeedsARow(Sums):
+    """A forward of a prompt alone is an error."""
+
+    @hookimpl
+    def after_forward(self, report):
+        _ = report.slots[0]
+        super().after_forward(report)
+
+
+class SharesItsSums(Sums):
+    """All observers of a process add to one sum."""
+
+    shared: ClassVar[list[int]] = []
+
+    def __init__(self, setup):
+        self.misses = self.shared
+
+
+def _mutant(broken: type, test: str) -> Mutant:
+    clean, entry = (
+        PluginEntry(cls.__name__.lower(), "observer", f"{__name__}:{cls.__name__}")
+        for cls in (Sums, broken)
+    )
+    name = f"test_{test}"
+    return Mutant(told_of(broken), ObserverTests, name, entry, clean, options=OPTIONS)
+
+
+MUTANTS = [
+    _mutant(CountsTooEarly, "it_gathers_what_forwards_were"),
+    _mutant(NeedsARow, "forwards_are_the_same_without_it"),
+    _mutant(SharesItsSums, "each_coordinator_has_its_own"),
+]

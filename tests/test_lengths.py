@@ -1,0 +1,81 @@
+"""What is short enough to be read at once: each file, and the spine of the core as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.packaging.packages import ROOT
+
+MOST = 400
+
+SPINE = {
+    "coordinator": "the decode path",
+    "requests": "the owner of a request",
+    "pages": "the pages it holds",
+    "selectors": "where the selection of a layer comes from",
+    "lanes": "the buffers of a step",
+    "layers": "the path of a layer, and the open forward",
+    "prefill": "prompts",
+    "assembly": "what is decided per layer",
+    "memory": "what is allocated",
+    "types": "the tensors and shapes that all hand each other",
+}
+"""Modules of ``core/src/topkv`` that are read from top to bottom, in this order or DESIGN.md's."""
+
+SPINE_MOST = 2000
+"""Lines of them all together: an hour of reading."""
+
+FOLDERS = ("core", "plugins", "tools", "tests", "benchmarks", "examples", "docs/scripts")
+"""Where sources lie; there is no git to ask in an unpacked archive."""
+
+MADE = {".venv", "build", "dist"}
+"""Folders that tools fill, see ``.gitignore``."""
+
+
+def sources_in(root: Path) -> Iterator[Path]:
+    """The Python files of a checkout that people wrote."""
+    yield from root.glob("*.py")
+    for folder in FOLDERS:
+        for path in (root / folder).rglob("*.py"):
+            if not MADE & {*path.relative_to(root).parts}:
+                yield path
+
+
+def too_long(root: Path) -> list[str]:
+    """``path: lines`` of each file of more than ``MOST`` lines, the longest first."""
+    counts = {
+        path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources_in(root)
+    }
+    longest = sorted(counts, key=lambda path: (-counts[path], path))
+    return [f"{path.relative_to(root)}: {counts[path]}" for path in longest if counts[path] > MOST]
+
+
+def test_every_source_folder_is_looked_at():
+    tops = {path.relative_to(ROOT).as_posix() for path in sources_in(ROOT)}
+    for folder in FOLDERS:
+        assert any(path.startswith(f"{folder}/") for path in tops), folder
+    assert {"conftest.py", "core/src/topkv/__init__.py", "tests/test_lengths.py"} <= tops
+
+
+def test_no_file_is_too_long():
+    found = too_long(ROOT)
+    assert not found, f"files of more than {MOST} lines:\n" + "\n".join(found)
+
+
+def test_the_spine_can_be_read_in_an_hour():
+    sizes = {
+        name: len((ROOT / "core/src/topkv" / f"{name}.py").read_text("utf-8").splitlines())
+        for name in SPINE
+    }
+    total = sum(sizes.values())
+    assert total <= SPINE_MOST, f"{total} lines of at most {SPINE_MOST}: {sizes}"
+
+
+def test_long_files_are_found(tmp_path):
+    sizes = {"core/a.py": MOST, "core/b.py": MOST + 1, "tests/deep/c.py": 900, "d.py": 500}
+    for name, lines in {**sizes, "core/.venv/e.py": 999, "plugins/x/build/f.py": 999}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x = 1\n" * lines)
+    assert too_long(tmp_path) == ["tests/deep/c.py: 900", "d.py: 500", "core/b.py: 401"]
