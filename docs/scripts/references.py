@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-CORE = ROOT / "core" / "src" / "topkv"
+import library
+from docstrings import CORE, ROOT, class_of, function, marks, plain, table, tree_of
 
 KINDS = {
-    "registry": "Registration",
+    "discovery": "Registration",
     "algorithm": "Algorithm",
     "backend": "Attention backend",
     "transfer": "Transfer engine",
@@ -42,6 +42,9 @@ def pages() -> dict[str, str]:
     made = {
         "reference/hooks.md": hook_reference(),
         "reference/configuration.md": configuration(),
+        "reference/types.md": library.types(),
+        "reference/library.md": library.functions(),
+        "reference/kit.md": library.kit(),
     }
     for name, readme in plugin_readmes().items():
         made[f"plugins/{name}.md"] = page_of(readme)
@@ -56,59 +59,6 @@ def plugin_readmes() -> dict[str, Path]:
     return {path.parent.name: path for path in sorted(found, key=lambda path: path.parent.name)}
 
 
-# Docstrings.
-
-
-def plain(text: str) -> str:
-    """reStructuredText of a docstring as Markdown: literals, and blocks behind ``::``."""
-    lines, block = [], False
-    for line in text.splitlines():
-        if block and line.strip() and not line.startswith("    "):
-            lines.append("```")
-            block = False
-        if not block and line.rstrip().endswith("::"):
-            lines += [line.rstrip()[:-1], "", "```python"]
-            block = True
-            continue
-        lines.append(line.removeprefix("    ") if block else line.replace("``", "`"))
-    return "\n".join([*lines, "```"] if block else lines).replace("```python\n\n", "```python\n")
-
-
-def sections(doc: str) -> dict[str, str]:
-    """A docstring by section: "" for its text, then Args, Returns, Raises, Attributes."""
-    found, name = {"": ""}, ""
-    for line in doc.splitlines():
-        head = re.fullmatch(r"(Args|Returns|Raises|Attributes):", line)
-        if head:
-            name = head[1]
-            found[name] = ""
-        elif name and line and not line.startswith(" "):
-            name = ""  # text that goes on behind a section
-            found[""] += f"\n{line}\n"
-        else:
-            found[name] += f"{line}\n"
-    return {key: text.strip("\n") for key, text in found.items()}
-
-
-def items(section: str) -> Iterator[tuple[str, str]]:
-    """The ``name: text`` items of a section; further lines of an item are indented."""
-    for item in re.split(r"\n(?=    \S)", section):
-        name, _, text = item.strip().partition(": ")
-        yield name, " ".join(text.split()).replace("``", "`")
-
-
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A Markdown table; bars are escaped where they stand in no literal."""
-    lines = [head, tuple("---" for _ in head), *rows]
-    cells = [[_in_cell(cell) for cell in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
-
-
-def _in_cell(text: str) -> str:
-    parts = text.split("`")
-    return "`".join(part if n % 2 else part.replace("|", "\\|") for n, part in enumerate(parts))
-
-
 # Hooks.
 
 
@@ -120,76 +70,28 @@ def hook_reference() -> str:
         "# Hooks",
         "Made from the hook specs in `core/src/topkv/hooks`; hook API "
         f"{api[1]}.{api[2]}. Types and letters (B, H, Hkv, N, K, C, T) are those of "
-        "`topkv.types`, at the end of this page.",
+        "[Types](types.md); [Order of calls](../calls.md) says when each hook is called.",
     ]
     for module, title in KINDS.items():
         parts += _kind(CORE / "hooks" / f"{module}.py", title)
-    return "\n\n".join([*parts, *_types(), ""])
+    return "\n\n".join([*parts, ""])
 
 
 def _kind(path: Path, title: str) -> Iterator[str]:
-    tree = ast.parse(path.read_text("utf-8"))
+    tree = tree_of(path)
     yield f"## {title}"
     yield plain(ast.get_docstring(tree) or "")
     for node in tree.body:
         hooks = [each for each in getattr(node, "body", []) if _is_hook(each)]
         if isinstance(node, ast.ClassDef) and not hooks:
-            yield from _class(node)
+            yield from class_of(node)
         for each in [node] if _is_hook(node) else hooks:
-            yield from _hook(each, optional="optional" in _marks(each))
-
-
-def _marks(node: ast.AST) -> list[str]:
-    return [ast.unparse(mark) for mark in getattr(node, "decorator_list", [])]
+            optional = " (optional)" if "optional" in marks(each) else ""
+            yield from function(each, f"### `{each.name}`{optional}")
 
 
 def _is_hook(node: ast.AST) -> bool:
-    return isinstance(node, ast.FunctionDef) and "hookspec" in _marks(node)
-
-
-def _hook(node: ast.FunctionDef, optional: bool) -> Iterator[str]:
-    found = sections(ast.get_docstring(node) or "")
-    yield f"### `{node.name}`" + (" (optional)" if optional else "")
-    yield f"```python\n{_signature(node)}\n```"
-    yield plain(found.pop(""))
-    for name, text in found.items():
-        if name == "Returns":
-            yield f"**Returns** {' '.join(text.split()).replace('``', '`')}"
-        else:
-            column = "argument" if name == "Args" else "error"
-            rows = [(f"`{item}`".replace(", ", "`, `"), told) for item, told in items(text)]
-            yield table((column, "meaning"), rows)
-
-
-def _signature(node: ast.FunctionDef) -> str:
-    node.args.args = [argument for argument in node.args.args if argument.arg != "self"]
-    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    line = f"def {node.name}({ast.unparse(node.args)}){returns}"
-    if len(line) <= 90:
-        return line
-    arguments = "".join(f"    {ast.unparse(argument)},\n" for argument in node.args.args)
-    return f"def {node.name}(\n{arguments}){returns}"
-
-
-def _types() -> Iterator[str]:
-    yield "## Types"
-    for path in (CORE / "types.py", CORE / "entries.py"):
-        tree = ast.parse(path.read_text("utf-8"))
-        if path.name == "types.py":
-            yield plain(ast.get_docstring(tree) or "")
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef):
-                yield from _class(node)
-
-
-def _class(node: ast.ClassDef) -> Iterator[str]:
-    found = sections(ast.get_docstring(node) or "")
-    yield f"### `{node.name}`"
-    yield plain(found[""])
-    if "Attributes" in found:
-        listed = items(found["Attributes"])
-        rows = [(f"`{item}`".replace(", ", "`, `"), told) for item, told in listed]
-        yield table(("attribute", "meaning"), rows)
+    return isinstance(node, ast.FunctionDef) and "hookspec" in marks(node)
 
 
 # Configuration.
@@ -197,7 +99,7 @@ def _class(node: ast.ClassDef) -> Iterator[str]:
 
 def configuration() -> str:
     """Every key of ``SparseConfig``: type, topkv's own default if it is a constant, meaning."""
-    tree = ast.parse((CORE / "config" / "settings.py").read_text("utf-8"))
+    tree = tree_of(CORE / "config" / "settings.py")
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     rows: list[tuple[str, ...]] = []
     for name in ("LayerSettings", "Settings", "SparseConfig"):
