@@ -115,8 +115,9 @@ def must_read(path: LayerPath, tokens: int, slots: list[int]) -> int:
 
 def scorer(path: LayerPath, q: torch.Tensor) -> Callable[[], object] | None:
     """The scoring kernels alone, where an algorithm has some."""
-    score = getattr(path.algorithm, "score", None)
-    return score and partial(score, path.view, q)
+    names = ("lane_scores", "score")  # of a ScoredUnits, and of others
+    found = [getattr(path.algorithm, name) for name in names if hasattr(path.algorithm, name)]
+    return partial(found[0], path.view, q) if found else None
 
 
 def cell(

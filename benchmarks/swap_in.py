@@ -23,8 +23,8 @@ from topkv.hooks.eviction import EvictionSetup
 from topkv.hooks.transfer import TransferSetup
 from topkv.kv.host_pool import HostKVPool
 from topkv.kv.store import GroupStore
-from topkv.transfer.engine import ZeroCopyTransfer, triton
 from topkv.transfer.eviction import LeastRecentlyUsed
+from topkv.transfer.triton import TritonTransfer
 from topkv.types import GroupShape, LayerView, Plan, StepTensors
 
 STEPS, REPEATS = 60, 15
@@ -75,9 +75,9 @@ def on_host(group: GroupShape, pages: int) -> tuple[HostKVPool, GroupStore]:
     return pool, GroupStore.on_host(group, pool.layouts[0], pool.bytes, pages, DEVICE)
 
 
-def engine_of(store: GroupStore, views: list[LayerView]) -> ZeroCopyTransfer:
+def engine_of(store: GroupStore, views: list[LayerView]) -> TritonTransfer:
     """The engine of a group, by kernels."""
-    return triton(TransferSetup(store, views, LeastRecentlyUsed(EvictionSetup(DEVICE))))
+    return TritonTransfer(TransferSetup(store, views, LeastRecentlyUsed(EvictionSetup(DEVICE))))
 
 
 class Cell:
@@ -132,7 +132,7 @@ class Cell:
     def stream(self, miss: float) -> Iterator[torch.Tensor]:
         """Selections ``[lanes, K]`` that miss the given share of their units in every step."""
         group = self.group
-        lanes, width, universe = group.rows, group.select, group.max_units - 4
+        lanes, width, universe = group.max_lanes, group.select, group.max_units - 4
         fresh = round(width * miss)
         current = torch.rand(lanes, universe, device=DEVICE).argsort(1)[:, :width].int()
         # Never selected for at least universe - 2 * buffer steps: certain misses, in order.
@@ -183,7 +183,7 @@ class Cell:
         """Every occupied slot holds the words of its unit's place in the pool."""
         group, layout = self.group, self.store.layout
         units = self.store.slot_unit[0].long()
-        row = torch.arange(group.rows, device=DEVICE)[:, None].expand(units.shape)
+        row = torch.arange(group.max_lanes, device=DEVICE)[:, None].expand(units.shape)
         page = self.step.page_table[
             row // group.lane_heads, units.clamp(min=0) // group.units_per_page
         ]
@@ -193,7 +193,7 @@ class Cell:
             + units.clamp(min=0) % group.units_per_page * layout.unit_stride
         ) // 4
         words = self.store.buffer.view(torch.int32)[0, :, : group.buffer_slots].flatten(2)
-        for chunk in range(0, group.rows, 16):
+        for chunk in range(0, group.max_lanes, 16):
             rows = slice(chunk, chunk + 16)
             expected = first[rows, :, None] + torch.arange(group.entry_bytes // 4, device=DEVICE)
             wrong = (words[rows] != expected.int()) & (units[rows] >= 0)[:, :, None]
