@@ -39,6 +39,7 @@ class Driver:
 
     def __init__(self):
         self.registered, self.code, self.pages = set(), 0, None
+        self.unregistered = []
 
     def cudaHostRegister(self, address, size, flags):
         assert address not in self.registered, "registered twice"
@@ -48,6 +49,7 @@ class Driver:
         return self.code
 
     def cudaHostUnregister(self, address):
+        self.unregistered.append(address)
         self.registered.discard(address)
 
 
@@ -220,6 +222,7 @@ def test_a_refused_registration_leaves_nothing(monkeypatch, driver):
     ):
         HostMemory(20 * PAGE, CUDA)
     assert all(driver.pages)
+    assert not driver.unregistered, "it was not registered"
     assert not any(present(address_of(made[0]), 20 * PAGE)), "the pages were not given back"
     driver.code = 0
     HostMemory(20 * PAGE, CUDA).close()
@@ -245,15 +248,23 @@ def test_what_stops_a_thread_reaches_the_caller(monkeypatch, driver, owner, name
     assert not touching()
 
 
-def test_control_c_ends_the_threads_within_their_chunk(monkeypatch, driver):
+@pytest.mark.parametrize("when", ["waiting", "submitting"])
+def test_control_c_ends_the_threads_within_their_chunk(monkeypatch, driver, when):
     """None takes another chunk once the interrupt has come, and nothing is registered."""
-    told, started, shutdown = threading.Event(), [], ThreadPoolExecutor.shutdown
+    told, started, submitted = threading.Event(), [], []
+    submit, shutdown = ThreadPoolExecutor.submit, ThreadPoolExecutor.shutdown
 
     def place(thread, cpus):
         started.append(thread)
-        if len(started) == 1:
+        if when == "waiting" and len(started) == 1:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         assert told.wait(60), "nobody ended the threads"
+
+    def send(self, *args):
+        submitted.append(args)
+        if when == "submitting" and len(submitted) == 50:
+            raise KeyboardInterrupt
+        return submit(self, *args)
 
     def end(self, wait=True, *, cancel_futures=False):
         shutdown(self, wait=False, cancel_futures=cancel_futures)
@@ -261,6 +272,7 @@ def test_control_c_ends_the_threads_within_their_chunk(monkeypatch, driver):
         shutdown(self, wait=wait)
 
     monkeypatch.setattr(os, "sched_setaffinity", place)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", send)
     monkeypatch.setattr(ThreadPoolExecutor, "shutdown", end)
     with pytest.raises(KeyboardInterrupt):
         HostMemory(100 * CHUNK, CUDA)
