@@ -91,8 +91,12 @@ def measure(size: int, device: torch.device, cpus: set[int], huge: bool) -> dict
 
 def _why(pool: int | None, available: int, gpu: bool) -> list[str]:
     """One sentence for each thing that decides about the time, or is in the way of it."""
+    from topkv.kv.host_mapping import MOST_THREADS
+
     near = "near the GPU " if gpu else ""
-    told = [f"one thread touches for each core {near}that this process may use, up to 16"]
+    told = [
+        f"one thread touches for each core {near}that this process may use, up to {MOST_THREADS}"
+    ]
     state = probes.huge_pages()["enabled"]
     if state is None:
         told.append("this system has no transparent huge pages")
