@@ -74,6 +74,8 @@ def test_the_collector_does_not_touch_the_device(monkeypatch):
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "synchronize", driver.synchronize)
+    allowed = os.sched_getaffinity(0)
+    monkeypatch.setattr(host_memory, "cpus_near", lambda device: allowed)
     memory = HostMemory(4096, torch.device("cuda"))
     del memory
     assert driver.calls == ["register"]

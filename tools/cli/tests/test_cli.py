@@ -30,6 +30,7 @@ def broken(monkeypatch):
     found = PluginRegistry([("topkv-broken", "7.1", SimpleNamespace())])
     for module in ("plugins", "doctor"):
         monkeypatch.setattr(f"topkv_cli.{module}.registry", lambda: found)
+    monkeypatch.setattr("topkv_cli.attaching._PROBE", 1 << 22)
 
 
 def run(*args):
@@ -110,7 +111,7 @@ def test_doctor_json_is_alone_on_stdout():
     result = run("doctor", "--json")
     report = json.loads(result.stdout)
     assert "looking at" in result.stderr
-    assert set(report) == {*probes.PROBES, "plugins", "plugins_failed"}
+    assert set(report) == {*probes.PROBES, "attaching", "plugins", "plugins_failed"}
     assert report["topkv"] == topkv.__version__
     assert report["host_memory"]["total_bytes"] >= report["host_memory"]["available_bytes"] > 0
     assert isinstance(report["devices"], list)
@@ -127,6 +128,8 @@ def test_doctor_shows_the_same_to_people():
 
 
 def test_doctor_asks_plugins_of_their_libraries(monkeypatch):
+    monkeypatch.setattr("topkv_cli.attaching._PROBE", 1 << 22)
+
     def offers(name, doctor):
         entry = PluginEntry(name=name, kind="backend", factories="none.such:Made", doctor=doctor)
         hook = hookimpl(lambda: [entry])

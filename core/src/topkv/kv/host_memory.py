@@ -10,76 +10,49 @@ import torch
 from torch import Tensor
 
 from topkv.errors import HostMemoryError
-
-_PORTABLE_AND_MAPPED = 0x01 | 0x02  # cudaHostRegisterPortable | cudaHostRegisterMapped
-
+from topkv.kv.host_mapping import HostMapping, cpus_near, threads_of, unregister_unclosed
 
 _MOVE_PAGES = {"x86_64": 279, "aarch64": 239}
 """Number of the ``move_pages`` system call by machine."""
-
-_unclosed: list[_Registration] = []
-"""Mappings that nobody closed; the next one unregisters them."""
-
-
-class _Registration(mmap.mmap):
-    """Anonymous memory that is unregistered before it is unmapped.
-
-    CUDA would keep the address range of a pool that nobody closed, and refuse it to the next one.
-    Unregistering waits for the device, which nothing may do while a graph is captured, and the
-    collector comes at any time. So what it finds is kept mapped until the next registration.
-    """
-
-    address = 0
-
-    def register(self, address: int, size: int) -> int:
-        """Returns the error code of CUDA, 0 for none."""
-        while _unclosed:
-            _unclosed[-1].unregister()
-            _unclosed.pop()
-        # Touching first lets the kernel fault pages in large runs; registering untouched
-        # memory does the same page by page and is several times slower.
-        ctypes.memset(address, 0, size)
-        code = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE_AND_MAPPED))
-        self.address = 0 if code else address
-        return code
-
-    def unregister(self) -> None:
-        """Idempotent."""
-        if self.address:
-            torch.cuda.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(self.address)
-            self.address = 0
-
-    def __del__(self) -> None:
-        if self.address:
-            _unclosed.append(self)
 
 
 class HostMemory:
     """A byte tensor in host memory, registered with CUDA when ``device`` is a GPU.
 
-    ``pin_memory=True`` of torch rounds to a power of two and takes five times as long as
-    registering touched pages, so this maps anonymous memory and registers it.
+    ``pin_memory=True`` of torch rounds to a power of two and provides pages one by one, so this
+    maps anonymous memory, has many threads touch it in huge pages and registers it at once.
+    Memory that is not registered stays untouched until somebody writes to it.
+
+    Touching decides where pages lie. The threads run on the cores near the GPU, so the memory is
+    on its NUMA node while that has room, and on other nodes for the rest; where the system does
+    not tell which cores are near, or this process may use none of them, the memory is spread over
+    the nodes whose cores it may use. A memory policy of the process (``numactl``) goes first.
+
+    Large pools tell how far they are through ``logging``, logger ``topkv``, level ``INFO``.
+    After an interrupt nothing stays registered, and the pages are given back. Child processes do
+    not inherit registered memory: reading it there is a segmentation fault.
 
     Args:
         size: bytes, allocated exactly (rounded up to the page size of the system).
         device: the device that will access the memory; nothing is mapped for ``meta``.
 
     Raises:
-        HostMemoryError: the system refuses the memory or its registration.
+        HostMemoryError: the system refuses the memory, the threads or the registration.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
-        self._map: _Registration | None = None
+        self._map: HostMapping | None = None
         if size == 0:  # every layer is resident; there is nothing to map
             self.bytes: Tensor = torch.empty(0, dtype=torch.uint8)
             return
         if device.type == "meta":
             self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
             return
+        if device.type == "cuda":
+            unregister_unclosed()  # their memory may be what is missing
         try:
-            self._map = _Registration(-1, size)
+            self._map = HostMapping.of(size)
         except (OSError, ValueError, OverflowError) as error:
             raise HostMemoryError(
                 f"the host pool needs {size} bytes and the system refused them ({error}); "
@@ -87,12 +60,28 @@ class HostMemory:
             ) from error
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8, count=size)
         if device.type == "cuda":
-            code = self._map.register(self.bytes.data_ptr(), size)
-            if code != 0:
-                raise HostMemoryError(
-                    f"cudaHostRegister of {size} bytes failed with code {code}; "
-                    "check the locked-memory limit (ulimit -l) or lower max_tokens"
-                )
+            try:
+                self._register(self._map, device)
+            except BaseException:
+                self._map.discard()
+                raise
+
+    def _register(self, memory: HostMapping, device: torch.device) -> None:
+        cpus = cpus_near(device)
+        try:
+            memory.advise()
+            memory.touch(cpus)
+        except (OSError, RuntimeError) as error:
+            raise HostMemoryError(
+                f"touching the {self.size} bytes of the host pool by {threads_of(cpus)} threads "
+                f"failed ({error}); check the limits on processes (ulimit -u) and on cores"
+            ) from error
+        code = memory.register()
+        if code != 0:
+            raise HostMemoryError(
+                f"cudaHostRegister of {self.size} bytes failed with code {code}; "
+                "check the locked-memory limit (ulimit -l) or lower max_tokens"
+            )
 
     @property
     def registered(self) -> bool:

@@ -12,15 +12,22 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from topkv.config.checks import byte_size
 from topkv.entries import KINDS
 from topkv.plugins import registry
 from topkv_cli import probes
+from topkv_cli.attaching import attaching
 from topkv_cli.plugins import as_dict
 
 
-def diagnose() -> dict[str, Any]:
-    """Everything that doctor knows; what cannot be found out says why."""
+def diagnose(pool: int | None = None) -> dict[str, Any]:
+    """Everything that doctor knows; what cannot be found out says why.
+
+    Args:
+        pool: bytes of a host pool to tell the time of.
+    """
     report = {name: probes.attempt(probe) for name, probe in probes.PROBES.items()}
+    report["attaching"] = probes.attempt(partial(attaching, pool))
     told = {
         f"{record.kind} {record.name}": probes.attempt(partial(registry().doctor, record))
         for kind in KINDS
@@ -50,13 +57,25 @@ def _lines(name: str, value: Any, indent: int = 0) -> list[str]:
     return [f"{label}: {'unknown' if value is None else value}"]
 
 
+def _size(context: click.Context, option: click.Parameter, value: str | None) -> int | None:
+    try:
+        return None if value is None else byte_size(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
 @click.command("doctor", short_help="Show what this machine offers.")
+@click.option("--pool", metavar="SIZE", callback=_size, help="Also time a host pool, like 64GiB.")
 @click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
-def command(as_json: bool) -> None:
-    """Show versions, devices, memory, NUMA nodes, what plugins say, and those that do not load."""
+def command(pool: int | None, as_json: bool) -> None:
+    """Show versions, devices, memory, NUMA nodes, what plugins say, and those that do not load.
+
+    What attaching a model takes is measured: a gibibyte of host memory, or an eighth of what is
+    free, is made as a host pool is made, and let go.
+    """
     Console(stderr=True).print("looking at torch, triton and the devices ...", style="dim")
     with redirect_stdout(sys.stderr):  # plugins ask libraries, which may print
-        report = diagnose()
+        report = diagnose(pool)
     if as_json:
         click.echo(json.dumps(report, indent=2, default=str))
         return

@@ -61,6 +61,16 @@ def pinned_limit() -> dict[str, Any]:
     return {"unlimited": unlimited, "limit_bytes": None if unlimited else soft}
 
 
+def huge_pages() -> dict[str, Any]:
+    """Who gets transparent huge pages: always, madvise or never; None where there are none."""
+    folder = _SYS / "kernel/mm/transparent_hugepage"
+    if not folder.exists():
+        return {"enabled": None, "page_bytes": None}
+    _, _, rest = (folder / "enabled").read_text().partition("[")
+    size = int((folder / "hpage_pmd_size").read_text())
+    return {"enabled": rest.partition("]")[0], "page_bytes": size}
+
+
 def numa_node_of_pci(domain: int, bus: int, device: int) -> int | None:
     """NUMA node of a PCI device; None where the system knows none (-1) or has no such file."""
     address = f"{domain:04x}:{bus:02x}:{device:02x}.0"
@@ -126,6 +136,7 @@ PROBES: dict[str, Callable[[], Any]] = {
     "devices": devices,
     "host_memory": host_memory,
     "numa_nodes": numa_nodes,
+    "huge_pages": huge_pages,
     "pinned_memory_limit": pinned_limit,
     "cuda_host_register": host_register,
 }
