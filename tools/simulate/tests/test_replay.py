@@ -8,6 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,7 +91,7 @@ def test_counts_and_orders_are_those_of_the_plan(data, shape):
     )
     unit, lanes, most = shape["unit"], shape["lane_heads"], 24 * shape["unit"]
     state = [{"length": 0, "high": 0, "resident": data.draw(st.booleans())} for _ in range(2)]
-    rows, events, ids, limits, counts = [], [], [], [], []
+    rows, events, ids, limits, counts, snapshots = [], [], [], [], [], []
     for number in range(data.draw(st.integers(1, 25))):
         if data.draw(st.integers(0, 5)) == 0:
             slot = data.draw(st.integers(0, 1))
@@ -127,20 +128,23 @@ def test_counts_and_orders_are_those_of_the_plan(data, shape):
                 (KIND.CLOSE, row.slot, row.length - 1, row.length, row.high, int(row.resident))
             )
         bench.engine.offload()
+        held = bench.store.slot_unit.gather(-1, bench.store.order.long())
+        snapshots.append((len(events), held.unflatten(1, (2, lanes)).numpy()))
     if not rows:
         return
     trace = trace_of(shape, shape["select"], rows, events, ids, limits)
     wanted = Wanted.of(trace, trace.groups[0])
-    replayed = Lanes(trace, wanted, shape["slots"], LeastRecentlyUsed())
-    found = replayed.run()
+    found = Lanes(trace, wanted, shape["slots"], LeastRecentlyUsed()).run()
     expected = np.array(counts)  # [R, L, H, 2]
     assert np.array_equal(found.hits, expected[..., 0])
     assert np.array_equal(found.misses, expected[..., 1])
-    store = bench.store
-    held = store.slot_unit.gather(-1, store.order.long()).unflatten(1, (2, lanes)).numpy()
-    mine = np.where(replayed.held == wanted.free, -1, replayed.held)  # [S, L * H, C]
-    for slot in range(len(mine)):
-        assert np.array_equal(mine[slot].reshape(held[:, slot].shape), held[:, slot])
+    for count, held in snapshots:
+        before = evolve(trace, events=trace.events[:count])
+        replayed = Lanes(before, wanted, shape["slots"], LeastRecentlyUsed())
+        replayed.run()
+        mine = np.where(replayed.held == wanted.free, -1, replayed.held)  # [S, L * H, C]
+        for slot in range(len(mine)):
+            assert np.array_equal(mine[slot].reshape(held[:, slot].shape), held[:, slot])
 
 
 def drive(script, **options):

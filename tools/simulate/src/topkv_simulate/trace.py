@@ -137,7 +137,7 @@ class Trace:
             "settings": dict(self.settings),
             "groups": [asdict(group.geometry) for group in self.groups],
         }
-        arrays = {"header": np.array(json.dumps(header)), "rows": self.rows, "events": self.events}
+        arrays = {"header": np.array(json.dumps(header, default=str)), "rows": self.rows, "events": self.events}
         for index, group in enumerate(self.groups):
             arrays |= {f"{name}_{index}": getattr(group, name) for name in _SHAPES}
         with path.open("wb") as file:
