@@ -41,7 +41,8 @@ class LeastRecentlyUsed:
         count = stale.sum(-1, keepdims=True)
         hits = np.arange(stale.shape[-1]) - before
         kept = np.where(before < misses, count - misses + before, before - misses)
-        return np.where(stale, kept, count + hits)
+        target: np.ndarray = np.where(stale, kept, count + hits)
+        return target
 
     def used(self, rows: slice, slots: np.ndarray, units: np.ndarray) -> None:
         """A round is over.

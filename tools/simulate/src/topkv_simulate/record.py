@@ -66,7 +66,7 @@ class Job:
         else:
             written = SparseConfig.load(self.config_file).as_dict()
         config = SparseConfig(**{**written, **self.given})
-        room = {"max_requests": 1, "max_tokens": tokens}
+        room: dict[str, Any] = {"max_requests": 1, "max_tokens": tokens}
         return attrs.evolve(config, **{k: v for k, v in room.items() if k not in config.as_dict()})
 
 

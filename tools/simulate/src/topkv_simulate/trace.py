@@ -92,7 +92,8 @@ class Geometry:
 
     def ring_low(self, high: np.ndarray) -> np.ndarray:
         """The first unit in the ring, of requests whose length has reached ``high``."""
-        return np.maximum(0, (high - 1) // self.unit - self.ring_slots + 1)
+        low: np.ndarray = np.maximum(0, (high - 1) // self.unit - self.ring_slots + 1)
+        return low
 
     def fits(self, high: Any, resident: Any, slots: int) -> Any:
         """Whether slot u of a buffer of ``slots`` holds unit u for every closed unit u."""
@@ -137,7 +138,8 @@ class Trace:
             "settings": dict(self.settings),
             "groups": [asdict(group.geometry) for group in self.groups],
         }
-        arrays = {"header": np.array(json.dumps(header, default=str)), "rows": self.rows, "events": self.events}
+        told = np.array(json.dumps(header, default=str))
+        arrays: dict[str, Any] = {"header": told, "rows": self.rows, "events": self.events}
         for index, group in enumerate(self.groups):
             arrays |= {f"{name}_{index}": getattr(group, name) for name in _SHAPES}
         with path.open("wb") as file:
@@ -189,8 +191,10 @@ class Trace:
 _SHAPES = ("ids", "limits", "counts")
 
 # np.load raises whatever zip, zlib and its own header parser raise.
-_DAMAGED = (ValueError, KeyError, TypeError, EOFError, SyntaxError, AttributeError)
-_DAMAGED += (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError)
+_DAMAGED = (
+    *(ValueError, KeyError, TypeError, EOFError, SyntaxError, AttributeError),
+    *(zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError),
+)
 
 
 def _shown(error: Exception) -> str:
@@ -233,7 +237,10 @@ def _array_reasons(arrays: Mapping[str, np.ndarray], shapes: list[Geometry]) -> 
     """Reasons against the arrays: one is missing, or has another shape or dtype."""
     rows = len(arrays["rows"]) if "rows" in arrays and arrays["rows"].ndim else 0
     events = len(arrays["events"]) if "events" in arrays and arrays["events"].ndim else 0
-    expected = {"rows": (rows, len(ROW)), "events": (events, len(EVENT))}
+    expected: dict[str, tuple[int, ...]] = {
+        "rows": (rows, len(ROW)),
+        "events": (events, len(EVENT)),
+    }
     for index, shape in enumerate(shapes):
         lanes = (rows, len(shape.layers), shape.lane_heads)
         expected |= {
@@ -258,7 +265,7 @@ def _value_reasons(
     steps = np.diff(rounds, prepend=-1)
     count = int(rounds[-1]) + 1 if len(rounds) else 0
     longest = min((shape.max_units * shape.unit for shape in shapes), default=math.inf)
-    ranges = {
+    ranges: dict[str, Any] = {
         "the rounds of rows go up one by one": (rounds >= 0) & (steps >= 0) & (steps <= 1),
         "slots of rows are those of requests": _within(rows[:, ROW.slot], 0, requests),
         "lengths of rows fit their requests": _within(rows[:, ROW.length], 0, longest + 1),
