@@ -90,6 +90,12 @@ class Geometry:
     algorithm: str
     params: Mapping[str, Any]
 
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> Geometry:
+        """From a header that was checked."""
+        values = {field.name: group[field.name] for field in fields(cls)}
+        return cls(**{**values, "layers": tuple(group["layers"])})
+
     def ring_low(self, high: np.ndarray) -> np.ndarray:
         """The first unit in the ring, of requests whose length has reached ``high``."""
         low: np.ndarray = np.maximum(0, (high - 1) // self.unit - self.ring_slots + 1)
@@ -155,12 +161,7 @@ class Trace:
         """
         refused = f"{path} cannot be replayed"
         try:
-            with path.open("rb") as opened:
-                if not zipfile.is_zipfile(opened):
-                    raise ValueError("the file is no zip archive, or its end is missing")
-            with np.load(path, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
-            header = json.loads(str(arrays.pop("header")))
+            header, arrays = _read(path)
             found = header["format"], header["version"]
         except _DAMAGED as error:
             why = f"expected an npz with a header, as topkv record writes it; {_shown(error)}"
@@ -171,11 +172,7 @@ class Trace:
         reasons = list(_header_reasons(header))
         if reasons:
             raise TraceError(refused, reasons)
-        known = {field.name for field in fields(Geometry)}
-        shapes = []
-        for group in header["groups"]:
-            values = {name: value for name, value in group.items() if name in known}
-            shapes.append(Geometry(**{**values, "layers": tuple(group["layers"])}))
+        shapes = list(map(Geometry.of, header["groups"]))
         reasons = list(_array_reasons(arrays, shapes)) or list(
             _value_reasons(arrays, shapes, header["settings"]["requests"])
         )
@@ -195,6 +192,16 @@ _DAMAGED = (
     *(ValueError, KeyError, TypeError, EOFError, SyntaxError, AttributeError),
     *(zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError),
 )
+
+
+def _read(path: Path) -> tuple[Any, dict[str, np.ndarray]]:
+    """Header and arrays of a file; raises whatever ``_DAMAGED`` names."""
+    with path.open("rb") as opened:
+        if not zipfile.is_zipfile(opened):
+            raise ValueError("the file is no zip archive, or its end is missing")
+    with np.load(path, allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    return json.loads(str(arrays.pop("header"))), arrays
 
 
 def _shown(error: Exception) -> str:
