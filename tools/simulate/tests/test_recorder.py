@@ -112,6 +112,20 @@ def test_dropped_forwards_are_recorded(coordinator):
     assert counts[1].tolist() == counts[0, [0, 0]].tolist() == [[[0, 3], [0, 3]]] * 2
 
 
+def test_requests_that_are_warmed_one_after_the_other_are_two_rounds(coordinator):
+    with recording(coordinator) as recorder:
+        slots = [coordinator.request_begin() for _ in range(2)]
+        for slot in slots:
+            forward(coordinator, 9, prefill=[(slot, 9)])
+        for slot, unit in zip(slots, (1, 2), strict=True):
+            choose(coordinator, [unit, -1, -1])
+            coordinator.settle([slot])
+    trace = recorder.trace()
+    assert trace.rows[:, [ROW.round, ROW.slot, ROW.warm]].tolist() == [[0, 0, 1], [1, 1, 1]]
+    assert trace.groups[0].ids[:, :, :, 0].tolist() == [[[1, 1]] * 2, [[2, 2]] * 2]
+    Replayer(trace).check()
+
+
 def test_requests_that_are_there_are_refused(coordinator):
     coordinator.request_begin()
     with pytest.raises(RequestError, match="before the first request"):
