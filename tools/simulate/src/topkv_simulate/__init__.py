@@ -1,0 +1,3 @@
+"""Selections of a running model, recorded once and replayed over buffers and eviction policies."""
+
+from __future__ import annotations

@@ -1,0 +1,158 @@
+"""The commands ``topkv simulate`` and ``topkv record``. Heavy imports wait until one is run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from topkv.errors import ConfigError
+
+
+def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
+    """``"512,1024"`` as numbers."""
+    if value is None:
+        return None
+    parts = [part.strip() for part in value.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise click.BadParameter(f"expected tokens such as 512,1024, got {value!r}")
+    return sorted({int(part) for part in parts})
+
+
+@click.command("simulate", short_help="Replay recorded selections over buffers and policies.")
+@click.argument("trace", type=click.Path(path_type=Path))
+@click.option(
+    "--buffers", callback=_sizes, help="Tokens of a lane; multiples of the selection by default."
+)
+@click.option("--policies", help="Names; by default the recorded one and belady, the lower bound.")
+@click.option(
+    "--link", type=click.FloatRange(0, min_open=True), help="GB/s between host and device."
+)
+@click.option(
+    "--requests",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="That decode together, for the time on the link.",
+)
+@click.option(
+    "--gain",
+    type=click.FloatRange(0, 100, min_open=True),
+    default=2.0,
+    show_default=True,
+    help="Least share of the selected units that doubling a buffer has to spare, in %.",
+)
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the curve.")
+@click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
+def simulate(
+    trace: Path,
+    buffers: list[int] | None,
+    policies: str | None,
+    link: float | None,
+    requests: int,
+    gain: float,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Replay the selections of TRACE, a file of topkv record, over buffers and policies.
+
+    Counts are exact: the buffer of the recording is replayed first, and must hit and miss what the
+    coordinator did.
+    """
+    if plot is not None and find_spec("matplotlib") is None:
+        raise ConfigError("--plot", ["it needs matplotlib: pip install 'topkv-simulate[plot]'"])
+    with redirect_stdout(sys.stderr):  # plugins may print
+        from topkv_simulate.curve import Curve
+        from topkv_simulate.policies import BELADY
+        from topkv_simulate.replay import Replayer
+        from topkv_simulate.trace import Trace
+
+        replayer = Replayer(Trace.load(trace))
+        replayer.check()
+        curve, own = Curve(replayer), replayer.trace.settings["eviction"]
+        names = [own, BELADY] if policies is None else policies.split(",")
+        names = list(dict.fromkeys(name.strip() for name in names))
+        sizes = buffers or curve.buffers()
+        points = [curve.at(size, name) for size in sizes for name in names]
+        best = curve.recommend(sizes, own, gain / 100)
+    if plot is not None:
+        from topkv_simulate.plot import draw
+
+        draw(curve, points, best, plot)
+    if as_json:
+        click.echo(json.dumps(_result(curve, points, best, (link, requests), gain), indent=2))
+        return
+    from topkv_simulate.view import show
+
+    show(curve, points, best, (link, requests), gain, Console())
+
+
+def _result(curve: Any, points: Any, best: Any, link: Any, gain: float) -> dict[str, Any]:
+    from attrs import asdict
+
+    return {
+        "settings": curve.trace.settings,
+        "groups": [asdict(shape) for shape in curve.shapes],
+        "recorded": curve.totals(),
+        "gain_percent": gain,
+        "link_gb_per_s": link[0],
+        "requests": link[1],
+        "points": [point.as_dict(*link) for point in points],
+        "recommended_buffer_tokens": best,
+    }
+
+
+@click.command("record", short_help="Record what a model selects, for topkv simulate.")
+@click.argument("trace", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--model",
+    type=Path,
+    help="Directory of a model; the checkpoint of topkv-evaluation by default.",
+)
+@click.option(
+    "--text", type=click.Path(path_type=Path), help="A file in UTF-8; source code by default."
+)
+@click.option("--tokens", type=click.IntRange(2), help="Of the text; all of a file, else 4096.")
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    default=256,
+    show_default=True,
+    help="Last tokens of it, which are decoded one by one; the others are the prompt.",
+)
+@click.option(
+    "--config", "config_file", type=Path, help="YAML or JSON; options beat what it says."
+)
+@click.option("--algorithm", help="Name of the algorithm; quest without --config.")
+@click.option(
+    "--backend", help="Name of the attention backend; triton_attention without --config."
+)
+@click.option("--budget", type=int, help="Attended tokens, sinks and tail included.")
+@click.option("--buffer", type=int, help="Tokens of the device buffer.")
+@click.option("--unit", type=int, help="Tokens that are selected and moved together.")
+@click.option("--impl", help="reference or triton; by default reference on a CPU.")
+@click.option("--device", help="A torch device; by default the GPU if there is one.")
+@click.option("--trust-remote-code", is_flag=True, help="Run Python code of the model; read it.")
+def record(trace: Path, config_file: Path | None, **options: Any) -> None:
+    """Decode the end of a text, and write what was selected to TRACE.
+
+    Each token is given, whatever the model would have said. Needs topkv-evaluation. To record
+    other lives of requests, see topkv_simulate.recorder.
+    """
+    with redirect_stdout(sys.stderr):
+        from topkv_simulate.record import Job, run
+        from topkv_simulate.trace import ROW
+
+        names = ("algorithm", "backend", "budget", "buffer", "unit", "impl")
+        given = {name: options.pop(name) for name in names}
+        given = {name: value for name, value in given.items() if value is not None}
+        found = run(Job(config_file=config_file, given=given, **options))
+        found.save(trace)
+    told = int((found.rows[:, ROW.warm] == 0).sum())
+    click.echo(f"{told} decode steps in {trace}", err=True)

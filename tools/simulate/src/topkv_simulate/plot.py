@@ -1,0 +1,50 @@
+"""The curve of ``topkv simulate`` as a picture. Needs matplotlib, the extra ``plot``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from topkv.errors import ConfigError
+from topkv_simulate.curve import Curve, Point
+
+
+def draw(curve: Curve, points: Sequence[Point], best: int | None, path: Path) -> None:
+    """Misses over buffers, a line a policy; the recorded and the recommended buffer are marked.
+
+    Args:
+        curve: of the trace.
+        points: what is drawn.
+        best: the recommended buffer, if there is one.
+        path: of the picture, whose ending names its format; overwritten.
+
+    Raises:
+        ConfigError: no such format.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.8), layout="constrained")
+    formats = FigureCanvasAgg(figure).get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in formats:
+        names = ", ".join(sorted(formats))
+        raise ConfigError(f"--plot {path}", [f"expected a name that ends in one of {names}"])
+    panel = figure.subplots()
+    for index, policy in enumerate(dict.fromkeys(point.policy for point in points)):
+        line = [point for point in points if point.policy == policy]
+        misses = [100 * (1 - point.hit_rate) for point in line]
+        sizes = [point.buffer for point in line]
+        panel.plot(sizes, misses, marker="o", markersize=4, color=f"C{index}", label=policy)
+    for buffer in sorted(set(curve.recorded)):
+        panel.axvline(buffer, color="gray", linewidth=1, linestyle=":", label="recorded")
+    if best is not None:
+        panel.axvline(best, color="gray", linewidth=1, label="recommended")
+    panel.set_xscale("log", base=2)
+    panel.set_ylim(bottom=0)
+    sizes = sorted({point.buffer for point in points})
+    panel.set_xticks(sizes, [str(size) for size in sizes], rotation=45)
+    panel.set_xlabel("buffer, tokens a lane")
+    panel.set_ylabel("misses, % of the selected units")
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=8)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,131 @@
+"""Eviction policies of the simulator: LRU, the best there is, and any that is installed.
+
+A policy sees the lanes of B rows at once, ``[B, N, C]``, C slots by eviction order, coldest first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from topkv_simulate.trace import ROW, Trace
+
+LRU, BELADY = "lru", "belady"
+NEVER = 2**31 - 1
+
+
+class LeastRecentlyUsed:
+    """[stale | loaded in selection order | hits in their previous order]."""
+
+    def begin(self) -> None:
+        """Forget everything: a trace begins."""
+
+    def reordered(self, held: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """The eviction order before victims are chosen.
+
+        Args:
+            held: int32 ``[B, N, C]`` units by the order of the last step.
+            slots: int32 ``[B]`` requests of the rows.
+        """
+        return held
+
+    def new_position(
+        self, stale: np.ndarray, before: np.ndarray, misses: np.ndarray
+    ) -> np.ndarray:
+        """Where each slot stands after the step, see ``topkv.hooks.eviction``.
+
+        Args:
+            stale: bool ``[B, N, C]`` not selected in this step.
+            before: ``[B, N, C]`` stale slots before it.
+            misses: ``[B, N, 1]`` victims, which are the stale slots of lowest ``before``.
+        """
+        count = stale.sum(-1, keepdims=True)
+        hits = np.arange(stale.shape[-1]) - before
+        kept = np.where(before < misses, count - misses + before, before - misses)
+        target: np.ndarray = np.where(stale, kept, count + hits)
+        return target
+
+    def used(self, rows: slice, slots: np.ndarray, units: np.ndarray) -> None:
+        """A round is over.
+
+        Args:
+            rows: of the trace.
+            slots: ``[B]`` their requests.
+            units: int32 ``[B, N, K]`` what they wanted.
+        """
+
+
+class Belady(LeastRecentlyUsed):
+    """Evict what is selected again last: no policy misses less (Belady 1966). It knows the future.
+
+    Args:
+        trace: what was recorded.
+        units: int32 ``[R, N, K]`` wanted units of the group.
+        free: unit of free slots.
+    """
+
+    def __init__(self, trace: Trace, units: np.ndarray, free: int) -> None:
+        table = trace.rows
+        requests = int(table[:, ROW.slot].max(initial=-1)) + 1
+        self._first = np.full((requests, units.shape[1], free + 1), NEVER, np.int32)
+        self._next = np.empty_like(units)
+        for row in range(len(units) - 1, -1, -1):
+            uses = self._first[table[row, ROW.slot]]
+            self._next[row] = np.take_along_axis(uses, units[row], -1)
+            np.put_along_axis(uses, units[row], row, -1)
+            uses[:, free] = NEVER
+        self.begin()
+
+    def begin(self) -> None:
+        self._due = self._first.copy()
+
+    def reordered(self, held: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        due = np.take_along_axis(self._due[slots], held, -1)
+        return np.take_along_axis(held, np.argsort(-due, -1, kind="stable"), -1)
+
+    def used(self, rows: slice, slots: np.ndarray, units: np.ndarray) -> None:
+        due = self._due[slots]
+        np.put_along_axis(due, units, self._next[rows], -1)
+        self._due[slots] = due
+
+
+class Installed(LeastRecentlyUsed):
+    """The torch formula of an installed eviction policy, one lane at a time.
+
+    Args:
+        name: of the policy.
+    """
+
+    def __init__(self, name: str) -> None:
+        import torch
+
+        from topkv.hooks.eviction import EvictionSetup
+        from topkv.plugins import registry
+
+        setup = EvictionSetup(torch.device("cpu"))
+        self.policy = registry().create("eviction", name, setup, "reference")
+
+    def new_position(
+        self, stale: np.ndarray, before: np.ndarray, misses: np.ndarray
+    ) -> np.ndarray:
+        import torch
+
+        slots = stale.shape[-1]
+        position = torch.arange(slots)
+        target = np.empty(stale.shape, np.int64)
+        for lane in np.ndindex(stale.shape[:-1]):
+            mine, rank = torch.from_numpy(stale[lane]), torch.from_numpy(before[lane])
+            count = torch.tensor(int(misses[lane][0]))
+            given = (position, mine, rank, position - rank, mine.sum(), count, slots)
+            target[lane] = self.policy.new_position(*given).numpy()
+        return target
+
+
+def policy_of(name: str, trace: Trace, units: np.ndarray, free: int) -> LeastRecentlyUsed:
+    """The policy of a name, for one group; arguments as of ``Belady``.
+
+    Raises:
+        PluginError: no such policy is installed.
+    """
+    if name == LRU:
+        return LeastRecentlyUsed()
+    return Belady(trace, units, free) if name == BELADY else Installed(name)

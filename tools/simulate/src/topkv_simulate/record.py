@@ -1,0 +1,122 @@
+"""Records the end of a text, decoded token by token through an attached model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from topkv import attach
+from topkv.config import SparseConfig
+from topkv.errors import ConfigError
+from topkv_simulate.recorder import recording
+from topkv_simulate.trace import Trace
+
+CHUNK, TOKENS = 1024, 4096
+DEFAULTS = {"algorithm": "quest", "backend": "triton_attention"}
+
+
+def record_text(handle: Any, tokens: Tensor, steps: int) -> Trace:
+    """Read a text into an attached model and record what its last tokens select.
+
+    Args:
+        handle: what ``topkv.attach(..., engine="transformers")`` gave, with no requests yet and
+            room for the text.
+        tokens: int64 ``[1, n]`` on the model's device.
+        steps: last tokens, each of which is one decode step; at least two tokens are before them.
+    """
+    prompt = tokens.shape[1] - steps
+    with recording(handle.coordinator) as recorder, torch.inference_mode():
+        cache = handle.new_cache()
+        # Of alike sizes: a last chunk of one token would be a decode step.
+        for chunk in torch.tensor_split(tokens[:, :prompt], -(-prompt // CHUNK), dim=1):
+            handle.model(chunk, past_key_values=cache, logits_to_keep=1)
+        for token in tokens[:, prompt:].split(1, dim=1):
+            handle.model(token, past_key_values=cache)
+        cache.close()
+    return recorder.trace()
+
+
+@frozen
+class Job:
+    """The options of ``topkv record``; None leaves a choice to the defaults.
+
+    Attributes:
+        given: settings of ``SparseConfig``, above those of ``config_file``.
+    """
+
+    model: Path | None = None
+    text: Path | None = None
+    tokens: int | None = None
+    steps: int = 256
+    config_file: Path | None = None
+    given: Mapping[str, Any] = {}
+    device: str | None = None
+    trust_remote_code: bool = False
+
+    def config(self, tokens: int) -> SparseConfig:
+        """With room for one request of this length, where nothing else was set."""
+        if self.config_file is None:
+            written = DEFAULTS
+        else:
+            written = SparseConfig.load(self.config_file).as_dict()
+        config = SparseConfig(**{**written, **self.given})
+        room: dict[str, Any] = {"max_requests": 1, "max_tokens": tokens}
+        return attrs.evolve(config, **{k: v for k, v in room.items() if k not in config.as_dict()})
+
+
+def run(job: Job) -> Trace:
+    """Do what a job says.
+
+    Raises:
+        ConfigError: topkv-evaluation is not installed, or the text is too short.
+        TopkvError: model, text or settings are refused.
+    """
+    try:
+        from topkv_evaluation import CHECKPOINT, commands, loading
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] != "topkv_evaluation":
+            raise
+        raise ConfigError(
+            "topkv record loads models as topkv-evaluation does, which is not installed",
+            [
+                "pip install topkv-evaluation, or record a model that you attach yourself: "
+                "topkv_simulate.recorder.recording(handle.coordinator)"
+            ],
+        ) from error
+    trust, device = job.trust_remote_code, commands.device_or_default(job.device)
+    with commands.quiet_transformers():
+        folder = job.model or CHECKPOINT
+        tokens = _tokens(job, folder, loading)
+        if tokens.shape[1] < job.steps + 2:
+            why = f"expected at least {job.steps + 2} tokens for {job.steps} steps behind a prompt"
+            raise ConfigError("the text is too short", [f"{why}, got {tokens.shape[1]}"])
+        model = loading.load_model(folder, trust_remote_code=trust).to(device).eval()
+        with attach(model, job.config(tokens.shape[1]), engine="transformers") as handle:
+            return record_text(handle, tokens.to(device), job.steps)
+
+
+def _tokens(job: Job, folder: Path, loading: Any) -> Tensor:
+    """int64 ``[1, n]``."""
+    if job.text is not None:
+        try:
+            text = job.text.read_text(encoding="utf-8")
+        except UnicodeError as error:
+            raise ConfigError(f"--text {job.text}", [f"expected UTF-8; {error}"]) from error
+        tokenizer = loading.load_tokenizer(folder, trust_remote_code=job.trust_remote_code)
+        tokens: Tensor = tokenizer(text, return_tensors="pt")["input_ids"]
+        return tokens[:, : job.tokens]
+    if job.model is not None:
+        raise ConfigError("--model", ["a model of your own needs a text of your own; pass --text"])
+    from topkv_evaluation.retrieval import make_prompt
+
+    try:
+        document = make_prompt(job.tokens or TOKENS, seed=0)
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError("no text can be made", [f"{error}; or pass --text"]) from error
+    return torch.from_numpy(document.tokens.astype("int64"))[None]

@@ -1,0 +1,83 @@
+"""What ``topkv simulate`` shows without ``--json``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from topkv_simulate.curve import Curve, Point
+
+COLUMNS = (
+    "buffer",
+    "of selection",
+    "policy",
+    "hits",
+    "misses a step",
+    "MB a step",
+    "p95",
+    "MB of buffer",
+)
+
+
+def show(
+    curve: Curve,
+    points: Sequence[Point],
+    best: int | None,
+    link: tuple[float | None, int],
+    gain: float,
+    console: Console,
+) -> None:
+    """The table, what it was checked against, and the buffer that pays.
+
+    Args:
+        curve: of the trace.
+        points: in the order of the rows.
+        best: recommended buffer, tokens.
+        link: GB/s or None, and how many requests share it.
+        gain: see ``Curve.recommend``, in %.
+    """
+    console.width = max(console.width, 96)  # a pipe must not cut figures off
+    rate, requests = link
+    last = () if rate is None else ("ms of link",)
+    table = Table(*COLUMNS, *last, box=None, pad_edge=False)
+    for column in table.columns:
+        column.no_wrap = True
+        if column.header != "policy":
+            column.justify = "right"
+    for point in points:
+        mean, steps = point.bytes.mean() / 1e6, len(point.bytes)
+        cells = [
+            str(point.buffer),
+            f"{point.buffer / curve.least:.2f}",
+            point.policy,
+            f"{100 * point.hit_rate:.2f}%",
+            f"{point.misses / steps:.1f}",
+            f"{mean:.3f}",
+            f"{point.p95 / 1e6:.3f}",
+            f"{point.device / 1e6:.3f}",
+        ]
+        cells += [] if rate is None else [f"{point.load_ms(rate, requests):.4g}"]
+        table.add_row(*map(Text, cells))
+    console.print(table)
+    console.print()
+    told, own = curve.totals(), curve.trace.settings["eviction"]
+    was = "/".join(map(str, sorted(set(curve.recorded))))
+    lines = [
+        f"recorded: buffer {was}, {own}, {told['steps']} steps; the {told['hits']} hits and "
+        f"{told['misses']} misses that the coordinator counted, warming included, are replayed "
+        "exactly",
+        "a step is one request's part of a forward; misses and MB (10^6 bytes) of all layers and "
+        "lanes",
+    ]
+    if rate is not None:
+        lines.append(f"ms of link: bytes of {requests} mean steps over {rate:g} GB/s")
+    rule = f"doubling spares less than {gain:g} % of the selected units ({own})"
+    if best is None:
+        lines.append(f"no buffer is recommended: there is none here of which {rule}")
+    else:
+        lines.append(f"recommended: buffer {best}, the smallest here of which {rule}")
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)

@@ -1,0 +1,219 @@
+"""Trace files: what is written is read, and what is damaged is refused with every reason."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+
+from topkv.testing.machines.lifecycle_model import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    make_coordinator,
+)
+from topkv.testing.tiers import tier
+from topkv_simulate.recorder import recording
+from topkv_simulate.replay import Replayer
+from topkv_simulate.trace import EVENT, ROW, Trace, TraceError
+
+
+@pytest.fixture(scope="module")
+def trace():
+    """Two groups, a prompt and three steps."""
+    coordinator = make_coordinator(
+        tier("cpu"),
+        layers={"1": "resident", "2": "streamed", "3": {"unit": 1, "scope": "shared"}},
+    )
+    with recording(coordinator) as recorder:
+        slot = coordinator.request_begin()
+        for rows, what in ((33, {"prefill": [(slot, 33)]}), *[(1, {"decode": [slot]})] * 3):
+            coordinator.forward_begin(**what)
+            for layer in range(LAYERS):
+                path = coordinator.layers[layer]
+                if path.algorithm:
+                    ids = torch.arange(path.view.group.select, dtype=torch.int32)[None]
+                    path.algorithm.next_ids[layer] = ids
+                sizes = (HEADS, KV_HEADS, KV_HEADS)
+                coordinator.attention(layer, *(torch.ones(rows, heads, DIM) for heads in sizes))
+            coordinator.forward_end()
+    coordinator.close()
+    return recorder.trace()
+
+
+def saved(trace, tmp_path):
+    path = tmp_path / "a trace.with.dots"
+    trace.save(path)
+    return path
+
+
+def test_what_is_written_is_read(trace, tmp_path):
+    path = saved(trace, tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    found = Trace.load(path)
+    assert found.settings == trace.settings
+    assert found.settings["eviction"] == "lru"
+    for name in ("rows", "events"):
+        assert np.array_equal(getattr(found, name), getattr(trace, name))
+    assert len(found.groups) == 2
+    for one, other in zip(found.groups, trace.groups, strict=True):
+        assert one.geometry == other.geometry
+        for name in ("ids", "limits", "counts"):
+            assert np.array_equal(getattr(one, name), getattr(other, name))
+            assert getattr(one, name).dtype == np.int32
+    Replayer(found).check()
+
+
+def test_entries_are_those_of_the_group(trace):
+    """Two planes of fp32 rows; a lane of the second group holds both kv-heads."""
+    one, other = (group.geometry for group in trace.groups)
+    assert (one.layers, one.unit, one.lane_heads) == ((0,), 2, 2)
+    assert one.entry_bytes == 2 * 2 * DIM * 4
+    assert (other.layers, other.unit, other.lane_heads) == ((3,), 1, 1)
+    assert other.entry_bytes == 2 * 2 * 1 * DIM * 4
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, 1000])
+def test_a_file_that_ends_early_is_refused(trace, tmp_path, cut):
+    path = saved(trace, tmp_path)
+    content = path.read_bytes()
+    assert len(content) > 1000
+    path.write_bytes(content[:cut] if cut != 1 else content[:-1])
+    with pytest.raises(TraceError, match="cannot be replayed"):
+        Trace.load(path)
+
+
+def test_a_byte_that_changed_is_never_taken_for_another_count(trace, tmp_path):
+    """Archives have a checksum for each array, and for their directory what can be checked."""
+    path = saved(trace, tmp_path)
+    content = path.read_bytes()
+    refused = 0
+    for place in range(0, len(content), 37):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0x55]) + content[place + 1 :])
+        try:
+            found = Trace.load(path)
+        except TraceError:
+            refused += 1
+        else:  # a date, say
+            assert np.array_equal(found.rows, trace.rows)
+            assert np.array_equal(found.groups[1].ids, trace.groups[1].ids)
+    assert refused > len(content) / 37 / 2
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04", b"\x93NUMPY\x01\x00"])
+def test_other_files_are_refused(tmp_path, content):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match="expected an npz"):
+        Trace.load(path)
+
+
+def test_other_archives_are_refused(tmp_path):
+    path = tmp_path / "other.npz"
+    np.savez(path, values=np.zeros(3))
+    with pytest.raises(TraceError, match="KeyError: 'header'"):
+        Trace.load(path)
+    np.savez(path, header=np.array([{"a": 1}], object))
+    with pytest.raises(TraceError, match="allow_pickle"):
+        Trace.load(path)
+    np.savez(path, header=np.array("[1]"))
+    with pytest.raises(TraceError, match="expected an npz with a header"):
+        Trace.load(path)
+
+
+def test_there_is_no_file(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        Trace.load(tmp_path / "absent")
+
+
+def refused(trace, tmp_path, header=None, **arrays):
+    """The reasons against a trace of which something is changed; None leaves an array out."""
+    path = saved(trace, tmp_path)
+    with np.load(path) as file:
+        found = {name: file[name] for name in file.files}
+    found |= arrays
+    told = json.loads(str(found["header"]))
+    for name, value in (header or {}).items():
+        if "." in name:
+            group, _, key = name.partition(".")
+            told["groups"][int(group)][key] = value
+        else:
+            told[name] = value
+    found["header"] = np.array(json.dumps(told))
+    with path.open("wb") as file:
+        np.savez(file, **{name: each for name, each in found.items() if each is not None})
+    with pytest.raises(TraceError) as error:
+        Trace.load(path)
+    return error.value.reasons
+
+
+def test_another_version_is_refused_by_name(trace, tmp_path):
+    (reason,) = refused(trace, tmp_path, {"version": 2, "settings": None})
+    assert reason.startswith("expected 'topkv trace' of version 1, got 'topkv trace' of 2")
+    (reason,) = refused(trace, tmp_path, {"format": "another"})
+    assert "got 'another' of 1" in reason
+
+
+def test_all_reasons_are_told_at_once(trace, tmp_path):
+    reasons = refused(trace, tmp_path, {"0.unit": 0, "1.layers": [], "1.algorithm": 3})
+    assert reasons == ("group 0: unit is 0", "group 1: layers is []", "group 1: algorithm is 3")
+    reasons = refused(trace, tmp_path, rows=None, ids_0=np.zeros((2, 2)))
+    assert len(reasons) >= 2
+    assert reasons[0] == "rows: expected int32 [0, 7], missing"
+    assert "got float64 [2, 2]" in reasons[1]
+
+
+@pytest.mark.parametrize(
+    ("header", "word"),
+    [
+        ({"settings": []}, "expected settings"),
+        ({"settings": {"requests": "many", "eviction": "lru"}}, "number of requests"),
+        ({"groups": []}, "at least one group"),
+        ({"groups": ["one"]}, "expected an object"),
+        ({"0.buffer_slots": 1}, "holds no selection"),
+        ({"0.select": 2}, "ids_0: expected int32"),
+        ({"0.max_units": 3}, "lengths of rows fit"),
+    ],
+)
+def test_a_header_that_does_not_fit_is_refused(trace, tmp_path, header, word):
+    assert any(word in reason for reason in refused(trace, tmp_path, header))
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value", "word"),
+    [
+        ("rows", (0, ROW.round), 1, "rounds of rows"),
+        ("rows", (-1, ROW.round), 0, "rounds of rows"),
+        ("rows", (0, ROW.slot), 4, "slots of rows"),
+        ("rows", (0, ROW.slot), -1, "slots of rows"),
+        ("rows", (0, ROW.length), 500, "lengths of rows"),
+        ("rows", (0, ROW.high), 3, "high is no less"),
+        ("rows", (0, ROW.warm), 2, "flags of rows"),
+        ("rows", (1, ROW.round), 0, "one row of a request"),
+        ("events", (0, EVENT.kind), 9, "kinds of events"),
+        ("events", (0, EVENT.slot), 77, "slots of events"),
+        ("events", (0, EVENT.end), 4000, "tokens of events"),
+        ("events", (-1, EVENT.slot), 99, "events"),
+        ("limits_1", (0,), 1000, "limits_1"),
+        ("counts_0", (0, 0, 0, 1), -1, "counts_0"),
+    ],
+)
+def test_values_out_of_range_are_refused(trace, tmp_path, name, place, value, word):
+    with np.load(saved(trace, tmp_path)) as file:
+        array = file[name].copy()
+    array[place] = value
+    reasons = refused(trace, tmp_path, **{name: array})
+    assert any(word in reason for reason in reasons)
+
+
+def test_a_trace_that_counts_otherwise_does_not_replay(trace):
+    first, second = trace.groups
+    counts = second.counts.copy()
+    counts[-1, 0, 0] += [1, -1]
+    changed = evolve(trace, groups=(first, evolve(second, counts=counts)))
+    with pytest.raises(TraceError, match=r"layer 3: .* misses were counted"):
+        Replayer(changed).check()
