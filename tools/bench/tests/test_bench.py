@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -210,7 +212,9 @@ def test_no_drift_leaves_the_selection_of_the_algorithm(model):
     own = Topkv(model, cell)
     try:
         assert not any(isinstance(p.selector, DriftingSelector) for p in own.coordinator.layers)
-        assert "drift" not in own.facts()
+        assert {"drift", "capture"}.isdisjoint(own.facts())
+        own.handle.capture = "off"
+        assert own.facts()["capture"] == "off"
     finally:
         own.close()
 
@@ -311,6 +315,8 @@ def test_what_cannot_be_run_is_refused(tmp_path):
     refused(tiny("--kv-limit", "much", "--context", 128), "--kv-limit")
     refused(tiny("--context", 128, "--set", "backend=none"), "none")
     refused(call("--config", tmp_path / "config.json"), "config.json")
+    refused(tiny("--json", tmp_path / "no" / "x.json"), "cannot be written", "does not; make it")
+    refused(tiny("--plot", tmp_path / "x.doc"), "png")
     refused(tiny("--device", "cuda:77", "--context", 128), "cuda:77")
 
 
@@ -348,8 +354,10 @@ def test_geometries_are_those_of_their_names(name, billions):
     assert config.max_position_embeddings == 200_000
 
 
-def test_names_stand_in_one_place_each():
-    """The command lists them without torch."""
+def test_the_command_is_listed_without_torch():
+    heavy = "{'torch', 'transformers', 'numpy'} & {*sys.modules}"
+    script = f"import sys, topkv_bench.command; sys.exit(bool({heavy}))"
+    subprocess.run([sys.executable, "-c", script], check=True)
     assert tuple(geometry.GEOMETRIES) == command.MODELS
     assert NAMES == command.CONTESTANTS
 

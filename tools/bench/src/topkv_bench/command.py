@@ -13,7 +13,6 @@ from typing import Any, TextIO
 import click
 from rich.console import Console
 
-from topkv.config import SparseConfig
 from topkv.errors import ConfigError
 
 MODELS = ("llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b", "tiny")
@@ -136,7 +135,7 @@ def bench(json_file: Path | None, plot_file: Path | None, profile: bool, **given
     over by one whose drift is stated; what the algorithm costs stays in. Every cell is one call of
     generate. Cells that do not fit, or are refused, are rows with the reason.
     """
-    _check(given["model"], given["config_path"], plot_file)
+    _check(given["model"], given["config_path"], json_file, plot_file)
     with _answering() as stdout:
         click.echo("loading torch and making the model ...", err=True)
         from topkv_bench import document, report
@@ -160,17 +159,23 @@ def bench(json_file: Path | None, plot_file: Path | None, profile: bool, **given
             raise ConfigError("nothing was measured", [_line(row) for row in rows])
 
 
-def _check(model: str | None, config_path: Path | None, plot_file: Path | None) -> None:
-    """Refuse what can be told before torch is imported."""
+def _check(
+    model: str | None, config_path: Path | None, json_file: Path | None, plot_file: Path | None
+) -> None:
+    """Refuse what would be found out only when all is measured."""
     if (model is None) == (config_path is None):
         raise click.UsageError("give the geometry by --model or by --config, one of the two")
+    reasons = [
+        f"{file}: expected a directory that exists, {file.parent} does not; make it"
+        for file in (json_file, plot_file)
+        if file is not None and not file.parent.is_dir()
+    ]
     if plot_file is not None:
-        from topkv_bench.plot import can_draw
+        from topkv_bench.plot import cannot_draw
 
-        if not can_draw():
-            raise ConfigError(
-                "--plot needs matplotlib", ["pip install 'topkv-bench[plot]', or leave it out"]
-            )
+        reasons += cannot_draw(plot_file)
+    if reasons:
+        raise ConfigError("the results cannot be written", reasons)
 
 
 def _options(
@@ -183,6 +188,7 @@ def _options(
 ) -> Any:
     import torch
 
+    from topkv.config import SparseConfig
     from topkv_bench.runs import Options, limit_of, settings_of
 
     written = SparseConfig.load(settings_file) if settings_file else SparseConfig()
