@@ -1,0 +1,1 @@
+"""``topkv bench``: decoding with random weights, measured beside dense and offloaded caches."""

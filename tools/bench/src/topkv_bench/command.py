@@ -1,0 +1,255 @@
+"""The command ``topkv bench``. Torch is imported when it is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any, TextIO
+
+import click
+from rich.console import Console
+
+from topkv.errors import ConfigError
+
+MODELS = ("llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b", "tiny")
+CONTESTANTS = ("dense", "offloaded", "topkv-resident", "topkv")
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+class Numbers(click.ParamType):
+    """Whole numbers of 1 and more, with commas between them, each once."""
+
+    name = "n,n"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(map(int, value.split(",")))
+        except ValueError:
+            numbers = ()
+        if not numbers or min(numbers) < 1 or len({*numbers}) < len(numbers):
+            self.fail(f"expected numbers of 1 and more like 1,4,16, each once, got {value!r}")
+        return numbers
+
+
+class Names(click.ParamType):
+    """Contestants with commas between them, in any order, each once."""
+
+    name = "name,name"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        names = tuple(value.split(","))
+        unknown = [name for name in names if name not in CONTESTANTS]
+        if unknown or len({*names}) < len(names):
+            self.fail(f"expected some of {', '.join(CONTESTANTS)}, each once, got {value!r}")
+        return names
+
+
+class DriftType(click.ParamType):
+    """A share, or none."""
+
+    name = "share|none"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float | None:
+        if value is None or value == "none":
+            return None
+        try:
+            drift = float(value)
+        except ValueError:
+            drift = -1.0
+        if not 0 <= drift <= 1:
+            self.fail(f"expected a share between 0 and 1, or none, got {value!r}")
+        return drift
+
+
+class Pair(click.ParamType):
+    """``KEY=VALUE``, the value as JSON or else as text."""
+
+    name = "key=value"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, Any]:
+        key, sign, text = value.partition("=")
+        if not (key and sign):
+            self.fail(f"expected KEY=VALUE such as budget=1024, got {value!r}")
+        try:
+            return key, json.loads(text)
+        except ValueError:
+            return key, text
+
+
+@click.command("bench", short_help="Measure decoding with random weights and a stated drift.")
+@click.option("--model", type=click.Choice(MODELS), help="A geometry by name.")
+@click.option("--config", "config_path", type=Path, help="A config.json, or its directory.")
+@click.option("--contestants", type=Names(), default=",".join(CONTESTANTS), show_default=True)
+@click.option(
+    "--context", "contexts", type=Numbers(), default="32768", show_default=True, help="Tokens."
+)
+@click.option(
+    "--requests", type=Numbers(), default="1", show_default=True, help="Rows of a batch."
+)
+@click.option(
+    "--fill",
+    type=click.Choice(["prompt", "pool"]),
+    default="prompt",
+    show_default=True,
+    help="Read prompts, or fill caches at random and measure decoding alone.",
+)
+@click.option(
+    "--drift",
+    type=DriftType(),
+    default="0.15",
+    show_default=True,
+    help="Share of a selection that each step replaces; none for the algorithm's own.",
+)
+@click.option("--steps", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--warmup", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--profile", is_flag=True, help="Profile further steps: where the time goes.")
+@click.option("--kv-limit", help="Bytes on the device, such as 16GiB: how many requests fit?")
+@click.option(
+    "--prefill-chunk",
+    "chunk",
+    type=click.IntRange(1),
+    default=2048,
+    show_default=True,
+    help="Tokens of a prompt in one forward.",
+)
+@click.option("--settings", "settings_file", type=Path, help="topkv's, as YAML or JSON.")
+@click.option("--set", "pairs", type=Pair(), multiple=True, help="A setting; beats the file.")
+@click.option("--device", help="A torch device; by default the GPU if there is one.")
+@click.option(
+    "--dtype", type=click.Choice(DTYPES), help="bfloat16 on a GPU and float32 on a CPU by default."
+)
+@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="File.")
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path, dir_okay=False), help="File.")
+def bench(json_file: Path | None, plot_file: Path | None, profile: bool, **given: Any) -> None:
+    """Decode with random weights: caches on the GPU, offloaded, and topkv.
+
+    Weights that were never trained select nearly at random, so the selection of topkv is written
+    over by one whose drift is stated; what the algorithm costs stays in. Every cell is one call of
+    generate. Cells that do not fit, or are refused, are rows with the reason.
+    """
+    _check(given["model"], given["config_path"], json_file, plot_file)
+    with _answering() as stdout:
+        click.echo("loading torch and making the model ...", err=True)
+        from topkv_bench import document, report
+        from topkv_bench.runs import OK, Bench
+
+        with _quiet_transformers():
+            bench = Bench(_options(profiled=4 if profile else 0, **given))
+            rows: list[dict[str, Any]] = []
+            result = document.document(bench, rows, sys.argv)
+            for row in bench.run():
+                rows.append(row)
+                click.echo(_line(row), err=True)
+                result = document.document(bench, rows, sys.argv)
+                _write(result, json_file)  # an interrupted run keeps what is done
+        report.show(result, Console(file=stdout))
+        if plot_file is not None:
+            from topkv_bench.plot import draw
+
+            draw(result, plot_file)
+        if not any(row["status"] == OK for row in rows):
+            raise ConfigError("nothing was measured", [_line(row) for row in rows])
+
+
+def _check(
+    model: str | None, config_path: Path | None, json_file: Path | None, plot_file: Path | None
+) -> None:
+    """Refuse what would be found out only when all is measured."""
+    if (model is None) == (config_path is None):
+        raise click.UsageError("give the geometry by --model or by --config, one of the two")
+    reasons = [
+        f"{file}: expected a directory that exists, {file.parent} does not; make it"
+        for file in (json_file, plot_file)
+        if file is not None and not file.parent.is_dir()
+    ]
+    if plot_file is not None:
+        from topkv_bench.plot import cannot_draw
+
+        reasons += cannot_draw(plot_file)
+    if reasons:
+        raise ConfigError("the results cannot be written", reasons)
+
+
+def _options(
+    settings_file: Path | None,
+    pairs: tuple[tuple[str, Any], ...],
+    device: str | None,
+    dtype: str | None,
+    kv_limit: str | None,
+    **given: Any,
+) -> Any:
+    import torch
+
+    from topkv.config import SparseConfig
+    from topkv_bench.runs import Options, limit_of, settings_of
+
+    written = SparseConfig.load(settings_file) if settings_file else SparseConfig()
+    place = _device(device)
+    name = dtype or ("float32" if place.type == "cpu" else "bfloat16")
+    return Options(
+        settings=settings_of(written, dict(pairs)),
+        device=place,
+        dtype=getattr(torch, name),
+        kv_limit=None if kv_limit is None else limit_of(kv_limit),
+        **given,
+    )
+
+
+def _device(name: str | None) -> Any:
+    """The device that was named, checked; else the GPU if there is one."""
+    import torch
+
+    if name is None:
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        return torch.empty(1, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device {name!r} cannot be used", [reason]) from error
+
+
+def _line(row: dict[str, Any]) -> str:
+    where = f"{row['contestant']} {row['context']} x {row['requests']}"
+    if "reason" in row:
+        return f"{where}: {row['status']}: {row['reason']}"
+    return f"{where}: {row['tokens_per_second']:.1f} tokens/s"
+
+
+def _write(document: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        from topkv_bench.document import jsonable
+
+        text = json.dumps(document, indent=2, default=jsonable)
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _answering() -> Iterator[TextIO]:
+    """Yield stdout for the tables alone; what anybody else prints meanwhile goes to stderr."""
+    # Read when torch is imported. Threads that spin at every small operation of a step make it
+    # many times slower as soon as another program wants the same cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    answer = sys.stdout
+    with redirect_stdout(sys.stderr):
+        yield answer
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keep advice of Transformers out of what the command prints."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)

@@ -1,0 +1,225 @@
+"""What is compared: Transformers' caches on the GPU and offloaded, and topkv."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import attrs
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from topkv import SparseCoordinator, attach
+from topkv.config import SparseConfig
+from topkv.errors import CapabilityError
+from topkv.plugins import registry
+from topkv.report import TransferReport
+from topkv_bench.drift import drifting
+from topkv_bench.fill import fill_coordinator, fill_dynamic
+from topkv_transformers.cache import TopkvCache
+from topkv_transformers.engine import lower_for
+from topkv_transformers.support import refusals, shape_of
+
+NAMES = ("dense", "offloaded", "topkv-resident", "topkv")
+"""Transformers' dynamic cache on the device, the same offloaded to the host, topkv with all layers
+resident, and topkv as it was configured."""
+
+ROOM = ("max_requests", "max_tokens", "max_request_tokens")
+"""Settings that follow from contexts and requests."""
+
+
+@attrs.frozen
+class Cell:
+    """One measurement.
+
+    Attributes:
+        contestant: one of ``NAMES``.
+        context: tokens of each prompt.
+        requests: rows of the batch.
+        new_tokens: that each row generates.
+        pool: whether caches are filled without prompts.
+        drift: of topkv's selections; None for the algorithm's own.
+        config: of topkv, without ``ROOM``.
+    """
+
+    contestant: str
+    context: int
+    requests: int
+    new_tokens: int
+    pool: bool
+    drift: float | None
+    config: SparseConfig
+
+    @property
+    def columns(self) -> int:
+        """Tokens that ``generate`` is given; of a filled cache one is left to begin with."""
+        return self.context + int(self.pool)
+
+    @property
+    def tokens(self) -> int:
+        """That a request reaches."""
+        return self.columns + self.new_tokens
+
+    @property
+    def sparse_config(self) -> SparseConfig:
+        """What topkv is attached with."""
+        room: dict[str, Any] = {
+            "max_requests": self.requests,
+            "max_tokens": self.requests * self.tokens,
+            "max_request_tokens": self.tokens,
+        }
+        if self.contestant == "topkv-resident":
+            room |= {"layers": {"0-": "resident"}, "dense_layers": None}
+        return attrs.evolve(self.config, **room)
+
+
+class Contestant(Protocol):
+    """A model that is ready to decode in one way, until ``close``."""
+
+    def cache(self, filled: bool) -> Any:
+        """A new cache, empty or with the context of every request."""
+
+    def held(self, cache: Any) -> dict[str, int]:
+        """Bytes by tier; ``device`` and ``host`` are the sums that are compared."""
+
+    def moved(self, cache: Any) -> TransferReport | None:
+        """What was loaded since the cache began, if somebody counts."""
+
+    def facts(self) -> dict[str, Any]:
+        """What results depend on, beside the cell."""
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+
+
+class Dynamic:
+    """Stock ``generate``: keys and values in a ``DynamicCache``, on the device or offloaded.
+
+    Args:
+        model: not attached.
+        cell: what is measured.
+    """
+
+    def __init__(self, model: PreTrainedModel, cell: Cell) -> None:
+        self.model, self.cell = model, cell
+        self.offloading = cell.contestant == "offloaded"
+        if self.offloading and model.device.type != "cuda":
+            raise CapabilityError(
+                "there is nothing to offload from",
+                [f"the offloaded cache of Transformers needs a GPU, got {model.device}"],
+            )
+
+    def cache(self, filled: bool) -> DynamicCache:
+        cache = DynamicCache(config=self.model.config, offloading=self.offloading)
+        if filled:
+            fill_dynamic(cache, self.model, self.cell.requests, self.cell.context)
+        return cache
+
+    def held(self, cache: DynamicCache) -> dict[str, int]:
+        tensors = [each for layer in cache.layers for each in (layer.keys, layer.values)]
+        everywhere = sum(tensor.nbytes for tensor in tensors)
+        here = self.model.device.type
+        device = sum(tensor.nbytes for tensor in tensors if tensor.device.type == here)
+        return {"cache": device, "device": device, "host": everywhere - device}
+
+    def moved(self, cache: DynamicCache) -> None:
+        return None
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        """The model was not changed."""
+
+
+class Topkv:
+    """The model attached, its selections drifting if the cell says so. Arguments as above."""
+
+    def __init__(self, model: PreTrainedModel, cell: Cell) -> None:
+        self.model, self.cell = model, cell
+        self._stack, self._drift = ExitStack(), None
+        config = cell.sparse_config
+        try:
+            self.handle = self._stack.enter_context(attach(model, config, engine="transformers"))
+            if cell.drift is not None:
+                entered = drifting(self.coordinator, cell.drift, cell.context)
+                self._drift = self._stack.enter_context(entered)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    @property
+    def coordinator(self) -> SparseCoordinator:
+        """Of the attached model."""
+        coordinator: SparseCoordinator = self.handle.coordinator
+        return coordinator
+
+    def cache(self, filled: bool) -> TopkvCache:
+        cache: TopkvCache = self.handle.new_cache()
+        if filled:
+            self.handle.requests.begin(cache.state, self.cell.requests)
+            for slot in cache.slots:
+                fill_coordinator(self.coordinator, slot, self.cell.context)
+            cache.state.seen = self.cell.context
+        return cache
+
+    def held(self, cache: TopkvCache) -> dict[str, int]:
+        report = self.handle.memory()
+        return attrs.asdict(report) | {"device": report.device}
+
+    def moved(self, cache: TopkvCache) -> TransferReport:
+        return self.coordinator.transfers_of(cache.slots)
+
+    def facts(self) -> dict[str, Any]:
+        settings = {each.name: each.value for each in self.handle.config.settings}
+        facts: dict[str, Any] = {"settings": settings}
+        if self._drift is not None and self._drift.layers:
+            facts["drift"] = attrs.asdict(self._drift)
+        if hasattr(self.handle, "capture"):
+            facts["capture"] = str(self.handle.capture)
+        return facts
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def enter(model: PreTrainedModel, cell: Cell) -> Contestant:
+    """Make a contestant ready.
+
+    Raises:
+        TopkvError: it is refused, or there is no room for it.
+    """
+    transformers = cell.contestant in ("dense", "offloaded")
+    return Dynamic(model, cell) if transformers else Topkv(model, cell)
+
+
+def expected_bytes(model: PreTrainedModel, cell: Cell) -> int | None:
+    """Bytes that a cell will hold on the device, before anything is taken; None if unknown.
+
+    The offloaded cache holds two layers there, that of the moment and the next.
+
+    Raises:
+        ConfigError, PluginError: topkv's configuration is wrong.
+    """
+    if refusals(model):
+        return None  # then what its layers keep is not known either
+    shape = shape_of(model)
+    if cell.contestant.startswith("topkv"):
+        lowered = lower_for(model, cell.sparse_config, registry())
+        needed: int = SparseCoordinator.required_bytes(lowered).device
+        return needed
+    if shape.attention != "gqa":
+        return None
+    row = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+    layers = min(2, shape.num_layers) if cell.contestant == "offloaded" else shape.num_layers
+    return int(layers * row * cell.requests * cell.tokens)
+
+
+def clear(device: torch.device) -> None:
+    """Give back what a contestant has left, and count peaks anew."""
+    gc.collect()  # hooks and handles refer to each other
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)

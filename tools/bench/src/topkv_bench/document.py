@@ -1,0 +1,102 @@
+"""What ``--json`` writes: the rows, and all that they depend on."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+import topkv
+from topkv_bench.runs import Bench, Row, within_limit
+
+SCHEMA = 1
+"""Raised when a key changes its meaning or goes."""
+
+
+def document(bench: Bench, rows: Sequence[Row], command: Sequence[str]) -> dict[str, Any]:
+    """All of a run as one object.
+
+    Args:
+        bench: that ran.
+        rows: that are done.
+        command: arguments of the process.
+    """
+    options, config = bench.options, bench.model.config
+    limit = options.kv_limit
+    return {
+        "schema": SCHEMA,
+        "versions": versions(),
+        "device": device_facts(options.device),
+        "command": list(command),
+        "commit": commit(),
+        "model": {
+            "name": options.model,
+            "config": options.config_path and str(options.config_path),
+            "class": type(bench.model).__name__,
+            "parameters": bench.model.num_parameters(),
+            "weights_bytes": bench.weights_bytes,
+            "dtype": str(options.dtype).removeprefix("torch."),
+            "attention": config._attn_implementation,
+            "cannot_attach": bench.cannot_attach,
+        },
+        "options": {
+            **{
+                name: getattr(options, name)
+                for name in ("contestants", "contexts", "requests", "fill", "drift", "steps")
+            },
+            **{name: getattr(options, name) for name in ("warmup", "profiled", "chunk")},
+            "settings": options.settings.as_dict(),
+        },
+        "rows": list(rows),
+        "kv_limit": limit
+        and {
+            "bytes": limit,
+            "rows": [
+                {name: row[name] for name in ("contestant", "context", "requests")}
+                | {"device_bytes": row["bytes"]["device"]}
+                | {"tokens_per_second": row["tokens_per_second"]}
+                for row in within_limit(list(rows), limit)
+            ],
+        },
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Of everything that times depend on."""
+    found = {name: version(name) for name in ("torch", "transformers", "triton")}
+    python = platform.python_version()
+    return {"topkv": topkv.__version__, **found, "python": python, "cuda": torch.version.cuda}
+
+
+def device_facts(device: torch.device) -> dict[str, Any]:
+    """What the model runs on."""
+    facts: dict[str, Any] = {"type": device.type, "machine": platform.machine()}
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        facts |= {"name": found.name, "memory_bytes": found.total_memory}
+    return facts
+
+
+def commit() -> str | None:
+    """Of the checkout that topkv is imported from; None where it is installed."""
+    folder, name = Path(topkv.__file__).parent, Path(topkv.__file__).name
+    try:
+        # A package inside somebody else's checkout is none of theirs.
+        for arguments in (["ls-files", "--error-unmatch", name], ["rev-parse", "HEAD"]):
+            done = subprocess.run(
+                ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
+            )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def jsonable(value: Any) -> Any:
+    """For ``json.dumps``: what it does not know."""
+    return attrs.asdict(value) if attrs.has(type(value)) else str(value)

@@ -1,0 +1,187 @@
+"""A selection of stated drift, written over what the algorithm of each layer has selected.
+
+Weights that were never trained select nearly at random from step to step, and a real model does
+not. So a run states how much of a selection changes in a step. The algorithm still runs, and its
+cost stays in; only the ids that it leaves are written over, by one further launch a layer.
+
+The U units that are selectable at the end of the prompt are dealt to the K columns of a selection
+in K neighbouring runs. Each column walks its own run, from a place of its own, and goes on by one
+unit in the steps that its phase says, so that every step moves a share ``drift`` of the columns.
+Nothing is drawn and nothing is kept: the unit of a column follows from lane, layer and length,
+which are on the device, and a captured graph replays it. Units of a lane are distinct because
+their runs are, and a unit comes back only when its whole run was walked, so that a buffer gains
+nothing by units that return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from topkv import SparseCoordinator
+from topkv.config import LoweredGroup
+from topkv.layers import LayerPath
+from topkv.selectors import Own
+
+SCALE = 2**16
+"""What a drift of 1 is as a whole number: steps are counted exactly at any length."""
+
+
+def rate_of(drift: float) -> int:
+    """A drift between 0 and 1 in parts of ``SCALE``."""
+    return round(drift * SCALE)
+
+
+def effective(drift: float, select: int, units: int) -> float:
+    """Share of a full selection that a step replaces.
+
+    Less than ``drift`` where fewer than two units fall to some columns: those cannot move. 0 where
+    all units fit a selection.
+    """
+    movable = min(1.0, max(0, units - select) / select)
+    return rate_of(drift) / SCALE * movable
+
+
+def mixed(number: Tensor) -> Tensor:
+    """32 bits that depend on all of the lower 32 of an int64: shifts and two products."""
+    number = number & 0xFFFFFFFF
+    number = number ^ (number >> 16)
+    number = (number * 0x21F0AAAD) & 0xFFFFFFFF
+    number = number ^ (number >> 15)
+    number = (number * 0x735A2D97) & 0xFFFFFFFF
+    return number ^ (number >> 15)
+
+
+def write(
+    ids: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    limit: Tensor,
+    layer: int,
+    units: int,
+    rate: int,
+) -> None:
+    """Write a drifting selection over one that was made; the reference of ``drift_kernels``.
+
+    Columns of -1 stay as they are, and so does every lane of a request that cannot select
+    ``units`` units yet. With ``units < K`` nothing is written: everything is selected anyway.
+
+    Args:
+        ids: int32 ``[N, K]`` selected units, -1 anywhere; written in place.
+        slots: int32 ``[B]`` request slots, -1 in padded rows, whose ids are all -1.
+        lengths: int32 ``[B]`` tokens of each request.
+        limit: int32 ``[B]`` selectable units of each request.
+        layer: number of the layer; layers walk differently.
+        units: U, units that are selected from: ``0 .. U - 1``.
+        rate: drift in parts of ``SCALE``.
+    """
+    select, heads = ids.shape[1], len(ids) // max(1, len(slots))
+    if units < select or not len(ids):
+        return
+    head = torch.arange(heads, device=ids.device)
+    lane = (slots.long()[:, None] * heads + head).flatten()[:, None]
+    rank = torch.arange(select, device=ids.device)
+    seed = mixed(lane * 8191 + layer)
+    phase = (rank * 40503 + seed) & 0xFFFF  # 40503 / SCALE is the golden ratio: phases are even
+    first = rank * units // select
+    size = (rank + 1) * units // select - first
+    epoch = (lengths.long().repeat_interleave(heads)[:, None] * rate + phase) >> 16
+    walked = mixed(seed + rank * 40503) + epoch
+    room = (limit >= units).repeat_interleave(heads)[:, None]
+    ids.copy_(torch.where((ids >= 0) & room, first + walked % size, ids))
+
+
+class DriftingSelector:
+    """A selector whose selection is written over; everything else is that of the one inside.
+
+    Args:
+        path: the layer.
+        selector: its selector, which selects for itself.
+        units: as in ``write``.
+        rate: as in ``write``.
+        impl: ``"reference"`` or ``"triton"``.
+    """
+
+    def __init__(self, path: LayerPath, selector: Own, units: int, rate: int, impl: str) -> None:
+        if impl == "triton":
+            from topkv_bench import drift_kernels
+
+            over = drift_kernels.write
+        else:
+            over = write
+        self.selector, self.lanes = selector, path.lanes
+        self._write = partial(over, layer=path.view.layer, units=units, rate=rate)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.selector, name)
+
+    def select(self, *arguments: Any) -> None:
+        """Let the algorithm select, and write over what it left. Hot."""
+        self.selector.select(*arguments)
+        self._over()
+
+    def warm(self) -> None:
+        """The same by the last query of each prompt, so that decoding begins with hits."""
+        self.selector.warm()
+        self._over()
+
+    def _over(self) -> None:
+        lanes = self.lanes
+        self._write(lanes.ids, lanes.step.slots, lanes.step.lengths, lanes.limit)
+
+
+@frozen
+class Drift:
+    """What a drift means for the layers that it was put over.
+
+    Attributes:
+        stated: as it was asked for.
+        effective: the least over groups, see ``effective``.
+        layers: number of layers whose selection is written over.
+    """
+
+    stated: float
+    effective: float
+    layers: int
+
+
+@contextmanager
+def drifting(coordinator: SparseCoordinator, drift: float, context: int) -> Iterator[Drift]:
+    """Have every layer that selects for itself leave a drifting selection, until the end.
+
+    Layers that share the selection of the one before them share this one. The forced tail is no
+    part of a selection and is attended as before. Selections are then of full width; where an
+    algorithm leaves -1, -1 stays.
+
+    Args:
+        coordinator: between forwards. What was captured inside is no longer valid afterwards.
+        drift: between 0 and 1.
+        context: tokens of every prompt; shorter requests keep what was selected.
+    """
+    replaced, shares = [], []
+    for path in coordinator.layers:
+        selector = path.selector
+        if isinstance(selector, Own):
+            group = coordinator.config.groups[path.lanes.index]
+            units = selectable(group, context)
+            replaced.append((path, selector))
+            shares.append(effective(drift, group.shape.select, units))
+            path.selector = DriftingSelector(  # type: ignore[assignment]
+                path, selector, units, rate_of(drift), coordinator.config.impl
+            )
+    try:
+        yield Drift(drift, min(shares, default=0.0), len(replaced))
+    finally:
+        for path, selector in replaced:
+            path.selector = selector
+
+
+def selectable(group: LoweredGroup, tokens: int) -> int:
+    """Units of a request of ``tokens`` tokens that a selection of the group may name."""
+    return tokens if group.tail == "selectable" else (tokens - 1) // group.shape.unit

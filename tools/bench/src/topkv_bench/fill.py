@@ -1,0 +1,77 @@
+"""Caches of random keys and values, filled without a prompt: decoding is all that is measured.
+
+A long prompt takes minutes where its tokens take no time to copy. What a step costs depends on how
+much there is to attend to and on what changes, not on what the keys say.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from topkv import SparseCoordinator
+from topkv.errors import CapabilityError
+
+CHUNK = 8192
+"""Tokens that are written at a time; a multiple of every unit."""
+
+
+def refuse_latent(attention: str) -> None:
+    """Refuse latent rows, which a model makes together with what its indexer keeps.
+
+    Raises:
+        CapabilityError: this is no grouped-query attention.
+    """
+    if attention != "gqa":
+        raise CapabilityError(
+            "the cache cannot be filled with random rows",
+            [f"expected grouped-query attention, got {attention!r}; use --fill prompt"],
+        )
+
+
+def fill_dynamic(cache: DynamicCache, model: PreTrainedModel, rows: int, context: int) -> None:
+    """Give a cache of Transformers ``context`` random tokens in each row.
+
+    Raises:
+        CapabilityError: see ``refuse_latent``.
+    """
+    text = model.config.get_text_config()
+    refuse_latent("mla" if getattr(text, "kv_lora_rank", None) else "gqa")
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    for layer in range(text.num_hidden_layers):
+        k, v = (_random((rows, heads, context, dim), model.dtype, model.device) for _ in range(2))
+        cache.update(k, v, layer)
+
+
+def fill_coordinator(coordinator: SparseCoordinator, slot: int, context: int) -> None:
+    """Give an empty request ``context`` random tokens, stored and represented as a prompt's are.
+
+    Raises:
+        CapabilityError: see ``refuse_latent``.
+        HostMemoryError: pages are missing.
+    """
+    model, device = coordinator.model, coordinator.config.device
+    refuse_latent(model.attention)
+    resident = bool(coordinator.requests.resident[slot])
+    for start in range(0, context, CHUNK):
+        tokens = min(CHUNK, context - start)
+        coordinator.forward_begin(prefill=[(slot, tokens)])
+        forward = coordinator.forward
+        assert forward is not None
+        sizes, end = (tokens, model.num_kv_heads, model.head_dim), start + tokens
+        queries = (tokens, model.num_heads, model.head_dim)
+        lse = torch.zeros(queries[:2], device=device)
+        for path in coordinator.layers:
+            k, v = (_random(sizes, model.dtype, device) for _ in range(2))
+            path.transfer.store_chunk(path.view, slot, start, k, v, end, resident)
+            if path.selector:
+                q = _random(queries, model.dtype, device)
+                path.selector.construct(slot, start, k, v, q, lse, None)
+            forward.attended.add(path.view.layer)  # written, and not attended
+        coordinator.forward_end()
+
+
+def _random(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(sizes, dtype=dtype, device=device)

@@ -1,0 +1,67 @@
+"""Tokens a second and bytes on the device over requests. Needs matplotlib, the extra ``plot``."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from topkv_bench.contestants import NAMES
+from topkv_bench.runs import OK
+
+
+def cannot_draw(path: Path) -> list[str]:
+    """Why no picture can be written to a path, if so."""
+    if find_spec("matplotlib") is None:
+        return ["--plot needs matplotlib; pip install 'topkv-bench[plot]', or leave it out"]
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    known = sorted(FigureCanvasAgg.get_supported_filetypes())
+    if path.suffix[1:].lower() in known:
+        return []
+    return [f"{path}: expected a name that ends in one of {', '.join(known)}; rename it"]
+
+
+def draw(document: dict[str, Any], path: Path) -> None:
+    """A column of two panels for each context, a line for each contestant.
+
+    Args:
+        document: see ``topkv_bench.document``.
+        path: of the picture, whose ending says the format; overwritten.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [row for row in document["rows"] if row["status"] == OK]
+    contexts = sorted({row["context"] for row in document["rows"]})
+    figure = Figure(figsize=(4.8 * len(contexts) + 1.6, 6.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(2, len(contexts), squeeze=False, sharex="col", sharey="row")
+    for column, context in enumerate(contexts):
+        speed, memory = panels[0][column], panels[1][column]
+        for name in NAMES:
+            line = [r for r in rows if (r["contestant"], r["context"]) == (name, context)]
+            line.sort(key=lambda row: row["requests"])
+            if line:
+                requests = [row["requests"] for row in line]
+                style = {"color": f"C{NAMES.index(name)}", "marker": "o", "markersize": 4}
+                speed.plot(requests, [r["tokens_per_second"] for r in line], label=name, **style)
+                held = [row["bytes"]["device"] / 2**30 for row in line]
+                memory.plot(requests, held, **style)
+        if document["kv_limit"]:
+            memory.axhline(document["kv_limit"]["bytes"] / 2**30, color="gray", linestyle=":")
+        speed.set_title(f"context {context}", fontsize=10)
+        memory.set_xlabel("requests")
+        memory.set_xticks(sorted({row["requests"] for row in document["rows"]}))
+        for panel in (speed, memory):
+            panel.set_ylim(bottom=0)
+            panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("tokens a second")
+    panels[1][0].set_ylabel("KV and its like on the device, GiB")
+    lines: dict[Any, Any] = {}
+    for panel in panels[0]:
+        found = zip(*panel.get_legend_handles_labels(), strict=True)
+        lines |= {label: handle for handle, label in found}
+    if lines:
+        figure.legend(lines.values(), lines.keys(), loc="outside right upper", fontsize=8)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,116 @@
+"""What ``topkv bench`` shows: times and bytes, what fits a limit, where the time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from topkv_bench.phases import MODEL, PHASES
+from topkv_bench.runs import OK, Row
+
+HEAD = ("contestant", "context", "requests")
+TIMES = ("tokens/s", "step ms", "p10 - p90", "first s")
+COLUMNS = (*HEAD, *TIMES, "device GiB", "host GiB", "hits", "link MB/step")
+WIDTH = 132
+_GIB = 2**30
+
+
+def show(document: dict[str, Any], console: Console) -> None:
+    """Tables of a document, and the reason of each row that has no figures."""
+    # A narrow terminal, a file or a pipe must not cut figures off.
+    console.width = max(console.width, WIDTH)
+    rows: list[Row] = document["rows"]
+    _table(console, COLUMNS, [_cells(row) for row in rows])
+    limit = document["kv_limit"]
+    if limit:
+        console.print(Text(f"\nwithin {limit['bytes'] / _GIB:g} GiB on the device"))
+        cells = [
+            [*_head(row), _gib(row["device_bytes"]), f"{row['tokens_per_second']:.1f}"]
+            for row in limit["rows"]
+        ]
+        _table(console, (*HEAD, "device GiB", "tokens/s"), cells)
+    _profiles(rows, console)
+    _notes(rows, console)
+
+
+def _table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(*columns, box=None, pad_edge=False)
+    for column in table.columns:
+        column.no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
+
+
+def _head(row: Row) -> list[str]:
+    return [row["contestant"], str(row["context"]), str(row["requests"])]
+
+
+def _cells(row: Row) -> list[str]:
+    if row["status"] != OK:
+        return [*_head(row), row["status"]]
+    step, link = row["step_ms"], row["link_bytes_per_step"]
+    return [
+        *_head(row),
+        f"{row['tokens_per_second']:.1f}",
+        f"{step['median']:.2f}",
+        f"{step['p10']:.2f} - {step['p90']:.2f}",
+        _or_none(row["first_token_seconds"], "{:.2f}"),
+        _gib(row["bytes"]["device"]),
+        _gib(row["bytes"]["host"]),
+        _or_none(row["hit_rate"], "{:.1%}"),
+        "" if link is None else f"{link / 1e6:.1f}",
+    ]
+
+
+def _or_none(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.3f}"
+
+
+def _profiles(rows: Sequence[Row], console: Console) -> None:
+    """A table of host times, and of device times where there is a device, by phase."""
+    profiled = [row for row in rows if row.get("profile")]
+    for name, title in (("device_ms", "device"), ("host_ms", "host")):
+        found = [row for row in profiled if name in row["profile"]]
+        if found:
+            console.print(Text(f"\n{title} time of a step by phase, ms, under the profiler"))
+            columns = (*HEAD, *PHASES, MODEL, "wall")
+            cells = [
+                [
+                    *_head(row),
+                    *(f"{row['profile'][name][phase]:.2f}" for phase in (*PHASES, MODEL)),
+                    f"{row['profile']['wall_ms']:.2f}",
+                ]
+                for row in found
+            ]
+            _table(console, columns, cells)
+
+
+def _notes(rows: Sequence[Row], console: Console) -> None:
+    lines = []
+    for row in rows:
+        where = " ".join(_head(row))
+        if "reason" in row:
+            lines.append(f"{where}: {row['status']}: {row['reason']}")
+        if "drift" in row:
+            drift = row["drift"]
+            lines.append(
+                f"{where}: drift {drift['stated']:g} written over {drift['layers']} layers, "
+                f"{drift['effective']:.4g} in effect"
+            )
+        if "capture" in row:
+            lines.append(f"{where}: capture {row['capture']}")
+    if lines:
+        console.print()
+    for line in lines:
+        console.print(Text(line))

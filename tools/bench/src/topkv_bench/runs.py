@@ -1,0 +1,295 @@
+"""The grid of measurements, one after the other, each in a memory that the last one has left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import attrs
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from topkv.config import SparseConfig
+from topkv.config.checks import byte_size
+from topkv.errors import ConfigError, DeviceMemoryError, OutOfMemory, TopkvError, is_out_of_memory
+from topkv_bench import geometry
+from topkv_bench.clock import Clock
+from topkv_bench.contestants import (
+    NAMES,
+    ROOM,
+    Cell,
+    Contestant,
+    Topkv,
+    clear,
+    enter,
+    expected_bytes,
+)
+from topkv_bench.phases import Profile
+from topkv_transformers.support import refusals
+
+OK, OVER, NO_MEMORY, REFUSED = "ok", "over the limit", "out of memory", "refused"
+"""What becomes of a cell."""
+
+Row = dict[str, Any]
+
+
+@attrs.frozen(kw_only=True)
+class Options:
+    """What was asked for.
+
+    Attributes:
+        model, config_path: a named geometry, or the path of a ``config.json``.
+        contestants: of ``NAMES``.
+        contexts, requests: the grid.
+        fill: ``"prompt"``, or ``"pool"`` for caches that are filled without one.
+        drift: of topkv's selections; None for the algorithm's own.
+        steps, warmup: decode steps that are counted, and those before them.
+        profiled: decode steps behind them that are profiled.
+        kv_limit: bytes on the device for keys, values and what topkv keeps beside them.
+        chunk: tokens of a prompt that a forward takes.
+        settings: of topkv.
+        device, dtype: of model and cache.
+    """
+
+    model: str | None
+    config_path: Path | None
+    contestants: tuple[str, ...]
+    contexts: tuple[int, ...]
+    requests: tuple[int, ...]
+    fill: str
+    drift: float | None
+    steps: int
+    warmup: int
+    profiled: int
+    kv_limit: int | None
+    chunk: int
+    settings: SparseConfig
+    device: torch.device
+    dtype: torch.dtype
+
+    def cells(self) -> list[Cell]:
+        """The grid: contexts, then requests, then contestants."""
+        return [
+            Cell(
+                contestant=name,
+                context=context,
+                requests=requests,
+                new_tokens=1 + self.warmup + self.steps + self.profiled,
+                pool=self.fill == "pool",
+                drift=self.drift,
+                config=self.settings,
+            )
+            for context in self.contexts
+            for requests in self.requests
+            for name in self.contestants
+        ]
+
+
+def settings_of(config: SparseConfig, pairs: Mapping[str, Any]) -> SparseConfig:
+    """The settings of a file with those of single options over them.
+
+    Raises:
+        ConfigError: some are unknown or wrong, or follow from the grid.
+    """
+    settings = SparseConfig.from_dict({**config.as_dict(), **pairs})
+    reasons = [
+        f"{name} follows from the contexts and requests of the grid; leave it out"
+        for name in ROOM
+        if name in settings.as_dict()
+    ]
+    if reasons:
+        raise ConfigError("the configuration is refused", reasons)
+    return settings
+
+
+def limit_of(text: str) -> int:
+    """Bytes of a text such as ``16GiB``.
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    try:
+        size: int = byte_size(text)
+    except ValueError as error:
+        raise ConfigError("--kv-limit is refused", [str(error)]) from error
+    return size
+
+
+def _built(config: PreTrainedConfig, options: Options) -> PreTrainedModel:
+    try:
+        return geometry.build(config, options.device, options.dtype)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).partition("\n")[0]
+        text = f"the weights alone do not fit {options.device}: {reason}"
+        raise DeviceMemoryError(text) from error
+
+
+class Bench:
+    """Runs the cells of a grid over one model.
+
+    Args:
+        options: what was asked for.
+
+    Attributes:
+        model: of random weights.
+        weights_bytes: of its parameters.
+
+    Raises:
+        ConfigError, PluginError: no model can be made, or topkv's configuration is wrong; no cell
+            was run.
+        DeviceMemoryError: the weights do not fit.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options, self.cells = options, options.cells()
+        longest = max(cell.tokens for cell in self.cells)
+        config = geometry.config_of(options.model, options.config_path, longest)
+        self.model = _built(config, options)
+        self.weights_bytes = sum(each.nbytes for each in self.model.parameters())
+        self.cannot_attach = refusals(self.model)
+        for name in options.contestants:
+            if name.startswith("topkv"):  # a configuration that is wrong is told before any cell
+                mine = [cell for cell in self.cells if cell.contestant == name]
+                expected_bytes(self.model, min(mine, key=lambda cell: cell.requests * cell.tokens))
+
+    def run(self) -> Iterator[Row]:
+        """A row for each cell, as soon as it is done."""
+        for cell in self.cells:
+            yield self._row(cell)
+
+    def _row(self, cell: Cell) -> Row:
+        row: Row = {
+            "contestant": cell.contestant,
+            "context": cell.context,
+            "requests": cell.requests,
+            "status": OK,
+        }
+        clear(self.options.device)
+        try:
+            row |= self._over_limit(cell) or self._measured(cell)
+        except TopkvError as error:
+            status = NO_MEMORY if isinstance(error, OutOfMemory) else REFUSED
+            row |= {"status": status, "reason": " ".join(str(error).split())}
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            row |= {"status": NO_MEMORY, "reason": str(error).partition("\n")[0]}
+        clear(self.options.device)  # what an exception held is let go of by now
+        return row
+
+    def _over_limit(self, cell: Cell) -> Row:
+        limit = self.options.kv_limit
+        expected = None if limit is None else expected_bytes(self.model, cell)
+        if limit is None or expected is None or expected <= limit:
+            return {}
+        reason = f"it would hold {expected} bytes on the device, and --kv-limit is {limit}"
+        return {"status": OVER, "reason": reason}
+
+    def _measured(self, cell: Cell) -> Row:
+        began = perf_counter()
+        contestant = enter(self.model, cell)
+        try:
+            row = {"attach_seconds": perf_counter() - began}
+            if not cell.pool:
+                self._warm_up(contestant, cell)
+            return row | self._generated(contestant, cell) | contestant.facts()
+        finally:
+            contestant.close()
+
+    def _warm_up(self, contestant: Contestant, cell: Cell) -> None:
+        """Compile what a prompt of several chunks and a step need, over a cache of its own."""
+        columns = min(cell.context, 2 * self.options.chunk)
+        self._generate(contestant.cache(filled=False), cell.requests, columns, 3, None)
+
+    def _generated(self, contestant: Contestant, cell: Cell) -> Row:
+        options, device = self.options, self.options.device
+        cache = contestant.cache(filled=cell.pool)
+        moved: list[Any] = []
+        coordinator = contestant.coordinator if isinstance(contestant, Topkv) else None
+        profile = Profile(coordinator, device) if options.profiled else None
+        held: Row = {}
+        last = options.warmup + options.steps
+
+        def count() -> None:
+            moved.append(contestant.moved(cache))
+
+        def counted() -> None:
+            count()
+            held.update(contestant.held(cache))
+            if profile is not None:
+                profile.start()
+
+        marks = {options.warmup: count, last: counted}
+        if profile is not None:
+            marks[last + options.profiled] = profile.stop
+        clock = Clock(options.warmup, options.steps, marks)
+        try:
+            self._generate(cache, cell.requests, cell.columns, cell.new_tokens, clock)
+        finally:
+            if profile is not None:
+                profile.stop()  # it would stand in the way of the next one
+        step = clock.milliseconds()
+        row: Row = {
+            "step_ms": step,
+            "tokens_per_second": 1e3 * cell.requests / step["median"],
+            "first_token_seconds": None if cell.pool else clock.first,
+            "bytes": held,
+            "peak_bytes": self._peak(),
+            **self._link(moved),
+        }
+        if profile is not None:
+            row["profile"] = profile.result(options.profiled)
+        return row
+
+    def _link(self, moved: list[Any]) -> Row:
+        before, after = moved
+        if after is None:
+            return {"hit_rate": None, "link_bytes_per_step": None}
+        hits, misses = after.hits - before.hits, after.misses - before.misses
+        loaded = after.loaded_bytes - before.loaded_bytes
+        return {
+            "hit_rate": hits / (hits + misses) if hits + misses else None,
+            "link_bytes_per_step": loaded / self.options.steps,
+        }
+
+    def _peak(self) -> int | None:
+        """Most bytes beside the weights since the cell began; of a GPU alone."""
+        if self.options.device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_allocated(self.options.device) - self.weights_bytes
+
+    def _generate(
+        self, cache: Any, requests: int, columns: int, new_tokens: int, clock: Clock | None
+    ) -> None:
+        ids = torch.randint(self.model.config.vocab_size, (requests, columns))
+        ids = ids.to(self.options.device)
+        if clock is not None:
+            clock.start()
+        self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            streamer=clock,
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            prefill_chunk_size=self.options.chunk,
+        )
+        if hasattr(cache, "close"):
+            cache.close()
+
+
+def within_limit(rows: list[Row], limit: int) -> list[Row]:
+    """Of each contestant and context, the row of most requests whose device bytes stay within a
+    limit; those of which no row does are left out."""
+    best: dict[tuple[str, int], Row] = {}
+    for row in rows:
+        key = row["contestant"], row["context"]
+        held = best.get(key)
+        fits = row["status"] == OK and row["bytes"]["device"] <= limit
+        if fits and (held is None or row["requests"] > held["requests"]):
+            best[key] = row
+    return [best[key] for key in sorted(best, key=lambda key: (key[1], NAMES.index(key[0])))]
