@@ -31,7 +31,8 @@ def test_the_entry_says_what_it_needs(world):
     (entry,) = topkv_register_algorithms()
     assert entry.capabilities.needs_index
     assert entry.capabilities.attention == ("mla",)
-    assert entry.parameters == {"keys": "fp8", "hadamard": False, "scale_format": "fp32"}
+    formats = {"keys": "fp8", "hadamard": False, "scale_format": "fp32"}
+    assert entry.parameters == {**formats, "sticky": 0.0}
     assert entry.defaults["budget"] == 2048
     assert entry.defaults["page_tokens"] % 64 == 0
     assert entry.capabilities.tail == "selectable"
