@@ -72,6 +72,10 @@ def test_wrong_parameters_are_refused_together(world):
         world("reference", "cpu", dim=96)
     with pytest.raises(ConfigError, match="from 1 to 128 index heads"):
         world("reference", "cpu", heads=129)
+    params = {**topkv_register_algorithms()[0].parameters, "sticky": -0.5}
+    w = world("reference", "cpu")
+    with pytest.raises(ConfigError, match="sticky must be a number of 0 or more"):
+        w.make("reference", params)
 
 
 def test_models_without_an_indexer_are_refused(world):
