@@ -93,8 +93,19 @@ TOKENS = {
 }
 
 
+STICKY = {"params": {"sticky": 0.5}}
+"""Selections that depend on all that was loaded before."""
+
+CASES = {
+    "units": {},
+    "regranulated": TOKENS,
+    "sticky": STICKY,
+    "sticky-regranulated": {**TOKENS, **STICKY},
+}
+
+
 @pytest.mark.parametrize("scope", ["kv_head", "shared"])
-@pytest.mark.parametrize("options", [{}, TOKENS], ids=["units", "regranulated"])
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_captured_replays_equal_eager_bitwise(options, scope):
     eager, captured = (make(scope=scope, **options) for _ in range(2))
     lengths = [PROMPT, 40, PROMPT + 9, 130]

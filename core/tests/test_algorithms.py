@@ -110,6 +110,7 @@ def test_a_host_id_is_the_page_and_the_place_on_it(data, unit):
     [
         ({"sink_units": SELECT + 1}, ["sink_units must be an integer of 0 to 5"]),
         ({"sink_units": True, "recent_units": 1.0}, ["got True", "recent_units must be"]),
+        ({"sticky": -1, "sink_units": 6}, ["sticky must be a number of 0 or more", "sink_units"]),
         ({"sink_units": 3, "recent_units": 3}, ["recent_units must be an integer of 0 to 2"]),
     ],
 )

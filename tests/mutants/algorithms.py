@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from tests.mutants import algorithm_selecting as selecting
+from tests.mutants import algorithm_sticky as sticky
 from tests.mutants import algorithm_writing as writing
 from tests.mutants.harness import Mutant, mutated, told_of
 from topkv.entries import PluginEntry
@@ -76,5 +77,11 @@ MUTANTS = [
     _mutant(writing.KernelForgetsNewest, "decode_builds_what_a_prompt_builds", ("interpret",)),
     _mutant(selecting.KernelUnscaled, "kernels_select_what_the_reference_selects", ("interpret",)),
     _mutant(selecting.KernelAllSlots, "slots_and_host_pages_do_not_matter", ("interpret",)),
+    _mutant(sticky.Unasked, "what_is_on_the_device_changes_nothing_unasked", ANYWHERE),
+    _mutant(sticky.PrefersAbsent, "a_bonus_draws_what_is_on_the_device", ANYWHERE),
+    _mutant(sticky.ForgetsRing, "a_bonus_draws_what_is_on_the_device"),
+    _mutant(sticky.FirstLanesBuffer, "a_bonus_draws_what_is_on_the_device"),
+    _mutant(sticky.OthersBuffer, "a_row_goes_by_its_own_buffer", ANYWHERE),
+    _mutant(sticky.StaleBuffer, "a_graph_reads_the_buffer_of_its_replay", ("gpu",)),
     _mutant(writing.SyncsHost, "decode_step_replays_from_a_graph", ("gpu",)),
 ]

@@ -14,6 +14,7 @@ from torch import Tensor
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
 from topkv.hooks.discovery import hookimpl
+from topkv.ops import sticky
 from topkv.ops.topk import topk
 from topkv.types import LayerView
 
@@ -42,7 +43,9 @@ class ScoredUnits(ABC):
     data, so that a subclass whose methods keep to that can be captured in a CUDA graph.
 
     Parameters that the entry may offer, each 0 where it does not: ``sink_units``, first units that
-    every selection holds, and ``recent_units``, closed units before the open one.
+    every selection holds, ``recent_units``, closed units before the open one, and ``sticky``, what
+    a unit is worth more if it is on the device (``topkv.ops.sticky``; offer it where the scores of
+    lanes are natural logarithms, as they are unless ``combine`` is overridden).
 
     A class with kernels inherits from the reference and sets ``impl = "triton"``: the top-k is
     then the one that the configuration names. It may override ``construct``, ``update`` and
@@ -52,17 +55,20 @@ class ScoredUnits(ABC):
         impl: ``"reference"`` or ``"triton"``; whose top-k selects.
         model, group, params: those of the setup.
         sink_units, recent_units: forced units at either end.
+        sticky: bonus of resident units, in the units of ``lane_scores``: natural logarithms.
         work: scratch of the top-k, for all lanes; None for the reference.
     """
 
     impl = "reference"
 
     def __init__(self, setup: AlgorithmSetup) -> None:
-        """Raises ConfigError with the reasons of ``refusals`` and those against forced units."""
+        """Raises ConfigError with all reasons: of ``refusals``, and against parameters."""
         self.model, self.group, self.params = setup.model, setup.group, setup.params
         self.sink_units: int = self.params.get("sink_units", 0)
         self.recent_units: int = self.params.get("recent_units", 0)
+        self.sticky: float = self.params.get("sticky", 0.0)
         reasons, free = list(self.refusals()), self.group.select
+        reasons += sticky.refusals(self.sticky)
         for name in ("sink_units", "recent_units"):
             units = getattr(self, name)
             if type(units) is int and 0 <= units <= free:
@@ -169,10 +175,11 @@ class ScoredUnits(ABC):
             who = type(self).__name__
             raise ValueError(f"{who}: expected one query per row, got q {list(q.shape)}")
         scores, closed = self.lane_scores(layer, q[:, 0])
+        sticky.prefer_resident(layer, scores, closed, self.sticky, impl=self.impl)
         topk(scores, closed, ids, impl=self.impl, work=self.work)
 
     def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores that the top-k ranks, for queries ``[B, H, D]``. Hot.
+        """Scores that the top-k ranks, ``sticky`` apart, for queries ``[B, H, D]``. Hot.
 
         Returns:
             fp32 ``[B * lane_heads, U]``, +inf for forced units, anything for units that are not

@@ -81,13 +81,11 @@ class SparseKVCacheManager:
         store, pools = self.stores[index], self.representations[index]
         group, views = self.config.groups[index], []
         for place, layer in enumerate(store.group.layers):
-            ring_k, ring_v = store.ring_views(place)
-            view = LayerView(
-                layer, place, store.group, step, ring_k, ring_v, pools.of_layer(layer)
-            )
-            selecting = view
+            rings, held = store.ring_views(place), store.unit_slot[place]
+            own = pools.of_layer(layer)
+            view = selecting = LayerView(layer, place, store.group, step, *rings, own, held)
             if group.regranulated:
-                none = ring_k[:, :, :0, :, :1]
+                none = view.ring_k[:, :, :0, :, :1]
                 selecting = evolve(view, group=group.selected_as, ring_k=none, ring_v=none)
             views.append((view, selecting))
         return views

@@ -234,11 +234,13 @@ class LayerView:
         ring_k, ring_v: ``[max_requests, lane_heads, T, heads_per_lane, unit, D]`` strided
             views of the ring; unit u of a lane lies at ring position ``u % T``. Read only. The
             same rows, as they are stored, where a group has one plane. Of 0 positions where
-            selections are regranulated: the ring is not in the units that the algorithm selects.
+            selections are regranulated: the ring has other units than the algorithm selects.
         pools: representation pools of this layer by name (``RepresentationSpec``): grain unit
             ``[num_host_units, *shape]`` indexed by host id, grain token
             ``[num_host_units * unit, *shape]``, grain request ``[max_requests, *shape]``
             indexed by slot.
+        held: int32 ``[max_requests * lane_heads, stored units]`` LRU slot of each stored unit,
+            -1 where absent. Read only; ``topkv.ops.sticky`` adds those that are in the ring.
     """
 
     layer: int
@@ -248,6 +250,7 @@ class LayerView:
     ring_k: Tensor
     ring_v: Tensor
     pools: Mapping[str, Tensor] = field(factory=dict)
+    held: Tensor = field(factory=lambda: torch.empty((0, 0), dtype=torch.int32))
 
 
 @define

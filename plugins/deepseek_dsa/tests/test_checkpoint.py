@@ -34,15 +34,15 @@ V32 = ModelShape(
 
 
 def params_of(checkpoint, **own):
-    """What the algorithm is given where a checkpoint recommends this, and a user sets ``own``."""
+    """How keys are stored where a checkpoint recommends this, and a user sets ``own``."""
     registry = PluginRegistry([("t", "1", Entries(*topkv_register_algorithms()))])
     config = SparseConfig(
         algorithm="deepseek_dsa", backend="gather", topk="radix", max_tokens=4096, **own
     )
     cpu = torch.device("cpu")
-    return (
-        lower(config, V32, device=cpu, registry=registry, checkpoint=checkpoint).groups[0].params
-    )
+    lowered = lower(config, V32, device=cpu, registry=registry, checkpoint=checkpoint)
+    given = lowered.groups[0].params
+    return {name: given[name] for name in ("keys", "hadamard", "scale_format")}
 
 
 def test_what_a_checkpoint_says_stands_below_what_a_user_sets():

@@ -31,7 +31,8 @@ def test_the_entry_says_what_it_needs(world):
     (entry,) = topkv_register_algorithms()
     assert entry.capabilities.needs_index
     assert entry.capabilities.attention == ("mla",)
-    assert entry.parameters == {"keys": "fp8", "hadamard": False, "scale_format": "fp32"}
+    formats = {"keys": "fp8", "hadamard": False, "scale_format": "fp32"}
+    assert entry.parameters == {**formats, "sticky": 0.0}
     assert entry.defaults["budget"] == 2048
     assert entry.defaults["page_tokens"] % 64 == 0
     assert entry.capabilities.tail == "selectable"
@@ -71,6 +72,10 @@ def test_wrong_parameters_are_refused_together(world):
         world("reference", "cpu", dim=96)
     with pytest.raises(ConfigError, match="from 1 to 128 index heads"):
         world("reference", "cpu", heads=129)
+    params = {**topkv_register_algorithms()[0].parameters, "sticky": -0.5}
+    w = world("reference", "cpu")
+    with pytest.raises(ConfigError, match="sticky must be a number of 0 or more"):
+        w.make("reference", params)
 
 
 def test_models_without_an_indexer_are_refused(world):

@@ -82,6 +82,7 @@ def test_wrong_parameters_are_refused_together(bench):
         ({"statistic": "k_weight"}, "set calibration"),
         ({"sink_tokens": 6}, "exceeds the 5 tokens"),
         ({"sink_tokens": True}, "sink_tokens"),
+        ({"sticky": -0.5}, "sticky must be a number of 0 or more"),
         ({"channels": 0}, "from 1 to head_dim = 16"),
         ({"channels": 3, "pair_channels": True}, "must be even"),
         ({"head_sparsity": True}, "head_sparsity"),

@@ -29,6 +29,7 @@ from topkv.testing.algorithm.needles import NeedleTests
 from topkv.testing.algorithm.oracle import OracleTests
 from topkv.testing.algorithm.selection import SelectionTests
 from topkv.testing.algorithm.state import StateTests
+from topkv.testing.algorithm.sticky import StickyTests
 from topkv.testing.algorithm.tokens import TokenTests
 
 __all__ = ["AlgorithmOptions", "AlgorithmTests"]
@@ -39,6 +40,7 @@ class AlgorithmTests(
     KernelTests,
     TokenTests,
     IndexTests,
+    StickyTests,
     StateTests,
     BatchTests,
     NeedleTests,

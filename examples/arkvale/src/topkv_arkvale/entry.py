@@ -32,6 +32,6 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 ),
             ),
             defaults={"unit": 32, "scope": "kv_head", "dense_layers": (0, 1)},
-            parameters={"sink_units": 1},
+            parameters={"sink_units": 1, "sticky": 0.0},
         )
     ]

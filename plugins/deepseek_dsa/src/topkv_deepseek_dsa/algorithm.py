@@ -14,6 +14,7 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.algorithms import host_ids
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
+from topkv.ops.sticky import prefer_resident
 from topkv.ops.topk import topk
 from topkv.types import LayerView
 from topkv_deepseek_dsa import reference
@@ -57,6 +58,9 @@ class DeepSeekDSA:
     and FlashMLA have them; queries are quantised per head, their scales go into the weights.
     Otherwise keys and queries are of the model's dtype. A stored key depends on its key alone. Of
     equal scores the lower token wins.
+
+    In steps a token that is on the device already is worth ``sticky`` more. Index scores are what
+    the indexer's training puts into a softmax, so their unit is that of a natural logarithm.
     """
 
     def __init__(self, setup: AlgorithmSetup) -> None:
@@ -98,6 +102,7 @@ class DeepSeekDSA:
         tokens = torch.where(tokens < counts[:, None], tokens, 0)
         slots = step.slots.clamp(min=0)[:, None].expand_as(tokens)
         scores = self._score(layer, slots, tokens, q, weights)
+        prefer_resident(layer, scores, counts, self.settings.sticky, impl="reference")
         topk(scores, counts, ids, impl="reference")
 
     @hookimpl

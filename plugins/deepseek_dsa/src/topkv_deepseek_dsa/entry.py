@@ -37,6 +37,6 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 # Rows of scores are tokens; topkv-triton-topk is made for rows so long.
                 "topk": "pivot",
             },
-            parameters={"keys": "fp8", "hadamard": False, "scale_format": "fp32"},
+            parameters={"keys": "fp8", "hadamard": False, "scale_format": "fp32", "sticky": 0.0},
         )
     ]

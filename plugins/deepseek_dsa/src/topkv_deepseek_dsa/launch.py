@@ -10,6 +10,7 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.ops import pdl
+from topkv.ops.sticky import prefer_resident
 from topkv.ops.topk import topk
 from topkv.types import GroupShape, LayerView, ModelShape
 from topkv_deepseek_dsa import kernels, key_kernels
@@ -300,6 +301,7 @@ class DeepSeekDSATriton(DeepSeekDSA):
     ) -> None:
         q, weights = self._asked(q, weights, (layer.step.batch, 1))
         scores, counts = self.launcher.score(layer, q, weights)
+        prefer_resident(layer, scores, counts, self.settings.sticky, impl="triton")
         topk(scores, counts, ids, impl="triton", work=self.work)
 
     @hookimpl

@@ -9,12 +9,13 @@ import torch
 from attrs import frozen
 
 from topkv.errors import ConfigError
+from topkv.ops import sticky
 from topkv.types import GroupShape, ModelShape
 from topkv_deepseek_dsa.reference import BLOCK
 
 KEYS = ("bf16", "fp8")
 SCALE_FORMATS = ("fp32", "ue8m0")
-NAMES = ("keys", "hadamard", "scale_format")
+NAMES = ("keys", "hadamard", "scale_format", "sticky")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_HEADS, LEAST_DIM, MOST_DIM = 128, 16, 256
 
@@ -29,6 +30,7 @@ class Settings:
         fp8: index keys and queries are e4m3 with fp32 scales, else of the model's dtype.
         hadamard: both go through a Hadamard transform first.
         power_of_two: scales are powers of two.
+        sticky: bonus of tokens that are on the device, in the units of index scores.
     """
 
     heads: int
@@ -36,6 +38,7 @@ class Settings:
     fp8: bool
     hadamard: bool
     power_of_two: bool
+    sticky: float
 
 
 def settings_of(model: ModelShape, group: GroupShape, params: Mapping[str, Any]) -> Settings:
@@ -69,6 +72,7 @@ def settings_of(model: ModelShape, group: GroupShape, params: Mapping[str, Any])
         fp8=fp8,
         hadamard=params["hadamard"],
         power_of_two=params["scale_format"] == "ue8m0",
+        sticky=params.get("sticky", 0.0),
     )
 
 
@@ -85,7 +89,7 @@ def _choices(params: Mapping[str, Any]) -> list[str]:
         )
     if not isinstance(params.get("hadamard"), bool):
         reasons.append(f"hadamard must be true or false, got {params.get('hadamard')!r}")
-    return reasons
+    return [*reasons, *sticky.refusals(params.get("sticky", 0.0))]
 
 
 def _shape(model: ModelShape) -> tuple[int, int, list[str]]:

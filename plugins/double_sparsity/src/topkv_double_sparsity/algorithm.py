@@ -14,6 +14,7 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.algorithms import host_ids
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
+from topkv.ops.sticky import prefer_resident
 from topkv.ops.topk import topk
 from topkv.types import LayerView
 from topkv_double_sparsity import reference, statistics
@@ -28,7 +29,8 @@ class DoubleSparsity:
     label over these channels; scores times ``model.scale`` go through a softmax over tokens
     ``0 .. length - 2``, in fp32, and are averaged over the query heads of the lane. In long
     requests a sample of the tokens normalises it (``reference.lane_scores``). The first
-    ``sink_tokens`` are forced. Of equal scores the lower token wins.
+    ``sink_tokens`` are forced. Of equal scores the lower token wins. What is on the device already
+    is worth ``sticky`` more.
 
     Which channels: from a calibration file, or from the statistics of the first prompt chunk of
     each request, kept in a request-grained pool. A label then depends on the key alone.
@@ -124,7 +126,9 @@ class DoubleSparsity:
         logits, closed = self._logits(layer, q)
         lane_heads = self.group.lane_heads
         scores = reference.lane_scores(logits, closed, lane_heads, self.settings.sinks)
-        return scores, closed.repeat_interleave(lane_heads)
+        closed = closed.repeat_interleave(lane_heads)
+        prefer_resident(layer, scores, closed, self.settings.sticky, impl="reference")
+        return scores, closed
 
     def _logits(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         """Scaled logits of the query heads, fp32 ``[B, H, U]``; selectable tokens ``[B]``."""

@@ -33,6 +33,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 "statistic": None,
                 "pair_channels": False,
                 "sink_tokens": 0,
+                "sticky": 0.0,
                 "head_sparsity": None,
                 "head_budget": 0.25,
             },

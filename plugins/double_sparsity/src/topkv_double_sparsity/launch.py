@@ -11,6 +11,7 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.ops.sticky import prefer_resident
 from topkv.ops.topk import topk
 from topkv.types import GroupShape, LayerView, ModelShape
 from topkv_double_sparsity import kernels, label_kernels, reference, sample_kernels
@@ -171,8 +172,9 @@ class Launcher:
             "STAGES": stages,
             "num_warps": warps,
         }
-        # In logarithms of base 2, but where the scores are the logits.
+        # In logarithms of base 2, as all scores are.
         self.scale = model.scale * math.log2(math.e)
+        self.bonus = settings.sticky * math.log2(math.e)
 
     def _writable(self, layer: LayerView, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, labels and meta as the writing kernels take them."""
@@ -238,7 +240,9 @@ class Launcher:
             *(self.scores.stride(0), self.settings.sinks),
             **self.scoring,
         )
-        return self.scores[:lanes, : group.max_units], self.closed[:lanes]
+        scores, closed = self.scores[:lanes, : group.max_units], self.closed[:lanes]
+        prefer_resident(layer, scores, closed, self.bonus, impl="triton")
+        return scores, closed
 
 
 class DoubleSparsityTriton(DoubleSparsity):

@@ -10,6 +10,7 @@ import torch
 from attrs import frozen
 
 from topkv.errors import ConfigError
+from topkv.ops import sticky
 from topkv.types import GroupShape, ModelShape
 from topkv_double_sparsity.calibration import (
     DEFAULT_STATISTIC,
@@ -23,7 +24,7 @@ LABELS = ("bf16", "int4")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NAMES = (
     *("channels", "label", "calibration", "statistic", "pair_channels", "sink_tokens"),
-    *("head_sparsity", "head_budget"),
+    *("sticky", "head_sparsity", "head_budget"),
 )
 
 
@@ -38,6 +39,7 @@ class Settings:
         statistic: of a prompt; unused with a file.
         pairs: channels c and c + D/2 are taken or left together.
         sinks: forced first tokens.
+        sticky: bonus of tokens that are on the device, in natural logarithms.
         flat: threshold of the normalised entropy above which a lane counts as flat; None for off.
         flat_select: K of a flat lane.
     """
@@ -48,6 +50,7 @@ class Settings:
     statistic: str
     pairs: bool
     sinks: int
+    sticky: float
     flat: float | None
     flat_select: int
 
@@ -75,6 +78,8 @@ def settings_of(model: ModelShape, group: GroupShape, params: Mapping[str, Any])
             f"sink_tokens = {sinks} exceeds the {group.select} tokens of a selection; "
             "lower it or raise the budget"
         )
+    bonus = params.get("sticky", 0.0)
+    reasons += sticky.refusals(bonus)
     flat, share = _head_sparsity(params, reasons)
     if reasons:
         raise ConfigError("double_sparsity", reasons)
@@ -86,6 +91,7 @@ def settings_of(model: ModelShape, group: GroupShape, params: Mapping[str, Any])
         statistic=params.get("statistic") or DEFAULT_STATISTIC,
         pairs=bool(params.get("pair_channels")),
         sinks=sinks,
+        sticky=bonus,
         flat=flat,
         flat_select=min(few, group.select),
     )

@@ -31,6 +31,6 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 ),
             ),
             defaults={"unit": 16, "scope": "kv_head", "dense_layers": (0, 1)},
-            parameters={"metadata": "bf16", "sink_units": 1},
+            parameters={"metadata": "bf16", "sink_units": 1, "sticky": 0.0},
         )
     ]

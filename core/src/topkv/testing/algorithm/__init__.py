@@ -7,5 +7,6 @@
   ``oracle``: selections against the author's formula in float64.
 * ``state``: what is stored follows the keys. ``batch``: requests do not see each other.
 * ``kernels``: kernels against the reference, capture, far addresses.
+* ``sticky``: what lies on the device, and a bonus for it.
 * ``index``, ``tokens``: only for models with an indexer, only for algorithms of single tokens.
 """

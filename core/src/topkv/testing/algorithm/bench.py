@@ -320,6 +320,10 @@ class AlgorithmBench(BenchMemory):
 
     # What a test looks at.
 
+    def high(self, slot: int) -> int:
+        """The largest length that a request has had."""
+        return self._high[slot]
+
     def selectable(self, slot: int) -> int:
         """Units of a request that may be selected."""
         if slot < 0:

@@ -51,7 +51,7 @@ class KernelTests(KitTests):
 
     def test_kernels_select_what_the_reference_selects(self, subject: Subject) -> None:
         """The same attention mass, or index scores, in float64; ties may go either way."""
-        _require_both(subject)
+        require_both(subject)
 
         @examples(subject.tier, cpu=40, interpret=6, gpu=20)
         @given(case=cases(subject, keys=("normal", "heavy"), exact=False), data=st.data())
@@ -64,13 +64,13 @@ class KernelTests(KitTests):
                     bench.prefill(slot, case.tokens(slot)[:size])
                 bench.append([2, 0], case.tokens(9)[:2])
                 results.append(lanes(bench.retrieve(q, [2, 0])))
-            _assert_alike(benches, [2, 0], q, results)
+            assert_alike(benches, [2, 0], q, results)
 
         check()
 
     def test_long_requests_select_what_the_reference_selects(self, subject: Subject) -> None:
         """A request of ``long_units``, several blocks of them, in a slot that is not the first."""
-        _require_both(subject)
+        require_both(subject)
 
         @settings(examples(subject.tier, cpu=1, interpret=1), max_examples=1)
         @given(case=cases(subject, units=(1, 4, 16), keys=("normal",), exact=False))
@@ -83,7 +83,7 @@ class KernelTests(KitTests):
             for bench in benches:
                 bench.prefill(1, keys[:-1])
                 bench.append([1], keys[-1:])
-            _assert_alike(benches, [1], q, [lanes(b.retrieve(q, [1])) for b in benches])
+            assert_alike(benches, [1], q, [lanes(b.retrieve(q, [1])) for b in benches])
 
         check()
 
@@ -138,7 +138,7 @@ class KernelTests(KitTests):
                 keys = case.tokens(slot)[: data.draw(eager.long_lengths(most=case.most - 8))]
                 eager.prefill(slot, keys)
                 graphed.prefill(slot, keys)
-            replay, k, q, ids = _captured(graphed, case)
+            replay, k, q, ids = captured(graphed, case)
             for step in range(4):
                 rows = data.draw(st.permutations([0, 1, 2]))
                 rows = [slot if data.draw(st.booleans()) else -1 for slot in rows]
@@ -160,14 +160,14 @@ class KernelTests(KitTests):
         check()
 
 
-def _require_both(subject: Subject) -> None:
+def require_both(subject: Subject) -> None:
     """Skip what compares kernels with the reference where one of them is not there."""
     impls = subject.entry.impls
     if subject.tier.impl == "reference" or "reference" not in impls:
         pytest.skip(f"tier {subject.tier.name}: nothing to compare, impls are {impls}")
 
 
-def _assert_alike(
+def assert_alike(
     benches: Sequence[AlgorithmBench],
     slots: Sequence[int],
     q: Tensor,
@@ -190,7 +190,7 @@ def _assert_alike(
         )
 
 
-def _captured(
+def captured(
     bench: AlgorithmBench, case: Case
 ) -> tuple[Callable[[], None], Tensor, Tensor, Tensor]:
     """A replay of one step of the bench, and the tensors that it reads and writes."""

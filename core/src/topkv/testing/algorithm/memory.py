@@ -111,7 +111,20 @@ class BenchMemory:
         shape = (self.requests, group.lane_heads, group.ring_slots + 1, *group.entry_shape)
         buffer = torch.full(shape, math.nan, dtype=group.dtype, device=self.device)[:, :, 1:]
         k, v = buffer[:, :, :, :, 0], buffer[:, :, :, :, -1]
-        return LayerView(0, 0, group, self._steps(0), k, v, self.pools)
+        absent = torch.full(
+            (group.max_lanes, group.max_units), -1, dtype=torch.int32, device=self.device
+        )
+        return LayerView(0, 0, group, self._steps(0), k, v, self.pools, absent)
+
+    def keep(self, slot: int, seed: int) -> None:
+        """Say of about half of the units of a request, other ones in each lane, that they lie in
+        the LRU buffer; before, none does.
+        """
+        group, held = self.group, self.layer.held.unflatten(0, (self.requests, -1))
+        generator = torch.Generator().manual_seed(seed)
+        there = torch.rand(held[slot].shape, generator=generator) < 0.5
+        slots = torch.arange(group.max_units, dtype=torch.int32) % group.buffer_slots
+        held[slot] = torch.where(there, slots, -1).to(self.device)
 
     def _steps(self, count: int) -> StepTensors:
         slots, held, high, appended, resident = self._ints[:, :count]
