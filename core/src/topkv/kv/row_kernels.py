@@ -50,7 +50,20 @@ def decode_rows(codes, exponents, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _round(p_in, p_out, count, s_row, s_head, first, HEADS, D, LEAST, MOST, BLOCK, BLOCK_D):
+def _round(
+    p_in,
+    p_out,
+    count,
+    s_row,
+    s_head,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * BLOCK
     row = first + tl.arange(0, BLOCK)
     d = tl.arange(0, BLOCK_D)[None, :]
     live = (row < count)[:, None] & (d < D)
@@ -80,11 +93,10 @@ def round_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """Grid (blocks of rows, keys and values). Strides in elements; outputs are contiguous."""
-    first = tl.program_id(0).to(tl.int64) * BLOCK
     if tl.program_id(1) == 0:
-        _round(p_k, p_k_out, count, s_k, s_k_head, first, HEADS, D, LEAST, MOST, BLOCK, BLOCK_D)
+        _round(p_k, p_k_out, count, s_k, s_k_head, HEADS, D, LEAST, MOST, BLOCK, BLOCK_D)
     else:
-        _round(p_v, p_v_out, count, s_v, s_v_head, first, HEADS, D, LEAST, MOST, BLOCK, BLOCK_D)
+        _round(p_v, p_v_out, count, s_v, s_v_head, HEADS, D, LEAST, MOST, BLOCK, BLOCK_D)
 
 
 def round_rows(

@@ -145,7 +145,17 @@ def offload_kernel(
 
 
 @triton.jit
-def _store_coded(p_entry, row, d, x, live, ROWS, D: tl.constexpr, LEAST, MOST):
+def _store_coded(
+    p_entry,
+    row,
+    d,
+    x,
+    live,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+):
     """Rows of tokens to coded entries, as the rows of these numbers."""
     codes, exponents = encode_rows(x.to(tl.float32), LEAST, MOST)
     both = live[:, None] & (d < D)[None, :]
