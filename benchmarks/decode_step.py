@@ -5,7 +5,7 @@
 Geometry of Llama-3.1-8B (32 layers, 32 query and 8 kv-heads x 128, bf16), random keys, queries
 that drift from step to step. Wall-clock time of ``forward_begin``, graph replay and
 ``forward_end`` together, medians over the steps; the projections and MLPs of the model are not
-part of it.
+part of it. ``--host-format fp8`` for entries that are coded on the host.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
+from topkv.kv.host_format import HOST_FORMATS
 from topkv.plugins import registry
 from topkv.types import ModelShape
 
@@ -32,7 +33,7 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def make(context: int, requests: int, dense: bool) -> SparseCoordinator:
+def make(context: int, requests: int, dense: bool, host_format: str) -> SparseCoordinator:
     tokens = context + 2 * STEPS
     config = SparseConfig(
         algorithm="quest",
@@ -41,6 +42,7 @@ def make(context: int, requests: int, dense: bool) -> SparseCoordinator:
         max_tokens=requests * tokens,
         max_request_tokens=tokens,
         layers={"0-": "resident"} if dense else None,
+        host_format=host_format,
     )
     device = torch.device("cuda", 0)
     return SparseCoordinator(lower(config, MODEL, device=device, registry=registry()))
@@ -53,7 +55,8 @@ def fill(coordinator: SparseCoordinator, context: int) -> int:
     for start in range(0, context, CHUNK):
         coordinator.forward_begin(prefill=[(slot, CHUNK)])
         for path in coordinator.layers:
-            k, v = random(CHUNK, KV_HEADS, DIM), random(CHUNK, KV_HEADS, DIM)
+            k, v = (random(CHUNK, KV_HEADS, DIM) for _ in range(2))
+            k, v = path.format.round(k, v)
             path.transfer.store_chunk(path.view, slot, start, k, v, start + CHUNK, True)
             if path.algorithm:
                 path.algorithm.construct(path.view, slot, start, k, v, k, lse)
@@ -62,8 +65,10 @@ def fill(coordinator: SparseCoordinator, context: int) -> int:
     return slot
 
 
-def measure(context: int, requests: int, dense: bool) -> dict[str, object]:
-    coordinator = make(context, requests, dense)
+def measure(
+    context: int, requests: int, dense: bool, host_format: str = "model"
+) -> dict[str, object]:
+    coordinator = make(context, requests, dense, host_format)
     slots = [fill(coordinator, context) for _ in range(requests)]
     q = random(LAYERS, requests, HEADS, DIM)
     k, v = (random(LAYERS, requests, KV_HEADS, DIM) for _ in range(2))
@@ -107,6 +112,7 @@ def measure(context: int, requests: int, dense: bool) -> dict[str, object]:
     units = after.hits + after.misses - before.hits - before.misses
     result = {
         "what": "dense on the GPU" if dense else "topkv, quest",
+        "host_format": host_format,
         "context": context,
         "requests": requests,
         "ms": statistics.median(times),
@@ -123,11 +129,12 @@ def measure(context: int, requests: int, dense: bool) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--host-format", choices=HOST_FORMATS, default="model")
     options = parser.parse_args()
     rows = []
     for context, requests in ((32768, 1), (32768, 4), (131072, 1)):
         for dense in (True, False):
-            rows.append(measure(context, requests, dense))
+            rows.append(measure(context, requests, dense, options.host_format))
             print(
                 {k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()},
                 flush=True,

@@ -6,7 +6,8 @@ Every cell replays one CUDA graph of ``STEPS`` steps over a prepared stream of s
 the same warm state each time, and reports the median over ``REPEATS`` replays. Afterwards every
 occupied slot is compared with what the host pool must hold. Entries of 656 and 1152 bytes are
 single tokens (top-k 2048, buffer 4096, one lane a request); 8 KiB are units of 16 tokens of one
-kv-head (128 units, buffer 256, eight lanes a request).
+kv-head (128 units, buffer 256, eight lanes a request). With ``--host-format fp8`` the latter are
+coded on the host, 4128 bytes that the load decodes; ``gbs`` counts the bytes of the host.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 from topkv.hooks.eviction import EvictionSetup
 from topkv.hooks.transfer import TransferSetup
+from topkv.kv.host_format import HOST_FORMATS, host_entries, rounded
 from topkv.kv.host_pool import HostKVPool
 from topkv.kv.store import GroupStore
 from topkv.transfer.eviction import LeastRecentlyUsed
@@ -81,9 +83,10 @@ def engine_of(store: GroupStore, views: list[LayerView]) -> TritonTransfer:
 
 
 class Cell:
-    """One group of one layer, every lane's pages filled with words that name their place."""
+    """One group of one layer, every lane's pages filled with words that name their place, or with
+    random codes."""
 
-    def __init__(self, entry_bytes: int, requests: int) -> None:
+    def __init__(self, entry_bytes: int, requests: int, host_format: str = "model") -> None:
         tokens = entry_bytes != 8192
         heads, unit = (1, 1) if tokens else (8, 16)
         width, units = (2048, 16384) if tokens else (128, 1024)
@@ -102,16 +105,17 @@ class Cell:
             select=width,
             buffer_slots=2 * width,
             ring_slots=2,
+            host_format=host_format,
         )
         per_page = self.group.units_per_page
         pages = units // per_page
         self.pool, self.store = on_host(self.group, 1 + requests * pages)
-        words = self.pool.bytes.view(torch.int32)
-        # The pool is a plain run of words here: word w holds w, wrapped to 32 bits.
-        step = 1 << 26
-        for first in range(0, words.numel(), step):
-            end = min(first + step, words.numel())
-            words[first:end] = torch.arange(first, end).int()
+        if host_format == "model":
+            self.fill_with_words()
+        else:
+            codes, exponents = host_entries(self.group).parts(self.store.entries)
+            codes.random_(0, 256)
+            exponents.random_(120, 130)
         table = 1 + torch.randperm(requests * pages).view(requests, pages)
         fixed = (
             torch.arange(requests),
@@ -128,6 +132,13 @@ class Cell:
         lanes = requests * heads
         shapes = ((lanes, width), (lanes,), (lanes, width), (lanes, width), (lanes,))
         self.plan = Plan(*(torch.zeros(shape, **INTS) for shape in shapes))
+
+    def fill_with_words(self) -> None:
+        """The pool is a plain run of words: word w holds w, wrapped to 32 bits."""
+        words, step = self.pool.bytes.view(torch.int32), 1 << 26
+        for first in range(0, words.numel(), step):
+            end = min(first + step, words.numel())
+            words[first:end] = torch.arange(first, end).int()
 
     def stream(self, miss: float) -> Iterator[torch.Tensor]:
         """Selections ``[lanes, K]`` that miss the given share of their units in every step."""
@@ -171,13 +182,26 @@ class Cell:
         time = median_us(graph.replay, rewind) / STEPS
         before, after = saved[3].sum((0, 1)), self.store.counters.sum((0, 1))
         hits, misses = (after - before).tolist()
-        self.verify()
-        moved = misses / STEPS * self.group.entry_bytes
+        (self.verify if self.group.host_format == "model" else self.verify_coded)()
+        moved = misses / STEPS * self.group.host_entry_bytes
         return {"us": time, "miss": misses / (hits + misses), "gbs": moved / time / 1e3}
 
     def once(self, ids: torch.Tensor) -> None:
         self.engine.plan(self.view, ids, self.limit, self.plan)
         self.engine.load(self.view, self.plan)
+
+    def verify_coded(self) -> None:
+        """Every occupied slot holds what the entry of its unit decodes to."""
+        group, host = self.group, host_entries(self.group)
+        for row, units in enumerate(self.store.slot_unit[0].cpu().long()):
+            slot, head = divmod(row, group.lane_heads)
+            held = units >= 0
+            page = self.step.page_table[slot].cpu().long()[units[held] // group.units_per_page]
+            entries = self.store.entries[page, 0, head, units[held] % group.units_per_page]
+            expected = host.decode(host.parts(entries)).view(torch.int16)
+            found = self.store.buffer[0, row, : group.buffer_slots].cpu()[held]
+            if not torch.equal(found.view(torch.int16), expected):
+                raise SystemExit(f"lane {row} of the buffer differs from the host pool")
 
     def verify(self) -> None:
         """Every occupied slot holds the words of its unit's place in the pool."""
@@ -203,10 +227,11 @@ class Cell:
                 )
 
 
-def offload_cell(layers: int, tokens: int) -> dict[str, float]:
+def offload_cell(layers: int, tokens: int, host_format: str) -> dict[str, float]:
     """Bytes a second of ``store_chunk`` for one prefill chunk over several layers."""
     group = GroupShape(
-        tuple(range(layers)), 16, 8, 1, 128, torch.bfloat16, 64, 1, tokens // 16, 127, 256, 2
+        *(tuple(range(layers)), 16, 8, 1, 128, torch.bfloat16, 64, 1, tokens // 16, 127, 256, 2),
+        host_format=host_format,
     )
     pool, store = on_host(group, 1 + tokens // 64)
     step = StepTensors(
@@ -216,6 +241,8 @@ def offload_cell(layers: int, tokens: int) -> dict[str, float]:
     views = [LayerView(i, i, group, step, torch.zeros(0), torch.zeros(0)) for i in range(layers)]
     engine = engine_of(store, views)
     k, v = (torch.randn(tokens, 8, 128, device=DEVICE).bfloat16() for _ in range(2))
+    if host_format != "model":
+        k, v = rounded(k), rounded(v)
 
     def run() -> None:
         for view in views:
@@ -223,12 +250,15 @@ def offload_cell(layers: int, tokens: int) -> dict[str, float]:
 
     run()
     time = median_us(run)
-    entries = store.entries[1:, layers - 1]  # [pages, heads, units, 1, 2, 16, 128]
+    host = host_entries(group)
+    # [pages, heads, units, 1, 2, 16, 128]
+    entries = host.decode(host.parts(store.entries[1:, layers - 1]))
     got = entries[:, :, :, 0].permute(3, 0, 2, 4, 1, 5).reshape(2, tokens, 8, 128)
     if not (torch.equal(got[0], k.cpu()) and torch.equal(got[1], v.cpu())):
         raise SystemExit("offload wrote other bytes than it was given")
     pool.close()
-    return {"us": time, "gbs": layers * tokens * 8 * 128 * 4 / time / 1e3}
+    moved = layers * tokens // 16 * 8 * group.host_entry_bytes
+    return {"us": time, "gbs": moved / time / 1e3}
 
 
 def main() -> None:
@@ -236,18 +266,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--entries", type=int, nargs="+", default=[656, 1152, 8192])
+    parser.add_argument("--host-format", choices=HOST_FORMATS, default="model")
     options = parser.parse_args()
     rows: list[dict[str, object]] = [
         {"what": "ceiling", "device": torch.cuda.get_device_name(), **link_ceiling()}
     ]
     print(rows[0])
-    for entry in options.entries:
+    coded = options.host_format != "model"
+    for entry in [8192] if coded else options.entries:
         for requests in options.requests:
-            cell = Cell(entry, requests)
+            cell = Cell(entry, requests, options.host_format)
             for place, miss in enumerate(MISSES):
                 result = cell.measure(miss)
-                known = PROTOTYPE.get((entry, requests))
-                row = {"what": "swap_in", "entry": entry, "requests": requests, **result}
+                known, size = PROTOTYPE.get((entry, requests)), cell.group.host_entry_bytes
+                row = {"what": "swap_in", "entry": size, "requests": requests, **result}
                 if known:
                     row["prototype_us"] = known[place]
                     row["ratio"] = result["us"] / known[place]
@@ -261,7 +293,7 @@ def main() -> None:
             "what": "offload",
             "layers": layers,
             "tokens": tokens,
-            **offload_cell(layers, tokens),
+            **offload_cell(layers, tokens, options.host_format),
         }
         row["of_link"] = float(str(row["gbs"])) / float(str(rows[0]["d2h"]))
         rows.append(row)

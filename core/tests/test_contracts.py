@@ -244,8 +244,6 @@ def test_a_flush_is_one_launch_a_group(monkeypatch):
         pytest.skip(on.missing)
     from topkv.transfer import kernels
 
-    coordinator = make_coordinator(on)
-    slot = coordinator.request_begin()
     kernel, grids = kernels.offload_kernel, []
 
     class Counted:
@@ -254,6 +252,8 @@ def test_a_flush_is_one_launch_a_group(monkeypatch):
             return kernel[grid]
 
     monkeypatch.setattr(kernels, "offload_kernel", Counted())
+    coordinator = make_coordinator(on)  # takes its kernels when it is made
+    slot = coordinator.request_begin()
     coordinator.forward_begin(prefill=[(slot, 5)])
     coordinator.forward_abort()
     coordinator.requests.dirty[slot], coordinator.requests.length[slot] = True, 5

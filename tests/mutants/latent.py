@@ -50,7 +50,7 @@ def chunk_is_not_rounded(self, path, chunk, q, k, v, index, out, sinks):
     given = [(k, k[..., : rows.value_dim])]
 
     class Unrounded:
-        encode = staticmethod(rows.encode)
+        round, encode = staticmethod(rows.round), staticmethod(rows.encode)
 
         def decode(self, *stored):
             return given.pop() if given else rows.decode(*stored)

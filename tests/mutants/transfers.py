@@ -12,11 +12,12 @@ from types import ModuleType
 from typing import Any
 
 from tests.mutants.harness import Mutant, told_of
-from topkv.entries import PluginEntry
+from topkv.entries import Capabilities, PluginEntry
 from topkv.hooks.discovery import hookimpl
+from topkv.kv import row_kernels
 from topkv.testing.tiers import tier
 from topkv.testing.transfers import TransferTests
-from topkv.transfer import kernels, reference, token_kernels, triton
+from topkv.transfer import coded_kernels, kernels, reference, token_kernels, triton
 from topkv.transfer.reference import ReferenceTransfer
 from topkv.transfer.triton import TritonTransfer
 
@@ -249,6 +250,27 @@ class KernelAppendsKeysTwice(
     """The append kernel writes the key in the place of the value."""
 
 
+class ChunksKeepOldExponents(
+    reference_with("zip(parts, *coded, strict=True):", "[*zip(parts, *coded)][:1]:")
+):
+    """A chunk brings the codes of its rows and leaves the exponents that were there."""
+
+
+class KernelLoadsOneExponent(kernels_with(coded_kernels, "inner // ROW_WORDS", "inner // WORDS")):
+    """The load kernel scales every row of an entry as the first one."""
+
+
+class KernelPacksTooTight(
+    changed(
+        triton,
+        coded_kernels=changed(
+            coded_kernels, encode_rows=changed(row_kernels, "0x1FFFFF", "0x0FFFFF").encode_rows
+        ),
+    ).TritonTransfer
+):
+    """The kernels that pack take the next power too late, and cut the largest elements off."""
+
+
 class LoadsIfThereAreMisses(TritonTransfer):
     """Asks for the number of misses before it loads."""
 
@@ -279,6 +301,8 @@ class WrapsFarAddresses(TritonTransfer):
                 )
 
 
+CODED = Capabilities(host_formats=("model", "fp8"))
+
 CLEAN = PluginEntry(
     "zero_copy_twin",
     "transfer",
@@ -286,18 +310,20 @@ CLEAN = PluginEntry(
         "reference": "topkv.transfer.reference:ReferenceTransfer",
         "triton": "topkv.transfer.triton:TritonTransfer",
     },
+    capabilities=CODED,
 )
 
 
 def _mutant(factory: type, test: str, seen_on: str = "cpu") -> Mutant:
     name = factory.__name__
     factories = {tier(seen_on).impl: f"{__name__}:{name}"}
-    entry = PluginEntry(name.lower(), "transfer", factories)
+    entry = PluginEntry(name.lower(), "transfer", factories, capabilities=CODED)
     return Mutant(told_of(factory), TransferTests, test, entry, CLEAN, (seen_on,))
 
 
 _ORDERED = "test_plan_and_load_follow_the_ordered_model"
 _OFFLOAD = "test_offload_moves_what_closed"
+_CODED = "test_coded_entries_hold_what_was_rounded"
 
 MUTANTS = [
     _mutant(EvictsAHit, "test_what_is_selected_is_not_evicted"),
@@ -325,6 +351,9 @@ MUTANTS = [
     _mutant(KernelEvictsAHit, "test_what_is_selected_is_not_evicted", "interpret"),
     _mutant(KernelOffloadsWhatDidNotAppend, _OFFLOAD, "interpret"),
     _mutant(KernelLoadsFromTheFirstHead, _ORDERED, "interpret"),
+    _mutant(ChunksKeepOldExponents, _CODED),
+    _mutant(KernelLoadsOneExponent, _CODED, "interpret"),
+    _mutant(KernelPacksTooTight, _CODED, "interpret"),
     _mutant(KernelAppendsKeysTwice, "test_append_writes_the_new_token_alone", "interpret"),
     _mutant(LoadsIfThereAreMisses, "test_hot_hooks_read_nothing_on_the_host", "interpret"),
     _mutant(WrapsFarAddresses, "test_addresses_beyond_32_bits", "gpu"),

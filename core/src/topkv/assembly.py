@@ -194,6 +194,8 @@ def connect(
     manager, transfers, paths = tensors.manager, [], []
     for index, store in enumerate(manager.stores):
         views = [tensors.views[layer][0] for layer in store.group.layers]
+        host = store.group.host_format
+        token = TokenFormat.of(config.model, config.kv_format, config.impl, host)
         setup = TransferSetup(store, views, plugins.eviction)
         transfer: Transfer = registry.create("transfer", config.transfer, setup, config.impl)
         transfers.append(transfer)
@@ -206,7 +208,7 @@ def connect(
                     transfer=transfer,
                     backend=plugins.backends[index],
                     lanes=tensors.lanes[index],
-                    format=TokenFormat.of(config.model, config.kv_format, config.impl),
+                    format=token,
                     selector=tensors.views[view.layer][1],
                     k_slots=k_slots,
                     v_slots=v_slots,

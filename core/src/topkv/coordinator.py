@@ -189,6 +189,7 @@ class SparseCoordinator:
         """
         path = self._path(layer)
         view, lanes = path.view, path.lanes
+        k, v = path.format.round(k, v, lanes.packed)
         path.transfer.append(view, *path.format.encode(k, v, lanes.packed))
         if path.selector:
             path.selector.select(q, k, v, index)  # to lanes.ids

@@ -47,6 +47,8 @@ class Capabilities:
         scopes: of ``SCOPES``.
         attention: of ``"gqa"`` and ``"mla"``.
         kv_formats: of ``"model"`` and ``"fp8"``, token formats that a backend reads.
+        host_formats: of ``"model"`` and ``"fp8"``, in which a transfer engine keeps entries on
+            the host (``topkv.kv.host_format``).
         needs_index: the algorithm selects by what the model's own indexer computes.
         tail: ``"forced"``: the core appends the tail unit to every selection and the algorithm
             offers closed units only; ``"selectable"``: the newest token competes (unit 1).
@@ -67,6 +69,7 @@ class Capabilities:
     scopes: tuple[str, ...] | None = None
     attention: tuple[str, ...] = ("gqa",)
     kv_formats: tuple[str, ...] = ("model",)
+    host_formats: tuple[str, ...] = ("model",)
     needs_index: bool = False
     tail: str = "forced"
     softcap: bool = False

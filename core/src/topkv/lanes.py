@@ -21,7 +21,8 @@ class LaneBuffers:
         plan: see ``topkv.types.Plan``.
         tables: page table and lengths, see ``topkv.types.Tables``.
         lse: fp32 ``[B, 1, H]``.
-        packed: ``[B, Hkv, dim]`` new tokens, where the token format packs them; else None.
+        packed: of each plane ``[B, Hkv, dim]`` new tokens, where the token format packs or rounds
+            them; else None.
         prompts: by slot int32 ``[m, K]`` tokens that the rows of its prompt chunk attend to, from
             the layer that selected last; None where they attend to all.
     """
@@ -64,8 +65,8 @@ class LaneBuffers:
         lse = (max_batch, 1, model.num_heads)
         self._lse = torch.zeros(lse, dtype=torch.float32, device=device)
         self._packed: Tensor | None = None
-        if group.dtype is not model.dtype:
-            rows = (max_batch, group.num_kv_heads, group.head_dim)
+        if group.dtype is not model.dtype or group.host_format != "model":
+            rows = (group.planes, max_batch, group.num_kv_heads, group.head_dim)
             self._packed = torch.zeros(rows, dtype=group.dtype, device=device)
         self._slots = ints(max_batch)
         self._batch = -1
@@ -87,7 +88,7 @@ class LaneBuffers:
         self.ids, self.lse = self._ids[:lanes], self._lse[:batch]
         lengths = self._lengths[:lanes] if self.sparse else self.step.lengths
         self.tables = Tables(self._table[:lanes], lengths)
-        self.packed = None if self._packed is None else self._packed[:batch]
+        self.packed = None if self._packed is None else self._packed[:, :batch].unbind()
         self.limit = self.uploader.limits[self.index]
         self.plan = Plan(
             slots=plan.slots[:lanes],

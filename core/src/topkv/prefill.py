@@ -51,8 +51,8 @@ class Prefill:
         """
         slot, selector = chunk.slot, path.selector
         start = int(self.requests.length[slot])
-        stored = path.format.encode(k, v)
         # The stored rows are attended, so that chunks of any size give the same.
+        stored = path.format.encode(*path.format.round(k, v))
         k, v = path.format.decode(*stored, self.config.model.dtype)
         history, ids, opened = self._history(path, slot, 0, start), None, None
         if selector and selector.selects_prompts:

@@ -102,6 +102,6 @@ def count_transfers(stores: Sequence[GroupStore], slots: Sequence[int]) -> Trans
             counts = store.counters[:, store.lanes_of(slot)].sum((0, 1)).tolist()
             hits += int(counts[0])
             misses += int(counts[1])
-            loaded += int(counts[1]) * store.group.entry_bytes
+            loaded += int(counts[1]) * store.group.host_entry_bytes
             extra += int(store.extra[:, store.lanes_of(slot)].sum())
     return TransferReport(hits, misses, loaded, extra)

@@ -143,6 +143,7 @@ class GroupShape:
         residency: ``"sparse"``; of dense layers ``"resident"`` on the device, or ``"streamed"``
             from mapped host memory.
         planes: 2, keys and values, or 1, rows that are both.
+        host_format: ``"model"``, or ``"fp8"``: see ``topkv.kv.host_format``.
     """
 
     layers: tuple[int, ...]
@@ -159,6 +160,7 @@ class GroupShape:
     ring_slots: int
     residency: str = "sparse"
     planes: int = 2
+    host_format: str = "model"
 
     @property
     def num_kv_heads(self) -> int:
@@ -180,14 +182,22 @@ class GroupShape:
 
     @property
     def entry_shape(self) -> tuple[int, int, int, int]:
-        """``[heads_per_lane, planes, unit, head_dim]``, alike on host and device."""
+        """``[heads_per_lane, planes, unit, head_dim]``, on the host too if not coded there."""
         return (self.heads_per_lane, self.planes, self.unit, self.head_dim)
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of one entry."""
+        """Bytes of one entry on the device."""
         heads, planes, unit, dim = self.entry_shape
         return heads * planes * unit * dim * self.dtype.itemsize
+
+    @property
+    def host_entry_bytes(self) -> int:
+        """Bytes of one entry in the host pool."""
+        if self.host_format == "model":
+            return self.entry_bytes
+        heads, planes, unit, dim = self.entry_shape
+        return -(-heads * planes * unit * (dim + 1) // 16) * 16
 
 
 @define

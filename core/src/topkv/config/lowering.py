@@ -33,6 +33,7 @@ from topkv.config.sources import (
     with_origin,
 )
 from topkv.errors import CONFIG_REFUSED, ConfigError
+from topkv.kv.host_format import host_format_reasons
 from topkv.kv.layout import lay_out
 from topkv.kv.token_format import TokenFormat, format_reasons
 from topkv.messages import shown
@@ -125,6 +126,7 @@ def _settle(
     values["max_request_tokens"] = -(-request // page) * page
     lowered = LoweredConfig(**values, device=device, model=model, num_pages=num_pages)
     reasons += format_reasons(model, lowered.kv_format)
+    reasons += host_format_reasons(model, lowered.host_format)
     if lowered.prefill_block_tokens % page:
         reasons.append(
             f"prefill_block_tokens must be a multiple of page_tokens, got "
@@ -199,6 +201,7 @@ def _shape(lowered: LoweredConfig, layers: list[int], plan: LayerPlan) -> GroupS
         ring_slots=lowered.ring_tokens // plan.unit if plan.sparse else 0,
         residency=plan.residency,
         planes=token.planes,
+        host_format=lowered.host_format if plan.sparse else "model",
     )
 
 

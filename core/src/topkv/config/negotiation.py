@@ -115,6 +115,9 @@ def all_refusals(entry: PluginEntry, plan: LayerPlan, config: LoweredConfig) -> 
         yield f"takes at most {most} query heads for each kv-head, got {got}"
     if caps.needs_index and model.indexer is None:
         yield "selects by the model's own indexer, and this model has none"
+    wanted = config.host_format if plan.sparse else "model"
+    if entry.kind == "transfer" and wanted not in caps.host_formats:
+        yield f"keeps entries of host_format {', '.join(caps.host_formats)}, got {wanted}"
     if entry.kind != "backend":
         return
     if model.softcap is not None and not caps.softcap:

@@ -17,6 +17,7 @@ from topkv.config.files import read
 from topkv.config.layers import DENSE, overrides
 from topkv.entries import IMPLS, SCOPES
 from topkv.errors import ConfigError
+from topkv.kv.host_format import HOST_FORMATS
 from topkv.kv.layout import LAYOUTS
 from topkv.kv.token_format import KV_FORMATS
 
@@ -123,6 +124,12 @@ class Settings(Generic[Unset, Size]):
     kv_format: str | Unset = setting(one_of(KV_FORMATS), "model")
     """``"model"`` for keys and values as the model makes them, or ``"fp8"`` for latent rows of 656
     bytes."""
+
+    host_format: str | Unset = setting(one_of(HOST_FORMATS), "model")
+    """how sparse layers keep keys and values in host memory: ``"model"`` as the model makes them,
+    or ``"fp8"``, a byte an element and a scale for each token and kv-head. The device keeps the
+    model's dtype; each token is rounded once, when it comes, so what is attended does not depend
+    on where it lay. Grouped-query attention only."""
 
     host_layout: str | Unset = setting(one_of(LAYOUTS), "page_head")
     """``"page_head"``, ``"page_first"`` or ``"layer_first"``."""

@@ -149,15 +149,21 @@ class HostKVPool(PageAllocator):
 
 
 def entry_view(pool: Tensor, group: GroupShape, strides: GroupLayout, num_pages: int) -> Tensor:
-    """A group's entries as ``[pages, layers, lane_heads, units_per_page, *entry_shape]``."""
-    size = group.dtype.itemsize
-    heads, kinds, unit, dim = group.entry_shape
-    flat = pool[: pool.numel() // size * size].view(group.dtype)
+    """A group's entries as ``[pages, layers, lane_heads, units_per_page, *entry_shape]``; coded
+    ones as uint8 ``[..., host_entry_bytes]``.
+    """
+    dtype, shape, inner = group.dtype, [*group.entry_shape], [1]
+    if group.host_format != "model":
+        dtype, shape = torch.uint8, [group.host_entry_bytes]
+    for size in shape[:0:-1]:
+        inner.insert(0, size * inner[0])
+    size = dtype.itemsize
+    flat = pool[: pool.numel() // size * size].view(dtype)
     outer = (strides.page_stride, strides.layer_stride, strides.head_stride, strides.unit_stride)
     places = (num_pages, len(group.layers), group.lane_heads, group.units_per_page)
     return torch.as_strided(
         flat,
-        (*places, heads, kinds, unit, dim),
-        (*(stride // size for stride in outer), kinds * unit * dim, unit * dim, dim, 1),
+        (*places, *shape),
+        (*(stride // size for stride in outer), *inner),
         strides.base // size,
     )

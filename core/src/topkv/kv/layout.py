@@ -53,7 +53,7 @@ def _align(size: int) -> int:
 
 def group_page_bytes(group: GroupShape) -> int:
     """Bytes of one page in all layers of a group."""
-    return len(group.layers) * group.lane_heads * group.units_per_page * group.entry_bytes
+    return len(group.layers) * group.lane_heads * group.units_per_page * group.host_entry_bytes
 
 
 def lay_out(
@@ -81,7 +81,7 @@ def lay_out(
         }
         order = _ORDER[layout]
         strides = {
-            name: group.entry_bytes * prod(sizes[inner] for inner in order[place + 1 :])
+            name: group.host_entry_bytes * prod(sizes[inner] for inner in order[place + 1 :])
             for place, name in enumerate(order)
         }
         if layout == "layer_first":

@@ -24,7 +24,8 @@ class GroupStore:
         group: shapes.
         layout: byte strides of ``pool``.
         pool: uint8, the host pool, or device memory of the same layout for resident layers.
-        entries: ``pool`` as ``[pages, L, lane_heads, units_per_page, *entry_shape]``.
+        entries: ``pool`` as ``[pages, L, lane_heads, units_per_page, *entry_shape]``, or uint8
+            ``[..., host_entry_bytes]`` where entries are coded (``topkv.kv.host_format``).
         buffer: ``[L, M, C + T, *entry_shape]`` device slots, LRU buffer first, then the ring.
         unit_slot: int32 ``[L, M, max_units]`` LRU slot of a logical unit, -1 where absent.
         slot_unit: int32 ``[L, M, C]`` logical unit in a slot, -1 where free.
@@ -115,7 +116,7 @@ class GroupStore:
 
     def poison_pages(self, pages: list[int]) -> None:
         """Fill the entries of freed pages with NaN, packed rows with bytes that decode to it."""
-        floating = self.group.dtype.is_floating_point
+        floating = self.entries.dtype.is_floating_point
         self.entries[pages] = float("nan") if floating else POISON
 
     def poison_slot(self, slot: int) -> None:

@@ -1,6 +1,7 @@
 """The stored form of a token's keys and values, alike on both tiers, and its encoding.
 
-Keys and values of grouped-query attention are stored as they are. Latent rows are stored in the
+Keys and values of grouped-query attention are stored as they are, or rounded to what their host
+format holds (``topkv.kv.host_format``). Latent rows are stored in the
 model's dtype, or as ``fp8``, the 656-byte row that FlashMLA reads (its "V32" format):
 
     512 latents as e4m3 | 4 scales, fp32, of 128 latents each | 64 rope elements, bfloat16
@@ -11,10 +12,13 @@ appended; everything that attends, prompts included, sees what was stored.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from attrs import frozen
 from torch import Tensor
 
+from topkv.kv.host_format import E4M3_MAX, EXPONENTS, rounded
 from topkv.types import ModelShape
 
 KV_FORMATS = ("model", "fp8")
@@ -25,7 +29,7 @@ LATENT, ROPE, TILE = 512, 64, 128
 ROW_BYTES = LATENT + 4 * (LATENT // TILE) + 2 * ROPE
 """Bytes of a latent row as fp8."""
 
-E4M3_MAX, LEAST_SCALE = 448.0, 1e-4
+LEAST_SCALE = 1e-4
 
 
 @frozen
@@ -38,7 +42,8 @@ class TokenFormat:
         dim: stored elements of a token in each plane: D, or bytes where they are packed.
         dtype: of the stored elements: that of the model, or uint8 where they are packed.
         value_dim: elements of a value, decoded.
-        impl: ``"reference"`` or ``"triton"``, which packs with a kernel.
+        impl: ``"reference"`` or ``"triton"``, which packs and rounds with a kernel.
+        host: format of the entries on the host, of ``topkv.kv.host_format.HOST_FORMATS``.
     """
 
     name: str
@@ -47,21 +52,48 @@ class TokenFormat:
     dtype: torch.dtype
     value_dim: int
     impl: str = "reference"
+    host: str = "model"
 
     @classmethod
-    def of(cls, model: ModelShape, name: str, impl: str = "reference") -> TokenFormat:
+    def of(
+        cls, model: ModelShape, name: str, impl: str = "reference", host: str = "model"
+    ) -> TokenFormat:
         """The format ``name`` for a model that ``format_reasons`` does not refuse."""
         if name == "fp8":
             return cls(name, 1, ROW_BYTES, torch.uint8, LATENT, impl)
         planes = 1 if model.attention == "mla" else 2
-        return cls(name, planes, model.head_dim, model.dtype, model.out_dim, impl)
+        return cls(name, planes, model.head_dim, model.dtype, model.out_dim, impl, host)
 
-    def encode(self, k: Tensor, v: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def round(
+        self, k: Tensor, v: Tensor, out: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values as the host format holds them, which is all that anybody sees.
+
+        Args:
+            k, v: ``[n, Hkv, D]`` in the model's dtype, last dimension contiguous.
+            out: two of ``[n, Hkv, D]``, contiguous, that they are written to; made if None.
+
+        Returns:
+            ``k`` and ``v`` themselves where the host keeps them as they are.
+        """
+        if self.host == "model":
+            return k, v
+        if self.impl == "reference":
+            return rounded(k), rounded(v)
+        from topkv.kv import row_kernels
+
+        k_out, v_out = out or (x.new_empty(x.shape) for x in (k, v))
+        row_kernels.round_rows(k, v, k_out, v_out, EXPONENTS[k.dtype])
+        return k_out, v_out
+
+    def encode(
+        self, k: Tensor, v: Tensor, out: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values of n tokens, as ``append`` and ``store_chunk`` of a transfer take them.
 
         Args:
             k, v: ``[n, Hkv, D]`` in the model's dtype; ``v`` is not read where there is one plane.
-            out: ``[n, Hkv, dim]`` that packed tokens are written to; made if None.
+            out: one of ``[n, Hkv, dim]`` that packed tokens are written to; made if None.
 
         Returns:
             Two tensors ``[n, Hkv, dim]`` of ``dtype``: ``k`` and ``v`` themselves where they are
@@ -70,15 +102,15 @@ class TokenFormat:
         if self.planes == 2:
             return k, v
         if self.name == "fp8":
-            if out is None:
-                out = k.new_empty((*k.shape[:-1], ROW_BYTES), dtype=torch.uint8)
+            shape = (*k.shape[:-1], ROW_BYTES)
+            packed = out[0] if out else k.new_empty(shape, dtype=torch.uint8)
             if self.impl == "triton":
                 from topkv.kv import fp8_kernels
 
-                fp8_kernels.encode_fp8(k, out, LATENT, TILE, ROPE)
+                fp8_kernels.encode_fp8(k, packed, LATENT, TILE, ROPE)
             else:
-                encode_fp8(k, out)
-            k = out
+                encode_fp8(k, packed)
+            k = packed
         return k, k
 
     def decode(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

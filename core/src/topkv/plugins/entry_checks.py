@@ -114,6 +114,7 @@ _CAPABILITIES: dict[str, Check] = {
     "scopes": _or_none(_some_of(SCOPES, least=1)),
     "attention": _NAMES,
     "kv_formats": _NAMES,
+    "host_formats": _NAMES,
     "tail": (_one_of(("forced", "selectable")), "'forced' or 'selectable'"),
     "dtypes": _or_none(_NAMES),
     "head_dims": _or_none((_tuple_of(_is_count), "a tuple of positive ints")),

@@ -59,12 +59,14 @@ class TransferTests(PlanTests, MoveTests):
     def test_addresses_beyond_32_bits(self, subject: Subject) -> None:
         """Host pool and device buffer of more than 2**31 bytes, used at their far ends."""
         _require_gpu(subject)
-        check_far_addresses(subject)
+        for host_format in subject.entry.capabilities.host_formats:
+            check_far_addresses(subject, host_format)
 
     def test_captured_replays_equal_eager(self, subject: Subject) -> None:
         """Plan, load and offload in one CUDA graph, over changing rows, without a host sync."""
         _require_gpu(subject)
-        check_captured(subject)
+        for host_format in subject.entry.capabilities.host_formats:
+            check_captured(subject, host_format)
 
 
 def _require_gpu(subject: Subject) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from topkv.hooks.discovery import hookimpl
 from topkv.hooks.transfer import TransferSetup
+from topkv.kv.host_format import host_entries
 from topkv.kv.store import UNSELECTED
 
 Units = TypeVar("Units", int, Tensor)
@@ -27,6 +28,7 @@ class ZeroCopyTransfer:
     Attributes:
         store, layers, eviction: of the setup.
         group: shapes of the group.
+        host: how its entries lie in the host pool.
         step: the step tensors, the same ones in all of its layers.
         sparse: whether the group has a ring and a buffer; the pages of others lie on the device.
     """
@@ -36,6 +38,7 @@ class ZeroCopyTransfer:
         self.layers = setup.layers
         self.eviction = setup.eviction
         self.group = setup.store.group
+        self.host = host_entries(self.group)
         self.step = setup.layers[0].step
         self.sparse = self.group.residency == "sparse"
 
@@ -75,6 +78,7 @@ class ZeroCopyTransfer:
         units = torch.arange(0 if fits else low, -(-length // self.group.unit))
         pages, within = self.host_places(slot, units)
         found = store.entries[pages, :, :, within].to(store.buffer.device)
+        found = self.host.decode(self.host.parts(found))
         entries = found.permute(1, 2, 0, 3, 4, 5, 6)  # [L, lane_heads, units, *entry_shape]
         lanes, in_ring = store.lanes_of(slot), units >= low
         buffer = store.buffer[:, lanes]

@@ -102,6 +102,7 @@ class ReferenceTransfer(ZeroCopyTransfer):
             for place in range(int(plan.misses[lane])):
                 page, within = divmod(int(plan.miss_hosts[lane, place]), group.units_per_page)
                 source = store.entries[page, layer.index, head, within]
+                source = self.host.decode(self.host.parts(source))
                 target = int(plan.miss_slots[lane, place])
                 store.buffer[layer.index, lane_row, target] = source.to(store.buffer.device)
 
@@ -138,11 +139,13 @@ class ReferenceTransfer(ZeroCopyTransfer):
         for unit in range(start // size, -(-end // size)):
             first, last = max(start, unit * size), min(end, (unit + 1) * size)
             tokens = slice(first - start, last - start)
-            targets = [self._host_entries(layer, slot, unit)]
+            coded = (self.host.encode(rows[tokens]) for rows in (k, v))
+            parts = self.host.parts(self._host_entries(layer, slot, unit))
+            for part, *rows in zip(parts, *coded, strict=True):
+                _write_tokens(part, first % size, *rows)
             if self.sparse and unit >= low:
-                targets.append(self._ring_entries(layer, slot, unit))
-            for target in targets:
-                _write_tokens(target, first % size, k[tokens], v[tokens])
+                ring = self._ring_entries(layer, slot, unit)
+                _write_tokens(ring, first % size, k[tokens], v[tokens])
             for head, entry in self._lru_entries(layer, slot, unit, fits):
                 heads = slice(head * heads_per_lane, (head + 1) * heads_per_lane)
                 _write_tokens(entry[None], first % size, k[tokens, heads], v[tokens, heads])
@@ -153,7 +156,8 @@ class ReferenceTransfer(ZeroCopyTransfer):
         units = torch.arange(start // size, -(-(start + k.shape[0]) // size))
         pages, within = self.host_places(slot, units)
         # [units, lane_heads, heads_per_lane, planes, unit, D]
-        entries = self.store.entries[pages, layer.index, :, within]
+        found = self.store.entries[pages, layer.index, :, within]
+        entries = self.host.decode(self.host.parts(found))
         tokens = entries.flatten(1, 2).permute(2, 0, 3, 1, 4).flatten(1, 2)
         for plane, rows in zip(tokens, (k, v), strict=False):  # [tokens, Hkv, D]
             rows.copy_(plane[: rows.shape[0]])
@@ -162,7 +166,9 @@ class ReferenceTransfer(ZeroCopyTransfer):
         """Copy one unit from the ring to the host, and to its LRU slot if it has one."""
         for layer in self.layers:
             entries = self._ring_entries(layer, slot, unit)
-            self._host_entries(layer, slot, unit).copy_(entries)
+            parts = self.host.parts(self._host_entries(layer, slot, unit))
+            for part, rows in zip(parts, self.host.encode(entries), strict=True):
+                part.copy_(rows)
             for head, entry in self._lru_entries(layer, slot, unit, fits):
                 entry.copy_(entries[head])
 
@@ -172,7 +178,7 @@ class ReferenceTransfer(ZeroCopyTransfer):
         return int(self.step.page_table[slot, unit // per_page]) * per_page + unit % per_page
 
     def _host_entries(self, layer: LayerView, slot: int, unit: int) -> Tensor:
-        """The entries ``[lane_heads, *entry_shape]`` of a unit in the host pool."""
+        """The entries of a unit in the host pool, ``[lane_heads, *entry_shape]`` or coded."""
         page, within = divmod(self._host_id(slot, unit), self.group.units_per_page)
         return self.store.entries[page, layer.index, :, within]
 

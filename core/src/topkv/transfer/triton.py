@@ -9,16 +9,18 @@ from typing import Any
 
 import torch
 import triton
+from attrs import frozen
 from torch import Tensor
 
 from topkv.hooks.discovery import hookimpl
 from topkv.hooks.transfer import TransferSetup
+from topkv.kv.host_format import EXPONENTS
 from topkv.kv.layout import GroupLayout
 from topkv.kv.store import GroupStore
 from topkv.ops import pdl
-from topkv.transfer import kernels, token_kernels
+from topkv.transfer import coded_kernels, kernels, token_kernels
 from topkv.transfer.geometry import ZeroCopyTransfer
-from topkv.types import LayerView, Plan, StepTensors
+from topkv.types import GroupShape, LayerView, Plan, StepTensors
 
 COPY_PROGRAMS = 256
 """Programs that share the misses of one layer-step."""
@@ -35,9 +37,9 @@ class LayerMemory:
 
     Attributes:
         unit_slot, slot_unit, order, counters, buffer: of the store, without their first dimension.
-        buffer_words: ``buffer`` as int32.
+        buffer_words: ``buffer`` as int32; where entries are coded, ``buffer``.
         host, host_words: the host pool from the layer's first entry on, in the group's dtype and
-            as int32.
+            as int32; where entries are coded, bytes.
     """
 
     def __init__(self, store: GroupStore, index: int) -> None:
@@ -46,9 +48,13 @@ class LayerMemory:
         self.order = store.order[index]
         self.counters = store.counters[index]
         self.buffer = store.buffer[index]
+        first = store.layout.base + index * store.layout.layer_stride
+        if store.group.host_format != "model":
+            self.buffer_words = self.buffer
+            self.host = self.host_words = store.pool[first:]
+            return
         self.buffer_words = self.buffer.view(torch.int32)
         pool, size = store.pool, store.group.dtype.itemsize
-        first = store.layout.base + index * store.layout.layer_stride
         self.host = pool[first : pool.numel() // size * size].view(store.group.dtype)
         self.host_words = pool[first:].view(torch.int32)
 
@@ -60,6 +66,60 @@ def strides_of(layout: GroupLayout, size: int) -> dict[str, int]:
         "s_head": layout.head_stride // size,
         "s_unit": layout.unit_stride // size,
     }
+
+
+@frozen
+class Copies:
+    """Kernels that see entries of the host pool, and the sizes that not all of their kind take.
+
+    Attributes:
+        load, offload, store, fetch: the kernels.
+        load_sizes, offload_sizes, store_sizes: further arguments of them.
+        fetch_programs: programs of ``fetch`` for each block of tokens.
+    """
+
+    load: Any
+    offload: Any
+    store: Any
+    fetch: Any
+    load_sizes: dict[str, int]
+    offload_sizes: dict[str, int]
+    store_sizes: dict[str, int]
+    fetch_programs: int
+
+
+def _plain_copies(group: GroupShape) -> Copies:
+    """Entries that both tiers hold alike move in words of 16 bytes."""
+    words = group.entry_bytes // 16
+    block = min(512, triton.next_power_of_2(words))
+    layer = group.max_lanes * group.slots * words
+    return Copies(
+        *(kernels.load_kernel, kernels.offload_kernel),
+        *(token_kernels.store_kernel, token_kernels.fetch_kernel),
+        load_sizes={"WORDS": words},
+        offload_sizes={"WORDS": words, "BLOCK": block, "s_buffer_layer": layer},
+        store_sizes={},
+        fetch_programs=group.num_kv_heads,
+    )
+
+
+def _coded_copies(group: GroupShape) -> Copies:
+    """Entries that are coded on the host are packed and unpacked row by row."""
+    heads, planes, unit, dim = group.entry_shape
+    rows, width = heads * planes * unit, min(16, dim & -dim)  # a word lies within a row
+    least, most = EXPONENTS[group.dtype]
+    limits = {"LEAST": least, "MOST": most}
+    sizes = {"ROWS": rows, "D": dim, "BLOCK_D": triton.next_power_of_2(dim), **limits}
+    block = min(16, triton.next_power_of_2(rows))
+    layer = group.max_lanes * group.slots * rows * dim
+    return Copies(
+        *(coded_kernels.load_kernel, coded_kernels.offload_kernel),
+        *(coded_kernels.store_kernel, coded_kernels.fetch_kernel),
+        load_sizes={"WORDS": rows * dim // width, "WIDTH": width, "ROW_WORDS": dim // width},
+        offload_sizes={**sizes, "BLOCK": block, "s_buffer_layer": layer},
+        store_sizes=limits,
+        fetch_programs=2 * group.num_kv_heads,
+    )
 
 
 class TritonTransfer(ZeroCopyTransfer):
@@ -77,8 +137,6 @@ class TritonTransfer(ZeroCopyTransfer):
         policy: Any = setup.eviction
         self.new_position = policy.new_position_kernel
         self.memory = [LayerMemory(store, index) for index in range(len(group.layers))]
-        self.all_buffer_words = store.buffer.view(torch.int32)
-        self.words = group.entry_bytes // 16
         self.block_k = max(16, triton.next_power_of_2(max(group.select, 1)))
         self.block_c = max(16, triton.next_power_of_2(max(group.buffer_slots, 1)))
         self.plan_warps = 4 if self.block_c <= 1024 else 8 if self.block_c <= 8192 else 32
@@ -88,8 +146,11 @@ class TritonTransfer(ZeroCopyTransfer):
         early = pdl.available(device)
         self.early = {"PDL": early, **pdl.options(early)}
         self.word_strides = strides_of(store.layout, 16)
+        coded = group.host_format != "model"
+        self.copies = _coded_copies(group) if coded else _plain_copies(group)
+        self.all_buffer_words = store.buffer if coded else store.buffer.view(torch.int32)
         self.tokens = {
-            **strides_of(store.layout, group.dtype.itemsize),
+            **strides_of(store.layout, 1 if coded else group.dtype.itemsize),
             "HEADS_PER_LANE": group.heads_per_lane,
             "PLANES": group.planes,
             "UNIT": group.unit,
@@ -161,7 +222,7 @@ class TritonTransfer(ZeroCopyTransfer):
     def load(self, layer: LayerView, plan: Plan) -> None:
         group, step, memory = self.group, layer.step, self.memory[layer.index]
         lanes = step.batch * group.lane_heads
-        kernels.load_kernel[(lanes, max(1, self.copy_programs // lanes))](
+        self.copies.load[(lanes, max(1, self.copy_programs // lanes))](
             memory.host_words,
             memory.buffer_words,
             step.slots,
@@ -172,9 +233,9 @@ class TritonTransfer(ZeroCopyTransfer):
             UNITS_PER_PAGE=group.units_per_page,
             K=group.select,
             SLOTS=group.slots,
-            WORDS=self.words,
             BLOCK=COPY_BLOCK,
             num_warps=8,
+            **self.copies.load_sizes,
             **self.word_strides,
             **self.early,
         )
@@ -198,7 +259,7 @@ class TritonTransfer(ZeroCopyTransfer):
     def _write_back(self, step: StepTensors, force: bool) -> None:
         """Copy what a step filled, or its open units if ``force``, from the ring to the host."""
         group, store = self.group, self.store
-        kernels.offload_kernel[(step.batch * group.lane_heads, len(group.layers))](
+        self.copies.offload[(step.batch * group.lane_heads, len(group.layers))](
             self.memory[0].host_words,
             self.all_buffer_words,
             step.page_table,
@@ -210,7 +271,6 @@ class TritonTransfer(ZeroCopyTransfer):
             store.unit_slot,
             store.slot_unit,
             s_layer=store.layout.layer_stride // 16,
-            s_buffer_layer=group.max_lanes * group.slots * self.words,
             s_map_layer=group.max_lanes * group.max_units,
             s_slot_layer=group.max_lanes * group.buffer_slots,
             max_pages=step.page_table.shape[1],
@@ -221,9 +281,8 @@ class TritonTransfer(ZeroCopyTransfer):
             UNITS_PER_PAGE=group.units_per_page,
             C=group.buffer_slots,
             T=group.ring_slots,
-            WORDS=self.words,
-            BLOCK=min(512, triton.next_power_of_2(self.words)),
             num_warps=4,
+            **self.copies.offload_sizes,
             **self.word_strides,
         )
 
@@ -239,7 +298,7 @@ class TritonTransfer(ZeroCopyTransfer):
         resident: bool,
     ) -> None:
         group, memory, tokens = self.group, self.memory[layer.index], k.shape[0]
-        token_kernels.store_kernel[(triton.cdiv(tokens, TOKEN_BLOCK), group.num_kv_heads)](
+        self.copies.store[(triton.cdiv(tokens, TOKEN_BLOCK), group.num_kv_heads)](
             k,
             v,
             memory.host,
@@ -260,13 +319,15 @@ class TritonTransfer(ZeroCopyTransfer):
             T=max(group.ring_slots, 1),
             BLOCK_T=TOKEN_BLOCK,
             num_warps=4,
+            **self.copies.store_sizes,
             **self.tokens,
         )
 
     @hookimpl
     def fetch(self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor) -> None:
         group, tokens = self.group, k.shape[0]
-        token_kernels.fetch_kernel[(triton.cdiv(tokens, TOKEN_BLOCK), group.num_kv_heads)](
+        programs = self.copies.fetch_programs
+        self.copies.fetch[(triton.cdiv(tokens, TOKEN_BLOCK), programs)](
             k,
             v,
             self.memory[layer.index].host,

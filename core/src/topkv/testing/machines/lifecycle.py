@@ -187,14 +187,16 @@ class LifecycleMachine(Lives):
         fast=st.booleans(),
         buffer=st.sampled_from([12, 16, 24]),
         page=st.sampled_from([4, 8]),
+        host_format=st.sampled_from(["model", "model", "fp8"]),
         seed=st.integers(0, 9),
     )
     def start(
         self, layout: str = "page_head", scope: str = "kv_head", unit: int = 4,
         other: int | None = None, fast: bool = True, buffer: int = 24, page: int = 4,
-        seed: int = 0,
+        host_format: str = "model", seed: int = 0,
     ) -> None:  # fmt: skip
-        """``other`` is the unit of the second sparse layer, in a group of its own."""
+        """``other`` is the unit of the second sparse layer, in a group of its own. Entries are
+        coded only where the transfer engine states that it can."""
         layers: dict[str, Any] = {"1": "resident", "2": "streamed"}
         if other is not None:
             layers["3"] = {"unit": other, "scope": "shared", "buffer": 16}
@@ -203,6 +205,7 @@ class LifecycleMachine(Lives):
             seed,
             fast,
             host_layout=layout,
+            host_format=self.offered(host_format),
             scope=scope,
             unit=unit,
             budget=12,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from topkv.kv.host_format import host_entries
 from topkv.kv.host_pool import POISON
 from topkv.kv.store import GroupStore
 from topkv.testing.machines.lifecycle_model import RESIDENT, STREAMED, Side
@@ -70,8 +71,9 @@ class Checks(Side):
         held = torch.tensor(self.coordinator.requests.pages.of(slot))
         pages = held[units // group.units_per_page]
         within = units % group.units_per_page
-        truth = request.entries(layer, group, count)
-        assert torch.equal(store.entries[pages, view.index, :, within], truth), "host entries"
+        truth, host = request.entries(layer, group, count), host_entries(group)
+        entries = host.decode(host.parts(store.entries[pages, view.index, :, within]))
+        assert torch.equal(entries, truth), "host entries"
         hosts = pages * group.units_per_page + within
         self._check_representations(layer, request, hosts.to(self.on.device))
         lanes = store.lanes_of(slot)

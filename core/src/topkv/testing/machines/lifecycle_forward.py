@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from topkv.errors import HostMemoryError
+from topkv.kv.host_format import rounded
 from topkv.testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -110,7 +111,12 @@ class Forwards(Side):
                 q[:, row] = float("nan")
             if row not in todo.appending:
                 k[:, row] = v[:, row] = float("nan")
-        return Given(q, k, v, (k, v))
+        kept = (k.clone(), v.clone())
+        for layer, group in self.groups.items():
+            if group.host_format != "model":
+                for rows in kept:
+                    rows[layer] = rounded(rows[layer])
+        return Given(q, k, v, kept)
 
     def _warm_ids(self, fresh: Sequence[int], todo: Forward) -> dict[int, Tensor]:
         """What each sparse layer selects for the requests whose buffers are warmed."""

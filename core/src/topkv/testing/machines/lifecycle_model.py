@@ -155,6 +155,12 @@ class Side:
         self.used: set[int] = set()
         self.seen_pages: set[int] = set()
 
+    def offered(self, host_format: str) -> str:
+        """The host format, or the plain one where the transfer engine states no other."""
+        entry = (self.registry or doubles()).get("transfer", self.transfer).entry
+        known = entry.capabilities.host_formats if entry else ()
+        return host_format if host_format in known else "model"
+
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator)
 

@@ -72,12 +72,13 @@ class RegranulatedMachine(TokenLives):
         spare=st.sampled_from([0, 1, 6]),
         fast=st.booleans(),
         page=st.sampled_from([4, 8]),
+        host_format=st.sampled_from(["model", "model", "fp8"]),
         seed=st.integers(0, 9),
     )
     def start(
         self, layout: str = "page_head", scope: str = "kv_head", unit: int = 2,
         other: int | None = None, tail: str = "forced", select: int = 6, spare: int = 0,
-        fast: bool = True, page: int = 4, seed: int = 0,
+        fast: bool = True, page: int = 4, host_format: str = "model", seed: int = 0,
     ) -> None:  # fmt: skip
         """``other`` is the unit of the second sparse layer, in a group of its own; ``select`` are
         tokens, ``spare`` units that the buffer has beyond one for each of them."""
@@ -93,6 +94,7 @@ class RegranulatedMachine(TokenLives):
             algorithm=f"{'scripted' if other == 1 or tail == 'forced' else 'competing'}_tokens",
             regranulate=True,
             host_layout=layout,
+            host_format=self.offered(host_format),
             scope=scope,
             unit=unit,
             budget=unit + select,

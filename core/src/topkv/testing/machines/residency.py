@@ -43,15 +43,17 @@ class ResidencyMachine(RuleBasedStateMachine):
         ring=st.integers(2, 3),
         select=st.integers(2, 4),
         spare=st.integers(0, 3),
+        coded=st.booleans(),
         seed=strategies.seeds(),
     )
     def start(
-        self, layout: str, unit: int, ring: int, select: int, spare: int, seed: int, **heads: Any
-    ) -> None:
-        subject = self.subject
-        group = group_shape(
-            unit=unit, ring=ring, select=select, slots=select + spare, units=UNITS, **heads
-        )
+        self, layout: str, unit: int, ring: int, select: int, spare: int, coded: bool, seed: int,
+        **heads: Any,
+    ) -> None:  # fmt: skip
+        subject, shape = self.subject, {**heads, "slots": select + spare, "units": UNITS}
+        if coded and "fp8" in subject.entry.capabilities.host_formats:
+            shape["host_format"] = "fp8"
+        group = group_shape(unit=unit, ring=ring, select=select, **shape)
         bench = TransferBench(
             *(subject.make, group, subject.tier.device, subject.tier.impl),
             layout=layout,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from topkv.hooks.eviction import EvictionSetup
 from topkv.hooks.transfer import TransferSetup
+from topkv.kv.host_format import host_entries
 from topkv.kv.host_pool import POISON, entry_view
 from topkv.kv.layout import lay_out
 from topkv.kv.store import GroupStore
@@ -63,6 +64,7 @@ def group_shape(
     layers: int = 2,
     residency: str = "sparse",
     planes: int = 2,
+    host_format: str = "model",
 ) -> GroupShape:
     """A small group; ``units`` of each request make whole pages of ``page_units``."""
     sparse = residency == "sparse"
@@ -81,6 +83,7 @@ def group_shape(
         ring_slots=ring if sparse else 0,
         residency=residency,
         planes=planes,
+        host_format=host_format,
     )
 
 
@@ -242,7 +245,8 @@ class TransferBench:
         group = self.group
         self.finish()
         found = self.store.entries[self.pages[slot].to(self.store.entries.device)].cpu()
-        tokens = found.permute(1, 0, 3, 6, 2, 4, 5, 7)
+        host = host_entries(group)
+        tokens = host.decode(host.parts(found)).permute(1, 0, 3, 6, 2, 4, 5, 7)
         # From [L, pages, units, unit, lanes, h, planes, D].
         shape = (len(group.layers), -1, group.num_kv_heads, group.planes, group.head_dim)
         return tokens.reshape(shape)

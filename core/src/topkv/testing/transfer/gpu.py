@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from topkv.kv.host_format import host_entries
 from topkv.kv.host_memory import HostMemory
 from topkv.kv.layout import lay_out
 from topkv.testing.kit import Subject
@@ -27,17 +28,20 @@ def _far_slots(device: torch.device) -> int:
     return need // REQUESTS // (256 << 10)
 
 
-def check_far_addresses(subject: Subject) -> None:
+def check_far_addresses(subject: Subject, host_format: str = "model") -> None:
     """Use the last request of a large group: its rows and pages lie at the far ends.
 
-    One-byte elements, so that element offsets pass 2**31 as byte offsets do.
+    One-byte elements, so that element offsets pass 2**31 as byte offsets do; coded entries have
+    them on the host.
     """
     device = subject.tier.device
     slots = _far_slots(device)
-    shape: dict[str, Any] = {"unit": 64, "dim": 256, "heads_per_lane": 8, "dtype": torch.uint8}
+    dtype = torch.uint8 if host_format == "model" else torch.bfloat16
+    shape: dict[str, Any] = {"unit": 64, "dim": 256, "heads_per_lane": 8, "dtype": dtype}
+    shape |= {"host_format": host_format}
     shape |= {"lane_heads": 1, "layers": 1, "requests": REQUESTS, "select": 4, "ring": 2}
     group = group_shape(slots=slots - 2, units=slots, page_units=1, **shape)
-    assert group.entry_bytes == 256 << 10
+    assert group.entry_bytes == (256 << 10) * dtype.itemsize
     _, size = lay_out([group], "page_head", 1 + REQUESTS * slots)
     memory = HostMemory(size, device)
     try:
@@ -53,6 +57,7 @@ def check_far_addresses(subject: Subject) -> None:
 
 def _use_far_end(bench: TransferBench) -> None:
     group, store, last = bench.group, bench.store, REQUESTS - 1
+    host = host_entries(group)
     cache = TokenCache(bench)
     tokens = cache.new_tokens(401)[0].to(bench.device)  # six closed units, some, and one
     engine, view = bench.engine, bench.views[0]
@@ -61,11 +66,11 @@ def _use_far_end(bench: TransferBench) -> None:
     fetched = torch.zeros_like(k[:400]), torch.zeros_like(v[:400])
     engine.fetch(view, last, 0, *fetched)
     torch.cuda.synchronize()
-    far = store.entries[bench.pages[last, :6], 0, 0, 0].cpu()  # [6, h, 2, unit, D]
-    true = tokens[:384].cpu().unflatten(0, (6, 64)).permute(0, 2, 3, 1, 4)
-    assert torch.equal(far, true), "store_chunk to far pages"
-    assert torch.equal(fetched[0], k[:400]), "fetch of keys from far pages"
-    assert torch.equal(fetched[1], v[:400]), "fetch of values from far pages"
+    far = host.decode(host.parts(store.entries[bench.pages[last, :6], 0, 0, 0].cpu()))
+    true = tokens[:384].cpu().unflatten(0, (6, 64)).permute(0, 2, 3, 1, 4)  # [6, h, 2, unit, D]
+    assert torch.equal(raw(far), raw(true)), "store_chunk to far pages"
+    assert torch.equal(raw(fetched[0]), raw(k[:400])), "fetch of keys from far pages"
+    assert torch.equal(raw(fetched[1]), raw(v[:400])), "fetch of values from far pages"
 
     row = Row(last, 384, 384, limit=4)
     bench.put([row])
@@ -73,7 +78,7 @@ def _use_far_end(bench: TransferBench) -> None:
     assert plan["misses"] == [4], plan
     for unit, slot in zip([3, 0, 2, 1], plan["slots"][0], strict=True):
         held = store.buffer[0, last, slot].cpu()
-        assert torch.equal(held, true[unit]), f"unit {unit} of the far row"
+        assert torch.equal(raw(held), raw(true[unit])), f"unit {unit} of the far row"
 
     # Another token takes the last place of unit 5; then the unit goes to the host.
     ring = group.buffer_slots + 5 % group.ring_slots
@@ -84,9 +89,9 @@ def _use_far_end(bench: TransferBench) -> None:
     torch.cuda.synchronize()
     expected = true[5].clone()
     expected[:, :, 63] = tokens[400].cpu()
-    assert torch.equal(store.buffer[0, last, ring].cpu(), expected), "append to the far ring"
-    page = int(bench.pages[last, 5])
-    assert torch.equal(store.entries[page, 0, 0, 0].cpu(), expected), "offload to a far page"
+    assert torch.equal(raw(store.buffer[0, last, ring]), raw(expected)), "append to the far ring"
+    stored = host.decode(host.parts(store.entries[int(bench.pages[last, 5]), 0, 0, 0].cpu()))
+    assert torch.equal(raw(stored), raw(expected)), "offload to a far page"
 
 
 def _random_rows(step: int, generator: torch.Generator, slots: list[int]) -> list[Row]:
@@ -100,10 +105,11 @@ def _random_rows(step: int, generator: torch.Generator, slots: list[int]) -> lis
     return [*rows, Row()]
 
 
-def check_captured(subject: Subject) -> None:
+def check_captured(subject: Subject, host_format: str = "model") -> None:
     """The twin that replays a graph stays bitwise equal to the twin that is called."""
     shape: dict[str, Any] = {"unit": 2, "select": 5, "slots": 8, "requests": 5, "units": 32}
-    group = group_shape(dtype=torch.bfloat16, dim=8, heads_per_lane=2, **shape)
+    shape |= {"heads_per_lane": 2, "host_format": host_format}
+    group = group_shape(dtype=torch.bfloat16, dim=8, **shape)
     args = (subject.make, group, subject.tier.device, subject.tier.impl)
     eager, captured = TransferBench(*args, seed=3), TransferBench(*args, seed=3)
     ids = torch.zeros((2, 5 * group.lane_heads, 5), dtype=torch.int32, device=eager.device)

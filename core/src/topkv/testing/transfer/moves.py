@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from topkv.kv.layout import LAYOUTS
 from topkv.testing import strategies
 from topkv.testing.kit import KitTests, Subject, examples
 from topkv.testing.transfer.bench import Row, TransferBench, random_tokens, raw
-from topkv.testing.transfer.cases import bench_of, cache_of, fetch, shapes
+from topkv.testing.transfer.cases import DTYPES, bench_of, cache_of, fetch, shapes
 
 
 class MoveTests(KitTests):
@@ -172,6 +173,45 @@ class MoveTests(KitTests):
 
         check()
 
+    def test_coded_entries_hold_what_was_rounded(self, subject: Subject) -> None:
+        """Rows that were rounded come back from coded entries bit for bit, by whatever way they
+        went there: offload, chunk or flush, load, fetch or restore."""
+        _require_coded(subject)
+
+        @examples(subject.tier, cpu=20, interpret=4, gpu=20)
+        @given(
+            st.sampled_from(DTYPES),
+            st.sampled_from([4, 12, 16, 48]),
+            st.sampled_from([1, 2, 4]),
+            st.sampled_from(LAYOUTS),
+            st.booleans(),
+            strategies.seeds(),
+        )
+        def check(
+            dtype: torch.dtype, dim: int, unit: int, layout: str, resident: bool, seed: int
+        ) -> None:
+            while 2 * unit * dim * dtype.itemsize % 16:
+                unit *= 2
+            shape: dict[str, Any] = {"dtype": dtype, "dim": dim, "unit": unit, "seed": seed}
+            shape |= {"host_format": "fp8", "layout": layout, "heads_per_lane": 2}
+            cache = cache_of(subject, slots=4, requests=2, units=16, **shape)
+            cache.begin(1, resident)
+            cache.prefill(1, 8 * unit + unit // 2)
+            for ids in ([3, 0, -1, 5], [4, 3, 1, 2], [6, 2, 0, 7]):
+                cache.decode([-1, 1], [[ids] * 4] * 2)
+                cache.check()
+            cache.flush(1)
+            length = cache.requests[1].length
+            for start in (0, 4 * unit):
+                fetched = fetch(cache.bench, 1, 1, start, length - start)
+                assert torch.equal(raw(fetched), raw(cache.requests[1].tokens[1, start:])), "fetch"
+            cache.truncate(1, length - unit, resident)
+            cache.check()
+            cache.decode([1], [[[5, 1, 0, 2]] * 2] * 2)
+            cache.check()
+
+        check()
+
     def test_dense_layers_store_and_fetch(self, subject: Subject) -> None:
         dense = ("resident", "streamed")
         for residency, layout, planes in itertools.product(dense, LAYOUTS, (1, 2)):
@@ -190,6 +230,11 @@ class MoveTests(KitTests):
                     k, v = k.to(bench.device), v.to(bench.device)
                     bench.engine.store_chunk(bench.views[1], 2, start, k, v, end, False)
             assert torch.equal(raw(fetch(bench, 1, 2, 4, 17)), raw(tokens[4:])), residency
+
+
+def _require_coded(subject: Subject) -> None:
+    if "fp8" not in subject.entry.capabilities.host_formats:
+        pytest.skip(f"{subject.entry.name} does not state the host format 'fp8'")
 
 
 def check_append(bench: TransferBench, slots: list[int], states: list[tuple[int, bool]]) -> None:

@@ -9,6 +9,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
+from topkv.kv.host_format import rounded
 from topkv.testing.models.oracle import LaneModel
 from topkv.testing.transfer.bench import Row, TransferBench, random_tokens, raw
 
@@ -83,10 +84,11 @@ class TokenCache:
             self.counters[row] = [0, 0]
 
     def new_tokens(self, count: int) -> Tensor:
-        """Random bytes, ``[L, count, Hkv, planes, D]``."""
+        """Random bytes, ``[L, count, Hkv, planes, D]``, rounded where entries are coded."""
         group = self.group
         shape = (len(group.layers), count, group.num_kv_heads, group.planes, group.head_dim)
-        return random_tokens(shape, group.dtype, self.generator)
+        tokens = random_tokens(shape, group.dtype, self.generator)
+        return tokens if group.host_format == "model" else rounded(tokens)
 
     def _halves(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values as slices of one wider tensor: rows apart, heads and D contiguous.

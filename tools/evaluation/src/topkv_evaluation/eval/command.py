@@ -35,8 +35,8 @@ from topkv_evaluation.eval import ALGORITHMS, INDEXED
     "--algorithms",
     multiple=True,
     show_default=f"{ALGORITHMS}; {INDEXED} if the model has an indexer",
-    help="name:key=value,key=value,name; keys: parameters, unit, scope, buffer, eviction. "
-    "ROW@name:... names its row.",
+    help="name:key=value,key=value,name; keys: parameters, unit, scope, buffer, eviction, "
+    "host_format. ROW@name:... names its row.",
 )
 @click.option(
     "--contexts", help="Tokens of the contexts, 8192,16384 by default; a task file has its own."

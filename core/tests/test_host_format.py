@@ -1,0 +1,210 @@
+"""Coded rows of the host pool: what their bytes say, their error, and the kernels that round."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from config_cases import MODEL  # noqa: E402
+
+from topkv.config import SparseConfig, lower  # noqa: E402
+from topkv.coordinator import SparseCoordinator  # noqa: E402
+from topkv.entries import PluginEntry  # noqa: E402
+from topkv.errors import ConfigError  # noqa: E402
+from topkv.kv import host_format, row_kernels  # noqa: E402
+from topkv.kv.host_format import EXPONENTS, decode_rows, encode_rows, rounded  # noqa: E402
+from topkv.kv.host_pool import POISON  # noqa: E402
+from topkv.kv.token_format import TokenFormat  # noqa: E402
+from topkv.plugins import PluginRegistry  # noqa: E402
+from topkv.testing.machines.lifecycle_model import doubles  # noqa: E402
+from topkv.testing.models.doubles import Entries  # noqa: E402
+from topkv.testing.transfer.bench import group_shape, random_tokens, raw  # noqa: E402
+
+NEEDS_GPU = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+DEVICES = [
+    pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])
+    if CUDA
+    else pytest.param("cpu", id="interpret")
+]
+dtypes = st.sampled_from(list(EXPONENTS))
+seeds = st.integers(0, 999)
+
+
+def e4m3(code):
+    """The value of an e4m3fn code, from its definition."""
+    sign, exponent, fraction = -1.0 if code & 128 else 1.0, code >> 3 & 15, code & 7
+    if code & 127 == 127:
+        return math.nan
+    if exponent == 0:
+        return sign * fraction * 2.0**-9
+    return sign * (8 + fraction) * 2.0 ** (exponent - 10)
+
+
+VALUES = torch.tensor([e4m3(code) for code in range(256)], dtype=torch.float64)
+
+
+def some_rows(seed, dtype, dim=12):
+    """Rows of all sizes and of any bits, of zeros, and at both ends of the dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.randint(-30, 30, (20, 2, 1), generator=generator)
+    sized = torch.randn(20, 2, dim, generator=generator) * 2.0**size
+    wild = random_tokens((20, 2, dim), dtype, generator)
+    info = torch.finfo(dtype)
+    ends = torch.tensor([info.max, info.smallest_normal, info.smallest_normal / 4, 0.0, -0.0])
+    ends = ends.to(dtype)[:, None, None].expand(5, 2, dim)
+    return torch.cat([sized.clamp(info.min, info.max).to(dtype), wild, ends])
+
+
+@given(seeds, dtypes)
+@settings(deadline=None, max_examples=30)
+def test_an_element_is_its_code_times_its_power_and_near(seed, dtype):
+    rows = some_rows(seed, dtype)
+    codes, exponents = encode_rows(rows)
+    assert (codes.shape, exponents.shape) == (rows.shape, (*rows.shape[:-1], 1))
+    power = exponents.double() - 127
+    least, most = EXPONENTS[dtype]
+    assert ((power >= least) & (power <= most)).all()
+    expected = VALUES[codes.long()] * 2.0**power
+    got = decode_rows(codes, exponents, dtype)
+    finite = rows.isfinite()
+    assert torch.equal(got.isfinite(), finite), "NaN and infinity alone become NaN"
+    # Exact: no rounding on the way from float64 to the dtype, and none overflows.
+    assert torch.equal(got.double()[finite], expected[finite])
+    error = (got.double() - rows.double()).abs()
+    # Half a unit in the last place: 2 ** -4 of a normal code, 2 ** -10 of the scale below.
+    bound = torch.maximum(rows.double().abs() / 16, 2.0 ** (power - 10))
+    assert (error <= bound)[finite].all()
+
+
+@given(seeds, dtypes)
+@settings(deadline=None, max_examples=30)
+def test_no_tighter_power_would_do(seed, dtype):
+    rows = some_rows(seed, dtype).double()
+    amax = torch.where(rows.isfinite(), rows, 0).abs().amax(-1, keepdim=True)
+    power = encode_rows(rows.to(dtype))[1].double() - 127
+    least, _ = EXPONENTS[dtype]
+    assert (amax <= 448 * 2.0**power).all()
+    assert ((amax > 448 * 2.0 ** (power - 1)) | (power == least)).all()
+
+
+@given(seeds, dtypes)
+@settings(deadline=None, max_examples=30)
+def test_what_was_rounded_stays(seed, dtype):
+    once = rounded(some_rows(seed, dtype))
+    assert torch.equal(raw(rounded(once)), raw(once))
+
+
+@pytest.mark.parametrize("dtype", EXPONENTS, ids=str)
+def test_every_code_comes_back_under_every_power(dtype):
+    least, most = EXPONENTS[dtype]
+    values = VALUES[~VALUES.isnan()].unique()
+    for power in range(least, most + 1):
+        fitting = values if power < most else values[values.abs() <= 240]
+        row = (fitting * 2.0**power).to(dtype)
+        assert torch.equal(row.double(), fitting * 2.0**power), f"2 ** {power} * code is exact"
+        assert torch.equal(raw(rounded(row)), raw(row))
+
+
+def test_zeros_nan_and_poison():
+    for dtype, (least, _) in EXPONENTS.items():
+        codes, exponents = encode_rows(torch.zeros(2, 4, dtype=dtype))
+        assert not codes.any()
+        assert (exponents == least + 127).all()
+        row = torch.tensor([1.0, math.nan, -math.inf, -448.0], dtype=dtype)
+        assert rounded(row).isnan().tolist() == [False, True, True, False]
+        assert rounded(row)[[0, 3]].tolist() == [1.0, -448.0]
+        freed = torch.full((2, 5), POISON, dtype=torch.uint8)
+        assert decode_rows(freed[:, :4], freed[:, 4:], dtype).isnan().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_kernel_rounds_to_the_same_bits(device):
+    @given(seeds, dtypes, st.sampled_from([1, 4, 12, 20, 128]), st.booleans())
+    @settings(deadline=None, max_examples=12 if device == "cpu" else 60)
+    def check(seed, dtype, dim, apart):
+        rows = some_rows(seed, dtype, dim)
+        k, v = rows.to(device), rows.flip(0, 1).to(device)
+        if apart:  # rows and heads of a wider tensor
+            k, v = torch.cat([k, v], -1).split(dim, -1)
+        form = TokenFormat("model", 2, dim, dtype, dim, "triton", "fp8")
+        out = torch.full((2, len(rows) + 1, 2, dim), -77.0, dtype=dtype, device=device)
+        got = form.round(k, v, out[:, :-1].unbind())
+        for mine, theirs in zip(got, (rows, rows.flip(0, 1)), strict=True):
+            assert torch.equal(raw(mine), raw(rounded(theirs)))
+        assert (out[:, -1] == -77).all(), "wrote behind the rows"
+        made = form.round(k, v)
+        assert all(torch.equal(raw(a), raw(b)) for a, b in zip(made, got, strict=True))
+
+    check()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_rows_are_no_launch(device):
+    none = torch.empty((0, 2, 4), device=device)
+    row_kernels.round_rows(none, none, none, none, EXPONENTS[torch.float32])
+
+
+def test_entries_and_their_bytes():
+    """Codes, then exponents, then what fills up 16 bytes."""
+    shape = {"unit": 16, "lane_heads": 8, "dim": 128, "dtype": torch.bfloat16}
+    group = group_shape(host_format="fp8", **shape)
+    assert (group.entry_bytes, group.host_entry_bytes) == (8192, 4128)
+    assert group_shape(**shape).host_entry_bytes == 8192
+    odd = group_shape(host_format="fp8", unit=2, heads_per_lane=2, dim=4)
+    assert odd.host_entry_bytes == 48  # 8 rows of 4 + 1
+    entry = torch.arange(48, dtype=torch.uint8)
+    codes, exponents = host_format.host_entries(odd).parts(entry)
+    assert codes.flatten().tolist() == list(range(32))
+    assert codes.shape == odd.entry_shape
+    assert exponents.flatten().tolist() == list(range(32, 40))
+
+
+def config_of(model=MODEL, **settings):
+    options = {"algorithm": "scripted", "backend": "gather", "max_tokens": 256, **settings}
+    registry = doubles()
+    config = SparseConfig(**options)
+    return lower(config, model, device=torch.device("cpu"), registry=registry), registry
+
+
+def test_sparse_groups_alone_are_coded():
+    layers = {"0": "resident", "1": "streamed"}
+    config, registry = config_of(host_format="fp8", unit=16, layers=layers)
+    formats = {group.shape.residency: group.shape.host_format for group in config.groups}
+    assert formats == {"resident": "model", "streamed": "model", "sparse": "fp8"}
+    plain, _ = config_of(unit=16, layers=layers)
+    required = SparseCoordinator.required_bytes(config, registry)
+    beside = SparseCoordinator.required_bytes(plain, registry)
+    assert (required.buffer, required.resident) == (beside.buffer, beside.resident)
+    (sparse,) = (group.shape for group in config.groups if group.shape.residency == "sparse")
+    entries = len(sparse.layers) * sparse.lane_heads * sparse.units_per_page * config.num_pages
+    saved = entries * (sparse.entry_bytes - sparse.host_entry_bytes)
+    assert beside.host - required.host == saved > 0
+
+
+def test_what_is_refused():
+    latent = evolve(MODEL, num_kv_heads=1, attention="mla", value_dim=4)
+    with pytest.raises(ConfigError, match="host_format 'fp8' is for keys and values"):
+        config_of(latent, host_format="fp8")
+    with pytest.raises(ConfigError, match="float16, bfloat16, float32, got float64"):
+        config_of(evolve(MODEL, dtype=torch.float64), host_format="fp8")
+    with pytest.raises(ConfigError, match="host_format must be"):
+        SparseConfig.from_dict({"host_format": "int8"})
+    plain = PluginEntry("plain", "transfer", "topkv.transfer.reference:ReferenceTransfer")
+    registry = PluginRegistry([("topkv-doubles", "1", Entries(plain))])
+    options = {"algorithm": "scripted", "backend": "gather", "transfer": "plain"}
+    device = torch.device("cpu")
+    config = SparseConfig(host_format="fp8", **options)
+    with pytest.raises(ConfigError, match="keeps entries of host_format model, got fp8"):
+        lower(config, MODEL, device=device, registry=registry)
+    dense = SparseConfig(host_format="fp8", layers={"0-": "streamed"}, **options)
+    lower(dense, MODEL, device=device, registry=registry)
