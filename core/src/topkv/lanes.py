@@ -68,7 +68,6 @@ class LaneBuffers:
         if group.dtype is not model.dtype or group.host_format != "model":
             rows = (group.planes, max_batch, group.num_kv_heads, group.head_dim)
             self._packed = torch.zeros(rows, dtype=group.dtype, device=device)
-        self._slots = ints(max_batch)
         self._batch = -1
 
     def begin(self) -> None:
@@ -79,9 +78,8 @@ class LaneBuffers:
         if self.tokens:
             self.tokens.begin(self.step.slots)
         if not self.sparse and batch:
-            torch.clamp(self.step.slots, min=0, out=self._slots[:batch])
-            table = self.step.page_table
-            torch.index_select(table, 0, self._slots[:batch], out=self.tables.table)
+            rows, table = self.uploader.table_rows, self.step.page_table
+            torch.index_select(table, 0, rows, out=self.tables.table)
 
     def _narrow(self, batch: int) -> None:
         lanes, plan = batch * self.group.lane_heads, self._plan

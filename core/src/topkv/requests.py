@@ -263,7 +263,10 @@ class Requests:
         writers, length = forward.writers, self.length
         writes = [(slot, 1) for slot in self.pages.without_page(writers, length[writers]).tolist()]
         writes += [(chunk.slot, chunk.tokens) for chunk in forward.chunks]
-        self.pages.own([(slot, int(length[slot]), int(length[slot]) + n) for slot, n in writes])
+        if writes:  # rare in a step that decodes
+            self.pages.own(
+                [(slot, int(length[slot]), int(length[slot]) + n) for slot, n in writes]
+            )
 
     def upload(self, slots: np.ndarray, appended: np.ndarray) -> None:
         """Upload the decode rows of a forward, and the pages.

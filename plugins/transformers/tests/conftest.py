@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import copy
 import os
+import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.append(str(Path(__file__).parent))  # recorded lies beside the tests
 
 CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from recorded import Recorder  # noqa: E402
 from transformers import (  # noqa: E402
     AttentionInterface,
     AttentionMaskInterface,
@@ -25,6 +31,8 @@ from transformers import (  # noqa: E402
     Qwen3ForCausalLM,
 )
 from transformers.masking_utils import sdpa_mask  # noqa: E402
+
+from topkv_transformers import capture  # noqa: E402
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -174,3 +182,19 @@ def check():
     for function in (run, oracle, assert_close, assert_all_free):
         setattr(Check, function.__name__.removeprefix("assert_"), staticmethod(function))
     return Check
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    """Settings under which steps are recorded; on a CPU by a recorder of operators."""
+    if not CUDA:
+        kept = capture.refusals
+
+        def refusals(decoder, config):
+            # The recorder takes any plugin.
+            named = kept(decoder, config)
+            return [each for each in named if not re.search("CUDA graphs|a plugin", each)]
+
+        monkeypatch.setattr(capture, "refusals", refusals)
+        monkeypatch.setattr(capture, "CudaRecorder", Recorder)
+    return {"capture": "auto"}

@@ -109,6 +109,10 @@ class Settings(Generic[Unset, Size]):
     ring_tokens: int | Unset = setting(checks.count)
     """tokens of the ring of a lane, at least two units."""
 
+    capture: str | Unset = setting(one_of(("off", "auto")), "off")
+    """``"auto"`` where the engine may record decode steps on a GPU and replay them, which its
+    plugins have to allow, or ``"off"``."""
+
     impl: str | Unset = setting(one_of(IMPLS))
     """``"reference"`` or ``"triton"``; by default the first on a CPU, the second on a GPU."""
 

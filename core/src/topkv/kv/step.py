@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -10,7 +11,46 @@ from torch import Tensor
 
 from topkv.types import StepTensors
 
-_FIELDS = 5
+_FIELDS = 6
+
+_BLOCKS = 8
+"""Uploads that may be queued before the host waits for the first of them."""
+
+
+class Staging:
+    """Host memory that uploads are written to: pinned blocks in turn, each used again only when
+    its copy has run. Pinning a new block for each upload takes longer than the upload.
+
+    Args:
+        shape: of an int32 upload.
+        device: where uploads go.
+    """
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        count = _BLOCKS if self._pinned else 1
+        blocks = [
+            torch.zeros(shape, dtype=torch.int32, device="cpu", pin_memory=self._pinned)
+            for _ in range(count)
+        ]
+        copied = [torch.cuda.Event() if self._pinned else None for _ in blocks]
+        arrays = [block.numpy() for block in blocks]
+        self._turns = cycle(list(zip(blocks, arrays, copied, strict=True)))
+        self._block, self._copied = blocks[0], copied[0]
+
+    def next(self) -> np.ndarray:
+        """The block to write."""
+        self._block, values, self._copied = next(self._turns)
+        if self._copied is not None:
+            self._copied.synchronize()
+        array: np.ndarray = values
+        return array
+
+    def copy_to(self, target: Tensor) -> None:
+        """Copy the block that ``next`` gave, in stream order."""
+        target.copy_(self._block, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
 
 class StepUploader:
@@ -24,6 +64,7 @@ class StepUploader:
 
     Attributes:
         step: the step tensors, narrowed to the rows of the forward.
+        table_rows: int32 ``[B]`` row of the page table of each row; 0 of padded ones.
         limits: int32 ``[B]`` of each group: how many units of a row can be selected.
     """
 
@@ -36,19 +77,20 @@ class StepUploader:
     ) -> None:
         self.device = device
         self._limits = limits
-        self._packed = torch.zeros(
-            (_FIELDS + len(limits), max_batch), dtype=torch.int32, device=device
-        )
+        packed = (_FIELDS + len(limits), max_batch)
+        self._packed = torch.zeros(packed, dtype=torch.int32, device=device)
         self._packed[0] = -1
+        self._steps, self._pages = Staging(packed, device), Staging(shape[1:], device)
         table = torch.zeros(shape, dtype=torch.int32, device=device)
-        slots, lengths, high, appended, resident = self._packed[:_FIELDS]
+        slots, lengths, high, appended, resident, self.table_rows = self._packed[:_FIELDS]
         self.step = StepTensors(slots, lengths, high, appended, resident, table)
         self.limits: list[Tensor] = list(self._packed[_FIELDS:])
 
     def upload_pages(self, table: np.ndarray, slots: Iterable[int]) -> None:
         """Upload rows of the host's page table, int32 ``[R, max_pages]``."""
         for slot in slots:
-            self._copy(self.step.page_table[slot], table[slot])
+            self._pages.next()[:] = table[slot]
+            self._pages.copy_to(self.step.page_table[slot])
 
     def upload(
         self,
@@ -59,23 +101,14 @@ class StepUploader:
         resident: np.ndarray,
     ) -> None:
         """Upload the decode rows of a forward, ``[B]`` each; see ``topkv.types.StepTensors``."""
-        batch = len(slots)
-        values = np.zeros(tuple(self._packed.shape), dtype=np.int32)
-        values[0] = -1
-        values[:_FIELDS, :batch] = slots, lengths, high, appended, resident
+        batch, values = len(slots), self._steps.next()
+        values[0, batch:], values[1:, batch:] = -1, 0
+        values[:_FIELDS, :batch] = slots, lengths, high, appended, resident, np.maximum(slots, 0)
         for row, (unit, selectable) in enumerate(self._limits, start=_FIELDS):
             closed = lengths if selectable else (lengths - 1) // unit
             values[row, :batch] = np.maximum(closed, 0)
-        self._copy(self._packed, values)
+        self._steps.copy_to(self._packed)
         if batch != self.step.batch:
             step, packed = self.step, self._packed[:, :batch]
-            step.slots, step.lengths, step.high, step.appended, step.resident = packed[:_FIELDS]
-            self.limits = list(packed[_FIELDS:])
-
-    def _copy(self, target: Tensor, values: np.ndarray) -> None:
-        source = torch.from_numpy(np.ascontiguousarray(values))
-        if self.device.type == "cuda":
-            # The caching allocator of pinned memory keeps the block until the copy has run.
-            target.copy_(source.pin_memory(), non_blocking=True)
-        else:
-            target.copy_(source)
+            step.slots, step.lengths, step.high, step.appended, step.resident = packed[:5]
+            self.table_rows, self.limits = packed[5], list(packed[_FIELDS:])

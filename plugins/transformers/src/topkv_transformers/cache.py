@@ -67,8 +67,8 @@ class TopkvCache(Cache):
     garbage collector when nobody holds the cache any more.
     """
 
-    def __init__(self, requests: CacheRequests) -> None:
-        self.requests, self.state = requests, CacheState()
+    def __init__(self, requests: CacheRequests, state: CacheState | None = None) -> None:
+        self.requests, self.state = requests, state or CacheState()
         layers = range(requests.coordinator.model.num_layers)
         super().__init__(layers=[TopkvLayer(requests, self.state, index) for index in layers])
         self._finalizer = weakref.finalize(self, requests.release, self.state)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from attrs import frozen
+from attrs import define
 from torch import Tensor
 
 from topkv import SparseCoordinator
@@ -17,7 +17,7 @@ from topkv.types import Index
 from topkv_transformers.state import CacheState
 
 
-@frozen
+@define(eq=False)
 class Forward:
     """An open forward.
 
@@ -30,6 +30,7 @@ class Forward:
         index: int64 rows of the flattened ``[B * q]`` batch that hold real tokens; None
             where all do.
         lengths: tokens of each row before the forward.
+        offloaded: the step has run ``offload`` itself.
     """
 
     coordinator: SparseCoordinator
@@ -38,6 +39,7 @@ class Forward:
     chunks: list[tuple[int, int]] | None
     index: Tensor | None
     lengths: list[int]
+    offloaded: bool = False
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: Index | None = None

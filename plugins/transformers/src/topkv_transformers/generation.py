@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -166,11 +167,14 @@ def _short(value: Any) -> str:
 def generate(
     model: PreTrainedModel,
     requests: CacheRequests,
+    unchanged: Callable[[], AbstractContextManager[None]],
     original: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     """Call ``generate`` over a ``TopkvCache``, and end what must end.
+
+    Nothing changes the modules of the model inside, so that ``unchanged`` may look at them once.
 
     A cache that is made here ends with the call, unless ``return_dict_in_generate`` hands it to
     the caller. A cache that was passed is the caller's: after an exception it holds what it held
@@ -181,7 +185,7 @@ def generate(
     given = arguments.get("past_key_values")
     if given is not None and not isinstance(given, TopkvCache):
         return original(*args, **kwargs)
-    with requests.exclusive():
+    with requests.exclusive(), unchanged():
         call = Call(model, arguments)
         call.refuse()
         cache = TopkvCache(requests) if given is None else given

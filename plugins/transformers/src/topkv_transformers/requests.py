@@ -26,6 +26,7 @@ class CacheRequests:
 
     Attributes:
         forward: the open forward, or None.
+        stand_in: in place of the state of any cache, in a step that is recorded for all of them.
         attached: False once the model was detached; the coordinator is closed then.
         turn: which thread uses the model.
     """
@@ -34,6 +35,7 @@ class CacheRequests:
         self.coordinator = coordinator
         self.attention = attention
         self.forward: Forward | None = None
+        self.stand_in = CacheState()
         self.attached = True
         self.turn = Turn()
         self._retired: list[int] = []
@@ -78,12 +80,12 @@ class CacheRequests:
             raise
 
     def opened(self, state: CacheState) -> Forward:
-        """The forward that is open over a cache.
+        """The forward that is open over a cache, or over any if ``state`` is ``stand_in``.
 
         Raises:
             RequestError: there is none.
         """
-        if self.forward is None or self.forward.state is not state:
+        if self.forward is None or state not in (self.forward.state, self.stand_in):
             raise RequestError(
                 "a TopkvCache serves forwards of the model that it was made for, as long as that "
                 "is attached; make the cache with new_cache() of this model's handle"
@@ -102,13 +104,19 @@ class CacheRequests:
         with self._held():
             try:
                 if completed:
-                    self.coordinator.forward_end()
+                    self.coordinator.forward_end(forward.offloaded)
                     if forward.state.slots:  # else it was closed meanwhile
                         forward.state.seen += forward.columns
                     self._close_forward()
             finally:
                 self._tidy()
         return True
+
+    def reopen(self) -> None:
+        """Drop what the open forward has done, which is a decode step, and begin it again."""
+        self.coordinator.forward_abort()
+        if self.forward is not None:
+            self.coordinator.forward_begin(decode=self.forward.state.slots)
 
     # Requests.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from topkv import SparseCoordinator
 from topkv.errors import CapabilityError, RequestError
-from topkv_transformers import attention
+from topkv_transformers import attention, capture
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.generation import generate
 from topkv_transformers.latent import LatentAttention, install
@@ -36,6 +37,7 @@ class AttachedModel:
         config: its lowered configuration.
         shape: geometry of the attention layers.
         requests: the requests of its caches, and the open forward.
+        capture: what was captured of decode steps, or why nothing is.
     """
 
     def __init__(self, model: PreTrainedModel, coordinator: SparseCoordinator) -> None:
@@ -55,6 +57,13 @@ class AttachedModel:
         if self.shape.attention == "mla":
             self._latent = install(attention_modules(self.model))
         decoder, original = self._decoder, self.model.generate
+        self.capture = capture.CaptureReport(capture.refusals(decoder, self.config))
+        self._captured: capture.CapturedDecoder | None = None
+        if not self.capture.off:
+            recorder = capture.CudaRecorder()
+            self._captured = capture.CapturedDecoder(
+                decoder, self.requests, recorder, self.capture
+            )
         self._hooks = [
             decoder.register_forward_pre_hook(self._before, with_kwargs=True),
             decoder.register_forward_hook(self._after, with_kwargs=True, always_call=True),
@@ -62,7 +71,8 @@ class AttachedModel:
 
         @wraps(original)
         def generate_through_topkv(*args: Any, **kwargs: Any) -> Any:
-            return generate(self.model, self.requests, original, args, kwargs)
+            unchanged = self._captured.unchanged if self._captured else nullcontext
+            return generate(self.model, self.requests, unchanged, original, args, kwargs)
 
         self.model.generate = generate_through_topkv
         setattr(decoder, HANDLE, self)
@@ -100,6 +110,8 @@ class AttachedModel:
             self.requests.attention.restore()
             for hook in self._hooks:
                 hook.remove()
+            if self._captured:
+                self._captured.remove()
             for latent in self._latent:
                 latent.remove()
             if self._generate is None:

@@ -177,3 +177,22 @@ def test_second_turn_fork_and_crop(dsa, check, family, pads):
     for mine, theirs, right in zip(ours, stock, truth, strict=True):
         assert torch.equal(mine[0], theirs[0])
         check.close(mine[1], theirs[1], right[1])
+
+
+@BOTH
+@pytest.mark.parametrize("experts", ["batched_mm", "eager"])
+def test_replayed_steps_are_those_of_python(dsa, check, recording, family, experts):
+    """Experts one by one wait for the device: they cannot be recorded."""
+    model, prompt = dsa.model(family), dsa.prompt(45, PADDED)
+    model.config._experts_implementation = experts
+    with dsa.attach(model, buffer=17, resident_fast_path=False):
+        tokens, logits, _ = check.run(model, prompt, 12)
+    with dsa.attach(model, buffer=17, resident_fast_path=False, **recording) as handle:
+        if experts == "eager":
+            with pytest.warns(RuntimeWarning, match="cannot be captured"):
+                ours = check.run(model, prompt, 12)
+        else:
+            ours = check.run(model, prompt, 12)
+        assert handle.capture.replayed == (10 if experts == "batched_mm" else 0)
+    assert torch.equal(ours[0], tokens)
+    assert torch.equal(ours[1], logits)

@@ -1,0 +1,265 @@
+"""Decode steps of a model, recorded once and replayed: a CUDA graph for each number of rows.
+
+A step of a decoder is hundreds of launches, and on a GPU Python takes longer to issue them than
+the GPU to run them. What a step reads lies at fixed addresses, ids and positions here, lengths,
+slots and pages in the coordinator; so one recording serves every cache and every call.
+
+``CapturedDecoder`` stands in for ``decoder.forward`` while a model is attached. Hooks on the
+decoder, the head, and all that ``generate`` does around them run as before.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from topkv.config import LoweredConfig
+from topkv_transformers.cache import TopkvCache
+from topkv_transformers.modules import is_hooked, signature_of
+from topkv_transformers.requests import CacheRequests
+
+Recorder = Callable[[Callable[[], Any]], Callable[[], Any]]
+"""Records what a body launches without running it, and returns what launches it."""
+
+SERVED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"}
+"""Arguments of a decoder that a recording knows; the mask is known to the cache."""
+
+COLLECTED = ("output_hidden_states", "output_router_logits", "output_attentions")
+"""Settings by which a decoder returns more than its last hidden state."""
+
+DYNAMIC_ROPE = ("dynamic", "longrope")
+"""Kinds of RoPE that ask the device for the largest position."""
+
+
+@define
+class CaptureReport:
+    """What an attached model has captured.
+
+    Attributes:
+        off: every reason why no step is captured; empty where steps are.
+        graph_bytes: device memory that recordings took, by rows.
+        seconds: time that recording took, by rows.
+        replayed: steps that were replayed.
+        eager: why steps of that many rows are issued by Python, by rows.
+    """
+
+    off: list[str] = field(factory=list)
+    graph_bytes: dict[int, int] = field(factory=dict)
+    seconds: dict[int, float] = field(factory=dict)
+    replayed: int = 0
+    eager: dict[int, str] = field(factory=dict)
+
+
+def refusals(decoder: Any, config: LoweredConfig) -> list[str]:
+    """Every reason why steps of a decoder are not captured."""
+    reasons = []
+    if config.capture == "off":
+        reasons.append("the setting capture is 'off'")
+    if config.device.type != "cuda":
+        reasons.append(f"the model is on {config.device}, which has no CUDA graphs")
+    if not config.capturable:
+        reasons.append("a plugin states that its decode methods cannot be captured")
+    rope = getattr(getattr(decoder, "rotary_emb", None), "rope_type", None)
+    if rope in DYNAMIC_ROPE:
+        reasons.append(f"RoPE of type {rope!r} waits for the device")
+    return reasons
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share the memory of what is needed within a step alone.
+
+    They may, because the output of one is copied before another is replayed.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, body: Callable[[], Any]) -> Callable[[], Any]:
+        """See ``Recorder``."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            body()
+        self._pool = graph.pool()
+        return graph.replay
+
+
+class Step:
+    """A decode step of B rows: its inputs at fixed addresses, and its recording.
+
+    Args:
+        rows: B.
+        device: of the model.
+
+    Attributes:
+        ids, positions: int64 ``[B, 1]``.
+        output: what the decoder returned when it last ran; a replay fills its hidden state.
+        replay: launches the recording; None until there is one.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.ids, self.positions = torch.zeros((2, rows, 1), dtype=torch.long, device=device)
+        self.output: Any = None
+        self.replay: Callable[[], Any] | None = None
+
+
+class CapturedDecoder:
+    """The ``forward`` of a decoder while its model is attached; replays what it can.
+
+    Of each number of rows the first step runs in Python, so that kernels are compiled and
+    libraries set up; the second is recorded, which runs nothing, and replayed, as are all further
+    ones. Recordings are dropped when the decoder's modules have changed.
+
+    Args:
+        decoder: the decoder.
+        requests: of the model's caches.
+        recorder: what records.
+        report: what is told of recordings.
+    """
+
+    def __init__(
+        self, decoder: Any, requests: CacheRequests, recorder: Recorder, report: CaptureReport
+    ) -> None:
+        self.decoder, self.requests = decoder, requests
+        self.recorder, self.report = recorder, report
+        self.original = decoder.forward
+        self._replaced = decoder.__dict__.get("forward")
+        self._stand_in = TopkvCache(requests, requests.stand_in)
+        self._steps: dict[Any, Step] = {}
+        self._signature: Any = None
+        self._hooked = self._trusted = False
+        decoder.forward = self
+
+    def remove(self) -> None:
+        """Give the decoder its own ``forward`` back, and drop the recordings."""
+        del self.decoder.__dict__["forward"]
+        if self._replaced is not None:
+            self.decoder.forward = self._replaced
+        self._steps.clear()
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Look at the modules now and not at each step, for a call that changes none of them."""
+        self._look()
+        before, self._trusted = self._trusted, True
+        try:
+            yield
+        finally:
+            self._trusted = before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See the decoder's ``forward``."""
+        if args or not self._serves(kwargs):
+            return self.original(*args, **kwargs)
+        cache = kwargs["past_key_values"]
+        # What was made in inference mode could not be written outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            step = self._step(kwargs["input_ids"], kwargs.get("position_ids"), cache.state.seen)
+            hidden = self._run(step)
+        return type(step.output)(last_hidden_state=hidden, past_key_values=cache)
+
+    def _serves(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call is a plain decode step, all of whose arguments a recording knows."""
+        forward, cache = self.requests.forward, kwargs.get("past_key_values")
+        if forward is None or forward.chunks is not None or torch.is_grad_enabled():
+            return False
+        if not isinstance(cache, TopkvCache) or cache.state is not forward.state:
+            return False
+        ids, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
+        if ids is None or len(ids) in self.report.eager:
+            return False
+        if positions is not None and positions.shape not in (ids.shape, (1, 1)):
+            return False
+        rest = {name: value for name, value in kwargs.items() if name not in SERVED}
+        if rest.pop("return_dict", True) is not True:
+            return False
+        if any(value is not None and value is not False for value in rest.values()):
+            return False
+        if any(getattr(self.decoder.config, name, False) for name in COLLECTED):
+            return False
+        if not self._trusted:
+            self._look()
+        return not self._hooked
+
+    def _look(self) -> None:
+        """See whether the modules are those of the recordings, and drop these if not."""
+        signature = signature_of(self.decoder)
+        if signature != self._signature:
+            self._steps.clear()
+            self.report.eager.clear()
+        self._signature = signature
+        self._hooked = is_hooked(self.decoder)
+
+    def _step(self, ids: Tensor, positions: Tensor | None, seen: int) -> Step:
+        """The step of these rows, with its inputs in place."""
+        # Transformers chooses other experts for decoding than for direct calls.
+        key = (len(ids), getattr(self.decoder.config, "_experts_implementation", None))
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = Step(len(ids), ids.device)
+        step.ids.copy_(ids)
+        if positions is None:
+            step.positions.fill_(seen)
+        else:
+            step.positions.copy_(positions)
+        return step
+
+    def _run(self, step: Step) -> Tensor:
+        """Run a step as far as it has come. Returns the hidden state ``[B, 1, hidden]``."""
+        if step.output is not None and step.replay is None:
+            self._record(step)
+        if step.replay is None:  # it is the first step, or cannot be recorded
+            hidden = self._body(step)
+        else:
+            step.replay()
+            self.report.replayed += 1
+            hidden = step.output.last_hidden_state.clone()  # the next step overwrites it
+        forward = self.requests.opened(self.requests.stand_in)
+        forward.offloaded = True
+        return hidden
+
+    def _body(self, step: Step) -> Tensor:
+        step.output = self.original(
+            input_ids=step.ids,
+            attention_mask=None,
+            position_ids=step.positions,
+            past_key_values=self._stand_in,
+            use_cache=True,
+        )
+        self.requests.coordinator.offload()
+        hidden: Tensor = step.output.last_hidden_state
+        return hidden
+
+    def _record(self, step: Step) -> None:
+        """Record a step. One that cannot be is noted, and its forward begun again."""
+        rows, before = len(step.ids), _free_bytes(step.ids.device)
+        began = time.perf_counter()
+        try:
+            step.replay = self.recorder(lambda: self._body(step))
+        except Exception as error:
+            self.report.eager[rows] = f"{type(error).__name__}: {error}"
+            warnings.warn(
+                f"a decode step of {rows} rows cannot be captured and is issued by Python from "
+                f"now on, which is slower: {type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            self.requests.reopen()
+            return
+        self.report.seconds[rows] = time.perf_counter() - began
+        self.report.graph_bytes[rows] = before - _free_bytes(step.ids.device)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that are free, or would be but for torch; 0 of other devices."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()  # recording does so too, and its gain is not the graph's
+    return torch.cuda.mem_get_info(device)[0]
