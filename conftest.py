@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# `derandomize` is stated everywhere: where it is left out, Hypothesis takes it from the profile that
-# it loads by itself, which is another one where the environment says `CI`.
+# `derandomize` is stated everywhere: where it is left out, Hypothesis takes it from the profile
+# that it loads by itself, which is another one where the environment says `CI`.
 _SLOW = [HealthCheck.too_slow]
 settings.register_profile("default", deadline=None, suppress_health_check=_SLOW, derandomize=False)
 settings.register_profile(

@@ -23,7 +23,7 @@ SPINE = {
 }
 """Modules of ``core/src/topkv`` that are read from top to bottom, in this order or DESIGN.md's."""
 
-SPINE_MOST = 2013
+SPINE_MOST = 2000
 """Lines of them all together: an hour of reading."""
 
 FOLDERS = ("core", "plugins", "tools", "tests", "benchmarks", "examples", "docs/scripts")

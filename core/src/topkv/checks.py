@@ -40,9 +40,37 @@ def check_begin(forward: Forward, requests: Requests) -> None:
     named = np.bincount(slots, minlength=1)
     if named.max() > 1:
         raise RequestError(f"slot {named.argmax()} is named twice in one forward")
-    requests.check_generated(forward.writers, 1)
+    _check_generated(requests, forward.writers, 1)
     if forward.chunks:
         _check_places(forward)
+
+
+def check_reserve(requests: Requests, slot: int, tokens: int) -> None:
+    """Refuse further tokens for which an algorithm has no room after the prompt.
+
+    Raises:
+        RequestError: it has none, or the slot holds no request.
+    """
+    requests.check(slot)
+    if not requests.fresh[slot]:  # else they may all be prompt
+        _check_generated(requests, np.asarray([slot]), tokens)
+
+
+def _check_generated(requests: Requests, slots: np.ndarray, tokens: int) -> None:
+    """Refuse tokens that an algorithm which chooses once could not attend.
+
+    Args:
+        slots: int32 ``[B]`` requests, each of which generates ``tokens`` further ones.
+    """
+    length, most = requests.length[slots], requests.generated
+    prompt = np.where(requests.fresh[slots], length, requests.prompt[slots])
+    over = slots[length - prompt + tokens > most]
+    if len(over):
+        raise RequestError(
+            f"slots {over.tolist()} would have more than {most} tokens after their prompt, and "
+            "the algorithm has room for no more; raise its parameter 'generated', or let it drop "
+            "the oldest of them"
+        )
 
 
 def _check_places(forward: Forward) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from topkv.admission import Admission, admission
 from topkv.assembly import Tensors, allocate, connect, make_plugins
-from topkv.checks import check_begin, check_end, check_held, check_rows
+from topkv.checks import check_begin, check_end, check_held, check_reserve, check_rows
 from topkv.config import LoweredConfig
 from topkv.errors import DeviceMemoryError, RequestError, TopkvError, is_out_of_memory
 from topkv.lanes import LaneBuffers
@@ -341,6 +341,7 @@ class SparseCoordinator:
     def reserve(self, slot: int, tokens: int) -> None:
         """Lease the pages for ``tokens`` further tokens now; see ``Requests.reserve``."""
         self._between_forwards("reserve")
+        check_reserve(self.requests, slot, tokens)
         self.requests.reserve(slot, tokens)
 
     def rollback(self, slot: int, length: int) -> None:

@@ -137,31 +137,13 @@ class Requests:
                 f"{np.flatnonzero(self.active).tolist()}"
             )
 
-    def check_generated(self, slots: np.ndarray, tokens: int) -> None:
-        """Refuse tokens that an algorithm which chooses once could not attend.
-
-        Args:
-            slots: int32 ``[B]`` requests, each of which generates ``tokens`` further ones.
-        """
-        prompt = np.where(self.fresh[slots], self.length[slots], self.prompt[slots])
-        over = slots[self.length[slots] - prompt + tokens > self.generated]
-        if len(over):
-            raise RequestError(
-                f"slots {over.tolist()} would have more than {self.generated} tokens after their "
-                "prompt, and the algorithm has room for no more; raise its parameter 'generated', "
-                "or let it drop the oldest of them"
-            )
-
     def reserve(self, slot: int, tokens: int) -> None:
         """Lease the pages for ``tokens`` further tokens now.
 
         Raises:
             HostMemoryError: they are not to be had; the request is as it was.
-            RequestError: the algorithm has no room for them after the prompt.
         """
         self.check(slot)
-        if not self.fresh[slot]:  # else they may all be prompt
-            self.check_generated(np.asarray([slot]), tokens)
         self.pages.lease([(slot, int(self.length[slot]) + tokens)])
 
     def rollback(self, slot: int, length: int) -> None:
@@ -264,9 +246,8 @@ class Requests:
         writes = [(slot, 1) for slot in self.pages.without_page(writers, length[writers]).tolist()]
         writes += [(chunk.slot, chunk.tokens) for chunk in forward.chunks]
         if writes:  # rare in a step that decodes
-            self.pages.own(
-                [(slot, int(length[slot]), int(length[slot]) + n) for slot, n in writes]
-            )
+            at = [(slot, int(length[slot]), n) for slot, n in writes]
+            self.pages.own([(slot, first, first + n) for slot, first, n in at])
 
     def upload(self, slots: np.ndarray, appended: np.ndarray) -> None:
         """Upload the decode rows of a forward, and the pages.
