@@ -87,6 +87,20 @@ class Occupancy:
     used_slots: int
 
 
+@frozen
+class Stats:
+    """What a coordinator has done so far, and what is held.
+
+    Attributes:
+        transfers: of all requests since it was made, those that have ended included, all together
+            and by layer.
+        occupancy: now.
+    """
+
+    transfers: TransferReport
+    occupancy: Occupancy
+
+
 def count_memory(
     manager: SparseKVCacheManager, step: StepTensors, others: Sequence[object]
 ) -> MemoryReport:
@@ -140,3 +154,8 @@ def count_occupancy(requests: Requests) -> Occupancy:
     """Count pages and slots that are held. Asks the host alone; any thread may, at any time."""
     host, slots = requests.manager.host, len(requests.active)
     return Occupancy(host.num_pages - 1, host.used, slots, slots - requests.free)
+
+
+def count_stats(requests: Requests) -> Stats:
+    """Count everything that there ever was. Synchronizes."""
+    return Stats(count_transfers(requests.manager.stores), count_occupancy(requests))
