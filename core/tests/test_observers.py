@@ -13,6 +13,7 @@ from topkv import hookimpl
 from topkv.coordinator import SparseCoordinator
 from topkv.entries import PluginEntry
 from topkv.errors import PluginError
+from topkv.report import Occupancy
 from topkv.testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -34,7 +35,7 @@ class Keeps:
 
     def __init__(self, setup):
         self.config = setup.config
-        self.begun, self.ended, self.counts = [], [], []
+        self.begun, self.ended, self.counts, self.reports = [], [], [], []
         self.made.append(self)
 
     @hookimpl
@@ -45,6 +46,7 @@ class Keeps:
     def after_forward(self, report):
         self.ended.append((report.slots, report.prompt_tokens))
         self.counts.append(report.transfers())
+        self.reports.append(report)
 
 
 class Fails(Keeps):
@@ -172,6 +174,81 @@ def test_a_report_counts_transfers_of_its_decode_rows(made):
     # Those of another request are its own.
     forward(coordinator, decode=[two], select=[1])
     assert keeps.counts[-1].hits + keeps.counts[-1].misses == lanes
+    coordinator.close()
+
+
+def sums(report):
+    """Hits, misses, bytes and extra tokens."""
+    return report.hits, report.misses, report.loaded_bytes, report.extra
+
+
+def test_counts_of_layers_add_up(made):
+    coordinator = make("keeps")
+    one = coordinator.request_begin()
+    forward(coordinator, prefill=[(one, 22)])
+    for _ in range(2):
+        forward(coordinator, decode=[one], select=[0, 3])
+    (keeps,) = made
+    counts = keeps.counts[-1]
+    assert list(counts.layers) == sorted(SPARSE)
+    assert all(layer.misses and layer.hits for layer in counts.layers.values())
+    assert all(not layer.layers for layer in counts.layers.values())
+    parts = zip(*(sums(layer) for layer in counts.layers.values()), strict=True)
+    assert tuple(map(sum, parts)) == sums(counts)
+    coordinator.close()
+
+
+def test_what_a_request_has_counted_outlives_dropped_and_cut_tokens():
+    coordinator = make()
+    one = coordinator.request_begin()
+    forward(coordinator, prefill=[(one, 22)])
+    forward(coordinator, decode=[one], select=[0, 3])
+    counts = coordinator.transfers_of([one])
+    assert counts.misses > 0
+    coordinator.forward_begin(decode=[one])
+    coordinator.forward_abort()
+    assert coordinator.transfers_of([one]) == counts
+    coordinator.truncate(one, 20)
+    assert coordinator.transfers_of([one]) == counts
+    twin = coordinator.fork(one)
+    assert coordinator.transfers_of([one]) == counts
+    assert sums(coordinator.transfers_of([twin])) == (0, 0, 0, 0)
+    coordinator.request_end(one)
+    assert coordinator.request_begin() == one
+    assert sums(coordinator.transfers_of([one])) == (0, 0, 0, 0)
+    coordinator.close()
+
+
+def test_totals_keep_what_ended_requests_have_counted(made):
+    coordinator = make("keeps")
+    one, two = coordinator.request_begin(), coordinator.request_begin()
+    forward(coordinator, prefill=[(one, 22), (two, 22)])
+    forward(coordinator, decode=[one], select=[0, 3])
+    (keeps,) = made
+    first = keeps.counts[-1]
+    coordinator.request_end(one)
+    forward(coordinator, decode=[two], select=[0, 1])
+    second, totals = keeps.counts[-1], keeps.reports[-1].totals()
+    added = tuple(a + b for a, b in zip(sums(first), sums(second), strict=True))
+    assert sums(totals) == added
+    assert totals == coordinator.transfers_of()
+    assert totals.layers[SPARSE[0]].hits == sum(
+        counts.layers[SPARSE[0]].hits for counts in (first, second)
+    )
+    coordinator.close()
+
+
+def test_occupancy_is_that_of_when_it_is_asked_for(made):
+    coordinator = make("keeps")
+    one = coordinator.request_begin()
+    forward(coordinator, prefill=[(one, 5)])
+    (keeps,) = made
+    report, config = keeps.reports[-1], coordinator.config
+    needed = -(-5 // config.page_tokens)
+    pages, slots = config.num_pages - 1, config.max_requests
+    assert report.occupancy() == Occupancy(pages, needed, slots, 1)
+    coordinator.request_end(one)
+    assert report.occupancy() == Occupancy(pages, 0, slots, 0)
     coordinator.close()
 
 

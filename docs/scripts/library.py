@@ -24,6 +24,7 @@ LIBRARY = (
     "ops",
     "plugins.contract",
     "errors",
+    "report",
     "kv.layout",
     "kv.store",
     "transfer.geometry",

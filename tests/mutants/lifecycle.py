@@ -15,6 +15,7 @@ from topkv.coordinator import SparseCoordinator
 from topkv.errors import ConfigError, PluginError
 from topkv.hooks.discovery import hookimpl
 from topkv.kv.representations import RepresentationPools
+from topkv.kv.store import GroupStore
 from topkv.pages import PageTable
 from topkv.prefill import Prefill
 from topkv.requests import Requests
@@ -162,6 +163,18 @@ def restore_keeps_maps(self, slot, length, resident):
         self.reset = reset
 
 
+_restore_all = Requests.restore_all
+
+
+def restore_forgets_counts(self, slots):
+    """What a request has counted goes with the forward that is dropped."""
+    slots = list(slots)
+    _restore_all(self, slots)
+    for store in self.manager.stores:
+        for slot in slots:
+            store.forget_counts(slot)
+
+
 def stale_page_row(self, slot, first, pages):
     """What stands behind the new pages of a row stays."""
     self.table[slot, first : first + len(pages)] = pages
@@ -236,6 +249,14 @@ MUTANTS = [
     LifecycleMutant(
         "keys of the open unit are not handed to construct",
         *(Own, "construct", construct_without_open_keys),
+    ),
+    LifecycleMutant(
+        "a dropped forward takes the counts of its requests along",
+        *(Requests, "restore_all", restore_forgets_counts, EDGE),
+    ),
+    LifecycleMutant(
+        "hits and misses outlive their request",
+        *(GroupStore, "forget_counts", nothing, TURNS),
     ),
     LifecycleMutant("truncate keeps the maps", ZeroCopyTransfer, "restore", restore_keeps_maps),
     LifecycleMutant(

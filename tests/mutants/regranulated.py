@@ -71,10 +71,10 @@ _plan = plans.sparse_plan
 
 def counts_outlive_their_request(self, slot):
     """Extra tokens of a request are those of the one before it, too."""
-    kept = [store.extra.clone() for store in self.stores]
+    kept = [store.before.clone() for store in self.stores]
     _forget(self, slot)
-    for store, extra in zip(self.stores, kept, strict=True):
-        store.extra.copy_(extra)
+    for store, before in zip(self.stores, kept, strict=True):
+        store.before.copy_(before)
 
 
 _forget = SparseKVCacheManager.forget_slot

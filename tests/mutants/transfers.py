@@ -179,6 +179,15 @@ class ForgetsToResetTheOrder(ReferenceTransfer):
         self.store.order.copy_(order)
 
 
+class ResetsItsCounts(ReferenceTransfer):
+    """A request that is cut or dropped counts its hits and misses anew."""
+
+    @hookimpl
+    def reset(self, slot: int) -> None:
+        super().reset(slot)
+        self.store.counters[:, self.store.lanes_of(slot)] = 0
+
+
 class FlushesNothing(ReferenceTransfer):
     """The open unit stays in the ring alone."""
 
@@ -344,6 +353,7 @@ MUTANTS = [
     _mutant(StaysResidentTooLong, "test_lengths_around_ring_and_buffer"),
     _mutant(ChunksMissTheRing, "test_chunks_fetch_flush_and_restore"),
     _mutant(ForgetsToResetTheOrder, "test_a_reused_slot_remembers_nothing"),
+    _mutant(ResetsItsCounts, "test_a_reused_slot_remembers_nothing"),
     _mutant(FlushesNothing, "test_chunks_fetch_flush_and_restore"),
     _mutant(RestoresWithoutRing, "test_chunks_fetch_flush_and_restore"),
     _mutant(KernelSeesAWiderRing, "test_lengths_around_ring_and_buffer", "interpret"),

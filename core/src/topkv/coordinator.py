@@ -83,7 +83,7 @@ class SparseCoordinator:
             selectors=[path.selector for path in self.layers if path.selector],
         )
         self.prefill = Prefill(self.config, self.requests)
-        self.observers = Observers(config, registry)
+        self.observers = Observers(config, registry, self.requests)
         periods = [(spec and spec.settle_period) or 2**31 - 1 for spec in plugins.specs]
         self._settle_periods = np.asarray(periods)[:, None]
         self.forward: Forward | None = None
@@ -123,7 +123,7 @@ class SparseCoordinator:
             self.requests.flush(chunk.slot)
         self._upload(rows, appended)
         self.forward = forward
-        self.observers.tell("before_forward", forward, self.transfers_of)
+        self.observers.tell("before_forward", forward)
 
     def attention(
         self,
@@ -232,7 +232,7 @@ class SparseCoordinator:
             self.prefill.join()
         self.requests.advance(forward)
         self._close(forward)
-        self.observers.tell("after_forward", forward, self.transfers_of)
+        self.observers.tell("after_forward", forward)
 
     def forward_abort(self) -> None:
         """Drop an open forward, after an exception say; its tokens are not appended. Cold."""
@@ -375,8 +375,8 @@ class SparseCoordinator:
         """Bytes on both tiers, counted from tensors."""
         return self._tensors.memory(self._plugins)
 
-    def transfers_of(self, slots: Sequence[int]) -> TransferReport:
-        """Hits, misses, bytes and extra tokens of requests since they began. Synchronizes."""
+    def transfers_of(self, slots: Sequence[int] | None = None) -> TransferReport:
+        """What requests counted since they began, or all that ever were (None). Synchronizes."""
         return count_transfers(self.manager.stores, slots)
 
     def check_integrity(self) -> None:

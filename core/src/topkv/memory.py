@@ -116,7 +116,7 @@ class SparseKVCacheManager:
         """Reset all that is keyed by a slot, and fill it with NaN if ``poison`` is set."""
         for store, pools in zip(self.stores, self.representations, strict=True):
             pools.reset_slot(slot)
-            store.extra[:, store.lanes_of(slot)] = 0
+            store.forget_counts(slot)
             if self.config.poison:
                 store.poison_slot(slot)
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
 from functools import partial
 
 from topkv.config import LoweredConfig
 from topkv.hooks.observer import ForwardReport, Observer, ObserverSetup
 from topkv.layers import Forward
 from topkv.plugins import PluginRegistry
-from topkv.report import TransferReport
-
-Counts = Callable[[Sequence[int]], TransferReport]
+from topkv.report import count_occupancy, count_transfers
+from topkv.requests import Requests
 
 
 class Observers:
@@ -21,31 +19,41 @@ class Observers:
     Args:
         config: names them.
         registry: where they are looked up.
+        requests: what is counted when one asks.
 
     Attributes:
         named: those that have not raised, by whose they are.
     """
 
-    def __init__(self, config: LoweredConfig, registry: PluginRegistry) -> None:
+    def __init__(
+        self, config: LoweredConfig, registry: PluginRegistry, requests: Requests
+    ) -> None:
+        self._requests = requests
         setup = ObserverSetup(config)
         self.named: dict[str, Observer] = {
             registry.get("observer", name).who: registry.create("observer", name, setup)
             for name in config.observers
         }
 
-    def tell(self, hook: str, forward: Forward, transfers: Counts) -> None:
+    def tell(self, hook: str, forward: Forward) -> None:
         """Call a hook of each observer with the report of a forward.
 
         Args:
             hook: name of the hook.
             forward: the open forward, or the one that has just ended.
-            transfers: counts of given slots, called only when an observer asks for them.
         """
         if not self.named:
             return
         slots = tuple(forward.rows.tolist())
         live = [slot for slot in slots if slot >= 0]
-        report = ForwardReport(slots, forward.prompt_tokens, partial(transfers, live))
+        stores = self._requests.manager.stores
+        report = ForwardReport(
+            slots,
+            forward.prompt_tokens,
+            transfers=partial(count_transfers, stores, live),
+            totals=partial(count_transfers, stores),
+            occupancy=partial(count_occupancy, self._requests),
+        )
         for who, observer in list(self.named.items()):
             try:
                 getattr(observer, hook)(report)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from attrs import frozen
+from attrs import field, frozen
 
 from topkv.kv.held import tensor_bytes
 from topkv.kv.store import GroupStore
 from topkv.memory import SparseKVCacheManager
+from topkv.requests import Requests
 from topkv.types import StepTensors
 
 
@@ -55,18 +56,49 @@ class TransferReport:
         loaded_bytes: bytes that crossed the link for the misses.
         extra: tokens attended beyond the selections, in closed units of which regranulation took
             all for some of their tokens; of every lane and layer.
+        layers: by model layer the same of this layer alone; sparse layers, in order.
     """
 
     hits: int
     misses: int
     loaded_bytes: int
     extra: int = 0
+    layers: Mapping[int, TransferReport] = field(factory=dict)
 
     @property
     def hit_rate(self) -> float:
         """Share of the selected units that needed no load; 0 where none was selected."""
         total = self.hits + self.misses
         return self.hits / total if total else 0.0
+
+
+@frozen
+class Occupancy:
+    """What requests hold of what there is.
+
+    Attributes:
+        pages, used_pages: host pages that requests can hold, and those that at least one holds.
+        slots, used_slots: request slots, and those that hold a request.
+    """
+
+    pages: int
+    used_pages: int
+    slots: int
+    used_slots: int
+
+
+@frozen
+class Stats:
+    """What a coordinator has done so far, and what is held.
+
+    Attributes:
+        transfers: of all requests since it was made, those that have ended included, all together
+            and by layer.
+        occupancy: now.
+    """
+
+    transfers: TransferReport
+    occupancy: Occupancy
 
 
 def count_memory(
@@ -92,16 +124,38 @@ def count_memory(
     )
 
 
-def count_transfers(stores: Sequence[GroupStore], slots: Sequence[int]) -> TransferReport:
-    """Count what was loaded for requests since they began. Synchronizes."""
-    hits = misses = loaded = extra = 0
+def count_transfers(
+    stores: Sequence[GroupStore], slots: Sequence[int] | None = None
+) -> TransferReport:
+    """Count what was loaded. Synchronizes.
+
+    Args:
+        stores: of all groups.
+        slots: requests, counted since they began; None for all that there ever were.
+    """
+    layers = {}
     for store in stores:
-        if store.group.residency != "sparse":
-            continue
-        for slot in slots:
-            counts = store.counters[:, store.lanes_of(slot)].sum((0, 1)).tolist()
-            hits += int(counts[0])
-            misses += int(counts[1])
-            loaded += int(counts[1]) * store.group.host_entry_bytes
-            extra += int(store.extra[:, store.lanes_of(slot)].sum())
-    return TransferReport(hits, misses, loaded, extra)
+        if store.group.residency == "sparse":
+            size = store.group.host_entry_bytes
+            for layer, counts in zip(store.group.layers, store.counts(slots), strict=True):
+                hits, misses, extra = counts
+                layers[layer] = TransferReport(hits, misses, misses * size, extra)
+    each = layers.values()
+    return TransferReport(
+        hits=sum(layer.hits for layer in each),
+        misses=sum(layer.misses for layer in each),
+        loaded_bytes=sum(layer.loaded_bytes for layer in each),
+        extra=sum(layer.extra for layer in each),
+        layers=dict(sorted(layers.items())),
+    )
+
+
+def count_occupancy(requests: Requests) -> Occupancy:
+    """Count pages and slots that are held. Asks the host alone; any thread may, at any time."""
+    host, slots = requests.manager.host, len(requests.active)
+    return Occupancy(host.num_pages - 1, host.used, slots, slots - requests.free)
+
+
+def count_stats(requests: Requests) -> Stats:
+    """Count everything that there ever was. Synchronizes."""
+    return Stats(count_transfers(requests.manager.stores), count_occupancy(requests))

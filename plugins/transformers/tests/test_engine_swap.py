@@ -113,6 +113,9 @@ def assert_swapped(handle, recorder, cache):
         assert (more - misses) - (now_filled - filled) > 0
     report = handle.coordinator.transfers_of(cache.slots)
     assert 0 < report.hit_rate < 1
+    stats = handle.stats()
+    assert stats.transfers == report, "no other requests were there"
+    assert stats.occupancy.used_slots == len(cache.slots)
     assert report.loaded_bytes == report.misses * UNIT * 64 * 2 * 4 * (
         2 // handle.config.groups[-1].shape.lane_heads
     )

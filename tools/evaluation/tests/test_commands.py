@@ -46,7 +46,7 @@ def refused(result, *words):
 
 @pytest.mark.slow
 def test_the_demo_keeps_what_it_promises():
-    result = call("demo", "--json", "--tokens", "8192", "--device", "cpu")
+    result = call("demo", "--json", "--stats", "--tokens", "8192", "--device", "cpu")
     assert result.exit_code == 0, result.stderr
     shown = json.loads(result.stdout)
     assert set(KEYS.split()) <= set(shown)
@@ -63,6 +63,7 @@ def test_the_demo_keeps_what_it_promises():
     assert 0 < shown["hit_rate"] < 1
     assert shown["misses"] > 0
     assert shown["loaded_bytes"] == shown["misses"] * 2 * 16 * 64 * 2
+    assert sum(layer["misses"] for layer in shown["stats"]["layers"]) == shown["misses"]
     assert shown["impl"] == "reference"
     assert shown["steps_per_second"] > 0
 
@@ -90,6 +91,7 @@ def test_generate_answers_through_a_small_buffer(question):
     assert result.exit_code == 0, result.stderr
     shown = json.loads(result.stdout)
     assert set(GENERATE_KEYS.split()) <= set(shown)
+    assert "stats" not in shown
     assert shown["text"] == question.expected
     assert (shown["prompt_tokens"], shown["new_tokens"]) == (1500, 5)
     assert (shown["budget_tokens"], shown["buffer_tokens"]) == (256, 256)
@@ -97,6 +99,26 @@ def test_generate_answers_through_a_small_buffer(question):
     assert shown["dense_layers"] == [0, 1]
     assert 0 < shown["hit_rate"] < 1
     assert shown["steps_per_second"] > 0
+
+
+def test_stats_are_told_where_they_are_asked_for(question):
+    sizes = ("--budget", "256", "--buffer", "256", "--impl", "reference")
+    told = generate(*sizes, "--json", "--stats", prompt=("--prompt", question.text))
+    assert told.exit_code == 0, told.stderr
+    shown = json.loads(told.stdout)
+    stats = shown["stats"]
+    assert [layer["layer"] for layer in stats["layers"]] == [2, 3, 4, 5]
+    assert sum(layer["misses"] for layer in stats["layers"]) == shown["misses"] > 0
+    assert sum(layer["loaded_bytes"] for layer in stats["layers"]) == shown["loaded_bytes"]
+    assert (stats["used_slots"], stats["slots"]) == (1, 1)
+    assert stats["pages"] >= stats["used_pages"] == -(-1505 // 64)
+    text = generate(*sizes, "--stats", prompt=("--prompt", question.text))
+    assert text.stdout.strip() == question.expected
+    *table, held = text.stderr.splitlines()[-7:]
+    assert held.startswith("host pages 24 of ")
+    assert table[0].split() == ["layer", "hits", "misses", "hit", "rate", "loaded", "bytes"]
+    assert [line.split()[0] for line in table[1:]] == ["2", "3", "4", "5", "all"]
+    assert table[-1].split()[-1] == str(shown["loaded_bytes"])
 
 
 def test_generate_streams_text(question, tmp_path):

@@ -218,7 +218,7 @@ def call(*args):
 def shown(tmp_path_factory):
     out = tmp_path_factory.mktemp("eval") / "made"
     options = ("--algorithms", "quest,streaming_llm", "--budgets", "10%,1%", "--out", str(out))
-    return call(*FAST, *options, "--json"), out
+    return call(*FAST, *options, "--json", "--stats"), out
 
 
 def test_json_is_alone_on_stdout(shown):
@@ -230,6 +230,10 @@ def test_json_is_alone_on_stdout(shown):
         ("dense", 100), ("quest", 10), ("quest", 1), ("streaming_llm", 10), ("streaming_llm", 1),
     ]  # fmt: skip
     assert ["refused" in row for row in cells] == [False, False, True, False, True]
+    assert ["stats" in row for row in cells] == [True, True, False, True, False]
+    layers = cells[1]["stats"]["layers"]
+    assert len(layers) == cells[1]["sparse_layers"]
+    assert sum(layer["misses"] for layer in layers) >= cells[1]["loaded_units"] > 0
     assert (cells[0]["correct"], cells[3]["correct"]) == (4, 0)
     assert (cells[1]["impl"], cells[1]["dtype"]) == ("reference", "bfloat16")
     low, high = wilson(cells[1]["correct"], 4)
@@ -247,6 +251,7 @@ def test_the_table_names_cells_and_reasons(shown, capsys):
     result, _ = shown
     show(json.loads(result.stdout)["cells"], Console(width=40))
     text = capsys.readouterr().out
+    assert "loaded bytes" in text
     for words in ("4/4 100.0%", "51.0% - 100.0%", "10.4%", "streaming_llm", "two units"):
         assert words in text, text
 

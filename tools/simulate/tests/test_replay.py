@@ -52,6 +52,7 @@ def trace_of(shape, buffer, rows, events, ids, limits):
         ring_slots=shape["ring"],
         max_units=shape["units"],
         entry_bytes=64,
+        host_entry_bytes=64,
         budget=shape["select"] * shape["unit"],
         algorithm="none",
         params={},

@@ -90,7 +90,7 @@ def test_the_shipped_model_replays_to_the_last_miss(recorded):
     trace = recorder.trace()
     (counts,) = Replayer(trace).run([10], "lru")
     assert (int(counts.hits.sum()), int(counts.misses.sum())) == (told.hits, told.misses)
-    assert told.loaded_bytes == told.misses * trace.groups[0].geometry.entry_bytes
+    assert told.loaded_bytes == told.misses * trace.groups[0].geometry.host_entry_bytes
     for slot in slots:
         rows = trace.rows[:, ROW.slot] == slot
         mine = np.stack([counts.hits[rows].sum(0), counts.misses[rows].sum(0)], -1)

@@ -16,7 +16,7 @@ from attrs import frozen
 
 from topkv.config import LoweredConfig
 from topkv.hooks.discovery import hookspec
-from topkv.report import TransferReport
+from topkv.report import Occupancy, TransferReport
 
 
 @frozen
@@ -32,18 +32,28 @@ class ObserverSetup:
 
 @frozen
 class ForwardReport:
-    """The rows of a forward, and its counts.
+    """The rows of a forward, and what can be counted: nothing is, unless it is called.
+
+    ``transfers`` and ``totals`` wait for the device and are to be called within the hook that got
+    the report: another thread would disturb a CUDA graph that is being captured. A report keeps
+    the memory of its coordinator alive.
 
     Attributes:
         slots: request of each decode row, -1 for padded ones.
         prompt_tokens: tokens of its prompt chunks.
-        transfers: hits, misses and bytes of its decode rows, since their requests began.
-            Synchronizes the device when it is called.
+        transfers: hits, misses and bytes of its decode rows, since their requests began, all
+            together and by layer.
+        totals: the same of all requests since the coordinator was made, of those that have ended
+            and of dropped forwards, too. Never falls.
+        occupancy: host pages and request slots that are held when it is called, at any time and
+            in any thread.
     """
 
     slots: tuple[int, ...]
     prompt_tokens: int
     transfers: Callable[[], TransferReport]
+    totals: Callable[[], TransferReport]
+    occupancy: Callable[[], Occupancy]
 
 
 class Observer(Protocol):

@@ -62,7 +62,8 @@ class Transfer(Protocol):
         ring resolve to it. Hits are stamped before victims are chosen; no slot that is
         selected in this step is evicted in it. Afterwards the order of a lane is
         [stale | loaded in selection order | hits in their previous order] (policy ``lru``),
-        victims coldest first. A lane whose buffer holds all of its units leaves at once.
+        victims coldest first. A lane whose buffer holds all of its units leaves at once. Hits and
+        misses are added to ``GroupStore.counters``.
 
         Args:
             layer: the layer.
@@ -140,4 +141,7 @@ class Transfer(Protocol):
 
     @hookspec
     def reset(self, slot: int) -> None:
-        """Forget everything that the lanes of a slot hold. Cold."""
+        """Forget everything that the lanes of a slot hold. Cold.
+
+        What they have counted stays: it is the request's, which may go on.
+        """

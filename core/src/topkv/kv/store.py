@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from attrs import define
 from torch import Tensor
@@ -31,9 +33,12 @@ class GroupStore:
         slot_unit: int32 ``[L, M, C]`` logical unit in a slot, -1 where free.
         order: int32 ``[L, M, C]`` slots by eviction order, coldest first.
         stamp: int32 ``[M, C + T]`` scratch of the plan, ``UNSELECTED`` between plans.
-        counters: int64 ``[L, M, 2]`` units that were hit and missed since ``reset``.
-        extra: int64 ``[L, M]`` tokens that a request attended beyond its selections, because
+        counters: int64 ``[L, M, 2]`` units that were hit and missed since the store was made.
+            Plans add to it and nothing takes away from it.
+        extra: int64 ``[L, M]`` tokens that were attended beyond the selections since then, because
             they were regranulated.
+        before: int64 ``[L, M, 3]`` what ``counters`` and ``extra`` were when the request of the
+            lane began.
     """
 
     group: GroupShape
@@ -47,6 +52,7 @@ class GroupStore:
     stamp: Tensor
     counters: Tensor
     extra: Tensor
+    before: Tensor
 
     @classmethod
     def on_host(
@@ -79,8 +85,9 @@ class GroupStore:
             slot_unit=ints(layers, lanes, slots),
             order=identity.expand(layers, lanes, slots).contiguous(),
             stamp=ints(lanes, group.slots, fill=UNSELECTED),
-            counters=ints(layers, lanes, 2, fill=0, dtype=torch.int64),
+            counters=ints(layers, lanes if sparse else 0, 2, fill=0, dtype=torch.int64),
             extra=ints(layers, lanes if sparse else 0, fill=0, dtype=torch.int64),
+            before=ints(layers, lanes if sparse else 0, 3, fill=0, dtype=torch.int64),
         )
 
     @classmethod
@@ -114,6 +121,26 @@ class GroupStore:
         heads = self.group.lane_heads
         return slice(slot * heads, (slot + 1) * heads)
 
+    def forget_counts(self, slot: int) -> None:
+        """Let the next request of a slot begin to count at 0. Can be called again."""
+        lanes = self.lanes_of(slot)
+        self.before[:, lanes, :2] = self.counters[:, lanes]
+        self.before[:, lanes, 2] = self.extra[:, lanes]
+
+    def counts(self, slots: Sequence[int] | None = None) -> list[list[int]]:
+        """Hits, misses and extra tokens of each layer. Synchronizes.
+
+        Args:
+            slots: count what their requests did since they began; None for all that was ever done.
+        """
+        counted = torch.cat([self.counters, self.extra[..., None]], -1)
+        if slots is not None:
+            rows = range(self.group.max_lanes)
+            lanes = [row for slot in slots for row in rows[self.lanes_of(slot)]]
+            counted = (counted - self.before)[:, lanes]
+        found: list[list[int]] = counted.sum(1).tolist()
+        return found
+
     def poison_pages(self, pages: list[int]) -> None:
         """Fill the entries of freed pages with NaN, packed rows with bytes that decode to it."""
         floating = self.entries.dtype.is_floating_point
@@ -128,7 +155,8 @@ class GroupStore:
     def metadata_bytes(self) -> int:
         """Maps, order and scratch."""
         maps = (self.unit_slot, self.slot_unit, self.order, self.stamp)
-        return sum(tensor.nbytes for tensor in (*maps, self.counters, self.extra))
+        counts = (self.counters, self.extra, self.before)
+        return sum(tensor.nbytes for tensor in (*maps, *counts))
 
     def check_maps(self) -> None:
         """Order is a permutation; unit -> slot and slot -> unit are inverse; no stamp is left.

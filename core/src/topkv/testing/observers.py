@@ -34,7 +34,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from topkv.report import TransferReport
+from topkv.report import Occupancy, TransferReport, count_occupancy
 from topkv.testing.kit import KitTests, Subject, examples
 from topkv.testing.machines.lifecycle_model import (
     DIM,
@@ -61,12 +61,16 @@ class Told:
         prompt_tokens: tokens of its prompt chunks.
         ended: False if it was dropped.
         transfers: of its decode rows when it ended, since their requests began; None if dropped.
+        totals: of all requests since the coordinator was made, when it ended or was dropped.
+        occupancy: pages and slots that were held then.
     """
 
     slots: tuple[int, ...]
     prompt_tokens: int
     ended: bool
     transfers: TransferReport | None
+    totals: TransferReport
+    occupancy: Occupancy
 
 
 @frozen
@@ -175,7 +179,8 @@ class Watched:
         else:
             coordinator.forward_end()
             transfers = coordinator.transfers_of([slot for slot in rows if slot >= 0])
-        self.told.append(Told(tuple(rows), prompt, not dropped, transfers))
+        totals, occupancy = coordinator.transfers_of(), count_occupancy(coordinator.requests)
+        self.told.append(Told(tuple(rows), prompt, not dropped, transfers, totals, occupancy))
 
     def _attend(self, layer: int, count: int, units: Sequence[int]) -> Tensor:
         generator = torch.Generator().manual_seed(100 * len(self.told) + layer)

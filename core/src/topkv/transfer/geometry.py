@@ -100,4 +100,3 @@ class ZeroCopyTransfer:
             self.group.buffer_slots, dtype=torch.int32, device=store.order.device
         )
         store.stamp[lanes] = UNSELECTED
-        store.counters[:, lanes] = 0

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from topkv import SparseCoordinator
 from topkv.errors import CapabilityError, RequestError
+from topkv.report import Stats, count_stats
 from topkv_transformers import attention, capture
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.generation import generate
@@ -100,6 +101,11 @@ class AttachedModel:
     def memory(self) -> Any:
         """Bytes on both tiers, see ``topkv.report.MemoryReport``."""
         return self.coordinator.memory()
+
+    def stats(self) -> Stats:
+        """Hits, misses and bytes by layer of all requests so far, and the pages and slots that
+        are held now, see ``topkv.report.Stats``. Waits for the device."""
+        return count_stats(self.coordinator.requests)
 
     def detach(self) -> None:
         """End all requests, free both tiers and leave the model as it was. Idempotent."""

@@ -33,6 +33,12 @@ trust_option = click.option(
     help="Run Python code that comes with the model. Off by default: read that code first.",
 )
 
+stats_option = click.option(
+    "--stats",
+    is_flag=True,
+    help="Hits, misses and bytes of each sparse layer, and what is held of the host pool.",
+)
+
 
 def with_sparse_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(sparse_options):
@@ -86,8 +92,9 @@ def device_or_default(device: str | None) -> str:
     "--tokens", type=click.IntRange(4096, 32763), help="Length of the prompt; 12288 by default."
 )
 @click.option("--seed", type=click.IntRange(0), help="Of the text and its facts; 0 by default.")
+@stats_option
 @with_sparse_options
-def demo(as_json: bool, device: str | None, **options: Any) -> None:
+def demo(stats: bool, as_json: bool, device: str | None, **options: Any) -> None:
     """Ask a small trained model for a fact far back, dense and through topkv.
 
     The prompt is source code with facts planted in it. Two controls stand beside the answer of
@@ -112,6 +119,8 @@ def demo(as_json: bool, device: str | None, **options: Any) -> None:
                 progress.advance(tasks[name], tokens)
 
             result = runs.run_demo(settings, advance)
+        if not stats:
+            del result["stats"]
         if as_json:
             click.echo(json.dumps(result, indent=2), file=stdout)
         else:
@@ -137,6 +146,7 @@ def demo(as_json: bool, device: str | None, **options: Any) -> None:
     help="Of weights and cache; auto is what the checkpoint has.",
 )
 @trust_option
+@stats_option
 @with_sparse_options
 def generate(
     model: Path,
@@ -146,6 +156,7 @@ def generate(
     config_file: Path | None,
     dtype: str,
     trust_remote_code: bool,
+    stats: bool,
     device: str | None,
     as_json: bool,
     **options: Any,
@@ -173,11 +184,18 @@ def generate(
         )
         with quiet_transformers():
             result = run_generate(job, lambda line: click.echo(line, err=True))
+        if not stats:
+            del result["stats"]
         if as_json:
             click.echo(json.dumps(result, indent=2), file=stdout)
         else:
-            summary = {name: value for name, value in result.items() if name != "text"}
+            left_out = ("text", "stats")
+            summary = {name: value for name, value in result.items() if name not in left_out}
             click.echo(", ".join(f"{name} {value}" for name, value in summary.items()), err=True)
+            if stats:
+                from topkv_evaluation.stats_view import show_stats
+
+                show_stats(result["stats"], Console(stderr=True))
 
 
 def _prompt(text: str | None, file: TextIO | None) -> str:

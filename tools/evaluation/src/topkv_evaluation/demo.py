@@ -22,7 +22,7 @@ from topkv.errors import ConfigError
 from topkv.plugins import PluginRegistry
 from topkv_evaluation import CHECKPOINT, window
 from topkv_evaluation.loading import load_model
-from topkv_evaluation.measured import measured, settings_of
+from topkv_evaluation.measured import measured, settings_of, stats_of
 from topkv_evaluation.retrieval import (
     ASK_BYTES,
     VALUE_DIGITS,
@@ -68,11 +68,13 @@ class Run:
         answer: the digits.
         steps_per_second: decode steps, of the question and of the answer.
         facts: what else was measured.
+        stats: of all that was done, and of what was held at the end; empty for dense attention.
     """
 
     answer: str
     steps_per_second: float
     facts: dict[str, Any] = field(default_factory=dict)
+    stats: dict[str, Any] = field(default_factory=dict)
 
 
 def answer_question(
@@ -119,6 +121,7 @@ def _sparse(
         cache = handle.new_cache()
         run = answer_question(model, cache, document, advance)
         run.facts = {**settings_of(handle), **measured(handle, cache.slots)}
+        run.stats = stats_of(handle)
         cache.close()
     return run
 
@@ -172,6 +175,7 @@ def run_demo(settings: Settings, advance: Advance) -> dict[str, Any]:
         **dense.facts,
         "steps_per_second": sparse.steps_per_second,
         "dense_steps_per_second": dense.steps_per_second,
+        "stats": sparse.stats,
         "seed": settings.seed,
         "seconds": perf_counter() - began,
     }

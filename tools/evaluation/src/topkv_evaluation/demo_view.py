@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from topkv_evaluation.stats_view import show_stats
+
 
 def _size(count: int) -> str:
     return f"{count / 2**20:.2f} MiB"
@@ -83,6 +85,9 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print()
     console.print(_memory(result))
     console.print()
+    if "stats" in result:
+        show_stats(result["stats"], console)
+        console.print()
     console.print(Text(f"misses {result['misses']}, hit rate {result['hit_rate']:.1%}"))
     console.print(Text(f"settings  {_settings(result)}"))
     console.print(Text(f"window  {result['window']}"))

@@ -17,7 +17,7 @@ from topkv.config import SparseConfig
 from topkv.errors import CapabilityError, RequestError
 from topkv.plugins import registry
 from topkv_evaluation.loading import load_model, load_tokenizer
-from topkv_evaluation.measured import measured, settings_of
+from topkv_evaluation.measured import measured, settings_of, stats_of
 from topkv_transformers.engine import lower_for
 from topkv_transformers.session import AttachedModel
 from topkv_transformers.support import refusals
@@ -159,6 +159,7 @@ def _generate(handle: AttachedModel, tokenizer: Any, inputs: Any, job: Job) -> d
         "new_tokens": len(new),
         "steps_per_second": writer.steps_per_second,
         **measured(handle, cache.slots),
+        "stats": stats_of(handle),
     }
     cache.close()
     return facts

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
+
 from topkv_transformers.session import AttachedModel
 
 
@@ -43,3 +45,19 @@ def measured(handle: AttachedModel, slots: Sequence[int]) -> dict[str, Any]:
         "misses": moved.misses,
         "hit_rate": moved.hit_rate,
     }
+
+
+def stats_of(handle: AttachedModel) -> dict[str, Any]:
+    """``handle.stats()`` as the commands print it: each sparse layer, and what is held."""
+    stats = handle.stats()
+    layers = [
+        {
+            "layer": layer,
+            "hits": report.hits,
+            "misses": report.misses,
+            "hit_rate": report.hit_rate,
+            "loaded_bytes": report.loaded_bytes,
+        }
+        for layer, report in stats.transfers.layers.items()
+    ]
+    return {"layers": layers, **attrs.asdict(stats.occupancy)}

@@ -141,7 +141,7 @@ class Curve:
         for shape, counts in zip(self.shapes, found, strict=True):
             there, lacking = counts.hits[self._steps], counts.misses[self._steps]
             hits, misses = hits + int(there.sum()), misses + int(lacking.sum())
-            loaded += lacking.sum((1, 2)) * shape.entry_bytes
+            loaded += lacking.sum((1, 2)) * shape.host_entry_bytes
             slots = buffer // shape.unit + shape.ring_slots
             device += len(shape.layers) * shape.lane_heads * slots * shape.entry_bytes
             share = there.sum((0, 2)) / np.maximum(1, (there + lacking).sum((0, 2)))

@@ -6,7 +6,7 @@ everything else that changes a buffer through its other hooks. The core knows no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,7 +95,7 @@ class Recorder:
         self._round: _Round | None = None
         self._events: list[tuple[int, ...]] = []
         self._counted = {
-            index: np.zeros_like(store.counters.cpu().numpy())
+            index: store.counters.cpu().numpy().copy()
             for index, store in enumerate(coordinator.manager.stores)
         }
         self._came_past: set[int] = set()
@@ -153,6 +153,7 @@ class Recorder:
             ring_slots=shape.ring_slots,
             max_units=shape.max_units,
             entry_bytes=shape.entry_bytes,
+            host_entry_bytes=shape.host_entry_bytes,
             budget=lowered.budget,
             algorithm=str(lowered.algorithm),
             params=dict(lowered.params),
@@ -174,7 +175,7 @@ class Recorder:
     def check(self) -> None:
         """Refuse a recording that steps came past, by what the coordinator counted meanwhile."""
         for slot in range(self.coordinator.config.max_requests):
-            self._compare(slot)
+            self._compare(slot, self._groups)
         if self._came_past:
             raise RequestError(
                 f"requests in slots {sorted(self._came_past)} hit or missed units that were not "
@@ -232,13 +233,11 @@ class Recorder:
         self._events.append((KIND.RESET, slot, 0, 0, 0, 0))
 
     def forgets(self, group: int, slot: int) -> None:
-        """The counters of a request are about to be set to zero."""
-        self._compare(slot, group)
-        store = self.coordinator.manager.stores[group]
-        self._counted[group][:, store.lanes_of(slot)] = 0
+        """The buffer of a request is about to be forgotten in a group: nothing came past so far?"""
+        self._compare(slot, [group])
 
-    def _compare(self, slot: int, group: int | None = None) -> None:
-        for index in self._groups if group is None else [group]:
+    def _compare(self, slot: int, groups: Sequence[int]) -> None:
+        for index in groups:
             store = self.coordinator.manager.stores[index]
             lanes = store.lanes_of(slot)
             counted = store.counters[:, lanes].cpu().numpy()

@@ -86,6 +86,7 @@ class Geometry:
     ring_slots: int
     max_units: int
     entry_bytes: int
+    host_entry_bytes: int
     budget: int
     algorithm: str
     params: Mapping[str, Any]

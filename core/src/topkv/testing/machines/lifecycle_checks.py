@@ -8,6 +8,7 @@ from torch import Tensor
 from topkv.kv.host_format import host_entries
 from topkv.kv.host_pool import POISON
 from topkv.kv.store import GroupStore
+from topkv.report import TransferReport
 from topkv.testing.machines.lifecycle_model import RESIDENT, STREAMED, Side
 from topkv.testing.models.cache_model import RequestModel
 from topkv.types import LayerView
@@ -16,6 +17,11 @@ from topkv.types import LayerView
 def poisoned(rows: Tensor) -> bool:
     """Nothing has been written here since it was freed."""
     return bool((rows.isnan() if rows.is_floating_point() else rows == POISON).all())
+
+
+def hits_and_misses(report: TransferReport) -> dict[int, list[int]]:
+    """Both of each layer."""
+    return {layer: [counts.hits, counts.misses] for layer, counts in report.layers.items()}
 
 
 class Checks(Side):
@@ -31,6 +37,15 @@ class Checks(Side):
         for slot, row in enumerate(coordinator.requests.pages.table.tolist()):
             held = coordinator.requests.pages.of(slot)
             assert row == held + [0] * (len(row) - len(held)), f"page table of slot {slot}: {row}"
+        for slot, request in self.live.items():
+            counts = hits_and_misses(coordinator.transfers_of([slot]))
+            assert counts == request.counts, f"hits and misses of slot {slot}: {counts}"
+        every = [request.counts for request in (*self.live.values(), *self.ended)]
+        sums = {
+            layer: [sum(counts[layer][at] for counts in every) for at in (0, 1)]
+            for layer in self.groups
+        }
+        assert hits_and_misses(coordinator.transfers_of()) == sums, "counts of all requests"
 
     def check_lanes(self) -> None:
         """Order and maps of every lane."""

@@ -127,6 +127,7 @@ class Side:
         on, transfer, registry: what runs.
         model: geometry of the model.
         live: model of the request in each slot.
+        ended: models of those that have ended.
         pages: model of the pages.
     """
 
@@ -137,6 +138,7 @@ class Side:
     coordinator: SparseCoordinator
     groups: dict[int, GroupShape]
     live: dict[int, RequestModel]
+    ended: list[RequestModel]
     pages: PageModel
     fast: bool
 
@@ -151,7 +153,7 @@ class Side:
         self.pages = PageModel(config.num_pages - 1, config.page_tokens, config.max_request_tokens)
         self.fast = fast
         self.generator = torch.Generator().manual_seed(seed)
-        self.live = {}
+        self.live, self.ended = {}, []
         self.used: set[int] = set()
         self.seen_pages: set[int] = set()
 
@@ -176,7 +178,8 @@ class Side:
         return slot
 
     def forget(self, slot: int) -> None:
-        del self.live[slot], self.pages.held[slot]
+        self.ended.append(self.live.pop(slot))
+        del self.pages.held[slot]
 
     # What must not change.
 

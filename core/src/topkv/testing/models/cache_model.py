@@ -124,6 +124,7 @@ class RequestModel:
         prompt: tokens at the last settle.
         turns: how often the request was settled.
         lanes: the buffer of each (layer, lane head).
+        counts: hits and misses of each layer; nothing resets them.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class RequestModel:
             for layer, group in groups.items()
             for head in range(group.lane_heads)
         }
+        self.counts = {layer: [0, 0] for layer in groups}
 
     @property
     def length(self) -> int:
@@ -170,6 +172,7 @@ class RequestModel:
         """What a fork of this request must look like."""
         twin = copy(self)
         twin.lanes = {place: LaneModel(lane.capacity) for place, lane in self.lanes.items()}
+        twin.counts = {layer: [0, 0] for layer in self.groups}
         twin.dirty = False
         twin.restored()
         return twin
@@ -222,8 +225,13 @@ class RequestModel:
         group = self.groups[layer]
         limit = length if self.selectable else max(0, (length - 1) // group.unit)
         if self.fits(group):
-            return [unit for unit in dict.fromkeys(ids) if 0 <= unit < limit]
-        return self.lanes[layer, head].select(ids, limit, self.ring_low(group))[0]
+            units, missed = [unit for unit in dict.fromkeys(ids) if 0 <= unit < limit], 0
+        else:
+            units, misses = self.lanes[layer, head].select(ids, limit, self.ring_low(group))
+            missed = len(misses)
+        self.counts[layer][0] += len(units) - missed
+        self.counts[layer][1] += missed
+        return units
 
     def planes(self, layer: int) -> Tensor:
         """All tokens as both tiers store them, ``[planes, n, Hkv, D]``."""

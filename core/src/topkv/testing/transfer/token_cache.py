@@ -79,9 +79,9 @@ class TokenCache:
                         self.lanes[layer, row].unit_in[unit] = unit
 
     def _forget(self, slot: int) -> None:
+        """Everything but what was counted."""
         for row in self._rows(slot):
             self.lanes[row].reset()
-            self.counters[row] = [0, 0]
 
     def new_tokens(self, count: int) -> Tensor:
         """Random bytes, ``[L, count, Hkv, planes, D]``, rounded where entries are coded."""

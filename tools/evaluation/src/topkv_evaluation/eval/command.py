@@ -15,6 +15,7 @@ from topkv_evaluation.commands import (
     answering,
     device_or_default,
     quiet_transformers,
+    stats_option,
     trust_option,
 )
 from topkv_evaluation.eval import ALGORITHMS, INDEXED
@@ -69,8 +70,11 @@ from topkv_evaluation.eval import ALGORITHMS, INDEXED
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), help="For results and plot."
 )
+@stats_option
 @click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
-def evaluate(as_json: bool, device: str | None, out: Path | None, **options: Any) -> None:
+def evaluate(
+    stats: bool, as_json: bool, device: str | None, out: Path | None, **options: Any
+) -> None:
     """Compare algorithms: right answers and attention mass by budget, beside dense attention.
 
     A context is read once, with dense attention (by its indexer's selection, if the model has
@@ -90,7 +94,7 @@ def evaluate(as_json: bool, device: str | None, out: Path | None, **options: Any
                 if not plot.can_draw():
                     mend = f"pip install 'topkv-evaluation[plot]' and {plot.REDRAW} {out}"
                     click.echo(f"no plot without matplotlib: {mend}", err=True)
-            rows = _run(plan, console, out)
+            rows = _run(plan, console, out, stats)
         plan.check(rows)
         if out is not None and plot.can_draw():
             plot.draw(rows, out / plot.PICTURE)
@@ -103,7 +107,7 @@ def evaluate(as_json: bool, device: str | None, out: Path | None, **options: Any
             show(rows, Console(file=stdout))
 
 
-def _run(plan: Any, console: Console, out: Path | None) -> list[dict[str, Any]]:
+def _run(plan: Any, console: Console, out: Path | None, stats: bool) -> list[dict[str, Any]]:
     """Run all cells; a line for each that is done, so that an interrupted run keeps them."""
     from topkv_evaluation.eval.plot import RESULTS
 
@@ -119,6 +123,8 @@ def _run(plan: Any, console: Console, out: Path | None) -> list[dict[str, Any]]:
             progress.update(shown, description=text.ljust(32))
 
         for row in plan.run(begin):
+            if not stats:
+                row.pop("stats", None)
             rows.append(row)
             progress.advance(shown)
             if lines is not None:

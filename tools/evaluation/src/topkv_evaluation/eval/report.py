@@ -11,6 +11,7 @@ from rich.text import Text
 
 from topkv.config.layers import show_ranges
 from topkv_evaluation.eval.choices import EXACT
+from topkv_evaluation.stats_view import show_stats
 
 COLUMNS = ("algorithm", "dense layers", "budget", "nominal", "with index", "right", "95 %")
 COLUMNS += ("recall", "best", "hits", "s")
@@ -60,6 +61,13 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
                 table.add_row(*map(Text, _cells(row)))
         console.print(table)
         console.print()
+    for row in rows:
+        if "stats" in row:
+            dense = show_ranges(row["dense_layers"]) or "none"
+            where = f"{row['algorithm']}, dense layers {dense}, budget {row['budget_tokens']}"
+            console.print(Text(f"{where}, {row['task']}"))
+            show_stats(row["stats"], console)
+            console.print()
     used = {row["plugin"] for row in rows if row["algorithm"].split(":")[0] == EXACT}
     for note in (*NOTES, *([EXACT_NOTE] if used else [])):
         console.print(Text(note, "dim"), soft_wrap=True)

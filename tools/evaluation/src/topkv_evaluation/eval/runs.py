@@ -13,6 +13,7 @@ from topkv_evaluation.eval import recall
 from topkv_evaluation.eval.batches import answer, fork_rows, read_contexts
 from topkv_evaluation.eval.intervals import wilson
 from topkv_evaluation.eval.tasks import Question, Task
+from topkv_evaluation.measured import stats_of
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.session import AttachedModel
 
@@ -119,4 +120,5 @@ class Run:
             "backend": self.coordinator.config.backend,
             "device": str(self.coordinator.config.device),
             "dtype": str(self.coordinator.model.dtype).removeprefix("torch."),
+            "stats": stats_of(self.handle),
         }

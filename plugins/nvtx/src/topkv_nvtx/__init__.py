@@ -1,0 +1,1 @@
+"""An observer of topkv that marks forwards with NVTX ranges."""

@@ -1,0 +1,37 @@
+"""A stand-in for the functions of ``torch.cuda.nvtx``, which CPU builds of torch lack."""
+
+from __future__ import annotations
+
+import pytest
+from torch.cuda import nvtx
+
+
+class Timeline:
+    """What a profiler would see.
+
+    Attributes:
+        texts: of all ranges that were started, by their number.
+        open: numbers of those that have not ended, in order.
+    """
+
+    def __init__(self):
+        self.texts, self.open = {}, []
+
+    def start(self, text):
+        number = len(self.texts) + 1
+        self.texts[number] = text
+        self.open.append(number)
+        return number
+
+    def end(self, number):
+        self.open.remove(number)
+
+
+@pytest.fixture
+def timeline(monkeypatch):
+    """What ranges are there."""
+    timeline = Timeline()
+    monkeypatch.setattr(nvtx, "mark", lambda text: None)
+    monkeypatch.setattr(nvtx, "range_start", timeline.start)
+    monkeypatch.setattr(nvtx, "range_end", timeline.end)
+    return timeline

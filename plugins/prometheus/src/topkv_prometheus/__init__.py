@@ -1,0 +1,1 @@
+"""An observer of topkv that serves counts to Prometheus."""

@@ -1,0 +1,44 @@
+"""Gathers what forwards worked on, for ``collector`` to show."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from topkv import hookimpl
+from topkv.hooks.observer import ForwardReport, ObserverSetup
+from topkv.report import TransferReport
+from topkv_prometheus.collector import COLLECTOR, Counts
+
+EVERY = 100
+"""Forwards from one look at the counts of the device to the next; the host waits for each look."""
+
+_NUMBERS = count()
+
+
+class PrometheusObserver:
+    """The contract is ``topkv.hooks.observer``.
+
+    Attributes:
+        counts: what it has gathered.
+    """
+
+    def __init__(self, setup: ObserverSetup) -> None:
+        groups = [group.shape for group in setup.config.groups]
+        sparse = [group.layers for group in groups if group.residency == "sparse"]
+        # A series that begins at 0 shows its first step as an increase.
+        nothing = {layer: TransferReport(0, 0, 0) for layer in sorted(sum(sparse, ()))}
+        self.counts = Counts(next(_NUMBERS), TransferReport(0, 0, 0, layers=nothing))
+        COLLECTOR.watch(self.counts)
+
+    @hookimpl
+    def before_forward(self, report: ForwardReport) -> None:
+        self.counts.occupancy = report.occupancy
+
+    @hookimpl
+    def after_forward(self, report: ForwardReport) -> None:
+        counts = self.counts
+        counts.forwards += 1
+        counts.prompt_tokens += report.prompt_tokens
+        counts.decoded_tokens += sum(slot >= 0 for slot in report.slots)
+        if counts.forwards % EVERY == 0:
+            counts.transfers = report.totals()

@@ -1,0 +1,64 @@
+"""When the device is asked, by whom, and what becomes of an observer that is gone."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+from prometheus_client import REGISTRY, generate_latest
+
+from topkv.hooks.observer import ForwardReport, ObserverSetup
+from topkv.report import Occupancy, TransferReport
+from topkv.testing.machines.lifecycle_model import SPARSE, make_coordinator
+from topkv.testing.tiers import tier
+from topkv_prometheus.observer import EVERY, PrometheusObserver
+
+
+@pytest.fixture
+def observer():
+    coordinator = make_coordinator(tier("cpu"))
+    yield PrometheusObserver(ObserverSetup(coordinator.config))
+    coordinator.close()
+
+
+def misses(observer, layer):
+    """What a scrape in a thread of its own says."""
+    said = []
+
+    def scrape():
+        labels = {"coordinator": str(observer.counts.coordinator), "layer": str(layer)}
+        said.append(REGISTRY.get_sample_value("topkv_misses_total", labels))
+
+    thread = threading.Thread(target=scrape)
+    thread.start()
+    thread.join()
+    return said[0]
+
+
+def test_the_device_is_asked_in_every_hundredth_forward_and_by_no_scrape(observer):
+    asked, layer = [], SPARSE[0]
+
+    def totals():
+        asked.append((observer.counts.forwards, threading.current_thread()))
+        return TransferReport(0, 7, 0, layers={layer: TransferReport(0, 7, 0)})
+
+    report = ForwardReport((), 0, totals, totals, lambda: Occupancy(4, 2, 3, 1))
+    for forward in range(1, 2 * EVERY + 1):
+        observer.before_forward(report)
+        assert misses(observer, layer) == (0 if forward <= EVERY else 7)
+        observer.after_forward(report)
+    assert asked == [(at, threading.current_thread()) for at in (EVERY, 2 * EVERY)]
+
+
+def test_series_begin_at_0_and_vanish_with_their_observer():
+    coordinator = make_coordinator(tier("cpu"))
+    gone = PrometheusObserver(ObserverSetup(coordinator.config))
+    label = f'coordinator="{gone.counts.coordinator}"'
+    lines = [line for line in generate_latest().decode().splitlines() if label in line]
+    assert len(lines) == 3 + 3 * len(SPARSE)  # nothing says yet how much is held
+    assert all(line.endswith(" 0.0") for line in lines)
+    del gone
+    gc.collect()
+    assert label not in generate_latest().decode()
+    coordinator.close()
