@@ -233,7 +233,7 @@ class Recorder:
         self._events.append((KIND.RESET, slot, 0, 0, 0, 0))
 
     def forgets(self, group: int, slot: int) -> None:
-        """The buffer of a request is about to be forgotten in a group: nothing came past so far?"""
+        """The buffer of a request is about to be forgotten in a group."""
         self._compare(slot, [group])
 
     def _compare(self, slot: int, groups: Sequence[int]) -> None:
