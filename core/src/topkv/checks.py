@@ -62,14 +62,14 @@ def _check_generated(requests: Requests, slots: np.ndarray, tokens: int) -> None
     Args:
         slots: int32 ``[B]`` requests, each of which generates ``tokens`` further ones.
     """
-    length, most = requests.length[slots], requests.generated
+    length, generated = requests.length[slots], requests.generated
     prompt = np.where(requests.fresh[slots], length, requests.prompt[slots])
-    over = slots[length - prompt + tokens > most]
+    over = slots[length - prompt + tokens > generated]
     if len(over):
         raise RequestError(
-            f"slots {over.tolist()} would have more than {most} tokens after their prompt, and "
-            "the algorithm has room for no more; raise its parameter 'generated', or let it drop "
-            "the oldest of them"
+            f"slots {over.tolist()} would have more than {generated} tokens after "
+            "their prompt, and the algorithm has room for no more; raise its parameter "
+            "'generated', or let it drop the oldest of them"
         )
 
 
