@@ -145,7 +145,7 @@ class Tensors:
         """Bytes of these tensors and of the scratch of plugins."""
         selectors = [selector for _, selector in self.views.values()]
         holders = [self.lanes, selectors, plugins.algorithms, plugins.backends]
-        return count_memory(self.manager, self.uploader.step, holders)
+        return count_memory(self.manager, self.uploader, holders)
 
 
 def _selector(

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from attrs import field, frozen
 
 from topkv.kv.held import tensor_bytes
+from topkv.kv.step import StepUploader
 from topkv.kv.store import GroupStore
 from topkv.memory import SparseKVCacheManager
 from topkv.requests import Requests
-from topkv.types import StepTensors
 
 
 @frozen
@@ -102,13 +102,13 @@ class Stats:
 
 
 def count_memory(
-    manager: SparseKVCacheManager, step: StepTensors, others: Sequence[object]
+    manager: SparseKVCacheManager, uploader: StepUploader, others: Sequence[object]
 ) -> MemoryReport:
     """Count the bytes of both tiers.
 
     Args:
         manager: its pools, buffers and maps.
-        step: the step tensors.
+        uploader: has the step tensors.
         others: whatever else holds tensors on the device.
     """
     stores, pools, host = manager.stores, manager.representations, manager.host
@@ -117,8 +117,8 @@ def count_memory(
         buffer=sum(store.buffer.nbytes for store in stores),
         resident=sum(resident),
         representation=sum(pool.bytes for pool in pools),
-        metadata=sum(store.metadata_bytes for store in stores) + step.page_table.nbytes,
-        workspace=tensor_bytes(others, without=[stores, pools, step]),
+        metadata=sum(store.metadata_bytes for store in stores) + uploader.step.page_table.nbytes,
+        workspace=tensor_bytes(others, without=[stores, pools, uploader.step, uploader.staging]),
         host=host.size,
         host_used=host.size * host.used // max(1, host.num_pages),
     )

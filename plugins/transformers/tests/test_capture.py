@@ -53,6 +53,7 @@ def test_replayed_steps_are_those_of_python(tiny, recording, family, pads, optio
     assert not report.off
     assert not report.eager
     assert report.seconds.keys() == report.graph_bytes.keys() == {len(ours)}
+    assert f"{len(ours)} rows recorded in " in str(report)
 
 
 def test_a_budget_that_covers_the_sequence_gives_the_stock_model(tiny, check, recording):

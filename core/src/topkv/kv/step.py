@@ -66,6 +66,7 @@ class StepUploader:
         step: the step tensors, narrowed to the rows of the forward.
         table_rows: int32 ``[B]`` row of the page table of each row; 0 of padded ones.
         limits: int32 ``[B]`` of each group: how many units of a row can be selected.
+        staging: what uploads are written to, on the host.
     """
 
     def __init__(
@@ -80,7 +81,10 @@ class StepUploader:
         packed = (_FIELDS + len(limits), max_batch)
         self._packed = torch.zeros(packed, dtype=torch.int32, device=device)
         self._packed[0] = -1
-        self._steps, self._pages = Staging(packed, device), Staging(shape[1:], device)
+        self.staging = self._steps, self._pages = (
+            Staging(packed, device),
+            Staging(shape[1:], device),
+        )
         table = torch.zeros(shape, dtype=torch.int32, device=device)
         slots, lengths, high, appended, resident, self.table_rows = self._packed[:_FIELDS]
         self.step = StepTensors(slots, lengths, high, appended, resident, table)

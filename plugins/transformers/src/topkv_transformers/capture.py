@@ -56,6 +56,15 @@ class CaptureReport:
     replayed: int = 0
     eager: dict[int, str] = field(factory=dict)
 
+    def __str__(self) -> str:
+        if self.off:
+            return f"off: {'; '.join(self.off)}"
+        told = [f"{self.replayed} steps replayed"]
+        for rows, seconds in self.seconds.items():
+            size = self.graph_bytes[rows] / 2**20
+            told.append(f"{rows} rows recorded in {seconds:.2f} s and {size:.0f} MiB")
+        return "; ".join([*told, *(f"{rows} rows not: {why}" for rows, why in self.eager.items())])
+
 
 def refusals(decoder: Any, config: LoweredConfig) -> list[str]:
     """Every reason why steps of a decoder are not captured."""
