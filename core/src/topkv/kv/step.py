@@ -50,7 +50,8 @@ class Staging:
         """Copy the block that ``next`` gave, in stream order."""
         target.copy_(self._block, non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            # The stream that copied, which is not the current one on machines of several GPUs.
+            self._copied.record(torch.cuda.current_stream(target.device))
 
 
 class StepUploader:
