@@ -59,7 +59,7 @@ def test_every_contestant_decodes(fill):
         dtype=torch.bfloat16,
     )
     rows = {row["contestant"]: row for row in runs.Bench(options).run()}
-    assert {row["status"] for row in rows.values()} == {"ok"}, rows
+    assert not {name: row["reason"] for name, row in rows.items() if row["status"] != "ok"}
     whole = 2 * 4 * 2 * 2 * 64 * 2 * 2048
     assert rows["dense"]["bytes"]["device"] >= whole
     assert rows["offloaded"]["bytes"]["host"] >= whole / 2

@@ -276,7 +276,8 @@ class Bench:
             streamer=clock,
             do_sample=False,
             max_new_tokens=new_tokens,
-            prefill_chunk_size=self.options.chunk,
+            # Some versions of Transformers read the tokens of a filled cache again, in chunks.
+            prefill_chunk_size=None if cache.get_seq_length() else self.options.chunk,
         )
         if hasattr(cache, "close"):
             cache.close()
