@@ -109,7 +109,7 @@ class Settings(Generic[Unset, Size]):
     ring_tokens: int | Unset = setting(checks.count)
     """tokens of the ring of a lane, at least two units."""
 
-    capture: str | Unset = setting(one_of(("off", "auto")), "off")
+    capture: str | Unset = setting(one_of(("off", "auto")), "auto")
     """``"auto"`` where the engine may record decode steps on a GPU and replay them, which its
     plugins have to allow, or ``"off"``."""
 
