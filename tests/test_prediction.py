@@ -21,7 +21,7 @@ from topkv.prediction.machine import Machine, bytes_ms
 from topkv.prediction.probe import rates
 from topkv.prediction.report import ERROR, FARTHEST, predict
 from topkv.prediction.step import LONG, StepModel
-from topkv.types import ModelShape
+from topkv.types import IndexerShape, ModelShape
 from topkv_simulate.curve import Point
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -88,6 +88,46 @@ def test_another_run_on_another_host_is_slower_by_as_much_as_is_said(machine):
         for cell, error in errors(rows, step).items():
             assert -0.17 < error < 0, (cell, error)
     assert len(parts) == 2
+
+
+SAID = {
+    "quest": (0.7, 1.3),
+    "double_sparsity": (0.8, 2.0),
+    "snapkv": (0.7, 1.2),
+    "streaming_llm": (0.5, 0.9),
+    "clusterkv": (3, 5),
+    "deepseek_dsa": (0.9, 1.6),
+}
+"""What a measured layer takes of its prediction at least and at most, as docs/slower.md says."""
+
+
+def test_layers_of_other_algorithms_are_as_far_off_as_is_said(machine):
+    shares = {name: [] for name in SAID}
+    for row in rows_of("selection.jsonl")[1:]:
+        most = 131072 if row["budget"] == 2048 else 4096
+        config = lowered(
+            evolve(LLAMA, num_layers=1),
+            **{name: row[name] for name in ("algorithm", "params", "budget")},
+            dense_layers=(),
+            max_requests=1,
+            max_tokens=most + 64,
+        )
+        step = StepModel.of(config, evolve(machine, step_us=0.0))
+        time = step.topkv(row["tokens"], row["requests"], 1.0).ms
+        shares[row["algorithm"]].append(row["layer_us"] / 1e3 / time)
+    for row in rows_of("dsa_step.jsonl")[1:]:
+        latent = ModelShape(
+            *(row["layers"], 128, 1, 576, torch.bfloat16, 192**-0.5, "mla", 512),
+            indexer=IndexerShape(64, 128),
+        )
+        options = {"kv_format": "fp8", "budget": 2048, "buffer": 4096, "max_tokens": 131072 + 64}
+        config = lowered(latent, algorithm="deepseek_dsa", max_requests=1, **options)
+        time = StepModel.of(config, machine).topkv(131072, row["requests"], row["hit_rate"]).ms
+        shares["deepseek_dsa"].append(row["layer_us"] / 1e3 * row["layers"] / time)
+    for name, (least, most) in SAID.items():
+        digits = 1 if isinstance(least, float) else 0
+        found = min(shares[name]), max(shares[name])
+        assert tuple(round(each, digits) for each in found) == (least, most), (name, found)
 
 
 HALVED = {"host_format": "fp8"}
@@ -286,10 +326,7 @@ def test_a_cpu_is_not_measured():
 
 @pytest.mark.gpu
 def test_the_rates_of_a_gpu_are_those_of_a_gpu():
-    """And two looks agree: nothing but a busy machine changes them."""
-    device = torch.device("cuda", 0)
-    memory, link = rates(device)
-    again = rates(device)
-    assert memory > 3 * link > 3  # GB/s; PCIe is slower than any device memory
-    assert memory == pytest.approx(again[0], rel=0.2)
-    assert link == pytest.approx(again[1], rel=0.2)
+    """Wide bounds: other tests may use the GPU meanwhile. The log of a run says the figures."""
+    memory, link = rates(torch.device("cuda", 0))
+    print(f"device memory {memory:.0f} GB/s, link {link:.1f} GB/s")
+    assert 20_000 > memory > link > 0.5

@@ -2,7 +2,8 @@
 
 What attends to a layer needs all of its misses, so a step stands still while they are loaded.
 Off unless the setting ``stall_times`` asks for it: the two looks are launches of their own, a few
-microseconds a layer, and the load no longer starts while its plan still runs.
+microseconds a layer, and the load no longer starts while its plan still runs. The clock of a GPU
+may tick only once a microsecond: sums of many loads are right, a single one is coarse.
 """
 
 from __future__ import annotations
