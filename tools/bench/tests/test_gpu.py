@@ -71,5 +71,7 @@ def test_every_contestant_decodes(fill):
         device = row["profile"]["device_ms"]
         assert set(device) == {*PHASES, MODEL}
         assert device[MODEL] > 0
+    predicted = [name for name, row in rows.items() if row.get("predicted_step_ms", 0) > 0]
+    assert predicted == ["topkv-resident", "topkv"]
     sparse = rows["topkv"]["profile"]["device_ms"]
     assert all(sparse[phase] > 0 for phase in ("append", "select", "plan", "load", "attend"))
