@@ -17,7 +17,7 @@ from topkv.hooks.discovery import hookimpl
 from topkv.kv import row_kernels
 from topkv.testing.tiers import tier
 from topkv.testing.transfers import TransferTests
-from topkv.transfer import coded_kernels, kernels, reference, token_kernels, triton
+from topkv.transfer import entry_kernels, kernels, reference, token_kernels, triton
 from topkv.transfer.reference import ReferenceTransfer
 from topkv.transfer.triton import TritonTransfer
 
@@ -244,7 +244,7 @@ class KernelOffloadsWhatDidNotAppend(
 
 
 class KernelLoadsFromTheFirstHead(
-    kernels_with(kernels, "s_page + head * s_head + inner", "s_page + inner")
+    kernels_with(kernels, ".to(tl.int64) * s_page + head * s_head", ".to(tl.int64) * s_page")
 ):
     """The load kernel reads every lane's entries from the pages of the first."""
 
@@ -265,15 +265,17 @@ class ChunksKeepOldExponents(
     """A chunk brings the codes of its rows and leaves the exponents that were there."""
 
 
-class KernelLoadsOneExponent(kernels_with(coded_kernels, "inner // ROW_WORDS", "inner // WORDS")):
-    """The load kernel scales every row of an entry as the first one."""
+class KernelReadsOneExponent(
+    kernels_with(entry_kernels, "tl.load(p_entry + SIZE + at // D", "tl.load(p_entry + SIZE")
+):
+    """The kernels that unpack scale every row of an entry as the first one."""
 
 
 class KernelPacksTooTight(
     changed(
         triton,
-        coded_kernels=changed(
-            coded_kernels, encode_rows=changed(row_kernels, "0x1FFFFF", "0x0FFFFF").encode_rows
+        entry_kernels=changed(
+            entry_kernels, encode_rows=changed(row_kernels, "0x1FFFFF", "0x0FFFFF").encode_rows
         ),
     ).TritonTransfer
 ):
@@ -362,7 +364,7 @@ MUTANTS = [
     _mutant(KernelOffloadsWhatDidNotAppend, _OFFLOAD, "interpret"),
     _mutant(KernelLoadsFromTheFirstHead, _ORDERED, "interpret"),
     _mutant(ChunksKeepOldExponents, _CODED),
-    _mutant(KernelLoadsOneExponent, _CODED, "interpret"),
+    _mutant(KernelReadsOneExponent, _CODED, "interpret"),
     _mutant(KernelPacksTooTight, _CODED, "interpret"),
     _mutant(KernelAppendsKeysTwice, "test_append_writes_the_new_token_alone", "interpret"),
     _mutant(LoadsIfThereAreMisses, "test_hot_hooks_read_nothing_on_the_host", "interpret"),

@@ -65,7 +65,7 @@ class Forward:
         called: layers whose ``attention`` was called; a graph that is replayed calls none.
         attended: those of them that have run.
         ending: slots whose requests end with the forward.
-        live, writers: int32, slots of the decode rows that are not padded, and of those that append.
+        live, writers: int32, slots of decode rows: those that are not padded, those that append.
     """
 
     rows: np.ndarray

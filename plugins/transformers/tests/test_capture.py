@@ -212,7 +212,9 @@ def test_calls_that_are_no_plain_steps_run_in_python(tiny, recording, call, repl
                 told.append(model(ids, past_key_values=cache).logits)
             before = handle.capture.replayed
             told.append(call(model, ids, cache))
-            assert (handle.capture.replayed > before) == (replayed and settings["capture"] == "auto")
+            assert (handle.capture.replayed > before) == (
+                replayed and settings["capture"] == "auto"
+            )
             told.append(model(ids, past_key_values=cache).logits)
             cache.close()
             return torch.cat(told)

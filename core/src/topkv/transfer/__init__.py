@@ -5,7 +5,7 @@
 
 Reading order: ``geometry`` (places of units, and shared hooks), ``reference`` (all that has to be
 done, lane by lane), ``eviction``, ``triton`` (one launch a hook), and its kernels:
-``kernels`` (plan, load, offload) and ``token_kernels`` (append, store_chunk, fetch);
-``coded_kernels`` has those for entries that are coded on the host. Nothing is imported here, so
-that the reference works without Triton.
+``kernels`` (plan, load, offload) and ``token_kernels`` (append, store_chunk, fetch), which see
+the host through ``entry_kernels``. Nothing is imported here, so that the reference works without
+Triton.
 """

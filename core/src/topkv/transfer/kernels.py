@@ -204,23 +204,28 @@ def load_kernel(
     s_page,
     s_head,
     s_unit,
+    READ: tl.constexpr,
+    DECODE: tl.constexpr,
     LANE_HEADS: tl.constexpr,
     UNITS_PER_PAGE: tl.constexpr,
     K: tl.constexpr,
     SLOTS: tl.constexpr,
     WORDS: tl.constexpr,
     SPAN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (lanes, splits). Lanes of the GPU walk the missed entries laid end to end, 16 bytes
-    each, so that short entries use the link as well as long ones; SPAN places each, see
-    ``place_in_lines``. Pointers are int32 words and strides 16-byte words: so the compiler sees
-    that every access is aligned.
+    """Grid (lanes, splits). Lanes of the GPU walk the missed entries laid end to end, a word of
+    WIDTH elements each, so that short entries use the link as well as long ones. An entry has
+    WORDS of them in SPAN places, see ``place_in_lines``. Strides are in 16 bytes, and what is
+    copied as it is in int32: so the compiler sees that every access is aligned.
 
     PDL (programmatic dependent launch): the programs are in place before the plan has ended, and
     wait for it here. What the plan does not write can be read before.
     """
+    ALIGNED: tl.constexpr = 128 // p_pool.dtype.element_ty.primitive_bitwidth
     lane = tl.program_id(0).to(tl.int64)
     slot = tl.load(p_step_slots + lane // LANE_HEADS).to(tl.int64)
     if PDL:
@@ -229,7 +234,7 @@ def load_kernel(
     lane_row = slot * LANE_HEADS + head
     p_miss_hosts += lane * K
     p_miss_slots += lane * K
-    word = tl.arange(0, 4)
+    d = tl.arange(0, WIDTH)
     step = tl.num_programs(1) * BLOCK
     # Reads of host memory take longest and wait for the lists, so those are read one iteration
     # ahead; behind the last miss they hold -1.
@@ -238,22 +243,18 @@ def load_kernel(
     target = tl.load(p_miss_slots + i // SPAN, i < K * SPAN, other=-1)
     total = tl.load(p_misses + lane) * SPAN
     for _ in range(tl.program_id(1) * BLOCK, total, step):
-        source = (host // UNITS_PER_PAGE).to(tl.int64) * s_page + head * s_head
-        source += (host % UNITS_PER_PAGE).to(tl.int64) * s_unit
-        p_entry = p_pool + source * 4
-        inner = place_in_lines(p_entry, i, SPAN, WORDS, 16)
+        entry = (host // UNITS_PER_PAGE).to(tl.int64) * s_page + head * s_head
+        entry += (host % UNITS_PER_PAGE).to(tl.int64) * s_unit
+        p_entry = p_pool + entry * ALIGNED
+        inner = place_in_lines(p_entry, i, SPAN, WORDS, 16 * WIDTH // ALIGNED)
         live = (host >= 0) & (inner >= 0) & (inner < WORDS)
-        data = tl.load(
-            (p_entry + inner * 4)[:, None] + word[None, :],
-            live[:, None],
-            other=0,
-            cache_modifier=".cg",
-        )
+        data = READ(p_entry, inner * WIDTH, d, live, live[:, None], WORDS * WIDTH, D)
         place = (lane_row * SLOTS + target) * WORDS + inner
         i += step
         host = tl.load(p_miss_hosts + i // SPAN, i < K * SPAN, other=-1)
         target = tl.load(p_miss_slots + i // SPAN, i < K * SPAN, other=-1)
-        tl.store(p_buffer + (place * 4)[:, None] + word[None, :], data, live[:, None])
+        data = DECODE(data, p_buffer.dtype.element_ty)
+        tl.store(p_buffer + (place * WIDTH)[:, None] + d[None, :], data, live[:, None])
 
 
 @triton.jit
@@ -277,18 +278,25 @@ def offload_kernel(
     s_slot_layer,
     max_pages,
     max_units,
+    WRITE: tl.constexpr,
     FORCE: tl.constexpr,
     LANE_HEADS: tl.constexpr,
     UNIT: tl.constexpr,
     UNITS_PER_PAGE: tl.constexpr,
     C: tl.constexpr,
     T: tl.constexpr,
-    WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """Grid (lanes, layers): the unit that the step filled goes from the ring to the host, and to
-    its LRU slot if it has one. FORCE moves the open unit, filled or not.
+    its LRU slot if it has one, ROWS rows of D elements. FORCE moves the open unit, filled or not.
+    Strides of host memory in 16 bytes, ``s_buffer_layer`` in rows.
     """
+    ALIGNED: tl.constexpr = 128 // p_pool.dtype.element_ty.primitive_bitwidth
     lane = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
     batch = lane // LANE_HEADS
@@ -309,16 +317,17 @@ def offload_kernel(
         page = tl.load(p_page_table + slot * max_pages + unit // UNITS_PER_PAGE).to(tl.int64)
         inner_unit = (unit % UNITS_PER_PAGE).to(tl.int64)
         host = page * s_page + layer * s_layer + head * s_head + inner_unit * s_unit
-        p_host = p_pool + host * 4
-        p_row = p_buffer + (layer * s_buffer_layer + lane_row * (C + T) * WORDS) * 4
-        p_ring = p_row + (C + unit % T).to(tl.int64) * (WORDS * 4)
-        p_lru = p_row + place.to(tl.int64) * (WORDS * 4)
-        word = tl.arange(0, 4)
-        for begin in range(0, WORDS, BLOCK):
-            i = begin + tl.arange(0, BLOCK)
-            at = i[:, None] * 4 + word[None, :]
-            live = (i < WORDS)[:, None]
-            data = tl.load(p_ring + at, live, other=0)
-            tl.store(p_host + at, data, live)
+        p_host = p_pool + host * ALIGNED
+        p_row = p_buffer + (layer * s_buffer_layer + lane_row * (C + T) * ROWS) * D
+        p_ring = p_row + (C + unit % T).to(tl.int64) * (ROWS * D)
+        p_lru = p_row + place.to(tl.int64) * (ROWS * D)
+        d = tl.arange(0, BLOCK_D)
+        for begin in range(0, ROWS, BLOCK):
+            row = begin + tl.arange(0, BLOCK)
+            live = row < ROWS
+            both = live[:, None] & (d < D)[None, :]
+            at = row[:, None] * D + d[None, :]
+            data = tl.load(p_ring + at, both, other=0)
+            WRITE(p_host, row * D, d, data, live, both, ROWS * D, D, LEAST, MOST)
             if place >= 0:
-                tl.store(p_lru + at, data, live)
+                tl.store(p_lru + at, data, both)

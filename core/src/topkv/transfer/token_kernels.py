@@ -85,6 +85,7 @@ def store_kernel(
     s_head,
     s_unit,
     max_units,
+    WRITE: tl.constexpr,
     SPARSE: tl.constexpr,
     HEADS_PER_LANE: tl.constexpr,
     PLANES: tl.constexpr,
@@ -93,13 +94,17 @@ def store_kernel(
     C: tl.constexpr,
     T: tl.constexpr,
     D: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Grid (token blocks, Hkv): a prefill chunk to its pages, the ring and LRU slots.
 
-    Units below ``claim_below`` take the LRU slot of their own number.
+    Units below ``claim_below`` take the LRU slot of their own number. Strides of host memory in
+    its elements.
     """
+    SIZE: tl.constexpr = HEADS_PER_LANE * PLANES * UNIT * D
     kv_head = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = i < tokens
@@ -107,21 +112,23 @@ def store_kernel(
     unit = position // UNIT
     d = tl.arange(0, BLOCK_D)
     both = live[:, None] & (d < D)[None, :]
-    k = tl.load(p_k + (i * s_k + kv_head * D)[:, None] + d[None, :], both)
+    k = tl.load(p_k + (i * s_k + kv_head * D)[:, None] + d[None, :], both, other=0.0)
     v = k
     if PLANES == 2:
-        v = tl.load(p_v + (i * s_v + kv_head * D)[:, None] + d[None, :], both)
-    within = (kv_head % HEADS_PER_LANE) * (PLANES * UNIT * D) + (position % UNIT) * D
+        v = tl.load(p_v + (i * s_v + kv_head * D)[:, None] + d[None, :], both, other=0.0)
+    at = (kv_head % HEADS_PER_LANE) * (PLANES * UNIT * D) + (position % UNIT) * D
 
     lane_head = kv_head // HEADS_PER_LANE
     page = tl.load(p_page_row + unit // UNITS_PER_PAGE, live, other=0).to(tl.int64)
-    entry = page * s_page + lane_head * s_head + (unit % UNITS_PER_PAGE) * s_unit + within
-    _store_planes(p_pool + entry, d, k, v, both, UNIT * D, PLANES)
+    p_entry = p_pool + page * s_page + lane_head * s_head + (unit % UNITS_PER_PAGE) * s_unit
+    WRITE(p_entry, at, d, k, live, both, SIZE, D, LEAST, MOST)
+    if PLANES == 2:
+        WRITE(p_entry, at + UNIT * D, d, v, live, both, SIZE, D, LEAST, MOST)
     if SPARSE:
         lane_row = first_lane_row + lane_head
-        p_buffer += lane_row * (C + T) * (HEADS_PER_LANE * PLANES * UNIT * D)
+        p_buffer += lane_row * (C + T) * SIZE
         in_ring = both & (unit >= low)[:, None]
-        entry = (C + unit % T) * (HEADS_PER_LANE * PLANES * UNIT * D) + within
+        entry = (C + unit % T) * SIZE + at
         _store_planes(p_buffer + entry, d, k, v, in_ring, UNIT * D, PLANES)
 
         claims = live & (unit < claim_below)
@@ -130,7 +137,7 @@ def store_kernel(
         tl.store(p_unit_slot + lane_row * max_units + unit, unit.to(tl.int32), claims)
         tl.store(p_slot_unit + lane_row * C + unit, unit.to(tl.int32), claims)
         in_lru = both & (place >= 0)[:, None]
-        entry = place * (HEADS_PER_LANE * PLANES * UNIT * D) + within
+        entry = place * SIZE + at
         _store_planes(p_buffer + entry, d, k, v, in_lru, UNIT * D, PLANES)
 
 
@@ -145,6 +152,8 @@ def fetch_kernel(
     s_page,
     s_head,
     s_unit,
+    READ: tl.constexpr,
+    DECODE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEADS_PER_LANE: tl.constexpr,
     PLANES: tl.constexpr,
@@ -154,7 +163,10 @@ def fetch_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (token blocks, Hkv): history from its pages to packed ``[tokens, Hkv, D]``."""
+    """Grid (token blocks, Hkv): history from its pages to packed ``[tokens, Hkv, D]``. Strides of
+    host memory in its elements.
+    """
+    SIZE: tl.constexpr = HEADS_PER_LANE * PLANES * UNIT * D
     kv_head = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = i < tokens
@@ -163,12 +175,12 @@ def fetch_kernel(
     d = tl.arange(0, BLOCK_D)
     both = live[:, None] & (d < D)[None, :]
     page = tl.load(p_page_row + unit // UNITS_PER_PAGE, live, other=0).to(tl.int64)
-    entry = page * s_page + (kv_head // HEADS_PER_LANE) * s_head
-    entry += (unit % UNITS_PER_PAGE) * s_unit
-    entry += (kv_head % HEADS_PER_LANE) * (PLANES * UNIT * D) + (position % UNIT) * D
-    k = tl.load(p_pool + entry[:, None] + d[None, :], both, cache_modifier=".cg")
+    p_entry = p_pool + page * s_page + (kv_head // HEADS_PER_LANE) * s_head
+    p_entry += (unit % UNITS_PER_PAGE) * s_unit
+    at = (kv_head % HEADS_PER_LANE) * (PLANES * UNIT * D) + (position % UNIT) * D
+    k = READ(p_entry, at, d, live, both, SIZE, D)
     packed = (i * KV_HEADS + kv_head) * D
-    tl.store(p_k + packed[:, None] + d[None, :], k, both)
+    tl.store(p_k + packed[:, None] + d[None, :], DECODE(k, p_k.dtype.element_ty), both)
     if PLANES == 2:
-        v = tl.load(p_pool + (entry + UNIT * D)[:, None] + d[None, :], both, cache_modifier=".cg")
-        tl.store(p_v + packed[:, None] + d[None, :], v, both)
+        v = READ(p_entry, at + UNIT * D, d, live, both, SIZE, D)
+        tl.store(p_v + packed[:, None] + d[None, :], DECODE(v, p_k.dtype.element_ty), both)

@@ -18,7 +18,7 @@ from topkv.kv.host_format import EXPONENTS
 from topkv.kv.layout import GroupLayout
 from topkv.kv.store import GroupStore
 from topkv.ops import pdl
-from topkv.transfer import coded_kernels, kernels, token_kernels
+from topkv.transfer import entry_kernels, kernels, token_kernels
 from topkv.transfer.geometry import ZeroCopyTransfer
 from topkv.types import GroupShape, LayerView, Plan, StepTensors
 
@@ -73,68 +73,61 @@ def strides_of(layout: GroupLayout, size: int) -> dict[str, int]:
 
 @frozen
 class Copies:
-    """Kernels that see entries of the host pool, and the sizes that not all of their kind take.
+    """Which entries of the host pool the kernels see, and in which pieces.
 
     Attributes:
-        load, offload, store, fetch: the kernels.
-        load_sizes, offload_sizes, store_sizes: further arguments of them.
-        fetch_programs: programs of ``fetch`` for each block of tokens.
+        load, offload, store, fetch: arguments of the kernels of these names.
     """
 
-    load: Any
-    offload: Any
-    store: Any
-    fetch: Any
-    load_sizes: dict[str, int]
-    offload_sizes: dict[str, int]
-    store_sizes: dict[str, int]
-    fetch_programs: int
+    load: dict[str, Any]
+    offload: dict[str, Any]
+    store: dict[str, Any]
+    fetch: dict[str, Any]
 
 
 def _span(layout: GroupLayout, words: int, size: int) -> int:
-    """Places of ``size`` bytes in the lines of host memory that an entry of ``words`` may touch."""
+    """Places of ``size`` bytes in the lines that an entry of ``words`` may touch."""
     starts = layout.base, layout.layer_stride, *strides_of(layout, 1).values()
     aligned = all(start % LINE_BYTES == 0 for start in starts)
     line = LINE_BYTES // size
     return words if aligned else triton.cdiv(words + line - 1, line) * line
 
 
-def _plain_copies(group: GroupShape, layout: GroupLayout) -> Copies:
-    """Entries that both tiers hold alike move in words of 16 bytes."""
-    words = group.entry_bytes // 16
-    block = min(512, triton.next_power_of_2(words))
-    layer = group.max_lanes * group.slots * words
+def copies_of(group: GroupShape, layout: GroupLayout) -> Copies:
+    """Entries that both tiers hold alike move in words of 16 bytes, as they are; coded ones are
+    packed and unpacked row by row.
+    """
+    if group.host_format == "model":
+        read, decode = entry_kernels.read_plain, entry_kernels.decode_plain
+        write, least, most = entry_kernels.write_plain, 0, 0
+        rows, dim, width, block, warps = group.entry_bytes // 16, 4, 4, 512, 4
+    else:
+        read, decode = entry_kernels.read_coded, entry_kernels.decode_coded
+        write, (least, most) = entry_kernels.write_coded, EXPONENTS[group.dtype]
+        heads, planes, unit, dim = group.entry_shape
+        rows, block, warps = heads * planes * unit, 16, 8
+        width = min(16, dim & -dim)  # a word lies within a row
+    words, size = rows * dim // width, width * (4 if group.host_format == "model" else 1)
+    reads: dict[str, Any] = {"READ": read, "DECODE": decode}
+    writes: dict[str, Any] = {"WRITE": write, "LEAST": least, "MOST": most}
     return Copies(
-        *(kernels.load_kernel, kernels.offload_kernel),
-        *(token_kernels.store_kernel, token_kernels.fetch_kernel),
-        load_sizes={"WORDS": words, "SPAN": _span(layout, words, 16)},
-        offload_sizes={"WORDS": words, "BLOCK": block, "s_buffer_layer": layer},
-        store_sizes={},
-        fetch_programs=group.num_kv_heads,
-    )
-
-
-def _coded_copies(group: GroupShape, layout: GroupLayout) -> Copies:
-    """Entries that are coded on the host are packed and unpacked row by row."""
-    heads, planes, unit, dim = group.entry_shape
-    rows, width = heads * planes * unit, min(16, dim & -dim)  # a word lies within a row
-    least, most = EXPONENTS[group.dtype]
-    limits = {"LEAST": least, "MOST": most}
-    sizes = {"ROWS": rows, "D": dim, "BLOCK_D": triton.next_power_of_2(dim), **limits}
-    block = min(16, triton.next_power_of_2(rows))
-    layer = group.max_lanes * group.slots * rows * dim
-    return Copies(
-        *(coded_kernels.load_kernel, coded_kernels.offload_kernel),
-        *(coded_kernels.store_kernel, coded_kernels.fetch_kernel),
-        load_sizes={
-            "WORDS": rows * dim // width,
-            "SPAN": _span(layout, rows * dim // width, width),
+        load={
+            **reads,
+            "WORDS": words,
+            "SPAN": _span(layout, words, size),
             "WIDTH": width,
-            "ROW_WORDS": dim // width,
+            "D": dim,
         },
-        offload_sizes={**sizes, "BLOCK": block, "s_buffer_layer": layer},
-        store_sizes=limits,
-        fetch_programs=2 * group.num_kv_heads,
+        offload={
+            **writes,
+            "ROWS": rows,
+            "D": dim,
+            "BLOCK": min(block, triton.next_power_of_2(rows)),
+            "BLOCK_D": triton.next_power_of_2(dim),
+            "s_buffer_layer": group.max_lanes * group.slots * rows,
+        },
+        store=writes,
+        fetch={**reads, "num_warps": warps},
     )
 
 
@@ -163,7 +156,7 @@ class TritonTransfer(ZeroCopyTransfer):
         self.early = {"PDL": early, **pdl.options(early)}
         self.word_strides = strides_of(store.layout, 16)
         coded = group.host_format != "model"
-        self.copies = (_coded_copies if coded else _plain_copies)(group, store.layout)
+        self.copies = copies_of(group, store.layout)
         self.all_buffer_words = store.buffer if coded else store.buffer.view(torch.int32)
         self.tokens = {
             **strides_of(store.layout, 1 if coded else group.dtype.itemsize),
@@ -238,7 +231,7 @@ class TritonTransfer(ZeroCopyTransfer):
     def load(self, layer: LayerView, plan: Plan) -> None:
         group, step, memory = self.group, layer.step, self.memory[layer.index]
         lanes = step.batch * group.lane_heads
-        self.copies.load[(lanes, max(1, self.copy_programs // lanes))](
+        kernels.load_kernel[(lanes, max(1, self.copy_programs // lanes))](
             memory.host_words,
             memory.buffer_words,
             step.slots,
@@ -251,7 +244,7 @@ class TritonTransfer(ZeroCopyTransfer):
             SLOTS=group.slots,
             BLOCK=COPY_BLOCK,
             num_warps=8,
-            **self.copies.load_sizes,
+            **self.copies.load,
             **self.word_strides,
             **self.early,
         )
@@ -275,7 +268,7 @@ class TritonTransfer(ZeroCopyTransfer):
     def _write_back(self, step: StepTensors, force: bool) -> None:
         """Copy what a step filled, or its open units if ``force``, from the ring to the host."""
         group, store = self.group, self.store
-        self.copies.offload[(step.batch * group.lane_heads, len(group.layers))](
+        kernels.offload_kernel[(step.batch * group.lane_heads, len(group.layers))](
             self.memory[0].host_words,
             self.all_buffer_words,
             step.page_table,
@@ -298,7 +291,7 @@ class TritonTransfer(ZeroCopyTransfer):
             C=group.buffer_slots,
             T=group.ring_slots,
             num_warps=4,
-            **self.copies.offload_sizes,
+            **self.copies.offload,
             **self.word_strides,
         )
 
@@ -314,7 +307,7 @@ class TritonTransfer(ZeroCopyTransfer):
         resident: bool,
     ) -> None:
         group, memory, tokens = self.group, self.memory[layer.index], k.shape[0]
-        self.copies.store[(triton.cdiv(tokens, TOKEN_BLOCK), group.num_kv_heads)](
+        token_kernels.store_kernel[(triton.cdiv(tokens, TOKEN_BLOCK), group.num_kv_heads)](
             k,
             v,
             memory.host,
@@ -335,15 +328,14 @@ class TritonTransfer(ZeroCopyTransfer):
             T=max(group.ring_slots, 1),
             BLOCK_T=TOKEN_BLOCK,
             num_warps=4,
-            **self.copies.store_sizes,
+            **self.copies.store,
             **self.tokens,
         )
 
     @hookimpl
     def fetch(self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor) -> None:
         group, tokens = self.group, k.shape[0]
-        programs = self.copies.fetch_programs
-        self.copies.fetch[(triton.cdiv(tokens, TOKEN_BLOCK), programs)](
+        token_kernels.fetch_kernel[(triton.cdiv(tokens, TOKEN_BLOCK), group.num_kv_heads)](
             k,
             v,
             self.memory[layer.index].host,
@@ -352,6 +344,6 @@ class TritonTransfer(ZeroCopyTransfer):
             tokens,
             KV_HEADS=group.num_kv_heads,
             BLOCK_T=TOKEN_BLOCK,
-            num_warps=4,
+            **self.copies.fetch,
             **self.tokens,
         )

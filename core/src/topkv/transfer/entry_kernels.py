@@ -1,0 +1,78 @@
+"""How kernels see entries of the host pool: as the device has them, or coded
+(``topkv.kv.host_format``). The kernels that copy take functions of one kind and are compiled for
+them, so that a copy as it is has nothing of the codes.
+
+``p_entry + at`` points to the first of BLOCK elements in a row of D, ``[n]``; ``live`` says which
+of them are meant, ``mask`` which elements ``[n, BLOCK]``, of which ``d`` are the numbers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from topkv.kv.row_kernels import decode_rows, encode_rows
+
+
+@triton.jit
+def read_plain(p_entry, at, d, live, mask, SIZE: tl.constexpr, D: tl.constexpr):
+    """Elements as they lie there."""
+    p_data = (p_entry + at)[:, None] + d[None, :]
+    return tl.load(p_data, mask, other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def decode_plain(data, DTYPE: tl.constexpr):
+    """What ``read_plain`` gave."""
+    return data
+
+
+@triton.jit
+def write_plain(
+    p_entry,
+    at,
+    d,
+    x,
+    live,
+    mask,
+    SIZE: tl.constexpr,
+    D: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """Elements as they are."""
+    tl.store((p_entry + at)[:, None] + d[None, :], x, mask)
+
+
+@triton.jit
+def read_coded(p_entry, at, d, live, mask, SIZE: tl.constexpr, D: tl.constexpr):
+    """Codes, and the exponents of their rows, which lie behind the SIZE codes of an entry."""
+    codes = read_plain(p_entry, at, d, live, mask, SIZE, D)
+    # All warps of a program read the same few: the link is asked once, and the L1 cache then.
+    return codes, tl.load(p_entry + SIZE + at // D, live, other=0, cache_modifier=".ca")
+
+
+@triton.jit
+def decode_coded(data, DTYPE: tl.constexpr):
+    """What ``read_coded`` gave, in the dtype of the device."""
+    codes, exponents = data
+    return decode_rows(codes, exponents[:, None], DTYPE)
+
+
+@triton.jit
+def write_coded(
+    p_entry,
+    at,
+    d,
+    x,
+    live,
+    mask,
+    SIZE: tl.constexpr,
+    D: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """Whole rows, coded; what is masked out of ``x`` is 0."""
+    codes, exponents = encode_rows(x.to(tl.float32), LEAST, MOST)
+    write_plain(p_entry, at, d, codes, live, mask, SIZE, D, LEAST, MOST)
+    tl.store(p_entry + SIZE + at // D, exponents, live)
