@@ -261,27 +261,31 @@ def fetch_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (token blocks, 2 Hkv): history from its pages to packed ``[tokens, Hkv, D]``, the
-    keys of all heads and then the values. Strides of host memory in bytes.
+    """Grid (programs): history from its pages to packed ``[tokens, Hkv, D]``. The programs share
+    the blocks of tokens of all heads, first keys and then values. Strides of host memory in bytes.
     """
     ROWS: tl.constexpr = HEADS_PER_LANE * PLANES * UNIT
-    kv_head = tl.program_id(1).to(tl.int64) % KV_HEADS
-    plane = tl.program_id(1) // KV_HEADS
-    i = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    live = i < tokens
-    position = start + i
-    unit = position // UNIT
     d = tl.arange(0, BLOCK_D)[None, :]
-    both = live[:, None] & (d < D)
-    page = tl.load(p_page_row + unit // UNITS_PER_PAGE, live, other=0).to(tl.int64)
-    p_entry = p_pool + page * s_page + (kv_head // HEADS_PER_LANE) * s_head
-    p_entry += (unit % UNITS_PER_PAGE) * s_unit
-    row = ((kv_head % HEADS_PER_LANE) * PLANES + plane) * UNIT + position % UNIT
-    codes = tl.load((p_entry + row * D)[:, None] + d, both, other=0, cache_modifier=".cg")
-    exponents = tl.load(p_entry + ROWS * D + row, live, other=0, cache_modifier=".cg")
-    data = decode_rows(codes, exponents[:, None], p_k.dtype.element_ty)
-    packed = ((i * KV_HEADS + kv_head) * D)[:, None] + d
-    if plane == 0:
-        tl.store(p_k + packed, data, both)
-    else:
-        tl.store(p_v + packed, data, both)
+    tile, step = tl.program_id(0), tl.num_programs(0)
+    tiles = tl.cdiv(tokens, BLOCK_T) * (KV_HEADS * PLANES)
+    for _ in range(tl.program_id(0), tiles, step):
+        plane = tile // KV_HEADS % PLANES
+        kv_head = (tile % KV_HEADS).to(tl.int64)
+        i = (tile // (KV_HEADS * PLANES)).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        live = i < tokens
+        position = start + i
+        unit = position // UNIT
+        both = live[:, None] & (d < D)
+        page = tl.load(p_page_row + unit // UNITS_PER_PAGE, live, other=0).to(tl.int64)
+        p_entry = p_pool + page * s_page + (kv_head // HEADS_PER_LANE) * s_head
+        p_entry += (unit % UNITS_PER_PAGE) * s_unit
+        row = ((kv_head % HEADS_PER_LANE) * PLANES + plane) * UNIT + position % UNIT
+        codes = tl.load((p_entry + row * D)[:, None] + d, both, other=0, cache_modifier=".cg")
+        exponents = tl.load(p_entry + ROWS * D + row, live, other=0, cache_modifier=".cg")
+        data = decode_rows(codes, exponents[:, None], p_k.dtype.element_ty)
+        packed = ((i * KV_HEADS + kv_head) * D)[:, None] + d
+        if plane == 0:
+            tl.store(p_k + packed, data, both)
+        else:
+            tl.store(p_v + packed, data, both)
+        tile += step

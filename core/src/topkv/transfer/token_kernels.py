@@ -154,21 +154,29 @@ def fetch_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (token blocks, Hkv): history from its pages to packed ``[tokens, Hkv, D]``."""
-    kv_head = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    live = i < tokens
-    position = start + i
-    unit = position // UNIT
+    """Grid (programs): history from its pages to packed ``[tokens, Hkv, D]``. The programs share
+    the blocks of tokens of all heads, so that few of them can do it beside other kernels."""
     d = tl.arange(0, BLOCK_D)
-    both = live[:, None] & (d < D)[None, :]
-    page = tl.load(p_page_row + unit // UNITS_PER_PAGE, live, other=0).to(tl.int64)
-    entry = page * s_page + (kv_head // HEADS_PER_LANE) * s_head
-    entry += (unit % UNITS_PER_PAGE) * s_unit
-    entry += (kv_head % HEADS_PER_LANE) * (PLANES * UNIT * D) + (position % UNIT) * D
-    k = tl.load(p_pool + entry[:, None] + d[None, :], both, cache_modifier=".cg")
-    packed = (i * KV_HEADS + kv_head) * D
-    tl.store(p_k + packed[:, None] + d[None, :], k, both)
-    if PLANES == 2:
-        v = tl.load(p_pool + (entry + UNIT * D)[:, None] + d[None, :], both, cache_modifier=".cg")
-        tl.store(p_v + packed[:, None] + d[None, :], v, both)
+    tile, step = tl.program_id(0), tl.num_programs(0)
+    tiles = tl.cdiv(tokens, BLOCK_T) * KV_HEADS
+    for _ in range(tl.program_id(0), tiles, step):
+        kv_head = (tile % KV_HEADS).to(tl.int64)
+        i = (tile // KV_HEADS).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        live = i < tokens
+        position = start + i
+        unit = position // UNIT
+        both = live[:, None] & (d < D)[None, :]
+        page = tl.load(p_page_row + unit // UNITS_PER_PAGE, live, other=0).to(tl.int64)
+        entry = page * s_page + (kv_head // HEADS_PER_LANE) * s_head
+        entry += (unit % UNITS_PER_PAGE) * s_unit
+        entry += (kv_head % HEADS_PER_LANE) * (PLANES * UNIT * D) + (position % UNIT) * D
+        p_entry = (p_pool + entry)[:, None] + d[None, :]
+        packed = ((i * KV_HEADS + kv_head) * D)[:, None] + d[None, :]
+        k = tl.load(p_entry, both, cache_modifier=".cg")
+        v = k
+        if PLANES == 2:  # both are on their way before one is waited for
+            v = tl.load(p_entry + UNIT * D, both, cache_modifier=".cg")
+        tl.store(p_k + packed, k, both)
+        if PLANES == 2:
+            tl.store(p_v + packed, v, both)
+        tile += step

@@ -28,6 +28,10 @@ COPY_PROGRAMS = 256
 COPY_BLOCK = 256
 """16-byte words per program and iteration."""
 
+FETCH_PROGRAMS = 32
+"""Most programs that fetch history: it is fetched while prompts are attended, and every program
+takes the place of one that attends."""
+
 TOKEN_BLOCK = 64
 """Tokens per program of the prefill kernels."""
 
@@ -75,7 +79,7 @@ class Copies:
     Attributes:
         load, offload, store, fetch: the kernels.
         load_sizes, offload_sizes, store_sizes: further arguments of them.
-        fetch_programs: programs of ``fetch`` for each block of tokens.
+        fetch_tiles: of a block of tokens, what ``fetch`` shares out: heads, or planes of heads.
     """
 
     load: Any
@@ -85,7 +89,7 @@ class Copies:
     load_sizes: dict[str, int]
     offload_sizes: dict[str, int]
     store_sizes: dict[str, int]
-    fetch_programs: int
+    fetch_tiles: int
 
 
 def _plain_copies(group: GroupShape) -> Copies:
@@ -99,7 +103,7 @@ def _plain_copies(group: GroupShape) -> Copies:
         load_sizes={"WORDS": words},
         offload_sizes={"WORDS": words, "BLOCK": block, "s_buffer_layer": layer},
         store_sizes={},
-        fetch_programs=group.num_kv_heads,
+        fetch_tiles=group.num_kv_heads,
     )
 
 
@@ -118,7 +122,7 @@ def _coded_copies(group: GroupShape) -> Copies:
         load_sizes={"WORDS": rows * dim // width, "WIDTH": width, "ROW_WORDS": dim // width},
         offload_sizes={**sizes, "BLOCK": block, "s_buffer_layer": layer},
         store_sizes=limits,
-        fetch_programs=2 * group.num_kv_heads,
+        fetch_tiles=2 * group.num_kv_heads,
     )
 
 
@@ -142,6 +146,7 @@ class TritonTransfer(ZeroCopyTransfer):
         self.plan_warps = 4 if self.block_c <= 1024 else 8 if self.block_c <= 8192 else 32
         # Triton's interpreter runs one program after the other.
         self.copy_programs = COPY_PROGRAMS if device.type == "cuda" else 4
+        self.fetch_programs = FETCH_PROGRAMS if device.type == "cuda" else 4
         # The copy's programs start while the plan still runs: one launch latency less a step.
         early = pdl.available(device)
         self.early = {"PDL": early, **pdl.options(early)}
@@ -326,8 +331,8 @@ class TritonTransfer(ZeroCopyTransfer):
     @hookimpl
     def fetch(self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor) -> None:
         group, tokens = self.group, k.shape[0]
-        programs = self.copies.fetch_programs
-        self.copies.fetch[(triton.cdiv(tokens, TOKEN_BLOCK), programs)](
+        tiles = triton.cdiv(tokens, TOKEN_BLOCK) * self.copies.fetch_tiles
+        self.copies.fetch[(min(tiles, self.fetch_programs),)](
             k,
             v,
             self.memory[layer.index].host,
