@@ -18,6 +18,7 @@ from topkv.testing.delays import fetched_in_time
 from topkv.testing.kit import examples
 from topkv.testing.machines.lifecycle_model import (
     DIM,
+    HEADS,
     KV_HEADS,
     LAYERS,
     make_coordinator,
@@ -91,8 +92,10 @@ class Late(SideStream):
     @contextlib.contextmanager
     def behind(self, *tensors):
         self.inside = True
-        yield
-        self.inside = False
+        try:
+            yield
+        finally:
+            self.inside = False
 
     def mark(self):
         return len(self.queue)
@@ -187,6 +190,51 @@ def test_blocks_are_fetched_once_and_ahead(make):
             attended += 1
     assert attended == 5 * LAYERS
     coordinator.close()
+
+
+def begun_again(coordinator, chunks, inputs):
+    """Outputs of a forward that is dropped and begun again where it is interrupted."""
+    while True:
+        try:
+            coordinator.forward_begin(prefill=chunks)
+            outs = [coordinator.attention(layer, *inputs[layer]) for layer in range(LAYERS)]
+        except KeyboardInterrupt:
+            coordinator.forward_abort()
+            assert not coordinator.prefill.ahead._places, "nothing is on its way"
+        else:
+            coordinator.forward_end()
+            return outs
+
+
+@pytest.mark.parametrize("call", ["fetch", "prefill", "store_chunk"])
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 6, 7, 8])
+def test_a_forward_that_was_cut_short_can_be_done_again(make, monkeypatch, call, number):
+    """An interrupt in a call of its first layers, or while it begins."""
+    cut, whole = late(make()), fetched_in_time(make())
+    driver = Driver(cut, whole)
+    driver.begin()
+    driver.begin()
+    driver.forward(chunks=[(0, 19), (1, 9)])
+    calls = 0
+
+    def counted(real, *args):
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    owners = [path.backend if call == "prefill" else path.transfer for path in cut.layers]
+    for owner in {id(owner): owner for owner in owners}.values():
+        monkeypatch.setattr(owner, call, partial(counted, getattr(owner, call)))
+    chunks = [(1, 5), (0, 6)]
+    inputs = [
+        [torch.randn(11, n, DIM) for n in (HEADS, KV_HEADS, KV_HEADS)] for _ in range(LAYERS)
+    ]
+    outs = [begun_again(each, chunks, inputs) for each in (cut, whole)]
+    assert calls > number
+    assert all(map(torch.equal, *outs))
+    driver.close()
 
 
 def test_memory_goes_with_the_forward(make):

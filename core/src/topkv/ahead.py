@@ -79,8 +79,12 @@ class HistoryAhead:
         self._places = [
             torch.empty(size, dtype=torch.uint8, device=self.config.device) for _ in range(PLACES)
         ]
-        for number in range(PLACES):
-            self._fetch_ahead(number)
+        try:
+            for number in range(PLACES):
+                self._fetch_ahead(number)
+        except BaseException:
+            self.end()
+            raise
 
     def blocks(self, path: LayerPath, slot: int) -> Iterator[Block]:
         """The history of a chunk in a layer; a block is valid until the next one is asked for."""
