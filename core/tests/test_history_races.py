@@ -105,3 +105,24 @@ def test_a_missing_event_shows(adversary_name, monkeypatch):
 
     with pytest.raises(AssertionError, match="outputs differ"):
         raced(adversary_name, broken)
+
+
+def test_the_host_waits_for_nothing():
+    coordinator = make_coordinator(tier("gpu"))
+    driver = Driver(coordinator)
+    driver.begin()
+    driver.forward(chunks=[(0, 19)])
+    driver.forward(chunks=[(0, 5)])  # compiles what fetches
+    coordinator.forward_begin(prefill=[(0, 5)])
+    ahead, forward = coordinator.prefill.ahead, coordinator.forward
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ahead.begin(forward.chunks, coordinator.requests.length)
+        found = [len(k) for path in coordinator.layers for _, k, _ in ahead.blocks(path, 0)]
+        coordinator.prefill.join()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert found == [8, 8, 8] * len(coordinator.layers)
+    coordinator.forward_abort()
+    driver.close()
