@@ -144,6 +144,7 @@ def test_tokens_are_stored_alike_in_chunks_of_any_size(dtype, on):
             coordinator.forward_end()
             at += size or 1
         coordinator.flush(slot)
+        coordinator.manager.synchronize()  # the host is read here, by no kernel
         for layer in SPARSE:
             view = coordinator.layers[layer].view
             store = coordinator.manager.stores[0]

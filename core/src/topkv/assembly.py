@@ -26,6 +26,7 @@ from topkv.regranulated import Regranulated, SharedRegranulated
 from topkv.report import MemoryReport, count_memory
 from topkv.selectors import Own, Selector
 from topkv.transfer.eviction import require_kernel
+from topkv.transfer.stalls import timed
 from topkv.types import LayerView
 
 
@@ -197,15 +198,15 @@ def connect(
         host = store.group.host_format
         token = TokenFormat.of(config.model, config.kv_format, config.impl, host)
         setup = TransferSetup(store, views, plugins.eviction)
-        transfer: Transfer = registry.create("transfer", config.transfer, setup, config.impl)
-        transfers.append(transfer)
+        engine: Transfer = registry.create("transfer", config.transfer, setup, config.impl)
+        transfers.append(timed(config, store, engine))
         for view in views:
             k_slots, v_slots = store.slot_views(view.index)
             paths.append(
                 LayerPath(
                     view=view,
                     algorithm=plugins.algorithms[index],
-                    transfer=transfer,
+                    transfer=transfers[index],
                     backend=plugins.backends[index],
                     lanes=tensors.lanes[index],
                     format=token,

@@ -26,19 +26,19 @@ def check_begin(forward: Forward, requests: Requests) -> None:
     if len(rows) > most:
         raise RequestError(f"{len(rows)} decode rows exceed max_requests = {most}")
     for chunk in forward.chunks:
+        requests.check(chunk.slot)
         if chunk.tokens < 0:
             raise RequestError(
                 f"chunk ({chunk.slot}, {chunk.tokens}) has fewer than 0 tokens; rollback and "
                 "truncate take tokens back"
             )
-    chunks = np.asarray([chunk.slot for chunk in forward.chunks], dtype=np.int32)
-    slots = np.append(rows[rows >= 0], chunks)
-    known = (slots >= 0) & (slots < len(requests.active))
-    if not (known.all() and requests.active[slots].all()):
+    slots, active = forward.live, requests.active
+    if forward.chunks:
+        slots = np.append(slots, [chunk.slot for chunk in forward.chunks])
+    named = np.bincount(slots, minlength=len(active))
+    if len(named) > len(active) or (named > active).any():
         for slot in slots.tolist():
             requests.check(slot)
-    named = np.bincount(slots, minlength=1)
-    if named.max() > 1:
         raise RequestError(f"slot {named.argmax()} is named twice in one forward")
     _check_generated(requests, forward.writers, 1)
     if forward.chunks:
@@ -62,7 +62,10 @@ def _check_generated(requests: Requests, slots: np.ndarray, tokens: int) -> None
     Args:
         slots: int32 ``[B]`` requests, each of which generates ``tokens`` further ones.
     """
-    length, generated = requests.length[slots], requests.generated
+    generated = requests.generated
+    if generated == 2**31 - 1:
+        return  # it has room for any number
+    length = requests.length[slots]
     prompt = np.where(requests.fresh[slots], length, requests.prompt[slots])
     over = slots[length - prompt + tokens > generated]
     if len(over):

@@ -118,7 +118,7 @@ class SparseCoordinator:
             forward.add_chunk(slot, tokens, *row)
         check_begin(forward, self.requests)
         self.requests.own_pages(forward)
-        self._settle(rows[live])
+        self._settle(forward.live)
         for chunk in forward.chunks:
             self.requests.flush(chunk.slot)
         self._upload(rows, appended)
@@ -257,9 +257,9 @@ class SparseCoordinator:
         """Settle all groups of requests that turn to decode, and warm those requests; settle
         single groups whose period is over."""
         requests = self.requests
-        fresh = slots[requests.fresh[slots]]
+        fresh = requests.fresh[slots]
         due = requests.length[slots] - requests.settled[:, slots] >= self._settle_periods
-        due |= requests.fresh[slots]
+        due |= fresh
         if not due.any():
             return  # most steps
         for slot, groups in zip(slots[due.any(0)].tolist(), due.T[due.any(0)], strict=True):
@@ -271,9 +271,10 @@ class SparseCoordinator:
                     since, length = int(requests.settled[group, slot]), requests.length[slot]
                     self.prefill.settle(path, slot, since, int(length))
             requests.settled[groups, slot] = requests.length[slot]
-        requests.fresh[fresh], requests.prompt[fresh] = False, requests.length[fresh]
-        if len(fresh):
-            self._warm(fresh)
+        slots = slots[fresh]
+        requests.fresh[slots], requests.prompt[slots] = False, requests.length[slots]
+        if len(slots):
+            self._warm(slots)
 
     def _warm(self, slots: np.ndarray) -> None:
         """Load what the last query of each prompt selects, so that decoding starts with hits."""

@@ -65,6 +65,7 @@ class Forward:
         called: layers whose ``attention`` was called; a graph that is replayed calls none.
         attended: those of them that have run.
         ending: slots whose requests end with the forward.
+        live, writers: int32, slots of the decode rows that are not padded, and of those that append.
     """
 
     rows: np.ndarray
@@ -73,17 +74,17 @@ class Forward:
     called: set[int] = field(factory=set)
     attended: set[int] = field(factory=set)
     ending: list[int] = field(factory=list)
+    live: np.ndarray = field(init=False)
+    writers: np.ndarray = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.live = self.rows[self.rows >= 0]
+        self.writers = self.rows[self.appended == 1]
 
     def add_chunk(self, slot: int, tokens: int, row: int | None = None) -> None:
         """Put the rows of a chunk behind those that are there, or at a row."""
         first = self.count if row is None else row
         self.chunks.append(Chunk(slot, slice(first, first + tokens)))
-
-    @property
-    def writers(self) -> np.ndarray:
-        """Slots of the decode rows that append."""
-        writers: np.ndarray = self.rows[self.appended == 1]
-        return writers
 
     @property
     def prompt_tokens(self) -> int:

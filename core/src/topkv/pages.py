@@ -72,8 +72,8 @@ class PageTable:
             length: int32 ``[B]`` tokens of each.
         """
         index, last = length // self.page_tokens, self.table.shape[1] - 1
-        page = np.where(index <= last, self.table[slots, np.minimum(index, last)], 0)
-        in_need: np.ndarray = slots[(page == 0) | (self.manager.host.references[page] > 1)]
+        page = self.table[slots, np.minimum(index, last)]
+        in_need: np.ndarray = slots[(self.manager.host.references[page] != 1) | (index > last)]
         return in_need
 
     def own(self, places: Sequence[tuple[int, int, int]]) -> None:

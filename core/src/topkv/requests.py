@@ -265,13 +265,13 @@ class Requests:
     def advance(self, forward: Forward) -> None:
         """Count the tokens of a forward that has ended."""
         writers = forward.writers
-        self.length[writers] += 1
-        self.dirty[writers] = True
+        length = self.length[writers] + 1
+        self.length[writers], self.dirty[writers] = length, True
+        self.high[writers] = np.maximum(self.high[writers], length)
         for chunk in forward.chunks:
             self.length[chunk.slot] += chunk.tokens
             self.fresh[chunk.slot] |= chunk.tokens > 0
-        touched = [*writers.tolist(), *(chunk.slot for chunk in forward.chunks)]
-        self.high[touched] = np.maximum(self.high[touched], self.length[touched])
+            self.high[chunk.slot] = max(self.high[chunk.slot], self.length[chunk.slot])
 
     def abort(self, forward: Forward) -> None:
         """Forget the tokens of a forward that was dropped, and what its rows had planned. Cold.
@@ -280,7 +280,7 @@ class Requests:
         host has everything before it.
         """
         chunks = [chunk.slot for chunk in forward.chunks]
-        self.restore_all([*forward.rows[forward.rows >= 0].tolist(), *chunks])
+        self.restore_all([*forward.live.tolist(), *chunks])
 
     def restore_all(self, slots: Iterable[int]) -> None:
         """Believe nothing of the device about these requests: fill it from the host. Cold."""

@@ -62,3 +62,16 @@ def test_series_begin_at_0_and_vanish_with_their_observer():
     gc.collect()
     assert label not in generate_latest().decode()
     coordinator.close()
+
+
+def test_stalls_are_shown_where_they_are_measured():
+    for options, shown in (({}, False), ({"stall_times": True}, True)):
+        coordinator = make_coordinator(tier("cpu"), **options)
+        observer = PrometheusObserver(ObserverSetup(coordinator.config))
+        own = {"coordinator": str(observer.counts.coordinator), "layer": str(SPARSE[0])}
+        name = "topkv_stall_seconds_total"
+        assert REGISTRY.get_sample_value(name, own) == (0 if shown else None)
+        layer = TransferReport(1, 2, 3, stall_ms=250.0 if shown else None)
+        observer.counts.transfers = TransferReport(1, 2, 3, layers={SPARSE[0]: layer})
+        assert REGISTRY.get_sample_value(name, own) == (0.25 if shown else None)
+        coordinator.close()

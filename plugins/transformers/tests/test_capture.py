@@ -11,6 +11,7 @@ import topkv
 from topkv_transformers import capture
 
 SPARSE = {"budget": 32, "buffer": 48, "resident_fast_path": False}
+EAGER = {**SPARSE, "capture": "off"}
 OPTIONS = {
     "greedy": {},
     "sampling": {"do_sample": True, "top_k": 20, "temperature": 1.3},
@@ -42,7 +43,7 @@ def generated(model, settings, prompt, steps=24, **options):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_replayed_steps_are_those_of_python(tiny, recording, family, pads, options):
     model, prompt = tiny.model(family, layers=3), tiny.prompt(45, pads)
-    settings = tiny.settings(**SPARSE, dense_layers=[1], max_requests=6)
+    settings = tiny.settings(**EAGER, dense_layers=[1], max_requests=6)
     stock, logits, off = generated(model, settings, prompt, **OPTIONS[options])
     ours, ours_logits, report = generated(model, settings | recording, prompt, **OPTIONS[options])
     assert off.off[0] == "the setting capture is 'off'"
@@ -98,7 +99,7 @@ def test_streamers_criteria_and_embeddings(tiny, recording):
             )
             return streamer.ids, handle.capture.replayed
 
-    plain, none = told(tiny.settings(**SPARSE))
+    plain, none = told(tiny.settings(**EAGER))
     ours, replayed = told(tiny.settings(**SPARSE, **recording))
     assert ours == plain
     assert none == 0
@@ -139,7 +140,7 @@ def test_further_turns_forks_and_batch_sizes_share_recordings(tiny, recording):
                 cache.close()
             return told, handle.capture
 
-    plain, _ = lives(tiny.settings(**SPARSE, max_requests=6))
+    plain, _ = lives(tiny.settings(**EAGER, max_requests=6))
     ours, report = lives(tiny.settings(**SPARSE, **recording, max_requests=6))
     assert all(map(torch.equal, ours, plain))
     assert len(ours) == len(plain)
@@ -165,7 +166,7 @@ def test_a_loop_of_ones_own(tiny, recording, mode, positions):
             cache.close()
             return torch.cat(logits), handle.capture.replayed
 
-    plain, _ = loop(tiny.settings(**SPARSE))
+    plain, _ = loop(tiny.settings(**EAGER))
     ours, replayed = loop(tiny.settings(**SPARSE, **recording))
     assert torch.equal(ours, plain)
     assert replayed == 8
@@ -211,12 +212,12 @@ def test_calls_that_are_no_plain_steps_run_in_python(tiny, recording, call, repl
                 told.append(model(ids, past_key_values=cache).logits)
             before = handle.capture.replayed
             told.append(call(model, ids, cache))
-            assert (handle.capture.replayed > before) == (replayed and "capture" in settings)
+            assert (handle.capture.replayed > before) == (replayed and settings["capture"] == "auto")
             told.append(model(ids, past_key_values=cache).logits)
             cache.close()
             return torch.cat(told)
 
-    plain = loop(tiny.settings(**SPARSE))
+    plain = loop(tiny.settings(**EAGER))
     assert torch.equal(loop(tiny.settings(**SPARSE, **recording)), plain)
 
 
@@ -279,7 +280,7 @@ def test_a_changed_module_is_noticed(tiny, recording, change, direct):
             cache.close()
             return told, handle.capture.replayed - before
 
-    plain, _ = talk(tiny.settings(**SPARSE))
+    plain, _ = talk(tiny.settings(**EAGER))
     ours, replayed = talk(tiny.settings(**SPARSE, **recording))
     assert all(map(torch.equal, ours, plain))
     assert (replayed > 0) == CHANGES[change]
@@ -297,7 +298,7 @@ def test_what_cannot_be_recorded_runs_in_python_and_says_so(tiny, recording):
         mlp.__class__ = Syncing
         return generated(model, settings, prompt)
 
-    stock, logits, _ = talk(tiny.settings(**SPARSE))
+    stock, logits, _ = talk(tiny.settings(**EAGER))
     with pytest.warns(RuntimeWarning, match="decode step of 2 rows cannot be captured"):
         ours, ours_logits, report = talk(tiny.settings(**SPARSE, **recording))
     assert torch.equal(ours, stock)
@@ -309,7 +310,7 @@ def test_what_cannot_be_recorded_runs_in_python_and_says_so(tiny, recording):
 @pytest.mark.parametrize("at", ["recorded", "replayed"])
 def test_an_interrupt_leaves_nothing_behind(tiny, check, recording, monkeypatch, at):
     model, prompt = tiny.model(), tiny.prompt(21)
-    with topkv.attach(model, tiny.settings(**SPARSE)):
+    with topkv.attach(model, tiny.settings(**EAGER)):
         stock = model.generate(**prompt, do_sample=False, max_new_tokens=9)
     recorder = capture.CudaRecorder()
     interrupts = [True]
@@ -350,7 +351,7 @@ def test_detach_gives_the_decoder_back(tiny, recording):
 def test_every_reason_is_named(tiny):
     model = tiny.model()
     model.model.rotary_emb.rope_type = "dynamic"
-    with topkv.attach(model, tiny.settings()) as handle:
+    with topkv.attach(model, tiny.settings(capture="off")) as handle:
         assert "the setting capture is 'off'" in handle.capture.off
         off = capture.refusals(model.model, evolve(handle.config, capturable=False))
     parts = ["'off'", "a plugin", "'dynamic'"] + ["CUDA graphs"] * (tiny.device.type == "cpu")

@@ -214,7 +214,7 @@ def test_no_drift_leaves_the_selection_of_the_algorithm(model):
     try:
         assert not any(isinstance(p.selector, DriftingSelector) for p in own.coordinator.layers)
         assert "drift" not in own.facts()
-        assert own.facts()["capture"].startswith("off: the setting capture is 'off'; ")
+        assert own.facts()["capture"].startswith("off: the model is on cpu")
     finally:
         own.close()
 

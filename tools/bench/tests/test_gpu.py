@@ -59,7 +59,7 @@ def test_every_contestant_decodes(fill):
         dtype=torch.bfloat16,
     )
     rows = {row["contestant"]: row for row in runs.Bench(options).run()}
-    assert {row["status"] for row in rows.values()} == {"ok"}, rows
+    assert not {name: row["reason"] for name, row in rows.items() if row["status"] != "ok"}
     whole = 2 * 4 * 2 * 2 * 64 * 2 * 2048
     assert rows["dense"]["bytes"]["device"] >= whole
     assert rows["offloaded"]["bytes"]["host"] >= whole / 2
@@ -71,5 +71,7 @@ def test_every_contestant_decodes(fill):
         device = row["profile"]["device_ms"]
         assert set(device) == {*PHASES, MODEL}
         assert device[MODEL] > 0
+    predicted = [name for name, row in rows.items() if row.get("predicted_step_ms", 0) > 0]
+    assert predicted == ["topkv-resident", "topkv"]
     sparse = rows["topkv"]["profile"]["device_ms"]
     assert all(sparse[phase] > 0 for phase in ("append", "select", "plan", "load", "attend"))

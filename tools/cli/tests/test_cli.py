@@ -116,6 +116,9 @@ def test_doctor_json_is_alone_on_stdout():
     assert report["host_memory"]["total_bytes"] >= report["host_memory"]["available_bytes"] > 0
     assert isinstance(report["devices"], list)
     assert report["cuda_host_register"]["works"] is (True if report["devices"] else None)
+    rates = report["read_gb_per_s"]
+    assert (rates["device_memory"] is None) == (not report["devices"])
+    assert not report["devices"] or rates["device_memory"] > rates["host_memory"] > 0
     assert [row["package"] for row in report["plugins_failed"]] == ["topkv-broken"]
 
 

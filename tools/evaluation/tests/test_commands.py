@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
 import torch
 from click.testing import CliRunner
+from rich.console import Console
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from topkv.hooks.algorithm import AlgorithmSetup
@@ -14,6 +16,7 @@ from topkv.types import GroupShape, LayerView, StepTensors
 from topkv_cli.group import topkv
 from topkv_evaluation.demo import CHECKPOINT
 from topkv_evaluation.retrieval import make_prompt
+from topkv_evaluation.stats_view import show_stats
 from topkv_evaluation.window import Window
 
 KEYS = """
@@ -119,6 +122,20 @@ def test_stats_are_told_where_they_are_asked_for(question):
     assert table[0].split() == ["layer", "hits", "misses", "hit", "rate", "loaded", "bytes"]
     assert [line.split()[0] for line in table[1:]] == ["2", "3", "4", "5", "all"]
     assert table[-1].split()[-1] == str(shown["loaded_bytes"])
+
+
+@pytest.mark.parametrize(("stalls", "shown"), [((1.5, 0.25), "1.750"), ((None, None), None)])
+def test_stalls_are_a_column_where_they_were_measured(stalls, shown):
+    layers = [
+        {"layer": n, "hits": 3, "misses": 1, "loaded_bytes": 64, "stall_ms": stall}
+        for n, stall in enumerate(stalls)
+    ]
+    held = {"pages": 2, "used_pages": 1, "slots": 1, "used_slots": 1}
+    text = io.StringIO()
+    show_stats({"layers": layers, **held}, Console(file=text, width=99))
+    head, *_, last, _ = text.getvalue().splitlines()
+    assert head.split()[7:] == (["stall", "ms"] if shown else [])
+    assert last.split() == ["all", "6", "2", "75.0%", "128", *([shown] if shown else [])]
 
 
 def test_generate_streams_text(question, tmp_path):

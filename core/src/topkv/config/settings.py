@@ -109,7 +109,7 @@ class Settings(Generic[Unset, Size]):
     ring_tokens: int | Unset = setting(checks.count)
     """tokens of the ring of a lane, at least two units."""
 
-    capture: str | Unset = setting(one_of(("off", "auto")), "off")
+    capture: str | Unset = setting(one_of(("off", "auto")), "auto")
     """``"auto"`` where the engine may record decode steps on a GPU and replay them, which its
     plugins have to allow, or ``"off"``."""
 
@@ -149,6 +149,10 @@ class Settings(Generic[Unset, Size]):
 
     poison: bool | Unset = setting(checks.flag, False)
     """fill freed memory with NaN."""
+
+    stall_times: bool | Unset = setting(checks.flag, False)
+    """measure how long each layer waits for its misses (``TransferReport.stall_ms``); costs two
+    small launches a sparse layer."""
 
     prefill_block_tokens: int | Unset = setting(checks.count, 8192)
     """tokens of history that a prefill streams at a time: a multiple of ``page_tokens``, to which

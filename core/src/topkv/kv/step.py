@@ -13,8 +13,8 @@ from topkv.types import StepTensors
 
 _FIELDS = 6
 
-_BLOCKS = 8
-"""Uploads that may be queued before the host waits for the first of them."""
+_BLOCKS, _WAITS = 8, 4
+"""Blocks that uploads are written to in turn, and how many of them wait by one event."""
 
 
 class Staging:
@@ -33,25 +33,24 @@ class Staging:
             torch.zeros(shape, dtype=torch.int32, device="cpu", pin_memory=self._pinned)
             for _ in range(count)
         ]
-        copied = [torch.cuda.Event() if self._pinned else None for _ in blocks]
-        arrays = [block.numpy() for block in blocks]
-        self._turns = cycle(list(zip(blocks, arrays, copied, strict=True)))
-        self._block, self._copied = blocks[0], copied[0]
+        self._copied = [torch.cuda.Event() for _ in range(0, count, _WAITS) if self._pinned]
+        self._turns = cycle([(block, block.numpy(), at) for at, block in enumerate(blocks)])
+        self._block, self._at = blocks[0], 0
 
     def next(self) -> np.ndarray:
         """The block to write."""
-        self._block, values, self._copied = next(self._turns)
-        if self._copied is not None:
-            self._copied.synchronize()
+        self._block, values, self._at = next(self._turns)
+        if self._pinned and self._at % _WAITS == 0:
+            self._copied[self._at // _WAITS].synchronize()
         array: np.ndarray = values
         return array
 
     def copy_to(self, target: Tensor) -> None:
         """Copy the block that ``next`` gave, in stream order."""
         target.copy_(self._block, non_blocking=True)
-        if self._copied is not None:
+        if self._pinned and self._at % _WAITS == _WAITS - 1:
             # The stream that copied, which is not the current one on machines of several GPUs.
-            self._copied.record(torch.cuda.current_stream(target.device))
+            self._copied[self._at // _WAITS].record(torch.cuda.current_stream(target.device))
 
 
 class StepUploader:
@@ -108,7 +107,9 @@ class StepUploader:
         """Upload the decode rows of a forward, ``[B]`` each; see ``topkv.types.StepTensors``."""
         batch, values = len(slots), self._steps.next()
         values[0, batch:], values[1:, batch:] = -1, 0
-        values[:_FIELDS, :batch] = slots, lengths, high, appended, resident, np.maximum(slots, 0)
+        fields = slots, lengths, high, appended, resident, np.maximum(slots, 0)
+        for row, field in enumerate(fields):  # at once they would be stacked, and then copied
+            values[row, :batch] = field
         for row, (unit, selectable) in enumerate(self._limits, start=_FIELDS):
             closed = lengths if selectable else (lengths - 1) // unit
             values[row, :batch] = np.maximum(closed, 0)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from topkv.kv.row_kernels import decode_rows, encode_rows
+from topkv.transfer.kernels import place_in_lines
 
 
 @triton.jit
@@ -28,6 +29,7 @@ def load_kernel(
     K: tl.constexpr,
     SLOTS: tl.constexpr,
     WORDS: tl.constexpr,
+    SPAN: tl.constexpr,
     WIDTH: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -47,15 +49,15 @@ def load_kernel(
     code = tl.arange(0, WIDTH)
     step = tl.num_programs(1) * BLOCK
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    host = tl.load(p_miss_hosts + i // WORDS, i < K * WORDS, other=-1)
-    target = tl.load(p_miss_slots + i // WORDS, i < K * WORDS, other=-1)
-    total = tl.load(p_misses + lane) * WORDS
+    host = tl.load(p_miss_hosts + i // SPAN, i < K * SPAN, other=-1)
+    target = tl.load(p_miss_slots + i // SPAN, i < K * SPAN, other=-1)
+    total = tl.load(p_misses + lane) * SPAN
     for _ in range(tl.program_id(1) * BLOCK, total, step):
-        inner = (i % WORDS).to(tl.int64)
         entry = (host // UNITS_PER_PAGE).to(tl.int64) * s_page + head * s_head
         entry += (host % UNITS_PER_PAGE).to(tl.int64) * s_unit
         p_entry = p_pool + entry * 16
-        live = host >= 0
+        inner = place_in_lines(p_entry, i, SPAN, WORDS, WIDTH)
+        live = (host >= 0) & (inner >= 0) & (inner < WORDS)
         codes = tl.load(
             (p_entry + inner * WIDTH)[:, None] + code[None, :],
             live[:, None],
@@ -63,11 +65,12 @@ def load_kernel(
             cache_modifier=".cg",
         )
         p_exponents = p_entry + WORDS * WIDTH + inner // ROW_WORDS
-        exponents = tl.load(p_exponents, live, other=0, cache_modifier=".cg")
+        # All warps of a program read the same few: the link is asked once, and the L1 cache then.
+        exponents = tl.load(p_exponents, live, other=0, cache_modifier=".ca")
         place = (lane_row * SLOTS + target) * WORDS + inner
         i += step
-        host = tl.load(p_miss_hosts + i // WORDS, i < K * WORDS, other=-1)
-        target = tl.load(p_miss_slots + i // WORDS, i < K * WORDS, other=-1)
+        host = tl.load(p_miss_hosts + i // SPAN, i < K * SPAN, other=-1)
+        target = tl.load(p_miss_slots + i // SPAN, i < K * SPAN, other=-1)
         data = decode_rows(codes, exponents[:, None], p_buffer.dtype.element_ty)
         tl.store(p_buffer + (place * WIDTH)[:, None] + code[None, :], data, live[:, None])
 

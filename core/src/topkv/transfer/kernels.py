@@ -180,6 +180,20 @@ def plan_kernel(
 
 
 @triton.jit
+def place_in_lines(p_entry, i, SPAN: tl.constexpr, WORDS: tl.constexpr, BYTES: tl.constexpr):
+    """Which word of an entry the i-th of SPAN places is, below 0 or WORDS and above for none.
+
+    The link moves lines of 128 bytes, and warps that share one ask for it twice. So where entries
+    begin within a line, they are walked from its beginning on.
+    """
+    if SPAN == WORDS:
+        inner = (i % SPAN).to(tl.int64)
+    else:
+        inner = i % SPAN - p_entry.to(tl.int64) % 128 // BYTES
+    return inner
+
+
+@triton.jit
 def load_kernel(
     p_pool,
     p_buffer,
@@ -195,12 +209,14 @@ def load_kernel(
     K: tl.constexpr,
     SLOTS: tl.constexpr,
     WORDS: tl.constexpr,
+    SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (lanes, splits). Lanes of the GPU walk the missed entries laid end to end, 16 bytes
-    each, so that short entries use the link as well as long ones. Pointers are int32 words and
-    strides 16-byte words: so the compiler sees that every access is aligned.
+    each, so that short entries use the link as well as long ones; SPAN places each, see
+    ``place_in_lines``. Pointers are int32 words and strides 16-byte words: so the compiler sees
+    that every access is aligned.
 
     PDL (programmatic dependent launch): the programs are in place before the plan has ended, and
     wait for it here. What the plan does not write can be read before.
@@ -218,24 +234,25 @@ def load_kernel(
     # Reads of host memory take longest and wait for the lists, so those are read one iteration
     # ahead; behind the last miss they hold -1.
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    host = tl.load(p_miss_hosts + i // WORDS, i < K * WORDS, other=-1)
-    target = tl.load(p_miss_slots + i // WORDS, i < K * WORDS, other=-1)
-    total = tl.load(p_misses + lane) * WORDS
+    host = tl.load(p_miss_hosts + i // SPAN, i < K * SPAN, other=-1)
+    target = tl.load(p_miss_slots + i // SPAN, i < K * SPAN, other=-1)
+    total = tl.load(p_misses + lane) * SPAN
     for _ in range(tl.program_id(1) * BLOCK, total, step):
-        inner = (i % WORDS).to(tl.int64)
-        source = (host // UNITS_PER_PAGE).to(tl.int64) * s_page + head * s_head + inner
+        source = (host // UNITS_PER_PAGE).to(tl.int64) * s_page + head * s_head
         source += (host % UNITS_PER_PAGE).to(tl.int64) * s_unit
-        live = host >= 0
+        p_entry = p_pool + source * 4
+        inner = place_in_lines(p_entry, i, SPAN, WORDS, 16)
+        live = (host >= 0) & (inner >= 0) & (inner < WORDS)
         data = tl.load(
-            p_pool + (source * 4)[:, None] + word[None, :],
+            (p_entry + inner * 4)[:, None] + word[None, :],
             live[:, None],
             other=0,
             cache_modifier=".cg",
         )
         place = (lane_row * SLOTS + target) * WORDS + inner
         i += step
-        host = tl.load(p_miss_hosts + i // WORDS, i < K * WORDS, other=-1)
-        target = tl.load(p_miss_slots + i // WORDS, i < K * WORDS, other=-1)
+        host = tl.load(p_miss_hosts + i // SPAN, i < K * SPAN, other=-1)
+        target = tl.load(p_miss_slots + i // SPAN, i < K * SPAN, other=-1)
         tl.store(p_buffer + (place * 4)[:, None] + word[None, :], data, live[:, None])
 
 

@@ -32,6 +32,9 @@ FETCH_PROGRAMS = 32
 """Most programs that fetch history: it is fetched while prompts are attended, and every program
 takes the place of one that attends."""
 
+LINE_BYTES = 128
+"""What the link moves at a time."""
+
 TOKEN_BLOCK = 64
 """Tokens per program of the prefill kernels."""
 
@@ -92,7 +95,15 @@ class Copies:
     fetch_tiles: int
 
 
-def _plain_copies(group: GroupShape) -> Copies:
+def _span(layout: GroupLayout, words: int, size: int) -> int:
+    """Places of ``size`` bytes in the lines of host memory that an entry of ``words`` may touch."""
+    starts = layout.base, layout.layer_stride, *strides_of(layout, 1).values()
+    aligned = all(start % LINE_BYTES == 0 for start in starts)
+    line = LINE_BYTES // size
+    return words if aligned else triton.cdiv(words + line - 1, line) * line
+
+
+def _plain_copies(group: GroupShape, layout: GroupLayout) -> Copies:
     """Entries that both tiers hold alike move in words of 16 bytes."""
     words = group.entry_bytes // 16
     block = min(512, triton.next_power_of_2(words))
@@ -100,14 +111,14 @@ def _plain_copies(group: GroupShape) -> Copies:
     return Copies(
         *(kernels.load_kernel, kernels.offload_kernel),
         *(token_kernels.store_kernel, token_kernels.fetch_kernel),
-        load_sizes={"WORDS": words},
+        load_sizes={"WORDS": words, "SPAN": _span(layout, words, 16)},
         offload_sizes={"WORDS": words, "BLOCK": block, "s_buffer_layer": layer},
         store_sizes={},
         fetch_tiles=group.num_kv_heads,
     )
 
 
-def _coded_copies(group: GroupShape) -> Copies:
+def _coded_copies(group: GroupShape, layout: GroupLayout) -> Copies:
     """Entries that are coded on the host are packed and unpacked row by row."""
     heads, planes, unit, dim = group.entry_shape
     rows, width = heads * planes * unit, min(16, dim & -dim)  # a word lies within a row
@@ -119,7 +130,12 @@ def _coded_copies(group: GroupShape) -> Copies:
     return Copies(
         *(coded_kernels.load_kernel, coded_kernels.offload_kernel),
         *(coded_kernels.store_kernel, coded_kernels.fetch_kernel),
-        load_sizes={"WORDS": rows * dim // width, "WIDTH": width, "ROW_WORDS": dim // width},
+        load_sizes={
+            "WORDS": rows * dim // width,
+            "SPAN": _span(layout, rows * dim // width, width),
+            "WIDTH": width,
+            "ROW_WORDS": dim // width,
+        },
         offload_sizes={**sizes, "BLOCK": block, "s_buffer_layer": layer},
         store_sizes=limits,
         fetch_tiles=2 * group.num_kv_heads,
@@ -152,7 +168,7 @@ class TritonTransfer(ZeroCopyTransfer):
         self.early = {"PDL": early, **pdl.options(early)}
         self.word_strides = strides_of(store.layout, 16)
         coded = group.host_format != "model"
-        self.copies = _coded_copies(group) if coded else _plain_copies(group)
+        self.copies = (_coded_copies if coded else _plain_copies)(group, store.layout)
         self.all_buffer_words = store.buffer if coded else store.buffer.view(torch.int32)
         self.tokens = {
             **strides_of(store.layout, 1 if coded else group.dtype.itemsize),

@@ -27,6 +27,8 @@ LAYERS = {
 }
 """Counters by coordinator and layer: attributes of ``topkv.report.TransferReport``."""
 
+STALLS = "Seconds that steps waited for loads; shown where stall_times is on"
+
 HELD = {
     "pages": "Host pages that requests can hold",
     "used_pages": "Host pages that requests hold",
@@ -92,6 +94,13 @@ class CountsCollector(Collector):
             for labels, report in counts:
                 counter.add_metric(labels, getattr(report, name))
             yield counter
+        timed = [each for each in counts if each[1].stall_ms is not None]
+        counter = CounterMetricFamily(
+            "topkv_stall_seconds", STALLS, labels=["coordinator", "layer"]
+        )
+        for labels, report in timed:
+            counter.add_metric(labels, report.stall_ms / 1e3)
+        yield counter
         held = [([str(each.coordinator)], each.occupancy()) for each in watched if each.occupancy]
         for name, text in HELD.items():
             gauge = GaugeMetricFamily(f"topkv_{name}", text, labels=["coordinator"])

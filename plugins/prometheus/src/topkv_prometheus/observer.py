@@ -26,7 +26,8 @@ class PrometheusObserver:
         groups = [group.shape for group in setup.config.groups]
         sparse = [group.layers for group in groups if group.residency == "sparse"]
         # A series that begins at 0 shows its first step as an increase.
-        nothing = {layer: TransferReport(0, 0, 0) for layer in sorted(sum(sparse, ()))}
+        zero = TransferReport(0, 0, 0, stall_ms=0.0 if setup.config.stall_times else None)
+        nothing = dict.fromkeys(sorted(sum(sparse, ())), zero)
         self.counts = Counts(next(_NUMBERS), TransferReport(0, 0, 0, layers=nothing))
         COLLECTOR.watch(self.counts)
 

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from attrs import define, field
@@ -88,15 +89,17 @@ class CudaRecorder:
     """
 
     def __init__(self) -> None:
-        self._pool: Any = None
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def __call__(self, body: Callable[[], Any]) -> Callable[[], Any]:
         """See ``Recorder``."""
+        # The memory goes with the last graph that used it, and must not be named after that.
+        pool = next((graph.pool() for graph in self._graphs), None)
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             body()
-        self._pool = graph.pool()
+        self._graphs.add(graph)
         return graph.replay
 
 

@@ -12,6 +12,7 @@ from topkv.config import LoweredConfig, SparseConfig, lower
 from topkv.errors import CapabilityError
 from topkv.hooks.engine import EngineSetup
 from topkv.plugins import PluginRegistry
+from topkv_transformers.prediction import tell
 from topkv_transformers.session import AttachedModel
 from topkv_transformers.support import advice_of, device_of, refusals, shape_of
 
@@ -54,7 +55,8 @@ class TransformersEngine:
         """See ``topkv.hooks.engine.Engine``.
 
         A dict ``topkv`` in the model's own config stands between topkv's defaults and ``config``,
-        as does what a model with an indexer was trained to select.
+        as does what a model with an indexer was trained to select. What a step will take is told
+        to the logger ``topkv``, level ``INFO``.
 
         Raises:
             CapabilityError: the model is refused, or a plugin cannot serve it.
@@ -67,4 +69,10 @@ class TransformersEngine:
         lowered = lower_for(model, config, self.registry)
         # What is allocated outlives the mode: outside of it no inference tensor can be written.
         with torch.inference_mode(False):
-            return AttachedModel(model, SparseCoordinator(lowered, self.registry))
+            handle = AttachedModel(model, SparseCoordinator(lowered, self.registry))
+        try:
+            tell(handle)
+        except BaseException:
+            handle.detach()
+            raise
+        return handle

@@ -13,11 +13,13 @@ from transformers import PreTrainedModel
 
 from topkv import SparseCoordinator
 from topkv.errors import CapabilityError, RequestError
+from topkv.prediction.report import Prediction
 from topkv.report import Stats, count_stats
 from topkv_transformers import attention, capture
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.generation import generate
 from topkv_transformers.latent import LatentAttention, install
+from topkv_transformers.prediction import prediction
 from topkv_transformers.requests import CacheRequests
 from topkv_transformers.support import HANDLE, attention_modules, decoder_of
 
@@ -106,6 +108,45 @@ class AttachedModel:
         """Hits, misses and bytes by layer of all requests so far, and the pages and slots that
         are held now, see ``topkv.report.Stats``. Waits for the device."""
         return count_stats(self.coordinator.requests)
+
+    def prediction(
+        self,
+        context: int | None = None,
+        requests: int | None = None,
+        *,
+        hit_rate: float | None = None,
+        link: float | None = None,
+        bandwidth: float | None = None,
+        memory: int | None = None,
+    ) -> Prediction:
+        """What a captured step takes beside one over a cache that stays on the GPU, how many
+        requests fit either way, and from where on topkv is faster. ``print`` it.
+
+        Args:
+            context: tokens of each request; ``max_request_tokens`` by default.
+            requests: that decode together; ``max_requests`` by default.
+            hit_rate: share of the selected units that need no load; by default what was counted
+                so far, and 0.85 before anything was.
+            link: GB/s at which kernels read host memory. Measured by default, as below, which
+                takes a part of a second.
+            bandwidth: GB/s at which kernels read device memory.
+            memory: bytes on the device for caches; by default what is free on the GPU and what
+                topkv holds there, and unknown on a CPU.
+
+        Raises:
+            ConfigError: with every argument that makes no sense.
+            CapabilityError: there is no GPU to measure, and not both rates are given.
+        """
+        return prediction(
+            self.model,
+            self.coordinator,
+            context,
+            requests,
+            hit_rate=hit_rate,
+            link=link,
+            bandwidth=bandwidth,
+            memory=memory,
+        )
 
     def detach(self) -> None:
         """End all requests, free both tiers and leave the model as it was. Idempotent."""

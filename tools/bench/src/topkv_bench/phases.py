@@ -40,6 +40,8 @@ _CORE = {
     "encode_kernel": "append",
     "plan_kernel": "plan",
     "load_kernel": "load",
+    "stall_begin_kernel": "load",
+    "stall_end_kernel": "load",
     "offload_kernel": "offload",
     "adapt_kernel": "adapt",
     "regranulate_kernel": "select",

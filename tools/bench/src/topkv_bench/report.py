@@ -108,6 +108,8 @@ def _notes(rows: Sequence[Row], console: Console) -> None:
                 f"{where}: drift {drift['stated']:g} written over {drift['layers']} layers, "
                 f"{drift['effective']:.4g} in effect"
             )
+        if "predicted_step_ms" in row:
+            lines.append(f"{where}: predicted {row['predicted_step_ms']:.2f} ms a step, captured")
         if "capture" in row:
             lines.append(f"{where}: capture {row['capture']}")
     if lines:

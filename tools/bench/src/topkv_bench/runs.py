@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from topkv.config import SparseConfig
 from topkv.config.checks import byte_size
 from topkv.errors import ConfigError, DeviceMemoryError, OutOfMemory, TopkvError, is_out_of_memory
+from topkv.prediction.probe import rates
 from topkv_bench import geometry
 from topkv_bench.clock import Clock
 from topkv_bench.contestants import (
@@ -31,6 +32,9 @@ from topkv_transformers.support import refusals
 
 OK, OVER, NO_MEMORY, REFUSED = "ok", "over the limit", "out of memory", "refused"
 """What becomes of a cell."""
+
+RATES = "bandwidth", "link"
+"""What ``topkv.prediction.probe.rates`` measures, in its order."""
 
 Row = dict[str, Any]
 
@@ -151,6 +155,8 @@ class Bench:
         self.model = _built(config, options)
         self.weights_bytes = sum(each.nbytes for each in self.model.parameters())
         self.cannot_attach = refusals(self.model)
+        gpu = options.device.type == "cuda"
+        self.rates = dict(zip(RATES, rates(options.device), strict=True)) if gpu else None
         for name in options.contestants:
             if name.startswith("topkv"):  # a configuration that is wrong is told before any cell
                 mine = [cell for cell in self.cells if cell.contestant == name]
@@ -241,9 +247,19 @@ class Bench:
             "peak_bytes": self._peak(),
             **self._link(moved),
         }
+        if coordinator is not None and self.rates is not None:
+            row["predicted_step_ms"] = self._predicted(contestant, cell, row["hit_rate"])
         if profile is not None:
             row["profile"] = profile.result(options.profiled)
         return row
+
+    def _predicted(self, contestant: Any, cell: Cell, hit_rate: float | None) -> float:
+        """Milliseconds that the model of ``topkv.prediction`` says of a step of the middle."""
+        middle = cell.columns + self.options.warmup + self.options.steps // 2
+        rate = 1.0 if hit_rate is None else hit_rate
+        found = contestant.handle.prediction(middle, cell.requests, hit_rate=rate, **self.rates)
+        time: float = found.topkv.ms
+        return time
 
     def _link(self, moved: list[Any]) -> Row:
         before, after = moved
@@ -276,7 +292,8 @@ class Bench:
             streamer=clock,
             do_sample=False,
             max_new_tokens=new_tokens,
-            prefill_chunk_size=self.options.chunk,
+            # Some versions of Transformers read the tokens of a filled cache again, in chunks.
+            prefill_chunk_size=None if cache.get_seq_length() else self.options.chunk,
         )
         if hasattr(cache, "close"):
             cache.close()

@@ -127,6 +127,18 @@ def host_register() -> dict[str, Any]:
     return {"works": True, "reason": None, "numa_node_of_test": node}
 
 
+def read_rates() -> dict[str, Any]:
+    """GB/s at which kernels of the GPU read its memory and that of the host."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"device_memory": None, "host_memory": None, "reason": "no CUDA device"}
+    from topkv.prediction.probe import rates
+
+    memory, link = rates(torch.device("cuda", torch.cuda.current_device()))
+    return {"device_memory": round(memory, 1), "host_memory": round(link, 1), "reason": None}
+
+
 PROBES: dict[str, Callable[[], Any]] = {
     "topkv": lambda: _version("topkv"),
     "python": platform.python_version,
@@ -139,4 +151,5 @@ PROBES: dict[str, Callable[[], Any]] = {
     "huge_pages": huge_pages,
     "pinned_memory_limit": pinned_limit,
     "cuda_host_register": host_register,
+    "read_gb_per_s": read_rates,
 }

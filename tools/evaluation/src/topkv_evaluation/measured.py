@@ -57,6 +57,7 @@ def stats_of(handle: AttachedModel) -> dict[str, Any]:
             "misses": report.misses,
             "hit_rate": report.hit_rate,
             "loaded_bytes": report.loaded_bytes,
+            "stall_ms": report.stall_ms,
         }
         for layer, report in stats.transfers.layers.items()
     ]

@@ -9,19 +9,27 @@ from rich.table import Table
 from rich.text import Text
 
 
-def _cells(layer: str, hits: int, misses: int, loaded_bytes: int) -> list[str]:
+def _cells(
+    layer: str, hits: int, misses: int, loaded_bytes: int, stall_ms: float | None = None
+) -> list[str]:
     rate = hits / (hits + misses) if hits + misses else 0.0
-    return [layer, str(hits), str(misses), f"{rate:.1%}", str(loaded_bytes)]
+    stall = [] if stall_ms is None else [f"{stall_ms:.3f}"]
+    return [layer, str(hits), str(misses), f"{rate:.1%}", str(loaded_bytes), *stall]
 
 
 def show_stats(stats: dict[str, Any], console: Console) -> None:
     """A line for each sparse layer and their sums, then the pages and slots that are held.
 
+    How long layers waited for the link is shown where it was measured (``stall_times``).
+
     Args:
         stats: of ``measured.stats_of``.
     """
-    table = Table("layer", "hits", "misses", "hit rate", "loaded bytes", box=None, pad_edge=False)
-    names = ("hits", "misses", "loaded_bytes")
+    columns = ["layer", "hits", "misses", "hit rate", "loaded bytes"]
+    names = ["hits", "misses", "loaded_bytes"]
+    if any(layer["stall_ms"] is not None for layer in stats["layers"]):
+        columns, names = [*columns, "stall ms"], [*names, "stall_ms"]
+    table = Table(*columns, box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     for layer in stats["layers"]:

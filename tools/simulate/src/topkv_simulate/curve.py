@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 from attrs import frozen
 
+from topkv.prediction.machine import bytes_ms
 from topkv_simulate.replay import Replayer
 from topkv_simulate.trace import ROW, TraceError
 
 MULTIPLES = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Default buffers, in widths of the widest selection."""
-
-GIGABYTE = 1e9
 
 
 @frozen(eq=False)
@@ -72,7 +71,7 @@ class Point:
             link: GB/s, of 10^9 bytes.
             requests: that decode together, each with the mean of the trace.
         """
-        return 1e3 * requests * float(self.bytes.mean()) / (link * GIGABYTE)
+        return bytes_ms(requests * float(self.bytes.mean()), link)
 
 
 class Curve:

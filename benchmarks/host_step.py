@@ -1,0 +1,75 @@
+"""Host time of a decode step that is captured: ``forward_begin`` and ``forward_end`` together.
+
+    python benchmarks/host_step.py --out benchmarks/results/host_step.jsonl
+
+Two layers of Quest on the GPU, requests of 120,000 tokens whose pools are allotted and not
+filled, for nothing here reads them. Wall-clock time in microseconds, median and 90 % of ``STEPS``
+steps; the GPU is idle, so waiting for it is no part of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from topkv.config import SparseConfig, lower
+from topkv.coordinator import SparseCoordinator
+from topkv.plugins import registry
+from topkv.types import ModelShape
+
+TOKENS, STEPS, WARM = 120_000, 500, 50
+MODEL = ModelShape(2, 32, 8, 128, torch.bfloat16, 128**-0.5)
+
+
+def measure(rows: int) -> dict[str, object]:
+    config = SparseConfig(
+        algorithm="quest",
+        backend="triton_attention",
+        max_requests=rows,
+        max_tokens=rows * (TOKENS + WARM + STEPS + 64),
+        max_request_tokens=TOKENS + WARM + STEPS + 64,
+    )
+    lowered = lower(config, MODEL, device=torch.device("cuda", 0), registry=registry())
+    coordinator = SparseCoordinator(lowered)
+    slots = []
+    for _ in range(rows):
+        slots.append(coordinator.request_begin())
+        coordinator.forward_begin(prefill=[(slots[-1], TOKENS)])
+        coordinator.forward.attended.update(range(MODEL.num_layers))  # nothing of it is read here
+        coordinator.forward_end(offloaded=True)
+    times = []
+    for _ in range(WARM + STEPS):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        coordinator.forward_begin(decode=slots)
+        coordinator.forward_end(offloaded=True)
+        times.append((time.perf_counter() - started) * 1e6)
+    coordinator.close()
+    steps = sorted(times[WARM:])
+    return {
+        "what": "forward_begin and forward_end",
+        "rows": rows,
+        "median_us": round(statistics.median(steps), 1),
+        "p90_us": round(steps[int(0.9 * STEPS)], 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
+    options = parser.parse_args()
+    results = [measure(rows) for rows in options.rows]
+    for result in results:
+        print(result, flush=True)
+    if options.out:
+        options.out.write_text("".join(json.dumps(result) + "\n" for result in results))
+
+
+if __name__ == "__main__":
+    main()
