@@ -71,3 +71,12 @@ def test_more_requests_take_more_scratch():
     assert 2 * few.memory().workspace == many.memory().workspace
     for coordinator in (few, many):
         coordinator.close()
+
+
+def test_the_device_is_done_before_the_host_pool_is_unregistered(monkeypatch):
+    """Whatever still fetches history would read addresses that are gone."""
+    coordinator, calls = make_coordinator(CPU), []
+    monkeypatch.setattr(coordinator.manager, "synchronize", lambda: calls.append("wait"))
+    monkeypatch.setattr(coordinator.manager.host, "close", lambda: calls.append("unregister"))
+    coordinator.close()
+    assert calls == ["wait", "unregister"]

@@ -11,6 +11,7 @@ import torch
 from attrs import evolve, field, frozen
 from hypothesis import Phase, settings
 
+from topkv.ahead import PLACES, HistoryAhead
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import ConfigError, PluginError
 from topkv.hooks.discovery import hookimpl
@@ -20,6 +21,7 @@ from topkv.pages import PageTable
 from topkv.prefill import Prefill
 from topkv.requests import Requests
 from topkv.selectors import Own
+from topkv.streams import SideStream
 from topkv.testing.machines import scenarios
 from topkv.testing.machines.engine_pages import run_engine_pages
 from topkv.testing.machines.lifecycle import run_lifecycle
@@ -216,10 +218,30 @@ def end_at_once(self, slot):
         self.forward = forward
 
 
+_blocks, _join = HistoryAhead.blocks, SideStream.join
+
+
+def fetched_too_early(self, path, slot):
+    """The block after the next goes where the block lies that is about to be attended."""
+    for block in _blocks(self, path, slot):
+        for staged in tuple(self._staged):
+            if staged:
+                self._fetch_ahead(staged.number + PLACES)
+        yield block
+
+
+def waits_for_no_mark(self, mark=None):
+    """Only all that was queued is waited for."""
+    if mark is None:
+        _join(self)
+
+
 EDGE = scenario(scenarios.an_abort_at_the_edge_of_a_unit, fast=False)
 LONG = scenario(scenarios.a_long_request_rolls_back_and_goes_on, fast=False)
 FILL = scenario(scenarios.a_prompt_fills_up_the_unit_that_decode_began, unit=4, buffer=24)
 TWINS = scenario(scenarios.twins_share_pages_and_part)
+CHUNKS = scenario(scenarios.a_prompt_comes_in_chunks_beside_decode)
+LATE = scenario(scenarios.copies_come_late, fast=False)
 TURNS = scenario(scenarios.requests_take_turns_in_a_slot)
 ENDS = scenario(scenarios.a_request_ends_while_others_decode)
 BOTH = ("cpu", "interpret")
@@ -295,6 +317,14 @@ MUTANTS = [
     LifecycleMutant("filled units stay in the ring", SparseCoordinator, "offload", nothing),
     LifecycleMutant(
         "nobody waits for the copies of a prompt",
-        *(Prefill, "join", nothing, scenario(scenarios.copies_come_late, fast=False), ("gpu",)),
+        *(Prefill, "join", nothing, LATE, ("gpu",)),
+    ),
+    LifecycleMutant(
+        "history is fetched over the block that is attended",
+        *(HistoryAhead, "blocks", fetched_too_early, CHUNKS),
+    ),
+    LifecycleMutant(
+        "history is attended before it is there",
+        *(SideStream, "join", waits_for_no_mark, LATE, ("gpu",)),
     ),
 ]

@@ -82,7 +82,7 @@ class SparseCoordinator:
             shares_prefixes=all(spec.prefix == "pages" for spec in plugins.specs if spec),
             selectors=[path.selector for path in self.layers if path.selector],
         )
-        self.prefill = Prefill(self.config, self.requests)
+        self.prefill = Prefill(self.config, self.requests, self.layers)
         self.observers = Observers(config, registry, self.requests)
         periods = [(spec and spec.settle_period) or 2**31 - 1 for spec in plugins.specs]
         self._settle_periods = np.asarray(periods)[:, None]
@@ -122,6 +122,8 @@ class SparseCoordinator:
         for chunk in forward.chunks:
             self.requests.flush(chunk.slot)
         self._upload(rows, appended)
+        if forward.chunks:
+            self.prefill.ahead.begin(forward.chunks, self.requests.length)
         self.forward = forward
         self.observers.tell("before_forward", forward)
 

@@ -141,5 +141,6 @@ class SparseKVCacheManager:
                 store.check_maps()
 
     def close(self) -> None:
-        """Unregister the host pool. Idempotent."""
+        """Unregister the host pool, when the device has done with it. Idempotent."""
+        self.synchronize()
         self.host.close()

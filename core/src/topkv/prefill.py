@@ -5,29 +5,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from topkv.ahead import HistoryAhead
 from topkv.config import LoweredConfig
 from topkv.history import StoredHistory, open_unit
 from topkv.layers import Chunk, LayerPath
 from topkv.ops.chunk_attention import add_sinks, chunk_attention
 from topkv.requests import Requests
+from topkv.streams import SideStream
 from topkv.types import Index
 
 
 class Prefill:
     """Runs prompt chunks and settles requests. Cold: per request, in Python.
 
-    History is streamed block by block on the current stream, each block into memory of its own:
-    nothing overlaps yet. Chunks are stored on a stream of their own.
+    On a GPU history is fetched ahead on one stream, and chunks are stored on another.
 
     Args:
         config: blocks and device.
         requests: lengths and ring bounds.
+        paths: of all layers, in order.
+
+    Attributes:
+        ahead: begins with a forward's chunks.
     """
 
-    def __init__(self, config: LoweredConfig, requests: Requests) -> None:
+    def __init__(self, config: LoweredConfig, requests: Requests, paths: list[LayerPath]) -> None:
         self.config, self.requests = config, requests
-        cuda = config.device.type == "cuda"
-        self._stream = torch.cuda.Stream(config.device) if cuda else None
+        self.ahead, self._offload = HistoryAhead(config, paths), SideStream(config.device)
 
     def run(
         self,
@@ -54,7 +58,7 @@ class Prefill:
         # The stored rows are attended, so that chunks of any size give the same.
         stored = path.format.encode(*path.format.round(k, v))
         k, v = path.format.decode(*stored, self.config.model.dtype)
-        history, ids, opened = self._history(path, slot, 0, start), None, None
+        history, ids, opened = self.ahead.blocks(path, slot), None, None
         if selector and selector.selects_prompts:
             ids = selector.select_prompt(slot, start, q, k, v, index)
         elif selector:
@@ -77,29 +81,21 @@ class Prefill:
             since: first position that no settle has seen.
             length: tokens of the request.
         """
-        selector = path.selector
+        selector, config = path.selector, self.config
         if selector and selector.settles:
             whole, unit = selector.settle_whole, selector.view.group.unit
             first = 0 if whole else since - since % unit
-            selector.settle(slot, since, length, self._history(path, slot, first, length))
+            sizes = (config.prefill_block_tokens, config.model.dtype, config.device)
+            selector.settle(slot, since, length, StoredHistory(path, slot, first, length, *sizes))
 
     def join(self) -> None:
-        """Let the current stream wait for the copies of the offload stream."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self.config.device).wait_stream(self._stream)
-
-    def _history(self, path: LayerPath, slot: int, start: int, end: int) -> StoredHistory:
-        config, block = self.config, self.config.prefill_block_tokens
-        return StoredHistory(path, slot, start, end, block, config.model.dtype, config.device)
+        """Let the current stream wait for the copies of a forward's chunks."""
+        self._offload.join()
+        self.ahead.end()
 
     def _store(self, path: LayerPath, slot: int, start: int, k: Tensor, v: Tensor) -> None:
         """Send a chunk's keys and values to their pages, on the offload stream of a GPU."""
-        requests = self.requests
-        high = max(int(requests.high[slot]), start + len(k))
-        values = (path.view, slot, start, k, v, high, bool(requests.resident[slot]))
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(k.device))
-            k.record_stream(self._stream)
-            v.record_stream(self._stream)
-        with torch.cuda.stream(self._stream):  # without one this changes nothing
-            path.transfer.store_chunk(*values)
+        high = max(int(self.requests.high[slot]), start + len(k))
+        resident = bool(self.requests.resident[slot])
+        with self._offload.behind(k, v):
+            path.transfer.store_chunk(path.view, slot, start, k, v, high, resident)

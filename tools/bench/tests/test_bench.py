@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from topkv.config import SparseConfig
 from topkv.errors import HostMemoryError
+from topkv.history import StoredHistory
 from topkv_bench import command, contestants, geometry, runs
 from topkv_bench.contestants import NAMES, Cell, Topkv, expected_bytes
 from topkv_bench.document import SCHEMA
@@ -247,7 +248,7 @@ def test_a_filled_pool_is_what_a_prompt_of_random_keys_leaves(model):
         assert coordinator.length(slot) == 300
         coordinator.check_integrity()
         path = coordinator.layers[3]
-        blocks = list(coordinator.prefill._history(path, slot, 0, 300))
+        blocks = StoredHistory(path, slot, 0, 300, 64, torch.float32, model.device)
         keys = torch.cat([k for _, k, _ in blocks])
         values = torch.cat([v for _, _, v in blocks])
         assert keys.shape == values.shape == (300, 2, 64)

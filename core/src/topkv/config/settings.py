@@ -156,7 +156,7 @@ class Settings(Generic[Unset, Size]):
 
     prefill_block_tokens: int | Unset = setting(checks.count, 8192)
     """tokens of history that a prefill streams at a time: a multiple of ``page_tokens``, to which
-    the default is rounded."""
+    the default is rounded. The device holds two such blocks of a layer."""
 
 
 def _metadata(cls: type, key: str) -> dict[str, Any]:

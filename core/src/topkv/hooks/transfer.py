@@ -96,6 +96,8 @@ class Transfer(Protocol):
     ) -> None:
         """Write a prefill chunk to its pages, and for sparse layers to ring and LRU slots. Cold.
 
+        Called with another stream of its own as the current one.
+
         Args:
             layer: the layer.
             slot: request slot.
@@ -109,6 +111,10 @@ class Transfer(Protocol):
     @hookspec
     def fetch(self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor) -> None:
         """Gather history from its pages. Cold.
+
+        Called ahead of attention, with a stream of its own as the current one: what it reads was
+        stored by earlier forwards, and k and v are free. Other kernels attend meanwhile, whose
+        place it should not take.
 
         Args:
             layer: the layer.

@@ -1,4 +1,4 @@
-"""Make a missing wait show: work on side streams starts late."""
+"""Make a missing wait show: work on side streams starts late. Or leave a side stream out."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 from attrs import define
+
+from topkv.coordinator import SparseCoordinator
+from topkv.history import StoredHistory
+from topkv.layers import LayerPath
 
 CLOCK_HZ = 2_000_000_000
 """No less than the clock of the multiprocessors of any GPU that this runs on."""
@@ -54,3 +58,20 @@ def delayed_copies(seconds: float = 0.1) -> Iterator[Delays]:
     finally:
         context.__enter__ = enter
         torch.cuda.synchronize()
+
+
+def fetched_in_time(coordinator: SparseCoordinator) -> SparseCoordinator:
+    """Let the history of prompts be fetched when it is attended, on the stream that attends it.
+
+    Nothing overlaps then, and outputs are the same to the last bit.
+    """
+    config, ahead = coordinator.config, coordinator.prefill.ahead
+
+    def blocks(path: LayerPath, slot: int) -> StoredHistory:
+        sizes = (config.prefill_block_tokens, config.model.dtype, config.device)
+        return StoredHistory(path, slot, 0, coordinator.length(slot), *sizes)
+
+    instead: dict[str, Any] = {"begin": lambda chunks, lengths: None, "blocks": blocks}
+    for name, call in instead.items():
+        setattr(ahead, name, call)
+    return coordinator

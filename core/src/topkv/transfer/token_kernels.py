@@ -163,24 +163,30 @@ def fetch_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (token blocks, Hkv): history from its pages to packed ``[tokens, Hkv, D]``. Strides of
-    host memory in its elements.
+    """Grid (programs): history from its pages to packed ``[tokens, Hkv, D]``. The programs share
+    the blocks of tokens of all heads, so that few of them can do it beside other kernels. Strides
+    of host memory in its elements.
     """
     SIZE: tl.constexpr = HEADS_PER_LANE * PLANES * UNIT * D
-    kv_head = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    live = i < tokens
-    position = start + i
-    unit = position // UNIT
+    DTYPE: tl.constexpr = p_k.dtype.element_ty
     d = tl.arange(0, BLOCK_D)
-    both = live[:, None] & (d < D)[None, :]
-    page = tl.load(p_page_row + unit // UNITS_PER_PAGE, live, other=0).to(tl.int64)
-    p_entry = p_pool + page * s_page + (kv_head // HEADS_PER_LANE) * s_head
-    p_entry += (unit % UNITS_PER_PAGE) * s_unit
-    at = (kv_head % HEADS_PER_LANE) * (PLANES * UNIT * D) + (position % UNIT) * D
-    k = READ(p_entry, at, d, live, both, SIZE, D)
-    packed = (i * KV_HEADS + kv_head) * D
-    tl.store(p_k + packed[:, None] + d[None, :], DECODE(k, p_k.dtype.element_ty), both)
-    if PLANES == 2:
-        v = READ(p_entry, at + UNIT * D, d, live, both, SIZE, D)
-        tl.store(p_v + packed[:, None] + d[None, :], DECODE(v, p_k.dtype.element_ty), both)
+    tile, step = tl.program_id(0), tl.num_programs(0)
+    tiles = tl.cdiv(tokens, BLOCK_T) * KV_HEADS
+    for _ in range(tl.program_id(0), tiles, step):
+        kv_head = (tile % KV_HEADS).to(tl.int64)
+        i = (tile // KV_HEADS).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        live = i < tokens
+        position = start + i
+        unit = position // UNIT
+        both = live[:, None] & (d < D)[None, :]
+        page = tl.load(p_page_row + unit // UNITS_PER_PAGE, live, other=0).to(tl.int64)
+        p_entry = p_pool + page * s_page + (kv_head // HEADS_PER_LANE) * s_head
+        p_entry += (unit % UNITS_PER_PAGE) * s_unit
+        at = (kv_head % HEADS_PER_LANE) * (PLANES * UNIT * D) + (position % UNIT) * D
+        packed = ((i * KV_HEADS + kv_head) * D)[:, None] + d[None, :]
+        k = READ(p_entry, at, d, live, both, SIZE, D)
+        if PLANES == 2:  # both are on their way before one is waited for
+            v = READ(p_entry, at + UNIT * D, d, live, both, SIZE, D)
+            tl.store(p_v + packed, DECODE(v, DTYPE), both)
+        tl.store(p_k + packed, DECODE(k, DTYPE), both)
+        tile += step

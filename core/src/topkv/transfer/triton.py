@@ -28,6 +28,10 @@ COPY_PROGRAMS = 256
 COPY_BLOCK = 256
 """16-byte words per program and iteration."""
 
+FETCH_PROGRAMS = 32
+"""Most programs that fetch history: it is fetched while prompts are attended, and every program
+takes the place of one that attends."""
+
 LINE_BYTES = 128
 """What the link moves at a time."""
 
@@ -151,6 +155,7 @@ class TritonTransfer(ZeroCopyTransfer):
         self.plan_warps = 4 if self.block_c <= 1024 else 8 if self.block_c <= 8192 else 32
         # Triton's interpreter runs one program after the other.
         self.copy_programs = COPY_PROGRAMS if device.type == "cuda" else 4
+        self.fetch_programs = FETCH_PROGRAMS if device.type == "cuda" else 4
         # The copy's programs start while the plan still runs: one launch latency less a step.
         early = pdl.available(device)
         self.early = {"PDL": early, **pdl.options(early)}
@@ -335,7 +340,8 @@ class TritonTransfer(ZeroCopyTransfer):
     @hookimpl
     def fetch(self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor) -> None:
         group, tokens = self.group, k.shape[0]
-        token_kernels.fetch_kernel[(triton.cdiv(tokens, TOKEN_BLOCK), group.num_kv_heads)](
+        tiles = triton.cdiv(tokens, TOKEN_BLOCK) * group.num_kv_heads
+        token_kernels.fetch_kernel[(min(tiles, self.fetch_programs),)](
             k,
             v,
             self.memory[layer.index].host,

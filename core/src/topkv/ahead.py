@@ -1,0 +1,129 @@
+"""What the chunks of prompts find stored, fetched ahead of attention. Cold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from topkv.config import LoweredConfig
+from topkv.history import Block
+from topkv.layers import Chunk, LayerPath
+from topkv.streams import URGENT, SideStream
+
+PLACES = 2
+"""Blocks that are attended or on their way at once, each in a place of its own."""
+
+
+@frozen
+class Staged:
+    """A block on its way to its place.
+
+    Attributes:
+        number: of the block.
+        k, v: ``[n, Hkv, D]`` as stored.
+        ready: when they are there; None on a CPU.
+    """
+
+    number: int
+    k: Tensor
+    v: Tensor
+    ready: torch.cuda.Event | None
+
+
+class HistoryAhead:
+    """What the chunks of a forward find stored, fetched ahead on a stream of its own.
+
+    All of it is stored when the forward begins, for a chunk adds nothing to its own history. So
+    the blocks of all layers are one list, layer by layer, and in a layer chunk by chunk; while one
+    is attended the next is fetched, of the next layer too. A place is fetched into again when
+    what attends its block was queued; whoever asks for a block out of turn waits for its fetch.
+
+    Memory is that of ``PLACES`` blocks, from the beginning of a forward to its end.
+
+    Args:
+        config: blocks, dtype and device.
+        paths: of all layers, in order.
+    """
+
+    def __init__(self, config: LoweredConfig, paths: Sequence[LayerPath]) -> None:
+        self.config, self.paths = config, paths
+        # Else the programs that are left of a long kernel would all start before a fetch.
+        self._side = SideStream(config.device, URGENT)
+        self._blocks: list[tuple[int, int, int]] = []  # slot, first and end of each in a layer
+        self._places: list[Tensor] = []
+        self._staged: list[Staged | None] = [None] * PLACES
+
+    def begin(self, chunks: Sequence[Chunk], lengths: np.ndarray) -> None:
+        """Start to fetch for a forward.
+
+        Args:
+            chunks: in the order in which each layer attends them.
+            lengths: int32 ``[R]`` tokens that are stored of each request.
+        """
+        self.end()
+        block = self.config.prefill_block_tokens
+        self._blocks = [
+            (chunk.slot, first, min(first + block, length))
+            for chunk, length in ((each, int(lengths[each.slot])) for each in chunks)
+            for first in range(0, length if chunk.tokens else 0, block)
+        ]
+        if not self._blocks:
+            return
+        longest = max(end - first for _, first, end in self._blocks)
+        self._tokens = -(-longest // 16) * 16  # planes begin on a multiple of 16 bytes
+        size = self._tokens * max(map(token_bytes, self.paths))
+        self._places = [
+            torch.empty(size, dtype=torch.uint8, device=self.config.device) for _ in range(PLACES)
+        ]
+        try:
+            for number in range(PLACES):
+                self._fetch_ahead(number)
+        except BaseException:
+            self.end()
+            raise
+
+    def blocks(self, path: LayerPath, slot: int) -> Iterator[Block]:
+        """The history of a chunk in a layer; a block is valid until the next one is asked for."""
+        layer, dtype = path.view.layer - self.paths[0].view.layer, self.config.model.dtype
+        for at, (of, first, _) in enumerate(self._blocks):
+            if of == slot:
+                number = layer * len(self._blocks) + at
+                staged = self._staged[number % PLACES]
+                if staged is None or staged.number != number:
+                    staged = self._fetch(number)
+                self._side.join(staged.ready)
+                yield first, *path.format.decode(staged.k, staged.v, dtype)
+                self._fetch_ahead(number + PLACES)
+
+    def end(self) -> None:
+        """Let go of the memory, behind what is still on its way to it."""
+        if self._places:
+            self._side.join()
+        self._blocks, self._places, self._staged = [], [], [None] * PLACES
+
+    def _fetch_ahead(self, number: int) -> None:
+        if number < len(self._blocks) * len(self.paths):
+            self._fetch(number)
+
+    def _fetch(self, number: int) -> Staged:
+        layer, at = divmod(number, len(self._blocks))
+        path, (slot, first, end) = self.paths[layer], self._blocks[at]
+        group, place = path.view.group, number % PLACES
+        self._staged[place] = None  # until it is true
+        rows = self._places[place][: self._tokens * token_bytes(path)].view(group.dtype)
+        rows = rows.view(group.planes, self._tokens, group.num_kv_heads, group.head_dim)
+        k, v = rows[0, : end - first], rows[-1, : end - first]
+        with self._side.behind():
+            path.transfer.fetch(path.view, slot, first, k, v)
+        staged = self._staged[place] = Staged(number, k, v, self._side.mark())
+        return staged
+
+
+def token_bytes(path: LayerPath) -> int:
+    """Bytes of a token in a layer, as the device has it."""
+    group = path.view.group
+    return group.entry_bytes * group.lane_heads // group.unit

@@ -1,0 +1,128 @@
+"""History that is fetched ahead on a GPU where one side is late, or does not wait."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from history_driver import Driver, prompts
+
+from topkv.streams import SideStream
+from topkv.testing.delays import CLOCK_HZ, delayed_copies, fetched_in_time
+from topkv.testing.machines.lifecycle_model import make_coordinator
+from topkv.testing.tiers import tier
+
+pytestmark = pytest.mark.gpu
+
+
+@contextlib.contextmanager
+def late_attention(coordinator, seconds):
+    """Let the device attend long after it was asked to."""
+    kept = [(path, path.backend) for path in coordinator.layers]
+
+    class Slow:
+        def __init__(self, backend):
+            self._backend = backend
+
+        def __getattr__(self, name):
+            return getattr(self._backend, name)
+
+        def prefill(self, *args):
+            torch.cuda._sleep(int(seconds * CLOCK_HZ))
+            self._backend.prefill(*args)
+
+    for path, backend in kept:
+        path.backend = Slow(backend)
+    try:
+        yield
+    finally:
+        for path, backend in kept:
+            path.backend = backend
+
+
+@contextlib.contextmanager
+def adversary(name, coordinator):
+    """Slow down the one side or the other."""
+    if name == "copies":
+        with delayed_copies(0.02) as delays:
+            yield
+        assert delays.count
+    else:
+        with late_attention(coordinator, 0.02):
+            yield
+
+
+def raced(slowed, broken=contextlib.nullcontext):
+    """``prompts`` with history in time, ahead, and ahead with one side slowed down, compared."""
+    found = []
+    for run in ("in time", "ahead", slowed):  # what is slowed has been compiled and allocated
+        coordinator = make_coordinator(tier("gpu"))
+        driver = Driver(fetched_in_time(coordinator) if run == "in time" else coordinator)
+        try:
+            with contextlib.ExitStack() as stack:
+                if run == slowed:
+                    stack.enter_context(broken())
+                    stack.enter_context(adversary(slowed, coordinator))
+                prompts(driver)
+                torch.cuda.synchronize()
+        finally:
+            coordinator.forward_abort()
+            driver.close()
+        found.append(driver.outputs[0])
+    true, *others = found
+    for other in others:
+        assert all(map(torch.equal, true, other)), "outputs differ"
+
+
+ADVERSARIES = pytest.mark.parametrize("adversary_name", ["copies", "attention"])
+
+
+@ADVERSARIES
+def test_either_side_may_be_late(adversary_name):
+    raced(adversary_name)
+
+
+@ADVERSARIES
+def test_a_missing_event_shows(adversary_name, monkeypatch):
+    """Without the wait of one side for the other, the outputs are others."""
+
+    @contextlib.contextmanager
+    def broken():
+        with monkeypatch.context() as patch:
+            if adversary_name == "copies":
+                join = SideStream.join
+                patch.setattr(SideStream, "join", lambda self, mark=None: mark or join(self))
+            else:
+
+                @contextlib.contextmanager
+                def behind(self, *tensors):
+                    with torch.cuda.stream(self._stream):
+                        yield
+
+                patch.setattr(SideStream, "behind", behind)
+            yield
+
+    with pytest.raises(AssertionError, match="outputs differ"):
+        raced(adversary_name, broken)
+
+
+def test_the_host_waits_for_nothing():
+    coordinator = make_coordinator(tier("gpu"))
+    driver = Driver(coordinator)
+    driver.begin()
+    driver.forward(chunks=[(0, 19)])
+    driver.forward(chunks=[(0, 5)])  # compiles what fetches
+    coordinator.forward_begin(prefill=[(0, 5)])
+    ahead, forward = coordinator.prefill.ahead, coordinator.forward
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ahead.begin(forward.chunks, coordinator.requests.length)
+        found = [len(k) for path in coordinator.layers for _, k, _ in ahead.blocks(path, 0)]
+        coordinator.prefill.join()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert found == [8, 8, 8] * len(coordinator.layers)
+    coordinator.forward_abort()
+    driver.close()
