@@ -6,7 +6,7 @@ import gc
 import re
 import shutil
 import weakref
-from functools import partial
+from functools import partial, wraps
 from unittest.mock import patch
 
 import pytest
@@ -169,6 +169,32 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_says_so(tiny, recording, back
     assert report.uncompiled.keys() == report.seconds.keys() == {2}
     assert not report.compiled
     assert "2 rows not compiled: " in str(report)
+
+
+def test_a_step_that_fails_before_its_misses_are_there_is_begun_again(
+    tiny, recording, backend, monkeypatch
+):
+    model, prompt = tiny.model(), tiny.prompt(90)
+    settings = tiny.settings(**SPARSE | {"budget": 16, "buffer": 20})
+    stock, logits, _ = generated(model, prompt, settings)
+    with topkv.attach(model, settings) as handle:
+        transfer = type(handle.coordinator.layers[1].transfer)
+    load, errors = transfer.load, [RuntimeError("no link")]
+
+    @wraps(load)
+    def failing(*args):
+        if errors and compiled._running.get() is not None:
+            raise errors.pop()
+        return load(*args)
+
+    monkeypatch.setattr(transfer, "load", failing)
+    with pytest.warns(RuntimeWarning, match="no link"):
+        ours, ours_logits, report = generated(
+            model, prompt, settings | recording | {"compile": True}
+        )
+    assert torch.equal(ours, stock)
+    assert torch.equal(ours_logits, logits)
+    assert report.uncompiled.keys() == {1}
 
 
 def test_an_interrupt_of_the_compiler_leaves_nothing_behind(tiny, check, recording, backend):
