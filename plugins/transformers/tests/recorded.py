@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from topkv import SparseCoordinator
+from topkv_transformers import compiled
 
 
 class OpRecorder(TorchDispatchMode):
@@ -24,9 +25,17 @@ class OpRecorder(TorchDispatchMode):
         super().__init__()
         self.launches = []
 
+    @classmethod
+    def ignore_compile_internals(cls):
+        """What was compiled before is run, and not skipped."""
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("operation not permitted when stream is capturing")
+        if func is torch.ops.topkv.attend.default:
+            with self:  # no launch itself: what it calls is
+                return compiled.attend._init_fn(*args)
         out = func(*args, **(kwargs or {}))
         self.launches.append((lambda: func(*args, **(kwargs or {})), out))
         return out

@@ -79,7 +79,7 @@ def model():
 def test_the_file_has_what_a_run_depends_on(tmp_path):
     out = tmp_path / "out.json"
     grid = ("--context", 512, "--requests", "2,1", "--prefill-chunk", 128)
-    result = tiny(*grid, "--profile", "--kv-limit", "4MiB", "--json", out)
+    result = tiny(*grid, "--compile", "--profile", "--kv-limit", "4MiB", "--json", out)
     assert result.exit_code == 0, result.stderr
     shown = json.loads(out.read_text())
     assert shown["schema"] == SCHEMA
@@ -96,6 +96,10 @@ def test_the_file_has_what_a_run_depends_on(tmp_path):
     order = [(row["context"], row["requests"], row["contestant"]) for row in rows]
     assert order == [(512, requests, name) for requests in (2, 1) for name in NAMES]
     for row in rows:
+        if row["contestant"] == command.COMPILED:
+            assert row["status"] == "refused"
+            assert "no CUDA graphs" in row["reason"]
+            continue
         if row["contestant"] == "offloaded":
             assert row["status"] == "refused"
             assert "needs a GPU" in row["reason"]
@@ -359,7 +363,7 @@ def test_the_command_is_listed_without_torch():
     script = f"import sys, topkv_bench.command; sys.exit(bool({heavy}))"
     subprocess.run([sys.executable, "-c", script], check=True)
     assert tuple(geometry.GEOMETRIES) == command.MODELS
-    assert NAMES == command.CONTESTANTS
+    assert (*command.CONTESTANTS, command.COMPILED) == NAMES
 
 
 def test_kernels_go_to_the_phase_that_launched_them():

@@ -66,6 +66,7 @@ def test_every_contestant_decodes(fill):
     assert rows["offloaded"]["bytes"]["device"] <= whole / 2
     assert rows["topkv"]["bytes"]["host"] >= whole / 2  # of the layers that are not resident
     assert abs(rows["topkv"]["hit_rate"] - 0.75) < 0.05
+    assert "2 rows compiled in" in rows["topkv-compiled"]["capture"]
     for row in rows.values():
         assert row["peak_bytes"] > 0
         device = row["profile"]["device_ms"]

@@ -113,6 +113,10 @@ class Settings(Generic[Unset, Size]):
     """``"auto"`` where the engine may record decode steps on a GPU and replay them, which its
     plugins have to allow, or ``"off"``."""
 
+    compile: bool | Unset = setting(checks.flag, False)
+    """have the engine compile the layers of the decode steps that it captures, which fuses their
+    small kernels. Rounding may differ; needs ``capture: auto``."""
+
     impl: str | Unset = setting(one_of(IMPLS))
     """``"reference"`` or ``"triton"``; by default the first on a CPU, the second on a GPU."""
 

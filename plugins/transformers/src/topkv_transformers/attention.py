@@ -79,6 +79,8 @@ def attention(
     Raises:
         RequestError: the key comes from no ``TopkvCache``.
     """
+    if torch.compiler.is_compiling():
+        return torch.ops.topkv.attend(query, key, value), None
     mark: tuple[Forward, int] | None = getattr(key, MARK, None)
     if mark is None:
         raise RequestError(

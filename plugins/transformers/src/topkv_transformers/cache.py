@@ -6,6 +6,7 @@ import operator
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
@@ -83,6 +84,15 @@ class TopkvCache(Cache):
     def batch_size(self) -> int:
         """Rows, -1 before the first forward."""
         return len(self.state.slots) or -1
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See ``TopkvLayer.update``, which a compiled layer leaves to ``compiled.attend``."""
+        # Had it read its number here, each layer would be compiled by itself.
+        if torch.compiler.is_compiling():
+            return key_states, value_states
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def check_owner(self, requests: CacheRequests) -> None:
         """Refuse to be used by another model than the one that it was made for."""

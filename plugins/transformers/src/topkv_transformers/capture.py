@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from topkv.config import LoweredConfig
 from topkv_transformers.cache import TopkvCache
+from topkv_transformers.compiled import CompiledLayers
 from topkv_transformers.modules import is_hooked, signature_of
 from topkv_transformers.requests import CacheRequests
 
@@ -49,6 +50,8 @@ class CaptureReport:
         seconds: time that recording took, by rows.
         replayed: steps that were replayed.
         eager: why steps of that many rows are issued by Python, by rows.
+        compiled: time of the first step, which compiles the layers, by rows.
+        uncompiled: why layers run as they are although they were to be compiled, by rows.
     """
 
     off: list[str] = field(factory=list)
@@ -56,11 +59,15 @@ class CaptureReport:
     seconds: dict[int, float] = field(factory=dict)
     replayed: int = 0
     eager: dict[int, str] = field(factory=dict)
+    compiled: dict[int, float] = field(factory=dict)
+    uncompiled: dict[int, str] = field(factory=dict)
 
     def __str__(self) -> str:
         if self.off:
             return f"off: {'; '.join(self.off)}"
         told = [f"{self.replayed} steps replayed"]
+        told += [f"{rows} rows compiled in {took:.1f} s" for rows, took in self.compiled.items()]
+        told += [f"{rows} rows not compiled: {why}" for rows, why in self.uncompiled.items()]
         for rows, seconds in self.seconds.items():
             size = self.graph_bytes[rows] / 2**20
             told.append(f"{rows} rows recorded in {seconds:.2f} s and {size:.0f} MiB")
@@ -109,6 +116,7 @@ class Step:
     Args:
         rows: B.
         device: of the model.
+        layers: the decoder's, compiled; None to run them as they are.
 
     Attributes:
         ids, positions: int64 ``[B, 1]``.
@@ -116,7 +124,8 @@ class Step:
         replay: launches the recording; None until there is one.
     """
 
-    def __init__(self, rows: int, device: torch.device) -> None:
+    def __init__(self, rows: int, device: torch.device, layers: CompiledLayers | None) -> None:
+        self.layers = layers
         self.ids, self.positions = torch.zeros((2, rows, 1), dtype=torch.long, device=device)
         self.output: Any = None
         self.replay: Callable[[], Any] | None = None
@@ -134,12 +143,18 @@ class CapturedDecoder:
         requests: of the model's caches.
         recorder: what records.
         report: what is told of recordings.
+        compiles: whether layers are compiled in what is recorded, by the first step.
     """
 
     def __init__(
-        self, decoder: Any, requests: CacheRequests, recorder: Recorder, report: CaptureReport
+        self,
+        decoder: Any,
+        requests: CacheRequests,
+        recorder: Recorder,
+        report: CaptureReport,
+        compiles: bool = False,
     ) -> None:
-        self.decoder, self.requests = decoder, requests
+        self.decoder, self.requests, self.compiles = decoder, requests, compiles
         self.recorder, self.report = recorder, report
         self.original = decoder.forward
         self._replaced = decoder.__dict__.get("forward")
@@ -206,6 +221,7 @@ class CapturedDecoder:
         if signature != self._signature:
             self._steps.clear()
             self.report.eager.clear()
+            self.report.uncompiled.clear()
         self._signature = signature
         self._hooked = is_hooked(self.decoder)
 
@@ -215,7 +231,8 @@ class CapturedDecoder:
         key = (len(ids), getattr(self.decoder.config, "_experts_implementation", None))
         step = self._steps.get(key)
         if step is None:
-            step = self._steps[key] = Step(len(ids), ids.device)
+            layers = CompiledLayers(self.decoder, self._stand_in) if self.compiles else None
+            step = self._steps[key] = Step(len(ids), ids.device, layers)
         step.ids.copy_(ids)
         if positions is None:
             step.positions.fill_(seen)
@@ -227,7 +244,9 @@ class CapturedDecoder:
         """Run a step as far as it has come. Returns the hidden state ``[B, 1, hidden]``."""
         if step.output is not None and step.replay is None:
             self._record(step)
-        if step.replay is None:  # it is the first step, or cannot be recorded
+        if step.layers and step.output is None:
+            hidden = self._compile(step)
+        elif step.replay is None:  # it is the first step, or cannot be recorded
             hidden = self._body(step)
         else:
             step.replay()
@@ -238,15 +257,33 @@ class CapturedDecoder:
         return hidden
 
     def _body(self, step: Step) -> Tensor:
-        step.output = self.original(
-            input_ids=step.ids,
-            attention_mask=None,
-            position_ids=step.positions,
-            past_key_values=self._stand_in,
-            use_cache=True,
-        )
+        with step.layers.installed() if step.layers else nullcontext():
+            step.output = self.original(
+                input_ids=step.ids,
+                attention_mask=None,
+                position_ids=step.positions,
+                past_key_values=self._stand_in,
+                use_cache=True,
+            )
         self.requests.coordinator.offload()
         hidden: Tensor = step.output.last_hidden_state
+        return hidden
+
+    def _compile(self, step: Step) -> Tensor:
+        """Run a step for the first time, which compiles its layers. If they cannot be, that is
+        noted, and the forward begun again without."""
+        rows, began = len(step.ids), time.perf_counter()
+        try:
+            hidden = self._body(step)
+        except Exception as error:
+            what = (
+                f"the layers cannot be compiled for a decode step of {rows} rows and run as they"
+            )
+            self.report.uncompiled[rows] = _warn(f"{what} are", error)
+            step.layers = None
+            self.requests.reopen()
+            return self._body(step)
+        self.report.compiled[rows] = time.perf_counter() - began
         return hidden
 
     def _record(self, step: Step) -> None:
@@ -256,17 +293,19 @@ class CapturedDecoder:
         try:
             step.replay = self.recorder(lambda: self._body(step))
         except Exception as error:
-            self.report.eager[rows] = f"{type(error).__name__}: {error}"
-            warnings.warn(
-                f"a decode step of {rows} rows cannot be captured and is issued by Python from "
-                f"now on, which is slower: {type(error).__name__}: {error}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            what = f"a decode step of {rows} rows cannot be captured and is issued by Python from"
+            self.report.eager[rows] = _warn(f"{what} now on", error)
             self.requests.reopen()
             return
         self.report.seconds[rows] = time.perf_counter() - began
         self.report.graph_bytes[rows] = before - _free_bytes(step.ids.device)
+
+
+def _warn(what: str, error: Exception) -> str:
+    """Say what is slower from now on, and return why."""
+    why = f"{type(error).__name__}: {error}"
+    warnings.warn(f"{what}, which is slower: {why}", RuntimeWarning, stacklevel=3)
+    return why
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -12,9 +12,10 @@ from topkv.config import LoweredConfig, SparseConfig, lower
 from topkv.errors import CapabilityError
 from topkv.hooks.engine import EngineSetup
 from topkv.plugins import PluginRegistry
+from topkv_transformers import capture, compiled
 from topkv_transformers.prediction import tell
 from topkv_transformers.session import AttachedModel
-from topkv_transformers.support import advice_of, device_of, refusals, shape_of
+from topkv_transformers.support import advice_of, decoder_of, device_of, refusals, shape_of
 
 
 def lower_for(
@@ -59,7 +60,8 @@ class TransformersEngine:
         to the logger ``topkv``, level ``INFO``.
 
         Raises:
-            CapabilityError: the model is refused, or a plugin cannot serve it.
+            CapabilityError: the model is refused, a plugin cannot serve it, or layers are to be
+                compiled where steps are not captured.
             ConfigError, PluginError: the configuration is wrong.
             HostMemoryError, DeviceMemoryError: a tier is too small.
         """
@@ -67,6 +69,10 @@ class TransformersEngine:
         if reasons:
             raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)
         lowered = lower_for(model, config, self.registry)
+        if lowered.compile:
+            reasons = capture.refusals(decoder_of(model), lowered) + compiled.refusals(lowered)
+        if reasons:
+            raise CapabilityError("compile: true cannot be served", reasons)
         # What is allocated outlives the mode: outside of it no inference tensor can be written.
         with torch.inference_mode(False):
             handle = AttachedModel(model, SparseCoordinator(lowered, self.registry))

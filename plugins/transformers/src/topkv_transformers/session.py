@@ -65,7 +65,7 @@ class AttachedModel:
         if not self.capture.off:
             recorder = capture.CudaRecorder()
             self._captured = capture.CapturedDecoder(
-                decoder, self.requests, recorder, self.capture
+                decoder, self.requests, recorder, self.capture, self.config.compile
             )
         self._hooks = [
             decoder.register_forward_pre_hook(self._before, with_kwargs=True),

@@ -17,6 +17,8 @@ from topkv.errors import ConfigError
 
 MODELS = ("llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b", "tiny")
 CONTESTANTS = ("dense", "offloaded", "topkv-resident", "topkv")
+COMPILED = "topkv-compiled"
+"""A further one, on a GPU alone."""
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -88,6 +90,7 @@ class Pair(click.ParamType):
 @click.option("--model", type=click.Choice(MODELS), help="A geometry by name.")
 @click.option("--config", "config_path", type=Path, help="A config.json, or its directory.")
 @click.option("--contestants", type=Names(), default=",".join(CONTESTANTS), show_default=True)
+@click.option("--compile", is_flag=True, help=f"Add {COMPILED}: captured and compiled steps.")
 @click.option(
     "--context", "contexts", type=Numbers(), default="32768", show_default=True, help="Tokens."
 )
@@ -184,6 +187,8 @@ def _options(
     device: str | None,
     dtype: str | None,
     kv_limit: str | None,
+    contestants: tuple[str, ...],
+    compile: bool,
     **given: Any,
 ) -> Any:
     import torch
@@ -196,6 +201,7 @@ def _options(
     name = dtype or ("float32" if place.type == "cpu" else "bfloat16")
     return Options(
         settings=settings_of(written, dict(pairs)),
+        contestants=(*contestants, COMPILED) if compile else contestants,
         device=place,
         dtype=getattr(torch, name),
         kv_limit=None if kv_limit is None else limit_of(kv_limit),

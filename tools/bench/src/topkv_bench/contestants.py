@@ -21,9 +21,9 @@ from topkv_transformers.cache import TopkvCache
 from topkv_transformers.engine import lower_for
 from topkv_transformers.support import refusals, shape_of
 
-NAMES = ("dense", "offloaded", "topkv-resident", "topkv")
+NAMES = ("dense", "offloaded", "topkv-resident", "topkv", "topkv-compiled")
 """Transformers' dynamic cache on the device, the same offloaded to the host, topkv with all layers
-resident, and topkv as it was configured."""
+resident, topkv as it was configured, and with its steps captured and compiled."""
 
 ROOM = ("max_requests", "max_tokens", "max_request_tokens")
 """Settings that follow from contexts and requests."""
@@ -71,6 +71,8 @@ class Cell:
         }
         if self.contestant == "topkv-resident":
             room |= {"layers": {"0-": "resident"}, "dense_layers": None}
+        if self.contestant == "topkv-compiled":
+            room |= {"capture": "auto", "compile": True}
         return attrs.evolve(self.config, **room)
 
 
