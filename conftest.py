@@ -20,23 +20,24 @@ def quicken_the_interpreter() -> None:
     """Let Triton's interpreter look its language through once and not at each call.
 
     Whenever a kernel calls a function it lists all members of ``triton.language``, to replace
-    those that are built in; the launch has replaced them already. That was a third of the time of
-    interpreted kernels. Members are replaced all or none, so the first tells.
+    those that are built in; the launch has replaced them already. That was a quarter of the time
+    of interpreted kernels. Members are replaced all or none, so the first tells. Another Triton
+    than this was written for goes on as it does.
     """
     from triton.runtime import interpreter
 
+    replaced = inspect.signature(getattr(interpreter, "_patch_builtin", lambda: None))
+    if [*replaced.parameters] != ["pkg", "builder", "scope"]:
+        return
     is_builtin, found = interpreter.tl.core.is_builtin, {}
 
-    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-        if package not in found:
-            found[package] = [
-                name for name, each in inspect.getmembers(package) if is_builtin(each)
-            ]
-        names = found[package]
-        if names and is_builtin(getattr(package, names[0])):
+    def patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
+        if pkg not in found:
+            found[pkg] = [name for name, each in inspect.getmembers(pkg) if is_builtin(each)]
+        names = found[pkg]
+        if names and is_builtin(getattr(pkg, names[0])):
             for name in names:
-                member = getattr(package, name)
-                interpreter._patch_attr(package, name, member, builder, scope)
+                interpreter._patch_attr(pkg, name, getattr(pkg, name), builder, scope)
 
     interpreter._patch_builtin = patch_builtin
 

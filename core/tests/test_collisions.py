@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import sys
 from types import ModuleType, SimpleNamespace
@@ -11,6 +10,7 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner
+from entry_points import FakePoint
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -148,20 +148,6 @@ def test_attach_tells_of_engines_in_dispute():
 
 
 # Entry points, and commands.
-
-
-class FakePoint(importlib.metadata.EntryPoint):
-    """An entry point of a distribution that is not on disk."""
-
-    @classmethod
-    def of(cls, package, name, value, group):
-        point = cls(name, value, group)
-        vars(point)["package"] = package
-        return point
-
-    @property
-    def dist(self):
-        return SimpleNamespace(name=vars(self)["package"], version="9")
 
 
 @pytest.fixture

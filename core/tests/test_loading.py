@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import sys
 from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from entry_points import FakePoint
 
 from topkv import hookimpl
 from topkv.entries import PluginEntry
@@ -37,12 +37,6 @@ def describe():
     print("describing")
     return ["library: ok"]
 """
-
-
-class FakePoint(importlib.metadata.EntryPoint):
-    @property
-    def dist(self):
-        return SimpleNamespace(name="topkv-fake", version="9")
 
 
 @pytest.fixture

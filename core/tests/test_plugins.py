@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from entry_points import FakePoint
 
 import topkv
 from topkv import hookimpl
@@ -209,14 +209,6 @@ def test_an_unknown_name_lists_what_there_is():
     assert "pip install" not in told
     with pytest.raises(PluginError, match=f"the kinds are {', '.join(KINDS)}"):
         found.get("sampler", "x")
-
-
-class FakePoint(importlib.metadata.EntryPoint):
-    """An entry point of a distribution that is not on disk."""
-
-    @property
-    def dist(self):
-        return SimpleNamespace(name=f"topkv-{self.name}", version="9")
 
 
 @pytest.fixture

@@ -52,10 +52,10 @@ def test_rows_select_the_best_before_them(world, impl, device, form):
 
 def test_blocks_of_rows_change_nothing(world, impl, device, form, monkeypatch):
     w = world.filled(impl, device, keys=form)
-    q, weights = w.queries(50)
-    expected = w.prompt(0, 200, q[:, 0], weights)
+    q, weights = w.queries(14)
+    expected = w.prompt(0, 236, q[:, 0], weights)
     row = 4 * 250 * (w.heads if impl == "reference" else 1)
-    for fit, most in [(1, 50), (7, 50), (49, 50), (50, 6)]:
+    for fit, most in [(1, 14), (4, 14), (13, 14), (14, 6)]:
         monkeypatch.setattr(algorithm, "SCORE_BYTES", fit * row)
         monkeypatch.setattr(algorithm, "PROMPT_ROWS", most)
         made = []
@@ -67,10 +67,10 @@ def test_blocks_of_rows_change_nothing(world, impl, device, form, monkeypatch):
                 return made[-1]
 
             monkeypatch.setattr(w.indexer.launcher, "prompt", counted)
-        assert w.prompt(0, 200, q[:, 0], weights) == expected
+        assert w.prompt(0, 236, q[:, 0], weights) == expected
         for scores in made:
             assert scores.numel() * 4 <= algorithm.SCORE_BYTES
-        assert not made or len(made) == -(-50 // min(fit, most))
+        assert not made or len(made) == -(-14 // min(fit, most))
         monkeypatch.undo()
 
 

@@ -55,9 +55,12 @@ def test_logits_are_those_of_the_stock_model(plugins, check, device, impl, sizes
     rows and has sums of 80. On a GPU that is up to 2.7 times as far from the truth (24 models),
     with our torch reference as with the kernels.
     """
-    if impl == "triton" and device == "cpu" and CUDA:
+    interpreted = (device, impl) == ("cpu", "triton")
+    if interpreted and CUDA:
         pytest.skip("kernels are interpreted only where there is no CUDA device")
-    steps = 4 if (device, impl) == ("cpu", "triton") else 12
+    if interpreted and (family == "glm") != (chunk is None):
+        pytest.skip("kernels see a family's rows alike, whole and in chunks")
+    steps = 4 if interpreted else 12
     model = plugins.model(family, **sizes).to(device)
     prompt = {name: each.to(device) for name, each in plugins.prompt(45, (0, 21, 1)).items()}
     stock = check.run(model, prompt, steps, prefill_chunk_size=chunk)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import RequestError
+from topkv.testing.kit import examples
 from topkv.testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -189,9 +190,9 @@ class BlockPool:
 
 def run_engine_pages(on: Tier, **options: Any) -> None:
     """Draw lives until hypothesis has seen enough; ``options`` are those of ``SparseConfig``."""
-    many = settings().max_examples
+    few = examples(on, cpu=50, interpret=8)
 
-    @settings(phases=[Phase.explicit, Phase.generate], max_examples=max(1, many // 2))
+    @settings(few, phases=[Phase.explicit, Phase.generate])
     @given(st.data())
     def check(data: st.DataObject) -> None:
         pool = BlockPool(on, data, options)
