@@ -53,6 +53,28 @@ def document(task: str, tokens: int, seed: int) -> tuple[np.ndarray, list[int]]:
     return np.frombuffer(body[: tokens + STEPS], dtype=np.uint8), kept
 
 
+def settings(
+    args: argparse.Namespace, bonus: float, prompts: int, tokens: int, buffer: float = 2
+) -> dict[str, Any]:
+    """Of ``SparseConfig``; ``buffer`` in selections."""
+    unit = args.unit
+    budget = -(-round(args.share * tokens) // unit) * unit
+    pages = -(-(tokens + STEPS) // PAGE) + 1
+    return {
+        "algorithm": args.algorithm,
+        "params": {"sticky": bonus},
+        "dense_layers": args.dense_layers,
+        "backend": "triton_attention",
+        "unit": unit,
+        "budget": budget,
+        "buffer": int(buffer * (budget - unit)),
+        "page_tokens": PAGE,
+        "max_requests": 2 * prompts,
+        "max_tokens": 2 * prompts * pages * PAGE,
+        "max_request_tokens": pages * PAGE,
+    }
+
+
 def run(
     model: PreTrainedModel, args: argparse.Namespace, bonus: float, documents: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,22 +85,7 @@ def run(
         misses of each prompt as a share of the selected units.
     """
     prompts, tokens = len(documents), documents.shape[1] - STEPS
-    unit = args.unit
-    budget = -(-round(args.share * tokens) // unit) * unit
-    pages = -(-(tokens + STEPS) // PAGE) + 1
-    config = SparseConfig(
-        algorithm=args.algorithm,
-        params={"sticky": bonus},
-        dense_layers=args.dense_layers,
-        backend="triton_attention",
-        unit=unit,
-        budget=budget,
-        buffer=2 * (budget - unit),
-        page_tokens=PAGE,
-        max_requests=2 * prompts,
-        max_tokens=2 * prompts * pages * PAGE,
-        max_request_tokens=pages * PAGE,
-    )
+    config = SparseConfig(**settings(args, bonus, prompts, tokens))
     with torch.inference_mode(), attach(model, config, engine="transformers") as handle:
         rows = fork_rows(handle, read_contexts(handle, documents[:, :tokens].tolist(), 1024))
         logits, before = [], [(0, 0)] * prompts

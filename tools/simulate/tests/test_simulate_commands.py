@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from click.testing import CliRunner
 
 from topkv import attach
@@ -152,13 +153,23 @@ def test_the_recommended_buffer_follows_the_rule(recorded, gain):
     misses = {each["buffer_tokens"]: each["misses"] for each in shown["points"]}
     units = shown["points"][0]["hits"] + shown["points"][0]["misses"]
     pays = {
-        size: misses[size] - misses[2 * size] >= gain / 100 * units
+        size: misses[size] - misses[2 * size] >= gain / 100 * size / 112 * units
         for size in sizes
         if 2 * size in misses
     }
     best = shown["recommended_buffer_tokens"]
     assert not pays[best]
     assert all(pays[size] for size in pays if size < best)
+
+
+def test_sticky_selections_are_said_to_depend_on_the_buffer(recorded, tmp_path):
+    said = "in another buffer others would be selected"
+    assert said not in call("simulate", recorded).stdout
+    trace = Trace.load(recorded)
+    (group,) = trace.groups
+    sticky = evolve(group.geometry, params={**group.geometry.params, "sticky": 0.5})
+    evolve(trace, groups=(evolve(group, geometry=sticky),)).save(tmp_path / "sticky.npz")
+    assert said in call("simulate", tmp_path / "sticky.npz").stdout
 
 
 def test_no_buffer_may_be_good_enough(recorded):

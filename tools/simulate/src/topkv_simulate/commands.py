@@ -46,7 +46,8 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> lis
     type=click.FloatRange(0, 100, min_open=True),
     default=2.0,
     show_default=True,
-    help="Least share of the selected units that doubling a buffer has to spare, in %.",
+    help="Least share of the selected units that doubling a buffer has to spare, in % for each "
+    "selection that it adds.",
 )
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the curve.")
 @click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")

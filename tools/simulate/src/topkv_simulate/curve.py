@@ -154,13 +154,15 @@ class Curve:
         Args:
             buffers: to choose from, tokens.
             policy: who is evicted.
-            gain: doubling pays if it spares at least this share of the selected units.
+            gain: doubling pays if it spares at least this share of the selected units for each
+                selection that what it adds could hold, because that is what it takes in memory.
 
         Returns:
             None if doubling the largest still pays.
         """
         for buffer in sorted(buffers):
             now, doubled = self.at(buffer, policy), self.at(2 * buffer, policy)
-            if now.misses - doubled.misses < gain * (now.hits + now.misses):
+            least = gain * buffer / self.least
+            if now.misses - doubled.misses < least * (now.hits + now.misses):
                 return buffer
         return None

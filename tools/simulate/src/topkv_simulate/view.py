@@ -74,7 +74,15 @@ def show(
     ]
     if rate is not None:
         lines.append(f"ms of link: bytes of {requests} mean steps over {rate:g} GB/s")
-    rule = f"doubling spares less than {gain:g} % of the selected units ({own})"
+    rule = (
+        f"doubling spares less than {gain:g} % of the selected units for each selection that it "
+        f"adds ({own})"
+    )
+    if any(shape.params.get("sticky") for shape in curve.shapes):
+        lines.append(
+            "sticky selection preferred what the recorded buffer held: in another buffer others "
+            "would be selected, and fewer missed; record with the buffer that you want"
+        )
     if best is None:
         lines.append(f"no buffer is recommended: there is none here of which {rule}")
     else:
