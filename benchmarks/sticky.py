@@ -65,6 +65,7 @@ def settings(
         "params": {"sticky": bonus},
         "dense_layers": args.dense_layers,
         "backend": "triton_attention",
+        "capture": "off",
         "unit": unit,
         "budget": budget,
         "buffer": int(buffer * (budget - unit)),

@@ -46,6 +46,22 @@ def test_slots_may_be_reused_by_the_caller_at_once(make):
     assert (coordinator.length(a), coordinator.length(b)) == (6, 5)
 
 
+@pytest.mark.parametrize("slot", [1, 4, 2**31 - 1])
+def test_slots_that_hold_no_request_are_refused(make, slot):
+    """At once: slots are counted, and those of 2**31 slots would take 16 GiB."""
+    coordinator = make()
+    known = coordinator.request_begin()
+    coordinator.forward_begin(prefill=[(known, 3)])
+    attend(coordinator, 3)
+    coordinator.forward_end()
+    for call in ({"decode": [known, slot]}, {"prefill": [(slot, 2)]}):
+        with pytest.raises(RequestError, match=f"slot {slot} holds no request"):
+            coordinator.forward_begin(**call)
+    with pytest.raises(RequestError, match="named twice"):
+        coordinator.forward_begin(decode=[known], prefill=[(known, 2)])
+    run(coordinator, decode=[known])
+
+
 @pytest.mark.parametrize("rows", [3, 7], ids=["fewer", "more"])
 def test_rows_that_no_forward_announced_are_refused(make, rows):
     coordinator = make()

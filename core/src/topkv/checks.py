@@ -33,10 +33,12 @@ def check_begin(forward: Forward, requests: Requests) -> None:
                 "truncate take tokens back"
             )
     slots, active = forward.live, requests.active
+    if len(slots):
+        requests.check(int(slots.max()))  # counting takes as much room as the largest slot says
     if forward.chunks:
         slots = np.append(slots, [chunk.slot for chunk in forward.chunks])
     named = np.bincount(slots, minlength=len(active))
-    if len(named) > len(active) or (named > active).any():
+    if (named > active).any():
         for slot in slots.tolist():
             requests.check(slot)
         raise RequestError(f"slot {named.argmax()} is named twice in one forward")

@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig
 import topkv
 from topkv.errors import CapabilityError, ConfigError, RequestError
 from topkv.plugins import PluginRegistry
+from topkv_transformers import support
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
@@ -21,6 +22,14 @@ def test_attaching_twice_is_refused(tiny):
     model = tiny.model()
     with topkv.attach(model, tiny.settings()), pytest.raises(CapabilityError, match="already"):
         topkv.attach(model, tiny.settings())
+
+
+def test_models_beside_the_current_device_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert support._device_refusals({torch.device("cuda", 1)}) == []
+    assert support._device_refusals({torch.device("cpu")}) == []
+    (reason,) = support._device_refusals({torch.device("cuda", 0)})
+    assert "torch.cuda.set_device(0)" in reason
 
 
 def test_copies_and_pickles_are_refused(tiny):

@@ -36,7 +36,10 @@ LINE_BYTES = 128
 """What the link moves at a time."""
 
 TOKEN_BLOCK = 64
-"""Tokens per program of the prefill kernels."""
+"""Most tokens per program of the prefill kernels."""
+
+TOKEN_ELEMENTS = 8192
+"""Most elements of a plane that such a program holds: more would not stay in registers."""
 
 
 class LayerMemory:
@@ -163,6 +166,8 @@ class TritonTransfer(ZeroCopyTransfer):
         coded = group.host_format != "model"
         self.copies = copies_of(group, store.layout)
         self.all_buffer_words = store.buffer if coded else store.buffer.view(torch.int32)
+        block_d = triton.next_power_of_2(group.head_dim)
+        self.token_block = max(8, min(TOKEN_BLOCK, TOKEN_ELEMENTS // block_d))
         self.tokens = {
             **strides_of(store.layout, 1 if coded else group.dtype.itemsize),
             "HEADS_PER_LANE": group.heads_per_lane,
@@ -170,7 +175,7 @@ class TritonTransfer(ZeroCopyTransfer):
             "UNIT": group.unit,
             "UNITS_PER_PAGE": group.units_per_page,
             "D": group.head_dim,
-            "BLOCK_D": triton.next_power_of_2(group.head_dim),
+            "BLOCK_D": block_d,
         }
 
     @hookimpl
@@ -312,7 +317,7 @@ class TritonTransfer(ZeroCopyTransfer):
         resident: bool,
     ) -> None:
         group, memory, tokens = self.group, self.memory[layer.index], k.shape[0]
-        token_kernels.store_kernel[(triton.cdiv(tokens, TOKEN_BLOCK), group.num_kv_heads)](
+        token_kernels.store_kernel[(triton.cdiv(tokens, self.token_block), group.num_kv_heads)](
             k,
             v,
             memory.host,
@@ -331,7 +336,7 @@ class TritonTransfer(ZeroCopyTransfer):
             SPARSE=self.sparse,
             C=max(group.buffer_slots, 1),
             T=max(group.ring_slots, 1),
-            BLOCK_T=TOKEN_BLOCK,
+            BLOCK_T=self.token_block,
             num_warps=4,
             **self.copies.store,
             **self.tokens,
@@ -340,7 +345,7 @@ class TritonTransfer(ZeroCopyTransfer):
     @hookimpl
     def fetch(self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor) -> None:
         group, tokens = self.group, k.shape[0]
-        tiles = triton.cdiv(tokens, TOKEN_BLOCK) * group.num_kv_heads
+        tiles = triton.cdiv(tokens, self.token_block) * group.num_kv_heads
         token_kernels.fetch_kernel[(min(tiles, self.fetch_programs),)](
             k,
             v,
@@ -349,7 +354,7 @@ class TritonTransfer(ZeroCopyTransfer):
             start,
             tokens,
             KV_HEADS=group.num_kv_heads,
-            BLOCK_T=TOKEN_BLOCK,
+            BLOCK_T=self.token_block,
             **self.copies.fetch,
             **self.tokens,
         )

@@ -13,7 +13,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from threading import RLock
 from typing import Any
 from weakref import WeakSet
 
@@ -35,6 +36,9 @@ SERVED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use
 
 COLLECTED = ("output_hidden_states", "output_router_logits", "output_attentions")
 """Settings by which a decoder returns more than its last hidden state."""
+
+_RECORDING = RLock()
+"""Held while a step is recorded, for no other thread may then empty the cache of torch."""
 
 DYNAMIC_ROPE = ("dynamic", "longrope")
 """Kinds of RoPE that ask the device for the largest position."""
@@ -97,15 +101,26 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, body: Callable[[], Any]) -> Callable[[], Any]:
         """See ``Recorder``."""
         # The memory goes with the last graph that used it, and must not be named after that.
         pool = next((graph.pool() for graph in self._graphs), None)
-        graph = torch.cuda.CUDAGraph()
+        pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        # Torch would take one stream for all models, on the device that was current at first.
+        self._stream = self._stream or torch.cuda.Stream()
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # Other threads may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            body()
+        record = torch.cuda.graph(graph, pool, self._stream, "thread_local")
+        try:
+            # A capture that cannot end leaves its stream the current one.
+            with torch.cuda.stream(before), record:
+                body()
+        except BaseException:
+            with suppress(RuntimeError):  # and, before torch 2.13, the allocator recording
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            raise
         self._graphs.add(graph)
         return graph.replay
 
@@ -288,17 +303,19 @@ class CapturedDecoder:
 
     def _record(self, step: Step) -> None:
         """Record a step. One that cannot be is noted, and its forward begun again."""
-        rows, before = len(step.ids), _free_bytes(step.ids.device)
-        began = time.perf_counter()
+        rows, device, began = len(step.ids), step.ids.device, time.perf_counter()
         try:
-            step.replay = self.recorder(lambda: self._body(step))
+            with _RECORDING:
+                before = _free_bytes(device)
+                step.replay = self.recorder(lambda: self._body(step))
+                self.report.graph_bytes[rows] = before - _free_bytes(device)
         except Exception as error:
+            step.replay = None
             what = f"a decode step of {rows} rows cannot be captured and is issued by Python from"
             self.report.eager[rows] = _warn(f"{what} now on", error)
             self.requests.reopen()
             return
         self.report.seconds[rows] = time.perf_counter() - began
-        self.report.graph_bytes[rows] = before - _free_bytes(step.ids.device)
 
 
 def _warn(what: str, error: Exception) -> str:

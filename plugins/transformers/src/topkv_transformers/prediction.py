@@ -53,6 +53,9 @@ def prediction(
         hit_rate = counted.hit_rate if counted.hits + counted.misses else HIT_RATE
     if memory is None and config.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(config.device)
+        # What torch keeps and nobody uses is free as well.
+        free += torch.cuda.memory_reserved(config.device)
+        free -= torch.cuda.memory_allocated(config.device)
         memory = free + coordinator.memory().device
     machine = Machine(memory=bandwidth, link=link)
     model_ms = machine.model_ms(weights_read(model), config.model.num_layers)

@@ -59,10 +59,23 @@ def refusals(model: object) -> list[str]:
     if len(devices) > 1 or torch.device("meta") in devices:
         places = sorted(str(device) for device in devices)
         reasons.append(f"attention layers lie on {places}; expected one device with real weights")
+    reasons += _device_refusals(devices)
     if hasattr(decoder_of(model), HANDLE):
         reasons.append("the model is attached already; call detach() of its handle first")
     # What runs a module needs one that is sound otherwise.
     return latent_support.layer_refusals(modules) if latent and not reasons else reasons
+
+
+def _device_refusals(devices: set[torch.device]) -> list[str]:
+    """Kernels are launched on the current device, whatever their tensors lie on."""
+    cuda = {device.index for device in devices if device.type == "cuda"}
+    if len(cuda) != 1 or cuda == {torch.cuda.current_device()}:
+        return []
+    (index,) = cuda
+    return [
+        f"the attention layers lie on cuda:{index} and the current device is "
+        f"cuda:{torch.cuda.current_device()}; call torch.cuda.set_device({index}) first"
+    ]
 
 
 def _config_refusals(config: Any, latent: bool) -> list[str]:

@@ -132,6 +132,18 @@ def _built(config: PreTrainedConfig, options: Options) -> PreTrainedModel:
         raise DeviceMemoryError(text) from error
 
 
+def _rates(device: torch.device) -> dict[str, float] | None:
+    """Those of a GPU; None where it has no room left to measure them."""
+    if device.type != "cuda":
+        return None
+    try:
+        return dict(zip(RATES, rates(device), strict=True))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
 class Bench:
     """Runs the cells of a grid over one model.
 
@@ -155,8 +167,7 @@ class Bench:
         self.model = _built(config, options)
         self.weights_bytes = sum(each.nbytes for each in self.model.parameters())
         self.cannot_attach = refusals(self.model)
-        gpu = options.device.type == "cuda"
-        self.rates = dict(zip(RATES, rates(options.device), strict=True)) if gpu else None
+        self.rates = _rates(options.device)
         for name in options.contestants:
             if name.startswith("topkv"):  # a configuration that is wrong is told before any cell
                 mine = [cell for cell in self.cells if cell.contestant == name]
@@ -247,7 +258,8 @@ class Bench:
             "peak_bytes": self._peak(),
             **self._link(moved),
         }
-        if coordinator is not None and self.rates is not None:
+        captured = isinstance(contestant, Topkv) and not contestant.handle.config.compile
+        if captured and self.rates is not None:  # the model of a step knows no compiled layers
             row["predicted_step_ms"] = self._predicted(contestant, cell, row["hit_rate"])
         if profile is not None:
             row["profile"] = profile.result(options.profiled)

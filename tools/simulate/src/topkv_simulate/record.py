@@ -60,12 +60,13 @@ class Job:
     trust_remote_code: bool = False
 
     def config(self, tokens: int) -> SparseConfig:
-        """With room for one request of this length, where nothing else was set."""
+        """With room for one request of this length, where nothing else was set. Not captured: a
+        graph cannot be recorded from."""
         if self.config_file is None:
             written = DEFAULTS
         else:
             written = SparseConfig.load(self.config_file).as_dict()
-        config = SparseConfig(**{**written, **self.given})
+        config = SparseConfig(**{**written, **self.given, "capture": "off"})
         room: dict[str, Any] = {"max_requests": 1, "max_tokens": tokens}
         return attrs.evolve(config, **{k: v for k, v in room.items() if k not in config.as_dict()})
 

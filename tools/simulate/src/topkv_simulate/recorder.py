@@ -28,7 +28,8 @@ CAPTURED = "recording waits for the device in every layer, which a CUDA graph ca
 def recording(coordinator: SparseCoordinator) -> Iterator[Recorder]:
     """Record everything that requests do meanwhile; eager forwards only, and slow ones.
 
-    Of a model that ``topkv.attach`` has attached the coordinator is ``handle.coordinator``::
+    Of a model that ``topkv.attach`` has attached, with ``capture: off`` on a GPU, the coordinator
+    is ``handle.coordinator``::
 
         with recording(handle.coordinator) as recorder:
             model.generate(**inputs)
