@@ -26,7 +26,7 @@ def hadamard(size):
 
 
 def oracle(bench, slot, q):
-    """Estimates ``|k|^2 / |z|_1 * sign(z) . z(q)``, softmaxed, the mean over the heads of a lane."""
+    """``|k|^2 / |z|_1 * sign(z) . z(q)``, softmaxed, the mean over the query heads of a lane."""
     group, model = bench.group, bench.model
     signs = bench.algorithm.signs.double().cpu()
     rotation = (hadamard(len(signs)) * signs)[:, : group.head_dim]

@@ -25,11 +25,11 @@ class ParisKV(ScoredUnits):
 
     Per token and kv-head it keeps one bit for each coordinate of the rotated key z, its sign, and
     the factor ``|k|^2 / |z|_1``. A query head estimates q·k by factor times
-    ``sum_i sign(z_i) rotate(q)_i``, which is exact for a query that is parallel to the key. What is
-    made of the estimates of a lane's query heads is said in ``ScoredUnits.combine``.
+    ``sum_i sign(z_i) rotate(q)_i``, which is exact for a query that is parallel to the key. What
+    is made of the estimates of a lane's query heads is said in ``ScoredUnits.combine``.
 
-    Codes are a function of the key alone: token by token or at once, the bits are the same. Of equal
-    scores the lower token wins. Keys are finite.
+    Codes are a function of the key alone: token by token or at once, the bits are the same. Of
+    equal scores the lower token wins. Keys are finite, and below 2**60 in magnitude.
 
     Attributes:
         signs: of the rotation, fp32 ``[P]`` on the device.

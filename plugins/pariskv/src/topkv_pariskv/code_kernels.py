@@ -1,6 +1,6 @@
 """Rotation and codes in Triton, beside ``reference.rotate`` and ``reference.encode``.
 
-Launched without fused multiply-adds: sums round as those of the reference do, whose bits these are.
+Launched without fused multiply-adds: sums round as those of the reference do, bit for bit.
 Names: ``p_`` pointers, ``s_`` strides in elements. Pools are addressed by host id in 64 bit.
 """
 

@@ -1,7 +1,7 @@
 """Sign codes of rotated keys in plain torch: the formulas that the kernels are held to.
 
 Shapes: D head dim, P the power of two from 16 on that holds it, Hkv kv-heads, U = ``max_units``
-tokens. Sums are taken in pairs, in one order here and in the kernels: their codes are the same bits.
+tokens. Sums are taken in pairs, in one order here and in the kernels: codes are the same bits.
 """
 
 from __future__ import annotations
