@@ -224,7 +224,7 @@ MUTANTS = [
     coded(paris.RotatesKeysAlone, ORACLE),
     coded(paris.WordsOfNeighbours, "decode_builds_what_a_prompt_builds"),
     coded(paris.MeanQuery, "every_query_head_finds_its_needle", ANYWHERE),
-    coded(paris.ForgetsRecent, PROMISED, ANYWHERE),
+    coded(paris.ForgetsRecent, PROMISED),
     coded(paris.KernelUnflipped, KERNELS, ("interpret",)),
     of_snap(prompt.Unpooled, *KEPT),
     of_snap(prompt.LastChunkVotes, *KEPT),
