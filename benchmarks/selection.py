@@ -53,6 +53,7 @@ CASES = [
     Case("double_sparsity", {"label": "int4", "head_sparsity": 0.9}),
     Case("double_sparsity", {"label": "bf16"}, SHORT, 256),
     Case("double_sparsity", {"label": "int4"}, SHORT, 256),
+    Case("pariskv", {}),
     Case("clusterkv", {}),
     Case("snapkv", {"generated": 32}),
     Case("streaming_llm", {}),

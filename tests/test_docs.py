@@ -362,3 +362,22 @@ def test_the_table_of_arkvale_is_that_of_the_raw_numbers(page):
         for name, cell in zip(head[1:], cells, strict=True):
             row = found[name.lower(), int(unit), layers, float(budget.removesuffix(" %"))]
             assert cell == f"{row['correct']} / {100 * row['recall']:.1f} %"
+
+
+def test_the_table_of_pariskv_is_that_of_the_raw_numbers():
+    """Cells are ``right answers / what is read / attention mass``."""
+    found = {
+        (r["algorithm"], tuple(r["dense_layers"]), r["nominal_percent"]): r
+        for r in figures.read("eval/pariskv_cpu.jsonl")
+    }
+    text = (ROOT / "plugins/pariskv/README.md").read_text("utf-8")
+    head, *rows = rows_of(text, "| dense layers, budget")
+    assert len(rows) == 6
+    for what, *cells in rows:
+        dense, budget = what.split(", ")
+        layers = () if dense == "none" else (0, 1)
+        for name, cell in zip(head[1:], cells, strict=True):
+            row = found.get((name, layers, float(budget.removesuffix(" %"))))
+            shares = (row["with_index_percent"], 100 * row["recall"]) if row else ()
+            right = [str(row["correct"])] if row else ["-"]
+            assert cell == " / ".join([*right, *(f"{share:.1f} %" for share in shares)])

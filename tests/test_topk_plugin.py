@@ -111,6 +111,7 @@ CALLS = {
     "clusterkv": (False, False, False),
     "deepseek_dsa": (True, True, True),
     "double_sparsity": (False, True, True),
+    "pariskv": (False, True, True),
     "quest": (False, True, True),
     "snapkv": (False, True, False),
     "streaming_llm": (False, False, False),

@@ -26,12 +26,14 @@ from plugins.double_sparsity.tests import test_channels, test_head_sparsity, tes
 from plugins.double_sparsity.tests import test_conformance as double_sparsity_kit
 from plugins.double_sparsity.tests import test_properties as sparsity_properties
 from plugins.double_sparsity.tests import test_selection as sparsity_selection
+from plugins.pariskv.tests import test_conformance as pariskv_kit
 from plugins.snapkv.tests import test_conformance as snapkv_kit
 from plugins.snapkv.tests import test_properties as snapkv_properties
 from plugins.snapkv.tests import test_votes
 from plugins.streaming_llm.tests import test_conformance as streaming_kit
 from tests.mutants import plugins_clusterkv as clusterkv
 from tests.mutants import plugins_double_sparsity as sparsity
+from tests.mutants import plugins_pariskv as paris
 from tests.mutants import plugins_prompt as prompt
 from tests.mutants.harness import Mutant, mutated, told_of, without_shrinking
 from topkv.errors import ConfigError, PluginError
@@ -41,6 +43,7 @@ from topkv.testing.kit import subject_of
 from topkv.testing.tiers import Tier, tier
 from topkv_clusterkv.launch import ClusterKVTriton
 from topkv_double_sparsity.launch import DoubleSparsityTriton
+from topkv_pariskv.launch import ParisKVTriton
 from topkv_snapkv.kernels import SnapKVTriton
 from topkv_streaming_llm.launch import StreamingLLMTriton
 
@@ -158,6 +161,7 @@ packed = _kit(
     double_sparsity_kit.options({"label": st.just("int4")}),
 )
 cluster = _kit("clusterkv", ClusterKVTriton, clusterkv_kit.OPTIONS)
+coded = _kit("pariskv", ParisKVTriton, pariskv_kit.OPTIONS)
 snap = _kit("snapkv", SnapKVTriton, snapkv_kit.OPTIONS)
 stream = _kit("streaming_llm", StreamingLLMTriton, streaming_kit.OPTIONS)
 of_sparse = _own(DoubleSparsityTriton, bench=lambda on: double_sparsity.Bench)
@@ -173,6 +177,7 @@ KEPT = (test_votes, "what_is_kept_is_the_best_and_the_window")
 FOUND = "unit_is_found_as_soon_as_decode_closes_it"
 PROMISED = "promised_units_are_selected"
 KERNELS = "kernels_select_what_the_reference_selects"
+ORACLE = "selections_are_those_of_the_oracle"
 
 MUTANTS = [
     of_sparse(
@@ -215,6 +220,12 @@ MUTANTS = [
     of_cluster(clusterkv.KeepsRejected, clusterkv_decode, "rollback_below_the_clustered_tokens"),
     cluster(clusterkv.ForgetsOpenWindow, FOUND, ANYWHERE),
     cluster(clusterkv.KernelUnscaled, KERNELS, ("interpret",)),
+    coded(paris.LengthAlone, ORACLE),
+    coded(paris.RotatesKeysAlone, ORACLE),
+    coded(paris.WordsOfNeighbours, "decode_builds_what_a_prompt_builds"),
+    coded(paris.MeanQuery, "every_query_head_finds_its_needle", ANYWHERE),
+    coded(paris.ForgetsRecent, PROMISED),
+    coded(paris.KernelUnflipped, KERNELS, ("interpret",)),
     of_snap(prompt.Unpooled, *KEPT),
     of_snap(prompt.LastChunkVotes, *KEPT),
     of_snap(prompt.OutOfOrder, *KEPT),

@@ -1,0 +1,144 @@
+"""Time of ParisKV's update and selection per layer-step, and the share of the memory bandwidth.
+
+    python plugins/pariskv/benchmarks/retrieve.py --out pariskv.jsonl
+
+32 q-heads, 8 kv-heads, D = 128, bfloat16, 2047 of 128K tokens. Every cell replays a CUDA graph of
+``CALLS`` calls; ``score`` is the three kernels before top-k. The bytes are codes and factors, read
+once; ``read_gbs`` is what a plain sum reads. ``--sweep`` instead tries shapes of the score kernel
+for 16 requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.hooks.topk import TopK, TopKSetup
+from topkv.plugins import registry
+from topkv.testing.timing import graph_us
+from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
+from topkv_pariskv import launch
+from topkv_pariskv.entry import topkv_register_algorithms
+
+CALLS, REPEATS = 10, 9
+HEADS, KV_HEADS, DIM, PAGE, SELECT = 32, 8, 128, 64, 2047
+SHAPES = [
+    *((32, 8, 3, 1), (64, 8, 3, 2), (64, 16, 3, 4), (64, 8, 3, 4), (128, 4, 3, 4)),
+    *((128, 8, 2, 4), (128, 8, 3, 4), (128, 8, 4, 4), (128, 16, 3, 4), (256, 4, 3, 8)),
+]
+"""(TILE, TILES, STAGES, num_warps) that ``--sweep`` tries."""
+CUDA: dict[str, Any] = {"device": "cuda"}
+INTS: dict[str, Any] = {"dtype": torch.int32, "device": "cuda"}
+
+
+def per_call(call: Callable[[], object]) -> float:
+    return graph_us(*[call] * CALLS, repeats=REPEATS)
+
+
+def prepare(requests: int, tokens: int, scope: str) -> tuple[launch.ParisKVTriton, LayerView]:
+    lanes = KV_HEADS if scope == "kv_head" else 1
+    model = ModelShape(1, HEADS, KV_HEADS, DIM, torch.bfloat16, DIM**-0.5)
+    group = GroupShape(
+        *((0,), 1, lanes, KV_HEADS // lanes, DIM, torch.bfloat16, PAGE, requests, tokens),
+        *(SELECT, 2 * SELECT, 32),
+    )
+    (entry,) = topkv_register_algorithms()
+    device = torch.device("cuda")
+
+    def stated(*sizes: int) -> TopK:
+        setup = TopKSetup(*sizes, device)
+        made: TopK = registry().create("topk", entry.defaults["topk"], setup, "triton")
+        return made
+
+    setup = AlgorithmSetup(model, group, entry.parameters, device, stated)
+    algorithm = launch.ParisKVTriton(setup)
+    pages = tokens // PAGE
+    rows = (1 + requests * pages) * PAGE
+    pools = {}
+    for spec in algorithm.representations():
+        drawn = torch.randint(1, 2**15, (rows, *spec.shape), **CUDA)
+        pools[spec.name] = drawn.to(spec.dtype)
+    table = 1 + torch.randperm(requests * pages).view(requests, pages)
+    full = torch.full((requests,), tokens, **INTS)
+    step = StepTensors(
+        *(torch.arange(requests, **INTS), full, full, torch.ones_like(full), full * 0),
+        table.to(**INTS),
+    )
+    ring = torch.empty((requests, lanes, 32, KV_HEADS // lanes, 1, DIM), device="cuda")
+    ring = ring.to(torch.bfloat16)
+    return algorithm, LayerView(0, 0, group, step, ring, ring, pools)
+
+
+def measure(requests: int, tokens: int, scope: str) -> dict[str, object]:
+    algorithm, layer = prepare(requests, tokens, scope)
+    q = torch.randn(requests, 1, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(requests, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    ids = torch.empty(requests * layer.group.lane_heads, SELECT, **INTS)
+    moved = sum(spec.bytes for spec in algorithm.representations()) * tokens * requests
+    score = per_call(lambda: algorithm.lane_scores(layer, q[:, 0]))
+    return {
+        "requests": requests,
+        "tokens": tokens,
+        "scope": scope,
+        "update_us": round(per_call(lambda: algorithm.update(layer, k, k)), 2),
+        "score_us": round(score, 2),
+        "retrieve_us": round(per_call(lambda: algorithm.retrieve_topk(layer, q, None, ids)), 2),
+        "score_gbs": round(moved / score / 1e3, 1),
+    }
+
+
+def sweep(tokens: int) -> Iterator[dict[str, object]]:
+    """Shapes of the score kernel, for 16 requests of so many tokens."""
+    for tile, tiles, stages, warps in SHAPES:
+        launch.TILE, launch.TILES, launch.STAGES = tile, tiles, stages
+        launch.BLOCK_U = tile * tiles
+        algorithm, layer = prepare(16, tokens, "kv_head")
+        algorithm.scoring["num_warps"] = warps
+        q = torch.randn(16, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+        score = per_call(partial(algorithm.lane_scores, layer, q))
+        shape = {"tile": tile, "tiles": tiles, "stages": stages, "warps": warps}
+        yield {**shape, "tokens": tokens, "score_us": round(score, 2)}
+
+
+def read_gbs() -> float:
+    """What a sum over 2 GiB reads: the ceiling for ``score_gbs``."""
+    source = torch.zeros(1 << 29, device="cuda")
+    return source.numel() * 4 / per_call(source.sum) / 1e3
+
+
+def cells(options: argparse.Namespace) -> Iterator[dict[str, object]]:
+    yield {"device": torch.cuda.get_device_name(), "read_gbs": round(read_gbs(), 1)}
+    for tokens in options.tokens:
+        if options.sweep:
+            yield from sweep(tokens)
+            continue
+        for scope in ("kv_head", "shared"):
+            for requests in options.requests:
+                yield measure(requests, tokens, scope)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="write JSON lines here as well")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[131072, 32768])
+    parser.add_argument("--sweep", action="store_true")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    lines = []
+    for cell in cells(options):
+        print(cell)
+        lines.append(json.dumps(cell) + "\n")
+    if options.out:
+        options.out.write_text("".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""ParisKV's sign codes of rotated keys for topkv."""

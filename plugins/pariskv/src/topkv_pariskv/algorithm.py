@@ -1,0 +1,60 @@
+"""ParisKV's codes: the signs of a rotated key say which way it points, a number how far.
+
+ParisKV rotates keys at random and keeps the signs of the coordinates, from which candidates are
+found without training and without clusters. Here these signs are scored as RaBitQ does (Gao and
+Long, SIGMOD 2024, arXiv 2405.12497), and the best tokens are the selection: see the README for
+what is the paper's, and what is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from topkv.algorithms import ScoredUnits
+from topkv.hooks.algorithm import AlgorithmSetup, RepresentationSpec
+from topkv_pariskv import reference
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class ParisKV(ScoredUnits):
+    """Selects the tokens of the highest mean softmaxed estimate of q·k, kept as its logarithm.
+
+    Per token and kv-head it keeps one bit for each coordinate of the rotated key z, its sign, and
+    the factor ``|k|^2 / |z|_1``. A query head estimates q·k by factor times
+    ``sum_i sign(z_i) rotate(q)_i``, which is exact for a query that is parallel to the key. What
+    is made of the estimates of a lane's query heads is said in ``ScoredUnits.combine``.
+
+    Codes are a function of the key alone: token by token or at once, the bits are the same. Of
+    equal scores the lower token wins. Keys are finite, and below 2**60 in magnitude.
+
+    Attributes:
+        signs: of the rotation, fp32 ``[P]`` on the device.
+    """
+
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        super().__init__(setup)
+        self.signs = reference.flips(self.group.head_dim).to(setup.device)
+
+    def refusals(self) -> list[str]:
+        if self.model.dtype in DTYPES:
+            return []
+        return [f"keys of {self.model.dtype} are not supported, only of {DTYPES}"]
+
+    def representations(self) -> list[RepresentationSpec]:
+        heads, wide = self.group.num_kv_heads, reference.width(self.group.head_dim)
+        return [
+            RepresentationSpec("codes", "unit", (heads, wide // reference.BITS), torch.int16),
+            RepresentationSpec("factor", "unit", (heads,), torch.bfloat16),
+        ]
+
+    def represent(self, keys: Tensor, valid: Tensor) -> dict[str, Tensor]:
+        codes, factor = reference.encode(keys[:, 0], self.signs)  # the only key of a unit is valid
+        return {"codes": codes, "factor": factor}
+
+    def score(self, q: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
+        scores = reference.head_scores(q, kept["codes"], kept["factor"], self.signs)
+        return scores * self.model.scale

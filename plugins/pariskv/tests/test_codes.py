@@ -1,0 +1,117 @@
+"""Rotation, codes and estimates against float64, and the kernels' codes bit for bit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from topkv.testing.algorithm.bench import AlgorithmBench
+from topkv.testing.algorithm.case import Case
+from topkv.testing.differences import require_same
+from topkv.testing.kit import subject_of
+from topkv.testing.strategies import Geometry
+from topkv.testing.tiers import tier
+from topkv_pariskv import reference
+
+
+def drawn(seed, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dim", [12, 16, 64, 96])
+def test_rotation_keeps_products(dim):
+    """It is a Hadamard matrix, of 1 and -1 with orthogonal rows, behind signs of the channels."""
+    signs = reference.flips(dim)
+    wide = len(signs)
+    assert wide == max(16, 2 ** math.ceil(math.log2(dim)))
+    assert torch.equal(signs, reference.flips(dim)), "signs differ from one call to the next"
+    assert 0 < (signs < 0).sum() < wide
+    matrix = reference.rotate(torch.eye(wide), signs).T
+    assert torch.equal(matrix.abs(), torch.ones(wide, wide))
+    assert torch.equal(matrix @ matrix.T, wide * torch.eye(wide))
+    x, y = drawn(1, 5, dim).double(), drawn(2, 5, dim).double()
+    products = (reference.rotate(x, signs) * reference.rotate(y, signs)).sum(-1) / wide
+    torch.testing.assert_close(products.double(), (x * y).sum(-1), rtol=1e-5, atol=1e-5)
+
+
+def estimates(q, k, signs):
+    """Of queries ``[n, D]`` and keys ``[m, D]``, ``[n, m]``."""
+    codes, factor = reference.encode(k[:, None], signs)
+    return reference.head_scores(q[:, None], codes[None], factor[None], signs)[:, 0]
+
+
+def test_a_query_along_the_key_is_estimated_exactly():
+    """Up to the rounding of the factor to bfloat16."""
+
+    @given(seed=st.integers(0, 99), dim=st.sampled_from([5, 16, 64, 96]))
+    @settings(deadline=None, max_examples=10)
+    def check(seed, dim):
+        k = drawn(seed, 4, dim)
+        got = estimates(-2.5 * k, k, reference.flips(dim)).diagonal()
+        torch.testing.assert_close(got, -2.5 * k.square().sum(-1), rtol=2**-8, atol=0)
+
+    check()
+
+
+def test_estimates_err_as_randomly_rotated_signs_do():
+    """Nothing is lost of the part of q along k. The rest of q leaves an error of about
+    ``sqrt((pi / 2 - 1) / P)`` of the lengths, whose mean over keys is small.
+    """
+    q, k = drawn(3, 64, 64), drawn(4, 64, 64)
+    k[:, 7] *= 20  # a channel that outweighs all others
+    lengths = q.norm(dim=-1)[:, None] * k.norm(dim=-1)
+    errors = (estimates(q, k, reference.flips(64)) - q @ k.T) / lengths
+    expected = math.sqrt((math.pi / 2 - 1) / 64)
+    assert 0.7 * expected < errors.square().mean().sqrt() < 1.3 * expected
+    assert errors.mean().abs() < 0.2 * expected
+
+
+def test_a_code_says_the_direction_and_the_factor_the_length():
+    @given(seed=st.integers(0, 99), exponent=st.integers(-9, 9))
+    @settings(deadline=None, max_examples=10)
+    def check(seed, exponent):
+        k, signs = drawn(seed, 3, 2, 48).bfloat16(), reference.flips(48)
+        codes, factor = reference.encode(k, signs)
+        longer, twice = reference.encode(k * 2.0**exponent, signs)
+        assert torch.equal(longer, codes)
+        assert torch.equal(twice.float(), factor.float() * 2.0**exponent)
+        z = reference.rotate(k, signs)
+        assert torch.equal(reference.decode(codes), torch.where(z < 0, -1.0, 1.0))
+
+    check()
+
+
+@pytest.mark.parametrize("name", ["interpret", "gpu"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_kernels_write_what_the_reference_writes(name, dtype):
+    """Of a prompt and of a step: the same bits, though they are signs of rounded sums."""
+    on = tier(name)
+    if on.missing:
+        pytest.skip(on.missing)
+    for dim in (12, 64):
+        case = Case(
+            geometry=Geometry(3, 2, dim, 1, 16, "kv_head", dtype),
+            params={},
+            select=2,
+            ring=2,
+            keys="normal",
+            seed=dim,
+            least_units=24,
+            stale=math.nan,
+            exact=False,
+        )
+        subject = subject_of("pariskv", "algorithm", on)
+        stored = []
+        for impl in ("reference", "triton"):
+            bench = AlgorithmBench(subject, case, impl=impl)
+            keys = case.tokens(1)[:21]
+            keys[3] = 0
+            bench.prefill(1, keys[:20])
+            bench.append([1], keys[20:])
+            stored.append(bench.stored(1))
+        require_same(stored[1], stored[0], f"codes of {dim} channels")
+        assert (stored[0]["factor"][3] == 0).all(), "a key of zeros has another factor than 0"

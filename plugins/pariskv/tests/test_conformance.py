@@ -1,0 +1,63 @@
+"""ParisKV against the conformance kit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
+
+
+def forced(length, bench):
+    """The first ``sink_units`` and the last ``recent_units`` of the selectable tokens."""
+    params = {**bench.subject.entry.parameters, **bench.case.params}
+    tokens = range(length - 1)
+    recent = tokens[max(0, length - 1 - params["recent_units"]) :]
+    return {*tokens[: params["sink_units"]], *recent}
+
+
+def hadamard(size):
+    """Sylvester's matrix, float64 ``[size, size]``."""
+    made = torch.ones(1, 1, dtype=torch.float64)
+    while len(made) < size:
+        made = torch.cat([torch.cat([made, made], 1), torch.cat([made, -made], 1)])
+    return made
+
+
+def oracle(bench, slot, q):
+    """``|k|^2 / |z|_1 * sign(z) . z(q)``, softmaxed, the mean over the query heads of a lane."""
+    group, model = bench.group, bench.model
+    signs = bench.algorithm.signs.double().cpu()
+    rotation = (hadamard(len(signs)) * signs)[:, : group.head_dim]
+    keys = bench.keys[slot][: bench.selectable(slot)].double()
+    z = keys @ rotation.T
+    length = z.abs().sum(-1)
+    factor = keys.square().sum(-1) / torch.where(length > 0, length, 1.0)
+    heads = (q[0].double() @ rotation.T).unflatten(0, (group.num_kv_heads, -1))
+    products = torch.einsum("nhd,hgd->nhg", torch.where(z < 0, -1.0, 1.0).double(), heads)
+    scores = products * factor.bfloat16().double()[..., None] * model.scale
+    weights = scores.softmax(0).flatten(1, 2).unflatten(1, (group.lane_heads, -1))
+    return weights.mean(-1).T
+
+
+OPTIONS = AlgorithmOptions(
+    params=st.fixed_dictionaries(
+        {"sink_units": st.integers(0, 1), "recent_units": st.integers(0, 1)}
+    ),
+    promised=forced,
+    selects=(2, 3, 5),
+    hidden_needles=True,
+    head_needles=True,
+    oracle=oracle,
+)
+
+
+class TestParisKV(AlgorithmTests):
+    @pytest.fixture
+    def plugin(self):
+        return "pariskv"
+
+    @pytest.fixture
+    def options(self):
+        return OPTIONS
