@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 SOURCES := $(wildcard core plugins tools tests benchmarks examples docs/scripts conftest.py)
 DOCS := build/docs
 
-.PHONY: all test test-nightly test-gpu demo docs lint types check isolation newcomer dist format clean
+.PHONY: all test test-nightly test-gpu test-vllm demo docs lint types check isolation newcomer dist format clean
 
 all: check
 
@@ -37,6 +37,10 @@ test-nightly: $(VENV)/.installed
 # On a machine with a CUDA device, with the packages installed.
 test-gpu:
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 6 --dist worksteal -m gpu $(ARGS)
+
+# Of topkv-vllm, beside stock vLLM on a CPU, in an environment of their own: build/vllm, 3.5 GB.
+test-vllm:
+	plugins/vllm/test.sh $(ARGS)
 
 # What builds and checks distributions, beside what runs tests.
 $(VENV)/.packaging: $(VENV)/.installed

@@ -16,6 +16,9 @@ from importlib.metadata import distributions, entry_points
 from importlib.util import find_spec
 from types import ModuleType
 
+UNDECLARED = {"vllm"}
+"""Engines that pin a torch of their own, so that no environment here has them. Modules that need
+one import it, and are listed."""
 HEAVY = {"torch", "triton", "numpy", "transformers"}
 MILLISECONDS = 100.0
 TIMED = """
@@ -79,10 +82,21 @@ def check_modules(name: str) -> None:
     """Every module of the package imports, with all of its extras."""
     package = importlib.import_module(name)
     found = [each.name for each in pkgutil.walk_packages(package.__path__, f"{name}.")]
-    for each in found:
-        _inside(importlib.import_module(each))
+    left_out = [each for each in found if not _imports(each)]
     commands = [point.load().name for point in entry_points(group="topkv.commands")]
-    print(f"{len(found)} modules, commands: {', '.join(sorted(commands)) or 'none'}")
+    told = f"; {', '.join(left_out)} need an engine" if left_out else ""
+    print(f"{len(found)} modules, commands: {', '.join(sorted(commands)) or 'none'}{told}")
+
+
+def _imports(name: str) -> bool:
+    """Whether a module imports; not if it needs an engine that is not here."""
+    try:
+        _inside(importlib.import_module(name))
+    except ModuleNotFoundError as error:
+        if error.name not in UNDECLARED:
+            raise
+        return False
+    return True
 
 
 def check_time(name: str) -> None:

@@ -159,7 +159,8 @@ def test_models_that_are_refused(tiny):
     model.config.index_topk = 4
     with pytest.raises(CapabilityError) as refused:
         topkv.attach(model, tiny.settings())
-    assert len(refused.value.reasons) == 4
+    own = [reason for reason in refused.value.reasons if reason.startswith("transformers: ")]
+    assert len(own) == 4  # other engines that are installed have reasons too
     odd = tiny.model(config=tiny.config(head_dim=48))
     with pytest.raises((CapabilityError, ConfigError), match="48"):
         topkv.attach(odd, tiny.settings())

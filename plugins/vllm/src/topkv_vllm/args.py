@@ -1,0 +1,68 @@
+"""From a configuration of topkv to arguments of vLLM. Imports neither."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from topkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from topkv import SparseConfig
+
+WORKER = "topkv_vllm.worker.TopkvCPUWorker"
+
+OWNED = {
+    "max_requests": "max_num_seqs",
+    "page_tokens": "block_size",
+    "max_request_tokens": "max_model_len",
+}
+"""Settings of topkv that vLLM has names of its own for: it decides them, and topkv follows."""
+
+PAGES = "pages: the engine gives them out; leave it out"
+
+
+def engine_args(
+    config: SparseConfig | Mapping[str, Any] | str | PathLike[str] | None = None, **arguments: Any
+) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` and ``vllm.EngineArgs`` with which it decodes through topkv.
+
+    What both name goes by the name of vLLM: ``max_requests`` becomes ``max_num_seqs``,
+    ``page_tokens`` becomes ``block_size`` and ``max_request_tokens`` becomes ``max_model_len``.
+
+    Args:
+        config: whatever ``SparseConfig.load`` takes; None for the defaults. ``max_tokens`` is what
+            vLLM's block pool holds, in tokens of all requests together.
+        arguments: any others of vLLM; passed on.
+
+    Raises:
+        ConfigError: with everything that is set twice, or that topkv sets itself.
+    """
+    from topkv import SparseConfig
+    from topkv.config.settings import DEFAULTS
+
+    loaded = SparseConfig() if config is None else SparseConfig.load(config)
+    settings, reasons = loaded.as_dict(), []
+    ours: dict[str, Any] = {"attention_backend": "CUSTOM", "worker_cls": WORKER}
+    for name, argument in OWNED.items():
+        value = settings.pop(name, None)
+        if value is None:
+            value = None if argument in arguments else DEFAULTS[name]
+        if value is not None:
+            ours[argument] = value
+    if settings.pop("pages", "engine") != "engine":
+        reasons.append(PAGES)
+    for name in sorted(ours.keys() & arguments.keys()):
+        if arguments[name] != ours[name]:
+            reasons.append(
+                f"{name} is {ours[name]!r} by the configuration of topkv and {arguments[name]!r} "
+                "by the arguments; say it once"
+            )
+    more = dict(arguments.pop("additional_config", None) or {})
+    if "topkv" in more:
+        reasons.append("additional_config holds a configuration of topkv; hand over one")
+    if reasons:
+        raise ConfigError("these arguments do not go together", reasons)
+    return {**arguments, **ours, "additional_config": {**more, "topkv": settings}}

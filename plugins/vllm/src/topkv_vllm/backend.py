@@ -1,0 +1,164 @@
+"""The attention backend that vLLM calls ``CUSTOM``: every layer attends through the coordinator.
+
+vLLM keeps no keys and values. What it allocates is a placeholder of one element a token and layer,
+so that its block pool can be as large as the host pool is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from attrs import define
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+
+from topkv.errors import CapabilityError
+from topkv_vllm.session import Session
+
+
+@define
+class TopkvMetadata(AttentionMetadata):
+    """Of a forward.
+
+    Attributes:
+        rows: those of requests; 0 in a dummy run, which attends to nothing.
+    """
+
+    rows: int
+
+
+class TopkvMetadataBuilder(AttentionMetadataBuilder[TopkvMetadata]):
+    """Opens the coordinator's forward when the runner has decided the order of its rows.
+
+    Args:
+        kv_cache_spec, layer_names, vllm_config, device: as vLLM hands them over.
+    """
+
+    reorder_batch_threshold: int | None = 1
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = vllm_config.compilation_config.static_forward_context
+        self.session: Session = layers[layer_names[0]].impl.session
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TopkvMetadata:
+        """See ``AttentionMetadataBuilder``."""
+        return TopkvMetadata(self.session.forward(common_attn_metadata.num_reqs))
+
+
+class TopkvImpl(AttentionImpl[TopkvMetadata]):
+    """One attention layer.
+
+    Args:
+        num_heads, head_size, scale, num_kv_heads: its geometry.
+        kv_cache_dtype: must be ``"auto"``.
+        others: what this package refuses, unless it is left out.
+
+    Attributes:
+        session: of the worker, which sets it when all layers are there; None before.
+        number: of the layer, set with it.
+
+    Raises:
+        CapabilityError: the layer attends in a way that topkv does not know; with every reason.
+    """
+
+    session: Session | None = None
+    number: int = -1
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **others: Any,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        refused = {
+            "ALiBi slopes": alibi_slopes,
+            f"a sliding window of {sliding_window} tokens": sliding_window,
+            f"kv_cache_dtype {kv_cache_dtype!r}": kv_cache_dtype != "auto",
+            f"a softcap of {logits_soft_cap}": logits_soft_cap,
+            f"attention of type {attn_type!r}": attn_type != AttentionType.DECODER,
+            "keys and values of another layer": kv_sharing_target_layer_name,
+            **{name.replace("_", " "): value for name, value in others.items()},
+        }
+        reasons = [
+            f"it has {what}, which is not supported"
+            for what, value in refused.items()
+            if isinstance(value, Tensor) or value
+        ]
+        if reasons:
+            raise CapabilityError("an attention layer of this model cannot be served", reasons)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: TopkvMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """See ``AttentionImpl``: ``query [tokens, H, D]``, ``key`` and ``value [tokens, Hkv, D]``;
+        tokens behind the rows of requests are padding, and their output is 0."""
+        rows = attn_metadata.rows if attn_metadata else 0
+        output[rows:].zero_()
+        if rows and self.session:
+            q, k, v = query[:rows], key[:rows], value[:rows]
+            self.session.coordinator.attention(self.number, q, k, v, out=output[:rows])
+        return output
+
+
+class TopkvBackend(AttentionBackend):
+    """What vLLM asks before it makes layers."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
+
+    @staticmethod
+    def get_name() -> str:
+        """A name of vLLM's own: it looks the backend up again by it."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[TopkvImpl]:
+        """See ``AttentionBackend``."""
+        return TopkvImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TopkvMetadataBuilder]:
+        """See ``AttentionBackend``."""
+        return TopkvMetadataBuilder
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """The placeholder: one element a token."""
+        return replace(spec, num_head_slots=1, state_content_bytes=spec.dtype.itemsize)

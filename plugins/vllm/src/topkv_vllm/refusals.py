@@ -1,0 +1,129 @@
+"""What is refused before a weight is loaded, with every reason at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from topkv import SparseConfig
+from topkv.assembly import make_plugins
+from topkv.config import LoweredConfig
+from topkv.errors import CapabilityError, TopkvError
+from topkv.plugins import registry
+from topkv_vllm.args import OWNED, PAGES
+from topkv_vllm.geometry import lowered_for, shape_of_config
+from topkv_vllm.versions import version_reasons
+
+
+def check(vllm_config: Any, version: str) -> LoweredConfig:
+    """Refuse what cannot be served. Allocates nothing but scratch of plugins, for a moment.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        version: of vLLM.
+
+    Returns:
+        The configuration of topkv, by what the configuration of the model says of its layers.
+
+    Raises:
+        CapabilityError: with every reason.
+    """
+    reasons = version_reasons(version) + _model_reasons(vllm_config.model_config)
+    reasons += _option_reasons(vllm_config)
+    settings, wrong = settings_of(vllm_config)
+    reasons += wrong
+    lowered = None
+    if not reasons:  # lowering wants a model and options that make sense
+        try:
+            lowered = lowered_for(vllm_config, settings, shape_of_config(vllm_config))
+            reasons += _algorithm_reasons(vllm_config, lowered)
+        except TopkvError as error:
+            reasons += getattr(error, "reasons", None) or [str(error)]
+    if reasons or lowered is None:
+        raise CapabilityError("vLLM cannot serve this through topkv", reasons)
+    return lowered
+
+
+def settings_of(vllm_config: Any) -> tuple[SparseConfig, list[str]]:
+    """The user's settings, and why some are refused."""
+    more = vllm_config.additional_config
+    given = more.get("topkv") if isinstance(more, dict) else None
+    if given is None:
+        hint = "use topkv_vllm.engine_args, or --additional-config '{\"topkv\": {...}}'"
+        return SparseConfig(), [f"additional_config holds no configuration of topkv; {hint}"]
+    try:
+        settings = SparseConfig.load(given)
+    except TopkvError as error:
+        return SparseConfig(), list(getattr(error, "reasons", None) or [str(error)])
+    stated = settings.as_dict()
+    reasons = [
+        f"{name} is {argument} of vLLM, which decides; leave it out of topkv's configuration"
+        for name, argument in OWNED.items()
+        if name in stated
+    ]
+    return settings, reasons + [PAGES] * (stated.get("pages", "engine") != "engine")
+
+
+def _model_reasons(model: Any) -> list[str]:
+    """What a model is that is not served; its layers are looked at when they are made."""
+    text = model.hf_text_config
+    found = {
+        "is an encoder-decoder": model.is_encoder_decoder,
+        "has latent attention (MLA)": model.use_mla,
+        "mixes attention with other layers that keep state": model.is_hybrid,
+        "has no attention": model.is_attention_free,
+        "is no generator of text": model.runner_type != "generate",
+        "reads images or sound": model.is_multimodal_model,
+        "has sliding windows": model.get_sliding_window() is not None,
+        "caps attention logits": getattr(text, "attn_logit_softcapping", None) is not None,
+        "attends in chunks": getattr(text, "attention_chunk_size", None) is not None,
+    }
+    return [f"the model {what}, which is not supported" for what, is_so in found.items() if is_so]
+
+
+def _option_reasons(config: Any) -> list[str]:
+    """Options of vLLM that this package does not serve."""
+    cache, parallel, scheduler = (
+        config.cache_config,
+        config.parallel_config,
+        config.scheduler_config,
+    )
+    kv, speculative = config.kv_transfer_config, config.speculative_config
+    backend = getattr(config.attention_config.backend, "name", None)
+    refused = {
+        f"attention_backend {backend}; say CUSTOM": backend != "CUSTOM",
+        f"kv_cache_dtype {cache.cache_dtype}; say auto, and host_format of topkv": (
+            cache.cache_dtype != "auto"
+        ),
+        "a KV connector, which would move placeholders": kv is not None,
+        "KV offloading: KV lies in host memory already": cache.kv_offloading_size,
+        "prefix caching; say enable_prefix_caching=False": cache.enable_prefix_caching,
+        "speculative decoding": speculative is not None,
+        "tensor parallel ranks": parallel.tensor_parallel_size > 1,
+        "pipeline parallel stages": parallel.pipeline_parallel_size > 1,
+        "data parallel ranks": parallel.data_parallel_size > 1,
+        "context parallel ranks": (
+            max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1
+        ),
+        "microbatches (enable_dbo)": parallel.enable_dbo,
+        "LoRA": config.lora_config is not None,
+        "sleep mode, which discards KV": config.model_config.enable_sleep_mode,
+        "asynchronous scheduling; say async_scheduling=False": scheduler.async_scheduling,
+        "model runner V2; set VLLM_USE_V2_MODEL_RUNNER=0": config.use_v2_model_runner,
+        f"the device {config.device_config.device_type}; tested is cpu": (
+            config.device_config.device_type != "cpu"
+        ),
+    }
+    return [f"not supported: {what}" for what, is_so in refused.items() if is_so]
+
+
+def _algorithm_reasons(vllm_config: Any, lowered: LoweredConfig) -> list[str]:
+    """Algorithms that could run out of room in the middle of a step."""
+    limit = make_plugins(registry(), lowered).least("generated")
+    longest = vllm_config.model_config.max_model_len
+    if limit >= longest:
+        return []
+    return [
+        f"an algorithm has room for {limit} tokens after a prompt, and a request may generate "
+        f"{longest - 1} within max_model_len = {longest}; raise its parameter 'generated' to "
+        "that, or lower max_model_len"
+    ]

@@ -1,0 +1,135 @@
+"""The requests that a worker serves: which slot each has, and where its rows lie in a forward.
+
+What is done follows from vLLM's ``SchedulerOutput`` alone, so that all ranks do the same. A
+request has a slot from the step that schedules it until the first step after it has ended or was
+preempted: as many as vLLM lets run, ``max_num_seqs``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from attrs import define
+
+from topkv import SparseCoordinator
+from topkv.errors import RequestError
+
+
+@define
+class Held:
+    """A request that has a slot.
+
+    Attributes:
+        slot: of the coordinator.
+        prefill: tokens that are computed before it decodes: of its prompt, and of what it had
+            generated when it was preempted.
+    """
+
+    slot: int
+    prefill: int
+
+
+class Requests:
+    """Requests of one coordinator by vLLM's ids.
+
+    Args:
+        coordinator: with ``pages: engine``.
+
+    Attributes:
+        held: those that have a slot.
+        prompts: tokens of the prompt of each, kept while it is preempted.
+        tokens: of each request of the step that is open, in the scheduler's order; empty between
+            steps.
+        computed: tokens of each that earlier steps have computed.
+    """
+
+    def __init__(self, coordinator: SparseCoordinator) -> None:
+        self.coordinator = coordinator
+        self.held: dict[str, Held] = {}
+        self.prompts: dict[str, int] = {}
+        self.tokens: dict[str, int] = {}
+        self.computed: dict[str, int] = {}
+
+    def schedule(self, step: Any) -> None:
+        """Begin a step: end, begin and extend requests as the scheduler has decided.
+
+        Args:
+            step: vLLM's ``SchedulerOutput``.
+        """
+        cached = step.scheduled_cached_reqs
+        for name in (*step.finished_req_ids, *(step.preempted_req_ids or ())):
+            self._end(name)
+        for name in step.finished_req_ids:
+            self.prompts.pop(name, None)
+        for name in cached.resumed_req_ids:
+            self._end(name)
+        self.computed = {}
+        for new in step.scheduled_new_reqs:
+            self.prompts[new.req_id] = new.prompt_len
+            self._begin(new.req_id, new.block_ids[0], new.num_computed_tokens, new.prompt_len)
+        for name, blocks, computed, generated in zip(
+            cached.req_ids,
+            cached.new_block_ids,
+            cached.num_computed_tokens,
+            cached.num_output_tokens,
+            strict=True,
+        ):
+            pages = blocks[0] if blocks else []
+            if name in cached.resumed_req_ids:
+                self._begin(name, pages, computed, self.prompts[name] + generated)
+            else:
+                self.coordinator.request_add_pages(self.held[name].slot, pages)
+                self.computed[name] = computed
+        self.tokens = step.num_scheduled_tokens
+
+    def forward(self, names: Sequence[str]) -> int:
+        """Open the coordinator's forward.
+
+        Args:
+            names: the requests in the order of their rows.
+
+        Returns:
+            Rows of the forward.
+
+        Raises:
+            RequestError: the runner and the scheduler do not agree about a request.
+        """
+        decode: list[int] = []
+        chunks: list[tuple[int, int, int]] = []
+        row = 0
+        for name in names:
+            held, tokens = self.held[name], self.tokens[name]
+            length = self.coordinator.length(held.slot)
+            if length != self.computed[name]:
+                raise RequestError(
+                    f"request {name} has {length} tokens in topkv and {self.computed[name]} by "
+                    "vLLM's scheduler; this is a bug of topkv-vllm, please report it"
+                )
+            if tokens == 1 and length >= held.prefill:
+                decode += [-1] * (row - len(decode)) + [held.slot]
+            else:
+                chunks.append((held.slot, tokens, row))
+            row += tokens
+        self.coordinator.forward_begin(decode, chunks)
+        return row
+
+    def close(self) -> None:
+        """End a step: count its tokens."""
+        self.tokens = {}
+        if self.coordinator.forward is not None:
+            self.coordinator.forward_end()
+
+    def abort(self) -> None:
+        """Drop a step after an exception: its tokens are not appended."""
+        self.tokens = {}
+        self.coordinator.forward_abort()
+
+    def _begin(self, name: str, pages: Sequence[int], computed: int, prefill: int) -> None:
+        slot = self.coordinator.request_begin(pages, computed)
+        self.held[name], self.computed[name] = Held(slot, prefill), computed
+
+    def _end(self, name: str) -> None:
+        held = self.held.pop(name, None)
+        if held is not None:
+            self.coordinator.request_end(held.slot)

@@ -1,0 +1,108 @@
+"""The worker that vLLM runs for each rank: ``--worker-cls topkv_vllm.worker.TopkvCPUWorker``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import vllm
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from topkv import SparseConfig
+from topkv.errors import CapabilityError, ConfigError
+from topkv_vllm.backend import TopkvImpl
+from topkv_vllm.entry import BACKEND
+from topkv_vllm.geometry import lowered_for, shape_of_layers
+from topkv_vllm.refusals import check
+from topkv_vllm.session import Session
+
+
+class TopkvCPUWorker(CPUWorker):
+    """vLLM's own worker of a CPU, whose model attends through a coordinator.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``; ``additional_config["topkv"]`` has the settings.
+        more: as vLLM hands them over.
+
+    Raises:
+        CapabilityError: it cannot be served; nothing was loaded. With every reason.
+    """
+
+    def __init__(self, vllm_config: Any, *more: Any, **others: Any) -> None:
+        self.topkv_config = check(vllm_config, vllm.__version__)
+        super().__init__(vllm_config, *more, **others)
+        self.session = Session(lambda: self.model_runner.input_batch.req_ids)
+
+    def load_model(self, **options: Any) -> None:
+        """Load the model, whose layers then know the session, and find its geometry."""
+        with _cpu_backend():
+            super().load_model(**options)
+        config = self.vllm_config
+        layers = config.compilation_config.static_forward_context
+        by_number = {extract_layer_index(name): layer.impl for name, layer in layers.items()}
+        numbers, impls = sorted(by_number), [by_number[each] for each in sorted(by_number)]
+        others = sorted({type(impl).__name__ for impl in impls if type(impl) is not TopkvImpl})
+        if others or numbers != [*range(len(layers))]:
+            raise CapabilityError(
+                "vLLM cannot serve this through topkv",
+                [
+                    f"expected layers 0 to {len(layers) - 1} of {TopkvImpl.__name__}, got layers "
+                    f"{numbers} and {others or 'no others'}"
+                ],
+            )
+        for number, impl in zip(numbers, impls, strict=True):
+            impl.session, impl.number = self.session, number
+        settings = SparseConfig.load(config.additional_config["topkv"])
+        shape = shape_of_layers(impls, self.topkv_config.model.dtype)
+        self.topkv_config = lowered_for(config, settings, shape)
+
+    def determine_available_memory(self) -> int:
+        """As many bytes as make vLLM's block pool as large as the host pool, placeholders that
+        they are."""
+        if self._should_warm_up_model():
+            self.model_runner.warming_up_model()
+        page = sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
+        return self.topkv_config.num_pages * page
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Make the coordinator, then what vLLM keeps.
+
+        Raises:
+            ConfigError: there are more blocks than host pages.
+            HostMemoryError, DeviceMemoryError: a tier is too small; nothing is left allocated.
+        """
+        blocks, pages = kv_cache_config.num_blocks, self.topkv_config.num_pages
+        if blocks > pages:
+            raise ConfigError(
+                "vLLM's block pool is topkv's host pool",
+                [f"{blocks} blocks exceed {pages} pages; raise max_tokens of topkv instead"],
+            )
+        self.session.allocate(self.topkv_config)
+        super().initialize_from_config(kv_cache_config)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """A step, between the begin and the end of the coordinator's forward."""
+        return self.session.run(scheduler_output, super().execute_model)
+
+    def shutdown(self) -> None:
+        """Give back the host memory too. Idempotent."""
+        super().shutdown()
+        if hasattr(self, "session"):
+            self.session.close()
+
+
+@contextmanager
+def _cpu_backend() -> Iterator[None]:
+    """While layers are made: vLLM asks nobody on a CPU but its own backend, by this name."""
+    overridden = AttentionBackendEnum.CPU_ATTN.is_overridden()
+    before = AttentionBackendEnum.CPU_ATTN.get_path()
+    register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+    try:
+        yield
+    finally:
+        AttentionBackendEnum.CPU_ATTN.clear_override()
+        if overridden:
+            register_backend(AttentionBackendEnum.CPU_ATTN, before)

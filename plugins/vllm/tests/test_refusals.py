@@ -1,0 +1,81 @@
+"""What cannot be served is refused before a weight is loaded, with every reason at once.
+
+An engine that fails ends process groups that vLLM shares between all of a process, so nothing here
+asks another one.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from topkv.errors import CapabilityError, RequestError
+
+
+def refused(served, *reasons, settings=None, **arguments):
+    """Expect a refusal with these reasons, and before weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("topkv_vllm.worker.TopkvCPUWorker.load_model", None)
+        with pytest.raises(CapabilityError, match="cannot serve this through topkv") as caught:
+            served(settings, **arguments)
+    told = "\n".join(caught.value.reasons)
+    assert all(reason in told for reason in reasons), told
+    return caught.value.reasons
+
+
+def test_options_are_refused_together(served):
+    reasons = refused(
+        served,
+        "prefix caching; say enable_prefix_caching=False",
+        "not supported: LoRA",
+        "kv_cache_dtype fp8",
+        enable_prefix_caching=True,
+        enable_lora=True,
+        kv_cache_dtype="fp8",
+    )
+    assert len(reasons) == 3
+
+
+def test_a_pool_smaller_than_a_request_is_refused_with_both_numbers(served):
+    refused(served, "512 and 256", settings={"max_tokens": 256})
+
+
+def test_a_page_that_no_unit_fits_is_refused(served):
+    refused(served, "24", settings={"page_tokens": 24, "unit": 16})
+
+
+def test_an_algorithm_that_may_run_out_of_room_is_refused(served):
+    settings = {"algorithm": "snapkv", "params": {"generated": 64}}
+    refused(served, "room for 64 tokens", "511 within max_model_len = 512", settings=settings)
+
+
+def test_more_blocks_than_host_pages_are_refused(served):
+    with pytest.raises(Exception, match="1000 blocks exceed 69 pages; raise max_tokens"):
+        served(num_gpu_blocks_override=1000)
+
+
+def test_an_exception_in_a_layer_leaves_nothing_behind(served, prompt):
+    """vLLM ends an engine whose model raised; topkv has dropped the step, and is whole."""
+    engine = served()
+    engine.add("one", prompt(150))
+    engine.add("two", prompt(20))
+    for _ in range(3):
+        engine.step()
+    session = engine.session
+    coordinator, lengths = session.coordinator, [*session.coordinator.requests.length]
+    attention = coordinator.attention
+
+    def fail(layer, *rows, **options):
+        if layer == 1:
+            raise RequestError("on purpose")
+        return attention(layer, *rows, **options)
+
+    coordinator.attention = fail
+    with pytest.raises(RequestError, match="on purpose"):
+        engine.step()
+    assert coordinator.forward is None
+    assert [*coordinator.requests.length] == lengths
+    coordinator.check_integrity()
+    for held in [*session.requests.held.values()]:
+        coordinator.request_end(held.slot)
+    coordinator.check_integrity()
+    assert coordinator.manager.host.used == 0
