@@ -234,7 +234,7 @@ def test_it_is_refused_where_nothing_is_captured(tiny):
         torch._dynamo.config.patch(disable=True),
         pytest.raises(CapabilityError, match="compile: true cannot be served") as refused,
     ):
-        topkv.attach(model, tiny.settings(compile=True))
+        topkv.attach(model, tiny.settings(compile=True, capture="off"))
     for part in ("the setting capture is 'off'", "'dynamic'", "TORCHDYNAMO_DISABLE"):
         assert part in str(refused.value)
     assert not hasattr(model.model, "_topkv_handle")
