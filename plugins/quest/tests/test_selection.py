@@ -20,8 +20,8 @@ def raw_scores(w, q, slots):
     if type(w.quest) is Quest:
         scores, _ = w.quest.lane_scores(w.layer, q[:, 0].to(w.device))
         return reference_raw(w, q, slots), scores.cpu().view(-1, lanes, width)
-    raw = w.quest.raw[: len(slots) * heads].cpu()
-    scores = w.quest.scores[: len(slots) * lanes].cpu()
+    raw = w.quest.heads.raw[: len(slots) * heads].cpu()
+    scores = w.quest.heads.scores[: len(slots) * lanes].cpu()
     return raw.view(-1, heads, width), scores.view(-1, lanes, width)
 
 

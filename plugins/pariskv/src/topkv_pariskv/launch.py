@@ -8,6 +8,7 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.ops.lane_scores import HeadScores
 from topkv.types import LayerView
 from topkv_pariskv import code_kernels, kernels, reference
 from topkv_pariskv.algorithm import ParisKV
@@ -18,9 +19,6 @@ TILE, TILES, STAGES = 128, 8, 3
 BLOCK_U = TILE * TILES
 """Tokens whose maximum and exponential sum are kept together."""
 
-TILE_V = 2048
-"""Scores, of all heads together, of one program of the combining kernel."""
-
 BLOCK_T = 16
 """Tokens of one program of the kernel that encodes a prompt."""
 
@@ -28,9 +26,7 @@ BLOCK_T = 16
 class ParisKVTriton(ParisKV):
     """ParisKV in kernels, with every constant worked out once.
 
-    Scratch, fp32: rotated queries ``[max_requests * Hkv, BLOCK_G, P]``, scaled scores
-    ``[max_requests * H, U]``, maximum and exponential sum of each block of tokens
-    ``[max_requests * H, blocks]``, and scores ``[rows, U]``.
+    Scratch: ``HeadScores``, and rotated queries, fp32 ``[max_requests * Hkv, BLOCK_G, P]``.
     """
 
     impl = "triton"
@@ -39,17 +35,10 @@ class ParisKVTriton(ParisKV):
         super().__init__(setup)
         model, group, device = self.model, self.group, setup.device
         wide = reference.width(group.head_dim)
-        self.blocks = triton.cdiv(max(group.max_units, 1), BLOCK_U)
         block_g = max(16, triton.next_power_of_2(model.group_size))
-        floats = {"dtype": torch.float32, "device": device}
-        heads = group.max_requests * model.num_heads
         pairs = group.max_requests * model.num_kv_heads
-        self.rotated = torch.empty((pairs, block_g, wide), **floats)
-        self.raw = torch.empty((heads, group.max_units), **floats)
-        self.peak = torch.empty((heads, self.blocks), **floats)
-        self.mass = torch.empty((heads, self.blocks), **floats)
-        self.scores = torch.empty((group.max_lanes, group.max_units), **floats)
-        self.closed = torch.zeros(group.max_lanes, dtype=torch.int32, device=device)
+        self.rotated = torch.empty((pairs, block_g, wide), dtype=torch.float32, device=device)
+        self.heads = HeadScores(model, group, BLOCK_U, device)
         geometry = {"KV_HEADS": model.num_kv_heads, "WIDE": wide}
         self.rotating = geometry | {
             "D": group.head_dim,
@@ -66,18 +55,6 @@ class ParisKVTriton(ParisKV):
             "STAGES": STAGES,
             "BLOCK_G": block_g,
             "FP32": model.dtype is torch.float32 or device.type == "cpu",
-            "num_warps": 4,
-        }
-        heads = model.num_heads // group.lane_heads
-        block_h = triton.next_power_of_2(heads)
-        units = triton.next_power_of_2(max(group.max_units, 16))
-        self.combining = {
-            "LANE_HEADS": group.lane_heads,
-            "HEADS": heads,
-            "BLOCK_U": BLOCK_U,
-            "BLOCK_H": block_h,
-            "BLOCK_P": min(64, triton.next_power_of_2(self.blocks)),
-            "BLOCK_V": max(16, min(TILE_V // block_h, units)),
             "num_warps": 4,
         }
 
@@ -111,21 +88,14 @@ class ParisKVTriton(ParisKV):
     def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         group, step, pools = self.group, layer.step, layer.pools
         pairs = step.batch * group.num_kv_heads
-        work = (self.raw, self.peak, self.mass)
+        work = (self.heads.raw, self.heads.peak, self.heads.mass)
         code_kernels.query_kernel[(pairs,)](
             *(q, self.signs, step.slots, self.rotated, q.stride(0), q.stride(1)), **self.asking
         )
-        kernels.score_kernel[(pairs, self.blocks)](
+        kernels.score_kernel[(pairs, self.heads.blocks)](
             *(self.rotated, pools["codes"], pools["factor"]),
             *(step.slots, step.lengths, step.page_table, *work),
-            *(step.page_table.stride(0), group.max_units, self.blocks, self.model.scale),
+            *(step.page_table.stride(0), group.max_units, self.heads.blocks, self.model.scale),
             **self.scoring,
         )
-        lanes = step.batch * group.lane_heads
-        grid = (lanes, triton.cdiv(group.max_units, self.combining["BLOCK_V"]))
-        kernels.combine_kernel[grid](
-            *(*work, step.slots, step.lengths, self.scores, self.closed),
-            *(group.max_units, self.blocks, self.sink_units, self.recent_units),
-            **self.combining,
-        )
-        return self.scores[:lanes], self.closed[:lanes]
+        return self.heads.lanes(step, self.sink_units, self.recent_units)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.ops.lane_scores import HeadScores
 from topkv.types import LayerView
 from topkv_quest import bound_kernels, kernels
 from topkv_quest.algorithm import Quest
@@ -19,33 +20,18 @@ and three stages read bounds fastest: 88 % of what an H200 reads at best, 66 % f
 BLOCK_U = TILE_U * TILES
 """Units whose maximum and exponential sum are kept together."""
 
-TILE_V = 2048
-"""Scores, of all heads together, of one program of the combining kernel. Half as many programs of
-twice as many scores took 1 to 2 us more in each of five cells from 1 x 32K to 16 x 128K."""
-
 _METADATA = {torch.bfloat16: 1, torch.int8: 2}
 
 
 class QuestTriton(Quest):
-    """Quest in kernels, with every constant worked out once.
-
-    Scratch, fp32: scaled scores ``[max_requests * H, U]``, maximum and exponential sum of
-    each block of units ``[max_requests * H, blocks]``, and scores ``[rows, U]``.
-    """
+    """Quest in kernels, with every constant worked out once."""
 
     impl = "triton"
 
     def __init__(self, setup: AlgorithmSetup) -> None:
         super().__init__(setup)
         model, group, device = self.model, self.group, setup.device
-        self.blocks = triton.cdiv(max(group.max_units, 1), BLOCK_U)
-        floats = {"dtype": torch.float32, "device": device}
-        heads = group.max_requests * model.num_heads
-        self.raw = torch.empty((heads, group.max_units), **floats)
-        self.peak = torch.empty((heads, self.blocks), **floats)
-        self.mass = torch.empty((heads, self.blocks), **floats)
-        self.scores = torch.empty((group.max_lanes, group.max_units), **floats)
-        self.closed = torch.zeros(group.max_lanes, dtype=torch.int32, device=device)
+        self.heads = HeadScores(model, group, BLOCK_U, device)
         self.as_bits = model.dtype is torch.bfloat16
         self.metadata = _METADATA.get(self.metadata_dtype, 0)
         geometry = {
@@ -70,19 +56,6 @@ class QuestTriton(Quest):
             "SCALED": self.metadata_dtype is torch.int8,
             "FP32": model.dtype is torch.float32 or device.type == "cpu",
             "num_warps": 1,
-        }
-        heads = model.num_heads // group.lane_heads
-        block_h = triton.next_power_of_2(heads)
-        units = triton.next_power_of_2(max(group.max_units, 16))
-        self.combining = {
-            "LANE_HEADS": group.lane_heads,
-            "HEADS": heads,
-            "UNIT": group.unit,
-            "BLOCK_U": BLOCK_U,
-            "BLOCK_H": block_h,
-            "BLOCK_P": min(64, triton.next_power_of_2(self.blocks)),
-            "BLOCK_V": max(16, min(TILE_V // block_h, units)),
-            "num_warps": 4,
         }
 
     def _writable(self, layer: LayerView) -> tuple[Tensor, Tensor]:
@@ -129,18 +102,11 @@ class QuestTriton(Quest):
         bounds = layer.pools["bounds"]
         scale = layer.pools.get("scale", bounds)
         tables = (step.slots, step.lengths)
-        work = (self.raw, self.peak, self.mass)
-        kernels.score_kernel[(step.batch * group.num_kv_heads, self.blocks)](
+        work = (self.heads.raw, self.heads.peak, self.heads.mass)
+        kernels.score_kernel[(step.batch * group.num_kv_heads, self.heads.blocks)](
             *(q, bounds, scale, *tables, step.page_table, *work),
-            *(step.page_table.stride(0), group.max_units, self.blocks, self.model.scale),
+            *(step.page_table.stride(0), group.max_units, self.heads.blocks, self.model.scale),
             *(q.stride(0), q.stride(1)),
             **self.scoring,
         )
-        lanes = step.batch * group.lane_heads
-        grid = (lanes, triton.cdiv(group.max_units, self.combining["BLOCK_V"]))
-        kernels.combine_kernel[grid](
-            *(*work, *tables, self.scores, self.closed),
-            *(group.max_units, self.blocks, self.sink_units),
-            **self.combining,
-        )
-        return self.scores[:lanes], self.closed[:lanes]
+        return self.heads.lanes(step, self.sink_units)
