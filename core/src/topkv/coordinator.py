@@ -27,6 +27,7 @@ from topkv.ops.chunk_attention import add_sinks
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
 from topkv.prefill import Prefill
+from topkv.prefixes import Prefixes
 from topkv.report import MemoryReport, TransferReport, count_transfers
 from topkv.requests import Requests
 from topkv.types import Index
@@ -44,6 +45,7 @@ class SparseCoordinator:
         layers: the path of each layer.
         lanes, transfers: of each group.
         requests: state of every request.
+        prefixes: pages of prompts, for requests that begin alike.
         manager: memory of both tiers.
         step: the step tensors.
         forward: the open forward, or None.
@@ -82,6 +84,7 @@ class SparseCoordinator:
             shares_prefixes=all(spec.prefix == "pages" for spec in plugins.specs if spec),
             selectors=[path.selector for path in self.layers if path.selector],
         )
+        self.prefixes = Prefixes(self.requests, plugins.specs)
         self.prefill = Prefill(self.config, self.requests, self.layers)
         self.observers = Observers(config, registry, self.requests)
         periods = [(spec and spec.settle_period) or 2**31 - 1 for spec in plugins.specs]

@@ -14,7 +14,7 @@ from attrs import evolve
 from topkv.config import LoweredConfig
 from topkv.hooks.algorithm import AlgorithmSpec
 from topkv.kv.engine_pages import EngineKVPool
-from topkv.kv.host_pool import HostKVPool
+from topkv.kv.prefix import PrefixKVPool
 from topkv.kv.representations import RepresentationPools
 from topkv.kv.store import GroupStore
 from topkv.types import GroupShape, LayerView, StepTensors
@@ -30,7 +30,7 @@ class SparseKVCacheManager:
 
     Attributes:
         groups: the shape of each group.
-        host: the host pool, which leases pages.
+        host: the host pool, which leases pages, and keeps those that are found again.
         stores: the tensors of each group.
         representations: the pools of each group.
     """
@@ -44,7 +44,7 @@ class SparseKVCacheManager:
         self.config, self.device = config, device
         self.groups: list[GroupShape] = [group.shape for group in config.groups]
         on_host = [group for group in self.groups if group.residency != "resident"]
-        pool = EngineKVPool if config.pages == "engine" else HostKVPool
+        pool = EngineKVPool if config.pages == "engine" else PrefixKVPool
         self.host = pool(on_host, config.num_pages, config.host_layout, device)
         try:
             self._allocate(specs)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from topkv.config import LoweredConfig
-from topkv.errors import DeviceMemoryError, HostMemoryError, RequestError
+from topkv.errors import DeviceMemoryError, RequestError
 from topkv.hooks.transfer import Transfer
 from topkv.kv.step import StepUploader
 from topkv.layers import Forward
@@ -184,11 +184,6 @@ class Requests:
         """
         self.check(slot)
         length = int(self.length[slot])
-        if length % self.config.page_tokens and not self.manager.host.leasable:
-            raise HostMemoryError(
-                "fork needs a host page for the open page and none is to be had; end requests or "
-                "raise max_tokens, or fork where a page is full if an engine gives out pages"
-            )
         twin = self.begin()
         try:
             self.flush(slot)
@@ -234,6 +229,8 @@ class Requests:
 
     def _cut(self, slot: int, length: int) -> None:
         """Shorten a request; one that loses a part of its prompt is settled again later."""
+        written = self.pages.of(slot)[length // self.config.page_tokens :]
+        self.manager.host.withdraw(written)
         self.length[slot] = length
         self.settled[:, slot] = np.minimum(self.settled[:, slot], length)
         self.fresh[slot] |= length < self.prompt[slot]
@@ -246,8 +243,9 @@ class Requests:
         writes = [(slot, 1) for slot in self.pages.without_page(writers, length[writers]).tolist()]
         writes += [(chunk.slot, chunk.tokens) for chunk in forward.chunks]
         if writes:  # rare in a step that decodes
-            at = [(slot, int(length[slot]), n) for slot, n in writes]
-            self.pages.own([(slot, first, first + n) for slot, first, n in at])
+            self.pages.own(
+                [(slot, int(length[slot]), int(length[slot]) + n) for slot, n in writes]
+            )
 
     def upload(self, slots: np.ndarray, appended: np.ndarray) -> None:
         """Upload the decode rows of a forward, and the pages.

@@ -17,8 +17,6 @@ class EnginePages(PageAllocator):
     engine's business, and none is leased here.
     """
 
-    leasable = 0
-
     @property
     def free(self) -> int:
         """Pages that no request holds."""
@@ -33,7 +31,8 @@ class EnginePages(PageAllocator):
         if count:
             raise HostMemoryError(
                 f"{count} pages are needed that the engine has not handed over; call "
-                "request_add_pages first, with pages that no other request holds"
+                "request_add_pages first, with pages that no other request holds, or fork where a "
+                "page is full"
             )
         return []
 

@@ -33,11 +33,6 @@ class PageAllocator:
         return len(self._free)
 
     @property
-    def leasable(self) -> int:
-        """Pages that ``lease`` would give."""
-        return self.free
-
-    @property
     def used(self) -> int:
         return self.num_pages - 1 - self.free
 
@@ -65,8 +60,11 @@ class PageAllocator:
         """
         pages = list(pages)
         for page in pages:
-            self._check_leased(page)
+            self._check_shareable(page)
         np.add.at(self.references, pages, 1)
+
+    def withdraw(self, pages: Iterable[int]) -> None:
+        """These are about to be written: let nobody else find them. Here nobody does."""
 
     def release(self, pages: Iterable[int]) -> list[int]:
         """Drop one reference of each page and return those that are free now."""
@@ -74,13 +72,20 @@ class PageAllocator:
         for page in pages:
             self._check_leased(page)
             self.references[page] -= 1
-            if self.references[page] == 0:
-                self._free.append(page)
+            if self.references[page] == 0 and self._give_back(page):
                 freed.append(page)
         return freed
 
+    def _give_back(self, page: int) -> bool:
+        """Let go of a page without holders. Returns whether it is free now."""
+        self._free.append(page)
+        return True
+
     def shared(self, page: int) -> bool:
         return bool(self.references[page] > 1)
+
+    def _check_shareable(self, page: int) -> None:
+        self._check_leased(page)
 
     def _check_leased(self, page: int) -> None:
         if not 0 < page < self.num_pages or self.references[page] == 0:
@@ -116,7 +121,7 @@ class PageAllocator:
             problems.append("a page in the free list is still referenced")
         if 0 in self._free:
             problems.append("page 0 is in the free list")
-        if len(self._free) + int((self.references > 0).sum()) != self.num_pages - 1:
+        if self.free + int((self.references > 0).sum()) != self.num_pages - 1:
             problems.append("free and used pages do not add up")
         return problems
 

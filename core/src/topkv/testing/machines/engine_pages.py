@@ -92,7 +92,7 @@ class BlockPool:
         self.pages[slot], self.seen[slot] = list(pages), torch.empty(0, *SHAPE)
         if donor is not None and shared:  # the other one computes them
             tokens = self.seen[donor][: PAGE * shared]
-            self.run(self.own, [slot], [], {slot: tokens}, torch.zeros(LAYERS, 0, HEADS, DIM))
+            run_forward(self.own, [slot], [], {slot: tokens}, torch.zeros(LAYERS, 0, HEADS, DIM))
             self.seen[slot] = tokens
 
     def forward(self) -> None:
@@ -111,7 +111,7 @@ class BlockPool:
         count = sum(map(len, new.values()))
         q = torch.randn(LAYERS, count, HEADS, DIM, generator=self.random)
         chunks = [slot for slot in new if slot not in decode]
-        outputs = [self.run(of, chunks, decode, new, q) for of in (self.own, self.handed)]
+        outputs = [run_forward(of, chunks, decode, new, q) for of in (self.own, self.handed)]
         torch.testing.assert_close(*outputs, rtol=0, atol=0)
         for slot, each in new.items():
             self.seen[slot] = torch.cat([self.seen[slot], each])
@@ -123,34 +123,6 @@ class BlockPool:
             given = [self.free.pop() for _ in range(missing)]
             self.handed.request_add_pages(slot, given)
             self.pages[slot] += given
-
-    def run(
-        self,
-        coordinator: SparseCoordinator,
-        chunks: list[int],
-        decode: list[int],
-        new: dict[int, Tensor],
-        q: Tensor,
-    ) -> Tensor:
-        """One forward of one of them: outputs ``[L, rows, H, D]``."""
-        rows = torch.cat([*(new[slot] for slot in [*decode, *chunks]), torch.empty(0, *SHAPE)])
-        if not q.shape[1]:
-            q = torch.zeros(LAYERS, len(rows), HEADS, DIM)
-        algorithms = {path.view.layer: path.algorithm for path in coordinator.layers}
-        coordinator.forward_begin(decode, [(slot, len(new[slot])) for slot in chunks])
-        count = len(decode) * KV_HEADS * 3  # different units for each lane
-        ids = torch.arange(count, dtype=torch.int32, device=self.on.device).view(-1, 3) % 5
-        for layer, algorithm in algorithms.items():
-            if algorithm:
-                algorithm.next_ids[layer] = ids
-        outputs = []
-        for layer in range(LAYERS):
-            k, v = rows[:, layer].to(self.on.device).unbind(1)
-            outputs.append(coordinator.attention(layer, q[layer].to(self.on.device), k, v))
-        coordinator.forward_end()
-        for algorithm in filter(None, algorithms.values()):
-            algorithm.next_ids.clear()
-        return torch.stack(outputs).cpu()
 
     def cut(self, call: str) -> None:
         """Roll back or truncate; pages behind the new length go back to the block pool."""
@@ -186,6 +158,44 @@ class BlockPool:
         gone, self.pages[slot] = self.pages[slot][keep:], self.pages[slot][:keep]
         held = {page for pages in self.pages.values() for page in pages}
         self.free += [page for page in gone if page not in held]
+
+
+def run_forward(
+    coordinator: SparseCoordinator,
+    chunks: list[int],
+    decode: list[int],
+    new: dict[int, Tensor],
+    q: Tensor,
+) -> Tensor:
+    """One forward of a coordinator on doubles, whose selections follow from its rows.
+
+    Args:
+        chunks, decode: slots that append a chunk, and those that append a token.
+        new: of each slot the keys and values of its tokens, ``[n, L, 2, Hkv, D]``.
+        q: ``[L, rows, H, D]``, the decode rows first; zeros if it has no rows.
+
+    Returns:
+        Outputs ``[L, rows, H, D]``, on a CPU.
+    """
+    device = coordinator.config.device
+    rows = torch.cat([*(new[slot] for slot in [*decode, *chunks]), torch.empty(0, *SHAPE)])
+    if not q.shape[1]:
+        q = torch.zeros(LAYERS, len(rows), HEADS, DIM)
+    algorithms = {path.view.layer: path.algorithm for path in coordinator.layers}
+    coordinator.forward_begin(decode, [(slot, len(new[slot])) for slot in chunks])
+    count = len(decode) * KV_HEADS * 3  # different units for each lane
+    ids = torch.arange(count, dtype=torch.int32, device=device).view(-1, 3) % 5
+    for layer, algorithm in algorithms.items():
+        if algorithm:
+            algorithm.next_ids[layer] = ids
+    outputs = []
+    for layer in range(LAYERS):
+        k, v = rows[:, layer].to(device).unbind(1)
+        outputs.append(coordinator.attention(layer, q[layer].to(device), k, v))
+    coordinator.forward_end()
+    for algorithm in filter(None, algorithms.values()):
+        algorithm.next_ids.clear()
+    return torch.stack(outputs).cpu()
 
 
 def run_engine_pages(on: Tier, **options: Any) -> None:

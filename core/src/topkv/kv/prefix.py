@@ -1,0 +1,148 @@
+"""Pages that outlive their requests, found again by the tokens that they hold.
+
+A page that is full can be published under a key, a hash over its tokens and all before them, so
+that equal keys mean equal prefixes. When its last request lets go of it, it is kept: it counts as
+free, and is given out like a free page when no other is left, the one that went unused longest
+first. Until then a request that begins with the same tokens can hold it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from topkv.kv.host_pool import HostKVPool, PageAllocator
+
+
+def page_keys(tokens: Sequence[int] | np.ndarray, page_tokens: int, salt: bytes) -> list[bytes]:
+    """A key for each full page of ``tokens``: SHA-256 over its ids and the key of the page before.
+
+    Args:
+        tokens: ids from position 0 on.
+        page_tokens: tokens of a page.
+        salt: what else keys and values depend on; begins the chain.
+    """
+    ids = np.ascontiguousarray(tokens, dtype="<i8")
+    key, keys = hashlib.sha256(b"topkv-page-1" + salt).digest(), []
+    for page in ids[: len(ids) // page_tokens * page_tokens].reshape(-1, page_tokens):
+        key = hashlib.sha256(key + page.tobytes()).digest()
+        keys.append(key)
+    return keys
+
+
+class PrefixPages(PageAllocator):
+    """Page ids, of which published ones are kept when nobody holds them.
+
+    Args:
+        arguments: of the allocator that it is put before, see ``PrefixKVPool``.
+
+    Attributes:
+        on_evict: called with the pages that are about to be given out and were kept until then.
+        evicted: how many there were.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.on_evict: Callable[[list[int]], None] = lambda pages: None
+        self.evicted = 0
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._kept: OrderedDict[int, None] = OrderedDict()  # those without holders, oldest first
+
+    @property
+    def free(self) -> int:
+        """Pages that ``lease`` would give: those that hold nothing, and those that are kept."""
+        return len(self._free) + len(self._kept)
+
+    @property
+    def kept(self) -> int:
+        """Published pages that nobody holds."""
+        return len(self._kept)
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """The pages of the first keys, as far as there are any."""
+        pages: list[int] = []
+        for key in keys:
+            if key not in self._page_of:
+                break
+            pages.append(self._page_of[key])
+        return pages
+
+    def publish(self, pages: Iterable[int], keys: Iterable[bytes]) -> None:
+        """Let pages be found by their keys. Of pages with equal keys the first is found.
+
+        Args:
+            pages: leased ones, full, whose every copy to the host is under way. Nobody writes
+                them any more, see ``withdraw``.
+            keys: of ``page_keys``, no more than pages.
+        """
+        for page, key in zip(pages, keys, strict=False):
+            self._check_leased(page)
+            if key not in self._page_of and page not in self._key_of:
+                self._page_of[key], self._key_of[page] = page, key
+
+    def withdraw(self, pages: Iterable[int]) -> None:
+        """Let pages be found no more, before the only holder of one writes it."""
+        for page in pages:
+            key = self._key_of.pop(page, None)
+            if key is not None:
+                del self._page_of[key]
+            if page in self._kept:
+                del self._kept[page]
+                self._free.append(page)
+
+    def forget(self) -> list[int]:
+        """Withdraw every page, and return those that were kept, which are free now."""
+        kept = list(self._kept)
+        self.withdraw(list(self._key_of))
+        return kept
+
+    def lease(self, count: int) -> list[int]:
+        """See ``PageAllocator``; pages that are kept go when no others are left."""
+        missing = count - len(self._free)
+        if 0 < missing <= len(self._kept):
+            oldest = [page for page, _ in zip(self._kept, range(missing), strict=False)]
+            self.withdraw(oldest)
+            self.evicted += missing
+            self.on_evict(oldest)
+        return super().lease(count)
+
+    def release(self, pages: Iterable[int]) -> list[int]:
+        """See ``PageAllocator``; pages that are kept are not among those that are free now."""
+        # The last ones first, so that no page goes before those that can only be found by it.
+        return super().release(reversed(list(pages)))
+
+    def _give_back(self, page: int) -> bool:
+        if page not in self._key_of:
+            return super()._give_back(page)
+        self._kept[page] = None
+        return False
+
+    def _check_shareable(self, page: int) -> None:
+        if page not in self._kept:
+            super()._check_shareable(page)
+
+    def share(self, pages: Iterable[int]) -> None:
+        """See ``PageAllocator``; pages that are kept can be held again."""
+        pages = list(pages)
+        super().share(pages)
+        for page in pages:
+            self._kept.pop(page, None)
+
+    def _free_problems(self) -> list[str]:
+        problems = super()._free_problems()
+        if self.references[list(self._kept)].any() or not self._kept.keys() <= self._key_of.keys():
+            problems.append("a page that is kept is held, or cannot be found")
+        if {page: key for key, page in self._page_of.items()} != self._key_of:
+            problems.append("pages and their keys do not belong together")
+        if set(self._free) & self._key_of.keys():
+            problems.append("a page in the free list can be found")
+        return problems
+
+
+class PrefixKVPool(PrefixPages, HostKVPool):
+    """A host pool that keeps published pages."""
