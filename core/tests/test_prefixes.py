@@ -198,8 +198,13 @@ class Lives:
         slot = self.kept.prefixes.begin(prompt, salt, most)
         assert self.plain.request_begin() == slot
         length = self.kept.length(slot)
-        assert length == min(known, known if most is None else most) < len(prompt)
+        page = self.kept.config.page_tokens
+        most = len(prompt) if most is None else most
+        assert length == min(known, -(-most // page) * page) < len(prompt)
         self.found += length
+        if most < length:
+            length = most
+            self.kept.truncate(slot, length)
         self.tokens[slot], self.salt[slot] = prompt[:length], salt
         if length:  # the other one computes them
             new = {slot: self.rows(slot, 0)}

@@ -59,12 +59,17 @@ class Prefixes:
     """
 
     def __init__(self, requests: Requests, specs: Sequence[AlgorithmSpec | None]) -> None:
-        self.requests = requests
+        self.requests, host = requests, requests.manager.host
         self.tail = max([1, *(spec.prompt_tail for spec in specs if spec)])
-        self.off: list[str] = []
-        if not requests.shares_prefixes:
-            self.off.append("an algorithm keeps more of a prompt than what stands in its pages")
-        host = requests.manager.host
+        keeping = [
+            str(group.algorithm)
+            for group, spec in zip(requests.config.groups, specs, strict=True)
+            if spec and spec.prefix != "pages"
+        ]
+        self.off = [
+            f"{name} keeps more of a prompt than what stands in its pages"
+            for name in dict.fromkeys(keeping)
+        ]
         if isinstance(host, PrefixPages):
             self._host = host
             host.on_evict = requests.manager.poison
@@ -89,12 +94,12 @@ class Prefixes:
         return len(self._find(tokens, salt)) * self.requests.config.page_tokens
 
     def begin(self, tokens: Tokens, salt: bytes = b"", most: int | None = None) -> int:
-        """Take a request slot for a prompt, with as many tokens as are found.
+        """Take a request slot for a prompt, with the pages that are found.
 
         Args:
             tokens, salt: as of ``length``.
-            most: tokens to take over at most, where rows have to go on at one column; all that
-                are found by default.
+            most: no page behind these first tokens; all that are found by default. Who cannot go
+                on at the end of a page truncates the request then.
 
         Returns:
             The slot. Its length says how many tokens it has.
@@ -104,14 +109,11 @@ class Prefixes:
         """
         page = self.requests.config.page_tokens
         pages = self._find(tokens, salt)
-        length = len(pages) * page
-        most = length if most is None else max(0, min(most, length))
-        pages = pages[: -(-most // page)]
+        if most is not None:
+            pages = pages[: -(-most // page)]
         slot = self.requests.begin(pages, len(pages) * page)
-        if most < len(pages) * page:
-            self.requests.truncate(slot, most)
         self._counts.asked += len(tokens)
-        self._counts.found += most
+        self._counts.found += len(pages) * page
         return slot
 
     def publish(self, slot: int, tokens: Tokens, salt: bytes = b"") -> None:

@@ -126,6 +126,11 @@ def _settle(
     values["max_request_tokens"] = -(-request // page) * page
     lowered = LoweredConfig(**values, device=device, model=model, num_pages=num_pages)
     reasons += format_reasons(model, lowered.kv_format)
+    if lowered.pages == "engine" and lowered.prefix_cache != "off":
+        reasons.append(
+            f"prefix_cache must be 'off' where pages is 'engine', got {lowered.prefix_cache!r}: "
+            "an engine that gives out pages keeps prefixes itself"
+        )
     reasons += host_format_reasons(model, lowered.host_format)
     if lowered.prefill_block_tokens % page:
         reasons.append(

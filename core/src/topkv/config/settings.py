@@ -113,6 +113,11 @@ class Settings(Generic[Unset, Size]):
     """``"auto"`` where the engine may record decode steps on a GPU and replay them, which its
     plugins have to allow, or ``"off"``."""
 
+    prefix_cache: str | Unset = setting(one_of(("off", "prompt", "all")), "off")
+    """whether the engine lets prompts take over the pages of earlier ones with the same first
+    tokens: ``"off"``; of ``"prompt"`` those that hold prompts, which attended to everything; of
+    ``"all"`` those of generated tokens too, as the next turn of a chat wants."""
+
     compile: bool | Unset = setting(checks.flag, False)
     """have the engine compile the layers of the decode steps that it captures, which fuses their
     small kernels. Rounding may differ; needs ``capture: auto``."""

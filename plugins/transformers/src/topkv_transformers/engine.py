@@ -77,6 +77,11 @@ class TransformersEngine:
         with torch.inference_mode(False):
             handle = AttachedModel(model, SparseCoordinator(lowered, self.registry))
         try:
+            reasons = handle.prefixes.refusals()
+            if reasons:
+                raise CapabilityError(
+                    f"prefix_cache: {lowered.prefix_cache} cannot be served", reasons
+                )
             tell(handle)
         except BaseException:
             handle.detach()

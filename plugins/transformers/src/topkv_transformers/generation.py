@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from topkv.errors import CapabilityError, OutOfMemory, RequestError
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.forwards import left_padding
+from topkv_transformers.prefixes import PromptPrefixes
 from topkv_transformers.requests import CacheRequests
 from topkv_transformers.state import CacheState
 
@@ -167,6 +168,7 @@ def _short(value: Any) -> str:
 def generate(
     model: PreTrainedModel,
     requests: CacheRequests,
+    prefixes: PromptPrefixes,
     unchanged: Callable[[], AbstractContextManager[None]],
     original: Callable[..., Any],
     args: tuple[Any, ...],
@@ -191,13 +193,15 @@ def generate(
         cache = TopkvCache(requests) if given is None else given
         cache.check_owner(requests)
         before = cache.state.seen
-        call.admit(cache)
-        arguments |= {"past_key_values": cache, "attention_mask": call.mask()}
         try:
+            prefixes.take_over(call, cache)
+            call.admit(cache)
+            arguments |= {"past_key_values": cache, "attention_mask": call.mask()}
             output = original(**arguments)
         except BaseException:
             requests.truncate(cache.state, before)
             raise
+        prefixes.publish(call, cache, output, before)
         if given is None and not call.option("return_dict_in_generate"):
             cache.close()
         return output

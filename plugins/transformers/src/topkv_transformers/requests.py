@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -120,10 +120,15 @@ class CacheRequests:
 
     # Requests.
 
-    def begin(self, state: CacheState, rows: int) -> None:
-        """Give a cache ``rows`` requests, all or none."""
+    def begin(self, state: CacheState, rows: int, row: Callable[[int], int] | None = None) -> None:
+        """Give a cache ``rows`` requests, all or none.
+
+        Args:
+            row: takes the slot of a row, by its number; by default one without tokens.
+        """
+        row = row or (lambda _: self.coordinator.request_begin())
         with self.exclusive(), self._all_or_none():
-            slots = [self.coordinator.request_begin() for _ in range(rows)]
+            slots = [row(number) for number in range(rows)]
         state.begin(slots)
 
     def reserve(self, state: CacheState, tokens: Sequence[int]) -> None:

@@ -20,6 +20,7 @@ from topkv_transformers.cache import TopkvCache
 from topkv_transformers.generation import generate
 from topkv_transformers.latent import LatentAttention, install
 from topkv_transformers.prediction import prediction
+from topkv_transformers.prefixes import PromptPrefixes
 from topkv_transformers.requests import CacheRequests
 from topkv_transformers.support import HANDLE, attention_modules, decoder_of
 
@@ -41,6 +42,7 @@ class AttachedModel:
         shape: geometry of the attention layers.
         requests: the requests of its caches, and the open forward.
         capture: what was captured of decode steps, or why nothing is.
+        prefixes: what prompts of ``generate`` take over from earlier ones.
     """
 
     def __init__(self, model: PreTrainedModel, coordinator: SparseCoordinator) -> None:
@@ -50,6 +52,7 @@ class AttachedModel:
         self.shape = coordinator.model
         self._decoder = decoder_of(model)
         self.requests = CacheRequests(coordinator, attention.NamedAttention(self._decoder))
+        self.prefixes = PromptPrefixes(self._decoder, self.requests)
         self._parameters = list(inspect.signature(self._decoder.forward).parameters)
         self._generate = model.__dict__.get("generate")
         attention.register()
@@ -75,7 +78,9 @@ class AttachedModel:
         @wraps(original)
         def generate_through_topkv(*args: Any, **kwargs: Any) -> Any:
             unchanged = self._captured.unchanged if self._captured else nullcontext
-            return generate(self.model, self.requests, unchanged, original, args, kwargs)
+            return generate(
+                self.model, self.requests, self.prefixes, unchanged, original, args, kwargs
+            )
 
         self.model.generate = generate_through_topkv
         setattr(decoder, HANDLE, self)

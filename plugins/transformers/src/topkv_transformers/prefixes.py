@@ -1,0 +1,140 @@
+"""Prompts of ``generate`` that begin like earlier ones, and take over the pages of those."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor, nn
+
+from topkv.prefixes import PrefixCounts
+from topkv_transformers.cache import TopkvCache
+from topkv_transformers.capture import DYNAMIC_ROPE
+from topkv_transformers.forwards import left_padding
+from topkv_transformers.modules import signature_of
+from topkv_transformers.requests import CacheRequests
+
+PLAIN = {"inputs", "input_ids", "attention_mask"}
+"""Tensors of a call that keys and values of a prompt follow from; others may change them."""
+
+
+class Call(Protocol):
+    """What is asked of a call of ``generate``, see ``generation.Call``."""
+
+    arguments: dict[str, Any]
+
+    def option(self, name: str) -> Any: ...
+
+    def mask(self) -> Tensor: ...
+
+
+class PromptPrefixes:
+    """Looks prompts up before ``generate``, and publishes what it leaves behind.
+
+    Args:
+        decoder: whose modules make keys and values. When they have changed, all is forgotten.
+        requests: of the model's caches.
+
+    Attributes:
+        policy: the setting ``prefix_cache``.
+    """
+
+    def __init__(self, decoder: nn.Module, requests: CacheRequests) -> None:
+        self.decoder, self.requests = decoder, requests
+        self.policy = requests.coordinator.config.prefix_cache
+        self._found = requests.coordinator.prefixes
+        self._modules: Any = None
+
+    @property
+    def counts(self) -> PrefixCounts:
+        """Tokens that were asked for and found, pages that are kept, and those that went."""
+        return self._found.counts
+
+    def forget(self) -> None:
+        """Let nothing be found of what was published so far.
+
+        This happens by itself when modules of the decoder, their numbers or parameters have
+        changed; a write through ``parameter.data`` alone cannot be seen.
+        """
+        self._found.forget()
+
+    def refusals(self) -> list[str]:
+        """Every reason against the setting ``prefix_cache``; empty where it is off."""
+        if self.policy == "off":
+            return []
+        reasons = list(self._found.off)
+        rope = getattr(getattr(self.decoder, "rotary_emb", None), "rope_type", None)
+        if rope in DYNAMIC_ROPE:
+            reasons.append(f"RoPE of type {rope!r} gives keys that depend on the whole length")
+        return reasons
+
+    def take_over(self, call: Call, cache: TopkvCache) -> None:
+        """Begin the rows of a fresh cache with the columns that are found for all of them.
+
+        Raises:
+            DeviceMemoryError, HostMemoryError: no room; the cache is as it was.
+        """
+        ids = None if cache.state.slots else self._ids(call)
+        # Transformers cuts a whole prompt into chunks, and not what a cache lacks of it.
+        if ids is None or call.option("prefill_chunk_size") is not None:
+            return
+        self._look()
+        mask = call.mask()
+        ids, padding = self._rows(call, ids), self._rows(call, left_padding(mask))
+        if ids.shape[1] != mask.shape[1] or len(ids) != len(padding):
+            return  # it is refused further on
+        prompts = [row[pads:] for row, pads in zip(ids, padding.tolist(), strict=True)]
+        found = [self._found.length(prompt) for prompt in prompts]
+        columns = int((padding + found).min())
+        if not (padding < columns).any():
+            columns = 0
+        held = np.maximum(columns - padding, 0).tolist()
+        state = cache.state
+        self.requests.begin(
+            state, len(prompts), lambda row: self._found.begin(prompts[row], most=held[row])
+        )
+        state.seen, state.padding = columns, padding
+        lengths = map(self.requests.coordinator.length, state.slots)
+        if list(lengths) != held:  # rows whose pages end elsewhere; all have theirs by now
+            self.requests.truncate(state, columns)
+
+    def publish(self, call: Call, cache: TopkvCache, output: Any, before: int) -> None:
+        """Let later prompts find the rows of a cache.
+
+        Args:
+            output: what ``generate`` returned.
+            before: columns that the caller's cache held.
+        """
+        state, ids = cache.state, self._ids(call)
+        # A prompt behind generated tokens has seen what was attended sparsely.
+        if ids is None or not state.slots or (self.policy == "prompt" and before):
+            return
+        sequences = output if isinstance(output, Tensor) else output.sequences
+        end = state.seen if self.policy == "all" else min(state.seen, ids.shape[1])
+        if sequences.shape[1] < end or len(sequences) != len(state.slots):
+            return  # earlier turns were not given again
+        tokens = sequences.cpu().numpy()
+        for row, slot in enumerate(state.slots):
+            self._found.publish(slot, tokens[row, state.padding[row] : end])
+
+    def _ids(self, call: Call) -> np.ndarray | None:
+        """Ids of the prompt, int64 ``[B, n]``; None where keys may depend on more than them."""
+        if self.policy == "off" or call.option("output_hidden_states"):
+            return None
+        tensors = {name for name, value in call.arguments.items() if isinstance(value, Tensor)}
+        ids = call.arguments.get("input_ids", call.arguments.get("inputs"))
+        if ids is None or ids.ndim != 2 or tensors - PLAIN:
+            return None
+        found: np.ndarray = ids.cpu().numpy()
+        return found
+
+    def _rows(self, call: Call, values: np.ndarray) -> np.ndarray:
+        return np.repeat(values, call.option("num_return_sequences") or 1, axis=0)
+
+    def _look(self) -> None:
+        """Forget all if modules have changed, their weights in place included."""
+        parameters = [each for each in self.decoder.parameters() if not each.is_inference()]
+        modules = signature_of(self.decoder), [each._version for each in parameters]
+        if modules != self._modules:
+            self.forget()
+        self._modules = modules
