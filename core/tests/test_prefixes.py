@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from hashlib import sha256
-
 import pytest
-import torch
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -19,17 +16,9 @@ from hypothesis.stateful import (
 
 from topkv.errors import HostMemoryError, RequestError
 from topkv.kv.prefix import PrefixPages, page_keys
-from topkv.testing.kit import examples
-from topkv.testing.machines.engine_pages import PAGE, SHAPE, run_forward
+from topkv.testing.machines.engine_pages import PAGE
 from topkv.testing.machines.host_pool import HostPoolMachine
-from topkv.testing.machines.lifecycle_model import (
-    DIM,
-    HEADS,
-    LAYERS,
-    MOST_TOKENS,
-    REQUESTS,
-    make_coordinator,
-)
+from topkv.testing.machines.prefixes import run_prefixes
 
 
 class UnpublishedMachine(HostPoolMachine):
@@ -149,160 +138,7 @@ def test_keys_are_equal_where_all_tokens_up_to_there_are(one, other):
     assert not {*keys[0]} & {*page_keys(one, 3, b"x")}
 
 
-class Lives:
-    """A coordinator that finds prefixes, beside one that computes all of them.
-
-    Keys and values of a token follow from it, all tokens before it, and the salt.
-    """
-
-    def __init__(self, on, data, options):
-        self.data = data
-        self.kept = make_coordinator(on, max_tokens=48, **options)
-        self.plain = make_coordinator(on, max_tokens=REQUESTS * MOST_TOKENS, **options)
-        self.tokens, self.salt, self.found = {}, {}, 0
-        self.random = torch.Generator().manual_seed(data.draw(st.integers(0, 99), "seed"))
-
-    def rows(self, slot, first):
-        """Keys and values of the tokens of a request from position ``first`` on."""
-        rows = [torch.empty(0, *SHAPE)]
-        for end in range(first + 1, len(self.tokens[slot]) + 1):
-            seed = sha256(self.salt[slot] + bytes(self.tokens[slot][:end])).digest()[:7]
-            draw = torch.Generator().manual_seed(int.from_bytes(seed, "big"))
-            rows.append(torch.randn(1, *SHAPE, generator=draw))
-        return torch.cat(rows)
-
-    def both(self, chunks, decode, first):
-        """A forward on both; False if the pool is too small for it."""
-        new = {slot: self.rows(slot, first[slot]) for slot in (*decode, *chunks)}
-        count = sum(map(len, new.values()))
-        q = torch.randn(LAYERS, count, HEADS, DIM, generator=self.random)
-        try:
-            ours = run_forward(self.kept, chunks, decode, new, q)
-        except HostMemoryError:
-            return False
-        expected = run_forward(self.plain, chunks, decode, new, q)
-        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
-        return True
-
-    def begin(self):
-        prompt = [0, 1, 1] * 10
-        prompt[self.data.draw(st.sampled_from([3, 11, 20, 29]), "turn")] = 2
-        count = self.data.draw(st.sampled_from([1, 4, 5, 8, 9, 13, 17, 25, 30]), "tokens")
-        salt = self.data.draw(st.sampled_from([b"", b"", b"", b"x"]), "salt")
-        self.begin_with(prompt[:count], salt)
-
-    def begin_with(self, prompt, salt):
-        draw = self.data.draw
-        known = self.kept.prefixes.length(prompt, salt)
-        most = draw(st.one_of(st.none(), st.integers(0, 30)), "most")
-        slot = self.kept.prefixes.begin(prompt, salt, most)
-        assert self.plain.request_begin() == slot
-        length = self.kept.length(slot)
-        page = self.kept.config.page_tokens
-        most = len(prompt) if most is None else most
-        assert length == min(known, -(-most // page) * page) < len(prompt)
-        self.found += length
-        if most < length:
-            length = most
-            self.kept.truncate(slot, length)
-        self.tokens[slot], self.salt[slot] = prompt[:length], salt
-        if length:  # the other one computes them
-            new = {slot: self.rows(slot, 0)}
-            run_forward(self.plain, [slot], [], new, torch.zeros(LAYERS, 0, HEADS, DIM))
-        self.tokens[slot] = prompt
-        if not self.both([slot], [], {slot: length}):
-            self.tokens[slot] = prompt[:length]
-
-    def decode(self):
-        slots = [slot for slot in self.tokens if 0 < len(self.tokens[slot]) < MOST_TOKENS]
-        for _ in range(self.data.draw(st.integers(1, 5), "steps") if slots else 0):
-            slots = [slot for slot in slots if len(self.tokens[slot]) < MOST_TOKENS]
-            first = {slot: len(self.tokens[slot]) for slot in slots}
-            for slot in slots:
-                self.tokens[slot] = [*self.tokens[slot], self.data.draw(st.integers(0, 1))]
-            if not self.both([], slots, first):
-                self.tokens |= {slot: self.tokens[slot][:-1] for slot in slots}
-
-    def cut(self):
-        slot = self.slot()
-        held = len(self.tokens[slot])
-        length = held - min(held, self.data.draw(st.sampled_from([0, 1, 2, 3, 5, 9, 30]), "cut"))
-        call = self.data.draw(st.sampled_from(["rollback", "truncate"]), "call")
-        refused = []
-        for coordinator in (self.kept, self.plain):
-            try:
-                getattr(coordinator, call)(slot, length)
-            except RequestError:  # the ring does not reach back as far
-                refused.append(coordinator)
-        # The ring of a request that took pages over holds what it was filled with, so may less.
-        if refused == [self.kept]:
-            self.kept.truncate(slot, length)
-        elif refused == [self.plain]:
-            self.plain.truncate(slot, length)
-        if len(refused) < 2:
-            self.tokens[slot] = self.tokens[slot][:length]
-        if self.data.draw(st.booleans(), "goes on"):
-            self.decode()
-
-    def rewrite(self):
-        """Publish, go back and on with other tokens, and begin with the old ones elsewhere."""
-        slot = self.slot()
-        old = self.tokens[slot]
-        self.kept.prefixes.publish(slot, old, self.salt[slot])
-        self.cut()
-        if len(self.tokens) < REQUESTS and len(old) < MOST_TOKENS:
-            self.begin_with([*old, 0], self.salt[slot])
-
-    def publish(self):
-        slot = self.slot()
-        count = self.data.draw(st.integers(0, len(self.tokens[slot])), "published")
-        self.kept.prefixes.publish(slot, self.tokens[slot][:count], self.salt[slot])
-
-    def end(self):
-        slot = self.slot()
-        if self.data.draw(st.booleans(), "keeps"):
-            self.kept.prefixes.publish(slot, self.tokens[slot], self.salt[slot])
-        for coordinator in (self.kept, self.plain):
-            coordinator.request_end(slot)
-        del self.tokens[slot]
-
-    def slot(self):
-        return self.data.draw(st.sampled_from([*self.tokens]), "slot")
-
-    def act(self):
-        does = [self.begin] * 4 if len(self.tokens) < REQUESTS else []
-        if self.tokens:
-            does += [self.decode, self.rewrite, self.cut, self.publish, self.end, self.end]
-        does += [self.kept.prefixes.forget] if self.found else []
-        self.data.draw(st.sampled_from(does), "action")()
-        self.kept.check_integrity()
-
-    def close(self):
-        for slot in self.tokens:
-            self.kept.request_end(slot)
-        assert self.kept.manager.host.used == 0
-        assert self.kept.prefixes.counts.found == self.found
-        self.kept.prefixes.forget()
-        assert self.kept.prefixes.counts.kept == 0
-
-
 @pytest.mark.parametrize("page", [PAGE, 8])
 def test_requests_go_on_as_if_they_had_computed_what_they_found(on, page):
-    found = 0
-
-    @settings(examples(on, cpu=60, interpret=6), phases=[Phase.explicit, Phase.generate])
-    @given(st.data())
-    def check(data):
-        nonlocal found
-        lives = Lives(on, data, {"page_tokens": page})
-        try:
-            for _ in range(data.draw(st.integers(1, 20), "actions")):
-                lives.act()
-            lives.close()
-            found += lives.found
-        finally:
-            lives.kept.close()
-            lives.plain.close()
-
-    check()
+    found = run_prefixes(on, page_tokens=page)
     assert found > (50 if on.name == "cpu" else 10)

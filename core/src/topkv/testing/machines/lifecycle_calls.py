@@ -41,8 +41,8 @@ class Calls(Checks):
         """The twin, or None where there is no room for it."""
         request = self.live[slot]
         for room, error in (
-            (self.pages.can_fork(request.length), HostMemoryError),
             (len(self.live) < REQUESTS, DeviceMemoryError),
+            (self.pages.can_fork(request.length), HostMemoryError),
         ):
             if not room:
                 self.refused(error, self.coordinator.fork, slot)
