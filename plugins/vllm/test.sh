@@ -14,7 +14,8 @@ if [ ! -e "$venv/.installed" ]; then
     # Builds for CUDA, which break the import of vLLM for a CPU.
     "${pip[@]}" uninstall -y torchvision torchaudio torchcodec
     folders=(core plugins/vllm plugins/quest plugins/triton_attention plugins/streaming_llm
-        plugins/clusterkv plugins/snapkv)
+        plugins/clusterkv plugins/snapkv plugins/double_sparsity plugins/triton_topk
+        plugins/pariskv examples/arkvale)
     "${pip[@]}" install --no-deps --no-build-isolation "${folders[@]/#/-e./}"
     touch "$venv/.installed"
 fi

@@ -105,7 +105,6 @@ def _option_reasons(config: Any) -> list[str]:
             max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1
         ),
         "microbatches (enable_dbo)": parallel.enable_dbo,
-        "LoRA": config.lora_config is not None,
         "sleep mode, which discards KV": config.model_config.enable_sleep_mode,
         "asynchronous scheduling; say async_scheduling=False": scheduler.async_scheduling,
         "model runner V2; set VLLM_USE_V2_MODEL_RUNNER=0": config.use_v2_model_runner,
