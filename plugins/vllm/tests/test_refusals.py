@@ -27,14 +27,13 @@ def refused(served, *reasons, settings=None, **arguments):
 def test_options_are_refused_together(served):
     reasons = refused(
         served,
-        "prefix caching; say enable_prefix_caching=False",
-        "a KV connector",
+        "not supported: prefix caching beside scheduling by priority",
         "kv_cache_dtype fp8",
         enable_prefix_caching=True,
-        kv_transfer_config={"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
+        scheduling_policy="priority",
         kv_cache_dtype="fp8",
     )
-    assert len(reasons) == 3
+    assert len(reasons) == 2
 
 
 def test_a_pool_smaller_than_a_request_is_refused_with_both_numbers(served):
@@ -118,3 +117,15 @@ def test_models_are_refused_by_their_configuration(reason, model, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CapabilityError, match=reason):
         check(configured(tmp_path), TESTED[-1])
+
+
+def test_connectors_are_refused(model):
+    """Others than that of this package, and prefix caching without it."""
+    config = configured(model, enable_prefix_caching=True)
+    check(config, TESTED[-1])
+    config.kv_transfer_config.kv_connector = "ExampleConnector"
+    with pytest.raises(CapabilityError, match="the KV connector ExampleConnector, which would"):
+        check(config, TESTED[-1])
+    config.kv_transfer_config = None
+    with pytest.raises(CapabilityError, match="prefix caching without kv_transfer_config="):
+        check(config, TESTED[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import vllm
@@ -33,6 +34,10 @@ class TopkvCPUWorker(CPUWorker):
 
     def __init__(self, vllm_config: Any, *more: Any, **others: Any) -> None:
         self.topkv_config = check(vllm_config, vllm.__version__)
+        # The connector is the scheduler's. A worker would make another one for its whole process,
+        # and other engines in it would find that.
+        vllm_config = copy(vllm_config)
+        vllm_config.kv_transfer_config = None
         super().__init__(vllm_config, *more, **others)
         self.session = Session(lambda: self.model_runner.input_batch.req_ids)
 
