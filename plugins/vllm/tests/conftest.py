@@ -27,7 +27,7 @@ os.environ |= {
 LONGEST, CHUNK, PAGE, VOCABULARY = 512, 96, 32, 512
 """Tokens of a request, of a step, and of a page; ids of tokens."""
 
-NEEDS_VLLM = {"served", "stock", "model"}
+NEEDS_VLLM = {"served", "stock", "model", "server"}
 
 
 def pytest_collection_modifyitems(items):
