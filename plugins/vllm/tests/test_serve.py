@@ -141,6 +141,9 @@ class Server:
         while any(left := [self.metrics()[f"vllm:{name}"] for name in names]):
             assert time.monotonic() < end, (left, self.said())
             time.sleep(0.2)
+        while self.metrics()["vllm:topkv_used_pages"]:
+            assert time.monotonic() < end, self.said()
+            time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +200,9 @@ def test_clients_stream_and_a_third_goes_away(server, stock, prompt):
             assert got == expected[number][: len(got)]
             assert 3 <= len(got) < 24
     server.wait_until_nothing_is_held()
+    metrics = server.metrics()
+    assert metrics["vllm:topkv_hits_total"] > 0
+    assert metrics["vllm:topkv_pages"] >= 4 * LONGEST // PAGE
 
 
 def test_a_client_disconnects_in_the_middle(server, stock, prompt):

@@ -7,7 +7,7 @@ host by then, and represented. So whoever finds a page that a scheduled step has
 asked for again in the next step. The scheduler has this way for connectors whose answer takes a
 while, and stays stock.
 
-Nothing of a connector runs in workers, and no block is moved.
+Nothing of a connector runs in workers, and no block is moved. Metrics come through it as well.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.request import Request, RequestStatus
+
+from topkv_vllm.metrics import TopkvPromMetrics, TopkvStats
 
 
 class TopkvConnector(KVConnectorBase_V1, SupportsHMA):
@@ -82,6 +84,16 @@ class TopkvConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Nothing for the workers."""
         return KVConnectorMetadata()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TopkvStats:
+        """What workers have counted, see ``topkv_vllm.metrics``."""
+        return TopkvStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> TopkvPromMetrics:
+        """Shows it."""
+        return TopkvPromMetrics(*arguments)
 
     def start_load_kv(self, forward_context: Any, **more: Any) -> None:
         """Of workers; never called, as those below."""

@@ -17,6 +17,7 @@ from topkv.errors import CapabilityError, ConfigError
 from topkv_vllm.backend import TopkvImpl
 from topkv_vllm.entry import BACKEND
 from topkv_vllm.geometry import lowered_for, shape_of_layers
+from topkv_vllm.metrics import with_counts
 from topkv_vllm.refusals import check
 from topkv_vllm.session import Session
 
@@ -90,7 +91,16 @@ class TopkvCPUWorker(CPUWorker):
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """A step, between the begin and the end of the coordinator's forward."""
-        return self.session.run(scheduler_output, super().execute_model)
+        return self._counted(self.session.run(scheduler_output, super().execute_model))
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """The rest of a step."""
+        return self._counted(super().sample_tokens(grammar_output))
+
+    def _counted(self, output: Any) -> Any:
+        """An output with counts; there is none before tokens are sampled."""
+        counts = self.session.counts
+        return output if counts is None or output is None else with_counts(output, counts.take())
 
     def shutdown(self) -> None:
         """Give back the host memory too. Idempotent."""
