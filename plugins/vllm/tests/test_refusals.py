@@ -1,14 +1,16 @@
-"""What cannot be served is refused before a weight is loaded, with every reason at once.
-
-An engine that fails ends process groups that vLLM shares between all of a process, so nothing here
-asks another one.
-"""
+"""What cannot be served is refused before a weight is loaded, with every reason at once."""
 
 from __future__ import annotations
+
+import json
+import shutil
 
 import pytest
 
 from topkv.errors import CapabilityError, RequestError
+from topkv_vllm import engine_args
+from topkv_vllm.refusals import check
+from topkv_vllm.versions import TESTED
 
 
 def refused(served, *reasons, settings=None, **arguments):
@@ -25,14 +27,13 @@ def refused(served, *reasons, settings=None, **arguments):
 def test_options_are_refused_together(served):
     reasons = refused(
         served,
-        "prefix caching; say enable_prefix_caching=False",
-        "not supported: LoRA",
+        "not supported: prefix caching beside scheduling by priority",
         "kv_cache_dtype fp8",
         enable_prefix_caching=True,
-        enable_lora=True,
+        scheduling_policy="priority",
         kv_cache_dtype="fp8",
     )
-    assert len(reasons) == 3
+    assert len(reasons) == 2
 
 
 def test_a_pool_smaller_than_a_request_is_refused_with_both_numbers(served):
@@ -55,7 +56,7 @@ def test_more_blocks_than_host_pages_are_refused(served):
 
 def test_an_exception_in_a_layer_leaves_nothing_behind(served, prompt):
     """vLLM ends an engine whose model raised; topkv has dropped the step, and is whole."""
-    engine = served()
+    engine = served(fresh=True)
     engine.add("one", prompt(150))
     engine.add("two", prompt(20))
     for _ in range(3):
@@ -79,3 +80,52 @@ def test_an_exception_in_a_layer_leaves_nothing_behind(served, prompt):
         coordinator.request_end(held.slot)
     coordinator.check_integrity()
     assert coordinator.manager.host.used == 0
+
+
+def configured(model, **arguments):
+    """vLLM's configuration of an engine through topkv, without a worker."""
+    from vllm import EngineArgs
+
+    settings = {"algorithm": "quest", "backend": "triton_attention", "budget": 512}
+    more = {"model": str(model), "dtype": "float32", "enable_prefix_caching": False, **arguments}
+    return EngineArgs(**engine_args(settings, **more)).create_engine_config()
+
+
+def test_asynchronous_scheduling_is_refused(model):
+    """vLLM turns it off on a CPU by itself, whatever is asked for."""
+    config = configured(model, async_scheduling=True)
+    check(config, TESTED[-1])
+    config.scheduler_config.async_scheduling = True
+    with pytest.raises(CapabilityError, match="asynchronous scheduling; say async_scheduling=F"):
+        check(config, TESTED[-1])
+
+
+MODELS = {
+    "has sliding windows": {"use_sliding_window": True, "sliding_window": 64, "layer_types": None},
+    "caps attention logits": {"attn_logit_softcapping": 30.0},
+    "attends in chunks": {"attention_chunk_size": 128},
+}
+
+
+@pytest.mark.parametrize("reason", MODELS)
+def test_models_are_refused_by_their_configuration(reason, model, tmp_path):
+    config = json.loads((model / "config.json").read_text()) | MODELS[reason]
+    if config["layer_types"] is None:
+        config |= {"max_window_layers": 0, "layer_types": ["sliding_attention"] * 2}
+    for path in model.glob("token*"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CapabilityError, match=reason):
+        check(configured(tmp_path), TESTED[-1])
+
+
+def test_connectors_are_refused(model):
+    """Others than that of this package, and prefix caching without it."""
+    config = configured(model, enable_prefix_caching=True)
+    check(config, TESTED[-1])
+    config.kv_transfer_config.kv_connector = "ExampleConnector"
+    with pytest.raises(CapabilityError, match="the KV connector ExampleConnector, which would"):
+        check(config, TESTED[-1])
+    config.kv_transfer_config = None
+    with pytest.raises(CapabilityError, match="prefix caching without kv_transfer_config="):
+        check(config, TESTED[-1])

@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 
 WORKER = "topkv_vllm.worker.TopkvCPUWorker"
 
+CONNECTOR = {
+    "kv_connector": "TopkvConnector",
+    "kv_connector_module_path": "topkv_vllm.connector",
+    "kv_role": "kv_producer",
+}
+"""Stands beside vLLM's scheduler, see ``topkv_vllm.connector``; it transfers nothing."""
+
 OWNED = {
     "max_requests": "max_num_seqs",
     "page_tokens": "block_size",
@@ -45,7 +52,11 @@ def engine_args(
 
     loaded = SparseConfig() if config is None else SparseConfig.load(config)
     settings, reasons = loaded.as_dict(), []
-    ours: dict[str, Any] = {"attention_backend": "CUSTOM", "worker_cls": WORKER}
+    ours: dict[str, Any] = {
+        "attention_backend": "CUSTOM",
+        "worker_cls": WORKER,
+        "kv_transfer_config": dict(CONNECTOR),
+    }
     for name, argument in OWNED.items():
         value = settings.pop(name, None)
         if value is None:

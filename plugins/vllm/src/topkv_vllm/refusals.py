@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from topkv import SparseConfig
@@ -9,7 +10,7 @@ from topkv.assembly import make_plugins
 from topkv.config import LoweredConfig
 from topkv.errors import CapabilityError, TopkvError
 from topkv.plugins import registry
-from topkv_vllm.args import OWNED, PAGES
+from topkv_vllm.args import CONNECTOR, OWNED, PAGES
 from topkv_vllm.geometry import lowered_for, shape_of_config
 from topkv_vllm.versions import version_reasons
 
@@ -89,14 +90,21 @@ def _option_reasons(config: Any) -> list[str]:
     )
     kv, speculative = config.kv_transfer_config, config.speculative_config
     backend = getattr(config.attention_config.backend, "name", None)
+    named = kv and kv.kv_connector
     refused = {
         f"attention_backend {backend}; say CUSTOM": backend != "CUSTOM",
         f"kv_cache_dtype {cache.cache_dtype}; say auto, and host_format of topkv": (
             cache.cache_dtype != "auto"
         ),
-        "a KV connector, which would move placeholders": kv is not None,
+        f"the KV connector {named}, which would move placeholders": (
+            kv is not None and named != CONNECTOR["kv_connector"]
+        ),
         "KV offloading: KV lies in host memory already": cache.kv_offloading_size,
-        "prefix caching; say enable_prefix_caching=False": cache.enable_prefix_caching,
+        f"prefix caching without kv_transfer_config={json.dumps(CONNECTOR)}": (
+            cache.enable_prefix_caching and kv is None
+        ),
+        "prefix caching beside scheduling by priority, which may take a request out of a step "
+        "that was to fill pages": cache.enable_prefix_caching and scheduler.policy == "priority",
         "speculative decoding": speculative is not None,
         "tensor parallel ranks": parallel.tensor_parallel_size > 1,
         "pipeline parallel stages": parallel.pipeline_parallel_size > 1,
@@ -105,7 +113,6 @@ def _option_reasons(config: Any) -> list[str]:
             max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1
         ),
         "microbatches (enable_dbo)": parallel.enable_dbo,
-        "LoRA": config.lora_config is not None,
         "sleep mode, which discards KV": config.model_config.enable_sleep_mode,
         "asynchronous scheduling; say async_scheduling=False": scheduler.async_scheduling,
         "model runner V2; set VLLM_USE_V2_MODEL_RUNNER=0": config.use_v2_model_runner,
@@ -117,13 +124,24 @@ def _option_reasons(config: Any) -> list[str]:
 
 
 def _algorithm_reasons(vllm_config: Any, lowered: LoweredConfig) -> list[str]:
-    """Algorithms that could run out of room in the middle of a step."""
-    limit = make_plugins(registry(), lowered).least("generated")
-    longest = vllm_config.model_config.max_model_len
-    if limit >= longest:
-        return []
-    return [
-        f"an algorithm has room for {limit} tokens after a prompt, and a request may generate "
-        f"{longest - 1} within max_model_len = {longest}; raise its parameter 'generated' to "
-        "that, or lower max_model_len"
-    ]
+    """Algorithms that could run out of room in the middle of a step, or share no prefixes."""
+    plugins = make_plugins(registry(), lowered)
+    limit, longest = plugins.least("generated"), vllm_config.model_config.max_model_len
+    reasons = []
+    if limit < longest:
+        reasons.append(
+            f"an algorithm has room for {limit} tokens after a prompt, and a request may generate "
+            f"{longest - 1} within max_model_len = {longest}; raise its parameter 'generated' to "
+            "that, or lower max_model_len"
+        )
+    if vllm_config.cache_config.enable_prefix_caching:
+        for name, spec in {
+            group.algorithm: spec
+            for group, spec in zip(lowered.groups, plugins.specs, strict=True)
+            if spec and (spec.prefix != "pages" or spec.prompt_tail)
+        }.items():
+            why = "keeps more of a prompt than what stands in its pages"
+            if spec.prefix == "pages":
+                why = f"looks at the queries of the last {spec.prompt_tail} tokens of a prompt"
+            reasons.append(f"prefix caching: {name} {why}; say enable_prefix_caching=False")
+    return reasons

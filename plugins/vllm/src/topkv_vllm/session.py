@@ -12,6 +12,7 @@ import torch
 
 from topkv import SparseCoordinator
 from topkv.config import LoweredConfig
+from topkv_vllm.counts import Counts
 from topkv_vllm.requests import Requests
 
 
@@ -22,11 +23,12 @@ class Session:
         row_names: gives the request ids of the open step in the order of their rows.
 
     Attributes:
-        coordinator, requests: once ``allocate`` has made them.
+        coordinator, requests, counts: once ``allocate`` has made them.
     """
 
     coordinator: SparseCoordinator
     requests: Requests | None = None
+    counts: Counts | None = None
 
     def __init__(self, row_names: Callable[[], Sequence[str]]) -> None:
         self.row_names = row_names
@@ -41,6 +43,7 @@ class Session:
         with torch.inference_mode(False):
             self.coordinator = SparseCoordinator(config)
         self.requests = Requests(self.coordinator)
+        self.counts = Counts(self.requests)
 
     def run(self, step: Any, execute: Callable[[Any], Any]) -> Any:
         """Run a step of the model, which calls ``forward`` and then every layer.
@@ -75,5 +78,5 @@ class Session:
     def close(self) -> None:
         """Give back the host memory. Idempotent."""
         if self.requests is not None:
-            self.requests = None
+            self.requests = self.counts = None
             self.coordinator.close()

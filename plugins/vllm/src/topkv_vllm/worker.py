@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import vllm
@@ -16,6 +17,7 @@ from topkv.errors import CapabilityError, ConfigError
 from topkv_vllm.backend import TopkvImpl
 from topkv_vllm.entry import BACKEND
 from topkv_vllm.geometry import lowered_for, shape_of_layers
+from topkv_vllm.metrics import with_counts
 from topkv_vllm.refusals import check
 from topkv_vllm.session import Session
 
@@ -33,6 +35,10 @@ class TopkvCPUWorker(CPUWorker):
 
     def __init__(self, vllm_config: Any, *more: Any, **others: Any) -> None:
         self.topkv_config = check(vllm_config, vllm.__version__)
+        # The connector is the scheduler's. A worker would make another one for its whole process,
+        # and other engines in it would find that.
+        vllm_config = copy(vllm_config)
+        vllm_config.kv_transfer_config = None
         super().__init__(vllm_config, *more, **others)
         self.session = Session(lambda: self.model_runner.input_batch.req_ids)
 
@@ -85,7 +91,16 @@ class TopkvCPUWorker(CPUWorker):
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """A step, between the begin and the end of the coordinator's forward."""
-        return self.session.run(scheduler_output, super().execute_model)
+        return self._counted(self.session.run(scheduler_output, super().execute_model))
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """The rest of a step."""
+        return self._counted(super().sample_tokens(grammar_output))
+
+    def _counted(self, output: Any) -> Any:
+        """An output with counts; there is none before tokens are sampled."""
+        counts = self.session.counts
+        return output if counts is None or output is None else with_counts(output, counts.take())
 
     def shutdown(self) -> None:
         """Give back the host memory too. Idempotent."""

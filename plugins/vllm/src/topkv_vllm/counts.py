@@ -1,0 +1,41 @@
+"""What a worker has counted since it told that last: for metrics."""
+
+from __future__ import annotations
+
+import time
+
+from topkv.report import count_occupancy
+from topkv_vllm.requests import Requests
+
+EVERY = 1.0
+"""Seconds between two looks at the counts of the device, each of which waits for it."""
+
+
+class Counts:
+    """Counts of one coordinator.
+
+    Args:
+        requests: those that it serves.
+    """
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests, self._told = requests, -EVERY
+        self._before: dict[str, float] = {}
+
+    def take(self) -> dict[str, float] | None:
+        """Counts since the last ones, and how many pages there are and are held; None if it is
+        too early to look, and requests are there, so that it will be asked again."""
+        now = time.monotonic()
+        if self._requests.held and now < self._told + EVERY:
+            return None
+        self._told, coordinator = now, self._requests.coordinator
+        report, held = coordinator.transfers_of(), count_occupancy(coordinator.requests)
+        total = {
+            "hits": report.hits,
+            "misses": report.misses,
+            "loaded_bytes": report.loaded_bytes,
+            "stall_seconds": (report.stall_ms or 0.0) / 1e3,
+        }
+        since = {name: value - self._before.get(name, 0) for name, value in total.items()}
+        self._before = total
+        return {**since, "pages": held.pages, "used_pages": held.used_pages}

@@ -1,0 +1,97 @@
+"""Several engines in a process, one that is not used at all, and one that ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+STOCK = """
+import json, sys
+from vllm import LLM, SamplingParams
+arguments, prompts = json.loads(sys.argv[1])
+llm = LLM(**arguments)
+how = SamplingParams(max_tokens=16, temperature=0, detokenize=False, ignore_eos=True)
+outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], how, use_tqdm=False)
+modules = sorted(name for name in sys.modules if name.startswith("topkv"))
+print(json.dumps([[[*each.outputs[0].token_ids] for each in outputs], modules]))
+"""
+
+
+def alone(arguments, prompts, **environment):
+    """Tokens and log of stock vLLM in a process of its own, and the modules of topkv there."""
+    told = json.dumps([{**arguments, "block_size": 32, "max_num_seqs": 4}, prompts])
+    result = subprocess.run(
+        [sys.executable, "-c", STOCK, told],
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *log, last = result.stdout.splitlines()
+    return *json.loads(last), [*log, *result.stderr.splitlines()]
+
+
+def test_installed_and_not_used_it_changes_nothing(stock, arguments, prompt):
+    """Tokens are the same without the plugin, and its engine is not even imported."""
+    prompts = [prompt(length) for length in (50, 7)]
+    without, modules, log = alone(arguments, prompts, VLLM_PLUGINS="")
+    assert not modules
+    assert log
+    assert not [line for line in log if "topkv" in line]
+    used, modules, log = alone(arguments, prompts)
+    assert not {*modules} & {"topkv_vllm.backend", "topkv_vllm.worker", "topkv.coordinator"}
+    assert not [line for line in log if "topkv" in line]
+    assert used == without == [each for (each,) in stock.answer(prompts)]
+
+
+def test_stock_vllm_beside_topkv_is_what_it_was(served, stock, prompt):
+    """In its attention backend too."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    engine = served()
+    assert not AttentionBackendEnum.CPU_ATTN.is_overridden()
+    expected = stock.answer([prompt(50)])
+    assert engine.answer([prompt(50)]) == stock.answer([prompt(50)]) == expected
+    (layers,) = stock.llm.collective_rpc(
+        lambda worker: worker.vllm_config.compilation_config.static_forward_context
+    )
+    kinds = {type(layer.impl).__module__.split(".")[0] for layer in layers.values()}
+    assert kinds == {"vllm"}
+
+
+def test_two_engines_in_a_process_take_turns(served, stock, prompt):
+    """Step by step, with other settings; each has a coordinator and requests of its own."""
+    first, second = served(), served({"dense_layers": [0, 1]})
+    assert first.session.coordinator is not second.session.coordinator
+    prompts = [prompt(length) for length in (120, 60, 9)]
+    for number, each in enumerate(prompts):
+        first.add(f"turns-{number}", each, 12)
+        second.add(f"turns-{number}", each[::-1], 12)
+    while first.engine.has_unfinished_requests() or second.engine.has_unfinished_requests():
+        first.step()
+        second.step()
+    first.step()
+    second.step()
+    for engine, asked in ((first, prompts), (second, [each[::-1] for each in prompts])):
+        got = [[engine.tokens[f"turns-{number}"][0]] for number in range(len(asked))]
+        assert got == stock.answer(asked, 12)
+        engine.check_nothing_is_held()
+
+
+def test_one_that_ends_gives_back_its_memory_and_leaves_others_alone(served, stock, prompt):
+    engine, other = served(fresh=True), served()
+    engine.add("open", prompt(50))
+    engine.steps(3)
+    session, closed = engine.session, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session.coordinator, "close", lambda: closed.append(True))
+        engine.close()
+        engine.close()
+    assert session.requests is None
+    assert closed == [True]
+    session.coordinator.close()
+    assert other.answer([prompt(50)]) == stock.answer([prompt(50)])

@@ -1,0 +1,106 @@
+"""What stands above attention is what it is in stock vLLM."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+PAGE = 32
+
+
+def logprobs(output):
+    """Of a prompt or of generated tokens, position by position."""
+    return [each and {token: told.logprob for token, told in each.items()} for each in output]
+
+
+def test_log_probabilities_of_prompts_and_of_tokens(served, stock, prompt):
+    engine, how = served(), {"prompt_logprobs": 2, "logprobs": 3}
+    prompts = [prompt(length) for length in (120, 1, 33)]
+    for each in (engine, stock):
+        for number, one in enumerate(prompts):
+            each.add(f"logprobs-{number}", one, 6, **how)
+        each.run()
+    for number, one in enumerate(prompts):
+        got, expected = (each.outputs[f"logprobs-{number}"] for each in (engine, stock))
+        pairs = [
+            (logprobs(got.prompt_logprobs), logprobs(expected.prompt_logprobs)),
+            (logprobs(got.outputs[0].logprobs), logprobs(expected.outputs[0].logprobs)),
+        ]
+        assert len(got.prompt_logprobs) == len(one)
+        assert len(got.outputs[0].logprobs) == 6
+        for ours, theirs in pairs:
+            for mine, stocks in zip(ours, theirs, strict=True):
+                assert (mine is None) == (stocks is None)
+                assert mine is None or mine == pytest.approx(stocks, abs=1e-4)
+    engine.check_nothing_is_held()
+
+
+def test_structured_output(served, stock, prompt):
+    """Tokens are those that a regular expression allows, and those of stock vLLM."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    engine, prompts = served(), [prompt(length) for length in (40, 90)]
+    how = {"structured_outputs": StructuredOutputsParams(regex="[0-9]{4}-[ab]{3}")}
+    expected = stock.answer(prompts, 8, **how)
+    free = stock.answer(prompts, 8)
+    assert expected != free
+    assert engine.answer(prompts, 8, **how) == expected
+    # A batch in which one is bound and the other is not.
+    engine.add("bound", prompts[0], 8, **how)
+    engine.add("free", prompts[1], 8)
+    engine.run()
+    assert engine.tokens["bound"][0] == expected[0][0]
+    assert engine.tokens["free"][0] == free[1][0]
+    engine.check_nothing_is_held()
+
+
+@pytest.fixture(scope="session")
+def adapter(tmp_path_factory):
+    """A LoRA of the projections of queries, keys and values."""
+    import torch
+    from safetensors.torch import save_file
+
+    random, rank, weights = torch.Generator().manual_seed(1), 8, {}
+    for layer in range(2):
+        for name, size in (("q_proj", 256), ("k_proj", 128), ("v_proj", 128)):
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{place}.lora_A.weight"] = torch.randn(rank, 256, generator=random) * 0.2
+            weights[f"{place}.lora_B.weight"] = torch.randn(size, rank, generator=random) * 4
+    path = tmp_path_factory.mktemp("lora")
+    save_file(weights, path / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["q_proj", "k_proj", "v_proj"],
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_lora(served, engines, arguments, adapter, prompt):
+    """Requests with and without an adapter in one batch. There is room for a second adapter, as
+    vLLM's kernels of a CPU give those without one the last."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    more = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    engine = served(**more)
+    engines["stock lora"] = beside = type(engine)(
+        **arguments, **more, block_size=PAGE, max_num_seqs=4
+    )
+    how = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
+    lora = LoRARequest("adapter", 1, str(adapter))
+    tokens = []
+    for each in (beside, engine):
+        for number, with_it in enumerate((lora, None, lora)):
+            asked = {"prompt_token_ids": prompt(70)}
+            each.engine.add_request(f"lora-{number}", asked, how, lora_request=with_it)
+        each.run()
+        tokens.append([each.tokens[f"lora-{number}"][0] for number in range(3)])
+    assert tokens[0] == tokens[1]
+    assert tokens[0][0] == tokens[0][2] != tokens[0][1]
+    engine.check_nothing_is_held()

