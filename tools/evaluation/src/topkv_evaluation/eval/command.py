@@ -19,6 +19,7 @@ from topkv_evaluation.commands import (
     trust_option,
 )
 from topkv_evaluation.eval import ALGORITHMS, INDEXED
+from topkv_evaluation.tasks.scoring import SCORINGS
 
 
 @click.command("eval", short_help="Compare algorithms by right answers and attention mass.")
@@ -27,10 +28,36 @@ from topkv_evaluation.eval import ALGORITHMS, INDEXED
 )
 @trust_option
 @click.option(
+    "--tasks",
     "--task",
-    "task_file",
-    type=Path,
-    help='Lines {"context", "question", "answer"}; by default planted facts, for that checkpoint.',
+    multiple=True,
+    show_default="facts for a model of bytes, such as that checkpoint, else ruler",
+    help="facts, text, ruler (all that needs no data set), ruler:NAME, ruler:qa_1:FILE, or a file "
+    "of questions: your own, RULER's or LongBench's; name,name or given again.",
+)
+@click.option(
+    "--question",
+    type=click.Choice(["sparse", "dense"]),
+    default="sparse",
+    show_default=True,
+    help="How questions are read: token by token through the selection, or with their context.",
+)
+@click.option(
+    "--scoring",
+    type=click.Choice([*SCORINGS]),
+    help="Of answers to a file's questions; by default that of its format.",
+)
+@click.option(
+    "--chat-template/--no-chat-template",
+    default=True,
+    help="Ask by the chat template of the tokenizer, if it has one; on by default.",
+)
+@click.option(
+    "--forced",
+    type=click.IntRange(0),
+    default=32,
+    show_default=True,
+    help="Questions of a task whose logits are compared with those of dense attention.",
 )
 @click.option(
     "--algorithms",
@@ -40,7 +67,7 @@ from topkv_evaluation.eval import ALGORITHMS, INDEXED
     "host_format. ROW@name:... names its row.",
 )
 @click.option(
-    "--contexts", help="Tokens of the contexts, 8192,16384 by default; a task file has its own."
+    "--contexts", help="Tokens of the contexts, 8192,16384 by default; a file has its own."
 )
 @click.option("--budgets", default="1%,2%,5%,10%,25%", show_default=True)
 @click.option("--questions", type=click.IntRange(1), default=200, show_default=True)

@@ -72,9 +72,9 @@ def _sentences() -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(line.split()) for line in _lines("haystack"))
 
 
-def haystack(words: int) -> list[str]:
+def haystack(words: int, once: bool = False) -> list[str]:
     """The first ``words`` words of the haystack as sentences, the last one cut off; begun again
-    from the start where it is too short."""
+    from the start where it is too short, unless it should be there only ``once``."""
     sentences: list[str] = []
     while words > 0:
         for sentence in _sentences():
@@ -83,4 +83,6 @@ def haystack(words: int) -> list[str]:
             words -= len(taken)
             if not words:
                 break
+        if once:
+            break
     return sentences
