@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tomllib
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,11 @@ from topkv.plugins import registry
 from topkv_cli.group import topkv
 from topkv_evaluation import CHECKPOINT
 from topkv_evaluation.demo import answer_question, load_checkpoint
-from topkv_evaluation.eval import choices, plot, tasks
+from topkv_evaluation.eval import choices, tasks
 from topkv_evaluation.eval.cells import Cell, Grid, config_of, run_cells
 from topkv_evaluation.eval.command import evaluate
 from topkv_evaluation.eval.intervals import wilson
+from topkv_evaluation.eval.results import RESULTS
 from topkv_evaluation.eval.runs import Run
 from topkv_evaluation.retrieval import ASK_BYTES, VALUE_DIGITS, make_prompt
 from topkv_evaluation.tasks.files import read_file
@@ -237,7 +237,7 @@ def test_json_is_alone_on_stdout(shown):
     low, high = wilson(cells[1]["correct"], 4)
     assert (cells[1]["ci_low"], cells[1]["ci_high"]) == (low, high)
     assert found["settings"]["contexts"] == "768"
-    lines = (out / plot.RESULTS).read_text(encoding="utf-8").splitlines()
+    lines = (out / RESULTS).read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == cells
 
 
@@ -254,32 +254,11 @@ def test_the_table_names_cells_and_reasons(shown, capsys):
         assert words in text, text
 
 
-@pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib, of the extra plot")
-def test_the_plot_is_drawn_and_redrawn(shown):
-    _, out = shown
-    picture = out / plot.PICTURE
-    first = picture.read_bytes()
-    assert first.startswith(b"\x89PNG")
-    assert len(first) > 10_000
-    picture.unlink()
-    plot.main(out)
-    assert picture.read_bytes()[:4] == first[:4]
-
-
-def test_lines_of_the_plot_hold_what_was_measured(shown):
-    cells = json.loads(shown[0].stdout)["cells"]
-    (task,) = {row["task"] for row in cells}
-    lines = plot.lines_of(cells, task)
-    assert {key: len(rows) for key, rows in lines.items()} == {
-        ("quest", "none"): 1, ("streaming_llm", "none"): 1,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("options", "word"),
     [(("--algorithms", "quset"), "unknown algorithm 'quset'"), (("--budgets", "5"), "shares"),
      (("--contexts", "65536"), "32768 positions"), (("--model", "absent"), "no such directory"),
-     (("--task", "absent.jsonl"), "exclude each other"), (("--backend", "no"), "unknown backend"),
+     (("--tasks", "facts,absent.jsonl"), "no such file"), (("--backend", "no"), "unknown backend"),
      (("--budgets", "1%", "--algorithms", "quest"), "no cell of the comparison")],
 )  # fmt: skip
 def test_wrong_options_are_refused(options, word):

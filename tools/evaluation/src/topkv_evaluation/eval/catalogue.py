@@ -17,7 +17,6 @@ from topkv_evaluation.tasks import ruler
 from topkv_evaluation.tasks.documents import read_documents
 from topkv_evaluation.tasks.files import read_file
 from topkv_evaluation.tasks.prompts import Prompts
-from topkv_evaluation.tasks.scoring import SCORINGS
 
 BYTES = 256
 FACTS, TEXT, RULER = "facts", "text", "ruler"
@@ -61,19 +60,15 @@ class Catalogue:
         """Token ids that end an answer."""
         return stops_of(self.prompts.tokenizer, self.model)
 
-    def tasks(self, specs: Sequence[str]) -> list[Task]:
+    def tasks(self, words: Sequence[str]) -> list[Task]:
         """The tasks in the order of the words, those that are made once for each length.
 
+        Args:
+            words: of ``read_words``.
+
         Raises:
-            ConfigError: a word names no task, or one of them cannot be made.
+            ConfigError: one of them cannot be made.
         """
-        words = [word for spec in specs for word in _split(spec)]
-        if self.scoring not in (None, *SCORINGS):
-            expected = f"expected one of {', '.join(SCORINGS)}, got {self.scoring!r}"
-            raise ConfigError("--scoring is refused", [expected])
-        reasons = [reason for word in words if (reason := _wrong(word))]
-        if reasons or not words:
-            raise ConfigError("--tasks is refused", reasons or [f"expected {KNOWN}"])
         return [task for word in words for task in self._of(word)]
 
     def _of(self, word: str) -> list[Task]:
@@ -123,10 +118,22 @@ def _split(spec: str) -> list[str]:
     ]
 
 
-def makes_lengths(specs: Sequence[str]) -> bool:
-    """Whether one of the tasks is made by length, and not read from a file."""
+def read_words(specs: Sequence[str]) -> list[str]:
+    """``"text,ruler:vt"`` as words, each of which names a task.
+
+    Raises:
+        ConfigError: with all words that name none.
+    """
     words = [word for spec in specs for word in _split(spec)]
-    return any(word in (FACTS, TEXT) or word.startswith(f"{RULER}:") for word in words)
+    reasons = [reason for word in words if (reason := _wrong(word))]
+    if reasons or not words:
+        raise ConfigError("--tasks is refused", reasons or [f"expected {KNOWN}"])
+    return words
+
+
+def has_length(word: str) -> bool:
+    """Whether a task is made by length, and not read from a file."""
+    return word in (FACTS, TEXT) or word.startswith(f"{RULER}:")
 
 
 def _wrong(word: str) -> str | None:

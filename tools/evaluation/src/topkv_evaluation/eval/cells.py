@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -33,6 +35,7 @@ class Grid:
         backend, impl: as in ``SparseConfig``.
         batch: questions that are decoded together.
         forced: questions of a task whose logits are compared, at most.
+        name: by which results of the model are known again.
     """
 
     model: PreTrainedModel
@@ -40,6 +43,7 @@ class Grid:
     impl: str | None
     batch: int
     forced: int = 0
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ def run_cells(
     for cell in cells:
         begin(cell)
         began = perf_counter()
-        row = _described(cell, shape_of(grid.model).num_layers)
+        row = described(cell, grid)
         if of is not cell.task:
             forced, of = Forced.of(cell.task, grid.forced), cell.task
         try:
@@ -166,20 +170,26 @@ def _reason(error: Exception) -> str:
     return "; ".join(reasons) if reasons else str(error).splitlines()[0]
 
 
-def _described(cell: Cell, layers: int) -> Row:
+def described(cell: Cell, grid: Grid) -> Row:
+    """What a row says before anything has run; ``key`` tells it from every other one."""
     choice, context = cell.choice, cell.task.length
-    return {
+    row = {
         "algorithm": cell.label,
         "plugin": choice.name if choice else None,
         "params": {**choice.settings, **choice.params} if choice else {},
         "unit": choice.unit if choice else None,
+        "model": grid.name,
         "task": cell.task.name,
+        "question": "sparse" if all(q.tokens for q in cell.task.questions) else "dense",
         "context": context,
         "budget_tokens": cell.budget,
         "nominal_percent": round(100 * cell.share, 4),
         "dense_layers": list(cell.dense_layers),
-        "sparse_layers": layers - len(cell.dense_layers),
+        "sparse_layers": shape_of(grid.model).num_layers - len(cell.dense_layers),
     }
+    config = grid.model.config.to_json_string()
+    what = [row, cell.task.digest, config, grid.backend, grid.impl, grid.forced]
+    return row | {"key": hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}
 
 
 def _run(cell: Cell, grid: Grid, forced: Forced, advance: Advance) -> Row:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,15 @@ from topkv.errors import CapabilityError, ConfigError
 from topkv.plugins import registry
 from topkv_evaluation import CHECKPOINT
 from topkv_evaluation.eval import ALGORITHMS, INDEXED
-from topkv_evaluation.eval.catalogue import BYTES, FACTS, RULER, Catalogue, makes_lengths
-from topkv_evaluation.eval.cells import Cell, Grid, Row, cells_of, run_cells
+from topkv_evaluation.eval.catalogue import BYTES, FACTS, RULER, Catalogue, has_length, read_words
+from topkv_evaluation.eval.cells import Cell, Grid, Row, cells_of, described, run_cells
 from topkv_evaluation.eval.choices import (
     read_algorithms,
     read_budgets,
     read_contexts,
     read_dense_layers,
 )
+from topkv_evaluation.eval.runs import Advance
 from topkv_evaluation.eval.tasks import Task
 from topkv_evaluation.loading import load_model
 from topkv_transformers.support import refusals, shape_of
@@ -88,12 +89,20 @@ class Plan:
         tasks = _tasks(options, model)
         _check_positions(model, tasks)
         batch = options.batch or BATCH.get(model.device.type, CPU_BATCH)
-        grid = Grid(model, options.backend, options.impl, batch, options.forced)
+        name = options.folder.resolve().name
+        grid = Grid(model, options.backend, options.impl, batch, options.forced, name)
         return cls(options, grid, cells_of(tasks, choices, shares, dense, layers))
 
-    def run(self, begin: Callable[[Cell], None]) -> Iterator[Row]:
-        """See ``cells.run_cells``."""
-        return run_cells(self.cells, self.grid, begin)
+    def keyed(self) -> dict[str, Cell]:
+        """The cells by the key of their rows."""
+        return {described(cell, self.grid)["key"]: cell for cell in self.cells}
+
+    def run(
+        self, done: Container[str], begin: Callable[[Cell], None], advance: Advance
+    ) -> Iterator[Row]:
+        """Rows of the cells whose keys are not done; see ``cells.run_cells``."""
+        left = [cell for key, cell in self.keyed().items() if key not in done]
+        return run_cells(left, self.grid, begin, advance)
 
     def check(self, rows: Sequence[Row]) -> None:
         """Refuse a comparison of which nothing could run.
@@ -122,8 +131,8 @@ def _load(options: Options) -> PreTrainedModel:
 
 def _tasks(options: Options, model: PreTrainedModel) -> list[Task]:
     usual = FACTS if model.config.vocab_size == BYTES else RULER
-    words = options.tasks or (usual,)
-    if options.contexts is not None and not makes_lengths(words):
+    words = read_words(options.tasks or (usual,))
+    if options.contexts is not None and not any(map(has_length, words)):
         raise ConfigError(
             "--contexts and --tasks exclude each other", ["a task file brings its contexts"]
         )

@@ -132,12 +132,18 @@ class Run:
         for question, first, row, fed in zip(questions, known, written, given, strict=True):
             answer = [*first, *row[len(fed) - 1 :]]
             self.answers.append(answer[: question.new_tokens])
+        self._count(rows, steps)
+        rows.close()
+
+    def _count(self, rows: TopkvCache, steps: int) -> None:
+        """Add what was moved for rows that are done."""
         moved = self.coordinator.transfers_of(rows.slots)
         self.moved += Counter(
-            hits=moved.hits, misses=moved.misses, bytes=moved.loaded_bytes,
-            tokens=steps * len(questions),
-        )  # fmt: skip
-        rows.close()
+            hits=moved.hits,
+            misses=moved.misses,
+            bytes=moved.loaded_bytes,
+            tokens=steps * len(rows.slots),
+        )
 
     def _look(self, contexts: Sequence[int], cache: TopkvCache, rows: Sequence[int]) -> None:
         """What the selections held, and what they had to read, after the step of a probe."""
@@ -177,6 +183,7 @@ class Run:
 
         steps = max(map(len, given))
         decode(self.handle, rows, self._starts(questions), given, steps, lambda step: None, keep)
+        self._count(rows, steps)
         rows.close()
         for question, kept in zip(questions, found, strict=True):
             logits = torch.stack(kept)
