@@ -196,14 +196,14 @@ def test_the_measured_mass_is_that_of_what_is_attended():
     paths = watch(run.coordinator)
     arm(paths, True)
     run.forward(1, decode=True)
-    held, _ = recall_of(run.coordinator, paths, [run.slot], [0], SELECT)
+    (look,) = recall_of(run.coordinator, paths, [run.slot], [0], SELECT)
     masses = []
     for head in range(run.model.num_heads):
         lane = head // run.model.group_size
         keys = run.k[: run.length, lane].double()
         mass = (keys @ run.q[run.length - 1, head].double() * run.model.scale).softmax(0)
         masses.append(float(mass[sorted(run.attended(run.selected[lane]))].sum()))
-    assert held == pytest.approx(sum(masses) / len(masses), abs=1e-5)
+    assert look.held == pytest.approx(sum(masses) / len(masses), abs=1e-5)
     run.coordinator.close()
 
 

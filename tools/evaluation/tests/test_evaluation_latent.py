@@ -80,7 +80,7 @@ def random_task(lengths=(LONGEST, 131), questions=3):
 
     contexts = tuple(noise(length) for length in lengths)
     asked = [
-        tasks.Question(i * len(lengths) // questions, noise(8), NEW, "") for i in range(questions)
+        tasks.Question(i * len(lengths) // questions, noise(8), NEW) for i in range(questions)
     ]
     return tasks.Task("noise", contexts, tuple(asked), lambda tokens: "")
 

@@ -2,45 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from topkv_evaluation.eval.tasks import Question
+from topkv_evaluation.eval.tasks import Question, Task
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.session import AttachedModel
+
+
+def groups_of(task: Task, batch: int) -> Iterator[list[Question]]:
+    """Questions of contexts that are held at a time: as many contexts as have ``batch`` questions
+    together, or one."""
+    group: list[Question] = []
+    for index in range(len(task.contexts)):
+        about = [question for question in task.questions if question.context == index]
+        if group and len(group) + len(about) > batch:
+            yield group
+            group = []
+        group = group + about
+    if group:
+        yield group
+
+
+def read_context(
+    handle: AttachedModel, context: Sequence[int], chunk: int
+) -> tuple[TopkvCache, Tensor]:
+    """Prefill a context, ``chunk`` tokens at a time.
+
+    Returns:
+        A cache of one row, and the logits ``[V]`` behind its last token.
+    """
+    tokens = torch.tensor(context, device=handle.model.device)[None]
+    cache = handle.new_cache()
+    # A last chunk of one token is still prefill.
+    cache.state.prompt = len(context)
+    for start in range(0, len(context), chunk):
+        piece = tokens[:, start : start + chunk]
+        logits = handle.model(piece, past_key_values=cache, logits_to_keep=1).logits
+    return cache, logits[0, -1]
+
+
+def settle(handle: AttachedModel, caches: Sequence[TopkvCache]) -> None:
+    """Let the algorithms settle on contexts before they are forked.
+
+    A fork of a request that is not settled would settle anew: k-means or votes over the whole
+    context for every question.
+    """
+    slots = [slot for cache in caches for slot in cache.slots]
+    handle.coordinator.forward_begin(decode=slots, append=[False] * len(slots))
+    handle.coordinator.forward_end()
 
 
 def read_contexts(
     handle: AttachedModel, contexts: Sequence[Sequence[int]], chunk: int
 ) -> list[TopkvCache]:
-    """Prefill each context once, and let the algorithms settle on it before it is forked.
-
-    A fork of a request that is not settled would settle anew: k-means or votes over the whole
-    context for every question.
-
-    Args:
-        handle: the attached model.
-        contexts: token ids.
-        chunk: tokens that are read at a time.
-
-    Returns:
-        A cache of one row for each context.
-    """
-    model, caches = handle.model, []
-    for context in contexts:
-        tokens = torch.tensor(context, device=model.device)[None]
-        cache = handle.new_cache()
-        # A last chunk of one token is still prefill.
-        cache.state.prompt = len(context)
-        for start in range(0, len(context), chunk):
-            piece = tokens[:, start : start + chunk]
-            model(piece, past_key_values=cache, logits_to_keep=1)
-        caches.append(cache)
-    slots = [slot for cache in caches for slot in cache.slots]
-    handle.coordinator.forward_begin(decode=slots, append=[False] * len(slots))
-    handle.coordinator.forward_end()
+    """Prefill each context once and settle; a cache of one row for each."""
+    caches = [read_context(handle, context, chunk)[0] for context in contexts]
+    settle(handle, caches)
     return caches
 
 
@@ -60,54 +80,45 @@ def fork_rows(handle: AttachedModel, parents: Sequence[TopkvCache]) -> TopkvCach
     return joined
 
 
-def answer(
+def decode(
     handle: AttachedModel,
     cache: TopkvCache,
     starts: Sequence[int],
-    questions: Sequence[Question],
-    after_step: Callable[[int], None],
+    given: Sequence[Sequence[int]],
+    steps: int,
     before_step: Callable[[int], None],
+    after_step: Callable[[int, Tensor], None],
 ) -> list[list[int]]:
-    """Decode questions token by token, then their answers greedily, all rows together.
+    """Feed rows what they are given token by token, then their own best tokens, all together.
 
     Args:
         handle: the attached model.
-        cache: a row for each question.
+        cache: of as many rows.
         starts: tokens that each row holds.
-        questions: of any length; a row that is done goes on until the last one is.
-        after_step, before_step: called with the number of the step.
+        given: at least one token a row, of any number.
+        steps: forwards; a row that is done goes on until the last one is.
+        before_step: called with the number of the step.
+        after_step: called with the number of the step and its logits ``[B, V]``.
 
     Returns:
-        The tokens of each answer.
+        The best token behind every step, of each row.
     """
     device = handle.model.device
-    width = max(len(question.tokens) for question in questions)
-    padded = [[*q.tokens, *[0] * (width - len(q.tokens))] for q in questions]
-    given = torch.tensor(padded, device=device)
-    lengths = torch.tensor([len(question.tokens) for question in questions], device=device)
+    width = max(map(len, given))
+    fed = torch.tensor([[*row, *[0] * (width - len(row))] for row in given], device=device)
+    lengths = torch.tensor([len(row) for row in given], device=device)
     positions = torch.tensor(starts, device=device)[:, None]
-    steps = max(question.steps for question in questions)
-    written = torch.empty((steps, len(questions)), dtype=torch.int64, device=device)
-    token = given[:, :1]
+    written = torch.empty((steps, len(given)), dtype=torch.int64, device=device)
+    token = fed[:, :1]
     for step in range(steps):
         before_step(step)
         logits = handle.model(
             token, past_key_values=cache, position_ids=positions + step, logits_to_keep=1
-        ).logits
-        after_step(step)
-        best = torch.argmax(logits[:, -1], -1)
+        ).logits[:, -1]
+        after_step(step, logits)
+        best = torch.argmax(logits, -1)
         written[step] = best
         if step + 1 < width:
-            best = torch.where(step + 1 < lengths, given[:, step + 1], best)
+            best = torch.where(step + 1 < lengths, fed[:, step + 1], best)
         token = best[:, None]
-    return _answers(written, questions)
-
-
-def _answers(written: Tensor, questions: Sequence[Question]) -> list[list[int]]:
-    """The answer's part of what followed each token, ``[steps, B]``."""
-    rows = written.t().tolist()
-    firsts = (len(question.tokens) - 1 for question in questions)
-    return [
-        row[first : first + question.new_tokens]
-        for row, first, question in zip(rows, firsts, questions, strict=True)
-    ]
+    return [list(row) for row in written.t().tolist()]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -14,8 +16,10 @@ from transformers import PreTrainedModel
 from topkv import attach
 from topkv.config import SparseConfig
 from topkv.errors import TopkvError
+from topkv_evaluation.eval.batches import groups_of
 from topkv_evaluation.eval.choices import Choice
-from topkv_evaluation.eval.runs import Row, Run
+from topkv_evaluation.eval.forced import Forced
+from topkv_evaluation.eval.runs import Advance, Row, Run
 from topkv_evaluation.eval.tasks import Task
 from topkv_transformers.support import shape_of
 
@@ -30,12 +34,16 @@ class Grid:
         model: not attached.
         backend, impl: as in ``SparseConfig``.
         batch: questions that are decoded together.
+        forced: questions of a task whose logits are compared, at most.
+        name: by which results of the model are known again.
     """
 
     model: PreTrainedModel
     backend: str | None
     impl: str | None
     batch: int
+    forced: int = 0
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,9 +67,15 @@ class Cell:
 
     @property
     def budget(self) -> int:
-        """Attended tokens, whole units; of the baseline the whole context."""
+        """Attended tokens, whole units; of the baseline the whole context.
+
+        100 % is everything, questions and answers too.
+        """
         context = self.task.length
-        return self.choice.budget(self.share, context) if self.choice else context
+        if self.choice is None:
+            return context
+        whole = context + self.task.steps if self.share == 1 else context
+        return self.choice.budget(self.share, whole)
 
 
 def cells_of(
@@ -85,25 +99,27 @@ def cells_of(
 
 
 def config_of(cell: Cell, grid: Grid) -> SparseConfig:
-    """Settings with room for the contexts once, and for what the forks append to them."""
+    """Settings with room for the contexts that are held at a time, and for what forks append."""
     task, choice = cell.task, cell.choice
     page = max(PAGE, choice.unit) if choice else PAGE
+    groups = [{question.context for question in group} for group in groups_of(task, grid.batch)]
     batch = min(grid.batch, len(task.questions))
-    pages = sum(-(-len(context) // page) for context in task.contexts)
+    sizes = {index: len(context) for index, context in enumerate(task.contexts)}
+    pages = max(sum(-(-sizes[index] // page) for index in group) for group in groups)
     # A fork shares the full pages of its context; the open page and those behind are its own.
-    own = max(-(-(len(c) + task.steps) // page) - len(c) // page for c in task.contexts)
+    own = max(-(-(size + task.steps) // page) - size // page for size in sizes.values())
     reach = -(-(task.length + task.steps) // page) * page
     options: dict[str, Any] = {}
     if choice:
         budget = cell.budget
-        sizes = {"unit": choice.unit, "budget": budget, "buffer": choice.buffer(budget, reach)}
-        options = {"algorithm": choice.name, "params": dict(choice.params)}
-        options |= {**choice.settings, **sizes}
+        options = {"algorithm": choice.name, "params": dict(choice.params), **choice.settings}
+        options |= {"unit": choice.unit, "budget": budget}
+        options["buffer"] = choice.buffer(budget, reach)
     return SparseConfig(
         backend=grid.backend,
         impl=grid.impl,
         dense_layers=cell.dense_layers,
-        max_requests=len(task.contexts) + batch,
+        max_requests=max(map(len, groups)) + batch,
         max_tokens=max((pages + batch * own) * page, reach),
         max_request_tokens=reach,
         page_tokens=page,
@@ -111,14 +127,27 @@ def config_of(cell: Cell, grid: Grid) -> SparseConfig:
     )
 
 
-def run_cells(cells: Sequence[Cell], grid: Grid, begin: Callable[[Cell], None]) -> Iterator[Row]:
-    """Run the cells one after the other; one that is refused gets a row with the reason."""
+def run_cells(
+    cells: Sequence[Cell],
+    grid: Grid,
+    begin: Callable[[Cell], None],
+    advance: Advance = lambda questions: None,
+) -> Iterator[Row]:
+    """Run the cells one after the other; one that is refused gets a row with the reason.
+
+    The logits of dense attention are made where a cell is the first of its task to need them.
+    """
+    forced, of = Forced(()), None
     for cell in cells:
         begin(cell)
         began = perf_counter()
-        row = _described(cell, shape_of(grid.model).num_layers)
+        row = described(cell, grid)
+        if of is not cell.task:
+            forced, of = Forced.of(cell.task, grid.forced), cell.task
         try:
-            row |= _run(cell, grid)
+            if cell.choice and not forced.known:
+                _logits_of_dense(cell, grid, forced)
+            row |= _run(cell, grid, forced, advance)
         except (TopkvError, torch.OutOfMemoryError) as error:
             row["refused"] = _reason(error)
         gc.collect()  # buffers of the next cell may need the place
@@ -126,30 +155,47 @@ def run_cells(cells: Sequence[Cell], grid: Grid, begin: Callable[[Cell], None]) 
         yield row
 
 
+def _logits_of_dense(cell: Cell, grid: Grid, forced: Forced) -> None:
+    """Those of the forced questions alone, in a task of their own."""
+    alone = replace(cell.task, questions=tuple(replace(q, new_tokens=0) for q in forced.questions))
+    baseline = Cell(alone, None, 1.0, tuple(range(shape_of(grid.model).num_layers)))
+    known = Forced(alone.questions)
+    _run(baseline, grid, known, lambda questions: None)
+    for question, short in zip(forced.questions, alone.questions, strict=True):
+        forced.dense[question] = known.dense[short]
+
+
 def _reason(error: Exception) -> str:
     reasons = getattr(error, "reasons", ())
     return "; ".join(reasons) if reasons else str(error).splitlines()[0]
 
 
-def _described(cell: Cell, layers: int) -> Row:
+def described(cell: Cell, grid: Grid) -> Row:
+    """What a row says before anything has run; ``key`` tells it from every other one."""
     choice, context = cell.choice, cell.task.length
-    return {
+    row = {
         "algorithm": cell.label,
         "plugin": choice.name if choice else None,
         "params": {**choice.settings, **choice.params} if choice else {},
         "unit": choice.unit if choice else None,
+        "model": grid.name,
         "task": cell.task.name,
+        "question": "sparse" if all(q.tokens for q in cell.task.questions) else "dense",
         "context": context,
         "budget_tokens": cell.budget,
         "nominal_percent": round(100 * cell.share, 4),
         "dense_layers": list(cell.dense_layers),
-        "sparse_layers": layers - len(cell.dense_layers),
+        "sparse_layers": shape_of(grid.model).num_layers - len(cell.dense_layers),
     }
+    config = grid.model.config.to_json_string()
+    what = [row, cell.task.digest, config, grid.backend, grid.impl, grid.forced]
+    return row | {"key": hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}
 
 
-def _run(cell: Cell, grid: Grid) -> Row:
+def _run(cell: Cell, grid: Grid, forced: Forced, advance: Advance) -> Row:
     config = config_of(cell, grid)
     with torch.inference_mode(), attach(grid.model, config, engine="transformers") as handle:
-        run = Run(handle, cell.task, cell.budget, min(grid.batch, len(cell.task.questions)))
-        run.all()
+        batch = min(grid.batch, len(cell.task.questions))
+        run = Run(handle, cell.task, cell.budget, batch, forced)
+        run.all(advance)
         return run.row()

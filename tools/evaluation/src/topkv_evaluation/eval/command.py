@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from topkv_evaluation.commands import (
     answering,
@@ -19,6 +25,7 @@ from topkv_evaluation.commands import (
     trust_option,
 )
 from topkv_evaluation.eval import ALGORITHMS, INDEXED
+from topkv_evaluation.tasks.scoring import SCORINGS
 
 
 @click.command("eval", short_help="Compare algorithms by right answers and attention mass.")
@@ -27,10 +34,36 @@ from topkv_evaluation.eval import ALGORITHMS, INDEXED
 )
 @trust_option
 @click.option(
+    "--tasks",
     "--task",
-    "task_file",
-    type=Path,
-    help='Lines {"context", "question", "answer"}; by default planted facts, for that checkpoint.',
+    multiple=True,
+    show_default="facts for a model of bytes, such as that checkpoint, else ruler",
+    help="facts, text, ruler (all that needs no data set), ruler:NAME, ruler:qa_1:FILE, or a file "
+    "of questions: your own, RULER's or LongBench's; name,name or given again.",
+)
+@click.option(
+    "--question",
+    type=click.Choice(["sparse", "dense"]),
+    default="sparse",
+    show_default=True,
+    help="How questions are read: token by token through the selection, or with their context.",
+)
+@click.option(
+    "--scoring",
+    type=click.Choice([*SCORINGS]),
+    help="Of answers to a file's questions; by default that of its format.",
+)
+@click.option(
+    "--chat-template/--no-chat-template",
+    default=True,
+    help="Ask by the chat template of the tokenizer, if it has one; on by default.",
+)
+@click.option(
+    "--forced",
+    type=click.IntRange(0),
+    default=32,
+    show_default=True,
+    help="Questions of a task whose logits are compared with those of dense attention.",
 )
 @click.option(
     "--algorithms",
@@ -40,7 +73,7 @@ from topkv_evaluation.eval import ALGORITHMS, INDEXED
     "host_format. ROW@name:... names its row.",
 )
 @click.option(
-    "--contexts", help="Tokens of the contexts, 8192,16384 by default; a task file has its own."
+    "--contexts", help="Tokens of the contexts, 8192,16384 by default; a file has its own."
 )
 @click.option("--budgets", default="1%,2%,5%,10%,25%", show_default=True)
 @click.option("--questions", type=click.IntRange(1), default=200, show_default=True)
@@ -68,7 +101,9 @@ from topkv_evaluation.eval import ALGORITHMS, INDEXED
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), help="For results and plot."
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="For results and the report; a run goes on with what is there.",
 )
 @stats_option
 @click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
@@ -84,20 +119,22 @@ def evaluate(
     console = Console(stderr=True)
     with answering() as stdout:
         console.print("loading torch and the model ...", style="dim")
-        from topkv_evaluation.eval import plot
+        from topkv_evaluation.eval import page, plot
         from topkv_evaluation.eval.plan import Options, Plan
+        from topkv_evaluation.eval.results import Results
 
         with quiet_transformers():
             plan = Plan.of(Options(device=device_or_default(device), **options))
-            if out is not None:
-                out.mkdir(parents=True, exist_ok=True)
-                if not plot.can_draw():
-                    mend = f"pip install 'topkv-evaluation[plot]' and {plot.REDRAW} {out}"
-                    click.echo(f"no plot without matplotlib: {mend}", err=True)
-            rows = _run(plan, console, out, stats)
+            results = Results(out)
+            _run(plan, results, console, stats)
+        rows = [results.rows[key] for key in plan.keyed()]
         plan.check(rows)
-        if out is not None and plot.can_draw():
-            plot.draw(rows, out / plot.PICTURE)
+        if out is not None:
+            page.write([*results.rows.values()], out / page.REPORT)
+            click.echo(f"the report is {out / page.REPORT}", err=True)
+            if not plot.can_draw():
+                mend = f"pip install 'topkv-evaluation[plot]' and {page.REWRITE} {out}"
+                click.echo(f"no pictures without matplotlib: {mend}", err=True)
         if as_json:
             shown = {"settings": plan.settings(), "cells": rows}
             click.echo(json.dumps(shown, indent=2), file=stdout)
@@ -107,27 +144,30 @@ def evaluate(
             show(rows, Console(file=stdout))
 
 
-def _run(plan: Any, console: Console, out: Path | None, stats: bool) -> list[dict[str, Any]]:
-    """Run all cells; a line for each that is done, so that an interrupted run keeps them."""
-    from topkv_evaluation.eval.plot import RESULTS
-
+def _run(plan: Any, results: Any, console: Console, stats: bool) -> None:
+    """Run the cells that are not there yet, and keep each as soon as it is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    columns += (TimeElapsedColumn(),)
-    rows = []
-    file = nullcontext() if out is None else (out / RESULTS).open("w", encoding="utf-8")
-    with file as lines, Progress(*columns, console=console) as progress:
-        shown = progress.add_task("", total=len(plan.cells))
+    columns += (TextColumn("questions"), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        sizes = {key: len(cell.task.questions) for key, cell in plan.keyed().items()}
+        shown = progress.add_task("", total=sum(sizes.values()))
+        there = {*sizes} & results.done()
+        progress.advance(shown, sum(sizes[key] for key in there))
+        if there:
+            console.print(f"{len(there)} of {len(sizes)} cells are done already", style="dim")
+        gone = sum(sizes[key] for key in there)
 
         def begin(cell: Any) -> None:
-            text = f"{cell.task.length} {cell.label} {100 * cell.share:g}%"
-            progress.update(shown, description=text.ljust(32))
+            text = f"{cell.task.name}: {cell.label} {100 * cell.share:g}%"
+            progress.update(shown, description=text.ljust(32), completed=gone)
 
-        for row in plan.run(begin):
+        def advance(questions: int) -> None:
+            progress.advance(shown, questions)
+
+        for row in plan.run(there, begin, advance):
             if not stats:
                 row.pop("stats", None)
-            rows.append(row)
-            progress.advance(shown)
-            if lines is not None:
-                lines.write(json.dumps(row) + "\n")
-                lines.flush()
-    return rows
+            results.add(row)
+            # A cell that is refused has answered none of its own.
+            gone += sizes[row["key"]]
+            progress.update(shown, completed=gone)

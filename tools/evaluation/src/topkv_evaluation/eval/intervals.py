@@ -1,18 +1,24 @@
-"""Intervals for shares that were counted."""
+"""Intervals for shares that were counted, and for means over contexts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import sqrt
 from statistics import NormalDist
 
+import numpy as np
 
-def wilson(correct: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
+RESAMPLES = 2000
+
+
+def wilson(correct: float, total: int, confidence: float = 0.95) -> tuple[float, float]:
     """The score interval of Wilson (1927) for a share of independent trials.
 
     Unlike the normal approximation it stays within 0 and 1, and has a width at 0 % and 100 %.
 
     Args:
-        correct: trials that succeeded.
+        correct: trials that succeeded; a sum of scores from 0 to 1 varies less than as many of
+            them, so its interval is rather too wide.
         total: all trials, at least 1.
         confidence: between 0 and 1.
 
@@ -30,3 +36,32 @@ def wilson(correct: int, total: int, confidence: float = 0.95) -> tuple[float, f
     low, high = ((middle + sign * half) / (1 + spread) for sign in (-1, 1))
     # Rounding must not part an interval from its end at 0 and at 1.
     return (0.0 if correct == 0 else low), (1.0 if correct == total else high)
+
+
+def bootstrap(
+    values: Sequence[tuple[int, float]], confidence: float = 0.95
+) -> tuple[float, float] | None:
+    """The percentile interval of a mean (Efron, 1979), with contexts drawn and not questions.
+
+    Questions about one context share its text, so they are drawn together. The draws are the same
+    every time.
+
+    Args:
+        values: the context of each question, and what was measured at it.
+        confidence: between 0 and 1.
+
+    Returns:
+        None if there are fewer than two contexts: nothing says how these differ.
+    """
+    contexts = sorted({context for context, _ in values})
+    if len(contexts) < 2:
+        return None
+    place = {context: index for index, context in enumerate(contexts)}
+    sums, counts = np.zeros(len(contexts)), np.zeros(len(contexts))
+    for context, value in values:
+        sums[place[context]] += value
+        counts[place[context]] += 1
+    drawn = np.random.default_rng(0).integers(len(contexts), size=(RESAMPLES, len(contexts)))
+    means = sums[drawn].sum(1) / counts[drawn].sum(1)
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)

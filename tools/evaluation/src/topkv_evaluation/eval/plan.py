@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,19 @@ from topkv.errors import CapabilityError, ConfigError
 from topkv.plugins import registry
 from topkv_evaluation import CHECKPOINT
 from topkv_evaluation.eval import ALGORITHMS, INDEXED
-from topkv_evaluation.eval.cells import Cell, Grid, Row, cells_of, run_cells
+from topkv_evaluation.eval.catalogue import BYTES, FACTS, RULER, Catalogue, has_length, read_words
+from topkv_evaluation.eval.cells import Cell, Grid, Row, cells_of, described, run_cells
 from topkv_evaluation.eval.choices import (
     read_algorithms,
     read_budgets,
     read_contexts,
     read_dense_layers,
 )
-from topkv_evaluation.eval.tasks import Task, file_task, retrieval_task
-from topkv_evaluation.loading import load_model, load_tokenizer
+from topkv_evaluation.eval.runs import Advance
+from topkv_evaluation.eval.tasks import Task
+from topkv_evaluation.loading import load_model
 from topkv_transformers.support import refusals, shape_of
 
-BYTES = 256
 CONTEXTS = "8192,16384"
 BATCH = {"cuda": 256}
 CPU_BATCH = 32
@@ -36,7 +37,7 @@ class Options:
 
     algorithms: Sequence[str] = ()
     model: Path | None = None
-    task_file: Path | None = None
+    tasks: Sequence[str] = ()
     contexts: str | None = None
     budgets: str = "1%,2%,5%,10%,25%"
     questions: int = 200
@@ -47,6 +48,10 @@ class Options:
     device: str = "cpu"
     batch: int | None = None
     seed: int = 0
+    question: str = "sparse"
+    forced: int = 32
+    chat_template: bool = True
+    scoring: str | None = None
     trust_remote_code: bool = False
 
     @property
@@ -84,12 +89,20 @@ class Plan:
         tasks = _tasks(options, model)
         _check_positions(model, tasks)
         batch = options.batch or BATCH.get(model.device.type, CPU_BATCH)
-        grid = Grid(model, options.backend, options.impl, batch)
+        name = options.folder.resolve().name
+        grid = Grid(model, options.backend, options.impl, batch, options.forced, name)
         return cls(options, grid, cells_of(tasks, choices, shares, dense, layers))
 
-    def run(self, begin: Callable[[Cell], None]) -> Iterator[Row]:
-        """See ``cells.run_cells``."""
-        return run_cells(self.cells, self.grid, begin)
+    def keyed(self) -> dict[str, Cell]:
+        """The cells by the key of their rows."""
+        return {described(cell, self.grid)["key"]: cell for cell in self.cells}
+
+    def run(
+        self, done: Container[str], begin: Callable[[Cell], None], advance: Advance
+    ) -> Iterator[Row]:
+        """Rows of the cells whose keys are not done; see ``cells.run_cells``."""
+        left = [cell for key, cell in self.keyed().items() if key not in done]
+        return run_cells(left, self.grid, begin, advance)
 
     def check(self, rows: Sequence[Row]) -> None:
         """Refuse a comparison of which nothing could run.
@@ -104,7 +117,7 @@ class Plan:
     def settings(self) -> dict[str, Any]:
         """The options, for people who want to run it again."""
         values = {name: value for name, value in asdict(self.options).items() if value is not None}
-        values |= {name: str(values[name]) for name in ("model", "task_file") if name in values}
+        values |= {name: str(values[name]) for name in ("model",) if name in values}
         return values | {"batch": self.grid.batch}
 
 
@@ -117,24 +130,27 @@ def _load(options: Options) -> PreTrainedModel:
 
 
 def _tasks(options: Options, model: PreTrainedModel) -> list[Task]:
-    if options.task_file is None:
-        if model.config.vocab_size != BYTES:
-            raise ConfigError(
-                "the model cannot be asked for planted facts",
-                [
-                    f"that task is made of bytes, {BYTES} tokens, and the model has "
-                    f"{model.config.vocab_size}; give questions of your own with --task"
-                ],
-            )
-        sizes = (options.questions, options.per_context, options.seed)
-        contexts = read_contexts(options.contexts or CONTEXTS)
-        return [retrieval_task(context, *sizes) for context in contexts]
-    if options.contexts is not None:
+    usual = FACTS if model.config.vocab_size == BYTES else RULER
+    words = read_words(options.tasks or (usual,))
+    if options.contexts is not None and not any(map(has_length, words)):
         raise ConfigError(
-            "--contexts and --task exclude each other", ["a task file brings its contexts"]
+            "--contexts and --tasks exclude each other", ["a task file brings its contexts"]
         )
-    tokenizer = load_tokenizer(options.folder, trust_remote_code=options.trust_remote_code)
-    return [file_task(options.task_file, tokenizer, options.questions)]
+    catalogue = Catalogue(
+        model=model,
+        folder=options.folder,
+        lengths=read_contexts(options.contexts or CONTEXTS),
+        questions=options.questions,
+        per_context=options.per_context,
+        seed=options.seed,
+        chat=options.chat_template,
+        scoring=options.scoring,
+        trust_remote_code=options.trust_remote_code,
+    )
+    tasks = catalogue.tasks(words)
+    if options.question == "dense":
+        tasks = [task.with_questions_read() for task in tasks]
+    return tasks
 
 
 def _check_positions(model: PreTrainedModel, tasks: Sequence[Task]) -> None:

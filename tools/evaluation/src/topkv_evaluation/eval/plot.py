@@ -1,23 +1,43 @@
-"""Accuracy over budget as a picture: ``python -m topkv_evaluation.eval.plot DIR`` redraws.
-
-Needs matplotlib, which comes with the extra ``plot``.
-"""
+"""What was measured over bytes, as pictures. Needs matplotlib, which the extra ``plot`` brings."""
 
 from __future__ import annotations
 
-import json
-import sys
+import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from topkv.config.layers import show_ranges
 
-RESULTS, PICTURE = "results.jsonl", "accuracy.png"
-REDRAW = "python -m topkv_evaluation.eval.plot"
-
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One panel.
+
+    Attributes:
+        name: field of a row.
+        low, high: fields of its interval.
+        label: of the axis.
+        scale: what values are multiplied by.
+    """
+
+    name: str
+    low: str
+    high: str
+    label: str
+    scale: float = 1.0
+
+
+METRICS = (
+    Metric("accuracy", "ci_low", "ci_high", "right answers, %", 100),
+    Metric("kl", "kl_low", "kl_high", "KL to dense, nats a token"),
+    Metric("agreement", "agreement_low", "agreement_high", "same best token as dense, %", 100),
+    Metric("recall", "recall_low", "recall_high", "attention mass held, %", 100),
+)
+X, X_LABEL = "device_bytes_per_token", "KiB read from device memory for a token"
 
 
 def can_draw() -> bool:
@@ -25,83 +45,93 @@ def can_draw() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def lines_of(rows: Sequence[Row], task: str) -> dict[tuple[str, str], list[Row]]:
-    """Measured rows of a task by algorithm and dense layers, budgets ascending; no baseline."""
-    lines: dict[tuple[str, str], list[Row]] = {}
+def label_of(row: Row) -> str:
+    """Algorithm and dense layers of a row."""
+    dense = show_ranges(row["dense_layers"]) or "none"
+    return row["algorithm"] if dense == "none" else f"{row['algorithm']}, layers {dense} dense"
+
+
+def lines_of(rows: Sequence[Row], metric: str) -> dict[str, list[Row]]:
+    """Rows that have a metric, by algorithm and dense layers, bytes ascending; no baseline."""
+    lines: dict[str, list[Row]] = {}
     for row in rows:
-        if row["task"] == task and row["plugin"] is not None and "refused" not in row:
-            key = row["algorithm"], show_ranges(row["dense_layers"]) or "none"
-            lines.setdefault(key, []).append(row)
+        if row["plugin"] is not None and row.get(metric) is not None:
+            lines.setdefault(label_of(row), []).append(row)
     for line in lines.values():
-        line.sort(key=lambda row: row["budget_percent"])
+        line.sort(key=lambda row: row[X])
     return lines
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """One panel a task, one line an algorithm; dashed lines have dense layers.
+def svg(rows: Sequence[Row]) -> str:
+    """The rows of one task as an SVG element: a panel for each metric that one of them has.
 
-    Args:
-        rows: as in ``results.jsonl``.
-        path: of the picture; overwritten.
+    Returns:
+        Text that stands in a page of HTML as it is; empty if nothing was measured.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    names = list(dict.fromkeys(row["algorithm"] for row in rows if row["plugin"] is not None))
-    styles = list(dict.fromkeys(key[1] for task in tasks for key in lines_of(rows, task)))
-    figure = Figure(figsize=(6.4 * len(tasks), 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(tasks), squeeze=False, sharey=True)[0]
-    for panel, task in zip(panels, tasks, strict=True):
-        for (name, dense), line in lines_of(rows, task).items():
-            share = [100 * row["accuracy"] for row in line]
-            below = [100 * (row["accuracy"] - row["ci_low"]) for row in line]
-            above = [100 * (row["ci_high"] - row["accuracy"]) for row in line]
-            panel.errorbar(
-                [row["budget_percent"] for row in line],
-                share,
-                yerr=[below, above],
-                label=name if dense == "none" else f"{name}, layers {dense} dense",
-                color=f"C{names.index(name) % 10}",
-                linestyle=("-", "--", ":", "-.")[styles.index(dense) % 4],
-                marker="o",
-                markersize=4,
-                capsize=3,
-            )
-        _finish(panel, task, rows)
-    panels[0].set_ylabel("right answers, % (95 % Wilson intervals)")
-    handles = {}
-    for panel in panels:
-        found = zip(*panel.get_legend_handles_labels(), strict=True)
-        handles |= {label: handle for handle, label in found}
-    if handles:
-        figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8)
-    figure.savefig(path, dpi=150)
+    metrics = [metric for metric in METRICS if lines_of(rows, metric.name)]
+    if not metrics:
+        return ""
+    labels = list(dict.fromkeys(label_of(row) for row in rows if row["plugin"] is not None))
+    figure = Figure(figsize=(4.2 * len(metrics), 3.6), layout="constrained")
+    FigureCanvasSVG(figure)
+    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
+    for panel, metric in zip(panels, metrics, strict=True):
+        for label, line in lines_of(rows, metric.name).items():
+            _draw_line(panel, metric, label, line, labels.index(label))
+        _finish(panel, metric, rows)
+    found = {
+        label: handle
+        for panel in panels
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=3, fontsize=8)
+    written = io.StringIO()
+    # The same rows give the same bytes: ids from a fixed salt, and no date.
+    with rc_context({"svg.hashsalt": "topkv", "svg.fonttype": "path"}):
+        figure.savefig(written, format="svg", metadata={"Date": None})
+    text = written.getvalue()
+    return text[text.index("<svg") :]
 
 
-def _finish(panel: Any, task: str, rows: Sequence[Row]) -> None:
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+def _draw_line(panel: Any, metric: Metric, label: str, line: Sequence[Row], place: int) -> None:
+    values = [metric.scale * row[metric.name] for row in line]
+    ends = [
+        [metric.scale * (row[metric.name] if row.get(end) is None else row[end]) for row in line]
+        for end in (metric.low, metric.high)
+    ]
+    below = [max(value - low, 0) for value, low in zip(values, ends[0], strict=True)]
+    above = [max(high - value, 0) for value, high in zip(values, ends[1], strict=True)]
+    panel.errorbar(
+        [row[X] / 1024 for row in line],
+        values,
+        yerr=[below, above],
+        label=label,
+        color=f"C{place % 10}",
+        linestyle=("-", "--", ":", "-.")[place // 10 % 4],
+        marker="o",
+        markersize=4,
+        capsize=3,
+    )
+
+
+def _finish(panel: Any, metric: Metric, rows: Sequence[Row]) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     for row in rows:
-        if row["task"] == task and row["plugin"] is None and "refused" not in row:
-            panel.axhline(100 * row["accuracy"], color="gray", linewidth=1, label="dense")
-    shown = sorted({row["nominal_percent"] for row in rows if row["task"] == task})
+        if row["plugin"] is None and "refused" not in row:
+            panel.axvline(row[X] / 1024, color="gray", linestyle=":", linewidth=1, label="dense")
+            if metric.name == "accuracy" and row["accuracy"] is not None:
+                panel.axhline(100 * row["accuracy"], color="gray", linewidth=1)
     panel.set_xscale("log")
-    panel.set_xticks([share for share in shown if share < 100] or shown)
+    panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     panel.xaxis.set_minor_formatter(NullFormatter())
-    panel.set_ylim(-3, 103)
-    panel.set_xlabel("attended tokens, % of the context")
-    panel.set_title(task, fontsize=10)
+    if metric.scale == 100:
+        panel.set_ylim(-3, 103)
+    panel.set_xlabel(X_LABEL)
+    panel.set_ylabel(metric.label)
     panel.grid(alpha=0.3)
-
-
-def main(folder: Path) -> None:
-    """Draw the results of a folder anew."""
-    lines = (folder / RESULTS).read_text(encoding="utf-8").splitlines()
-    draw([json.loads(line) for line in lines], folder / PICTURE)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -19,7 +19,7 @@ from topkv.hooks.algorithm import AlgorithmSpec
 from topkv.lanes import LaneBuffers
 from topkv.layers import LayerPath
 from topkv.selectors import Own
-from topkv.types import LayerView, Tables
+from topkv.types import GroupShape, LayerView, Tables
 
 
 class _NamesRead(dict[str, Tensor]):
@@ -119,8 +119,29 @@ def arm(paths: Sequence[LayerPath], armed: bool) -> None:
         path.algorithm.armed = path.backend.armed = armed
 
 
+def chosen_tokens(ids: Tensor, unit: int, tail: bool, tokens: int) -> Tensor:
+    """Which tokens lanes attend to.
+
+    Args:
+        ids: ``[lanes, K]`` logical ids; those out of range count for nothing.
+        unit: tokens of a unit.
+        tail: the newest unit is attended besides.
+        tokens: n, of the request.
+
+    Returns:
+        bool ``[lanes, n]``.
+    """
+    units = -(-tokens // unit)
+    inside = torch.where((ids >= 0) & (ids < units), ids, units).long()
+    chosen = torch.zeros((len(ids), units + 1), dtype=torch.bool, device=ids.device)
+    chosen.scatter_(1, inside, True)
+    if tail:
+        chosen[:, units - 1] = True
+    return chosen[:, :units].repeat_interleave(unit, 1)[:, :tokens]
+
+
 def held_mass(
-    q: Tensor, k: Tensor, ids: Tensor, unit: int, tail: bool, scale: float, budget: int
+    q: Tensor, k: Tensor, chosen: Tensor, scale: float, budget: int
 ) -> tuple[float, float]:
     """Softmax mass of the selected tokens, and of the best ``budget`` ones, mean of all heads.
 
@@ -130,25 +151,30 @@ def held_mass(
     Args:
         q: ``[H, D]``.
         k: ``[n, Hkv, D]`` all keys that the query may attend.
-        ids: ``[lanes, K]`` logical ids; those out of range count for nothing.
-        unit: tokens of a unit.
-        tail: the newest unit is attended besides.
+        chosen: of ``chosen_tokens``.
         scale: of the logits.
         budget: tokens.
     """
-    tokens, lanes = len(k), len(ids)
+    tokens, lanes = len(k), len(chosen)
     keys = k.float().permute(1, 2, 0)  # [Hkv, D, n]
     logits = q.float().view(len(keys), -1, q.shape[-1]) @ keys * scale
     mass = logits.softmax(-1).view(lanes, -1, tokens).mean(1)
-    units = -(-tokens // unit)
-    inside = torch.where((ids >= 0) & (ids < units), ids, units).long()
-    chosen = torch.zeros((lanes, units + 1), dtype=torch.bool, device=q.device)
-    chosen.scatter_(1, inside, True)
-    if tail:
-        chosen[:, units - 1] = True
-    held = chosen[:, :units].repeat_interleave(unit, 1)[:, :tokens]
     best = mass.topk(min(budget, tokens), -1).values
-    return float((mass * held).sum(-1).mean()), float(best.sum(-1).mean())
+    return float((mass * chosen).sum(-1).mean()), float(best.sum(-1).mean())
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the sparse layers did for one row of a step.
+
+    Attributes:
+        held, best: of ``held_mass``, means over the layers.
+        attended_bytes: keys and values that were attended to, of all sparse layers.
+    """
+
+    held: float
+    best: float
+    attended_bytes: float
 
 
 def recall_of(
@@ -157,8 +183,8 @@ def recall_of(
     slots: Sequence[int],
     rows: Sequence[int],
     budget: int,
-) -> tuple[float, float]:
-    """Mean over layers and rows of ``held_mass``, after a step that was watched.
+) -> list[Look]:
+    """A look at rows of a step that was watched.
 
     Args:
         coordinator: between two forwards.
@@ -167,26 +193,27 @@ def recall_of(
         rows: the rows to look at.
         budget: tokens.
     """
-    results = []
+    looks = []
     for row in rows:
-        slot = slots[row]
-        coordinator.flush(slot)
-        for path in paths:
-            results.append(_mass_of(path, coordinator, slot, row, budget))
-    held, best = (sum(values) / len(results) for values in zip(*results, strict=True))
-    return held, best
+        coordinator.flush(slots[row])
+        each = [_look_at(path, coordinator, slots[row], row, budget) for path in paths]
+        held, best, read = (sum(values) for values in zip(*each, strict=True))
+        looks.append(Look(held / len(each), best / len(each), read))
+    return looks
 
 
-def _mass_of(
+def _look_at(
     path: LayerPath, coordinator: SparseCoordinator, slot: int, row: int, budget: int
-) -> tuple[float, float]:
+) -> tuple[float, float, float]:
     group, seen, model = path.view.group, path.backend.seen, coordinator.model
     length = coordinator.length(slot)
     # One block: the whole history, decoded where the rows are packed.
     ((_, k, _),) = StoredHistory(path, slot, 0, length, length, model.dtype, seen.q.device)
     lanes = slice(row * group.lane_heads, (row + 1) * group.lane_heads)
     tail = coordinator.config.groups[path.lanes.index].tail == "forced"
-    return held_mass(seen.q[row], k, seen.ids[lanes], group.unit, tail, model.scale, budget)
+    chosen = chosen_tokens(seen.ids[lanes], group.unit, tail, length)
+    held, best = held_mass(seen.q[row], k, chosen, model.scale, budget)
+    return held, best, float(chosen.sum()) * group.entry_bytes / group.unit
 
 
 def index_bytes(view: LayerView, spec: AlgorithmSpec, names: set[str], length: int) -> float:
@@ -205,11 +232,34 @@ def index_bytes(view: LayerView, spec: AlgorithmSpec, names: set[str], length: i
     return total
 
 
+def _read_of(path: LayerPath, length: int) -> float:
+    algorithm = path.algorithm
+    return index_bytes(path.selector.view, algorithm.spec(), algorithm.names, length)
+
+
+def index_read(paths: Sequence[LayerPath], length: int) -> float:
+    """Bytes of representations that the watched step read for a request, of all sparse layers."""
+    return sum(_read_of(path, length) for path in paths)
+
+
 def index_tokens(paths: Sequence[LayerPath], length: int) -> float:
-    """What the watched step read of representations, in stored tokens, a layer."""
-    tokens = []
-    for path in paths:
-        group, algorithm = path.view.group, path.algorithm
-        read = index_bytes(path.selector.view, algorithm.spec(), algorithm.names, length)
-        tokens.append(read / (group.lane_heads * group.entry_bytes / group.unit))
+    """The same in stored tokens, a layer."""
+    rows = [row_bytes(path.view.group) for path in paths]
+    tokens = [_read_of(path, length) / row for path, row in zip(paths, rows, strict=True)]
     return sum(tokens) / len(tokens)
+
+
+def row_bytes(group: GroupShape) -> float:
+    """Bytes of the keys and values of a token in a layer, on the device."""
+    return group.lane_heads * group.entry_bytes / group.unit
+
+
+def dense_read(coordinator: SparseCoordinator, length: int, residencies: Sequence[str]) -> float:
+    """Bytes of keys and values that layers of these residencies hold of a request: what they read
+    in a step if they are dense."""
+    shapes = [group.shape for group in coordinator.config.groups]
+    return sum(
+        len(shape.layers) * row_bytes(shape) * length
+        for shape in shapes
+        if shape.residency in residencies
+    )

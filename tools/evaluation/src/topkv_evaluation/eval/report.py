@@ -14,8 +14,8 @@ from topkv_evaluation.eval.choices import EXACT
 from topkv_evaluation.stats_view import show_stats
 
 COLUMNS = ("algorithm", "dense layers", "budget", "nominal", "with index", "right", "95 %")
-COLUMNS += ("recall", "best", "hits", "s")
-LEFT, WIDTH = 2, 128
+COLUMNS += ("recall", "best", "KL", "NLL +", "same", "hits", "KiB", "link KiB", "s")
+LEFT, WIDTH = 2, 160
 
 NOTES = (
     "with index: budget and what a step reads of representations, in tokens of keys and values",
@@ -29,6 +29,17 @@ def _percent(value: float | None, digits: int = 1) -> str:
     return "" if value is None else f"{100 * value:.{digits}f}%"
 
 
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _right(row: dict[str, Any]) -> tuple[str, str]:
+    if row["accuracy"] is None:
+        return "", ""
+    right = f"{row['correct']:g}/{row['questions']} {_percent(row['accuracy'])}"
+    return right, f"{_percent(row['ci_low'])} - {_percent(row['ci_high'])}"
+
+
 def _cells(row: dict[str, Any]) -> list[str]:
     dense = show_ranges(row["dense_layers"]) or "none"
     head = [row["algorithm"], dense, str(row["budget_tokens"]), f"{row['nominal_percent']:g}%"]
@@ -37,11 +48,15 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [
         *head,
         f"{row['with_index_percent']:.1f}%",
-        f"{row['correct']}/{row['questions']} {_percent(row['accuracy'])}",
-        f"{_percent(row['ci_low'])} - {_percent(row['ci_high'])}",
+        *_right(row),
         _percent(row["recall"]),
         _percent(row["exact_recall"]),
+        _number(row["kl"]),
+        _number(row["nll_change"]),
+        _percent(row["agreement"]),
         _percent(row["hit_rate"]),
+        f"{row['device_bytes_per_token'] / 1024:.1f}",
+        f"{row['link_bytes_per_token'] / 1024:.1f}",
         f"{row['seconds']:.1f}",
     ]
 

@@ -1,17 +1,20 @@
-"""One cell: contexts read, questions decoded over forks, answers and attention mass counted."""
+"""One cell: contexts read, questions decoded over forks, what came of it counted."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from functools import partial
-from itertools import starmap
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from time import perf_counter
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from topkv_evaluation.eval import recall
-from topkv_evaluation.eval.batches import answer, fork_rows, read_contexts
-from topkv_evaluation.eval.intervals import wilson
+from topkv_evaluation.eval.batches import decode, fork_rows, groups_of, read_context, settle
+from topkv_evaluation.eval.forced import Compared, Forced, compare
+from topkv_evaluation.eval.intervals import bootstrap, wilson
 from topkv_evaluation.eval.tasks import Question, Task
 from topkv_evaluation.measured import stats_of
 from topkv_transformers.cache import TopkvCache
@@ -20,9 +23,11 @@ from topkv_transformers.session import AttachedModel
 CHUNK = {"cuda": 8192}
 CPU_CHUNK = 1024
 SAMPLES = 8
-"""Questions whose attention mass is looked at."""
+"""Questions whose attention mass is looked at, about."""
 
 Row = dict[str, Any]
+Advance = Callable[[int], None]
+"""Called with the number of questions that have been answered since."""
 
 
 class Run:
@@ -33,80 +38,182 @@ class Run:
         task: contexts and questions.
         budget: attended tokens of a lane; the longest context where all layers are dense.
         batch: questions that are decoded together.
+        forced: whose logits are compared, if any; those of dense attention are kept in it where
+            all layers are dense.
 
     Attributes:
         answers: tokens of each answer so far.
-        recall: mass of the selections and of the best tokens; None if all layers are dense.
-        index: tokens of keys and values that a step reads as representations.
+        looks: of sampled questions, their contexts and what their selections held; none if all
+            layers are dense.
+        compared: of forced questions, their contexts and how their logits differ.
+        read: bytes read from device memory for a token, of each sampled question.
     """
 
-    def __init__(self, handle: AttachedModel, task: Task, budget: int, batch: int) -> None:
+    def __init__(
+        self,
+        handle: AttachedModel,
+        task: Task,
+        budget: int,
+        batch: int,
+        forced: Forced | None = None,
+    ) -> None:
         self.handle, self.task, self.budget, self.batch = handle, task, budget, batch
+        self.forced = forced or Forced(())
         self.coordinator = handle.coordinator
         self.paths = recall.watch(self.coordinator)
         self.answers: list[list[int]] = []
+        self.looks: list[tuple[int, recall.Look]] = []
+        self.compared: list[tuple[int, Compared]] = []
+        self.read: list[tuple[float, float, float]] = []
         self.moved: Counter[str] = Counter()
-        self.recall: tuple[float, float] | None = None
-        self.index = 0.0
         self.decode_seconds = 0.0
 
-    def all(self) -> None:
-        """Read the contexts, then decode all questions, a batch at a time."""
-        task = self.task
+    def all(self, advance: Advance = lambda questions: None) -> None:
+        """Read the contexts, and decode all questions, a batch at a time."""
+        groups = [*groups_of(self.task, self.batch)]
+        batches = sum(-(-len(group) // self.batch) for group in groups)
+        stride, per_batch, seen = -(-batches // SAMPLES), -(-SAMPLES // batches), 0
+        parents: dict[int, tuple[TopkvCache, int]] = {}
+        for group in groups:
+            for cache, _ in parents.values():
+                cache.close()
+            parents = self._read_contexts(group)
+            for first in range(0, len(group), self.batch):
+                questions = group[first : first + self.batch]
+                self._answer(questions, parents, 0 if seen % stride else per_batch)
+                self._force([q for q in questions if q in self.forced.questions], parents)
+                seen += 1
+                advance(len(questions))
+
+    def _read_contexts(self, group: Sequence[Question]) -> dict[int, tuple[TopkvCache, int]]:
+        """Of each context its cache, and the best token behind it."""
         chunk = CHUNK.get(self.handle.model.device.type, CPU_CHUNK)
-        parents = read_contexts(self.handle, task.contexts, chunk)
-        for first in range(0, len(task.questions), self.batch):
-            questions = task.questions[first : first + self.batch]
-            rows = fork_rows(self.handle, [parents[q.context] for q in questions])
-            began = perf_counter()
-            starts = [len(task.contexts[question.context]) for question in questions]
-            # The last token of the first question: later rows of the same length are as far.
-            probe = len(questions[0].tokens) - 1 if self.paths and first == 0 else -1
-            what = (self.handle, rows, starts, questions)
-            after = partial(self._look, probe, rows, questions)
-            self.answers += answer(*what, after, partial(self._arm, probe))
-            self.decode_seconds += perf_counter() - began
-            moved = self.coordinator.transfers_of(rows.slots)
-            self.moved += Counter(hits=moved.hits, misses=moved.misses)
-            rows.close()
+        parents = {}
+        for index in dict.fromkeys(question.context for question in group):
+            cache, logits = read_context(self.handle, self.task.contexts[index], chunk)
+            parents[index] = cache, int(logits.argmax())
+        settle(self.handle, [cache for cache, _ in parents.values()])
+        return parents
 
-    def _arm(self, probe: int, step: int) -> None:
-        if step == probe:
-            recall.arm(self.paths, True)
+    def _starts(self, questions: Sequence[Question]) -> list[int]:
+        return [len(self.task.contexts[question.context]) for question in questions]
 
-    def _look(
-        self, probe: int, cache: TopkvCache, questions: Sequence[Question], step: int
+    def _answer(
+        self,
+        questions: Sequence[Question],
+        parents: dict[int, tuple[TopkvCache, int]],
+        samples: int,
     ) -> None:
-        """After the step ``probe``: what the selections held, and what they had to read."""
-        if step != probe:
+        """Decode a batch of questions and their answers, and look at some of them."""
+        # Where a context ends with its question, the answer's first token is known already.
+        known = [[] if q.tokens else [parents[q.context][1]][: q.new_tokens] for q in questions]
+        given = [[*q.tokens] or [parents[q.context][1]] for q in questions]
+        rows = fork_rows(self.handle, [parents[q.context][0] for q in questions])
+        steps = max(0, *(len(q.tokens) + q.new_tokens - 1 for q in questions))
+        # A question of plain text is only looked at.
+        steps = max(steps, *map(len, given)) if samples else steps
+        # The last token of the first question: later rows of the same length are as far.
+        probe = len(given[0]) - 1 if samples else -1
+        alike = [i for i, row in enumerate(given) if len(row) == probe + 1]
+        sampled = alike[:: -(-len(alike) // samples)] if samples else []
+
+        def before(step: int) -> None:
+            if step == probe:
+                recall.arm(self.paths, True)
+
+        def after(step: int, logits: Tensor) -> None:
+            if step == probe:
+                recall.arm(self.paths, False)
+                self._look([questions[i].context for i in sampled], rows, sampled)
+
+        began = perf_counter()
+        written = decode(self.handle, rows, self._starts(questions), given, steps, before, after)
+        self.decode_seconds += perf_counter() - began
+        for question, first, row, fed in zip(questions, known, written, given, strict=True):
+            answer = [*first, *row[len(fed) - 1 :]]
+            self.answers.append(answer[: question.new_tokens])
+        self._count(rows, steps)
+        rows.close()
+
+    def _count(self, rows: TopkvCache, steps: int) -> None:
+        """Add what was moved for rows that are done."""
+        moved = self.coordinator.transfers_of(rows.slots)
+        self.moved += Counter(
+            hits=moved.hits,
+            misses=moved.misses,
+            bytes=moved.loaded_bytes,
+            tokens=steps * len(rows.slots),
+        )
+
+    def _look(self, contexts: Sequence[int], cache: TopkvCache, rows: Sequence[int]) -> None:
+        """What the selections held, and what they had to read, after the step of a probe."""
+        looks = []
+        if self.paths:
+            what = (self.coordinator, self.paths, cache.slots, rows, self.budget)
+            looks = recall.recall_of(*what)
+            self.looks += zip(contexts, looks, strict=True)
+        for place, row in enumerate(rows):
+            length = self.coordinator.length(cache.slots[row])
+            attended = looks[place].attended_bytes if looks else 0.0
+            index = recall.index_read(self.paths, length)
+            resident = recall.dense_read(self.coordinator, length, ("resident",))
+            tokens = recall.index_tokens(self.paths, length) if self.paths else 0.0
+            streamed = recall.dense_read(self.coordinator, length, ("streamed",))
+            self.read.append((attended + index + resident, streamed, tokens))
+
+    def _force(
+        self, questions: Sequence[Question], parents: dict[int, tuple[TopkvCache, int]]
+    ) -> None:
+        """Feed the references, and compare the logits before them with those of dense attention.
+
+        Nothing is compared where those are not known; if all layers are dense, they are kept.
+        """
+        dense = not self.paths
+        if not questions or not (dense or self.forced.known):
             return
-        recall.arm(self.paths, False)
-        alike = [i for i, q in enumerate(questions) if len(q.tokens) == probe + 1]
-        rows = alike[:: -(-len(alike) // SAMPLES)]
-        what = (self.coordinator, self.paths, cache.slots, rows, self.budget)
-        self.recall = recall.recall_of(*what)
-        lengths = [self.coordinator.length(cache.slots[row]) for row in rows]
-        tokens = [recall.index_tokens(self.paths, length) for length in lengths]
-        self.index = sum(tokens) / len(tokens)
+        rows = fork_rows(self.handle, [parents[q.context][0] for q in questions])
+        given = [question.forced for question in questions]
+        firsts = [len(fed) - len(q.targets) for fed, q in zip(given, questions, strict=True)]
+        found: list[list[Tensor]] = [[] for _ in questions]
+
+        def keep(step: int, logits: Tensor) -> None:
+            for row, fed in enumerate(given):
+                if firsts[row] <= step < len(fed):
+                    found[row].append(logits[row].clone())
+
+        steps = max(map(len, given))
+        decode(self.handle, rows, self._starts(questions), given, steps, lambda step: None, keep)
+        self._count(rows, steps)
+        rows.close()
+        for question, kept in zip(questions, found, strict=True):
+            logits = torch.stack(kept)
+            if dense:
+                compared = self.forced.keep(question, logits)
+            else:
+                compared = compare(logits, self.forced.dense[question], question.targets)
+            self.compared.append((question.context, compared))
 
     def row(self) -> Row:
         """What was measured, see the README for the names."""
         task, context = self.task, self.task.length
-        pairs = zip(task.questions, self.answers, strict=True)
-        correct, total = sum(starmap(task.is_right, pairs)), len(task.questions)
-        low, high = wilson(correct, total)
-        memory, units = self.coordinator.memory(), self.moved.total()
+        memory = self.coordinator.memory()
+        units = self.moved["hits"] + self.moved["misses"]
+        device, streamed, index = _means(self.read)
+        moved = self.moved["bytes"] / self.moved["tokens"] if self.moved["tokens"] else 0.0
+        whole = recall.dense_read(self.coordinator, context, ("resident", "streamed", "sparse"))
         return {
             "budget_percent": round(100 * self.budget / context, 4),
-            "index_tokens": round(self.index, 3),
-            "with_index_percent": round(100 * (self.budget + self.index) / context, 4),
-            "questions": total,
-            "correct": correct,
-            "accuracy": correct / total,
-            "ci_low": low,
-            "ci_high": high,
-            "recall": self.recall[0] if self.recall else None,
-            "exact_recall": self.recall[1] if self.recall else None,
+            "index_tokens": round(index, 3),
+            "with_index_percent": round(100 * (self.budget + index) / context, 4),
+            "device_bytes_per_token": round(device),
+            "link_bytes_per_token": round(moved + streamed),
+            "context_bytes": round(whole),
+            "questions": len(task.questions),
+            "contexts": len(task.contexts),
+            **self._scores(),
+            **_spread("recall", [(c, look.held) for c, look in self.looks]),
+            "exact_recall": _mean([look.best for _, look in self.looks]),
+            **self._differences(),
             "hit_rate": self.moved["hits"] / units if units else None,
             "selected_units": units,
             "loaded_units": self.moved["misses"],
@@ -122,3 +229,42 @@ class Run:
             "dtype": str(self.coordinator.model.dtype).removeprefix("torch."),
             "stats": stats_of(self.handle),
         }
+
+    def _scores(self) -> Row:
+        pairs = zip(self.task.questions, self.answers, strict=True)
+        scores = [self.task.score(q, answer) for q, answer in pairs if q.answers]
+        if not scores:
+            return dict.fromkeys(("correct", "accuracy", "ci_low", "ci_high"))
+        low, high = wilson(sum(scores), len(scores))
+        return {
+            "correct": round(sum(scores), 4),
+            "accuracy": sum(scores) / len(scores),
+            "ci_low": low,
+            "ci_high": high,
+        }
+
+    def _differences(self) -> Row:
+        """Of the forced questions; beside itself dense attention differs in nothing."""
+        fields = ("kl", "nll", "nll_change", "agreement")
+        each = [(context, astuple(compared)) for context, compared in self.compared]
+        row: Row = {"forced_questions": len(each)}
+        for place, name in enumerate(fields):
+            row |= _spread(name, [(context, values[place]) for context, values in each])
+        return row
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _means(each: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    device, streamed, index = (sum(values) / len(each) for values in zip(*each, strict=True))
+    return device, streamed, index
+
+
+def _spread(name: str, values: Sequence[tuple[int, float]]) -> Row:
+    """A mean over questions, and its interval over contexts."""
+    interval = bootstrap(values)
+    low, high = interval or (None, None)
+    mean = _mean([value for _, value in values])
+    return {name: mean, f"{name}_low": low, f"{name}_high": high}

@@ -1,20 +1,29 @@
-"""Questions about contexts: those of the checkpoint that comes with this package, or a file's."""
+"""Questions about contexts, as tokens."""
 
 from __future__ import annotations
 
-import json
+import hashlib
+import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from topkv.errors import ConfigError
 from topkv_evaluation.retrieval import ASK_BYTES, VALUE_DIGITS, ask, make_prompt
+from topkv_evaluation.tasks.files import AS_ANSWER
+from topkv_evaluation.tasks.prompts import Prompts
+from topkv_evaluation.tasks.sample import Sample
+from topkv_evaluation.tasks.scoring import SCORINGS
+from topkv_evaluation.tasks.words import haystack
 
 SLACK = 2
 """Tokens that an answer may be longer than the tokenizer makes it on its own."""
 
-FIELDS = ("context", "question", "answer")
+MOST_FORCED = 32
+"""Tokens of the right answer that are fed when logits are compared."""
+
+TEXT_TOKENS = 64
+"""Tokens of plain text that are predicted behind a context."""
 
 
 @dataclass(frozen=True)
@@ -23,20 +32,34 @@ class Question:
 
     Attributes:
         context: number of its context in the task.
-        tokens: of the question, at least one.
-        new_tokens: tokens that are generated for the answer.
-        expected: the right answer; an answer that begins with it is right.
+        tokens: of the question; none where its context ends with it.
+        new_tokens: tokens that are generated for the answer; 0 where nothing is asked.
+        answers: right ones, as the scoring of the task wants them.
+        reference: tokens of a right answer, which are fed when logits are compared; may be empty.
     """
 
     context: int
     tokens: tuple[int, ...]
     new_tokens: int
-    expected: str
+    answers: tuple[str, ...] = ()
+    reference: tuple[int, ...] = ()
+
+    @property
+    def forced(self) -> tuple[int, ...]:
+        """What is fed when logits are compared: each but those of the question predicts one of
+        ``targets``."""
+        return (*self.tokens, *self.reference[:-1])
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """The tokens that sparse steps predict: the first one comes from the context, if that
+        ends with the question."""
+        return self.reference if self.tokens else self.reference[1:]
 
     @property
     def steps(self) -> int:
-        """Decode steps: the last token of the answer is never fed."""
-        return len(self.tokens) + self.new_tokens - 1
+        """Decode steps, at most: the last token of the answer is never fed."""
+        return max(len(self.tokens) + self.new_tokens - 1, len(self.forced))
 
 
 @dataclass(frozen=True)
@@ -48,12 +71,16 @@ class Task:
         contexts: token ids of each.
         questions: see ``Question``.
         decode: token ids to text.
+        scoring: name of a score, see ``tasks.scoring.SCORINGS``.
+        stop: token ids that end an answer.
     """
 
     name: str
     contexts: tuple[tuple[int, ...], ...]
     questions: tuple[Question, ...]
     decode: Callable[[Sequence[int]], str]
+    scoring: str = "starts"
+    stop: frozenset[int] = frozenset()
 
     @property
     def length(self) -> int:
@@ -65,9 +92,26 @@ class Task:
         """Most decode steps of a question."""
         return max(question.steps for question in self.questions)
 
-    def is_right(self, question: Question, tokens: Sequence[int]) -> bool:
-        """Whether generated tokens begin with the expected answer, space around it aside."""
-        return self.decode(tokens).strip().startswith(question.expected)
+    @property
+    def digest(self) -> str:
+        """A checksum of all tokens and answers, by which results are known again."""
+        content = (self.contexts, [*map(repr, self.questions)], self.scoring, sorted(self.stop))
+        return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+    def score(self, question: Question, tokens: Sequence[int]) -> float:
+        """How right generated tokens are, 0 to 1, up to the first one that ends an answer."""
+        ends = [place for place, token in enumerate(tokens) if token in self.stop]
+        text = self.decode(tokens[: ends[0]] if ends else tokens)
+        return SCORINGS[self.scoring](text, question.answers)
+
+    def with_questions_read(self) -> Task:
+        """The same with every question at the end of a context of its own, read with it."""
+        contexts = tuple((*self.contexts[q.context], *q.tokens) for q in self.questions)
+        questions = tuple(
+            replace(question, context=place, tokens=())
+            for place, question in enumerate(self.questions)
+        )
+        return replace(self, contexts=contexts, questions=questions)
 
 
 def _of_bytes(tokens: Sequence[int]) -> str:
@@ -99,65 +143,88 @@ def retrieval_task(length: int, questions: int, per_context: int = 25, seed: int
             raise ConfigError(what, [str(error)]) from error
         contexts.append(tuple(document.tokens[:-ASK_BYTES].tolist()))
         asked += [
-            Question(index, tuple(ask(fact.key).encode()), VALUE_DIGITS, fact.value)
+            Question(
+                index,
+                tuple(ask(fact.key).encode()),
+                VALUE_DIGITS,
+                (fact.value,),
+                tuple(fact.value.encode()),
+            )
             for fact in document.facts
         ]
     name = f"facts in {length} bytes of source code"
     return Task(name, tuple(contexts), tuple(asked), _of_bytes)
 
 
-def file_task(path: Path, tokenizer: Any, questions: int) -> Task:
-    """The first lines ``{"context", "question", "answer"}`` of a file, one JSON object a line.
+def text_task(length: int, questions: int, prompts: Prompts, seed: int = 0) -> Task:
+    """Plain text to go on with: nothing is asked, so only logits are compared.
 
-    Lines with the same context share it. The tokenizer's special tokens go before contexts alone.
+    Windows of the haystack of the package, ``length`` tokens each, at places that the seed
+    draws; the 64 tokens behind a window are predicted.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is none of these.
+        ConfigError: the haystack has fewer tokens.
     """
-    what = f"the task {path} is refused"
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(what, [f"it cannot be read: {error}"]) from error
-    if not lines:
-        raise ConfigError(what, ['it is empty; expected lines {"context", "question", "answer"}'])
-    reasons: list[str] = []
-    asked: dict[str, list[Question]] = {}
-    for number, line in enumerate(lines[:questions], start=1):
-        item = _item(line, number, reasons)
-        if item is None:
-            continue
-        context, text, answer = item
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        new = len(tokenizer(answer, add_special_tokens=False)["input_ids"]) + SLACK
-        if not tokens:
-            reasons.append(f"line {number}: the question has no token")
+    tokens = prompts.encode(" ".join(haystack(1 << 30, once=True)))
+    room = len(tokens) - length - TEXT_TOKENS - 1
+    if room < 0:
+        most = len(tokens) - TEXT_TOKENS - 1
+        raise ConfigError(
+            f"no text of {length} tokens can be made", [f"the haystack has {most}; ask for fewer"]
+        )
+    rng = random.Random(seed)
+    starts = [rng.randint(0, room) for _ in range(questions)]
+    asked = [
+        Question(place, (tokens[start + length],), 0,
+                 reference=tokens[start + length + 1 :][:TEXT_TOKENS])
+        for place, start in enumerate(starts)
+    ]  # fmt: skip
+    contexts = tuple(tokens[start : start + length] for start in starts)
+    return Task(f"text, {length} tokens", contexts, tuple(asked), lambda tokens: "")
+
+
+def sample_task(
+    name: str, samples: Sequence[Sample], scoring: str, prompts: Prompts, stop: frozenset[int]
+) -> Task:
+    """Samples as tokens. Those that have the same context share it.
+
+    Raises:
+        ConfigError: a context or a question has no token.
+    """
+    asked: dict[tuple[int, ...], list[Question]] = {}
+    reasons = []
+    for number, sample in enumerate(samples, start=1):
+        context, question = prompts.tokens(sample)
+        parts = {"context": context, "question": question}
+        reasons += [f"{what} {number} has no token" for what, part in parts.items() if not part]
         about = asked.setdefault(context, [])
-        about.append(Question(list(asked).index(context), tuple(tokens), new, answer.strip()))
-    contexts = tuple(tuple(tokenizer(text)["input_ids"]) for text in asked)
-    reasons += [f"context {i} has no token" for i, tokens in enumerate(contexts) if not tokens]
+        new_tokens = sample.new_tokens
+        if new_tokens == AS_ANSWER:
+            new_tokens = max(len(prompts.encode(each)) for each in sample.answers) + SLACK
+        reference = _reference(sample, scoring, prompts)
+        place = [*asked].index(context)
+        about.append(Question(place, question, new_tokens, sample.answers, reference))
     if reasons:
-        raise ConfigError(what, reasons)
+        raise ConfigError(f"the task {name} is refused", reasons)
     ordered = tuple(question for about in asked.values() for question in about)
 
     def decode(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(tokens, skip_special_tokens=True))
+        return str(prompts.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    return Task(path.name, contexts, ordered, decode)
+    return Task(name, tuple(asked), ordered, decode, scoring, stop)
 
 
-def _item(line: str, number: int, reasons: list[str]) -> tuple[str, str, str] | None:
-    try:
-        item = json.loads(line)
-    except ValueError as error:
-        reasons.append(f"line {number} is no JSON: {error}")
-        return None
-    wrong = [
-        name
-        for name in FIELDS
-        if not isinstance(item, dict) or not isinstance(item.get(name), str) or not item[name]
-    ]
-    if wrong:
-        reasons.append(f"line {number}: expected an object with texts {FIELDS}, lacks {wrong}")
-        return None
-    return item["context"], item["question"], item["answer"]
+def _reference(sample: Sample, scoring: str, prompts: Prompts) -> tuple[int, ...]:
+    """The right answer as it would go on: all where all are wanted, else the first one."""
+    text = ", ".join(sample.answers) if scoring == "all" else sample.answers[0]
+    before = sample.question + sample.prefix
+    space = "" if before[-1:].isspace() or text[:1].isspace() else " "
+    return prompts.encode(space + text)[:MOST_FORCED]
+
+
+def stops_of(tokenizer: Any, model: Any) -> frozenset[int]:
+    """Token ids that end an answer, by the tokenizer and by the generation settings."""
+    found = [getattr(tokenizer, "eos_token_id", None)]
+    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found += named if isinstance(named, list) else [named]
+    return frozenset(token for token in found if token is not None)

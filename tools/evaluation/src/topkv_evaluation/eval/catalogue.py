@@ -1,0 +1,150 @@
+"""From the words of ``--tasks`` to tasks: planted facts, plain text, RULER's, and files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from topkv.errors import ConfigError
+from topkv_evaluation.eval.tasks import Task, retrieval_task, sample_task, stops_of, text_task
+from topkv_evaluation.loading import load_tokenizer
+from topkv_evaluation.tasks import ruler
+from topkv_evaluation.tasks.documents import read_documents
+from topkv_evaluation.tasks.files import read_file
+from topkv_evaluation.tasks.prompts import Prompts
+
+BYTES = 256
+FACTS, TEXT, RULER = "facts", "text", "ruler"
+KNOWN = "facts, text, ruler, ruler:NAME, ruler:qa_1:FILE, ruler:qa_2:FILE, or a file"
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """What tasks are made with.
+
+    Attributes:
+        model: not attached.
+        folder: of its tokenizer, which is loaded only where a task needs it.
+        lengths: tokens of contexts that are made; files bring their own.
+        questions: of each task and length, at most.
+        per_context: planted facts of a context.
+        seed: of what is drawn.
+        chat: whether a chat template is used where the tokenizer has one.
+        scoring: instead of that of a file's format; None for that.
+        trust_remote_code: whether Python code of the tokenizer may run.
+    """
+
+    model: PreTrainedModel
+    folder: Path
+    lengths: Sequence[int]
+    questions: int
+    per_context: int = 25
+    seed: int = 0
+    chat: bool = True
+    scoring: str | None = None
+    trust_remote_code: bool = False
+
+    @cached_property
+    def prompts(self) -> Prompts:
+        """Of the model's tokenizer."""
+        tokenizer = load_tokenizer(self.folder, trust_remote_code=self.trust_remote_code)
+        return Prompts.of(tokenizer, self.chat)
+
+    @cached_property
+    def stop(self) -> frozenset[int]:
+        """Token ids that end an answer."""
+        return stops_of(self.prompts.tokenizer, self.model)
+
+    def tasks(self, words: Sequence[str]) -> list[Task]:
+        """The tasks in the order of the words, those that are made once for each length.
+
+        Args:
+            words: of ``read_words``.
+
+        Raises:
+            ConfigError: one of them cannot be made.
+        """
+        return [task for word in words for task in self._of(word)]
+
+    def _of(self, word: str) -> list[Task]:
+        family, _, rest = word.partition(":")
+        if word == FACTS:
+            self._check_bytes()
+            sizes = (self.questions, self.per_context, self.seed)
+            return [retrieval_task(length, *sizes) for length in self.lengths]
+        if word == TEXT:
+            wanted = (self.questions, self.prompts, self.seed)
+            return [text_task(length, *wanted) for length in self.lengths]
+        if family == RULER:
+            return [self._ruler(rest, length) for length in self.lengths]
+        samples, scoring = read_file(Path(word), self.questions)
+        return [self._task(Path(word).name, samples, self.scoring or scoring)]
+
+    def _ruler(self, rest: str, length: int) -> Task:
+        name, _, file = rest.partition(":")
+        generator = read_documents(name, Path(file)) if file else ruler.MADE[name]
+        seed = ruler.SEED + self.seed
+        samples = generator(self.prompts.count, length, self.questions, seed)
+        return self._task(f"ruler:{name}, {length} tokens", samples, ruler.scoring_of(name))
+
+    def _task(self, name: str, samples: Any, scoring: str) -> Task:
+        return sample_task(name, samples, scoring, self.prompts, self.stop)
+
+    def _check_bytes(self) -> None:
+        if self.model.config.vocab_size != BYTES:
+            raise ConfigError(
+                "the model cannot be asked for planted facts",
+                [
+                    f"that task is made of bytes, {BYTES} tokens, and the model has "
+                    f"{self.model.config.vocab_size}; name others with --tasks, such as ruler"
+                ],
+            )
+
+
+def _split(spec: str) -> list[str]:
+    """The words of one option; ``ruler`` is all eleven of its tasks that need no file."""
+    words = [word for word in map(str.strip, spec.split(",")) if word]
+    # A file may have a comma in its name.
+    words = [spec] if Path(spec).is_file() else words
+    return [
+        each
+        for word in words
+        for each in ([f"{RULER}:{name}" for name in ruler.MADE] if word == RULER else [word])
+    ]
+
+
+def read_words(specs: Sequence[str]) -> list[str]:
+    """``"text,ruler:vt"`` as words, each of which names a task.
+
+    Raises:
+        ConfigError: with all words that name none.
+    """
+    words = [word for spec in specs for word in _split(spec)]
+    reasons = [reason for word in words if (reason := _wrong(word))]
+    if reasons or not words:
+        raise ConfigError("--tasks is refused", reasons or [f"expected {KNOWN}"])
+    return words
+
+
+def has_length(word: str) -> bool:
+    """Whether a task is made by length, and not read from a file."""
+    return word in (FACTS, TEXT) or word.startswith(f"{RULER}:")
+
+
+def _wrong(word: str) -> str | None:
+    """Why a word names no task; None if it does."""
+    family, _, rest = word.partition(":")
+    if word in (FACTS, TEXT) or (family == RULER and rest in ruler.MADE):
+        return None
+    if family == RULER:
+        name, _, file = rest.partition(":")
+        if name in ruler.READ:
+            wanted = "SQuAD" if name == ruler.READ[0] else "HotpotQA"
+            return None if file else f"{word!r}: name the file of {wanted} behind another colon"
+        return f"{word!r}: RULER has no such task; it has {', '.join([*ruler.MADE, *ruler.READ])}"
+    return None if Path(word).exists() else f"{word!r}: no such file; expected {KNOWN}"

@@ -1,0 +1,120 @@
+"""RULER's needles: keys with magic values, hidden in a haystack and asked for."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from dataclasses import dataclass
+
+from topkv_evaluation.tasks.fitting import fitted, largest_size, total_of
+from topkv_evaluation.tasks.sample import Count, Sample
+from topkv_evaluation.tasks.words import compounds, haystack
+
+NEW_TOKENS = 128
+CONTEXT = (
+    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {kind} afterwards.\n{context}"
+)
+QUESTION = "\nWhat are all the special magic {kind} for {query} mentioned in the provided text?"
+PREFIX = " The special magic {kind} for {query} mentioned in the provided text are"
+NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+DEPTHS = tuple(round(100 * place / 39) for place in range(40))
+"""Percentages of the text where a needle may go: 40 of them, 0 and 100 included."""
+
+
+@dataclass(frozen=True)
+class Needles:
+    """What is hidden, and in what.
+
+    Attributes:
+        haystack: ``"noise"``, one sentence again and again; ``"text"``; or ``"needles"``, others.
+        key, value: ``"words"``, ``"numbers"`` of seven digits or ``"uuids"``.
+        keys: needles with a key of their own.
+        values: needles of each key; all are asked for.
+        queries: keys that are asked for at once.
+    """
+
+    haystack: str
+    key: str = "words"
+    value: str = "numbers"
+    keys: int = 1
+    values: int = 1
+    queries: int = 1
+
+    @property
+    def count(self) -> int:
+        """Needles in all."""
+        return max(self.keys, self.queries) * self.values
+
+    def __call__(self, count: Count, length: int, samples: int, seed: int) -> list[Sample]:
+        """Samples of at most ``length`` tokens, generated ones included; see ``sample.Count``."""
+        rng = random.Random(seed)
+
+        def make(size: int) -> Sample:
+            return _sample(self, size, rng, seed)
+
+        step = 500 if self.haystack == "text" else 25 if length >= 4096 else 5
+        least = 1 if self.haystack == "text" else self.count
+        per_piece = count(make(step)) / step
+        bound = int(length / per_piece * 3)
+        size = largest_size(total_of(make, count), length, step, bound, least)
+        return [fitted(make, count, length, size, step, least) for _ in range(samples)]
+
+
+def _draw(kind: str, rng: random.Random) -> str:
+    if kind == "numbers":
+        return str(rng.randint(10**6, 10**7 - 1))
+    if kind == "words":
+        return rng.choice(compounds())
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+def _sample(what: Needles, size: int, rng: random.Random, seed: int) -> Sample:
+    keys: list[str] = []
+    values: list[list[str]] = []
+    needles: list[str] = []
+    for _ in range(max(what.keys, what.queries)):
+        keys.append(_draw(what.key, rng))
+        values.append([_draw(what.value, rng) for _ in range(what.values)])
+        needles += [_needle(what, keys[-1], value) for value in values[-1]]
+    random.Random(seed).shuffle(needles)
+    context = _hidden(what, needles, size, rng)
+    asked = rng.sample(range(len(keys)), what.queries)
+    names = [keys[i] for i in asked]
+    query = f"{', '.join(names[:-1])}, and {names[-1]}" if len(names) > 1 else names[0]
+    texts, kind = [CONTEXT, QUESTION, PREFIX], what.value
+    if what.queries * what.values == 1:
+        for plural, singular in (("Some", "A"), ("are all", "is"), ("are", "is")):
+            texts = [text.replace(plural, singular) for text in texts]
+        kind = kind.removesuffix("s")
+    parts = [text.format(kind=kind, context=context, query=query) for text in texts]
+    answers = tuple(value for i in asked for value in values[i])
+    return Sample(*parts, answers, NEW_TOKENS)
+
+
+def _needle(what: Needles, key: str, value: str) -> str:
+    return NEEDLE.format(kind=what.value, key=key, value=value)
+
+
+def _hidden(what: Needles, needles: list[str], size: int, rng: random.Random) -> str:
+    if what.haystack == "text":
+        return spread(needles, haystack(size), rng)
+    pieces = [NOISE] * size
+    if what.haystack == "needles":
+        pieces = [_needle(what, _draw(what.key, rng), _draw(what.value, rng)) for _ in range(size)]
+    places = sorted(rng.sample(range(size), len(needles)), reverse=True)
+    for place, needle in zip(places, needles, strict=True):
+        pieces.insert(place, needle)
+    return "\n".join(pieces)
+
+
+def spread(needles: list[str], sentences: list[str], rng: random.Random) -> str:
+    """Needles between sentences, each at a depth of its own, all of it joined by spaces."""
+    drawn = rng.sample(DEPTHS, len(needles))
+    places = sorted(int(len(sentences) * (depth / 100)) for depth in drawn)
+    pieces, last = [], 0
+    for place, needle in zip(places, needles, strict=True):
+        pieces += [" ".join(sentences[last:place]), needle]
+        last = place
+    return " ".join([*pieces, " ".join(sentences[last:])])

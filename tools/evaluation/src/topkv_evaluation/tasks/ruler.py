@@ -1,0 +1,45 @@
+"""RULER's thirteen tasks by name, with its parameters (``scripts/synthetic.yaml``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from topkv_evaluation.tasks.common_words import CommonWords
+from topkv_evaluation.tasks.frequent_words import FrequentWords
+from topkv_evaluation.tasks.needles import Needles
+from topkv_evaluation.tasks.sample import Count, Sample
+from topkv_evaluation.tasks.tracking import Chain
+
+SEED = 42
+"""RULER's; seeds of a run count on from it."""
+
+Generator = Callable[[Count, int, int, int], list[Sample]]
+"""Called with a count of tokens, the length, how many samples, and the seed."""
+
+MADE: Mapping[str, Generator] = {
+    "niah_single_1": Needles("noise"),
+    "niah_single_2": Needles("text"),
+    "niah_single_3": Needles("text", value="uuids"),
+    "niah_multikey_1": Needles("text", keys=4),
+    "niah_multikey_2": Needles("needles"),
+    "niah_multikey_3": Needles("needles", key="uuids", value="uuids"),
+    "niah_multivalue": Needles("text", values=4),
+    "niah_multiquery": Needles("text", queries=4),
+    "vt": Chain(),
+    "cwe": CommonWords(),
+    "fwe": FrequentWords(),
+}
+"""The eleven that need no data set."""
+
+OWN_TEXT = frozenset(
+    name for name, task in MADE.items() if isinstance(task, Needles) and task.haystack == "text"
+)
+"""Those whose haystack is not RULER's: essays that nobody may pass on."""
+
+READ = ("qa_1", "qa_2")
+"""The two that read SQuAD and HotpotQA."""
+
+
+def scoring_of(name: str) -> str:
+    """Name of the scoring of a task, see ``scoring.SCORINGS``."""
+    return "contains" if name in READ else "all"
