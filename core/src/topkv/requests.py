@@ -194,8 +194,8 @@ class Requests:
             if length % self.config.page_tokens:
                 self.pages.own_page(twin, pages - 1)
             self.manager.copy_slot(slot, twin)
-            for selector in self.selectors:
-                selector.copy(slot, twin)
+            for rows in [rows for each in self.selectors for rows in each.kept().values()]:
+                rows[twin] = rows[slot]
             self.restore(twin)
         except BaseException:
             self.end(twin)

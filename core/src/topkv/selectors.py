@@ -94,8 +94,9 @@ class Selector:
     def truncated(self, slot: int, length: int) -> None:
         """The request has lost its tokens from ``length`` on. Cold."""
 
-    def copy(self, slot: int, twin: int) -> None:
-        """Let a fork start as warm as its request."""
+    def kept(self) -> dict[str, Tensor]:
+        """What is kept of each request for ``warm``: its row, by slot."""
+        return {}
 
     def _refuse(self, index: Index | None) -> None:
         if index is not None:
@@ -185,10 +186,9 @@ class Own(Selector):
         if self._has_truncated:
             self.algorithm.truncated(self.view, slot, length)
 
-    def copy(self, slot: int, twin: int) -> None:
-        for kept in (self._last_queries, self._last_weights):
-            if kept is not None:
-                kept[twin] = kept[slot]
+    def kept(self) -> dict[str, Tensor]:
+        kept = {"queries": self._last_queries, "weights": self._last_weights}
+        return {name: rows for name, rows in kept.items() if rows is not None}
 
     def _inputs(
         self, q: Tensor, k: Tensor, index: Index | None

@@ -60,7 +60,7 @@ class RepresentationPools:
     def bytes(self) -> int:
         return sum(pool.numel() * pool.element_size() for pool in self.pools.values())
 
-    def _pages(self, spec: RepresentationSpec) -> Tensor:
+    def pages(self, spec: RepresentationSpec) -> Tensor:
         """A page-keyed pool as ``[L, pages, keys per page, *shape]``."""
         per_page = self.group.units_per_page if spec.grain == "unit" else self.group.page_tokens
         pages: Tensor = self.pools[spec.name].unflatten(1, (-1, per_page))
@@ -69,14 +69,14 @@ class RepresentationPools:
     def copy_page(self, source: int, target: int) -> None:
         for spec in self.specs:
             if spec.grain != "request":
-                pages = self._pages(spec)
+                pages = self.pages(spec)
                 pages[:, target] = pages[:, source]
 
     def poison_pages(self, pages: list[int]) -> None:
         for spec in self.specs:
             if spec.grain != "request":
                 for page in pages:
-                    self._pages(spec)[:, page].view(torch.uint8).fill_(POISON)
+                    self.pages(spec)[:, page].view(torch.uint8).fill_(POISON)
 
     def copy_slot(self, source: int, target: int) -> None:
         for spec in self.specs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from contextlib import nullcontext
 from functools import wraps
+from os import PathLike
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from topkv import SparseCoordinator
 from topkv.errors import CapabilityError, RequestError
 from topkv.prediction.report import Prediction
 from topkv.report import Stats, count_stats
-from topkv_transformers import attention, capture
+from topkv_transformers import attention, capture, sessions
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.generation import generate
 from topkv_transformers.latent import LatentAttention, install
@@ -100,6 +101,18 @@ class AttachedModel:
         """
         self.requests.check_attached()
         return TopkvCache(self.requests)
+
+    def suspend(self, cache: TopkvCache, folder: str | PathLike[str]) -> None:
+        """Write a cache to a folder and close it; see ``sessions.suspend``, for errors too."""
+        self.requests.check_attached()
+        cache.check_owner(self.requests)
+        sessions.suspend(cache, self._decoder, folder)
+
+    def resume(self, folder: str | PathLike[str]) -> TopkvCache:
+        """A cache of what ``suspend`` wrote, in this process or another one. Pass it to
+        ``generate`` with all ids so far. See ``sessions.resume``, for errors too."""
+        self.requests.check_attached()
+        return sessions.resume(self.requests, self._decoder, folder)
 
     def abandon(self) -> None:
         """Drop the open forward, if there is one, after any exception."""

@@ -1,0 +1,237 @@
+"""Caches that are written to a folder, and go on where they stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zlib
+
+import pytest
+import torch
+
+import topkv
+from topkv.errors import CapabilityError, HostMemoryError, RequestError
+from topkv_transformers import sessions
+
+SPARSE = {"budget": 32, "buffer": 48, "resident_fast_path": False, "dense_layers": [1]}
+ALGORITHMS = {
+    "quest": {},
+    "clusterkv": {"unit": 1, "budget": 64, "buffer": 64},
+    "snapkv": {"unit": 1, "params": {"generated": 64, "window": 8}, "budget": 128, "buffer": 128},
+    "double_sparsity": {"unit": 1},
+    "streaming_llm": {},
+    "pariskv": {"unit": 1},
+}
+
+
+def settings_of(tiny, algorithm="quest", **changes):
+    return tiny.settings(**{**SPARSE, "algorithm": algorithm, **ALGORITHMS[algorithm], **changes})
+
+
+def turn(model, cache, ids, mask, steps):
+    """Sequences, their mask, and logits."""
+    output = model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        past_key_values=cache,
+        do_sample=False,
+        max_new_tokens=steps,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    mask = torch.nn.functional.pad(mask, (0, steps), value=1)
+    return output.sequences, mask, torch.stack(output.logits, 1)
+
+
+@pytest.mark.parametrize("steps", [1, 21])
+@pytest.mark.parametrize("host_format", ["model", "fp8"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_it_goes_on_to_the_bit(tiny, tmp_path, algorithm, host_format, steps):
+    """In a model that is attached anew, after prompt and steps, for rows of any padding."""
+    model, prompt = tiny.model("qwen3", layers=3), tiny.prompt(75, (0, 30))
+    settings = settings_of(tiny, algorithm, host_format=host_format)
+    with topkv.attach(model, settings) as handle:
+        cache = handle.new_cache()
+        said, mask, _ = turn(model, cache, *prompt.values(), steps)
+        twin = cache.fork()
+        handle.suspend(cache, tmp_path / "chat")
+        assert cache.slots == ()
+        expected = turn(model, twin, said, mask, 12)
+        used = handle.coordinator.manager.host.used
+    with topkv.attach(model, settings) as handle:
+        for _ in range(2):  # the session stays
+            resumed = handle.resume(tmp_path / "chat")
+            ours = turn(model, resumed, said, mask, 12)
+            for one, other in zip(ours, expected, strict=True):
+                assert torch.equal(one, other)
+            assert handle.coordinator.manager.host.used == used
+            handle.coordinator.check_integrity()
+            resumed.close()
+        assert handle.coordinator.manager.host.used == 0
+
+
+def suspended(tiny, folder, model=None, **changes):
+    """A session in a folder: its model and settings, what was said, and what comes next."""
+    model = model or tiny.model()
+    prompt, settings = tiny.prompt(40), settings_of(tiny, **changes)
+    with topkv.attach(model, settings) as handle:
+        cache = handle.new_cache()
+        said, mask, _ = turn(model, cache, *prompt.values(), 4)
+        twin = cache.fork()
+        handle.suspend(cache, folder)
+        return model, settings, (said, mask), turn(model, twin, said, mask, 6)[2]
+
+
+def test_another_process_goes_on(tiny, tmp_path):
+    model, settings, (said, mask), expected = suspended(tiny, tmp_path / "chat")
+    model.save_pretrained(tmp_path / "model")
+    torch.save([said.cpu(), mask.cpu(), settings], tmp_path / "said.pt")
+    script = f"""
+import sys, torch, topkv
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/model").to({str(model.device)!r})
+said, mask, settings = torch.load(sys.argv[1] + "/said.pt")
+with topkv.attach(model, settings) as handle:
+    output = model.generate(
+        input_ids=said.to(model.device), attention_mask=mask.to(model.device), do_sample=False,
+        past_key_values=handle.resume(sys.argv[1] + "/chat"), max_new_tokens=6,
+        output_logits=True, return_dict_in_generate=True,
+    )
+torch.save(torch.stack(output.logits, 1).cpu(), sys.argv[1] + "/logits.pt")
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=300)
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), expected.cpu())
+
+
+def damages(folder):
+    """Ways to damage a session, and what is said of each."""
+    parts = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
+    for path in parts:
+        whole = path.read_bytes()
+        for at in (9, len(whole) // 2, len(whole) - 1):
+            broken = bytearray(whole)
+            broken[at] ^= 16
+            yield path, bytes(broken), "is damaged"
+        yield path, whole[:-1], "is damaged"
+        yield path, b"", "is damaged"
+        yield path, None, "cannot be read"
+    path = folder / sessions.MANIFEST
+    whole = path.read_bytes()
+    yield path, None, "cannot be read"
+    yield path, b"", "is damaged"
+    yield path, whole[:-1], "is damaged"
+    yield path, whole.replace(b"session 1", b"session 2"), "not of the form 'topkv session 1'"
+    for at in range(0, len(whole), len(whole) // 9):
+        broken = bytearray(whole)
+        broken[at] ^= 1
+        yield path, bytes(broken), "is damaged"
+
+
+def test_what_is_damaged_is_refused(tiny, tmp_path):
+    folder = tmp_path / "chat"
+    model, settings, said, expected = suspended(tiny, folder)
+    with topkv.attach(model, settings) as handle:
+        for path, broken, reason in list(damages(folder)):
+            whole = path.read_bytes()
+            path.unlink() if broken is None else path.write_bytes(broken)
+            with pytest.raises(CapabilityError, match="cannot be resumed") as refused:
+                handle.resume(folder)
+            assert reason in refused.value.reasons[0]
+            assert handle.coordinator.manager.host.used == 0
+            assert handle.coordinator.requests.free == settings["max_requests"]
+            path.write_bytes(whole)
+        assert torch.equal(turn(model, handle.resume(folder), *said, 6)[2], expected)
+
+
+def test_parts_of_another_request_do_not_fit(tiny, tmp_path):
+    """Checksums that are right do not make a session of parts that belong to none."""
+    folder = tmp_path / "chat"
+    model, settings, _, _ = suspended(tiny, folder)
+    manifest = json.loads((folder / sessions.MANIFEST).read_bytes().partition(b"\n")[2])
+    parts = manifest["rows"][0]["parts"]
+    assert len(parts) == 2
+    for wrong in (parts[::-1], parts[:1], [*parts, parts[1]]):
+        manifest["rows"][0]["parts"] = wrong
+        body = json.dumps(manifest).encode()
+        head = f"{sessions.HEAD} {zlib.crc32(body)}\n".encode()
+        (folder / sessions.MANIFEST).write_bytes(head + body)
+        with topkv.attach(model, settings) as handle:
+            with pytest.raises(CapabilityError, match=r"missing|unknown"):
+                handle.resume(folder)
+            assert handle.coordinator.manager.host.used == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"unit": 2}, "groups"),
+        ({"page_tokens": 32}, "page_tokens: it was suspended with 16, this model has 32"),
+        ({"host_format": "fp8"}, "host_format"),
+        ({"algorithm": "streaming_llm"}, "groups"),
+        ({"params": {"metadata": "int8"}}, "groups"),
+    ],
+    ids=str,
+)
+def test_another_configuration_is_refused(tiny, tmp_path, changes, reason):
+    model, settings, _, _ = suspended(tiny, tmp_path)
+    with topkv.attach(model, {**settings, **changes}) as handle:
+        with pytest.raises(CapabilityError, match="cannot be resumed") as refused:
+            handle.resume(tmp_path)
+        assert any(reason in each for each in refused.value.reasons)
+
+
+def test_other_weights_are_refused(tiny, tmp_path):
+    model, settings, _, _ = suspended(tiny, tmp_path)
+    with torch.no_grad():
+        model.model.layers[-1].self_attn.v_proj.weight *= 2
+    with (
+        topkv.attach(model, settings) as handle,
+        pytest.raises(CapabilityError, match="other weights"),
+    ):
+        handle.resume(tmp_path)
+
+
+def test_no_room_and_nothing_to_write(tiny, tmp_path):
+    model, settings, _, _ = suspended(tiny, tmp_path)
+    with topkv.attach(model, settings) as handle:
+        with pytest.raises(RequestError, match="nothing to suspend"):
+            handle.suspend(handle.new_cache(), tmp_path)
+        prompt = tiny.prompt(525, (0, 0))
+        full = handle.new_cache()
+        turn(model, full, *prompt.values(), 4)
+        with pytest.raises(HostMemoryError):
+            handle.resume(tmp_path)
+        assert handle.coordinator.requests.free == 2
+        full.close()
+        assert handle.resume(tmp_path).slots
+
+
+def test_whatever_cuts_a_second_write_short_leaves_the_first(tiny, tmp_path, monkeypatch):
+    folder = tmp_path / "chat"
+    model, settings, said, expected = suspended(tiny, folder)
+    sync, left = os.fsync, 0
+
+    def fsync(place):
+        nonlocal left
+        if left == 0:
+            raise OSError(28, "No space left on device")
+        left -= 1
+        sync(place)
+
+    with topkv.attach(model, settings) as handle:
+        cache = handle.new_cache()
+        turn(model, cache, *tiny.prompt(20, seed=5).values(), 2)
+        monkeypatch.setattr(os, "fsync", fsync)
+        for number in range(4):  # two parts, the folder, the manifest
+            left = number
+            with pytest.raises(OSError, match="No space left"):
+                handle.suspend(cache, folder)
+            assert cache.slots, "what was not written is gone"
+            resumed = handle.resume(folder)
+            assert torch.equal(turn(model, resumed, *said, 6)[2], expected)
+            resumed.close()
+        monkeypatch.undo()
+        handle.suspend(cache, folder)
+        assert handle.resume(folder).get_seq_length() == 21
