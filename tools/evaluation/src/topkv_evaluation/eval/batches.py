@@ -86,8 +86,9 @@ def decode(
     starts: Sequence[int],
     given: Sequence[Sequence[int]],
     steps: int,
-    before_step: Callable[[int], None],
-    after_step: Callable[[int, Tensor], None],
+    before_step: Callable[[int], None] = lambda step: None,
+    after_step: Callable[[int, Tensor], None] = lambda step, logits: None,
+    ended: Callable[[Tensor], bool] | None = None,
 ) -> list[list[int]]:
     """Feed rows what they are given token by token, then their own best tokens, all together.
 
@@ -99,6 +100,7 @@ def decode(
         steps: forwards; a row that is done goes on until the last one is.
         before_step: called with the number of the step.
         after_step: called with the number of the step and its logits ``[B, V]``.
+        ended: whether ``[steps so far, B]`` best tokens are enough; None for never.
 
     Returns:
         The best token behind every step, of each row.
@@ -118,6 +120,9 @@ def decode(
         after_step(step, logits)
         best = torch.argmax(logits, -1)
         written[step] = best
+        if ended is not None and ended(written[: step + 1]):
+            written = written[: step + 1]
+            break
         if step + 1 < width:
             best = torch.where(step + 1 < lengths, fed[:, step + 1], best)
         token = best[:, None]
