@@ -41,7 +41,7 @@ class TopkvLM(TemplateLM):
     Args:
         pretrained: directory of model and tokenizer.
         algorithm, backend, budget, buffer, unit, impl: as in ``SparseConfig``.
-        dense_layers: layers as in ``"0-1"``, or ``"no"``; None for the algorithm's own default. The
+        dense_layers: layers as in ``"0-1"``, or ``"no"``; None for the algorithm's default. The
             harness makes None of the word ``none``.
         config: file of further settings, which the arguments beat.
         question: what of a prompt is decoded sparsely: ``"line"``, its last line; a number of
