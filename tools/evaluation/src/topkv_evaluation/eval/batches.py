@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ def groups_of(task: Task, batch: int) -> Iterator[list[Question]]:
     """Questions of contexts that are held at a time: as many contexts as have ``batch`` questions
     together, or one."""
     group: list[Question] = []
-    for index in range(len(task.contexts)):
-        about = [question for question in task.questions if question.context == index]
+    for _, each in groupby(task.questions, lambda question: question.context):
+        about = [*each]
         if group and len(group) + len(about) > batch:
             yield group
             group = []

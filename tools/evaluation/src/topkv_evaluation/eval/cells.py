@@ -192,6 +192,7 @@ def described(cell: Cell, grid: Grid) -> Row:
         "unit": choice.unit if choice else None,
         "model": grid.name,
         "task": cell.task.name,
+        "data": cell.task.digest,
         "question": "sparse" if all(q.tokens for q in cell.task.questions) else "dense",
         "context": context,
         "budget_tokens": cell.budget,
@@ -200,7 +201,7 @@ def described(cell: Cell, grid: Grid) -> Row:
         "sparse_layers": shape_of(grid.model).num_layers - len(cell.dense_layers),
     }
     config = grid.model.config.to_json_string()
-    what = [row, cell.task.digest, config, grid.backend, grid.impl, grid.forced]
+    what = [row, config, grid.backend, grid.impl, grid.forced]
     return row | {"key": hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}
 
 
