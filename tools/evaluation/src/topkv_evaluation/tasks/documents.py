@@ -119,8 +119,13 @@ def _of_hotpotqa(data: list[Any]) -> Documents:
     return Documents(tuple(items), texts)
 
 
-FILES: Mapping[str, tuple[Callable[[Any], Documents], str]] = {"qa_1": (_of_squad, "SQuAD's dev-v2.0.json"),
-         "qa_2": (_of_hotpotqa, "HotpotQA's hotpot_dev_distractor_v1.json")}  # fmt: skip
+Read = Callable[[Any], Documents]
+
+FILES: Mapping[str, tuple[Read, str]] = {
+    "qa_1": (_of_squad, "SQuAD's dev-v2.0.json"),
+    "qa_2": (_of_hotpotqa, "HotpotQA's hotpot_dev_distractor_v1.json"),
+}
+"""Of each task how its file is read, and which one it is."""
 
 
 def read_documents(name: str, path: Path) -> Documents:
