@@ -145,7 +145,7 @@ def retrieval_task(length: int, questions: int, per_context: int = 25, seed: int
         facts = questions * (index + 1) // count - questions * index // count
         try:
             document = make_prompt(length + ASK_BYTES, facts=facts, seed=seed + index)
-        except (ValueError, FileNotFoundError) as error:
+        except ValueError as error:
             what = f"no context of {length} tokens can be made"
             raise ConfigError(what, [str(error)]) from error
         contexts.append(tuple(document.tokens[:-ASK_BYTES].tolist()))
