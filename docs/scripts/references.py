@@ -33,6 +33,7 @@ TEXTS = {
     "raw-numbers.md": "benchmarks/results/README.md",
     "cli.md": "tools/cli/README.md",
     "evaluation.md": "tools/evaluation/README.md",
+    "lm_eval.md": "tools/lm_eval/README.md",
     "bench.md": "tools/bench/README.md",
 }
 """Pages that are files of the repository as they are."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topkv_evaluation import retrieval
-from topkv_evaluation.retrieval import make_prompt, standard_library_text
+from topkv_evaluation.retrieval import make_prompt, pinned_text, standard_library_text
 
 LINES = np.frombuffer(b"some text of a line\n" * 4000, dtype=np.uint8)
 ONE_LINE = np.frombuffer(b"x" * 80000, dtype=np.uint8)
@@ -71,6 +74,16 @@ def test_standard_library_text_is_plain_code_in_two_parts() -> None:
     assert not whole.flags.writeable
     assert b"import " in held_out.tobytes()
     assert b"# fact: key" not in whole.tobytes()
+
+
+def test_the_pinned_text_is_that_of_one_python() -> None:
+    text = pinned_text()
+    assert hashlib.sha256(text.tobytes()).hexdigest()[:16] == "ab9ae15b8511dd8e"
+    assert not text.flags.writeable
+    if sys.version_info[:3] == (3, 11, 7):
+        assert np.array_equal(text, standard_library_text("held_out"))
+    # Prompts are of this text, whatever Python makes them.
+    assert hashlib.sha256(make_prompt(4096, seed=1).tokens).hexdigest()[:16] == "d1ca9bc8ed5fd35f"
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def demo_prompt(settings: Settings) -> Document:
     recent = max(settings.tokens // 3, settings.budget + 256)
     try:
         return make_prompt(settings.tokens, seed=settings.seed, recent=recent)
-    except (ValueError, FileNotFoundError) as error:
+    except ValueError as error:
         raise ConfigError("no prompt can be made", [str(error)]) from error
 
 

@@ -1,6 +1,7 @@
 """Long real text with planted facts, and the question whose answer only a distant fact gives.
 
-The text is the source of Python's standard library, one token a byte. Planted statements::
+The text is source code of Python's standard library, one token a byte: by default the part of
+3.11.7's that the checkpoints were not trained on, pinned as package data. Planted statements::
 
     \\n# fact: key qzkv is 48213.\\n          a fact
     \\n# ask: key qzkv is                     a question; the five digits are its answer
@@ -11,6 +12,7 @@ to the fact itself: a selection that leaves it out answers wrong. Needs numpy an
 
 from __future__ import annotations
 
+import lzma
 import os
 import sysconfig
 import zlib
@@ -138,6 +140,17 @@ def standard_library_text(part: Part = "all") -> np.ndarray:
     return np.frombuffer(text, dtype=np.uint8)
 
 
+@lru_cache(maxsize=1)
+def pinned_text() -> np.ndarray:
+    """The held-out part of the standard library of Python 3.11.7, the same everywhere.
+
+    Returns:
+        [n] uint8, read-only; 490 kB of ASCII.
+    """
+    text = lzma.decompress((Path(__file__).parent / "text" / "held_out.txt.xz").read_bytes())
+    return np.frombuffer(text, dtype=np.uint8)
+
+
 def ask(key: str) -> str:
     """The question for ``key``, to append to a prompt; the next five tokens are the answer."""
     return ASK.format(key=key)
@@ -166,7 +179,7 @@ def make_prompt(
 
     Where the lines are too few for the facts, these lie anywhere. No fact lies in the first
     ``sinks`` or the last ``recent`` tokens, so neither attention sinks nor a recent window hold
-    an answer. The same arguments and version of Python give the same prompt.
+    an answer. The same arguments give the same prompt.
 
     Args:
         tokens: length of the prompt, question included; one token is one byte.
@@ -176,7 +189,7 @@ def make_prompt(
             None: a random one.
         sinks: tokens at the start that stay free of facts.
         recent: tokens at the end that stay free of facts; a third of the prompt if None.
-        text: [n] uint8 ASCII, n >= tokens; the held-out part of the standard library if None.
+        text: [n] uint8 ASCII, n >= tokens; that of ``pinned_text`` if None.
 
     Raises:
         ValueError: the facts do not fit, or a number is out of its range.
@@ -226,7 +239,7 @@ def _check(tokens: int, facts: int, depth: float | None, sinks: int, recent: int
 
 
 def _text_window(rng: np.random.Generator, length: int, text: np.ndarray | None) -> np.ndarray:
-    text = standard_library_text("held_out") if text is None else text
+    text = pinned_text() if text is None else text
     if len(text) < length:
         raise ValueError(
             f"the prompt needs {length} tokens of text and the text has {len(text)};"

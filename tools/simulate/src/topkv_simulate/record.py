@@ -118,6 +118,6 @@ def _tokens(job: Job, folder: Path, loading: Any) -> Tensor:
 
     try:
         document = make_prompt(job.tokens or TOKENS, seed=0)
-    except (ValueError, FileNotFoundError) as error:
+    except ValueError as error:
         raise ConfigError("no text can be made", [f"{error}; or pass --text"]) from error
     return torch.from_numpy(document.tokens.astype("int64"))[None]

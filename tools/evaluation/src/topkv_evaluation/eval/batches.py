@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ def groups_of(task: Task, batch: int) -> Iterator[list[Question]]:
     """Questions of contexts that are held at a time: as many contexts as have ``batch`` questions
     together, or one."""
     group: list[Question] = []
-    for index in range(len(task.contexts)):
-        about = [question for question in task.questions if question.context == index]
+    for _, each in groupby(task.questions, lambda question: question.context):
+        about = [*each]
         if group and len(group) + len(about) > batch:
             yield group
             group = []
@@ -86,8 +87,9 @@ def decode(
     starts: Sequence[int],
     given: Sequence[Sequence[int]],
     steps: int,
-    before_step: Callable[[int], None],
-    after_step: Callable[[int, Tensor], None],
+    before_step: Callable[[int], None] = lambda step: None,
+    after_step: Callable[[int, Tensor], None] = lambda step, logits: None,
+    ended: Callable[[Tensor], bool] | None = None,
 ) -> list[list[int]]:
     """Feed rows what they are given token by token, then their own best tokens, all together.
 
@@ -99,6 +101,7 @@ def decode(
         steps: forwards; a row that is done goes on until the last one is.
         before_step: called with the number of the step.
         after_step: called with the number of the step and its logits ``[B, V]``.
+        ended: whether ``[steps so far, B]`` best tokens are enough; None for never.
 
     Returns:
         The best token behind every step, of each row.
@@ -118,6 +121,9 @@ def decode(
         after_step(step, logits)
         best = torch.argmax(logits, -1)
         written[step] = best
+        if ended is not None and ended(written[: step + 1]):
+            written = written[: step + 1]
+            break
         if step + 1 < width:
             best = torch.where(step + 1 < lengths, fed[:, step + 1], best)
         token = best[:, None]

@@ -98,31 +98,43 @@ def cells_of(
     return cells
 
 
-def config_of(cell: Cell, grid: Grid) -> SparseConfig:
-    """Settings with room for the contexts that are held at a time, and for what forks append."""
-    task, choice = cell.task, cell.choice
-    page = max(PAGE, choice.unit) if choice else PAGE
-    groups = [{question.context for question in group} for group in groups_of(task, grid.batch)]
-    batch = min(grid.batch, len(task.questions))
+def room_for(task: Task, batch: int, page: int) -> dict[str, int]:
+    """Sizes of a ``SparseConfig``: contexts that are held at a time, and what forks append.
+
+    Args:
+        task: contexts and questions.
+        batch: questions that are decoded together.
+        page: tokens of a page.
+    """
+    groups = [{question.context for question in group} for group in groups_of(task, batch)]
+    together = min(batch, len(task.questions))
     sizes = {index: len(context) for index, context in enumerate(task.contexts)}
     pages = max(sum(-(-sizes[index] // page) for index in group) for group in groups)
     # A fork shares the full pages of its context; the open page and those behind are its own.
     own = max(-(-(size + task.steps) // page) - size // page for size in sizes.values())
     reach = -(-(task.length + task.steps) // page) * page
+    return {
+        "max_requests": max(map(len, groups)) + together,
+        "max_tokens": max((pages + together * own) * page, reach),
+        "max_request_tokens": reach,
+        "page_tokens": page,
+    }
+
+
+def config_of(cell: Cell, grid: Grid) -> SparseConfig:
+    """Settings of a cell with room for its task."""
+    choice = cell.choice
+    room = room_for(cell.task, grid.batch, max(PAGE, choice.unit) if choice else PAGE)
     options: dict[str, Any] = {}
     if choice:
-        budget = cell.budget
         options = {"algorithm": choice.name, "params": dict(choice.params), **choice.settings}
-        options |= {"unit": choice.unit, "budget": budget}
-        options["buffer"] = choice.buffer(budget, reach)
+        options |= {"unit": choice.unit, "budget": cell.budget}
+        options["buffer"] = choice.buffer(cell.budget, room["max_request_tokens"])
     return SparseConfig(
         backend=grid.backend,
         impl=grid.impl,
         dense_layers=cell.dense_layers,
-        max_requests=max(map(len, groups)) + batch,
-        max_tokens=max((pages + batch * own) * page, reach),
-        max_request_tokens=reach,
-        page_tokens=page,
+        **room,
         **options,
     )
 
@@ -180,6 +192,7 @@ def described(cell: Cell, grid: Grid) -> Row:
         "unit": choice.unit if choice else None,
         "model": grid.name,
         "task": cell.task.name,
+        "data": cell.task.digest,
         "question": "sparse" if all(q.tokens for q in cell.task.questions) else "dense",
         "context": context,
         "budget_tokens": cell.budget,
@@ -188,7 +201,7 @@ def described(cell: Cell, grid: Grid) -> Row:
         "sparse_layers": shape_of(grid.model).num_layers - len(cell.dense_layers),
     }
     config = grid.model.config.to_json_string()
-    what = [row, cell.task.digest, config, grid.backend, grid.impl, grid.forced]
+    what = [row, config, grid.backend, grid.impl, grid.forced]
     return row | {"key": hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}
 
 

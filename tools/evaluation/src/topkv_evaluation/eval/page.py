@@ -56,16 +56,15 @@ def _figure(row: Row, name: str, low: str, high: str, form: str, scale: float = 
 def _cells(row: Row) -> list[str]:
     dense = show_ranges(row["dense_layers"]) or "none"
     head = [escape(row["algorithm"]), dense, f"{row['budget_tokens']}"]
-    share = {"form": "{:.1f}%", "scale": 100}
     return [
         f"{head[0]}", head[1], f"{head[2]} <small>({row['nominal_percent']:g}%)</small>",
         f"{row['device_bytes_per_token'] / 1024:.1f}",
         f"{row['link_bytes_per_token'] / 1024:.1f}",
-        _figure(row, "accuracy", "ci_low", "ci_high", **share),
+        _figure(row, "accuracy", "ci_low", "ci_high", "{:.1f}%", 100),
         _figure(row, "kl", "kl_low", "kl_high", "{:.4f}"),
         _figure(row, "nll_change", "nll_change_low", "nll_change_high", "{:+.4f}"),
-        _figure(row, "agreement", "agreement_low", "agreement_high", **share),
-        _figure(row, "recall", "recall_low", "recall_high", **share),
+        _figure(row, "agreement", "agreement_low", "agreement_high", "{:.1f}%", 100),
+        _figure(row, "recall", "recall_low", "recall_high", "{:.1f}%", 100),
         "" if row["exact_recall"] is None else f"{100 * row['exact_recall']:.1f}%",
     ]  # fmt: skip
 
@@ -98,7 +97,7 @@ def _section(title: str, rows: Sequence[Row]) -> str:
         counts = (
             f"<p>{first['questions']} questions about {first['contexts']} contexts of up to "
             f"{first['context']} tokens, logits compared at {first['forced_questions']}; "
-            f"{escape(first['dtype'])} on {escape(first['device'])}.</p>"
+            f"{escape(first['dtype'])} on {escape(first['device'])}; data {first['data']}.</p>"
         )
     picture = plot.svg(measured) if plot.can_draw() else ""
     return f"<h2>{escape(title)}</h2>{counts}{picture}{_table(rows)}{_refusals(rows)}"
@@ -112,10 +111,12 @@ def write(rows: Sequence[Row], path: Path) -> None:
         path: of the file; overwritten.
     """
     models = list(dict.fromkeys(row["model"] for row in rows))
-    sections = dict.fromkeys((row["model"], row["task"], row["question"]) for row in rows)
+    sections: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        named = tuple(row[name] for name in ("model", "task", "question", "data"))
+        sections.setdefault(named, []).append(row)
     parts = []
-    for model, task, question in sections:
-        of = [r for r in rows if (r["model"], r["task"], r["question"]) == (model, task, question)]
+    for (model, task, question, _), of in sections.items():
         title = task if question == "sparse" else f"{task}, question read with its context"
         parts.append(_section(title if len(models) == 1 else f"{model}: {title}", of))
     if not plot.can_draw():

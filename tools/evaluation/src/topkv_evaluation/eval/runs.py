@@ -182,7 +182,7 @@ class Run:
                     found[row].append(logits[row].clone())
 
         steps = max(map(len, given))
-        decode(self.handle, rows, self._starts(questions), given, steps, lambda step: None, keep)
+        decode(self.handle, rows, self._starts(questions), given, steps, after_step=keep)
         self._count(rows, steps)
         rows.close()
         for question, kept in zip(questions, found, strict=True):

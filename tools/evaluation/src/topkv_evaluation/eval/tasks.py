@@ -6,7 +6,10 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from topkv.errors import ConfigError
 from topkv_evaluation.retrieval import ASK_BYTES, VALUE_DIGITS, ask, make_prompt
@@ -92,11 +95,15 @@ class Task:
         """Most decode steps of a question."""
         return max(question.steps for question in self.questions)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """A checksum of all tokens and answers, by which results are known again."""
-        content = (self.contexts, [*map(repr, self.questions)], self.scoring, sorted(self.stop))
-        return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+        found = hashlib.sha256()
+        for context in self.contexts:
+            found.update(np.array([len(context), *context], dtype=np.int64).tobytes())
+        rest = (self.questions, self.scoring, sorted(self.stop))
+        found.update(repr(rest).encode())
+        return found.hexdigest()[:16]
 
     def score(self, question: Question, tokens: Sequence[int]) -> float:
         """How right generated tokens are, 0 to 1, up to the first one that ends an answer."""
@@ -138,7 +145,7 @@ def retrieval_task(length: int, questions: int, per_context: int = 25, seed: int
         facts = questions * (index + 1) // count - questions * index // count
         try:
             document = make_prompt(length + ASK_BYTES, facts=facts, seed=seed + index)
-        except (ValueError, FileNotFoundError) as error:
+        except ValueError as error:
             what = f"no context of {length} tokens can be made"
             raise ConfigError(what, [str(error)]) from error
         contexts.append(tuple(document.tokens[:-ASK_BYTES].tolist()))
@@ -191,34 +198,35 @@ def sample_task(
     Raises:
         ConfigError: a context or a question has no token.
     """
-    asked: dict[tuple[int, ...], list[Question]] = {}
+    places: dict[tuple[int, ...], int] = {}
+    asked: list[Question] = []
     reasons = []
     for number, sample in enumerate(samples, start=1):
         context, question = prompts.tokens(sample)
         parts = {"context": context, "question": question}
         reasons += [f"{what} {number} has no token" for what, part in parts.items() if not part]
-        about = asked.setdefault(context, [])
         new_tokens = sample.new_tokens
         if new_tokens == AS_ANSWER:
             new_tokens = max(len(prompts.encode(each)) for each in sample.answers) + SLACK
         reference = _reference(sample, scoring, prompts)
-        place = [*asked].index(context)
-        about.append(Question(place, question, new_tokens, sample.answers, reference))
+        place = places.setdefault(context, len(places))
+        asked.append(Question(place, question, new_tokens, sample.answers, reference))
     if reasons:
         raise ConfigError(f"the task {name} is refused", reasons)
-    ordered = tuple(question for about in asked.values() for question in about)
+    ordered = tuple(sorted(asked, key=lambda question: question.context))
 
     def decode(tokens: Sequence[int]) -> str:
         return str(prompts.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    return Task(name, tuple(asked), ordered, decode, scoring, stop)
+    return Task(name, tuple(places), ordered, decode, scoring, stop)
 
 
 def _reference(sample: Sample, scoring: str, prompts: Prompts) -> tuple[int, ...]:
     """The right answer as it would go on: all where all are wanted, else the first one."""
     text = ", ".join(sample.answers) if scoring == "all" else sample.answers[0]
     before = sample.question + sample.prefix
-    space = "" if before[-1:].isspace() or text[:1].isspace() else " "
+    begins = prompts.chat and not sample.prefix  # a turn of its own
+    space = "" if begins or before[-1:].isspace() or text[:1].isspace() else " "
     return prompts.encode(space + text)[:MOST_FORCED]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,8 +119,13 @@ def _of_hotpotqa(data: list[Any]) -> Documents:
     return Documents(tuple(items), texts)
 
 
-FILES = {"qa_1": (_of_squad, "SQuAD's dev-v2.0.json"),
-         "qa_2": (_of_hotpotqa, "HotpotQA's hotpot_dev_distractor_v1.json")}  # fmt: skip
+Read = Callable[[Any], Documents]
+
+FILES: Mapping[str, tuple[Read, str]] = {
+    "qa_1": (_of_squad, "SQuAD's dev-v2.0.json"),
+    "qa_2": (_of_hotpotqa, "HotpotQA's hotpot_dev_distractor_v1.json"),
+}
+"""Of each task how its file is read, and which one it is."""
 
 
 def read_documents(name: str, path: Path) -> Documents:

@@ -88,9 +88,10 @@ def _sample(what: Needles, size: int, rng: random.Random, seed: int) -> Sample:
         for plural, singular in (("Some", "A"), ("are all", "is"), ("are", "is")):
             texts = [text.replace(plural, singular) for text in texts]
         kind = kind.removesuffix("s")
-    parts = [text.format(kind=kind, context=context, query=query) for text in texts]
+    said = {"kind": kind, "context": context, "query": query}
+    before, question, prefix = (text.format(**said) for text in texts)
     answers = tuple(value for i in asked for value in values[i])
-    return Sample(*parts, answers, NEW_TOKENS)
+    return Sample(before, question, prefix, answers, NEW_TOKENS)
 
 
 def _needle(what: Needles, key: str, value: str) -> str:

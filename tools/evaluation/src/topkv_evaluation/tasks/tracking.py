@@ -87,9 +87,9 @@ class Chain:
         for gone, place in enumerate(sorted(rng.sample(range(size), len(chain)))):
             lines.insert(place + gone, chain[gone])
         context = "\n".join(lines).replace(". \n", ".\n")
-        texts = (text.format(context=context, query=value, count=self.hops + 1)
-                 for text in (CONTEXT, QUESTION, PREFIX))  # fmt: skip
-        return Sample(*texts, tuple(names), NEW_TOKENS)
+        said = {"context": context, "query": value, "count": self.hops + 1}
+        before, question, prefix = (text.format(**said) for text in (CONTEXT, QUESTION, PREFIX))
+        return Sample(before, question, prefix, tuple(names), NEW_TOKENS)
 
 
 def _name(rng: random.Random, letters: int) -> str:

@@ -1,0 +1,278 @@
+"""``TopkvLM``: requests of the harness as prompts of topkv."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import lm_eval.utils
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from tqdm import tqdm
+
+from topkv.config import SparseConfig
+from topkv.errors import CapabilityError, ConfigError
+from topkv.plugins import registry
+from topkv_evaluation.commands import device_or_default
+from topkv_evaluation.eval.choices import read_dense_layers
+from topkv_evaluation.generate import DTYPES
+from topkv_evaluation.loading import load_model, load_tokenizer
+from topkv_lm_eval.decoder import Asked, Decoder
+from topkv_transformers.support import refusals, shape_of
+
+LENGTH = 2048
+"""Tokens of a model that does not say how many it takes; the harness's own number."""
+
+TOGETHER = 64
+"""Requests that are read before the next ones are made ready, in batches: progress is by these."""
+
+
+class TopkvLM(TemplateLM):
+    """A local model, its prompts read densely, their last line and all answers decoded sparsely.
+
+    Args:
+        pretrained: directory of model and tokenizer.
+        algorithm, backend, budget, buffer, unit, impl: as in ``SparseConfig``.
+        dense_layers: layers as in ``"0-1"``, or ``"no"``; None for the algorithm's default. The
+            harness makes None of the word ``none``.
+        config: file of further settings, which the arguments beat.
+        question: what of a prompt is decoded sparsely: ``"line"``, its last line; a number of
+            tokens; or ``"dense"``, nothing.
+        batch_size: requests that are decoded together.
+        max_length: positions; the model's by default. Longer prompts lose their beginning.
+        max_gen_toks: tokens of an answer where a task does not say.
+        device, dtype: of the model; by default the GPU if there is one, and the checkpoint's.
+        trust_remote_code: whether Python code of the directory may run.
+        max_batch_size: taken, as the harness passes it, and not used.
+
+    Raises:
+        ConfigError, CapabilityError: an argument is wrong, or the model cannot be attached.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        algorithm: str | None = None,
+        backend: str | None = None,
+        budget: int | None = None,
+        buffer: int | None = None,
+        unit: int | None = None,
+        impl: str | None = None,
+        dense_layers: str | int | None = None,
+        config: str | None = None,
+        question: str | int = "line",
+        batch_size: int | str = 1,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        device: str | None = None,
+        dtype: str = "auto",
+        trust_remote_code: bool = False,
+        max_batch_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.question, batch = _checked(question, batch_size, dtype)
+        written = SparseConfig.load(Path(config)).as_dict() if config else {}
+        given = {"algorithm": algorithm, "backend": backend, "budget": budget, "buffer": buffer}
+        given |= {"unit": unit, "impl": impl}
+        settings = {**written, **{name: v for name, v in given.items() if v is not None}}
+        trust = {"trust_remote_code": trust_remote_code}
+        model = load_model(Path(pretrained), dtype=DTYPES.get(dtype, "auto"), **trust)
+        reasons = refusals(model)
+        if reasons:
+            raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)
+        if dense_layers is not None:
+            layers = shape_of(model).num_layers
+            words = "none" if dense_layers == "no" else str(dense_layers)
+            settings["dense_layers"] = read_dense_layers(words, layers)
+        self.tokenizer = load_tokenizer(Path(pretrained), **trust)
+        self._device = torch.device(device_or_default(device))
+        self.model = model.to(self._device).eval()
+        unit = settings.pop("unit", None) or _unit_of(settings.get("algorithm"))
+        self.decoder = Decoder(self.model, settings, unit, batch)
+        positions = getattr(model.config, "max_position_embeddings", None)
+        self.max_length = max_length or positions or LENGTH
+        self.max_gen_toks = max_gen_toks
+        self.folder = pretrained
+
+    @property
+    def eot_token_id(self) -> int:
+        """Of the end of a text."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What an empty context is read as."""
+        first = self.tokenizer.bos_token_id
+        return self.eot_token_id if first is None else int(first)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.folder.replace("/", "__")
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """A conversation as text, by the tokenizer's template."""
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Token ids; special ones by default, but none before a text that begins with its own."""
+        if add_special_tokens is None:
+            first = self.tokenizer.bos_token
+            add_special_tokens = not (first and string.startswith(first))
+        return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
+
+    def _asked(
+        self, text: str | None, tokens: list[int], room: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What of a prompt is read densely and what sparsely, its beginning cut off to fit."""
+        sparse = 0 if self.question == "dense" else self.question
+        if self.question == "line":
+            before = (text or "").rstrip("\n").rpartition("\n")[0]
+            sparse = len(tokens) - (len(self.tok_encode(before)) if before else 0)
+        tokens = tokens[-room:]
+        place = len(tokens) - min(int(sparse), len(tokens) - 1)
+        return tuple(tokens[:place]), tuple(tokens[place:])
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
+    ) -> list[tuple[float, bool]]:
+        """See ``loglikelihood``; requests are texts, tokens of context and of continuation."""
+        asked = []
+        for texts, context, answer in requests:
+            # The last token of the answer is never fed.
+            room = self.max_length + 1 - len(answer)
+            if room < 1:
+                what = f"a continuation of {len(answer)} tokens cannot be scored"
+                raise ConfigError(what, [f"the model has {self.max_length} positions"])
+            split = self._asked(texts[0] if texts else None, list(context), room)
+            asked.append(Asked(*split, tuple(answer)))
+        found = self._in_parts(asked, self.decoder.score, disable_tqdm)
+        for (texts, _, _), result in zip(requests, found, strict=True):
+            if texts is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, result)
+        return found
+
+    def _in_parts(self, asked: list[Asked], run: Any, quiet: bool) -> list[Any]:
+        results: list[Any] = []
+        with tqdm(total=len(asked), disable=quiet, desc="topkv") as bar:
+            step = max(TOGETHER, self.decoder.batch)
+            for first in range(0, len(asked), step):
+                part = asked[first : first + step]
+                results += run(part)
+                bar.update(len(part))
+        return results
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Of whole texts, in windows of the model's positions; every token is decoded sparsely."""
+        windows, owners = [], []
+        for place, request in enumerate(requests):
+            found = lm_eval.utils.get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            each = [*map(lm_eval.utils.make_disjoint_window, found)]
+            windows += [(None, *window) for window in each]
+            owners += [place] * len(each)
+        sums = [0.0] * len(requests)
+        scored = self._loglikelihood_tokens(windows, disable_tqdm)
+        for owner, (likely, _) in zip(owners, scored, strict=True):
+            sums[owner] += likely
+        return sums
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Greedy texts up to a stop sequence.
+
+        Raises:
+            ConfigError: a task wants tokens to be drawn at random, or more than there is room for.
+        """
+        alike = defaultdict(list)
+        for place, request in enumerate(requests):
+            alike[json.dumps(request.args[1], sort_keys=True)].append(place)
+        texts = [""] * len(requests)
+        for places in alike.values():
+            contexts = [requests[place].args[0] for place in places]
+            wanted = requests[places[0]].args[1]
+            for place, text in zip(
+                places, self._texts(contexts, wanted, disable_tqdm), strict=True
+            ):
+                texts[place] = text
+                self.cache_hook.add_partial("generate_until", requests[place].args, text)
+        return texts
+
+    def _texts(self, contexts: list[str], wanted: dict[str, Any], quiet: bool) -> list[str]:
+        kwargs = normalize_gen_kwargs(wanted, self.max_gen_toks)
+        if kwargs.get("do_sample") or kwargs.get("num_beams", 1) != 1:
+            reason = "do_sample and num_beams must be off: the model topkv decodes greedily"
+            raise ConfigError("the task cannot be run", [reason])
+        eos = self.tokenizer.decode([self.eot_token_id])
+        until = handle_stop_sequences(kwargs.get("until"), eos=eos)
+        new_tokens = kwargs["max_gen_toks"]
+        room = self.max_length - new_tokens
+        if room < 1:
+            reason = f"the model has {self.max_length} positions, and it generates {new_tokens}"
+            raise ConfigError("the task cannot be run", [reason])
+        asked = [
+            Asked(*self._asked(text, self.tok_encode(text), room), new_tokens=new_tokens)
+            for text in contexts
+        ]
+
+        def shown(tokens: Any) -> str:
+            tokens = list(tokens)
+            if self.eot_token_id in tokens:
+                tokens = tokens[: tokens.index(self.eot_token_id)]
+            return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+        def ended(tokens: Any) -> bool:
+            found = shown(tokens)
+            return self.eot_token_id in tokens or any(stop and stop in found for stop in until)
+
+        answers = self._in_parts(asked, lambda part: self.decoder.generate(part, ended), quiet)
+        return [postprocess_generated_text(shown(tokens), until, None) for tokens in answers]
+
+
+def _checked(question: str | int, batch_size: int | str, dtype: str) -> tuple[str | int, int]:
+    """The words that are no settings of topkv, as they should be."""
+    reasons = []
+    if question not in ("line", "dense") and not (type(question) is int and question > 0):
+        reasons.append(f"question: expected line, dense or a number of tokens, got {question!r}")
+    batch = 1 if batch_size == "auto" else int(batch_size) if str(batch_size).isdigit() else 0
+    if batch < 1:
+        reasons.append(f"batch_size: expected a number of 1 or more, got {batch_size!r}")
+    if dtype not in ("auto", *DTYPES):
+        reasons.append(f"dtype: expected auto or one of {', '.join(DTYPES)}, got {dtype!r}")
+    if reasons:
+        raise ConfigError("--model_args of topkv are refused", reasons)
+    return question, batch
+
+
+def _unit_of(algorithm: str | None) -> int:
+    """What an algorithm selects together by default."""
+    if algorithm is None:
+        return 16
+    entry = registry().get("algorithm", algorithm).entry
+    return int((entry.defaults if entry else {}).get("unit", 16))
