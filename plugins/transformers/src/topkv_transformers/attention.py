@@ -25,6 +25,9 @@ NAME = "topkv"
 MARK = "_topkv_mark"
 """Attribute of a key tensor: ``(Forward, number of the layer)``."""
 
+CHANGING = ("sliding_window", "s_aux", "softcap")
+"""Arguments by which a module asks for other attention than the core computes."""
+
 SHARED = "two threads run models that share one config object; give each model a config of its own"
 
 
@@ -72,13 +75,18 @@ def attention(
         query: ``[B, H, q, D]`` post-RoPE.
         key, value: ``[B, Hkv, q, D]`` of the new tokens alone, the key marked by the cache.
         attention_mask: None; padding is known to the cache.
+        kwargs: what the core knows from the shape of the model, or need not know.
 
     Returns:
         ``[B, q, H, D]`` without a backward, and None for the weights.
 
     Raises:
         RequestError: the key comes from no ``TopkvCache``.
+        CapabilityError: the module masks keys, or changes their scores.
     """
+    asked = [name for name in CHANGING if kwargs.get(name) is not None]
+    if asked or attention_mask is not None:
+        _refuse(module, asked, attention_mask)
     if torch.compiler.is_compiling():
         return torch.ops.topkv.attend(query, key, value), None
     mark: tuple[Forward, int] | None = getattr(key, MARK, None)
@@ -92,6 +100,17 @@ def attention(
         q, k, v = (forward.pack(tensor.transpose(1, 2)) for tensor in (query, key, value))
         out = forward.unpack(forward.attend(layer, q, k, v), len(query))
     return without_backward(out, (query, key, value)), None
+
+
+def _refuse(module: nn.Module, asked: list[str], mask: Tensor | None) -> None:
+    masked = [] if mask is None else ["attention_mask"]
+    raise CapabilityError(
+        "this forward cannot run through topkv",
+        [
+            f"{type(module).__name__} asks for attention with {', '.join([*asked, *masked])}, "
+            "which the core does not compute; a class that does so must be refused: report it"
+        ],
+    )
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:

@@ -7,23 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel
 
 from topkv.plugins import PluginRegistry
 from topkv.types import ModelShape
 from topkv_transformers import latent_support
-from topkv_transformers.latent_support import LATENT_CLASSES
-
-MODEL_CLASSES = (
-    *(LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM),
-    *LATENT_CLASSES,
-)
+from topkv_transformers.classes import group_of
 
 HANDLE = "_topkv_handle"
 """Attribute of a decoder that is attached."""
@@ -36,7 +25,7 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 
 def is_latent(model: PreTrainedModel) -> bool:
     """Whether a model has latent attention, and selects for itself."""
-    return isinstance(model, LATENT_CLASSES)
+    return group_of(model) == "indexer"
 
 
 def refusals(model: object) -> list[str]:
@@ -44,9 +33,12 @@ def refusals(model: object) -> list[str]:
     if not isinstance(model, PreTrainedModel):
         return [f"expected a transformers PreTrainedModel, got {type(model).__qualname__}"]
     reasons = []
-    if not isinstance(model, MODEL_CLASSES):
-        names = ", ".join(cls.__name__ for cls in MODEL_CLASSES)
-        reasons.append(f"class {type(model).__name__} is not supported; supported are {names}")
+    if group_of(model) is None:
+        reasons.append(
+            f"class {type(model).__name__} is not supported: nobody has compared it with its "
+            "stock model. topkv_transformers.classes lists those that were; to ask for another, "
+            "open an issue with its config.json, or add its name there and run test_models.py"
+        )
     latent = is_latent(model)
     reasons += _config_refusals(model.config.get_text_config(), latent)
     modules = attention_modules(model)
@@ -85,16 +77,14 @@ def _config_refusals(config: Any, latent: bool) -> list[str]:
     reasons = []
     if getattr(config, "is_encoder_decoder", False):
         reasons.append("encoder-decoder models are not supported")
-    if has("sliding_window"):
-        reasons.append(
-            f"sliding-window attention (sliding_window={config.sliding_window}) is not supported; "
-            "set config.sliding_window=None before the model is made to attend to everything"
-        )
-    known = latent_support.LAYER_TYPES if latent else {"full_attention"}
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
-    if others:
-        expected = " or ".join(map(repr, sorted(known)))
-        reasons.append(f"layer types {others} are not supported; expected {expected} alone")
+    if latent:
+        known = latent_support.LAYER_TYPES
+        others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
+        if others:
+            expected = " or ".join(map(repr, sorted(known)))
+            reasons.append(f"layer types {others} are not supported; expected {expected} alone")
+    else:
+        reasons += _layer_refusals(config)
     if has("attention_chunk_size"):
         reasons.append("chunked attention (attention_chunk_size) is not supported")
     if has("attn_logit_softcapping"):
@@ -106,6 +96,28 @@ def _config_refusals(config: Any, latent: bool) -> list[str]:
     if not getattr(config, "is_causal", True):
         reasons.append("bidirectional attention (is_causal=False) is not supported")
     return reasons
+
+
+def layer_types(config: Any) -> list[str]:
+    """What Transformers' own cache takes each layer for."""
+    types = getattr(config, "layer_types", None)
+    if types:
+        return list(types)
+    slides = getattr(config, "sliding_window", None) is not None
+    return ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers
+
+
+def _layer_refusals(config: Any) -> list[str]:
+    """Layers that do not attend to everything, whatever else the config says of windows."""
+    others = sorted(set(layer_types(config)) - {"full_attention"})
+    if not others:
+        return []
+    if getattr(config, "layer_types", None):
+        return [f"layer types {others} are not supported; expected 'full_attention' alone"]
+    return [
+        f"sliding-window attention (sliding_window={config.sliding_window}) is not supported; "
+        "set config.sliding_window=None before the model is made to attend to everything"
+    ]
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
@@ -122,7 +134,7 @@ def _geometry(module: nn.Module) -> tuple[Any, ...]:
 
 def shape_of(model: PreTrainedModel) -> ModelShape:
     """Geometry of the attention layers of a model that ``refusals`` has passed."""
-    config, modules = model.config, attention_modules(model)
+    config, modules = model.config.get_text_config(), attention_modules(model)
     if is_latent(model):
         return latent_support.latent_shape(modules, model.dtype)
     return ModelShape(
