@@ -12,6 +12,7 @@ from transformers import (
     LogitsProcessorList,
 )
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from topkv.testing.engines import EngineCase
 from topkv_transformers.support import attention_modules
@@ -77,6 +78,9 @@ class TransformersCase(EngineCase):
 
 
 def _attend_to_allowed(module, query, key, value, attention_mask, scaling, **kwargs):
+    if not hasattr(module, "allowed"):  # a layer that topkv leaves alone
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return sdpa(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     group = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
     allowed = module.allowed.repeat_interleave(group, 0)

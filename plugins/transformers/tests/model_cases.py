@@ -18,14 +18,20 @@ PAD, VOCABULARY = 0, 96
 SIZES = ((6, 2, 64), (3, 1, 96), (4, 4, 64), (5, 1, 64), (4, 2, 96))
 """Query heads, kv-heads, head dim: one after the other, over the classes of a group."""
 
-EXAMPLES = {"Granite", "Qwen3Moe"}
+EXAMPLES = {"Granite", "Qwen3Moe", "Gemma3", "Qwen3Next"}
 """One of each group, which is tested wherever tests run."""
+
+CONTRARY = {"Jamba", "NemotronH"}
+"""What their stock models compute of a sequence at once is not what they decode, or compute of it
+in chunks: nothing but the stock model in the same calls says what is right."""
 
 # Hidden size is heads times head dim.
 TIGHT = {
     *("Arcee", "AriaText", "BitNet", "Helium", "HyperCLOVAX", "Jais2", "Llama", "Olmoe"),
     *("StableLm", "Emu3", "Olmo", "Olmo2", "FlexOlmo", "Phi", "Nemotron"),
 }
+
+SLIDING = ["sliding_attention", "full_attention"] * 2
 
 EXPERTS = {
     "moe_intermediate_size": 32,
@@ -45,7 +51,45 @@ EXPERTS = {
 }
 """By the names that the classes have for them."""
 
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+MAMBA = {
+    "mamba_d_state": 16,
+    "mamba_n_heads": 8,
+    "mamba_d_head": "auto",
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
+    "hidden_size": 384,
+}
+
+CONV = {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 2}
+
 OWN = {
+    "Bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
+    "GraniteMoeHybrid": {
+        **MAMBA,
+        "layer_types": ["mamba", "attention"] * 2,
+        "attention_multiplier": 0.11,
+    },
+    "Jamba": {
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "mamba_d_state": 8,
+        "use_mamba_kernels": False,
+    },
+    "Lfm2": CONV,
+    "Lfm2Moe": CONV,
+    "NemotronH": {"layers_block_type": ["mamba", "attention", "moe", "attention"]},
+    "OlmoHybrid": LINEAR,
+    "Qwen3Next": LINEAR,
+    "Qwen3_5": LINEAR,
+    "Qwen3_5Moe": LINEAR,
     "Granite": {"attention_multiplier": 0.11},
     "GraniteMoe": {"attention_multiplier": 0.11},
     "GraniteMoeShared": {"attention_multiplier": 0.11},
@@ -90,8 +134,12 @@ def config_of(name, **options):
         "pad_token_id": PAD,
         "bos_token_id": 1,
         "eos_token_id": None,
-        **(EXPERTS if group == "experts" else {}),
+        **({} if group == "dense" else EXPERTS),
     }
+    if group in ("windows", "states"):
+        values |= {"num_hidden_layers": 4}
+    if group == "windows":
+        values |= {"layer_types": SLIDING, "sliding_window": 9}
     kind = getattr(transformers, f"{name}ForCausalLM").config_class
     return kind(**{**values, **OWN.get(name, {}), **options})
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from kit_case import TransformersCase
-from model_cases import config_of, model_of, names_of
+from model_cases import CONTRARY, SLIDING, config_of, model_of, names_of
 from transformers import DynamicCache
 
 import topkv
@@ -39,9 +39,8 @@ def talk(tiny, check, model, cache, pads, chunk):
     return sequences, torch.cat(logits, 1)
 
 
-@pytest.mark.parametrize("name", names_of("dense", "experts"))
-def test_a_covering_budget_is_the_stock_model(tiny, check, name):
-    model = model_of(name, tiny.device)
+def assert_equal_to_stock(tiny, check, name, **options):
+    model = model_of(name, tiny.device, **options)
     calls = list(CALLS.values())
     stock = [talk(tiny, check, model, DynamicCache(config=model.config), *each) for each in calls]
     with topkv.attach(model, tiny.settings(max_requests=3)) as handle:
@@ -52,11 +51,30 @@ def test_a_covering_budget_is_the_stock_model(tiny, check, name):
             assert torch.equal(ours[0], sequences), f"logits are {apart:.1e} apart"
             assert apart < 1e-4
             cache.close()
+            assert cache.stock_bytes == 0
         check.all_free(handle)
 
 
-@pytest.mark.parametrize("name", names_of("dense", "experts"))
+@pytest.mark.parametrize("name", names_of("dense", "experts", "windows", "states"))
+def test_a_covering_budget_is_the_stock_model(tiny, check, name):
+    assert_equal_to_stock(tiny, check, name)
+
+
+@pytest.mark.parametrize("name", names_of("windows"))
+def test_windows_wider_than_the_prompt(tiny, check, name):
+    assert_equal_to_stock(tiny, check, name, sliding_window=36)
+
+
+@pytest.mark.parametrize("name", ["Mellum", "Qwen3"])
+def test_classes_of_full_layers_may_slide_in_some(tiny, check, name):
+    window = {"sliding_window": 9, "use_sliding_window": True, "layer_types": SLIDING[:2]}
+    assert_equal_to_stock(tiny, check, name, **window)
+
+
+@pytest.mark.parametrize("name", names_of("dense", "experts", "windows", "states"))
 def test_a_small_budget_is_the_model_over_what_was_selected(name):
+    if name in CONTRARY:
+        pytest.skip("the stock model contradicts itself, so its whole forward is no oracle")
     case = TransformersCase(lambda: model_of(name))
     bench = Bench(subject_of("transformers", "engine", tier("cpu"), case))
     prompts = bench.prompts((61, 6, 37))
@@ -109,9 +127,29 @@ def test_classes_derived_from_one_that_is_served_are_served(tiny):
 
 @pytest.mark.parametrize("name", ["Mellum", "Qwen2Moe"])
 def test_a_window_that_no_layer_has_is_no_reason(tiny, name):
-    """Classes state a window whose layers are all full; one layer that slides is refused."""
+    """Classes state a window whose layers are all full; where all slide there is nothing to do."""
     assert config_of(name).sliding_window is not None
     assert support.refusals(model_of(name)) == []
-    layers = ["full_attention", "sliding_attention"]
-    (reason,) = support.refusals(model_of(name, layer_types=layers))
-    assert "layer types ['sliding_attention']" in reason
+    (reason,) = support.refusals(model_of(name, layer_types=["sliding_attention"] * 2))
+    assert "no layer attends to everything" in reason
+
+
+def test_what_a_mixed_model_is_told(tiny):
+    """Layers are numbered over those that topkv serves; steps run eager, and beams are refused."""
+    model = model_of("Gemma3", tiny.device)
+    with topkv.attach(model, tiny.settings()) as handle:
+        assert handle.shape.num_layers == 2
+        assert any(each.startswith("2 of 4 layers keep a cache") for each in handle.capture.off)
+        cache = handle.new_cache()
+        with pytest.raises(CapabilityError, match="reorder_cache"):
+            cache.reorder_cache(torch.tensor([0]))
+        model(**tiny.prompt(9), past_key_values=cache)
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers[::2])
+        assert cache.stock_bytes == held > 0
+    with pytest.raises(CapabilityError, match="2 of 4 layers"):
+        topkv.attach(model, tiny.settings(compile=True))
+
+
+def test_kinds_of_layers_that_are_not_known_are_refused():
+    (reason,) = support.refusals(make("FalconH1"))[1:2]
+    assert "layer types ['hybrid']" in reason

@@ -21,10 +21,19 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
         *("GraniteMoeShared", "HunYuanMoEV1", "HYV3", "Mellum", "MiniMaxM2", "Mixtral", "Olmoe"),
         *("Phimoe", "Qwen2Moe", "Qwen3Moe", "SolarOpen"),
     ),
+    "windows": (
+        *("Afmoe", "Cohere2", "Cohere2Moe", "Cwm", "Exaone4", "ExaoneMoe", "Gemma3", "Laguna"),
+        "Olmo3",
+    ),
+    "states": (
+        *("Bamba", "GraniteMoeHybrid", "Jamba", "Lfm2", "Lfm2Moe", "Lfm3", "NemotronH"),
+        *("OlmoHybrid", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe"),
+    ),
     "indexer": ("DeepseekV32", "GlmMoeDsa"),
 }
-"""Group to classes, without the ending ``ForCausalLM``. The first two have grouped-query attention
-and differ in their MLPs; the third has latent attention and selects for itself."""
+"""Group to classes, without the ending ``ForCausalLM``. All have grouped-query attention but the
+last, whose attention is latent and selects for itself. In ``windows`` and ``states`` most layers
+slide over the newest tokens, or keep a state of all; topkv serves the others."""
 
 _GROUPS = {f"{name}ForCausalLM": group for group, names in CLASSES.items() for name in names}
 

@@ -6,6 +6,8 @@ real tokens. Padding is read from the mask when a prompt is appended and never a
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from attrs import define
@@ -31,6 +33,7 @@ class Forward:
             where all do.
         lengths: tokens of each row before the forward.
         offloaded: the step has run ``offload`` itself.
+        kept: what the stock layers held before the forward; None until that is known.
     """
 
     coordinator: SparseCoordinator
@@ -40,6 +43,7 @@ class Forward:
     index: Tensor | None
     lengths: list[int]
     offloaded: bool = False
+    kept: list[dict[str, Any]] | None = None
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: Index | None = None

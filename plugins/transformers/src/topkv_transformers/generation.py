@@ -190,13 +190,13 @@ def generate(
         call.refuse()
         cache = TopkvCache(requests) if given is None else given
         cache.check_owner(requests)
-        before = cache.state.seen
+        before, kept = cache.state.seen, cache.state.stock.keep()
         call.admit(cache)
         arguments |= {"past_key_values": cache, "attention_mask": call.mask()}
         try:
             output = original(**arguments)
         except BaseException:
-            requests.truncate(cache.state, before)
+            requests.truncate(cache.state, before, kept)
             raise
         if given is None and not call.option("return_dict_in_generate"):
             cache.close()

@@ -13,6 +13,7 @@ from topkv.plugins import PluginRegistry
 from topkv.types import ModelShape
 from topkv_transformers import latent_support
 from topkv_transformers.classes import group_of
+from topkv_transformers.stock import FULL, STOCK, layer_types
 
 HANDLE = "_topkv_handle"
 """Attribute of a decoder that is attached."""
@@ -98,33 +99,43 @@ def _config_refusals(config: Any, latent: bool) -> list[str]:
     return reasons
 
 
-def layer_types(config: Any) -> list[str]:
-    """What Transformers' own cache takes each layer for."""
-    types = getattr(config, "layer_types", None)
-    if types:
-        return list(types)
-    slides = getattr(config, "sliding_window", None) is not None
-    return ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers
-
-
 def _layer_refusals(config: Any) -> list[str]:
-    """Layers that do not attend to everything, whatever else the config says of windows."""
-    others = sorted(set(layer_types(config)) - {"full_attention"})
-    if not others:
+    """Whether each layer is ours or may stand beside ours; there must be one of ours."""
+    types = layer_types(config)
+    others = sorted(set(types) - STOCK - {FULL})
+    if others:
+        return [f"layer types {others} are not supported; expected {FULL!r} or {sorted(STOCK)}"]
+    if FULL in types:
         return []
     if getattr(config, "layer_types", None):
-        return [f"layer types {others} are not supported; expected 'full_attention' alone"]
+        return [f"no layer attends to everything, all are {sorted(set(types))}: nothing to serve"]
     return [
-        f"sliding-window attention (sliding_window={config.sliding_window}) is not supported; "
-        "set config.sliding_window=None before the model is made to attend to everything"
+        f"sliding-window attention (sliding_window={config.sliding_window}) is not supported in "
+        "all layers; set config.sliding_window=None before the model is made to attend to "
+        "everything"
     ]
 
 
+def _layers_of(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """Kind and module of each layer."""
+    decoder = decoder_of(model)
+    layers: Any = getattr(decoder, "layers", ())
+    if is_latent(model):
+        return [(FULL, layer) for layer in layers]
+    return list(zip(layer_types(decoder.config), layers, strict=False))
+
+
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The attention modules of the layers, in order."""
-    layers = getattr(decoder_of(model), "layers", ())
-    modules = (getattr(layer, "self_attn", None) for layer in layers)
+    """The attention modules of the layers that topkv serves, in order."""
+    full = [layer for kind, layer in _layers_of(model) if kind == FULL]
+    modules = (getattr(layer, "self_attn", getattr(layer, "mixer", None)) for layer in full)
     return [module for module in modules if isinstance(module, nn.Module)]
+
+
+def left_alone(model: PreTrainedModel) -> set[nn.Module]:
+    """All modules of the layers that keep what the model gives them."""
+    others = [layer for kind, layer in _layers_of(model) if kind != FULL]
+    return {module for layer in others for module in layer.modules()}
 
 
 def _geometry(module: nn.Module) -> tuple[Any, ...]:
