@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import torch
 from transformers import (
@@ -12,7 +13,6 @@ from transformers import (
     LogitsProcessorList,
 )
 from transformers.masking_utils import sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from topkv.testing.engines import EngineCase
 from topkv_transformers.support import attention_modules
@@ -79,10 +79,16 @@ class TransformersCase(EngineCase):
 
 def _attend_to_allowed(module, query, key, value, attention_mask, scaling, **kwargs):
     if not hasattr(module, "allowed"):  # a layer that topkv leaves alone
-        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return sdpa(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        hidden = torch.zeros((), dtype=query.dtype).masked_fill(~attention_mask, float("-inf"))
+        return eager(module, query, key, value, hidden, scaling=scaling, **kwargs)
     group = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
     allowed = module.allowed.repeat_interleave(group, 0)
     scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~allowed, float("-inf"))
-    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+    sinks = kwargs.get("s_aux")
+    if sinks is not None:
+        column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]]
+    return (weights @ value).transpose(1, 2).contiguous(), None

@@ -18,7 +18,7 @@ PAD, VOCABULARY = 0, 96
 SIZES = ((6, 2, 64), (3, 1, 96), (4, 4, 64), (5, 1, 64), (4, 2, 96))
 """Query heads, kv-heads, head dim: one after the other, over the classes of a group."""
 
-EXAMPLES = {"Granite", "Qwen3Moe", "Gemma3", "Qwen3Next"}
+EXAMPLES = {"Granite", "Qwen3Moe", "Gemma3", "GptOss", "Qwen3Next"}
 """One of each group, which is tested wherever tests run."""
 
 CONTRARY = {"Jamba", "NemotronH"}
@@ -90,6 +90,8 @@ OWN = {
     "Qwen3Next": LINEAR,
     "Qwen3_5": LINEAR,
     "Qwen3_5Moe": LINEAR,
+    "GraniteSWA": {"attention_multiplier": 0.11},
+    "GraniteMoeSWA": {"attention_multiplier": 0.11},
     "Granite": {"attention_multiplier": 0.11},
     "GraniteMoe": {"attention_multiplier": 0.11},
     "GraniteMoeShared": {"attention_multiplier": 0.11},
@@ -136,9 +138,9 @@ def config_of(name, **options):
         "eos_token_id": None,
         **({} if group == "dense" else EXPERTS),
     }
-    if group in ("windows", "states"):
+    if group in ("windows", "sinks", "states"):
         values |= {"num_hidden_layers": 4}
-    if group == "windows":
+    if group in ("windows", "sinks"):
         values |= {"layer_types": SLIDING, "sliding_window": 9}
     kind = getattr(transformers, f"{name}ForCausalLM").config_class
     return kind(**{**values, **OWN.get(name, {}), **options})
@@ -148,4 +150,8 @@ def model_of(name, device="cpu", **options):
     """A tiny random model of a class."""
     torch.manual_seed(0)
     kind = getattr(transformers, f"{name}ForCausalLM")
-    return kind(config_of(name, **options)).eval().to(device)
+    model = kind(config_of(name, **options)).eval()
+    for each, parameter in model.named_parameters():
+        if each.endswith("sinks"):  # some heads go to nothing else, some hardly notice
+            parameter.data.copy_(torch.linspace(-4, 4, len(parameter)))
+    return model.to(device)

@@ -6,6 +6,8 @@ and over a small one as the model that attends to what was selected.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -55,14 +57,32 @@ def assert_equal_to_stock(tiny, check, name, **options):
         check.all_free(handle)
 
 
-@pytest.mark.parametrize("name", names_of("dense", "experts", "windows", "states"))
+@pytest.mark.parametrize("name", names_of("dense", "experts", "windows", "sinks", "states"))
 def test_a_covering_budget_is_the_stock_model(tiny, check, name):
     assert_equal_to_stock(tiny, check, name)
 
 
-@pytest.mark.parametrize("name", names_of("windows"))
+@pytest.mark.parametrize("name", names_of("windows", "sinks"))
 def test_windows_wider_than_the_prompt(tiny, check, name):
     assert_equal_to_stock(tiny, check, name, sliding_window=36)
+
+
+@pytest.mark.parametrize("sharp", [1, 40])
+def test_sinks_at_extremes_are_those_of_float64(tiny, check, sharp):
+    """In prompts and steps: heads that see nothing but their sink, and heads that see none of it;
+    the softmax of keys may itself be all on one key."""
+    model = model_of("GptOss", tiny.device, num_attention_heads=6, num_key_value_heads=2)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(sharp)
+            layer.self_attn.sinks.copy_(torch.tensor([-1e30, -80.0, 0.0, 80.0, 1e4, 1e30]))
+    case, prompts = TransformersCase(lambda: copy.deepcopy(model)), [[*range(2, 47)]]
+    with topkv.attach(copy.deepcopy(model), tiny.settings()) as handle:
+        tokens, logits = case.generate(handle.model, prompts, STEPS, chunk=19)
+    ask = (model, prompts[0], tokens[0])
+    truth, stock = (case.dense_logits(*ask, kind) for kind in (torch.float64, torch.float32))
+    assert logits.isfinite().all()
+    check.close(logits[0], stock, truth, times=3)
 
 
 @pytest.mark.parametrize("name", ["Mellum", "Qwen3"])
@@ -71,7 +91,7 @@ def test_classes_of_full_layers_may_slide_in_some(tiny, check, name):
     assert_equal_to_stock(tiny, check, name, **window)
 
 
-@pytest.mark.parametrize("name", names_of("dense", "experts", "windows", "states"))
+@pytest.mark.parametrize("name", names_of("dense", "experts", "windows", "sinks", "states"))
 def test_a_small_budget_is_the_model_over_what_was_selected(name):
     if name in CONTRARY:
         pytest.skip("the stock model contradicts itself, so its whole forward is no oracle")

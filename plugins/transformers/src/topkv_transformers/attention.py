@@ -28,8 +28,11 @@ NAME = "topkv"
 MARK = "_topkv_mark"
 """Attribute of a key tensor: ``(Forward, number of the layer)``."""
 
-CHANGING = ("sliding_window", "s_aux", "softcap")
+CHANGING = ("sliding_window", "softcap")
 """Arguments by which a module asks for other attention than the core computes."""
+
+SINKS = "s_aux"
+"""The argument with a logit for each head that takes part in its softmax, and has no value."""
 
 SHARED = "two threads run models that share one config object; give each model a config of its own"
 
@@ -104,7 +107,9 @@ def attention(
     forward, layer = mark
     with torch.no_grad():
         q, k, v = (forward.pack(tensor.transpose(1, 2)) for tensor in (query, key, value))
-        out = forward.unpack(forward.attend(layer, q, k, v), len(query))
+        sinks = kwargs.get(SINKS)
+        sinks = None if sinks is None else sinks.float()
+        out = forward.unpack(forward.attend(layer, q, k, v, sinks=sinks), len(query))
     return without_backward(out, (query, key, value)), None
 
 

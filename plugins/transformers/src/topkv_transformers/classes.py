@@ -25,6 +25,7 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
         *("Afmoe", "Cohere2", "Cohere2Moe", "Cwm", "Exaone4", "ExaoneMoe", "Gemma3", "Laguna"),
         "Olmo3",
     ),
+    "sinks": ("Flint", "GptOss", "GraniteMoeSWA", "GraniteSWA"),
     "states": (
         *("Bamba", "GraniteMoeHybrid", "Jamba", "Lfm2", "Lfm2Moe", "Lfm3", "NemotronH"),
         *("OlmoHybrid", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe"),
@@ -32,8 +33,9 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
     "indexer": ("DeepseekV32", "GlmMoeDsa"),
 }
 """Group to classes, without the ending ``ForCausalLM``. All have grouped-query attention but the
-last, whose attention is latent and selects for itself. In ``windows`` and ``states`` most layers
-slide over the newest tokens, or keep a state of all; topkv serves the others."""
+last, whose attention is latent and selects for itself. In ``windows``, ``sinks`` and ``states``
+most layers slide over the newest tokens, or keep a state of all; topkv serves the others. Those of
+``sinks`` have learned logits without a value in each softmax, too."""
 
 _GROUPS = {f"{name}ForCausalLM": group for group, names in CLASSES.items() for name in names}
 

@@ -46,7 +46,13 @@ class Forward:
     kept: list[dict[str, Any]] | None = None
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: Index | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        index: Index | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend one layer, in rows; see ``SparseCoordinator.attention``.
 
@@ -61,7 +67,7 @@ class Forward:
                     "had when it was attached; attach again after a change"
                 ],
             )
-        return self.coordinator.attention(layer, q, k, v, index)
+        return self.coordinator.attention(layer, q, k, v, index, sinks=sinks)
 
     def pack(self, columns: Tensor) -> Tensor:
         """The real tokens of ``[B, q, ...]`` as ``[rows, ...]``, contiguous."""

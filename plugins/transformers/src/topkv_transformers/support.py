@@ -43,8 +43,6 @@ def refusals(model: object) -> list[str]:
     latent = is_latent(model)
     reasons += _config_refusals(model.config.get_text_config(), latent)
     modules = attention_modules(model)
-    if any(getattr(module, "sinks", None) is not None for module in modules):
-        reasons.append("attention sinks are not supported")
     geometry = latent_support.geometry if latent else _geometry
     if len({geometry(module) for module in modules}) > 1:
         reasons.append("the attention layers differ in head_dim, heads or scaling; expected alike")
