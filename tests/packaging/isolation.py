@@ -103,7 +103,8 @@ def names_it(text: str, package: Package) -> bool:
 def run_tests(environment: Environment, where: list[Path]) -> tuple[int, str]:
     """The tests at these paths, by the interpreter of an environment."""
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.packaging.guard"]
-    kinds = ["-m", "not gpu", "-k", "not interpret", "-n", "2", "--dist", "loadfile"]
+    kinds = ["-m", "not gpu and not models", "-k", "not interpret"]
+    kinds += ["-n", "2", "--dist", "loadfile"]
     command += [*kinds, *map(str, where)]
     return environment.call(*command, PYTHONPATH=str(ROOT), HYPOTHESIS_PROFILE="few")
 

@@ -2,106 +2,35 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
-import torch
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LogitsProcessor,
-    LogitsProcessorList,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
-from transformers.masking_utils import sdpa_mask
+from kit_case import PAD, VOCABULARY, TransformersCase
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from topkv.testing.engines import EngineCase, EngineTests
-
-PAD, VOCABULARY = 0, 96
+from topkv.testing.engines import EngineTests
 
 
-class Keep(LogitsProcessor):
-    """Keeps the logits of each step; ``generate`` then need not hand its cache to the caller."""
-
-    def __init__(self):
-        self.logits = []
-
-    def __call__(self, input_ids, scores):
-        self.logits.append(scores.double())
-        return scores
-
-
-class TransformersCase(EngineCase):
-    """Models of two layers with weights far larger than a trained model's, so that a key that is
-    missed or read twice shows in the logits."""
-
-    tokens = range(2, VOCABULARY)
-    chunked = True
-
-    def __init__(self, config, model):
-        self.config, self.kind = config, model
-
-    def make_model(self, seed, device):
-        torch.manual_seed(seed)
-        config = self.config(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            max_position_embeddings=128,
-            initializer_range=0.4,
-            pad_token_id=PAD,
-            bos_token_id=1,
-            eos_token_id=None,
+def case(config, model):
+    return TransformersCase(
+        lambda: model(
+            config(
+                vocab_size=VOCABULARY,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=16,
+                max_position_embeddings=128,
+                initializer_range=0.4,
+                pad_token_id=PAD,
+                bos_token_id=1,
+                eos_token_id=None,
+            )
         )
-        return self.kind(config).eval().to(device)
-
-    def generate(self, model, prompts, steps, chunk=None):
-        longest, keep = max(map(len, prompts)), Keep()
-        ids = [[PAD] * (longest - len(prompt)) + prompt for prompt in prompts]
-        ids = torch.tensor(ids, device=model.device)
-        output = model.generate(
-            ids,
-            attention_mask=(ids != PAD).long(),
-            max_new_tokens=steps,
-            do_sample=False,
-            prefill_chunk_size=chunk,
-            logits_processor=LogitsProcessorList([keep]),
-        )
-        return output[:, longest:].tolist(), torch.stack(keep.logits, 1)
-
-    def dense_logits(self, model, prompt, new_tokens, dtype, allowed=None):
-        twin = copy.deepcopy(model).to(dtype)
-        if allowed is not None:
-            AttentionInterface.register("allowed", _attend_to_allowed)
-            AttentionMaskInterface.register("allowed", sdpa_mask)
-            twin.config._attn_implementation = "allowed"
-            for layer, columns in zip(twin.model.layers, allowed, strict=True):
-                layer.self_attn.allowed = columns
-        ids = torch.tensor([prompt + new_tokens[:-1]], device=model.device)
-        with torch.no_grad():
-            return twin(ids).logits[0, len(prompt) - 1 :].double()
-
-    def coordinator(self, handle):
-        return handle.coordinator
+    )
 
 
-def _attend_to_allowed(module, query, key, value, attention_mask, scaling, **kwargs):
-    group = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
-    allowed = module.allowed.repeat_interleave(group, 0)
-    scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~allowed, float("-inf"))
-    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
-
-
-LLAMA = TransformersCase(LlamaConfig, LlamaForCausalLM)
-QWEN3 = TransformersCase(Qwen3Config, Qwen3ForCausalLM)
+LLAMA, QWEN3 = case(LlamaConfig, LlamaForCausalLM), case(Qwen3Config, Qwen3ForCausalLM)
 
 
 class TestLlama(EngineTests):

@@ -153,7 +153,7 @@ def test_models_that_are_refused(tiny):
     with pytest.raises(CapabilityError, match=r"config\.sliding_window=None"):
         topkv.attach(sliding, tiny.settings())
     model = tiny.model("qwen3")
-    model.config.layer_types = ["full_attention", "sliding_attention"]
+    model.config.layer_types = ["full_attention", "chunked_attention"]
     model.config.attn_logit_softcapping = 30.0
     model.config.kv_lora_rank = 8
     model.config.index_topk = 4

@@ -10,12 +10,15 @@ what the model ran before it was attached.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from topkv.errors import CapabilityError, RequestError
 from topkv_transformers.forwards import Forward
@@ -24,6 +27,12 @@ from topkv_transformers.forwards import Forward
 NAME = "topkv"
 MARK = "_topkv_mark"
 """Attribute of a key tensor: ``(Forward, number of the layer)``."""
+
+CHANGING = ("sliding_window", "softcap")
+"""Arguments by which a module asks for other attention than the core computes."""
+
+SINKS = "s_aux"
+"""The argument with a logit for each head that takes part in its softmax, and has no value."""
 
 SHARED = "two threads run models that share one config object; give each model a config of its own"
 
@@ -64,51 +73,103 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attend over the host-resident history of a request.
 
+    A layer that topkv leaves alone has another cache, whose keys are not marked, and is attended
+    by the function that the model had.
+
     Args:
-        module: the attention module; it knows nothing that is needed here.
+        module: the attention module.
         query: ``[B, H, q, D]`` post-RoPE.
         key, value: ``[B, Hkv, q, D]`` of the new tokens alone, the key marked by the cache.
         attention_mask: None; padding is known to the cache.
+        kwargs: what the core knows from the shape of the model, or need not know.
 
     Returns:
         ``[B, q, H, D]`` without a backward, and None for the weights.
 
     Raises:
         RequestError: the key comes from no ``TopkvCache``.
+        CapabilityError: the module masks keys, or changes their scores.
     """
     if torch.compiler.is_compiling():
         return torch.ops.topkv.attend(query, key, value), None
     mark: tuple[Forward, int] | None = getattr(key, MARK, None)
     if mark is None:
+        weighed: tuple[Tensor, Tensor | None] = _own_function(module)(
+            module, query, key, value, attention_mask, **kwargs
+        )
+        return weighed
+    asked = [name for name in CHANGING if kwargs.get(name) is not None]
+    if asked or attention_mask is not None:
+        _refuse(module, asked, attention_mask)
+    forward, layer = mark
+    with torch.no_grad():
+        q, k, v = (forward.pack(tensor.transpose(1, 2)) for tensor in (query, key, value))
+        sinks = kwargs.get(SINKS)
+        sinks = None if sinks is None else sinks.float()
+        out = forward.unpack(forward.attend(layer, q, k, v, sinks=sinks), len(query))
+    return without_backward(out, (query, key, value)), None
+
+
+def _refuse(module: nn.Module, asked: list[str], mask: Tensor | None) -> None:
+    masked = [] if mask is None else ["attention_mask"]
+    raise CapabilityError(
+        "this forward cannot run through topkv",
+        [
+            f"{type(module).__name__} asks for attention with {', '.join([*asked, *masked])}, "
+            "which the core does not compute; a class that does so must be refused: report it"
+        ],
+    )
+
+
+_open: dict[int, NamedAttention] = {}
+"""By the id of a config whose decoder calls ours now."""
+
+
+def _own_function(module: Any) -> Any:
+    """What attends in a layer that topkv leaves alone.
+
+    Raises:
+        RequestError: the module is in no such layer.
+    """
+    named = _open.get(id(module.config))
+    if named is None or module not in named.left_alone:
         raise RequestError(
             "attention was asked for keys that come from no TopkvCache while a topkv forward "
             f"is open: {SHARED}"
         )
-    forward, layer = mark
-    with torch.no_grad():
-        q, k, v = (forward.pack(tensor.transpose(1, 2)) for tensor in (query, key, value))
-        out = forward.unpack(forward.attend(layer, q, k, v), len(query))
-    return without_backward(out, (query, key, value)), None
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS.get_interface(named.own, eager)
 
 
-def no_mask(*args: Any, **kwargs: Any) -> None:
-    """Nothing is masked by a tensor: the core attends causally and rows are packed."""
+def mask(*args: Any, mask_function: Any, config: Any, **kwargs: Any) -> Any:
+    """None where nothing is masked but what comes later: the core attends causally, and rows are
+    packed. Other layers get the mask of the model's own function."""
+    named = _open.get(id(config))
+    if mask_function is causal_mask_function or named is None:
+        return None
+    own = ALL_MASK_ATTENTION_FUNCTIONS[named.own]
+    return own(*args, mask_function=mask_function, config=config, **kwargs)
 
 
 def register() -> None:
     """Make the name known to Transformers. Idempotent."""
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, no_mask)
+    AttentionMaskInterface.register(NAME, mask)
 
 
 class NamedAttention:
-    """Which attention function a decoder calls: ours while a forward is open, else its own."""
+    """Which attention function a decoder calls: ours while a forward is open, else its own.
 
-    def __init__(self, decoder: Any) -> None:
-        self.decoder = decoder
+    Args:
+        decoder: the decoder.
+        left_alone: modules of layers for which ours calls its own.
+    """
+
+    def __init__(self, decoder: Any, left_alone: set[nn.Module]) -> None:
+        self.decoder, self.left_alone = decoder, left_alone
         self.own = decoder.config._attn_implementation
 
     def name_ours(self) -> None:
@@ -117,6 +178,7 @@ class NamedAttention:
         # The user may have chosen another one since the model was attached.
         if config._attn_implementation != NAME:
             self.own = config._attn_implementation
+        _open[id(config)] = self
         config._attn_implementation = NAME
 
     def check(self) -> None:
@@ -131,3 +193,4 @@ class NamedAttention:
         config = self.decoder.config
         if config._attn_implementation == NAME:
             config._attn_implementation = self.own
+        _open.pop(id(config), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from itertools import count
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from topkv.errors import CapabilityError, RequestError
 from topkv_transformers.attention import MARK
 from topkv_transformers.requests import CacheRequests
 from topkv_transformers.state import CacheState
+from topkv_transformers.stock import StockLayers
 
 
 class TopkvLayer(CacheLayerMixin):
@@ -65,13 +67,20 @@ class TopkvCache(Cache):
 
     Made by ``handle.new_cache()``. Give it to ``generate`` or to the model as
     ``past_key_values``, again for every further turn. ``close`` ends its requests; so does the
-    garbage collector when nobody holds the cache any more.
+    garbage collector when nobody holds the cache any more. Layers that topkv leaves alone are
+    stock layers of Transformers, which hold ``stock_bytes`` on the device.
     """
 
     def __init__(self, requests: CacheRequests, state: CacheState | None = None) -> None:
-        self.requests, self.state = requests, state or CacheState()
-        layers = range(requests.coordinator.model.num_layers)
-        super().__init__(layers=[TopkvLayer(requests, self.state, index) for index in layers])
+        self.requests = requests
+        self.state = state or CacheState(StockLayers(requests.stock))
+        ours = count()
+        super().__init__(
+            layers=[
+                TopkvLayer(requests, self.state, next(ours)) if stock is None else stock
+                for stock in self.state.stock.layers
+            ]
+        )
         self._finalizer = weakref.finalize(self, requests.release, self.state)
         self._finalizer.atexit = False
 
@@ -84,6 +93,11 @@ class TopkvCache(Cache):
     def batch_size(self) -> int:
         """Rows, -1 before the first forward."""
         return len(self.state.slots) or -1
+
+    @property
+    def stock_bytes(self) -> int:
+        """Bytes on the device of layers that slide over a window or keep a state."""
+        return self.state.stock.nbytes
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -115,6 +129,7 @@ class TopkvCache(Cache):
 
         Raises:
             TypeError, ValueError: not an integer, or out of range; nothing has changed.
+            CapabilityError: a layer of another kind has forgotten what it would need; neither.
         """
         state = self.state
         expected = f"crop expects minus the number of columns to remove, at most {state.seen}"

@@ -87,6 +87,12 @@ def refusals(decoder: Any, config: LoweredConfig) -> list[str]:
         reasons.append(f"the model is on {config.device}, which has no CUDA graphs")
     if not config.capturable:
         reasons.append("a plugin states that its decode methods cannot be captured")
+    others = len(decoder.layers) - config.model.num_layers
+    if others:
+        reasons.append(
+            f"{others} of {len(decoder.layers)} layers keep a cache of their own, which moves or "
+            "counts on the host from step to step"
+        )
     rope = getattr(getattr(decoder, "rotary_emb", None), "rope_type", None)
     if rope in DYNAMIC_ROPE:
         reasons.append(f"RoPE of type {rope!r} waits for the device")

@@ -37,7 +37,7 @@ def lower_for(
 
 
 class TransformersEngine:
-    """Attaches causal language models of Transformers, see ``support.MODEL_CLASSES``.
+    """Attaches causal language models of Transformers, see ``classes.CLASSES``.
 
     Args:
         setup: where algorithms and backends are looked up.

@@ -6,6 +6,8 @@ real tokens. Padding is read from the mask when a prompt is appended and never a
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from attrs import define
@@ -31,6 +33,7 @@ class Forward:
             where all do.
         lengths: tokens of each row before the forward.
         offloaded: the step has run ``offload`` itself.
+        kept: what the stock layers held before the forward; None until that is known.
     """
 
     coordinator: SparseCoordinator
@@ -40,9 +43,16 @@ class Forward:
     index: Tensor | None
     lengths: list[int]
     offloaded: bool = False
+    kept: list[dict[str, Any]] | None = None
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: Index | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        index: Index | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend one layer, in rows; see ``SparseCoordinator.attention``.
 
@@ -57,7 +67,7 @@ class Forward:
                     "had when it was attached; attach again after a change"
                 ],
             )
-        return self.coordinator.attention(layer, q, k, v, index)
+        return self.coordinator.attention(layer, q, k, v, index, sinks=sinks)
 
     def pack(self, columns: Tensor) -> Tensor:
         """The real tokens of ``[B, q, ...]`` as ``[rows, ...]``, contiguous."""

@@ -192,14 +192,14 @@ def generate(
         call.refuse()
         cache = TopkvCache(requests) if given is None else given
         cache.check_owner(requests)
-        before = cache.state.seen
+        before, kept = cache.state.seen, cache.state.stock.keep()
         try:
             prefixes.take_over(call, cache)
             call.admit(cache)
             arguments |= {"past_key_values": cache, "attention_mask": call.mask()}
             output = original(**arguments)
         except BaseException:
-            requests.truncate(cache.state, before)
+            requests.truncate(cache.state, before, kept)
             raise
         prefixes.publish(call, cache, output, before)
         if given is None and not call.option("return_dict_in_generate"):

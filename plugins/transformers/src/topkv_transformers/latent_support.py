@@ -7,14 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM
 
 from topkv.plugins import PluginRegistry
 from topkv.types import IndexerShape, ModelShape
 from topkv_transformers.indexer import rotation_of
 from topkv_transformers.latent import ROTARY, rotary_of
-
-LATENT_CLASSES = (DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM)
 
 LAYER_TYPES = {"indexed_attention", "deepseek_sparse_attention"}
 """Names of these layers; the second up to Transformers 5.17."""

@@ -64,6 +64,9 @@ class PromptPrefixes:
             return []
         reasons = list(self._found.off)
         rope = getattr(getattr(self.decoder, "rotary_emb", None), "rope_type", None)
+        others = len(list(self.requests.stand_in.stock))
+        if others:
+            reasons.append(f"{others} layers keep states of their own, which lie in no page")
         if rope in DYNAMIC_ROPE:
             reasons.append(f"RoPE of type {rope!r} gives keys that depend on the whole length")
         return reasons

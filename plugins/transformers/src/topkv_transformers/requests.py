@@ -14,6 +14,7 @@ from topkv.errors import RequestError
 from topkv_transformers.attention import NamedAttention
 from topkv_transformers.forwards import Forward, open_forward
 from topkv_transformers.state import CacheState
+from topkv_transformers.stock import StockLayers
 from topkv_transformers.turn import Turn
 
 
@@ -23,6 +24,7 @@ class CacheRequests:
     Args:
         coordinator: where the requests live.
         attention: which attention function the model calls.
+        stock: makes the layers of a cache that are not ours, None where ours stand.
 
     Attributes:
         forward: the open forward, or None.
@@ -31,11 +33,17 @@ class CacheRequests:
         turn: which thread uses the model.
     """
 
-    def __init__(self, coordinator: SparseCoordinator, attention: NamedAttention) -> None:
+    def __init__(
+        self,
+        coordinator: SparseCoordinator,
+        attention: NamedAttention,
+        stock: Callable[[], list[Any]],
+    ) -> None:
         self.coordinator = coordinator
         self.attention = attention
+        self.stock = stock
         self.forward: Forward | None = None
-        self.stand_in = CacheState()
+        self.stand_in = CacheState(StockLayers(stock))
         self.attached = True
         self.turn = Turn()
         self._retired: list[int] = []
@@ -72,6 +80,7 @@ class CacheRequests:
                     f"the cache holds {len(state.slots)} rows and the forward brings {rows}"
                 )
             self.forward = open_forward(self.coordinator, state, columns, mask)
+            self.forward.kept = state.stock.keep()
             self.attention.name_ours()
         except BaseException:
             self._recover()
@@ -142,13 +151,22 @@ class CacheRequests:
                     self.coordinator.truncate(slot, self.coordinator.length(slot))
                 raise
 
-    def truncate(self, state: CacheState, columns: int) -> None:
-        """Cut a cache to its first ``columns`` columns; one that keeps none begins anew."""
+    def truncate(self, state: CacheState, columns: int, kept: Any = None) -> None:
+        """Cut a cache to its first ``columns`` columns; one that keeps none begins anew.
+
+        Args:
+            kept: what ``state.stock.keep`` returned when there were as many; None to crop.
+
+        Raises:
+            CapabilityError: stock layers cannot be cropped; nothing has changed.
+        """
         lengths = np.maximum(columns - state.padding, 0).tolist()
         with self.exclusive():
             if not columns:
                 self.release(state)
                 return
+            if kept is None and columns < state.seen:
+                state.stock.check_crop()
             try:
                 self._cut(state.slots, lengths)
             except BaseException:  # rows of different ends would be wrong without a word
@@ -156,6 +174,10 @@ class CacheRequests:
                 raise
             finally:
                 state.seen = columns
+                if kept is None:
+                    state.stock.crop(columns)
+                else:
+                    state.stock.restore(kept)
                 state.prompt = min(state.prompt, columns)
 
     def fork(self, state: CacheState, twin: CacheState) -> None:
@@ -164,6 +186,7 @@ class CacheRequests:
             slots = [self.coordinator.fork(slot) for slot in state.slots]
         twin.slots, twin.padding = slots, state.padding.copy()
         twin.seen, twin.prompt = state.seen, state.prompt
+        twin.stock.restore(state.stock.keep())
 
     def release(self, state: CacheState) -> None:
         """End the requests of a cache, at once or as soon as no forward is open. Idempotent.
@@ -222,6 +245,8 @@ class CacheRequests:
         state = forward.state
         if not state.seen:
             self.release(state)
+        elif forward.kept is not None:
+            state.stock.restore(forward.kept)
         for slot, length in zip(state.slots, forward.lengths, strict=False):
             if self.coordinator.length(slot) > length:
                 self.coordinator.truncate(slot, length)

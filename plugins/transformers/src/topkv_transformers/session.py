@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
-from functools import wraps
+from functools import partial, wraps
 from os import PathLike
 from typing import Any
 
@@ -23,7 +23,8 @@ from topkv_transformers.latent import LatentAttention, install
 from topkv_transformers.prediction import prediction
 from topkv_transformers.prefixes import PromptPrefixes
 from topkv_transformers.requests import CacheRequests
-from topkv_transformers.support import HANDLE, attention_modules, decoder_of
+from topkv_transformers.stock import fresh_layers
+from topkv_transformers.support import HANDLE, attention_modules, decoder_of, left_alone
 
 
 class AttachedModel:
@@ -52,7 +53,11 @@ class AttachedModel:
         self.config = coordinator.config
         self.shape = coordinator.model
         self._decoder = decoder_of(model)
-        self.requests = CacheRequests(coordinator, attention.NamedAttention(self._decoder))
+        self.requests = CacheRequests(
+            coordinator,
+            attention.NamedAttention(self._decoder, left_alone(model)),
+            partial(fresh_layers, self._decoder.config),
+        )
         self.prefixes = PromptPrefixes(self._decoder, self.requests)
         self._parameters = list(inspect.signature(self._decoder.forward).parameters)
         self._generate = model.__dict__.get("generate")

@@ -43,12 +43,16 @@ def suspend(cache: TopkvCache, decoder: nn.Module, folder: Folder) -> None:
 
     Raises:
         RequestError: the cache is empty.
+        CapabilityError: the model has layers that topkv leaves alone.
         OSError: it cannot be written; cache and folder are as they were, but for parts that
             belong to no session.
     """
     state, folder = cache.state, Path(folder)
     if not state.slots:
         raise RequestError("the cache is empty: there is nothing to suspend")
+    if others := len(list(state.stock)):
+        why = f"{others} layers keep states of their own, which no session holds yet"
+        raise CapabilityError("this cache cannot be suspended", [why])
     coordinator, rows = cache.requests.coordinator, []
     with cache.requests.exclusive():
         folder.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from topkv_transformers.stock import StockLayers
+
 
 class CacheState:
     """The rows of one cache. Columns are positions of the padded batch.
@@ -13,10 +15,12 @@ class CacheState:
         seen: columns that have been appended, padding included.
         prompt: columns below which a forward is prefill, even if it is one token long.
         padding: int64 ``[B]`` columns of left padding of each row, so far.
+        stock: the layers that topkv leaves alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stock: StockLayers | None = None) -> None:
         self.slots: list[int] = []
+        self.stock = stock or StockLayers()
         self.clear()
 
     def begin(self, slots: list[int]) -> None:
@@ -29,4 +33,5 @@ class CacheState:
         slots = self.slots
         self.begin([])
         self.seen = self.prompt = 0
+        self.stock.reset()
         return slots

@@ -7,23 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel
 
 from topkv.plugins import PluginRegistry
 from topkv.types import ModelShape
 from topkv_transformers import latent_support
-from topkv_transformers.latent_support import LATENT_CLASSES
-
-MODEL_CLASSES = (
-    *(LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM),
-    *LATENT_CLASSES,
-)
+from topkv_transformers.classes import group_of
+from topkv_transformers.stock import FULL, STOCK, layer_types
 
 HANDLE = "_topkv_handle"
 """Attribute of a decoder that is attached."""
@@ -36,7 +26,7 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 
 def is_latent(model: PreTrainedModel) -> bool:
     """Whether a model has latent attention, and selects for itself."""
-    return isinstance(model, LATENT_CLASSES)
+    return group_of(model) == "indexer"
 
 
 def refusals(model: object) -> list[str]:
@@ -44,14 +34,15 @@ def refusals(model: object) -> list[str]:
     if not isinstance(model, PreTrainedModel):
         return [f"expected a transformers PreTrainedModel, got {type(model).__qualname__}"]
     reasons = []
-    if not isinstance(model, MODEL_CLASSES):
-        names = ", ".join(cls.__name__ for cls in MODEL_CLASSES)
-        reasons.append(f"class {type(model).__name__} is not supported; supported are {names}")
+    if group_of(model) is None:
+        reasons.append(
+            f"class {type(model).__name__} is not supported: nobody has compared it with its "
+            "stock model. topkv_transformers.classes lists those that were; to ask for another, "
+            "open an issue with its config.json, or add its name there and run test_models.py"
+        )
     latent = is_latent(model)
     reasons += _config_refusals(model.config.get_text_config(), latent)
     modules = attention_modules(model)
-    if any(getattr(module, "sinks", None) is not None for module in modules):
-        reasons.append("attention sinks are not supported")
     geometry = latent_support.geometry if latent else _geometry
     if len({geometry(module) for module in modules}) > 1:
         reasons.append("the attention layers differ in head_dim, heads or scaling; expected alike")
@@ -85,16 +76,14 @@ def _config_refusals(config: Any, latent: bool) -> list[str]:
     reasons = []
     if getattr(config, "is_encoder_decoder", False):
         reasons.append("encoder-decoder models are not supported")
-    if has("sliding_window"):
-        reasons.append(
-            f"sliding-window attention (sliding_window={config.sliding_window}) is not supported; "
-            "set config.sliding_window=None before the model is made to attend to everything"
-        )
-    known = latent_support.LAYER_TYPES if latent else {"full_attention"}
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
-    if others:
-        expected = " or ".join(map(repr, sorted(known)))
-        reasons.append(f"layer types {others} are not supported; expected {expected} alone")
+    if latent:
+        known = latent_support.LAYER_TYPES
+        others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
+        if others:
+            expected = " or ".join(map(repr, sorted(known)))
+            reasons.append(f"layer types {others} are not supported; expected {expected} alone")
+    else:
+        reasons += _layer_refusals(config)
     if has("attention_chunk_size"):
         reasons.append("chunked attention (attention_chunk_size) is not supported")
     if has("attn_logit_softcapping"):
@@ -108,11 +97,43 @@ def _config_refusals(config: Any, latent: bool) -> list[str]:
     return reasons
 
 
+def _layer_refusals(config: Any) -> list[str]:
+    """Whether each layer is ours or may stand beside ours; there must be one of ours."""
+    types = layer_types(config)
+    others = sorted(set(types) - STOCK - {FULL})
+    if others:
+        return [f"layer types {others} are not supported; expected {FULL!r} or {sorted(STOCK)}"]
+    if FULL in types:
+        return []
+    if getattr(config, "layer_types", None):
+        return [f"no layer attends to everything, all are {sorted(set(types))}: nothing to serve"]
+    return [
+        f"sliding-window attention (sliding_window={config.sliding_window}) is not supported in "
+        "all layers; set config.sliding_window=None before the model is made to attend to "
+        "everything"
+    ]
+
+
+def _layers_of(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """Kind and module of each layer."""
+    decoder = decoder_of(model)
+    layers: Any = getattr(decoder, "layers", ())
+    if is_latent(model):
+        return [(FULL, layer) for layer in layers]
+    return list(zip(layer_types(decoder.config), layers, strict=False))
+
+
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The attention modules of the layers, in order."""
-    layers = getattr(decoder_of(model), "layers", ())
-    modules = (getattr(layer, "self_attn", None) for layer in layers)
+    """The attention modules of the layers that topkv serves, in order."""
+    full = [layer for kind, layer in _layers_of(model) if kind == FULL]
+    modules = (getattr(layer, "self_attn", getattr(layer, "mixer", None)) for layer in full)
     return [module for module in modules if isinstance(module, nn.Module)]
+
+
+def left_alone(model: PreTrainedModel) -> set[nn.Module]:
+    """All modules of the layers that keep what the model gives them."""
+    others = [layer for kind, layer in _layers_of(model) if kind != FULL]
+    return {module for layer in others for module in layer.modules()}
 
 
 def _geometry(module: nn.Module) -> tuple[Any, ...]:
@@ -122,7 +143,7 @@ def _geometry(module: nn.Module) -> tuple[Any, ...]:
 
 def shape_of(model: PreTrainedModel) -> ModelShape:
     """Geometry of the attention layers of a model that ``refusals`` has passed."""
-    config, modules = model.config, attention_modules(model)
+    config, modules = model.config.get_text_config(), attention_modules(model)
     if is_latent(model):
         return latent_support.latent_shape(modules, model.dtype)
     return ModelShape(

@@ -1,0 +1,128 @@
+"""The layers of a mixed model that topkv leaves alone, in one cache.
+
+Windows, convolutions and linear states hold what Transformers gives them to hold, on the device,
+and forget as they go on. What a ``TopkvCache`` promises beyond that, copies and the way back after
+an exception, is done by keeping what they held: a reference to what they replace, a copy of what
+they write in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from topkv.errors import CapabilityError
+
+FULL = "full_attention"
+
+STOCK = {"sliding_attention", "linear_attention", "conv", "mamba", "moe", "mlp"}
+"""Kinds of layers that may stand beside full ones; the last two have no cache at all."""
+
+
+def layer_types(config: Any) -> list[str]:
+    """What Transformers' own cache takes each layer of a model for."""
+    types = getattr(config, "layer_types", None)
+    if types:
+        return list(types)
+    slides = getattr(config, "sliding_window", None) is not None
+    return ["sliding_attention" if slides else FULL] * config.num_hidden_layers
+
+
+def fresh_layers(config: Any) -> list[Any]:
+    """Empty layers of Transformers' own cache, None where one of ours stands."""
+    types = layer_types(config)
+    if set(types).isdisjoint(STOCK):
+        return [None] * len(types)
+    layers = DynamicCache(config=config).layers
+    return [None if kind == FULL else layer for kind, layer in zip(types, layers, strict=True)]
+
+
+class StockLayers:
+    """The stock layers of one cache.
+
+    Args:
+        make: makes empty ones, as ``fresh_layers`` does.
+
+    Attributes:
+        layers: one for each layer of the model, None where one of ours stands.
+    """
+
+    def __init__(self, make: Callable[[], list[Any]] = list) -> None:
+        self._make = make
+        self.layers = make()
+
+    def __iter__(self) -> Iterable[Any]:
+        return iter([layer for layer in self.layers if layer is not None])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they hold on the device."""
+        return sum(_nbytes(value) for layer in self for value in vars(layer).values())
+
+    def keep(self) -> list[dict[str, Any]]:
+        """What they hold now, for one call of ``restore``. Waits for nothing."""
+        return [
+            {name: _kept(value, _in_place(layer)) for name, value in vars(layer).items()}
+            for layer in self
+        ]
+
+    def restore(self, kept: list[dict[str, Any]]) -> None:
+        """Hold again what ``keep`` of these layers, or of those of another cache, returned."""
+        for layer, values in zip(self, kept, strict=True):
+            layer.__dict__ = values
+
+    def reset(self) -> None:
+        """Hold nothing, of any number of rows."""
+        self.restore([vars(layer) for layer in self._make() if layer is not None])
+
+    def check_crop(self) -> None:
+        """Raises CapabilityError if tokens cannot be taken back."""
+        reasons = [
+            f"layer {index} ({type(layer).__name__}) {why}; fork() the cache where you may "
+            "want to go back to"
+            for index, layer in enumerate(self.layers)
+            if (why := _why_forgotten(layer))
+        ]
+        if reasons:
+            raise CapabilityError("this TopkvCache cannot be cropped", reasons)
+
+    def crop(self, columns: int) -> None:
+        """Keep the first ``columns`` columns. Idempotent; ``check_crop`` has passed."""
+        for layer in self:
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                change = columns - layer.get_seq_length()
+                if change:
+                    layer.crop(change)
+
+
+def _why_forgotten(layer: Any) -> str:
+    """Why a layer cannot go back, empty if it can."""
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        passed = layer.get_seq_length() >= layer.sliding_window
+        return f"has passed its window of {layer.sliding_window} tokens" if passed else ""
+    # A layer without a cache has no state either.
+    return "keeps one state of all tokens" if _in_place(layer) else ""
+
+
+def _in_place(layer: Any) -> bool:
+    """Whether a layer writes into the tensors that it holds."""
+    return hasattr(layer, "recurrent_states")
+
+
+def _kept(value: Any, copied: bool) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone() if copied else value
+    if isinstance(value, dict):
+        return {name: _kept(each, copied) for name, each in value.items()}
+    return value
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, dict):
+        return sum(map(_nbytes, value.values()))
+    # What has no dimension is a number that Transformers keeps on the host.
+    return value.nbytes if isinstance(value, Tensor) and value.ndim else 0

@@ -1,0 +1,157 @@
+"""A tiny random model of each class that is served.
+
+Sizes differ from class to class, and so does whether the head is the embedding, so that over all
+of them many geometries are met: three query heads for a kv-head, or one, or five; hidden sizes
+that are not heads times head dim, where a class allows that.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from topkv_transformers.classes import CLASSES
+
+PAD, VOCABULARY = 0, 96
+
+SIZES = ((6, 2, 64), (3, 1, 96), (4, 4, 64), (5, 1, 64), (4, 2, 96))
+"""Query heads, kv-heads, head dim: one after the other, over the classes of a group."""
+
+EXAMPLES = {"Granite", "Qwen3Moe", "Gemma3", "GptOss", "Qwen3Next"}
+"""One of each group, which is tested wherever tests run."""
+
+CONTRARY = {"Jamba", "NemotronH"}
+"""What their stock models compute of a sequence at once is not what they decode, or compute of it
+in chunks: nothing but the stock model in the same calls says what is right."""
+
+# Hidden size is heads times head dim.
+TIGHT = {
+    *("Arcee", "AriaText", "BitNet", "Helium", "HyperCLOVAX", "Jais2", "Llama", "Olmoe"),
+    *("StableLm", "Emu3", "Olmo", "Olmo2", "FlexOlmo", "Phi", "Nemotron"),
+}
+
+SLIDING = ["sliding_attention", "full_attention"] * 2
+
+EXPERTS = {
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "shared_expert_intermediate_size": 32,
+    "shared_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+"""By the names that the classes have for them."""
+
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+MAMBA = {
+    "mamba_d_state": 16,
+    "mamba_n_heads": 8,
+    "mamba_d_head": "auto",
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
+    "hidden_size": 384,
+}
+
+CONV = {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 2}
+
+OWN = {
+    "Bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
+    "GraniteMoeHybrid": {
+        **MAMBA,
+        "layer_types": ["mamba", "attention"] * 2,
+        "attention_multiplier": 0.11,
+    },
+    "Jamba": {
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "mamba_d_state": 8,
+        "use_mamba_kernels": False,
+    },
+    "Lfm2": CONV,
+    "Lfm2Moe": CONV,
+    "NemotronH": {"layers_block_type": ["mamba", "attention", "moe", "attention"]},
+    "OlmoHybrid": LINEAR,
+    "Qwen3Next": LINEAR,
+    "Qwen3_5": LINEAR,
+    "Qwen3_5Moe": LINEAR,
+    "GraniteSWA": {"attention_multiplier": 0.11},
+    "GraniteMoeSWA": {"attention_multiplier": 0.11},
+    "Granite": {"attention_multiplier": 0.11},
+    "GraniteMoe": {"attention_multiplier": 0.11},
+    "GraniteMoeShared": {"attention_multiplier": 0.11},
+    "Jais2": {"attention_bias": True},
+    "Mistral": {"sliding_window": None},
+    "Mellum": {"sliding_window": 7},
+    "Qwen2Moe": {"sliding_window": 7},
+}
+"""What a class alone needs, or what makes it harder."""
+
+
+def names_of(*groups):
+    """The classes of some groups, each a parameter of a test.
+
+    All but the examples are marked ``models``, and are left to ``make test-models``.
+    """
+    return [pytest.param(name, marks=_marks(name)) for group in groups for name in CLASSES[group]]
+
+
+def _marks(name):
+    known = hasattr(transformers, f"{name}ForCausalLM")
+    absent = pytest.mark.skipif(not known, reason="this release of Transformers lacks the class")
+    return [absent] if name in EXAMPLES else [absent, pytest.mark.models]
+
+
+def config_of(name, **options):
+    """The configuration of a tiny model of a class."""
+    group = next(group for group, names in CLASSES.items() if name in names)
+    place = CLASSES[group].index(name)
+    heads, kv_heads, head_dim = SIZES[place % len(SIZES)]
+    values = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": heads * head_dim if name in TIGHT else 60 * heads,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": 640,
+        "initializer_range": 0.15,
+        "tie_word_embeddings": bool(place % 2),
+        "pad_token_id": PAD,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+        **({} if group == "dense" else EXPERTS),
+    }
+    if group in ("windows", "sinks", "states"):
+        values |= {"num_hidden_layers": 4}
+    if group in ("windows", "sinks"):
+        values |= {"layer_types": SLIDING, "sliding_window": 9}
+    kind = getattr(transformers, f"{name}ForCausalLM").config_class
+    return kind(**{**values, **OWN.get(name, {}), **options})
+
+
+def model_of(name, device="cpu", **options):
+    """A tiny random model of a class."""
+    torch.manual_seed(0)
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    model = kind(config_of(name, **options)).eval()
+    for each, parameter in model.named_parameters():
+        if each.endswith("sinks"):  # some heads go to nothing else, some hardly notice
+            parameter.data.copy_(torch.linspace(-4, 4, len(parameter)))
+    return model.to(device)
