@@ -191,3 +191,16 @@ def test_lives_of_mixed_caches(tiny, check, name):
 
     Machine.name, Machine.check = name, check
     run_state_machine_as_test(Machine, settings=settings(max_examples=25, stateful_step_count=25))
+
+
+def test_pages_alone_hold_no_prefix_and_no_session(tiny, tmp_path):
+    model = model_of("Gemma3")
+    with pytest.raises(CapabilityError, match="layers keep states of their own"):
+        topkv.attach(model, tiny.settings(prefix_cache="prompt"))
+    with topkv.attach(model, tiny.settings()) as handle:
+        cache = handle.new_cache()
+        prompt = tiny.prompt(20)
+        model.generate(**prompt, past_key_values=cache, do_sample=False, max_new_tokens=2)
+        with pytest.raises(CapabilityError, match="cannot be suspended"):
+            handle.suspend(cache, tmp_path)
+        assert cache.slots
