@@ -174,7 +174,7 @@ def test_stalls_grow_with_each_replay_that_missed_and_with_no_other():
     coordinator.forward_begin(decode=rows)
     inputs.run(coordinator)  # kernels are compiled
     before = counted()
-    assert sorted(before) == [1, 2]
+    assert before.keys() == {2}, "the other layers are dense, and load nothing"
     graph = torch.cuda.CUDAGraph()
     seen = set()
     for step in range(12):

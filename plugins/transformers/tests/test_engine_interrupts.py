@@ -12,6 +12,9 @@ from topkv.errors import RequestError
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
+EAGER = {"capture": "off"}
+"""A replayed step calls nothing; ``test_capture.py`` cuts those."""
+
 SECOND = {"attention", "request_begin", "reserve", "fork", "truncate"}
 """Calls that are cut at the second row or layer; others at the first."""
 
@@ -99,7 +102,7 @@ class Talk:
 @pytest.mark.parametrize(("action", "call"), PAIRS)
 def test_a_cut_call_leaves_nothing_behind(tiny, action, call, error, late):
     model, prompt = tiny.model(), tiny.prompt(20, (0, 4))
-    with topkv.attach(model, tiny.settings(max_requests=5)) as handle, torch.no_grad():
+    with topkv.attach(model, tiny.settings(max_requests=5, **EAGER)) as handle, torch.no_grad():
         talk = Talk(model, handle, prompt)
         before = talk.state()
         expected = talk.turn(talk.fork())
@@ -115,7 +118,7 @@ def test_a_cut_call_leaves_nothing_behind(tiny, action, call, error, late):
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 def test_an_undo_that_is_cut_is_done_later(tiny, late):
     model, prompt = tiny.model(), tiny.prompt(20, (0, 4))
-    with topkv.attach(model, tiny.settings(max_requests=3)) as handle, torch.no_grad():
+    with topkv.attach(model, tiny.settings(max_requests=3, **EAGER)) as handle, torch.no_grad():
         talk = Talk(model, handle, prompt)
         before = talk.state()
         with Cut(handle.coordinator, "request_end", late=late), pytest.raises(KeyboardInterrupt):
@@ -129,7 +132,7 @@ def test_an_undo_that_is_cut_is_done_later(tiny, late):
 def test_a_model_is_detached_after_a_cut_call(tiny, action, call):
     model, prompt = tiny.model(), tiny.prompt(20, (0, 4))
     stock = model(**prompt).logits
-    with topkv.attach(model, tiny.settings(max_requests=5)) as handle, torch.no_grad():
+    with topkv.attach(model, tiny.settings(max_requests=5, **EAGER)) as handle, torch.no_grad():
         talk = Talk(model, handle, prompt)
         with Cut(handle.coordinator, call), pytest.raises(KeyboardInterrupt):
             getattr(talk, action)()
@@ -141,7 +144,7 @@ def test_a_model_is_detached_after_a_cut_call(tiny, action, call):
 def test_any_call_goes_on_after_an_interrupted_forward(tiny, action):
     """KeyboardInterrupt runs no hooks: whatever is called next cleans up."""
     model, prompt = tiny.model(), tiny.prompt(20, (0, 4))
-    with topkv.attach(model, tiny.settings()) as handle, torch.no_grad():
+    with topkv.attach(model, tiny.settings(**EAGER)) as handle, torch.no_grad():
         talk = Talk(model, handle, prompt)
         expected = talk.turn(talk.fork())
         with Cut(handle.coordinator, "attention"), pytest.raises(KeyboardInterrupt):
@@ -159,7 +162,7 @@ def test_any_call_goes_on_after_an_interrupted_forward(tiny, action):
 
 def test_a_crop_that_is_cut_ends_alike_in_all_rows(tiny):
     model, prompt = tiny.model(), tiny.prompt(20, (0, 4))
-    with topkv.attach(model, tiny.settings()) as handle, torch.no_grad():
+    with topkv.attach(model, tiny.settings(**EAGER)) as handle, torch.no_grad():
         talk = Talk(model, handle, prompt)
         expected = talk.turn(talk.fork())
         with Cut(handle.coordinator, "truncate"), pytest.raises(KeyboardInterrupt):
@@ -171,7 +174,7 @@ def test_a_crop_that_is_cut_ends_alike_in_all_rows(tiny):
 def test_a_forward_that_was_dropped_from_within_is_told(tiny):
     """Its tokens are not in the cache; to return logits as if they were would be wrong."""
     model, prompt = tiny.model(), tiny.prompt(20, (0, 4))
-    with topkv.attach(model, tiny.settings()) as handle, torch.no_grad():
+    with topkv.attach(model, tiny.settings(**EAGER)) as handle, torch.no_grad():
         talk = Talk(model, handle, prompt)
         expected = talk.turn(talk.fork())
         hook = model.model.layers[1].register_forward_hook(lambda *_: talk.cache.crop(0))

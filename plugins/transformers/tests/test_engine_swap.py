@@ -87,7 +87,7 @@ class Recorder:
 def swap(tiny, check, family, pads=(0,), chunk=None, layers=2, **changes):
     model, prompt = tiny.model(family, layers=layers), tiny.prompt(PROMPT, pads)
     steps = WARM_UP + STEPS + 1  # the first token comes from the prefill
-    settings = tiny.settings(unit=UNIT, budget=BUDGET, buffer=BUFFER, **changes)
+    settings = tiny.settings(capture="off", unit=UNIT, budget=BUDGET, buffer=BUFFER, **changes)
     with topkv.attach(model, settings) as handle:
         recorder = Recorder(handle.coordinator)
         hook = model.register_forward_hook(lambda *_: recorder.count())
@@ -147,7 +147,9 @@ def test_shared_selection(tiny, check):
 def test_after_a_second_turn(tiny, check, new, fast):
     """Prefill follows decode, in mid-unit, over units that only decode has closed."""
     model, first = tiny.model(), tiny.prompt(PROMPT, (0, 6))
-    settings = tiny.settings(unit=UNIT, budget=BUDGET, buffer=BUFFER, resident_fast_path=fast)
+    settings = tiny.settings(
+        capture="off", unit=UNIT, budget=BUDGET, buffer=BUFFER, resident_fast_path=fast
+    )
     with topkv.attach(model, settings) as handle:
         recorder, cache = Recorder(handle.coordinator), handle.new_cache()
         sequences, _, _ = check.run(model, first, 30, past_key_values=cache)

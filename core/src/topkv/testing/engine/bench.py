@@ -75,6 +75,7 @@ class Bench:
             "prefill_block_tokens": 2 * PAGE,
             "poison": True,
             "observers": ["watcher"],
+            "capture": "off",  # each step is looked at on the host
             **COVERING,
         }
         return SparseConfig.load(self.case.settings(**{**values, **changes}))
