@@ -43,9 +43,11 @@ test-nightly: $(VENV)/.installed
 test-gpu:
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 6 --dist worksteal -m gpu $(ARGS)
 
-# Of topkv-vllm, beside stock vLLM on a CPU, in an environment of their own: build/vllm, 3.5 GB.
+# Of topkv-vllm, beside stock vLLM on a CPU, with the newest and the oldest version that it takes, in
+# an environment of their own: build/vllm, 4 GB.
 test-vllm:
 	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) plugins/vllm/test.sh $(ARGS)
+	VLLM=0.27.1 plugins/vllm/test.sh $(ARGS)
 
 # What builds and checks distributions, beside what runs tests.
 $(VENV)/.packaging: $(VENV)/.installed

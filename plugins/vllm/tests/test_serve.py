@@ -200,7 +200,7 @@ def test_clients_stream_and_a_third_goes_away(server, stock, prompt):
             assert got == expected[number]
         else:
             assert got == expected[number][: len(got)]
-            assert 3 <= len(got) < 24
+            assert len(got) >= 3
     server.wait_until_nothing_is_held()
     metrics = server.metrics()
     assert metrics["vllm:topkv_hits_total"] > 0
@@ -256,7 +256,7 @@ def test_it_ends_under_load(server, stock, prompt):
     def ask(each):
         async def one():
             async with client(server) as openai:
-                return await stream(openai, each, 60)
+                return await stream(openai, each, 150)
 
         return asyncio.run(one())
 
@@ -274,7 +274,7 @@ def test_it_ends_under_load(server, stock, prompt):
             server.process.kill()
         ended = [each for each in asked if each.exception() is None]
     assert len(ended) >= 4, "it waits for those that run"
-    expected = [tokens for (tokens,) in stock.answer(prompts, 60)]
+    expected = [tokens for (tokens,) in stock.answer(prompts, 150)]
     for each, tokens in zip(asked, expected, strict=True):
         assert each not in ended or each.result() == tokens
     _, left = psutil.wait_procs(children, timeout=30)

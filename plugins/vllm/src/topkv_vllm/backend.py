@@ -160,5 +160,21 @@ class TopkvBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """The placeholder: one element a token."""
+        """The placeholder of vLLM 0.32, which asks for it: one element a token."""
         return replace(spec, num_head_slots=1, state_content_bytes=spec.dtype.itemsize)
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """See ``AttentionBackend``; vLLM 0.27 asks it, of placeholders."""
+        return (num_blocks, 2, block_size, num_kv_heads, head_size)
+
+
+def placeholder(spec: Any) -> Any:
+    """The placeholder of vLLM 0.27, where a backend has no say: two elements a token."""
+    return replace(spec, num_kv_heads=1, head_size=1, head_size_v=1)

@@ -66,8 +66,9 @@ class Requests:
             self._end(name)
         self.computed = {}
         for new in step.scheduled_new_reqs:
-            self.prompts[new.req_id] = new.prompt_len
-            self._begin(new.req_id, new.block_ids[0], new.num_computed_tokens, new.prompt_len)
+            tokens = new.prompt_embeds if new.prompt_token_ids is None else new.prompt_token_ids
+            self.prompts[new.req_id] = prompt = len(tokens)
+            self._begin(new.req_id, new.block_ids[0], new.num_computed_tokens, prompt)
         for name, blocks, computed, generated in zip(
             cached.req_ids,
             cached.new_block_ids,

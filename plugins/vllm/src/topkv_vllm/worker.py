@@ -9,12 +9,13 @@ from typing import Any
 
 import vllm
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from topkv import SparseConfig
 from topkv.errors import CapabilityError, ConfigError
-from topkv_vllm.backend import TopkvImpl
+from topkv_vllm.backend import TopkvImpl, placeholder
 from topkv_vllm.entry import BACKEND
 from topkv_vllm.geometry import lowered_for, shape_of_layers
 from topkv_vllm.metrics import with_counts
@@ -65,10 +66,17 @@ class TopkvCPUWorker(CPUWorker):
         shape = shape_of_layers(impls, self.topkv_config.model.dtype)
         self.topkv_config = lowered_for(config, settings, shape)
 
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        """What vLLM allocates of each layer, which is a placeholder."""
+        specs: dict[str, Any] = super().get_kv_cache_spec()
+        if hasattr(AttentionBackend, "customize_spec"):  # vLLM asked the backend
+            return specs
+        return {name: placeholder(spec) for name, spec in specs.items()}
+
     def determine_available_memory(self) -> int:
         """As many bytes as make vLLM's block pool as large as the host pool, placeholders that
         they are."""
-        if self._should_warm_up_model():
+        if getattr(self, "_should_warm_up_model", lambda: True)():  # not in vLLM 0.27
             self.model_runner.warming_up_model()
         page = sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
         return self.topkv_config.num_pages * page
