@@ -71,7 +71,7 @@ THEIRS = {
     "2wikimqa": "2fd5a1e87037e43f",
     "musique": "2fd5a1e87037e43f",
 }
-"""SHA-256 of LongBench's prompts and numbers of tokens (``config`` of THUDM/LongBench, 2e00731)."""
+"""SHA-256 of LongBench's prompts and numbers of tokens (THUDM/LongBench at 2e00731)."""
 
 
 @pytest.mark.parametrize("name", PROMPTS)
