@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.util import find_spec
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from topkv_cli.group import topkv
 from topkv_evaluation.eval import page, plot
 from topkv_evaluation.eval.catalogue import Catalogue
+from topkv_evaluation.eval.plan import Options, Plan
 from topkv_evaluation.eval.results import RESULTS, read_rows
 from topkv_evaluation.loading import load_model
 from topkv_evaluation.tasks.needles import NOISE
@@ -222,3 +224,17 @@ def test_a_wrong_file_is_one_error(folder, tmp_path):
         assert word in done.stderr
     done = call(folder, "--tasks", file, "--contexts", "512")
     assert "exclude each other" in done.stderr
+
+
+def test_snapkv_has_room_for_the_longest_answer_by_default(folder):
+    found = {}
+    for words, least in (("text", 64), ("ruler:niah_single_1", 128)):
+        options = Options(model=folder, tasks=(words,), contexts="1024", questions=1)
+        plan = Plan.of(options)
+        snap = next(cell.choice for cell in plan.cells if "snapkv" in cell.label)
+        found[words] = snap.params["generated"]
+        assert found[words] >= least
+        assert found[words] == max(cell.task.steps for cell in plan.cells)
+    assert found["text"] < found["ruler:niah_single_1"]
+    named = Plan.of(replace(options, algorithms=("snapkv:generated=7",)))
+    assert named.cells[1].choice.params == {"generated": 7}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoTokenizer
 from topkv.errors import ConfigError
 from topkv_evaluation import CHECKPOINT
 from topkv_evaluation.tasks.files import read_file
+from topkv_evaluation.tasks.longbench import PROMPTS
 from topkv_evaluation.tasks.prompts import Prompts
 from topkv_evaluation.tasks.sample import Sample
 
@@ -34,7 +36,7 @@ def written(tmp_path, *lines):
      (RULER, "all", Sample("text\nand more", "\nWhat?", "", ("x", "y"), 128)),
      ({**RULER, "answer_prefix": " It is"}, "all",
       Sample("text\nand more", "\nWhat?", " It is", ("x", "y"), 128)),
-     (LONGBENCH, "f1", Sample("c", "\n\nWho?", "\n", ("p", "q"), 64))],
+     ({**LONGBENCH, "dataset": "mine"}, "f1", Sample("c", "\n\nWho?", "\n", ("p", "q"), 64))],
 )  # fmt: skip
 def test_formats(tmp_path, line, scoring, sample):
     assert read_file(written(tmp_path, line, line, line), 2) == ([sample] * 2, scoring)
@@ -48,6 +50,7 @@ def test_formats(tmp_path, line, scoring, sample):
      ([OWN, {**OWN, "answer": 5}, {**OWN, "question": ""}],
       ["line 2: expected a text, or a list of texts, in 'answer'", "line 3: expected a text in"]),
      ([{**OWN, "answer": []}, {**OWN, "new_tokens": 0}], ["line 1", "line 2: new_tokens"]),
+     ([{**LONGBENCH, "dataset": "lcc"}], ["line 1: LongBench does not score lcc", "musique"]),
      ([{**RULER, "input": "no line"}], ["line 1: expected the question in a last line"]),
      ([OWN, RULER], ["line 2: expected a text in 'context'", "line 2: expected a text, or a"])],
 )  # fmt: skip
@@ -58,6 +61,26 @@ def test_wrong_files_tell_every_reason(tmp_path, lines, told):
     assert str(path) in str(caught.value)
     for words in told:
         assert words in str(caught.value)
+
+
+THEIRS = {
+    "narrativeqa": "3fc427a7091acc9d",
+    "qasper": "137fd717ffbd35fe",
+    "multifieldqa_en": "a334b6ba679d3711",
+    "hotpotqa": "2fd5a1e87037e43f",
+    "2wikimqa": "2fd5a1e87037e43f",
+    "musique": "2fd5a1e87037e43f",
+}
+"""SHA-256 of LongBench's prompts and numbers of tokens (THUDM/LongBench at 2e00731)."""
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_longbench_is_asked_as_longbench_asks(tmp_path, name):
+    line = {**LONGBENCH, "dataset": name, "context": "{context}", "input": "{input}"}
+    (sample,), _ = read_file(written(tmp_path, line), 1)
+    digest = hashlib.sha256(f"{sample.prompt} {sample.new_tokens}".encode()).hexdigest()[:16]
+    assert digest == THEIRS[name]
+    assert sample.context.endswith("{context}")
 
 
 def test_files_that_cannot_be_read(tmp_path):

@@ -24,7 +24,7 @@ from topkv_evaluation.commands import (
     stats_option,
     trust_option,
 )
-from topkv_evaluation.eval import ALGORITHMS, INDEXED
+from topkv_evaluation.eval import ALGORITHMS, INDEXED, LEAST_STEPS
 from topkv_evaluation.tasks.scoring import SCORINGS
 
 
@@ -68,7 +68,7 @@ from topkv_evaluation.tasks.scoring import SCORINGS
 @click.option(
     "--algorithms",
     multiple=True,
-    show_default=f"{ALGORITHMS}; {INDEXED} if the model has an indexer",
+    show_default=f"{ALGORITHMS.format(steps=LEAST_STEPS)}; {INDEXED} if the model has an indexer",
     help="name:key=value,key=value,name; keys: parameters, unit, scope, buffer, eviction, "
     "host_format. ROW@name:... names its row.",
 )

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from topkv.errors import CapabilityError, ConfigError
 from topkv.plugins import registry
 from topkv_evaluation import CHECKPOINT
-from topkv_evaluation.eval import ALGORITHMS, INDEXED
+from topkv_evaluation.eval import ALGORITHMS, INDEXED, LEAST_STEPS
 from topkv_evaluation.eval.catalogue import BYTES, FACTS, RULER, Catalogue, has_length, read_words
 from topkv_evaluation.eval.cells import Cell, Grid, Row, cells_of, described, run_cells
 from topkv_evaluation.eval.choices import (
@@ -82,12 +82,19 @@ class Plan:
         layers = shape.num_layers
         dense = [read_dense_layers(text, layers) for text in dict.fromkeys(options.dense_layers)]
         usual = ALGORITHMS if shape.indexer is None else INDEXED
-        options = replace(options, algorithms=options.algorithms or (usual,))
-        choices = read_algorithms(options.algorithms, shape.head_dim, registry())
+
+        def chosen(steps: int) -> Sequence[str]:
+            return options.algorithms or (usual.format(steps=steps),)
+
+        # Wrong words are told before tasks are made, which may take long.
+        read_algorithms(chosen(LEAST_STEPS), shape.head_dim, registry())
         if options.backend:
             registry().get("backend", options.backend)
         tasks = _tasks(options, model)
         _check_positions(model, tasks)
+        steps = max(LEAST_STEPS, *(task.steps for task in tasks))
+        choices = read_algorithms(chosen(steps), shape.head_dim, registry())
+        options = replace(options, algorithms=chosen(steps))
         batch = options.batch or BATCH.get(model.device.type, CPU_BATCH)
         name = options.folder.resolve().name
         grid = Grid(model, options.backend, options.impl, batch, options.forced, name)

@@ -11,6 +11,7 @@ from typing import Any
 from topkv.errors import ConfigError
 
 RESULTS = "results.jsonl"
+NEEDED = frozenset(("key", "data", "model", "task", "question", "algorithm", "plugin"))
 
 Row = dict[str, Any]
 
@@ -35,7 +36,7 @@ def read_rows(folder: Path) -> list[Row]:
             if number < len(lines):
                 reasons.append(f"line {number} is no JSON: {error}")
             continue
-        if not isinstance(row, dict) or not {"key", "task", "algorithm"} <= row.keys():
+        if not isinstance(row, dict) or NEEDED - row.keys():
             reasons.append(f"line {number}: expected a row of topkv eval with the field 'key'")
             continue
         rows.append(row)

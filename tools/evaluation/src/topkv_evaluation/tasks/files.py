@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from topkv.errors import ConfigError
+from topkv_evaluation.tasks.longbench import OTHERS, PROMPTS
 from topkv_evaluation.tasks.sample import Sample
 
 AS_ANSWER = 0
@@ -48,7 +49,11 @@ def _ruler(line: Mapping[str, Any], answers: tuple[str, ...]) -> Sample:
 
 
 def _longbench(line: Mapping[str, Any], answers: tuple[str, ...]) -> Sample:
-    return Sample(line["context"], "\n\n" + line["input"], "\n", answers, 64)
+    asked = PROMPTS.get(str(line.get("dataset")))
+    if asked is None:
+        return Sample(line["context"], "\n\n" + line["input"], "\n", answers, 64)
+    question = asked.after.replace("{input}", line["input"])
+    return Sample(asked.before + line["context"], question, "", answers, asked.new_tokens)
 
 
 FORMATS = {
@@ -136,4 +141,10 @@ def _wrong(item: Mapping[str, Any], form: Format, number: int) -> list[str]:
         reasons.append(f"line {number}: new_tokens must be an integer of 1 or more")
     if form.sample is _ruler and not lacking and "\n" not in item["input"].strip():
         reasons.append(f"line {number}: expected the question in a last line of 'input'")
+    if form.sample is _longbench and str(item.get("dataset")) in OTHERS:
+        known = ", ".join(PROMPTS)
+        reasons.append(
+            f"line {number}: LongBench does not score {item['dataset']} by F1 of the answer; "
+            f"expected one of {known}, or no 'dataset'"
+        )
     return reasons
