@@ -29,8 +29,13 @@ def is_latent(model: PreTrainedModel) -> bool:
     return group_of(model) == "indexer"
 
 
-def refusals(model: object) -> list[str]:
-    """Every reason why a model cannot be attached."""
+def refusals(model: object, on_meta: bool = False) -> list[str]:
+    """Every reason why a model cannot be attached.
+
+    Args:
+        model: whatever a user has.
+        on_meta: the model has no weights, and what needs them or a place is not looked at.
+    """
     if not isinstance(model, PreTrainedModel):
         return [f"expected a transformers PreTrainedModel, got {type(model).__qualname__}"]
     reasons = []
@@ -46,6 +51,8 @@ def refusals(model: object) -> list[str]:
     geometry = latent_support.geometry if latent else _geometry
     if len({geometry(module) for module in modules}) > 1:
         reasons.append("the attention layers differ in head_dim, heads or scaling; expected alike")
+    if on_meta:
+        return reasons
     devices = {parameter.device for module in modules for parameter in module.parameters()}
     if len(devices) > 1 or torch.device("meta") in devices:
         places = sorted(str(device) for device in devices)
@@ -114,7 +121,7 @@ def _layer_refusals(config: Any) -> list[str]:
     ]
 
 
-def _layers_of(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+def layers_of(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """Kind and module of each layer."""
     decoder = decoder_of(model)
     layers: Any = getattr(decoder, "layers", ())
@@ -125,14 +132,14 @@ def _layers_of(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """The attention modules of the layers that topkv serves, in order."""
-    full = [layer for kind, layer in _layers_of(model) if kind == FULL]
+    full = [layer for kind, layer in layers_of(model) if kind == FULL]
     modules = (getattr(layer, "self_attn", getattr(layer, "mixer", None)) for layer in full)
     return [module for module in modules if isinstance(module, nn.Module)]
 
 
 def left_alone(model: PreTrainedModel) -> set[nn.Module]:
     """All modules of the layers that keep what the model gives them."""
-    others = [layer for kind, layer in _layers_of(model) if kind != FULL]
+    others = [layer for kind, layer in layers_of(model) if kind != FULL]
     return {module for layer in others for module in layer.modules()}
 
 
