@@ -18,7 +18,7 @@ PAD, VOCABULARY = 0, 96
 SIZES = ((6, 2, 64), (3, 1, 96), (4, 4, 64), (5, 1, 64), (4, 2, 96))
 """Query heads, kv-heads, head dim: one after the other, over the classes of a group."""
 
-EXAMPLES = {"Granite", "Qwen3Moe", "Gemma3", "GptOss", "Qwen3Next"}
+EXAMPLES = {"Granite", "Qwen3Moe", "Gemma3", "GptOss", "Gemma2", "Qwen3Next"}
 """One of each group, which is tested wherever tests run."""
 
 CONTRARY = {"Jamba", "NemotronH"}
@@ -71,6 +71,8 @@ MAMBA = {
 CONV = {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 2}
 
 OWN = {
+    "Gemma2": {"attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 16},
+    "VaultGemma": {"attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 16},
     "Bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
     "GraniteMoeHybrid": {
         **MAMBA,
@@ -138,9 +140,9 @@ def config_of(name, **options):
         "eos_token_id": None,
         **({} if group == "dense" else EXPERTS),
     }
-    if group in ("windows", "sinks", "states"):
+    if group in ("windows", "sinks", "softcap", "states"):
         values |= {"num_hidden_layers": 4}
-    if group in ("windows", "sinks"):
+    if group in ("windows", "sinks", "softcap"):
         values |= {"layer_types": SLIDING, "sliding_window": 9}
     kind = getattr(transformers, f"{name}ForCausalLM").config_class
     return kind(**{**values, **OWN.get(name, {}), **options})

@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from model_cases import config_of, model_of
-from transformers import DynamicCache, Gemma2Config
+from transformers import DeepseekV3Config, DynamicCache
 
 from topkv.plugins import registry
 from topkv_cli.group import topkv as command
@@ -72,13 +72,13 @@ def test_the_command_tells_layers_and_bytes(tmp_path):
 
 
 def test_reasons_are_those_of_attaching(tmp_path):
-    config = Gemma2Config(num_hidden_layers=2)
-    config.architectures = ["Gemma2ForCausalLM"]
+    config = DeepseekV3Config(num_hidden_layers=2)
+    config.architectures = ["DeepseekV3ForCausalLM"]
     config.save_pretrained(tmp_path)
     _, report = told("--model", tmp_path)
     assert not report["attaches"]
     assert len(report["refused"]) == 2
-    assert "softcap" in report["refused"][1]
+    assert "MLA" in report["refused"][1]
 
 
 def test_settings_that_do_not_fit_are_refused(tmp_path):

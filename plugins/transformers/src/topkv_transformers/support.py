@@ -46,7 +46,7 @@ def refusals(model: object, on_meta: bool = False) -> list[str]:
             "open an issue with its config.json, or add its name there and run test_models.py"
         )
     latent = is_latent(model)
-    reasons += _config_refusals(model.config.get_text_config(), latent)
+    reasons += _config_refusals(model.config.get_text_config(), group_of(model))
     modules = attention_modules(model)
     geometry = latent_support.geometry if latent else _geometry
     if len({geometry(module) for module in modules}) > 1:
@@ -76,7 +76,9 @@ def _device_refusals(devices: set[torch.device]) -> list[str]:
     ]
 
 
-def _config_refusals(config: Any, latent: bool) -> list[str]:
+def _config_refusals(config: Any, group: str | None) -> list[str]:
+    latent = group == "indexer"
+
     def has(name: str) -> bool:
         return getattr(config, name, None) is not None
 
@@ -93,7 +95,7 @@ def _config_refusals(config: Any, latent: bool) -> list[str]:
         reasons += _layer_refusals(config)
     if has("attention_chunk_size"):
         reasons.append("chunked attention (attention_chunk_size) is not supported")
-    if has("attn_logit_softcapping"):
+    if has("attn_logit_softcapping") and group != "softcap":
         reasons.append("softcap of attention logits (attn_logit_softcapping) is not supported")
     if has("kv_lora_rank") and not latent:
         reasons.append("MLA (kv_lora_rank) is not supported")
@@ -160,6 +162,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         head_dim=modules[0].head_dim,
         dtype=model.dtype,
         scale=modules[0].scaling,
+        softcap=getattr(config, "attn_logit_softcapping", None),
     )
 
 
