@@ -91,7 +91,8 @@ def attention(
         CapabilityError: the module masks keys, or changes their scores.
     """
     if torch.compiler.is_compiling():
-        return torch.ops.topkv.attend(query, key, value), None
+        own = kwargs.get(SINKS), kwargs.get("softcap")
+        return torch.ops.topkv.attend(query, key, value, *own), None
     mark: tuple[Forward, int] | None = getattr(key, MARK, None)
     if mark is None:
         weighed: tuple[Tensor, Tensor | None] = _own_function(module)(
