@@ -178,15 +178,20 @@ def test_kinds_of_layers_that_are_not_known_are_refused():
 
 
 def test_a_softcap_is_never_ignored(tiny, monkeypatch):
-    """By a backend that lacks it, or by a class that has it in its config and nowhere else."""
+    """By a backend that lacks it, by layers left alone, or by a class that only states it."""
     case = TransformersCase(lambda: model_of("Gemma2"))
     bench = Bench(subject_of("transformers", "engine", tier("cpu"), case))
     with pytest.raises(ConfigError, match="does not cap attention logits"), bench.attached():
         pass
+    model = model_of("Gemma2", tiny.device)
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(CapabilityError, match="attn_implementation='eager'"):
+        topkv.attach(model, tiny.settings())
     model = model_of("Granite", tiny.device)
     model.config.attn_logit_softcapping = 30.0
     with pytest.raises(CapabilityError, match="attn_logit_softcapping"):
         topkv.attach(model, tiny.settings())
+    model.config._attn_implementation = "eager"
     monkeypatch.setattr(support, "group_of", lambda model: "softcap")
     told = pytest.raises(CapabilityError, match="GraniteAttention asks for its own softcap")
     with topkv.attach(model, tiny.settings()) as handle, told:

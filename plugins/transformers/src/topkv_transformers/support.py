@@ -97,6 +97,11 @@ def _config_refusals(config: Any, group: str | None) -> list[str]:
         reasons.append("chunked attention (attention_chunk_size) is not supported")
     if has("attn_logit_softcapping") and group != "softcap":
         reasons.append("softcap of attention logits (attn_logit_softcapping) is not supported")
+    if group == "softcap" and config._attn_implementation == "sdpa":
+        reasons.append(
+            "layers that slide keep attn_implementation='sdpa', which does not cap; load the "
+            "model with attn_implementation='eager'"
+        )
     if has("kv_lora_rank") and not latent:
         reasons.append("MLA (kv_lora_rank) is not supported")
     if has("index_topk") and not latent:
