@@ -71,7 +71,7 @@ MAMBA = {
 CONV = {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 2}
 
 EAGER = {"query_pre_attn_scalar": 16, "attn_implementation": "eager"}
-"""The stock model caps so alone; that of Transformers 5.17 takes sdpa by itself, which does not."""
+"""The stock model caps so alone; that of 5.17 takes sdpa by itself, which does not."""
 
 OWN = {
     "Gemma2": {"attn_logit_softcapping": 1.5, **EAGER},
