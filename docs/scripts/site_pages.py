@@ -27,7 +27,7 @@ def _filled(item: Any, plugins: list[str]) -> Any:
     if isinstance(item, dict):
         ((title, inner),) = item.items()
         if inner == "PLUGINS":
-            return {title: ["matrix.md", *plugins]}
+            return {title: ["matrix.md", "models.md", *plugins]}
         if isinstance(inner, list):
             return {title: [_filled(x, plugins) for x in inner]}
     return item

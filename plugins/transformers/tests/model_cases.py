@@ -18,7 +18,7 @@ PAD, VOCABULARY = 0, 96
 SIZES = ((6, 2, 64), (3, 1, 96), (4, 4, 64), (5, 1, 64), (4, 2, 96))
 """Query heads, kv-heads, head dim: one after the other, over the classes of a group."""
 
-EXAMPLES = {"Granite", "Qwen3Moe", "Gemma3", "GptOss", "Qwen3Next"}
+EXAMPLES = {"Granite", "Qwen3Moe", "Gemma3", "GptOss", "Gemma2", "Qwen3Next"}
 """One of each group, which is tested wherever tests run."""
 
 CONTRARY = {"Jamba", "NemotronH"}
@@ -70,7 +70,12 @@ MAMBA = {
 
 CONV = {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 2}
 
+EAGER = {"query_pre_attn_scalar": 16, "attn_implementation": "eager"}
+"""The stock model caps so alone; that of 5.17 takes sdpa by itself, which does not."""
+
 OWN = {
+    "Gemma2": {"attn_logit_softcapping": 1.5, **EAGER},
+    "VaultGemma": {"attn_logit_softcapping": 1.5, **EAGER},
     "Bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
     "GraniteMoeHybrid": {
         **MAMBA,
@@ -138,9 +143,9 @@ def config_of(name, **options):
         "eos_token_id": None,
         **({} if group == "dense" else EXPERTS),
     }
-    if group in ("windows", "sinks", "states"):
+    if group in ("windows", "sinks", "softcap", "states"):
         values |= {"num_hidden_layers": 4}
-    if group in ("windows", "sinks"):
+    if group in ("windows", "sinks", "softcap"):
         values |= {"layer_types": SLIDING, "sliding_window": 9}
     kind = getattr(transformers, f"{name}ForCausalLM").config_class
     return kind(**{**values, **OWN.get(name, {}), **options})

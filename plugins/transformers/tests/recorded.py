@@ -44,11 +44,12 @@ class OpRecorder(TorchDispatchMode):
     def coordinator_recorded(self):
         attention, offload = SparseCoordinator.attention, SparseCoordinator.offload
 
-        def recorded_attention(coordinator, layer, q, k, v, index=None, sinks=None):
+        def recorded_attention(coordinator, layer, q, k, v, index=None, **more):
             with _off():
                 out = torch.full_like(q[..., : coordinator.model.out_dim], float("nan"))
-            given = (coordinator, layer, q, k, v, index)
-            self.launches.append((lambda: attention(*given, sinks=sinks), out))
+            self.launches.append(
+                (lambda: attention(coordinator, layer, q, k, v, index, **more), out)
+            )
             return out
 
         def recorded_offload(coordinator):

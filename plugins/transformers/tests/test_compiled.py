@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from attrs import evolve
+from model_cases import model_of
 from torch._inductor.graph import GraphLowering
 
 import topkv
@@ -292,3 +293,18 @@ def test_inductor_fuses_what_lies_between(tiny, check, recording, monkeypatch):
     assert called.count("torch.ops.topkv.attend.default(") == 1
     fused = r"(cpp_fused\w+\(|triton_\w+\.run\()"
     assert 3 <= len(re.findall(fused, called)) <= 6
+
+
+@pytest.mark.parametrize("name", ["Flint", "Gemma2"])
+def test_sinks_and_softcaps_are_handed_on(tiny, recording, backend, name):
+    """Of classes whose layers slide as a rule, where all are full."""
+    full = ["full_attention"] * 2
+    model = model_of(name, tiny.device, num_hidden_layers=2, layer_types=full)
+    prompt = tiny.prompt(31, (0, 17))
+    python = generated(model, prompt, tiny.settings(capture="off"))
+    ours = generated(model, prompt, tiny.settings(compile=True, **recording))
+    assert ours[2].replayed
+    assert ours[2].compiled
+    assert not ours[2].uncompiled
+    assert torch.equal(ours[0], python[0])
+    assert_near(ours[1], python[1])

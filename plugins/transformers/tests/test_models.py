@@ -16,7 +16,7 @@ from model_cases import CONTRARY, SLIDING, config_of, model_of, names_of
 from transformers import DynamicCache
 
 import topkv
-from topkv.errors import CapabilityError
+from topkv.errors import CapabilityError, ConfigError
 from topkv.testing.engine.bench import SWAPPING, Bench
 from topkv.testing.kit import subject_of
 from topkv.testing.tiers import tier
@@ -57,12 +57,14 @@ def assert_equal_to_stock(tiny, check, name, **options):
         check.all_free(handle)
 
 
-@pytest.mark.parametrize("name", names_of("dense", "experts", "windows", "sinks", "states"))
+@pytest.mark.parametrize(
+    "name", names_of("dense", "experts", "windows", "sinks", "softcap", "states")
+)
 def test_a_covering_budget_is_the_stock_model(tiny, check, name):
     assert_equal_to_stock(tiny, check, name)
 
 
-@pytest.mark.parametrize("name", names_of("windows", "sinks"))
+@pytest.mark.parametrize("name", names_of("windows", "sinks", "softcap"))
 def test_windows_wider_than_the_prompt(tiny, check, name):
     assert_equal_to_stock(tiny, check, name, sliding_window=36)
 
@@ -132,7 +134,7 @@ def test_a_mask_of_the_model_itself_is_refused_when_it_comes(tiny, check, monkey
     model = make("Doge", head_dim=64).to(tiny.device)
     monkeypatch.setattr(support, "group_of", lambda model: "dense")
     with topkv.attach(model, tiny.settings()) as handle:
-        with pytest.raises(CapabilityError, match=r"DogeAttention asks .* attention_mask"):
+        with pytest.raises(CapabilityError, match="DogeAttention asks for its own attention"):
             check.run(model, tiny.prompt(FIRST), STEPS)
         check.all_free(handle)
 
@@ -173,3 +175,24 @@ def test_what_a_mixed_model_is_told(tiny):
 def test_kinds_of_layers_that_are_not_known_are_refused():
     (reason,) = support.refusals(make("FalconH1"))[1:2]
     assert "layer types ['hybrid']" in reason
+
+
+def test_a_softcap_is_never_ignored(tiny, monkeypatch):
+    """By a backend that lacks it, by layers left alone, or by a class that only states it."""
+    case = TransformersCase(lambda: model_of("Gemma2"))
+    bench = Bench(subject_of("transformers", "engine", tier("cpu"), case))
+    with pytest.raises(ConfigError, match="does not cap attention logits"), bench.attached():
+        pass
+    model = model_of("Gemma2", tiny.device)
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(CapabilityError, match="attn_implementation='eager'"):
+        topkv.attach(model, tiny.settings())
+    model = model_of("Granite", tiny.device)
+    model.config.attn_logit_softcapping = 30.0
+    with pytest.raises(CapabilityError, match="attn_logit_softcapping"):
+        topkv.attach(model, tiny.settings())
+    model.config._attn_implementation = "eager"
+    monkeypatch.setattr(support, "group_of", lambda model: "softcap")
+    told = pytest.raises(CapabilityError, match="GraniteAttention asks for its own softcap")
+    with topkv.attach(model, tiny.settings()) as handle, told:
+        model(**tiny.prompt(9), past_key_values=handle.new_cache())

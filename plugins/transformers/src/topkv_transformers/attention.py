@@ -28,9 +28,6 @@ NAME = "topkv"
 MARK = "_topkv_mark"
 """Attribute of a key tensor: ``(Forward, number of the layer)``."""
 
-CHANGING = ("sliding_window", "softcap")
-"""Arguments by which a module asks for other attention than the core computes."""
-
 SINKS = "s_aux"
 """The argument with a logit for each head that takes part in its softmax, and has no value."""
 
@@ -94,17 +91,22 @@ def attention(
         CapabilityError: the module masks keys, or changes their scores.
     """
     if torch.compiler.is_compiling():
-        return torch.ops.topkv.attend(query, key, value), None
+        own = kwargs.get(SINKS), kwargs.get("softcap")
+        return torch.ops.topkv.attend(query, key, value, *own), None
     mark: tuple[Forward, int] | None = getattr(key, MARK, None)
     if mark is None:
         weighed: tuple[Tensor, Tensor | None] = _own_function(module)(
             module, query, key, value, attention_mask, **kwargs
         )
         return weighed
-    asked = [name for name in CHANGING if kwargs.get(name) is not None]
-    if asked or attention_mask is not None:
-        _refuse(module, asked, attention_mask)
     forward, layer = mark
+    asked = {
+        "attention_mask": attention_mask is not None,
+        "sliding_window": kwargs.get("sliding_window") is not None,
+        "softcap": kwargs.get("softcap") != forward.coordinator.model.softcap,
+    }
+    if any(asked.values()):
+        _refuse(module, [name for name, other in asked.items() if other])
     with torch.no_grad():
         q, k, v = (forward.pack(tensor.transpose(1, 2)) for tensor in (query, key, value))
         sinks = kwargs.get(SINKS)
@@ -113,13 +115,12 @@ def attention(
     return without_backward(out, (query, key, value)), None
 
 
-def _refuse(module: nn.Module, asked: list[str], mask: Tensor | None) -> None:
-    masked = [] if mask is None else ["attention_mask"]
+def _refuse(module: nn.Module, asked: list[str]) -> None:
     raise CapabilityError(
         "this forward cannot run through topkv",
         [
-            f"{type(module).__name__} asks for attention with {', '.join([*asked, *masked])}, "
-            "which the core does not compute; a class that does so must be refused: report it"
+            f"{type(module).__name__} asks for its own {', '.join(asked)}, which the core "
+            "does not compute; a class that does so must be refused: report it"
         ],
     )
 

@@ -26,6 +26,7 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
         "Olmo3",
     ),
     "sinks": ("Flint", "GptOss", "GraniteMoeSWA", "GraniteSWA"),
+    "softcap": ("Gemma2", "VaultGemma"),
     "states": (
         *("Bamba", "GraniteMoeHybrid", "Jamba", "Lfm2", "Lfm2Moe", "Lfm3", "NemotronH"),
         *("OlmoHybrid", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe"),
@@ -33,9 +34,9 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
     "indexer": ("DeepseekV32", "GlmMoeDsa"),
 }
 """Group to classes, without the ending ``ForCausalLM``. All have grouped-query attention but the
-last, whose attention is latent and selects for itself. In ``windows``, ``sinks`` and ``states``
+last, whose attention is latent and selects for itself. In the groups from ``windows`` on
 most layers slide over the newest tokens, or keep a state of all; topkv serves the others. Those of
-``sinks`` have learned logits without a value in each softmax, too."""
+``sinks`` have learned logits without a value in each softmax, too, and ``softcap`` caps logits."""
 
 _GROUPS = {f"{name}ForCausalLM": group for group, names in CLASSES.items() for name in names}
 

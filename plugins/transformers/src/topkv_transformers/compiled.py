@@ -22,7 +22,7 @@ from torch._dynamo.eval_frame import reset_code
 
 from topkv.config import LoweredConfig
 from topkv.errors import RequestError
-from topkv_transformers.attention import attention
+from topkv_transformers.attention import SINKS, attention
 from topkv_transformers.cache import TopkvCache
 
 # The steps are recorded in graphs of ours. Whole layers or none: breaks would hide what is lost.
@@ -35,12 +35,15 @@ _running: ContextVar[tuple[nn.Module, TopkvCache] | None] = ContextVar("running"
 
 
 @torch.library.custom_op("topkv::attend", mutates_args=())
-def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, softcap: float | None
+) -> Tensor:
     """Attention of the layer that runs, for the compiler one opaque operator.
 
     Args:
         query: ``[B, H, q, D]`` post-RoPE.
         key, value: ``[B, Hkv, q, D]`` of the new tokens.
+        sinks, softcap: what else the module hands on.
 
     Returns:
         ``[B, q, H, D]``.
@@ -56,11 +59,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         )
     module, cache = running
     key, value = cache.update(key, value, module.layer_idx)
-    return attention(module, query, key, value)[0]
+    return attention(module, query, key, value, **{SINKS: sinks}, softcap=softcap)[0]
 
 
 @attend.register_fake
-def _like(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _like(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, softcap: float | None
+) -> Tensor:
     batch, heads, columns, _ = query.shape
     return query.new_empty((batch, columns, heads, value.shape[-1]))
 

@@ -29,8 +29,13 @@ def is_latent(model: PreTrainedModel) -> bool:
     return group_of(model) == "indexer"
 
 
-def refusals(model: object) -> list[str]:
-    """Every reason why a model cannot be attached."""
+def refusals(model: object, on_meta: bool = False) -> list[str]:
+    """Every reason why a model cannot be attached.
+
+    Args:
+        model: whatever a user has.
+        on_meta: the model has no weights, and what needs them or a place is not looked at.
+    """
     if not isinstance(model, PreTrainedModel):
         return [f"expected a transformers PreTrainedModel, got {type(model).__qualname__}"]
     reasons = []
@@ -41,11 +46,13 @@ def refusals(model: object) -> list[str]:
             "open an issue with its config.json, or add its name there and run test_models.py"
         )
     latent = is_latent(model)
-    reasons += _config_refusals(model.config.get_text_config(), latent)
+    reasons += _config_refusals(model.config.get_text_config(), group_of(model))
     modules = attention_modules(model)
     geometry = latent_support.geometry if latent else _geometry
     if len({geometry(module) for module in modules}) > 1:
         reasons.append("the attention layers differ in head_dim, heads or scaling; expected alike")
+    if on_meta:
+        return reasons
     devices = {parameter.device for module in modules for parameter in module.parameters()}
     if len(devices) > 1 or torch.device("meta") in devices:
         places = sorted(str(device) for device in devices)
@@ -69,7 +76,9 @@ def _device_refusals(devices: set[torch.device]) -> list[str]:
     ]
 
 
-def _config_refusals(config: Any, latent: bool) -> list[str]:
+def _config_refusals(config: Any, group: str | None) -> list[str]:
+    latent = group == "indexer"
+
     def has(name: str) -> bool:
         return getattr(config, name, None) is not None
 
@@ -86,8 +95,13 @@ def _config_refusals(config: Any, latent: bool) -> list[str]:
         reasons += _layer_refusals(config)
     if has("attention_chunk_size"):
         reasons.append("chunked attention (attention_chunk_size) is not supported")
-    if has("attn_logit_softcapping"):
+    if has("attn_logit_softcapping") and group != "softcap":
         reasons.append("softcap of attention logits (attn_logit_softcapping) is not supported")
+    if group == "softcap" and config._attn_implementation == "sdpa":
+        reasons.append(
+            "layers that slide keep attn_implementation='sdpa', which does not cap; load the "
+            "model with attn_implementation='eager'"
+        )
     if has("kv_lora_rank") and not latent:
         reasons.append("MLA (kv_lora_rank) is not supported")
     if has("index_topk") and not latent:
@@ -114,7 +128,7 @@ def _layer_refusals(config: Any) -> list[str]:
     ]
 
 
-def _layers_of(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+def layers_of(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """Kind and module of each layer."""
     decoder = decoder_of(model)
     layers: Any = getattr(decoder, "layers", ())
@@ -125,14 +139,14 @@ def _layers_of(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """The attention modules of the layers that topkv serves, in order."""
-    full = [layer for kind, layer in _layers_of(model) if kind == FULL]
+    full = [layer for kind, layer in layers_of(model) if kind == FULL]
     modules = (getattr(layer, "self_attn", getattr(layer, "mixer", None)) for layer in full)
     return [module for module in modules if isinstance(module, nn.Module)]
 
 
 def left_alone(model: PreTrainedModel) -> set[nn.Module]:
     """All modules of the layers that keep what the model gives them."""
-    others = [layer for kind, layer in _layers_of(model) if kind != FULL]
+    others = [layer for kind, layer in layers_of(model) if kind != FULL]
     return {module for layer in others for module in layer.modules()}
 
 
@@ -153,6 +167,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         head_dim=modules[0].head_dim,
         dtype=model.dtype,
         scale=modules[0].scaling,
+        softcap=getattr(config, "attn_logit_softcapping", None),
     )
 
 

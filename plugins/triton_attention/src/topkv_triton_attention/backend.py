@@ -49,11 +49,11 @@ class TritonAttention:
     def _made(self, setup: BackendSetup) -> Calls:
         """What ``attend`` and the hooks of prompts call."""
         model, most = setup.model, setup.max_batch
-        prefill = reference.Prefill(model.scale)
+        prefill = reference.Prefill(model.scale, model.softcap)
         if is_latent(model):
             shape = mla_reference.LatentShape.of(model, setup.group)
             return mla_reference.Attend(shape, model.scale, most), prefill
-        return reference.Attend(model.scale, most), prefill
+        return reference.Attend(model.scale, most, model.softcap), prefill
 
     @hookimpl
     def adapt_page_table(self, layer: LayerView, plan: Plan, tables: Tables) -> None:
@@ -112,6 +112,8 @@ def refusals(setup: BackendSetup) -> list[str]:
     """Why a group cannot be served, on whatever device."""
     model, group = setup.model, setup.group
     reasons = latent_refusals(model, group) if is_latent(model) else _head_refusals(setup)
+    if is_latent(model) and model.softcap is not None:
+        reasons.append(f"softcap: logits of latent attention are not capped, got {model.softcap}")
     if model.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         reasons.append(
             f"dtype: expected float16, bfloat16 or float32, got {model.dtype}; "

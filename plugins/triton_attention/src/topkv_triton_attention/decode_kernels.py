@@ -13,11 +13,24 @@ import triton.language as tl
 
 
 @triton.jit
-def fold(q, k, v, live, scale_log2, top, total, acc, UPCAST: tl.constexpr):
-    """Online softmax: one more block of keys and values (FlashAttention-2, section 3.1)."""
+def capped(x, CAP: tl.constexpr):
+    """``CAP * tanh(x)``, by the exponential of a negative number, which does not overflow."""
+    small = tl.exp2(tl.abs(x) * -2.885390081777927)
+    size = CAP * (1 - small) / (1 + small)
+    return tl.where(x < 0, -size, size)
+
+
+@triton.jit
+def fold(
+    q, k, v, live, scale_log2, top, total, acc, UPCAST: tl.constexpr, CAP: tl.constexpr = 0.0
+):
+    """Online softmax: one more block of keys and values (FlashAttention-2, section 3.1). With CAP,
+    that of the logits times log2(e), the scale is over the cap of the plain ones."""
     if UPCAST:
         k = k.to(tl.float32)
     logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    if CAP:
+        logits = capped(logits, CAP)
     logits = tl.where(live[None, :], logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, 1))
     weights = tl.exp2(logits - new_top[:, None])
@@ -68,6 +81,7 @@ def attend_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     row = (tl.program_id(0) // (LANES * KV_HEADS)).to(tl.int64)
     lane = (tl.program_id(0) // KV_HEADS).to(tl.int64)
@@ -110,7 +124,7 @@ def attend_kernel(
         k = tl.load(k_base + k_offsets, mask=kv_mask, other=0.0, eviction_policy="evict_first")
         v_offsets = (slot * stride_vs + place * stride_vt)[:, None]
         v = tl.load(v_base + v_offsets, mask=kv_mask, other=0.0, eviction_policy="evict_first")
-        top, total, acc = fold(q, k, v, live, scale_log2, top, total, acc, UPCAST)
+        top, total, acc = fold(q, k, v, live, scale_log2, top, total, acc, UPCAST, CAP)
         tokens += BLOCK_N
         ids = tl.load(units + (tokens // UNIT) * stride_tc, mask=tokens < end, other=0)
 

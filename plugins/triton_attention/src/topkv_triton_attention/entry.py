@@ -25,6 +25,7 @@ def topkv_register_backends() -> list[PluginEntry]:
                 kv_formats=("model", "fp8"),
                 # What head dims and groups are taken depends on the kind of attention: the
                 # backend itself refuses those that it lacks.
+                softcap=True,
                 host_memory=True,
                 tiers=("cpu", "interpret", "gpu"),
             ),

@@ -24,12 +24,13 @@ class TritonAttentionKernels(TritonAttention):
         model, most, device = setup.model, setup.max_batch, setup.device
         heads = setup.group.num_kv_heads * setup.group_size
         latent = is_latent(model)
-        prefill = Prefiller(model.scale, latent).prefill
+        prefill = Prefiller(model.scale, latent, model.softcap).prefill
         if latent:
             shape = LatentShape.of(model, setup.group)
             rows = LatentDecoder(most, heads, shape, model.dtype, model.scale, device)
             return rows.attend, prefill
-        decoder = Decoder(most, heads, setup.group_size, model.head_dim, model.scale, device)
+        sizes = (most, heads, setup.group_size, model.head_dim)
+        decoder = Decoder(*sizes, model.scale, device, softcap=model.softcap)
         return decoder.attend, prefill
 
 

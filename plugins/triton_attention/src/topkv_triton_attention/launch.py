@@ -112,6 +112,7 @@ class Decoder:
         device: where q lives.
         launch: launch constants; None takes those of the table above.
         splits: splits of every call; None chooses them from the shapes.
+        softcap: of the logits, see ``topkv.types.ModelShape``.
     """
 
     def __init__(
@@ -124,9 +125,10 @@ class Decoder:
         device: torch.device,
         launch: DecodeLaunch | None = None,
         splits: int | None = None,
+        softcap: float | None = None,
     ) -> None:
         self.max_batch = max_batch
-        self.scale_log2 = scale * math.log2(math.e)
+        self.scale_log2, self.cap_log2 = factors(scale, softcap)
         self.launch = launch
         self.splits = splits
         self.processors = processors_of(device)
@@ -171,7 +173,7 @@ class Decoder:
             *table.stride(), lengths.stride(0), *strides,
             LANES=lanes // rows, KV_HEADS=kv_heads, GROUP=group, UNIT=unit, DIM=dim,
             BLOCK_G=max(16, power(group)), BLOCK_D=power(dim),
-            BLOCK_N=launch.block, UPCAST=upcast(q),
+            BLOCK_N=launch.block, UPCAST=upcast(q), CAP=self.cap_log2,
             num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
         if splits > 1:
@@ -181,6 +183,12 @@ class Decoder:
                 HEADS=heads, DIM=dim, BLOCK_D=power(dim),
                 BLOCK_S=power(splits), num_warps=4,
             )  # fmt: skip
+
+
+def factors(scale: float, softcap: float | None) -> tuple[float, float]:
+    """What kernels take for the scale, and for CAP: softmax goes by powers of two."""
+    log2e = math.log2(math.e)
+    return (scale * log2e, 0.0) if softcap is None else (scale / softcap, softcap * log2e)
 
 
 def upcast(q: Tensor) -> bool:

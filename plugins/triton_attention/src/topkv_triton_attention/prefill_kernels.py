@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from topkv_triton_attention.decode_kernels import capped
+
 
 @triton.jit
 def _step(
@@ -31,6 +33,7 @@ def _step(
     KEEP: tl.constexpr,
     EDGE: tl.constexpr,
     UPCAST: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """One block of keys; ``limit`` is the last key that each query sees. Without EDGE every
     query sees the whole block, as far as causality goes."""
@@ -54,6 +57,8 @@ def _step(
             rest = rest.to(tl.float32)
         logits = tl.dot(q_rest, tl.trans(rest), logits, input_precision="ieee")
     logits *= scale_log2
+    if CAP:  # see fold
+        logits = capped(logits, CAP)
     if EDGE:
         seen = (j[None, :] <= limit[:, None]) & (j < keys)[None, :]
         logits = tl.where(seen, logits, float("-inf"))
@@ -110,6 +115,7 @@ def prefill_kernel(
     LATENT: tl.constexpr,
     KEEP: tl.constexpr,
     UPCAST: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Query i sees key j iff ``j <= i + offset`` and, with KEEP, ``keep[i, j]``. One program:
     BLOCK_M queries of one head. Values have DIM elements, queries and keys REST more; with LATENT
@@ -148,13 +154,13 @@ def prefill_kernel(
         top, total, acc = _step(
             q, q_rest, k_base, v_base, keep_base, start, keys, limit, stride_kn, stride_vn,
             top, total, acc, scale_log2,
-            DIM, REST, BLOCK_D, BLOCK_R, BLOCK_N, LATENT, KEEP, False, UPCAST,
+            DIM, REST, BLOCK_D, BLOCK_R, BLOCK_N, LATENT, KEEP, False, UPCAST, CAP,
         )  # fmt: skip
     for start in range(whole, end, BLOCK_N):
         top, total, acc = _step(
             q, q_rest, k_base, v_base, keep_base, start, keys, limit, stride_kn, stride_vn,
             top, total, acc, scale_log2,
-            DIM, REST, BLOCK_D, BLOCK_R, BLOCK_N, LATENT, KEEP, True, UPCAST,
+            DIM, REST, BLOCK_D, BLOCK_R, BLOCK_N, LATENT, KEEP, True, UPCAST, CAP,
         )  # fmt: skip
 
     safe = tl.where(total > 0, total, 1.0)

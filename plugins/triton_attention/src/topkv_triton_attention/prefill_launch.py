@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
-from topkv_triton_attention.launch import power, upcast
+from topkv_triton_attention.launch import factors, power, upcast
 from topkv_triton_attention.prefill_kernels import prefill_kernel
 
 # By padded value dim: queries, keys, warps, stages; for two-byte dtypes, then for fp32.
@@ -28,10 +26,11 @@ class Prefiller:
     Args:
         scale: factor of the logits.
         latent: values are the first elements of keys, and ``v`` a view of ``k``.
+        softcap: of the logits, see ``topkv.types.ModelShape``.
     """
 
-    def __init__(self, scale: float, latent: bool = False) -> None:
-        self.scale_log2 = scale * math.log2(math.e)
+    def __init__(self, scale: float, latent: bool = False, softcap: float | None = None) -> None:
+        self.scale_log2, self.cap_log2 = factors(scale, softcap)
         self.latent = latent
 
     def prefill(
@@ -61,5 +60,5 @@ class Prefiller:
             GROUP=heads // k.shape[1], DIM=values, REST=dim - values,
             BLOCK_D=max(16, power(values)), BLOCK_R=max(16, power(max(1, dim - values))),
             BLOCK_M=block_m, BLOCK_N=block_n, LATENT=self.latent, KEEP=keep is not None,
-            UPCAST=upcast(q), num_warps=warps, num_stages=stages,
+            UPCAST=upcast(q), CAP=self.cap_log2, num_warps=warps, num_stages=stages,
         )  # fmt: skip

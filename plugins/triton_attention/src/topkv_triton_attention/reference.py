@@ -46,10 +46,11 @@ class Attend:
     Args:
         scale: factor of the logits.
         max_batch: most rows of one call.
+        softcap: of the logits, see ``topkv.types.ModelShape``.
     """
 
-    def __init__(self, scale: float, max_batch: int) -> None:
-        self.scale = scale
+    def __init__(self, scale: float, max_batch: int, softcap: float | None = None) -> None:
+        self.scale, self.softcap = scale, softcap
         self.max_batch = max_batch
 
     def __call__(
@@ -72,18 +73,19 @@ class Attend:
         for first in range(0, lanes, step):
             some = slice(first, first + step)
             grouped = queries[some].float() * self.scale
-            state = _attend_units(grouped, k, v, table[some, :columns], lengths[some])
+            cap = self.softcap
+            state = _attend_units(grouped, k, v, table[some, :columns], lengths[some], cap)
             for column in range(columns, width, columns):
                 more = table[some, column : column + columns]
                 left = lengths[some] - column * unit
-                state = merge(*state, *_attend_units(grouped, k, v, more, left))
+                state = merge(*state, *_attend_units(grouped, k, v, more, left, cap))
             result[some], norm[some] = state
         out.copy_(result.view(out.shape))
         lse.copy_(norm.view(lse.shape))
 
 
 def _attend_units(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Scaled q ``[n, hpl, G, D]`` fp32 over the units of ``table`` ``[n, w]``; lengths count
     from its first column. Returns out ``[n, hpl, G, D]`` and lse ``[n, hpl, G]`` in fp32."""
@@ -99,8 +101,13 @@ def _attend_units(
     ids = ids.to(k.device)
     keys = k[ids, head].to(q).view(lanes, kv_heads, -1, dim)
     values = v[ids, head].to(q).view(lanes, kv_heads, -1, dim).masked_fill(~live, 0)
-    logits = (q @ keys.mT).masked_fill(~live.mT, -torch.inf)
+    logits = capped(q @ keys.mT, softcap).masked_fill(~live.mT, -torch.inf)
     return softmax_times(logits, values)
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """``softcap * tanh(logits / softcap)``, in place; the logits where there is no cap."""
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def softmax_times(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,10 +150,11 @@ class Prefill:
 
     Args:
         scale: factor of the logits.
+        softcap: of the logits, see ``topkv.types.ModelShape``.
     """
 
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
+    def __init__(self, scale: float, softcap: float | None = None) -> None:
+        self.scale, self.softcap = scale, softcap
 
     def __call__(
         self,
@@ -173,7 +181,7 @@ class Prefill:
             end = min(seen, max(0, last + offset))
             block = q[first:last].float().mul(self.scale).reshape(-1, kv_heads, group, dim)
             block = block.permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
-            logits = block @ keys[:, :, :end]
+            logits = capped(block @ keys[:, :, :end], self.softcap)
             # Up to here every query of the block sees every key.
             shared = min(end, max(0, first + offset + 1))
             i = torch.arange(first, last, device=q.device)[:, None]

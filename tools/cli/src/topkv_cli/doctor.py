@@ -6,6 +6,7 @@ import json
 import sys
 from contextlib import redirect_stdout
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -66,16 +67,49 @@ def _size(context: click.Context, option: click.Parameter, value: str | None) ->
 
 @click.command("doctor", short_help="Show what this machine offers.")
 @click.option("--pool", metavar="SIZE", callback=_size, help="Also time a host pool, like 64GiB.")
+@click.option(
+    "--model",
+    metavar="DIR",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Tell from config.json alone whether a checkpoint can be attached, and how.",
+)
+@click.option("--length", metavar="N", type=click.IntRange(1), default=32768, show_default=True)
+@click.option(
+    "--settings",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="With --model: the configuration to attach it with.",
+)
+@click.option("--algorithm", metavar="NAME", help="With --model: above that of --settings.")
+@click.option("--backend", metavar="NAME", help="With --model: above that of --settings.")
 @click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
-def command(pool: int | None, as_json: bool) -> None:
+def command(
+    pool: int | None,
+    model: Path | None,
+    length: int,
+    settings: Path | None,
+    algorithm: str | None,
+    backend: str | None,
+    as_json: bool,
+) -> None:
     """Show versions, devices, memory, NUMA nodes, what plugins say, and those that do not load.
 
     What attaching a model takes is measured: a gibibyte of host memory, or an eighth of what is
     free, is made as a host pool is made, and let go.
+
+    With --model that is left out, and a checkpoint looked at instead: what would be refused and
+    why, what is done with each layer, and, with an algorithm and a backend, the bytes on both
+    tiers of one request of --length tokens. No weight is read, and no code of the checkpoint run.
     """
-    Console(stderr=True).print("looking at torch, triton and the devices ...", style="dim")
+    what = model or "torch, triton and the devices"
+    Console(stderr=True).print(f"looking at {what} ...", style="dim")
     with redirect_stdout(sys.stderr):  # plugins ask libraries, which may print
-        report = diagnose(pool)
+        if model:
+            from topkv_cli.checkpoint import examined
+
+            report = examined(model, length, settings, algorithm, backend)
+        else:
+            report = diagnose(pool)
     if as_json:
         click.echo(json.dumps(report, indent=2, default=str))
         return

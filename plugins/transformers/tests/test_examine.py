@@ -1,0 +1,98 @@
+"""What is told of a checkpoint from its configuration, beside what attaching it then does."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from model_cases import config_of, model_of
+from transformers import DeepseekV3Config, DynamicCache
+
+from topkv.plugins import registry
+from topkv_cli.group import topkv as command
+from topkv_transformers.examine import examine
+from topkv_transformers.support import layers_of
+
+LENGTH = 64  # whole pages
+
+
+def written(folder, name, **options):
+    config = config_of(name, **options)
+    config.architectures, config.dtype = [f"{name}ForCausalLM"], "float32"
+    config.save_pretrained(folder)
+    return folder
+
+
+def told(*args):
+    result = CliRunner().invoke(command, ["doctor", "--json", *map(str, args)])
+    return result, json.loads(result.stdout) if not result.exit_code else None
+
+
+@pytest.mark.parametrize("name", ["Granite", "Qwen3Moe", "Gemma3", "GptOss"])
+def test_bytes_are_those_of_the_stock_cache(tiny, tmp_path, name):
+    """Of all layers in the stock model, and of the full ones on the host."""
+    settings = tiny.settings(dense_layers=[0])
+    found = examine(written(tmp_path, name), settings, LENGTH, registry())
+    model, cache = model_of(name), DynamicCache(config=config_of(name))
+    with torch.no_grad():
+        model(torch.arange(2, 2 + LENGTH)[None], past_key_values=cache)
+    held = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
+    kinds = [kind for kind, _ in layers_of(model)]
+    assert found.bytes["stock_device"] == sum(held)
+    full = [size for size, kind in zip(held, kinds, strict=True) if kind == "full_attention"]
+    assert found.bytes["host"] == sum(full[1:])
+    expected = iter(["resident"] + ["sparse"] * len(full))
+    slides = "left alone: sliding_attention"
+    assert found.layers == [next(expected) if kind[0] == "f" else slides for kind in kinds]
+    assert found.bytes["device"] > sum(held) - sum(full[1:])
+
+
+def test_states_are_not_counted_and_that_is_said(tiny, tmp_path):
+    found = examine(written(tmp_path, "Qwen3Next"), tiny.settings(), LENGTH, registry())
+    assert found.layers[0] == "left alone: linear_attention"
+    assert found.not_counted == ["the states of linear_attention layers"]
+
+
+def test_the_command_tells_layers_and_bytes(tmp_path):
+    written(tmp_path, "Gemma3")
+    _, report = told("--model", tmp_path, "--length", LENGTH)
+    assert report["attaches"]
+    assert report["group"] == "windows"
+    assert report["layers"] == {"left alone: sliding_attention": "0,2", "served": "1,3"}
+    assert "host_bytes" not in report
+    names = ("--algorithm", "quest", "--backend", "triton_attention")
+    _, report = told("--model", tmp_path, "--length", LENGTH, *names)
+    assert (
+        report["device_bytes"] > report["host_bytes"] == 0
+    )  # the first two full layers are dense
+    shown = CliRunner().invoke(command, ["doctor", "--model", str(tmp_path)])
+    assert "left alone: sliding_attention: 0,2" in shown.stdout
+
+
+def test_reasons_are_those_of_attaching(tmp_path):
+    config = DeepseekV3Config(num_hidden_layers=2)
+    config.architectures = ["DeepseekV3ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    _, report = told("--model", tmp_path)
+    assert not report["attaches"]
+    assert len(report["refused"]) == 2
+    assert "MLA" in report["refused"][1]
+
+
+def test_settings_that_do_not_fit_are_refused(tmp_path):
+    written(tmp_path, "Granite", head_dim=48)
+    names = ("--algorithm", "quest", "--backend", "triton_attention")
+    _, report = told("--model", tmp_path, *names)
+    assert not report["attaches"]
+    assert any("48" in reason for reason in report["refused"])
+
+
+@pytest.mark.parametrize("text", [None, "{", json.dumps({"model_type": "nobody"})])
+def test_a_folder_without_a_configuration_is_one_error(tmp_path, text):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    result, _ = told("--model", tmp_path)
+    assert result.exit_code == 2
+    assert f"cannot look at {tmp_path}" in result.output.replace("\n", "")

@@ -1,0 +1,55 @@
+"""What ``topkv doctor --model`` tells of a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve
+
+from topkv.config import SparseConfig
+from topkv.config.layers import show_ranges
+from topkv.errors import ConfigError, PluginError
+from topkv.plugins import registry
+
+
+def examined(
+    model: Path, length: int, settings: Path | None, algorithm: str | None, backend: str | None
+) -> dict[str, Any]:
+    """What the engine of Transformers says of a checkpoint, as JSON has it.
+
+    Args:
+        model: the folder of ``config.json``.
+        length: tokens of a request.
+        settings: a file of ``SparseConfig``.
+        algorithm, backend: stand above what it says; with neither nor a file, no bytes are told.
+
+    Raises:
+        PluginError: topkv-transformers is not installed.
+        ConfigError: the configuration of the model, or the file, cannot be used.
+    """
+    try:
+        from topkv_transformers.examine import examine
+    except ImportError as error:
+        raise PluginError(
+            "doctor cannot look at a model",
+            [f"{error}; pip install 'topkv-cli[models]', which brings topkv-transformers"],
+        ) from error
+    chosen = None
+    if settings or algorithm or backend:
+        read = SparseConfig.load(settings or {})
+        chosen = evolve(
+            read, algorithm=algorithm or read.algorithm, backend=backend or read.backend
+        )
+    try:
+        found = examine(model, chosen, length, registry())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"doctor cannot look at {model}", [str(error)]) from error
+    layers = {
+        kind: show_ranges([at for at, each in enumerate(found.layers) if each == kind])
+        for kind in dict.fromkeys(found.layers)
+    }
+    told = {"class": found.model, "group": found.group, "attaches": not found.refused}
+    told |= {"refused": list(found.refused), "layers": layers, "length": length}
+    told |= {f"{tier}_bytes": size for tier, size in found.bytes.items()}
+    return {**told, "not_counted": list(found.not_counted)}
