@@ -29,7 +29,7 @@ def fold(
     if UPCAST:
         k = k.to(tl.float32)
     logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-    if CAP:
+    if CAP > 0:
         logits = capped(logits, CAP)
     logits = tl.where(live[None, :], logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, 1))

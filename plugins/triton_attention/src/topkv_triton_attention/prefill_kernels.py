@@ -57,7 +57,7 @@ def _step(
             rest = rest.to(tl.float32)
         logits = tl.dot(q_rest, tl.trans(rest), logits, input_precision="ieee")
     logits *= scale_log2
-    if CAP:  # see fold
+    if CAP > 0:  # see fold
         logits = capped(logits, CAP)
     if EDGE:
         seen = (j[None, :] <= limit[:, None]) & (j < keys)[None, :]
