@@ -263,3 +263,14 @@ def test_fork_and_crop(tiny, check):
         ):
             assert torch.equal(sequences, expected)
             torch.testing.assert_close(logits, truth, rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_cropped_within_its_padding_may_have_more_of_it(tiny):
+    model, prompt = tiny.model(), tiny.prompt(20, (0, 8))
+    ids, mask = prompt["input_ids"], prompt["attention_mask"]
+    with topkv.attach(model, tiny.settings()) as handle, torch.no_grad():
+        cache = handle.new_cache()
+        model(ids[:, :3], attention_mask=mask[:, :3], past_key_values=cache)
+        cache.crop(-2)
+        model(ids[:, 1:], attention_mask=mask, past_key_values=cache)
+        assert [handle.coordinator.length(slot) for slot in cache.slots] == [20, 12]

@@ -179,7 +179,7 @@ def _grown(state: CacheState, columns: int, padding: np.ndarray) -> np.ndarray:
     """Padding after a forward, checked against what was known before."""
     end, known = state.seen + columns, state.padding
     expected = np.minimum(known, end)
-    still_empty = (known == state.seen) & (padding > known)
+    still_empty = (known >= state.seen) & (padding > known)
     if not ((padding == expected) | still_empty).all():
         raise RequestError(
             f"attention_mask: expected {expected.tolist()} columns of left padding as when the "
