@@ -48,9 +48,8 @@ def write_plain(
 def read_coded(p_entry, at, d, live, mask, SIZE: tl.constexpr, D: tl.constexpr):
     """Codes, and the exponents of their rows, which lie behind the SIZE codes of an entry."""
     codes = read_plain(p_entry, at, d, live, mask, SIZE, D)
-    # Past the L1 cache: it would ask the link less often, and a kernel that starts before the one
-    # ahead of it has ended (PDL) finds lines there from before the last offload.
-    return codes, tl.load(p_entry + SIZE + at // D, live, other=0, cache_modifier=".cg")
+    # All warps of a program read the same few: the link is asked once, and the L1 cache then.
+    return codes, tl.load(p_entry + SIZE + at // D, live, other=0, cache_modifier=".ca")
 
 
 @triton.jit
