@@ -61,6 +61,11 @@ def chunk_is_not_rounded(self, path, chunk, q, k, v, index, out, sinks):
 _construct = Own.construct
 
 
+def keeps_nothing(self):
+    """A fork gets nothing of what warms the buffer."""
+    return {}
+
+
 def first_query_is_kept(self, slot, start, k, v, q, lse, index):
     """A chunk's first query is kept to warm the buffer with, not its last one."""
     _construct(self, slot, start, k, v, q, lse, index)
@@ -93,7 +98,7 @@ MUTANTS = [
         "fork leaves the index of the open page behind",
         *(RepresentationPools, "copy_page", nothing, TWINS),
     ),
-    LifecycleMutant("a fork starts cold", Own, "copy", nothing, SPLIT),
+    LifecycleMutant("a fork starts cold", Own, "kept", keeps_nothing, SPLIT),
     LifecycleMutant(
         "the buffer is warmed by the first query of a chunk",
         *(Own, "construct", first_query_is_kept, LONG),

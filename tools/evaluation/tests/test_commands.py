@@ -188,7 +188,7 @@ def test_a_missing_model_is_refused(tmp_path):
 def test_an_unsupported_class_is_refused(tmp_path):
     config = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=64)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    refused(generate("--json", model=tmp_path), "GPT2LMHeadModel", "LlamaForCausalLM")
+    refused(generate("--json", model=tmp_path), "GPT2LMHeadModel", "topkv_transformers.classes")
 
 
 @pytest.mark.parametrize("prompt", [(), ("--prompt", "a", "--prompt-file", "-")])

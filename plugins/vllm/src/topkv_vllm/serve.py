@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 
-from topkv.config import SparseConfig
 from topkv.errors import CapabilityError, ConfigError
 from topkv_vllm.args import OWNED, engine_args
 from topkv_vllm.versions import doctor, installed, version_reasons
@@ -109,6 +108,8 @@ def serve(
     All other OPTIONS are vLLM's, say --port 8000 or --max-model-len 131072; --max-num-seqs and
     --block-size too, which are topkv's max_requests and page_tokens.
     """
+    from topkv.config import SparseConfig  # imports torch, which help needs not wait for
+
     settings = SparseConfig.load(settings_file).as_dict() if settings_file else {}
     settings |= dict(pairs)
     settings |= {name: value for name, value in stated.items() if value is not None}
