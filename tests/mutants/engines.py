@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -9,8 +10,8 @@ from unittest.mock import patch
 from transformers import AttentionInterface
 from transformers.models.llama import modeling_llama
 
-from plugins.transformers.tests.test_conformance import LLAMA
 from tests.mutants.harness import Mutant, told_of
+from tests.packaging.packages import ROOT
 from topkv import hookimpl
 from topkv.entries import PluginEntry
 from topkv.testing.engines import EngineTests
@@ -18,6 +19,9 @@ from topkv_transformers import attention, forwards, support
 from topkv_transformers.engine import TransformersEngine
 from topkv_transformers.requests import CacheRequests
 from topkv_transformers.session import AttachedModel
+
+sys.path.append(str(ROOT / "plugins/transformers/tests"))  # whose modules import each other
+from plugins.transformers.tests.test_conformance import LLAMA  # noqa: E402
 
 
 class _Broken(TransformersEngine):
