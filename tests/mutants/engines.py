@@ -21,7 +21,7 @@ from topkv_transformers.requests import CacheRequests
 from topkv_transformers.session import AttachedModel
 
 sys.path.append(str(ROOT / "plugins/transformers/tests"))  # whose modules import each other
-from plugins.transformers.tests.test_conformance import LLAMA  # noqa: E402
+from plugins.transformers.tests.test_conformance import LLAMA
 
 
 class _Broken(TransformersEngine):
