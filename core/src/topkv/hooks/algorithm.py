@@ -20,8 +20,8 @@ turns to decode and at every full period, then ``update`` and ``retrieve_topk`` 
 fork copies what is keyed by slot and shares full pages; ``truncated`` tells of a rollback or a
 truncation.
 
-Not there yet, and refused: several queries a row (Q is 1), and sharing pages across requests by
-anything but a fork; ``AlgorithmSpec.prefix`` states what that will go by.
+Not there yet, and refused: several queries a row (Q is 1). Pages are shared by forks, and by
+requests with equal first tokens where ``AlgorithmSpec.prefix`` allows it (``topkv.prefixes``).
 """
 
 from __future__ import annotations
