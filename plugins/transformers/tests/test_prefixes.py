@@ -75,6 +75,23 @@ def test_the_stock_model_where_the_budget_covers_everything(tiny):
         assert handle.prefixes.counts.kept == 5
 
 
+@pytest.mark.parametrize("algorithm", ["snapkv", "streaming_llm", "pariskv"])
+def test_every_algorithm_that_is_served_selects_as_without(tiny, algorithm):
+    model, ids = tiny.model("qwen3", layers=3), tiny.prompt(150)["input_ids"]
+    other = torch.cat([ids[:, :130], tiny.prompt(20, seed=9)["input_ids"]], 1)
+    params = {"snapkv": {"window": 8, "generated": 24}}.get(algorithm, {})
+    config = {**tiny.settings(**SPARSE, dense_layers=[0]), "algorithm": algorithm, "unit": 1}
+    config |= {"params": params, "budget": 64, "buffer": 64}
+    told = []
+    for prefix_cache in ("off", "prompt"):
+        with topkv.attach(model, {**config, "prefix_cache": prefix_cache}) as handle:
+            generated(model, ids, steps=4)
+            told.append(generated(model, other, steps=20))
+            found = handle.prefixes.counts.found
+    assert found == 128
+    close(told[1], told[0])
+
+
 def generated_by_stock(model, ids, mask=None):
     output = model.generate(
         input_ids=ids,
@@ -159,6 +176,10 @@ def test_calls_whose_keys_depend_on_more_are_computed(tiny):
             generated(model, ids, output_hidden_states=True)
             positions = torch.arange(7, 57, device=ids.device)[None]
             generated(model, ids, position_ids=positions, steps=1)
+        hook = model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *_: _[2] * 2)
+        for _ in range(2):
+            generated(model, ids)
+        hook.remove()
         assert handle.prefixes.counts.asked == handle.prefixes.counts.kept == 0
         whole = generated(model, ids)
         close(generated(model, ids, prefill_chunk_size=16), whole)

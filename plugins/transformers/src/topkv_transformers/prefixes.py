@@ -11,7 +11,7 @@ from topkv.prefixes import PrefixCounts
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.capture import DYNAMIC_ROPE
 from topkv_transformers.forwards import left_padding
-from topkv_transformers.modules import signature_of
+from topkv_transformers.modules import is_hooked, signature_of
 from topkv_transformers.requests import CacheRequests
 
 PLAIN = {"inputs", "input_ids", "attention_mask"}
@@ -127,6 +127,8 @@ class PromptPrefixes:
         tensors = {name for name, value in call.arguments.items() if isinstance(value, Tensor)}
         ids = call.arguments.get("input_ids", call.arguments.get("inputs"))
         if ids is None or ids.ndim != 2 or tensors - PLAIN:
+            return None
+        if is_hooked(self.decoder):  # adapters that a call chooses for its rows, say
             return None
         found: np.ndarray = ids.cpu().numpy()
         return found
