@@ -49,6 +49,24 @@ def test_a_missing_wait_shows_when_copies_come_late(monkeypatch):
         run_scenario(copies_come_late, tier("gpu"), unit=2, buffer=12, fast=False)
 
 
+def test_what_inference_mode_made_is_written_outside_of_it(on):
+    """An inference tensor could not be: neither here, nor by the threads that touch the pool."""
+    with torch.inference_mode():
+        coordinator = make_coordinator(on)
+    slot = coordinator.request_begin()
+    for begin, rows in (({"prefill": [(slot, 5)]}, 5), ({"decode": [slot]}, 1)):
+        coordinator.forward_begin(**begin)
+        for layer in range(LAYERS):
+            q, k, v = (
+                torch.ones(rows, heads, DIM, device=on.device)
+                for heads in (HEADS, KV_HEADS, KV_HEADS)
+            )
+            torch.testing.assert_close(coordinator.attention(layer, q, k, v), torch.ones_like(q))
+        coordinator.forward_end()
+    assert coordinator.length(slot) == 6
+    coordinator.close()
+
+
 def test_can_admit_names_every_reason():
     coordinator = make()
     assert coordinator.can_admit(48, 2)

@@ -58,7 +58,8 @@ class SparseCoordinator:
     def __init__(self, config: LoweredConfig, registry: PluginRegistry | None = None) -> None:
         self._manager: SparseKVCacheManager | None = None
         try:
-            self._assemble(config, registry or default_registry())
+            with torch.inference_mode(False):  # outside of it no inference tensor can be written
+                self._assemble(config, registry or default_registry())
         except BaseException as error:
             self.close()
             if isinstance(error, TopkvError) or not is_out_of_memory(error):
@@ -71,9 +72,8 @@ class SparseCoordinator:
         self.model, self.config = config.model, config
         self._plugins = plugins = make_plugins(registry, config)
         self._tensors = tensors = allocate(config, plugins)
-        self.manager, self.lanes = tensors.manager, tensors.lanes
-        self._manager = self.manager
-        self.step = tensors.uploader.step
+        self.manager = self._manager = tensors.manager
+        self.lanes, self.step = tensors.lanes, tensors.uploader.step
         self.transfers, self.layers = connect(registry, config, plugins, tensors)
         self.requests = Requests(
             config=self.config,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from topkv import SparseCoordinator, hookimpl
@@ -73,9 +72,7 @@ class TransformersEngine:
             reasons = capture.refusals(decoder_of(model), lowered) + compiled.refusals(lowered)
         if reasons:
             raise CapabilityError("compile: true cannot be served", reasons)
-        # What is allocated outlives the mode: outside of it no inference tensor can be written.
-        with torch.inference_mode(False):
-            handle = AttachedModel(model, SparseCoordinator(lowered, self.registry))
+        handle = AttachedModel(model, SparseCoordinator(lowered, self.registry))
         try:
             reasons = handle.prefixes.refusals()
             if reasons:

@@ -39,9 +39,7 @@ class Session:
         Raises:
             HostMemoryError, DeviceMemoryError: a tier is too small; nothing is left allocated.
         """
-        # What is allocated outlives the mode: outside of it no inference tensor can be written.
-        with torch.inference_mode(False):
-            self.coordinator = SparseCoordinator(config)
+        self.coordinator = SparseCoordinator(config)
         self.requests = Requests(self.coordinator)
         self.counts = Counts(self.requests)
 
