@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from topkv.config import SparseConfig, lower
+from topkv.config import LoweredConfig, SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
 from topkv.plugins import registry
 from topkv.types import Index, IndexerShape, ModelShape
@@ -33,7 +33,7 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def make(layers: int, requests: int, backend: str, topk: str) -> SparseCoordinator:
+def lowered(layers: int, requests: int, backend: str, topk: str) -> LoweredConfig:
     model = ModelShape(*(layers, HEADS, 1, DIM, torch.bfloat16, 192**-0.5, "mla", VALUE, INDEX))
     tokens = CONTEXT + 2 * STEPS
     config = SparseConfig(
@@ -48,7 +48,7 @@ def make(layers: int, requests: int, backend: str, topk: str) -> SparseCoordinat
         max_request_tokens=tokens,
     )
     device = torch.device("cuda", 0)
-    return SparseCoordinator(lower(config, model, device=device, registry=registry()))
+    return lower(config, model, device=device, registry=registry())
 
 
 def fill(coordinator: SparseCoordinator) -> int:
@@ -67,11 +67,11 @@ def fill(coordinator: SparseCoordinator) -> int:
     return slot
 
 
-def measure(
-    layers: int, requests: int, backend: str, topk: str, drift: float
-) -> dict[str, object]:
-    coordinator = make(layers, requests, backend, topk)
-    slots = [fill(coordinator) for _ in range(requests)]
+def times(
+    coordinator: SparseCoordinator, slots: list[int], drift: float
+) -> tuple[float, float, float]:
+    """Microseconds of a captured step, of its graph and beside it; share of rows in the buffer."""
+    layers, requests = len(coordinator.layers), len(slots)
     q, rows = random(requests, HEADS, DIM), random(requests, 1, DIM)
     out = torch.empty_like(q[..., :VALUE])
     index_q = random(layers, requests, INDEX.num_heads, INDEX.head_dim)
@@ -84,40 +84,51 @@ def measure(
             coordinator.attention(layer, q, rows, rows, index, out)
         coordinator.offload()
 
-    def step(graph: torch.cuda.CUDAGraph | None) -> None:
-        coordinator.forward_begin(decode=slots)
-        if graph is None:
-            run()
-        else:
-            graph.replay()
-        coordinator.forward_end(offloaded=True)
-
     for _ in range(3):
-        step(None)
+        coordinator.forward_begin(decode=slots)
+        run()
+        coordinator.forward_end(offloaded=True)
     graph = torch.cuda.CUDAGraph()
     coordinator.forward_begin(decode=slots)
     with torch.cuda.graph(graph):
         run()
     graph.replay()
     coordinator.forward_end(offloaded=True)
-    before, times = coordinator.transfers_of(slots), []
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graphs, steps, before = [], [], coordinator.transfers_of(slots)
     for _ in range(STEPS):
         index_q.mul_((1 - drift**2) ** 0.5).add_(random(*index_q.shape), alpha=drift)
         torch.cuda.synchronize()
         started = time.perf_counter()
-        step(graph)
+        coordinator.forward_begin(decode=slots)
+        begun.record()
+        graph.replay()
+        ended.record()
+        coordinator.forward_end(offloaded=True)
         torch.cuda.synchronize()
-        times.append((time.perf_counter() - started) * 1e6)
-    after, memory = coordinator.transfers_of(slots), coordinator.memory()
+        steps.append((time.perf_counter() - started) * 1e6)
+        graphs.append(begun.elapsed_time(ended) * 1e3)
+    inside, after = statistics.median(graphs), coordinator.transfers_of(slots)
     hits, misses = after.hits - before.hits, after.misses - before.misses
+    share = round(hits / (hits + misses), 3) if hits else 0.0
+    return inside, statistics.median(steps) - inside, share
+
+
+def measure(
+    layers: int, requests: int, backend: str, topk: str, drift: float
+) -> dict[str, object]:
+    coordinator = SparseCoordinator(lowered(layers, requests, backend, topk))
+    slots = [fill(coordinator) for _ in range(requests)]
+    inside, outside, hits = times(coordinator, slots, drift)
+    memory = coordinator.memory()
     coordinator.close()
     return {
         "backend": backend,
         "topk": topk,
         "requests": requests,
         "layers": layers,
-        "hit_rate": round(hits / (hits + misses), 3),
-        "layer_us": round(statistics.median(times) / layers, 1),
+        "hit_rate": hits,
+        "layer_us": round((inside + outside) / layers, 1),
         "buffer_bytes": memory.buffer,
         "index_bytes": memory.representation,
         "metadata_bytes": memory.metadata,
