@@ -192,6 +192,8 @@ class NamedAttention:
     def restore(self) -> None:
         """Have the decoder call its own. Idempotent."""
         config = self.decoder.config
+        if id(config) not in _open:
+            return  # nothing was named, which is dearer to see in the config
         if config._attn_implementation == NAME:
             config._attn_implementation = self.own
         _open.pop(id(config), None)

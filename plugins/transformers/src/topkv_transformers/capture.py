@@ -182,7 +182,7 @@ class CapturedDecoder:
         self._stand_in = TopkvCache(requests, requests.stand_in)
         self._steps: dict[Any, Step] = {}
         self._signature: Any = None
-        self._hooked = self._trusted = False
+        self._hooked = self._collects = self._trusted = False
         decoder.forward = self
 
     def remove(self) -> None:
@@ -205,6 +205,8 @@ class CapturedDecoder:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See the decoder's ``forward``."""
         if args or not self._serves(kwargs):
+            if self.requests.forward is not None:
+                self.requests.attention.name_ours()
             return self.original(*args, **kwargs)
         cache = kwargs["past_key_values"]
         # What was made in inference mode could not be written outside of it.
@@ -230,11 +232,9 @@ class CapturedDecoder:
             return False
         if any(value is not None and value is not False for value in rest.values()):
             return False
-        if any(getattr(self.decoder.config, name, False) for name in COLLECTED):
-            return False
         if not self._trusted:
             self._look()
-        return not self._hooked
+        return not (self._hooked or self._collects)
 
     def _look(self) -> None:
         """See whether the modules are those of the recordings, and drop these if not."""
@@ -245,6 +245,7 @@ class CapturedDecoder:
             self.report.uncompiled.clear()
         self._signature = signature
         self._hooked = is_hooked(self.decoder)
+        self._collects = any(getattr(self.decoder.config, name, False) for name in COLLECTED)
 
     def _step(self, ids: Tensor, positions: Tensor | None, seen: int) -> Step:
         """The step of these rows, with its inputs in place."""
@@ -278,6 +279,7 @@ class CapturedDecoder:
         return hidden
 
     def _body(self, step: Step) -> Tensor:
+        self.requests.attention.name_ours()
         with step.layers.installed() if step.layers else nullcontext():
             step.output = self.original(
                 input_ids=step.ids,

@@ -68,6 +68,7 @@ class CacheRequests:
     def open(self, state: CacheState, rows: int, columns: int, mask: Tensor | None) -> None:
         """Begin a forward of ``rows`` rows and ``columns`` new columns over a cache.
 
+        Whoever runs the decoder's own ``forward`` in it names our attention function first.
         The caller has entered ``exclusive``. Errors are those of ``open_forward``; the cache is
         then as it was.
         """
@@ -81,7 +82,6 @@ class CacheRequests:
                 )
             self.forward = open_forward(self.coordinator, state, columns, mask)
             self.forward.kept = state.stock.keep()
-            self.attention.name_ours()
         except BaseException:
             self._recover()
             if fresh:

@@ -215,6 +215,8 @@ class AttachedModel:
                 raise RequestError("neither input_ids nor inputs_embeds was given")
             rows, columns = inputs.shape[:2]
             self.requests.open(cache.state, rows, columns, call.get("attention_mask"))
+            if self._captured is None:  # else it does so where it replays nothing
+                self.requests.attention.name_ours()
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments of the decoder by name."""
@@ -238,8 +240,9 @@ class AttachedModel:
             reasons.append("output_attentions: attention weights are never made")
         if call.get("use_cache") is False:
             reasons.append("use_cache=False contradicts the cache; leave it out")
-        dropout = getattr(config, "attention_dropout", 0.0)
-        if self._decoder.training and (torch.is_grad_enabled() or dropout):
+        if self._decoder.training and (
+            torch.is_grad_enabled() or getattr(config, "attention_dropout", 0.0)
+        ):
             reasons.append("training is not supported; call model.eval() and use torch.no_grad()")
         device = self.config.device.type
         if torch.is_autocast_enabled(device):
