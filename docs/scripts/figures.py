@@ -60,6 +60,88 @@ def decode_step() -> Any:
     return figure
 
 
+WAYS = {
+    "all layers resident": ("topkv-resident", None),
+    "topkv": ("topkv", False),
+    "topkv, fp8 on the host": ("topkv", True),
+    "Transformers' offloaded cache": ("offloaded", None),
+}
+"""Contestants of ``topkv bench``, and whether the host holds fp8."""
+
+
+def generate() -> Any:
+    """Steps of plain ``generate``, and the tokens a second of what 16 GiB on the device hold."""
+    last: dict[tuple[str, str, int], Row] = {}
+    for row in [row for row in read("generate_tables.jsonl") if "--fill pool" in row["command"]]:
+        fp8 = "host_format=fp8" in row["command"]
+        drift = row.get("drift", {"stated": 0.15})["stated"]
+        for label, (contestant, coded) in WAYS.items():
+            if row["contestant"] == contestant and coded in (None, fp8) and drift == 0.15:
+                context = f"{round(row['context'] / 32000) * 32}K"
+                last[label, context, row["requests"]] = row
+    figure, (steps, rates) = new(2)
+    cells = [("32K", 1), ("32K", 16), ("128K", 1), ("128K", 6)]
+    for offset, (colour, label) in enumerate(zip(COLOURS, list(WAYS)[:3], strict=False)):
+        found = [(n, last.get((label, *cell))) for n, cell in enumerate(cells)]
+        places = [n + 0.27 * (offset - 1) for n, row in found if row]
+        times = [row["step_ms"]["median"] for _, row in found if row]
+        bars = steps.bar(places, times, 0.26, color=colour, label=label)
+        steps.bar_label(bars, [f"{time:.1f}" for time in times], fontsize=7)
+    steps.set_xticks(range(len(cells)), [f"{context} x {count}" for context, count in cells])
+    steps.set_xlabel("context x requests")
+    steps.set_ylabel("ms a step")
+    for offset, (colour, label) in enumerate(zip(COLOURS, WAYS, strict=False)):
+        best = [
+            max(
+                (row["tokens_per_second"], row["requests"])
+                for (name, where, _), row in last.items()
+                if (name, where) == (label, context) and row["bytes"]["device"] < 16 * 2**30
+            )
+            for context in ("32K", "128K")
+        ]
+        places = [place + 0.21 * (offset - 1.5) for place in range(2)]
+        bars = rates.bar(places, [rate for rate, _ in best], 0.2, color=colour, label=label)
+        rates.bar_label(bars, [f"{rate:.0f}\nx {count}" for rate, count in best], fontsize=7)
+    rates.set_xticks(range(2), ["32K", "128K"])
+    rates.margins(y=0.2)
+    rates.set_xlabel("context; x requests that decode together")
+    rates.set_ylabel("tokens a second in 16 GiB")
+    rates.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def prompts() -> Any:
+    """Time of a prompt beside resident layers, and first tokens with and without its pages."""
+    figure, (time, first) = new(2, 3.3)
+    rows = read("prefill.jsonl")
+    chunks = sorted({row["chunk"] for row in rows})
+    names = {"in time": "fetched when attended", "ahead": "ahead", "ahead fp8": "ahead, fp8"}
+    for offset, (colour, name) in enumerate(zip(COLOURS, names, strict=False)):
+        mine = [row["ratio"] for row in rows if row["name"] == name]
+        places = [place + 0.27 * (offset - 1) for place in range(len(chunks))]
+        bars = time.bar(places, mine, 0.26, color=colour, label=names[name])
+        time.bar_label(bars, [f"{ratio:.2f}" for ratio in mine], fontsize=7)
+    time.set_xticks(range(len(chunks)), [str(chunk) for chunk in chunks])
+    time.set_xlabel("tokens of a chunk")
+    time.set_ylabel("time of a prompt, 1 = resident")
+    time.legend(frameon=False, fontsize=7)
+    rows = [row for row in read("prefix.jsonl") if "context" in row]
+    for offset, (colour, name, label) in enumerate(
+        zip(COLOURS, ("cold", "again"), ("new prompt", "seen before"), strict=False)
+    ):
+        # The first repeat of what is seen before compiles.
+        mine = [min(row["times"][name]) for row in rows]
+        places = [place + 0.4 * (offset - 0.5) for place in range(len(rows))]
+        bars = first.bar(places, mine, 0.38, color=colour, label=label)
+        first.bar_label(bars, [f"{seconds:.2f}" for seconds in mine], fontsize=8)
+    first.set_yscale("log")
+    first.set_xticks(range(len(rows)), [f"{row['context'] // 1024}K" for row in rows])
+    first.set_xlabel("tokens of the prompt")
+    first.set_ylabel("s to the first token")
+    first.legend(frameon=False, fontsize=8)
+    return figure
+
+
 def swap_in() -> Any:
     """Plan and load of one layer over the share of misses, by requests and entry."""
     rows = [row for row in read("swap_in.jsonl") if row["what"] == "swap_in"]
@@ -193,7 +275,7 @@ def arkvale() -> Any:
 
 FIGURES: dict[str, Callable[[], Any]] = {
     f"{draw.__name__}.svg": draw
-    for draw in (decode_step, swap_in, accuracy, attention, selection, arkvale)
+    for draw in (generate, prompts, decode_step, swap_in, accuracy, attention, selection, arkvale)
 }
 
 
