@@ -71,6 +71,22 @@ def test_the_command_tells_layers_and_bytes(tmp_path):
     assert "left alone: sliding_attention: 0,2" in shown.stdout
 
 
+def test_code_of_a_folder_does_not_run(tmp_path):
+    """Whoever says yes on standard input is not asked."""
+    marker, folder = tmp_path / "it_ran", tmp_path / "model"
+    written(folder, "Gemma3")
+    code = f"open({str(marker)!r}, 'w')\nfrom transformers import LlamaConfig as Foreign\n"
+    (folder / "foreign.py").write_text(code)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"auto_map": {"AutoConfig": "foreign.Foreign"}, "model_type": "foreign"}
+    (folder / "config.json").write_text(json.dumps(config))
+    told = CliRunner().invoke(command, ["doctor", "--model", str(folder)], input="y\ny\n")
+    assert told.exit_code == 2, told.output
+    assert not marker.exists()
+    assert "[y/N]" not in told.output
+    assert "doctor runs no code of a model" in told.output
+
+
 def test_reasons_are_those_of_attaching(tmp_path):
     config = DeepseekV3Config(num_hidden_layers=2)
     config.architectures = ["DeepseekV3ForCausalLM"]

@@ -66,7 +66,11 @@ def examine(
         OSError, ValueError: there is no configuration that Transformers knows.
         ConfigError: the settings cannot be read.
     """
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = AutoConfig.from_pretrained(
+        directory,
+        local_files_only=True,
+        trust_remote_code=False,  # None would ask on standard input
+    )
     name = (config.architectures or [type(config).__name__])[0]
     kind = getattr(transformers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):

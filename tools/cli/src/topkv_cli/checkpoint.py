@@ -44,7 +44,10 @@ def examined(
     try:
         found = examine(model, chosen, length, registry())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"doctor cannot look at {model}", [str(error)]) from error
+        why = str(error)
+        if "trust_remote_code" in why:  # Transformers names its own argument, and there is none
+            why = "its configuration is code in Python, and doctor runs no code of a model"
+        raise ConfigError(f"doctor cannot look at {model}", [why]) from error
     layers = {
         kind: show_ranges([at for at, each in enumerate(found.layers) if each == kind])
         for kind in dict.fromkeys(found.layers)
