@@ -205,17 +205,33 @@ class CodesOfThePrompt(Indexed):
         super().update(layer, k, v)
 
 
-def test_an_algorithm_need_not_be_incremental():
+class MirroredByValues(Indexed):
+    """Keys of tokens whose values are negative are kept the other way round."""
+
+    @hookimpl
+    def construct(self, layer, slot, start, k, v, q, lse):
+        side = v.flatten(1).float().mean(1).sign().to(k.dtype)
+        super().construct(layer, slot, start, k * side[:, None, None], v, q, lse)
+
+
+@pytest.mark.parametrize(
+    ("trait", "double", "test", "told"),
+    [
+        ("incremental", CodesOfThePrompt, "unit_is_found_as_soon_as_decode_closes_it", "needle"),
+        ("value_free", MirroredByValues, "values_never_matter", "with other values"),
+    ],
+)
+def test_what_an_algorithm_does_not_promise_is_not_asked(trait, double, test, told):
     stated = INDEXED.capabilities.traits
-    for traits, error in ((stated, AssertionError), (stated[:-1], pytest.skip.Exception)):
+    assert trait in stated
+    fewer = tuple(each for each in stated if each != trait)
+    for traits, error in ((stated, AssertionError), (fewer, pytest.skip.Exception)):
         capabilities = evolve(INDEXED.capabilities, traits=traits)
-        factories = dict.fromkeys(INDEXED.impls, f"{__name__}:{CodesOfThePrompt.__name__}")
+        factories = dict.fromkeys(INDEXED.impls, f"{__name__}:{double.__name__}")
         entry = evolve(INDEXED, name="mine", factories=factories, capabilities=capabilities)
         subject = subject_of(entry, "algorithm", tier("cpu"))
-        with pytest.raises(
-            error, match="incremental" if error is not AssertionError else "needle"
-        ):
-            AlgorithmTests().test_unit_is_found_as_soon_as_decode_closes_it(subject)
+        with pytest.raises(error, match=trait if error is not AssertionError else told):
+            getattr(AlgorithmTests(), f"test_{test}")(subject)
 
 
 def test_differences_of_bits_that_are_equal_numbers_count():

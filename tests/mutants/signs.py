@@ -224,6 +224,7 @@ SIGNS = PluginEntry(
             "low_ties",
             "head_equivariant",
             "incremental",
+            "value_free",
         ),
     ),
 )

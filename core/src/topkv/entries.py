@@ -33,6 +33,7 @@ TRAITS = {
     "exact_update": "token by token gives the representation that a prompt gives, bit for bit",
     "low_ties": "of equal scores the lower unit wins",
     "head_equivariant": "permuted kv-heads select the same, permuted",
+    "value_free": "values change no selection",
     "incremental": "what decoding appends is scored by its own keys as soon as it may be selected",
 }
 """Promises that an algorithm may make beyond its contract; the kit tests those that it makes."""

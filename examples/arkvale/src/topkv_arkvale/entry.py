@@ -29,6 +29,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                     "low_ties",
                     "head_equivariant",
                     "incremental",
+                    "value_free",
                 ),
             ),
             defaults={"unit": 32, "scope": "kv_head", "dense_layers": (0, 1)},

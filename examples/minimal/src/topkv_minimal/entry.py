@@ -28,6 +28,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                     "low_ties",
                     "head_equivariant",
                     "incremental",
+                    "value_free",
                 ),
             ),
             defaults={"unit": 16, "scope": "kv_head"},

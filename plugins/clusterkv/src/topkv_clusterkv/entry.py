@@ -24,7 +24,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 # Not scale_free: a mean of softmaxes. Not exact_update: decoded tokens are
                 # clustered by windows. Not low_ties: the lower of two tied clusters may hold
                 # the higher tokens.
-                traits=("attends", "nested", "head_equivariant", "incremental"),
+                traits=("attends", "nested", "head_equivariant", "incremental", "value_free"),
             ),
             defaults={"unit": 1, "scope": "kv_head", "dense_layers": (0, 1)},
             parameters={

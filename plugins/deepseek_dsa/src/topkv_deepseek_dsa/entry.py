@@ -26,7 +26,14 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 dtypes=("float16", "bfloat16", "float32"),
                 # Not scale_free: fp8 codes of scaled queries round anew, and scales have a least
                 # value. Not head_equivariant: there is one selection for all heads.
-                traits=("attends", "nested", "exact_update", "low_ties", "incremental"),
+                traits=(
+                    "attends",
+                    "nested",
+                    "exact_update",
+                    "low_ties",
+                    "incremental",
+                    "value_free",
+                ),
             ),
             defaults={
                 "unit": 1,

@@ -22,7 +22,14 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 scopes=("kv_head", "shared"),
                 # Promised for the default parameters. Not scale_free: a mean of softmaxes. Not
                 # exact_update: without a calibration file the first chunk chooses the channels.
-                traits=("attends", "nested", "low_ties", "head_equivariant", "incremental"),
+                traits=(
+                    "attends",
+                    "nested",
+                    "low_ties",
+                    "head_equivariant",
+                    "incremental",
+                    "value_free",
+                ),
             ),
             # Rows of scores are tokens; topkv-triton-topk is made for rows so long.
             defaults={"unit": 1, "scope": "kv_head", "dense_layers": (0, 1), "topk": "pivot"},

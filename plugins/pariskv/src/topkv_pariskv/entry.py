@@ -28,6 +28,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                     "low_ties",
                     "head_equivariant",
                     "incremental",
+                    "value_free",
                 ),
             ),
             # Rows of scores are tokens; topkv-triton-topk is made for rows so long.

@@ -21,7 +21,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 units=(1, 1),
                 scopes=("kv_head", "shared"),
                 # Not nested: true of one budget for all heads, not of ada.
-                traits=("scale_free", "head_equivariant"),
+                traits=("scale_free", "head_equivariant", "value_free"),
             ),
             defaults={"unit": 1, "scope": "kv_head"},
             parameters={

@@ -21,7 +21,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 units=(1, 128),
                 scopes=("shared", "kv_head"),
                 # No scores, so no low_ties; no representation, so exact_update holds of nothing.
-                traits=("nested", "scale_free", "head_equivariant"),
+                traits=("nested", "scale_free", "head_equivariant", "value_free"),
             ),
             defaults={"unit": 16, "scope": "shared"},
             parameters={"sink_tokens": 4},

@@ -197,6 +197,7 @@ class SelectionTests(KitTests):
 
     def test_values_never_matter(self, subject: Subject) -> None:
         """V changes no selection."""
+        subject.require("value_free")
 
         @examples(subject.tier, cpu=60, interpret=3, gpu=20)
         @given(case=cases(subject), data=st.data())

@@ -104,7 +104,15 @@ INDEXED = PluginEntry(
         needs_index=True,
         tail="selectable",
         capture=False,
-        traits=("attends", "nested", "scale_free", "exact_update", "low_ties", "incremental"),
+        traits=(
+            "attends",
+            "nested",
+            "scale_free",
+            "exact_update",
+            "low_ties",
+            "incremental",
+            "value_free",
+        ),
     ),
     defaults={"scope": "shared", "unit": 1},
 )
