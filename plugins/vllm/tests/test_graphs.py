@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-CHUNK, LONGEST = 96, 512
+LONGEST = 512
 
 
 def replays(engine):
@@ -30,20 +30,21 @@ def replays(engine):
 
 @pytest.mark.gpu
 def test_steps_that_decode_are_replayed_and_no_others(served, stock, graphs, prompt):
-    """Two requests in a graph of two, three in one of four; a prompt of one token in none."""
+    """Three requests in a graph of four rows; a prompt of one token beside one that decodes, which
+    looks like a step of two that decode, in none."""
     if not graphs:
         pytest.skip("there are none")
     engine = served(fresh=True)
     rows = replays(engine)
-    prompts = [prompt(length) for length in (50, 1, CHUNK + 1)]
-    expected = stock.answer(prompts, [10, 6, 4])
-    assert engine.answer(prompts[:1], 10) == expected[:1]
-    assert rows == [1] * 9
-    del rows[:]
-    assert engine.answer(prompts, [10, 6, 4]) == expected
-    # In one step the first two prompts and a chunk; in one the chunk's last token; then 3 decode.
-    assert rows[:3] == [4, 4, 4]
-    assert {*rows[3:]} == {2, 1}
+    prompts, tokens = [prompt(length) for length in (50, 1, 90)], [12, 6, 3]
+    for number, found in enumerate([[1, 1], [1, 1, 2, 2], [1, 1, 2, 2, 4, 4]]):
+        engine.add(f"replayed-{number}", prompts[number], tokens[number])
+        engine.steps(3)
+        assert rows == found
+    engine.run()
+    assert rows == [1, 1, 2, 2, 4, 4, 1, 1, 1]
+    got = [[engine.tokens[f"replayed-{number}"][0]] for number in range(3)]
+    assert got == stock.answer(prompts, tokens)
     engine.check_nothing_is_held()
 
 
@@ -77,7 +78,9 @@ def test_asynchronous_scheduling(served, stock, prompt):
     prompts = {f"later-{n}": prompt(draw.randint(1, 250), n) for n in range(30)}
     tokens = {name: draw.randint(1, 30) for name in prompts}
     known = stock.answer([*prompts.values()], [*tokens.values()])
-    ends = {name: each[0][draw.randrange(len(each[0]))] for name, each in zip(prompts, known)}
+    ends = {
+        name: each[draw.randrange(len(each))] for name, (each,) in zip(prompts, known, strict=True)
+    }
     engine = served(async_scheduling=True, num_gpu_blocks_override=LONGEST // 32 + 1)
     assert engine.engine.vllm_config.scheduler_config.async_scheduling
     waiting, aborted = [*prompts], set()
