@@ -55,7 +55,7 @@ def test_more_blocks_than_host_pages_are_refused(served):
 
 def test_an_exception_in_a_layer_leaves_nothing_behind(served, prompt):
     """vLLM ends an engine whose model raised; topkv has dropped the step, and is whole."""
-    engine = served(fresh=True)
+    engine = served(fresh=True, enforce_eager=True)  # a replay calls no layer
     engine.add("one", prompt(150))
     engine.add("two", prompt(20))
     for _ in range(3):
