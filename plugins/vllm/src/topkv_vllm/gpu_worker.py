@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from triton import knobs
 
 from topkv_vllm.memory import check_device
 from topkv_vllm.session import Session
@@ -47,6 +48,17 @@ class TopkvGPUWorker(TopkvWorker):
         room = min(share, torch.cuda.mem_get_info()[0]) - peak
         check_device(self.topkv_config, int(room))
 
+    def load_model(self, **options: Any) -> None:
+        """Load the model, see ``TopkvWorker``."""
+        _watch_no_kernels()  # another engine of this process may have begun to
+        super().load_model(**options)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Record the graphs, and compile what vLLM compiles."""
+        done = super().compile_or_warm_up_model()
+        _watch_no_kernels()
+        return done
+
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Make the coordinator and what vLLM keeps, see ``TopkvWorker``."""
         super().initialize_from_config(kv_cache_config)
@@ -54,6 +66,14 @@ class TopkvGPUWorker(TopkvWorker):
             _guard_v2(self.model_runner.cudagraph_manager, self.session)
         else:
             _guard_v1(self.model_runner, self.session)
+
+
+def _watch_no_kernels() -> None:
+    """Take vLLM's hook on compilations away, which warns of those that come late: Triton 3.6 fails
+    to describe a kernel to any hook if an argument is a function, as the codec of ours is."""
+    hook = knobs.runtime.jit_post_compile_hook
+    if getattr(hook, "__module__", "").startswith("vllm."):
+        knobs.runtime.jit_post_compile_hook = None
 
 
 def _guard_v2(manager: Any, session: Session) -> None:
