@@ -3,6 +3,9 @@
 All run in the process of the tests, side by side, and live until the last test: an engine takes
 seconds to start, so tests that want the same one share it. Where vLLM is not installed, what needs
 it is skipped; ``plugins/vllm/test.sh`` runs it in an environment that has it, and skips nothing.
+
+Where torch sees a GPU all that needs vLLM runs on it, each test with CUDA graphs and without, and
+is marked ``gpu``: ``pytest -m gpu plugins/vllm``.
 """
 
 from __future__ import annotations
@@ -12,35 +15,78 @@ import os
 from itertools import count
 
 import pytest
+import torch
 
 from topkv_vllm import engine_args
-from topkv_vllm.versions import installed
+from topkv_vllm.versions import TESTED, installed
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VERSION = TESTED[DEVICE][-1]
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
+    "TRITON_F32_DEFAULT": "ieee",  # stock vLLM's kernels too, so that tokens can be compared
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 
 LONGEST, CHUNK, PAGE, VOCABULARY = 512, 96, 32, 512
 """Tokens of a request, of a step, and of a page; ids of tokens."""
 
+STOCK = {"block_size": PAGE, "max_num_seqs": 4}
+"""What stock vLLM gets where topkv has names of its own; of its backends one knows float32."""
+
+if DEVICE == "cuda":
+    STOCK["attention_backend"] = "TRITON_ATTN"
+
+
+@pytest.fixture(scope="session")
+def beside():
+    """Arguments that only stock vLLM gets."""
+    return STOCK
+
+
+@pytest.fixture(scope="session")
+def version():
+    """A version that was tested on this device."""
+    return VERSION
+
+
 NEEDS_VLLM = {"served", "stock", "model", "server"}
 
 
+ON_GPU = {
+    "gpu_memory_utilization": 0.02,
+    "kv_cache_memory_bytes": 2**27,
+    "async_scheduling": False,  # steps of these tests are counted
+}
+"""Arguments there: many engines share it."""
+
+
+def pytest_generate_tests(metafunc):
+    """With graphs and without, where there are any."""
+    if "graphs" in metafunc.fixturenames:
+        kinds = [False, True] if DEVICE == "cuda" else [False]
+        names = ["graphs" if kind else "eager" for kind in kinds]
+        metafunc.parametrize("graphs", kinds, ids=names, scope="session")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     missing = not installed() and not os.environ.get("TOPKV_NEEDS_VLLM")
     for item in items:
         if NEEDS_VLLM & {*item.fixturenames} and missing:
             item.add_marker(pytest.mark.skip(reason="vLLM is not installed; plugins/vllm/test.sh"))
+        if NEEDS_VLLM & {*item.fixturenames} and DEVICE == "cuda":
+            item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     """Where the model lies, with a tokenizer of bytes."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -173,6 +219,7 @@ def arguments(model):
         "max_num_batched_tokens": CHUNK,
         "enforce_eager": True,
         "enable_prefix_caching": False,
+        **(ON_GPU if DEVICE == "cuda" else {}),
     }
 
 
@@ -191,12 +238,12 @@ def engines():
 @pytest.fixture(scope="session")
 def stock(engines, arguments):
     """Stock vLLM."""
-    engines["stock"] = Served(**arguments, block_size=PAGE, max_num_seqs=4)
+    engines["stock"] = Served(**arguments, **STOCK)
     return engines["stock"]
 
 
 @pytest.fixture
-def served(engines, arguments):
+def served(engines, arguments, graphs):
     """Gives engines through topkv: ``served(settings, **arguments)``, the same to all who ask for
     the same; ``fresh`` ones are of this test alone."""
     own = []
@@ -214,7 +261,7 @@ def served(engines, arguments):
             "poison": True,
         }
         settings = {**defaults, **(settings or {})}
-        more = {**arguments, **more}
+        more = {**arguments, "enforce_eager": not graphs, **more}
         key = json.dumps([settings, more], sort_keys=True)
         if fresh or key not in engines:
             engine = Served(**engine_args(settings, **more))
@@ -233,7 +280,6 @@ def served(engines, arguments):
 @pytest.fixture
 def prompt():
     """Makes prompts: ``prompt(tokens, seed)``."""
-    import torch
 
     def make(tokens, seed=0):
         random = torch.Generator().manual_seed(1000 * seed + tokens)

@@ -10,7 +10,7 @@ from topkv.errors import CapabilityError, ConfigError
 from topkv.hooks.engine import EngineSetup
 from topkv.plugins import registry
 from topkv_vllm import engine_args
-from topkv_vllm.args import CONNECTOR
+from topkv_vllm.args import CONNECTOR, WORKERS
 from topkv_vllm.engine import VllmEngine
 from topkv_vllm.refusals import settings_of
 from topkv_vllm.versions import TESTED, version_reasons
@@ -18,9 +18,10 @@ from topkv_vllm.versions import TESTED, version_reasons
 
 def test_settings_get_the_names_that_vllm_has():
     config = {"max_requests": 3, "page_tokens": 32, "max_request_tokens": 96, "budget": 64}
-    assert engine_args(config, seed=7, additional_config={"mine": 1}) == {
+    more = {"seed": 7, "additional_config": {"mine": 1}, "worker_cls": WORKERS["cpu"]}
+    assert engine_args(config, **more) == {
         "attention_backend": "CUSTOM",
-        "worker_cls": "topkv_vllm.worker.TopkvCPUWorker",
+        "worker_cls": "topkv_vllm.cpu_worker.TopkvCPUWorker",
         "kv_transfer_config": CONNECTOR,
         "max_num_seqs": 3,
         "block_size": 32,
@@ -35,6 +36,24 @@ def test_arguments_of_vllm_stand_above_defaults():
     assert arguments["max_num_seqs"] == 2
     assert arguments["block_size"] == 64
     assert "max_model_len" not in arguments
+
+
+def test_a_gpu_gets_a_worker_and_graphs_of_its_own(monkeypatch):
+    """Of all numbers of rows that vLLM rounds up to, and of the most."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    arguments = engine_args({"max_requests": 13})
+    assert arguments["worker_cls"] == WORKERS["cuda"]
+    assert arguments["compilation_config"] == {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 13],
+    }
+    sizes = engine_args(max_num_seqs=2)["compilation_config"]["cudagraph_capture_sizes"]
+    assert sizes == [1, 2]
+    assert "compilation_config" not in engine_args(enforce_eager=True)
+    mine = {"mode": 0, "cudagraph_mode": "NONE"}
+    assert engine_args(compilation_config=mine)["compilation_config"] == mine
+    assert "compilation_config" not in engine_args(worker_cls=WORKERS["cpu"])
 
 
 def test_what_is_said_twice_is_refused_together():
@@ -64,9 +83,12 @@ def test_settings_that_vllm_decides_are_refused():
 
 
 def test_versions_that_were_not_tested_are_refused():
-    assert not version_reasons(f"{TESTED[-1]}.1")
-    (reason,) = version_reasons("0.1.0")
-    assert "0.1.0 is not among the tested" in reason
+    for device, tested in TESTED.items():
+        assert not version_reasons(f"{tested[-1]}.1", device)
+        (reason,) = version_reasons("0.1.0", device)
+        assert f"0.1.0 is not among the minor versions that were tested on {device}" in reason
+    (only,) = TESTED["cuda"]
+    assert version_reasons(f"{only}.0", "cpu")
 
 
 def test_a_model_object_is_refused_with_what_to_call():

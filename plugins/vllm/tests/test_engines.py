@@ -23,7 +23,7 @@ print(json.dumps([[[*each.outputs[0].token_ids] for each in outputs], modules]))
 
 def alone(arguments, prompts, **environment):
     """Tokens and log of stock vLLM in a process of its own, and the modules of topkv there."""
-    told = json.dumps([{**arguments, "block_size": 32, "max_num_seqs": 4}, prompts])
+    told = json.dumps([arguments, prompts])
     result = subprocess.run(
         [sys.executable, "-c", STOCK, told],
         env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **environment},
@@ -35,9 +35,9 @@ def alone(arguments, prompts, **environment):
     return *json.loads(last), [*log, *result.stderr.splitlines()]
 
 
-def test_installed_and_not_used_it_changes_nothing(stock, arguments, prompt):
+def test_installed_and_not_used_it_changes_nothing(stock, arguments, beside, prompt):
     """Tokens are the same without the plugin, and its engine is not even imported."""
-    prompts = [prompt(length) for length in (50, 7)]
+    prompts, arguments = [prompt(length) for length in (50, 7)], {**arguments, **beside}
     without, modules, log = alone(arguments, prompts, VLLM_PLUGINS="")
     assert not modules
     assert log

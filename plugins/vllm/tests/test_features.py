@@ -6,8 +6,6 @@ import json
 
 import pytest
 
-PAGE = 32
-
 
 def logprobs(output):
     """Of a prompt or of generated tokens, position by position."""
@@ -81,7 +79,7 @@ def adapter(tmp_path_factory):
     return path
 
 
-def test_lora(served, engines, arguments, adapter, prompt):
+def test_lora(served, engines, arguments, beside, adapter, prompt):
     """Requests with and without an adapter in one batch. There is room for a second adapter, as
     vLLM's kernels of a CPU give those without one the last."""
     from vllm import SamplingParams
@@ -89,13 +87,11 @@ def test_lora(served, engines, arguments, adapter, prompt):
 
     more = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
     engine = served(**more)
-    engines["stock lora"] = beside = type(engine)(
-        **arguments, **more, block_size=PAGE, max_num_seqs=4
-    )
+    engines["stock lora"] = stock = type(engine)(**arguments, **more, **beside)
     how = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
     lora = LoRARequest("adapter", 1, str(adapter))
     tokens = []
-    for each in (beside, engine):
+    for each in (stock, engine):
         for number, with_it in enumerate((lora, None, lora)):
             asked = {"prompt_token_ids": prompt(70)}
             each.engine.add_request(f"lora-{number}", asked, how, lora_request=with_it)

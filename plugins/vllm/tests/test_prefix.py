@@ -9,7 +9,6 @@ import pytest
 from topkv.errors import CapabilityError, HostMemoryError
 from topkv_vllm import engine_args
 from topkv_vllm.refusals import check
-from topkv_vllm.versions import TESTED
 
 CHUNK, PAGE, LONGEST = 96, 32, 512
 
@@ -29,10 +28,10 @@ def cached(served):
 
 
 @pytest.fixture(scope="session")
-def stock_cached(stock, engines, arguments):
+def stock_cached(stock, engines, arguments, beside):
     """Stock vLLM with a prefix cache."""
     more = {**arguments, "enable_prefix_caching": True}
-    engines["stock cached"] = type(stock)(**more, block_size=PAGE, max_num_seqs=4)
+    engines["stock cached"] = type(stock)(**more, **beside)
     return engines["stock cached"]
 
 
@@ -234,7 +233,7 @@ def test_a_hit_reads_the_host_pool(cached, prompt):
 
 
 @pytest.mark.parametrize("name", ["clusterkv", "snapkv", "double_sparsity"])
-def test_algorithms_that_keep_more_than_pages_hold_are_refused(name, model, prompt):
+def test_algorithms_that_keep_more_than_pages_hold_are_refused(name, model, version):
     from vllm import EngineArgs
 
     settings = {"algorithm": name, "backend": "triton_attention", "budget": 512}
@@ -244,4 +243,4 @@ def test_algorithms_that_keep_more_than_pages_hold_are_refused(name, model, prom
         **engine_args(settings, model=str(model), dtype="float32", enable_prefix_caching=True)
     ).create_engine_config()
     with pytest.raises(CapabilityError, match=f"prefix caching: {name} .*_caching=False"):
-        check(config, TESTED[-1])
+        check(config, version)

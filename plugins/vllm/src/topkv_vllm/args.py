@@ -12,7 +12,14 @@ if TYPE_CHECKING:
 
     from topkv import SparseConfig
 
-WORKER = "topkv_vllm.worker.TopkvCPUWorker"
+WORKERS = {
+    "cpu": "topkv_vllm.cpu_worker.TopkvCPUWorker",
+    "cuda": "topkv_vllm.gpu_worker.TopkvGPUWorker",
+}
+"""By the device that vLLM runs on."""
+
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+"""What vLLM compiles and captures on a GPU: CUDA graphs of decode steps, and nothing else."""
 
 CONNECTOR = {
     "kv_connector": "TopkvConnector",
@@ -42,7 +49,8 @@ def engine_args(
     Args:
         config: whatever ``SparseConfig.load`` takes; None for the defaults. ``max_tokens`` is what
             vLLM's block pool holds, in tokens of all requests together.
-        arguments: any others of vLLM; passed on.
+        arguments: any others of vLLM; passed on. ``worker_cls`` tells for which device arguments
+            are made, one of ``WORKERS``; by default it is a GPU where torch sees one.
 
     Raises:
         ConfigError: with everything that is set twice, or that topkv sets itself.
@@ -50,11 +58,12 @@ def engine_args(
     from topkv import SparseConfig
     from topkv.config.settings import DEFAULTS
 
+    device = _device_of(arguments.get("worker_cls"))
     loaded = SparseConfig() if config is None else SparseConfig.load(config)
     settings, reasons = loaded.as_dict(), []
     ours: dict[str, Any] = {
         "attention_backend": "CUSTOM",
-        "worker_cls": WORKER,
+        "worker_cls": WORKERS[device],
         "kv_transfer_config": dict(CONNECTOR),
     }
     for name, argument in OWNED.items():
@@ -63,6 +72,9 @@ def engine_args(
             value = None if argument in arguments else DEFAULTS[name]
         if value is not None:
             ours[argument] = value
+    if device == "cuda" and not arguments.get("enforce_eager"):
+        most = int(ours.get("max_num_seqs") or arguments["max_num_seqs"])
+        arguments.setdefault("compilation_config", _graphs_of(most))
     if settings.pop("pages", "engine") != "engine":
         reasons.append(PAGES)
     for name in sorted(ours.keys() & arguments.keys()):
@@ -77,3 +89,18 @@ def engine_args(
     if reasons:
         raise ConfigError("these arguments do not go together", reasons)
     return {**arguments, **ours, "additional_config": {**more, "topkv": settings}}
+
+
+def _device_of(worker: str | None) -> str:
+    """The device of one of ``WORKERS``; of any other worker, that of this machine."""
+    import torch
+
+    found = {name: device for device, name in WORKERS.items()}
+    return found.get(worker or "", "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _graphs_of(most: int) -> dict[str, Any]:
+    """``GRAPHS``, of numbers of rows up to the most: vLLM would leave out what lies between the
+    last one that it knows and the most."""
+    sizes = {most, *(size for size in (1, 2, 4, *range(8, 512, 8)) if size < most)}
+    return {**GRAPHS, "cudagraph_capture_sizes": sorted(sizes)}

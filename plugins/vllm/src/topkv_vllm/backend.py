@@ -14,6 +14,7 @@ from attrs import define
 from torch import Tensor
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -30,7 +31,7 @@ class TopkvMetadata(AttentionMetadata):
     """Of a forward.
 
     Attributes:
-        rows: those of requests; 0 in a dummy run, which attends to nothing.
+        rows: those of the open forward; 0 where there is none, and nothing attends.
     """
 
     rows: int
@@ -44,6 +45,9 @@ class TopkvMetadataBuilder(AttentionMetadataBuilder[TopkvMetadata]):
     """
 
     reorder_batch_threshold: int | None = 1
+    _cudagraph_support: ClassVar[AttentionCGSupport] = (
+        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    )
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -59,7 +63,8 @@ class TopkvMetadataBuilder(AttentionMetadataBuilder[TopkvMetadata]):
         fast_build: bool = False,
     ) -> TopkvMetadata:
         """See ``AttentionMetadataBuilder``."""
-        return TopkvMetadata(self.session.forward(common_attn_metadata.num_reqs))
+        count, tokens = common_attn_metadata.num_reqs, common_attn_metadata.num_actual_tokens
+        return TopkvMetadata(self.session.forward(count, tokens))
 
 
 class TopkvImpl(AttentionImpl[TopkvMetadata]):
@@ -133,7 +138,7 @@ class TopkvImpl(AttentionImpl[TopkvMetadata]):
         output[rows:].zero_()
         if rows and self.session:
             q, k, v = query[:rows], key[:rows], value[:rows]
-            self.session.coordinator.attention(self.number, q, k, v, out=output[:rows])
+            self.session.attend(self.number, q, k, v, output[:rows])
         return output
 
 

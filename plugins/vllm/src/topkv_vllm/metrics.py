@@ -59,9 +59,12 @@ class TopkvStats(KVConnectorStats):
 def with_counts(output: Any, counts: Mapping[str, float] | None) -> Any:
     """A step's output, and counts with it if there are any."""
     if counts is not None:
-        output = copy(output)  # vLLM has one for all steps that put out nothing
+        inner = getattr(output, "model_runner_output", None)  # tokens are on their way, V2
+        inner = inner or getattr(output, "_model_runner_output", None)  # V1
+        if inner is None:
+            output = inner = copy(output)  # vLLM has one for all steps that put out nothing
         stats = TopkvStats(dict(counts))
-        output.kv_connector_output = KVConnectorOutput(kv_connector_stats=stats)
+        inner.kv_connector_output = KVConnectorOutput(kv_connector_stats=stats)
     return output
 
 

@@ -10,9 +10,9 @@ from topkv.assembly import make_plugins
 from topkv.config import LoweredConfig
 from topkv.errors import CapabilityError, TopkvError
 from topkv.plugins import registry
-from topkv_vllm.args import CONNECTOR, OWNED, PAGES
+from topkv_vllm.args import CONNECTOR, GRAPHS, OWNED, PAGES
 from topkv_vllm.geometry import lowered_for, shape_of_config
-from topkv_vllm.versions import version_reasons
+from topkv_vllm.versions import TESTED, version_reasons
 
 
 def check(vllm_config: Any, version: str) -> LoweredConfig:
@@ -28,7 +28,8 @@ def check(vllm_config: Any, version: str) -> LoweredConfig:
     Raises:
         CapabilityError: with every reason.
     """
-    reasons = version_reasons(version) + _model_reasons(vllm_config.model_config)
+    device = vllm_config.device_config.device_type
+    reasons = version_reasons(version, device) + _model_reasons(vllm_config.model_config)
     reasons += _option_reasons(vllm_config)
     settings, wrong = settings_of(vllm_config)
     reasons += wrong
@@ -91,6 +92,7 @@ def _option_reasons(config: Any) -> list[str]:
     kv, speculative = config.kv_transfer_config, config.speculative_config
     backend = getattr(config.attention_config.backend, "name", None)
     named = kv and kv.kv_connector
+    device, compiled = config.device_config.device_type, config.compilation_config
     refused = {
         f"attention_backend {backend}; say CUSTOM": backend != "CUSTOM",
         f"kv_cache_dtype {cache.cache_dtype}; say auto, and host_format of topkv": (
@@ -114,13 +116,22 @@ def _option_reasons(config: Any) -> list[str]:
         ),
         "microbatches (enable_dbo)": parallel.enable_dbo,
         "sleep mode, which discards KV": config.model_config.enable_sleep_mode,
-        "asynchronous scheduling; say async_scheduling=False": scheduler.async_scheduling,
-        "model runner V2; set VLLM_USE_V2_MODEL_RUNNER=0": config.use_v2_model_runner,
-        f"the device {config.device_config.device_type}; tested is cpu": (
-            config.device_config.device_type != "cpu"
+        "asynchronous scheduling on a CPU; say async_scheduling=False": (
+            scheduler.async_scheduling and device == "cpu"
         ),
+        f"compilation or other graphs than of decode steps; say enforce_eager=True, or "
+        f"compilation_config={json.dumps(GRAPHS)}": device == "cuda"
+        and (compiled.mode != GRAPHS["mode"] or _graphs(compiled) not in ("NONE", _DECODE_ONLY)),
+        f"the device {device}; tested are {', '.join(TESTED)}": device not in TESTED,
     }
     return [f"not supported: {what}" for what, is_so in refused.items() if is_so]
+
+
+_DECODE_ONLY = GRAPHS["cudagraph_mode"]
+
+
+def _graphs(compiled: Any) -> str:
+    return getattr(compiled.cudagraph_mode, "name", "NONE")
 
 
 def _algorithm_reasons(vllm_config: Any, lowered: LoweredConfig) -> list[str]:

@@ -62,13 +62,15 @@ class Requests:
             self._end(name)
         for name in step.finished_req_ids:
             self.prompts.pop(name, None)
-        for name in cached.resumed_req_ids:
+        for name in (*cached.resumed_req_ids, *(new.req_id for new in step.scheduled_new_reqs)):
             self._end(name)
         self.computed = {}
         for new in step.scheduled_new_reqs:
             tokens = new.prompt_embeds if new.prompt_token_ids is None else new.prompt_token_ids
             self.prompts[new.req_id] = prompt = len(tokens)
-            self._begin(new.req_id, new.block_ids[0], new.num_computed_tokens, prompt)
+            # For model runner V2 one that resumes is new, and all that it had stands here.
+            prefill = len(getattr(new, "prefill_token_ids", None) or ()) or prompt
+            self._begin(new.req_id, new.block_ids[0], new.num_computed_tokens, prefill)
         for name, blocks, computed, generated in zip(
             cached.req_ids,
             cached.new_block_ids,
@@ -84,11 +86,25 @@ class Requests:
                 self.computed[name] = computed
         self.tokens = step.num_scheduled_tokens
 
-    def forward(self, names: Sequence[str]) -> int:
+    def decodes(self, name: str) -> bool:
+        """Whether the rows of a request of the open step are one, behind its prompt."""
+        return self.tokens[name] == 1 and self.computed[name] >= self.held[name].prefill
+
+    def has_prompts(self) -> bool:
+        """Whether rows of the open step belong to prompts."""
+        return not all(self.decodes(name) for name in self.tokens)
+
+    def pad(self, count: int) -> None:
+        """Open a forward of rows that belong to no request, and drop the one before."""
+        self.coordinator.forward_abort()
+        self.coordinator.forward_begin([-1] * count)
+
+    def forward(self, names: Sequence[str], count: int) -> int:
         """Open the coordinator's forward.
 
         Args:
             names: the requests in the order of their rows.
+            count: rows of a step that only decodes, with those that pad it.
 
         Returns:
             Rows of the forward.
@@ -107,19 +123,23 @@ class Requests:
                     f"request {name} has {length} tokens in topkv and {self.computed[name]} by "
                     "vLLM's scheduler; this is a bug of topkv-vllm, please report it"
                 )
-            if tokens == 1 and length >= held.prefill:
+            if self.decodes(name):
                 decode += [-1] * (row - len(decode)) + [held.slot]
             else:
                 chunks.append((held.slot, tokens, row))
             row += tokens
+        if not chunks:
+            decode += [-1] * (count - row)
+            row = count
         self.coordinator.forward_begin(decode, chunks)
         return row
 
     def close(self) -> None:
         """End a step: count its tokens."""
         self.tokens = {}
-        if self.coordinator.forward is not None:
-            self.coordinator.forward_end()
+        forward = self.coordinator.forward
+        if forward is not None:
+            self.coordinator.forward_end(offloaded=not forward.chunks)
 
     def abort(self) -> None:
         """Drop a step after an exception: its tokens are not appended."""

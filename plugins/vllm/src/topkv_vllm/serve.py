@@ -13,12 +13,15 @@ import click
 
 from topkv.errors import CapabilityError, ConfigError
 from topkv_vllm.args import OWNED, engine_args
-from topkv_vllm.versions import doctor, installed, version_reasons
+from topkv_vllm.versions import DISTRIBUTIONS, doctor, installed, version_reasons
 
 SERVER = "vllm.entrypoints.openai.api_server"
 
 READ = (*OWNED.values(), "attention_backend", "worker_cls", "kv_transfer_config")
 """Options of vLLM that this command writes, or reads when they are given."""
+
+OBJECTS = ("additional_config", "compilation_config")
+"""Those of them that are JSON objects."""
 
 
 class Pair(click.ParamType):
@@ -63,18 +66,18 @@ def _given(more: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     for text in rest:
         option, sign, value = text.partition("=")
         name = option.removeprefix("--").replace("-", "_")
-        if not option.startswith("--") or name not in (*READ, "additional_config"):
+        if not option.startswith("--") or name not in (*READ, *OBJECTS):
             others.append(text)
             continue
         value = value if sign else next(rest, "")
         given[name] = int(value) if value.isdecimal() else value
-    if "additional_config" in given:
+    for name in given.keys() & {*OBJECTS}:
         try:
-            given["additional_config"] = dict(json.loads(given["additional_config"]))
+            given[name] = dict(json.loads(given[name]))
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 "these arguments do not go together",
-                [f"--additional-config must be a JSON object: {error}"],
+                [f"--{name.replace('_', '-')} must be a JSON object: {error}"],
             ) from error
     return given, others
 
@@ -117,7 +120,11 @@ def serve(
     if dry_run:
         click.echo(json.dumps(line))
         return
-    reasons = [told for version in installed().values() for told in version_reasons(version)]
+    reasons = [
+        told
+        for name, version in installed().items()
+        for told in version_reasons(version, DISTRIBUTIONS[name])
+    ]
     if reasons or not installed():
         raise CapabilityError("vLLM cannot serve this through topkv", reasons or doctor())
     os.execv(line[0], line)

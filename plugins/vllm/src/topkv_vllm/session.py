@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from topkv import SparseCoordinator
 from topkv.config import LoweredConfig
@@ -54,6 +55,7 @@ class Session:
         if requests is None:
             return execute(step)
         with torch.inference_mode():
+            requests.abort()  # padding that a dummy run has left
             requests.schedule(step)
             try:
                 output = execute(step)
@@ -63,15 +65,38 @@ class Session:
                 raise
         return output
 
-    def forward(self, count: int) -> int:
-        """Open the forward of a step, and give its rows; 0 outside of a step, in dummy runs.
+    def prompts(self) -> bool:
+        """Whether the open step has rows that belong to prompts; False outside of a step."""
+        return self.requests is not None and self.requests.has_prompts()
+
+    def forward(self, count: int, tokens: int) -> int:
+        """Open the forward of a step, and give its rows; 0 of those that attend to nothing.
+
+        Outside of a step, in dummy runs and where a graph is recorded, one token a request is
+        padding: its forward is opened too, so that a replay finds no rows of an earlier step.
 
         Args:
-            count: requests whose rows are there.
+            count: requests whose rows are there, those of padding included.
+            tokens: all rows.
         """
-        if self.requests is None or not self.requests.tokens:
+        requests = self.requests
+        if requests is None:
             return 0
-        return self.requests.forward(self.row_names()[:count])
+        if requests.tokens:
+            return requests.forward(self.row_names()[:count], count)
+        if tokens != count:
+            return 0
+        requests.pad(count)
+        return count
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """One layer of an open forward, see ``SparseCoordinator.attention``. The last one of a
+        step that only decodes offloads, for a graph of it holds nothing behind its layers."""
+        coordinator = self.coordinator
+        coordinator.attention(layer, q, k, v, out=out)
+        forward = coordinator.forward
+        if layer == coordinator.model.layers[-1] and forward is not None and not forward.chunks:
+            coordinator.offload()
 
     def close(self) -> None:
         """Give back the host memory. Idempotent."""

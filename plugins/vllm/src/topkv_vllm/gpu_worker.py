@@ -1,0 +1,92 @@
+"""The worker of a GPU, with either of vLLM's model runners, eager or with CUDA graphs.
+
+A graph of vLLM's holds the layers of a decode step of some number of rows, from the embedding to
+the last layer, whose units it offloads too. What changes from step to step is uploaded before,
+when metadata are built. Prompts attend in Python, so a step that has any must not be replayed:
+vLLM keeps apart what has more than one token a request, and this worker the prompts of one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from triton import knobs
+
+from topkv_vllm.memory import check_device
+from topkv_vllm.session import Session
+from topkv_vllm.worker import TopkvWorker
+
+
+class TopkvGPUWorker(TopkvWorker):
+    """See ``TopkvWorker``."""
+
+    def _row_names(self) -> Sequence[str]:
+        if not self.use_v2_model_runner:
+            return super()._row_names()
+        from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
+
+        assert self.session.requests is not None, "a step is open"
+        tokens = self.session.requests.tokens
+        return sort_batch_req_ids(tokens, self.model_runner.decode_query_len)  # type: ignore[no-any-return]
+
+    def _prepare(self) -> None:
+        """Run a step without attention, which takes the memory that activations need, and see
+        whether the device buffers fit beside it.
+
+        Raises:
+            DeviceMemoryError: they do not; nothing was allocated.
+        """
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.inference_mode():
+            self.model_runner.profile_run()
+        peak = torch.cuda.max_memory_allocated() - before
+        torch.cuda.empty_cache()
+        share = self.requested_memory - self.model_runner.model_memory_usage
+        room = min(share, torch.cuda.mem_get_info()[0]) - peak
+        check_device(self.topkv_config, int(room))
+
+    def load_model(self, **options: Any) -> None:
+        """Load the model, see ``TopkvWorker``."""
+        _watch_no_kernels()  # another engine of this process may have begun to
+        super().load_model(**options)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Record the graphs, and compile what vLLM compiles."""
+        done = super().compile_or_warm_up_model()
+        _watch_no_kernels()
+        return done
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Make the coordinator and what vLLM keeps, see ``TopkvWorker``."""
+        super().initialize_from_config(kv_cache_config)
+        if self.use_v2_model_runner:
+            _guard_v2(self.model_runner.cudagraph_manager, self.session)
+        else:
+            _guard_v1(self.model_runner, self.session)
+
+
+def _watch_no_kernels() -> None:
+    """Take vLLM's hook on compilations away, which warns of those that come late: Triton 3.6 fails
+    to describe a kernel to any hook if an argument is a function, as the codec of ours is."""
+    hook = knobs.runtime.jit_post_compile_hook
+    if getattr(hook, "__module__", "").startswith("vllm."):
+        knobs.runtime.jit_post_compile_hook = None
+
+
+def _guard_v2(manager: Any, session: Session) -> None:
+    """Let no step with a prompt be replayed, whatever its tokens: here model runner V2 chooses."""
+    dispatch = manager.dispatch
+
+    def guarded(reqs: int, tokens: int, uniform: int | None, *more: Any, **named: Any) -> Any:
+        return dispatch(reqs, tokens, None if session.prompts() else uniform, *more, **named)
+
+    manager.dispatch = guarded
+
+
+def _guard_v1(runner: Any, session: Session) -> None:
+    """The same where model runner V1 chooses."""
+    uniform = runner._is_uniform_decode
+    runner._is_uniform_decode = lambda **batch: uniform(**batch) and not session.prompts()

@@ -1,0 +1,104 @@
+"""Steps that are replayed, and steps that are scheduled before the one before them has ended; on a
+GPU alone. All other tests run there too, each with graphs and without."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+LONGEST = 512
+
+
+def replays(engine):
+    """Count replays: a list of their rows, which grows."""
+
+    def watch(worker):
+        manager, rows = worker.model_runner.cudagraph_manager, []
+        replay = manager.run_fullgraph
+
+        def counted(batch):
+            rows.append(batch.num_tokens)
+            return replay(batch)
+
+        manager.run_fullgraph = counted
+        return rows
+
+    (rows,) = engine.llm.collective_rpc(watch)
+    return rows
+
+
+@pytest.mark.gpu
+def test_steps_that_decode_are_replayed_and_no_others(served, stock, graphs, prompt):
+    """Three requests in a graph of four rows; a prompt of one token beside one that decodes, which
+    looks like a step of two that decode, in none."""
+    if not graphs:
+        pytest.skip("there are none")
+    engine = served(fresh=True)
+    rows = replays(engine)
+    prompts, tokens = [prompt(length) for length in (50, 1, 90)], [12, 6, 3]
+    for number, found in enumerate([[1, 1], [1, 1, 2, 2], [1, 1, 2, 2, 4, 4]]):
+        engine.add(f"replayed-{number}", prompts[number], tokens[number])
+        engine.steps(3)
+        assert rows == found
+    engine.run()
+    assert rows == [1, 1, 2, 2, 4, 4, 1, 1, 1]
+    got = [[engine.tokens[f"replayed-{number}"][0]] for number in range(3)]
+    assert got == stock.answer(prompts, tokens)
+    engine.check_nothing_is_held()
+
+
+@pytest.mark.gpu
+def test_a_dummy_run_between_steps_is_replayed_and_changes_nothing(served, stock, graphs, prompt):
+    """As an idle data-parallel rank has them: the graph finds no rows of the last step."""
+    if not graphs:
+        pytest.skip("there are none")
+    engine = served()
+    prompts = [prompt(length) for length in (60, 33, 150)]
+    names = [f"between-dummies-{number}" for number in range(3)]
+    for name, each in zip(names, prompts, strict=True):
+        engine.add(name, each, 20)
+    while engine.engine.has_unfinished_requests():
+        engine.step()
+        for rows in (1, 2, 4):
+            engine.llm.collective_rpc(
+                lambda worker, rows=rows: worker.model_runner._dummy_run(rows, uniform_decode=True)
+            )
+        engine.session.coordinator.check_integrity()
+    engine.step()
+    assert [[engine.tokens[name][0]] for name in names] == stock.answer(prompts, 20)
+    engine.check_nothing_is_held()
+
+
+@pytest.mark.gpu
+def test_asynchronous_scheduling(served, stock, prompt):
+    """Steps are scheduled before tokens are known, and one more after a request has ended, here by
+    a token that ends it; with arrivals, aborts and preemptions."""
+    draw = random.Random(1)
+    prompts = {f"later-{n}": prompt(draw.randint(1, 250), n) for n in range(30)}
+    tokens = {name: draw.randint(1, 30) for name in prompts}
+    known = stock.answer([*prompts.values()], [*tokens.values()])
+    ends = {
+        name: each[draw.randrange(len(each))] for name, (each,) in zip(prompts, known, strict=True)
+    }
+    engine = served(async_scheduling=True, num_gpu_blocks_override=LONGEST // 32 + 1)
+    assert engine.engine.vllm_config.scheduler_config.async_scheduling
+    waiting, aborted = [*prompts], set()
+    while waiting or engine.engine.has_unfinished_requests():
+        if waiting and draw.random() < 0.4:
+            name = waiting.pop()
+            engine.add(name, prompts[name], tokens[name], stop_token_ids=[ends[name]])
+        if draw.random() < 0.03 and len(waiting) < len(prompts):
+            name = draw.choice(sorted(prompts.keys() - waiting))
+            engine.engine.abort_request([name])
+            aborted.add(name)
+        engine.step()
+        engine.session.coordinator.check_integrity()
+    engine.run()
+    for name, (expected,) in zip(prompts, known, strict=True):
+        expected = expected[: expected.index(ends[name]) + 1]
+        got = engine.tokens.get(name, {0: []})[0]
+        assert got == expected[: len(got)], name
+        assert name in aborted or len(got) == len(expected), name
+    assert engine.preempted
+    engine.check_nothing_is_held()
