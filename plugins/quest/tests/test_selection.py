@@ -210,3 +210,22 @@ def test_strided_queries(world, impl, device):
     wide = torch.full((3, 2, 4, 24), float("nan"), dtype=q.dtype, device=device)
     wide[:, :1, :, 12:] = q
     assert torch.equal(first, w.retrieve(wide[:, :1, :, 12:], [0, 1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "dim", "unit"),
+    [
+        (torch.bfloat16, 128, 1, 576, 4),  # latent rows
+        (torch.float32, 20, 1, 320, 1),
+        (torch.float16, 70, 1, 40, 16),
+        (torch.bfloat16, 4, 2, 260, 2),
+    ],
+)
+def test_keys_and_groups_too_large_for_registers(
+    world, impl, device, metadata, dtype, heads, kv_heads, dim, unit
+):
+    make = {"metadata": metadata, "dtype": dtype, "heads": heads, "kv_heads": kv_heads}
+    w = world(impl, device, sinks=0, select=5, dim=dim, unit=unit, units=140, requests=2, **make)
+    for slot, units in enumerate((131, 60)):
+        w.prefill(slot, w.random(units * unit + 1))
+    check_against_float64(w, [1, 0])

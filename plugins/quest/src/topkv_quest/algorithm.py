@@ -31,6 +31,10 @@ class Quest(ScoredUnits):
     log-sum-exp of the head over the closed units. That is the order of the mean softmax. In a lane
     of one query head a unit is worth s. The first ``sink_units`` units are forced.
 
+    Of latent attention a key is the row ``[latent | rope]`` of a token, and queries are those that
+    were absorbed into that space: the products are the logits of the model, and the bound is one
+    for all heads.
+
     Metadata is rounded outward, so that the bound holds for it too, up to the rounding of
     fp32 sums. ``"bf16"`` keeps the model's own 16-bit dtype, where minima and maxima are exact,
     and bfloat16 for fp32 models. ``"int8"`` keeps integers times one bfloat16 scale per unit and
@@ -47,6 +51,11 @@ class Quest(ScoredUnits):
             reasons.append(f"metadata must be one of {METADATA}, got {metadata!r}")
         if self.model.dtype not in DTYPES:
             reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
+        if self.group.dtype is not self.model.dtype:
+            reasons.append(
+                f"bounds are made of rows of {self.model.dtype}, and they are stored as "
+                f"{self.group.dtype}; set kv_format to 'model'"
+            )
         return reasons
 
     @property

@@ -20,6 +20,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),
+                attention=("gqa", "mla"),
                 # Not scale_free: a mean of softmaxes.
                 traits=(
                     "attends",

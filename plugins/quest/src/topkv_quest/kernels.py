@@ -90,3 +90,84 @@ def score_kernel(
         peak, mass = fold(peak, mass, scores, in_u)
     tl.store(p_peak + first * blocks + block, peak, in_g)
     tl.store(p_mass + first * blocks + block, mass, in_g)
+
+
+@triton.jit
+def wide_score_kernel(
+    p_q,
+    p_bounds,
+    p_scale,
+    p_slots,
+    p_lengths,
+    p_pages,
+    p_raw,
+    p_peak,
+    p_mass,
+    max_pages,
+    max_units,
+    blocks,
+    logit_scale,
+    s_q_row,
+    s_q_head,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
+    UNITS_PER_PAGE: tl.constexpr,
+    D: tl.constexpr,
+    TILE_U: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SCALED: tl.constexpr,
+    FP32: tl.constexpr,
+):
+    """``score_kernel`` of keys and groups that are too large for the registers: program (row x
+    kv-head x block of its query heads, block of units). Queries come with the bounds, ``BLOCK_D``
+    channels at a time, and ``STAGES`` of both are in flight.
+    """
+    parts = (GROUP + BLOCK_G - 1) // BLOCK_G
+    pair = (tl.program_id(0) // parts).to(tl.int64)
+    block = tl.program_id(1)
+    row = pair // KV_HEADS
+    head = pair % KV_HEADS
+    slot = tl.load(p_slots + row).to(tl.int64)
+    closed = tl.maximum(tl.load(p_lengths + row) - 1, 0) // UNIT
+    if (slot < 0) | (block * TILES * TILE_U >= closed):
+        return
+    channels = tl.arange(0, BLOCK_D)
+    g = tl.program_id(0) % parts * BLOCK_G + tl.arange(0, BLOCK_G)
+    in_g = g < GROUP
+    p_heads = p_q + row * s_q_row + (head * GROUP + g).to(tl.int64)[None, :] * s_q_head
+    first = pair * GROUP + g
+    peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK_G], tl.float32)
+    for tile in range(TILES):
+        u = (block * TILES + tile) * TILE_U + tl.arange(0, TILE_U)
+        in_u = u < closed
+        page = tl.load(p_pages + slot * max_pages + u // UNITS_PER_PAGE, in_u, other=0)
+        at = (page.to(tl.int64) * UNITS_PER_PAGE + u % UNITS_PER_PAGE) * KV_HEADS + head
+        scores = tl.zeros([TILE_U, BLOCK_G], tl.float32)
+        for start in tl.range(0, D, BLOCK_D, num_stages=STAGES):
+            d = start + channels
+            in_d = d < D
+            q = tl.load(p_heads + d[:, None], in_g[None, :] & in_d[:, None], other=0.0)
+            if FP32:
+                q = q.to(tl.float32)
+            zero = tl.zeros_like(q)
+            p_tile = p_bounds + at[:, None] * (2 * D) + d[None, :]
+            in_tile = in_u[:, None] & in_d[None, :]
+            low = tl.load(p_tile, in_tile, other=0).to(q.dtype)
+            high = tl.load(p_tile + D, in_tile, other=0).to(q.dtype)
+            above = tl.where(q > 0, q, zero)
+            below = tl.where(q < 0, q, zero)
+            scores = tl.dot(high, above, acc=scores, input_precision="ieee")
+            scores = tl.dot(low, below, acc=scores, input_precision="ieee")
+        if SCALED:
+            scores *= tl.load(p_scale + at, in_u, other=0.0).to(tl.float32)[:, None]
+        scores = scores * logit_scale
+        p_out = p_raw + first[None, :] * max_units + u[:, None]
+        tl.store(p_out, scores, in_u[:, None] & in_g[None, :])
+        peak, mass = fold(peak, mass, scores, in_u)
+    tl.store(p_peak + first * blocks + block, peak, in_g)
+    tl.store(p_mass + first * blocks + block, mass, in_g)

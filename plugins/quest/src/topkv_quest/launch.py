@@ -20,6 +20,12 @@ and three stages read bounds fastest: 88 % of what an H200 reads at best, 66 % f
 BLOCK_U = TILE_U * TILES
 """Units whose maximum and exponential sum are kept together."""
 
+NARROW_G, NARROW_D = 64, 256
+"""Query heads of a kv-head, and channels, whose queries a program keeps in registers."""
+
+WIDE = {"TILE_U": 64, "TILES": 2, "STAGES": 3, "BLOCK_D": 64, "num_warps": 8}
+"""The same of the score kernel of larger ones, and channels that it takes at a time."""
+
 _METADATA = {torch.bfloat16: 1, torch.int8: 2}
 
 
@@ -44,7 +50,7 @@ class QuestTriton(Quest):
         writing = {
             "METADATA": self.metadata,
             "BLOCK_T": max(2, triton.next_power_of_2(group.unit)),
-            "num_warps": 4,
+            "num_warps": 4 if group.head_dim <= NARROW_D else 8,
         }
         self.writing = geometry | writing | {"KEY_BF16": self.as_bits}
         self.scoring = geometry | {
@@ -57,6 +63,11 @@ class QuestTriton(Quest):
             "FP32": model.dtype is torch.float32 or device.type == "cpu",
             "num_warps": 1,
         }
+        self.kernel, self.parts = kernels.score_kernel, 1
+        if group.head_dim > NARROW_D or model.group_size > NARROW_G:
+            self.kernel = kernels.wide_score_kernel
+            self.scoring |= WIDE | {"BLOCK_G": min(NARROW_G, self.scoring["BLOCK_G"])}
+            self.parts = triton.cdiv(model.group_size, self.scoring["BLOCK_G"])
 
     def _writable(self, layer: LayerView) -> tuple[Tensor, Tensor]:
         """Bounds and scale as the writing kernels take them; bfloat16 as its bits."""
@@ -103,7 +114,8 @@ class QuestTriton(Quest):
         scale = layer.pools.get("scale", bounds)
         tables = (step.slots, step.lengths)
         work = (self.heads.raw, self.heads.peak, self.heads.mass)
-        kernels.score_kernel[(step.batch * group.num_kv_heads, self.heads.blocks)](
+        programs = step.batch * group.num_kv_heads * self.parts
+        self.kernel[(programs, self.heads.blocks)](
             *(q, bounds, scale, *tables, step.page_table, *work),
             *(step.page_table.stride(0), group.max_units, self.heads.blocks, self.model.scale),
             *(q.stride(0), q.stride(1)),
