@@ -211,3 +211,10 @@ def test_more_channels_find_more_of_the_exact_selection_on_average(bench, tier):
     every = 30 * 2 * 8
     assert values[-1] == every
     assert values[0] > every * 8 / 39, "no better than chance"
+
+
+def test_latent_rows_of_many_heads(bench, tier):
+    """All heads of latent attention meet one label; it is chosen from all elements of a row."""
+    b = bench(tier, kv_heads=1, group=72, dim=80, channels=33, select=9, dtype=torch.bfloat16)
+    b.prefill(1, torch.randn(39, 1, 80, generator=b.case.generator(1)).bfloat16())
+    assert_best(b, b.case.queries(1), 1)

@@ -20,6 +20,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("kv_head", "shared"),
+                attention=("gqa", "mla"),
                 # Promised for the default parameters. Not scale_free: a mean of softmaxes. Not
                 # exact_update: without a calibration file the first chunk chooses the channels.
                 traits=(

@@ -170,7 +170,7 @@ class Launcher:
             "TILE": tile,
             "TILES": tiles,
             "STAGES": stages,
-            "num_warps": warps,
+            "num_warps": warps if self.columns <= 64 else 4,
         }
         # In logarithms of base 2, as all scores are.
         self.scale = model.scale * math.log2(math.e)

@@ -67,7 +67,7 @@ def settings_of(model: ModelShape, group: GroupShape, params: Mapping[str, Any])
         reasons.append(f"unknown parameters {unknown}; double_sparsity takes {NAMES}")
     if params.get("label") not in LABELS:
         reasons.append(f"label must be one of {LABELS}, got {params.get('label')!r}")
-    channels = _channels(params, group.head_dim, reasons)
+    channels = _channels(params, model.head_dim, reasons)
     calibration = _calibration(params, group, reasons)
     sinks = params.get("sink_tokens")
     if type(sinks) is not int or sinks < 0:
