@@ -38,6 +38,7 @@ ABOUT = {
     "sinks": "The same, with learned attention sinks.",
     "softcap": "Windows, and capped attention logits, by backends that cap (`triton_attention`).",
     "states": "Layers with a linear state or a convolution stay stock; topkv serves the others.",
+    "latent": "Latent attention: one row a token for all heads, and Kimi-K2 as DeepseekV3.",
     "indexer": "Latent attention that selects for itself.",
 }
 
@@ -54,11 +55,11 @@ SHOWN = {
 }
 
 REFUSED = (
-    *("AXK1", "AXK2", "BailingHybrid", "DeepseekV2", "DeepseekV3", "DeepseekV4", "DiffLlama"),
-    *("Doge", "Falcon", "FalconH1", "GPTNeoX", "Gemma3n", "Gemma4", "Glm4MoeLite"),
+    *("AXK2", "BailingHybrid", "DeepseekV4", "DiffLlama"),
+    *("Doge", "Falcon", "FalconH1", "GPTNeoX", "Gemma3n", "Gemma4"),
     *("HYV4", "Inkling", "JetMoe", "KimiLinear", "Llama4", "LongcatFlash", "Mamba2"),
-    *("MiMoV2Flash", "MiniCPM3", "MiniMax", "OPT", "Persimmon", "RecurrentGemma"),
-    *("Youtu", "Zamba2", "Zaya"),
+    *("MiMoV2Flash", "MiniMax", "OPT", "Persimmon", "RecurrentGemma"),
+    *("Zamba2", "Zaya"),
 )
 """Those that people ask for, and those of each kind of attention."""
 

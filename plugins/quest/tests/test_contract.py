@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import evolve
 
 import topkv.hooks.algorithm as hooks
 from topkv.errors import ConfigError
+from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.plugins.contract import check_instance, has_hook
+from topkv_quest.algorithm import Quest
 
 
 def test_one_instance_serves_the_hooks_by_their_names(world, impl, device):
@@ -26,6 +29,15 @@ def test_wrong_parameters_are_refused_together(world):
     for sinks in (True, 1.5, 4):
         with pytest.raises(ConfigError, match="sink_units"):
             world("reference", "cpu", sinks=sinks)
+
+
+def test_packed_rows_are_refused(world):
+    """The ring has them as they are stored, and a bound of bytes is none."""
+    w = world("reference", "cpu", kv_heads=1)
+    packed = evolve(w.group, head_dim=656, dtype=torch.uint8)
+    setup = AlgorithmSetup(w.model, packed, w.quest.params, w.device, w._topk)
+    with pytest.raises(ConfigError, match="set kv_format to 'model'"):
+        Quest(setup)
 
 
 @pytest.mark.gpu

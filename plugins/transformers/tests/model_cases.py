@@ -18,7 +18,7 @@ PAD, VOCABULARY = 0, 96
 SIZES = ((6, 2, 64), (3, 1, 96), (4, 4, 64), (5, 1, 64), (4, 2, 96))
 """Query heads, kv-heads, head dim: one after the other, over the classes of a group."""
 
-EXAMPLES = {"Granite", "Qwen3Moe", "Gemma3", "GptOss", "Gemma2", "Qwen3Next"}
+EXAMPLES = {"Granite", "Qwen3Moe", "Gemma3", "GptOss", "Gemma2", "Qwen3Next", "DeepseekV3"}
 """One of each group, which is tested wherever tests run."""
 
 CONTRARY = {"Jamba", "NemotronH"}
@@ -68,6 +68,21 @@ MAMBA = {
     "hidden_size": 384,
 }
 
+MLA = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 40,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 16,
+}
+"""Some classes take queries without a latent, values wider than keys, or another RoPE."""
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "mscale_all_dim": 1.0}
+YARN |= {"mscale": 1.0, "original_max_position_embeddings": 20}
+
+GROWING = {**YARN, "llama_4_scaling_beta": 0.7}
+"""Queries grow with their position."""
+
 CONV = {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 2}
 
 EAGER = {"query_pre_attn_scalar": 16, "attn_implementation": "eager"}
@@ -95,6 +110,10 @@ OWN = {
     "Qwen3Next": LINEAR,
     "Qwen3_5": LINEAR,
     "Qwen3_5Moe": LINEAR,
+    "DeepseekV3": {"rope_interleave": False, "q_lora_rank": None},
+    "Glm4MoeLite": {"rope_parameters": YARN, "v_head_dim": 32},
+    "Mistral4": {"rope_parameters": GROWING},
+    "Youtu": {"q_lora_rank": None},
     "GraniteSWA": {"attention_multiplier": 0.11},
     "GraniteMoeSWA": {"attention_multiplier": 0.11},
     "Granite": {"attention_multiplier": 0.11},
@@ -143,6 +162,9 @@ def config_of(name, **options):
         "eos_token_id": None,
         **({} if group == "dense" else EXPERTS),
     }
+    if group == "latent":
+        values |= {**MLA, "num_key_value_heads": heads}
+        del values["head_dim"]
     if group in ("windows", "sinks", "softcap", "states"):
         values |= {"num_hidden_layers": 4}
     if group in ("windows", "sinks", "softcap"):

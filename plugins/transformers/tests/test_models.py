@@ -58,7 +58,7 @@ def assert_equal_to_stock(tiny, check, name, **options):
 
 
 @pytest.mark.parametrize(
-    "name", names_of("dense", "experts", "windows", "sinks", "softcap", "states")
+    "name", names_of("dense", "experts", "windows", "sinks", "softcap", "states", "latent")
 )
 def test_a_covering_budget_is_the_stock_model(tiny, check, name):
     assert_equal_to_stock(tiny, check, name)
@@ -67,6 +67,19 @@ def test_a_covering_budget_is_the_stock_model(tiny, check, name):
 @pytest.mark.parametrize("name", names_of("windows", "sinks", "softcap"))
 def test_windows_wider_than_the_prompt(tiny, check, name):
     assert_equal_to_stock(tiny, check, name, sliding_window=36)
+
+
+@pytest.mark.parametrize("name", ["DeepseekV2", "Mistral4"])
+def test_replayed_steps_of_latent_rows_are_those_of_python(tiny, check, recording, name):
+    """Complex angles, and queries that grow with their position."""
+    model, prompt = model_of(name, tiny.device), tiny.prompt(FIRST, (0, 17, 1))
+    outputs = []
+    for how in ({"capture": "off"}, recording):
+        with topkv.attach(model, tiny.settings(**how)) as handle:
+            outputs.append(check.run(model, prompt, STEPS))
+            assert handle.capture.replayed == (STEPS - 2 if how is recording else 0)
+    for eager, replayed in zip(*(output[:2] for output in outputs), strict=True):
+        assert torch.equal(eager, replayed)
 
 
 @pytest.mark.parametrize("sharp", [1, 40])
@@ -93,7 +106,9 @@ def test_classes_of_full_layers_may_slide_in_some(tiny, check, name):
     assert_equal_to_stock(tiny, check, name, **window)
 
 
-@pytest.mark.parametrize("name", names_of("dense", "experts", "windows", "sinks", "states"))
+@pytest.mark.parametrize(
+    "name", names_of("dense", "experts", "windows", "sinks", "states", "latent")
+)
 def test_a_small_budget_is_the_model_over_what_was_selected(name):
     if name in CONTRARY:
         pytest.skip("the stock model contradicts itself, so its whole forward is no oracle")

@@ -31,10 +31,13 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
         *("Bamba", "GraniteMoeHybrid", "Jamba", "Lfm2", "Lfm2Moe", "Lfm3", "NemotronH"),
         *("OlmoHybrid", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe"),
     ),
+    "latent": (
+        *("AXK1", "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "MiniCPM3", "Mistral4", "Youtu"),
+    ),
     "indexer": ("DeepseekV32", "GlmMoeDsa"),
 }
 """Group to classes, without the ending ``ForCausalLM``. All have grouped-query attention but the
-last, whose attention is latent and selects for itself. In the groups from ``windows`` on
+last two, whose attention is latent; the last selects for itself. From ``windows`` to ``states``
 most layers slide over the newest tokens, or keep a state of all; topkv serves the others. Those of
 ``sinks`` have learned logits without a value in each softmax, too, and ``softcap`` caps logits."""
 

@@ -1,4 +1,4 @@
-"""Latent attention of DSA models (``DeepseekV32Attention``, ``GlmMoeDsaAttention``) over topkv.
+"""Latent attention over topkv, of models that bring an indexer and of those that do not.
 
 The core keeps one row a token, ``[latent | rope]``, and attends in the latent space: the key part
 of ``kv_b_proj`` goes into the query, its value part is applied to what comes back (DeepSeek-V2,
@@ -21,12 +21,28 @@ from topkv_transformers.cache import TopkvCache
 from topkv_transformers.forwards import Forward
 from topkv_transformers.indexer import project, rotation_of
 
-ROTARY = "apply_rotary_pos_emb_interleave"
+HALVES = "apply_rotary_pos_emb"
+ROTARY = (f"{HALVES}_interleave", HALVES, "apply_rotary_emb")
+"""RoPE functions of Transformers: of neighbours, of halves, of neighbours by complex angles."""
+
+GROWING = "get_llama_4_attn_scale"
+"""A factor of queries that grows with their position."""
 
 
-def rotary_of(module: nn.Module) -> Any:
-    """The RoPE function of the file that a module's class is in; None if it has none."""
-    return getattr(sys.modules[type(module).__module__], ROTARY, None)
+def _called(module: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
+    """Those of some functions of its file that the ``forward`` of a module's class calls."""
+    kind = type(module)
+    known = inspect.unwrap(kind.forward).__code__.co_names
+    file = vars(sys.modules[kind.__module__])
+    return {name: file[name] for name in names if name in known and name in file}
+
+
+def rotary_of(module: Any) -> Any:
+    """The RoPE function that a module takes; None if it is none that is known."""
+    called = _called(module, ROTARY)
+    if len(called) > 1:  # then its configuration says which, and to it alone
+        return called[ROTARY[0 if module.config.rope_interleave else 1]]
+    return next(iter(called.values()), None)
 
 
 class LatentAttention:
@@ -37,12 +53,13 @@ class LatentAttention:
     Args:
         module: the attention module.
         layer: its number.
-        rotation: RoPE of the model's indexers.
+        rotation: RoPE of the model's indexers; None where it has none.
     """
 
     def __init__(self, module: Any, layer: int, rotation: Any) -> None:
         self.module, self.layer, self.rotation = module, layer, rotation
         self.rotary = rotary_of(module)
+        self.growing = _called(module, (GROWING,)).get(GROWING)
         self.original = module.forward
         self._replaced = module.__dict__.get("forward")
         # GLM's layers hand their selection on, and expect a third result for it.
@@ -59,13 +76,16 @@ class LatentAttention:
     def __call__(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: tuple[Tensor, Tensor] | Tensor,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
-        """See the module's ``forward``: ``[B, q, hidden]``, and None for all else."""
+        """See the module's ``forward``: ``[B, q, hidden]``, and None for all else.
+
+        Angles are cosines and sines, or one complex tensor.
+        """
         if not isinstance(past_key_values, TopkvCache):
             result: tuple[Tensor | None, ...] = self.original(
                 hidden_states=hidden_states,
@@ -77,24 +97,43 @@ class LatentAttention:
             )
             return result
         forward = past_key_values.requests.opened(past_key_values.state)
-        out = self._attend(forward, hidden_states, *position_embeddings)
+        angles = position_embeddings
+        angles = (angles,) if isinstance(angles, Tensor) else angles
+        out = self._attend(forward, hidden_states, angles, position_ids)
         out = without_backward(out, chain((hidden_states,), self.module.parameters()))
         return out, *self._further
 
     @torch.no_grad()
-    def _attend(self, forward: Forward, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _attend(
+        self,
+        forward: Forward,
+        hidden: Tensor,
+        angles: tuple[Tensor, ...],
+        positions: Tensor | None,
+    ) -> Tensor:
         module, batch = self.module, hidden.shape[0]
         x = forward.pack(hidden)
-        cos, sin = (forward.pack(angles.expand(batch, -1, -1)) for angles in (cos, sin))
-        q_resid = module.q_a_layernorm(module.q_a_proj(x))
+        angles = tuple(forward.pack(each.expand(batch, -1, -1)) for each in angles)
+        latent = getattr(module, "q_lora_rank", None) is not None
+        q = module.q_a_layernorm(module.q_a_proj(x)) if latent else module.q_proj(x)
         index = None
-        if module.indexer is not None:
-            index = project(module.indexer, self.rotation, x, q_resid, cos, sin)
+        if getattr(module, "indexer", None) is not None:
+            index = project(module.indexer, self.rotation, x, q, *angles)
+        q = module.q_b_proj(q) if latent else q
+        if self.growing is not None:
+            q = q * self._growth(forward, positions, batch).to(q.dtype)
         keys, values = self._expansions()
-        queries, rows = self._queries_and_rows(x, q_resid, cos, sin, keys)
+        queries, rows = self._queries_and_rows(x, q, angles, keys)
         out = forward.attend(self.layer, queries, rows, rows, index)
         out = torch.matmul(out.transpose(0, 1), values.transpose(1, 2))
         return forward.unpack(module.o_proj(out.transpose(0, 1).flatten(1)), batch)
+
+    def _growth(self, forward: Forward, positions: Tensor, batch: int) -> Tensor:
+        """The factor of the queries of each row, ``[rows, 1]``."""
+        rope = self.module.config.rope_parameters
+        names = ("llama_4_scaling_beta", "original_max_position_embeddings")
+        factors = self.growing(positions, *map(rope.get, names))[:, 0]  # [B or 1, q, 1]
+        return forward.pack(factors.expand(batch, -1, -1))
 
     def _expansions(self) -> tuple[Tensor, Tensor]:
         """What makes keys ``[H, nope, latent]`` and values ``[H, v, latent]`` of a latent."""
@@ -105,18 +144,18 @@ class LatentAttention:
         return keys, values
 
     def _queries_and_rows(
-        self, x: Tensor, q_resid: Tensor, cos: Tensor, sin: Tensor, keys: Tensor
+        self, x: Tensor, q: Tensor, angles: tuple[Tensor, ...], keys: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Absorbed queries ``[rows, H, latent + rope]`` and new rows ``[rows, 1, latent + rope]``.
 
         Args:
             x: ``[rows, hidden]``.
-            q_resid: ``[rows, q_lora_rank]``.
-            cos, sin: ``[rows, rope]``.
+            q: ``[rows, H * (nope + rope)]`` before RoPE.
+            angles: cosines and sines ``[rows, rope]``, or complex ``[rows, rope / 2]``.
             keys: ``[H, nope, latent]``.
         """
         module = self.module
-        q = module.q_b_proj(q_resid).view(len(x), module.num_heads, module.qk_head_dim)
+        q = q.view(len(x), module.num_heads, module.qk_head_dim)
         q_nope, q_rope = q.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
         latent, k_rope = module.kv_a_proj_with_mqa(x).split(
             [module.kv_lora_rank, module.qk_rope_head_dim], dim=-1
@@ -124,7 +163,7 @@ class LatentAttention:
         latent = module.kv_a_layernorm(latent).unsqueeze(1)
         # The module's function wants [B, heads, rows, rope].
         q_rope, k_rope = self.rotary(
-            q_rope.transpose(0, 1)[None], k_rope[None, None], cos[None], sin[None]
+            q_rope.transpose(0, 1)[None], k_rope[None, None], *(each[None] for each in angles)
         )
         q_latent = torch.matmul(q_nope.transpose(0, 1), keys)
         queries = torch.cat((q_latent, q_rope[0]), dim=-1).transpose(0, 1)
@@ -133,6 +172,6 @@ class LatentAttention:
 
 def install(modules: list[Any]) -> list[LatentAttention]:
     """Replace the ``forward`` of the attention modules of a model, which has been checked."""
-    indexers = [module.indexer for module in modules if module.indexer is not None]
-    rotation = rotation_of(indexers[0])
+    indexer = getattr(modules[0], "indexer", None)
+    rotation = None if indexer is None else rotation_of(indexer)
     return [LatentAttention(module, layer, rotation) for layer, module in enumerate(modules)]

@@ -1,4 +1,5 @@
-"""Which DSA models can be attached, their geometry, and what goes without saying for them."""
+"""Which models with latent attention can be attached, their geometry, and what goes without saying
+for those that select for themselves."""
 
 from __future__ import annotations
 
@@ -31,18 +32,18 @@ def geometry(module: nn.Module) -> tuple[Any, ...]:
 def layer_refusals(modules: list[Any]) -> list[str]:
     """Why attention modules cannot be replaced. They are on one device, with real weights."""
     reasons = []
-    if any(getattr(module, "q_lora_rank", None) is None for module in modules):
-        reasons.append("queries without a latent (q_lora_rank=None) are not supported")
     if any(rotary_of(module) is None for module in modules):
         names = sorted({type(module).__qualname__ for module in modules})
-        reasons.append(f"the file of {', '.join(names)} has no function {ROTARY}")
+        reasons.append(f"the forward of {', '.join(names)} calls none of {', '.join(ROTARY)}")
     if not all(_plain(module) for module in modules):
         reasons.append(
             "kv_b_proj is quantized or wrapped; expected a Linear without bias and in the dtype "
             "of the model, because its weight goes into queries and outputs: load the model "
             "dequantized"
         )
-    return reasons + _indexer_refusals([module.indexer for module in modules])
+    if all(getattr(module, "indexer", None) is None for module in modules):
+        return reasons
+    return reasons + _indexer_refusals(modules)
 
 
 def _plain(module: Any) -> bool:
@@ -57,7 +58,10 @@ def _plain(module: Any) -> bool:
     )
 
 
-def _indexer_refusals(indexers: list[nn.Module | None]) -> list[str]:
+def _indexer_refusals(modules: list[Any]) -> list[str]:
+    indexers = [module.indexer for module in modules]
+    if any(getattr(module, "q_lora_rank", None) is None for module in modules):
+        return ["an indexer of queries without a latent (q_lora_rank=None) is not supported"]
     if indexers[0] is None:
         return ["layer 0 has no indexer, and there is no layer before it to share with"]
     own = [indexer for indexer in indexers if indexer is not None]
@@ -74,9 +78,12 @@ def _indexer_refusals(indexers: list[nn.Module | None]) -> list[str]:
 
 def latent_shape(modules: list[Any], dtype: torch.dtype) -> ModelShape:
     """Geometry of the attention layers of a model that was not refused."""
-    first = modules[0]
-    own = tuple(layer for layer, module in enumerate(modules) if module.indexer is not None)
-    layers = None if len(own) == len(modules) else own
+    first, indexer = modules[0], None
+    indexers = [getattr(module, "indexer", None) for module in modules]
+    own = tuple(layer for layer, each in enumerate(indexers) if each is not None)
+    if own:
+        layers = None if len(own) == len(modules) else own
+        indexer = IndexerShape(indexers[0].n_heads, indexers[0].head_dim, layers)
     return ModelShape(
         num_layers=len(modules),
         num_heads=first.num_heads,
@@ -86,7 +93,7 @@ def latent_shape(modules: list[Any], dtype: torch.dtype) -> ModelShape:
         scale=first.scaling,
         attention="mla",
         value_dim=first.kv_lora_rank,
-        indexer=IndexerShape(first.indexer.n_heads, first.indexer.head_dim, layers),
+        indexer=indexer,
     )
 
 

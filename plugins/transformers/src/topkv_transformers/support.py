@@ -15,6 +15,9 @@ from topkv_transformers import latent_support
 from topkv_transformers.classes import group_of
 from topkv_transformers.stock import FULL, STOCK, layer_types
 
+LATENT = ("latent", "indexer")
+"""Groups of models with latent attention; the latter select for themselves."""
+
 HANDLE = "_topkv_handle"
 """Attribute of a decoder that is attached."""
 
@@ -25,8 +28,8 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 
 
 def is_latent(model: PreTrainedModel) -> bool:
-    """Whether a model has latent attention, and selects for itself."""
-    return group_of(model) == "indexer"
+    """Whether a model has latent attention."""
+    return group_of(model) in LATENT
 
 
 def refusals(model: object, on_meta: bool = False) -> list[str]:
@@ -77,7 +80,7 @@ def _device_refusals(devices: set[torch.device]) -> list[str]:
 
 
 def _config_refusals(config: Any, group: str | None) -> list[str]:
-    latent = group == "indexer"
+    latent, indexed = group in LATENT, group == "indexer"
 
     def has(name: str) -> bool:
         return getattr(config, name, None) is not None
@@ -85,7 +88,7 @@ def _config_refusals(config: Any, group: str | None) -> list[str]:
     reasons = []
     if getattr(config, "is_encoder_decoder", False):
         reasons.append("encoder-decoder models are not supported")
-    if latent:
+    if indexed:
         known = latent_support.LAYER_TYPES
         others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
         if others:
@@ -103,8 +106,8 @@ def _config_refusals(config: Any, group: str | None) -> list[str]:
             "model with attn_implementation='eager'"
         )
     if has("kv_lora_rank") and not latent:
-        reasons.append("MLA (kv_lora_rank) is not supported")
-    if has("index_topk") and not latent:
+        reasons.append("latent attention (kv_lora_rank) of this class is not supported")
+    if has("index_topk") and not indexed:
         reasons.append("DSA models, which bring an indexer (index_topk), are not supported")
     if not getattr(config, "is_causal", True):
         reasons.append("bidirectional attention (is_causal=False) is not supported")
@@ -181,7 +184,8 @@ def advice_of(model: PreTrainedModel, registry: PluginRegistry) -> Any:
 
     What is no mapping goes on as it was written, for ``lower`` to refuse.
     """
-    ours = latent_support.advice(model.config, registry) if is_latent(model) else {}
+    indexed = group_of(model) == "indexer"
+    ours = latent_support.advice(model.config, registry) if indexed else {}
     own = getattr(model.config, "topkv", None)
     if own is None:
         return ours

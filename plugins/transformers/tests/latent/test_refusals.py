@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
-import topkv
 from topkv.errors import CapabilityError, ConfigError, RequestError
 from topkv.testing.engine.state import changes, state_of
+from topkv_transformers.support import advice_of
 
 BOTH = pytest.mark.parametrize("family", ["deepseek", "glm"])
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
@@ -170,7 +170,7 @@ def test_another_rope_is_refused(dsa, monkeypatch):
     with pytest.raises(CapabilityError, match="neither of halves nor of neighbours"):
         dsa.attach(model)
     monkeypatch.delattr(file, "apply_rotary_pos_emb_interleave")
-    with pytest.raises(CapabilityError, match="has no function"):
+    with pytest.raises(CapabilityError, match="calls none of apply_rotary"):
         dsa.attach(model)
 
 
@@ -202,10 +202,13 @@ def test_algorithms_without_latent_attention_are_refused(dsa):
         dsa.attach(dsa.model("deepseek"), algorithm="scripted")
 
 
-def test_without_the_indexer_the_model_is_refused(dsa):
+def test_a_model_without_an_indexer_is_advised_none(dsa):
     """DeepSeek-V3 has latent attention and selects nothing."""
     names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
     small = {name: getattr(dsa.config("deepseek"), name) for name in names}
     config = DeepseekV3Config(**small, n_routed_experts=4, n_group=1, topk_group=1)
-    with pytest.raises(CapabilityError, match="DeepseekV3ForCausalLM is not supported"):
-        topkv.attach(DeepseekV3ForCausalLM(config), registry=dsa.registry)
+    model = DeepseekV3ForCausalLM(config)
+    with pytest.raises(ConfigError, match="by the model's own indexer, and this model has none"):
+        dsa.attach(model, algorithm="indexed")
+    assert advice_of(dsa.model("deepseek"), dsa.registry) == {"budget": 16, "algorithm": "indexed"}
+    assert advice_of(model, dsa.registry) == {}

@@ -162,7 +162,7 @@ class BenchEntries:
 
     @hookimpl
     def topkv_register_algorithms(self) -> list[PluginEntry]:
-        what = Capabilities(scopes=("kv_head", "shared"))
+        what = Capabilities(scopes=("kv_head", "shared"), attention=("gqa", "mla"))
         factory = f"{__name__}:Roving"
         defaults = {"scope": "kv_head"}
         return [PluginEntry("roving", "algorithm", factory, capabilities=what, defaults=defaults)]
