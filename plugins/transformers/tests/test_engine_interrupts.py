@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from model_cases import model_of
 
 import topkv
 from topkv.errors import RequestError
@@ -138,6 +139,28 @@ def test_a_model_is_detached_after_a_cut_call(tiny, action, call):
             getattr(talk, action)()
     assert model.config._attn_implementation == "sdpa"
     assert torch.equal(model(**prompt).logits, stock)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("name", [None, "Gemma3", "Qwen3Next"])
+def test_a_forward_that_is_cut_as_it_closes_was_or_was_not(tiny, name, late):
+    """It is in the books of the coordinator by then, and of the cache: it is in both or in none."""
+    model = model_of(name, tiny.device) if name else tiny.model()
+    prompt = tiny.prompt(20, (0, 4))
+    with topkv.attach(model, tiny.settings(**EAGER)) as handle, torch.no_grad():
+        talk = Talk(model, handle, prompt)
+        held, talk.cache = talk.cache, talk.fork()
+        expected = talk.step().logits
+        after, talk.cache = talk.state()[2:], held
+        before = talk.state()[2:]
+        cut = Cut(handle.requests, "_close_forward", late=late)
+        with cut, pytest.raises(KeyboardInterrupt):
+            talk.step()
+        handle.abandon()
+        assert talk.state()[2:] == (after if late else before)
+        handle.coordinator.check_integrity()
+        if not late:
+            assert torch.equal(talk.step().logits, expected)
 
 
 @pytest.mark.parametrize("action", ["crop", "fork", "step", "turn"])

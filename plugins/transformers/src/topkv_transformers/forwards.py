@@ -31,6 +31,7 @@ class Forward:
             decode, where each row appends one token.
         index: int64 rows of the flattened ``[B * q]`` batch that hold real tokens; None
             where all do.
+        seen: columns of the cache before the forward.
         lengths: tokens of each row before the forward.
         offloaded: the step has run ``offload`` itself.
         kept: what the stock layers held before the forward; None until that is known.
@@ -41,6 +42,7 @@ class Forward:
     columns: int
     chunks: list[tuple[int, int]] | None
     index: Tensor | None
+    seen: int
     lengths: list[int]
     offloaded: bool = False
     kept: list[dict[str, Any]] | None = None
@@ -152,7 +154,7 @@ def open_forward(
     else:
         coordinator.forward_begin(prefill=chunks)
     state.padding = padding
-    return Forward(coordinator, state, columns, chunks, index, lengths)
+    return Forward(coordinator, state, columns, chunks, index, state.seen, lengths)
 
 
 def _check_mask(state: CacheState, columns: int, mask: Tensor | None) -> None:

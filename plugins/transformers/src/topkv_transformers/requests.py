@@ -243,6 +243,8 @@ class CacheRequests:
         if forward is None:
             return
         state = forward.state
+        if state.slots:  # else it was closed meanwhile
+            state.seen = forward.seen
         if not state.seen:
             self.release(state)
         elif forward.kept is not None:
