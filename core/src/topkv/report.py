@@ -26,6 +26,8 @@ class MemoryReport:
             scratch of plugins.
         host: the host pool.
         host_used: leased pages of it.
+        left: what layers hold on the device that an engine leaves to the model itself; a
+            coordinator knows of none.
     """
 
     buffer: int
@@ -35,6 +37,7 @@ class MemoryReport:
     workspace: int
     host: int
     host_used: int
+    left: int = 0
 
     @property
     def device_kv(self) -> int:
@@ -44,7 +47,8 @@ class MemoryReport:
     @property
     def device(self) -> int:
         """All that lies on the device."""
-        return self.device_kv + self.representation + self.metadata + self.workspace
+        ours = self.device_kv + self.representation + self.metadata + self.workspace
+        return ours + self.left
 
 
 @frozen

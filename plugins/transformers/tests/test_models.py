@@ -181,8 +181,17 @@ def test_what_a_mixed_model_is_told(tiny):
         with pytest.raises(CapabilityError, match="reorder_cache"):
             cache.reorder_cache(torch.tensor([0]))
         model(**tiny.prompt(9), past_key_values=cache)
-        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers[::2])
+        held = 2 * 2 * cache.layers[0].keys.untyped_storage().nbytes()  # of all that was appended
         assert cache.stock_bytes == held > 0
+        before = handle.coordinator.memory()
+        assert handle.memory().left == handle.memory().device - before.device == held
+        twin = cache.fork()
+        assert handle.memory().left == held, "a copy shares what is not written in place"
+        model(tiny.prompt(1)["input_ids"], past_key_values=twin)
+        assert held < handle.memory().left == cache.stock_bytes + twin.stock_bytes
+        cache.close()
+        del twin
+        assert handle.memory().left == 0
     with pytest.raises(CapabilityError, match="2 of 4 layers"):
         topkv.attach(model, tiny.settings(compile=True))
 

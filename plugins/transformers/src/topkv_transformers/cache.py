@@ -13,6 +13,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from topkv.errors import CapabilityError, RequestError
+from topkv.kv.held import tensor_bytes
 from topkv_transformers.attention import MARK
 from topkv_transformers.requests import CacheRequests
 from topkv_transformers.state import CacheState
@@ -97,7 +98,7 @@ class TopkvCache(Cache):
     @property
     def stock_bytes(self) -> int:
         """Bytes on the device of layers that slide over a window or keep a state."""
-        return self.state.stock.nbytes
+        return tensor_bytes(self.state.stock.tensors)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

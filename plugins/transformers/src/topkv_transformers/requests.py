@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 from torch import Tensor
 
 from topkv import SparseCoordinator
 from topkv.errors import RequestError
+from topkv.kv.held import tensor_bytes
 from topkv_transformers.attention import NamedAttention
 from topkv_transformers.forwards import Forward, open_forward
 from topkv_transformers.state import CacheState
@@ -46,6 +48,7 @@ class CacheRequests:
         self.stand_in = CacheState(StockLayers(stock))
         self.attached = True
         self.turn = Turn()
+        self._states: WeakSet[CacheState] = WeakSet()
         self._retired: list[int] = []
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -57,6 +60,11 @@ class CacheRequests:
     def check_attached(self) -> None:
         if not self.attached:
             raise RequestError("the model was detached; attach it again and make a new cache")
+
+    @property
+    def stock_bytes(self) -> int:
+        """Bytes that the stock layers of all caches hold on the device; copies may share them."""
+        return tensor_bytes([state.stock.tensors for state in self._states])
 
     def close(self) -> None:
         """Free both tiers and refuse every further call."""
@@ -139,6 +147,7 @@ class CacheRequests:
         with self.exclusive(), self._all_or_none():
             slots = [row(number) for number in range(rows)]
         state.begin(slots)
+        self._states.add(state)
 
     def reserve(self, state: CacheState, tokens: Sequence[int]) -> None:
         """Lease pages for ``tokens`` further tokens of each row, for all rows or for none."""
@@ -187,6 +196,7 @@ class CacheRequests:
         twin.slots, twin.padding = slots, state.padding.copy()
         twin.seen, twin.prompt = state.seen, state.prompt
         twin.stock.restore(state.stock.keep())
+        self._states.add(twin)
 
     def release(self, state: CacheState) -> None:
         """End the requests of a cache, at once or as soon as no forward is open. Idempotent.

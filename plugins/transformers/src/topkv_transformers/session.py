@@ -9,13 +9,14 @@ from os import PathLike
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch import nn
 from transformers import PreTrainedModel
 
 from topkv import SparseCoordinator
 from topkv.errors import CapabilityError, RequestError
 from topkv.prediction.report import Prediction
-from topkv.report import Stats, count_stats
+from topkv.report import MemoryReport, Stats, count_stats
 from topkv_transformers import attention, capture, sessions
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.generation import generate
@@ -123,9 +124,9 @@ class AttachedModel:
         """Drop the open forward, if there is one, after any exception."""
         self.requests.abandon()
 
-    def memory(self) -> Any:
-        """Bytes on both tiers, see ``topkv.report.MemoryReport``."""
-        return self.coordinator.memory()
+    def memory(self) -> MemoryReport:
+        """Bytes on both tiers. ``left`` is what the stock layers of all caches hold now."""
+        return evolve(self.coordinator.memory(), left=self.requests.stock_bytes)
 
     def stats(self) -> Stats:
         """Hits, misses and bytes by layer of all requests so far, and the pages and slots that

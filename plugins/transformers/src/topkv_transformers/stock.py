@@ -9,6 +9,7 @@ they write in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -59,9 +60,9 @@ class StockLayers:
         return iter([layer for layer in self.layers if layer is not None])
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that they hold on the device."""
-        return sum(_nbytes(value) for layer in self for value in vars(layer).values())
+    def tensors(self) -> list[Tensor]:
+        """What they hold on the device."""
+        return [each for layer in self for each in _tensors(vars(layer))]
 
     def keep(self) -> list[dict[str, Any]]:
         """What they hold now, for one call of ``restore``. Waits for nothing."""
@@ -121,8 +122,8 @@ def _kept(value: Any, copied: bool) -> Any:
     return value
 
 
-def _nbytes(value: Any) -> int:
+def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
-        return sum(map(_nbytes, value.values()))
+        return list(chain.from_iterable(map(_tensors, value.values())))
     # What has no dimension is a number that Transformers keeps on the host.
-    return value.nbytes if isinstance(value, Tensor) and value.ndim else 0
+    return [value] if isinstance(value, Tensor) and value.ndim else []
