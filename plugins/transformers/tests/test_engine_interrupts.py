@@ -144,7 +144,7 @@ def test_a_model_is_detached_after_a_cut_call(tiny, action, call):
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("name", [None, "Gemma3", "Qwen3Next"])
 def test_a_forward_that_is_cut_as_it_closes_was_or_was_not(tiny, name, late):
-    """It is in the books of the coordinator by then, and of the cache: it is in both or in none."""
+    """By then it is in the books of the coordinator and of the cache: in both or in none."""
     model = model_of(name, tiny.device) if name else tiny.model()
     prompt = tiny.prompt(20, (0, 4))
     with topkv.attach(model, tiny.settings(**EAGER)) as handle, torch.no_grad():

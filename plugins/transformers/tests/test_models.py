@@ -162,6 +162,32 @@ def test_classes_derived_from_one_that_is_served_are_served(tiny):
     topkv.attach(model, tiny.settings()).detach()
 
 
+WRAPPERS = {"Gemma3": "Gemma3", "Llava": "Llama"}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_wrapper_of_a_text_model_is_told_how_to_attach_it(tiny, check, name):
+    kind, text = getattr(transformers, f"{name}ForConditionalGeneration"), WRAPPERS[name]
+    seen = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    seen |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = kind.config_class(text_config=config_of(text), vision_config=seen)
+    torch.manual_seed(0)
+    model = kind(config).eval().to(tiny.device)
+    with pytest.raises(CapabilityError, match=f"wraps a model of text.*{text}ForCausalLM") as told:
+        topkv.attach(model, tiny.settings())
+    prompt = tiny.prompt(FIRST, (0, 17))
+    stock = check.run(model, prompt, STEPS)
+    said = {"torch": torch, "transformers": transformers, "model": model}
+    make, rest = str(told.value).split("; then ")
+    exec(make[make.index("with torch") :], said)
+    exec("; ".join(rest.split(", ")[:2]), said)
+    with topkv.attach(said["text"], tiny.settings()) as handle:
+        ours = check.run(said["text"], prompt, STEPS)
+        assert handle.coordinator.transfers_of().hits
+    assert torch.equal(ours[0], stock[0])
+    assert (ours[1] - stock[1]).abs().max() < 1e-4 * stock[1].abs().max()
+
+
 @pytest.mark.parametrize("name", ["Mellum", "Qwen2Moe"])
 def test_a_window_that_no_layer_has_is_no_reason(tiny, name):
     """Classes state a window whose layers are all full; where all slide there is nothing to do."""

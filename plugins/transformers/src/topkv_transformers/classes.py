@@ -41,12 +41,13 @@ last two, whose attention is latent; the last selects for itself. From ``windows
 most layers slide over the newest tokens, or keep a state of all; topkv serves the others. Those of
 ``sinks`` have learned logits without a value in each softmax, too, and ``softcap`` caps logits."""
 
-_GROUPS = {f"{name}ForCausalLM": group for group, names in CLASSES.items() for name in names}
+GROUPS = {f"{name}ForCausalLM": group for group, names in CLASSES.items() for name in names}
+"""The group of each class, by its whole name."""
 
 
 def group_of(model: object) -> str | None:
     """The group of a model's class, or of the class of Transformers that it was derived from."""
     for cls in type(model).__mro__:
         if cls.__module__.startswith("transformers."):
-            return _GROUPS.get(cls.__name__)
+            return GROUPS.get(cls.__name__)
     return None

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from topkv.plugins import PluginRegistry
 from topkv.types import ModelShape
 from topkv_transformers import latent_support
-from topkv_transformers.classes import group_of
+from topkv_transformers.classes import GROUPS, group_of
 from topkv_transformers.stock import FULL, STOCK, layer_types
 
 LATENT = ("latent", "indexer")
@@ -43,11 +44,9 @@ def refusals(model: object, on_meta: bool = False) -> list[str]:
         return [f"expected a transformers PreTrainedModel, got {type(model).__qualname__}"]
     reasons = []
     if group_of(model) is None:
-        reasons.append(
-            f"class {type(model).__name__} is not supported: nobody has compared it with its "
-            "stock model. topkv_transformers.classes lists those that were; to ask for another, "
-            "open an issue with its config.json, or add its name there and run test_models.py"
-        )
+        reasons.append(_unknown(model))
+        if model.config.get_text_config() is not model.config:
+            return reasons  # what else could be asked for lies a level deeper
     latent = is_latent(model)
     reasons += _config_refusals(model.config.get_text_config(), group_of(model))
     modules = attention_modules(model)
@@ -65,6 +64,25 @@ def refusals(model: object, on_meta: bool = False) -> list[str]:
         reasons.append("the model is attached already; call detach() of its handle first")
     # What runs a module needs one that is sound otherwise.
     return latent_support.layer_refusals(modules) if latent and not reasons else reasons
+
+
+def _unknown(model: PreTrainedModel) -> str:
+    """Why a class is refused that is not listed, and how to go on."""
+    config, name = model.config.get_text_config(), type(model).__name__
+    text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if config is not model.config and text in GROUPS:
+        return (
+            f"class {name} wraps a model of text, which is served by itself, for prompts of text: "
+            "with torch.device('meta'): "
+            f"text = transformers.{text}(model.config.get_text_config()); then "
+            "text.model = model.get_decoder(), text.lm_head = model.get_output_embeddings(), and "
+            "text is what to attach and to generate with"
+        )
+    return (
+        f"class {name} is not supported: nobody has compared it with its stock model. "
+        "topkv_transformers.classes lists those that were; to ask for another, open an issue with "
+        "its config.json, or add its name there and run test_models.py"
+    )
 
 
 def _device_refusals(devices: set[torch.device]) -> list[str]:
