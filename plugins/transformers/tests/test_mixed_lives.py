@@ -27,6 +27,16 @@ WINDOW, LONGEST, MOST = 24, 70, 3
 SETTINGS = {"max_requests": 2 * MOST, "max_tokens": 1920, "ring_tokens": 32}
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Linear attention is thousands of tiny products a forward: threads that share a core, as in
+    a container that has a part of a machine, wait for each other at every one of them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 class Interruption(Exception):
     """Raised between two layers."""
 
