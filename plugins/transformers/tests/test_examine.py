@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from model_cases import config_of, model_of
-from transformers import DeepseekV3Config, DynamicCache
+from transformers import DynamicCache, LongcatFlashConfig
 
 from topkv.plugins import registry
 from topkv_cli.group import topkv as command
@@ -30,7 +30,7 @@ def told(*args):
     return result, json.loads(result.stdout) if not result.exit_code else None
 
 
-@pytest.mark.parametrize("name", ["Granite", "Qwen3Moe", "Gemma3", "GptOss"])
+@pytest.mark.parametrize("name", ["Granite", "Qwen3Moe", "Gemma3", "GptOss", "DeepseekV3"])
 def test_bytes_are_those_of_the_stock_cache(tiny, tmp_path, name):
     """Of all layers in the stock model, and of the full ones on the host."""
     settings = tiny.settings(dense_layers=[0])
@@ -88,13 +88,13 @@ def test_code_of_a_folder_does_not_run(tmp_path):
 
 
 def test_reasons_are_those_of_attaching(tmp_path):
-    config = DeepseekV3Config(num_hidden_layers=2)
-    config.architectures = ["DeepseekV3ForCausalLM"]
+    config = LongcatFlashConfig(num_layers=1)
+    config.architectures = ["LongcatFlashForCausalLM"]
     config.save_pretrained(tmp_path)
     _, report = told("--model", tmp_path)
     assert not report["attaches"]
     assert len(report["refused"]) == 2
-    assert "MLA" in report["refused"][1]
+    assert "latent attention (kv_lora_rank)" in report["refused"][1]
 
 
 def test_settings_that_do_not_fit_are_refused(tmp_path):

@@ -91,7 +91,7 @@ def examine(
     done = {layer: each.shape.residency for each in lowered.groups for layer in each.shape.layers}
     ordinals = iter(range(len(done)))
     kinds = [done[next(ordinals)] if each == "served" else each for each in kinds]
-    windows = _window_bytes(model, length)
+    windows = window_bytes(model, length)
     counted = {"device": held.device + windows, "host": held.host, "stock_device": held.resident}
     counted["stock_device"] += windows
     return Examination(name, group_of(model), [], kinds, counted, _not_counted(layers))
@@ -116,8 +116,8 @@ def _lower(
     )
 
 
-def _window_bytes(model: PreTrainedModel, length: int) -> int:
-    """Bytes of keys and values of one row in layers that slide."""
+def window_bytes(model: PreTrainedModel, length: int) -> int:
+    """Bytes of keys and values of one row in layers that slide, between steps."""
     config, total = decoder_of(model).config, 0
     for kind, layer in layers_of(model):
         if kind == "sliding_attention":

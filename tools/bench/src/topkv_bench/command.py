@@ -15,7 +15,7 @@ from rich.console import Console
 
 from topkv.errors import ConfigError
 
-MODELS = ("llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b", "tiny")
+MODELS = ("llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "tiny")
 CONTESTANTS = ("dense", "offloaded", "topkv-resident", "topkv")
 COMPILED = "topkv-compiled"
 """A further one, on a GPU alone."""

@@ -16,9 +16,10 @@ from topkv.errors import CapabilityError
 from topkv.plugins import registry
 from topkv.report import TransferReport
 from topkv_bench.drift import drifting
-from topkv_bench.fill import fill_coordinator, fill_dynamic
+from topkv_bench.fill import fill_coordinator, fill_dynamic, fill_layer
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.engine import lower_for
+from topkv_transformers.examine import window_bytes
 from topkv_transformers.support import refusals, shape_of
 
 NAMES = ("dense", "offloaded", "topkv-resident", "topkv", "topkv-compiled")
@@ -163,6 +164,8 @@ class Topkv:
             self.handle.requests.begin(cache.state, self.cell.requests)
             for slot in cache.slots:
                 fill_coordinator(self.coordinator, slot, self.cell.context)
+            for layer in cache.state.stock:
+                fill_layer(layer, layer.update, self.model, len(cache.slots), self.cell.context)
             cache.state.seen = self.cell.context
         return cache
 
@@ -206,16 +209,16 @@ def expected_bytes(model: PreTrainedModel, cell: Cell) -> int | None:
     """
     if refusals(model):
         return None  # then what its layers keep is not known either
-    shape = shape_of(model)
+    shape, windows = shape_of(model), cell.requests * window_bytes(model, cell.tokens)
     if cell.contestant.startswith("topkv"):
         lowered = lower_for(model, cell.sparse_config, registry())
         needed: int = SparseCoordinator.required_bytes(lowered).device
-        return needed
+        return needed + windows
     if shape.attention != "gqa":
         return None
     row = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
     layers = min(2, shape.num_layers) if cell.contestant == "offloaded" else shape.num_layers
-    return int(layers * row * cell.requests * cell.tokens)
+    return int(layers * row * cell.requests * cell.tokens) + windows
 
 
 def clear(device: torch.device) -> None:

@@ -6,9 +6,15 @@ much there is to attend to and on what changes, not on what the keys say.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from topkv import SparseCoordinator
 from topkv.errors import CapabilityError
@@ -34,15 +40,41 @@ def fill_dynamic(cache: DynamicCache, model: PreTrainedModel, rows: int, context
     """Give a cache of Transformers ``context`` random tokens in each row.
 
     Raises:
-        CapabilityError: see ``refuse_latent``.
+        CapabilityError: see ``refuse_latent`` and ``fill_layer``.
     """
     text = model.config.get_text_config()
     refuse_latent("mla" if getattr(text, "kv_lora_rank", None) else "gqa")
+    for number, layer in enumerate(cache.layers):
+        fill_layer(layer, partial(cache.update, layer_idx=number), model, rows, context)
+
+
+def fill_layer(
+    layer: Any, update: Callable[[Tensor, Tensor], Any], model: PreTrainedModel, rows: int, n: int
+) -> None:
+    """Give a layer of Transformers' own cache n random tokens; one that slides keeps its window.
+
+    Args:
+        layer: the layer, empty.
+        update: what appends keys and values ``[rows, Hkv, tokens, D]`` to it.
+
+    Raises:
+        CapabilityError: it keeps a state, which random keys would not make.
+    """
+    if not isinstance(layer, DynamicLayer):
+        kind = type(layer).__name__
+        raise CapabilityError(
+            "the cache cannot be filled with random rows",
+            [f"expected layers of keys and values, got {kind}; use --fill prompt"],
+        )
+    text = model.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    for layer in range(text.num_hidden_layers):
-        k, v = (_random((rows, heads, context, dim), model.dtype, model.device) for _ in range(2))
-        cache.update(k, v, layer)
+    ends = [0, n]
+    if isinstance(layer, DynamicSlidingWindowLayer):  # one token last: then it holds no chunk
+        ends = [*range(0, n - 1, CHUNK), n - 1, n]
+    for start, end in pairwise(ends):
+        sizes = (rows, heads, end - start, dim)
+        update(*(_random(sizes, model.dtype, model.device) for _ in range(2)))
 
 
 def fill_coordinator(coordinator: SparseCoordinator, slot: int, context: int) -> None:

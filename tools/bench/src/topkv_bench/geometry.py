@@ -53,6 +53,21 @@ _QWEN3_MOE = {
     "max_position_embeddings": 40960,
     "rope_theta": 1000000.0,
 }
+# All else is as the class has it: every other layer slides over 128 tokens, and all have sinks.
+_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+}
 _TINY = {
     "model_type": "llama",
     "hidden_size": 128,
@@ -68,6 +83,7 @@ GEOMETRIES: Mapping[str, Mapping[str, Any]] = {
     "llama-3.1-8b": _LLAMA,
     "qwen3-8b": _QWEN3,
     "qwen3-30b-a3b": _QWEN3_MOE,
+    "gpt-oss-20b": _GPT_OSS,
     "tiny": _TINY,
 }
 """What ``config.json`` of the model says of its shape. Frequencies of Llama's positions are not
