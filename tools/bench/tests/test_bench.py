@@ -281,7 +281,7 @@ def test_windows_and_experts_are_measured(tmp_path, fill, context):
     held = min(128, context + 4)
     for each in (resident, sparse):
         assert each["bytes"]["left"] == 2 * 2 * held * row
-    assert "2 of 4 layers keep a cache" in sparse["capture"]
+    assert "2 of 4 layers (sliding_attention) keep a cache" in sparse["capture"]
 
 
 def test_bytes_that_windows_will_hold_are_expected():

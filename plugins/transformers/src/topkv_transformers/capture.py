@@ -27,6 +27,7 @@ from topkv_transformers.cache import TopkvCache
 from topkv_transformers.compiled import CompiledLayers
 from topkv_transformers.modules import is_hooked, signature_of
 from topkv_transformers.requests import CacheRequests
+from topkv_transformers.stock import STOCK, layer_types
 
 Recorder = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Records what a body launches without running it, and returns what launches it."""
@@ -89,9 +90,10 @@ def refusals(decoder: Any, config: LoweredConfig) -> list[str]:
         reasons.append("a plugin states that its decode methods cannot be captured")
     others = len(decoder.layers) - config.model.num_layers
     if others:
+        kinds = ", ".join(sorted({*layer_types(decoder.config)} & STOCK))
         reasons.append(
-            f"{others} of {len(decoder.layers)} layers keep a cache of their own, which moves or "
-            "counts on the host from step to step"
+            f"{others} of {len(decoder.layers)} layers ({kinds}) keep a cache of their own, which "
+            "moves or counts on the host from step to step"
         )
     rope = getattr(getattr(decoder, "rotary_emb", None), "rope_type", None)
     if rope in DYNAMIC_ROPE:
