@@ -23,6 +23,7 @@ from tests.mutants import (
     plugins,
     prefixes,
     regranulated,
+    storages,
     topks,
     transfers,
 )
@@ -42,6 +43,7 @@ MUTANTS = [
     *plugins.MUTANTS,
     *prefixes.MUTANTS,
     *regranulated.MUTANTS,
+    *storages.MUTANTS,
     *topks.MUTANTS,
     *transfers.MUTANTS,
 ]
