@@ -19,6 +19,9 @@ _PLAIN = (bool, int, float, str)
 SAMPLES = 64
 """Elements of each tensor that ``digest_of`` looks at with their places."""
 
+BESIDE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
+"""Keys of a configuration that say where a model came from, and differ once it was saved."""
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -104,13 +107,13 @@ def digest_of(decoder: nn.Module) -> str:
     digest = blake2b(digest_size=16)
     config = getattr(decoder, "config", None)
     told = config.to_dict() if config is not None else {}
-    told = {name: value for name, value in told.items() if not name.startswith("_")}
+    told = {name: value for name, value in told.items() if name not in BESIDE}
     digest.update(json.dumps(told, sort_keys=True, default=str).encode())
     for name, module in decoder.named_modules():
         numbers = sorted(
             (key, repr(value))
             for key, value in vars(module).items()
-            if type(value) in (int, float, str) and not key.startswith("_")
+            if type(value) in (int, float) and not key.startswith("_")
         )
         digest.update(f"{name} {type(module).__qualname__} {numbers}".encode())
     for name, tensor in [*decoder.named_parameters(), *decoder.named_buffers()]:
