@@ -13,7 +13,12 @@ from topkv.errors import ConfigError, HostMemoryError
 from topkv.storage import calls
 from topkv.testing.machines.engine_pages import SHAPE, run_forward
 from topkv.testing.machines.lifecycle_model import DIM, HEADS, LAYERS, make_coordinator
-from topkv.testing.machines.storage import run_storage
+from topkv.testing.machines.storage import (
+    run_evicted,
+    run_overtaken,
+    run_reloaded,
+    run_storage,
+)
 from topkv.testing.models.storage_doubles import SHELVES, Shelf
 from topkv.testing.tiers import tier
 
@@ -86,6 +91,11 @@ def test_requests_go_on_as_if_they_had_computed_what_was_stored(on):
 )
 def test_whatever_pages_look_like(options):
     assert run_storage(tier("cpu"), cpu=5, **options) > 5
+
+
+@pytest.mark.parametrize("run", [run_overtaken, run_reloaded, run_evicted])
+def test_scenes(on, run):
+    run(on)
 
 
 @pytest.mark.parametrize("write", ["write_through", "write_back"])

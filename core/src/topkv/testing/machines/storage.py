@@ -8,13 +8,19 @@ fills up, or is slow; outputs must be those of a coordinator that computes every
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from threading import Event
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from topkv.coordinator import SparseCoordinator
-from topkv.testing.machines.lifecycle_model import make_coordinator
+from topkv.testing.machines.engine_pages import SHAPE, run_forward
+from topkv.testing.machines.lifecycle_model import DIM, HEADS, LAYERS, make_coordinator
 from topkv.testing.machines.prefixes import Lives, run_prefixes
 from topkv.testing.models.storage_doubles import SHELVES, Shelf
 from topkv.testing.tiers import Tier
@@ -160,3 +166,87 @@ def run_storage(on: Tier, cpu: int = 30, interpret: int = 3, **options: Any) -> 
 
     run_prefixes(on, Counted, (cpu, interpret), **options)
     return fetched
+
+
+@contextmanager
+def scene(on: Tier, **storage: Any) -> Iterator[tuple[Shelf, Callable[..., Any], Tensor]]:
+    """A shelf, what makes coordinators over it, and keys and values ``[3, 12, L, 2, Hkv, D]`` of
+    three prompts."""
+    name = f"scene {next(_numbers)}"
+    shelf = SHELVES.setdefault(name, Shelf())
+    asked = {"name": "shelf", "params": {"shelf": name}, "least_tokens": 1, **storage}
+    make = partial(make_coordinator, on, storage=asked, prefix_cache="all")
+    rows = torch.randn((3, 12, *SHAPE), generator=torch.Generator().manual_seed(1))
+    try:
+        yield shelf, make, rows
+    finally:
+        del SHELVES[name]
+
+
+def read(coordinator: SparseCoordinator, tokens: list[int], rows: Tensor) -> tuple[int, Tensor]:
+    """Begin with a prompt of 12 tokens and decode one behind it.
+
+    Returns:
+        Tokens that were found, and outputs of the last one.
+    """
+    slot = coordinator.prefixes.begin([*tokens, 0])
+    found = coordinator.length(slot)
+    q = torch.ones(LAYERS, 12, HEADS, DIM)
+    if found < 12:
+        run_forward(coordinator, [slot], [], {slot: rows[found:]}, q[:, found:])
+    output = run_forward(coordinator, [], [slot], {slot: rows[:1]}, q[:, :1])
+    coordinator.truncate(slot, 12)
+    coordinator.prefixes.publish(slot, tokens)
+    coordinator.request_end(slot)
+    return found, output
+
+
+def run_overtaken(on: Tier) -> None:
+    """A page is published, and written again before a thread has come to store it.
+
+    Whoever looks for its first tokens later must not find the second.
+    """
+    gate = Event()
+    with scene(on) as (shelf, make, rows):
+        shelf.before = lambda call, keys: call == "put" and gate.wait(60)
+        writing = make()
+        try:
+            q = torch.ones(LAYERS, 12, HEADS, DIM)
+            first, second = writing.request_begin(), writing.request_begin()
+            for slot in (first, second):
+                run_forward(writing, [slot], [], {slot: rows[slot]}, q)
+                writing.prefixes.publish(slot, [slot] * 12)
+            writing.truncate(second, 0)
+            run_forward(writing, [second], [], {second: rows[2]}, q)
+        finally:
+            gate.set()
+            writing.close()
+        _, ours = read(make(), [second] * 12, rows[second])
+        _, expected = read(make_coordinator(on), [second] * 12, rows[second])
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
+def run_reloaded(on: Tier, damage: bool = False) -> None:
+    """A page is stored, damaged perhaps, and taken over by another coordinator."""
+    with scene(on) as (shelf, make, rows):
+        writing = make()
+        _, expected = read(writing, [1] * 12, rows[0])
+        writing.close()
+        for key, held in shelf.objects.items() if damage else ():
+            shelf.objects[key] = held[:4200] + bytes([held[4200] ^ 0x40]) + held[4201:]
+        found, ours = read(make(), [1] * 12, rows[0])
+    assert found == (0 if damage else 12)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
+def run_evicted(on: Tier) -> None:
+    """Pages leave the host pool when another prompt needs room, and come back."""
+    with scene(on, write="write_back") as (_, make, rows):
+        coordinator = make(max_tokens=16, max_request_tokens=16, max_requests=1)
+        _, expected = read(coordinator, [1] * 12, rows[0])
+        read(coordinator, [2] * 12, rows[1])
+        coordinator.prefixes.storage.wait()
+        found, ours = read(coordinator, [1] * 12, rows[0])
+        assert found == 12
+        coordinator.close()
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
