@@ -208,7 +208,12 @@ def run_overtaken(on: Tier) -> None:
     """
     gate = Event()
     with scene(on) as (shelf, make, rows):
-        shelf.before = lambda call, keys: call == "put" and gate.wait(60)
+
+        def before(call: str, keys: Sequence[bytes]) -> None:
+            if call == "put":
+                gate.wait(60)
+
+        shelf.before = before
         writing = make()
         try:
             q = torch.ones(LAYERS, 12, HEADS, DIM)
