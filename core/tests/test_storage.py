@@ -345,4 +345,6 @@ def test_a_storage_without_prefixes_is_refused():
     storage = {"name": "shelf"}
     with pytest.raises(ConfigError, match="storage keeps the pages that prefix_cache finds"):
         make_coordinator(tier("cpu"), storage=storage)
+    with pytest.raises(ConfigError, match="storage must not be set where pages is 'engine'"):
+        make_coordinator(tier("cpu"), storage=storage, pages="engine")
     assert StorageSettings(name="files").write == "write_through"

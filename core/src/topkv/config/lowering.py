@@ -147,7 +147,12 @@ def _store(known: Resolver, lowered: LoweredConfig) -> LoweredConfig:
     asked = lowered.storage
     if not isinstance(asked, StorageSettings):
         return lowered
-    if lowered.prefix_cache == "off":
+    if lowered.pages == "engine":
+        known.reasons.append(
+            f"storage must not be set where pages is 'engine', got {asked.name!r}: an engine that "
+            "gives out pages keeps what is below them itself"
+        )
+    elif lowered.prefix_cache == "off":
         known.reasons.append(
             "storage keeps the pages that prefix_cache finds, and that is 'off'; set it to "
             "'prompt' or 'all'"

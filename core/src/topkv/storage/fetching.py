@@ -160,6 +160,7 @@ class Fetch:
             return False
         pages = shared.host.lease(size)
         shared.host.lend(pages)
+        shared.manager.synchronize()  # the device may still write what their last holder left
         some = slice(self._asked, self._asked + size)
         batch = Batch(pages, self.keys[some], self.names[some], shared.places.rows(size))
         self._batches.append(batch)

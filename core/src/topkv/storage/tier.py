@@ -139,7 +139,9 @@ class StorageTier:
         if tokens < max(1, self._settings.least_tokens) or not self._calls.available:
             return None
         if missing[0] in self._under_way:
-            return self._under_way.pop(missing[0])
+            fetch = self._under_way.pop(missing[0])
+            fetch.most = len(fetch.keys) if most is None else most
+            return fetch
         keys = self._keys(missing)
         most = len(keys) if most is None else most
         fetch = Fetch(self._shared, keys, missing, most)
