@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 import numpy as np
@@ -235,6 +235,13 @@ class StorageTests(KitTests):
         bench, together = Bench(subject), Barrier(8)
 
         def life(thread: int) -> None:
+            try:
+                turns(thread)
+            except BaseException:
+                together.abort()  # nobody waits for this one
+                raise
+
+        def turns(thread: int) -> None:
             content, shared = content_of(thread, 9000), content_of(99, 9000)
             for turn in range(4):
                 own = 8 * turn + thread + 1
@@ -247,11 +254,10 @@ class StorageTests(KitTests):
                     read.check()
 
         with ThreadPoolExecutor(8) as pool:
-            try:
-                for done in [pool.submit(life, thread) for thread in range(8)]:
-                    done.result()
-            finally:
-                together.abort()
+            lives = [pool.submit(life, thread) for thread in range(8)]
+        failures = [life.exception() for life in lives]
+        for failure in sorted(filter(None, failures), key=lambda e: type(e) is BrokenBarrierError):
+            raise failure
         assert bench.storage.usage().objects == 33
         bench.storage.close()
 

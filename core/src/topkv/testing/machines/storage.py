@@ -108,12 +108,12 @@ class StoredLives(Lives):
             st.lists(st.sampled_from(sorted(objects)), min_size=1, max_size=3, unique=True)
         )
         for key in chosen:
-            held = bytearray(objects[key])
+            held = bytearray(objects[key]) or bytearray(1)
             match draw(st.sampled_from(["flip", "cut", "swap", "drop", "header"]), "damage"):
                 case "flip":
                     held[draw(st.integers(0, len(held) - 1))] ^= 1 << draw(st.integers(0, 7))
                 case "header":
-                    held[draw(st.integers(0, 127))] ^= 0x10
+                    held[draw(st.integers(0, min(127, len(held) - 1)))] ^= 0x10
                 case "cut":
                     del held[draw(st.integers(0, len(held) - 1)) :]
                 case "swap":
