@@ -18,6 +18,7 @@ ALGORITHMS = {
     "snapkv": {"params": {"window": 8, "generated": 24}, "unit": 1, "budget": 64, "buffer": 64},
     "streaming_llm": {"unit": 1, "budget": 64, "buffer": 64},
     "pariskv": {"unit": 1, "budget": 64, "buffer": 64},
+    "double_sparsity": {"unit": 1, "budget": 64, "buffer": 64},
 }
 
 
@@ -45,13 +46,37 @@ def settings(tiny, tmp_path):
     return settings
 
 
+def calibrated(path, last=7):
+    """A file of the channels of three layers with two kv-heads each."""
+    first = [*range(7), last]
+    rows = [[*first, *(channel for channel in range(64) if channel not in first)]] * 2
+    head = {"format": "topkv-double-sparsity-1", "kind": "channels", "statistic": "k_var"}
+    path.write_text(json.dumps({**head, "layers": {str(layer): rows for layer in range(3)}}))
+    return str(path)
+
+
+def test_other_channels_in_a_file_of_the_same_name_find_nothing(tiny, settings, tmp_path):
+    model, ids = tiny.model("qwen3", layers=2), tiny.prompt(70)["input_ids"]
+    for last, found in ((7, 0), (9, 0), (9, 64)):
+        path = calibrated(tmp_path / "channels.json", last)
+        config = settings(algorithm="double_sparsity", **ALGORITHMS["double_sparsity"])
+        config["params"] = {"calibration": path, "channels": 8}
+        with topkv.attach(model, config) as handle:
+            generated(model, ids)
+            assert handle.prefixes.counts.storage.found == found
+
+
 @pytest.mark.parametrize("host_format", ["model", "fp8"])
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS])
-def test_a_reload_decodes_as_a_hit_in_host_memory(tiny, settings, algorithm, host_format):
+def test_a_reload_decodes_as_a_hit_in_host_memory(
+    tiny, settings, tmp_path, algorithm, host_format
+):
     """To the bit, with a resident layer beside; the prompt ends within a page."""
     model, ids = tiny.model("qwen3", layers=3), tiny.prompt(150)["input_ids"]
     config = settings(dense_layers=[0], host_format=host_format, algorithm=algorithm)
     config |= ALGORITHMS[algorithm]
+    if algorithm == "double_sparsity":
+        config["params"] = {"calibration": calibrated(tmp_path / "channels.json"), "channels": 8}
     with topkv.attach(model, config) as handle:
         cold = generated(model, ids)
         expected = generated(model, ids)
