@@ -1,21 +1,22 @@
-"""The command ``topkv storage``: what a directory of the storage ``files`` holds."""
+"""The command ``topkv storage``: what a directory of the storage ``files`` holds.
+
+Heavy imports wait until one is run.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-import numpy as np
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from topkv.config.checks import byte_size
-from topkv.storage.objects import HEADER, fingerprint_in, problem_of
-from topkv_files.folder import Folder, Held
+if TYPE_CHECKING:
+    from topkv_files.folder import Held
 
 DIRECTORY = click.argument(
     "path", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIRECTORY"
@@ -26,6 +27,8 @@ JSON = click.option("--json", "as_json", is_flag=True, help="JSON alone on stdou
 def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     if value is None:
         return None
+    from topkv.config.checks import byte_size
+
     try:
         return byte_size(int(value) if value.isdecimal() else value)
     except ValueError as error:
@@ -45,10 +48,13 @@ def ls(path: Path, as_json: bool) -> None:
 
     Pages of one model and configuration have one fingerprint; other ones never find them.
     """
+    from topkv_files.folder import Folder
+    from topkv_files.survey import fingerprint_of
+
     found: dict[str, list[Held]] = {}
     folder = Folder(path)
     for held in folder.held():
-        found.setdefault(_fingerprint(held), []).append(held)
+        found.setdefault(fingerprint_of(held), []).append(held)
     now = time.time_ns()
     rows = [
         {
@@ -78,9 +84,12 @@ def ls(path: Path, as_json: bool) -> None:
 @JSON
 def verify(path: Path, delete: bool, as_json: bool) -> None:
     """Read all pages in DIRECTORY and check them. Ends with 1 if one is damaged."""
+    from topkv_files.folder import Folder
+    from topkv_files.survey import problem_in
+
     folder, good, damaged = Folder(path), 0, {}
     for held in folder.held():
-        if (why := _problem(held)) is None:
+        if (why := problem_in(held)) is None:
             good += 1
             continue
         damaged[held.path] = why
@@ -103,6 +112,8 @@ def verify(path: Path, delete: bool, as_json: bool) -> None:
 @JSON
 def prune(path: Path, limit: int | None, days: float | None, as_json: bool) -> None:
     """Make DIRECTORY smaller. Processes that use it go on; they compute what they miss."""
+    from topkv_files.folder import Folder
+
     folder = Folder(path)
     before, left = sum(each.size for each in folder.held()), folder.clean()
     if days is not None:
@@ -118,26 +129,3 @@ def prune(path: Path, limit: int | None, days: float | None, as_json: bool) -> N
         click.echo(json.dumps(told, indent=2))
     else:
         click.echo(f"{decimal(before)} before, {decimal(after)} now; removed {left} unfinished")
-
-
-def _parts(held: Held) -> Iterator[np.ndarray]:
-    whole = np.fromfile(held.path, dtype=np.uint8)
-    yield whole[:HEADER]
-    yield whole[HEADER:]
-
-
-def _fingerprint(held: Held) -> str:
-    try:
-        with open(held.path, "rb") as file:
-            header = np.frombuffer(file.read(HEADER), dtype=np.uint8)
-    except FileNotFoundError:  # removed meanwhile
-        return "gone"
-    return fingerprint_in(header).hex() if len(header) == HEADER else "damaged"
-
-
-def _problem(held: Held) -> str | None:
-    try:
-        header, body = _parts(held)
-    except FileNotFoundError:
-        return None
-    return problem_of(header, [body], held.key, None)
