@@ -5,7 +5,8 @@
 Through ``model.generate`` with ``prefix_cache: prompt``: a model of random weights (``--model``,
 as in ``topkv bench``) reads a prompt of ``--context`` tokens, generates one token and ends.
 ``cold`` is a prompt of other tokens, ``again`` one whose tokens but the last ``--new`` were read
-before.
+before. With ``--storage DIR`` pages go to files in that directory, and ``stored`` is a prompt that
+was read before and that the host pool has forgotten; its pages lie in the system's page cache.
 A line has the median of ``--repeats`` each, the shares, and the tokens that were found.
 """
 
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import asdict
 
 import topkv
 from topkv_bench.geometry import build, config_of
@@ -35,9 +37,25 @@ def seconds(model: Any, ids: torch.Tensor) -> float:
     return time.perf_counter() - began
 
 
+def stored(model: Any, handle: Any, ids: torch.Tensor) -> float:
+    """The same of a prompt whose pages only the storage has."""
+    prefixes = handle.coordinator.prefixes
+    prefixes.storage.wait()
+    prefixes.forget(stored=False)
+    return seconds(model, ids)
+
+
 def measure(model: Any, config: dict[str, Any], context: int, options: argparse.Namespace) -> dict:
     room = {"max_tokens": 2 * context, "max_request_tokens": context, "max_requests": 1}
     vocabulary, times = model.config.vocab_size, {"cold": [], "again": []}
+    if options.storage:
+        below = {
+            "name": "files",
+            "params": {"path": str(options.storage)},
+            "write": "write_through",
+        }
+        room["storage"] = {**below, "fetch": "wait_complete"}
+        times["stored"] = []
 
     def tokens(count: int) -> torch.Tensor:
         return torch.randint(0, vocabulary, (1, count), device=model.device)
@@ -52,7 +70,15 @@ def measure(model: Any, config: dict[str, Any], context: int, options: argparse.
                 seconds(model, torch.cat([ids[:, : -options.new], tokens(options.new)], 1))
             )
             found = handle.prefixes.counts.found - before
+            if options.storage:
+                times["stored"].append(stored(model, handle, ids))
+        counts = handle.prefixes.counts.storage
     cold, again = (statistics.median(times[name]) for name in ("cold", "again"))
+    below = {}
+    if counts:
+        median = statistics.median(times["stored"])
+        below = {"stored_s": round(median, 4), "stored_share": round(median / cold, 4)}
+        below |= {"storage": asdict(counts)}
     return {
         "context": context,
         "new": options.new,
@@ -60,6 +86,7 @@ def measure(model: Any, config: dict[str, Any], context: int, options: argparse.
         "again_s": round(again, 4),
         "share": round(again / cold, 4),
         "found": found,
+        **below,
         "times": {name: [round(each, 4) for each in some] for name, some in times.items()},
     }
 
@@ -70,6 +97,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="+", default=[32768, 131072])
     parser.add_argument("--new", type=int, default=100, help="tokens that are not found")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--storage", type=Path, help="directory of topkv-files; none by default")
     parser.add_argument("--out", type=Path, help="write JSON lines here as well")
     options = parser.parse_args()
     cuda = torch.cuda.is_available()

@@ -23,6 +23,8 @@ from tests.mutants import (
     plugins,
     prefixes,
     regranulated,
+    storage_tier,
+    storages,
     topks,
     transfers,
 )
@@ -42,6 +44,8 @@ MUTANTS = [
     *plugins.MUTANTS,
     *prefixes.MUTANTS,
     *regranulated.MUTANTS,
+    *storage_tier.MUTANTS,
+    *storages.MUTANTS,
     *topks.MUTANTS,
     *transfers.MUTANTS,
 ]

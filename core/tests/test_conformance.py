@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -18,8 +19,10 @@ from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
 from topkv.testing.evictions import EvictionTests
 from topkv.testing.machines.fuzz_lanes import FastLane
 from topkv.testing.models.indexed import INDEXED
+from topkv.testing.models.storage_doubles import SHELF, SHELVES
 from topkv.testing.observers import ObserverOptions, ObserverTests
 from topkv.testing.oracle import LaneModel
+from topkv.testing.storages import StorageOptions, StorageTests
 from topkv.testing.tiers import tier
 from topkv.testing.topks import TopKOptions, TopKTests
 from topkv.testing.transfers import TransferTests
@@ -86,6 +89,24 @@ class TestWatcher(ObserverTests):
                 [(each.slots, each.prompt_tokens) for each in told if each.ended],
             ),
         )
+
+
+class TestShelf(StorageTests):
+    """The storage that tests of the core go on, under a name of its own."""
+
+    @pytest.fixture
+    def plugin(self):
+        return evolve(SHELF, name="bookcase")
+
+    @pytest.fixture
+    def options(self):
+        numbers = itertools.count()
+        return StorageOptions(lambda: {"shelf": f"kit {next(numbers)}"}, reopens=True)
+
+    @pytest.fixture(autouse=True)
+    def tidy(self):
+        yield
+        SHELVES.clear()
 
 
 class TestIndexed(AlgorithmTests):

@@ -12,7 +12,7 @@ from topkv.hooks.discovery import OPTIONAL
 from topkv.plugins.contract import spec_functions
 
 EXPECTED = {
-    (2, 0): {
+    (2, 1): {
         "algorithm.spec": "self",
         "algorithm.construct": "self layer slot start k v q lse",
         "algorithm.settle": "self layer slot since length history",
@@ -41,6 +41,12 @@ EXPECTED = {
         "engine.attach": "self model config",
         "observer.before_forward": "self report",
         "observer.after_forward": "self report",
+        "storage.exists": "self keys",
+        "storage.get": "self keys places",
+        "storage.put": "self keys places",
+        "storage.delete": "self keys",
+        "storage.usage": "self",
+        "storage.close": "self",
     }
 }
 
@@ -59,6 +65,7 @@ SETUPS = {
     "topk": ("TopKSetup", "rows columns select device"),
     "engine": ("EngineSetup", "registry"),
     "observer": ("ObserverSetup", "config"),
+    "storage": ("StorageSetup", "params object_bytes memory"),
 }
 
 

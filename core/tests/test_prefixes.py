@@ -34,7 +34,7 @@ class PublishedMachine(RuleBasedStateMachine):
     @initialize(num_pages=st.integers(2, 9))
     def start(self, num_pages):
         self.pool, self.total, self.gone = PrefixPages(num_pages), num_pages - 1, []
-        self.pool.on_evict = self.gone.extend
+        self.pool.on_evict = lambda pages, keys: self.gone.extend(pages)
         self.held, self.known, self.kept, self.evicted = [], {}, [], 0
 
     def is_held(self, page):

@@ -40,6 +40,7 @@ SUITES = {
     "evictions": None,
     "topks": "TopKOptions",
     "observers": "ObserverOptions",
+    "storages": "StorageOptions",
     "engines": "EngineCase",
 }
 """Modules of ``topkv.testing`` with a suite, and what the fixture ``options`` of each gives."""

@@ -7,7 +7,7 @@ from topkv import prefixes
 from topkv.kv.prefix import PrefixPages, page_keys
 from topkv.testing.machines.prefixes import run_prefixes
 
-_find = prefixes.Prefixes._find
+_keys = prefixes.Prefixes._keys
 
 
 def stay_found(self, pages):
@@ -26,7 +26,7 @@ def by_page(tokens, page_tokens, salt):
 
 def all_of_it(self, tokens, salt):
     """A prompt may be found to its last token."""
-    return _find(self, [*tokens, *[0] * self.tail], salt)
+    return _keys(self, [*tokens, *[0] * self.tail], salt)
 
 
 MUTANTS = [
@@ -44,6 +44,6 @@ MUTANTS = [
     ),
     LifecycleMutant(
         "nothing is left to compute of a prompt",
-        *(prefixes.Prefixes, "_find", all_of_it, run_prefixes),
+        *(prefixes.Prefixes, "_keys", all_of_it, run_prefixes),
     ),
 ]

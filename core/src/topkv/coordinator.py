@@ -84,7 +84,7 @@ class SparseCoordinator:
             shares_prefixes=all(spec.prefix == "pages" for spec in plugins.specs if spec),
             selectors=[path.selector for path in self.layers if path.selector],
         )
-        self.prefixes = Prefixes(self.requests, plugins.specs)
+        self.prefixes = Prefixes(self.requests, plugins.specs, registry)
         self.prefill = Prefill(self.config, self.requests, self.layers)
         self.observers = Observers(config, registry, self.requests)
         periods = [(spec and spec.settle_period) or 2**31 - 1 for spec in plugins.specs]

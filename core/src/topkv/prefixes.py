@@ -14,15 +14,22 @@ tokens itself in the same chunks, to the bit.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import numpy as np
 from attrs import define
 
+from topkv.config.storages import StorageSettings
 from topkv.errors import RequestError
 from topkv.hooks.algorithm import AlgorithmSpec
-from topkv.kv.prefix import PrefixPages, page_keys
+from topkv.kv.prefix import PrefixKVPool, page_keys
+from topkv.plugins import PluginRegistry
 from topkv.requests import Requests
+from topkv.storage.calls import StorageCounts
+from topkv.storage.tier import StorageTier
 
 Tokens = Sequence[int] | np.ndarray
 """Ids of a request from position 0 on. An engine may give others than the model's vocabulary has,
@@ -38,12 +45,14 @@ class PrefixCounts:
             taken over.
         kept: pages that no request holds and that can be found.
         evicted: pages that were kept and given out again.
+        storage: what of it went to a storage and came from there; None without one.
     """
 
     asked: int = 0
     found: int = 0
     kept: int = 0
     evicted: int = 0
+    storage: StorageCounts | None = None
 
 
 class Prefixes:
@@ -52,13 +61,20 @@ class Prefixes:
     Args:
         requests: whose pages they are.
         specs: of the algorithms; None for dense groups.
+        registry: where the storage is looked up, if the configuration names one.
 
     Attributes:
+        storage: the tier below host memory; None if there is none.
         off: every reason why nothing is found and nothing published; empty where pages are.
         tail: last tokens of a prompt that are computed all the same.
     """
 
-    def __init__(self, requests: Requests, specs: Sequence[AlgorithmSpec | None]) -> None:
+    def __init__(
+        self,
+        requests: Requests,
+        specs: Sequence[AlgorithmSpec | None],
+        registry: PluginRegistry,
+    ) -> None:
         self.requests, host = requests, requests.manager.host
         self.tail = max([1, *(spec.prompt_tail for spec in specs if spec)])
         keeping = [
@@ -70,12 +86,18 @@ class Prefixes:
             f"{name} keeps more of a prompt than what stands in its pages"
             for name in dict.fromkeys(keeping)
         ]
-        if isinstance(host, PrefixPages):
+        if isinstance(host, PrefixKVPool):
             self._host = host
-            host.on_evict = requests.manager.poison
+            host.on_evict = self._evicted
         else:
             self.off.append("an engine gives out the pages, and keeps prefixes itself")
-        self._counts = PrefixCounts()
+        self._counts, self.storage = PrefixCounts(), None
+        settings = requests.config.storage
+        if isinstance(settings, StorageSettings) and not self.off:
+            make = partial(registry.create, "storage", settings.name)
+            self.storage = StorageTier(requests.manager, self._host, settings, make)
+            self._counts.storage = self.storage.counts
+            self._host.on_close, self._host.on_short = self.storage.close, self.storage.give_way
 
     @property
     def counts(self) -> PrefixCounts:
@@ -107,14 +129,34 @@ class Prefixes:
         Raises:
             DeviceMemoryError, HostMemoryError: no room; nothing has changed.
         """
-        page = self.requests.config.page_tokens
-        pages = self._find(tokens, salt)
-        if most is not None:
-            pages = pages[: -(-most // page)]
-        slot = self.requests.begin(pages, len(pages) * page)
+        page, keys = self.requests.config.page_tokens, self._keys(tokens, salt)
+        keys = keys if most is None else keys[: -(-most // page)]
+        with self._brought(keys):
+            pages = [] if self.off else self._host.find(keys)
+            slot = self.requests.begin(pages, len(pages) * page)
         self._counts.asked += len(tokens)
         self._counts.found += len(pages) * page
+        if self.storage:
+            self.storage.published(pages, keys)
         return slot
+
+    def fetch(self, tokens: Tokens, salt: bytes = b"") -> None:
+        """Have the pages of a prompt in host memory that a storage keeps, as ``begin`` does, too.
+
+        Waits as long as the setting ``storage`` says. Without a storage nothing happens.
+        """
+        with self._brought(self._keys(tokens, salt)):
+            pass
+
+    def prefetch(self, tokens: Tokens, salt: bytes = b"") -> None:
+        """Begin to fetch the pages of a prompt, and wait for nothing. ``begin`` joins in."""
+        if self.storage:
+            self.storage.prefetch(self._keys(tokens, salt))
+
+    def poll(self) -> int:
+        """Take what was prefetched and has come, between forwards, and return for how many
+        prompts more is to come."""
+        return self.storage.tidy() if self.storage else 0
 
     def publish(self, slot: int, tokens: Tokens, salt: bytes = b"") -> None:
         """Let others find the full pages of a request.
@@ -138,16 +180,37 @@ class Prefixes:
             return
         # The host lacks nothing but tokens of an open unit, and full pages have none.
         keys = page_keys(tokens, self.requests.config.page_tokens, salt)
-        self._host.publish(self.requests.pages.of(slot), keys)
+        pages = self.requests.pages.of(slot)
+        self._host.publish(pages, keys)
+        if self.storage:
+            self.storage.published(self._host.find(keys), keys)
 
-    def forget(self) -> None:
-        """Let nothing be found that was published so far, after weights have changed say."""
+    def forget(self, stored: bool = True) -> None:
+        """Let nothing be found that was published so far, after weights have changed say.
+
+        Args:
+            stored: nothing of what a storage holds either. Who has a salt that tells weights
+                apart finds only the pages of its own there, and can leave them.
+        """
         if not self.off:
             self.requests.manager.poison(self._host.forget())
+        if self.storage and stored:
+            self.storage.epoch = os.urandom(16)
 
     def _find(self, tokens: Tokens, salt: bytes) -> list[int]:
+        return [] if self.off else self._host.find(self._keys(tokens, salt))
+
+    def _keys(self, tokens: Tokens, salt: bytes) -> list[bytes]:
+        """Of the pages of a prompt that may be found."""
         if self.off:
             return []
-        page = self.requests.config.page_tokens
         known = tokens[: max(0, len(tokens) - self.tail)]
-        return self._host.find(page_keys(known, page, salt))
+        return page_keys(known, self.requests.config.page_tokens, salt)
+
+    def _brought(self, keys: list[bytes]) -> AbstractContextManager[None]:
+        return self.storage.bring(keys) if self.storage else nullcontext()
+
+    def _evicted(self, pages: list[int], keys: list[bytes]) -> None:
+        if self.storage:
+            self.storage.evicted(pages, keys)
+        self.requests.manager.poison(pages)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import CapabilityError
+from topkv.storage.places import layout_of
 
 Tensors = Mapping[str, Tensor]
 
@@ -30,7 +31,8 @@ class Suspended:
     """The numbers of a request, all of them fit for JSON.
 
     Attributes:
-        layout: what a coordinator must have in common with the first one, see ``layout_of``.
+        layout: what a coordinator must have in common with the first one, see
+            ``topkv.storage.places.layout_of``.
         length: tokens.
         prompt, fresh, settled: see ``topkv.requests.Requests``.
     """
@@ -43,33 +45,6 @@ class Suspended:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def layout_of(coordinator: SparseCoordinator) -> dict[str, Any]:
-    """What the tensors of a request depend on, weights apart: geometry, formats, algorithms."""
-    config, model = coordinator.config, coordinator.model
-    groups = [
-        {
-            "layers": list(group.shape.layers),
-            "algorithm": group.algorithm,
-            "params": {name: repr(value) for name, value in sorted(group.params.items())},
-            "budget": group.budget,
-            "residency": group.shape.residency,
-            "entry": [group.shape.lane_heads, *group.shape.entry_shape],
-            "pools": {
-                spec.name: [spec.grain, *spec.shape, str(spec.dtype)] for spec in pools.specs
-            },
-        }
-        for group, pools in zip(config.groups, coordinator.manager.representations, strict=True)
-    ]
-    return {
-        "heads": [model.num_heads, model.num_kv_heads, model.head_dim],
-        "dtype": str(model.dtype),
-        "page_tokens": config.page_tokens,
-        "kv_format": config.kv_format,
-        "host_format": config.host_format,
-        "groups": groups,
-    }
 
 
 def suspend(
@@ -87,7 +62,7 @@ def suspend(
     coordinator.flush(slot)
     requests = coordinator.requests
     state = Suspended(
-        layout=layout_of(coordinator),
+        layout=layout_of(coordinator.config, coordinator.manager),
         length=int(requests.length[slot]),
         prompt=int(requests.prompt[slot]),
         fresh=bool(requests.fresh[slot]),
@@ -138,7 +113,8 @@ def check_layout(coordinator: SparseCoordinator, state: Suspended) -> None:
     Raises:
         CapabilityError: with everything that differs.
     """
-    ours, reasons = layout_of(coordinator), []
+    ours: dict[str, Any] = layout_of(coordinator.config, coordinator.manager)
+    reasons = []
     for name in sorted({*ours, *state.layout}):
         one, other = state.layout.get(name), ours.get(name)
         if one != other:

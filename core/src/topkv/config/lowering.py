@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from topkv.config.checks import clean
+from topkv.config.checks import clean, near
 from topkv.config.layers import show_ranges
 from topkv.config.lowered import LoweredConfig, LoweredGroup
 from topkv.config.negotiation import LayerPlan, all_refusals
@@ -32,6 +32,7 @@ from topkv.config.sources import (
     pick,
     with_origin,
 )
+from topkv.config.storages import StorageSettings
 from topkv.errors import CONFIG_REFUSED, ConfigError
 from topkv.kv.host_format import host_format_reasons
 from topkv.kv.layout import lay_out
@@ -131,6 +132,7 @@ def _settle(
             f"prefix_cache must be 'off' where pages is 'engine', got {lowered.prefix_cache!r}: "
             "an engine that gives out pages keeps prefixes itself"
         )
+    lowered = _store(known, lowered)
     reasons += host_format_reasons(model, lowered.host_format)
     if lowered.prefill_block_tokens % page:
         reasons.append(
@@ -138,6 +140,31 @@ def _settle(
             f"{lowered.prefill_block_tokens} and {page}"
         )
     return lowered
+
+
+def _store(known: Resolver, lowered: LoweredConfig) -> LoweredConfig:
+    """Give the storage, if there is one, all parameters of its plugin."""
+    asked = lowered.storage
+    if not isinstance(asked, StorageSettings):
+        return lowered
+    if lowered.pages == "engine":
+        known.reasons.append(
+            f"storage must not be set where pages is 'engine', got {asked.name!r}: an engine that "
+            "gives out pages keeps what is below them itself"
+        )
+    elif lowered.prefix_cache == "off":
+        known.reasons.append(
+            "storage keeps the pages that prefix_cache finds, and that is 'off'; set it to "
+            "'prompt' or 'all'"
+        )
+    plugin = known.plugin("storage", asked.name)
+    names = plugin.entry.parameters if plugin.entry else asked.params
+    known.reasons += [
+        f"unknown parameter {shown(name)} of {plugin.who}; {near(name, names)}"
+        for name in asked.params
+        if name not in names
+    ]
+    return evolve(lowered, storage=evolve(asked, params={**names, **asked.params}))
 
 
 def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConfig:

@@ -11,10 +11,11 @@ from typing import Any, Generic, TypeVar
 
 from attrs import field, fields, frozen
 
-from topkv.config import checks
+from topkv.config import checks, storages
 from topkv.config.checks import clean, one_of
 from topkv.config.files import read
 from topkv.config.layers import DENSE, overrides
+from topkv.config.storages import StorageSettings
 from topkv.entries import IMPLS, SCOPES
 from topkv.errors import ConfigError
 from topkv.kv.host_format import HOST_FORMATS
@@ -117,6 +118,12 @@ class Settings(Generic[Unset, Size]):
     """whether the engine lets prompts take over the pages of earlier ones with the same first
     tokens: ``"off"``; of ``"prompt"`` those that hold prompts, which attended to everything; of
     ``"all"`` those of generated tokens too, as the next turn of a chat wants."""
+
+    storage: StorageSettings | Mapping[str, Any] | None = setting(storages.storage)
+    """where pages go that prompts may take over later, in other processes too: a mapping with the
+    ``name`` of a plugin and its ``params``, and ``write``, ``fetch``, ``wait_s``,
+    ``wait_s_per_1k``, ``least_tokens``, ``limit_s`` and ``queue``, which the page on prefixes
+    explains. Nowhere by default; needs ``prefix_cache``."""
 
     compile: bool | Unset = setting(checks.flag, False)
     """have the engine compile the layers of the decode steps that it captures, which fuses their

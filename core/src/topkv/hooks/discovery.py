@@ -76,3 +76,8 @@ def topkv_register_engines() -> list[PluginEntry]:  # type: ignore[empty-body]
 @hookspec
 def topkv_register_observers() -> list[PluginEntry]:  # type: ignore[empty-body]
     """Observers; factories follow ``topkv.hooks.observer``."""
+
+
+@hookspec
+def topkv_register_storages() -> list[PluginEntry]:  # type: ignore[empty-body]
+    """Storages; factories follow ``topkv.hooks.storage``."""

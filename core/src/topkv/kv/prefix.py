@@ -41,14 +41,22 @@ class PrefixPages(PageAllocator):
         arguments: of the allocator that it is put before, see ``PrefixKVPool``.
 
     Attributes:
-        on_evict: called with the pages that are about to be given out and were kept until then.
-        evicted: how many there were.
+        on_evict: called with the pages that are about to be given out and were kept until then,
+            and their keys.
+        on_short: called when fewer pages are free than are asked for; may give some back.
+        evicted: pages that were kept and given out.
+        written: int64 ``[num_pages]`` how often a page was withdrawn. As long as that stays, the
+            bytes of a published page do; any thread may look.
+        lent: pages that are held and that no request holds.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.on_evict: Callable[[list[int]], None] = lambda pages: None
+        self.on_evict: Callable[[list[int], list[bytes]], None] = lambda pages, keys: None
+        self.on_short: Callable[[], None] = lambda: None
         self.evicted = 0
+        self.written = np.zeros(self.num_pages, dtype=np.int64)
+        self.lent: list[int] = []
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._kept: OrderedDict[int, None] = OrderedDict()  # those without holders, oldest first
@@ -90,6 +98,7 @@ class PrefixPages(PageAllocator):
         for page in pages:
             key = self._key_of.pop(page, None)
             if key is not None:
+                self.written[page] += 1
                 del self._page_of[key]
             if page in self._kept:
                 del self._kept[page]
@@ -103,12 +112,15 @@ class PrefixPages(PageAllocator):
 
     def lease(self, count: int) -> list[int]:
         """See ``PageAllocator``; pages that are kept go when no others are left."""
+        if count > self.free:
+            self.on_short()
         missing = count - len(self._free)
         if 0 < missing <= len(self._kept):
             oldest = [page for page, _ in zip(self._kept, range(missing), strict=False)]
+            keys = [self._key_of[page] for page in oldest]
             self.withdraw(oldest)
             self.evicted += missing
-            self.on_evict(oldest)
+            self.on_evict(oldest, keys)
         return super().lease(count)
 
     def release(self, pages: Iterable[int]) -> list[int]:
@@ -133,6 +145,25 @@ class PrefixPages(PageAllocator):
         for page in pages:
             self._kept.pop(page, None)
 
+    def published(self) -> dict[bytes, int]:
+        """Every page that can be found, by its key."""
+        return dict(self._page_of)
+
+    def lend(self, pages: Iterable[int]) -> None:
+        """These were leased or shared for somebody else than a request."""
+        self.lent.extend(pages)
+
+    def take_back(self, pages: Iterable[int]) -> list[int]:
+        """Release pages that were lent, and return those that are free now."""
+        pages = list(pages)
+        for page in pages:
+            self.lent.remove(page)
+        return self.release(pages)
+
+    def check_integrity(self, holders: Sequence[Sequence[int]]) -> None:
+        """See ``PageAllocator``; what is lent is held too."""
+        super().check_integrity([*holders, self.lent])
+
     def _free_problems(self) -> list[str]:
         problems = super()._free_problems()
         if self.references[list(self._kept)].any() or not self._kept.keys() <= self._key_of.keys():
@@ -145,4 +176,18 @@ class PrefixPages(PageAllocator):
 
 
 class PrefixKVPool(PrefixPages, HostKVPool):
-    """A host pool that keeps published pages."""
+    """A host pool that keeps published pages.
+
+    Attributes:
+        on_close: called before the memory is unregistered.
+    """
+
+    on_close: Callable[[], None] | None = None
+
+    def close(self) -> None:
+        """See ``HostKVPool``."""
+        try:
+            if self.on_close is not None:
+                self.on_close()
+        finally:
+            super().close()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from hashlib import blake2b
 from itertools import chain
 from typing import Any
 
+import torch
 from attrs import frozen
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -13,6 +16,12 @@ from topkv_transformers.latent import LatentAttention
 
 _OF_TORCH = set(vars(nn.Module()))
 _PLAIN = (bool, int, float, str)
+SAMPLES = 64
+"""Elements of each tensor that ``digest_of`` looks at with their places."""
+
+BESIDE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
+"""Keys of a configuration that say where a model came from, and differ once it was saved."""
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -87,3 +96,34 @@ def is_hooked(decoder: nn.Module) -> bool:
 
 def _of_transformers(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("transformers.")
+
+
+def digest_of(decoder: nn.Module) -> str:
+    """A hash over all that keys and values follow from beside tokens, equal in every process.
+
+    That is the configuration, modules with their plain numbers, and parameters and buffers: some
+    elements of each with their places, and all of them without. Reads all weights once.
+    """
+    digest = blake2b(digest_size=16)
+    config = getattr(decoder, "config", None)
+    told = config.to_dict() if config is not None else {}
+    told = {name: value for name, value in told.items() if name not in BESIDE}
+    digest.update(json.dumps(told, sort_keys=True, default=str).encode())
+    for name, module in decoder.named_modules():
+        numbers = sorted(
+            (key, repr(value))
+            for key, value in vars(module).items()
+            if type(value) in (int, float) and not key.startswith("_")
+        )
+        digest.update(f"{name} {type(module).__qualname__} {numbers}".encode())
+    for name, tensor in [*decoder.named_parameters(), *decoder.named_buffers()]:
+        flat = tensor.detach().reshape(-1)
+        some = flat[:: max(1, len(flat) // SAMPLES)][:SAMPLES].contiguous().cpu()
+        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(some.view(torch.uint8).numpy().tobytes())
+        raw = flat.contiguous().view(torch.uint8)
+        whole = raw[: len(raw) // 8 * 8].view(torch.int64)
+        if len(whole):
+            digest.update(torch.hash_tensor(whole).cpu().numpy().tobytes())
+        digest.update(raw[len(raw) // 8 * 8 :].cpu().numpy().tobytes())
+    return digest.hexdigest()

@@ -11,7 +11,7 @@ from topkv.prefixes import PrefixCounts
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.capture import DYNAMIC_ROPE
 from topkv_transformers.forwards import left_padding
-from topkv_transformers.modules import is_hooked, signature_of
+from topkv_transformers.modules import digest_of, is_hooked, signature_of
 from topkv_transformers.requests import CacheRequests
 
 PLAIN = {"inputs", "input_ids", "attention_mask"}
@@ -44,6 +44,7 @@ class PromptPrefixes:
         self.policy = requests.coordinator.config.prefix_cache
         self._found = requests.coordinator.prefixes
         self._modules: Any = None
+        self._salt = b""
 
     @property
     def counts(self) -> PrefixCounts:
@@ -54,9 +55,22 @@ class PromptPrefixes:
         """Let nothing be found of what was published so far.
 
         This happens by itself when modules of the decoder, their numbers or parameters have
-        changed; a write through ``parameter.data`` alone cannot be seen.
+        changed; a write through ``parameter.data`` alone cannot be seen. What a storage keeps of
+        other weights is not found any more, either.
         """
-        self._found.forget()
+        self._modules = None
+        self._found.forget(stored=False)
+
+    def prefetch(self, input_ids: Tensor) -> None:
+        """Begin to fetch what the setting ``storage`` keeps of prompts, and wait for nothing.
+
+        Args:
+            input_ids: int64 ``[B, n]``, without padding; as ``generate`` is going to get them.
+        """
+        with self.requests.exclusive():
+            self._look()
+            for row in input_ids.cpu().numpy():
+                self._found.prefetch(row, self._salt)
 
     def refusals(self) -> list[str]:
         """Every reason against the setting ``prefix_cache``; empty where it is off."""
@@ -87,14 +101,19 @@ class PromptPrefixes:
         if ids.shape[1] != mask.shape[1] or len(ids) != len(padding):
             return  # it is refused further on
         prompts = [row[pads:] for row, pads in zip(ids, padding.tolist(), strict=True)]
-        found = [self._found.length(prompt) for prompt in prompts]
+        with self.requests.exclusive():
+            for prompt in prompts:
+                self._found.fetch(prompt, self._salt)
+        found = [self._found.length(prompt, self._salt) for prompt in prompts]
         columns = int((padding + found).min())
         if not (padding < columns).any():
             columns = 0
         held = np.maximum(columns - padding, 0).tolist()
         state = cache.state
         self.requests.begin(
-            state, len(prompts), lambda row: self._found.begin(prompts[row], most=held[row])
+            state,
+            len(prompts),
+            lambda row: self._found.begin(prompts[row], self._salt, most=held[row]),
         )
         state.seen, state.padding = columns, padding
         lengths = map(self.requests.coordinator.length, state.slots)
@@ -118,7 +137,7 @@ class PromptPrefixes:
             return  # earlier turns were not given again
         tokens = sequences.cpu().numpy()
         for row, slot in enumerate(state.slots):
-            self._found.publish(slot, tokens[row, state.padding[row] : end])
+            self._found.publish(slot, tokens[row, state.padding[row] : end], self._salt)
 
     def _ids(self, call: Call) -> np.ndarray | None:
         """Ids of the prompt, int64 ``[B, n]``; None where keys may depend on more than them."""
@@ -142,4 +161,7 @@ class PromptPrefixes:
         modules = signature_of(self.decoder), [each._version for each in parameters]
         if modules != self._modules:
             self.forget()
+            # The storage outlives this process, so that its pages are told apart by more.
+            if self._found.storage:
+                self._salt = digest_of(self.decoder).encode()
         self._modules = modules

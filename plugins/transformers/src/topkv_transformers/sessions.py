@@ -13,25 +13,21 @@ import os
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping
-from hashlib import blake2b
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from topkv import sessions
 from topkv.errors import CapabilityError, RequestError
 from topkv_transformers.cache import TopkvCache
+from topkv_transformers.modules import digest_of
 from topkv_transformers.requests import CacheRequests
 
 MANIFEST, HEAD = "session", "topkv session 1"
-SAMPLES = 64
-"""Elements of each parameter by which models are told apart."""
-
 Folder = str | PathLike[str]
 
 
@@ -105,17 +101,6 @@ def resume(requests: CacheRequests, decoder: nn.Module, folder: Folder) -> Topkv
     state.seen, state.prompt = manifest["seen"], manifest["prompt"]
     state.padding = np.asarray(manifest["padding"], dtype=np.int64)
     return cache
-
-
-def digest_of(decoder: nn.Module) -> str:
-    """A hash over names, shapes and some elements of all parameters."""
-    digest = blake2b(digest_size=16)
-    for name, parameter in decoder.named_parameters():
-        flat = parameter.detach().reshape(-1)
-        some = flat[:: max(1, len(flat) // SAMPLES)][:SAMPLES].contiguous().cpu()
-        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
-        digest.update(some.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _refused(folder: Path, *reasons: str) -> CapabilityError:

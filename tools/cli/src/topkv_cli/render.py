@@ -24,6 +24,7 @@ KINDS = {
     "eviction": "First in, first out, an eviction policy for topkv",
     "topk": "Exact top-k by keys of 64 bits, for topkv",
     "observer": "Counts of forwards, an observer for topkv",
+    "storage": "Pages in the memory of the process, a storage for topkv",
 }
 """What can be started, and what the reference that comes along is."""
 
@@ -51,7 +52,13 @@ _FURTHER = {"eviction": {"src/$package/kernels.py": "kernels.py"}}
 _PARTS = ("method", "reference", "kernels")
 """Parts of the README."""
 
-_DOUBLES = {"algorithm": "scripted", "backend": "gather"}
+_SETTINGS = {
+    "observer": '"observers": ["$name"]',
+    "storage": '"storage": {"name": "$name"}, "prefix_cache": "all"',
+}
+"""How a configuration names a plugin of a kind, where not as the kind itself."""
+
+_DOUBLES = {"algorithm": "scripted", "backend": "gather", "storage": "shelf"}
 """Plugins of the conformance kit, which stand beside the one under test."""
 
 
@@ -114,7 +121,7 @@ def _names(name: str, kind: str) -> dict[str, str]:
     return {
         "name": module,
         "kind": kind,
-        "setting": f'"observers": ["{module}"]' if kind == "observer" else f'"{kind}": "{module}"',
+        "setting": _fill(_SETTINGS.get(kind, '"$kind": "$name"'), {"kind": kind, "name": module}),
         "dist": default_root(name),
         "package": f"topkv_{module}",
         "cls": f"{camel}{kind.capitalize()}",

@@ -7,6 +7,7 @@ must be the same to the bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from topkv.coordinator import SparseCoordinator
 from topkv.errors import HostMemoryError, RequestError
 from topkv.testing.kit import examples
 from topkv.testing.machines.engine_pages import SHAPE, run_forward
@@ -33,16 +35,27 @@ class Lives:
     """A coordinator that finds prefixes, beside one that computes all of them.
 
     Keys and values of a token follow from it, all tokens before it, and the salt.
+
+    Attributes:
+        actions: least and most that are drawn for a life.
+        counts: tokens of the prompts that are drawn.
     """
 
+    actions = 1, 20
+    counts: tuple[int, ...] = 1, 4, 5, 8, 9, 13, 17, 25, 30
+
     def __init__(self, on: Tier, data: st.DataObject, options: dict[str, Any]) -> None:
-        self.data = data
-        self.kept = make_coordinator(on, max_tokens=48, **options)
+        self.data, self.on, self.options = data, on, options
+        self.kept = self.make()
         self.plain = make_coordinator(on, max_tokens=REQUESTS * MOST_TOKENS, **options)
         self.tokens: dict[int, list[int]] = {}
         self.salt: dict[int, bytes] = {}
         self.found = 0
         self.random = torch.Generator().manual_seed(data.draw(st.integers(0, 99), "seed"))
+
+    def make(self) -> SparseCoordinator:
+        """The one that finds prefixes, in a pool that is too small for all."""
+        return make_coordinator(self.on, max_tokens=48, **self.options)
 
     def rows(self, slot: int, first: int) -> Tensor:
         """Keys and values of the tokens of a request from position ``first`` on."""
@@ -69,7 +82,7 @@ class Lives:
     def begin(self) -> None:
         prompt = [0, 1, 1] * 10
         prompt[self.data.draw(st.sampled_from([3, 11, 20, 29]), "turn")] = 2
-        count = self.data.draw(st.sampled_from([1, 4, 5, 8, 9, 13, 17, 25, 30]), "tokens")
+        count = self.data.draw(st.sampled_from(self.counts), "tokens")
         salt = self.data.draw(st.sampled_from([b"", b"", b"", b"x"]), "salt")
         self.begin_with(prompt[:count], salt)
 
@@ -82,7 +95,10 @@ class Lives:
         length = self.kept.length(slot)
         page = self.kept.config.page_tokens
         most = len(prompt) if most is None else most
-        assert length == min(known, -(-most // page) * page) < len(prompt)
+        most_found = -(-most // page) * page
+        assert self.is_right(length, min(known, most_found))
+        assert length % page == 0
+        assert length <= min(most_found, len(prompt) - 1)
         self.found += length
         if most < length:
             length = most
@@ -94,6 +110,10 @@ class Lives:
         self.tokens[slot] = prompt
         if not self.both([slot], [], {slot: length}):
             self.tokens[slot] = prompt[:length]
+
+    def is_right(self, length: int, known: int) -> bool:
+        """Whether so many tokens can be found where so many were known."""
+        return length == known
 
     def decode(self) -> None:
         slots = [slot for slot in self.tokens if 0 < len(self.tokens[slot]) < MOST_TOKENS]
@@ -156,8 +176,13 @@ class Lives:
         if self.tokens:
             does += [self.decode, self.rewrite, self.cut, self.publish, self.end, self.end]
         does += [self.kept.prefixes.forget] if self.found else []
+        does += self.further()
         self.data.draw(st.sampled_from(does), "action")()
         self.kept.check_integrity()
+
+    def further(self) -> list[Callable[[], None]]:
+        """What else may be done."""
+        return []
 
     def close(self) -> None:
         for slot in self.tokens:
@@ -168,21 +193,28 @@ class Lives:
         assert self.kept.prefixes.counts.kept == 0
 
 
-def run_prefixes(on: Tier, **options: Any) -> int:
+def run_prefixes(
+    on: Tier, lives_of: type[Lives] = Lives, examples_of: tuple[int, int] = (60, 6), **options: Any
+) -> int:
     """Draw lives until hypothesis has seen enough; ``options`` are those of ``SparseConfig``.
+
+    Args:
+        on: where they run.
+        lives_of: what is drawn.
+        examples_of: how many on a CPU, and in the interpreter.
 
     Returns:
         Tokens that were found.
     """
-    found = 0
+    found, (cpu, interpret) = 0, examples_of
 
-    @settings(examples(on, cpu=60, interpret=6), phases=[Phase.explicit, Phase.generate])
+    @settings(examples(on, cpu=cpu, interpret=interpret), phases=[Phase.explicit, Phase.generate])
     @given(st.data())
     def check(data: st.DataObject) -> None:
         nonlocal found
-        lives = Lives(on, data, options)
+        lives = lives_of(on, data, options)
         try:
-            for _ in range(data.draw(st.integers(1, 20), "actions")):
+            for _ in range(data.draw(st.integers(*lives_of.actions), "actions")):
                 lives.act()
             lives.close()
             found += lives.found

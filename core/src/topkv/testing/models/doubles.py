@@ -12,6 +12,7 @@ from topkv.hooks.backend import BackendSetup
 from topkv.hooks.discovery import hookimpl
 from topkv.kv.token_format import decode_fp8
 from topkv.testing.models.oracle import attention
+from topkv.testing.models.storage_doubles import SHELF
 from topkv.types import LayerView, Plan, Tables
 
 
@@ -203,7 +204,7 @@ class Entries:
     """The registration of both doubles and of further entries, as a package would do it."""
 
     def __init__(self, *further: PluginEntry) -> None:
-        self.entries = (SCRIPTED, COMPETING, GATHER, *further)
+        self.entries = (SCRIPTED, COMPETING, GATHER, SHELF, *further)
 
     def _of_kind(self, kind: str) -> list[PluginEntry]:
         return [entry for entry in self.entries if entry.kind == kind]
@@ -231,6 +232,10 @@ class Entries:
     @hookimpl
     def topkv_register_topks(self) -> list[PluginEntry]:
         return self._of_kind("topk")
+
+    @hookimpl
+    def topkv_register_storages(self) -> list[PluginEntry]:
+        return self._of_kind("storage")
 
     @hookimpl
     def topkv_register_engines(self) -> list[PluginEntry]:

@@ -1,0 +1,74 @@
+"""The setting ``storage``: which one, what goes to it, and how long a prompt waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import field, fields, frozen
+
+from topkv.config import checks
+from topkv.config.checks import clean, need, one_of
+
+WRITES = ("write_through", "write_through_selective", "write_back")
+FETCHES = ("timeout", "wait_complete", "best_effort")
+
+
+def seconds(value: Any) -> float:
+    right = type(value) in (int, float) and 0 <= value <= 86400
+    need(right, "be a number of seconds, at most a day", value)
+    return float(value)
+
+
+def _key(check: checks.Check, default: Any) -> Any:
+    return field(default=default, metadata={"check": check})
+
+
+@frozen(kw_only=True)
+class StorageSettings:
+    """The setting ``storage``, checked.
+
+    Attributes:
+        name: of the plugin.
+        params: of the plugin.
+        write: when pages go to it: ``"write_through"`` when they are published,
+            ``"write_through_selective"`` when they are published or found for the second time,
+            ``"write_back"`` when the host pool gives them up, or the coordinator is closed.
+        fetch: how long a prompt waits for its pages: ``"timeout"``, ``"wait_complete"``, or
+            ``"best_effort"``, which takes what a prefetch has brought by then.
+        wait_s, wait_s_per_1k: seconds of ``"timeout"``: the first, and the second for every 1,024
+            tokens that were asked for.
+        least_tokens: for fewer nobody asks.
+        limit_s: seconds after which a single call counts as hung, whatever the policy.
+        queue: bytes of copies that may wait to be stored; what is beyond is not stored.
+    """
+
+    name: str = _key(checks.plugin, "")
+    params: Mapping[str, Any] = _key(checks.parameters, {})
+    write: str = _key(one_of(WRITES), "write_through")
+    fetch: str = _key(one_of(FETCHES), "timeout")
+    wait_s: float = _key(seconds, 1.0)
+    wait_s_per_1k: float = _key(seconds, 0.25)
+    least_tokens: int = _key(checks.count, 256)
+    limit_s: float = _key(seconds, 30.0)
+    queue: int = _key(checks.byte_size, 4 << 30)
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.write}, {self.fetch}"
+
+
+_CHECKS = {each.name: each.metadata["check"] for each in fields(StorageSettings)}
+
+
+def storage(value: Any) -> StorageSettings:
+    """A check: gives the settings, or raises ``Refused`` with every reason."""
+    if isinstance(value, StorageSettings):
+        return value
+    need(isinstance(value, Mapping), "be a mapping such as {'name': 'files'}", value)
+    reasons: list[str] = []
+    good = clean(value, _CHECKS, reasons, ": ")
+    if "name" not in value:
+        reasons.append(": name is missing; name a plugin of kind storage")
+    if reasons:
+        raise checks.Refused(reasons, None)
+    return StorageSettings(**good)

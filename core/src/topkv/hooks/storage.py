@@ -1,0 +1,108 @@
+"""Hook specs of a storage, which keeps pages below host memory, for as long as it likes.
+
+``factory(setup)`` gives one for a ``StorageSetup``. The setting ``storage`` names it.
+
+An object is a run of bytes under a key. Keys and bytes are the core's: a header with a checksum
+stands before the rest (``topkv.storage.objects``), and nothing is attended before all of it has
+been checked. So a storage may lose, cut or damage an object; its page is then computed again.
+
+Every call may block, for the core makes all of them on threads of its own, several at a time and
+never on the one that runs forwards. An exception means that the whole batch has failed. One that
+fails again and again, or hangs, is left alone for a while.
+
+``topkv.testing.storages.StorageTests`` tests one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from attrs import frozen
+
+from topkv.hooks.discovery import hookspec
+
+Place = Sequence[np.ndarray]
+"""Where an object lies in memory: the parts that it consists of, one behind the other. Each is
+uint8, of one dimension and contiguous. The same object may be cut into other parts elsewhere."""
+
+
+@frozen
+class StorageSetup:
+    """The argument of the factory of a storage.
+
+    Attributes:
+        params: every parameter of the entry, those that the user set among them.
+        object_bytes: of the largest object there will be.
+        memory: uint8, the host pool, in which most parts lie, for storages that register memory;
+            small parts lie elsewhere. It stays until ``close`` has returned.
+    """
+
+    params: Mapping[str, Any]
+    object_bytes: int
+    memory: np.ndarray
+
+
+@frozen
+class StorageUsage:
+    """What a storage holds.
+
+    Attributes:
+        bytes, objects: now; other processes may be at work in it.
+    """
+
+    bytes: int
+    objects: int
+
+
+class Storage(Protocol):
+    """Keeps objects. A key is 32 bytes. All methods are called from several threads at once."""
+
+    @hookspec
+    def exists(self, keys: Sequence[bytes]) -> int:
+        """How many of the first ``keys`` are there, up to the first that is not.
+
+        It is believed as a hint: what it counts may be gone a moment later.
+        """
+
+    @hookspec
+    def get(self, keys: Sequence[bytes], places: Sequence[Place]) -> Sequence[bool]:
+        """Copy objects into memory.
+
+        Args:
+            keys: of the objects.
+            places: of each key, to be filled to the last byte. Nothing beside them is written,
+                and nothing once the call has returned or raised.
+
+        Returns:
+            For each key whether its object is there and has exactly the bytes of its place. Where
+            not, the place holds anything.
+        """
+
+    @hookspec
+    def put(self, keys: Sequence[bytes], places: Sequence[Place]) -> Sequence[bool]:
+        """Store objects. One that is there already stays as it is.
+
+        A place is read until the call returns, and its bytes may change afterwards.
+
+        Args:
+            keys: of the objects, each once.
+            places: of each key, which are only read.
+
+        Returns:
+            For each key whether its object is there now. A storage that is full says no, or makes
+            room.
+        """
+
+    @hookspec
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Let objects go, those of ``keys`` that are there."""
+
+    @hookspec
+    def usage(self) -> StorageUsage:
+        """How much is held now, for people to read."""
+
+    @hookspec
+    def close(self) -> None:
+        """Let go of memory, files and connections. No call is under way, and none follows."""

@@ -1,0 +1,233 @@
+"""A prompt whose pages are on their way from a storage to the host pool."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from attrs import define, field
+
+from topkv.kv.prefix import PrefixKVPool
+from topkv.memory import SparseKVCacheManager
+from topkv.storage.calls import Calls, Workers
+from topkv.storage.objects import problem_of
+from topkv.storage.places import PagePlaces
+
+BATCH_BYTES, MOST_PAGES = 32 << 20, 128
+"""Of a call."""
+
+AT_ONCE = 4
+"""Calls for one prompt that are begun or wait for a thread."""
+
+
+@define
+class Shared:
+    """What all fetches of a coordinator share.
+
+    Attributes:
+        manager, host: the memory of both tiers, and its host pool.
+        places: where the bytes of a page lie.
+        calls, readers: how a storage is called, and by which threads.
+        fingerprint: of the coordinator's pages.
+    """
+
+    manager: SparseKVCacheManager
+    host: PrefixKVPool
+    places: PagePlaces
+    calls: Calls
+    readers: Workers
+    fingerprint: bytes
+
+    @property
+    def batch(self) -> int:
+        """Pages of a call."""
+        return min(MOST_PAGES, max(1, BATCH_BYTES // self.places.object_bytes))
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give pages back that were lent. What is free then may hold half a page."""
+        self.manager.poison(self.host.take_back(pages))
+
+
+@define(eq=False)
+class Batch:
+    """Pages that one call gets.
+
+    Attributes:
+        pages: leased, and written by the call.
+        keys: in the storage, and ``names`` in the host pool.
+        rows: for headers, and for parts that lie elsewhere.
+        begun: a thread is at it.
+        dropped: no thread shall begin.
+        good: which pages are right, when the call has ended.
+    """
+
+    pages: list[int]
+    keys: Sequence[bytes]
+    names: Sequence[bytes]
+    rows: np.ndarray
+    begun: bool = False
+    dropped: bool = False
+    good: list[bool] | None = None
+
+
+@define(eq=False)
+class Fetch:
+    """Gets the pages of a prompt, in order and up to the first that is not there.
+
+    The thread that runs forwards calls its methods; others only call the storage. Pages are
+    published as they come, and held until ``release``.
+
+    Attributes:
+        shared: of all fetches.
+        keys: in the storage of the pages that the host lacks, and ``names`` in the host pool.
+        most: pages that may be leased.
+        count: how many there are, None while nobody knows.
+        landed: pages that came.
+        news: something has happened since ``advance``.
+        stragglers: batches that a thread is still at although nobody waits for them.
+    """
+
+    shared: Shared
+    keys: Sequence[bytes]
+    names: Sequence[bytes]
+    most: int
+    held: list[int] = field(factory=list)
+    stragglers: list[Batch] = field(factory=list)
+    count: int | None = None
+    landed: int = 0
+    news: bool = False
+    _asked: int = 0
+    _stopped: bool = False
+    _batches: deque[Batch] = field(factory=deque)
+
+    def hold(self, pages: Sequence[int]) -> None:
+        """Keep pages from being given out, those before the missing ones say."""
+        self.shared.host.share(pages)
+        self.shared.host.lend(pages)
+        self.held.extend(pages)
+
+    def begin(self) -> None:
+        """Ask what there is."""
+        self.shared.readers.add(self._probe)
+
+    def advance(self) -> bool:
+        """Publish what has come, ask for more, and return whether nothing more will come."""
+        self.news = False
+        while self._batches and (good := self._batches[0].good) is not None:
+            self._land(self._batches.popleft(), good)
+        if self._stopped:
+            return True
+        if self.count is None:
+            return False
+        while self._asked < self.count and len(self._batches) < AT_ONCE and self._ask():
+            pass
+        return not self._batches and self._asked >= self.count
+
+    def stop(self) -> None:
+        """Wait for nothing more. What a thread is at stays leased until ``tidy``."""
+        self._stopped = True
+        while self._batches:
+            batch = self._batches.popleft()
+            with self.shared.calls.changed:
+                batch.dropped = not batch.begun
+            if batch.dropped:
+                self.shared.release(batch.pages)
+            else:
+                self.stragglers.append(batch)
+        self.tidy()
+
+    def tidy(self) -> bool:
+        """Give back what nobody writes any more; whether that is all."""
+        done = [batch for batch in self.stragglers if batch.good is not None]
+        self.stragglers = [batch for batch in self.stragglers if batch.good is None]
+        for batch in done:
+            self.shared.release(batch.pages)
+        return not self.stragglers
+
+    def release(self) -> None:
+        """Stop, and hold nothing: what has landed is kept as other pages without holders are."""
+        self.stop()
+        held, self.held = self.held, []
+        self.shared.release(held)
+
+    def _ask(self) -> bool:
+        """Have a thread get further pages; False if there is no room for them."""
+        shared, count = self.shared, int(self.count or 0)
+        size = min(shared.batch, count - self._asked, self.most - self._asked, shared.host.free)
+        if size <= 0:
+            self.count = self._asked
+            return False
+        pages = shared.host.lease(size)
+        shared.host.lend(pages)
+        shared.manager.synchronize()  # the device may still write what their last holder left
+        some = slice(self._asked, self._asked + size)
+        batch = Batch(pages, self.keys[some], self.names[some], shared.places.rows(size))
+        self._batches.append(batch)
+        self._asked += size
+        shared.readers.add(lambda: self._get(batch))
+        return True
+
+    def _land(self, batch: Batch, good: Sequence[bool]) -> None:
+        """Publish the first pages of a batch that are right, and stop at one that is not."""
+        count = [*good, False].index(False)
+        shared, pages = self.shared, batch.pages[:count]
+        self.held.extend(batch.pages)
+        if pages:
+            shared.places.unstage(pages, batch.rows[:count])
+            shared.host.publish(pages, batch.names[:count])
+        self.landed += count
+        if count < len(batch.pages):
+            self.stop()
+
+    # In other threads.
+
+    def _probe(self) -> None:
+        found = 0
+        try:
+            if not self._stopped:
+                found = self.shared.calls("exists", self.keys) or 0
+        finally:
+            self._tell()
+            self.count = max(0, min(int(found), len(self.keys)))
+            self._tell()
+
+    def _get(self, batch: Batch) -> None:
+        shared, good = self.shared, [False] * len(batch.pages)
+        with shared.calls.changed:
+            if batch.dropped:
+                return
+            batch.begun = True
+        try:
+            places = [
+                shared.places.place(page, row)
+                for page, row in zip(batch.pages, batch.rows, strict=True)
+            ]
+            done = shared.calls("get", batch.keys, places)
+            good = self._checked(batch, places, done or good)
+        finally:
+            batch.good = good
+            self._tell()
+
+    def _checked(
+        self, batch: Batch, places: Sequence[Sequence[np.ndarray]], done: Sequence[bool]
+    ) -> list[bool]:
+        """Which of the pages are what they should be."""
+        shared, good, damaged = self.shared, [], []
+        for key, (header, *body), there in zip(batch.keys, places, done, strict=False):
+            wrong = there and problem_of(header, body, key, shared.fingerprint)
+            good.append(bool(there) and not wrong)
+            damaged += [key] if wrong else []
+        count = sum(good)
+        with shared.calls.changed:
+            shared.calls.counts.damaged += len(damaged)
+            shared.calls.counts.fetched += count
+            shared.calls.counts.fetched_bytes += count * shared.places.object_bytes
+        if damaged:
+            shared.calls("delete", damaged)
+        return good + [False] * (len(batch.pages) - len(good))
+
+    def _tell(self) -> None:
+        with self.shared.calls.changed:
+            self.news = True
+            self.shared.calls.changed.notify_all()

@@ -1,0 +1,148 @@
+"""Where the bytes of a page lie: runs of the host pool, and rows of other tensors.
+
+The host pool is read and written in place, by any thread. Pages of resident layers and
+representations lie on the device in many small pieces; the thread that runs forwards copies them
+to and from rows of host memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import topkv
+from topkv.config import LoweredConfig
+from topkv.memory import SparseKVCacheManager
+from topkv.storage.objects import HEADER
+
+
+def layout_of(config: LoweredConfig, manager: SparseKVCacheManager) -> dict[str, Any]:
+    """What the tensors of a request depend on, weights apart: geometry, formats, algorithms."""
+    model = config.model
+    groups = [
+        {
+            "layers": list(group.shape.layers),
+            "algorithm": group.algorithm,
+            "params": {name: repr(value) for name, value in sorted(group.params.items())},
+            "budget": group.budget,
+            "residency": group.shape.residency,
+            "entry": [group.shape.lane_heads, *group.shape.entry_shape],
+            "pools": {
+                spec.name: [spec.grain, *spec.shape, str(spec.dtype)] for spec in pools.specs
+            },
+        }
+        for group, pools in zip(config.groups, manager.representations, strict=True)
+    ]
+    return {
+        "heads": [model.num_heads, model.num_kv_heads, model.head_dim],
+        "dtype": str(model.dtype),
+        "page_tokens": config.page_tokens,
+        "kv_format": config.kv_format,
+        "host_format": config.host_format,
+        "groups": groups,
+    }
+
+
+def fingerprint_of(config: LoweredConfig, manager: SparseKVCacheManager) -> bytes:
+    """A hash over all that the bytes of a page depend on, tokens, weights and tenants apart.
+
+    Files that parameters of algorithms name count with what they hold.
+    """
+    files = [
+        hashlib.sha256(Path(value).read_bytes()).hexdigest()
+        for group in config.groups
+        for _, value in sorted(group.params.items())
+        if isinstance(value, (str, Path)) and Path(value).is_file()
+    ]
+    told = {
+        "topkv": topkv.__version__,
+        "layout": layout_of(config, manager),
+        "model": repr(config.model),
+        "host_layout": config.host_layout,
+        "prefix_cache": config.prefix_cache,
+        "files": files,
+    }
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).digest()
+
+
+class PagePlaces:
+    """The bytes of pages.
+
+    Args:
+        manager: the memory of both tiers.
+
+    Attributes:
+        pool: uint8, the host pool.
+        staged_bytes: bytes of a page that do not lie in it.
+        object_bytes: of a stored page, its header included.
+    """
+
+    def __init__(self, manager: SparseKVCacheManager) -> None:
+        host, self._device = manager.host, manager.device
+        self.pool: np.ndarray = host.bytes.numpy()
+        if host.layout == "layer_first":
+            self._runs = [
+                (each.base + place * each.layer_stride, each.page_stride)
+                for each, store in self._host_groups(manager)
+                for place in range(len(store.group.layers))
+            ]
+        else:
+            self._runs = [(0, each.page_stride) for each in host.layouts[:1]]
+        # With the pages in front.
+        self._others = [
+            store.entries for store in manager.stores if store.group.residency == "resident"
+        ] + [
+            pools.pages(spec).transpose(0, 1)
+            for pools in manager.representations
+            for spec in pools.specs
+            if spec.grain != "request"
+        ]
+        self._others = [tensor for tensor in self._others if tensor[0].numel()]
+        self._sizes = [tensor[0].nbytes for tensor in self._others]
+        self.staged_bytes = sum(self._sizes)
+        self.object_bytes: int = HEADER + sum(size for _, size in self._runs) + self.staged_bytes
+
+    @staticmethod
+    def _host_groups(manager: SparseKVCacheManager) -> Iterator[Any]:
+        on_host = [store for store in manager.stores if store.group.residency != "resident"]
+        return zip(manager.host.layouts, on_host, strict=True)
+
+    def runs(self, page: int) -> list[np.ndarray]:
+        """The parts of a page in the host pool."""
+        starts = [(first + page * size, size) for first, size in self._runs]
+        return [self.pool[start : start + size] for start, size in starts]
+
+    def rows(self, count: int) -> np.ndarray:
+        """Host memory for headers and staged parts, uint8 ``[count, HEADER + staged_bytes]``."""
+        return np.empty((count, HEADER + self.staged_bytes), dtype=np.uint8)
+
+    def place(self, page: int, row: np.ndarray) -> list[np.ndarray]:
+        """All parts of a page: its header in a row, the host pool, the rest of the row."""
+        staged = [row[HEADER:]] if self.staged_bytes else []
+        return [row[:HEADER], *self.runs(page), *staged]
+
+    def stage(self, pages: Sequence[int], rows: np.ndarray) -> None:
+        """Copy what does not lie in the host pool to rows. Waits for the device."""
+        index = torch.tensor(pages, device=self._device)
+        at = HEADER
+        for tensor, size in zip(self._others, self._sizes, strict=True):
+            block = tensor[index].reshape(len(pages), -1).contiguous()
+            torch.from_numpy(rows)[:, at : at + size] = block.view(torch.uint8).cpu()
+            at += size
+
+    def unstage(self, pages: Sequence[int], rows: np.ndarray) -> None:
+        """Copy it back from rows."""
+        index, at = torch.tensor(pages, device=self._device), HEADER
+        for tensor, size in zip(self._others, self._sizes, strict=True):
+            block: Tensor = torch.from_numpy(rows[:, at : at + size].copy())
+            tensor[index] = (
+                block.view(tensor.dtype).view(len(pages), *tensor.shape[1:]).to(self._device)
+            )
+            at += size

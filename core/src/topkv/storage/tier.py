@@ -1,0 +1,330 @@
+"""The tier below host memory: what goes to a storage, and what prompts get from it.
+
+``begin`` and ``publish`` of ``topkv.prefixes`` call it, between forwards. Nothing else waits for a
+storage, and a step that decodes never does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+
+from topkv.config.storages import StorageSettings
+from topkv.hooks.storage import Storage, StorageSetup
+from topkv.kv.prefix import PrefixKVPool
+from topkv.memory import SparseKVCacheManager
+from topkv.storage.calls import Calls, StorageCounts, Workers
+from topkv.storage.fetching import Fetch, Shared
+from topkv.storage.objects import HEADER, write_header
+from topkv.storage.places import PagePlaces, fingerprint_of
+
+READERS, WRITERS = 2, 1
+"""Threads."""
+
+REMEMBERED = 1 << 18
+"""Keys that are known to be stored, or were seen once, at most."""
+
+POLL_S = 0.1
+"""How often somebody who waits looks whether a call hangs."""
+
+
+class StorageTier:
+    """Stores pages, and fetches them.
+
+    Args:
+        manager: the memory of both tiers.
+        host: its host pool.
+        settings: the setting ``storage``.
+        make: makes the storage.
+
+    Attributes:
+        counts: what was done so far.
+        epoch: goes into all keys, so that with another one nothing stored before is found.
+    """
+
+    def __init__(
+        self,
+        manager: SparseKVCacheManager,
+        host: PrefixKVPool,
+        settings: StorageSettings,
+        make: Callable[[StorageSetup], Storage],
+    ) -> None:
+        self._manager, self._host, self._settings = manager, host, settings
+        self._places = places = PagePlaces(manager)
+        fingerprint = fingerprint_of(manager.config, manager)
+        self._storage = make(StorageSetup(settings.params, places.object_bytes, places.pool))
+        self._calls = Calls(self._storage, settings.limit_s)
+        self._readers, self._writers = Workers(READERS), Workers(WRITERS)
+        self._shared = Shared(manager, host, places, self._calls, self._readers, fingerprint)
+        self._stored: OrderedDict[bytes, None] = OrderedDict()
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self._under_way: dict[bytes, Fetch] = {}
+        self._stopped: list[Fetch] = []
+        self._queued, self._closed = 0, False
+        self.epoch = b""
+        for workers in (self._readers, self._writers):
+            weakref.finalize(self, workers.close)
+
+    @property
+    def counts(self) -> StorageCounts:
+        return self._calls.counts
+
+    @property
+    def reason(self) -> str | None:
+        """What failed last."""
+        return self._calls.reason
+
+    # What prompts get.
+
+    @contextmanager
+    def bring(self, names: Sequence[bytes]) -> Iterator[None]:
+        """Have the pages of a prompt in the host pool, as many as the policy waits for.
+
+        Args:
+            names: keys of its pages in the host pool. Those that are there stay meanwhile.
+        """
+        self.tidy()
+        fetch = self._joined(names)
+        if fetch is None:
+            yield
+            return
+        try:
+            self._wait(fetch)
+            yield
+        finally:
+            self._end(fetch)
+
+    def prefetch(self, names: Sequence[bytes]) -> None:
+        """Begin to bring the pages of a prompt, at most half of the room that is left."""
+        self.tidy()
+        fetch = self._joined(names, self._host.free // 2)
+        if fetch is not None:
+            self._under_way[fetch.names[0]] = fetch
+            fetch.advance()
+
+    def tidy(self) -> int:
+        """Publish what has come, and return how many prompts pages are on their way for."""
+        for name, fetch in list(self._under_way.items()):
+            if fetch.advance():
+                del self._under_way[name]
+                self._end(fetch)
+        self._stopped = [fetch for fetch in self._stopped if not fetch.tidy()]
+        return len(self._under_way)
+
+    def _end(self, fetch: Fetch) -> None:
+        """Count what a fetch has brought, and let its pages go."""
+        self._calls.counts.found += fetch.landed * self._manager.config.page_tokens
+        for key in fetch.keys[: fetch.landed]:
+            self._remember(self._stored, key)
+        for key in fetch.keys[fetch.landed :]:  # others may have let it go
+            self._stored.pop(key, None)
+        fetch.release()
+        self._stopped.append(fetch)
+        self._stopped = [each for each in self._stopped if not each.tidy()]
+
+    def _joined(self, names: Sequence[bytes], most: int | None = None) -> Fetch | None:
+        """The fetch that is under way for these pages, or a new one; None if there is no need."""
+        found = self._host.find(names)
+        missing = names[len(found) :]
+        tokens = len(missing) * self._manager.config.page_tokens
+        if tokens < max(1, self._settings.least_tokens) or not self._calls.available:
+            return None
+        if missing[0] in self._under_way:
+            fetch = self._under_way.pop(missing[0])
+            fetch.most = len(fetch.keys) if most is None else most
+            return fetch
+        keys = self._keys(missing)
+        most = len(keys) if most is None else most
+        fetch = Fetch(self._shared, keys, missing, most)
+        fetch.hold(found)
+        fetch.begin()
+        return fetch
+
+    def _wait(self, fetch: Fetch) -> None:
+        settings, asked = self._settings, len(fetch.keys) * self._manager.config.page_tokens
+        until = time.monotonic() + {
+            "wait_complete": math.inf,
+            "best_effort": 0.0,
+            "timeout": settings.wait_s + settings.wait_s_per_1k * asked / 1024,
+        }.get(settings.fetch, 0.0)
+        changed = self._calls.changed
+        while not fetch.advance():
+            left = until - time.monotonic()
+            if left <= 0 or not self._calls.available:
+                self._calls.counts.late += 1
+                break
+            with changed:
+                changed.wait_for(lambda: fetch.news, min(left, POLL_S))
+
+    # What goes there.
+
+    def published(self, pages: Sequence[int], names: Sequence[bytes]) -> None:
+        """Pages were published, or found again: store those that the policy wants stored."""
+        self.tidy()
+        if self._settings.write == "write_back":
+            return
+        chosen = list(zip(pages, names, strict=False))
+        if self._settings.write == "write_through_selective":
+            chosen = [(page, name) for page, name in chosen if self._again(name)]
+        self._store(chosen)
+
+    def evicted(self, pages: Sequence[int], names: Sequence[bytes]) -> None:
+        """Pages are about to be given out, and still hold what they held."""
+        if self._settings.write == "write_back" and not self._closed:
+            self._store(zip(pages, names, strict=True), whole=True)
+
+    def _again(self, name: bytes) -> bool:
+        known = name in self._seen
+        self._remember(self._seen, name)
+        return known
+
+    def _store(self, chosen: Iterable[tuple[int, bytes]], whole: bool = False) -> None:
+        """Have a thread store pages.
+
+        Args:
+            chosen: pages and their keys in the host pool.
+            whole: copy all bytes first, for the pages are about to be written.
+        """
+        pairs = [(page, key) for page, name in chosen if (key := self._key(name))]
+        pairs = [(page, key) for page, key in pairs if key not in self._stored]
+        size = self._places.object_bytes if whole else HEADER + self._places.staged_bytes
+        with self._calls.changed:
+            room = max(0, self._settings.queue - self._queued) // size
+        room = room if self._calls.available else 0
+        with self._calls.changed:
+            self._calls.counts.dropped += len(pairs[room:])
+        pairs = pairs[:room]
+        if pairs:
+            self._manager.synchronize()  # copies to the host pool are under way
+        for at in range(0, len(pairs), self._shared.batch):
+            pages, keys = zip(*pairs[at : at + self._shared.batch], strict=True)
+            rows = self._places.rows(len(pages))
+            self._places.stage(pages, rows)
+            parts = [self._places.place(*each) for each in zip(pages, rows, strict=True)]
+            written: np.ndarray | None = self._host.written[list(pages)]
+            if whole:
+                parts = [[np.concatenate(place)] for place in parts]
+                parts = [[place[:HEADER], place[HEADER:]] for (place,) in parts]
+                written = None
+            for key in keys:
+                self._remember(self._stored, key)
+            with self._calls.changed:
+                self._queued += size * len(pages)
+            self._writers.add(
+                partial(self._put, list(pages), list(keys), parts, written, size * len(pages))
+            )
+
+    def _put(
+        self,
+        pages: list[int],
+        keys: list[bytes],
+        places: list[list[np.ndarray]],
+        written: np.ndarray | None,
+        queued: int,
+    ) -> None:
+        """Store a batch, in another thread. A page that is written meanwhile is given up."""
+        done, counts = [False] * len(keys), self._calls.counts
+        try:
+            for key, (header, *body) in zip(keys, places, strict=True):
+                write_header(header, key, self._shared.fingerprint, body)
+            # The checksum is that of the page only if nobody wrote it until here.
+            kept = self._unwritten(pages, written)
+            answers = self._calls(
+                "put",
+                [key for key, right in zip(keys, kept, strict=True) if right],
+                [place for place, right in zip(places, kept, strict=True) if right],
+            )
+            stored = iter(answers or ())
+            done = [right and bool(next(stored, False)) for right in kept]
+            torn = [
+                key
+                for key, was, now in zip(keys, done, self._unwritten(pages, written), strict=True)
+                if was and not now
+            ]
+            if torn:
+                self._calls("delete", torn)
+                done = [was and key not in torn for key, was in zip(keys, done, strict=True)]
+        finally:
+            with self._calls.changed:
+                self._queued -= queued
+                counts.stored += sum(done)
+                counts.stored_bytes += sum(done) * self._places.object_bytes
+                counts.dropped += len(done) - sum(done)
+                for key, was in zip(keys, done, strict=True):
+                    if not was:
+                        self._stored.pop(key, None)
+                self._calls.changed.notify_all()
+
+    def _unwritten(self, pages: list[int], written: np.ndarray | None) -> list[bool]:
+        if written is None:
+            return [True] * len(pages)
+        same: list[bool] = (self._host.written[pages] == written).tolist()
+        return same
+
+    def _remember(self, among: OrderedDict[bytes, None], key: bytes) -> None:
+        with self._calls.changed:
+            among[key] = None
+            among.move_to_end(key)
+            if len(among) > REMEMBERED:
+                among.popitem(last=False)
+
+    def _key(self, name: bytes) -> bytes:
+        """Under which a page is stored: what it depends on beside tokens and salt is in it."""
+        return hashlib.sha256(self._shared.fingerprint + self.epoch + name).digest()
+
+    def _keys(self, names: Sequence[bytes]) -> list[bytes]:
+        return [self._key(name) for name in names]
+
+    # The end.
+
+    def give_way(self) -> None:
+        """Pages are missing: stop what was begun ahead."""
+        while self._under_way:
+            self._end(self._under_way.popitem()[1])
+
+    def wait(self) -> None:
+        """Until all is stored that was to be, or the storage is left alone."""
+        while self._writers.left and self._calls.available:
+            with self._calls.changed:
+                self._calls.changed.wait(0.01)
+
+    def close(self) -> None:
+        """Store what is left to store, and let go of the storage. Idempotent.
+
+        A call that hangs is left behind with its memory, which stays as long as it does.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._settings.write == "write_back":
+                self._store([(page, name) for name, page in self._host.published().items()])
+            self.wait()
+        finally:
+            for workers in (self._readers, self._writers):
+                workers.close()
+            self.give_way()
+            if hung := self._hung():
+                warnings.warn(
+                    f"storage {self._settings.name!r}: {hung} calls hang and are left behind",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            else:
+                self._storage.close()
+
+    def _hung(self) -> int:
+        """Calls that are under way and do not end."""
+        until = time.monotonic() + self._settings.limit_s
+        while (busy := self._readers.busy + self._writers.busy) and time.monotonic() < until:
+            time.sleep(0.001)
+        return busy

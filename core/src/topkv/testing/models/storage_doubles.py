@@ -1,0 +1,104 @@
+"""A storage in the memory of the process, with faults that a test asks for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from attrs import define, field
+
+from topkv.entries import Capabilities, PluginEntry
+from topkv.hooks.discovery import hookimpl
+from topkv.hooks.storage import Place, StorageSetup, StorageUsage
+
+
+@define
+class Shelf:
+    """What storages of one name hold together, and what is wrong with it.
+
+    Attributes:
+        objects: bytes by key.
+        before: called with the name of each call and its keys before anything is done; may raise,
+            and may block.
+        limit: objects it has room for.
+        calls: how often each hook was called.
+    """
+
+    objects: dict[bytes, bytes] = field(factory=dict)
+    before: Callable[[str, Sequence[bytes]], None] = lambda call, keys: None
+    limit: int = 2**31
+    calls: dict[str, int] = field(factory=dict)
+    lock: threading.Lock = field(factory=threading.Lock)
+
+
+SHELVES: dict[str, Shelf] = {}
+"""By the parameter ``shelf``. Who makes one takes it away."""
+
+
+class ShelfStorage:
+    """The contract is ``topkv.hooks.storage``. It is what a real one is, without a disk."""
+
+    def __init__(self, setup: StorageSetup) -> None:
+        self.shelf = SHELVES.setdefault(setup.params["shelf"], Shelf())
+
+    def _begin(self, call: str, keys: Sequence[bytes]) -> None:
+        with self.shelf.lock:
+            self.shelf.calls[call] = self.shelf.calls.get(call, 0) + 1
+        self.shelf.before(call, keys)
+
+    @hookimpl
+    def exists(self, keys: Sequence[bytes]) -> int:
+        self._begin("exists", keys)
+        present = [key in self.shelf.objects for key in keys]
+        return present.index(False) if False in present else len(keys)
+
+    @hookimpl
+    def get(self, keys: Sequence[bytes], places: Sequence[Place]) -> Sequence[bool]:
+        self._begin("get", keys)
+        return [self._get(key, place) for key, place in zip(keys, places, strict=True)]
+
+    def _get(self, key: bytes, place: Place) -> bool:
+        found = self.shelf.objects.get(key)
+        if found is None or len(found) != sum(len(part) for part in place):
+            return False
+        left = np.frombuffer(found, dtype=np.uint8)
+        for part in place:
+            part[:], left = left[: len(part)], left[len(part) :]
+        return True
+
+    @hookimpl
+    def put(self, keys: Sequence[bytes], places: Sequence[Place]) -> Sequence[bool]:
+        self._begin("put", keys)
+        return [self._put(key, place) for key, place in zip(keys, places, strict=True)]
+
+    def _put(self, key: bytes, place: Place) -> bool:
+        whole = b"".join(part.tobytes() for part in place)
+        with self.shelf.lock:
+            if key not in self.shelf.objects and len(self.shelf.objects) < self.shelf.limit:
+                self.shelf.objects[key] = whole
+            return key in self.shelf.objects
+
+    @hookimpl
+    def delete(self, keys: Sequence[bytes]) -> None:
+        self._begin("delete", keys)
+        for key in keys:
+            self.shelf.objects.pop(key, None)
+
+    @hookimpl
+    def usage(self) -> StorageUsage:
+        held = list(self.shelf.objects.values())
+        return StorageUsage(sum(map(len, held)), len(held))
+
+    @hookimpl
+    def close(self) -> None:
+        """The shelf stays, for others."""
+
+
+SHELF = PluginEntry(
+    "shelf",
+    "storage",
+    f"{__name__}:ShelfStorage",
+    capabilities=Capabilities(tiers=("cpu",)),
+    parameters={"shelf": "default"},
+)

@@ -1,0 +1,350 @@
+"""Pages below host memory: what comes back is what was there, or is computed again."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from topkv.config.storages import StorageSettings
+from topkv.errors import ConfigError, HostMemoryError
+from topkv.storage import calls
+from topkv.testing.machines.engine_pages import SHAPE, run_forward
+from topkv.testing.machines.lifecycle_model import DIM, HEADS, LAYERS, make_coordinator
+from topkv.testing.machines.storage import (
+    run_evicted,
+    run_overtaken,
+    run_reloaded,
+    run_storage,
+)
+from topkv.testing.models.storage_doubles import SHELVES, Shelf
+from topkv.testing.tiers import tier
+
+PROMPT = list(range(100, 130))
+ROWS = torch.randn((60, *SHAPE), generator=torch.Generator().manual_seed(1))
+QUERIES = torch.randn(LAYERS, 60, HEADS, DIM, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture
+def shelf():
+    SHELVES["test"] = shelf = Shelf()
+    yield shelf
+    SHELVES.clear()
+
+
+@pytest.fixture
+def make(shelf):
+    """Coordinators over the shelf; what is given goes into the setting ``storage``."""
+    made = []
+
+    def make(options=(), **storage):
+        storage = {"name": "shelf", "params": {"shelf": "test"}, "least_tokens": 1, **storage}
+        options = {"prefix_cache": "all", "storage": storage, **dict(options)}
+        made.append(make_coordinator(tier("cpu"), **options))
+        return made[-1]
+
+    yield make
+    for coordinator in made:
+        coordinator.close()
+
+
+def run(coordinator, tokens=PROMPT, salt=b"", steps=3):
+    """A prompt and some steps behind it, with what they find: the tokens and the outputs."""
+    slot = coordinator.prefixes.begin(tokens, salt)
+    found = coordinator.length(slot)
+    outputs, pages = [], (len(tokens) - 1) // 4 * 4
+    for end in [pages, *range(len(tokens), len(tokens) + 1 + steps)]:
+        first = coordinator.length(slot)
+        if first >= end:
+            continue
+        new = {slot: ROWS[first:end]}
+        chunks, decode = ([slot], []) if end <= len(tokens) else ([], [slot])
+        outputs.append(run_forward(coordinator, chunks, decode, new, QUERIES[:, first:end])[:, -1])
+    coordinator.prefixes.publish(slot, tokens, salt)
+    coordinator.request_end(slot)
+    coordinator.check_integrity()
+    return found, torch.stack(outputs[-1 - steps :])
+
+
+def stored(coordinator):
+    """What went to the storage, when all has gone."""
+    coordinator.prefixes.storage.wait()
+    return coordinator.prefixes.counts.storage
+
+
+def test_requests_go_on_as_if_they_had_computed_what_was_stored(on):
+    fetched = run_storage(on, cpu=24, interpret=2)
+    assert fetched > 24 or on.name == "interpret"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"page_tokens": 8, "host_layout": "page_first"},
+        {"host_layout": "layer_first"},
+        {"host_format": "fp8"},
+        {"layers": {"0-2": "resident"}},
+    ],
+    ids=str,
+)
+def test_whatever_pages_look_like(options):
+    assert run_storage(tier("cpu"), cpu=5, **options) > 5
+
+
+@pytest.mark.parametrize("run", [run_overtaken, run_reloaded, run_evicted])
+def test_scenes(on, run):
+    run(on)
+
+
+@pytest.mark.parametrize("write", ["write_through", "write_back"])
+def test_another_process_finds_what_was_stored(make, shelf, write):
+    first = make(write=write)
+    found, cold = run(first)
+    assert found == 0
+    first.close()
+    assert len(shelf.objects) == 7
+    second = make()
+    found, warm = run(second)
+    assert found == 28
+    torch.testing.assert_close(warm, cold, rtol=0, atol=0)
+    counts = stored(second)
+    assert (counts.found, counts.fetched, counts.stored, counts.damaged) == (28, 7, 0, 0)
+    assert counts.fetched_bytes == sum(map(len, shelf.objects.values()))
+    assert run(second)[0] == 28  # in host memory now
+    assert stored(second).fetched == 7
+
+
+def test_what_was_seen_twice_is_stored(make, shelf):
+    coordinator = make(write="write_through_selective")
+    run(coordinator, PROMPT[:13])
+    assert stored(coordinator).stored == 0
+    run(coordinator)
+    assert stored(coordinator).stored == 3
+    run(coordinator)
+    assert stored(coordinator).stored == 7
+
+
+def test_what_leaves_the_host_is_stored(make, shelf):
+    coordinator = make({"max_tokens": 48, "max_requests": 1}, write="write_back")
+    _, cold = run(coordinator)
+    assert not shelf.objects
+    run(coordinator, [*range(40)])  # needs their pages
+    counts = stored(coordinator)
+    assert 0 < counts.stored < 7 + 10
+    assert coordinator.prefixes.counts.evicted == counts.stored
+    found, warm = run(coordinator)
+    assert found > 0
+    torch.testing.assert_close(warm, cold, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"page_tokens": 8}, {"host_format": "fp8"}, {"prefix_cache": "prompt"}], ids=str
+)
+def test_another_configuration_finds_nothing(make, options):
+    run(make())
+    stored(make())
+    assert run(make(options))[0] == 0
+
+
+def test_tenants_and_what_was_forgotten_find_nothing(make):
+    first = make()
+    run(first)
+    stored(first)
+    other = make()
+    assert run(other, salt=b"x")[0] == 0
+    other.prefixes.forget()
+    assert run(other, PROMPT)[0] == 0
+    kept = make()
+    kept.prefixes.forget(stored=False)
+    assert run(kept)[0] == 28
+
+
+def test_a_prompt_that_may_not_wait_is_computed(make, shelf):
+    run(make())
+    stored(make())
+    gate, began = threading.Event(), threading.Event()
+
+    def before(call, keys):
+        if call == "get":
+            began.set()
+            gate.wait(60)
+
+    shelf.before = before
+    late = make(fetch="timeout", wait_s=0.05, wait_s_per_1k=0)
+    since = time.monotonic()
+    _, outputs = run(late)
+    assert time.monotonic() - since < 30  # and not until the gate opens
+    assert began.is_set()
+    counts = late.prefixes.counts.storage
+    assert (counts.late, counts.found) == (1, 0)
+    host = late.manager.host
+    assert len(host.lent) == 7  # a thread may still write them
+    gate.set()
+    while late.prefixes.poll() or host.lent:
+        pass
+    assert host.used == 0
+    late.check_integrity()
+    shelf.before = lambda call, keys: None
+    torch.testing.assert_close(outputs, run(make({"prefix_cache": "prompt"}))[1], rtol=0, atol=0)
+
+
+def test_who_waits_for_nothing_takes_what_was_prefetched(make, shelf):
+    run(make())
+    stored(make())
+    coordinator = make(fetch="best_effort")
+    assert run(coordinator, PROMPT[:13])[0] == 0
+    coordinator.prefixes.forget(stored=False)
+    coordinator.prefixes.prefetch(PROMPT)
+    while coordinator.prefixes.poll():
+        time.sleep(0.001)
+    assert run(coordinator)[0] == 28
+
+
+def test_a_prefetch_gives_way_to_requests(make, shelf):
+    run(make())
+    stored(make())
+    gate = threading.Event()
+    shelf.before = lambda call, keys: gate.wait(60) if call == "exists" else None
+    coordinator = make({"max_tokens": 32, "max_requests": 1, "max_request_tokens": 32})
+    coordinator.prefixes.prefetch(PROMPT)
+    gate.set()
+    host = coordinator.manager.host
+    while not host.lent:
+        coordinator.prefixes.poll()
+    slot = coordinator.request_begin()
+    coordinator.reserve(slot, 32)
+    with pytest.raises(HostMemoryError):
+        coordinator.reserve(slot, 40)
+    coordinator.request_end(slot)
+    assert not host.used
+
+
+@pytest.mark.parametrize("call", ["exists", "get", "put", "delete"])
+def test_a_storage_that_fails_is_left_alone(make, shelf, monkeypatch, call):
+    monkeypatch.setattr(calls, "FIRST_PAUSE", 3600.0)
+    expected = run(make())[1]
+    stored(make())
+    for key, held in shelf.objects.items():
+        shelf.objects[key] = held[:-1] + bytes([held[-1] ^ 1]) if call == "delete" else held
+    asked = []
+
+    def before(name, keys):
+        if name == call:
+            asked.append(name)
+            raise OSError("the cable is out")
+
+    shelf.before = before
+    coordinator = make()
+    for number in range(6):
+        found, outputs = run(coordinator, salt=bytes([number]) if call == "put" else b"")
+        assert found in (0, 28)
+        torch.testing.assert_close(outputs, expected, rtol=0, atol=0)
+        stored(coordinator)
+        coordinator.prefixes.forget(stored=False)
+    assert 1 <= len(asked) <= calls.FAILURES
+    assert "the cable is out" in coordinator.prefixes.storage.reason
+    assert coordinator.prefixes.counts.storage.failed == len(asked)
+
+
+def test_a_call_that_hangs_ends_no_wait_but_its_own(make, shelf):
+    gate = threading.Event()
+    shelf.before = lambda call, keys: gate.wait(60)
+    coordinator = make(fetch="wait_complete", limit_s=0.1)
+    since = time.monotonic()
+    assert run(coordinator)[0] == 0
+    with pytest.warns(RuntimeWarning, match="1 calls hang and are left behind"):
+        coordinator.close()
+    assert time.monotonic() - since < 30
+    gate.set()
+
+
+def test_a_full_storage_keeps_a_beginning(make, shelf):
+    shelf.limit = 3
+    first = make()
+    run(first)
+    counts = stored(first)
+    assert (counts.stored, counts.dropped, counts.failed) == (3, 4, 0)
+    assert run(make())[0] == 12
+
+
+@pytest.mark.parametrize("lie", [-5, 0, 3, 99, "all"])
+def test_what_exists_is_believed_as_a_hint(make, shelf, monkeypatch, lie):
+    run(make())
+    stored(make())
+    coordinator = make()
+    told = lambda keys: len(keys) if lie == "all" else lie  # noqa: E731
+    monkeypatch.setattr(coordinator.prefixes.storage._storage, "exists", told)
+    for key in sorted(shelf.objects)[:1]:
+        del shelf.objects[key]
+    assert run(coordinator)[0] <= 28
+
+
+def test_a_page_that_is_written_while_it_is_stored_is_not_stored(make, shelf):
+    coordinator = make()
+    begun, gate = threading.Event(), threading.Event()
+
+    def before(call, keys):
+        if call == "put":
+            begun.set()
+            gate.wait(60)
+
+    shelf.before = before
+    slot = coordinator.request_begin()
+    run_forward(coordinator, [slot], [], {slot: ROWS[:30]}, QUERIES[:, :30])
+    coordinator.prefixes.publish(slot, PROMPT)
+    assert begun.wait(60)
+    coordinator.truncate(slot, 14)  # the checksums are made
+    run_forward(coordinator, [slot], [], {slot: ROWS[40:56]}, QUERIES[:, :16])
+    gate.set()
+    counts = stored(coordinator)
+    assert (counts.stored, counts.dropped, len(shelf.objects)) == (3, 4, 3)
+    coordinator.request_end(slot)
+    assert run(make())[0] == 12
+
+
+def test_an_interrupt_leaks_nothing(make, shelf, monkeypatch):
+    run(make())
+    stored(make())
+    coordinator = make(fetch="wait_complete")
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(coordinator.prefixes.storage._calls.changed, "wait_for", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(coordinator)
+    while coordinator.manager.host.lent:
+        coordinator.prefixes.poll()
+    assert coordinator.manager.host.used == 0
+    assert run(coordinator)[0] == 28
+
+
+@pytest.mark.parametrize(
+    ("storage", "reason"),
+    [
+        ("shelf", "storage must be a mapping such as"),
+        ({}, "storage: name is missing"),
+        ({"name": "shelf", "write": "behind"}, "storage: write must be one of 'write_through'"),
+        ({"name": "shelf", "wait": 3}, "storage: unknown key 'wait'; did you mean 'wait_s'"),
+        ({"name": "shelf", "wait_s": -1}, "storage: wait_s must be a number of seconds"),
+        ({"name": "shelves"}, "unknown storage 'shelves': installed of kind storage: shelf"),
+        ({"name": "shelf", "params": {"board": 1}}, "unknown parameter 'board' of topkv-doubles"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_is_wrong_is_refused(storage, reason):
+    with pytest.raises(ConfigError) as refused:
+        make_coordinator(tier("cpu"), prefix_cache="all", storage=storage)
+    assert any(each.startswith(reason) for each in refused.value.reasons), refused.value.reasons
+
+
+def test_a_storage_without_prefixes_is_refused():
+    storage = {"name": "shelf"}
+    with pytest.raises(ConfigError, match="storage keeps the pages that prefix_cache finds"):
+        make_coordinator(tier("cpu"), storage=storage)
+    with pytest.raises(ConfigError, match="storage must not be set where pages is 'engine'"):
+        make_coordinator(tier("cpu"), storage=storage, pages="engine")
+    assert StorageSettings(name="files").write == "write_through"

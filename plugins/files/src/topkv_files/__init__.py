@@ -1,0 +1,1 @@
+"""A storage of topkv: pages in a directory, which several processes may share."""

@@ -1,0 +1,131 @@
+"""The command ``topkv storage``: what a directory of the storage ``files`` holds.
+
+Heavy imports wait until one is run.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from topkv_files.folder import Held
+
+DIRECTORY = click.argument(
+    "path", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIRECTORY"
+)
+JSON = click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
+
+
+def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    if value is None:
+        return None
+    from topkv.config.checks import byte_size
+
+    try:
+        return byte_size(int(value) if value.isdecimal() else value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+@click.group("storage", short_help="List, check and prune pages that are stored in a directory.")
+def storage() -> None:
+    """Pages of prompts that topkv has stored in a directory (the storage plugin files)."""
+
+
+@storage.command("ls", short_help="What is there, by model and configuration.")
+@DIRECTORY
+@JSON
+def ls(path: Path, as_json: bool) -> None:
+    """Count the pages in DIRECTORY.
+
+    Pages of one model and configuration have one fingerprint; other ones never find them.
+    """
+    from topkv_files.folder import Folder
+    from topkv_files.survey import fingerprint_of
+
+    found: dict[str, list[Held]] = {}
+    folder = Folder(path)
+    for held in folder.held():
+        found.setdefault(fingerprint_of(held), []).append(held)
+    now = time.time_ns()
+    rows = [
+        {
+            "fingerprint": name,
+            "pages": len(some),
+            "bytes": sum(each.size for each in some),
+            "last_used_s": round((now - max(each.used for each in some)) / 1e9),
+            "oldest_s": round((now - min(each.used for each in some)) / 1e9),
+        }
+        for name, some in sorted(found.items())
+    ]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    table = Table("fingerprint", "pages", "size", "last used", "oldest")
+    for row in rows:
+        ages = (f"{float(row[key]) / 3600:.1f} h ago" for key in ("last_used_s", "oldest_s"))
+        table.add_row(
+            str(row["fingerprint"])[:12], str(row["pages"]), decimal(int(row["bytes"])), *ages
+        )
+    Console().print(table)
+
+
+@storage.command("verify", short_help="Check every page against its checksum.")
+@DIRECTORY
+@click.option("--delete", is_flag=True, help="Remove what is damaged.")
+@JSON
+def verify(path: Path, delete: bool, as_json: bool) -> None:
+    """Read all pages in DIRECTORY and check them. Ends with 1 if one is damaged."""
+    from topkv_files.folder import Folder
+    from topkv_files.survey import problem_in
+
+    folder, good, damaged = Folder(path), 0, {}
+    for held in folder.held():
+        if (why := problem_in(held)) is None:
+            good += 1
+            continue
+        damaged[held.path] = why
+        if delete:
+            folder.remove(held.key)
+    if as_json:
+        click.echo(json.dumps({"good": good, "damaged": damaged, "deleted": delete}, indent=2))
+    else:
+        for name, why in damaged.items():
+            click.echo(f"{name}: {why}{'; removed' if delete else ''}")
+        click.echo(f"{good} pages are as they were written, {len(damaged)} are not")
+    if damaged:
+        raise SystemExit(1)
+
+
+@storage.command("prune", short_help="Remove what went unused, and what dead writers have left.")
+@DIRECTORY
+@click.option("--limit", callback=_size, help="Bytes that may stay, such as 100GiB.")
+@click.option("--days", type=click.FloatRange(0), help="Remove what went unused for longer.")
+@JSON
+def prune(path: Path, limit: int | None, days: float | None, as_json: bool) -> None:
+    """Make DIRECTORY smaller. Processes that use it go on; they compute what they miss."""
+    from topkv_files.folder import Folder
+
+    folder = Folder(path)
+    before, left = sum(each.size for each in folder.held()), folder.clean()
+    if days is not None:
+        oldest = time.time_ns() - round(days * 86400e9)
+        for held in folder.held():
+            if held.used < oldest:
+                folder.remove(held.key)
+    if limit is not None:
+        folder.shrink(limit, limit)
+    after = sum(each.size for each in folder.held())
+    told = {"bytes_before": before, "bytes": after, "left_by_dead_writers": left}
+    if as_json:
+        click.echo(json.dumps(told, indent=2))
+    else:
+        click.echo(f"{decimal(before)} before, {decimal(after)} now; removed {left} unfinished")

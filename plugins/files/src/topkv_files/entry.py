@@ -1,0 +1,20 @@
+"""What this package offers to topkv."""
+
+from __future__ import annotations
+
+from topkv import hookimpl
+from topkv.entries import Capabilities, PluginEntry
+
+
+@hookimpl
+def topkv_register_storages() -> list[PluginEntry]:
+    return [
+        PluginEntry(
+            name="files",
+            kind="storage",
+            factories="topkv_files.storage:FilesStorage",
+            hook_api=(2, 1),
+            capabilities=Capabilities(tiers=("cpu",)),
+            parameters={"path": None, "limit": None, "sync": True},
+        )
+    ]

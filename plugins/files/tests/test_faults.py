@@ -1,0 +1,276 @@
+"""Writers that are killed, disks that are full, two processes, and what the commands say of it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from topkv.errors import ConfigError
+from topkv.hooks.storage import StorageSetup
+from topkv.storage.objects import HEADER, problem_of, write_header
+from topkv_files import folder as folders
+from topkv_files.commands import storage as command
+from topkv_files.storage import FilesStorage
+
+SIZE = 3000
+"""Bytes of the pages of these tests."""
+
+
+def made(path, **params):
+    setup = {"path": path, "limit": None, "sync": False, **params}
+    return FilesStorage(StorageSetup(setup, SIZE + HEADER, np.zeros(0, dtype=np.uint8)))
+
+
+def key_of(number):
+    return number.to_bytes(4, "big") * 8
+
+
+def page(number, size=SIZE):
+    """A page that follows from its number: a header, and two parts."""
+    body = np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
+    header = np.zeros(HEADER, dtype=np.uint8)
+    write_header(header, key_of(number), bytes(32), [body])
+    return [header, body[:1000], body[1000:]]
+
+
+def read(storage, number, size=SIZE):
+    """The problem of a stored page, or "absent"."""
+    place = [np.zeros(HEADER, dtype=np.uint8), np.zeros(size, dtype=np.uint8)]
+    (there,) = storage.get([key_of(number)], [place])
+    if not there:
+        return "absent"
+    problem = problem_of(place[0], place[1:], key_of(number), bytes(32))
+    if problem is None:
+        expected = np.concatenate(page(number, size)[1:])
+        assert (place[1] == expected).all()
+    return problem
+
+
+WRITER = """
+import sys
+import numpy as np
+sys.path[:0] = {paths!r}
+from test_faults import key_of, made, page
+storage = made({folder!r}, sync=True)
+pages = [page(number) for number in range(64)]
+print("begun", flush=True)
+while True:
+    for number, place in enumerate(pages):
+        storage.put([key_of(number)], [place])
+        if number % 8 == 7:
+            storage.delete([key_of(number - 5)])
+    storage.delete([key_of(number) for number in range(64)])
+"""
+
+
+def test_writers_that_are_killed_leave_whole_pages(tmp_path):
+    """Two hundred of them, in whatever they are at; forks of one process, which are quick."""
+    folder, draw, seen = str(tmp_path / "pages"), random.Random(1), 0
+    pages = [page(number) for number in range(16)]
+    storage = made(folder)
+    left = 0
+    for turn in range(200):
+        began, begun = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                mine = made(folder, sync=turn % 2 == 0)
+                os.write(begun, b"x")
+                while True:
+                    for number, place in enumerate(pages):
+                        mine.put([key_of(number)], [place])
+                    mine.delete([key_of(number) for number in range(16)])
+            finally:
+                os._exit(1)
+        os.close(begun)
+        assert os.read(began, 1) == b"x"
+        os.close(began)
+        time.sleep(draw.random() * 0.003)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        for number in range(16):
+            problem = read(storage, number)
+            assert problem in (None, "absent"), problem
+            seen += problem is None
+        left += len(os.listdir(tmp_path / "pages" / "new"))
+        made(folder)  # opens again, and tidies up
+        assert not os.listdir(tmp_path / "pages" / "new")
+    assert seen > 200
+    assert left > 20, "no writer was killed in a write"
+
+
+def test_two_processes_share_a_directory(tmp_path):
+    """One writes and removes, two read; what is there is whole."""
+    folder = str(tmp_path)
+    source = WRITER.format(paths=[os.path.dirname(__file__)], folder=folder)
+    writers = [
+        subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    try:
+        for writer in writers:
+            assert writer.stdout.readline() == "begun\n"
+        storage, whole, turns = made(folder), 0, 0
+        while (whole < 300 or turns < 10) and turns < 2000:
+            turns += 1
+            for number in range(64):
+                problem = read(storage, number)
+                assert problem in (None, "absent"), problem
+                whole += problem is None
+            storage.put([key_of(turns % 64)], [page(turns % 64)])
+        assert whole >= 300
+        assert all(writer.poll() is None for writer in writers)
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.wait()
+            writer.stdout.close()
+
+
+def test_a_writer_that_is_at_work_is_no_leftover(tmp_path, monkeypatch):
+    storage, swept = made(tmp_path), []
+    rename = os.rename
+
+    def sweeping(old, new):
+        swept.append(folders.Folder(tmp_path).clean())
+        rename(old, new)
+
+    monkeypatch.setattr(folders.os, "rename", sweeping)
+    assert storage.put([key_of(1)], [page(1)]) == [True]
+    assert set(swept) == {0}
+    (tmp_path / "new" / "dead").write_bytes(b"half a page")
+    assert folders.Folder(tmp_path).clean() == 1
+
+
+@pytest.mark.parametrize("call", ["writev", "fsync", "rename", "open"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_disk_that_is_full_refuses_and_another_fault_is_told(
+    tmp_path, monkeypatch, call, number
+):
+    storage = made(tmp_path, sync=True)
+    storage.put([key_of(0)], [page(0)])
+
+    def fails(*arguments, **options):
+        raise OSError(number, os.strerror(number))
+
+    places = [page(n) for n in (0, 1, 2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(folders.os, call, fails)
+        keys = [key_of(n) for n in (0, 1, 2)]
+        if number == errno.EIO:
+            with pytest.raises(OSError, match="Input/output"):
+                storage.put(keys, places)
+        else:
+            assert storage.put(keys, places) == [True, False, False]
+    assert not os.listdir(tmp_path / "new")
+    assert [read(storage, n) for n in (0, 1, 2)] == [None, "absent", "absent"]
+    assert storage.put([key_of(1)], [page(1)]) == [True]
+
+
+@pytest.mark.parametrize("most", [1, 100, 4096, 5000])
+def test_calls_that_bring_less_than_they_should(tmp_path, monkeypatch, most):
+    storage, writev, readv = made(tmp_path), os.writev, os.readv
+    monkeypatch.setattr(folders.os, "writev", lambda f, parts: os.write(f, parts[0][:most]))
+    monkeypatch.setattr(folders.os, "readv", lambda f, parts: readv(f, [parts[0][:most]]))
+    assert storage.put([key_of(1)], [page(1)]) == [True]
+    assert read(storage, 1) is None
+    monkeypatch.setattr(folders, "MOST_PARTS", 1)
+    monkeypatch.setattr(folders.os, "writev", writev)
+    monkeypatch.setattr(folders.os, "readv", readv)
+    assert storage.put([key_of(2)], [page(2)]) == [True]
+    assert [read(storage, 1), read(storage, 2)] == [None, None]
+
+
+def test_what_went_unused_longest_makes_room(tmp_path):
+    size = SIZE + HEADER
+    storage, other = (made(tmp_path, limit=10 * size) for _ in range(2))
+    for number in range(10):
+        assert storage.put([key_of(number)], [page(number)]) == [True]
+        os.utime(storage._folder.path_of(key_of(number)), ns=(number, number))
+    assert storage.usage().objects == 10
+    assert read(other, 0) is None  # used now
+    storage.put([key_of(10)], [page(10)])
+    left = [number for number in range(11) if read(other, number) is None]
+    assert left == [0, *range(3, 11)]
+    for number in range(20, 40):  # the other one counts what this one writes
+        other.put([key_of(number)], [page(number)])
+        storage.put([key_of(number + 100)], [page(number + 100)])
+        assert storage.usage().bytes <= 12 * size
+
+
+def test_the_first_pages_of_a_prompt_go_last(tmp_path):
+    size = SIZE + HEADER
+    storage = made(tmp_path, limit=10 * size)
+    keys = [key_of(number) for number in range(6)]
+    storage.put(keys, [page(number) for number in range(6)])
+    places = [[np.zeros(size, dtype=np.uint8)] for _ in keys]
+    assert storage.get(keys, places) == [True] * 6
+    used = [os.stat(storage._folder.path_of(key)).st_mtime_ns for key in keys]
+    assert used == sorted(used, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"path": None}, "path must be that of a directory, got None"),
+        ({"path": ""}, "path must be that of a directory, got ''"),
+        ({"limit": "much"}, "limit must be a positive number of bytes"),
+        ({"sync": 1}, "sync must be true or false, got 1"),
+    ],
+)
+def test_parameters_that_are_wrong_are_refused(tmp_path, params, reason):
+    with pytest.raises(ConfigError, match=reason):
+        made(**{"path": tmp_path, **params})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot be used: .*(Not a directory|File exists)"):
+        made(tmp_path / "file")
+
+
+def run(*arguments):
+    return CliRunner().invoke(command, [*map(str, arguments)], catch_exceptions=False)
+
+
+def test_commands_list_check_and_prune(tmp_path):
+    storage = made(tmp_path)
+    for number in range(5):
+        storage.put([key_of(number)], [page(number)])
+        os.utime(storage._folder.path_of(key_of(number)), ns=(number, number * 10**9))
+    (listed,) = json.loads(run("ls", tmp_path, "--json").stdout)
+    assert (listed["pages"], listed["bytes"]) == (5, 5 * (SIZE + HEADER))
+    assert listed["fingerprint"] == "00" * 32
+    assert "000000000000" in run("ls", tmp_path).stdout
+    fine = run("verify", tmp_path)
+    assert (fine.exit_code, fine.stdout) == (0, "5 pages are as they were written, 0 are not\n")
+    first, second, third = (storage._folder.path_of(key_of(number)) for number in (0, 1, 2))
+    with open(first, "r+b") as file:
+        file.seek(HEADER + 77)
+        file.write(bytes([page(0)[1][77] ^ 4]))
+    os.truncate(second, HEADER + 5)
+    os.truncate(third, 5)
+    found = run("verify", tmp_path, "--json")
+    assert found.exit_code == 1
+    assert json.loads(found.stdout)["damaged"] == {
+        first: "its checksum is another one",
+        second: f"it has 5 bytes, expected {SIZE}",
+        third: "its header is damaged",
+    }
+    assert "removed" in run("verify", tmp_path, "--delete").stdout
+    assert run("verify", tmp_path).exit_code == 0
+    (tmp_path / "new" / "dead").write_bytes(b"half a page")
+    pruned = json.loads(run("prune", tmp_path, "--limit", SIZE + HEADER, "--json").stdout)
+    assert pruned["left_by_dead_writers"] == 1
+    assert pruned["bytes"] == SIZE + HEADER
+    assert read(storage, 4) is None
+    assert "0 bytes now" in run("prune", tmp_path, "--days", 1).stdout
+    assert run("prune", tmp_path, "--limit", "lots").exit_code == 2
+    assert run("ls", tmp_path / "nowhere").exit_code == 2
