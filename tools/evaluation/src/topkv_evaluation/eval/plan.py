@@ -89,7 +89,8 @@ class Plan:
         usual = ALGORITHMS if shape.indexer is None else INDEXED
 
         def chosen(steps: int) -> Sequence[str]:
-            return options.algorithms or (usual.format(steps=steps),)
+            named = options.algorithms or (usual,)
+            return [text.replace("{steps}", str(steps)) for text in named]
 
         # Wrong words are told before tasks are made, which may take long.
         read_algorithms(chosen(LEAST_STEPS), shape.head_dim, registry())
