@@ -103,7 +103,8 @@ def lookup(rng: random.Random, room: int) -> list[Piece]:
     all but their first letter follow from the one before, which is learned before the rest.
     """
     lengths = rng.choice((1, 2, 4)), rng.choice((2, 4, 5))
-    count = min(26, max(2, room // (2 * sum(lengths) + 4)))
+    most = 26 if lengths[0] == 1 else 300
+    count = min(most, max(2, room // (2 * sum(lengths) + 4)))
     keys, values = (_names(rng, count, length, string.ascii_lowercase) for length in lengths)
     pairs = [*zip(keys, values, strict=True)]
     head = "\n" + "".join(f"{key}={value}\n" for key, value in pairs)
@@ -117,12 +118,11 @@ def lookup(rng: random.Random, room: int) -> list[Piece]:
 def chains(rng: random.Random, room: int) -> list[Piece]:
     """Variables that hold other ones, nothing between, and a short question for each value."""
     letters, digits = rng.choice((1, 2, 3, 5)), rng.choice((2, 5))
-    left = _names(rng, 26 if letters == 1 else 400, letters)
+    left = _names(rng, min({1: 26, 2: 300}.get(letters, room), 10 + room // 6), letters)
     lines, asked, used = list[list[str]](), list[list[Piece]](), 0
-    values = iter(rng.sample(range(10 ** (digits - 1), 10**digits), 90))
-    while True:
+    for value in rng.sample(range(10 ** (digits - 1), 10**digits), min(90, 2 + room // 24)):
         hops = rng.randint(1, 4 if room > 150 else 1)
-        value, names, left = next(values), left[: hops + 1], left[hops + 1 :]
+        names, left = left[: hops + 1], left[hops + 1 :]
         if len(names) <= hops:
             break
         own = [f"VAR {names[0]} = {value}\n"]

@@ -58,10 +58,15 @@ REPORT = ("text", "answer", *(f"{kind} right" for kind in KINDS), *KINDS)
 """Sums of a line: losses, and by kind the shares of right answer bytes and their documents."""
 
 
-def config_of(shape: str, positions: int) -> LlamaConfig:
-    """Settings of a model of 256 bytes."""
-    # The usual 0.02 is small for so narrow a model: looking back is learned much later.
-    spread = 1 / math.sqrt(SHAPES[shape]["hidden_size"])
+def config_of(shape: str, positions: int, spread: float | None = None) -> LlamaConfig:
+    """Settings of a model of 256 bytes.
+
+    Args:
+        shape: of ``SHAPES``.
+        positions: tokens that it is made for.
+        spread: deviation of the weights as they are drawn; 1 / sqrt(hidden size) if None.
+    """
+    spread = spread or 1 / math.sqrt(SHAPES[shape]["hidden_size"])
     return LlamaConfig(
         **SHAPES[shape],
         initializer_range=round(spread, 4),
@@ -116,15 +121,24 @@ class Training:
         shape: of ``SHAPES``.
         folder: of state and curve.
         device: where it is trained.
+        spread: see ``config_of``.
     """
 
-    def __init__(self, plan: Plan, shape: str, folder: Path, device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        shape: str,
+        folder: Path,
+        device: torch.device,
+        spread: float | None = None,
+    ) -> None:
         torch.manual_seed(plan.seed)
         self.plan, self.folder, self.device = plan, folder, device
         positions = max(32768, *(stage.length for stage in plan.stages))
-        self.model = LlamaForCausalLM(config_of(shape, positions)).to(device).train()
+        self.model = LlamaForCausalLM(config_of(shape, positions, spread)).to(device).train()
         self.optimizer = adamw(self.model.parameters(), plan.peak)
-        self.about = json.loads(json.dumps({"shape": shape, "plan": asdict(plan)}))
+        about = {"shape": shape, "spread": spread, "plan": asdict(plan)}
+        self.about = json.loads(json.dumps(about))
         self.step = self.began_at = 0
         self.seconds, self.ramp = 0.0, 0
         self.sums = torch.zeros(len(REPORT), device=device)
@@ -208,6 +222,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--stages", choices=[*STAGES], default="standard")
     parser.add_argument("--scale", type=float, default=1.0, help="of the steps of all stages")
     parser.add_argument("--rate", type=float, default=2e-3, help="the peak")
+    parser.add_argument("--spread", type=float, help="of the weights as drawn")
     parser.add_argument("--minutes", type=float, default=8.0, help="of training in this call")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="compile the decoder layers")
@@ -231,6 +246,7 @@ def finish(run: Training, args: argparse.Namespace) -> None:
     target = args.out / "checkpoint"
     saved = save_checkpoint(run.model, target)
     flags = f"--shape {args.shape} --stages {args.stages} --scale {args.scale:g}"
+    flags += f" --spread {args.spread:g}" if args.spread else ""
     record = {
         **run.about,
         "config": saved.config.to_dict() | {"dtype": "bfloat16"},
@@ -254,7 +270,7 @@ def main(arguments: list[str]) -> None:
     args = parse(arguments)
     device = torch.device(args.device)
     plan = Plan(STAGES[args.stages], args.seed, args.rate).scaled(args.scale)
-    run = Training(plan, args.shape, args.out, device)
+    run = Training(plan, args.shape, args.out, device, args.spread)
     count = sum(parameter.numel() for parameter in run.model.parameters())
     say(f"{count / 1e6:.2f} M parameters, step {run.step} of {plan.steps}, {plan.tokens} tokens")
     own = run.model.model.layers
