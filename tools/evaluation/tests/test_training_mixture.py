@@ -150,11 +150,11 @@ def test_a_batch_is_a_function_of_seed_and_step(recipe: SimpleNamespace) -> None
 
 def test_every_stage_has_the_tokens_it_is_said_to_have(recipe: SimpleNamespace) -> None:
     stages = recipe.plan.STANDARD
-    assert {stage.length * stage.rows for stage in stages} == {131_072}
+    assert {stage.length * stage.rows for stage in stages[1:]} == {131_072}
     assert [stage.length for stage in stages] == sorted(stage.length for stage in stages)
     assert all({*stage.weights} <= {*recipe.documents.MAKERS} for stage in stages)
     assert {*recipe.plan.WHOLE} >= {"vt", "needles", "near_keys", "walk", "facts"}
-    assert recipe.plan.Plan(stages, 0).tokens == 131_072 * 19_500
+    assert recipe.plan.Plan(stages, 0).tokens == 131_072 * (19_500 + 500)
 
 
 def test_the_rate_rises_and_falls(recipe: SimpleNamespace) -> None:

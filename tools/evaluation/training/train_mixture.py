@@ -47,7 +47,7 @@ SHAPES = {
               "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 768},
     "deep": {"hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 8,
              "num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 384},
-    "brief": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "brief": {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
               "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 256},
     "tiny": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
              "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64},
