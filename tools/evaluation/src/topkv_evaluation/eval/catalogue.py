@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,17 @@ from transformers import PreTrainedModel
 from topkv.errors import ConfigError
 from topkv_evaluation.eval.tasks import Task, retrieval_task, sample_task, stops_of, text_task
 from topkv_evaluation.loading import load_tokenizer
-from topkv_evaluation.tasks import ruler
+from topkv_evaluation.tasks import own, ruler
 from topkv_evaluation.tasks.documents import read_documents
 from topkv_evaluation.tasks.files import read_file
 from topkv_evaluation.tasks.prompts import Prompts
+from topkv_evaluation.tasks.splits import TUNING, seed_of
 
 BYTES = 256
 FACTS, TEXT, RULER = "facts", "text", "ruler"
-KNOWN = "facts, text, ruler, ruler:NAME, ruler:qa_1:FILE, ruler:qa_2:FILE, or a file"
+KNOWN = (
+    "facts, text, ruler, ruler:NAME, ruler:qa_1:FILE, ruler:qa_2:FILE, near_keys, walk, or a file"
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,9 @@ class Catalogue:
         lengths: tokens of contexts that are made; files bring their own.
         questions: of each task and length, at most.
         per_context: planted facts of a context.
-        seed: of what is drawn.
+        seed: of what is drawn, below ``splits.MOST``.
+        split: of the questions, which changes what the seed gives; files have none.
+        depths: in percent, where needles are asked for; None for where the task puts them.
         chat: whether a chat template is used where the tokenizer has one.
         scoring: instead of that of a file's format; None for that.
         trust_remote_code: whether Python code of the tokenizer may run.
@@ -45,6 +50,8 @@ class Catalogue:
     questions: int
     per_context: int = 25
     seed: int = 0
+    split: str = TUNING
+    depths: Sequence[int] | None = None
     chat: bool = True
     scoring: str | None = None
     trust_remote_code: bool = False
@@ -72,25 +79,45 @@ class Catalogue:
         return [task for word in words for task in self._of(word)]
 
     def _of(self, word: str) -> list[Task]:
-        family, _, rest = word.partition(":")
+        if not has_length(word):
+            samples, scoring = read_file(Path(word), self.questions)
+            return [self._task(Path(word).name, samples, self.scoring or scoring)]
+        if self.depths is None:
+            made = [(length, None, self._made(word, length)) for length in self.lengths]
+        else:
+            made = [
+                (length, depth, self._made(word, length, depth))
+                for length in self.lengths
+                for depth in self.depths
+            ]
+        about = {"family": word, "split": self.split}
+        return [
+            replace(task, about={**about, "length": length, "depth": depth})
+            for length, depth, task in made
+        ]
+
+    def _made(self, word: str, length: int, depth: int | None = None) -> Task:
+        """One task that is made by length."""
         if word == FACTS:
             self._check_bytes()
-            sizes = (self.questions, self.per_context, self.seed)
-            return [retrieval_task(length, *sizes) for length in self.lengths]
+            seed = seed_of(self.split, self.seed)
+            return retrieval_task(length, self.questions, self.per_context, seed)
         if word == TEXT:
-            wanted = (self.questions, self.prompts, self.seed)
-            return [text_task(length, *wanted) for length in self.lengths]
-        if family == RULER:
-            return [self._ruler(rest, length) for length in self.lengths]
-        samples, scoring = read_file(Path(word), self.questions)
-        return [self._task(Path(word).name, samples, self.scoring or scoring)]
-
-    def _ruler(self, rest: str, length: int) -> Task:
-        name, _, file = rest.partition(":")
-        generator = read_documents(name, Path(file)) if file else ruler.MADE[name]
-        seed = ruler.SEED + self.seed
+            return text_task(length, self.questions, self.prompts, self.seed, self.split)
+        name, _, file = word.removeprefix(f"{RULER}:").partition(":")
+        scoring = own.SCORINGS.get(word) or ruler.scoring_of(name)
+        generator: ruler.Generator
+        if depth is not None:
+            generator = own.SWEPT[word].at(depth)
+        else:
+            generator = own.OWN.get(word) or (
+                read_documents(name, Path(file)) if file else ruler.MADE[name]
+            )
+        seed = ruler.SEED + seed_of(self.split, self.seed)
         samples = generator(self.prompts.count, length, self.questions, seed)
-        return self._task(f"ruler:{name}, {length} tokens", samples, ruler.scoring_of(name))
+        where = "" if depth is None else f", depth {depth}%"
+        named = word.removesuffix(f":{file}") if file else word
+        return self._task(f"{named}, {length} tokens{where}", samples, scoring)
 
     def _task(self, name: str, samples: Any, scoring: str) -> Task:
         return sample_task(name, samples, scoring, self.prompts, self.stop)
@@ -133,13 +160,13 @@ def read_words(specs: Sequence[str]) -> list[str]:
 
 def has_length(word: str) -> bool:
     """Whether a task is made by length, and not read from a file."""
-    return word in (FACTS, TEXT) or word.startswith(f"{RULER}:")
+    return word in (FACTS, TEXT, *own.OWN) or word.startswith(f"{RULER}:")
 
 
 def _wrong(word: str) -> str | None:
     """Why a word names no task; None if it does."""
     family, _, rest = word.partition(":")
-    if word in (FACTS, TEXT) or (family == RULER and rest in ruler.MADE):
+    if word in (FACTS, TEXT, *own.OWN) or (family == RULER and rest in ruler.MADE):
         return None
     if family == RULER:
         name, _, file = rest.partition(":")

@@ -193,6 +193,7 @@ def described(cell: Cell, grid: Grid) -> Row:
         "model": grid.name,
         "task": cell.task.name,
         "data": cell.task.digest,
+        **cell.task.about,
         "question": "sparse" if all(q.tokens for q in cell.task.questions) else "dense",
         "context": context,
         "budget_tokens": cell.budget,

@@ -140,6 +140,22 @@ def read_budgets(text: str) -> list[float]:
     return shares
 
 
+def read_depths(text: str | None) -> list[int] | None:
+    """``"0,50,100"`` as percentages; None for none.
+
+    Raises:
+        ConfigError: one of them is no whole number from 0 to 100.
+    """
+    if text is None:
+        return None
+    pieces = [piece.strip().removesuffix("%") for piece in text.split(",") if piece.strip()]
+    if not pieces or not all(p.isascii() and p.isdigit() and int(p) <= 100 for p in pieces):
+        raise ConfigError(
+            "--depths is refused", [f"expected percentages such as 0,25,50,75,100, got {text!r}"]
+        )
+    return [*dict.fromkeys(map(int, pieces))]
+
+
 def read_contexts(text: str) -> list[int]:
     """``"8192,16384"`` as integers.
 

@@ -26,6 +26,7 @@ from topkv_evaluation.commands import (
 )
 from topkv_evaluation.eval import ALGORITHMS, INDEXED, LEAST_STEPS
 from topkv_evaluation.tasks.scoring import SCORINGS
+from topkv_evaluation.tasks.splits import MOST, STARTS, TUNING
 
 
 @click.command("eval", short_help="Compare algorithms by right answers and attention mass.")
@@ -38,8 +39,9 @@ from topkv_evaluation.tasks.scoring import SCORINGS
     "--task",
     multiple=True,
     show_default="facts for a model of bytes, such as that checkpoint, else ruler",
-    help="facts, text, ruler (all that needs no data set), ruler:NAME, ruler:qa_1:FILE, or a file "
-    "of questions: your own, RULER's or LongBench's; name,name or given again.",
+    help="facts, text, near_keys, walk, ruler (all that needs no data set), ruler:NAME, "
+    "ruler:qa_1:FILE, or a file of questions: your own, RULER's or LongBench's; name,name or "
+    "given again.",
 )
 @click.option(
     "--question",
@@ -70,10 +72,22 @@ from topkv_evaluation.tasks.scoring import SCORINGS
     multiple=True,
     show_default=f"{ALGORITHMS.format(steps=LEAST_STEPS)}; {INDEXED} if the model has an indexer",
     help="name:key=value,key=value,name; keys: parameters, unit, scope, buffer, eviction, "
-    "host_format. ROW@name:... names its row.",
+    "host_format. ROW@name:... names its row; {steps} is what the longest question needs.",
 )
 @click.option(
     "--contexts", help="Tokens of the contexts, 8192,16384 by default; a file has its own."
+)
+@click.option(
+    "--depths",
+    help="Percentages such as 0,25,50,75,100: the needle stands at each depth in turn, in tasks "
+    "that ask for one.",
+)
+@click.option(
+    "--split",
+    type=click.Choice([*STARTS]),
+    default=TUNING,
+    show_default=True,
+    help="Which questions are made: those to choose by, or those to report on.",
 )
 @click.option("--budgets", default="1%,2%,5%,10%,25%", show_default=True)
 @click.option("--questions", type=click.IntRange(1), default=200, show_default=True)
@@ -99,7 +113,7 @@ from topkv_evaluation.tasks.scoring import SCORINGS
     type=click.IntRange(1),
     help="Questions decoded together; 256 on a GPU and 32 on a CPU by default.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0, MOST - 1), default=0, show_default=True)
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),

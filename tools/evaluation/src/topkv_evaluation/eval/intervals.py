@@ -65,3 +65,16 @@ def bootstrap(
     means = sums[drawn].sum(1) / counts[drawn].sum(1)
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Of none of them None."""
+    return sum(values) / len(values) if values else None
+
+
+def spread(name: str, values: Sequence[tuple[int, float]]) -> dict[str, float | None]:
+    """A mean over questions and its interval over contexts, by the names of a row's fields."""
+    interval = bootstrap(values)
+    low, high = interval or (None, None)
+    average = mean([value for _, value in values])
+    return {name: average, f"{name}_low": low, f"{name}_high": high}

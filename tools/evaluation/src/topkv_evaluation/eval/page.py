@@ -119,6 +119,8 @@ def write(rows: Sequence[Row], path: Path) -> None:
     for (model, task, question, _), of in sections.items():
         title = task if question == "sparse" else f"{task}, question read with its context"
         parts.append(_section(title if len(models) == 1 else f"{model}: {title}", of))
+    if plot.can_draw() and (picture := plot.map_svg(rows)):
+        parts.insert(0, f"<h2>Right answers by length and depth, %</h2>{picture}")
     if not plot.can_draw():
         parts.insert(0, f"<p>No pictures without matplotlib: install it and run "
                         f"<code>{REWRITE} {escape(str(path.parent))}</code>.</p>")  # fmt: skip

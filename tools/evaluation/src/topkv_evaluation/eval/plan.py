@@ -20,10 +20,13 @@ from topkv_evaluation.eval.choices import (
     read_budgets,
     read_contexts,
     read_dense_layers,
+    read_depths,
 )
 from topkv_evaluation.eval.runs import Advance
 from topkv_evaluation.eval.tasks import Task
 from topkv_evaluation.loading import load_model
+from topkv_evaluation.tasks.own import SWEPT
+from topkv_evaluation.tasks.splits import TUNING
 from topkv_transformers.support import refusals, shape_of
 
 CONTEXTS = "8192,16384"
@@ -48,6 +51,8 @@ class Options:
     device: str = "cpu"
     batch: int | None = None
     seed: int = 0
+    split: str = TUNING
+    depths: str | None = None
     question: str = "sparse"
     forced: int = 32
     chat_template: bool = True
@@ -84,7 +89,8 @@ class Plan:
         usual = ALGORITHMS if shape.indexer is None else INDEXED
 
         def chosen(steps: int) -> Sequence[str]:
-            return options.algorithms or (usual.format(steps=steps),)
+            named = options.algorithms or (usual,)
+            return [text.replace("{steps}", str(steps)) for text in named]
 
         # Wrong words are told before tasks are made, which may take long.
         read_algorithms(chosen(LEAST_STEPS), shape.head_dim, registry())
@@ -143,6 +149,16 @@ def _tasks(options: Options, model: PreTrainedModel) -> list[Task]:
         raise ConfigError(
             "--contexts and --tasks exclude each other", ["a task file brings its contexts"]
         )
+    depths = read_depths(options.depths)
+    unswept = [word for word in words if word not in SWEPT] if depths else []
+    if unswept:
+        raise ConfigError(
+            "--depths is refused",
+            [
+                f"{word!r} asks for no single needle; expected {', '.join(SWEPT)}"
+                for word in unswept
+            ],
+        )
     catalogue = Catalogue(
         model=model,
         folder=options.folder,
@@ -150,6 +166,8 @@ def _tasks(options: Options, model: PreTrainedModel) -> list[Task]:
         questions=options.questions,
         per_context=options.per_context,
         seed=options.seed,
+        split=options.split,
+        depths=depths,
         chat=options.chat_template,
         scoring=options.scoring,
         trust_remote_code=options.trust_remote_code,

@@ -68,8 +68,6 @@ def svg(rows: Sequence[Row]) -> str:
     Returns:
         Text that stands in a page of HTML as it is; empty if nothing was measured.
     """
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     metrics = [metric for metric in METRICS if lines_of(rows, metric.name)]
@@ -77,7 +75,6 @@ def svg(rows: Sequence[Row]) -> str:
         return ""
     labels = list(dict.fromkeys(label_of(row) for row in rows if row["plugin"] is not None))
     figure = Figure(figsize=(4.2 * len(metrics), 3.6), layout="constrained")
-    FigureCanvasSVG(figure)
     panels = figure.subplots(1, len(metrics), squeeze=False)[0]
     for panel, metric in zip(panels, metrics, strict=True):
         for label, line in lines_of(rows, metric.name).items():
@@ -89,12 +86,71 @@ def svg(rows: Sequence[Row]) -> str:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
     figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=3, fontsize=8)
+    return _written(figure)
+
+
+def _written(figure: Any) -> str:
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    FigureCanvasSVG(figure)
     written = io.StringIO()
     # The same rows give the same bytes: ids from a fixed salt, and no date.
     with rc_context({"svg.hashsalt": "topkv", "svg.fonttype": "path"}):
         figure.savefig(written, format="svg", metadata={"Date": None})
     text = written.getvalue()
     return text[text.index("<svg") :]
+
+
+def swept(rows: Sequence[Row]) -> dict[tuple[str, ...], list[Row]]:
+    """Rows of needles at depths, by model, family, algorithm, dense layers and budget."""
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        if row.get("depth") is not None and row.get("accuracy") is not None:
+            share = f"{row['nominal_percent']:g}%"
+            where = (row["model"], row["family"], row["question"], label_of(row), share)
+            found.setdefault(where, []).append(row)
+    return found
+
+
+def map_svg(rows: Sequence[Row]) -> str:
+    """Right answers by length and depth as an SVG element: a panel for each of ``swept``.
+
+    Returns:
+        Text as ``svg`` returns it; empty if no needle was asked for at depths.
+    """
+    from matplotlib.figure import Figure
+
+    groups = swept(rows)
+    if not groups:
+        return ""
+    across = min(4, len(groups))
+    down = -(-len(groups) // across)
+    figure = Figure(figsize=(3.2 * across, 2.8 * down), layout="constrained")
+    panels = figure.subplots(down, across, squeeze=False).flatten()
+    for panel in panels[len(groups) :]:
+        panel.set_axis_off()
+    for panel, (where, group) in zip(panels, groups.items(), strict=False):
+        _draw_map(panel, group)
+        label = where[3] if group[0]["plugin"] is None else f"{where[3]}, {where[4]}"
+        panel.set_title(f"{where[1]}\n{label}", fontsize=8)
+    return _written(figure)
+
+
+def _draw_map(panel: Any, rows: Sequence[Row]) -> None:
+    """Lengths to the right, depths downwards, in each field the right answers in percent."""
+    lengths, depths = (sorted({row[name] for row in rows}) for name in ("length", "depth"))
+    held = {(row["depth"], row["length"]): 100 * row["accuracy"] for row in rows}
+    fields = [[held.get((depth, length), float("nan")) for length in lengths] for depth in depths]
+    panel.imshow(fields, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
+    for y, line in enumerate(fields):
+        for x, value in enumerate(line):
+            if value == value:  # not every length has every depth
+                panel.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=7)
+    panel.set_xticks(range(len(lengths)), [f"{length}" for length in lengths], fontsize=7)
+    panel.set_yticks(range(len(depths)), [f"{depth}%" for depth in depths], fontsize=7)
+    panel.set_xlabel("tokens", fontsize=8)
+    panel.set_ylabel("depth", fontsize=8)
 
 
 def _draw_line(panel: Any, metric: Metric, label: str, line: Sequence[Row], place: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from topkv_evaluation.eval import recall
 from topkv_evaluation.eval.batches import decode, fork_rows, groups_of, read_context, settle
 from topkv_evaluation.eval.forced import Compared, Forced, compare
-from topkv_evaluation.eval.intervals import bootstrap, wilson
+from topkv_evaluation.eval.intervals import mean, spread, wilson
 from topkv_evaluation.eval.tasks import Question, Task
 from topkv_evaluation.measured import stats_of
 from topkv_transformers.cache import TopkvCache
@@ -210,10 +210,10 @@ class Run:
             "context_bytes": round(whole),
             "questions": len(task.questions),
             "contexts": len(task.contexts),
-            **self._scores(),
-            **_spread("recall", [(c, look.held) for c, look in self.looks]),
-            "exact_recall": _mean([look.best for _, look in self.looks]),
-            **self._differences(),
+            **scores_of(task, self.answers),
+            **spread("recall", [(c, look.held) for c, look in self.looks]),
+            "exact_recall": mean([look.best for _, look in self.looks]),
+            **differences_of(self.compared),
             "hit_rate": self.moved["hits"] / units if units else None,
             "selected_units": units,
             "loaded_units": self.moved["misses"],
@@ -230,41 +230,32 @@ class Run:
             "stats": stats_of(self.handle),
         }
 
-    def _scores(self) -> Row:
-        pairs = zip(self.task.questions, self.answers, strict=True)
-        scores = [self.task.score(q, answer) for q, answer in pairs if q.answers]
-        if not scores:
-            return dict.fromkeys(("correct", "accuracy", "ci_low", "ci_high"))
-        low, high = wilson(sum(scores), len(scores))
-        return {
-            "correct": round(sum(scores), 4),
-            "accuracy": sum(scores) / len(scores),
-            "ci_low": low,
-            "ci_high": high,
-        }
 
-    def _differences(self) -> Row:
-        """Of the forced questions; beside itself dense attention differs in nothing."""
-        fields = ("kl", "nll", "nll_change", "agreement")
-        each = [(context, astuple(compared)) for context, compared in self.compared]
-        row: Row = {"forced_questions": len(each)}
-        for place, name in enumerate(fields):
-            row |= _spread(name, [(context, values[place]) for context, values in each])
-        return row
+def scores_of(task: Task, answers: Sequence[Sequence[int]]) -> Row:
+    """How right the tokens are that were generated for each question of a task."""
+    pairs = zip(task.questions, answers, strict=True)
+    scores = [task.score(q, answer) for q, answer in pairs if q.answers]
+    if not scores:
+        return dict.fromkeys(("correct", "accuracy", "ci_low", "ci_high"))
+    low, high = wilson(sum(scores), len(scores))
+    return {
+        "correct": round(sum(scores), 4),
+        "accuracy": sum(scores) / len(scores),
+        "ci_low": low,
+        "ci_high": high,
+    }
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def differences_of(compared: Sequence[tuple[int, Compared]]) -> Row:
+    """Of forced questions by context; beside itself dense attention differs in nothing."""
+    fields = ("kl", "nll", "nll_change", "agreement")
+    each = [(context, astuple(one)) for context, one in compared]
+    row: Row = {"forced_questions": len(each)}
+    for place, name in enumerate(fields):
+        row |= spread(name, [(context, values[place]) for context, values in each])
+    return row
 
 
 def _means(each: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
     device, streamed, index = (sum(values) / len(each) for values in zip(*each, strict=True))
     return device, streamed, index
-
-
-def _spread(name: str, values: Sequence[tuple[int, float]]) -> Row:
-    """A mean over questions, and its interval over contexts."""
-    interval = bootstrap(values)
-    low, high = interval or (None, None)
-    mean = _mean([value for _, value in values])
-    return {name: mean, f"{name}_low": low, f"{name}_high": high}

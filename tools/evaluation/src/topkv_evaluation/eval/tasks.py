@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ from topkv_evaluation.tasks.files import AS_ANSWER
 from topkv_evaluation.tasks.prompts import Prompts
 from topkv_evaluation.tasks.sample import Sample
 from topkv_evaluation.tasks.scoring import SCORINGS
+from topkv_evaluation.tasks.splits import STARTS, TUNING, seed_of
 from topkv_evaluation.tasks.words import haystack
 
 SLACK = 2
@@ -27,6 +28,9 @@ MOST_FORCED = 32
 
 TEXT_TOKENS = 64
 """Tokens of plain text that are predicted behind a context."""
+
+TURN = 512
+"""Tokens of the haystack that one split predicts some of, before the other's turn."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class Task:
         decode: token ids to text.
         scoring: name of a score, see ``tasks.scoring.SCORINGS``.
         stop: token ids that end an answer.
+        about: family, split, length and depth of a task that is made by them, for its rows.
     """
 
     name: str
@@ -84,6 +89,7 @@ class Task:
     decode: Callable[[Sequence[int]], str]
     scoring: str = "starts"
     stop: frozenset[int] = frozenset()
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
@@ -163,11 +169,14 @@ def retrieval_task(length: int, questions: int, per_context: int = 25, seed: int
     return Task(name, tuple(contexts), tuple(asked), _of_bytes)
 
 
-def text_task(length: int, questions: int, prompts: Prompts, seed: int = 0) -> Task:
+def text_task(
+    length: int, questions: int, prompts: Prompts, seed: int = 0, split: str = TUNING
+) -> Task:
     """Plain text to go on with: nothing is asked, so only logits are compared.
 
     Windows of the haystack of the package, ``length`` tokens each, at places that the seed
-    draws; the 64 tokens behind a window are predicted.
+    draws; the 64 tokens behind a window are predicted. They are of another part of the haystack
+    for each split, by turns; windows of both may overlap.
 
     Raises:
         ConfigError: the haystack has fewer tokens.
@@ -179,8 +188,19 @@ def text_task(length: int, questions: int, prompts: Prompts, seed: int = 0) -> T
         raise ConfigError(
             f"no text of {length} tokens can be made", [f"the haystack has {most}; ask for fewer"]
         )
-    rng = random.Random(seed)
-    starts = [rng.randint(0, room) for _ in range(questions)]
+    rng = random.Random(seed_of(split, seed))
+    turn = [*STARTS].index(split)
+    fit = [
+        start
+        for start in range(room + 1)
+        if (start + length) // TURN % 2 == turn and (start + length) % TURN < TURN - TEXT_TOKENS
+    ]
+    if not fit:
+        raise ConfigError(
+            f"no text of {length} tokens can be made",
+            [f"the haystack has too few tokens for the split {split}; ask for fewer"],
+        )
+    starts = rng.choices(fit, k=questions)
     asked = [
         Question(place, (tokens[start + length],), 0,
                  reference=tokens[start + length + 1 :][:TEXT_TOKENS])
@@ -223,7 +243,8 @@ def sample_task(
 
 def _reference(sample: Sample, scoring: str, prompts: Prompts) -> tuple[int, ...]:
     """The right answer as it would go on: all where all are wanted, else the first one."""
-    text = ", ".join(sample.answers) if scoring == "all" else sample.answers[0]
+    joined = scoring in ("all", "order")
+    text = ", ".join(sample.answers) if joined else sample.answers[0]
     before = sample.question + sample.prefix
     begins = prompts.chat and not sample.prefix  # a turn of its own
     space = "" if begins or before[-1:].isspace() or text[:1].isspace() else " "

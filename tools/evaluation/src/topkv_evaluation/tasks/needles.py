@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import uuid
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from topkv_evaluation.tasks.fitting import fitted, largest_size, total_of
 from topkv_evaluation.tasks.sample import Count, Sample
@@ -33,6 +35,8 @@ class Needles:
         keys: needles with a key of their own.
         values: needles of each key; all are asked for.
         queries: keys that are asked for at once.
+        depth: where the asked one stands, in percent of the haystack, if one is asked for; None
+            for RULER's draw.
     """
 
     haystack: str
@@ -41,6 +45,11 @@ class Needles:
     keys: int = 1
     values: int = 1
     queries: int = 1
+    depth: int | None = None
+
+    def at(self, depth: int) -> Needles:
+        """The same with the asked needle at a depth."""
+        return replace(self, depth=depth)
 
     @property
     def count(self) -> int:
@@ -78,20 +87,38 @@ def _sample(what: Needles, size: int, rng: random.Random, seed: int) -> Sample:
         keys.append(_draw(what.key, rng))
         values.append([_draw(what.value, rng) for _ in range(what.values)])
         needles += [_needle(what, keys[-1], value) for value in values[-1]]
+    first = needles[0]
     random.Random(seed).shuffle(needles)
-    context = _hidden(what, needles, size, rng)
-    asked = rng.sample(range(len(keys)), what.queries)
+    if what.depth is None:
+        context = _hidden(what, needles, size, rng)
+        asked = rng.sample(range(len(keys)), what.queries)
+    else:  # the first is as good as any
+        needles.remove(first)
+        context, asked = _swept(what, first, needles, size, rng), [0]
     names = [keys[i] for i in asked]
     query = f"{', '.join(names[:-1])}, and {names[-1]}" if len(names) > 1 else names[0]
     texts, kind = [CONTEXT, QUESTION, PREFIX], what.value
     if what.queries * what.values == 1:
-        for plural, singular in (("Some", "A"), ("are all", "is"), ("are", "is")):
-            texts = [text.replace(plural, singular) for text in texts]
+        texts = in_singular(texts)
         kind = kind.removesuffix("s")
     said = {"kind": kind, "context": context, "query": query}
     before, question, prefix = (text.format(**said) for text in texts)
     answers = tuple(value for i in asked for value in values[i])
     return Sample(before, question, prefix, answers, NEW_TOKENS)
+
+
+def in_singular(texts: Sequence[str]) -> list[str]:
+    """The templates for one answer."""
+    for plural, singular in (("Some", "A"), ("are all", "is"), ("are", "is")):
+        texts = [text.replace(plural, singular) for text in texts]
+    return [*texts]
+
+
+def place_of(depth: int, pieces: Sequence[str]) -> int:
+    """How many of the pieces stand before a needle at a depth, in percent of their letters."""
+    ends = [0, *accumulate(map(len, pieces))]
+    wanted = ends[-1] * depth / 100
+    return min(range(len(ends)), key=lambda place: abs(ends[place] - wanted))
 
 
 def _needle(what: Needles, key: str, value: str) -> str:
@@ -101,13 +128,28 @@ def _needle(what: Needles, key: str, value: str) -> str:
 def _hidden(what: Needles, needles: list[str], size: int, rng: random.Random) -> str:
     if what.haystack == "text":
         return spread(needles, haystack(size), rng)
-    pieces = [NOISE] * size
-    if what.haystack == "needles":
-        pieces = [_needle(what, _draw(what.key, rng), _draw(what.value, rng)) for _ in range(size)]
+    pieces = _pieces(what, size, rng)
     places = sorted(rng.sample(range(size), len(needles)), reverse=True)
     for place, needle in zip(places, needles, strict=True):
         pieces.insert(place, needle)
     return "\n".join(pieces)
+
+
+def _pieces(what: Needles, size: int, rng: random.Random) -> list[str]:
+    if what.haystack == "text":
+        return haystack(size)
+    if what.haystack == "noise":
+        return [NOISE] * size
+    return [_needle(what, _draw(what.key, rng), _draw(what.value, rng)) for _ in range(size)]
+
+
+def _swept(what: Needles, asked: str, others: list[str], size: int, rng: random.Random) -> str:
+    """Needles between the pieces, ``asked`` at its depth of all of them."""
+    pieces = _pieces(what, size, rng)
+    for needle in others:
+        pieces.insert(rng.randint(0, len(pieces)), needle)
+    pieces.insert(place_of(what.depth or 0, pieces), asked)
+    return (" " if what.haystack == "text" else "\n").join(pieces)
 
 
 def spread(needles: list[str], sentences: list[str], rng: random.Random) -> str:

@@ -57,11 +57,23 @@ def _f1(words: list[str], wanted: list[str]) -> float:
     return 2 * common / (len(words) + len(wanted)) if common else 0.0
 
 
+def in_order(text: str, answers: Sequence[str]) -> float:
+    """The share of the answers that are written before the first wrong one, one after another."""
+    found = text.replace(",", " ").split()
+    right = 0
+    for word, answer in zip(found, answers, strict=False):
+        if word.rstrip(".") != answer:
+            break
+        right += 1
+    return right / len(answers)
+
+
 SCORINGS: dict[str, Score] = {
     "all": string_match_all,
     "contains": string_match_part,
     "starts": starts,
     "exact": exact,
     "f1": f1,
+    "order": in_order,
 }
 """``all`` and ``contains`` are RULER's ``string_match_all`` and ``string_match_part``."""

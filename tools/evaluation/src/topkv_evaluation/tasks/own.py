@@ -1,0 +1,30 @@
+"""Tasks beside RULER's, and which tasks promise what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from topkv_evaluation.tasks.near_keys import NearKeys
+from topkv_evaluation.tasks.needles import Needles
+from topkv_evaluation.tasks.ruler import MADE, Generator
+from topkv_evaluation.tasks.walk import Walk
+
+OWN: Mapping[str, Generator] = {"near_keys": NearKeys(), "walk": Walk()}
+"""By the word of ``--tasks``."""
+
+SCORINGS: Mapping[str, str] = {"near_keys": "all", "walk": "order"}
+
+SWEPT: Mapping[str, Needles | NearKeys] = {
+    **{
+        f"ruler:{name}": task
+        for name, task in MADE.items()
+        if isinstance(task, Needles) and task.values * task.queries == 1
+    },
+    "near_keys": OWN["near_keys"],  # type: ignore[dict-item]
+}
+"""Those that ask for one needle, which can stand at a depth that is asked for."""
+
+ONCE = frozenset(
+    {f"ruler:{name}" for name, task in MADE.items() if isinstance(task, Needles)} | {"near_keys"}
+)
+"""Those of whose answers each stands in the prompt once: what holds it cannot be elsewhere."""

@@ -1,0 +1,138 @@
+"""What is trained on at each step: lengths, mixture, learning rate. No clock is asked."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from mixture_documents import MAKERS, document
+from torch import Tensor
+from torch.utils.data import Dataset
+
+KINDS = tuple(MAKERS)
+PAIRS = {"repeated": 1, "lookup": 5}
+SHORT = {"repeated": 1, "lookup": 3, "dense_facts": 3, "chains": 4}
+MIDDLE = {
+    "lookup": 2, "dense_facts": 2, "facts": 2, "chains": 3, "vt": 3, "needles": 4, "near_keys": 2,
+    "walk": 2, "plain": 1,
+}  # fmt: skip
+WHOLE = {
+    "lookup": 1, "facts": 3, "chains": 1, "vt": 5, "needles": 8, "near_keys": 3, "walk": 3,
+    "counted": 2, "plain": 2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Steps on batches of one shape.
+
+    Attributes:
+        length: bytes of a document.
+        rows: documents of a batch.
+        steps: how many.
+        weights: kinds of documents and how often each is drawn.
+    """
+
+    length: int
+    rows: int
+    steps: int
+    weights: Mapping[str, int]
+
+
+STANDARD = (
+    Stage(64, 512, 2000, PAIRS),
+    Stage(256, 512, 1000, SHORT),
+    Stage(512, 256, 3000, MIDDLE),
+    Stage(1024, 128, 4500, MIDDLE),
+    Stage(2048, 64, 5000, WHOLE),
+    Stage(4096, 32, 4000, WHOLE),
+    Stage(8192, 16, 1500, WHOLE),
+    Stage(16384, 8, 500, WHOLE),
+)
+"""131,072 tokens a step, 32,768 in the first stage; 2.62 billion in all."""
+
+BRIEF = (Stage(64, 64, 1500, PAIRS), Stage(96, 32, 2500, {"lookup": 1, "chains": 3}))
+"""To try the recipe on a CPU, at short length; it is too short to learn whole answers."""
+
+TINY = (Stage(96, 4, 6, {"lookup": 1, "chains": 1}), Stage(192, 2, 6, {"facts": 1, "plain": 1}))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything of a run as a function of the number of the step.
+
+    Attributes:
+        stages: in order.
+        seed: of all documents.
+        peak: learning rate after the warm-up.
+        warmup: steps during which the rate rises from 0 to the peak.
+        floor: the rate at the end as a share of the peak; a cosine leads there.
+    """
+
+    stages: tuple[Stage, ...]
+    seed: int
+    peak: float = 2e-3
+    warmup: int = 200
+    floor: float = 0.02
+
+    @property
+    def steps(self) -> int:
+        return sum(stage.steps for stage in self.stages)
+
+    @property
+    def tokens(self) -> int:
+        return sum(stage.steps * stage.rows * stage.length for stage in self.stages)
+
+    def scaled(self, by: float) -> Plan:
+        """The same with more or fewer steps in each stage."""
+        stages = (replace(stage, steps=max(1, round(by * stage.steps))) for stage in self.stages)
+        return replace(self, stages=tuple(stages))
+
+    def stage(self, step: int) -> Stage:
+        for stage in self.stages:
+            if step < stage.steps:
+                return stage
+            step -= stage.steps
+        raise IndexError("the plan has no such step")
+
+    def reaches(self, stage: Stage) -> int:
+        """The step behind a stage."""
+        return sum(each.steps for each in self.stages[: self.stages.index(stage) + 1])
+
+    def rate(self, step: int) -> float:
+        if step < self.warmup:
+            return self.peak * (step + 1) / self.warmup
+        along = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.peak * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * along)) / 2)
+
+
+Batch = tuple[Tensor, Tensor, Tensor]
+"""Bytes [B, n] uint8, whether each is of an answer [B, n] bool, and kinds [B] int64."""
+
+
+class Batches(Dataset[Batch]):
+    """The batch of each step; the same number gives the same batch, in any process."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __len__(self) -> int:
+        return self.plan.steps
+
+    def __getitem__(self, step: int) -> Batch:
+        stage = self.plan.stage(step)
+        name = f"mixture {self.plan.seed} {step}"
+        kinds = random.Random(name).choices(
+            [*stage.weights], weights=[*stage.weights.values()], k=stage.rows
+        )
+        made = [document(kind, f"{name} {i}", stage.length) for i, kind in enumerate(kinds)]
+        shape = (stage.rows, stage.length)
+        text, marks = (
+            torch.from_numpy(np.frombuffer(b"".join(each), dtype=np.uint8).copy()).view(shape)
+            for each in zip(*made, strict=True)
+        )
+        return text, marks.bool(), torch.tensor([KINDS.index(kind) for kind in kinds])
