@@ -324,14 +324,6 @@ def test_what_cannot_be_run_is_refused(tmp_path):
     refused(tiny("--device", "cuda:77", "--context", 128), "cuda:77")
 
 
-def test_what_vllm_cannot_measure_is_refused_together(monkeypatch):
-    refused(tiny("--engine-arg", "seed=1"), "--engine-arg is of --engine vllm")
-    monkeypatch.setattr("topkv_bench.vllm_bench.version_of_vllm", lambda: None)
-    more = ("--fill", "pool", "--profile", "--engine-arg", "tensor_parallel_size=2")
-    told = "vLLM is not installed", "--fill pool: vLLM fills", "--profile: phases", "so one rank"
-    refused(tiny("--engine", "vllm", *more), *told)
-
-
 def test_a_config_names_the_geometry_and_no_code(tmp_path):
     values = dict(geometry.GEOMETRIES["tiny"], num_hidden_layers=2, auto_map={"AutoConfig": "x.Y"})
     (tmp_path / "config.json").write_text(json.dumps(values))

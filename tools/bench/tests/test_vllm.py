@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from topkv_bench.vllm_bench import version_of_vllm
 from topkv_cli.group import topkv
 
-pytestmark = pytest.mark.skipif(
+needs_vllm = pytest.mark.skipif(
     version_of_vllm() is None and not os.environ.get("TOPKV_NEEDS_VLLM"),
     reason="vLLM is not installed; plugins/vllm/test.sh",
 )
@@ -41,6 +41,7 @@ def check_times(row):
     assert row["attach_seconds"] > 0
 
 
+@needs_vllm
 def test_stock_vllm_and_a_limit(tmp_path):
     """Two requests exceed it, one does not; what does not fit is not even started."""
     grid = ("--contestants", "dense", "--requests", "2,1", "--kv-limit", "3MiB")
@@ -55,6 +56,7 @@ def test_stock_vllm_and_a_limit(tmp_path):
     assert row["hit_rate"] is None
 
 
+@needs_vllm
 def test_topkv_with_a_stated_drift(tmp_path):
     sets = {"algorithm": "quest", "backend": "triton_attention", "budget": 128, "unit": 16}
     words = [word for name, value in sets.items() for word in ("--set", f"{name}={value}")]
@@ -70,3 +72,16 @@ def test_topkv_with_a_stated_drift(tmp_path):
     assert row["link_bytes_per_step"] > 0
     assert row["bytes"]["host"] > 0
     assert row["settings"]["budget"] == 128
+
+
+def test_what_vllm_cannot_measure_is_refused_together(monkeypatch):
+    monkeypatch.setattr("topkv_bench.vllm_bench.version_of_vllm", lambda: None)
+    tiny = ("bench", "--model", "tiny", "--engine-arg", "tensor_parallel_size=2")
+    result = CliRunner().invoke(topkv, tiny)
+    assert result.exit_code == 2
+    assert "--engine-arg is of --engine vllm" in result.stderr
+    more = ("--engine", "vllm", "--fill", "pool", "--profile", "--device", "cpu")
+    result = CliRunner().invoke(topkv, (*tiny, *more))
+    assert result.exit_code == 2
+    told = "vLLM is not installed", "--fill pool: vLLM fills", "--profile: phases", "so one rank"
+    assert all(reason in " ".join(result.stderr.split()) for reason in told), result.stderr
