@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 from click.testing import CliRunner
 
-from topkv_vllm.serve import serve
+from topkv_vllm.serve import command_line, serve
 from topkv_vllm.versions import installed
 
 ROOT = Path(__file__).parents[3]
@@ -105,3 +106,18 @@ def test_the_page_shows_both_files():
         assert f"```text\n{(FOLDER / name).read_text('utf-8')}```" in page, name
     for name in metrics_of_the_source():
         assert f"`{name}`" in page, name
+
+
+def options_of(words):
+    """Values by option; of JSON what it says."""
+    pairs = dict(zip(words[::2], words[1::2], strict=True))
+    return {name: json.loads(each) if "{" in each else each for name, each in pairs.items()}
+
+
+def test_the_command_line_of_the_page_is_what_the_command_writes():
+    page = (ROOT / "docs" / "serve.md").read_text("utf-8")
+    (shown,) = re.findall(r"\$ vllm serve MODEL (.*?)```", page, re.DOTALL)
+    shown = options_of(shlex.split(shown.replace("\\\n", " ")))
+    settings = shown["--additional-config"]["topkv"]
+    line = command_line("MODEL", settings, ["--max-num-seqs", "8"])
+    assert options_of(line[5:]) == shown
