@@ -14,6 +14,7 @@ import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,18 @@ class Server:
                 command, env=environment, stdout=out, stderr=subprocess.STDOUT
             )
 
+    def kill(self):
+        """End it and the processes that it started, which would outlive it."""
+        import psutil
+
+        if self.process.poll() is None:
+            started = psutil.Process(self.process.pid).children(recursive=True)
+            self.process.kill()
+            self.process.wait()
+            for child in started:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+
     def said(self):
         """The end of its log."""
         return self.log.read_text()[-4000:]
@@ -158,9 +171,7 @@ def server(model, tmp_path_factory):
         server.wait_until_ready()
         yield server
     finally:
-        if server.process.poll() is None:
-            server.process.kill()
-            server.process.wait()
+        server.kill()
 
 
 def client(server):
@@ -291,7 +302,7 @@ def test_it_ends_under_load(server, stock, prompt):
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(90) == 0, server.said()
         finally:
-            server.process.kill()
+            server.kill()
         ended = [each for each in asked if each.exception() is None]
     assert len(ended) >= 4, "it waits for those that run"
     expected = [tokens for (tokens,) in stock.answer(prompts, 150)]
