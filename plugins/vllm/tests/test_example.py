@@ -119,5 +119,6 @@ def test_the_command_line_of_the_page_is_what_the_command_writes():
     (shown,) = re.findall(r"\$ vllm serve MODEL (.*?)```", page, re.DOTALL)
     shown = options_of(shlex.split(shown.replace("\\\n", " ")))
     settings = shown["--additional-config"]["topkv"]
-    line = command_line("MODEL", settings, ["--max-num-seqs", "8"])
+    worker = shown["--worker-cls"]  # that of a CPU, wherever this runs
+    line = command_line("MODEL", settings, ["--max-num-seqs", "8", "--worker-cls", worker])
     assert options_of(line[5:]) == shown

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from topkv.errors import CapabilityError
 from topkv_vllm import engine_args
 from topkv_vllm.refusals import check
-from topkv_vllm.versions import TESTED
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are tested on a CPU")
 
 PAGE = 32
 SETTINGS = {"backend": "triton_attention", "dense_layers": [], "max_tokens": 2048, "poison": True}
@@ -193,33 +195,40 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_selections_of_all_heads_are_refused(reason, model):
+def test_selections_of_all_heads_are_refused(reason, model, version):
     refused = configured(model, REFUSED[reason])
     with pytest.raises(CapabilityError, match=f"tensor parallel ranks: with {reason}") as caught:
-        check(refused, TESTED[-1])
+        check(refused, version)
     assert len(caught.value.reasons) == 1
     assert "each of 2 ranks has some of the 2 kv-heads alone" in caught.value.reasons[0]
-    check(configured(model, REFUSED[reason], tensor_parallel_size=1), TESTED[-1])
+    check(configured(model, REFUSED[reason], tensor_parallel_size=1), version)
 
 
-def test_places_alone_are_shared_by_ranks(model):
-    lowered = check(configured(model, {"algorithm": "streaming_llm"}), TESTED[-1])
+def test_places_alone_are_shared_by_ranks(model, version):
+    lowered = check(configured(model, {"algorithm": "streaming_llm"}), version)
     assert {group.scope for group in lowered.groups} == {"shared"}
     assert lowered.model.num_kv_heads == 1
 
 
-def test_a_shared_selection_of_a_single_kv_head_is_served(narrow):
-    check(configured(narrow, {"algorithm": "quest", "scope": "shared"}), TESTED[-1])
+def test_a_shared_selection_of_a_single_kv_head_is_served(narrow, version):
+    check(configured(narrow, {"algorithm": "quest", "scope": "shared"}), version)
 
 
-def test_a_calibration_of_all_heads_is_refused_with_the_heads_of_a_rank(model, tmp_path):
+def test_a_calibration_of_all_heads_is_refused_with_the_heads_of_a_rank(model, tmp_path, version):
     layers = {str(layer): [[1.0] * 64] * 2 for layer in range(2)}
     told = {"format": "topkv-double-sparsity-1", "kind": "importance", "statistic": "qk"}
     (tmp_path / "file.json").write_text(json.dumps(told | {"layers": layers}))
     settings = {"algorithm": "double_sparsity"}
     settings["params"] = {"calibration": str(tmp_path / "file.json")}
     with pytest.raises(CapabilityError, match="one of 2 tensor parallel ranks, which has 1 of th"):
-        check(configured(model, settings), TESTED[-1])
+        check(configured(model, settings), version)
+
+
+def test_ranks_on_a_gpu_are_refused(model, version):
+    config = configured(model, {"algorithm": "quest"})
+    config.device_config.device_type = "cuda"
+    with pytest.raises(CapabilityError, match="tensor parallel ranks on cuda; tested are those"):
+        check(config, version)
 
 
 def configured(model, settings, **arguments):
