@@ -108,6 +108,7 @@ def test_the_scope_follows_what_the_algorithm_can():
     shared = ("pages", {"capabilities": Capabilities(scopes=("shared",))})
     lowered = low(registry=make([shared]))
     assert origin(lowered, "scope") == ("shared", "topkv-fake 0.3")
+    assert [group.scope for group in lowered.groups] == ["shared"]
     assert (lowered.groups[0].shape.lane_heads, lowered.groups[0].shape.heads_per_lane) == (1, 2)
 
 

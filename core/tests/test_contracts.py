@@ -237,6 +237,12 @@ def test_a_spec_says_what_another_request_may_take_over():
         AlgorithmSpec(prefix="all")
 
 
+def test_a_spec_says_which_heads_a_selection_goes_by():
+    assert AlgorithmSpec().heads == "own"
+    with pytest.raises(ValueError, match="heads"):
+        AlgorithmSpec(heads="some")
+
+
 def test_a_flush_is_one_launch_a_group(monkeypatch):
     """However many layers and lanes there are, and without a word from the device."""
     on = tier("interpret")

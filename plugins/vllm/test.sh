@@ -19,7 +19,7 @@ if ! [ "$done" -nt plugins/vllm/test.sh -a "$done" -nt plugins/vllm/pyproject.to
     "${pip[@]}" uninstall -y torchvision torchaudio torchcodec
     folders=(core tools/cli plugins/vllm plugins/quest plugins/triton_attention plugins/streaming_llm
         plugins/clusterkv plugins/snapkv plugins/double_sparsity plugins/triton_topk
-        plugins/pariskv examples/arkvale)
+        plugins/pariskv examples/arkvale plugins/transformers tools/bench)
     "${pip[@]}" install --no-deps --no-build-isolation "${folders[@]/#/-e./}"
     touch "$done"
 fi
@@ -33,4 +33,5 @@ if [ -n "${VLLM:-}" ]; then
     export PYTHONPATH=$other${PYTHONPATH:+:$PYTHONPATH}
 fi
 # One thread: a second one that another process keeps waiting makes each small operation wait.
-TOPKV_NEEDS_VLLM=1 OMP_NUM_THREADS=1 exec "$venv/bin/python" -m pytest -q -p no:cacheprovider plugins/vllm/tests "$@"
+TOPKV_NEEDS_VLLM=1 OMP_NUM_THREADS=1 exec "$venv/bin/python" -m pytest -q -p no:cacheprovider plugins/vllm/tests \
+    tools/bench/tests/test_vllm.py "$@"

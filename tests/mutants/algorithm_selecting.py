@@ -41,6 +41,14 @@ class FirstHeadDecides(Quest):
         return lanes[:, :1].expand_as(lanes).flatten(0, 1).contiguous(), closed
 
 
+class PromisesPlaces(Quest):
+    """Says that heads do not matter."""
+
+    @hookimpl
+    def spec(self):
+        return evolve(super().spec(), heads="none")
+
+
 class Duplicates(Quest):
     """The best unit twice."""
 

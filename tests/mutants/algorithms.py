@@ -50,6 +50,8 @@ MUTANTS = [
     _mutant(writing.OtherHead, "needle_in_a_prompt"),
     _mutant(selecting.FirstHeadDecides, "heads_are_alike"),
     _mutant(selecting.FirstHeadDecides, "needle_in_a_prompt"),
+    _mutant(selecting.FirstHeadDecides, "heads_do_not_see_each_other"),
+    _mutant(selecting.PromisesPlaces, "heads_do_not_see_each_other"),
     _mutant(writing.PaddingWrites, "rows_that_append_nothing_write_nothing", ANYWHERE),
     _mutant(writing.IdleRowsWrite, "rows_that_append_nothing_write_nothing"),
     _mutant(selecting.Duplicates, "ids_are_well_formed", ANYWHERE),

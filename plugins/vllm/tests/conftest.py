@@ -27,6 +27,7 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "TRITON_F32_DEFAULT": "ieee",  # stock vLLM's kernels too, so that tokens can be compared
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks are bound to a NUMA node each if there are some
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -55,7 +56,19 @@ def version():
     return VERSION
 
 
-NEEDS_VLLM = {"served", "stock", "model", "server"}
+DEFAULTS = {
+    "algorithm": "quest",
+    "backend": "triton_attention",
+    "budget": LONGEST,
+    "dense_layers": [],
+    "page_tokens": PAGE,
+    "max_requests": 4,
+    "max_tokens": 4 * LONGEST,
+    "poison": True,
+}
+"""Settings with which everything is selected, so that tokens are those of stock vLLM."""
+
+NEEDS_VLLM = {"served", "stock", "save_model", "server"}
 
 
 ON_GPU = {
@@ -85,27 +98,24 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory):
-    """Where the model lies, with a tokenizer of bytes."""
+def save_model():
+    """Saves a model: ``save_model(path, **changes)``, with a tokenizer of bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=LONGEST,
-        bos_token_id=None,
-        eos_token_id=None,
-        initializer_range=0.2,  # attention that is far from uniform
-    )
-    path = tmp_path_factory.mktemp("model")
-    Qwen3ForCausalLM(config).float().save_pretrained(path)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": LONGEST,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "initializer_range": 0.2,  # attention that is far from uniform
+    }
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = letters + [a + b for a in letters[:16] for b in letters[:16]]
     vocabulary = {word: number for number, word in enumerate(words)}
@@ -114,8 +124,20 @@ def model(tmp_path_factory):
     tokenizer.decoder = decoders.ByteLevel()
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     told = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
-    told.save_pretrained(path)
-    return path
+
+    def save(path, **changes):
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(Qwen3Config(**sizes | changes)).float().save_pretrained(path)
+        told.save_pretrained(path)
+        return path
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def model(save_model, tmp_path_factory):
+    """Where the model lies."""
+    return save_model(tmp_path_factory.mktemp("model"))
 
 
 class Served:
@@ -249,18 +271,7 @@ def served(engines, arguments, graphs):
     own = []
 
     def make(settings=None, fresh=False, **more):
-        # Everything is selected, so that tokens are those of stock vLLM.
-        defaults = {
-            "algorithm": "quest",
-            "backend": "triton_attention",
-            "budget": LONGEST,
-            "dense_layers": [],
-            "page_tokens": PAGE,
-            "max_requests": 4,
-            "max_tokens": 4 * LONGEST,
-            "poison": True,
-        }
-        settings = {**defaults, **(settings or {})}
+        settings = {**DEFAULTS, **(settings or {})}
         more = {**arguments, "enforce_eager": not graphs, **more}
         key = json.dumps([settings, more], sort_keys=True)
         if fresh or key not in engines:

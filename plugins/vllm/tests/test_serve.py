@@ -14,6 +14,8 @@ import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -24,6 +26,7 @@ from topkv_vllm.args import CONNECTOR
 from topkv_vllm.serve import command_line, serve
 
 LONGEST, CHUNK, PAGE = 512, 96, 32
+EXAMPLE = Path(__file__).parents[3] / "examples" / "serve"
 
 
 def test_options_are_passed_on_in_their_order():
@@ -112,6 +115,18 @@ class Server:
                 command, env=environment, stdout=out, stderr=subprocess.STDOUT
             )
 
+    def kill(self):
+        """End it and the processes that it started, which would outlive it."""
+        import psutil
+
+        if self.process.poll() is None:
+            started = psutil.Process(self.process.pid).children(recursive=True)
+            self.process.kill()
+            self.process.wait()
+            for child in started:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+
     def said(self):
         """The end of its log."""
         return self.log.read_text()[-4000:]
@@ -156,9 +171,7 @@ def server(model, tmp_path_factory):
         server.wait_until_ready()
         yield server
     finally:
-        if server.process.poll() is None:
-            server.process.kill()
-            server.process.wait()
+        server.kill()
 
 
 def client(server):
@@ -168,27 +181,41 @@ def client(server):
 
 
 async def stream(openai, prompt, tokens, most=None):
-    """Token ids that a completion streams; the client goes away after ``most`` chunks."""
+    """Token ids that a completion streams, or a chat where the prompt is a text; the client goes
+    away after ``most`` tokens."""
     got = []
-    chunks = await openai.completions.create(
+    asked = {"prompt": prompt}
+    create = openai.completions.create
+    if isinstance(prompt, str):
+        asked = {"messages": [{"role": "user", "content": prompt}]}
+        create = openai.chat.completions.create
+    chunks = await create(
         model="tiny",
-        prompt=prompt,
+        **asked,
         max_tokens=tokens,
         temperature=0,
         stream=True,
         extra_body={"ignore_eos": True, "return_token_ids": True},
     )
     async for chunk in chunks:
-        got += chunk.choices[0].token_ids or []
+        got += getattr(chunk.choices[0], "token_ids", None) or []  # the first one has a role
         if most is not None and len(got) >= most:
             await chunks.close()
             break
     return got
 
 
-def test_clients_stream_and_a_third_goes_away(server, stock, prompt):
-    prompts = [prompt(length) for length in (5, 200, 64, 97, 33, 300, 150, 12, 250, 80, 31, 400)]
-    expected = [tokens for (tokens,) in stock.answer(prompts, 24)]
+@pytest.mark.parametrize("kind", ["completions", "chats"])
+def test_clients_stream_and_a_third_goes_away(kind, server, stock, model, prompt):
+    lengths = (5, 200, 64, 97, 33, 300, 150, 12, 250, 80, 31, 400)
+    prompts = given = [prompt(length) for length in lengths]
+    if kind == "chats":
+        from transformers import AutoTokenizer
+
+        prompts = ["".join(chr(97 + token % 26) for token in each) for each in prompts]
+        given = AutoTokenizer.from_pretrained(model)(prompts)["input_ids"]
+        assert tuple(map(len, given)) == lengths
+    expected = [tokens for (tokens,) in stock.answer(given, 24)]
 
     async def all_at_once():
         async with client(server) as openai:
@@ -205,6 +232,9 @@ def test_clients_stream_and_a_third_goes_away(server, stock, prompt):
     server.wait_until_nothing_is_held()
     metrics = server.metrics()
     assert metrics["vllm:topkv_hits_total"] > 0
+    kept = (EXAMPLE / "prometheus.yml").read_text("utf-8").partition("regex:")[2]
+    for name in re.findall(r"(?:topkv|num|kv|generation|time)_[a-z_]+[a-z]", kept):
+        assert [each for each in metrics if each.startswith(f"vllm:{name}")], name
     assert metrics["vllm:topkv_pages"] >= 4 * LONGEST // PAGE
 
 
@@ -272,7 +302,7 @@ def test_it_ends_under_load(server, stock, prompt):
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(90) == 0, server.said()
         finally:
-            server.process.kill()
+            server.kill()
         ended = [each for each in asked if each.exception() is None]
     assert len(ended) >= 4, "it waits for those that run"
     expected = [tokens for (tokens,) in stock.answer(prompts, 150)]

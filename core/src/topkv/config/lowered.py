@@ -27,6 +27,7 @@ class LoweredGroup:
             the same lanes in units of one token where selections are regranulated.
         indexed: the algorithm goes by the model's own indexer.
         tail: ``"forced"``, or ``"selectable"`` where the newest token competes in selections.
+        scope: ``"kv_head"`` or ``"shared"``; with a single kv-head the shape is the same.
     """
 
     shape: GroupShape
@@ -36,6 +37,7 @@ class LoweredGroup:
     selected_as: GroupShape
     indexed: bool
     tail: str
+    scope: str
 
     @property
     def regranulated(self) -> bool:

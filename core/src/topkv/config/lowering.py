@@ -184,6 +184,7 @@ def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConf
             selected_as=selected_as,
             indexed=known.plugin("algorithm", plan.algorithm).capabilities.needs_index,
             tail=plan.tail,
+            scope=plan.scope,
         )
         groups.append(group)
         where = f"(layers {show_ranges(layers)}"

@@ -85,6 +85,9 @@ class AlgorithmSpec:
             ``"replay"``, after ``construct`` has seen the keys again; ``"none"``.
         prompt_tail: last prompt tokens that must be computed all the same, for algorithms that
             look at the queries of a prompt's end.
+        heads: what a selection goes by: ``"own"``, what the heads of its lane say, and no others;
+            ``"all"``, what all heads of the layer say, which no rank of several has;
+            ``"none"``, places alone.
     """
 
     representations: tuple[RepresentationSpec, ...] = ()
@@ -94,6 +97,7 @@ class AlgorithmSpec:
     ring_tokens: int = field(default=0, validator=ge(0))
     prefix: str = field(default="pages", validator=in_(("pages", "replay", "none")))
     prompt_tail: int = field(default=0, validator=ge(0))
+    heads: str = field(default="own", validator=in_(("own", "all", "none")))
 
 
 @frozen

@@ -59,6 +59,7 @@ class SnapKV:
             settle_whole=True,
             generated=None if s.slide else s.generated,
             prompt_tail=s.window,
+            heads="all" if s.ada else "own",
         )
 
     @hookimpl

@@ -33,7 +33,7 @@ class StreamingLLM:
 
     @hookimpl
     def spec(self) -> AlgorithmSpec:
-        return AlgorithmSpec()
+        return AlgorithmSpec(heads="none")
 
     @hookimpl
     def construct(

@@ -12,6 +12,7 @@ from topkv.errors import CapabilityError, TopkvError
 from topkv.plugins import registry
 from topkv_vllm.args import CONNECTOR, GRAPHS, OWNED, PAGES
 from topkv_vllm.geometry import lowered_for, shape_of_config
+from topkv_vllm.ranks import rank_reasons, split_reasons
 from topkv_vllm.versions import TESTED, version_reasons
 
 
@@ -40,6 +41,7 @@ def check(vllm_config: Any, version: str) -> LoweredConfig:
             reasons += _algorithm_reasons(vllm_config, lowered)
         except TopkvError as error:
             reasons += getattr(error, "reasons", None) or [str(error)]
+            reasons += split_reasons(vllm_config)
     if reasons or lowered is None:
         raise CapabilityError("vLLM cannot serve this through topkv", reasons)
     return lowered
@@ -108,7 +110,9 @@ def _option_reasons(config: Any) -> list[str]:
         "prefix caching beside scheduling by priority, which may take a request out of a step "
         "that was to fill pages": cache.enable_prefix_caching and scheduler.policy == "priority",
         "speculative decoding": speculative is not None,
-        "tensor parallel ranks": parallel.tensor_parallel_size > 1,
+        f"tensor parallel ranks on {device}; tested are those of a CPU": (
+            parallel.tensor_parallel_size > 1 and device != "cpu"
+        ),
         "pipeline parallel stages": parallel.pipeline_parallel_size > 1,
         "data parallel ranks": parallel.data_parallel_size > 1,
         "context parallel ranks": (
@@ -138,7 +142,7 @@ def _algorithm_reasons(vllm_config: Any, lowered: LoweredConfig) -> list[str]:
     """Algorithms that could run out of room in the middle of a step, or share no prefixes."""
     plugins = make_plugins(registry(), lowered)
     limit, longest = plugins.least("generated"), vllm_config.model_config.max_model_len
-    reasons = []
+    reasons = rank_reasons(vllm_config, lowered, plugins.specs)
     if limit < longest:
         reasons.append(
             f"an algorithm has room for {limit} tokens after a prompt, and a request may generate "

@@ -89,6 +89,16 @@ class Pair(click.ParamType):
 @click.command("bench", short_help="Measure decoding with random weights and a stated drift.")
 @click.option("--model", type=click.Choice(MODELS), help="A geometry by name.")
 @click.option("--config", "config_path", type=Path, help="A config.json, or its directory.")
+@click.option(
+    "--engine",
+    type=click.Choice(["transformers", "vllm"]),
+    default="transformers",
+    show_default=True,
+    help="Calls of generate, or requests that vLLM serves.",
+)
+@click.option(
+    "--engine-arg", "engine_args", type=Pair(), multiple=True, help="An argument of vLLM's engine."
+)
 @click.option("--contestants", type=Names(), default=",".join(CONTESTANTS), show_default=True)
 @click.option("--compile", is_flag=True, help=f"Add {COMPILED}: captured and compiled steps.")
 @click.option(
@@ -139,13 +149,15 @@ def bench(json_file: Path | None, plot_file: Path | None, profile: bool, **given
     generate. Cells that do not fit, or are refused, are rows with the reason.
     """
     _check(given["model"], given["config_path"], json_file, plot_file)
+    if given["engine_args"] and given["engine"] != "vllm":
+        raise click.UsageError("--engine-arg is of --engine vllm")
     with _answering() as stdout:
         click.echo("loading torch and making the model ...", err=True)
         from topkv_bench import document, report
-        from topkv_bench.runs import OK, Bench
+        from topkv_bench.runs import OK
 
         with _quiet_transformers():
-            bench = Bench(_options(profiled=4 if profile else 0, **given))
+            bench = _bench(_options(profiled=4 if profile else 0, **given))
             rows: list[dict[str, Any]] = []
             result = document.document(bench, rows, sys.argv)
             for row in bench.run():
@@ -160,6 +172,17 @@ def bench(json_file: Path | None, plot_file: Path | None, profile: bool, **given
             draw(result, plot_file)
         if not any(row["status"] == OK for row in rows):
             raise ConfigError("nothing was measured", [_line(row) for row in rows])
+
+
+def _bench(options: Any) -> Any:
+    """What runs the grid."""
+    if options.engine == "vllm":
+        from topkv_bench.vllm_bench import VllmBench
+
+        return VllmBench(options)
+    from topkv_bench.runs import Bench
+
+    return Bench(options)
 
 
 def _check(
@@ -189,6 +212,7 @@ def _options(
     kv_limit: str | None,
     contestants: tuple[str, ...],
     compile: bool,
+    engine_args: tuple[tuple[str, Any], ...],
     **given: Any,
 ) -> Any:
     import torch
@@ -205,6 +229,7 @@ def _options(
         device=place,
         dtype=getattr(torch, name),
         kv_limit=None if kv_limit is None else limit_of(kv_limit),
+        engine_args=dict(engine_args),
         **given,
     )
 

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -15,11 +15,16 @@ import torch
 import topkv
 from topkv_bench.runs import Bench, Row, within_limit
 
+if TYPE_CHECKING:
+    from topkv_bench.vllm_bench import VllmBench
+
 SCHEMA = 1
 """Raised when a key changes its meaning or goes."""
 
 
-def document(bench: Bench, rows: Sequence[Row], command: Sequence[str]) -> dict[str, Any]:
+def document(
+    bench: Bench | VllmBench, rows: Sequence[Row], command: Sequence[str]
+) -> dict[str, Any]:
     """All of a run as one object.
 
     Args:
@@ -27,7 +32,7 @@ def document(bench: Bench, rows: Sequence[Row], command: Sequence[str]) -> dict[
         rows: that are done.
         command: arguments of the process.
     """
-    options, config = bench.options, bench.model.config
+    options = bench.options
     limit = options.kv_limit
     return {
         "schema": SCHEMA,
@@ -38,19 +43,16 @@ def document(bench: Bench, rows: Sequence[Row], command: Sequence[str]) -> dict[
         "model": {
             "name": options.model,
             "config": options.config_path and str(options.config_path),
-            "class": type(bench.model).__name__,
-            "parameters": bench.model.num_parameters(),
-            "weights_bytes": bench.weights_bytes,
             "dtype": str(options.dtype).removeprefix("torch."),
-            "attention": config._attn_implementation,
-            "cannot_attach": bench.cannot_attach,
+            **bench.facts(),
         },
         "options": {
             **{
                 name: getattr(options, name)
                 for name in ("contestants", "contexts", "requests", "fill", "drift", "steps")
             },
-            **{name: getattr(options, name) for name in ("warmup", "profiled", "chunk")},
+            **{name: getattr(options, name) for name in ("warmup", "profiled", "chunk", "engine")},
+            "engine_args": dict(options.engine_args),
             "settings": options.settings.as_dict(),
         },
         "rows": list(rows),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -55,6 +55,8 @@ class Options:
         chunk: tokens of a prompt that a forward takes.
         settings: of topkv.
         device, dtype: of model and cache.
+        engine: ``"transformers"`` or ``"vllm"``.
+        engine_args: further arguments of vLLM.
     """
 
     model: str | None
@@ -72,6 +74,8 @@ class Options:
     settings: SparseConfig
     device: torch.device
     dtype: torch.dtype
+    engine: str = "transformers"
+    engine_args: Mapping[str, Any] = attrs.Factory(dict)
 
     def cells(self) -> list[Cell]:
         """The grid: contexts, then requests, then contestants."""
@@ -144,6 +148,19 @@ def _rates(device: torch.device) -> dict[str, float] | None:
         return None
 
 
+def link(moved: Sequence[Any], steps: int) -> Row:
+    """Hits and bytes over the timed steps, of what was counted before and after them."""
+    before, after = moved
+    if after is None:
+        return {"hit_rate": None, "link_bytes_per_step": None}
+    hits, misses = after.hits - before.hits, after.misses - before.misses
+    loaded = after.loaded_bytes - before.loaded_bytes
+    return {
+        "hit_rate": hits / (hits + misses) if hits + misses else None,
+        "link_bytes_per_step": loaded / steps,
+    }
+
+
 class Bench:
     """Runs the cells of a grid over one model.
 
@@ -172,6 +189,16 @@ class Bench:
             if name.startswith("topkv"):  # a configuration that is wrong is told before any cell
                 mine = [cell for cell in self.cells if cell.contestant == name]
                 expected_bytes(self.model, min(mine, key=lambda cell: cell.requests * cell.tokens))
+
+    def facts(self) -> dict[str, Any]:
+        """What results depend on, of the model."""
+        return {
+            "class": type(self.model).__name__,
+            "parameters": self.model.num_parameters(),
+            "weights_bytes": self.weights_bytes,
+            "attention": self.model.config._attn_implementation,
+            "cannot_attach": self.cannot_attach,
+        }
 
     def run(self) -> Iterator[Row]:
         """A row for each cell, as soon as it is done."""
@@ -256,7 +283,7 @@ class Bench:
             "first_token_seconds": None if cell.pool else clock.first,
             "bytes": held,
             "peak_bytes": self._peak(),
-            **self._link(moved),
+            **link(moved, self.options.steps),
         }
         captured = isinstance(contestant, Topkv) and not contestant.handle.config.compile
         if captured and self.rates is not None:  # the model of a step knows no compiled layers
@@ -272,17 +299,6 @@ class Bench:
         found = contestant.handle.prediction(middle, cell.requests, hit_rate=rate, **self.rates)
         time: float = found.topkv.ms
         return time
-
-    def _link(self, moved: list[Any]) -> Row:
-        before, after = moved
-        if after is None:
-            return {"hit_rate": None, "link_bytes_per_step": None}
-        hits, misses = after.hits - before.hits, after.misses - before.misses
-        loaded = after.loaded_bytes - before.loaded_bytes
-        return {
-            "hit_rate": hits / (hits + misses) if hits + misses else None,
-            "link_bytes_per_step": loaded / self.options.steps,
-        }
 
     def _peak(self) -> int | None:
         """Most bytes beside the weights since the cell began; of a GPU alone."""

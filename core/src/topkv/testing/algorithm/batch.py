@@ -96,6 +96,35 @@ class BatchTests(KitTests):
 
         check()
 
+    def test_heads_do_not_see_each_other(self, subject: Subject) -> None:
+        """A lane selects the same beside other heads, unless ``spec`` says that it goes by all;
+        if it goes by none, other keys and queries change nothing at all."""
+
+        @examples(subject.tier, cpu=60, interpret=3, gpu=20)
+        @given(case=cases(subject, kv_heads=(3, 2)), data=st.data())
+        def check(case: Case, data: st.DataObject) -> None:
+            here, there = (AlgorithmBench(subject, case, requests=1) for _ in range(2))
+            heads, lane_heads = here.spec.heads, here.group.lane_heads
+            if heads == "all" or (heads == "own" and lane_heads == 1):
+                return
+            own = data.draw(st.integers(0, lane_heads - 1))
+            kept = (torch.arange(case.geometry.kv_heads) == own) & (heads == "own")
+            length, q = data.draw(here.long_lengths()), case.queries(1)
+            keys, others = case.tokens(0)[:length], case.tokens(7)[:length]
+            there._prompt = _beside(here._prompt, case.queries(case.most, 61)[:, 0], kept)
+            here.prefill(0, keys)
+            there.prefill(0, _beside(keys, others, kept))
+            new = case.tokens(9)[:1]
+            here.append([0], new)
+            there.append([0], _beside(new, case.tokens(8)[:1], kept))
+            expected = lanes(here.retrieve(q, [0]))[0][own]
+            asked = _beside(q, case.queries(1, 60), kept)
+            got = lanes(there.retrieve(asked, [0]))[0][own]
+            told = f"spec() says heads={heads!r}, and beside others"
+            assert got == expected, f"{told} lane {own} selects {got}, not {expected}"
+
+        check()
+
     def test_rows_that_append_nothing_write_nothing(self, subject: Subject) -> None:
         """Idle rows and padded rows leave every pool as it is, but for host page 0."""
 
@@ -134,6 +163,12 @@ def _permuted(q: Tensor, order: Sequence[int]) -> Tensor:
     """Queries ``[m, H, D]`` with the groups of heads in another order."""
     permuted: Tensor = q.unflatten(1, (len(order), -1))[:, order].flatten(1, 2)
     return permuted
+
+
+def _beside(rows: Tensor, others: Tensor, kept: Tensor) -> Tensor:
+    """Rows ``[..., heads, D]``, those of the kv-heads that are not kept being others."""
+    mine = kept.repeat_interleave(rows.shape[-2] // len(kept))
+    return torch.where(mine[:, None], rows, others)
 
 
 def _assert_unchanged(

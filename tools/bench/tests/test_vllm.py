@@ -1,0 +1,87 @@
+"""``topkv bench --engine vllm``; where vLLM is not installed, ``plugins/vllm/test.sh`` runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from click.testing import CliRunner
+
+from topkv_bench.vllm_bench import version_of_vllm
+from topkv_cli.group import topkv
+
+needs_vllm = pytest.mark.skipif(
+    version_of_vllm() is None and not os.environ.get("TOPKV_NEEDS_VLLM"),
+    reason="vLLM is not installed; plugins/vllm/test.sh",
+)
+
+BLOCK = 2 * 4 * 2 * 64 * 4
+"""Bytes of a token of the tiny geometry: keys and values, layers, kv-heads, dim, float32."""
+
+
+def rows_of(tmp_path, *args):
+    out = tmp_path / "out.json"
+    few = ("--steps", 4, "--warmup", 1, "--device", "cpu", "--prefill-chunk", 128)
+    grid = ("bench", "--engine", "vllm", "--model", "tiny", "--context", 512, *few, *args)
+    result = CliRunner().invoke(topkv, [*map(str, grid), "--json", str(out)])
+    assert result.exit_code == 0, result.output
+    shown = json.loads(out.read_text())
+    assert shown["options"]["engine"] == "vllm"
+    assert shown["model"]["class"] == "LlamaForCausalLM"
+    assert shown["model"]["vllm"] == version_of_vllm()
+    return shown["rows"]
+
+
+def check_times(row):
+    step = row["step_ms"]
+    assert 0 < step["p10"] <= step["median"] <= step["p90"]
+    assert row["tokens_per_second"] == 1e3 * row["requests"] / step["median"]
+    assert row["first_token_seconds"] > 0
+    assert row["attach_seconds"] > 0
+
+
+@needs_vllm
+def test_stock_vllm_and_a_limit(tmp_path):
+    """Two requests exceed it, one does not; what does not fit is not even started."""
+    grid = ("--contestants", "dense", "--requests", "2,1", "--kv-limit", "3MiB")
+    over, row = rows_of(tmp_path, *grid, "--engine-arg", "block_size=32")
+    assert (over["requests"], over["status"]) == (2, "over the limit")
+    assert "--kv-limit is 3145728" in over["reason"]
+    assert row["status"] == "ok", row
+    check_times(row)
+    tokens = 512 + 1 + 1 + 4 + 4 + 1  # prompt, first, warmup, steps, four chunks and one more
+    assert row["bytes"]["device"] == (-(-tokens // 32) + 1) * 32 * BLOCK
+    assert row["bytes"]["host"] == 0
+    assert row["hit_rate"] is None
+
+
+@needs_vllm
+def test_topkv_with_a_stated_drift(tmp_path):
+    sets = {"algorithm": "quest", "backend": "triton_attention", "budget": 128, "unit": 16}
+    words = [word for name, value in sets.items() for word in ("--set", f"{name}={value}")]
+    grid = ("--contestants", "offloaded,topkv", "--requests", "2", "--drift", 0.25)
+    none, row = rows_of(tmp_path, *grid, *words, "--set", "buffer=128")
+    assert none["status"] == "refused"
+    assert "there are dense, topkv-resident, topkv and no offloaded" in none["reason"]
+    assert row["status"] == "ok", row
+    check_times(row)
+    assert row["drift"]["stated"] == 0.25
+    assert row["drift"]["layers"] == 2
+    assert 0.6 < row["hit_rate"] < 0.9
+    assert row["link_bytes_per_step"] > 0
+    assert row["bytes"]["host"] > 0
+    assert row["settings"]["budget"] == 128
+
+
+def test_what_vllm_cannot_measure_is_refused_together(monkeypatch):
+    monkeypatch.setattr("topkv_bench.vllm_bench.version_of_vllm", lambda: None)
+    tiny = ("bench", "--model", "tiny", "--engine-arg", "tensor_parallel_size=2")
+    result = CliRunner().invoke(topkv, tiny)
+    assert result.exit_code == 2
+    assert "--engine-arg is of --engine vllm" in result.stderr
+    more = ("--engine", "vllm", "--fill", "pool", "--profile", "--device", "cpu")
+    result = CliRunner().invoke(topkv, (*tiny, *more))
+    assert result.exit_code == 2
+    told = "vLLM is not installed", "--fill pool: vLLM fills", "--profile: phases", "so one rank"
+    assert all(reason in " ".join(result.stderr.split()) for reason in told), result.stderr
