@@ -10,6 +10,7 @@ import zlib
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import topkv
 from topkv.errors import CapabilityError, HostMemoryError, RequestError
@@ -85,8 +86,10 @@ def suspended(tiny, folder, model=None, **changes):
 
 
 def test_another_process_goes_on(tiny, tmp_path):
-    model, settings, (said, mask), expected = suspended(tiny, tmp_path / "chat")
-    model.save_pretrained(tmp_path / "model")
+    tiny.model().save_pretrained(tmp_path / "model")
+    # Where weights lie in memory can decide which instructions multiply them, and so the last bit.
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").to(tiny.model().device)
+    model, settings, (said, mask), expected = suspended(tiny, tmp_path / "chat", model)
     torch.save([said.cpu(), mask.cpu(), settings], tmp_path / "said.pt")
     script = f"""
 import sys, torch, topkv
