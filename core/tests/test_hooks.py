@@ -20,6 +20,10 @@ EXPECTED = {
         "algorithm.retrieve_topk": "self layer q weights ids",
         "algorithm.retrieve_prompt": "self layer slot start q weights ids",
         "algorithm.truncated": "self layer slot length",
+        "stage.spec": "self",
+        "stage.construct": "self layer slot start k v q lse",
+        "stage.update": "self layer k v",
+        "stage.refine": "self layer q candidates ids",
         "backend.adapt_page_table": "self layer plan tables",
         "backend.attend": "self q k v tables out lse",
         "backend.prefill": "self q k v q_start k_start out lse",
@@ -54,11 +58,14 @@ OPTIONAL_HOOKS = {
     "algorithm.settle",
     "algorithm.retrieve_prompt",
     "algorithm.truncated",
+    "stage.construct",
+    "stage.update",
     "backend.prefill_selected",
 }
 
 SETUPS = {
     "algorithm": ("AlgorithmSetup", "model group params device topk"),
+    "stage": ("StageSetup", "model group params device"),
     "backend": ("BackendSetup", "model group device max_batch group_size"),
     "transfer": ("TransferSetup", "store layers eviction"),
     "eviction": ("EvictionSetup", "device"),

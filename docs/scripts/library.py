@@ -40,6 +40,7 @@ SUITES = {
     "evictions": None,
     "topks": "TopKOptions",
     "observers": "ObserverOptions",
+    "stages": "StageOptions",
     "storages": "StorageOptions",
     "engines": "EngineCase",
 }

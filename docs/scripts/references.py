@@ -23,6 +23,7 @@ KINDS = {
     "topk": "Exact top-k",
     "engine": "Engine integration",
     "observer": "Observer",
+    "stage": "Stage",
     "storage": "Storage",
 }
 """Modules of ``topkv.hooks`` in the order of the page, and their titles."""

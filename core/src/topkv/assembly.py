@@ -25,6 +25,7 @@ from topkv.plugins.contract import has_hook, pair_reasons
 from topkv.regranulated import Regranulated, SharedRegranulated
 from topkv.report import MemoryReport, count_memory
 from topkv.selectors import Own, Selector
+from topkv.staged import make_stages
 from topkv.transfer.eviction import require_kernel
 from topkv.transfer.stalls import timed
 from topkv.types import LayerView
@@ -85,19 +86,18 @@ def make_plugins(registry: PluginRegistry, config: LoweredConfig) -> Plugins:
 def _make_algorithm(
     registry: PluginRegistry, config: LoweredConfig, group: LoweredGroup
 ) -> Algorithm | None:
-    """The algorithm of a group; None for a dense one."""
+    """The algorithm of a group, stages behind it; None for a dense one."""
     if group.algorithm is None:
         return None
-    device, impl = config.device, config.impl
 
     def topk(rows: int, columns: int, select: int) -> TopK:
-        setup = TopKSetup(rows, columns, select, device)
-        made: TopK = registry.create("topk", config.topk, setup, impl)
+        setup = TopKSetup(rows, columns, select, config.device)
+        made: TopK = registry.create("topk", config.topk, setup, config.impl)
         return made
 
-    setup = AlgorithmSetup(config.model, group.selected_as, dict(group.params), device, topk)
-    algorithm: Algorithm = registry.create("algorithm", group.algorithm, setup, impl)
-    return algorithm
+    stages = make_stages(registry, config, group)
+    setup = AlgorithmSetup(config.model, stages.group, dict(group.params), config.device, topk)
+    return stages.behind(registry.create("algorithm", group.algorithm, setup, config.impl))
 
 
 class Tensors:

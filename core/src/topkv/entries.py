@@ -15,7 +15,17 @@ HOOK_API = (2, 1)
 """(major, minor) of the hook specs of this core. A plugin of the same major and of a minor that
 is not newer loads; every other is refused before its code is imported."""
 
-KINDS = ("algorithm", "backend", "transfer", "eviction", "topk", "engine", "observer", "storage")
+KINDS = (
+    "algorithm",
+    "stage",
+    "backend",
+    "transfer",
+    "eviction",
+    "topk",
+    "engine",
+    "observer",
+    "storage",
+)
 
 IMPLS = ("reference", "triton")
 

@@ -11,6 +11,7 @@ from attrs import frozen
 from topkv.config.layers import show_ranges
 from topkv.config.settings import Settings
 from topkv.config.sources import Setting
+from topkv.config.stages import StageSettings
 from topkv.types import GroupShape, ModelShape
 
 
@@ -28,6 +29,7 @@ class LoweredGroup:
         indexed: the algorithm goes by the model's own indexer.
         tail: ``"forced"``, or ``"selectable"`` where the newest token competes in selections.
         scope: ``"kv_head"`` or ``"shared"``; with a single kv-head the shape is the same.
+        stages: what stands behind the algorithm, in order, with every parameter.
     """
 
     shape: GroupShape
@@ -38,6 +40,7 @@ class LoweredGroup:
     indexed: bool
     tail: str
     scope: str
+    stages: tuple[StageSettings, ...] = ()
 
     @property
     def regranulated(self) -> bool:

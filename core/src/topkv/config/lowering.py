@@ -185,6 +185,7 @@ def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConf
             indexed=known.plugin("algorithm", plan.algorithm).capabilities.needs_index,
             tail=plan.tail,
             scope=plan.scope,
+            stages=plan.stages,
         )
         groups.append(group)
         where = f"(layers {show_ranges(layers)}"
@@ -194,6 +195,11 @@ def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConf
             known.reasons += [f"{plugin.who} {why} {where}, {plan.residency})" for why in refused]
         known.reasons += [f"{why} {where})" for why in group_reasons(group, plan.buffer, lowered)]
         known.reasons += sharing_reasons(lowered.model, group)
+        if group.stages and group.indexed:
+            known.reasons.append(
+                "stages are given queries and keys, and the algorithm goes by the model's own "
+                f"indexer; leave stages out {where})"
+            )
     known.keep(Setting("capturable", capturable, COMPUTED))
     on_host = [group.shape for group in groups if group.shape.residency != "resident"]
     _, size = lay_out(on_host, lowered.host_layout, lowered.num_pages)
@@ -212,7 +218,8 @@ def _plugins(known: Resolver, plan: LayerPlan, lowered: LoweredConfig) -> list[P
     }
     if plan.sparse:
         names |= {"eviction": lowered.eviction, "topk": lowered.topk}
-    return [known.plugin(kind, name) for kind, name in names.items()]
+    stages = [known.plugin("stage", stage.name) for stage in plan.stages]
+    return [*(known.plugin(kind, name) for kind, name in names.items()), *stages]
 
 
 def _shape(lowered: LoweredConfig, layers: list[int], plan: LayerPlan) -> GroupShape:

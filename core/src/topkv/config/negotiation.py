@@ -16,9 +16,13 @@ from topkv.entries import PluginEntry
 if TYPE_CHECKING:
     from topkv.config.lowered import LoweredConfig
     from topkv.config.sources import Setting
+    from topkv.config.stages import StageSettings
 
-READERS = ("algorithm", "backend")
+READERS = ("algorithm", "stage", "backend")
 """Kinds that look into rows; others move and evict them."""
+
+SELECTING = ("algorithm", "stage")
+"""Kinds that go by the units that are selected; others by those that are stored."""
 
 
 @frozen(kw_only=True)
@@ -34,6 +38,7 @@ class LayerPlan:
         selects: tokens of a unit that the algorithm selects: ``unit``, or 1 where selections are
             regranulated.
         params: complete.
+        stages: behind the algorithm, with complete parameters.
         tail: ``"forced"``, or ``"selectable"`` where the newest token competes in selections.
             Forced where they are regranulated: only the ring has the open unit.
         regranulate: the user allows it. What comes of it is ``selects``.
@@ -52,6 +57,7 @@ class LayerPlan:
     selects: int = 0
     tail: str = "forced"
     params: Mapping[str, Any] = field(factory=dict)
+    stages: tuple[StageSettings, ...] = ()
     regranulate: bool = field(default=False, eq=False)
     single_tokens: bool = field(default=False, eq=False)
     settings: tuple[Setting, ...] = field(default=(), eq=False)
@@ -85,7 +91,7 @@ def refusals(entry: PluginEntry, plan: LayerPlan, attention: str) -> Iterator[tu
         Two texts: what the plugin takes; what it got, and how to change that.
     """
     kind, caps = entry.kind, entry.capabilities
-    unit = plan.selects if kind == "algorithm" else plan.unit
+    unit = plan.selects if kind in SELECTING else plan.unit
     if kind in READERS:
         yield from _unless_in(caps.attention, "attention", attention)
     yield from _unless_in(caps.scopes, "scope", plan.scope)
@@ -139,7 +145,7 @@ def _unless_in(
 
 def _regranulation(kind: str, plan: LayerPlan, too_small: bool) -> str:
     """The end of a reason against a unit: whether ``regranulate`` would help; may be empty."""
-    if not plan.sparse or kind not in READERS:
+    if not plan.sparse or kind not in READERS or kind == "stage":
         return ""
     if plan.single_tokens:
         helps = not plan.regranulate and (kind == "algorithm" or too_small)

@@ -19,6 +19,7 @@ from topkv.config.sources import (
     pick,
     with_origin,
 )
+from topkv.config.stages import StageSettings
 from topkv.messages import shown
 from topkv.types import ModelShape
 
@@ -133,6 +134,8 @@ def sparse_plan(known: Resolver, rule: Sources) -> LayerPlan:
     # Those that the user sets for all layers are the base algorithm's.
     of_base = base is not None and algorithm == base.value
     params = _params(known, plugin, sources if of_base else rule)
+    stages = pick(sources, "stages")
+    stages = evolve(stages, value=tuple(_stage(known, asked) for asked in stages.value))
     whole = not tokens or unit.value == 1
     return LayerPlan(
         residency="sparse",
@@ -144,9 +147,10 @@ def sparse_plan(known: Resolver, rule: Sources) -> LayerPlan:
         selects=1 if tokens else unit.value,
         tail=capabilities.tail if whole else "forced",
         params={name: param.value for name, param in params.items()},
+        stages=stages.value,
         regranulate=allowed.value,
         single_tokens=capabilities.single_tokens,
-        settings=(unit, allowed, scope, budget, buffer, *params.values()),
+        settings=(unit, allowed, scope, budget, buffer, *params.values(), stages),
     )
 
 
@@ -176,6 +180,18 @@ def _params(known: Resolver, plugin: Plugin, sources: Sources) -> dict[str, Sett
             if name not in names
         ]
     return params
+
+
+def _stage(known: Resolver, asked: StageSettings) -> StageSettings:
+    """A stage with all parameters of its plugin."""
+    plugin = known.plugin("stage", asked.name)
+    names = plugin.entry.parameters if plugin.entry else asked.params
+    known.reasons += [
+        f"unknown parameter {shown(name)} of {plugin.who}; {near(name, names)}"
+        for name in asked.params
+        if name not in names
+    ]
+    return evolve(asked, params={**names, **asked.params})
 
 
 def _alike(plans: Mapping[int, LayerPlan]) -> Plans:

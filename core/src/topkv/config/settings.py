@@ -11,10 +11,11 @@ from typing import Any, Generic, TypeVar
 
 from attrs import field, fields, frozen
 
-from topkv.config import checks, storages
+from topkv.config import checks, stages, storages
 from topkv.config.checks import clean, one_of
 from topkv.config.files import read
 from topkv.config.layers import DENSE, overrides
+from topkv.config.stages import StageSettings
 from topkv.config.storages import StorageSettings
 from topkv.entries import IMPLS, SCOPES
 from topkv.errors import ConfigError
@@ -73,6 +74,10 @@ class LayerSettings:
 
     params: Mapping[str, Any] | None = setting(checks.parameters)
     """parameters of the algorithm."""
+
+    stages: Sequence[str | Mapping[str, Any] | StageSettings] | None = setting(stages.stages, ())
+    """what stands behind the algorithm and refines its selections, in order: names of plugins, or
+    mappings with the ``name`` of one and its ``params``. An override replaces the whole list."""
 
 
 @frozen(kw_only=True)
@@ -190,8 +195,8 @@ class SparseConfig(Settings[None, int | str | None], LayerSettings):
         overrides(_metadata(LayerSettings, "check"))
     )
     """overrides by layer range: ``{"0-1": "resident", "2-": "quest", "5": {...}}``; a mapping
-    takes residency, algorithm, scope, unit, regranulate, budget, buffer and params. Where several
-    name a layer, what is written later wins. They beat ``dense_layers``."""
+    takes residency, algorithm, scope, unit, regranulate, budget, buffer, params and stages. Where
+    several name a layer, what is written later wins. They beat ``dense_layers``."""
 
     def as_dict(self) -> dict[str, Any]:
         """The settings that are not None, by name, as the user wrote them."""

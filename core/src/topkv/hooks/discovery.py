@@ -79,5 +79,10 @@ def topkv_register_observers() -> list[PluginEntry]:  # type: ignore[empty-body]
 
 
 @hookspec
+def topkv_register_stages() -> list[PluginEntry]:  # type: ignore[empty-body]
+    """Stages; factories follow ``topkv.hooks.stage``."""
+
+
+@hookspec
 def topkv_register_storages() -> list[PluginEntry]:  # type: ignore[empty-body]
     """Storages; factories follow ``topkv.hooks.storage``."""

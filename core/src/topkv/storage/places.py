@@ -31,6 +31,7 @@ def layout_of(config: LoweredConfig, manager: SparseKVCacheManager) -> dict[str,
             "layers": list(group.shape.layers),
             "algorithm": group.algorithm,
             "params": {name: repr(value) for name, value in sorted(group.params.items())},
+            "stages": [repr(stage) for stage in group.stages],
             "budget": group.budget,
             "residency": group.shape.residency,
             "entry": [group.shape.lane_heads, *group.shape.entry_shape],
@@ -53,12 +54,13 @@ def layout_of(config: LoweredConfig, manager: SparseKVCacheManager) -> dict[str,
 def fingerprint_of(config: LoweredConfig, manager: SparseKVCacheManager) -> bytes:
     """A hash over all that the bytes of a page depend on, tokens, weights and tenants apart.
 
-    Files that parameters of algorithms name count with what they hold.
+    Files that parameters of algorithms and stages name count with what they hold.
     """
     files = [
         hashlib.sha256(Path(value).read_bytes()).hexdigest()
         for group in config.groups
-        for _, value in sorted(group.params.items())
+        for params in (group.params, *(stage.params for stage in group.stages))
+        for _, value in sorted(params.items())
         if isinstance(value, (str, Path)) and Path(value).is_file()
     ]
     told = {

@@ -19,9 +19,12 @@ from attrs import frozen
 from hypothesis import Phase, settings
 
 from topkv.entries import PluginEntry
+from topkv.hooks.stage import StageSetup
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
+from topkv.staged import Stages
 from topkv.testing.models.doubles import Entries
+from topkv.testing.models.stage_doubles import Offered
 from topkv.testing.tiers import Tier
 
 
@@ -52,6 +55,19 @@ class Subject:
             pytest.skip(f"{self.entry.name} does not state the trait {trait!r}")
 
 
+class StageSubject(Subject):
+    """A stage on a tier. What it makes is an algorithm with the stage behind it, as the core has
+    it, so that all that holds for algorithms is tested of the two together."""
+
+    def make(self, setup: Any, impl: str | None = None) -> Any:
+        """``Staged`` for an ``AlgorithmSetup``: candidates of ``Offered``, and the stage."""
+        stages = Stages(setup.group, setup.device)
+        own = StageSetup(setup.model, setup.group, setup.params, setup.device)
+        stages.put_first(super().make(own, impl), 0)
+        offered: Any = Offered(stages.group)
+        return stages.behind(offered)
+
+
 def subject_of(plugin: str | PluginEntry, kind: str, tier: Tier, options: Any = None) -> Subject:
     """The subject of an installed plugin, by name, or of an entry that nobody has installed.
 
@@ -77,7 +93,8 @@ def subject_of(plugin: str | PluginEntry, kind: str, tier: Tier, options: Any = 
         pytest.skip(f"{entry.name} does not state the tier {tier.name!r}")
     if tier.missing:
         pytest.skip(f"tier {tier.name!r}: {tier.missing}")
-    return Subject(entry, registry, tier, options)
+    made = StageSubject if kind == "stage" else Subject
+    return made(entry, registry, tier, options)
 
 
 class KitTests:

@@ -11,5 +11,7 @@ Which to take where a test needs
 * an algorithm for a model with an indexer, or its scores in float64: ``indexed``.
 * a selection that is known without a look at the engine, and an observer that remembers each
   forward: ``engine_doubles``.
+* a stage with pools and exact scores, one that changes nothing, or an algorithm that offers given
+  candidates: ``stage_doubles``.
 * a storage that fails when a test says so: ``storage_doubles``.
 """

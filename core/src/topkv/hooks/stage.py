@@ -1,0 +1,117 @@
+"""Hook specs of a stage, which stands behind the selection of an algorithm and refines it.
+
+``factory(setup)`` gives one instance per group for a ``StageSetup``; an entry names a factory for
+each implementation. The setting ``stages`` lists stages in the order in which they are asked. The
+algorithm selects more units than are attended, as many times more as ``StageSpec.widen`` says,
+and each stage passes some of what it is given on to the next. What the last one leaves is planned,
+loaded and attended. So a stage goes with any algorithm that selects in decode steps alone.
+
+A stage may keep representations of its own, in pools like those of an algorithm, and then has
+``construct`` and ``update``, as in ``topkv.hooks.algorithm``. Its ``layer.pools`` holds its own
+pools and no others. What it keeps in pools of grain ``"unit"`` and ``"token"`` depends on the keys
+of their page alone. One that keeps a pool of grain ``"request"`` ends the sharing of
+prefixes.
+
+``update`` and ``refine`` are hot: no host sync, no allocation that a CUDA graph cannot replay, no
+shape that depends on data, no Python per request. They run on the current stream. Rows of queries,
+keys and values may lie at any stride; heads and the last dimension are adjacent.
+
+A stage is not told which candidates its algorithm promises to select, such as sinks: one that
+should keep them has a parameter for it. Defaults of a stage's entry are not read.
+
+Not there yet, and refused: behind an algorithm that goes by the model's own indexer, or that
+selects for the rows of a prompt too (``retrieve_prompt``). Stages that correct what was attended
+(``correct``), ask further queries (``queries``), guess a selection (``predict``) or drop pages
+(``keep``), and layers that take over the selection of another (``sources``): there are no such
+hooks, and a class that marks one of them is refused.
+
+``topkv.testing.stages.StageTests`` tests one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from attrs import field, frozen
+from attrs.validators import ge
+from torch import Tensor
+
+from topkv.hooks.algorithm import RepresentationSpec
+from topkv.hooks.discovery import hookspec, optional
+from topkv.types import GroupShape, LayerView, ModelShape
+
+
+@frozen
+class StageSpec:
+    """Sizes of a stage, which the core asks for before it allocates anything.
+
+    Attributes:
+        representations: its pools, each name once.
+        widen: candidates for each unit that is left. A stage that leaves K units is given
+            ``K' = min(widen * K, group.max_units)`` candidates; 1 for one that only drops some.
+    """
+
+    representations: tuple[RepresentationSpec, ...] = ()
+    widen: int = field(default=1, validator=ge(1))
+
+
+@frozen
+class StageSetup:
+    """The argument of a stage's factory.
+
+    Attributes:
+        model: geometry of the attention layers.
+        group: the group as the algorithm sees it: in units of one token where its selections are
+            regranulated. ``group.select`` is K, the width of what this stage leaves.
+        params: every parameter of the entry, with the values that hold here.
+        device: where it will run.
+    """
+
+    model: ModelShape
+    group: GroupShape
+    params: Mapping[str, Any]
+    device: torch.device
+
+
+class Stage(Protocol):
+    """A stage of one group."""
+
+    @hookspec
+    def spec(self) -> StageSpec:
+        """Representations and candidates. Cold, before any allocation."""
+
+    @optional
+    @hookspec
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        """Write the representations of the units that a prefill chunk touched. Cold.
+
+        Called behind the algorithm's, with the same ``start``, ``k``, ``v``, ``q`` and ``lse``:
+        see ``Algorithm.construct``.
+        """
+
+    @optional
+    @hookspec
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        """Follow the token that each decode row appended. Hot.
+
+        Called behind the algorithm's, with the same ``k`` and ``v``: see ``Algorithm.update``.
+        """
+
+    @hookspec
+    def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
+        """Choose among candidates. Hot.
+
+        Args:
+            layer: the layer; ``layer.group.select`` is K.
+            q: ``[B, Q, H, D]`` post-RoPE queries.
+            candidates: int32 ``[N, K']`` logical units as the algorithm, or the stage before, left
+                them: unique in a row, in any order, -1 anywhere, all -1 in padded rows. Owned by
+                the core, and only read. Lane ``b * lane_heads + head``.
+            ids: int32 ``[N, K]``, owned by the core, every element to be written: some of the
+                row's candidates, each once, -1 anywhere, all -1 in padded rows. Which ones does
+                not depend on the order of the candidates: each top-k has an order of its own.
+        """

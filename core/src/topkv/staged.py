@@ -1,0 +1,191 @@
+"""Stages behind an algorithm: what the core calls is one algorithm again.
+
+A group with stages gets a ``Staged`` instead of its algorithm. It has the hooks of an algorithm,
+asks the algorithm for more units than are attended, and hands them from stage to stage. Nothing
+else knows of stages: pools follow from its spec, and what selects, warms or is regranulated calls
+it as it calls any algorithm. A group without stages has its algorithm itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from topkv.config import LoweredConfig, LoweredGroup
+from topkv.errors import CONFIG_REFUSED, ConfigError
+from topkv.hooks.algorithm import Algorithm, AlgorithmSpec, History, RepresentationSpec
+from topkv.hooks.stage import Stage, StageSetup, StageSpec
+from topkv.plugins import PluginRegistry
+from topkv.plugins.contract import has_hook
+from topkv.types import GroupShape, LayerView
+
+_PREFIX = "stages["
+
+
+@frozen(eq=False)
+class Link:
+    """One stage of a chain.
+
+    Attributes:
+        stage, spec: the instance, and what it says.
+        group: as of its setup: ``select`` is what it leaves.
+        candidates: int32 ``[max_lanes, K']`` what it is given.
+        prefix: of the names of its pools among those of the group.
+    """
+
+    stage: Stage
+    spec: StageSpec
+    group: GroupShape
+    candidates: Tensor
+    prefix: str
+
+    def representations(self) -> list[RepresentationSpec]:
+        """Its pools, under names that are those of no other stage or algorithm."""
+        return [evolve(spec, name=self.prefix + spec.name) for spec in self.spec.representations]
+
+    def view(self, layer: LayerView) -> LayerView:
+        """A layer as the stage sees it: with its own pools alone."""
+        pools = {
+            spec.name: layer.pools[self.prefix + spec.name] for spec in self.spec.representations
+        }
+        return evolve(layer, group=self.group, pools=pools)
+
+
+class Stages:
+    """The stages of a group; of most groups none.
+
+    Args:
+        group: as the last of them leaves it.
+        device: where they run.
+
+    Attributes:
+        group: as the algorithm is to see it: it selects what the first stage is given.
+    """
+
+    def __init__(self, group: GroupShape, device: torch.device) -> None:
+        self.group, self.device, self._links = group, device, list[Link]()
+
+    def put_first(self, stage: Stage, number: int) -> None:
+        """Put a stage before those that are here; it was made for ``group`` as it is now."""
+        spec, group = stage.spec(), self.group
+        self.group = evolve(group, select=min(spec.widen * group.select, group.max_units))
+        shape = (group.max_lanes, self.group.select)
+        candidates = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+        self._links.insert(0, Link(stage, spec, group, candidates, f"{_PREFIX}{number}]."))
+
+    def behind(self, algorithm: Algorithm) -> Algorithm:
+        """The algorithm with these stages behind it; itself where there are none.
+
+        Raises:
+            ConfigError: it cannot have stages behind it.
+        """
+        return Staged(algorithm, self.group, self._links) if self._links else algorithm
+
+
+def make_stages(registry: PluginRegistry, config: LoweredConfig, group: LoweredGroup) -> Stages:
+    """The stages that a group names.
+
+    Raises:
+        ConfigError, PluginError: one of them refuses.
+    """
+    made = Stages(group.selected_as, config.device)
+    # From the last to the first: what one is given, the one before it leaves.
+    for number, asked in reversed(list(enumerate(group.stages))):
+        setup = StageSetup(config.model, made.group, dict(asked.params), config.device)
+        made.put_first(registry.create("stage", asked.name, setup, config.impl), number)
+    return made
+
+
+class Staged:
+    """An algorithm with stages behind it. The contract is ``topkv.hooks.algorithm``.
+
+    Args:
+        algorithm: the algorithm.
+        group: as the algorithm sees it.
+        links: the stages, at least one.
+    """
+
+    settle: Any = None
+    truncated: Any = None
+    retrieve_prompt: Any = None
+
+    def __init__(self, algorithm: Algorithm, group: GroupShape, links: Sequence[Link]) -> None:
+        self.algorithm, self.group, self.links = algorithm, group, links
+        self._spec = algorithm.spec()
+        refused = [
+            f"the algorithm has a pool {spec.name!r}, and names with {_PREFIX!r} are those of "
+            "stages; rename it"
+            for spec in self._spec.representations
+            if spec.name.startswith(_PREFIX)
+        ]
+        if has_hook(algorithm, "retrieve_prompt"):
+            refused.append(
+                "the algorithm selects for the rows of a prompt too (retrieve_prompt), and stages "
+                "refine the selections of decode steps alone; leave stages out"
+            )
+        if refused:
+            raise ConfigError(CONFIG_REFUSED, refused)
+        if has_hook(algorithm, "settle"):
+            self.settle = self._settle
+        if has_hook(algorithm, "truncated"):
+            self.truncated = self._truncated
+        self._constructing = [link for link in links if has_hook(link.stage, "construct")]
+        self._updating = [link for link in links if has_hook(link.stage, "update")]
+        self._views: dict[int, tuple[LayerView, list[LayerView]]] = {}
+
+    def spec(self) -> AlgorithmSpec:
+        """The algorithm's, with the pools of all stages."""
+        own = [pool for link in self.links for pool in link.representations()]
+        kept = any(pool.grain == "request" for pool in own)
+        pools = (*self._spec.representations, *own)
+        return evolve(
+            self._spec, representations=pools, prefix="none" if kept else self._spec.prefix
+        )
+
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        own, views = self._seen(layer)
+        self.algorithm.construct(own, slot, start, k, v, q, lse)
+        for link, view in zip(self.links, views, strict=True):
+            if link in self._constructing:
+                link.stage.construct(view, slot, start, k, v, q, lse)
+
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        own, views = self._seen(layer)
+        self.algorithm.update(own, k, v)
+        for link, view in zip(self.links, views, strict=True):
+            if link in self._updating:
+                link.stage.update(view, k, v)
+
+    def retrieve_topk(
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
+    ) -> None:
+        own, views = self._seen(layer)
+        given = [link.candidates[: len(ids)] for link in self.links]
+        self.algorithm.retrieve_topk(own, q, weights, given[0])
+        for link, view, candidates, left in zip(
+            self.links, views, given, [*given[1:], ids], strict=True
+        ):
+            link.stage.refine(view, q, candidates, left)
+
+    def _settle(
+        self, layer: LayerView, slot: int, since: int, length: int, history: History
+    ) -> None:
+        self.algorithm.settle(self._seen(layer)[0], slot, since, length, history)
+
+    def _truncated(self, layer: LayerView, slot: int, length: int) -> None:
+        self.algorithm.truncated(self._seen(layer)[0], slot, length)
+
+    def _seen(self, layer: LayerView) -> tuple[LayerView, list[LayerView]]:
+        """A layer as the algorithm sees it, and as each stage does; made once."""
+        found = self._views.get(layer.layer)
+        if found is None or found[0].step is not layer.step:
+            pools = {spec.name: layer.pools[spec.name] for spec in self._spec.representations}
+            own = evolve(layer, group=self.group, pools=pools)
+            found = self._views[layer.layer] = own, [link.view(layer) for link in self.links]
+        return found

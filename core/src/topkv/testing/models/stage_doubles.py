@@ -1,0 +1,147 @@
+"""Small, real stages, and an algorithm that offers candidates to one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from topkv.algorithms import host_ids
+from topkv.entries import Capabilities, PluginEntry
+from topkv.hooks.algorithm import AlgorithmSpec, RepresentationSpec
+from topkv.hooks.discovery import hookimpl
+from topkv.hooks.stage import StageSetup, StageSpec
+from topkv.types import GroupShape, LayerView
+
+EVERY = 4
+"""Of so many places of what ``Offered`` offers, one is empty."""
+
+
+class Keep:
+    """Leaves what it is given."""
+
+    def __init__(self, setup: StageSetup) -> None:
+        self.setup = setup
+
+    @hookimpl
+    def spec(self) -> StageSpec:
+        return StageSpec()
+
+    @hookimpl
+    def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
+        ids.copy_(candidates)
+
+
+class Rerank:
+    """Leaves the candidates with the largest product of a key and a query of their lane.
+
+    It keeps every key, as it came, and of equal units leaves the lower. ``widen`` is a parameter.
+    """
+
+    def __init__(self, setup: StageSetup) -> None:
+        self.model, self.group, self.widen = setup.model, setup.group, setup.params["widen"]
+
+    @hookimpl
+    def spec(self) -> StageSpec:
+        shape = (self.model.num_kv_heads, self.model.head_dim)
+        return StageSpec(
+            (RepresentationSpec("keys", "token", shape, self.model.dtype),), self.widen
+        )
+
+    @hookimpl
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        tokens = torch.arange(start, start + len(k), device=k.device)
+        layer.pools["keys"][self._rows(layer, slot, tokens)] = k
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        step, pool = layer.step, layer.pools["keys"]
+        writes = (step.appended != 0) & (step.slots >= 0)
+        tokens = (step.lengths - 1).clamp(min=0)
+        # Rows that append nothing write row 0, which belongs to nobody, and what it holds.
+        at = torch.where(writes, self._rows(layer, step.slots.clamp(min=0), tokens), 0)
+        pool[at] = torch.where(writes[:, None, None], k, pool[at])
+
+    def _rows(self, layer: LayerView, slots: Tensor | int, tokens: Tensor) -> Tensor:
+        unit = self.group.unit
+        return host_ids(layer, slots, tokens // unit) * unit + tokens % unit
+
+    @hookimpl
+    def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
+        absent = self.group.max_units
+        units = torch.where(candidates < 0, absent, candidates).sort(1).values
+        there = units < absent
+        scores = self._scores(layer, q, units * there).masked_fill(~there, float("-inf"))
+        best = scores.sort(dim=1, descending=True, stable=True).indices[:, : ids.shape[1]]
+        ids.fill_(-1)
+        left = torch.where(there, units, -1).gather(1, best)
+        ids[:, : left.shape[1]] = left
+
+    def _scores(self, layer: LayerView, q: Tensor, units: Tensor) -> Tensor:
+        """fp32 ``[N, K']``: of each unit the largest product of its keys and queries."""
+        group, lanes = self.group, self.group.lane_heads
+        slots = layer.step.slots.clamp(min=0).repeat_interleave(lanes)[:, None, None]
+        tokens = units[..., None] * group.unit + torch.arange(group.unit, device=q.device)
+        keys = layer.pools["keys"][self._rows(layer, slots, tokens)]
+        # [B, lane, K', unit, heads of a lane, D], of the lane itself.
+        keys = keys.unflatten(0, (-1, lanes)).unflatten(4, (lanes, -1))
+        keys = keys.diagonal(dim1=1, dim2=4).movedim(-1, 1)
+        queries = q[:, 0].unflatten(1, (lanes, group.heads_per_lane, -1))
+        products = torch.einsum("blhgd,blkuhd->blkuhg", queries.float(), keys.float())
+        return products.flatten(3).amax(3).flatten(0, 1)
+
+
+class Offered:
+    """An algorithm that offers the newest closed units, with gaps, or what a test says.
+
+    Attributes:
+        next_ids: int32 ``[N, K']`` what it offers; None for the newest units.
+    """
+
+    def __init__(self, group: GroupShape) -> None:
+        self.group, self.next_ids = group, None
+
+    next_ids: Tensor | None
+
+    @hookimpl
+    def spec(self) -> AlgorithmSpec:
+        return AlgorithmSpec()
+
+    @hookimpl
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        pass
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        pass
+
+    @hookimpl
+    def retrieve_topk(
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
+    ) -> None:
+        if self.next_ids is not None:
+            ids.copy_(self.next_ids)
+            return
+        step, place = layer.step, torch.arange(ids.shape[1], device=ids.device)
+        closed = (step.lengths - 1).clamp(min=0) // self.group.unit * (step.slots >= 0)
+        units = closed.repeat_interleave(self.group.lane_heads)[:, None] - 1 - place
+        ids.copy_(torch.where((units >= 0) & (place % EVERY != 1), units, -1))
+
+
+KEEP = PluginEntry(
+    "keep",
+    "stage",
+    "topkv.testing.models.stage_doubles:Keep",
+    capabilities=Capabilities(attention=("gqa", "mla")),
+)
+
+RERANK = PluginEntry(
+    "rerank_exact",
+    "stage",
+    "topkv.testing.models.stage_doubles:Rerank",
+    capabilities=Capabilities(traits=("exact_update", "scale_free", "head_equivariant")),
+    parameters={"widen": 4},
+)
