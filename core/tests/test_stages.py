@@ -24,19 +24,9 @@ from topkv.testing.machines.lifecycle_model import (
 )
 from topkv.testing.models.doubles import SCRIPTED, Scripted
 from topkv.testing.models.indexed import INDEXED
-from topkv.testing.models.stage_doubles import KEEP, RERANK, Keep, Offered
+from topkv.testing.models.stage_doubles import KEEP, RERANK, Keep, Offered, products
 from topkv.testing.stages import StageOptions, StageTests
 from topkv.testing.tiers import tier
-
-
-def products(bench, slot, q):
-    """What ``Rerank`` scores units by, in float64: ``[lane_heads, units]``."""
-    group, keys = bench.group, bench.keys[slot].double()
-    heads = q[0].double().unflatten(0, (group.num_kv_heads, -1))
-    worth = torch.einsum("hgd,nhd->hgn", heads, keys).amax(1)
-    worth = worth.unflatten(0, (group.lane_heads, -1)).amax(1)
-    closed = bench.selectable(slot)
-    return worth[:, : closed * group.unit].unflatten(1, (closed, group.unit)).amax(2)
 
 
 class TestRerank(StageTests):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -90,6 +92,25 @@ class Rerank:
         queries = q[:, 0].unflatten(1, (lanes, group.heads_per_lane, -1))
         products = torch.einsum("blhgd,blkuhd->blkuhg", queries.float(), keys.float())
         return products.flatten(3).amax(3).flatten(0, 1)
+
+
+def products(bench: Any, slot: int, q: Tensor) -> Tensor:
+    """What ``Rerank`` scores units by, in float64 and of the keys themselves.
+
+    Args:
+        bench: an ``AlgorithmBench``.
+        slot: request slot.
+        q: ``[1, H, D]``.
+
+    Returns:
+        ``[lane_heads, units]``, of the selectable ones.
+    """
+    group, keys = bench.group, bench.keys[slot].double()
+    heads = q[0].double().unflatten(0, (group.num_kv_heads, -1))
+    worth = torch.einsum("hgd,nhd->hgn", heads, keys).amax(1)
+    worth = worth.unflatten(0, (group.lane_heads, -1)).amax(1)
+    closed = bench.selectable(slot)
+    return worth[:, : closed * group.unit].unflatten(1, (closed, group.unit)).amax(2)
 
 
 class Offered:
