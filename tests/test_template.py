@@ -31,6 +31,7 @@ settings.load_profile("few")
 # Of each reference a piece of code, made wrong, and the test of the kit that sees it.
 BREAKS = {
     "algorithm": (".amax(2)", ".amin(2)", "test_every_query_head_finds_its_needle"),
+    "stage": ("descending=True", "descending=False", "test_the_best_candidates_are_left"),
     "backend": ("norm.flatten(0, 1).mT", "norm.flatten(0, 1).mT + 1", "test_prefill_beyond"),
     "transfer": ("staged.to(", "staged.flip(0).to(", "test_wide_selections"),
     "eviction": ("position - gone", "position", "test_new_positions_are_a_permutation"),
@@ -174,7 +175,7 @@ def test_rendered_code_is_clean(tmp_path):
         (
             "mean-keys",
             "engine",
-            "must be one of algorithm, backend, transfer, eviction, topk, observer, storage, got",
+            "one of algorithm, stage, backend, transfer, eviction, topk, observer, storage, got",
         ),
         ("zero-copy", "transfer", "offers transfer 'zero_copy'; choose another name"),
         ("gather", "backend", "the conformance kit has backend 'gather'"),

@@ -19,6 +19,7 @@ from topkv.plugins import registry
 
 KINDS = {
     "algorithm": "Selection by mean keys, an algorithm for topkv",
+    "stage": "Candidates ranked by their keys, a stage for topkv",
     "backend": "Attention by gathering, a backend for topkv",
     "transfer": "Staged copies, a transfer engine for topkv",
     "eviction": "First in, first out, an eviction policy for topkv",
@@ -54,11 +55,12 @@ _PARTS = ("method", "reference", "kernels")
 
 _SETTINGS = {
     "observer": '"observers": ["$name"]',
+    "stage": '"stages": ["$name"]',
     "storage": '"storage": {"name": "$name"}, "prefix_cache": "all"',
 }
 """How a configuration names a plugin of a kind, where not as the kind itself."""
 
-_DOUBLES = {"algorithm": "scripted", "backend": "gather", "storage": "shelf"}
+_DOUBLES = {"algorithm": "scripted", "stage": "keep", "backend": "gather", "storage": "shelf"}
 """Plugins of the conformance kit, which stand beside the one under test."""
 
 
