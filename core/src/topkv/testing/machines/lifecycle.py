@@ -188,15 +188,17 @@ class LifecycleMachine(Lives):
         buffer=st.sampled_from([12, 16, 24]),
         page=st.sampled_from([4, 8]),
         host_format=st.sampled_from(["model", "model", "fp8"]),
+        stages=st.sampled_from([(), (), ("keep_keys",), ("keep_keys", "keep")]),
         seed=st.integers(0, 9),
     )
     def start(
         self, layout: str = "page_head", scope: str = "kv_head", unit: int = 4,
         other: int | None = None, fast: bool = True, buffer: int = 24, page: int = 4,
-        host_format: str = "model", seed: int = 0,
+        host_format: str = "model", stages: tuple[str, ...] = (), seed: int = 0,
     ) -> None:  # fmt: skip
         """``other`` is the unit of the second sparse layer, in a group of its own. Entries are
-        coded only where the transfer engine states that it can."""
+        coded only where the transfer engine states that it can. ``stages`` leave what they are
+        given, and one of them keeps keys."""
         layers: dict[str, Any] = {"1": "resident", "2": "streamed"}
         if other is not None:
             layers["3"] = {"unit": other, "scope": "shared", "buffer": 16}
@@ -213,6 +215,7 @@ class LifecycleMachine(Lives):
             page_tokens=page,
             ring_tokens=2 * widest if widest > 1 else 3,
             layers=layers,
+            stages=stages,
         )
         self.begin_request()
 

@@ -100,9 +100,12 @@ class Checks(Side):
     def _check_representations(self, layer: int, request: RequestModel, hosts: Tensor) -> None:
         """``hosts`` are the host ids of the closed units, in order."""
         unit, count = self.groups[layer].unit, len(hosts)
-        sums = self.coordinator.layers[layer].view.pools["sums"][hosts].cpu()
-        expected = request.k[layer][: count * unit].unflatten(0, (count, -1)).sum(1)
-        torch.testing.assert_close(sums, expected, rtol=1e-5, atol=1e-5)
+        pools, keys = self.coordinator.layers[layer].view.pools, request.k[layer][: count * unit]
+        expected = keys.unflatten(0, (count, -1)).sum(1)
+        torch.testing.assert_close(pools["sums"][hosts].cpu(), expected, rtol=1e-5, atol=1e-5)
+        if "stages[0].keys" in pools:
+            kept = pools["stages[0].keys"].unflatten(0, (-1, unit))[hosts].flatten(0, 1)
+            assert torch.equal(kept.cpu(), keys), "keys that a stage keeps"
 
     def _check_state(self, slot: int, request: RequestModel, layer: int) -> None:
         """State that is keyed by slot."""

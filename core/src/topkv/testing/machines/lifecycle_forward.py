@@ -140,7 +140,8 @@ class Forwards(Side):
     def _offer(self, ids: Mapping[int, Tensor]) -> None:
         for layer in SPARSE:
             given = {layer: ids[layer].flatten(0, 1).to(self.on.device)} if layer in ids else {}
-            offered = self.coordinator.layers[layer].algorithm.next_ids
+            algorithm = self.coordinator.layers[layer].algorithm
+            offered = getattr(algorithm, "algorithm", algorithm).next_ids  # behind stages
             offered.pop(layer, None)
             offered.update(given)
 

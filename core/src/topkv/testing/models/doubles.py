@@ -12,7 +12,7 @@ from topkv.hooks.backend import BackendSetup
 from topkv.hooks.discovery import hookimpl
 from topkv.kv.token_format import decode_fp8
 from topkv.testing.models.oracle import attention
-from topkv.testing.models.stage_doubles import KEEP, RERANK
+from topkv.testing.models.stage_doubles import KEEP, KEEP_KEYS, RERANK
 from topkv.testing.models.storage_doubles import SHELF
 from topkv.types import LayerView, Plan, Tables
 
@@ -205,7 +205,7 @@ class Entries:
     """The registration of both doubles and of further entries, as a package would do it."""
 
     def __init__(self, *further: PluginEntry) -> None:
-        self.entries = (SCRIPTED, COMPETING, GATHER, KEEP, RERANK, SHELF, *further)
+        self.entries = (SCRIPTED, COMPETING, GATHER, KEEP, KEEP_KEYS, RERANK, SHELF, *further)
 
     def _of_kind(self, kind: str) -> list[PluginEntry]:
         return [entry for entry in self.entries if entry.kind == kind]

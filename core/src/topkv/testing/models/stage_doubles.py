@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from topkv.algorithms import host_ids
@@ -94,6 +95,14 @@ class Rerank:
         return products.flatten(3).amax(3).flatten(0, 1)
 
 
+class KeepKeys(Rerank):
+    """Leaves what it is given, whatever it is, and keeps every key."""
+
+    @hookimpl
+    def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
+        ids.copy_(candidates)
+
+
 def products(bench: Any, slot: int, q: Tensor) -> Tensor:
     """What ``Rerank`` scores units by, in float64 and of the keys themselves.
 
@@ -110,7 +119,8 @@ def products(bench: Any, slot: int, q: Tensor) -> Tensor:
     worth = torch.einsum("hgd,nhd->hgn", heads, keys).amax(1)
     worth = worth.unflatten(0, (group.lane_heads, -1)).amax(1)
     closed = bench.selectable(slot)
-    return worth[:, : closed * group.unit].unflatten(1, (closed, group.unit)).amax(2)
+    best: Tensor = worth[:, : closed * group.unit].unflatten(1, (closed, group.unit)).amax(2)
+    return best
 
 
 class Offered:
@@ -165,4 +175,11 @@ RERANK = PluginEntry(
     "topkv.testing.models.stage_doubles:Rerank",
     capabilities=Capabilities(traits=("exact_update", "scale_free", "head_equivariant")),
     parameters={"widen": 4},
+)
+
+KEEP_KEYS = evolve(
+    RERANK,
+    name="keep_keys",
+    factories="topkv.testing.models.stage_doubles:KeepKeys",
+    parameters={"widen": 1},
 )
