@@ -25,7 +25,7 @@ from topkv.testing.machines.lifecycle_model import (
 from topkv.testing.models.doubles import SCRIPTED, Scripted
 from topkv.testing.models.indexed import INDEXED
 from topkv.testing.models.stage_doubles import KEEP, RERANK, Keep, Offered, products
-from topkv.testing.stages import StageOptions, StageTests
+from topkv.testing.stages import AlgorithmOptions, StageTests
 from topkv.testing.tiers import tier
 
 
@@ -38,7 +38,7 @@ class TestRerank(StageTests):
 
     @pytest.fixture
     def options(self):
-        return StageOptions(oracle=products)
+        return AlgorithmOptions(oracle=products)
 
 
 class TestKeep(StageTests):

@@ -40,7 +40,7 @@ SUITES = {
     "evictions": None,
     "topks": "TopKOptions",
     "observers": "ObserverOptions",
-    "stages": "StageOptions",
+    "stages": "AlgorithmOptions",
     "storages": "StorageOptions",
     "engines": "EngineCase",
 }

@@ -9,9 +9,9 @@ from tests.mutants.harness import Mutant, told_of
 from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import StageSpec
 from topkv.testing.models.stage_doubles import RERANK, Rerank, products
-from topkv.testing.stages import StageOptions, StageTests
+from topkv.testing.stages import AlgorithmOptions, StageTests
 
-OPTIONS = StageOptions(oracle=products)
+OPTIONS = AlgorithmOptions(oracle=products)
 
 
 class TakesOthers(Rerank):

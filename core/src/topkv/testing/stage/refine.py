@@ -1,0 +1,125 @@
+"""What is left of candidates. Part of the stage suite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from topkv.testing.algorithm.bench import AlgorithmBench, options_of
+from topkv.testing.algorithm.case import Case
+from topkv.testing.algorithm.cases import cases
+from topkv.testing.algorithm.memory import UNWRITTEN, same_bits
+from topkv.testing.kit import KitTests, Subject, examples
+
+
+def candidates(bench: AlgorithmBench, rows: Sequence[int]) -> st.SearchStrategy[Tensor]:
+    """Candidates ``[N, K']`` of rows: any of the selectable units in any order, -1 between."""
+    width = bench.algorithm.group.select
+
+    @st.composite
+    def draw_lane(draw: Any, slot: int) -> list[int]:
+        units = draw(st.permutations(range(bench.selectable(slot))))
+        kept = units[: draw(st.integers(0, min(width, len(units))))]
+        lane: list[int] = draw(st.permutations([*kept, *[-1] * (width - len(kept))]))
+        return lane
+
+    every = [draw_lane(slot) for slot in rows for _ in range(bench.group.lane_heads)]
+    return st.tuples(*every).map(lambda drawn: torch.tensor(drawn, dtype=torch.int32))
+
+
+def refine(
+    bench: AlgorithmBench, q: Tensor, rows: Sequence[int], offered: Tensor
+) -> list[list[int]]:
+    """ids of each lane, as they were written, of a stage that was given these candidates."""
+    bench.algorithm.algorithm.next_ids = offered.to(bench.device)
+    left = bench.retrieve(q, rows).flatten(0, 1)
+    (given,) = (link.candidates[: len(offered)].cpu() for link in bench.algorithm.links)
+    assert same_bits(given, offered), f"candidates {offered} are only read, and now are {given}"
+    bench.algorithm.algorithm.next_ids = None
+    found: list[list[int]] = left.tolist()
+    return found
+
+
+def filled(bench: AlgorithmBench, case: Case, data: st.DataObject) -> None:
+    """Prompts in every slot."""
+    for slot in range(bench.requests):
+        bench.prefill(slot, case.tokens(slot)[: data.draw(bench.long_lengths())])
+
+
+class RefineTests(KitTests):
+    """What is left of candidates."""
+
+    kind = "stage"
+
+    def test_what_is_left_are_candidates(self, subject: Subject) -> None:
+        """Every element is written, with a candidate of its own lane, each once, or -1."""
+
+        @examples(subject.tier, cpu=80, interpret=6, gpu=20)
+        @given(case=cases(subject), data=st.data())
+        def check(case: Case, data: st.DataObject) -> None:
+            bench = AlgorithmBench(subject, case)
+            filled(bench, case, data)
+            rows = data.draw(st.permutations([*range(bench.requests), -1]))[: bench.requests]
+            q = case.queries(len(rows))
+            q[[row for row, slot in enumerate(rows) if slot < 0]] = torch.nan
+            offered = data.draw(candidates(bench, rows))
+            found = refine(bench, q, rows, offered)
+            for lane, among in zip(found, offered.tolist(), strict=True):
+                assert UNWRITTEN not in lane, f"ids {lane} are not written completely"
+                valid = [unit for unit in lane if unit != -1]
+                assert len(set(valid)) == len(valid), f"ids {lane} repeat a unit"
+                alien = set(valid) - set(among)
+                assert not alien, f"ids {lane}: {alien} are not among the candidates {among}"
+
+        check()
+
+    def test_the_order_of_candidates_does_not_matter(self, subject: Subject) -> None:
+        """The same candidates at other places of their row leave the same units."""
+
+        @examples(subject.tier, cpu=60, interpret=4, gpu=20)
+        @given(case=cases(subject), data=st.data(), seed=st.integers(0, 99))
+        def check(case: Case, data: st.DataObject, seed: int) -> None:
+            bench = AlgorithmBench(subject, case)
+            filled(bench, case, data)
+            rows = list(range(bench.requests))
+            q, offered = case.queries(len(rows)), data.draw(candidates(bench, rows))
+            order = torch.randperm(offered.shape[1], generator=torch.Generator().manual_seed(seed))
+            one, two = (
+                [sorted(lane) for lane in refine(bench, q, rows, each)]
+                for each in (offered, offered[:, order])
+            )
+            assert one == two, f"{offered} leave {one}, in the order {order.tolist()} {two}"
+
+        check()
+
+    def test_the_best_candidates_are_left(self, subject: Subject) -> None:
+        """Exact scores: K candidates of the largest, by the author's formula; ties either way."""
+        oracle = options_of(subject).oracle
+        if oracle is None:
+            pytest.skip(f"{subject.entry.name}: the options have no oracle")
+
+        @examples(subject.tier, cpu=80, interpret=4, gpu=20)
+        @given(case=cases(subject), data=st.data())
+        def check(case: Case, data: st.DataObject) -> None:
+            bench = AlgorithmBench(subject, case)
+            filled(bench, case, data)
+            rows = list(range(bench.requests))
+            bench.append(rows, case.tokens(9)[: len(rows)], settle=False)
+            q, offered = case.queries(len(rows)), data.draw(candidates(bench, rows))
+            found = refine(bench, q, rows, offered)
+            heads = bench.group.lane_heads
+            for number, (lane, among) in enumerate(zip(found, offered.tolist(), strict=True)):
+                row, head = divmod(number, heads)
+                worth = oracle(bench, rows[row], q[row])[head]
+                best = sorted((float(worth[unit]) for unit in among if unit >= 0), reverse=True)
+                best = best[: bench.group.select]
+                got = sorted((float(worth[unit]) for unit in lane if unit >= 0), reverse=True)
+                assert got == best, f"left are {lane} of worth {got}, the best are worth {best}"
+
+        check()
