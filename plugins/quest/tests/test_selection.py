@@ -37,7 +37,9 @@ def reference_raw(w, q, slots):
     return torch.stack(rows)
 
 
-def check_against_float64(w, slots):
+def check_against_float64(w, slots, sums=0):
+    """Tensor cores cut the fp32 sum of each 16 products off instead of rounding it; ``sums`` says
+    how many there are, where they are more than a few."""
     q = w.queries(len(slots))
     ids = w.retrieve(q, slots)
     raw, scores = raw_scores(w, q, slots)
@@ -47,7 +49,7 @@ def check_against_float64(w, slots):
         true_raw, true_scores = w.oracle(q[row], slot)
         # Twice the error of plain fp32, and the rounding of a few sums of that size.
         error = (plain[row, :, :closed] - true_raw).abs().max()
-        band = 2 * error + 2**-22 * w.magnitude(q[row], slot)
+        band = 2 * error + (2 + sums) * 2**-23 * w.magnitude(q[row], slot)
         assert (raw[row, :, :closed] - true_raw).abs().max() <= band
         # A logit off by e moves a log-probability by at most 2 e; sums add more.
         allowed = 2 * band + 2**-20
@@ -228,4 +230,4 @@ def test_keys_and_groups_too_large_for_registers(
     w = world(impl, device, sinks=0, select=5, dim=dim, unit=unit, units=140, requests=2, **make)
     for slot, units in enumerate((131, 60)):
         w.prefill(slot, w.random(units * unit + 1))
-    check_against_float64(w, [1, 0])
+    check_against_float64(w, [1, 0], sums=2 * dim // 16 if w.device.type == "cuda" else 0)
