@@ -84,7 +84,7 @@ class Unknown:
     """A hook that a later core may have, and that this one need not know."""
 
     @hookimpl(optionalhook=True)
-    def topkv_register_stages(self):
+    def topkv_register_of_a_later_core(self):
         raise AssertionError("nobody asks")
 
 

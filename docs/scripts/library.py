@@ -30,6 +30,7 @@ LIBRARY = (
     "transfer.geometry",
     "transfer.reference",
     "transfer.triton",
+    "storage.objects",
 )
 """Modules that are public for authors, see ``docs/stability.md``; of a folder all that launch."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.lifecycle import LifecycleMutant
 from topkv import prefixes
 from topkv.kv.prefix import PrefixPages, page_keys
-from topkv.testing.machines.prefixes import run_prefixes
+from topkv.testing.machines.prefixes import run_again, run_prefixes
 
 _keys = prefixes.Prefixes._keys
 
@@ -44,6 +44,6 @@ MUTANTS = [
     ),
     LifecycleMutant(
         "nothing is left to compute of a prompt",
-        *(prefixes.Prefixes, "_keys", all_of_it, run_prefixes),
+        *(prefixes.Prefixes, "_keys", all_of_it, run_again),
     ),
 ]

@@ -235,7 +235,7 @@ def call(*args):
 def test_the_indexer_is_compared_by_default(folder):
     plan = Plan.of(Options(model=folder, contexts="768", questions=2))
     assert {cell.label for cell in plan.cells} == {"dense", "deepseek_dsa"}
-    assert plan.settings()["algorithms"] == ("deepseek_dsa",)
+    assert [*plan.settings()["algorithms"]] == ["deepseek_dsa"]
     usual = Plan.of(Options(contexts="768", questions=2))
     assert "quest" in {cell.label for cell in usual.cells}
     assert "deepseek_dsa" not in {cell.label for cell in usual.cells}
@@ -243,18 +243,18 @@ def test_the_indexer_is_compared_by_default(folder):
 
 def test_algorithms_for_keys_of_heads_are_refused(folder):
     what = ("--model", folder, "--contexts", 768, "--questions", 2)
-    result = call(*what, "--algorithms", "quest,exact")
+    result = call(*what, "--algorithms", "clusterkv,snapkv:generated=32")
     assert result.exit_code == 2, result.output
-    for name in ("quest", "double_sparsity"):
+    for name in ("clusterkv", "snapkv"):
         assert f"(algorithm '{name}') takes attention gqa, got mla" in result.stderr
     assert "Traceback" not in result.stderr
 
 
 def test_the_trained_indexer_finds_the_facts():
     what = ("--model", DSA_CHECKPOINT, "--contexts", 1024, "--questions", 4)
-    result = call(*what, "--algorithms", "deepseek_dsa,quest")
+    result = call(*what, "--algorithms", "deepseek_dsa,clusterkv")
     assert result.exit_code == 0, result.stderr
-    dense, ours, quest = json.loads(result.stdout)["cells"]
+    dense, ours, clusters = json.loads(result.stdout)["cells"]
     assert (dense["correct"], ours["correct"]) == (4, 4)
     assert (ours["budget_tokens"], ours["dtype"]) == (256, "bfloat16")
     assert 0.8 < ours["recall"] <= ours["exact_recall"] < 1
@@ -262,4 +262,4 @@ def test_the_trained_indexer_finds_the_facts():
     # 64 codes and a scale, over a row of 64 + 32 in bfloat16.
     wanted = (1024 + ASK_BYTES) * (64 + 4) / (96 * 2)
     assert ours["index_tokens"] == pytest.approx(wanted, abs=1e-3)
-    assert "takes attention gqa, got mla" in quest["refused"]
+    assert "takes attention gqa, got mla" in clusters["refused"]

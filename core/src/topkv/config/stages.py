@@ -29,6 +29,9 @@ class StageSettings:
         return f"{self.name}({told})"
 
 
+MOST = 8
+"""Stages of a group."""
+
 _KEYS: Mapping[str, checks.Check] = {"name": checks.plugin, "params": checks.parameters}
 
 
@@ -36,6 +39,7 @@ def stages(value: Any) -> tuple[StageSettings, ...]:
     """A check: gives the stages in order, or raises ``Refused`` with every reason."""
     listed = isinstance(value, (list, tuple))
     need(listed, "be a list of names, or of mappings such as {'name': 'rerank'}", value)
+    need(len(value) <= MOST, f"name at most {MOST} stages", value)
     reasons: list[str] = []
     found = [_stage(item, f"[{number}]", reasons) for number, item in enumerate(value)]
     good = tuple(stage for stage in found if stage)

@@ -3,7 +3,7 @@
 ``factory(setup)`` gives one for a ``StorageSetup``. The setting ``storage`` names it.
 
 An object is a run of bytes under a key. Keys and bytes are the core's: a header with a checksum
-stands before the rest (``topkv.storage.objects``), and nothing is attended before all of it has
+stands before the rest (``topkv/storage/objects.py``), and nothing is attended before all of it has
 been checked. So a storage may lose, cut or damage an object; its page is then computed again.
 
 Every call may block, for the core makes all of them on threads of its own, several at a time and

@@ -224,3 +224,17 @@ def run_prefixes(
 
     check()
     return found
+
+
+def run_again(on: Tier) -> None:
+    """A prompt that ends with a page comes again: its last page is computed, for its last row."""
+    coordinator = make_coordinator(on)
+    slot = coordinator.prefixes.begin([1] * 8)
+    q = torch.ones(LAYERS, 8, HEADS, DIM)
+    run_forward(coordinator, [slot], [], {slot: torch.ones(8, *SHAPE)}, q)
+    coordinator.prefixes.publish(slot, [1] * 8)
+    coordinator.request_end(slot)
+    again = coordinator.prefixes.begin([1] * 8)
+    assert coordinator.length(again) == 4
+    coordinator.request_end(again)
+    coordinator.close()

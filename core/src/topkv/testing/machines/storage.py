@@ -27,6 +27,13 @@ from topkv.testing.tiers import Tier
 
 WRITES = ("write_through", "write_through_selective", "write_back")
 
+DAMAGES = st.tuples(
+    st.integers(0, 2**16),
+    st.sampled_from(["flip", "cut", "swap", "drop", "header"]),
+    st.integers(0, 2**16),
+)
+"""Which object, what happens to it, and where."""
+
 _numbers = itertools.count()
 
 
@@ -100,28 +107,26 @@ class StoredLives(Lives):
 
     def damage(self) -> None:
         """Objects are not what they were, and another coordinator finds them."""
+        # What is there by now is up to threads: nothing that is drawn may depend on it.
+        damages = self.data.draw(st.lists(DAMAGES, min_size=1, max_size=3), "damages")
         self.stored.wait()
-        draw, objects = self.data.draw, self.shelf.objects
-        if not objects:
-            return
-        chosen = draw(
-            st.lists(st.sampled_from(sorted(objects)), min_size=1, max_size=3, unique=True)
-        )
-        for key in chosen:
-            held = bytearray(objects[key]) or bytearray(1)
-            match draw(st.sampled_from(["flip", "cut", "swap", "drop", "header"]), "damage"):
+        objects = self.shelf.objects
+        for which, kind, place in damages if objects else ():
+            keys = sorted(objects) or [b""]
+            key = keys[which % len(keys)]
+            held = bytearray(objects.pop(key, b"")) or bytearray(1)
+            at = place % len(held)
+            match kind:
                 case "flip":
-                    held[draw(st.integers(0, len(held) - 1))] ^= 1 << draw(st.integers(0, 7))
+                    held[at] ^= 1 << which % 8
                 case "header":
-                    held[draw(st.integers(0, min(127, len(held) - 1)))] ^= 0x10
+                    held[at % 128] ^= 0x10
                 case "cut":
-                    del held[draw(st.integers(0, len(held) - 1)) :]
+                    del held[at:]
                 case "swap":
-                    held = bytearray(objects[draw(st.sampled_from(sorted(objects)))])
-                case "drop":
-                    objects.pop(key)
-                    continue
-            objects[key] = bytes(held)
+                    held = bytearray(objects.get(keys[place % len(keys)], held))
+            if kind != "drop":
+                objects[key] = bytes(held)
         self.restart()
 
     def fail(self) -> None:
