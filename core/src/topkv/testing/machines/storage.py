@@ -150,7 +150,7 @@ class StoredLives(Lives):
         del SHELVES[self.name]
 
 
-def run_storage(on: Tier, cpu: int = 30, interpret: int = 3, **options: Any) -> int:
+def run_storage(on: Tier, cpu: int = 30, interpret: int = 1, **options: Any) -> int:
     """Draw lives until hypothesis has seen enough.
 
     Args:
