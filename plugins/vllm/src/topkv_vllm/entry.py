@@ -17,7 +17,7 @@ def topkv_register_engines() -> list[PluginEntry]:
             "engine",
             "topkv_vllm.engine:VllmEngine",
             hook_api=(2, 0),
-            capabilities=Capabilities(tiers=("cpu", "cuda")),
+            capabilities=Capabilities(tiers=("cpu", "gpu")),
             doctor="topkv_vllm.versions:doctor",
         )
     ]
