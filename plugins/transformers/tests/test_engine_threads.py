@@ -139,3 +139,42 @@ def test_models_that_share_a_config_in_two_threads(tiny):
     for handle in handles:
         handle.detach()
     assert config._attn_implementation == "sdpa"
+
+
+def test_a_plain_call_of_another_thread_names_nothing(tiny, recording, monkeypatch):
+    """It began while a forward was open, and comes to its layers when that one has ended."""
+    model, prompt = tiny.model(), tiny.prompt(20)
+    with torch.no_grad():
+        plain = model.model(**prompt).last_hidden_state
+    with topkv.attach(model, tiny.settings(**recording)) as handle:
+        main, reached, ended = threading.current_thread(), threading.Event(), threading.Event()
+        attention, futures = handle.requests.attention, []
+        names = attention.name_ours
+
+        def name_ours():
+            if threading.current_thread() is not main:
+                reached.set()
+                ended.wait()
+            names()
+
+        def elsewhere():
+            with torch.no_grad():
+                return model.model.forward(**prompt)  # which no hook refuses
+
+        def start(*_):
+            if threading.current_thread() is main:
+                futures.append(other.submit(elsewhere))
+                futures[0].add_done_callback(lambda _: reached.set())
+                reached.wait()
+
+        monkeypatch.setattr(attention, "name_ours", name_ours)
+        with ThreadPoolExecutor(1) as other:
+            hook = model.model.layers[1].register_forward_pre_hook(start)
+            with torch.no_grad():
+                model(**prompt, past_key_values=handle.new_cache())
+            hook.remove()
+            ended.set()
+        assert len(futures) == 1
+        assert model.config._attn_implementation == "sdpa"
+        with torch.no_grad():
+            assert torch.equal(model.model(**prompt).last_hidden_state, plain)

@@ -207,7 +207,8 @@ class CapturedDecoder:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See the decoder's ``forward``."""
         if args or not self._serves(kwargs):
-            if self.requests.forward is not None:
+            # Another thread's call may outlast the forward, and nobody would name its own again.
+            if self.requests.forward is not None and self.requests.turn.mine:
                 self.requests.attention.name_ours()
             return self.original(*args, **kwargs)
         cache = kwargs["past_key_values"]
