@@ -222,7 +222,7 @@ def test_a_prefetch_gives_way_to_requests(make, shelf):
 
 
 @pytest.mark.parametrize("call", ["exists", "get", "put", "delete"])
-def test_a_storage_that_fails_is_left_alone(make, shelf, monkeypatch, call):
+def test_a_storage_that_fails_is_left_alone(make, shelf, monkeypatch, caplog, call):
     monkeypatch.setattr(calls, "FIRST_PAUSE", 3600.0)
     expected = run(make())[1]
     stored(make())
@@ -246,6 +246,11 @@ def test_a_storage_that_fails_is_left_alone(make, shelf, monkeypatch, call):
     assert 1 <= len(asked) <= calls.FAILURES
     assert "the cable is out" in coordinator.prefixes.storage.reason
     assert coordinator.prefixes.counts.storage.failed == len(asked)
+    told = [record for record in caplog.records if record.name.startswith("topkv")]
+    assert len(told) == (len(asked) == calls.FAILURES)
+    for record in told:
+        assert record.levelname == "WARNING"
+        assert f"last failed in {call}: OSError: the cable is out" in record.getMessage()
 
 
 def test_a_call_that_hangs_ends_no_wait_but_its_own(make, shelf):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from topkv.hooks.storage import Storage
 FAILURES, FIRST_PAUSE, LONGEST_PAUSE = 3, 1.0, 60.0
 """Calls of a hook in a row that fail until a storage is left alone, and seconds for which it then
 is: at first, doubled each time that it fails again, and at last."""
+
+logger = logging.getLogger(__name__)
 
 
 @define
@@ -90,6 +93,13 @@ class Calls:
         self.counts.failed += 1
         self.reason, self._failures[hook] = error, self._failures[hook] + 1
         if self._failures[hook] >= FAILURES:
+            logger.warning(
+                "%s fails and is left alone for %.0f s; prompts are computed and pages not stored "
+                "meanwhile. It last failed in %s",
+                type(self._storage).__name__,
+                self._pause,
+                error,
+            )
             self._until = time.monotonic() + self._pause
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
