@@ -12,6 +12,33 @@ from topkv.ops.lane_scores_kernels import fold
 
 
 @triton.jit
+def places(p_row, u, in_u, UNITS_PER_PAGE: tl.constexpr):
+    """Host units at which the units ``u`` of a request lie, whose pages are at ``p_row``."""
+    page = tl.load(p_row + u // UNITS_PER_PAGE, in_u, other=0)
+    return page.to(tl.int64) * UNITS_PER_PAGE + u % UNITS_PER_PAGE
+
+
+@triton.jit
+def signs(q):
+    """Queries where they are positive and where they are negative, 0 elsewhere."""
+    zero = tl.zeros_like(q)
+    return tl.where(q > 0, q, zero), tl.where(q < 0, q, zero)
+
+
+@triton.jit
+def bounded(scores, above, below, p_tile, in_tile, D: tl.constexpr):
+    """``scores`` and the bounds of a tile's units over some channels.
+
+    ``max(q m, q M)`` is ``max(q, 0) M + min(q, 0) m``: two products for the tensor cores, with
+    exact factors and fp32 sums.
+    """
+    low = tl.load(p_tile, in_tile, other=0).to(above.dtype)
+    high = tl.load(p_tile + D, in_tile, other=0).to(above.dtype)
+    scores = tl.dot(high, above, acc=scores, input_precision="ieee")
+    return tl.dot(low, below, acc=scores, input_precision="ieee")
+
+
+@triton.jit
 def score_kernel(
     p_q,
     p_bounds,
@@ -44,9 +71,8 @@ def score_kernel(
     """Program (row x kv-head, block of units): scaled scores of the head's query heads, and the
     maximum and the exponential sum of the block.
 
-    ``max(q m, q M)`` is ``max(q, 0) M + min(q, 0) m``: two products for the tensor cores, with
-    exact factors and fp32 sums. A program pipelines ``TILES`` tiles. ``FP32`` multiplies in
-    fp32, for fp32 queries and for the interpreter, which has no bfloat16 product.
+    A program pipelines ``TILES`` tiles. ``FP32`` multiplies in fp32, for fp32 queries and for the
+    interpreter, which has no bfloat16 product.
     """
     pair = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -65,26 +91,20 @@ def score_kernel(
     q = tl.load(p_q + g.to(tl.int64)[None, :] * s_q_head + d[:, None], in_q, other=0.0)
     if FP32:
         q = q.to(tl.float32)
-    zero = tl.zeros_like(q)
-    above = tl.where(q > 0, q, zero)
-    below = tl.where(q < 0, q, zero)
+    above, below = signs(q)
     first = pair * GROUP + g
     peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_G], tl.float32)
     for tile in tl.range(0, TILES, num_stages=STAGES):
         u = (block * TILES + tile) * TILE_U + tl.arange(0, TILE_U)
         in_u = u < closed
-        page = tl.load(p_pages + slot * max_pages + u // UNITS_PER_PAGE, in_u, other=0)
-        at = (page.to(tl.int64) * UNITS_PER_PAGE + u % UNITS_PER_PAGE) * KV_HEADS + head
+        at = places(p_pages + slot * max_pages, u, in_u, UNITS_PER_PAGE) * KV_HEADS + head
         p_tile = p_bounds + at[:, None] * (2 * D) + d[None, :]
-        in_tile = in_u[:, None] & in_d[None, :]
-        low = tl.load(p_tile, in_tile, other=0).to(q.dtype)
-        high = tl.load(p_tile + D, in_tile, other=0).to(q.dtype)
-        scores = tl.dot(high, above, input_precision="ieee")
-        scores = tl.dot(low, below, acc=scores, input_precision="ieee")
+        scores = tl.zeros([TILE_U, BLOCK_G], tl.float32)
+        scores = bounded(scores, above, below, p_tile, in_u[:, None] & in_d[None, :], D)
         if SCALED:
             scores *= tl.load(p_scale + at, in_u, other=0.0).to(tl.float32)[:, None]
-        scores = scores * logit_scale
+        scores *= logit_scale
         p_out = p_raw + first[None, :] * max_units + u[:, None]
         tl.store(p_out, scores, in_u[:, None] & in_g[None, :])
         peak, mass = fold(peak, mass, scores, in_u)
@@ -145,8 +165,7 @@ def wide_score_kernel(
     for tile in range(TILES):
         u = (block * TILES + tile) * TILE_U + tl.arange(0, TILE_U)
         in_u = u < closed
-        page = tl.load(p_pages + slot * max_pages + u // UNITS_PER_PAGE, in_u, other=0)
-        at = (page.to(tl.int64) * UNITS_PER_PAGE + u % UNITS_PER_PAGE) * KV_HEADS + head
+        at = places(p_pages + slot * max_pages, u, in_u, UNITS_PER_PAGE) * KV_HEADS + head
         scores = tl.zeros([TILE_U, BLOCK_G], tl.float32)
         for start in tl.range(0, D, BLOCK_D, num_stages=STAGES):
             d = start + channels
@@ -154,18 +173,12 @@ def wide_score_kernel(
             q = tl.load(p_heads + d[:, None], in_g[None, :] & in_d[:, None], other=0.0)
             if FP32:
                 q = q.to(tl.float32)
-            zero = tl.zeros_like(q)
+            above, below = signs(q)
             p_tile = p_bounds + at[:, None] * (2 * D) + d[None, :]
-            in_tile = in_u[:, None] & in_d[None, :]
-            low = tl.load(p_tile, in_tile, other=0).to(q.dtype)
-            high = tl.load(p_tile + D, in_tile, other=0).to(q.dtype)
-            above = tl.where(q > 0, q, zero)
-            below = tl.where(q < 0, q, zero)
-            scores = tl.dot(high, above, acc=scores, input_precision="ieee")
-            scores = tl.dot(low, below, acc=scores, input_precision="ieee")
+            scores = bounded(scores, above, below, p_tile, in_u[:, None] & in_d[None, :], D)
         if SCALED:
             scores *= tl.load(p_scale + at, in_u, other=0.0).to(tl.float32)[:, None]
-        scores = scores * logit_scale
+        scores *= logit_scale
         p_out = p_raw + first[None, :] * max_units + u[:, None]
         tl.store(p_out, scores, in_u[:, None] & in_g[None, :])
         peak, mass = fold(peak, mass, scores, in_u)
