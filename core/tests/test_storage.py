@@ -11,6 +11,7 @@ import torch
 from topkv.config.storages import StorageSettings
 from topkv.errors import ConfigError, HostMemoryError
 from topkv.storage import calls
+from topkv.storage.fetching import Fetch
 from topkv.testing.machines.engine_pages import SHAPE, run_forward
 from topkv.testing.machines.lifecycle_model import DIM, HEADS, LAYERS, make_coordinator
 from topkv.testing.machines.storage import (
@@ -188,6 +189,30 @@ def test_a_prompt_that_may_not_wait_is_computed(make, shelf):
     late.check_integrity()
     shelf.before = lambda call, keys: None
     torch.testing.assert_close(outputs, run(make({"prefix_cache": "prompt"}))[1], rtol=0, atol=0)
+
+
+def test_a_thread_may_end_while_pages_are_tidied_up(make):
+    class Batch:
+        """Its thread ends as soon as somebody has asked whether it has."""
+
+        def __init__(self, pages):
+            self.pages, self.asked = pages, 0
+
+        @property
+        def good(self):
+            self.asked += 1
+            return [True] * len(self.pages) if self.asked > 1 else None
+
+    coordinator = make()
+    host = coordinator.manager.host
+    pages = host.lease(3)
+    host.lend(pages)
+    fetch = Fetch(coordinator.prefixes.storage._shared, [], [], 0, stragglers=[Batch(pages)])
+    assert not fetch.tidy()
+    assert host.lent
+    assert fetch.tidy()
+    assert not host.lent
+    assert host.used == 0
 
 
 def test_who_waits_for_nothing_takes_what_was_prefetched(make, shelf):

@@ -139,11 +139,14 @@ class Fetch:
 
     def tidy(self) -> bool:
         """Give back what nobody writes any more; whether that is all."""
-        done = [batch for batch in self.stragglers if batch.good is not None]
-        self.stragglers = [batch for batch in self.stragglers if batch.good is None]
-        for batch in done:
-            self.shared.release(batch.pages)
-        return not self.stragglers
+        waiting = []
+        for batch in self.stragglers:
+            if batch.good is None:  # asked once, for its thread may end at any time
+                waiting.append(batch)
+            else:
+                self.shared.release(batch.pages)
+        self.stragglers = waiting
+        return not waiting
 
     def release(self) -> None:
         """Stop, and hold nothing: what has landed is kept as other pages without holders are."""
