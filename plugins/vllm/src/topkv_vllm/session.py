@@ -47,8 +47,8 @@ class Session:
     def run(self, step: Any, execute: Callable[[Any], Any]) -> Any:
         """Run a step of the model, which calls ``forward`` and then every layer.
 
-        What is to be settled is settled ahead of it, when the tokens of the step before are out:
-        requests that have ended by then need it no more.
+        What is to be settled is settled ahead of it, behind the sampling of the step before:
+        requests that the scheduler has ended by then need it no more.
 
         Args:
             step: vLLM's ``SchedulerOutput``.
