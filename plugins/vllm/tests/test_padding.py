@@ -1,149 +1,20 @@
-"""Rows that pad a step and dummy runs, as steps that are replayed have them; needs no vLLM."""
+"""Rows that pad a step, dummy runs and rows in other orders, as steps that are replayed have them.
+``test_mutants.py`` breaks each rule. Most of it needs no vLLM."""
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 from attrs import evolve
 
-from topkv import SparseConfig, SparseCoordinator
-from topkv.config import lower
+from plugins.vllm.tests.steps import CHUNK, COVERED, Engine, lowered, same
+from topkv import SparseCoordinator
 from topkv.errors import DeviceMemoryError
-from topkv.plugins import registry
-from topkv.types import ModelShape
 from topkv_vllm.memory import check_device
 from topkv_vllm.session import Session
-
-SHAPE = ModelShape(2, 4, 2, 64, torch.float32, 0.125)
-
-PAGE, CHUNK, LONGEST = 32, 72, 128
-
-
-def lowered(device="cpu"):
-    settings = SparseConfig(
-        algorithm="quest",
-        backend="triton_attention",
-        unit=8,
-        budget=32,
-        buffer=32,
-        dense_layers=[0],
-        pages="engine",
-        page_tokens=PAGE,
-        max_requests=4,
-        max_request_tokens=LONGEST,
-        max_tokens=4 * LONGEST,
-    )
-    return lower(
-        settings, SHAPE, device=torch.device(device), registry=registry(), max_positions=LONGEST
-    )
-
-
-class Engine:
-    """A session, and steps of it as vLLM would have them: all requests are scheduled.
-
-    Args:
-        pads: rows of padding behind those of requests, in steps that only decode.
-    """
-
-    def __init__(self, pads=0):
-        self.session, self.pads = Session(lambda: [*self.step.num_scheduled_tokens]), pads
-        self.session.allocate(lowered())
-        self.computed, self.random = {}, torch.Generator().manual_seed(0)
-
-    def run(self, tokens, finished=()):
-        """A step of these tokens of each request, and what its layers put out of their rows."""
-        new = [name for name in tokens if name not in self.computed]
-        old = [name for name in tokens if name in self.computed]
-        first = {name: 1 + 4 * int(name) for name in tokens}
-        self.step = SimpleNamespace(
-            finished_req_ids=finished,
-            preempted_req_ids=None,
-            scheduled_new_reqs=[
-                SimpleNamespace(
-                    req_id=name,
-                    prompt_token_ids=[0] * CHUNK,
-                    prefill_token_ids=None,
-                    block_ids=([*range(first[name], first[name] + 4)],),
-                    num_computed_tokens=0,
-                )
-                for name in new
-            ],
-            scheduled_cached_reqs=SimpleNamespace(
-                req_ids=old,
-                resumed_req_ids=[],
-                new_block_ids=[None] * len(old),
-                num_computed_tokens=[self.computed[name] for name in old],
-                num_output_tokens=[0] * len(old),
-            ),
-            num_scheduled_tokens=tokens,
-        )
-        outputs = self.session.run(self.step, self.execute)
-        for name, count in tokens.items():
-            self.computed[name] = self.computed.get(name, 0) + count
-        for name in finished:
-            self.computed.pop(name, None)
-        return outputs
-
-    def execute(self, step):
-        tokens = sum(step.num_scheduled_tokens.values())
-        count = len(step.num_scheduled_tokens)
-        self.prompts = self.session.prompts()
-        pads = 0 if self.prompts else self.pads
-        rows = self.session.forward(count + pads, tokens + pads)
-        assert rows == tokens + pads
-        return [out[:tokens] for out in self.layers(rows, tokens)]
-
-    def layers(self, rows, live):
-        """All layers; rows of padding hold what would be seen anywhere."""
-        outputs = []
-        for layer in SHAPE.layers:
-            rand = [torch.randn(live, heads, 64, generator=self.random) for heads in (4, 2, 2)]
-            q, k, v = (
-                torch.cat([each, torch.full((rows - live, *each.shape[1:]), 1e4)]) for each in rand
-            )
-            outputs.append(torch.zeros(rows, 4, 64))
-            self.session.attend(layer, q, k, v, outputs[-1])
-        return outputs
-
-    def dummy(self, rows):
-        """A dummy run, which leaves its forward open."""
-        assert self.session.forward(rows, rows) == rows
-        self.layers(rows, 0)
-
-    def state(self):
-        """Everything that is kept between steps, on both tiers, by a path of names."""
-        coordinator = self.session.coordinator
-        kept = [path.selector.kept() for path in coordinator.layers if path.selector]
-        places = [coordinator.manager, *kept]
-        found = {}
-        for number, place in enumerate(places):
-            collect(f"{number}", place, found)
-        assert found
-        return {name: tensor.clone() for name, tensor in found.items()}
-
-
-def collect(name, thing, found, deep=4):
-    """Tensors among the attributes of an object, and of those."""
-    if isinstance(thing, torch.Tensor):
-        found[name] = thing
-    elif isinstance(thing, list | tuple):
-        collect(name, dict(enumerate(thing)), found, deep)
-    elif isinstance(thing, dict):
-        for key, each in thing.items():
-            collect(f"{name}.{key}", each, found, deep)
-    elif deep and type(thing).__module__.startswith("topkv"):
-        names = getattr(type(thing), "__slots__", ()) or vars(thing)
-        held = {each: getattr(thing, each) for each in names if hasattr(thing, each)}
-        collect(name, held, found, deep - 1)
-
-
-def same(ones, others):
-    if isinstance(ones, dict):
-        assert ones.keys() == others.keys()
-        return [name for name in ones if not torch.equal(ones[name], others[name])] == []
-    return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
 
 
 @pytest.mark.parametrize("pads", [1, 2])
@@ -172,6 +43,50 @@ def test_a_dummy_run_changes_nothing():
         assert same(before, other.state())
         assert same(plain.run(tokens), other.run(tokens))
     assert same(plain.state(), other.state())
+
+
+LIVES = [
+    {"0": CHUNK, "1": 33},
+    {"0": 1, "1": CHUNK - 34},
+    {"0": 1, "1": 1},  # the last of a prompt
+    *[{"0": 1, "1": 1}] * 4,
+    {"0": 1, "1": 1, "2": CHUNK - 1},
+    {"0": 1, "1": 1, "2": 1},  # the last of a prompt, while the first request fills a unit
+    *[{"0": 1, "1": 1, "2": 1}] * 9,
+]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_in_any_order(seed):
+    """The runner decides it, anew in each step: a prompt's last token may lie between two that
+    decode. Longer chunks lie behind. What comes out is attention, and what is kept the same."""
+    draw = random.Random(seed)
+
+    def shuffled(names):
+        single = [name for name in names if tokens[name] == 1]
+        draw.shuffle(single)
+        orders.add(tuple(single))
+        return single + [name for name in names if tokens[name] > 1]
+
+    orders = set()
+    plain, other = Engine(**COVERED), Engine(pads=1, order=shuffled, **COVERED)
+    for number, tokens in enumerate(LIVES):
+        assert same(plain.run(tokens), other.run(tokens)), number
+    assert len(orders) > 5
+    assert same(plain.state(), other.state())
+    assert other.error() < 1e-5
+    other.session.coordinator.check_integrity()
+
+
+@pytest.mark.parametrize("pads", [0, 1])
+def test_units_that_steps_fill_are_on_the_host(pads):
+    """Those of steps that only decode, which are offloaded by their last layer, and of others."""
+    engine = Engine(pads, **COVERED)
+    for tokens in LIVES:
+        engine.run(tokens)
+    engine.forget_device()
+    engine.run(tokens)
+    assert engine.error() < 1e-5
 
 
 def test_dummy_runs_of_prompts_and_before_there_is_a_coordinator_attend_to_nothing():
@@ -219,6 +134,53 @@ def test_steps_with_prompts_are_told_from_those_that_decode():
     assert requests.coordinator.requests.free == 2
 
 
+def test_a_layer_leaves_nothing_undefined_behind_the_rows(served):
+    """vLLM pads tokens of steps with prompts too, and runs layers where nothing attends."""
+    from topkv_vllm.backend import TopkvMetadata
+
+    engine = served()
+    (layers,) = engine.llm.collective_rpc(
+        lambda worker: worker.vllm_config.compilation_config.static_forward_context
+    )
+    impl, session = next(iter(layers.values())).impl, engine.session
+    device = session.coordinator.config.device
+    q, k, v = (torch.randn(5, heads, 64, device=device) for heads in (4, 2, 2))
+    for metadata in (None, TopkvMetadata(0), TopkvMetadata(session.forward(3, 3))):
+        out = torch.full_like(q, torch.nan)
+        assert impl.forward(None, q, k, v, None, metadata, out) is out
+        assert out.isfinite().all()
+        assert not out[metadata.rows if metadata else 0 :].any()
+    session.requests.abort()
+
+
+def test_a_step_with_a_prompt_of_one_token_is_not_replayed(served, prompt, monkeypatch):
+    """What model runner V1 asks before it takes a graph, here the one of a CPU, which has none;
+    for V2 ``test_graphs.py`` looks at replays."""
+    from topkv_vllm import gpu_worker
+
+    engine, asked = served(), []
+    (runner,) = engine.llm.collective_rpc(lambda worker: worker.model_runner)
+    if not hasattr(runner, "_is_uniform_decode"):
+        pytest.skip("this is model runner V2")
+    own = runner._is_uniform_decode
+    monkeypatch.setattr(runner, "_is_uniform_decode", own)
+    gpu_worker._guard_v1(runner, engine.session)
+    guarded = runner._is_uniform_decode
+
+    def watched(**batch):
+        asked.append((own(**batch), guarded(**batch)))
+        return asked[-1][1]
+
+    runner._is_uniform_decode = watched
+    engine.add("beside", prompt(50), 4)
+    engine.steps(2)
+    engine.add("of-one-token", prompt(1), 4)
+    engine.run()
+    assert asked[:4] == [(False, False), (True, True), (True, False), (True, True)]
+    assert all(map(all, asked[3:]))
+    engine.check_nothing_is_held()
+
+
 def test_an_exception_behind_the_last_layer_drops_the_step():
     engine, beside = Engine(pads=1), Engine(pads=1)
     for tokens in ({"0": CHUNK}, *[{"0": 1}] * 7):  # the next one fills a unit
@@ -235,6 +197,7 @@ def test_an_exception_behind_the_last_layer_drops_the_step():
         engine.run({"0": 1})
     engine.execute = execute
     engine.random.set_state(seed)
+    assert engine.session.coordinator.forward is None
     assert engine.session.coordinator.length(0) == CHUNK + 7
     for _ in range(3):
         assert same(engine.run({"0": 1}), beside.run({"0": 1}))

@@ -205,10 +205,12 @@ async def stream(openai, prompt, tokens, most=None):
     return got
 
 
-@pytest.mark.parametrize("kind", ["completions", "chats"])
-def test_clients_stream_and_a_third_goes_away(kind, server, stock, model, prompt):
+@pytest.mark.parametrize(("kind", "clients"), [("completions", 12), ("chats", 32)])
+def test_clients_stream_and_a_third_goes_away(kind, clients, server, stock, model, prompt):
+    """All at once, so that most of them wait for their turn."""
     lengths = (5, 200, 64, 97, 33, 300, 150, 12, 250, 80, 31, 400)
-    prompts = given = [prompt(length) for length in lengths]
+    lengths = (lengths * 3)[:clients]
+    prompts = given = [prompt(length, number // 12) for number, length in enumerate(lengths)]
     if kind == "chats":
         from transformers import AutoTokenizer
 

@@ -90,6 +90,11 @@ class Requests:
         """Whether the rows of a request of the open step are one, behind its prompt."""
         return self.tokens[name] == 1 and self.computed[name] >= self.held[name].prefill
 
+    def settle(self) -> None:
+        """Settle, where it is due, requests that decode in the open step, before its forward."""
+        rows = [self.held[name].slot for name in self.tokens if self.decodes(name)]
+        self.coordinator.settle(rows)
+
     def has_prompts(self) -> bool:
         """Whether rows of the open step belong to prompts."""
         return not all(self.decodes(name) for name in self.tokens)

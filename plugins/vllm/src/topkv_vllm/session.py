@@ -47,6 +47,9 @@ class Session:
     def run(self, step: Any, execute: Callable[[Any], Any]) -> Any:
         """Run a step of the model, which calls ``forward`` and then every layer.
 
+        What is to be settled is settled ahead of it, behind the sampling of the step before:
+        requests that the scheduler has ended by then need it no more.
+
         Args:
             step: vLLM's ``SchedulerOutput``.
             execute: the worker's own ``execute_model``.
@@ -58,6 +61,7 @@ class Session:
             requests.abort()  # padding that a dummy run has left
             requests.schedule(step)
             try:
+                requests.settle()
                 output = execute(step)
                 requests.close()
             except BaseException:

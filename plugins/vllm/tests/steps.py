@@ -1,0 +1,184 @@
+"""Steps of a session as vLLM would have them, without vLLM: all requests are scheduled."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from topkv import SparseConfig
+from topkv.config import lower
+from topkv.plugins import registry
+from topkv.types import ModelShape
+from topkv_vllm.session import Session
+
+SHAPE = ModelShape(2, 4, 2, 64, torch.float32, 0.125)
+
+PAGE, CHUNK, LONGEST = 32, 72, 128
+"""Tokens of a page, of a prompt, and of a request."""
+
+COVERED = {"budget": LONGEST, "buffer": LONGEST}
+"""Settings with which everything is selected."""
+
+
+def lowered(device="cpu", **changes):
+    settings = {
+        "algorithm": "quest",
+        "backend": "triton_attention",
+        "unit": 8,
+        "budget": 32,
+        "buffer": 32,
+        "dense_layers": [0],
+        "pages": "engine",
+        "page_tokens": PAGE,
+        "max_requests": 4,
+        "max_request_tokens": LONGEST,
+        "max_tokens": 4 * LONGEST,
+    }
+    return lower(
+        SparseConfig(**settings | changes),
+        SHAPE,
+        device=torch.device(device),
+        registry=registry(),
+        max_positions=LONGEST,
+    )
+
+
+class Engine:
+    """A session, and steps of it.
+
+    Args:
+        pads: rows of padding behind those of requests, in steps that only decode.
+        order: puts the names of a step's requests into the order of their rows.
+        changes: of settings.
+
+    Attributes:
+        rows: queries, keys, values and outputs of each layer and request so far, by step.
+        computed: tokens of each request.
+    """
+
+    def __init__(self, pads=0, order=list, **changes):
+        self.pads, self.order = pads, order
+        self.session = Session(lambda: self.names)
+        self.session.allocate(lowered(**changes))
+        self.computed, self.rows, self.random = {}, {}, torch.Generator().manual_seed(0)
+
+    def run(self, tokens, finished=()):
+        """A step of these tokens of each request, and what its layers put out of their rows."""
+        new = [name for name in tokens if name not in self.computed]
+        old = [name for name in tokens if name in self.computed]
+        first = {name: 1 + 4 * int(name) for name in tokens}
+        step = SimpleNamespace(
+            finished_req_ids=finished,
+            preempted_req_ids=None,
+            scheduled_new_reqs=[
+                SimpleNamespace(
+                    req_id=name,
+                    prompt_token_ids=[0] * CHUNK,
+                    prefill_token_ids=None,
+                    block_ids=([*range(first[name], first[name] + 4)],),
+                    num_computed_tokens=0,
+                )
+                for name in new
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=old,
+                resumed_req_ids=[],
+                new_block_ids=[None] * len(old),
+                num_computed_tokens=[self.computed[name] for name in old],
+                num_output_tokens=[0] * len(old),
+            ),
+            num_scheduled_tokens=tokens,
+        )
+        outputs = self.session.run(step, self.execute)
+        for name, count in tokens.items():
+            self.computed[name] = self.computed.get(name, 0) + count
+        for name in finished:
+            self.computed.pop(name, None)
+        return outputs
+
+    def execute(self, step):
+        tokens = step.num_scheduled_tokens
+        self.names = self.order([*tokens])
+        self.prompts = self.session.prompts()
+        pads = 0 if self.prompts else self.pads
+        rows = self.session.forward(len(tokens) + pads, sum(tokens.values()) + pads)
+        assert rows == sum(tokens.values()) + pads
+        return self.layers(tokens, self.names, pads)
+
+    def layers(self, tokens, names, pads):
+        """All layers; rows of padding hold what would be seen anywhere."""
+        outputs = {}
+        for layer in SHAPE.layers:
+            rows = {
+                name: [torch.randn(n, heads, 64, generator=self.random) for heads in (4, 2, 2)]
+                for name, n in tokens.items()  # the same in every order
+            }
+            q, k, v = (
+                torch.cat([*(rows[name][each] for name in names), torch.full((pads, h, 64), 1e4)])
+                for each, h in enumerate((4, 2, 2))
+            )
+            out = torch.full_like(q, torch.nan)
+            self.session.attend(layer, q, k, v, out)
+            assert out.isfinite().all(), "of padding too"
+            parts = out.split([*(tokens[name] for name in names), pads])
+            for name, part in zip(names, parts, strict=False):
+                outputs[layer, name] = part
+                self.rows.setdefault((layer, name), []).append((*rows[name], part))
+        return outputs
+
+    def dummy(self, rows):
+        """A dummy run, which leaves its forward open."""
+        assert self.session.forward(rows, rows) == rows
+        self.layers({}, [], rows)
+
+    def forget_device(self):
+        """Drop a forward of all requests: what they have is read from the host again."""
+        coordinator = self.session.coordinator
+        coordinator.forward_begin([each.slot for each in self.session.requests.held.values()])
+        coordinator.forward_abort()
+
+    def error(self):
+        """The largest difference to attention in double precision over all that was computed."""
+        worst = 0.0
+        for steps in self.rows.values():
+            q, k, v, out = (torch.cat(each).double() for each in zip(*steps, strict=True))
+            k, v = (each.repeat_interleave(2, 1) for each in (k, v))
+            logits = torch.einsum("qhd,khd->hqk", q, k) * SHAPE.scale
+            later = torch.ones(logits.shape[1:]).triu(1).bool()
+            shares = logits.masked_fill(later, -torch.inf).softmax(-1)
+            expected = torch.einsum("hqk,khd->qhd", shares, v)
+            worst = max(worst, float((out - expected).abs().max()))
+        return worst
+
+    def state(self):
+        """Everything that is kept between steps, on both tiers, by a path of names."""
+        coordinator = self.session.coordinator
+        kept = [path.selector.kept() for path in coordinator.layers if path.selector]
+        places = [coordinator.manager, *kept]
+        found = {}
+        for number, place in enumerate(places):
+            collect(f"{number}", place, found)
+        assert found
+        return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def collect(name, thing, found, deep=4):
+    """Tensors among the attributes of an object, and of those."""
+    if isinstance(thing, torch.Tensor):
+        found[name] = thing
+    elif isinstance(thing, list | tuple):
+        collect(name, dict(enumerate(thing)), found, deep)
+    elif isinstance(thing, dict):
+        for key, each in thing.items():
+            collect(f"{name}.{key}", each, found, deep)
+    elif deep and type(thing).__module__.startswith("topkv"):
+        names = getattr(type(thing), "__slots__", ()) or vars(thing)
+        held = {each: getattr(thing, each) for each in names if hasattr(thing, each)}
+        collect(name, held, found, deep - 1)
+
+
+def same(ones, others):
+    """Whether tensors are alike to the bit."""
+    assert ones.keys() == others.keys()
+    return [name for name in ones if not torch.equal(ones[name], others[name])] == []
