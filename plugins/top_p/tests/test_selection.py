@@ -21,6 +21,7 @@ from topkv.testing.models.oracle import attention
 from topkv.testing.stage.refine import candidates, filled, refine
 from topkv.testing.strategies import Geometry
 from topkv.testing.tolerance import assert_as_good
+from topkv_top_p import launch
 from topkv_top_p.stage import TopP
 
 NEAR = 1e-5
@@ -95,6 +96,30 @@ def test_what_is_kept_has_the_share_p_and_no_more_units_than_that_takes(subject)
     check()
 
 
+@pytest.mark.parametrize("widen", [1, 3])
+def test_candidates_of_many_blocks(subject, widen, monkeypatch):
+    """Of both kernels; what is kept lies in all of them, and what is left over in none."""
+    monkeypatch.setattr(launch, "TOKENS", 32)
+    monkeypatch.setattr(launch, "PAIRS", 32)
+    geometry = Geometry(2, 2, 12, 2, 4, "kv_head", torch.float32)
+    settings = {"p": 0.8 if widen == 1 else 0.6, "widen": widen}
+    case = Case(geometry, settings, 120 // widen, 2, "normal", 5, 140, 96.0, False)
+    bench, generator = AlgorithmBench(subject, case, requests=2), torch.Generator().manual_seed(1)
+    bench.prefill(1, case.tokens(1))
+    q = case.queries(1)
+    offered = torch.stack([torch.randperm(139, generator=generator)[:120] for _ in range(2)]).int()
+    found = refine(bench, q, [1], offered)
+    for head, (left, among) in enumerate(zip(found, offered.tolist(), strict=True)):
+        kept = [unit for unit in left if unit >= 0]
+        assert 16 < len(kept) < case.select
+        assert_kept(bench, shares(bench, 1, q[0], head, among), among, kept)
+        assert left == (
+            [unit if unit in kept else -1 for unit in among]
+            if widen == 1
+            else [*(unit for unit in among if unit in kept), *[-1] * (case.select - len(kept))]
+        )
+
+
 def test_a_larger_p_keeps_what_a_smaller_one_keeps(subject):
     @examples(subject.tier, cpu=60, interpret=4, gpu=10)
     @given(case=cases(subject, exact=False), data=st.data(), widen=st.integers(1, 3))
@@ -142,7 +167,9 @@ def test_of_equal_units_the_lowest_are_kept(subject, p, count):
     bench = AlgorithmBench(subject, evolve(constant(p=p, widen=1), select=20))
     bench.prefill(0, bench.case.tokens(0))
     offered = torch.arange(30, 10, -1, dtype=torch.int32)[None]
-    kept = sorted(unit for unit in refine(bench, bench.case.queries(1), [0], offered)[0] if unit >= 0)
+    kept = sorted(
+        unit for unit in refine(bench, bench.case.queries(1), [0], offered)[0] if unit >= 0
+    )
     assert kept == list(range(11, 11 + count))
 
 
@@ -157,7 +184,7 @@ def test_no_more_are_kept_than_there_are_places(subject):
 
 
 def test_every_query_head_has_its_share(subject):
-    """Two heads that look for different units keep both, though one of them is surer of its own."""
+    """Two heads that look for different units keep both, though one of them is surer."""
     geometry = Geometry(1, 2, 16, 1, 2, "kv_head", torch.float32)
     case = Case(geometry, {"p": 0.6, "widen": 1}, 4, 2, "constant", 1, 8, float("nan"))
     bench = AlgorithmBench(subject, case)
@@ -195,7 +222,12 @@ def run(on, stages):
         made.forward_end()
     counts = made.transfers_of()
     made.close()
-    return torch.cat(outs), chosen, [torch.cat(each, 1).cpu() for each in zip(*held, strict=True)], counts
+    return (
+        torch.cat(outs),
+        chosen,
+        [torch.cat(each, 1).cpu() for each in zip(*held, strict=True)],
+        counts,
+    )
 
 
 def test_a_neutral_stage_changes_no_bit_of_a_decode(on):
@@ -209,7 +241,7 @@ def test_a_neutral_stage_changes_no_bit_of_a_decode(on):
 
 
 def test_a_decode_attends_what_is_kept_and_the_tail(on):
-    outs, chosen, (q, k, v), counts = run(on, [{"name": "top_p", "params": {"p": 0.5}}])
+    outs, chosen, (q, k, v), _ = run(on, [{"name": "top_p", "params": {"p": 0.5}}])
     holes = 0
     for number, (out, ids) in enumerate(zip(outs, chosen, strict=True)):
         step, layer = divmod(number, 4)

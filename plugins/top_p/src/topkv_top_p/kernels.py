@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+
 @triton.jit
 def worth_kernel(
     p_q,
@@ -59,7 +60,9 @@ def worth_kernel(
     j = tl.arange(0, BLOCK_W)
     g = tl.arange(0, BLOCK_G)
     in_g = g < GROUP
-    p_heads = p_q + row * s_q_row + (head * GROUP + g.to(tl.int64))[None, :] * s_q_head + j[:, None]
+    p_heads = (
+        p_q + row * s_q_row + (head * GROUP + g.to(tl.int64))[None, :] * s_q_head + j[:, None]
+    )
     q_low = tl.load(p_heads, in_g[None, :] & (j < WIDTH)[:, None], other=0.0)
     q_high = tl.load(p_heads + WIDTH, in_g[None, :] & (j < D - WIDTH)[:, None], other=0.0)
     if FP32:
@@ -69,9 +72,8 @@ def worth_kernel(
     codes = tl.load(p_codes + at[:, None] * WIDTH + j[None, :], in_tile, other=0)
     products = tl.dot((codes & 15).to(q_low.dtype), q_low, input_precision="ieee")
     products = tl.dot((codes >> 4).to(q_low.dtype), q_high, acc=products, input_precision="ieee")
-    scale = (tl.load(p_meta + at * 2, in_t, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    zero = tl.load(p_meta + at * 2 + 1, in_t, other=0).to(tl.int32) << 16
-    zero = zero.to(tl.float32, bitcast=True)
+    scale = tl.load(p_meta + at * 2, in_t, other=0.0).to(tl.float32)
+    zero = tl.load(p_meta + at * 2 + 1, in_t, other=0.0).to(tl.float32)
     summed = tl.sum(q_low.to(tl.float32), 0) + tl.sum(q_high.to(tl.float32), 0)
     logits = (products * scale[:, None] + zero[:, None] * summed[None, :]) * logit_scale
     logits = tl.where(in_t[:, None], logits, float("-inf"))
@@ -154,8 +156,8 @@ def prune_kernel(
 
     The first finds the highest rank at which all candidates of it and above are enough, the second
     how many of those of just that rank are needed, from the lowest unit on. Each step reads all
-    candidates, a block at a time, so that there may be any number. ``WHOLE``: p is 1. ``IN_PLACE``:
-    there are places for all of them.
+    candidates, a block at a time, so that there may be any number. ``WHOLE``: p is 1.
+    ``IN_PLACE``: there are places for all of them.
     """
     lane = tl.program_id(0).to(tl.int64)
     p_worth += lane * HEADS * candidates

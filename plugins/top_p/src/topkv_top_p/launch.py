@@ -100,7 +100,7 @@ class TopPTriton(TopP):
         lanes, offered = candidates.shape
         blocks = triton.cdiv(offered, self.weighing["BLOCK_C"])
         kernels.worth_kernel[(step.batch * model.num_kv_heads, blocks)](
-            *(q, pools["codes"], pools["meta"].view(torch.int16), candidates),
+            *(q, pools["codes"], pools["meta"], candidates),
             *(step.slots, step.page_table, self.worth),
             *(offered, step.page_table.stride(0), model.scale),
             *(q.stride(0), q.stride(2), candidates.stride(0)),

@@ -1,6 +1,6 @@
 """Top-p over 4-bit keys in plain torch: the formulas that the kernels are held to.
 
-Shapes: n tokens in front, Hkv kv-heads, D head dim, N lanes, h query heads of a lane, K' candidates.
+Shapes: D head dim, N lanes, h query heads of a lane, K' candidates of which at most K are kept.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def kept(worth: Tensor, p: float, most: int) -> Tensor:
     """Which candidates are kept, bool ``[N, K']``: the first ones in the order of ``rank``, until
     every query head of the lane has the share p of its weight among them, and at most ``most``.
 
-    A candidate weighs ``exp(worth - peak)`` to a query head, with the head's largest worth as peak.
-    Its rank is the largest share of a head's whole weight that it has; of equal ranks the lower
-    unit comes first. Weights and ranks are fp32, and so is p times the whole weight. With p = 1
-    nothing is enough, and candidates without weight are kept too.
+    A candidate weighs ``exp(worth - peak)`` to a query head, with its largest worth as peak. Its
+    rank is the largest share of a head's whole weight that it has; of equal ranks the lower unit
+    comes first. Weights and ranks are fp32, and so is p times the whole weight. With p = 1 nothing
+    is enough, and candidates without weight are kept too.
 
     Args:
         worth: fp32 ``[N, h, K']`` of candidates in ascending order, -inf where there is none.
