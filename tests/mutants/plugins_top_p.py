@@ -74,7 +74,7 @@ class MovesUp(TopP):
     @hookimpl
     def refine(self, layer, q, candidates, ids):
         super().refine(layer, q, candidates, ids)
-        ids.copy_(ids.gather(1, (ids < 0).int().sort(1, stable=True).indices))
+        ids.copy_(ids.gather(1, (ids < 0).int().sort(dim=1, stable=True).indices))
 
 
 class KernelCutsCodesOff(TopPTriton):
