@@ -324,6 +324,22 @@ def test_every_key_of_the_configuration_is_documented():
     ]
 
 
+def test_the_table_of_top_p_is_that_of_the_raw_numbers():
+    """Attended and loaded units are shares of those of Quest alone."""
+    found = {r["algorithm"]: r for r in figures.read("eval/top_p_cpu.jsonl")}
+    text = (ROOT / "plugins/top_p/README.md").read_text("utf-8")
+    _, alone, *rows = rows_of(text, "| p, candidates")
+    labels = {("0.95", "K"): "p95", ("0.85", "K"): "p85", ("1", "4K"): "quest4"}
+    labels |= {("0.95", "4K"): "p95x4", ("0.85", "4K"): "p85x4"}
+    assert [tuple(what.split(", ")) for what, *_ in rows] == [*labels]
+    quest = found["quest"]
+    for (_, *cells), name in zip([alone, *rows], ["quest", *labels.values()], strict=True):
+        row = found[name]
+        shares = [row[key] / quest[key] for key in ("selected_units", "loaded_units")]
+        shown = [f"{100 * share:.1f} %" for share in (*shares, row["recall"])]
+        assert cells == [f"{row['correct']:.0f}", *shown]
+
+
 def test_every_figure_can_be_drawn():
     drawn = figures.figures()
     assert drawn.keys() == figures.FIGURES.keys()

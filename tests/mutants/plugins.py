@@ -31,21 +31,27 @@ from plugins.snapkv.tests import test_conformance as snapkv_kit
 from plugins.snapkv.tests import test_properties as snapkv_properties
 from plugins.snapkv.tests import test_votes
 from plugins.streaming_llm.tests import test_conformance as streaming_kit
+from plugins.top_p.tests import test_conformance as top_p_kit
+from plugins.top_p.tests import test_keys as top_p_keys
+from plugins.top_p.tests import test_selection as top_p_selection
 from tests.mutants import plugins_clusterkv as clusterkv
 from tests.mutants import plugins_double_sparsity as sparsity
 from tests.mutants import plugins_pariskv as paris
 from tests.mutants import plugins_prompt as prompt
+from tests.mutants import plugins_top_p as top_p
 from tests.mutants.harness import Mutant, mutated, told_of, without_shrinking
 from topkv.errors import ConfigError, PluginError
 from topkv.plugins import registry
 from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
 from topkv.testing.kit import subject_of
+from topkv.testing.stages import StageTests
 from topkv.testing.tiers import Tier, tier
 from topkv_clusterkv.launch import ClusterKVTriton
 from topkv_double_sparsity.launch import DoubleSparsityTriton
 from topkv_pariskv.launch import ParisKVTriton
 from topkv_snapkv.kernels import SnapKVTriton
 from topkv_streaming_llm.launch import StreamingLLMTriton
+from topkv_top_p.launch import TopPTriton
 
 ANYWHERE = ("cpu", "interpret")
 
@@ -168,7 +174,17 @@ of_sparse = _own(DoubleSparsityTriton, bench=lambda on: double_sparsity.Bench)
 of_cluster = _own(ClusterKVTriton, subject=_subject("clusterkv", clusterkv_selection.OPTIONS))
 of_snap = _own(SnapKVTriton, subject=_subject("snapkv", AlgorithmOptions(units=48)))
 stays = _own(SnapKVTriton, subject=_subject("snapkv", snapkv_properties.OPTIONS))
+of_top_p = _own(
+    TopPTriton,
+    subject=lambda on: subject_of(top_p_kit.ENTRY, "stage", on, top_p_kit.OPTIONS),
+    name=lambda on: on.name,
+)
 
+SHARE = (top_p_selection, "what_is_kept_has_the_share_p_and_no_more_units_than_that_takes")
+EQUALS = (top_p_selection, "of_equal_units_the_lowest_are_kept")
+NEUTRAL = (top_p_selection, "with_p_of_1_candidates_are_left_as_they_are")
+BLOCKS = (top_p_selection, "candidates_of_many_blocks")
+COPIES = (top_p_keys, "kernels_write_what_the_reference_writes")
 AGREES = (sparsity_selection, "selection_agrees_with_float64")
 BF16 = {"label": "bf16", "dtype": torch.bfloat16, "kv_heads": 4, "group": 4, "channels": 8}
 WHOLE = (clusterkv_selection, "whole_clusters_by_falling_score_and_only_the_last_is_cut")
@@ -247,4 +263,24 @@ MUTANTS = [
     stream(prompt.RoundsSinksDown, PROMISED),
     stream(prompt.LateWindow, PROMISED, ANYWHERE),
     stream(prompt.WindowInTokens, "length_edges"),
+    of_top_p(top_p.PrunesToTheMean, top_p_selection, "every_query_head_has_its_share"),
+    of_top_p(top_p.KeepsTooLittle, *SHARE, ANYWHERE),
+    of_top_p(top_p.KeepsTooMuch, *SHARE),
+    of_top_p(top_p.UnscaledLogits, *SHARE),
+    of_top_p(top_p.BestTokenForUnit, *SHARE),
+    of_top_p(top_p.DropsTheWeightless, *NEUTRAL),
+    of_top_p(top_p.MovesUp, *NEUTRAL, ANYWHERE),
+    of_top_p(top_p.KernelCutsCodesOff, *COPIES, ("interpret",), dtype=torch.float32),
+    Mutant(
+        told_of(top_p.ForgetsDecoded),
+        StageTests,
+        "test_decode_builds_what_a_prompt_builds",
+        mutated(top_p_kit.ENTRY, top_p.ForgetsDecoded, TopPTriton),
+        top_p_kit.ENTRY,
+        ANYWHERE,
+        top_p_kit.OPTIONS,
+    ),
+    of_top_p(top_p.KernelHigherOfEquals, *EQUALS, ("interpret",), p=0.5, count=10),
+    of_top_p(top_p.KernelSkipsTheLastBlock, *BLOCKS, ("interpret",), widen=1),
+    of_top_p(top_p.KernelSharesOfOneHead, *SHARE, ("interpret",)),
 ]

@@ -78,6 +78,14 @@ def test_algorithms_and_their_parameters():
     assert (streaming.name, streaming.unit) == ("streaming_llm", 16)
 
 
+def test_stages_behind_an_algorithm():
+    text = "quest:stages=one/p=0.95/widen=2+two,sink_units=2"
+    (quest,) = choices.read_algorithms([text], DIM, registry())
+    one = {"name": "one", "params": {"p": 0.95, "widen": 2}}
+    assert quest.settings == {"stages": [one, {"name": "two", "params": {}}]}
+    assert quest.params == {"sink_units": 2}
+
+
 @pytest.mark.parametrize(
     ("text", "word"),
     [("quset", "unknown algorithm 'quset'"), ("", "at least one"), ("quest,quest", "twice"),

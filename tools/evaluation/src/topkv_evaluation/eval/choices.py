@@ -13,7 +13,7 @@ from topkv.errors import ConfigError, PluginError
 from topkv.plugins import PluginRegistry
 
 EXACT = "exact"
-SETTINGS = ("unit", "scope", "buffer", "eviction", "host_format")
+SETTINGS = ("unit", "scope", "buffer", "eviction", "host_format", "stages")
 """Keys behind an algorithm that set topkv, unless the algorithm has a parameter of that name."""
 
 LEAST_BUFFER = 256
@@ -68,6 +68,16 @@ def _value(text: str) -> Any:
         return {"None": None, "True": True, "False": False}.get(text, text)
 
 
+def read_stages(text: str) -> list[dict[str, Any]]:
+    """``"top_p/p=0.95/widen=2+other"`` as the setting ``stages``: in order, with parameters."""
+    found = []
+    for part in text.split("+"):
+        name, *pairs = part.split("/")
+        params = {key: _value(value) for key, _, value in (pair.partition("=") for pair in pairs)}
+        found.append({"name": name, "params": params})
+    return found
+
+
 def read_algorithms(texts: Sequence[str], head_dim: int, registry: PluginRegistry) -> list[Choice]:
     """Algorithms by name, each with its parameters: ``row@name:key=value,key=value``.
 
@@ -100,6 +110,8 @@ def read_algorithms(texts: Sequence[str], head_dim: int, registry: PluginRegistr
             continue
         own = entry.parameters if entry else {}
         settings = {key: values.pop(key) for key in SETTINGS if key in values and key not in own}
+        if "stages" in settings:
+            settings["stages"] = read_stages(str(settings["stages"]))
         unit = settings.pop("unit", (entry.defaults if entry else {}).get("unit", 16))
         if type(unit) is not int or unit < 1:
             reasons.append(f"{text!r}: unit must be an integer of 1 or more, got {unit!r}")

@@ -1,0 +1,113 @@
+"""The same with kernels: launches, and the scratch that they share."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from topkv import hookimpl
+from topkv.hooks.stage import StageSetup
+from topkv.types import LayerView
+from topkv_top_p import kernels, key_kernels
+from topkv_top_p.stage import TopP
+
+TOKENS = 128
+"""Tokens of a program of the kernel that weighs."""
+
+PAIRS = 4096
+"""Candidates times query heads of a block of the kernel that prunes, in registers."""
+
+BLOCK_T = 16
+"""Tokens of a program of the kernels that write copies."""
+
+
+class TopPTriton(TopP):
+    """Top-p in kernels, with every constant worked out once.
+
+    Scratch: what candidates are worth, fp32 ``[max_requests, H, K']``.
+    """
+
+    def __init__(self, setup: StageSetup) -> None:
+        super().__init__(setup)
+        model, group, device = self.model, self.group, setup.device
+        offered = min(self.widen * group.select, group.max_units)
+        shape = (group.max_requests * model.num_heads * offered,)
+        self.worth = torch.empty(shape, dtype=torch.float32, device=device)
+        half = (model.head_dim + 1) // 2
+        geometry = {
+            "KV_HEADS": model.num_kv_heads,
+            "PAGE": group.page_tokens,
+            "D": model.head_dim,
+            "WIDTH": half,
+            "BLOCK_W": max(16, triton.next_power_of_2(half)),
+            "num_warps": 4,
+        }
+        self.writing = geometry | {"BLOCK_T": BLOCK_T, "enable_fp_fusion": False}
+        block_u = triton.next_power_of_2(group.unit)
+        self.weighing = geometry | {
+            "HEADS_PER_LANE": group.heads_per_lane,
+            "GROUP": model.group_size,
+            "UNIT": group.unit,
+            "BLOCK_C": max(1, TOKENS // block_u),
+            "BLOCK_U": block_u,
+            "BLOCK_G": max(16, triton.next_power_of_2(model.group_size)),
+            "FP32": model.dtype is torch.float32 or device.type == "cpu",
+        }
+        heads = model.num_heads // group.lane_heads
+        block_g = triton.next_power_of_2(heads)
+        most = triton.next_power_of_2(max(offered, 2))
+        unit_bits = group.max_units.bit_length()
+        self.pruning = {
+            "HEADS": heads,
+            "WHOLE": self.p == 1,
+            "IN_PLACE": offered <= group.select,
+            "UNIT_BITS": unit_bits,
+            "TOP_UNIT": 1 << (unit_bits - 1),
+            "BLOCK_C": min(most, max(16, PAIRS // block_g)),
+            "BLOCK_G": block_g,
+            "num_warps": 8,
+        }
+
+    @hookimpl
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        if k.shape[0] == 0:
+            return
+        pools, step = layer.pools, layer.step
+        programs = (triton.cdiv(k.shape[0], BLOCK_T), self.model.num_kv_heads)
+        key_kernels.construct_kernel[programs](
+            *(k, pools["codes"], pools["meta"].view(torch.int16), step.page_table[slot]),
+            *(start, k.shape[0], k.stride(0), k.stride(1)),
+            **self.writing,
+        )
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        pools, step = layer.pools, layer.step
+        programs = (triton.cdiv(step.batch, BLOCK_T), self.model.num_kv_heads)
+        key_kernels.update_kernel[programs](
+            *(k, pools["codes"], pools["meta"].view(torch.int16)),
+            *(step.slots, step.lengths, step.appended, step.page_table),
+            *(step.batch, step.page_table.stride(0), k.stride(0), k.stride(1)),
+            **self.writing,
+        )
+
+    @hookimpl
+    def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
+        model, pools, step = self.model, layer.pools, layer.step
+        lanes, offered = candidates.shape
+        blocks = triton.cdiv(offered, self.weighing["BLOCK_C"])
+        kernels.worth_kernel[(step.batch * model.num_kv_heads, blocks)](
+            *(q, pools["codes"], pools["meta"], candidates),
+            *(step.slots, step.page_table, self.worth),
+            *(offered, step.page_table.stride(0), model.scale),
+            *(q.stride(0), q.stride(2), candidates.stride(0)),
+            **self.weighing,
+        )
+        kernels.prune_kernel[(lanes,)](
+            *(self.worth, candidates, ids, offered, ids.shape[1], float(self.p)),
+            *(candidates.stride(0), ids.stride(0)),
+            **self.pruning,
+        )

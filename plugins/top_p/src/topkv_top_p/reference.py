@@ -1,0 +1,86 @@
+"""Top-p over 4-bit keys in plain torch: the formulas that the kernels are held to.
+
+Shapes: D head dim, N lanes, h query heads of a lane, K' candidates of which at most K are kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+STEP = 1 << 16
+"""One unit in the last place of bfloat16, in the bits of float32."""
+
+
+def bf16_up(x: Tensor) -> Tensor:
+    """fp32 ``x`` to the smallest bfloat16 value that is not below it, as fp32."""
+    bits = x.contiguous().view(torch.int32)
+    whole = bits & -STEP
+    return torch.where((bits > 0) & (whole != bits), whole + STEP, whole).view(torch.float32)
+
+
+def encode(k: Tensor) -> tuple[Tensor, Tensor]:
+    """The 4-bit copy of keys ``k [..., D]``, of each token and kv-head for itself.
+
+    ``zero`` is the smallest channel, rounded down, and ``scale`` a fifteenth of the range from
+    there, rounded up, so that no channel is off by more than half a scale (and fp32 rounding).
+
+    Returns:
+        codes, uint8 ``[..., (D + 1) // 2]``: byte j holds channel j in its low and channel
+        ``(D + 1) // 2 + j`` in its high four bits; and bfloat16 ``[..., 2]``: scale and zero.
+    """
+    x = k.float() + 0.0  # -0.0 is 0.0
+    zero = -bf16_up(-x.amin(-1)) + 0.0
+    scale = bf16_up((x.amax(-1) - zero) / 15)
+    step = torch.where(scale > 0, scale, 1.0)[..., None]
+    codes = torch.floor((x - zero[..., None]) / step + 0.5).clamp(0, 15).to(torch.uint8)
+    half = (k.shape[-1] + 1) // 2
+    high = torch.nn.functional.pad(codes[..., half:], (0, 2 * half - k.shape[-1]))
+    return codes[..., :half] | high << 4, torch.stack([scale, zero], dim=-1).bfloat16()
+
+
+def decode(codes: Tensor, meta: Tensor, dim: int) -> Tensor:
+    """fp32 ``[..., dim]``: ``zero + scale * code``."""
+    code = torch.cat([codes & 15, codes >> 4], dim=-1)[..., :dim].float()
+    scale, zero = meta.float().unbind(-1)
+    return code * scale[..., None] + zero[..., None]
+
+
+def kept(worth: Tensor, p: float, most: int) -> Tensor:
+    """Which candidates are kept, bool ``[N, K']``: the first ones in the order of ``rank``, until
+    every query head of the lane has the share p of its weight among them, and at most ``most``.
+
+    A candidate weighs ``exp(worth - peak)`` to a query head, with its largest worth as peak. Its
+    rank is the largest share of a head's whole weight that it has; of equal ranks the lower unit
+    comes first. Weights and ranks are fp32, and so is p times the whole weight. With p = 1 nothing
+    is enough, and candidates without weight are kept too.
+
+    Args:
+        worth: fp32 ``[N, h, K']`` of candidates in ascending order, -inf where there is none.
+        p: above 0, at most 1.
+        most: K.
+    """
+    there = worth[:, 0] > float("-inf")
+    weight = (worth - worth.amax(-1, keepdim=True)).exp().masked_fill(~there[:, None], 0)
+    whole = weight.sum(-1, keepdim=True)
+    rank = (weight / torch.where(whole > 0, whole, 1.0)).amax(1).masked_fill(~there, -1)
+    order = rank.sort(dim=1, descending=True, stable=True).indices
+    ordered = weight.gather(2, order[:, None].expand_as(weight))
+    before = torch.nn.functional.pad(ordered.double().cumsum(-1), (1, 0))[..., :-1]
+    enough = (before >= p * whole).all(1) & (p < 1)
+    enough |= torch.arange(order.shape[1], device=order.device) >= most
+    return torch.zeros_like(there).scatter(1, order, ~enough) & there
+
+
+def placed(candidates: Tensor, keep: Tensor, width: int) -> Tensor:
+    """The candidates that are kept, ``[N, width]``, -1 elsewhere.
+
+    Each stays at its place where there are places for all candidates, else they move up to the
+    front in the order in which they came.
+    """
+    if candidates.shape[1] <= width:
+        lacking = width - candidates.shape[1]
+        return torch.nn.functional.pad(torch.where(keep, candidates, -1), (0, lacking), value=-1)
+    at = torch.where(keep, keep.cumsum(1) - 1, width)
+    left = candidates.new_full((len(candidates), width + 1), -1)
+    return left.scatter(1, at, candidates)[:, :width]

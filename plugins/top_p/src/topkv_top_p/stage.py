@@ -1,0 +1,113 @@
+"""Twilight's pruning as a stage: of any selection the units that hold the share p of attention.
+
+Lin et al., "Twilight: Adaptive Attention Sparsity with Hierarchical Top-p Pruning", NeurIPS 2025,
+arXiv 2502.02770. Differences from its code are in the README.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from topkv import hookimpl
+from topkv.algorithms import host_ids
+from topkv.errors import ConfigError
+from topkv.hooks.algorithm import RepresentationSpec
+from topkv.hooks.stage import StageSetup, StageSpec
+from topkv.types import LayerView
+from topkv_top_p import reference
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class TopP:
+    """Keeps of each lane the smallest set of candidates with the share p of the attention.
+
+    Of every token and kv-head it has a copy of the key in 4 bits a channel, from which it
+    estimates logits s, q·k times the logit scale. To query head g a candidate c is worth the
+    log-sum-exp of the logits of its tokens, and has the share ``softmax_c(worth_gc)`` among the
+    candidates. Candidates are ranked by the largest share that they have to a query head of the
+    lane, and the first ones are kept until every head has the share p among them: see
+    ``reference.kept``. There are at most K, whatever their share.
+
+    With p = 1 and ``widen`` 1 the selection is what it would be without the stage, at the same
+    places. Codes are a function of the key alone: token by token or at once, the bits are the
+    same. Keys are finite, and below 2**126 in magnitude.
+
+    Attributes:
+        p, widen: the parameters.
+    """
+
+    def __init__(self, setup: StageSetup) -> None:
+        """Raises ConfigError with all reasons."""
+        self.model, self.group = setup.model, setup.group
+        self.p, self.widen = setup.params["p"], setup.params["widen"]
+        reasons = []
+        if type(self.p) not in (int, float) or not 0 < self.p <= 1:
+            reasons.append(f"p must be a number above 0 and at most 1, got {self.p!r}")
+        if type(self.widen) is not int or self.widen < 1:
+            reasons.append(f"widen must be an integer of 1 or more, got {self.widen!r}")
+        if self.model.dtype not in DTYPES:
+            reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
+        if self.model.softcap is not None:
+            reasons.append("logits are estimated without a cap, and the model has a softcap")
+        if reasons:
+            raise ConfigError(type(self).__name__, reasons)
+
+    @hookimpl
+    def spec(self) -> StageSpec:
+        heads, half = self.model.num_kv_heads, (self.model.head_dim + 1) // 2
+        codes = RepresentationSpec("codes", "token", (heads, half), torch.uint8)
+        meta = RepresentationSpec("meta", "token", (heads, 2), torch.bfloat16)
+        return StageSpec((codes, meta), self.widen)
+
+    @hookimpl
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        at = self._rows(layer, slot, torch.arange(start, start + len(k), device=k.device))
+        layer.pools["codes"][at], layer.pools["meta"][at] = reference.encode(k)
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        step, pools = layer.step, layer.pools
+        writes = (step.appended != 0) & (step.slots >= 0)
+        tokens = (step.lengths - 1).clamp(min=0)
+        # Rows that append nothing write row 0, which belongs to nobody, and what it holds.
+        at = torch.where(writes, self._rows(layer, step.slots.clamp(min=0), tokens), 0)
+        new = reference.encode(k.masked_fill(~writes[:, None, None], 0))
+        for name, rows in zip(("codes", "meta"), new, strict=True):
+            pools[name][at] = torch.where(writes[:, None, None], rows, pools[name][at])
+
+    def _rows(self, layer: LayerView, slots: Tensor | int, tokens: Tensor) -> Tensor:
+        """Where tokens lie in the pools."""
+        unit = self.group.unit
+        return host_ids(layer, slots, tokens // unit) * unit + tokens % unit
+
+    @hookimpl
+    def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
+        # In ascending order, so that of equal ranks the lower unit is kept.
+        absent = self.group.max_units
+        units, order = torch.where(candidates < 0, absent, candidates).sort(1)
+        there = units < absent
+        worth = self.logits(layer, q[:, 0], units * there).logsumexp(-1)
+        worth = worth.masked_fill(~there[:, None], float("-inf"))
+        keep = reference.kept(worth, self.p, ids.shape[1])
+        keep = torch.zeros_like(keep).scatter(1, order, keep)
+        ids.copy_(reference.placed(candidates, keep, ids.shape[1]))
+
+    def logits(self, layer: LayerView, q: Tensor, units: Tensor) -> Tensor:
+        """Estimated logits of the tokens of units ``[N, K']``, fp32 ``[N, h, K', unit]``."""
+        group, lanes = self.group, self.group.lane_heads
+        slots = layer.step.slots.clamp(min=0).repeat_interleave(lanes)[:, None, None]
+        tokens = units[..., None] * group.unit + torch.arange(group.unit, device=q.device)
+        at = self._rows(layer, slots, tokens)
+        keys = reference.decode(
+            layer.pools["codes"][at], layer.pools["meta"][at], self.model.head_dim
+        )
+        # Of all kv-heads those of the lane itself: [B, lane, K', unit, heads, D].
+        keys = keys.unflatten(0, (-1, lanes)).unflatten(4, (lanes, -1))
+        keys = keys.diagonal(dim1=1, dim2=4).movedim(-1, 1)
+        queries = q.float().unflatten(1, (lanes, group.heads_per_lane, -1))
+        logits = torch.einsum("blhgd,blkuhd->blhgku", queries, keys) * self.model.scale
+        return logits.flatten(2, 3).flatten(0, 1)

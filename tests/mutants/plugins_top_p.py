@@ -1,0 +1,130 @@
+"""Top-p with one bug each."""
+
+from __future__ import annotations
+
+import torch
+
+from topkv import hookimpl
+from topkv_top_p.launch import TopPTriton
+from topkv_top_p.stage import TopP
+
+
+class PrunesToTheMean(TopP):
+    """It is enough that the heads of a lane have the share p on average."""
+
+    def logits(self, layer, q, units):
+        logits = super().logits(layer, q, units)
+        share = logits.logsumexp(-1).softmax(-1).mean(1, keepdim=True)
+        return share.log()[..., None].expand(-1, logits.shape[1], -1, 1)
+
+
+class KeepsTooLittle(TopP):
+    """It stops before the share is reached."""
+
+    @hookimpl
+    def refine(self, layer, q, candidates, ids):
+        whole, self.p = self.p, self.p if self.p == 1 else self.p * 0.8
+        try:
+            super().refine(layer, q, candidates, ids)
+        finally:
+            self.p = whole
+
+
+class KeepsTooMuch(TopP):
+    """It keeps on after the share is reached."""
+
+    @hookimpl
+    def refine(self, layer, q, candidates, ids):
+        whole, self.p = self.p, 1 - (1 - self.p) / 2
+        try:
+            super().refine(layer, q, candidates, ids)
+        finally:
+            self.p = whole
+
+
+class UnscaledLogits(TopP):
+    """Logits without the model's scale: too sharp a softmax."""
+
+    def logits(self, layer, q, units):
+        return super().logits(layer, q, units) / self.model.scale
+
+
+class BestTokenForUnit(TopP):
+    """A unit is worth its best token alone."""
+
+    def logits(self, layer, q, units):
+        return super().logits(layer, q, units).amax(-1, keepdim=True)
+
+
+class DropsTheWeightless(TopP):
+    """With p = 1 candidates without weight are dropped."""
+
+    @hookimpl
+    def refine(self, layer, q, candidates, ids):
+        whole, self.p = self.p, min(self.p, 1 - 1e-9)
+        try:
+            super().refine(layer, q, candidates, ids)
+        finally:
+            self.p = whole
+
+
+class MovesUp(TopP):
+    """What is kept moves to the front even where every candidate has its place."""
+
+    @hookimpl
+    def refine(self, layer, q, candidates, ids):
+        super().refine(layer, q, candidates, ids)
+        ids.copy_(ids.gather(1, (ids < 0).int().sort(dim=1, stable=True).indices))
+
+
+class KernelCutsCodesOff(TopPTriton):
+    """The kernel's codes of a prompt are cut off instead of rounded: off by a whole scale."""
+
+    @hookimpl
+    def construct(self, layer, slot, start, k, v, q, lse):
+        super().construct(layer, slot, start, k, v, q, lse)
+        at = self._rows(layer, slot, torch.arange(start, start + len(k), device=k.device))
+        scale, zero = layer.pools["meta"][at].float()[..., None].unbind(-2)
+        codes = ((k.float() - zero) / torch.where(scale > 0, scale, 1.0)).clamp(0, 15).byte()
+        half = layer.pools["codes"].shape[-1]
+        high = torch.nn.functional.pad(codes[..., half:], (0, 2 * half - k.shape[-1]))
+        layer.pools["codes"][at] = codes[..., :half] | high << 4
+
+
+class ForgetsDecoded(TopP):
+    """Decoded tokens get no copy."""
+
+    @hookimpl
+    def update(self, layer, k, v):
+        pass
+
+
+class KernelSkipsTheLastBlock(TopPTriton):
+    """The kernel sees no candidates behind its first block."""
+
+    @hookimpl
+    def refine(self, layer, q, candidates, ids):
+        block = self.weighing["BLOCK_C"]
+        front = torch.where(torch.arange(candidates.shape[1]) < block, candidates, -1)
+        super().refine(layer, q, front.contiguous(), ids)
+
+
+class KernelHigherOfEquals(TopPTriton):
+    """The kernel takes the highest unit that is dropped instead of the lowest that is kept."""
+
+    @hookimpl
+    def refine(self, layer, q, candidates, ids):
+        super().refine(layer, q, candidates, ids)
+        dropped = torch.where(torch.isin(candidates, ids), -1, candidates).amax(1, keepdim=True)
+        lowest = ids.masked_fill(ids < 0, self.group.max_units).amin(1, keepdim=True)
+        ids.copy_(torch.where((ids == lowest) & (dropped >= 0), dropped, ids))
+
+
+class KernelSharesOfOneHead(TopPTriton):
+    """The kernel goes by the first query head of a lane alone."""
+
+    @hookimpl
+    def refine(self, layer, q, candidates, ids):
+        first = q.unflatten(2, (self.group.lane_heads, -1))[:, :, :, :1]
+        heads = q.shape[2] // self.group.lane_heads
+        super().refine(layer, first.expand(-1, -1, -1, heads, -1).flatten(2, 3), candidates, ids)
