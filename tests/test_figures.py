@@ -1,0 +1,91 @@
+"""Tables and figures of the documentation show what stands in the files of raw numbers."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.docs_blocks import DOCS, PAGES, ROOT
+
+sys.path.insert(0, str(DOCS / "scripts"))
+
+import figures
+
+
+def test_every_figure_can_be_drawn():
+    drawn = figures.figures()
+    assert drawn.keys() == figures.FIGURES.keys()
+    assert all(text.count("<path") > 20 for text in drawn.values())
+
+
+def rows_of(text, head):
+    """Rows of the Markdown table whose head begins so, as lists of cells."""
+    lines = text[text.index(head) :].split("\n\n", 1)[0].splitlines()
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in [lines[0], *lines[2:]]
+    ]
+
+
+def test_the_table_of_accuracy_is_that_of_the_raw_numbers():
+    names = {"exact top-k": "exact", "SnapKV": "snapkv:generated=32", "ClusterKV": "clusterkv"}
+    names |= {"Double Sparsity": "double_sparsity", "Quest": "quest"}
+    names |= {"StreamingLLM": "streaming_llm"}
+    found = {(r["algorithm"], r["nominal_percent"]): r for r in figures.read("eval/8k_01.jsonl")}
+    head, *rows = rows_of(PAGES["results.md"].read_text("utf-8"), "| budget | exact top-k")
+    for budget, *cells in rows:
+        for title, cell in zip(head[1:], cells, strict=True):
+            row = found[names[title], float(budget.split()[0])]
+            assert cell == ("-" if "refused" in row else str(row["correct"]))
+
+
+@pytest.mark.parametrize("page", ["docs/tutorial.md", "examples/arkvale/README.md"])
+def test_the_table_of_arkvale_is_that_of_the_raw_numbers(page):
+    """Cells are ``right answers / attention mass``, without and with dense layers."""
+    found = {
+        (r["plugin"], r["unit"], tuple(r["dense_layers"]), r["nominal_percent"]): r
+        for r in figures.read("eval/arkvale_cpu.jsonl")
+    }
+    head, *rows = rows_of((ROOT / page).read_text("utf-8"), "| unit, dense layers, budget")
+    assert len(rows) == 12
+    for what, *cells in rows:
+        unit, dense, budget = what.split(", ")
+        layers = () if dense == "none" else (0, 1)
+        for name, cell in zip(head[1:], cells, strict=True):
+            row = found[name.lower(), int(unit), layers, float(budget.removesuffix(" %"))]
+            assert cell == f"{row['correct']} / {100 * row['recall']:.1f} %"
+
+
+def test_the_table_of_pariskv_is_that_of_the_raw_numbers():
+    """Cells are ``right answers / what is read / attention mass``."""
+    found = {
+        (r["algorithm"], tuple(r["dense_layers"]), r["nominal_percent"]): r
+        for r in figures.read("eval/pariskv_cpu.jsonl")
+    }
+    text = (ROOT / "plugins/pariskv/README.md").read_text("utf-8")
+    head, *rows = rows_of(text, "| dense layers, budget")
+    assert len(rows) == 6
+    for what, *cells in rows:
+        dense, budget = what.split(", ")
+        layers = () if dense == "none" else (0, 1)
+        for name, cell in zip(head[1:], cells, strict=True):
+            row = found.get((name, layers, float(budget.removesuffix(" %"))))
+            shares = (row["with_index_percent"], 100 * row["recall"]) if row else ()
+            right = [str(row["correct"])] if row else ["-"]
+            assert cell == " / ".join([*right, *(f"{share:.1f} %" for share in shares)])
+
+
+def test_the_table_of_top_p_is_that_of_the_raw_numbers():
+    """Attended and loaded units are shares of those of Quest alone."""
+    found = {r["algorithm"]: r for r in figures.read("eval/top_p_cpu.jsonl")}
+    text = (ROOT / "plugins/top_p/README.md").read_text("utf-8")
+    _, alone, *rows = rows_of(text, "| p, candidates")
+    labels = {("0.95", "K"): "p95", ("0.85", "K"): "p85", ("1", "4K"): "quest4"}
+    labels |= {("0.95", "4K"): "p95x4", ("0.85", "4K"): "p85x4"}
+    assert [tuple(what.split(", ")) for what, *_ in rows] == [*labels]
+    quest = found["quest"]
+    for (_, *cells), name in zip([alone, *rows], ["quest", *labels.values()], strict=True):
+        row = found[name]
+        shares = [row[key] / quest[key] for key in ("selected_units", "loaded_units")]
+        shown = [f"{100 * share:.1f} %" for share in (*shares, row["recall"])]
+        assert cells == [f"{row['correct']:.0f}", *shown]
