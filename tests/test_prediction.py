@@ -78,7 +78,7 @@ def test_whole_steps_are_as_measured(machine):
     assert abs(found[32768, 1, None]) < 0.01
 
 
-def test_another_run_on_another_host_is_slower_by_as_much_as_is_said(machine):
+def test_runs_on_other_hosts_are_slower_by_as_much_as_is_said(machine):
     text = (RESULTS / "spine.log").read_text()
     parts = [part for part in text.split("\n== ") if part.startswith("decode_step ")]
     step = StepModel.of(lowered(LLAMA, max_requests=1, max_tokens=2**17), machine)
@@ -86,8 +86,8 @@ def test_another_run_on_another_host_is_slower_by_as_much_as_is_said(machine):
         rows = [ast.literal_eval(line) for line in part.splitlines() if line.startswith("{")]
         assert len(rows) == 6
         for cell, error in errors(rows, step).items():
-            assert -0.17 < error < 0, (cell, error)
-    assert len(parts) == 2
+            assert -0.22 < error < 0, (cell, error)
+    assert len(parts) == 4
 
 
 SAID = {
