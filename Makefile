@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 SOURCES := $(wildcard core plugins tools tests benchmarks examples docs/scripts conftest.py)
 DOCS := build/docs
 
-.PHONY: all test test-mutants test-models test-nightly test-gpu test-vllm demo docs lint types check isolation newcomer dist format clean
+.PHONY: all test test-slow test-models test-nightly test-gpu test-vllm demo docs lint types check isolation newcomer dist format clean
 
 all: check
 
@@ -27,12 +27,13 @@ $(VENV)/.installed: constraints.txt core/pyproject.toml $(PROJECTS)
 
 test: $(VENV)/.installed
 	HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
-	    $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not gpu and not models and not mutants' $(ARGS)
+	    $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not gpu and not models and not slow' $(ARGS)
 
-# Plugins and engines that are broken on purpose, each of which the kit has to fail.
-test-mutants: $(VENV)/.installed
+# What takes long and looks at the tests themselves: plugins and engines that are broken on purpose, each
+# of which the kit has to fail, and the kit over plugins that templates and pages make.
+test-slow: $(VENV)/.installed
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
-	    $(BIN)/python -m pytest -n 2 --dist load -m 'not gpu and mutants' tests $(ARGS)
+	    $(BIN)/python -m pytest -n 2 --dist load -m 'not gpu and not models and slow' $(ARGS)
 
 # Every model class that is served, beside its stock model.
 test-models: $(VENV)/.installed
@@ -92,7 +93,7 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(BIN)/mypy
 
-check: test test-mutants lint types
+check: test test-slow lint types
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix $(SOURCES)

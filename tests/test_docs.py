@@ -126,6 +126,7 @@ def test_the_blocks_of_a_page_run(page, built):
             before = block.line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if files_of(page)])
 def test_the_plugin_of_a_page_passes_the_kit(page, built):
     folder, path = built(page)

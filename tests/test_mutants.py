@@ -1,6 +1,6 @@
 """Plugins that are broken on purpose: the kit must fail each, and pass its clean twin.
 
-    make test-mutants
+    make test-slow
 
 A mutant runs on every tier on which it can be seen; those of tier ``gpu`` need a CUDA device.
 """
@@ -70,7 +70,7 @@ def cells():
     return found
 
 
-@pytest.mark.mutants
+@pytest.mark.slow
 @pytest.mark.parametrize(("mutant", "tier_name"), cells())
 def test_a_mutant_is_caught_and_its_twin_passes(mutant, tier_name, record_property):
     if (mutant.twin, tier_name) not in PASSED:

@@ -109,6 +109,7 @@ def test_the_example_is_what_new_writes(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_package_passes_the_kit(tmp_path, profile, kind):
     done = kit(make(tmp_path, "my-own", kind), profile)
@@ -117,6 +118,7 @@ def test_a_new_package_passes_the_kit(tmp_path, profile, kind):
     assert passed >= LEAST.get(kind, 15), done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_package_that_is_broken_fails(tmp_path, profile, kind):
     right, wrong, test = BREAKS[kind]
