@@ -139,14 +139,11 @@ class Fetch:
 
     def tidy(self) -> bool:
         """Give back what nobody writes any more; whether that is all."""
-        waiting = []
-        for batch in self.stragglers:
-            if batch.good is None:  # asked once, for its thread may end at any time
-                waiting.append(batch)
-            else:
+        for batch in [*self.stragglers]:
+            if batch.good is not None:  # asked once, for its thread may end at any time
+                self.stragglers.remove(batch)
                 self.shared.release(batch.pages)
-        self.stragglers = waiting
-        return not waiting
+        return not self.stragglers
 
     def release(self) -> None:
         """Stop, and hold nothing: what has landed is kept as other pages without holders are."""
