@@ -62,7 +62,7 @@ def _check_generated(requests: Requests, slots: np.ndarray, tokens: int) -> None
     """Refuse tokens that an algorithm which chooses once could not attend.
 
     Args:
-        slots: int32 ``[B]`` requests, each of which generates ``tokens`` further ones.
+        slots: int64 ``[B]`` requests, each of which generates ``tokens`` further ones.
     """
     generated = requests.generated
     if generated == 2**31 - 1:

@@ -87,8 +87,8 @@ class SparseCoordinator:
         self.prefixes = Prefixes(self.requests, plugins.specs, registry)
         self.prefill = Prefill(self.config, self.requests, self.layers)
         self.observers = Observers(config, registry, self.requests)
-        periods = [(spec and spec.settle_period) or 2**31 - 1 for spec in plugins.specs]
-        self._settle_periods = np.asarray(periods)[:, None]
+        periods = [[(spec and spec.settle_period) or 2**31 - 1] for spec in plugins.specs]
+        self._settle_periods, self._settles_later = np.array(periods), min(periods) < [2**31 - 1]
         self.forward: Forward | None = None
 
     def forward_begin(
@@ -113,10 +113,7 @@ class SparseCoordinator:
                 prompt.
         """
         self._between_forwards("forward_begin")
-        rows = np.array(decode, dtype=np.int32)  # a copy: it is read again at the end
-        live = rows >= 0
-        appended = np.asarray(live if append is None else live & np.asarray(append), np.int32)
-        forward = Forward(rows, appended)
+        forward = Forward(np.array(decode, dtype=np.intp), append)  # a copy, read again at the end
         for slot, tokens, *row in prefill:
             forward.add_chunk(slot, tokens, *row)
         check_begin(forward, self.requests)
@@ -124,7 +121,7 @@ class SparseCoordinator:
         self._settle(forward.live)
         for chunk in forward.chunks:
             self.requests.flush(chunk.slot)
-        self._upload(rows, appended)
+        self._upload(forward.rows, forward.appended)
         if forward.chunks:
             self.prefill.ahead.begin(forward.chunks, self.requests.length)
         self.forward = forward
@@ -261,10 +258,12 @@ class SparseCoordinator:
         single groups whose period is over."""
         requests = self.requests
         fresh = requests.fresh[slots]
+        if not self._settles_later and not fresh.any():
+            return  # most steps
         due = requests.length[slots] - requests.settled[:, slots] >= self._settle_periods
         due |= fresh
         if not due.any():
-            return  # most steps
+            return
         for slot, groups in zip(slots[due.any(0)].tolist(), due.T[due.any(0)], strict=True):
             requests.flush(slot)
             requests.pages.upload()
@@ -370,7 +369,7 @@ class SparseCoordinator:
         self._between_forwards("settle")
         for slot in slots:
             self.requests.check(slot)
-        self._settle(np.asarray(slots, dtype=np.int32))
+        self._settle(np.asarray(slots, dtype=np.intp))
 
     def flush(self, slot: int) -> None:
         """Move the open unit to the host, so that all tokens are there. Cold."""

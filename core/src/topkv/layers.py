@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -50,8 +51,7 @@ class Chunk:
     @property
     def tokens(self) -> int:
         """Rows of the chunk, one a token."""
-        count: int = self.rows.stop - self.rows.start
-        return count
+        return int(self.rows.stop - self.rows.start)
 
 
 @define
@@ -59,27 +59,31 @@ class Forward:
     """A forward that is open: begun, and neither ended nor aborted.
 
     Attributes:
-        rows: int32 ``[B]`` slots of the decode rows, -1 for padded ones.
+        rows: int64, as numpy indexes, ``[B]`` slots of the decode rows, -1 for padded ones.
+        append: which of them append a token; all but padded ones if None.
         appended: int32 ``[B]`` 1 where a row appends its token.
         chunks: the prompt chunks, whose rows follow the decode rows.
         called: layers whose ``attention`` was called; a graph that is replayed calls none.
         attended: those of them that have run.
         ending: slots whose requests end with the forward.
-        live, writers: int32, slots of decode rows: those that are not padded, those that append.
+        live, writers: int64, slots of decode rows: those that are not padded, those that append.
     """
 
     rows: np.ndarray
-    appended: np.ndarray
+    append: Sequence[bool] | None = None
     chunks: list[Chunk] = field(factory=list)
     called: set[int] = field(factory=set)
     attended: set[int] = field(factory=set)
     ending: list[int] = field(factory=list)
+    appended: np.ndarray = field(init=False)
     live: np.ndarray = field(init=False)
     writers: np.ndarray = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.live = self.rows[self.rows >= 0]
-        self.writers = self.rows[self.appended == 1]
+        live = self.rows >= 0
+        appends = live if self.append is None else live & np.asarray(self.append, dtype=bool)
+        self.live, self.writers = self.rows[live], self.rows[appends]
+        self.appended = appends.astype(np.int32)
 
     def add_chunk(self, slot: int, tokens: int, row: int | None = None) -> None:
         """Put the rows of a chunk behind those that are there, or at a row."""
@@ -94,5 +98,4 @@ class Forward:
     @property
     def count(self) -> int:
         """Rows of the packed batch."""
-        ends: list[int] = [len(self.rows), *(chunk.rows.stop for chunk in self.chunks)]
-        return max(ends)
+        return int(max([len(self.rows), *(chunk.rows.stop for chunk in self.chunks)]))

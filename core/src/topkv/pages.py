@@ -31,8 +31,10 @@ class PageTable:
     ) -> None:
         self.manager, self.step = manager, step
         self.page_tokens, self.limit = config.page_tokens, config.max_request_tokens
-        shape = (config.max_requests, self.limit // self.page_tokens)
-        self.table = np.zeros(shape, dtype=np.int32)
+        # One column more than pages: behind a full row stands page 0, which nobody holds.
+        shape = (config.max_requests, self.limit // self.page_tokens + 1)
+        self._table = np.zeros(shape, dtype=np.int32)
+        self.table = self._table[:, :-1]
         self.count = np.zeros(config.max_requests, dtype=np.int32)
         self._changed: set[int] = set()
 
@@ -68,12 +70,11 @@ class PageTable:
         """Those of the slots whose next token has no page, or one that others share.
 
         Args:
-            slots: int32 ``[B]``.
+            slots: int64 ``[B]``.
             length: int32 ``[B]`` tokens of each.
         """
-        index, last = length // self.page_tokens, self.table.shape[1] - 1
-        page = self.table[slots, np.minimum(index, last)]
-        in_need: np.ndarray = slots[(self.manager.host.references[page] != 1) | (index > last)]
+        page = self._table[slots, length // self.page_tokens]
+        in_need: np.ndarray = slots[self.manager.host.references.take(page) != 1]
         return in_need
 
     def own(self, places: Sequence[tuple[int, int, int]]) -> None:
@@ -87,8 +88,7 @@ class PageTable:
             for slot, first, end in places
             for index in range(first // self.page_tokens, self.needed(end))
         ]
-        copies = self._copies_needed(written)
-        self.lease([(slot, end) for slot, _, end in places], spare=copies)
+        self.lease([(slot, end) for slot, _, end in places], spare=self._copies_needed(written))
         for slot, index in written:
             self.own_page(slot, index)
 

@@ -37,7 +37,7 @@ class Requests:
         active: bool ``[R]`` the slot holds a request.
         length: int32 ``[R]`` tokens that have been appended.
         high: int32 ``[R]`` the largest length that the ring has seen.
-        resident: bool ``[R]`` the request may take the fast path, see ``StepTensors.resident``.
+        resident: int32 ``[R]`` 1 where the request may take the fast path, as in ``StepTensors``.
         dirty: bool ``[R]`` the host may lack tokens of the open unit.
         fresh: bool ``[R]`` prompt tokens came since the last ``settle``, or none was called.
         settled: int32 ``[G, R]`` tokens that ``settle`` of a group has seen.
@@ -59,8 +59,11 @@ class Requests:
         self.transfers, self.selectors, self.generated = transfers, selectors, generated
         self.shares_prefixes = shares_prefixes
         slots = config.max_requests
-        self.active, self.resident, self.dirty, self.fresh = np.zeros((4, slots), dtype=bool)
-        self.length, self.high, self.prompt = np.zeros((3, slots), dtype=np.int32)
+        self.active, self.dirty, self.fresh = np.zeros((3, slots), dtype=bool)
+        # One column more than there are slots: slot -1, a padded row, finds zeros there.
+        self._uploaded = np.zeros((3, slots + 1), dtype=np.int32)
+        self.length, self.high, self.resident = self._uploaded[:, :-1]
+        self.prompt = np.zeros(slots, dtype=np.int32)
         self.settled = np.zeros((len(config.groups), slots), dtype=np.int32)
         self.pages = PageTable(config, manager, step)
 
@@ -89,8 +92,7 @@ class Requests:
         self.length[slot] = self.high[slot] = self.prompt[slot] = 0
         self.settled[:, slot] = 0
         self.resident[slot] = self.config.resident_fast_path
-        self.dirty[slot], self.fresh[slot] = False, True
-        self.active[slot] = True
+        self.dirty[slot], self.fresh[slot], self.active[slot] = False, True, True
         try:
             self.add_pages(slot, pages)
             if length:
@@ -229,8 +231,7 @@ class Requests:
 
     def _cut(self, slot: int, length: int) -> None:
         """Shorten a request; one that loses a part of its prompt is settled again later."""
-        written = self.pages.of(slot)[length // self.config.page_tokens :]
-        self.manager.host.withdraw(written)
+        self.manager.host.withdraw(self.pages.of(slot)[length // self.config.page_tokens :])
         self.length[slot] = length
         self.settled[:, slot] = np.minimum(self.settled[:, slot], length)
         self.fresh[slot] |= length < self.prompt[slot]
@@ -248,24 +249,22 @@ class Requests:
             )
 
     def upload(self, slots: np.ndarray, appended: np.ndarray) -> None:
-        """Upload the decode rows of a forward, and the pages.
-
-        Args:
-            slots: int32 ``[B]``, -1 for padded rows.
-            appended: int32 ``[B]`` 1 where the row appends a token.
-        """
+        """Upload decode rows and what they append, as in ``Forward``, and the pages."""
         self.pages.upload()
-        live = slots >= 0
-        lengths = np.where(live, self.length[slots] + appended, 0)
-        high = np.where(live, np.maximum(self.high[slots], lengths), 0)
-        self.step.upload(slots, lengths, high, appended, live & self.resident[slots])
+        self.step.upload(slots, self._counted(slots, appended), appended)
+
+    def _counted(self, slots: np.ndarray, appended: np.ndarray) -> np.ndarray:
+        """Length, high and resident, int32 ``[3, B]``, with the tokens that rows append."""
+        counted: np.ndarray = self._uploaded.take(slots, axis=1)
+        length, high, _ = counted
+        length += appended
+        np.maximum(high, length, out=high)
+        return counted
 
     def advance(self, forward: Forward) -> None:
         """Count the tokens of a forward that has ended."""
-        writers = forward.writers
-        length = self.length[writers] + 1
-        self.length[writers], self.dirty[writers] = length, True
-        self.high[writers] = np.maximum(self.high[writers], length)
+        self._uploaded[:, forward.rows] = self._counted(forward.rows, forward.appended)
+        self.dirty[forward.writers] = True
         for chunk in forward.chunks:
             self.length[chunk.slot] += chunk.tokens
             self.fresh[chunk.slot] |= chunk.tokens > 0
@@ -277,8 +276,7 @@ class Requests:
         Maps may name units that were never loaded, and a chunk may have overwritten the ring; the
         host has everything before it.
         """
-        chunks = [chunk.slot for chunk in forward.chunks]
-        self.restore_all([*forward.live.tolist(), *chunks])
+        self.restore_all([*forward.live.tolist(), *(chunk.slot for chunk in forward.chunks)])
 
     def restore_all(self, slots: Iterable[int]) -> None:
         """Believe nothing of the device about these requests: fill it from the host. Cold."""

@@ -86,7 +86,7 @@ class StepUploader:
             Staging(shape[1:], device),
         )
         table = torch.zeros(shape, dtype=torch.int32, device=device)
-        slots, lengths, high, appended, resident, self.table_rows = self._packed[:_FIELDS]
+        slots, lengths, high, resident, appended, self.table_rows = self._packed[:_FIELDS]
         self.step = StepTensors(slots, lengths, high, appended, resident, table)
         self.limits: list[Tensor] = list(self._packed[_FIELDS:])
 
@@ -96,25 +96,24 @@ class StepUploader:
             self._pages.next()[:] = table[slot]
             self._pages.copy_to(self.step.page_table[slot])
 
-    def upload(
-        self,
-        slots: np.ndarray,
-        lengths: np.ndarray,
-        high: np.ndarray,
-        appended: np.ndarray,
-        resident: np.ndarray,
-    ) -> None:
-        """Upload the decode rows of a forward, ``[B]`` each; see ``topkv.types.StepTensors``."""
-        batch, values = len(slots), self._steps.next()
-        values[0, batch:], values[1:, batch:] = -1, 0
-        fields = slots, lengths, high, appended, resident, np.maximum(slots, 0)
-        for row, field in enumerate(fields):  # at once they would be stacked, and then copied
-            values[row, :batch] = field
+    def upload(self, slots: np.ndarray, counted: np.ndarray, appended: np.ndarray) -> None:
+        """Upload the decode rows of a forward.
+
+        Args:
+            slots, appended: int64 and int32 ``[B]``; see ``topkv.types.StepTensors``.
+            counted: int32 ``[3, B]`` lengths, high and resident, see there too.
+        """
+        batch, block = len(slots), self._steps.next()
+        block[0, batch:], block[1:, batch:] = -1, 0
+        values = block[:, :batch]
+        values[0], values[1:4], values[4] = slots, counted, appended
+        np.maximum(slots, 0, out=values[5])
+        lengths = counted[0]
+        behind = np.maximum(lengths - 1, 0)
         for row, (unit, selectable) in enumerate(self._limits, start=_FIELDS):
-            closed = lengths if selectable else (lengths - 1) // unit
-            values[row, :batch] = np.maximum(closed, 0)
+            values[row] = lengths if selectable else behind // unit
         self._steps.copy_to(self._packed)
         if batch != self.step.batch:
             step, packed = self.step, self._packed[:, :batch]
-            step.slots, step.lengths, step.high, step.appended, step.resident = packed[:5]
+            step.slots, step.lengths, step.high, step.resident, step.appended = packed[:5]
             self.table_rows, self.limits = packed[5], list(packed[_FIELDS:])
