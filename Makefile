@@ -29,8 +29,8 @@ test: $(VENV)/.installed
 	HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
 	    $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not gpu and not models and not slow' $(ARGS)
 
-# What takes long and looks at the tests themselves: plugins and engines that are broken on purpose, each
-# of which the kit has to fail, and the kit over plugins that templates and pages make.
+# What takes long: plugins and engines that are broken on purpose, each of which the kit has to fail; the
+# kit over plugins that templates and pages make; long histories of random calls; answers of a checkpoint.
 test-slow: $(VENV)/.installed
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
 	    $(BIN)/python -m pytest -n 2 --dist load -m 'not gpu and not models and slow' $(ARGS)

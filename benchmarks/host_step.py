@@ -23,7 +23,7 @@ from topkv.coordinator import SparseCoordinator
 from topkv.plugins import registry
 from topkv.types import ModelShape
 
-TOKENS, STEPS, WARM = 120_000, 500, 50
+TOKENS, STEPS, WARM = 120_000, 2000, 200
 MODEL = ModelShape(4, 8, 2, 64, torch.bfloat16, 64**-0.5)
 
 

@@ -10,6 +10,7 @@ from topkv.testing.machines.engine_pages import PAGE, PAGES, run_engine_pages
 from topkv.testing.machines.lifecycle_model import DIM, HEADS, KV_HEADS, LAYERS, REQUESTS
 
 
+@pytest.mark.slow
 def test_results_are_those_of_pages_of_the_core(on):
     run_engine_pages(on)
 

@@ -24,6 +24,8 @@ from topkv.testing.machines.scenarios import (
     twins_share_pages_and_part,
 )
 
+pytestmark = pytest.mark.slow
+
 CODED = {"host_format": "fp8"}
 KERNELS_SEE = (a_long_request_rolls_back_and_goes_on, twins_share_pages_and_part)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -7,6 +7,8 @@ import pytest
 from topkv.testing.machines.latent import latent_machine, run_latent
 from topkv.testing.machines.scenarios import SCENARIOS, run_scenario
 
+pytestmark = pytest.mark.slow
+
 
 def test_lives(on):
     run_latent(on)

@@ -7,6 +7,8 @@ import pytest
 from topkv.testing.machines.regranulated import regranulated_machine, run_regranulated
 from topkv.testing.machines.scenarios import SCENARIOS, run_scenario
 
+pytestmark = pytest.mark.slow
+
 
 def test_lives(on):
     run_regranulated(on)

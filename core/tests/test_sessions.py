@@ -30,6 +30,7 @@ def life(random, coordinators, slots, chunks, steps):
     return outs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host_format", ["model", "fp8"])
 def test_a_request_goes_on_to_the_bit(on, monkeypatch, host_format):
     """Whatever stands beside it, in pools of any layout, slots and pages, block by block."""

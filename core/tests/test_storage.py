@@ -75,6 +75,7 @@ def stored(coordinator):
     return coordinator.prefixes.counts.storage
 
 
+@pytest.mark.slow
 def test_requests_go_on_as_if_they_had_computed_what_was_stored(on):
     fetched = run_storage(on, cpu=24, interpret=2)
     assert fetched > 24 or on.name == "interpret"

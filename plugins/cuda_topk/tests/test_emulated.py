@@ -26,7 +26,10 @@ from plugins.cuda_topk.tests.emulated import (
 from topkv_cuda_topk import reference
 from topkv_cuda_topk.shapes import Shape, ranks
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ or clang++")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(COMPILER is None, reason="needs g++ or clang++"),
+]
 
 
 @pytest.fixture(scope="module")

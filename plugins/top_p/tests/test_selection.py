@@ -24,6 +24,8 @@ from topkv.testing.tolerance import assert_as_good
 from topkv_top_p import launch
 from topkv_top_p.stage import TopP
 
+pytestmark = pytest.mark.slow
+
 NEAR = 1e-5
 """By so much sums and ranks in fp32 may be off."""
 

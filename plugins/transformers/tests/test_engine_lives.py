@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import topkv
+
+pytestmark = pytest.mark.slow
 
 LONGEST = 90
 """Tokens of a row."""

@@ -23,6 +23,8 @@ from model_cases import model_of
 import topkv
 from topkv.errors import CapabilityError
 
+pytestmark = pytest.mark.slow
+
 WINDOW, LONGEST, MOST = 24, 70, 3
 SETTINGS = {"max_requests": 2 * MOST, "max_tokens": 1920, "ring_tokens": 32}
 

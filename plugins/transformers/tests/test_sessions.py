@@ -85,6 +85,7 @@ def suspended(tiny, folder, model=None, **changes):
         return model, settings, (said, mask), turn(model, twin, said, mask, 6)[2]
 
 
+@pytest.mark.slow
 def test_another_process_goes_on(tiny, tmp_path):
     tiny.model().save_pretrained(tmp_path / "model")
     # Where weights lie in memory can decide which instructions multiply them, and so the last bit.

@@ -172,6 +172,7 @@ with topkv.attach(model, json.loads(sys.argv[1])) as handle:
 """
 
 
+@pytest.mark.slow
 def test_another_process_decodes_what_the_first_would_have(settings):
     """Hand-over: the first computes the prompt, the second takes its pages and decodes."""
     config = json.dumps({**settings(), "dense_layers": []})

@@ -23,7 +23,7 @@ from topkv_triton_topk import kernels, launch  # noqa: E402
 from topkv_triton_topk.topk import PivotTopK  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
-pytestmark = [pytest.mark.gpu] if CUDA else []
+pytestmark = [pytest.mark.slow, *[pytest.mark.gpu] * CUDA]
 SMALL = {
     "SAMPLES": 32,
     "MIN_CANDIDATES": 16,

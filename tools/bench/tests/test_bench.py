@@ -76,6 +76,7 @@ def model():
 # What comes out of the command.
 
 
+@pytest.mark.slow
 def test_the_file_has_what_a_run_depends_on(tmp_path):
     out = tmp_path / "out.json"
     grid = ("--context", 512, "--requests", "2,1", "--prefill-chunk", 128)

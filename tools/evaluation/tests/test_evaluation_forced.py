@@ -25,6 +25,8 @@ from topkv_evaluation.eval.runs import Run
 from topkv_evaluation.tasks.prompts import Prompts
 from topkv_evaluation.window import Window
 
+pytestmark = pytest.mark.slow
+
 DIM, LAYERS, HEADS = 64, 6, 2
 GRID = {"backend": "triton_attention", "impl": None, "batch": 32, "forced": 32}
 

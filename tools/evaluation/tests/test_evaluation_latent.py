@@ -25,6 +25,8 @@ from topkv_evaluation.eval.plan import Options, Plan
 from topkv_evaluation.eval.runs import Run
 from topkv_evaluation.retrieval import ASK_BYTES
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("topkv_deepseek_dsa.entry")
 
 FAMILIES = {

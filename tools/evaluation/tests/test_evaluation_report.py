@@ -23,6 +23,8 @@ from topkv_evaluation.loading import load_model
 from topkv_evaluation.tasks.needles import NOISE
 from topkv_evaluation.tasks.words import haystack
 
+pytestmark = pytest.mark.slow
+
 CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

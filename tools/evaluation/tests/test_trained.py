@@ -23,6 +23,8 @@ pytest.importorskip("topkv_triton_attention.entry")
 
 from topkv_deepseek_dsa.reference import decode, hadamard, quantize, scores
 
+pytestmark = pytest.mark.slow
+
 TOKENS, TOPK, LAYERS = 2048, 256, 6
 PROMPTS = {1500: 1, 1999: 2}
 """Seeds by length."""
