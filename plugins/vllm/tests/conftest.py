@@ -125,8 +125,8 @@ def save_model():
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     told = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
 
-    def save(path, **changes):
-        torch.manual_seed(0)
+    def save(path, seed=0, **changes):
+        torch.manual_seed(seed)
         Qwen3ForCausalLM(Qwen3Config(**sizes | changes)).float().save_pretrained(path)
         told.save_pretrained(path)
         return path
@@ -255,6 +255,12 @@ def engines():
         yield made
         for engine in made.values():
             engine.close()
+
+
+@pytest.fixture(scope="session")
+def make_served():
+    """Makes an engine of vLLM of given arguments."""
+    return Served
 
 
 @pytest.fixture(scope="session")

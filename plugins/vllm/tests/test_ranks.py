@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from topkv.errors import CapabilityError
+from topkv.errors import CapabilityError, ConfigError
 from topkv_vllm import engine_args
 from topkv_vllm.refusals import check
 
@@ -220,7 +220,7 @@ def test_a_calibration_of_all_heads_is_refused_with_the_heads_of_a_rank(model, t
     (tmp_path / "file.json").write_text(json.dumps(told | {"layers": layers}))
     settings = {"algorithm": "double_sparsity"}
     settings["params"] = {"calibration": str(tmp_path / "file.json")}
-    with pytest.raises(CapabilityError, match="one of 2 tensor parallel ranks, which has 1 of th"):
+    with pytest.raises(ConfigError, match="one of 2 tensor parallel ranks, which has 1 of the 2"):
         check(configured(model, settings), version)
 
 

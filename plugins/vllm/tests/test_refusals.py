@@ -7,16 +7,16 @@ import shutil
 
 import pytest
 
-from topkv.errors import CapabilityError, RequestError
+from topkv.errors import CapabilityError, ConfigError, RequestError
 from topkv_vllm import engine_args
 from topkv_vllm.refusals import check
 
 
-def refused(served, *reasons, settings=None, **arguments):
-    """Expect a refusal with these reasons, and before weights."""
+def refused(served, *reasons, error=CapabilityError, settings=None, **arguments):
+    """Expect a refusal of this type with these reasons, and before weights."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("topkv_vllm.worker.TopkvWorker.load_model", None)
-        with pytest.raises(CapabilityError, match="cannot serve this through topkv") as caught:
+        with pytest.raises(error, match="cannot serve this through topkv") as caught:
             served(settings, **arguments)
     told = "\n".join(caught.value.reasons)
     assert all(reason in told for reason in reasons), told
@@ -36,11 +36,11 @@ def test_options_are_refused_together(served):
 
 
 def test_a_pool_smaller_than_a_request_is_refused_with_both_numbers(served):
-    refused(served, "512 and 256", settings={"max_tokens": 256})
+    refused(served, "512 and 256", error=ConfigError, settings={"max_tokens": 256})
 
 
 def test_a_page_that_no_unit_fits_is_refused(served):
-    refused(served, "24", settings={"page_tokens": 24, "unit": 16})
+    refused(served, "24", error=ConfigError, settings={"page_tokens": 24, "unit": 16})
 
 
 def test_an_algorithm_that_may_run_out_of_room_is_refused(served):

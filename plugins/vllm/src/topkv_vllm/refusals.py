@@ -8,12 +8,14 @@ from typing import Any
 from topkv import SparseConfig
 from topkv.assembly import make_plugins
 from topkv.config import LoweredConfig
-from topkv.errors import CapabilityError, TopkvError
+from topkv.errors import CapabilityError, ReasonsError, TopkvError
 from topkv.plugins import registry
 from topkv_vllm.args import CONNECTOR, GRAPHS, OWNED, PAGES
 from topkv_vllm.geometry import lowered_for, shape_of_config
 from topkv_vllm.ranks import rank_reasons, split_reasons
 from topkv_vllm.versions import TESTED, version_reasons
+
+REFUSED = "vLLM cannot serve this through topkv"
 
 
 def check(vllm_config: Any, version: str) -> LoweredConfig:
@@ -27,23 +29,23 @@ def check(vllm_config: Any, version: str) -> LoweredConfig:
         The configuration of topkv, by what the configuration of the model says of its layers.
 
     Raises:
-        CapabilityError: with every reason.
+        CapabilityError: vLLM's arguments or the model cannot be served; with every reason.
+        ConfigError, PluginError: the settings cannot; with every reason too.
     """
     device = vllm_config.device_config.device_type
     reasons = version_reasons(version, device) + _model_reasons(vllm_config.model_config)
     reasons += _option_reasons(vllm_config)
     settings, wrong = settings_of(vllm_config)
     reasons += wrong
-    lowered = None
-    if not reasons:  # lowering wants a model and options that make sense
-        try:
-            lowered = lowered_for(vllm_config, settings, shape_of_config(vllm_config))
-            reasons += _algorithm_reasons(vllm_config, lowered)
-        except TopkvError as error:
-            reasons += getattr(error, "reasons", None) or [str(error)]
-            reasons += split_reasons(vllm_config)
-    if reasons or lowered is None:
-        raise CapabilityError("vLLM cannot serve this through topkv", reasons)
+    if reasons:  # lowering wants a model and options that make sense
+        raise CapabilityError(REFUSED, reasons)
+    try:
+        lowered = lowered_for(vllm_config, settings, shape_of_config(vllm_config))
+        reasons += _algorithm_reasons(vllm_config, lowered)
+    except ReasonsError as error:
+        raise type(error)(REFUSED, [*error.reasons, *split_reasons(vllm_config)]) from error
+    if reasons:
+        raise CapabilityError(REFUSED, reasons)
     return lowered
 
 
