@@ -6,19 +6,22 @@ layer attends with, and the names of the representation pools that ``retrieve_to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from topkv.coordinator import SparseCoordinator
 from topkv.history import StoredHistory
-from topkv.hooks.algorithm import AlgorithmSpec
+from topkv.hooks.algorithm import RepresentationSpec
 from topkv.lanes import LaneBuffers
 from topkv.layers import LayerPath
 from topkv.selectors import Own
+from topkv.staged import Staged
 from topkv.types import GroupShape, LayerView, Tables
 
 
@@ -38,35 +41,100 @@ class _NamesRead(dict[str, Tensor]):
         return super().get(name, default)
 
 
-class WatchedAlgorithm:
-    """An algorithm of which is noted what it reads; all else goes to the algorithm itself.
+class _Watched:
+    """What is noted of an algorithm or a stage; all else goes to it.
 
     Attributes:
-        names: of the pools that watched selections have read.
+        watched: the algorithm or stage.
+        armed: whether the next steps are noted.
+        names: of the pools that such steps have read.
     """
 
-    def __init__(self, algorithm: Any) -> None:
-        self.algorithm = algorithm
+    def __init__(self, watched: Any) -> None:
+        self.watched = watched
         self.armed = False
         self.names: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.algorithm, name)
+        return getattr(self.watched, name)
+
+    @contextmanager
+    def _noting(self, layer: LayerView) -> Iterator[None]:
+        """Note which pools of the layer are read meanwhile."""
+        pools = layer.pools
+        layer.pools = watching = _NamesRead(pools)
+        try:
+            yield
+        finally:
+            layer.pools = pools
+        self.names |= watching.names
+
+
+class WatchedAlgorithm(_Watched):
+    """An algorithm of which is noted what it reads."""
 
     def retrieve_topk(
         self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
     ) -> None:
         """See ``topkv.hooks.algorithm.Algorithm``."""
-        if not self.armed:
-            self.algorithm.retrieve_topk(layer, q, weights, ids)
-            return
-        pools = layer.pools
-        layer.pools = watching = _NamesRead(pools)
-        try:
-            self.algorithm.retrieve_topk(layer, q, weights, ids)
-        finally:
-            layer.pools = pools
-        self.names |= watching.names
+        with self._noting(layer) if self.armed else nullcontext():
+            self.watched.retrieve_topk(layer, q, weights, ids)
+
+    def arm(self, armed: bool) -> None:
+        """Note the next steps, or no longer."""
+        self.armed = armed
+
+    def read(self, view: LayerView, length: int) -> float:
+        """Bytes of representations that a noted step read for a request of ``length`` tokens."""
+        return index_bytes(view, self.watched.spec().representations, self.names, length)
+
+
+class WatchedStage(_Watched):
+    """A stage of which is noted what it reads, and of how many units.
+
+    Attributes:
+        units: candidates of a lane, the mean of the noted step.
+    """
+
+    units = 0.0
+
+    def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
+        """See ``topkv.hooks.stage.Stage``."""
+        if self.armed:
+            self.units = float((candidates >= 0).sum(1).float().mean())
+        with self._noting(layer) if self.armed else nullcontext():
+            self.watched.refine(layer, q, candidates, ids)
+
+
+class WatchedStages:
+    """An algorithm with stages behind it, each of which is watched by itself: the algorithm reads
+    what stands for the request, a stage what stands for its candidates.
+
+    Args:
+        staged: what the group has.
+    """
+
+    def __init__(self, staged: Staged) -> None:
+        self.first = WatchedAlgorithm(staged.algorithm)
+        self.links = [evolve(link, stage=WatchedStage(link.stage)) for link in staged.links]
+        self.staged = Staged(self.first, staged.group, self.links)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.staged, name)
+
+    def arm(self, armed: bool) -> None:
+        """Note the next steps, or no longer."""
+        for part in (self.first, *(link.stage for link in self.links)):
+            part.armed = armed
+
+    def read(self, view: LayerView, length: int) -> float:
+        """See ``WatchedAlgorithm``."""
+        total = self.first.read(view, length)
+        for link in self.links:
+            tokens = min(round(link.stage.units * link.group.unit), length)
+            names = {link.prefix + name for name in link.stage.names}
+            total += index_bytes(view, link.representations(), names, tokens)
+        return total
 
 
 @dataclass
@@ -106,7 +174,8 @@ def watch(coordinator: SparseCoordinator) -> list[LayerPath]:
     """Let every sparse layer be watched; their paths, by layer."""
     paths = [path for path in coordinator.layers if path.algorithm]
     for path in paths:
-        path.algorithm = WatchedAlgorithm(path.algorithm)
+        watching = WatchedStages if isinstance(path.algorithm, Staged) else WatchedAlgorithm
+        path.algorithm = watching(path.algorithm)
         if isinstance(path.selector, Own):  # the others call no algorithm
             path.selector.algorithm = path.algorithm
         path.backend = WatchedBackend(path.backend, path.lanes)
@@ -116,7 +185,8 @@ def watch(coordinator: SparseCoordinator) -> list[LayerPath]:
 def arm(paths: Sequence[LayerPath], armed: bool) -> None:
     """Watch the next steps of these layers, or no longer."""
     for path in paths:
-        path.algorithm.armed = path.backend.armed = armed
+        path.algorithm.arm(armed)
+        path.backend.armed = armed
 
 
 def chosen_tokens(ids: Tensor, unit: int, tail: bool, tokens: int) -> Tensor:
@@ -216,14 +286,16 @@ def _look_at(
     return held, best, float(chosen.sum()) * group.entry_bytes / group.unit
 
 
-def index_bytes(view: LayerView, spec: AlgorithmSpec, names: set[str], length: int) -> float:
-    """Bytes of the pools ``names`` that stand for a request of ``length`` tokens, in one layer.
+def index_bytes(
+    view: LayerView, pools: Iterable[RepresentationSpec], names: set[str], length: int
+) -> float:
+    """Bytes of those ``pools`` that are among ``names``, for ``length`` tokens, in one layer.
 
     Counted from the tensors. Of grain unit and token: the places of the request's tokens; of
     grain request: all that is allotted for it, so what a step reads at most.
     """
     total = 0.0
-    for item in spec.representations:
+    for item in pools:
         if item.name not in names:
             continue
         place = view.pools[item.name][0]
@@ -233,8 +305,8 @@ def index_bytes(view: LayerView, spec: AlgorithmSpec, names: set[str], length: i
 
 
 def _read_of(path: LayerPath, length: int) -> float:
-    algorithm = path.algorithm
-    return index_bytes(path.selector.view, algorithm.spec(), algorithm.names, length)
+    found: float = path.algorithm.read(path.selector.view, length)
+    return found
 
 
 def index_read(paths: Sequence[LayerPath], length: int) -> float:
