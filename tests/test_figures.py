@@ -76,7 +76,7 @@ def test_the_table_of_pariskv_is_that_of_the_raw_numbers():
 
 
 def test_the_table_of_top_p_is_that_of_the_raw_numbers():
-    """Attended and loaded units are shares of those of Quest alone."""
+    """Units that are attended and loaded, and bytes that are read, are shares of Quest's alone."""
     found = {r["algorithm"]: r for r in figures.read("eval/top_p_cpu.jsonl")}
     text = (ROOT / "plugins/top_p/README.md").read_text("utf-8")
     _, alone, *rows = rows_of(text, "| p, candidates")
@@ -86,6 +86,7 @@ def test_the_table_of_top_p_is_that_of_the_raw_numbers():
     quest = found["quest"]
     for (_, *cells), name in zip([alone, *rows], ["quest", *labels.values()], strict=True):
         row = found[name]
-        shares = [row[key] / quest[key] for key in ("selected_units", "loaded_units")]
+        keys = ("selected_units", "loaded_units", "device_bytes_per_token")
+        shares = [row[key] / quest[key] for key in keys]
         shown = [f"{100 * share:.1f} %" for share in (*shares, row["recall"])]
         assert cells == [f"{row['correct']:.0f}", *shown]
