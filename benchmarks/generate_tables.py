@@ -70,8 +70,8 @@ def measure(cell: Cell) -> list[dict[str, Any]]:
         command = cell.command()
         subprocess.run([sys.executable, "-m", "topkv_cli", *command, "--json", out], check=True)
         found = json.loads(out.read_text())
-    head = {"command": " ".join(["topkv", *command]), "commit": found["commit"]}
-    head |= {"device": found["device"]["name"], "versions": found["versions"]}
+    head = {"command": " ".join(["topkv", *command])}
+    head |= {name: found[name] for name in ("commit", "device", "versions")}
     return [
         head | {name: value for name, value in row.items() if name != "settings"}
         for row in found["rows"]
