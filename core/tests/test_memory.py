@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from triton.runtime.jit import JITFunction
 
 from topkv.errors import DeviceMemoryError
+from topkv.kv.held import tensor_bytes
 from topkv.kv.host_memory import HostMemory
 from topkv.kv.step import StepUploader
 from topkv.kv.store import GroupStore
@@ -71,6 +73,20 @@ def test_more_requests_take_more_scratch():
     assert 2 * few.memory().workspace == many.memory().workspace
     for coordinator in (few, many):
         coordinator.close()
+
+
+OF_THIS_MODULE = torch.zeros(1000)
+
+
+def kernel():
+    """Of none of the memory that is counted."""
+
+
+def test_a_kernel_does_not_lead_to_what_its_module_holds():
+    """Triton's, compiled for a GPU, has the module's names in an attribute."""
+    jitted = JITFunction(kernel)
+    assert jitted.__globals__["OF_THIS_MODULE"] is OF_THIS_MODULE
+    assert tensor_bytes([jitted, torch.zeros(2)]) == 8
 
 
 def test_the_device_is_done_before_the_host_pool_is_unregistered(monkeypatch):

@@ -8,8 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.jit import KernelInterface
 
-_OPAQUE = (str, bytes, int, float, type, ModuleType, FunctionType, torch.device, torch.dtype)
+_CODE = (type, ModuleType, FunctionType, KernelInterface)
+"""Reaches the names of its module, and by them the whole process; it holds no tensors itself."""
+
+_OPAQUE = (str, bytes, int, float, torch.device, torch.dtype, *_CODE)
 
 
 def tensor_bytes(holders: object, without: object = ()) -> int:
