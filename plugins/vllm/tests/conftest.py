@@ -32,6 +32,7 @@ os.environ |= {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a GPU that is in use here cannot be forked
 }
 
 LONGEST, CHUNK, PAGE, VOCABULARY = 512, 96, 32, 512
@@ -245,6 +246,17 @@ def arguments(model):
     }
 
 
+def graph_of_all():
+    """A graph in the pool of memory that all engines of a process share: when the last graph of a
+    pool has ended, PyTorch captures no other one into it."""
+    from vllm.platforms import current_platform
+
+    graph, pool = torch.cuda.CUDAGraph(), current_platform.get_global_graph_pool()
+    with torch.cuda.graph(graph, pool):
+        torch.zeros(1, device=DEVICE)
+    return graph
+
+
 @pytest.fixture(scope="session")
 def engines():
     """Engines that are there, by what was asked for. One that is closed or fails would end the
@@ -252,7 +264,9 @@ def engines():
     made = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm.v1.engine.core.cleanup_dist_env_and_memory", lambda *_, **__: None)
+        held = graph_of_all() if DEVICE == "cuda" else None
         yield made
+        del held
         for engine in made.values():
             engine.close()
 

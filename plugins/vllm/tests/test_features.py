@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 
 def logprobs(output):
@@ -56,7 +57,6 @@ def test_structured_output(served, stock, prompt):
 @pytest.fixture(scope="session")
 def adapter(tmp_path_factory):
     """A LoRA of the projections of queries, keys and values."""
-    import torch
     from safetensors.torch import save_file
 
     random, rank, weights = torch.Generator().manual_seed(1), 8, {}
@@ -86,6 +86,8 @@ def test_lora(served, engines, arguments, beside, adapter, prompt):
     from vllm.lora.request import LoRARequest
 
     more = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    if torch.cuda.is_available():  # whose kernels know no adapters of float32
+        more["lora_dtype"] = "bfloat16"
     engine = served(**more)
     engines["stock lora"] = stock = type(engine)(**arguments, **more, **beside)
     how = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)

@@ -6,11 +6,15 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 CHUNK, PAGE, LONGEST = 96, 32, 512
 
 TIGHT = LONGEST // PAGE + 1
 """Blocks of a pool in which requests preempt each other."""
+
+MANY = 200 if torch.cuda.is_available() else 40
+"""Requests in random order."""
 
 
 def same(engine, stock, prompts, tokens, ended=()):
@@ -26,7 +30,7 @@ def same(engine, stock, prompts, tokens, ended=()):
 @pytest.mark.parametrize("pages", [4 * LONGEST // PAGE, TIGHT])
 def test_arrivals_and_aborts_in_random_order(pages, served, stock, prompt):
     draw = random.Random(pages)
-    prompts = {f"random-{n}": prompt(draw.randint(1, 250), n) for n in range(40)}
+    prompts = {f"random-{n}": prompt(draw.randint(1, 250), n) for n in range(MANY)}
     tokens = {name: draw.randint(1, 30) for name in prompts}
     engine = served(num_gpu_blocks_override=pages)
     waiting, aborted = [*prompts], set()
@@ -44,7 +48,7 @@ def test_arrivals_and_aborts_in_random_order(pages, served, stock, prompt):
         engine.session.coordinator.check_integrity()
     engine.run()
     same(engine, stock, prompts, tokens, aborted)
-    assert 0 < len(aborted) < 20
+    assert 0 < len(aborted) < MANY / 2
     assert engine.preempted or pages != TIGHT
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +13,8 @@ from topkv.errors import CapabilityError, ConfigError
 from topkv_vllm import engine_args
 from topkv_vllm.refusals import check
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are tested on a CPU")
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="each rank wants a GPU")
 
-PAGE = 32
 SETTINGS = {"backend": "triton_attention", "dense_layers": [], "max_tokens": 2048, "poison": True}
 ALGORITHMS = {
     "quest": {"algorithm": "quest"},
@@ -82,9 +83,17 @@ def _ranks_end(engines):
 
 
 @pytest.fixture
-def two(served):
+def of_two(served, graphs):
+    """Gives engines of two ranks."""
+    if graphs:
+        pytest.skip("they are refused")
+    return partial(served, tensor_parallel_size=2)
+
+
+@pytest.fixture
+def two(of_two):
     """An engine of two ranks."""
-    return served(tensor_parallel_size=2)
+    return of_two()
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -151,10 +160,10 @@ def test_metrics_are_the_sum_of_ranks(two, prompt):
     assert told[-1]["used_pages"] == 0
 
 
-def test_stock_of_two_ranks(arguments, stock, prompt):
+def test_stock_of_two_ranks(arguments, beside, stock, prompt):
     """So that one rank of stock stands for two in these tests."""
     prompts = [prompt(length) for length in (130, 33)]
-    two = type(stock)(**arguments, block_size=PAGE, max_num_seqs=4, tensor_parallel_size=2)
+    two = type(stock)(**arguments, **beside, tensor_parallel_size=2)
     try:
         assert two.answer(prompts, 8) == stock.answer(prompts, 8)
     finally:
@@ -167,16 +176,16 @@ def narrow(save_model, tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("narrow"), num_key_value_heads=1)
 
 
-def test_fewer_kv_heads_than_ranks(served, narrow, arguments, stock, prompt):
+def test_fewer_kv_heads_than_ranks(of_two, narrow, arguments, beside, stock, prompt):
     """vLLM gives each rank a copy, which selects for the query heads of its rank."""
     more = {"model": str(narrow)}
-    one = type(stock)(**arguments | more, block_size=PAGE, max_num_seqs=4)
+    one = type(stock)(**arguments | more, **beside)
     try:
         prompts = [prompt(length) for length in (250, 33)]
         expected = one.answer(prompts, 8)
     finally:
         one.close()
-    two = served(fresh=True, tensor_parallel_size=2, **more)
+    two = of_two(fresh=True, **more)
     assert two.answer(prompts, 8) == expected
     assert [rank["heads"] for rank in ranks_of(two)] == [(2, 1), (2, 1)]
     use(two, {"algorithm": "quest", "budget": 96, "buffer": 128})
@@ -224,10 +233,12 @@ def test_a_calibration_of_all_heads_is_refused_with_the_heads_of_a_rank(model, t
         check(configured(model, settings), version)
 
 
-def test_ranks_on_a_gpu_are_refused(model, version):
-    config = configured(model, {"algorithm": "quest"})
+def test_ranks_with_graphs_are_refused(model, version):
+    config = configured(model, {"algorithm": "quest"}, enforce_eager=True)
+    check(config, version)
     config.device_config.device_type = "cuda"
-    with pytest.raises(CapabilityError, match="tensor parallel ranks on cuda; tested are those"):
+    config.compilation_config.cudagraph_mode = SimpleNamespace(name="FULL_DECODE_ONLY")
+    with pytest.raises(CapabilityError, match="ranks with CUDA graphs; say enforce_eager=True"):
         check(config, version)
 
 

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from topkv.errors import CapabilityError, ConfigError
@@ -109,6 +110,8 @@ class Server:
         command += ["--max-model-len", str(LONGEST), "--max-num-batched-tokens", str(CHUNK)]
         command += ["--enforce-eager", "--served-model-name", "tiny"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), *more]
+        if torch.cuda.is_available():  # which other engines share
+            command += ["--gpu-memory-utilization", "0.02"]
         environment = os.environ | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_LOGGING_LEVEL": "INFO",

@@ -112,8 +112,8 @@ def _option_reasons(config: Any) -> list[str]:
         "prefix caching beside scheduling by priority, which may take a request out of a step "
         "that was to fill pages": cache.enable_prefix_caching and scheduler.policy == "priority",
         "speculative decoding": speculative is not None,
-        f"tensor parallel ranks on {device}; tested are those of a CPU": (
-            parallel.tensor_parallel_size > 1 and device != "cpu"
+        "tensor parallel ranks with CUDA graphs; say enforce_eager=True": (
+            parallel.tensor_parallel_size > 1 and device == "cuda" and _graphs(compiled) != "NONE"
         ),
         "pipeline parallel stages": parallel.pipeline_parallel_size > 1,
         "data parallel ranks": parallel.data_parallel_size > 1,
