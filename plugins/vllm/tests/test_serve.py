@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
 
+from plugins.vllm.tests.server import PAGE, Server, client, stream_all
 from topkv.errors import CapabilityError, ConfigError
 from topkv_vllm import engine_args
 from topkv_vllm.args import CONNECTOR
 from topkv_vllm.serve import command_line, serve
 
-LONGEST, CHUNK, PAGE = 512, 96, 32
+LONGEST, CHUNK = 512, 96
 EXAMPLE = Path(__file__).parents[3] / "examples" / "serve"
 
 
@@ -86,129 +82,16 @@ def test_without_vllm_nothing_is_started(monkeypatch):
         CliRunner().invoke(serve, ["DIR"], catch_exceptions=False)
 
 
-class Server:
-    """A server that ``topkv serve`` starts.
-
-    Args:
-        model: a directory.
-        log: a file for what it says.
-        more: further options.
-
-    Attributes:
-        url: where it listens.
-    """
-
-    def __init__(self, model, log, *more):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.url, self.log = f"http://127.0.0.1:{self.port}", log
-        command = [sys.executable, "-m", "topkv_cli", "serve", str(model), "--algorithm", "quest"]
-        command += ["--backend", "triton_attention", "--budget", str(LONGEST)]
-        command += ["--set", "dense_layers=[]", "--max-tokens", str(4 * LONGEST)]
-        command += ["--max-num-seqs", "4", "--block-size", str(PAGE), "--dtype", "float32"]
-        command += ["--max-model-len", str(LONGEST), "--max-num-batched-tokens", str(CHUNK)]
-        command += ["--enforce-eager", "--served-model-name", "tiny"]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), *more]
-        if torch.cuda.is_available():  # which other engines share
-            command += ["--gpu-memory-utilization", "0.02"]
-        environment = os.environ | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-            "VLLM_LOGGING_LEVEL": "INFO",
-        }
-        with log.open("wb") as out:
-            self.process = subprocess.Popen(
-                command, env=environment, stdout=out, stderr=subprocess.STDOUT
-            )
-
-    def kill(self):
-        """End it and the processes that it started, which would outlive it."""
-        import psutil
-
-        if self.process.poll() is None:
-            started = psutil.Process(self.process.pid).children(recursive=True)
-            self.process.kill()
-            self.process.wait()
-            for child in started:
-                with suppress(psutil.NoSuchProcess):
-                    child.kill()
-
-    def said(self):
-        """The end of its log."""
-        return self.log.read_text()[-4000:]
-
-    def wait_until_ready(self, seconds=240):
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            assert self.process.poll() is None, self.said()
-            try:
-                return urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
-            except OSError:
-                time.sleep(0.2)
-        raise AssertionError(self.said())
-
-    def metrics(self):
-        """Sums of what it shows to Prometheus, by name."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
-            text = answer.read().decode()
-        sums = {}
-        for name, value in re.findall(r"^([\w:]+)(?:\{.*\})? (\S+)$", text, re.MULTILINE):
-            sums[name] = sums.get(name, 0.0) + float(value)
-        return sums
-
-    def wait_until_nothing_is_held(self, seconds=60):
-        """No request runs or waits, and no page of the host pool is held."""
-        end = time.monotonic() + seconds
-        names = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
-        while any(left := [self.metrics()[f"vllm:{name}"] for name in names]):
-            assert time.monotonic() < end, (left, self.said())
-            time.sleep(0.2)
-        while self.metrics()["vllm:topkv_used_pages"]:
-            assert time.monotonic() < end, self.said()
-            time.sleep(0.2)
-
-
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
     # Without a time for shutdown vLLM may leave open streams waiting for an engine that is gone.
     log = tmp_path_factory.mktemp("server") / "log"
-    server = Server(model, log, "--shutdown-timeout", "60")
+    server = Server(model, log, "--shutdown-timeout", "60", longest=LONGEST, chunk=CHUNK)
     try:
         server.wait_until_ready()
         yield server
     finally:
         server.kill()
-
-
-def client(server):
-    from openai import AsyncOpenAI
-
-    return AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-
-async def stream(openai, prompt, tokens, most=None):
-    """Token ids that a completion streams, or a chat where the prompt is a text; the client goes
-    away after ``most`` tokens."""
-    got = []
-    asked = {"prompt": prompt}
-    create = openai.completions.create
-    if isinstance(prompt, str):
-        asked = {"messages": [{"role": "user", "content": prompt}]}
-        create = openai.chat.completions.create
-    chunks = await create(
-        model="tiny",
-        **asked,
-        max_tokens=tokens,
-        temperature=0,
-        stream=True,
-        extra_body={"ignore_eos": True, "return_token_ids": True},
-    )
-    async for chunk in chunks:
-        got += getattr(chunk.choices[0], "token_ids", None) or []  # the first one has a role
-        if most is not None and len(got) >= most:
-            await chunks.close()
-            break
-    return got
 
 
 @pytest.mark.parametrize(("kind", "clients"), [("completions", 12), ("chats", 32)])
@@ -225,13 +108,8 @@ def test_clients_stream_and_a_third_goes_away(kind, clients, server, stock, mode
         assert tuple(map(len, given)) == lengths
     expected = [tokens for (tokens,) in stock.answer(given, 24)]
 
-    async def all_at_once():
-        async with client(server) as openai:
-            leaves = [3 if number % 3 == 0 else None for number in range(len(prompts))]
-            asked = zip(prompts, leaves, strict=True)
-            return await asyncio.gather(*(stream(openai, each, 24, most) for each, most in asked))
-
-    for number, got in enumerate(asyncio.run(all_at_once())):
+    leaves = [None if number % 3 else 3 for number in range(clients)]
+    for number, got in enumerate(stream_all(server, prompts, 24, leaves)):
         if number % 3:
             assert got == expected[number]
         else:
@@ -263,11 +141,7 @@ def test_a_client_disconnects_in_the_middle(server, stock, prompt):
     server.wait_until_nothing_is_held()
     assert server.metrics()["vllm:generation_tokens_total"] - before < 200, "both were aborted"
 
-    async def one():
-        async with client(server) as openai:
-            return await stream(openai, prompt(70), 8)
-
-    assert [[asyncio.run(one())]] == stock.answer([prompt(70)], 8)
+    assert [stream_all(server, [prompt(70)], 8)] == stock.answer([prompt(70)], 8)
 
 
 def test_a_chat(server):
@@ -293,11 +167,7 @@ def test_it_ends_under_load(server, stock, prompt):
     prompts = [prompt(300, number) for number in range(6)]
 
     def ask(each):
-        async def one():
-            async with client(server) as openai:
-                return await stream(openai, each, 150)
-
-        return asyncio.run(one())
+        return stream_all(server, [each], 150)[0]
 
     children = psutil.Process(server.process.pid).children(recursive=True)
     assert children

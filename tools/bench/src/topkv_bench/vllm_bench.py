@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from topkv.errors import ConfigError
 from topkv_bench import geometry
@@ -56,6 +56,12 @@ def refused_options(options: Options) -> list[str]:
     return [reason for reason, is_so in found.items() if is_so]
 
 
+def save_config(config: PreTrainedConfig, folder: Path) -> None:
+    """Write a configuration that names its class, which is what vLLM goes by."""
+    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    config.save_pretrained(folder)
+
+
 class VllmBench:
     """Runs the cells of a grid through vLLM, with weights that it makes up.
 
@@ -95,10 +101,7 @@ class VllmBench:
         """A row for each cell, as soon as it is done."""
         with TemporaryDirectory() as folder:
             model = Path(folder)
-            self.config.architectures = [
-                AutoModelForCausalLM._model_mapping[type(self.config)].__name__
-            ]
-            self.config.save_pretrained(model)
+            save_config(self.config, model)
             for cell in self.cells:
                 yield self._row(cell, model)
 

@@ -98,8 +98,8 @@ def row_of(asked: dict[str, Any]) -> Row:
             return {"status": OVER, "reason": reason}
         if asked["contestant"] == "dense":
             arguments["kv_cache_memory_bytes"] = expected
-        with _drifts(asked) as drifts:
-            return _measured(asked, arguments, drifts)
+        with drifts(asked) as made:
+            return _measured(asked, arguments, made)
     except TopkvError as error:
         status = NO_MEMORY if isinstance(error, OutOfMemory) else REFUSED
         return {"status": status, "reason": " ".join(str(error).split())}
@@ -110,7 +110,7 @@ def row_of(asked: dict[str, Any]) -> Row:
 
 
 @contextmanager
-def _drifts(asked: dict[str, Any]) -> Iterator[list[Any]]:
+def drifts(asked: dict[str, Any]) -> Iterator[list[Any]]:
     """Have selections drift from the moment on in which a coordinator is made, which is before
     anything is captured."""
     with ExitStack() as stack:
@@ -165,7 +165,7 @@ class Engine:
         self.step()
 
 
-def _measured(asked: dict[str, Any], arguments: dict[str, Any], drifts: list[Any]) -> Row:
+def _measured(asked: dict[str, Any], arguments: dict[str, Any], made: list[Any]) -> Row:
     began = perf_counter()
     engine = Engine(arguments)
     try:
@@ -173,8 +173,8 @@ def _measured(asked: dict[str, Any], arguments: dict[str, Any], drifts: list[Any
         engine.add(asked["requests"], min(asked["context"], 2 * asked["chunk"]), 3)
         engine.run_out()  # what is compiled or loaded at first is not measured
         row |= _generated(engine, asked)
-        if drifts and drifts[0].layers:
-            row["drift"] = attrs.asdict(drifts[0])
+        if made and made[0].layers:
+            row["drift"] = attrs.asdict(made[0])
         return row
     finally:
         engine.engine.engine_core.shutdown()
