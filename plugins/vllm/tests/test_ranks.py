@@ -194,6 +194,50 @@ def test_fewer_kv_heads_than_ranks(of_two, narrow, arguments, beside, stock, pro
     check_nothing_is_held(two)
 
 
+def parted(ones, others):
+    """Where the tokens of two answers part for the first time, or their number."""
+    pairs = zip(ones.token_ids, others.token_ids, strict=True)
+    return next((at for at, (one, other) in enumerate(pairs) if one != other), len(ones.token_ids))
+
+
+def told_of(engine, prompts):
+    """Tokens and the best log-probabilities of one request for each prompt."""
+    names = [f"told-{number}" for number in range(len(prompts))]
+    for name, each in zip(names, prompts, strict=True):
+        engine.add(name, each, 32, logprobs=2)
+    engine.run()
+    return [engine.outputs[name].outputs[0] for name in names]
+
+
+@pytest.mark.gpu
+def test_ranks_of_bfloat16_part_only_where_two_tokens_are_as_good(
+    of_two, served, arguments, beside, stock, prompt
+):
+    """That is, closer than what two ranks of stock vLLM change at each of the two best tokens."""
+    more, prompts = {"dtype": "bfloat16"}, [prompt(length, 7) for length in (250, 33, 130, 400)]
+    stocks = []
+    for number in (1, 2):
+        more_ranks = {"tensor_parallel_size": number}
+        engine = type(stock)(**arguments | more | more_ranks, **beside)
+        try:
+            stocks.append(told_of(engine, prompts))
+        finally:
+            engine.close()
+    changed = [
+        abs(told.logprob - two.logprobs[at][token].logprob)
+        for one, two in zip(*stocks, strict=True)
+        for at in range(parted(one, two))
+        for token, told in one.logprobs[at].items()
+        if token in two.logprobs[at]
+    ]
+    answers = [told_of(served(**more), prompts), told_of(of_two(**more), prompts)]
+    for one, two in zip(*answers, strict=True):
+        at = parted(one, two)
+        if at < len(one.token_ids):
+            best, second = sorted(each.logprob for each in one.logprobs[at].values())[:-3:-1]
+            assert best - second <= 2 * max(changed)
+
+
 REFUSED = {
     "quest all heads of a layer share a selection": {"algorithm": "quest", "scope": "shared"},
     "snapkv a selection goes by all heads": {
