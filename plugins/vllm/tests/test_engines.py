@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from topkv_vllm import engine_args
+
 STOCK = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -46,6 +48,29 @@ def test_installed_and_not_used_it_changes_nothing(stock, arguments, beside, pro
     assert not {*modules} & {"topkv_vllm.backend", "topkv_vllm.worker", "topkv.coordinator"}
     assert not [line for line in log if "topkv" in line]
     assert used == without == [each for (each,) in stock.answer(prompts)]
+
+
+def test_a_mixture_of_experts(arguments, beside, tmp_path, prompt):
+    """Layers of experts are known to vLLM by name too, beside those of attention. In processes of
+    their own, for groups of ranks are made once in each, by what the first engine needs."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    more = {"num_hidden_layers": 2, "max_position_embeddings": 512}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts, **more))
+    model.float().save_pretrained(tmp_path)
+    arguments = {**arguments, "model": str(tmp_path), "skip_tokenizer_init": True}
+    prompts = [prompt(length) for length in (130, 33)]
+    expected, _, _ = alone({**arguments, **beside}, prompts)
+    settings = {"algorithm": "quest", "backend": "triton_attention", "budget": 512}
+    ours = engine_args({**settings, "page_tokens": 32, "max_requests": 4}, **arguments)
+    got, modules, _ = alone(ours, prompts)
+    assert "topkv_vllm.worker" in modules
+    assert got == expected
 
 
 def test_stock_vllm_beside_topkv_is_what_it_was(served, stock, prompt):

@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 from attrs import evolve
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.utils import extract_layer_index
 
 from topkv import SparseConfig
 from topkv.config import LoweredConfig, lower
 from topkv.errors import CapabilityError
 from topkv.plugins import registry
 from topkv.types import ModelShape
+from topkv_vllm.backend import TopkvImpl
 
 
 def shape_of_config(vllm_config: Any) -> ModelShape:
@@ -25,6 +28,31 @@ def shape_of_config(vllm_config: Any) -> ModelShape:
         dtype=model.dtype,
         scale=model.get_head_size() ** -0.5,
     )
+
+
+def attention_layers(vllm_config: Any) -> list[Any]:
+    """The attention layers of a loaded model, in order.
+
+    Raises:
+        CapabilityError: some are not of this package, or layers are missing.
+    """
+    named = vllm_config.compilation_config.static_forward_context
+    layers = {
+        extract_layer_index(name): layer
+        for name, layer in named.items()
+        if isinstance(layer, AttentionLayerBase)
+    }
+    impls = [getattr(layer, "impl", layer) for layer in layers.values()]
+    others = sorted({type(impl).__name__ for impl in impls if not isinstance(impl, TopkvImpl)})
+    if others or sorted(layers) != [*range(len(layers))]:
+        raise CapabilityError(
+            "vLLM cannot serve this through topkv",
+            [
+                f"expected layers 0 to {len(layers) - 1} of {TopkvImpl.__name__}, got layers "
+                f"{sorted(layers)} and {others or 'no others'}"
+            ],
+        )
+    return [layers[number] for number in range(len(layers))]
 
 
 def shape_of_layers(impls: list[Any], dtype: torch.dtype) -> ModelShape:

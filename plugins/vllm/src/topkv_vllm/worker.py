@@ -10,14 +10,13 @@ from copy import copy
 from typing import Any
 
 import vllm
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.worker.gpu_worker import Worker
 
 from topkv import SparseConfig
-from topkv.errors import CapabilityError, ConfigError
-from topkv_vllm.backend import TopkvImpl, placeholder
-from topkv_vllm.geometry import lowered_for, shape_of_layers
+from topkv.errors import ConfigError
+from topkv_vllm.backend import placeholder
+from topkv_vllm.geometry import attention_layers, lowered_for, shape_of_layers
 from topkv_vllm.metrics import with_counts
 from topkv_vllm.refusals import check
 from topkv_vllm.session import Session
@@ -54,21 +53,11 @@ class TopkvWorker(Worker):
         """Load the model, whose layers then know the session, and find its geometry."""
         super().load_model(**options)
         config = self.vllm_config
-        layers = config.compilation_config.static_forward_context
-        by_number = {extract_layer_index(name): layer.impl for name, layer in layers.items()}
-        numbers, impls = sorted(by_number), [by_number[each] for each in sorted(by_number)]
-        others = sorted({type(impl).__name__ for impl in impls if type(impl) is not TopkvImpl})
-        if others or numbers != [*range(len(layers))]:
-            raise CapabilityError(
-                "vLLM cannot serve this through topkv",
-                [
-                    f"expected layers 0 to {len(layers) - 1} of {TopkvImpl.__name__}, got layers "
-                    f"{numbers} and {others or 'no others'}"
-                ],
-            )
-        for number, impl in zip(numbers, impls, strict=True):
-            impl.session, impl.number = self.session, number
+        layers = attention_layers(config)
+        for number, layer in enumerate(layers):
+            layer.impl.session, layer.impl.number = self.session, number
         settings = SparseConfig.load(config.additional_config["topkv"])
+        impls = [layer.impl for layer in layers]
         shape = shape_of_layers(impls, self.topkv_config.model.dtype)
         self.topkv_config = lowered_for(config, settings, shape)
 
