@@ -33,7 +33,8 @@ def use(engine, settings):
 
     def anew(worker, settings):
         from topkv import SparseConfig
-        from topkv_vllm.geometry import lowered_for, shape_of_layers
+        from topkv_vllm.geometry import lowered_for
+        from topkv_vllm.layers import shape_of_layers
 
         config = worker.vllm_config
         layers = config.compilation_config.static_forward_context.values()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -131,3 +132,14 @@ def test_connectors_are_refused(model, version):
     config.kv_transfer_config = None
     with pytest.raises(CapabilityError, match="prefix caching without kv_transfer_config="):
         check(config, version)
+
+
+def test_blocks_of_several_kinds_are_refused():
+    """Each kind would open the forward of a step once more."""
+    pytest.importorskip("vllm")
+    from topkv_vllm.worker import TopkvWorker
+
+    config = SimpleNamespace(num_blocks=2, kv_cache_groups=[None, None])
+    worker = SimpleNamespace(topkv_config=SimpleNamespace(num_pages=2))
+    with pytest.raises(CapabilityError, match="keeps 2 groups of layers apart"):
+        TopkvWorker.initialize_from_config(worker, config)

@@ -1,4 +1,4 @@
-"""From vLLM's configuration and layers to the geometry and configuration of topkv."""
+"""From vLLM's configuration to the geometry and configuration of topkv."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ from typing import Any
 
 import torch
 from attrs import evolve
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.models.utils import extract_layer_index
 
 from topkv import SparseConfig
 from topkv.config import LoweredConfig, lower
-from topkv.errors import CapabilityError
 from topkv.plugins import registry
-from topkv.types import ModelShape
-from topkv_vllm.backend import TopkvImpl
+from topkv.types import IndexerShape, ModelShape
 
 
 def shape_of_config(vllm_config: Any) -> ModelShape:
     """What the configuration of a model says of its attention layers, before any is there."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if model.use_mla:
+        return _latent_shape_of_config(model, parallel)
     return ModelShape(
         num_layers=model.get_num_layers(parallel),
         num_heads=model.get_num_attention_heads(parallel),
@@ -30,50 +28,19 @@ def shape_of_config(vllm_config: Any) -> ModelShape:
     )
 
 
-def attention_layers(vllm_config: Any) -> list[Any]:
-    """The attention layers of a loaded model, in order.
-
-    Raises:
-        CapabilityError: some are not of this package, or layers are missing.
-    """
-    named = vllm_config.compilation_config.static_forward_context
-    layers = {
-        extract_layer_index(name): layer
-        for name, layer in named.items()
-        if isinstance(layer, AttentionLayerBase)
-    }
-    impls = [getattr(layer, "impl", layer) for layer in layers.values()]
-    others = sorted({type(impl).__name__ for impl in impls if not isinstance(impl, TopkvImpl)})
-    if others or sorted(layers) != [*range(len(layers))]:
-        raise CapabilityError(
-            "vLLM cannot serve this through topkv",
-            [
-                f"expected layers 0 to {len(layers) - 1} of {TopkvImpl.__name__}, got layers "
-                f"{sorted(layers)} and {others or 'no others'}"
-            ],
-        )
-    return [layers[number] for number in range(len(layers))]
-
-
-def shape_of_layers(impls: list[Any], dtype: torch.dtype) -> ModelShape:
-    """Geometry of a model by its attention layers.
-
-    Args:
-        impls: ``TopkvImpl`` of each, in order.
-        dtype: of keys and values.
-
-    Raises:
-        CapabilityError: they are not alike, or there is none.
-    """
-    kinds = {(impl.num_heads, impl.num_kv_heads, impl.head_size, impl.scale) for impl in impls}
-    if len(kinds) != 1:
-        shown = ", ".join(map(str, sorted(kinds))) or "none"
-        raise CapabilityError(
-            "vLLM cannot serve this through topkv",
-            [f"expected layers alike in heads, kv-heads, head size and scale, got {shown}"],
-        )
-    (heads, kv_heads, size, scale) = kinds.pop()
-    return ModelShape(len(impls), heads, kv_heads, size, dtype, scale)
+def _latent_shape_of_config(model: Any, parallel: Any) -> ModelShape:
+    text = model.hf_text_config
+    return ModelShape(
+        num_layers=model.get_num_layers(parallel),
+        num_heads=model.get_num_attention_heads(parallel),
+        num_kv_heads=1,
+        head_dim=text.kv_lora_rank + text.qk_rope_head_dim,
+        dtype=model.dtype,
+        scale=(text.qk_nope_head_dim + text.qk_rope_head_dim) ** -0.5,
+        attention="mla",
+        value_dim=text.kv_lora_rank,
+        indexer=IndexerShape(text.index_n_heads, text.index_head_dim),
+    )
 
 
 def lowered_for(vllm_config: Any, settings: SparseConfig, shape: ModelShape) -> LoweredConfig:

