@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -100,6 +100,19 @@ class Server:
         while self.metrics()["vllm:topkv_used_pages"]:
             assert time.monotonic() < end, self.said()
             time.sleep(0.2)
+
+
+@contextmanager
+def serving(model, folder, longest, chunk):
+    """A server that is ready, and ends with the context."""
+    # Without a time for shutdown vLLM may leave open streams waiting for an engine that is gone.
+    more = ("--shutdown-timeout", "60")
+    server = Server(model, folder / "log", *more, longest=longest, chunk=chunk)
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.kill()
 
 
 def client(server):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer
 
-from plugins.vllm.tests.server import Server, stream_all
+from plugins.vllm.tests.server import serving, stream_all
 
 LONGEST, CHUNK, CHATS = 33 * 1024, 8192, 32
 
@@ -20,13 +20,8 @@ def patient(save_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(patient, tmp_path_factory):
-    log = tmp_path_factory.mktemp("server") / "log"
-    server = Server(patient, log, "--shutdown-timeout", "60", longest=LONGEST, chunk=CHUNK)
-    try:
-        server.wait_until_ready()
-        yield server
-    finally:
-        server.kill()
+    with serving(patient, tmp_path_factory.mktemp("server"), LONGEST, CHUNK) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from plugins.vllm.tests.server import PAGE, Server, client, stream_all
+from plugins.vllm.tests.server import PAGE, client, serving, stream_all
 from topkv.errors import CapabilityError, ConfigError
 from topkv_vllm import engine_args
 from topkv_vllm.args import CONNECTOR
@@ -84,14 +84,8 @@ def test_without_vllm_nothing_is_started(monkeypatch):
 
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
-    # Without a time for shutdown vLLM may leave open streams waiting for an engine that is gone.
-    log = tmp_path_factory.mktemp("server") / "log"
-    server = Server(model, log, "--shutdown-timeout", "60", longest=LONGEST, chunk=CHUNK)
-    try:
-        server.wait_until_ready()
-        yield server
-    finally:
-        server.kill()
+    with serving(model, tmp_path_factory.mktemp("server"), LONGEST, CHUNK) as started:
+        yield started
 
 
 @pytest.mark.parametrize(("kind", "clients"), [("completions", 12), ("chats", 32)])
