@@ -78,12 +78,43 @@ def test_algorithms_and_their_parameters():
     assert (streaming.name, streaming.unit) == ("streaming_llm", 16)
 
 
+def with_stages():
+    """An algorithm, and a stage with parameters and one without."""
+
+    def entry(name, kind, *parameters):
+        return PluginEntry(
+            name=name, kind=kind, factories="a:b", parameters=dict.fromkeys(parameters)
+        )
+
+    algorithms, stages = [entry("own", "algorithm", "sink_units")], [entry("two", "stage")]
+    stages.append(entry("one", "stage", "p", "widen"))
+    offers = SimpleNamespace(
+        topkv_register_algorithms=hookimpl(lambda: algorithms),
+        topkv_register_stages=hookimpl(lambda: stages),
+    )
+    return PluginRegistry([("topkv-own", "1", offers)])
+
+
 def test_stages_behind_an_algorithm():
-    text = "quest:stages=one/p=0.95/widen=2+two,sink_units=2"
-    (quest,) = choices.read_algorithms([text], DIM, registry())
+    text = "own:stages=one/p=0.95/widen=2+two,sink_units=2"
+    (own,) = choices.read_algorithms([text], DIM, with_stages())
     one = {"name": "one", "params": {"p": 0.95, "widen": 2}}
-    assert quest.settings == {"stages": [one, {"name": "two", "params": {}}]}
-    assert quest.params == {"sink_units": 2}
+    assert own.settings == {"stages": [one, {"name": "two", "params": {}}]}
+    assert own.params == {"sink_units": 2}
+
+
+def test_wrong_stages_are_refused_all_at_once():
+    text = "own:stages=one/p/widen=2/wide=3+two/p=1+three"
+    with pytest.raises(ConfigError) as caught:
+        choices.read_algorithms([text], DIM, with_stages())
+    told = [reason.removeprefix(f"{text!r}: ") for reason in caught.value.reasons]
+    assert told[:3] == [
+        "stage 'one': expected p=value or widen=value, got 'p'",
+        "stage 'one': expected p=value or widen=value, got 'wide=3'",
+        "stage 'two': expected no parameters, got 'p=1'",
+    ]
+    assert len(told) == 4
+    assert "three" in told[3]
 
 
 @pytest.mark.parametrize(

@@ -68,13 +68,32 @@ def _value(text: str) -> Any:
         return {"None": None, "True": True, "False": False}.get(text, text)
 
 
-def read_stages(text: str) -> list[dict[str, Any]]:
-    """``"top_p/p=0.95/widen=2+other"`` as the setting ``stages``: in order, with parameters."""
-    found = []
+def read_stages(text: str, registry: PluginRegistry) -> list[dict[str, Any]]:
+    """``"top_p/p=0.95/widen=2+other"`` as the setting ``stages``: in order, with parameters.
+
+    Raises:
+        PluginError: there is no such stage, or it has no such parameter; with every reason.
+    """
+    found, reasons = [], []
     for part in text.split("+"):
-        name, *pairs = part.split("/")
-        params = {key: _value(value) for key, _, value in (pair.partition("=") for pair in pairs)}
+        name, *pairs = (word.strip() for word in part.split("/"))
+        params = {}
+        try:
+            entry = registry.get("stage", name).entry
+            known = sorted(entry.parameters if entry else {})
+        except PluginError as error:
+            reasons += [f"{str(error).splitlines()[0]} {reason}" for reason in error.reasons]
+            continue
+        for key, equals, value in (pair.partition("=") for pair in pairs):
+            params[key] = _value(value)
+            if not equals or key not in known:
+                expected = " or ".join(f"{each}=value" for each in known) or "no parameters"
+                reasons.append(
+                    f"stage {name!r}: expected {expected}, got {key + equals + value!r}"
+                )
         found.append({"name": name, "params": params})
+    if reasons:
+        raise PluginError("the stages are refused", reasons)
     return found
 
 
@@ -111,7 +130,10 @@ def read_algorithms(texts: Sequence[str], head_dim: int, registry: PluginRegistr
         own = entry.parameters if entry else {}
         settings = {key: values.pop(key) for key in SETTINGS if key in values and key not in own}
         if "stages" in settings:
-            settings["stages"] = read_stages(str(settings["stages"]))
+            try:
+                settings["stages"] = read_stages(str(settings["stages"]), registry)
+            except PluginError as error:
+                reasons += [f"{text!r}: {reason}" for reason in error.reasons]
         unit = settings.pop("unit", (entry.defaults if entry else {}).get("unit", 16))
         if type(unit) is not int or unit < 1:
             reasons.append(f"{text!r}: unit must be an integer of 1 or more, got {unit!r}")
