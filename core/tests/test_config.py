@@ -42,7 +42,7 @@ def test_defaults():
     assert (lowered.impl, lowered.host_layout) == ("reference", "page_head")
     assert (lowered.host_memory, lowered.device_memory) == (None, None)
     assert (lowered.resident_fast_path, lowered.poison) == (True, False)
-    assert lowered.prefill_block_tokens == 8192
+    assert lowered.prefill_block_tokens == 16384
     assert low(device=CUDA).impl == "triton"
     assert low(device="cpu").device == CPU
 
@@ -173,9 +173,9 @@ def test_the_ring_is_a_multiple_of_every_unit():
 
 
 def test_a_prefill_block_is_a_whole_number_of_pages():
-    assert low(page_tokens=48).prefill_block_tokens == 8160
+    assert low(page_tokens=48).prefill_block_tokens == 16368
     wide = make(backends=[("wide", {})])
-    assert low(page_tokens=16384, registry=wide).prefill_block_tokens == 16384
+    assert low(page_tokens=32768, registry=wide).prefill_block_tokens == 32768
 
 
 @pytest.mark.parametrize(

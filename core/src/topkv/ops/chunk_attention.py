@@ -14,7 +14,7 @@ MASK_BYTES = 256 << 20
 """Most bytes of the masks of a block of prompt rows."""
 
 
-def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, *, impl: str) -> None:
     """Fold a partial result into ``out`` and ``lse`` in place.
 
     ``softmax`` over two disjoint sets of keys is the average of the two results, weighted by
@@ -23,12 +23,21 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     Args:
         out, part: fp32 ``[m, H, D]``.
         lse, part_lse: fp32 ``[m, H]``.
+        impl: ``"reference"``, or ``"triton"`` of contiguous tensors.
     """
-    both = torch.logaddexp(lse, part_lse)
-    floor = both.masked_fill(both == -torch.inf, 0.0)
-    out.mul_(torch.exp(lse - floor).unsqueeze(-1))
-    out.addcmul_(part, torch.exp(part_lse - floor).unsqueeze(-1))
-    lse.copy_(both)
+    if impl == "triton":
+        from topkv.ops import chunk_attention_kernels
+
+        chunk_attention_kernels.merge(out, lse, part, part_lse)
+        return
+    most = torch.maximum(lse, part_lse)
+    floor = most.masked_fill(most == -torch.inf, 0.0)
+    weight, part_weight = torch.exp(lse - floor), torch.exp(part_lse - floor)
+    total = weight + part_weight
+    share = total.masked_fill(total == 0, 1.0)
+    out.mul_((weight / share).unsqueeze(-1))
+    out.addcmul_(part, (part_weight / share).unsqueeze(-1))
+    lse.copy_(floor + total.log())
 
 
 def chunk_attention(
@@ -54,6 +63,7 @@ def chunk_attention(
     shape = (*q.shape[:2], v.shape[-1])
     out = torch.empty(shape, dtype=torch.float32, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    impl = "triton" if q.is_cuda else "reference"
     for first, part_k, part_v in chain([(start, k, v)], history):
         chunk = first == start
         part, part_lse = (out, lse) if chunk else (torch.empty_like(out), torch.empty_like(lse))
@@ -62,7 +72,7 @@ def chunk_attention(
         else:
             attend_selected(backend, q, part_k, part_v, start, first, ids, part, part_lse)
         if not chunk:
-            merge(out, lse, part, part_lse)
+            merge(out, lse, part, part_lse, impl=impl)
     return out, lse
 
 

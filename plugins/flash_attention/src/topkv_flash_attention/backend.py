@@ -129,10 +129,12 @@ class FlashAttention:
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int, out: Tensor, lse: Tensor
     ) -> None:
-        out.zero_()
-        lse.fill_(-torch.inf)
         q, k, v = (reference.aligned(each) for each in (q, k, v))
-        for rows, keys, causal in reference.spans(len(q), len(k), q_start - k_start):
+        spans = reference.spans(len(q), len(k), q_start - k_start)
+        if sum(rows.stop - rows.start for rows, _, _ in spans) < len(q):  # some see nothing
+            out.zero_()
+            lse.fill_(-torch.inf)
+        for rows, keys, causal in spans:
             pieces = self.parts(q[rows], k[:keys], v[:keys])
             result, log = self.library.chunk(*pieces, self.model.scale, causal)
             out[rows] = result
