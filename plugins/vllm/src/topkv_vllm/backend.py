@@ -181,5 +181,6 @@ class TopkvBackend(AttentionBackend):
 
 
 def placeholder(spec: Any) -> Any:
-    """The placeholder of vLLM 0.27, where a backend has no say: two elements a token."""
+    """The placeholder of vLLM 0.26 and 0.27, where a backend has no say: of each token one element
+    of keys and one of values, where there are values."""
     return replace(spec, num_kv_heads=1, head_size=1, head_size_v=1)

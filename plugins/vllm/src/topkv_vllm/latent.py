@@ -100,6 +100,17 @@ class LatentBackend(TopkvBackend):
         """The placeholder; the same whether a layer has an indexer, for all share one group."""
         return replace(super().customize_spec(spec), is_index_group_leader=False)
 
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """See ``AttentionBackend``; vLLM 0.26 asks it, of placeholders without values."""
+        return (num_blocks, block_size, head_size)
+
 
 @contextmanager
 def latent_backend() -> Iterator[None]:

