@@ -150,11 +150,11 @@ def test_a_batch_is_a_function_of_seed_and_step(recipe: SimpleNamespace) -> None
 
 def test_every_stage_has_the_tokens_it_is_said_to_have(recipe: SimpleNamespace) -> None:
     stages = recipe.plan.STANDARD
-    assert {stage.length * stage.rows for stage in stages[1:]} == {131_072}
+    assert {stage.length * stage.rows for stage in stages} == {131_072}
     assert [stage.length for stage in stages] == sorted(stage.length for stage in stages)
     assert all({*stage.weights} <= {*recipe.documents.MAKERS} for stage in stages)
     assert {*recipe.plan.WHOLE} >= {"vt", "needles", "near_keys", "walk", "facts"}
-    assert recipe.plan.Plan(stages, 0).tokens == 131_072 * (19_500 + 500)
+    assert recipe.plan.Plan(stages, 0).tokens == 131_072 * 15_600
 
 
 def test_the_rate_rises_and_falls(recipe: SimpleNamespace) -> None:
@@ -260,6 +260,21 @@ def test_another_plan_is_refused(recipe, whole) -> None:
         run_of(recipe, whole.folder, seed=1)
 
 
+def test_a_run_begins_from_a_checkpoint_of_its_shape(recipe, whole, tmp_path) -> None:
+    kept = tmp_path / "kept"
+    recipe.script.save_checkpoint(whole.model, kept)
+    plan = recipe.plan.Plan(recipe.plan.TINY, 1)
+    run = recipe.script.Training(plan, "tiny", tmp_path / "run", CPU, kept)
+    pairs = zip(run.model.parameters(), whole.model.parameters(), strict=True)
+    assert all(torch.equal(a, b.bfloat16().float()) for a, b in pairs)
+    go(run, 0.0)
+    assert recipe.script.Training(plan, "tiny", tmp_path / "run", CPU, kept).step == 1
+    with pytest.raises(ValueError, match="holds a run of other settings"):
+        recipe.script.Training(plan, "tiny", tmp_path / "run", CPU)
+    with pytest.raises(ValueError, match="is a model of .*'hidden_size': 32.*, not of"):
+        recipe.script.Training(plan, "small", tmp_path / "other", CPU, kept)
+
+
 def test_the_loss_falls(recipe, tmp_path) -> None:
     stage = recipe.plan.Stage(96, 8, 60, {"lookup": 1, "chains": 1})
     plan = recipe.plan.Plan((stage,), 0, peak=5e-3, warmup=5)
@@ -305,6 +320,7 @@ def test_a_finished_run_is_a_checkpoint_with_its_card(recipe, tmp_path) -> None:
     card = recipe.card.write_card(record)
     assert "| facts | 37.5% |" in card
     assert str(tmp_path) not in card
+    assert "weights drawn with a deviation of 0.02;" in card
     recipe.script.main(words)
     assert json.loads((target / "training.json").read_text())["steps"] == 12
 

@@ -33,8 +33,7 @@ Documents are drawn anew for every step: {kinds}. Filler is the standard library
 {python}, prose its help texts; the held-out part of the library and the haystack of the tasks are
 not read. Loss: mean cross-entropy of all bytes plus that of the answers, each document's alike.
 AdamW, peak rate {peak:g}, betas 0.9 and 0.95, weight decay 0.1 on matrices, gradient clipped at
-norm 1, {warmup} steps of warm-up and a cosine; weights drawn with a deviation of {spread:g};
-bfloat16 autocast over fp32 weights on a GPU. {steps} steps, {tokens:.2f} billion tokens,
+norm 1, {warmup} steps of warm-up and a cosine; {begun}; bfloat16 autocast over fp32 weights on a GPU. {steps} steps, {tokens:.2f} billion tokens,
 {seconds:.0f} seconds on {device}, torch {torch}, transformers {transformers}, seed {seed}.
 
 {stages}
@@ -75,7 +74,7 @@ def write_card(record: Mapping[str, Any]) -> str:
         heads=config["num_attention_heads"],
         kv_heads=config["num_key_value_heads"],
         head_dim=config["head_dim"],
-        spread=config["initializer_range"],
+        begun=_begun(record),
         kinds=", ".join(kinds),
         peak=plan["peak"],
         warmup=plan["warmup"],
@@ -88,6 +87,13 @@ def write_card(record: Mapping[str, Any]) -> str:
         method=f"{record['method']} {asked} questions each.",
         scores=table(["right answers", *(f"{length} tokens" for length in lengths)], rows),
     )
+
+
+def _begun(record: Mapping[str, Any]) -> str:
+    taken = record["weights"]
+    if taken is None:
+        return f"weights drawn with a deviation of {record['config']['initializer_range']:g}"
+    return f"weights begun from those of the checkpoint with the checksum {taken[:16]}"
 
 
 def main(folder: Path) -> None:

@@ -56,15 +56,6 @@ def size(pieces: Sequence[Piece]) -> int:
     return sum(len(text) for text, _ in pieces)
 
 
-def repeated(rng: random.Random, room: int) -> list[Piece]:
-    """Random letters again and again: what a model learns to look back by, in minutes."""
-    alphabet = string.ascii_lowercase + string.digits
-    period = rng.randint(8, max(9, room // 3))
-    once = "".join(rng.choices(alphabet, k=period))
-    again = (once * (room // period + 1))[period:room]
-    return [(once, False), (again, True)]
-
-
 def facts(rng: random.Random, room: int, every: int = 160) -> list[Piece]:
     """Source code with facts and, behind each, its question: one for ``every`` bytes."""
     count = max(1, room // max(every, 56))
@@ -328,9 +319,9 @@ def plain(rng: random.Random, room: int) -> list[Piece]:
 
 
 MAKERS: dict[str, Maker] = {
-    "repeated": repeated, "lookup": lookup, "dense_facts": dense_facts, "facts": facts,
-    "chains": chains, "vt": tracked, "needles": hidden, "near_keys": near, "walk": walked,
-    "counted": counted, "plain": plain,
+    "lookup": lookup, "dense_facts": dense_facts, "facts": facts, "chains": chains,
+    "vt": tracked, "needles": hidden, "near_keys": near, "walk": walked, "counted": counted,
+    "plain": plain,
 }  # fmt: skip
 """By the names of a stage's weights."""
 

@@ -10,8 +10,8 @@ plan are done it writes the checkpoint into ``--out/checkpoint``.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
-import math
 import sys
 import time
 from collections import deque
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from mixture_card import write_card
-from mixture_plan import BRIEF, KINDS, STANDARD, TINY, Batch, Batches, Plan
+from mixture_plan import FURTHER, KINDS, STANDARD, TINY, Batch, Batches, Plan
 from mixture_scores import METHOD, WORDS, scores
 from mixture_state import CURVE, add_to_curve, read_curve, read_state, save_state, write_curve
 from retrieval_batches import BatchMaker
@@ -32,11 +32,11 @@ from retrieval_scores import nats
 from torch import Tensor
 from torch.utils.data import DataLoader
 from train_retrieval import compiled_layers, versions
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 
 from topkv_evaluation.retrieval import standard_library_text
 
-STAGES = {"standard": STANDARD, "brief": BRIEF, "tiny": TINY}
+STAGES = {"standard": STANDARD, "further": FURTHER, "tiny": TINY}
 LINE_STEPS = 50
 SAVE_SECONDS = 120.0
 RAMP_STEPS = 100
@@ -47,29 +47,27 @@ SHAPES = {
               "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 768},
     "deep": {"hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 8,
              "num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 384},
-    "brief": {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-              "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 256},
     "tiny": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
              "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64},
 }  # fmt: skip
 """``small`` is that of the shipped checkpoint; ``deep`` has 7.7 MB in bfloat16."""
 
+WIDTHS = (*SHAPES["small"], "vocab_size")
+"""What must be equal in weights to begin from."""
+
 REPORT = ("text", "answer", *(f"{kind} right" for kind in KINDS), *KINDS)
 """Sums of a line: losses, and by kind the shares of right answer bytes and their documents."""
 
 
-def config_of(shape: str, positions: int, spread: float | None = None) -> LlamaConfig:
+def config_of(shape: str, positions: int) -> LlamaConfig:
     """Settings of a model of 256 bytes.
 
     Args:
         shape: of ``SHAPES``.
         positions: tokens that it is made for.
-        spread: deviation of the weights as they are drawn; 1 / sqrt(hidden size) if None.
     """
-    spread = spread or 1 / math.sqrt(SHAPES[shape]["hidden_size"])
     return LlamaConfig(
         **SHAPES[shape],
-        initializer_range=round(spread, 4),
         vocab_size=256,
         max_position_embeddings=positions,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
@@ -113,6 +111,24 @@ def line_of(total: Tensor, steps: int, step: int, length: int, rate: float) -> d
     return {**row, "right": shares}
 
 
+def begin_from(model: PreTrainedModel, folder: Path) -> str:
+    """Take over the weights of a checkpoint; returns its checksum.
+
+    Raises:
+        ValueError: it is of another shape.
+    """
+    found = AutoConfig.from_pretrained(folder, local_files_only=True)
+    said = {name: getattr(found, name, None) for name in WIDTHS}
+    wanted = {name: getattr(model.config, name) for name in WIDTHS}
+    if said != wanted:
+        raise ValueError(
+            f"{folder} is a model of {said}, not of {wanted}; name its --shape, or no --weights"
+        )
+    taken = type(model).from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    model.load_state_dict(taken.state_dict())
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
 class Training:
     """A run, from its beginning or from what ``folder`` holds of it.
 
@@ -121,7 +137,10 @@ class Training:
         shape: of ``SHAPES``.
         folder: of state and curve.
         device: where it is trained.
-        spread: see ``config_of``.
+        weights: folder of a checkpoint of this shape to begin from; random weights if None.
+
+    Raises:
+        ValueError: the folder holds a run of other settings, or ``weights`` another shape.
     """
 
     def __init__(
@@ -130,14 +149,15 @@ class Training:
         shape: str,
         folder: Path,
         device: torch.device,
-        spread: float | None = None,
+        weights: Path | None = None,
     ) -> None:
         torch.manual_seed(plan.seed)
         self.plan, self.folder, self.device = plan, folder, device
         positions = max(32768, *(stage.length for stage in plan.stages))
-        self.model = LlamaForCausalLM(config_of(shape, positions, spread)).to(device).train()
+        self.model = LlamaForCausalLM(config_of(shape, positions)).to(device).train()
+        begun = begin_from(self.model, weights) if weights else None
         self.optimizer = adamw(self.model.parameters(), plan.peak)
-        about = {"shape": shape, "spread": spread, "plan": asdict(plan)}
+        about = {"shape": shape, "weights": begun, "plan": asdict(plan)}
         self.about = json.loads(json.dumps(about))
         self.step = self.began_at = 0
         self.seconds, self.ramp = 0.0, 0
@@ -222,7 +242,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--stages", choices=[*STAGES], default="standard")
     parser.add_argument("--scale", type=float, default=1.0, help="of the steps of all stages")
     parser.add_argument("--rate", type=float, default=2e-3, help="the peak")
-    parser.add_argument("--spread", type=float, help="of the weights as drawn")
+    parser.add_argument("--weights", type=Path, help="folder of a checkpoint to begin from")
     parser.add_argument("--minutes", type=float, default=8.0, help="of training in this call")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="compile the decoder layers")
@@ -246,7 +266,7 @@ def finish(run: Training, args: argparse.Namespace) -> None:
     target = args.out / "checkpoint"
     saved = save_checkpoint(run.model, target)
     flags = f"--shape {args.shape} --stages {args.stages} --scale {args.scale:g}"
-    flags += f" --spread {args.spread:g}" if args.spread else ""
+    flags += f" --weights {args.weights.name}" if args.weights else ""
     record = {
         **run.about,
         "config": saved.config.to_dict() | {"dtype": "bfloat16"},
@@ -270,7 +290,7 @@ def main(arguments: list[str]) -> None:
     args = parse(arguments)
     device = torch.device(args.device)
     plan = Plan(STAGES[args.stages], args.seed, args.rate).scaled(args.scale)
-    run = Training(plan, args.shape, args.out, device, args.spread)
+    run = Training(plan, args.shape, args.out, device, args.weights)
     count = sum(parameter.numel() for parameter in run.model.parameters())
     say(f"{count / 1e6:.2f} M parameters, step {run.step} of {plan.steps}, {plan.tokens} tokens")
     own = run.model.model.layers
