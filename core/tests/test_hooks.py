@@ -12,18 +12,20 @@ from topkv.hooks.discovery import OPTIONAL
 from topkv.plugins.contract import spec_functions
 
 EXPECTED = {
-    (2, 1): {
+    (2, 2): {
         "algorithm.spec": "self",
         "algorithm.construct": "self layer slot start k v q lse",
         "algorithm.settle": "self layer slot since length history",
         "algorithm.update": "self layer k v",
         "algorithm.retrieve_topk": "self layer q weights ids",
+        "algorithm.correct": "self layer q ids out lse",
         "algorithm.retrieve_prompt": "self layer slot start q weights ids",
         "algorithm.truncated": "self layer slot length",
         "stage.spec": "self",
         "stage.construct": "self layer slot start k v q lse",
         "stage.update": "self layer k v",
         "stage.refine": "self layer q candidates ids",
+        "stage.correct": "self layer q ids out lse",
         "backend.adapt_page_table": "self layer plan tables",
         "backend.attend": "self q k v tables out lse",
         "backend.prefill": "self q k v q_start k_start out lse",
@@ -56,10 +58,13 @@ EXPECTED = {
 
 OPTIONAL_HOOKS = {
     "algorithm.settle",
+    "algorithm.correct",
     "algorithm.retrieve_prompt",
     "algorithm.truncated",
     "stage.construct",
     "stage.update",
+    "stage.refine",
+    "stage.correct",
     "backend.prefill_selected",
 }
 

@@ -72,8 +72,8 @@ def make_plugins(registry: PluginRegistry, config: LoweredConfig) -> Plugins:
     reasons = []
     for group, algorithm, reads in zip(config.groups, algorithms, backends, strict=True):
         if algorithm is not None:
-            ring = group.selected_as.ring_slots * group.selected_as.unit
-            reasons += pair_reasons(algorithm, reads, (str(group.algorithm), config.backend), ring)
+            names = (str(group.algorithm), config.backend)
+            reasons += pair_reasons(algorithm, reads, names, group)
     if reasons:
         raise ConfigError(CONFIG_REFUSED, reasons)
     specs = [algorithm.spec() if algorithm else None for algorithm in algorithms]

@@ -204,6 +204,8 @@ class SparseCoordinator:
         path, lanes = self._path(layer), self._path(layer).lanes
         queries, rows = q.unsqueeze(1), out.unsqueeze(1)
         path.backend.attend(queries, path.k_slots, path.v_slots, lanes.tables, rows, lanes.lse)
+        if path.selector:
+            path.selector.correct(queries, rows, lanes.lse)
         if sinks is not None:
             add_sinks(rows, lanes.lse, sinks)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from attrs import astuple
 from torch import Tensor
 
 from topkv.config import LoweredConfig
@@ -28,11 +29,7 @@ class LaneBuffers:
     """
 
     def __init__(
-        self,
-        config: LoweredConfig,
-        index: int,
-        uploader: StepUploader,
-        device: torch.device,
+        self, config: LoweredConfig, index: int, uploader: StepUploader, device: torch.device
     ) -> None:
         lowered, model, max_batch = config.groups[index], config.model, config.max_requests
         self.group = group = lowered.shape
@@ -88,11 +85,5 @@ class LaneBuffers:
         self.tables = Tables(self._table[:lanes], lengths)
         self.packed = None if self._packed is None else self._packed[:, :batch].unbind()
         self.limit = self.uploader.limits[self.index]
-        self.plan = Plan(
-            slots=plan.slots[:lanes],
-            count=plan.count[:lanes],
-            miss_hosts=plan.miss_hosts[:lanes],
-            miss_slots=plan.miss_slots[:lanes],
-            misses=plan.misses[:lanes],
-        )
+        self.plan = Plan(*(each[:lanes] for each in astuple(plan, recurse=False)))
         self._batch = batch

@@ -36,10 +36,7 @@ class SparseKVCacheManager:
     """
 
     def __init__(
-        self,
-        config: LoweredConfig,
-        specs: Sequence[AlgorithmSpec | None],
-        device: torch.device,
+        self, config: LoweredConfig, specs: Sequence[AlgorithmSpec | None], device: torch.device
     ) -> None:
         self.config, self.device = config, device
         self.groups: list[GroupShape] = [group.shape for group in config.groups]

@@ -54,6 +54,9 @@ class Selector:
         """
         self._refuse(index)
 
+    def correct(self, q: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Correct ``out [B, 1, H, Dv]`` and ``lse [B, 1, H]`` for what was not attended. Hot."""
+
     def construct(
         self,
         slot: int,
@@ -128,7 +131,7 @@ class Own(Selector):
         super().__init__(view, lanes, has_hook(algorithm, "retrieve_prompt"))
         self.algorithm, self.indexed = algorithm, indexed
         self.settles = has_hook(algorithm, "settle")
-        self._has_truncated = has_hook(algorithm, "truncated")
+        self._corrects = has_hook(algorithm, "correct")
         self.settle_whole = algorithm.spec().settle_whole
         model, requests, device = config.model, config.max_requests, view.step.slots.device
         heads, dim, self._last_weights = model.num_heads, model.head_dim, None
@@ -142,6 +145,10 @@ class Own(Selector):
         queries, keys, weights = self._inputs(q, k, index)
         self.algorithm.update(self.view, keys, v)
         self._retrieve(queries.unsqueeze(1), weights)
+
+    def correct(self, q: Tensor, out: Tensor, lse: Tensor) -> None:
+        if self._corrects:
+            self.algorithm.correct(self.view, q, self.lanes.ids, out, lse)
 
     def construct(
         self,
@@ -183,7 +190,7 @@ class Own(Selector):
         self.algorithm.settle(self.view, slot, since, length, history)
 
     def truncated(self, slot: int, length: int) -> None:
-        if self._has_truncated:
+        if has_hook(self.algorithm, "truncated"):
             self.algorithm.truncated(self.view, slot, length)
 
     def kept(self) -> dict[str, Tensor]:

@@ -1,9 +1,10 @@
 """Stages behind an algorithm: what the core calls is one algorithm again.
 
 A group with stages gets a ``Staged`` instead of its algorithm. It has the hooks of an algorithm,
-asks the algorithm for more units than are attended, and hands them from stage to stage. Nothing
-else knows of stages: pools follow from its spec, and what selects, warms or is regranulated calls
-it as it calls any algorithm. A group without stages has its algorithm itself.
+asks the algorithm for more units than are attended, hands them from stage to stage, and lets one
+correct what was attended. Nothing else knows of stages: pools follow from its spec, and what
+selects, warms or is regranulated calls it as it calls any algorithm. A group without stages has
+its algorithm itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from topkv.config import LoweredConfig, LoweredGroup
-from topkv.errors import CONFIG_REFUSED, ConfigError
+from topkv.errors import CONFIG_REFUSED, ConfigError, PluginError
 from topkv.hooks.algorithm import Algorithm, AlgorithmSpec, History, RepresentationSpec
 from topkv.hooks.stage import Stage, StageSetup, StageSpec
 from topkv.plugins import PluginRegistry
@@ -33,14 +34,14 @@ class Link:
     Attributes:
         stage, spec: the instance, and what it says.
         group: as of its setup: ``select`` is what it leaves.
-        candidates: int32 ``[max_lanes, K']`` what it is given.
+        candidates: int32 ``[max_lanes, K']`` what it is given; None if it refines nothing.
         prefix: of the names of its pools among those of the group.
     """
 
     stage: Stage
     spec: StageSpec
     group: GroupShape
-    candidates: Tensor
+    candidates: Tensor | None
     prefix: str
 
     def representations(self) -> list[RepresentationSpec]:
@@ -70,11 +71,22 @@ class Stages:
         self.group, self.device, self._links = group, device, list[Link]()
 
     def put_first(self, stage: Stage, number: int) -> None:
-        """Put a stage before those that are here; it was made for ``group`` as it is now."""
-        spec, group = stage.spec(), self.group
-        self.group = evolve(group, select=min(spec.widen * group.select, group.max_units))
-        shape = (group.max_lanes, self.group.select)
-        candidates = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+        """Put a stage before those that are here; it was made for ``group`` as it is now.
+
+        Raises:
+            PluginError: it does nothing, or asks for candidates that it does not refine.
+        """
+        spec, group, candidates = stage.spec(), self.group, None
+        refines, who = has_hook(stage, "refine"), f"stage {number} ({type(stage).__name__})"
+        if not (refines or has_hook(stage, "correct")):
+            raise PluginError(who, ["it has neither refine nor correct; implement one of them"])
+        if refines:
+            self.group = evolve(group, select=min(spec.widen * group.select, group.max_units))
+            shape = (group.max_lanes, self.group.select)
+            candidates = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+        elif spec.widen > 1:
+            reason = f"spec() says widen={spec.widen}, and it has no refine; say 1"
+            raise PluginError(who, [reason])
         self._links.insert(0, Link(stage, spec, group, candidates, f"{_PREFIX}{number}]."))
 
     def behind(self, algorithm: Algorithm) -> Algorithm:
@@ -111,6 +123,7 @@ class Staged:
 
     settle: Any = None
     truncated: Any = None
+    correct: Any = None
     retrieve_prompt: Any = None
 
     def __init__(self, algorithm: Algorithm, group: GroupShape, links: Sequence[Link]) -> None:
@@ -127,8 +140,20 @@ class Staged:
                 "the algorithm selects for the rows of a prompt too (retrieve_prompt), and stages "
                 "refine the selections of decode steps alone; leave stages out"
             )
+        correcting = [
+            place
+            for place, each in enumerate([algorithm, *(link.stage for link in links)], -1)
+            if has_hook(each, "correct")
+        ]
+        if len(correcting) > 1:
+            refused.append(
+                "what was not attended is corrected for more than once, by the stages "
+                f"{correcting} (-1 is the algorithm itself); leave one of them"
+            )
         if refused:
             raise ConfigError(CONFIG_REFUSED, refused)
+        if correcting:
+            self._corrector, self.correct = correcting[0], self._correct  # -1: the algorithm
         if has_hook(algorithm, "settle"):
             self.settle = self._settle
         if has_hook(algorithm, "truncated"):
@@ -166,12 +191,23 @@ class Staged:
         self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
     ) -> None:
         own, views = self._seen(layer)
-        given = [link.candidates[: len(ids)] for link in self.links]
-        self.algorithm.retrieve_topk(own, q, weights, given[0])
-        for link, view, candidates, left in zip(
-            self.links, views, given, [*given[1:], ids], strict=True
-        ):
-            link.stage.refine(view, q, candidates, left)
+        given, stages = list[Tensor](), list[tuple[Stage, LayerView]]()
+        for link, view in zip(self.links, views, strict=True):
+            if link.candidates is not None:
+                given.append(link.candidates[: len(ids)])
+                stages.append((link.stage, view))
+        left = [*given, ids]
+        self.algorithm.retrieve_topk(own, q, weights, left[0])
+        for (stage, view), candidates, after in zip(stages, given, left[1:], strict=True):
+            stage.refine(view, q, candidates, after)
+
+    def _correct(self, layer: LayerView, q: Tensor, ids: Tensor, out: Tensor, lse: Tensor) -> None:
+        own, views = self._seen(layer)
+        if self._corrector < 0:
+            self.algorithm.correct(own, q, ids, out, lse)
+        else:
+            at = self._corrector
+            self.links[at].stage.correct(views[at], q, ids, out, lse)
 
     def _settle(
         self, layer: LayerView, slot: int, since: int, length: int, history: History

@@ -271,7 +271,7 @@ def test_a_run_begins_from_a_checkpoint_of_its_shape(recipe, whole, tmp_path) ->
     assert recipe.script.Training(plan, "tiny", tmp_path / "run", CPU, kept).step == 1
     with pytest.raises(ValueError, match="holds a run of other settings"):
         recipe.script.Training(plan, "tiny", tmp_path / "run", CPU)
-    with pytest.raises(ValueError, match="is a model of .*'hidden_size': 32.*, not of"):
+    with pytest.raises(ValueError, match=r"is a model of .*'hidden_size': 32.*, not of"):
         recipe.script.Training(plan, "small", tmp_path / "other", CPU, kept)
 
 

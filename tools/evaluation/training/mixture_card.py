@@ -33,8 +33,9 @@ Documents are drawn anew for every step: {kinds}. Filler is the standard library
 {python}, prose its help texts; the held-out part of the library and the haystack of the tasks are
 not read. Loss: mean cross-entropy of all bytes plus that of the answers, each document's alike.
 AdamW, peak rate {peak:g}, betas 0.9 and 0.95, weight decay 0.1 on matrices, gradient clipped at
-norm 1, {warmup} steps of warm-up and a cosine; {begun}; bfloat16 autocast over fp32 weights on a GPU. {steps} steps, {tokens:.2f} billion tokens,
-{seconds:.0f} seconds on {device}, torch {torch}, transformers {transformers}, seed {seed}.
+norm 1, {warmup} steps of warm-up and a cosine; {begun}; bfloat16 autocast over fp32 weights on a
+GPU. {steps} steps, {tokens:.2f} billion tokens, {seconds:.0f} seconds on {device}, torch {torch},
+transformers {transformers}, seed {seed}.
 
 {stages}
 

@@ -10,15 +10,15 @@ Of a model with an indexer (``capabilities.needs_index``, ``ModelShape.indexer``
 keys ``[.., 1, D^I]``, queries index queries ``[.., H^I, D^I]``, and ``weights`` those of the
 index heads, see ``topkv.types.Index``.
 
-``update`` and ``retrieve_topk`` are hot: no host sync, no allocation that a CUDA graph cannot
-replay, no shape that depends on data, no Python per request. They run on the current stream.
-Padded rows (slot -1) read and write nothing but their own rows of ``ids``. Rows of queries, keys
-and values may lie at any stride; heads and the last dimension are adjacent.
+``update``, ``retrieve_topk`` and ``correct`` are hot: no host sync, no allocation that a CUDA
+graph cannot replay, no shape that depends on data, no Python per request. They run on the current
+stream. Padded rows (slot -1) read and write nothing but their own rows of ``ids``. Rows of
+queries, keys and values may lie at any stride; heads and the last dimension are adjacent.
 
 Over the life of a request come ``construct`` for each prompt chunk, ``settle`` when a prompt
-turns to decode and at every full period, then ``update`` and ``retrieve_topk`` in each step. A
-fork copies what is keyed by slot and shares full pages; ``truncated`` tells of a rollback or a
-truncation.
+turns to decode and at every full period, then ``update`` and ``retrieve_topk`` in each step, and
+``correct`` behind its attention. A fork copies what is keyed by slot and shares full pages;
+``truncated`` tells of a rollback or a truncation.
 
 Not there yet, and refused: several queries a row (Q is 1). Pages are shared by forks, and by
 requests with equal first tokens where ``AlgorithmSpec.prefix`` allows it (``topkv.prefixes``).
@@ -206,6 +206,25 @@ class Algorithm(Protocol):
             ids: int32 ``[N, K]``, owned by the core, every element to be written: logical unit
                 ids, unique in a row, -1 anywhere, all -1 in padded rows. Lane
                 ``b * lane_heads + head``.
+        """
+
+    @optional
+    @hookspec
+    def correct(self, layer: LayerView, q: Tensor, ids: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Fold an estimate of what was not attended into what was, in place. Hot.
+
+        With part and part_lse for the units that were left out, attention over both is
+        ``(exp(lse) * out + exp(part_lse) * part) / (exp(lse) + exp(part_lse))``: the estimate
+        stands for the left units alone, for a unit that is in both counts twice.
+
+        Args:
+            layer: the layer.
+            q: ``[B, Q, H, D]`` post-RoPE queries.
+            ids: int32 ``[N, K]`` the selection as the last of algorithm and stages left it, only
+                read. Attended are its closed units, and the open one.
+            out: ``[B, Q, H, Dv]`` in the dtype of q, rows at any stride: what was attended. Where
+                nothing was left out, and in padded rows, it stays as it is, to the bit.
+            lse: fp32 ``[B, Q, H]``, contiguous: its natural log-sum-exp, -inf in padded rows.
         """
 
     @optional

@@ -1,10 +1,12 @@
-"""Hook specs of a stage, which stands behind the selection of an algorithm and refines it.
+"""Hook specs of a stage, which stands behind an algorithm: it refines what the algorithm selects,
+or corrects what was attended for what was not selected.
 
 ``factory(setup)`` gives one instance per group for a ``StageSetup``; an entry names a factory for
-each implementation. The setting ``stages`` lists stages in the order in which they are asked. The
-algorithm selects more units than are attended, as many times more as ``StageSpec.widen`` says,
-and each stage passes some of what it is given on to the next. What the last one leaves is planned,
-loaded and attended. So a stage goes with any algorithm that selects in decode steps alone.
+each implementation. The setting ``stages`` lists stages in the order in which they are asked. One
+with ``refine`` is given more units than are attended, as many times more as ``StageSpec.widen``
+says, and passes some of them on to the next. What the last one leaves is planned, loaded and
+attended. One with ``correct`` is asked behind attention; a group has one at most. So a stage goes
+with any algorithm that selects in decode steps alone.
 
 A stage may keep representations of its own, in pools like those of an algorithm, and then has
 ``construct`` and ``update``, as in ``topkv.hooks.algorithm``. Its ``layer.pools`` holds its own
@@ -12,18 +14,19 @@ pools and no others. What it keeps in pools of grain ``"unit"`` and ``"token"`` 
 of their page alone. One that keeps a pool of grain ``"request"`` ends the sharing of
 prefixes.
 
-``update`` and ``refine`` are hot: no host sync, no allocation that a CUDA graph cannot replay, no
-shape that depends on data, no Python per request. They run on the current stream. Rows of queries,
-keys and values may lie at any stride; heads and the last dimension are adjacent.
+``update``, ``refine`` and ``correct`` are hot: no host sync, no allocation that a CUDA graph
+cannot replay, no shape that depends on data, no Python per request. They run on the current
+stream. Rows of queries, keys and values may lie at any stride; heads and the last dimension are
+adjacent.
 
 A stage is not told which candidates its algorithm promises to select, such as sinks: one that
 should keep them has a parameter for it. Defaults of a stage's entry are not read.
 
 Not there yet, and refused: behind an algorithm that goes by the model's own indexer, or that
-selects for the rows of a prompt too (``retrieve_prompt``). Stages that correct what was attended
-(``correct``), ask further queries (``queries``), guess a selection (``predict``) or drop pages
-(``keep``), and layers that take over the selection of another (``sources``): there are no such
-hooks, and a class that marks one of them is refused.
+selects for the rows of a prompt too (``retrieve_prompt``); ``correct`` where the algorithm selects
+tokens of larger units. Stages that ask further queries (``queries``), guess a selection
+(``predict``) or drop pages (``keep``), and layers that take over the selection of another
+(``sources``): there are no such hooks, and a class that marks one of them is refused.
 
 ``topkv.testing.stages.StageTests`` tests one.
 """
@@ -50,7 +53,8 @@ class StageSpec:
     Attributes:
         representations: its pools, each name once.
         widen: candidates for each unit that is left. A stage that leaves K units is given
-            ``K' = min(widen * K, group.max_units)`` candidates; 1 for one that only drops some.
+            ``K' = min(widen * K, group.max_units)`` candidates; 1 for one that only drops some,
+            or has no ``refine``.
     """
 
     representations: tuple[RepresentationSpec, ...] = ()
@@ -76,7 +80,7 @@ class StageSetup:
 
 
 class Stage(Protocol):
-    """A stage of one group."""
+    """A stage of one group, with ``refine``, ``correct`` or both."""
 
     @hookspec
     def spec(self) -> StageSpec:
@@ -101,6 +105,7 @@ class Stage(Protocol):
         Called behind the algorithm's, with the same ``k`` and ``v``: see ``Algorithm.update``.
         """
 
+    @optional
     @hookspec
     def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
         """Choose among candidates. Hot.
@@ -114,4 +119,15 @@ class Stage(Protocol):
             ids: int32 ``[N, K]``, owned by the core, every element to be written: some of the
                 row's candidates, each once, -1 anywhere, all -1 in padded rows. Which ones does
                 not depend on the order of the candidates: each top-k has an order of its own.
+        """
+
+    @optional
+    @hookspec
+    def correct(self, layer: LayerView, q: Tensor, ids: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Fold an estimate of what was not attended into what was, in place. Hot.
+
+        Args:
+            layer: the layer.
+            q, out, lse: as in ``Algorithm.correct``.
+            ids: int32 ``[N, K]`` what the last stage left, -1 anywhere; only read.
         """

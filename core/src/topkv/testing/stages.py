@@ -29,13 +29,14 @@ from topkv.testing.algorithm.bench import AlgorithmOptions
 from topkv.testing.algorithm.kernels import KernelTests
 from topkv.testing.algorithm.selection import SelectionTests
 from topkv.testing.algorithm.state import StateTests
+from topkv.testing.stage.correct import CorrectTests
 from topkv.testing.stage.refine import RefineTests
 
 __all__ = ["AlgorithmOptions", "StageTests"]
 
 
 # pytest runs the tests of the last base first: what says most of a mistake stands there.
-class StageTests(KernelTests, StateTests, BatchTests, SelectionTests, RefineTests):
+class StageTests(KernelTests, StateTests, BatchTests, SelectionTests, CorrectTests, RefineTests):
     """Every test of a stage; the fixtures ``plugin`` and ``options`` are the author's."""
 
     kind = "stage"

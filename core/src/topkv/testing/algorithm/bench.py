@@ -84,7 +84,8 @@ class AlgorithmBench(BenchMemory):
         requests: request slots.
         pages_seed: of the page table; another one, other host pages.
         prompt_salt: of the prompt's queries.
-        values: the value of every element of V, and of latent rows.
+        values: the value of every element of V, and of latent rows; None for values that are
+            their keys backwards.
         far: pages at the far end of pools of more than 2**31 elements.
 
     Attributes:
@@ -103,7 +104,7 @@ class AlgorithmBench(BenchMemory):
         requests: int = 3,
         pages_seed: int = 0,
         prompt_salt: int = 62,
-        values: float = 0.5,
+        values: float | None = 0.5,
         far: bool = False,
     ) -> None:
         super().__init__(subject, case, impl or subject.tier.impl, requests, pages_seed, far)
@@ -148,6 +149,8 @@ class AlgorithmBench(BenchMemory):
 
     def _values(self, keys: Tensor) -> Tensor:
         """Values ``[n, Hkv, Dv]`` of tokens, NaN where the keys are."""
+        if self.values is None:
+            return keys.flip(-1)
         values = keys.new_full(
             (len(keys), self.group.num_kv_heads, self.model.out_dim), self.values
         )
@@ -182,7 +185,8 @@ class AlgorithmBench(BenchMemory):
         """What is stored of tokens with these keys: the keys, or latent rows beside an index."""
         if self.case.weights is None:
             return keys
-        return keys.new_full((*keys.shape[:2], self.group.head_dim), self.values)
+        value = 0.5 if self.values is None else self.values
+        return keys.new_full((*keys.shape[:2], self.group.head_dim), value)
 
     def _hold(self, slot: int, keys: Tensor) -> None:
         """Take tokens up and write them to the ring, as far as it reaches."""
@@ -196,11 +200,12 @@ class AlgorithmBench(BenchMemory):
             new = self._stored(held[first + done : first + group.unit]).to(self.device)
             where = slice(done, done + len(new))
             new = new.unflatten(1, (group.lane_heads, -1)).permute(1, 2, 0, 3)
-            for ring, value in ((self.layer.ring_k, new), (self.layer.ring_v, self.values)):
+            value = new.flip(-1) if self.values is None else self.values
+            for ring, written in ((self.layer.ring_k, new), (self.layer.ring_v, value)):
                 place = ring[slot, :, unit % group.ring_slots]
                 if done == 0:
                     place.fill_(self.case.stale)
-                place[:, :, where] = value
+                place[:, :, where] = written
 
     def _settle(self, slot: int) -> None:
         since, length = max(self._settled[slot], 0), len(self.keys[slot])
@@ -214,7 +219,7 @@ class AlgorithmBench(BenchMemory):
         for start in range(first, len(self.keys[slot]), self.group.page_tokens):
             keys = self.keys[slot][start : start + self.group.page_tokens]
             k = self._stored(keys).to(self.device)
-            yield start, k, torch.full_like(k[..., : self.model.out_dim], self.values)
+            yield start, k, self._values(k)
 
     def stage(self, slots: Sequence[int], keys: Tensor) -> Tensor:
         """The core's part of a decode step in which each row appends: ring and step tensors.
@@ -285,6 +290,13 @@ class AlgorithmBench(BenchMemory):
         q, weights = self.case.asked(q)
         weights = None if weights is None else weights[:, 0]
         self.algorithm.retrieve_topk(self.layer, q, weights, ids)
+
+    def correct(
+        self, q: Tensor, slots: Sequence[int], ids: Tensor, out: Tensor, lse: Tensor
+    ) -> None:
+        """``correct`` of rows with queries ``[B, 1, H, D]``; ``out`` and ``lse`` in place."""
+        self._set_rows(slots)
+        self.algorithm.correct(self.layer, q.to(self.device), ids, out, lse)
 
     def rollback(self, slot: int, length: int) -> None:
         """Take the newest tokens back: a change of length, as far as the ring reaches."""

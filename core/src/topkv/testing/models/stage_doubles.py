@@ -103,6 +103,69 @@ class KeepKeys(Rerank):
         ids.copy_(candidates)
 
 
+class Complete(Rerank):
+    """Keeps every key and value, and adds the closed units that were not attended, exactly.
+
+    With it any selection gives what attention to everything gives.
+    """
+
+    @hookimpl
+    def spec(self) -> StageSpec:
+        heads, dim, dtype = self.model.num_kv_heads, self.model.head_dim, self.model.dtype
+        return StageSpec(
+            tuple(
+                RepresentationSpec(name, "token", (heads, dim), dtype)
+                for name in ("keys", "values")
+            )
+        )
+
+    refine: Any = None
+
+    @hookimpl
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        tokens = torch.arange(start, start + len(k), device=k.device)
+        at = self._rows(layer, slot, tokens)
+        layer.pools["keys"][at], layer.pools["values"][at] = k, v
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        step, pools = layer.step, layer.pools
+        writes = ((step.appended != 0) & (step.slots >= 0))[:, None, None]
+        tokens = (step.lengths - 1).clamp(min=0)
+        rows = self._rows(layer, step.slots.clamp(min=0), tokens)
+        at = torch.where(writes[:, 0, 0], rows, 0)
+        for name, new in (("keys", k), ("values", v)):
+            pools[name][at] = torch.where(writes, new, pools[name][at])
+
+    @hookimpl
+    def correct(self, layer: LayerView, q: Tensor, ids: Tensor, out: Tensor, lse: Tensor) -> None:
+        group, lanes = self.group, self.group.lane_heads
+        slots = layer.step.slots.clamp(min=0)[:, None]
+        tokens = torch.arange(group.max_units * group.unit, device=q.device)
+        unit = tokens // group.unit
+        closed = (layer.step.lengths - 1).clamp(min=0) // group.unit * (layer.step.slots >= 0)
+        held = (ids[:, :, None] == unit).any(1).unflatten(0, (-1, lanes))
+        left = (unit < closed[:, None])[:, None] & ~held
+        left = left.repeat_interleave(q.shape[2] // lanes, 1)
+        at = self._rows(layer, slots, tokens * (unit < closed[:, None]))
+        k, v = (
+            layer.pools[name][at].double().repeat_interleave(self.model.group_size, 2)
+            for name in ("keys", "values")
+        )
+        logits = torch.einsum("bhd,bnhd->bhn", q[:, 0].double(), k) * self.model.scale
+        logits = logits.masked_fill(~left, -torch.inf)
+        part_lse = logits.logsumexp(-1)
+        part = torch.einsum("bhn,bnhd->bhd", logits.softmax(-1).nan_to_num(), v.nan_to_num())
+        there = part_lse > -torch.inf
+        total = torch.logaddexp(lse[:, 0].double(), part_lse)
+        share, rest = ((each - total).exp()[..., None] for each in (lse[:, 0].double(), part_lse))
+        merged = share * out[:, 0].double() + rest * part
+        out[:, 0] = torch.where(there[..., None], merged, out[:, 0].double()).to(out.dtype)
+        lse[:, 0] = torch.where(there, total, lse[:, 0].double()).float()
+
+
 def products(bench: Any, slot: int, q: Tensor) -> Tensor:
     """What ``Rerank`` scores units by, in float64 and of the keys themselves.
 
@@ -175,6 +238,14 @@ RERANK = PluginEntry(
     "topkv.testing.models.stage_doubles:Rerank",
     capabilities=Capabilities(traits=("exact_update", "scale_free", "head_equivariant")),
     parameters={"widen": 4},
+)
+
+COMPLETE = evolve(
+    RERANK,
+    name="complete",
+    factories="topkv.testing.models.stage_doubles:Complete",
+    capabilities=Capabilities(traits=("exact_update", "head_equivariant")),
+    parameters={"widen": 1},
 )
 
 KEEP_KEYS = evolve(

@@ -1,1 +1,1 @@
-"""The part of ``topkv.testing.stages`` that is about stages alone: ``refine``."""
+"""The part of ``topkv.testing.stages`` that is about stages alone: ``refine`` and ``correct``."""
