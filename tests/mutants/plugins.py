@@ -27,6 +27,8 @@ from plugins.double_sparsity.tests import test_conformance as double_sparsity_ki
 from plugins.double_sparsity.tests import test_properties as sparsity_properties
 from plugins.double_sparsity.tests import test_selection as sparsity_selection
 from plugins.pariskv.tests import test_conformance as pariskv_kit
+from plugins.residual.tests import test_conformance as residual_kit
+from plugins.residual.tests import test_estimate as residual_estimate
 from plugins.snapkv.tests import test_conformance as snapkv_kit
 from plugins.snapkv.tests import test_properties as snapkv_properties
 from plugins.snapkv.tests import test_votes
@@ -38,6 +40,7 @@ from tests.mutants import plugins_clusterkv as clusterkv
 from tests.mutants import plugins_double_sparsity as sparsity
 from tests.mutants import plugins_pariskv as paris
 from tests.mutants import plugins_prompt as prompt
+from tests.mutants import plugins_residual as residual
 from tests.mutants import plugins_top_p as top_p
 from tests.mutants.harness import Mutant, mutated, told_of, without_shrinking
 from topkv.errors import ConfigError, PluginError
@@ -49,6 +52,7 @@ from topkv.testing.tiers import Tier, tier
 from topkv_clusterkv.launch import ClusterKVTriton
 from topkv_double_sparsity.launch import DoubleSparsityTriton
 from topkv_pariskv.launch import ParisKVTriton
+from topkv_residual.launch import ResidualTriton
 from topkv_snapkv.kernels import SnapKVTriton
 from topkv_streaming_llm.launch import StreamingLLMTriton
 from topkv_top_p.launch import TopPTriton
@@ -179,11 +183,27 @@ of_top_p = _own(
     subject=lambda on: subject_of(top_p_kit.ENTRY, "stage", on, top_p_kit.OPTIONS),
     name=lambda on: on.name,
 )
+of_residual = _own(ResidualTriton)
+
+
+def _stage(
+    broken: type, kernels: type, kit: ModuleType, test: str, tiers: tuple[str, ...]
+) -> Mutant:
+    """A mutant of a stage that the kit catches."""
+    entry = mutated(kit.ENTRY, broken, kernels)
+    told = told_of(broken)
+    return Mutant(told, StageTests, f"test_{test}", entry, kit.ENTRY, tiers, kit.OPTIONS)
+
 
 SHARE = (top_p_selection, "what_is_kept_has_the_share_p_and_no_more_units_than_that_takes")
 EQUALS = (top_p_selection, "of_equal_units_the_lowest_are_kept")
 NEUTRAL = (top_p_selection, "with_p_of_1_candidates_are_left_as_they_are")
 BLOCKS = (top_p_selection, "candidates_of_many_blocks")
+DECODED = "decode_builds_what_a_prompt_builds"
+ADDED = "a_correction_adds_what_is_left_out_and_nothing_else"
+ALIKE = "kernels_correct_as_the_reference_does"
+UNIFORM = (residual_estimate, "uniform_units_give_attention_to_everything")
+SHARES = (residual_estimate, "many_shares_and_many_ids")
 COPIES = (top_p_keys, "kernels_write_what_the_reference_writes")
 AGREES = (sparsity_selection, "selection_agrees_with_float64")
 BF16 = {"label": "bf16", "dtype": torch.bfloat16, "kv_heads": 4, "group": 4, "channels": 8}
@@ -271,16 +291,16 @@ MUTANTS = [
     of_top_p(top_p.DropsTheWeightless, *NEUTRAL),
     of_top_p(top_p.MovesUp, *NEUTRAL, ANYWHERE),
     of_top_p(top_p.KernelCutsCodesOff, *COPIES, ("interpret",), dtype=torch.float32),
-    Mutant(
-        told_of(top_p.ForgetsDecoded),
-        StageTests,
-        "test_decode_builds_what_a_prompt_builds",
-        mutated(top_p_kit.ENTRY, top_p.ForgetsDecoded, TopPTriton),
-        top_p_kit.ENTRY,
-        ANYWHERE,
-        top_p_kit.OPTIONS,
-    ),
+    _stage(top_p.ForgetsDecoded, TopPTriton, top_p_kit, DECODED, ANYWHERE),
     of_top_p(top_p.KernelHigherOfEquals, *EQUALS, ("interpret",), p=0.5, count=10),
     of_top_p(top_p.KernelSkipsTheLastBlock, *BLOCKS, ("interpret",), widen=1),
     of_top_p(top_p.KernelSharesOfOneHead, *SHARE, ("interpret",)),
+    _stage(residual.ForgetsDecoded, ResidualTriton, residual_kit, DECODED, ANYWHERE),
+    _stage(residual.CountsTwice, ResidualTriton, residual_kit, ADDED, ANYWHERE),
+    _stage(residual.KernelOfMeansAlone, ResidualTriton, residual_kit, ALIKE, ("interpret",)),
+    of_residual(residual.WeighsAsOneToken, *UNIFORM, scope="kv_head", variance=True),
+    of_residual(residual.CountsTheOpenUnit, *UNIFORM, ANYWHERE, scope="shared", variance=False),
+    of_residual(residual.AddsKeys, *UNIFORM, scope="kv_head", variance=False),
+    of_residual(residual.KernelSkipsTheLastShare, *SHARES, ("interpret",)),
+    of_residual(residual.KernelSkipsTheLastIds, *SHARES, ("interpret",)),
 ]

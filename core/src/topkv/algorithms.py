@@ -1,4 +1,4 @@
-"""Shared by algorithms: host ids of units, and a base class for those that score units.
+"""Shared by algorithms and stages: units of chunks and rings, and a base class that scores them.
 
 Letters: n units, B rows, H query heads, Hkv kv-heads, D head dim, U = ``group.max_units``.
 """
@@ -16,7 +16,7 @@ from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationS
 from topkv.hooks.discovery import hookimpl
 from topkv.ops import sticky
 from topkv.ops.topk import topk
-from topkv.types import LayerView
+from topkv.types import GroupShape, LayerView
 
 
 def host_ids(layer: LayerView, slots: Tensor | int, units: Tensor | int) -> Tensor:
@@ -32,6 +32,60 @@ def host_ids(layer: LayerView, slots: Tensor | int, units: Tensor | int) -> Tens
     """
     per_page = layer.group.units_per_page
     return layer.step.page_table[slots, units // per_page].long() * per_page + units % per_page
+
+
+def chunk_units(group: GroupShape, start: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A prompt chunk in units, as ``construct`` is given it.
+
+    Args:
+        start: position of the first row, on a boundary of units.
+        rows: ``[m, Hkv, D]`` keys or values.
+
+    Returns:
+        int64 ``[n]`` logical units; their rows ``[n, unit, Hkv, D]``, 0 behind the last one; and
+        bool ``[n, unit]``, which of them are there.
+    """
+    first = torch.arange(0, len(rows), group.unit, device=rows.device)
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, len(first) * group.unit - len(rows)))
+    valid = first[:, None] + torch.arange(group.unit, device=rows.device) < len(rows)
+    return (start + first) // group.unit, padded.unflatten(0, (len(first), group.unit)), valid
+
+
+def appended_units(layer: LayerView) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``update`` has to represent anew: the open unit of each row that appends.
+
+    Returns:
+        int32 ``[B]`` request slots, -1 of rows that change nothing; int32 ``[B]`` logical units;
+        and bool ``[B, unit]``, which of their tokens are there.
+    """
+    step, unit = layer.step, layer.group.unit
+    newest = (step.lengths - 1).clamp(min=0)
+    valid = torch.arange(unit, device=newest.device) <= (newest % unit)[:, None]
+    return torch.where(step.appended != 0, step.slots, -1), newest // unit, valid
+
+
+def open_units(layer: LayerView, ring: Tensor) -> Tensor:
+    """Rows ``[B, unit, Hkv, D]`` of each row's open unit, of ``layer.ring_k`` or ``ring_v``."""
+    units = (layer.step.lengths - 1).clamp(min=0) // layer.group.unit
+    held = ring[layer.step.slots.clamp(min=0), :, units % layer.group.ring_slots]
+    return held.flatten(1, 2).transpose(1, 2)  # from [B, lane_heads, heads_per_lane, unit, D]
+
+
+def write_units(layer: LayerView, slots: Tensor, units: Tensor, new: Mapping[str, Tensor]) -> None:
+    """Write representations ``[n, *shape]``, by the name of their pool, cast to its dtype.
+
+    Args:
+        slots: ``[n]`` request slots, -1 where nothing is to be written.
+        units: ``[n]`` logical units.
+    """
+    writes = slots >= 0
+    # Without a shape that depends on data: the others write host unit 0, which belongs to
+    # nobody, and what it holds.
+    at = torch.where(writes, host_ids(layer, slots.clamp(min=0), units), 0)
+    for name, rows in new.items():
+        pool = layer.pools[name]
+        chosen = writes.view(-1, *[1] * (rows.dim() - 1))
+        pool[at] = torch.where(chosen, rows.to(pool.dtype), pool[at])
 
 
 class ScoredUnits(ABC):
@@ -132,40 +186,21 @@ class ScoredUnits(ABC):
     def construct(
         self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
     ) -> None:
-        unit, tokens = self.group.unit, k.shape[0]
-        first = torch.arange(0, tokens, unit, device=k.device)
-        padded = torch.nn.functional.pad(k, (0, 0, 0, 0, 0, len(first) * unit - tokens))
-        keys = padded.unflatten(0, (len(first), unit))
-        valid = first[:, None] + torch.arange(unit, device=k.device) < tokens
-        self._write(layer, torch.full_like(first, slot), (start + first) // unit, keys, valid)
+        units, keys, valid = chunk_units(self.group, start, k)
+        self._write(layer, torch.full_like(units, slot), units, keys, valid)
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        step, group = layer.step, self.group
-        slots = torch.where(step.appended != 0, step.slots, -1)
-        newest = (step.lengths - 1).clamp(min=0)
-        units = newest // group.unit
-        if group.unit == 1:
-            keys = k[:, None]  # No ring where selections are regranulated.
-        else:
-            # From [B, lane_heads, heads_per_lane, unit, D].
-            keys = layer.ring_k[slots.clamp(min=0), :, units % group.ring_slots]
-            keys = keys.flatten(1, 2).transpose(1, 2)
-        valid = torch.arange(group.unit, device=k.device) <= (newest % group.unit)[:, None]
+        # There is no ring where selections are regranulated: units are then of one token.
+        keys = k[:, None] if self.group.unit == 1 else open_units(layer, layer.ring_k)
+        slots, units, valid = appended_units(layer)
         self._write(layer, slots, units, keys, valid)
 
     def _write(
         self, layer: LayerView, slots: Tensor, units: Tensor, keys: Tensor, valid: Tensor
     ) -> None:
         """Represent logical ``units [n]`` of requests ``slots [n]``; slot -1 changes nothing."""
-        writes = slots >= 0
-        # Without a shape that depends on data: the others write host unit 0, which belongs to
-        # nobody, and what it holds.
-        at = torch.where(writes, host_ids(layer, slots.clamp(min=0), units), 0)
-        for name, new in self.represent(keys, valid).items():
-            pool = layer.pools[name]
-            chosen = writes.view(-1, *[1] * (new.dim() - 1))
-            pool[at] = torch.where(chosen, new.to(pool.dtype), pool[at])
+        write_units(layer, slots, units, self.represent(keys, valid))
 
     @hookimpl
     def retrieve_topk(

@@ -144,7 +144,8 @@ class CorrectTests(KitTests):
         check()
 
     def test_rows_are_corrected_alone(self, subject: Subject) -> None:
-        """What a row gets does not depend on the rows beside it, nor on the order of its ids."""
+        """What a row gets does not depend on the rows beside it, nor on the order of its ids, up
+        to the rounding of sums."""
 
         @examples(subject.tier, cpu=40, interpret=4, gpu=20)
         @given(case=cases(subject), data=st.data(), seed=st.integers(0, 99))
@@ -161,8 +162,10 @@ class CorrectTests(KitTests):
                 alone = Attended(alone.ids[:, order.to(bench.device)], alone.out, alone.lse)
                 got = corrected(bench, q[row : row + 1], [slot], alone)
                 expected = together.row(bench, row)
-                same = torch.equal(got.out, expected.out) and torch.equal(got.lse, expected.lse)
-                assert same, f"row {row} alone becomes {got}, in a batch {expected}"
+                what = f"row {row} alone becomes {got}, in a batch {expected}"
+                eps = 4 * torch.finfo(got.out.dtype).eps
+                torch.testing.assert_close(got.out, expected.out, rtol=eps, atol=eps, msg=what)
+                torch.testing.assert_close(got.lse, expected.lse, rtol=1e-5, atol=1e-5, msg=what)
 
         check()
 

@@ -1,0 +1,1 @@
+"""An estimate of what a selection leaves out, a stage for topkv."""

@@ -1,0 +1,27 @@
+"""What this package offers to topkv."""
+
+from __future__ import annotations
+
+from topkv import hookimpl
+from topkv.entries import Capabilities, PluginEntry
+
+
+@hookimpl
+def topkv_register_stages() -> list[PluginEntry]:
+    return [
+        PluginEntry(
+            name="residual",
+            kind="stage",
+            factories={
+                "reference": "topkv_residual.stage:Residual",
+                "triton": "topkv_residual.launch:ResidualTriton",
+            },
+            hook_api=(2, 2),
+            capabilities=Capabilities(
+                units=(1, 128),
+                scopes=("kv_head", "shared"),
+                traits=("exact_update", "head_equivariant"),
+            ),
+            parameters={"variance": True},
+        )
+    ]

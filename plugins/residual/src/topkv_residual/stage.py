@@ -1,0 +1,118 @@
+"""The tail of attention as a stage: units that no selection holds, by their means.
+
+RetroInfer's estimation zone (Chen et al., arXiv 2505.02922) over the units of any selector, with a
+term for how much the keys of a unit differ. Differences from its code are in the README.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from topkv import hookimpl
+from topkv.algorithms import appended_units, chunk_units, host_ids, open_units, write_units
+from topkv.errors import ConfigError
+from topkv.hooks.algorithm import RepresentationSpec
+from topkv.hooks.stage import StageSetup, StageSpec
+from topkv.types import LayerView
+from topkv_residual import reference
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Residual:
+    """Adds every closed unit that was not attended, as one weighted mean value.
+
+    Of every unit and kv-head it keeps the mean key, the mean value and, with ``variance``, the
+    standard deviation of the keys by channel, in the dtype of the model. What the tokens of a unit
+    weigh together follows from them: see ``reference.logits``. The sum over all closed units that
+    the selection does not hold is added to the attended output by log-sum-exp.
+
+    Where keys and values within a unit are equal the estimate is exact, up to rounding, and the
+    result is attention to everything. Where nothing is left out nothing changes, to the bit.
+    What is kept is a function of the keys and values of a unit alone. Both are finite.
+
+    Attributes:
+        variance: the parameter.
+    """
+
+    def __init__(self, setup: StageSetup) -> None:
+        """Raises ConfigError with all reasons."""
+        self.model, self.group = setup.model, setup.group
+        self.variance = setup.params["variance"]
+        reasons = []
+        if type(self.variance) is not bool:
+            reasons.append(f"variance must be true or false, got {self.variance!r}")
+        if self.model.dtype not in DTYPES:
+            reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
+        if self.group.dtype is not self.model.dtype:
+            reasons.append(
+                f"means are made of rows of {self.model.dtype}, and they are stored as "
+                f"{self.group.dtype}; set kv_format to 'model'"
+            )
+        if self.model.softcap is not None:
+            reasons.append("logits are estimated without a cap, and the model has a softcap")
+        if self.model.out_dim != self.model.head_dim:
+            reasons.append(
+                f"values of {self.model.out_dim} elements are not supported beside keys of "
+                f"{self.model.head_dim}"
+            )
+        if reasons:
+            raise ConfigError(type(self).__name__, reasons)
+
+    @hookimpl
+    def spec(self) -> StageSpec:
+        heads, dim, dtype = self.model.num_kv_heads, self.model.head_dim, self.model.dtype
+        means = RepresentationSpec("means", "unit", (heads, 2, dim), dtype)
+        deviation = RepresentationSpec("deviation", "unit", (heads, dim), dtype)
+        return StageSpec((means, deviation) if self.variance else (means,))
+
+    @hookimpl
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        units, keys, valid = chunk_units(self.group, start, k)
+        values = chunk_units(self.group, start, v)[1]
+        self._write(layer, torch.full_like(units, slot), units, keys, values, valid)
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        slots, units, valid = appended_units(layer)
+        keys, values = (open_units(layer, ring) for ring in (layer.ring_k, layer.ring_v))
+        self._write(layer, slots, units, keys, values, valid)
+
+    def _write(
+        self,
+        layer: LayerView,
+        slots: Tensor,
+        units: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid: Tensor,
+    ) -> None:
+        mean, value, deviation = reference.summary(keys, values, valid)
+        new = {"means": torch.stack([mean, value], 2)}
+        if self.variance:
+            new["deviation"] = deviation
+        write_units(layer, slots, units, new)
+
+    def weights(self, q: Tensor, mean: Tensor, deviation: Tensor | None) -> Tensor:
+        """Logarithms of what units weigh, see ``reference.logits``."""
+        return reference.logits(q, mean, deviation, self.group.unit, self.model.scale)
+
+    @hookimpl
+    def correct(self, layer: LayerView, q: Tensor, ids: Tensor, out: Tensor, lse: Tensor) -> None:
+        group, step = self.group, layer.step
+        unit = torch.arange(group.max_units, device=q.device)
+        closed = (step.lengths - 1).clamp(min=0) // group.unit * (step.slots >= 0)
+        there = unit < closed[:, None]
+        held = (ids[:, :, None] == unit).any(1).unflatten(0, (-1, group.lane_heads))
+        left = (there[:, None] & ~held).repeat_interleave(q.shape[2] // group.lane_heads, 1)
+        at = host_ids(layer, step.slots.clamp(min=0)[:, None], torch.where(there, unit, 0))
+        mean, value = layer.pools["means"][at].unbind(3)
+        deviation = layer.pools["deviation"][at] if self.variance else None
+        weights = self.weights(q[:, 0], mean, deviation)
+        new, total = reference.add(out[:, 0], lse[:, 0], weights, value, left)
+        some = left.any(-1)
+        out[:, 0] = torch.where(some[..., None], new.to(out.dtype), out[:, 0])
+        lse[:, 0] = torch.where(some, total, lse[:, 0])

@@ -1,0 +1,26 @@
+"""The residual against the conformance kit."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+
+from topkv.testing.stages import AlgorithmOptions, StageTests
+from topkv_residual.entry import topkv_register_stages
+
+(ENTRY,) = topkv_register_stages()
+
+OPTIONS = AlgorithmOptions(
+    params=st.fixed_dictionaries({"variance": st.sampled_from([True, False])}),
+    selects=(2, 3, 5),
+)
+
+
+class TestResidual(StageTests):
+    @pytest.fixture
+    def plugin(self):
+        return ENTRY
+
+    @pytest.fixture
+    def options(self):
+        return OPTIONS

@@ -1,0 +1,82 @@
+"""The residual with one bug each."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from attrs import evolve
+
+from topkv import hookimpl
+from topkv_residual.launch import BLOCK_K, TILE_U, TILES, ResidualTriton
+from topkv_residual.stage import Residual
+
+
+class ForgetsDecoded(Residual):
+    """Units that decoding fills are not represented."""
+
+    @hookimpl
+    def update(self, layer, k, v):
+        pass
+
+
+class CountsTwice(Residual):
+    """What was attended is added once more."""
+
+    @hookimpl
+    def correct(self, layer, q, ids, out, lse):
+        super().correct(layer, q, torch.full_like(ids, -1), out, lse)
+
+
+class CountsTheOpenUnit(Residual):
+    """The open unit, which is always attended, is added once more."""
+
+    @hookimpl
+    def correct(self, layer, q, ids, out, lse):
+        longer = layer.step.lengths + self.group.unit * (layer.step.slots >= 0)
+        step = evolve(layer.step, lengths=longer)
+        super().correct(evolve(layer, step=step), q, ids, out, lse)
+
+
+class WeighsAsOneToken(Residual):
+    """A unit weighs as much as one of its tokens."""
+
+    def weights(self, q, mean, deviation):
+        return super().weights(q, mean, deviation) - math.log(self.group.unit)
+
+
+class AddsKeys(Residual):
+    """Mean keys are added in the place of mean values."""
+
+    @hookimpl
+    def correct(self, layer, q, ids, out, lse):
+        means = layer.pools["means"]
+        pools = {**layer.pools, "means": means[..., :1, :].expand_as(means)}
+        super().correct(evolve(layer, pools=pools), q, ids, out, lse)
+
+
+class KernelOfMeansAlone(ResidualTriton):
+    """The kernel leaves out how much keys differ."""
+
+    def __init__(self, setup):
+        super().__init__(setup)
+        self.weighing = self.weighing | {"VARIANCE": False}
+
+
+class KernelSkipsTheLastShare(ResidualTriton):
+    """The kernel sees no units behind the first share."""
+
+    @hookimpl
+    def correct(self, layer, q, ids, out, lse):
+        step = layer.step
+        short = evolve(step, lengths=step.lengths.clamp(max=TILE_U * TILES * self.group.unit))
+        super().correct(evolve(layer, step=short), q, ids, out, lse)
+
+
+class KernelSkipsTheLastIds(ResidualTriton):
+    """The kernel compares units with the first block of ids alone."""
+
+    @hookimpl
+    def correct(self, layer, q, ids, out, lse):
+        front = torch.where(torch.arange(ids.shape[1]) < BLOCK_K, ids, -1)
+        super().correct(layer, q, front, out, lse)
