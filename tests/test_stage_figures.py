@@ -16,22 +16,36 @@ from topkv_evaluation.retrieval import ASK_BYTES
 CONTEXT, UNIT, WIDEN = 768, 16, 2
 
 
-@pytest.mark.parametrize("p", [0.5, 1.0])
-def test_a_stage_reads_what_stands_for_its_candidates(p):
-    """And the algorithm what stands for the request, as without a stage."""
+def ran(text):
+    """The row of two questions, the group, and head dim and kv-heads of the model."""
     model = load_checkpoint("cpu").float()
     task = tasks.retrieval_task(CONTEXT, questions=2, seed=3)
     dim = model.config.head_dim
-    text = f"quest:stages=top_p/p={p}/widen={WIDEN}"
     (choice,) = choices.read_algorithms([text], dim, registry())
     cell, grid = Cell(task, choice, 0.1, ()), Grid(model, "triton_attention", None, 2)
     with torch.inference_mode(), attach(model, config_of(cell, grid)) as handle:
         (group,) = handle.coordinator.config.groups
         run = Run(handle, task, cell.budget, 2)
         run.all()
-        row = run.row()
-    length, heads = CONTEXT + ASK_BYTES, model.config.num_key_value_heads
+        return run.row(), group, dim, model.config.num_key_value_heads
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0])
+def test_a_stage_reads_what_stands_for_its_candidates(p):
+    """And the algorithm what stands for the request, as without a stage."""
+    row, group, dim, heads = ran(f"quest:stages=top_p/p={p}/widen={WIDEN}")
+    length = CONTEXT + ASK_BYTES
     bounds = -(-length // UNIT) * 2 * heads * dim * 2
     keys = WIDEN * group.shape.select * UNIT * heads * (dim // 2 + 4)
     token = 2 * heads * dim * 4
     assert row["index_tokens"] == pytest.approx((bounds + keys) / token, abs=1e-3)
+
+
+@pytest.mark.parametrize("variance", ["true", "false"])
+def test_a_correction_reads_what_stands_for_the_request(variance):
+    """Means, and deviations where they are kept, of all its units."""
+    row, _, dim, heads = ran(f"quest:stages=residual/variance={variance}")
+    units = -(-(CONTEXT + ASK_BYTES) // UNIT)
+    bounds, kept = units * 2 * heads * dim * 2, units * heads * dim * 4
+    expected = bounds + kept * (3 if variance == "true" else 2)
+    assert row["index_tokens"] == pytest.approx(expected / (2 * heads * dim * 4), abs=1e-3)

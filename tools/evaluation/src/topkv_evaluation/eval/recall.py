@@ -1,7 +1,7 @@
 """What a selection holds of the attention mass, and what it reads to be found.
 
 Both are taken from one decode step of the running model: the queries and ids that every sparse
-layer attends with, and the names of the representation pools that ``retrieve_topk`` looks at.
+layer attends with, and the names of the representation pools that the plugins look at.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from topkv.history import StoredHistory
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.lanes import LaneBuffers
 from topkv.layers import LayerPath
+from topkv.plugins.contract import has_hook
 from topkv.selectors import Own
 from topkv.staged import Staged
 from topkv.types import GroupShape, LayerView, Tables
@@ -48,15 +49,23 @@ class _Watched:
         watched: the algorithm or stage.
         armed: whether the next steps are noted.
         names: of the pools that such steps have read.
+        corrects: such a step has read what stands for the units that were left out.
     """
 
     def __init__(self, watched: Any) -> None:
         self.watched = watched
-        self.armed = False
+        self.armed = self.corrects = False
         self.names: set[str] = set()
+        if has_hook(watched, "correct"):  # the others have none
+            self.correct = self._correct
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.watched, name)
+
+    def _correct(self, layer: LayerView, q: Tensor, ids: Tensor, out: Tensor, lse: Tensor) -> None:
+        self.corrects = self.corrects or self.armed
+        with self._noting(layer) if self.armed else nullcontext():
+            self.watched.correct(layer, q, ids, out, lse)
 
     @contextmanager
     def _noting(self, layer: LayerView) -> Iterator[None]:
@@ -108,7 +117,8 @@ class WatchedStage(_Watched):
 
 class WatchedStages:
     """An algorithm with stages behind it, each of which is watched by itself: the algorithm reads
-    what stands for the request, a stage what stands for its candidates.
+    what stands for the request, a stage what stands for its candidates, and one that corrects
+    what stands for the request less what is attended, which is counted as the whole.
 
     Args:
         staged: what the group has.
@@ -131,7 +141,8 @@ class WatchedStages:
         """See ``WatchedAlgorithm``."""
         total = self.first.read(view, length)
         for link in self.links:
-            tokens = min(round(link.stage.units * link.group.unit), length)
+            offered = min(round(link.stage.units * link.group.unit), length)
+            tokens = length if link.stage.corrects else offered
             names = {link.prefix + name for name in link.stage.names}
             total += index_bytes(view, link.representations(), names, tokens)
         return total
