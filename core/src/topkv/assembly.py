@@ -162,7 +162,7 @@ def _selector(
     if algorithm is None:
         return None
     tokens = lanes.tokens  # None where it selects stored units
-    if view.layer not in config.selecting_layers(group):
+    if view.layer not in group.selecting:
         prompts = has_hook(algorithm, "retrieve_prompt")
         if tokens:
             return SharedRegranulated(view, lanes, prompts, tokens, extra)

@@ -65,7 +65,7 @@ class SparseKVCacheManager:
                 spec.representations if spec else (),
                 config.num_pages,
                 device,
-                config.selecting_layers(group),
+                group.selecting,
             )
             for group, spec in zip(config.groups, specs, strict=True)
         ]

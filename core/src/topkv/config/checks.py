@@ -64,6 +64,10 @@ def one_of(choices: tuple[str, ...]) -> Check:
     return must(f"one of {words}", lambda value: isinstance(value, str) and value in choices)
 
 
+pattern = must(
+    "a text of F and S that begins with F, such as 'FSSS'",
+    lambda value: isinstance(value, str) and value[:1] == "F" and set(value) <= {"F", "S"},
+)
 flag = must("true or false", lambda value: isinstance(value, bool))
 plugin = must("the name of a plugin", lambda value: isinstance(value, str) and value != "")
 

@@ -30,6 +30,8 @@ class LoweredGroup:
         tail: ``"forced"``, or ``"selectable"`` where the newest token competes in selections.
         scope: ``"kv_head"`` or ``"shared"``; with a single kv-head the shape is the same.
         stages: what stands behind the algorithm, in order, with every parameter.
+        selecting: layers that select for themselves; the others share what was selected in the
+            layer before them. None of a dense group.
     """
 
     shape: GroupShape
@@ -41,6 +43,7 @@ class LoweredGroup:
     tail: str
     scope: str
     stages: tuple[StageSettings, ...] = ()
+    selecting: tuple[int, ...] = ()
 
     @property
     def regranulated(self) -> bool:
@@ -70,14 +73,6 @@ class LoweredConfig(Settings[Never, int | None]):
     groups: tuple[LoweredGroup, ...] = ()
     capturable: bool = True
     settings: tuple[Setting, ...] = ()
-
-    def selecting_layers(self, group: LoweredGroup) -> tuple[int, ...]:
-        """Layers of a group that select for themselves; the others share what was selected in the
-        layer before them."""
-        indexer = self.model.indexer
-        if group.algorithm is None or not group.indexed or indexer is None:
-            return group.shape.layers
-        return tuple(layer for layer in group.shape.layers if indexer.selects_for(layer))
 
     def describe(self) -> str:
         """The settings and the groups as two plain tables."""

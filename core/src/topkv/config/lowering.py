@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import cycle
 from math import lcm
 from typing import Any
 
@@ -169,23 +170,25 @@ def _store(known: Resolver, lowered: LoweredConfig) -> LoweredConfig:
 
 def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConfig:
     """Make the groups; check each against its plugins, its sizes, and the bytes of all."""
-    capturable, groups, page = True, [], lowered.page_tokens
+    capturable, groups, page, model = True, [], lowered.page_tokens, lowered.model
     for layers, plan in plans:
         if not plan.sparse:
             plan = evolve(plan, unit=page, selects=page)
         shape = selected_as = _shape(lowered, layers, plan)
         if plan.selects != plan.unit:
             selected_as = _in_tokens(shape, plan.chosen(lowered.max_request_tokens))
+        indexed = known.plugin("algorithm", plan.algorithm).capabilities.needs_index
         group = LoweredGroup(
             shape=shape,
             algorithm=plan.algorithm,
             params=plan.params,
             budget=plan.budget,
             selected_as=selected_as,
-            indexed=known.plugin("algorithm", plan.algorithm).capabilities.needs_index,
+            indexed=indexed,
             tail=plan.tail,
             scope=plan.scope,
             stages=plan.stages,
+            selecting=_selecting(model, layers, plan, indexed),
         )
         groups.append(group)
         where = f"(layers {show_ranges(layers)}"
@@ -194,11 +197,16 @@ def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConf
             refused = all_refusals(plugin.entry, plan, lowered) if plugin.entry else ()
             known.reasons += [f"{plugin.who} {why} {where}, {plan.residency})" for why in refused]
         known.reasons += [f"{why} {where})" for why in group_reasons(group, plan.buffer, lowered)]
-        known.reasons += sharing_reasons(lowered.model, group)
+        known.reasons += sharing_reasons(model, group)
         if group.stages and group.indexed:
             known.reasons.append(
                 "stages are given queries and keys, and the algorithm goes by the model's own "
                 f"indexer; leave stages out {where})"
+            )
+        if indexed and plan.share != "F":
+            known.reasons.append(
+                f"share must be 'F' where the algorithm goes by the model's own indexer, which "
+                f"says itself which layers share, got {plan.share!r} {where})"
             )
     known.keep(Setting("capturable", capturable, COMPUTED))
     on_host = [group.shape for group in groups if group.shape.residency != "resident"]
@@ -207,6 +215,17 @@ def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConf
     known.reasons += host_reasons(size, lowered)
     settings = tuple(known.settings.values())
     return evolve(lowered, groups=tuple(groups), capturable=capturable, settings=settings)
+
+
+def _selecting(
+    model: ModelShape, layers: Sequence[int], plan: LayerPlan, indexed: bool
+) -> tuple[int, ...]:
+    """Those of a group's layers that select for themselves."""
+    if not plan.sparse:
+        return ()
+    if indexed:
+        return tuple(n for n in layers if model.indexer is None or model.indexer.selects_for(n))
+    return tuple(n for n, part in zip(layers, cycle(plan.share), strict=False) if part == "F")
 
 
 def _plugins(known: Resolver, plan: LayerPlan, lowered: LoweredConfig) -> list[Plugin]:

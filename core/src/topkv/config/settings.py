@@ -79,6 +79,11 @@ class LayerSettings:
     """what stands behind the algorithm and refines its selections, in order: names of plugins, or
     mappings with the ``name`` of one and its ``params``. An override replaces the whole list."""
 
+    share: str | None = setting(checks.pattern, "F")
+    """which layers select, as a text that repeats over the layers with equal settings: ``"F"`` all
+    of them, ``"FSSS"`` the first of four. The others attend to what the layer before them has
+    selected, and keep nothing to select by. Layers of a model with an indexer share as it says."""
+
 
 @frozen(kw_only=True)
 class Settings(Generic[Unset, Size]):
@@ -195,8 +200,8 @@ class SparseConfig(Settings[None, int | str | None], LayerSettings):
         overrides(_metadata(LayerSettings, "check"))
     )
     """overrides by layer range: ``{"0-1": "resident", "2-": "quest", "5": {...}}``; a mapping
-    takes residency, algorithm, scope, unit, regranulate, budget, buffer, params and stages. Where
-    several name a layer, what is written later wins. They beat ``dense_layers``."""
+    takes residency, algorithm, scope, unit, regranulate, budget, buffer, params, stages and share.
+    Where several name a layer, what is written later wins. They beat ``dense_layers``."""
 
     def as_dict(self) -> dict[str, Any]:
         """The settings that are not None, by name, as the user wrote them."""

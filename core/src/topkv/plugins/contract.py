@@ -126,6 +126,11 @@ def pair_reasons(
             "the algorithm selects for the rows of a prompt too (retrieve_prompt), and backend "
             f"{names[1]} has no prefill_selected; choose another backend"
         )
+    if has_hook(algorithm, "correct") and group.selecting != group.shape.layers:
+        reasons.append(
+            f"{names[0]} corrects what was attended (correct), by what it keeps of every layer, "
+            "and some layers share a selection and keep nothing; leave one of the two out"
+        )
     least = algorithm.spec().ring_tokens
     ring = group.selected_as.ring_slots * group.selected_as.unit
     if ring < least:

@@ -46,6 +46,7 @@ from topkv.testing.machines.lifecycle_forward import Forwards
 from topkv.testing.machines.lifecycle_model import (
     LAYERS,
     REQUESTS,
+    SPARSE,
     Forward,
 )
 from topkv.testing.tiers import Tier
@@ -189,16 +190,19 @@ class LifecycleMachine(Lives):
         page=st.sampled_from([4, 8]),
         host_format=st.sampled_from(["model", "model", "fp8"]),
         stages=st.sampled_from([(), (), ("keep_keys",), ("keep_keys", "keep")]),
+        share=st.sampled_from(["F", "F", "FS"]),
         seed=st.integers(0, 9),
     )
     def start(
         self, layout: str = "page_head", scope: str = "kv_head", unit: int = 4,
         other: int | None = None, fast: bool = True, buffer: int = 24, page: int = 4,
-        host_format: str = "model", stages: tuple[str, ...] = (), seed: int = 0,
+        host_format: str = "model", stages: tuple[str, ...] = (), share: str = "F",
+        seed: int = 0,
     ) -> None:  # fmt: skip
         """``other`` is the unit of the second sparse layer, in a group of its own. Entries are
         coded only where the transfer engine states that it can. ``stages`` leave what they are
-        given, and one of them keeps keys."""
+        given, and one of them keeps keys. With ``share`` the second sparse layer attends to what
+        the first has selected, unless it is in a group of its own."""
         layers: dict[str, Any] = {"1": "resident", "2": "streamed"}
         if other is not None:
             layers["3"] = {"unit": other, "scope": "shared", "buffer": 16}
@@ -216,7 +220,10 @@ class LifecycleMachine(Lives):
             ring_tokens=2 * widest if widest > 1 else 3,
             layers=layers,
             stages=stages,
+            share=share,
         )
+        first, second = (self.coordinator.layers[layer] for layer in SPARSE)
+        self.follows = share == "FS" and first.lanes is second.lanes
         self.begin_request()
 
 

@@ -135,6 +135,8 @@ class Forwards(Side):
             wild = torch.rand(shape, generator=self.generator) < 0.02
             ids[wild] = 2**31 - 1
             chosen[layer] = (ids[:1].expand(shape) if alike and len(rows) else ids).int()
+        if self.follows:
+            chosen[SPARSE[1]] = chosen[SPARSE[0]]
         return chosen
 
     def _offer(self, ids: Mapping[int, Tensor]) -> None:

@@ -129,6 +129,7 @@ class Side:
         live: model of the request in each slot.
         ended: models of those that have ended.
         pages: model of the pages.
+        follows: the second sparse layer attends to what the first has selected.
     """
 
     on: Tier = tier("cpu")
@@ -141,6 +142,7 @@ class Side:
     ended: list[RequestModel]
     pages: PageModel
     fast: bool
+    follows: bool = False
 
     def set_up(self, seed: int, fast: bool, **options: Any) -> None:
         self.coordinator = make_coordinator(
