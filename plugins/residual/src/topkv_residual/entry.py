@@ -22,6 +22,6 @@ def topkv_register_stages() -> list[PluginEntry]:
                 scopes=("kv_head", "shared"),
                 traits=("exact_update", "head_equivariant"),
             ),
-            parameters={"variance": True},
+            parameters={"variance": False},
         )
     ]
