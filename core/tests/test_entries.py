@@ -96,6 +96,7 @@ def test_one_place_stands_for_all_implementations():
         *(("scopes", value) for value in ("shared", ("shared", 1), ("everything",), ())),
         *(("attention", value) for value in (None, "gqa")),
         *(("kv_formats", value) for value in (None, "fp8")),
+        *(("options", value) for value in (None, "sparse", ("sparse", 1))),
         *(("dtypes", value) for value in ("bfloat16", (torch.bfloat16,))),
         *(("head_dims", value) for value in (64, ("64",), (10**5000,))),
         *(("max_group", value) for value in ("8", 0, True)),

@@ -71,7 +71,7 @@ OPTIONAL_HOOKS = {
 SETUPS = {
     "algorithm": ("AlgorithmSetup", "model group params device topk"),
     "stage": ("StageSetup", "model group params device"),
-    "backend": ("BackendSetup", "model group device max_batch group_size"),
+    "backend": ("BackendSetup", "model group device max_batch group_size options"),
     "transfer": ("TransferSetup", "store layers eviction"),
     "eviction": ("EvictionSetup", "device"),
     "topk": ("TopKSetup", "rows columns select device"),

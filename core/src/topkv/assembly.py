@@ -63,7 +63,7 @@ def make_plugins(registry: PluginRegistry, config: LoweredConfig) -> Plugins:
 
     def backend(group: LoweredGroup) -> Backend:
         shape, most, heads = group.shape, config.max_requests, model.group_size
-        setup = BackendSetup(model, shape, device, most, group_size=heads)
+        setup = BackendSetup(model, shape, device, most, heads, group.options)
         made: Backend = registry.create("backend", config.backend, setup, impl)
         return made
 

@@ -51,7 +51,7 @@ TRAITS = {
 
 @frozen
 class Capabilities:
-    """Needs and promises of an algorithm, or limits of a backend. ``None`` means any.
+    """Needs and promises of an algorithm or a stage, or limits of a backend. ``None`` means any.
 
     Attributes:
         units: smallest and largest unit in tokens, both included.
@@ -65,6 +65,9 @@ class Capabilities:
             offers closed units only; ``"selectable"``: the newest token competes (unit 1).
         softcap: the backend caps attention logits where the model does
             (``ModelShape.softcap``).
+        options: of attention, by name. Those that a backend has; those that a stage asks of the
+            backend of its group, which gets the parameters of the stage under each name
+            (``topkv.hooks.backend.BackendSetup``).
         dtypes: names of torch dtypes, such as ``"bfloat16"``.
         head_dims: head dims that are supported.
         max_group: largest number of query heads that share one kv-head.
@@ -84,6 +87,7 @@ class Capabilities:
     needs_index: bool = False
     tail: str = "forced"
     softcap: bool = False
+    options: tuple[str, ...] = ()
     dtypes: tuple[str, ...] | None = None
     head_dims: tuple[int, ...] | None = None
     max_group: int | None = None

@@ -4,7 +4,7 @@ A group with stages gets a ``Staged`` instead of its algorithm. It has the hooks
 asks the algorithm for more units than are attended, hands them from stage to stage, and lets one
 correct what was attended. Nothing else knows of stages: pools follow from its spec, and what
 selects, warms or is regranulated calls it as it calls any algorithm. A group without stages has
-its algorithm itself.
+its algorithm itself, and so has one whose stages do nothing but stand for options of attention.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from topkv.config import LoweredConfig, LoweredGroup
+from topkv.config.stages import StageSettings
 from topkv.errors import CONFIG_REFUSED, ConfigError, PluginError
 from topkv.hooks.algorithm import Algorithm, AlgorithmSpec, History, RepresentationSpec
 from topkv.hooks.stage import Stage, StageSetup, StageSpec
@@ -108,8 +109,24 @@ def make_stages(registry: PluginRegistry, config: LoweredConfig, group: LoweredG
     # From the last to the first: what one is given, the one before it leaves.
     for number, asked in reversed(list(enumerate(group.stages))):
         setup = StageSetup(config.model, made.group, dict(asked.params), config.device)
-        made.put_first(registry.create("stage", asked.name, setup, config.impl), number)
+        stage = registry.create("stage", asked.name, setup, config.impl)
+        if has_hook(stage, "refine") or has_hook(stage, "correct"):
+            made.put_first(stage, number)
+        else:
+            _require_option(stage, asked)
     return made
+
+
+def _require_option(stage: Stage, asked: StageSettings) -> None:
+    """A stage with neither ``refine`` nor ``correct`` is never called: what it stands for is an
+    option of attention."""
+    reasons, lack = [], "it has neither refine nor correct"
+    if not asked.options:
+        reasons.append(f"{lack}, and its entry names no option of attention")
+    if stage.spec() != StageSpec():
+        reasons.append(f"{lack}, and would use neither representations nor candidates")
+    if reasons:
+        raise PluginError(f"stage {asked.name!r} would do nothing", reasons)
 
 
 class Staged:

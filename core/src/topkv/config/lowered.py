@@ -11,7 +11,7 @@ from attrs import frozen
 from topkv.config.layers import show_ranges
 from topkv.config.settings import Settings
 from topkv.config.sources import Setting
-from topkv.config.stages import StageSettings
+from topkv.config.stages import StageSettings, options_of
 from topkv.types import GroupShape, ModelShape
 
 
@@ -49,6 +49,11 @@ class LoweredGroup:
     def regranulated(self) -> bool:
         """Whether tokens are selected, and the larger units that hold them stored and attended."""
         return self.selected_as.unit != self.shape.unit
+
+    @property
+    def options(self) -> Mapping[str, Mapping[str, Any]]:
+        """Options of attention that its stages ask of the backend, with their parameters."""
+        return options_of(self.stages)
 
 
 @frozen(kw_only=True)

@@ -33,6 +33,7 @@ from topkv.config.sources import (
     pick,
     with_origin,
 )
+from topkv.config.stages import option_reasons
 from topkv.config.storages import StorageSettings
 from topkv.errors import CONFIG_REFUSED, ConfigError
 from topkv.kv.host_format import host_format_reasons
@@ -198,6 +199,7 @@ def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConf
             known.reasons += [f"{plugin.who} {why} {where}, {plan.residency})" for why in refused]
         known.reasons += [f"{why} {where})" for why in group_reasons(group, plan.buffer, lowered)]
         known.reasons += sharing_reasons(model, group)
+        known.reasons += [f"{why} {where})" for why in option_reasons(group.stages)]
         if group.stages and group.indexed:
             known.reasons.append(
                 "stages are given queries and keys, and the algorithm goes by the model's own "

@@ -130,6 +130,13 @@ def all_refusals(entry: PluginEntry, plan: LayerPlan, config: LoweredConfig) -> 
         return
     if model.softcap is not None and not caps.softcap:
         yield f"does not cap attention logits, and the model does, at {model.softcap}"
+    for stage in plan.stages:
+        lacking = [option for option in stage.options if option not in caps.options]
+        if lacking:
+            yield (
+                f"has no {', '.join(lacking)}, which stage {stage.name!r} asks of attention: "
+                "choose another backend, or leave the stage out"
+            )
     if config.kv_format not in caps.kv_formats:
         yield f"reads rows of kv_format {', '.join(caps.kv_formats)}, got {config.kv_format}"
     if not caps.lse:

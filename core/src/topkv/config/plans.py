@@ -193,7 +193,8 @@ def _stage(known: Resolver, asked: StageSettings) -> StageSettings:
         for name in asked.params
         if name not in names
     ]
-    return evolve(asked, params={**names, **asked.params})
+    options = plugin.capabilities.options
+    return evolve(asked, params={**names, **asked.params}, options=options)
 
 
 def _alike(plans: Mapping[int, LayerPlan]) -> Plans:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from attrs import field, frozen
@@ -19,14 +20,30 @@ class StageSettings:
     Attributes:
         name: of the plugin.
         params: of the plugin; every one of them once lowered.
+        options: of attention that the plugin asks of the backend; known once lowered.
     """
 
     name: str
     params: Mapping[str, Any] = field(factory=dict)
+    options: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         told = ", ".join(f"{name}={value!r}" for name, value in sorted(self.params.items()))
         return f"{self.name}({told})"
+
+
+def options_of(asked: Iterable[StageSettings]) -> dict[str, Mapping[str, Any]]:
+    """The options of attention that stages ask of their backend, with the parameters of each."""
+    return {option: stage.params for stage in asked for option in stage.options}
+
+
+def option_reasons(asked: Iterable[StageSettings]) -> Iterator[str]:
+    """Reasons against stages of one group that ask for the same option: it has one value."""
+    found = [(option, stage.name) for stage in asked for option in stage.options]
+    for option, count in Counter(option for option, _ in found).items():
+        if count > 1:
+            names = ", ".join(repr(name) for each, name in found if each == option)
+            yield f"option {option!r} of attention is set by {count} stages, {names}; leave one"
 
 
 MOST = 8

@@ -15,10 +15,11 @@ outputs ``out_dim``. ``attend`` gets the stored rows, ``[slots, 1, unit, group.h
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from topkv.hooks.discovery import hookspec, optional
@@ -36,6 +37,9 @@ class BackendSetup:
         max_batch: most decode rows of a step.
         group_size: query heads per kv-head that ``attend`` is called with: those of the model, and
             further ones that a stage of the group adds.
+        options: what stages of the group ask of decode attention, by name, each with the
+            parameters of its stage: no name but of ``Capabilities.options`` of the entry. What a
+            name asks for is said by the package of the stage. Of dense groups there are none.
     """
 
     model: ModelShape
@@ -43,6 +47,7 @@ class BackendSetup:
     device: torch.device
     max_batch: int
     group_size: int
+    options: Mapping[str, Mapping[str, Any]] = field(factory=dict)
 
 
 class Backend(Protocol):

@@ -19,14 +19,21 @@ cannot replay, no shape that depends on data, no Python per request. They run on
 stream. Rows of queries, keys and values may lie at any stride; heads and the last dimension are
 adjacent.
 
+A stage may also stand for an option of attention. Its entry names the option
+(``Capabilities.options``), and the core hands the parameters of the stage to the backend of the
+group (``BackendSetup.options``) if that has the option, and refuses the configuration if not. The
+factory of the stage is asked first, so that it checks the parameters for all backends. A stage
+that does nothing else has no ``refine``, no ``correct``, no representations, and no call in any
+step.
+
 A stage is not told which candidates its algorithm promises to select, such as sinks: one that
 should keep them has a parameter for it. Defaults of a stage's entry are not read.
 
 Not there yet, and refused: behind an algorithm that goes by the model's own indexer, or that
 selects for the rows of a prompt too (``retrieve_prompt``); ``correct`` where the algorithm selects
 tokens of larger units. Stages that ask further queries (``queries``), guess a selection
-(``predict``) or drop pages (``keep``), and layers that take over the selection of another
-(``sources``): there are no such hooks, and a class that marks one of them is refused.
+(``predict``) or drop pages (``keep``): there are no such hooks, and a class that marks one of them
+is refused.
 
 ``topkv.testing.stages.StageTests`` tests one.
 """
@@ -80,7 +87,7 @@ class StageSetup:
 
 
 class Stage(Protocol):
-    """A stage of one group, with ``refine``, ``correct`` or both."""
+    """A stage of one group, with ``refine``, ``correct``, both, or an option of attention."""
 
     @hookspec
     def spec(self) -> StageSpec:

@@ -116,6 +116,7 @@ _CAPABILITIES: dict[str, Check] = {
     "kv_formats": _NAMES,
     "host_formats": _NAMES,
     "tail": (_one_of(("forced", "selectable")), "'forced' or 'selectable'"),
+    "options": _NAMES,
     "dtypes": _or_none(_NAMES),
     "head_dims": _or_none((_tuple_of(_is_count), "a tuple of positive ints")),
     "max_group": _or_none((_is_count, "a positive int")),

@@ -4,8 +4,8 @@ Public, for tests of plugins:
 
 * ``topkv.testing.algorithms.AlgorithmTests``, ``backends.BackendTests``,
   ``transfers.TransferTests``, ``evictions.EvictionTests``, ``topks.TopKTests``,
-  ``observers.ObserverTests``, ``stages.StageTests``, ``storages.StorageTests``,
-  ``engines.EngineTests``: suites that a plugin subclasses.
+  ``observers.ObserverTests``, ``stages.StageTests`` and ``stages.OptionTests``,
+  ``storages.StorageTests``, ``engines.EngineTests``: suites that a plugin subclasses.
 * ``machines``: state machines of host pool, residency and request life.
 * ``strategies``: what they draw, for tests of one's own.
 * ``oracle``, ``tolerance``, ``cache_model``: the truth, and how near to it is near enough.

@@ -18,6 +18,9 @@ A stage is tested behind an algorithm (``topkv.testing.models.stage_doubles.Offe
 has it. The two together are an algorithm, so that most tests are those of algorithms: form, batch,
 state, kernels and capture. What only stages can get wrong is in ``topkv.testing.stage``.
 
+A stage that stands for an option of attention and refines nothing goes through ``OptionTests``
+instead, of whose options ``params`` alone counts.
+
 The options are those of algorithms too: ``oracle`` gives the scores of which the stage leaves the
 best, and pools have the names that the core gives them, ``"stages[0].NAME"``, in ``by_key``.
 """
@@ -30,9 +33,10 @@ from topkv.testing.algorithm.kernels import KernelTests
 from topkv.testing.algorithm.selection import SelectionTests
 from topkv.testing.algorithm.state import StateTests
 from topkv.testing.stage.correct import CorrectTests
+from topkv.testing.stage.options import OptionTests
 from topkv.testing.stage.refine import RefineTests
 
-__all__ = ["AlgorithmOptions", "StageTests"]
+__all__ = ["AlgorithmOptions", "OptionTests", "StageTests"]
 
 
 # pytest runs the tests of the last base first: what says most of a mistake stands there.

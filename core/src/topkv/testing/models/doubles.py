@@ -90,10 +90,13 @@ class Scripted:
 
 
 class Gather:
-    """Attention by gathering the listed tokens, in float64."""
+    """Attention by gathering the listed tokens, in float64.
+
+    Of options it only remembers what it was asked for.
+    """
 
     def __init__(self, setup: BackendSetup) -> None:
-        self.model = setup.model
+        self.model, self.options = setup.model, setup.options
 
     @hookimpl
     def adapt_page_table(self, layer: LayerView, plan: Plan, tables: Tables) -> None:
