@@ -14,11 +14,15 @@ from topkv.ops.page_table import adapt_page_table
 from topkv.types import LayerView, ModelShape, Plan, Tables
 from topkv_triton_attention import mla_reference, reference
 from topkv_triton_attention.mla_reference import latent_refusals
+from topkv_triton_attention.skip_reference import SkippingAttend
 
 HEAD_DIMS = (64, 96, 128, 256)
 """Of grouped-query attention, as is ``MAX_GROUP``; for latent rows see ``mla_reference``."""
 MAX_GROUP = 16
 MAX_UNIT = 128
+
+SKIP = "skip_softmax"
+"""The option that this backend has, and what its factor is for: see ``skip_reference``."""
 
 Calls = tuple[Callable[..., None], Callable[..., None]]
 
@@ -42,6 +46,7 @@ class TritonAttention:
                 f"triton_attention cannot serve layers {list(setup.group.layers)}", reasons
             )
         self._attend, self._prefill = self._made(setup)
+        self._adapt = adapt_page_table if skip_factor(setup) is None else _adapt_with_lengths
 
     def _refusals(self, setup: BackendSetup) -> list[str]:
         return refusals(setup)
@@ -53,12 +58,15 @@ class TritonAttention:
         if is_latent(model):
             shape = mla_reference.LatentShape.of(model, setup.group)
             return mla_reference.Attend(shape, model.scale, most), prefill
+        factor = skip_factor(setup)
+        if factor is not None:
+            return SkippingAttend(model.scale, most, model.softcap, factor=factor), prefill
         return reference.Attend(model.scale, most, model.softcap), prefill
 
     @hookimpl
     def adapt_page_table(self, layer: LayerView, plan: Plan, tables: Tables) -> None:
         """See ``topkv.hooks.backend.Backend.adapt_page_table``."""
-        adapt_page_table(layer, plan, tables, self.impl)
+        self._adapt(layer, plan, tables, self.impl)
 
     @hookimpl
     def attend(
@@ -103,6 +111,18 @@ class TritonAttention:
         self._prefill(q, k, v, q_start, k_start, out, lse, keep)
 
 
+def _adapt_with_lengths(layer: LayerView, plan: Plan, tables: Tables, impl: str) -> None:
+    """The page table, and along with it the lengths of the rows' requests."""
+    adapt_page_table(layer, plan, tables, impl)
+    tables.attached = layer.step.lengths
+
+
+def skip_factor(setup: BackendSetup) -> float | None:
+    """The factor of the option ``skip_softmax``; None where it is not asked for."""
+    asked = setup.options.get(SKIP)
+    return None if asked is None else float(asked["factor"])
+
+
 def is_latent(model: ModelShape) -> bool:
     """Whether rows are latent ones."""
     return model.attention == "mla"
@@ -114,6 +134,8 @@ def refusals(setup: BackendSetup) -> list[str]:
     reasons = latent_refusals(model, group) if is_latent(model) else _head_refusals(setup)
     if is_latent(model) and model.softcap is not None:
         reasons.append(f"softcap: logits of latent attention are not capped, got {model.softcap}")
+    if is_latent(model) and SKIP in setup.options:
+        reasons.append(f"{SKIP}: blocks of latent rows are not skipped; leave the stage out")
     if model.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         reasons.append(
             f"dtype: expected float16, bfloat16 or float32, got {model.dtype}; "

@@ -1,4 +1,5 @@
-"""Decode attention over scattered units. Reference: ``reference.Attend``.
+"""Decode attention over scattered units. Reference: ``reference.Attend``, and where blocks of keys
+are skipped ``skip_reference.SkippingAttend``.
 
 One program takes the G query heads of one kv-head of one lane, over one of several equal runs
 ("splits") of its tokens. Where there are more than one, the partial results go to scratch and
@@ -26,12 +27,24 @@ def fold(
 ):
     """Online softmax: one more block of keys and values (FlashAttention-2, section 3.1). With CAP,
     that of the logits times log2(e), the scale is over the cap of the plain ones."""
+    logits = scored(q, k, live, scale_log2, UPCAST, CAP)
+    return absorbed(logits, v, top, total, acc, UPCAST)
+
+
+@triton.jit
+def scored(q, k, live, scale_log2, UPCAST: tl.constexpr, CAP: tl.constexpr):
+    """The logits of a block of keys, times log2(e)."""
     if UPCAST:
         k = k.to(tl.float32)
     logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
     if CAP > 0:
         logits = capped(logits, CAP)
-    logits = tl.where(live[None, :], logits, float("-inf"))
+    return tl.where(live[None, :], logits, float("-inf"))
+
+
+@triton.jit
+def absorbed(logits, v, top, total, acc, UPCAST: tl.constexpr):
+    """The running softmax with one more block of logits and values in it."""
     new_top = tl.maximum(top, tl.max(logits, 1))
     weights = tl.exp2(logits - new_top[:, None])
     shrink = tl.exp2(top - new_top)
@@ -42,6 +55,15 @@ def fold(
         v = v.to(tl.float32)
     acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
     return new_top, total, acc
+
+
+@triton.jit
+def matters(logits, top, limit, votes):
+    """Whether the largest logit of a query head that votes is not below its running maximum, the
+    block included, by more than ``-limit``."""
+    peak = tl.max(logits, 1)
+    small = peak - tl.maximum(top, peak) < limit
+    return tl.max((votes & ~small).to(tl.int32), 0) > 0
 
 
 # Strides that vary with the number of splits must not make another binary each.
@@ -82,7 +104,15 @@ def attend_kernel(
     BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
     CAP: tl.constexpr,
+    SKIP: tl.constexpr = False,
+    COUNT: tl.constexpr = False,
+    contexts_ptr=None,
+    skipped_ptr=None,
+    factor_log2=0.0,
 ):
+    """With SKIP a block whose logits all lie below the running maximum by more than
+    ``log2(factor / context)`` is left out, ``contexts`` being the lengths of the rows' requests;
+    with COUNT how many were is stored, ``[programs, splits]``."""
     row = (tl.program_id(0) // (LANES * KV_HEADS)).to(tl.int64)
     lane = (tl.program_id(0) // KV_HEADS).to(tl.int64)
     head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
@@ -113,6 +143,11 @@ def attend_kernel(
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    if SKIP:
+        context = tl.maximum(tl.load(contexts_ptr + row), 1).to(tl.float32)
+        # At most 0, so that a block which holds a maximum is never left out.
+        limit = tl.minimum(factor_log2 - tl.log2(context), 0.0)
+        skipped = 0
     for _ in range(begin, end, BLOCK_N):
         live = tokens < end
         kv_mask = live[:, None]
@@ -123,8 +158,17 @@ def attend_kernel(
         k_offsets = (slot * stride_ks + place * stride_kt)[:, None]
         k = tl.load(k_base + k_offsets, mask=kv_mask, other=0.0, eviction_policy="evict_first")
         v_offsets = (slot * stride_vs + place * stride_vt)[:, None]
-        v = tl.load(v_base + v_offsets, mask=kv_mask, other=0.0, eviction_policy="evict_first")
-        top, total, acc = fold(q, k, v, live, scale_log2, top, total, acc, UPCAST, CAP)
+        if SKIP:
+            logits = scored(q, k, live, scale_log2, UPCAST, CAP)
+            if matters(logits, top, limit, each < GROUP):
+                v = tl.load(v_base + v_offsets, mask=kv_mask, other=0.0,
+                            eviction_policy="evict_first")  # fmt: skip
+                top, total, acc = absorbed(logits, v, top, total, acc, UPCAST)
+            else:
+                skipped += 1
+        else:
+            v = tl.load(v_base + v_offsets, mask=kv_mask, other=0.0, eviction_policy="evict_first")
+            top, total, acc = fold(q, k, v, live, scale_log2, top, total, acc, UPCAST, CAP)
         tokens += BLOCK_N
         ids = tl.load(units + (tokens // UNIT) * stride_tc, mask=tokens < end, other=0)
 
@@ -136,6 +180,8 @@ def attend_kernel(
     tl.store(lse_ptr + l_offsets, norm, mask=each < GROUP)
     out = out.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + o_offsets[:, None] + d[None, :], out, mask=q_mask)
+    if COUNT:
+        tl.store(skipped_ptr + tl.program_id(0) * tl.num_programs(1) + split, skipped)
 
 
 @triton.jit(do_not_specialize=["splits"])

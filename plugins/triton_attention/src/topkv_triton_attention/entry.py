@@ -16,7 +16,7 @@ def topkv_register_backends() -> list[PluginEntry]:
                 "reference": "topkv_triton_attention.backend:TritonAttention",
                 "triton": "topkv_triton_attention.kernel_backend:TritonAttentionKernels",
             },
-            hook_api=(2, 0),
+            hook_api=(2, 2),
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),
@@ -26,6 +26,7 @@ def topkv_register_backends() -> list[PluginEntry]:
                 # What head dims and groups are taken depends on the kind of attention: the
                 # backend itself refuses those that it lacks.
                 softcap=True,
+                options=("skip_softmax",),
                 host_memory=True,
                 tiers=("cpu", "interpret", "gpu"),
             ),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from topkv.hooks.backend import BackendSetup
-from topkv_triton_attention.backend import Calls, TritonAttention, is_latent
-from topkv_triton_attention.launch import INTERPRETED, Decoder
+from topkv_triton_attention.backend import Calls, TritonAttention, is_latent, skip_factor
+from topkv_triton_attention.launch import INTERPRETED, Decoder, SkippingDecoder
 from topkv_triton_attention.mla_launch import LatentDecoder
 from topkv_triton_attention.mla_reference import LatentShape
 from topkv_triton_attention.prefill_launch import Prefiller
@@ -29,9 +29,11 @@ class TritonAttentionKernels(TritonAttention):
             shape = LatentShape.of(model, setup.group)
             rows = LatentDecoder(most, heads, shape, model.dtype, model.scale, device)
             return rows.attend, prefill
-        sizes = (most, heads, setup.group_size, model.head_dim)
-        decoder = Decoder(*sizes, model.scale, device, softcap=model.softcap)
-        return decoder.attend, prefill
+        sizes = (most, heads, setup.group_size, model.head_dim, model.scale, device)
+        factor = skip_factor(setup)
+        if factor is None:
+            return Decoder(*sizes, softcap=model.softcap).attend, prefill
+        return SkippingDecoder(*sizes, softcap=model.softcap, factor=factor).attend, prefill
 
 
 def _device_refusals(device: torch.device) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -113,7 +115,12 @@ class Decoder:
         launch: launch constants; None takes those of the table above.
         splits: splits of every call; None chooses them from the shapes.
         softcap: of the logits, see ``topkv.types.ModelShape``.
+
+    Attributes:
+        further: arguments of ``attend_kernel`` beyond those of every call.
     """
+
+    further: Mapping[str, Any] = {}
 
     def __init__(
         self,
@@ -174,7 +181,7 @@ class Decoder:
             LANES=lanes // rows, KV_HEADS=kv_heads, GROUP=group, UNIT=unit, DIM=dim,
             BLOCK_G=max(16, power(group)), BLOCK_D=power(dim),
             BLOCK_N=launch.block, UPCAST=upcast(q), CAP=self.cap_log2,
-            num_warps=launch.num_warps, num_stages=launch.num_stages,
+            num_warps=launch.num_warps, num_stages=launch.num_stages, **self.further,
         )  # fmt: skip
         if splits > 1:
             merge_kernel[(rows * heads,)](
@@ -183,6 +190,36 @@ class Decoder:
                 HEADS=heads, DIM=dim, BLOCK_D=power(dim),
                 BLOCK_S=power(splits), num_warps=4,
             )  # fmt: skip
+
+
+class SkippingDecoder(Decoder):
+    """``attend`` that leaves out blocks of keys which matter little, see ``skip_reference``.
+
+    Args:
+        factor: of the option ``skip_softmax``.
+        sizes, options: as of ``Decoder``.
+
+    Attributes:
+        skipped: int32 ``[N * kv-heads of a lane, splits]`` into which each call writes how many
+            blocks it left out; None, as it is but in tests, counts nothing.
+    """
+
+    skipped: Tensor | None = None
+
+    def __init__(self, *sizes: Any, factor: float, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.factor_log2 = math.log2(factor)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, out: Tensor, lse: Tensor
+    ) -> None:
+        """See ``Decoder.attend``; ``tables.attached`` has the lengths of the rows' requests.
+        Where there are none, nothing is left out."""
+        self.further = {} if tables.attached is None else {
+            "contexts_ptr": tables.attached, "factor_log2": self.factor_log2, "SKIP": True,
+            "skipped_ptr": self.skipped, "COUNT": self.skipped is not None,
+        }  # fmt: skip
+        super().attend(q, k, v, tables, out, lse)
 
 
 def factors(scale: float, softcap: float | None) -> tuple[float, float]:

@@ -6,6 +6,8 @@ than a few times ``BUDGET`` elements besides fp32 copies of the keys and values 
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -54,8 +56,17 @@ class Attend:
         self.max_batch = max_batch
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, out: Tensor, lse: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tables: Tables,
+        out: Tensor,
+        lse: Tensor,
+        keep: Tensor | None = None,
     ) -> None:
+        """As the hook, but of the listed tokens those alone that ``keep`` has: bool
+        ``[N, heads_per_lane, W * unit]``, all if None."""
         check_decode(q, k, v, self.max_batch)
         if not len(q):
             return
@@ -73,22 +84,35 @@ class Attend:
         for first in range(0, lanes, step):
             some = slice(first, first + step)
             grouped = queries[some].float() * self.scale
-            cap = self.softcap
-            state = _attend_units(grouped, k, v, table[some, :columns], lengths[some], cap)
-            for column in range(columns, width, columns):
-                more = table[some, column : column + columns]
-                left = lengths[some] - column * unit
-                state = merge(*state, *_attend_units(grouped, k, v, more, left, cap))
-            result[some], norm[some] = state
+            parts = (
+                _attend_units(
+                    grouped,
+                    k,
+                    v,
+                    table[some, column : column + columns],
+                    lengths[some] - column * unit,
+                    self.softcap,
+                    None if keep is None else keep[some, :, column * unit :],
+                )
+                for column in range(0, max(width, 1), columns)
+            )
+            result[some], norm[some] = reduce(lambda one, more: merge(*one, *more), parts)
         out.copy_(result.view(out.shape))
         lse.copy_(norm.view(lse.shape))
 
 
 def _attend_units(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    softcap: float | None,
+    keep: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Scaled q ``[n, hpl, G, D]`` fp32 over the units of ``table`` ``[n, w]``; lengths count
-    from its first column. Returns out ``[n, hpl, G, D]`` and lse ``[n, hpl, G]`` in fp32."""
+    """Scaled q ``[n, hpl, G, D]`` fp32 over the units of ``table`` ``[n, w]``; lengths and
+    ``keep`` ``[n, hpl, tokens]`` count from its first column. Returns out ``[n, hpl, G, D]`` and
+    lse ``[n, hpl, G]`` in fp32."""
     lanes, kv_heads, _, dim = q.shape
     unit = k.shape[2]
     column = torch.arange(table.shape[1], device=table.device)
@@ -97,6 +121,8 @@ def _attend_units(
     ids = table.where(column * unit < lengths[:, None], 0)[:, None, :]
     head = torch.arange(kv_heads, device=k.device)[:, None]
     live = (token < lengths[:, None])[:, None, :, None]
+    if keep is not None:
+        live = live & keep[:, :, : len(token), None]
     # Streamed layers may keep k and v in host memory.
     ids = ids.to(k.device)
     keys = k[ids, head].to(q).view(lanes, kv_heads, -1, dim)
