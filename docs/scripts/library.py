@@ -42,6 +42,7 @@ SUITES = {
     "topks": "TopKOptions",
     "observers": "ObserverOptions",
     "stages": "AlgorithmOptions",
+    "stage.options": None,
     "storages": "StorageOptions",
     "engines": "EngineCase",
 }
@@ -160,7 +161,7 @@ def kit() -> str:
     classes = _classes()
     parts = [text.strip("\n")]
     for module, options in SUITES.items():
-        path = CORE / "testing" / f"{module}.py"
+        path = CORE / "testing" / f"{module.replace('.', '/')}.py"
         tree = tree_of(path)
         (suite,) = (
             each for each in tree.body if isinstance(each, ast.ClassDef) and "Tests" in each.name

@@ -1,4 +1,18 @@
-"""A stage that stands for an option of attention. Suite of those that refine nothing."""
+"""The conformance suite of stages that stand for an option of attention and refine nothing.
+
+::
+
+    from topkv.testing.stages import AlgorithmOptions, OptionTests
+
+
+    class TestSkipping(OptionTests):
+        @pytest.fixture
+        def plugin(self):
+            return "skipping"
+
+Of the options ``params`` alone counts. What the option does is for the tests of the package and of
+the backends that have it.
+"""
 
 from __future__ import annotations
 
