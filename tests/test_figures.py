@@ -75,6 +75,27 @@ def test_the_table_of_pariskv_is_that_of_the_raw_numbers():
             assert cell == " / ".join([*right, *(f"{share:.1f} %" for share in shares)])
 
 
+def test_the_table_of_skip_softmax_is_that_of_the_raw_numbers():
+    found = {
+        (r["algorithm"], r["nominal_percent"]): r
+        for r in figures.read("eval/skip_softmax_cpu.jsonl")
+    }
+    counted = {
+        (r["budget"], r["factor"]): r for r in figures.read("eval/skip_softmax_blocks.jsonl")
+    }
+    text = (ROOT / "plugins/skip_softmax/README.md").read_text("utf-8")
+    _, *rows = rows_of(text, "| budget, factor")
+    assert len(rows) == 2 + len(counted)
+    for what, *cells in rows:
+        budget, factor = what.split(" %, ")
+        name = "quest" if factor == "none" else f"factor_{factor}"
+        row, share = found[name, float(budget)], "-"
+        if factor != "none":
+            blocks = counted[f"{budget}%", float(factor)]
+            share = f"{100 * blocks['left_out'] / blocks['blocks']:.1f} %"
+        assert cells == [f"{row['correct']:.0f}", share, f"{row['kl']:.1e}"]
+
+
 def test_the_table_of_top_p_is_that_of_the_raw_numbers():
     """Units that are attended and loaded, and bytes that are read, are shares of Quest's alone."""
     found = {r["algorithm"]: r for r in figures.read("eval/top_p_cpu.jsonl")}

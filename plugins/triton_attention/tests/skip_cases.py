@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from hypothesis import assume
 from hypothesis import strategies as st
 
@@ -78,11 +78,11 @@ class SkipCase:
         each: what is kept, by lane and kv-head.
     """
 
-    inputs: AttendInputs
+    inputs: AttendInputs = field(repr=False)
     contexts: list[int]
     factor: float
     splits: int
-    each: list[list[Kept]]
+    each: list[list[Kept]] = field(repr=False)
 
     def expected(self) -> Expected:
         """Attention over what is kept: of each lane and kv-head ``[G, D]``."""

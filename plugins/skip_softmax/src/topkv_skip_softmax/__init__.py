@@ -1,0 +1,1 @@
+"""Attention that skips keys which matter little."""
