@@ -29,6 +29,8 @@ from plugins.double_sparsity.tests import test_selection as sparsity_selection
 from plugins.pariskv.tests import test_conformance as pariskv_kit
 from plugins.residual.tests import test_conformance as residual_kit
 from plugins.residual.tests import test_estimate as residual_estimate
+from plugins.skip_softmax.tests import test_conformance as skip_kit
+from plugins.skip_softmax.tests import test_decode as skip_decode
 from plugins.snapkv.tests import test_conformance as snapkv_kit
 from plugins.snapkv.tests import test_properties as snapkv_properties
 from plugins.snapkv.tests import test_votes
@@ -36,26 +38,30 @@ from plugins.streaming_llm.tests import test_conformance as streaming_kit
 from plugins.top_p.tests import test_conformance as top_p_kit
 from plugins.top_p.tests import test_keys as top_p_keys
 from plugins.top_p.tests import test_selection as top_p_selection
+from plugins.triton_attention.tests import test_skip
 from tests.mutants import plugins_clusterkv as clusterkv
 from tests.mutants import plugins_double_sparsity as sparsity
 from tests.mutants import plugins_pariskv as paris
 from tests.mutants import plugins_prompt as prompt
 from tests.mutants import plugins_residual as residual
+from tests.mutants import plugins_skip_softmax as skip
 from tests.mutants import plugins_top_p as top_p
 from tests.mutants.harness import Mutant, mutated, told_of, without_shrinking
 from topkv.errors import ConfigError, PluginError
 from topkv.plugins import registry
 from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
 from topkv.testing.kit import subject_of
-from topkv.testing.stages import StageTests
+from topkv.testing.stages import OptionTests, StageTests
 from topkv.testing.tiers import Tier, tier
 from topkv_clusterkv.launch import ClusterKVTriton
 from topkv_double_sparsity.launch import DoubleSparsityTriton
 from topkv_pariskv.launch import ParisKVTriton
 from topkv_residual.launch import ResidualTriton
+from topkv_skip_softmax.stage import SkipSoftmax
 from topkv_snapkv.kernels import SnapKVTriton
 from topkv_streaming_llm.launch import StreamingLLMTriton
 from topkv_top_p.launch import TopPTriton
+from topkv_triton_attention.launch import SkippingDecoder
 
 ANYWHERE = ("cpu", "interpret")
 
@@ -195,7 +201,12 @@ def _stage(
     return Mutant(told, StageTests, f"test_{test}", entry, kit.ENTRY, tiers, kit.OPTIONS)
 
 
+of_skip = _own(SkippingDecoder, where=lambda on: on)
+of_skip_stage = _own(SkipSoftmax)
+
 SHARE = (top_p_selection, "what_is_kept_has_the_share_p_and_no_more_units_than_that_takes")
+FORMULA = (test_skip, "what_is_left_out_and_what_is_attended_are_those_of_the_formula")
+CHAIN = (skip_decode, "a_step_attends_to_what_is_left_of_its_selection")
 EQUALS = (top_p_selection, "of_equal_units_the_lowest_are_kept")
 NEUTRAL = (top_p_selection, "with_p_of_1_candidates_are_left_as_they_are")
 BLOCKS = (top_p_selection, "candidates_of_many_blocks")
@@ -303,4 +314,30 @@ MUTANTS = [
     of_residual(residual.AddsKeys, *UNIFORM, scope="kv_head", variance=False),
     of_residual(residual.KernelSkipsTheLastShare, *SHARES, ("interpret",)),
     of_residual(residual.KernelSkipsTheLastIds, *SHARES, ("interpret",)),
+    of_skip_stage(skip.TakesAnyFactor, skip_kit, "a_factor_that_is_none_is_refused", factor=0),
+    Mutant(
+        told_of(skip.StandsBehind),
+        OptionTests,
+        "test_it_takes_no_part_in_selections",
+        mutated(skip_kit.ENTRY, skip.StandsBehind),
+        skip_kit.ENTRY,
+        options=skip_kit.OPTIONS,
+    ),
+    of_skip(skip.LooksAhead, *FORMULA),
+    of_skip(skip.EachHeadForAll, test_skip, "query_heads_of_a_kv_head_vote_together", loud=1),
+    of_skip(skip.NeverLambda, test_skip, "the_block_of_the_maximum_stays_whatever_the_factor"),
+    of_skip(skip.ByWhatIsAttended, *FORMULA),
+    of_skip(skip.ByTheFirstRow, test_skip, "each_row_goes_by_the_length_of_its_own_request"),
+    of_skip(skip.KeepsTheNorm, *FORMULA),
+    of_skip(skip.ReadsWhatItSkips, *FORMULA),
+    of_skip(skip.IgnoresTheOption, *CHAIN, selector="quest"),
+    of_skip(skip.LeavesNoLengths, *CHAIN, selector="quest"),
+    of_skip(skip.KernelPaddingVotes, *FORMULA, ("interpret",)),
+    of_skip(skip.KernelNaturalLogarithm, *FORMULA, ("interpret",)),
+    of_skip(
+        skip.KernelSkipsWithout,
+        test_skip,
+        "tables_without_lengths_are_attended_to_as_a_whole",
+        ("interpret",),
+    ),
 ]
