@@ -20,8 +20,9 @@ from topkv.kv.token_format import TokenFormat
 from topkv.lanes import LaneBuffers
 from topkv.layers import LayerPath
 from topkv.memory import SparseKVCacheManager
+from topkv.pairing import pair_reasons
 from topkv.plugins import PluginRegistry
-from topkv.plugins.contract import has_hook, pair_reasons
+from topkv.plugins.contract import has_hook
 from topkv.regranulated import Regranulated, SharedRegranulated
 from topkv.report import MemoryReport, count_memory
 from topkv.selectors import Own, Selector

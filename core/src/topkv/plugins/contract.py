@@ -10,13 +10,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from topkv.errors import PluginError
 from topkv.hooks.discovery import OPTIONAL
-
-if TYPE_CHECKING:
-    from topkv.config.lowered import LoweredGroup
 
 _SPEC_MARK = "topkv_spec"
 _IMPL_MARK = "topkv_impl"
@@ -103,39 +100,3 @@ def check_instance(instance: object, spec_module: ModuleType, who: str) -> None:
 def has_hook(instance: object, name: str) -> bool:
     """Whether an instance implements an optional hook."""
     return getattr(instance, name, None) is not None
-
-
-def pair_reasons(
-    algorithm: Any, backend: object, names: tuple[str, str], group: LoweredGroup
-) -> list[str]:
-    """Reasons against an algorithm with its backend that only the instances can give.
-
-    Args:
-        names: of the algorithm and the backend.
-        group: the group that they are for.
-    """
-    reasons = []
-    if has_hook(algorithm, "correct") and (group.regranulated or group.indexed):
-        reasons.append(
-            f"{names[0]} selects single tokens of units that are attended whole, and what is "
-            "corrected for (correct) is what no attended unit holds; leave that stage out, or "
-            "set unit to 1"
-        )
-    if has_hook(algorithm, "retrieve_prompt") and not has_hook(backend, "prefill_selected"):
-        reasons.append(
-            "the algorithm selects for the rows of a prompt too (retrieve_prompt), and backend "
-            f"{names[1]} has no prefill_selected; choose another backend"
-        )
-    if has_hook(algorithm, "correct") and group.selecting != group.shape.layers:
-        reasons.append(
-            f"{names[0]} corrects what was attended (correct), by what it keeps of every layer, "
-            "and some layers share a selection and keep nothing; leave one of the two out"
-        )
-    least = algorithm.spec().ring_tokens
-    ring = group.selected_as.ring_slots * group.selected_as.unit
-    if ring < least:
-        reasons.append(
-            f"{names[0]} reads a ring of at least {least} tokens, got {ring}; raise "
-            f"ring_tokens to {least}"
-        )
-    return reasons
