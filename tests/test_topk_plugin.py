@@ -113,6 +113,7 @@ CALLS = {
     "double_sparsity": (False, True, True),
     "pariskv": (False, True, True),
     "quest": (False, True, True),
+    "rocketkv": (False, True, True),
     "snapkv": (False, True, False),
     "streaming_llm": (False, False, False),
 }

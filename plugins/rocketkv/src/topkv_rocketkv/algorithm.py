@@ -1,0 +1,250 @@
+"""RocketKV: the end of a prompt drops most of it, and steps select among the rest.
+
+Behnam, Fu, Zhao, Tsai, Yu, Tumanov: "RocketKV: Accelerating Long-Context LLM Inference via
+Two-Stage KV Cache Compression", ICML 2025, arXiv 2502.14051. The README says what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from topkv import hookimpl
+from topkv.algorithms import ScoredUnits
+from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History, RepresentationSpec
+from topkv.types import LayerView
+from topkv_rocketkv import reference, votes
+from topkv_rocketkv.split import channels, narrowing, sizes
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MOST_CHANNELS = 256
+"""D whose queries and bounds a program of the kernels holds."""
+
+SETTLED, UNREAD = range(2)
+"""Columns of the pool ``state``: whether a settle came since the last prompt chunk; channels that
+a step does not read."""
+
+
+class RocketKV(ScoredUnits):
+    """Drops units by the votes of a prompt, and selects the best of the others.
+
+    Pool of grain unit: ``bounds [Hkv, 2, D]``, minimum and maximum of the unit's keys, packed by
+    page as ``reference.by_page`` says. Pools of grain request, in each layer:
+        queries ``[W, H, D]``, lse fp32 ``[W, H]``, voters int32 ``[W]``: the last W prompt
+            queries, that of position p in row ``p % W``; ``voters`` is p + 1, 0 in empty rows.
+        dropped int8 ``[lanes, units]``: 1 where a unit holds no token that the lane keeps.
+        state int32 ``[2]``: see ``SETTLED``, ``UNREAD``.
+    Zeros stand for a request that drops nothing and reads all channels.
+
+    ``construct`` takes queries up, ``settle`` reads the history once and chooses. Generated tokens
+    are never dropped, until a later prompt votes over them.
+    """
+
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        super().__init__(setup)
+        self.attended = (self.group.select + 1) * self.group.unit
+
+    def refusals(self) -> list[str]:
+        reasons, params = [], self.params
+        for name in ("window", "kernel"):
+            if not _whole(params[name], 1):
+                reasons.append(f"{name} must be an integer of 1 or more, got {params[name]!r}")
+        if _whole(params["kernel"], 1) and params["kernel"] % 2 == 0:
+            kernel = params["kernel"]
+            reasons.append(f"kernel must be odd, so that it has a middle, got {kernel}")
+        if not _whole(params["generated"], 0):
+            got = params["generated"]
+            reasons.append(f"generated must be an integer of 0 or more, got {got!r}")
+        reasons += self._refused_budgets()
+        if self.model.dtype not in DTYPES:
+            reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
+        if self.model.head_dim > MOST_CHANNELS:
+            reasons.append(
+                f"head_dim must be at most {MOST_CHANNELS}, got {self.model.head_dim}; select by "
+                "another algorithm"
+            )
+        return reasons
+
+    def _refused_budgets(self) -> list[str]:
+        reasons, window = [], self.params["window"]
+        prompt, read, dim = (
+            self.params["prompt_budget"],
+            self.params["channels"],
+            self.model.head_dim,
+        )
+        attended = (self.group.select + 1) * self.group.unit
+        least = max(attended, window + 1 if _whole(window, 1) else 1)
+        if prompt is not None and not _whole(prompt, least):
+            reasons.append(
+                f"prompt_budget must be None or an integer of {least} or more, which is what a "
+                f"step attends, and the window and one token; got {prompt!r}; raise it, or lower "
+                "budget or window"
+            )
+        if read is not None and not (_whole(read, 1) and read <= dim):
+            reasons.append(f"channels must be None or an integer of 1 to {dim}, got {read!r}")
+        return reasons
+
+    def representations(self) -> list[RepresentationSpec]:
+        shape = (self.group.num_kv_heads, 2, self.group.head_dim)
+        return [RepresentationSpec("bounds", "unit", shape, self.model.dtype)]
+
+    @hookimpl
+    def spec(self) -> AlgorithmSpec:
+        window, heads = self.params["window"], self.model.num_heads
+        pools = (
+            ("queries", (window, heads, self.model.head_dim), self.model.dtype),
+            ("lse", (window, heads), torch.float32),
+            ("voters", (window,), torch.int32),
+            ("dropped", (self.group.lane_heads, self.group.max_units), torch.int8),
+            ("state", (2,), torch.int32),
+        )
+        of_requests = (RepresentationSpec(name, "request", *form) for name, *form in pools)
+        return AlgorithmSpec(
+            (*self.representations(), *of_requests), settle_whole=True, prompt_tail=window
+        )
+
+    def sizes(self, length: int) -> tuple[int, int]:
+        """Tokens that are kept of a prompt, and channels that its steps read."""
+        dim, unit, params = self.model.head_dim, self.group.unit, self.params
+        prompt, read = params["prompt_budget"], params["channels"]
+        sized = (self.attended, unit, dim, params["generated"], params["window"])
+        kept, some = sizes(length, *sized)
+        if prompt is not None:
+            capacity = min(prompt + params["generated"], length)
+            kept, some = prompt, channels(dim, unit, narrowing(capacity, 2 * self.attended))
+        return kept, read or some
+
+    @hookimpl
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        self._write_prompt(layer, slot, start, k)
+        window, pools, end = self.params["window"], layer.pools, start + len(k)
+        first, count = end - len(q), min(len(q), window)
+        voters, state = pools["voters"][slot], pools["state"][slot]
+        voters *= (state[SETTLED] == 0) & (voters <= first)
+        positions = torch.arange(end - count, end, device=q.device)
+        rows = positions % window
+        pools["queries"][slot, rows] = q[len(q) - count :]
+        pools["lse"][slot, rows] = lse[len(q) - count :]
+        voters[rows] = (positions + 1).int()
+        state[SETTLED] = 0
+
+    def _write_prompt(self, layer: LayerView, slot: int, start: int, k: Tensor) -> None:
+        """Bounds of all units of a chunk."""
+        unit, tokens = self.group.unit, len(k)
+        first = torch.arange(0, tokens, unit, device=k.device)
+        padded = torch.nn.functional.pad(k, (0, 0, 0, 0, 0, len(first) * unit - tokens))
+        keys = padded.unflatten(0, (len(first), unit))
+        valid = first[:, None] + torch.arange(unit, device=k.device) < tokens
+        units = (start + first) // unit
+        self._store(layer, torch.full_like(first, slot), units, keys, valid)
+
+    @hookimpl
+    def settle(
+        self, layer: LayerView, slot: int, since: int, length: int, history: History
+    ) -> None:
+        pools, window, unit = layer.pools, self.params["window"], self.group.unit
+        kept, read = self.sizes(length)
+        dropped, state = pools["dropped"][slot], pools["state"][slot]
+        state[SETTLED], state[UNREAD] = 1, self.model.head_dim - read
+        if length <= kept:
+            dropped.zero_()
+            return
+        front = length - window
+        mass = self._votes(layer, slot, length, history)[:, :front]
+        # Where the whole window was cut off nobody votes, and what was kept before stays.
+        before = (1 - dropped.float()).repeat_interleave(unit, 1)[:, :front]
+        scores = votes.pooled(mass, self.params["kernel"])
+        scores = torch.where((mass > 0).any(), scores, before)
+        tokens = torch.nn.functional.pad(
+            votes.best(scores, kept - window), (0, window), value=True
+        )
+        holds = votes.units_of(tokens, unit)
+        dropped.zero_()
+        dropped[:, : holds.shape[1]] = (~holds).to(torch.int8)
+
+    def _votes(self, layer: LayerView, slot: int, length: int, history: History) -> Tensor:
+        """fp32 ``[lanes, length]``: the mass that the window's queries give to each position."""
+        pools, lanes = layer.pools, self.group.lane_heads
+        positions = pools["voters"][slot] - 1
+        inside = (positions >= length - self.params["window"]) & (positions < length)
+        positions = torch.where(inside, positions, -1)
+        q, lse = pools["queries"][slot], pools["lse"][slot]
+        blocks, done = [], 0
+        for start, k, _ in history:
+            if start != done:
+                raise ValueError(
+                    f"rocketkv: slot {slot} votes over its whole history, which must come in "
+                    f"order from position 0; expected a block at {done}, got one at {start}"
+                )
+            for first in range(0, len(k), votes.BLOCK):
+                keys = k[first : first + votes.BLOCK]
+                what = (q, lse, positions, keys, start + first, self.model.scale)
+                blocks.append(votes.votes(*what).unflatten(0, (lanes, -1)).sum(1))
+            done += len(k)
+        if done != length:
+            raise ValueError(
+                f"rocketkv: slot {slot} votes over its {length} tokens, and the history has {done}"
+            )
+        return torch.cat(blocks, 1)
+
+    @hookimpl
+    def truncated(self, layer: LayerView, slot: int, length: int) -> None:
+        """What is written from here on is neither dropped nor was it a voter."""
+        voters = layer.pools["voters"][slot]
+        voters *= voters <= length
+        layer.pools["dropped"][slot, :, length // self.group.unit :] = 0
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        step, group = layer.step, self.group
+        slots = torch.where(step.appended != 0, step.slots, -1)
+        newest = (step.lengths - 1).clamp(min=0)
+        units = newest // group.unit
+        # From [B, lane_heads, heads_per_lane, unit, D].
+        keys = layer.ring_k[slots.clamp(min=0), :, units % group.ring_slots]
+        valid = torch.arange(group.unit, device=k.device) <= (newest % group.unit)[:, None]
+        self._store(layer, slots, units, keys.flatten(1, 2).transpose(1, 2), valid)
+
+    def represent(self, keys: Tensor, valid: Tensor) -> dict[str, Tensor]:
+        return {"bounds": reference.minmax(keys, valid)}
+
+    def _store(
+        self, layer: LayerView, slots: Tensor, units: Tensor, keys: Tensor, valid: Tensor
+    ) -> None:
+        """Represent logical ``units [n]`` of requests ``slots [n]``; slot -1 changes nothing."""
+        per_page, writes = self.group.units_per_page, slots >= 0
+        table = layer.step.page_table[slots.clamp(min=0), units // per_page].long()
+        # Without a shape that depends on data: the others write page 0, which belongs to nobody.
+        page, place = torch.where(writes, table, 0), torch.where(writes, units % per_page, 0)
+        bounds = reference.by_page(layer.pools["bounds"], per_page)
+        new = self.represent(keys, valid)["bounds"]
+        bounds[page, place] = torch.where(writes[:, None, None, None], new, bounds[page, place])
+
+    def score(self, q: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
+        return reference.head_scores(q, kept["bounds"], kept["count"]) * self.model.scale
+
+    def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
+        step, group, pools = layer.step, self.group, layer.pools
+        slots, per_page = step.slots.clamp(min=0).long(), group.units_per_page
+        closed = (step.lengths - 1).clamp(min=0) // group.unit * (step.slots >= 0)
+        unit = torch.arange(group.max_units, device=q.device)
+        selectable = unit < closed[:, None]
+        units = torch.where(selectable, unit, 0)
+        page = step.page_table[slots[:, None], units // per_page].long()
+        kept = {
+            "bounds": reference.by_page(pools["bounds"], per_page)[page, units % per_page],
+            "count": self.model.head_dim - pools["state"][slots, UNREAD],
+        }
+        scores = self.score(q, kept).unflatten(1, (group.lane_heads, -1))
+        dropped = pools["dropped"][slots].bool()[:, :, None]
+        scores = scores.masked_fill(dropped, reference.DROPPED)
+        scores = scores.masked_fill(~selectable[:, None, None], float("-inf"))
+        return self.combine(scores).flatten(0, 1), closed.repeat_interleave(group.lane_heads)
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -1,0 +1,106 @@
+"""RocketKV with its kernels: launches, and the scratch that they share."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from topkv import hookimpl
+from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.ops.lane_scores import HeadScores
+from topkv.types import LayerView
+from topkv_rocketkv import bound_kernels, kernels, reference
+from topkv_rocketkv.algorithm import UNREAD, RocketKV
+
+TILE_U, TILES, STAGES = 32, 4, 3
+"""Units of a tile, tiles of one program of the score kernel, loads in flight."""
+
+BLOCK_U = TILE_U * TILES
+"""Units whose maximum and exponential sum are kept together."""
+
+
+class RocketKVTriton(RocketKV):
+    """RocketKV in kernels, with every constant worked out once.
+
+    Votes stay in torch: they are cold. Scratch: ``HeadScores``; ``sides`` int8
+    ``[max_requests * Hkv, D]`` and ``factors`` fp32 ``[max_requests * Hkv, BLOCK_G]`` of the
+    queries, as ``kernels.query_kernel`` says.
+    """
+
+    impl = "triton"
+
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        super().__init__(setup)
+        model, group, device = self.model, self.group, setup.device
+        block_g = max(16, triton.next_power_of_2(model.group_size))
+        pairs = group.max_requests * model.num_kv_heads
+        self.heads = HeadScores(model, group, BLOCK_U, device)
+        self.sides = torch.zeros((pairs, model.head_dim), dtype=torch.int8, device=device)
+        self.factors = torch.empty((pairs, block_g), dtype=torch.float32, device=device)
+        geometry = {
+            "KV_HEADS": model.num_kv_heads,
+            "D": model.head_dim,
+            "BLOCK_D": max(16, triton.next_power_of_2(model.head_dim)),
+            "num_warps": 4,
+        }
+        units = {"UNIT": group.unit, "UNITS_PER_PAGE": group.units_per_page}
+        heads = {"GROUP": model.group_size, "BLOCK_G": block_g}
+        self.writing = geometry | units | {"BLOCK_T": max(2, triton.next_power_of_2(group.unit))}
+        self.asking = geometry | heads
+        self.scoring = (
+            geometry
+            | units
+            | heads
+            | {
+                "HEADS_PER_LANE": group.heads_per_lane,
+                "DROPPED": reference.DROPPED,
+                "TILE_U": TILE_U,
+                "TILES": TILES,
+                "STAGES": STAGES,
+                "FP32": model.dtype is torch.float32 or device.type == "cpu",
+            }
+        )
+
+    def _write_prompt(self, layer: LayerView, slot: int, start: int, k: Tensor) -> None:
+        group = self.group
+        if len(k) == 0:
+            return
+        if k.stride(-1) != 1:
+            k = k.contiguous()
+        grid = (triton.cdiv(len(k), group.unit), group.num_kv_heads)
+        bound_kernels.construct_kernel[grid](
+            *(k, layer.pools["bounds"], layer.step.page_table[slot]),
+            *(start // group.unit, len(k), k.stride(0), k.stride(1)),
+            **self.writing,
+        )
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        group, step, ring = self.group, layer.step, layer.ring_k
+        bound_kernels.update_kernel[(step.batch, group.num_kv_heads)](
+            *(ring, layer.pools["bounds"], step.slots, step.lengths, step.appended),
+            *(step.page_table, step.page_table.stride(0), *ring.stride()[:5]),
+            HEADS_PER_LANE=group.heads_per_lane,
+            T=group.ring_slots,
+            **self.writing,
+        )
+
+    def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
+        group, step, pools = self.group, layer.step, layer.pools
+        pairs = step.batch * group.num_kv_heads
+        unread = pools["state"][:, UNREAD]
+        kernels.query_kernel[(pairs,)](
+            *(q, step.slots, unread, self.sides, self.factors, self.model.scale),
+            *(q.stride(0), q.stride(1), unread.stride(0)),
+            **self.asking,
+        )
+        work = (self.heads.raw, self.heads.peak, self.heads.mass)
+        kernels.score_kernel[(pairs, self.heads.blocks)](
+            *(q, self.sides, self.factors, pools["bounds"], pools["dropped"]),
+            *(step.slots, step.lengths, step.page_table, *work),
+            *(step.page_table.stride(0), group.max_units, self.heads.blocks),
+            *(q.stride(0), q.stride(1)),
+            **self.scoring,
+        )
+        return self.heads.lanes(step)

@@ -1,0 +1,114 @@
+"""RocketKV against the conformance kit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topkv.testing.algorithm.bench import AlgorithmBench
+from topkv.testing.algorithm.cases import cases
+from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
+from topkv.testing.kit import examples
+from topkv_rocketkv.entry import topkv_register_algorithms
+
+(ENTRY,) = topkv_register_algorithms()
+
+PAGE_UNITS = 4
+"""Of every case: what ``by_key`` is given does not say."""
+
+
+def by_key(name, pool):
+    """Bounds are packed by page: channels in front, units behind."""
+    if name != "bounds":
+        return pool
+    heads, two, dim = pool.shape[1:]
+    pages = pool.view(-1, heads, two, dim, PAGE_UNITS).permute(0, 4, 1, 2, 3)
+    return pages.flatten(0, 1)
+
+
+def oracle(bench, slot, q):
+    """Mean softmax over the units that were not dropped, channel by channel in plain Python."""
+    group, model = bench.group, bench.model
+    dropped = bench.pools["dropped"][slot].bool().cpu()
+    count = model.head_dim - int(bench.pools["state"][slot, 1])
+    closed = bench.selectable(slot)
+    keys = bench.keys[slot][: closed * group.unit].double().unflatten(0, (closed, group.unit))
+    scores = []
+    for head, heads in enumerate(q[0].double().cpu().split(model.group_size)):
+        size = heads.abs().sum(0).tolist()
+        best = sorted(range(len(size)), key=lambda i: (-size[i], i))[:count]
+        total = torch.zeros(len(heads), closed, dtype=torch.float64)
+        for i in best:
+            bound = keys[:, :, head, i]
+            bound = bound.amax(1) if heads[:, i].sum() > 0 else bound.amin(1)
+            total += heads[:, i, None] * bound
+        part, whole = heads[:, best].abs().sum(1), heads.abs().sum(1)
+        warmth = torch.where(part > 0, whole / part, 1.0).nan_to_num(1.0).sqrt()
+        scores.append(total * warmth[:, None] * model.scale)
+    per_lane = torch.stack(scores).unflatten(0, (group.lane_heads, -1)).flatten(1, 2)
+    per_lane = per_lane.masked_fill(dropped[:, None, :closed], -torch.inf)
+    return per_lane.softmax(-1).mean(1)
+
+
+PARAMS = {
+    "window": st.sampled_from([1, 3, 4]),
+    "kernel": st.sampled_from([1, 3, 63]),
+    "generated": st.sampled_from([0, 2]),
+    "channels": st.sampled_from([None, 1, 3]),
+}
+OPTIONS = AlgorithmOptions(
+    params=st.fixed_dictionaries(PARAMS),
+    geometry={"page_units": (PAGE_UNITS,)},
+    selects=(2, 3, 5),
+    by_key=by_key,
+    oracle=oracle,
+)
+
+
+class TestRocketKV(AlgorithmTests):
+    """With the split's prompt budgets, so that prompts lose most of their tokens."""
+
+    @pytest.fixture
+    def plugin(self):
+        """Without ``sticky``: its tests want any unit drawn, and no bonus draws a dropped one."""
+        parameters = {k: v for k, v in ENTRY.parameters.items() if k != "sticky"}
+        return evolve(ENTRY, parameters=parameters)
+
+    @pytest.fixture
+    def options(self):
+        return OPTIONS
+
+    def test_a_prompt_over_pages_of_another_computes_its_tail_alone(self, subject):
+        """And keeps what it would keep if it had computed all of its tokens."""
+
+        @examples(subject.tier, cpu=60, interpret=5, gpu=20)
+        @given(case=cases(subject), data=st.data())
+        def check(case, data):
+            alone, over = (AlgorithmBench(subject, case, requests=1) for _ in range(2))
+            keys = case.tokens(0)[: data.draw(alone.long_lengths() | alone.lengths(least=2))]
+            most = max(len(keys) - alone.spec.prompt_tail, 0)
+            shared = data.draw(st.just(most) | st.integers(0, most))
+            alone.prefill(0, keys)
+            over._hold(0, keys[:shared])
+            over.prefill(0, keys[shared:])
+            for name in ("dropped", "state"):
+                assert torch.equal(over.pools[name], alone.pools[name]), name
+
+        check()
+
+
+class TestWholePrompts(AlgorithmTests):
+    """Prompts that are kept whole: what selects then attends like any other algorithm."""
+
+    @pytest.fixture
+    def plugin(self):
+        traits = (*ENTRY.capabilities.traits, "attends", "low_ties", "incremental")
+        return evolve(ENTRY, capabilities=evolve(ENTRY.capabilities, traits=traits))
+
+    @pytest.fixture
+    def options(self):
+        params = {**PARAMS, "prompt_budget": st.just(10**6)}
+        return evolve(OPTIONS, params=st.fixed_dictionaries(params), selects=(1, 2, 3, 5))
