@@ -75,11 +75,13 @@ def test_the_stock_model_where_the_budget_covers_everything(tiny):
         assert handle.prefixes.counts.kept == 5
 
 
-@pytest.mark.parametrize("algorithm", ["snapkv", "streaming_llm", "pariskv"])
+@pytest.mark.parametrize("algorithm", ["snapkv", "streaming_llm", "pariskv", "rocketkv"])
 def test_every_algorithm_that_is_served_selects_as_without(tiny, algorithm):
     model, ids = tiny.model("qwen3", layers=3), tiny.prompt(150)["input_ids"]
     other = torch.cat([ids[:, :130], tiny.prompt(20, seed=9)["input_ids"]], 1)
-    params = {"snapkv": {"window": 8, "generated": 24}}.get(algorithm, {})
+    params = {"snapkv": {"window": 8, "generated": 24}, "rocketkv": {"window": 8}}.get(
+        algorithm, {}
+    )
     config = {**tiny.settings(**SPARSE, dense_layers=[0]), "algorithm": algorithm, "unit": 1}
     config |= {"params": params, "budget": 64, "buffer": 64}
     told = []
