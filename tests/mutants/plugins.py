@@ -29,6 +29,10 @@ from plugins.double_sparsity.tests import test_selection as sparsity_selection
 from plugins.pariskv.tests import test_conformance as pariskv_kit
 from plugins.residual.tests import test_conformance as residual_kit
 from plugins.residual.tests import test_estimate as residual_estimate
+from plugins.rocketkv.tests import test_conformance as rocketkv_kit
+from plugins.rocketkv.tests import test_decode as rocketkv_decode
+from plugins.rocketkv.tests import test_scores as rocketkv_scores
+from plugins.rocketkv.tests import test_votes as rocketkv_votes
 from plugins.skip_softmax.tests import test_conformance as skip_kit
 from plugins.skip_softmax.tests import test_decode as skip_decode
 from plugins.snapkv.tests import test_conformance as snapkv_kit
@@ -44,6 +48,7 @@ from tests.mutants import plugins_double_sparsity as sparsity
 from tests.mutants import plugins_pariskv as paris
 from tests.mutants import plugins_prompt as prompt
 from tests.mutants import plugins_residual as residual
+from tests.mutants import plugins_rocketkv as rocket
 from tests.mutants import plugins_skip_softmax as skip
 from tests.mutants import plugins_top_p as top_p
 from tests.mutants.harness import Mutant, mutated, told_of, without_shrinking
@@ -57,6 +62,7 @@ from topkv_clusterkv.launch import ClusterKVTriton
 from topkv_double_sparsity.launch import DoubleSparsityTriton
 from topkv_pariskv.launch import ParisKVTriton
 from topkv_residual.launch import ResidualTriton
+from topkv_rocketkv.launch import RocketKVTriton
 from topkv_skip_softmax.stage import SkipSoftmax
 from topkv_snapkv.kernels import SnapKVTriton
 from topkv_streaming_llm.launch import StreamingLLMTriton
@@ -178,10 +184,14 @@ packed = _kit(
 )
 cluster = _kit("clusterkv", ClusterKVTriton, clusterkv_kit.OPTIONS)
 coded = _kit("pariskv", ParisKVTriton, pariskv_kit.OPTIONS)
+rocket_kit = _kit("rocketkv", RocketKVTriton, rocketkv_kit.OPTIONS)
 snap = _kit("snapkv", SnapKVTriton, snapkv_kit.OPTIONS)
 stream = _kit("streaming_llm", StreamingLLMTriton, streaming_kit.OPTIONS)
 of_sparse = _own(DoubleSparsityTriton, bench=lambda on: double_sparsity.Bench)
 of_cluster = _own(ClusterKVTriton, subject=_subject("clusterkv", clusterkv_selection.OPTIONS))
+of_rocket = _own(RocketKVTriton, subject=_subject("rocketkv", AlgorithmOptions(units=96)))
+of_bounds = _own(RocketKVTriton, subject=_subject("rocketkv", AlgorithmOptions(units=40)))
+in_chat = _own(RocketKVTriton, tier=lambda on: on)
 of_snap = _own(SnapKVTriton, subject=_subject("snapkv", AlgorithmOptions(units=48)))
 stays = _own(SnapKVTriton, subject=_subject("snapkv", snapkv_properties.OPTIONS))
 of_top_p = _own(
@@ -221,6 +231,9 @@ BF16 = {"label": "bf16", "dtype": torch.bfloat16, "kv_heads": 4, "group": 4, "ch
 WHOLE = (clusterkv_selection, "whole_clusters_by_falling_score_and_only_the_last_is_cut")
 STORED = (clusterkv_selection, "stored_clusters_are_permutations_in_order")
 KEPT = (test_votes, "what_is_kept_is_the_best_and_the_window")
+VOTED = (rocketkv_votes, "a_prompt_keeps_the_best_votes_and_its_window")
+BOTH_STAGES = (rocketkv_decode, "steps_select_among_what_is_kept_and_what_came_since")
+KERNEL_SCORES = (rocketkv_scores, "kernels_score_and_read_what_the_formula_says")
 FOUND = "unit_is_found_as_soon_as_decode_closes_it"
 PROMISED = "promised_units_are_selected"
 KERNELS = "kernels_select_what_the_reference_selects"
@@ -273,6 +286,30 @@ MUTANTS = [
     coded(paris.MeanQuery, "every_query_head_finds_its_needle", ANYWHERE),
     coded(paris.ForgetsRecent, PROMISED),
     coded(paris.KernelUnflipped, KERNELS, ("interpret",)),
+    of_rocket(rocket.Unpooled, *VOTED),
+    of_rocket(rocket.WindowForgotten, *VOTED),
+    of_rocket(rocket.OldVotersStay, rocketkv_votes, "a_later_prompt_votes_anew_over_everything"),
+    of_rocket(rocket.DroppedForGood, rocketkv_votes, "a_later_prompt_votes_anew_over_everything"),
+    of_rocket(rocket.RejectedStayDropped, rocketkv_votes, "a_prompt_that_lost_its_end"),
+    of_rocket(
+        rocket.UnitsNeedAllTokens, rocketkv_votes, "a_unit_stays_for_one_token_that_is_kept"
+    ),
+    in_chat(rocket.SelectsDropped, *BOTH_STAGES, ANYWHERE),
+    rocket_kit(rocket.SignOfFirstHead, ORACLE),
+    rocket_kit(rocket.ReadsSmallestChannels, ORACLE),
+    rocket_kit(rocket.NoTemperature, ORACLE),
+    of_bounds(
+        rocket.OpenUnitUncounted, rocketkv_scores, "bounds_token_by_token_are_those_at_once"
+    ),
+    rocket_kit(rocket.RowForSlot, "slots_and_host_pages_do_not_matter"),
+    of_bounds(rocket.RowForSlot, *KERNEL_SCORES, ("interpret",)),
+    rocket_kit(
+        rocket.TailTooShort,
+        "a_prompt_over_pages_of_another_computes_its_tail_alone",
+        suite=rocketkv_kit.TestRocketKV,
+    ),
+    of_bounds(rocket.KernelReadsOneMore, *KERNEL_SCORES, ("interpret",)),
+    of_bounds(rocket.KernelReadsMinima, *KERNEL_SCORES, ("interpret",)),
     of_snap(prompt.Unpooled, *KEPT),
     of_snap(prompt.LastChunkVotes, *KEPT),
     of_snap(prompt.OutOfOrder, *KEPT),
