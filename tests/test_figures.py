@@ -96,6 +96,25 @@ def test_the_table_of_skip_softmax_is_that_of_the_raw_numbers():
         assert cells == [f"{row['correct']:.0f}", share, f"{row['kl']:.1e}"]
 
 
+def test_the_table_of_rocketkv_is_that_of_the_raw_numbers():
+    """Cells are ``right answers / attention mass``, by how questions are read."""
+    found = {
+        (r["algorithm"], r["question"], tuple(r["dense_layers"]), r["nominal_percent"]): r
+        for r in figures.read("eval/rocketkv_cpu.jsonl")
+    }
+    text = (ROOT / "plugins/rocketkv/README.md").read_text("utf-8")
+    head, *rows = rows_of(text, "| question, dense layers, budget")
+    assert len(rows) == 8
+    for what, *cells in rows:
+        question, dense, budget = what.split(", ")
+        mode = {"read": "dense", "decoded": "sparse"}[question]
+        layers = () if dense == "none" else (0, 1)
+        for name, cell in zip(head[1:], cells, strict=True):
+            row = found.get((name, mode, layers, float(budget.removesuffix(" %"))))
+            expected = f"{row['correct']:.0f} / {100 * row['recall']:.1f} %" if row else "-"
+            assert cell == expected
+
+
 def test_the_table_of_top_p_is_that_of_the_raw_numbers():
     """Units that are attended and loaded, and bytes that are read, are shares of Quest's alone."""
     found = {r["algorithm"]: r for r in figures.read("eval/top_p_cpu.jsonl")}
