@@ -75,6 +75,35 @@ def test_the_table_of_pariskv_is_that_of_the_raw_numbers():
             assert cell == " / ".join([*right, *(f"{share:.1f} %" for share in shares)])
 
 
+@pytest.mark.parametrize(
+    ("page", "head", "names"),
+    [
+        ("plugins/residual/README.md", "| behind Quest", ("quest", "residual", "variance")),
+        ("docs/how.md", "| `share`, budget", ("quest", "share2", "share4")),
+    ],
+)
+def test_tables_of_residual_and_of_shared_selections_are_those_of_the_raw_numbers(
+    page, head, names
+):
+    found = {
+        (row["family"], row["algorithm"], row["nominal_percent"]): row
+        for row in figures.read("eval/residual_cpu.jsonl")
+    }
+    _, *rows = rows_of((ROOT / page).read_text("utf-8"), head)
+    cells = [(name, budget) for budget in (2, 5) for name in names]
+    for (what, *shown), (name, budget) in zip(rows, cells, strict=True):
+        assert what.endswith(f", {budget} %")
+        text, facts = (found[family, name, budget] for family in ("text", "facts"))
+        alone = found["text", "quest", budget]["device_bytes_per_token"]
+        assert shown == [
+            f"{text['kl']:.3f}",
+            f"{100 * text['agreement']:.1f} %",
+            f"{facts['correct']:.0f}",
+            f"{facts['kl']:.2f}",
+            f"{100 * text['device_bytes_per_token'] / alone:.1f} %",
+        ]
+
+
 def test_the_table_of_skip_softmax_is_that_of_the_raw_numbers():
     found = {
         (r["algorithm"], r["nominal_percent"]): r
