@@ -33,13 +33,17 @@ PARAMS = {
 }
 
 
+MARKS = {"gpu": ("gpu",), "interpret": ("slow",)}
+"""Of the tiers; a cell that is interpreted takes seconds, and the kits run the same kernels."""
+
+
 def supported():
     """The supported cells, each on the tiers where both plugins run."""
     found = []
     for cell in CELLS:
         for name in cell.tiers:
             missing = tier(name).missing
-            marks = [pytest.mark.gpu] if name == "gpu" else []
+            marks = [getattr(pytest.mark, mark) for mark in MARKS.get(name, ())]
             if missing:
                 marks.append(pytest.mark.skip(reason=f"tier {name!r}: {missing}"))
             what = (cell.algorithm, cell.backend, cell.attention, cell.scope, str(cell.unit))

@@ -45,6 +45,7 @@ class TestModelKeys(AlgorithmTests):
         )
 
 
+@pytest.mark.slow
 class TestFp8Keys(AlgorithmTests):
     """Keys in e4m3, in pages of 64 tokens and of 128."""
 

@@ -100,6 +100,7 @@ class TestRocketKV(AlgorithmTests):
         check()
 
 
+@pytest.mark.slow
 class TestWholePrompts(AlgorithmTests):
     """Prompts that are kept whole: what selects then attends like any other algorithm."""
 
