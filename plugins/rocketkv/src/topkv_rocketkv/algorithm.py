@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from topkv import hookimpl
-from topkv.algorithms import ScoredUnits
+from topkv.algorithms import ScoredUnits, appended_units, chunk_units, open_units
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History, RepresentationSpec
 from topkv.types import LayerView
 from topkv_rocketkv import reference, votes
@@ -134,13 +134,8 @@ class RocketKV(ScoredUnits):
 
     def _write_prompt(self, layer: LayerView, slot: int, start: int, k: Tensor) -> None:
         """Bounds of all units of a chunk."""
-        unit, tokens = self.group.unit, len(k)
-        first = torch.arange(0, tokens, unit, device=k.device)
-        padded = torch.nn.functional.pad(k, (0, 0, 0, 0, 0, len(first) * unit - tokens))
-        keys = padded.unflatten(0, (len(first), unit))
-        valid = first[:, None] + torch.arange(unit, device=k.device) < tokens
-        units = (start + first) // unit
-        self._store(layer, torch.full_like(first, slot), units, keys, valid)
+        units, keys, valid = chunk_units(self.group, start, k)
+        self._store(layer, torch.full_like(units, slot), units, keys, valid)
 
     @hookimpl
     def settle(
@@ -200,14 +195,8 @@ class RocketKV(ScoredUnits):
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        step, group = layer.step, self.group
-        slots = torch.where(step.appended != 0, step.slots, -1)
-        newest = (step.lengths - 1).clamp(min=0)
-        units = newest // group.unit
-        # From [B, lane_heads, heads_per_lane, unit, D].
-        keys = layer.ring_k[slots.clamp(min=0), :, units % group.ring_slots]
-        valid = torch.arange(group.unit, device=k.device) <= (newest % group.unit)[:, None]
-        self._store(layer, slots, units, keys.flatten(1, 2).transpose(1, 2), valid)
+        slots, units, valid = appended_units(layer)
+        self._store(layer, slots, units, open_units(layer, layer.ring_k), valid)
 
     def represent(self, keys: Tensor, valid: Tensor) -> dict[str, Tensor]:
         return {"bounds": reference.minmax(keys, valid)}
