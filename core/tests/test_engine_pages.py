@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import random
+
 import pytest
 import torch
+from attrs import evolve
 
-from topkv.errors import HostMemoryError, RequestError
-from topkv.testing.machines.engine_pages import PAGE, PAGES, run_engine_pages
-from topkv.testing.machines.lifecycle_model import DIM, HEADS, KV_HEADS, LAYERS, REQUESTS
+from topkv import SparseCoordinator
+from topkv.errors import ConfigError, HostMemoryError, RequestError
+from topkv.testing.machines.engine_pages import PAGE, PAGES, SHAPE, run_engine_pages, run_forward
+from topkv.testing.machines.lifecycle_model import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    REQUESTS,
+    doubles,
+    make_coordinator,
+)
 
 
 @pytest.mark.slow
@@ -86,3 +99,62 @@ def test_pages_outlive_the_request_that_filled_them(make):
     for one, other in zip(outputs[LAYERS : 2 * LAYERS], outputs[2 * LAYERS :], strict=True):
         assert torch.equal(one, other)
     assert coordinator.manager.host.used == 0
+
+
+@pytest.fixture
+def twins(on):
+    """One coordinator, and two more whose host pool is one file."""
+    registry = doubles()
+    alone = make_coordinator(on, registry=registry, pages="engine", buffer=8)
+    file = os.memfd_create("topkv-twins")
+    config = evolve(alone.config, host_file=file)
+    made = [alone, *(SparseCoordinator(config, registry) for _ in range(2))]
+    os.close(file)
+    yield made
+    for coordinator in made:
+        coordinator.close()
+
+
+def test_two_that_share_a_pool_do_what_one_does(twins, on):
+    """Requests that come and go and use each other's pages, each step in another order of the two;
+    what one has written last the other one reads."""
+    draw, rows = random.Random(3), torch.Generator().manual_seed(3)
+    free, held, lengths = list(range(1, PAGES)), {}, {}
+    for step in range(15 if on.name == "interpret" else 60):
+        if len(held) < REQUESTS and draw.random() < 0.4:
+            (slot,) = {each.request_begin() for each in twins}
+            held[slot], lengths[slot] = [], 0
+        if not held:
+            continue
+        new = {slot: draw.choice([3, 7, 9]) if not lengths[slot] else 1 for slot in held}
+        for slot, tokens in new.items():
+            missing = -(-(lengths[slot] + tokens) // PAGE) - len(held[slot])
+            pages = [free.pop(draw.randrange(len(free))) for _ in range(missing)]
+            held[slot] += pages
+            for each in twins:
+                each.request_add_pages(slot, pages)
+        decode = [slot for slot in held if lengths[slot]]
+        chunks = [slot for slot in held if not lengths[slot]]
+        new = {slot: torch.randn((n, *SHAPE), generator=rows) for slot, n in new.items()}
+        q = torch.randn(LAYERS, sum(map(len, new.values())), HEADS, DIM, generator=rows)
+        order = [twins[0], *draw.sample(twins[1:], 2)]
+        expected, *got = [run_forward(each, chunks, decode, new, q) for each in order]
+        assert all(torch.equal(expected, each) for each in got), step
+        for slot in [*held]:
+            lengths[slot] += len(new[slot])
+            if lengths[slot] >= 12 and draw.random() < 0.5:
+                for each in twins:
+                    each.request_end(slot)
+                free += held.pop(slot)
+                del lengths[slot]
+    _, one, other = twins
+    assert one.transfers_of().misses == twins[0].transfers_of().misses > 0
+    assert one.manager.host.bytes.data_ptr() != other.manager.host.bytes.data_ptr()
+    assert torch.equal(one.manager.host.bytes, other.manager.host.bytes)
+    one.manager.host.bytes[0] += 1  # of page 0, which nobody has
+    assert torch.equal(one.manager.host.bytes, other.manager.host.bytes)
+
+
+def test_pages_of_the_core_cannot_be_shared(make):
+    with pytest.raises(ConfigError, match="host_file wants pages 'engine', got 'core'"):
+        evolve(make().config, host_file=0)

@@ -42,7 +42,7 @@ class SparseKVCacheManager:
         self.groups: list[GroupShape] = [group.shape for group in config.groups]
         on_host = [group for group in self.groups if group.residency != "resident"]
         pool = EngineKVPool if config.pages == "engine" else PrefixKVPool
-        self.host = pool(on_host, config.num_pages, config.host_layout, device)
+        self.host = pool(on_host, config.num_pages, config.host_layout, device, config.host_file)
         try:
             self._allocate(specs)
         except BaseException:

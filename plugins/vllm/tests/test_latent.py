@@ -7,8 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from attrs import evolve
 
+from plugins.vllm.tests.answers import parted, told_of
+from plugins.vllm.tests.ranks import check_nothing_is_held, pools_of, ranks_of
 from topkv.errors import CapabilityError
 from topkv_vllm import engine_args
 from topkv_vllm.refusals import PLAIN_ROPE, check
@@ -47,16 +50,15 @@ class Model:
     Args:
         family: ``"DeepseekV32"`` or ``"GlmMoeDsa"``, of Transformers.
         path: of a folder.
+        changes: of ``SIZES``.
     """
 
-    def __init__(self, family, path):
-        import transformers
-
+    def __init__(self, family, path, **changes):
         torch.manual_seed(0)
-        sizes = SIZES
+        sizes = SIZES | changes
         if family == "GlmMoeDsa":  # vLLM has other names for what its layers do
             own = {"indexer_types": ["full", "shared", "full"], "index_topk_pattern": "FSF"}
-            sizes = SIZES | own | {"indexer_rope_interleave": True}
+            sizes = sizes | own | {"indexer_rope_interleave": True}
         config = getattr(transformers, f"{family}Config")(**sizes)
         self.stock = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
         # The embedding of padding is 0, and 0 ties all scores should it ever be generated.
@@ -161,6 +163,33 @@ def test_prompts_in_chunks(engine, indexed, prompt, monkeypatch):
     engine.check_nothing_is_held()
 
 
+@pytest.fixture
+def two(served, indexed):
+    """An engine of two ranks, each with half of the heads."""
+    if torch.cuda.device_count() == 1:
+        pytest.skip("each rank wants a GPU")
+    settings, more = arguments_of(indexed)
+    return served(settings, fresh=True, tensor_parallel_size=2, **more)
+
+
+def test_ranks_share_one_host_pool(two, indexed, prompt):
+    """Tokens are those of the stock model, through a preemption and pages that are used again."""
+    lengths, tokens = (250, 1, 33, 100), (8, 30, 20, 16)
+    prompts = prompts_of(prompt, lengths)
+    names = [f"ranks-{number}" for number in range(len(prompts))]
+    for wave in ("first", "second"):
+        for name, each, most in zip(names, prompts, tokens, strict=True):
+            two.add(wave + name, each, most)
+            two.steps(2)
+        two.preempt()
+        two.run()
+        for name, each, most in zip(names, prompts, tokens, strict=True):
+            assert two.tokens[wave + name][0] == indexed.answer(each, most), name
+    assert pools_of(two) == [[0, 1], [0, 1]]
+    assert [rank["heads"] for rank in ranks_of(two)] == [(2, 1), (2, 1)]
+    check_nothing_is_held(two)
+
+
 def configured(model, **arguments):
     from vllm import EngineArgs
 
@@ -170,10 +199,11 @@ def configured(model, **arguments):
     return EngineArgs(**engine_args(settings, **more)).create_engine_config()
 
 
-def test_what_is_refused(indexed, version):
-    check(configured(indexed), version)
-    with pytest.raises(CapabilityError, match="latent attention with tensor parallel ranks"):
-        check(configured(indexed, tensor_parallel_size=2), version)
+def test_heads_are_split_and_rows_are_not(indexed, version):
+    lowered = [
+        check(configured(indexed, tensor_parallel_size=ranks), version).model for ranks in (1, 2)
+    ]
+    assert [(model.num_heads, model.num_kv_heads) for model in lowered] == [(4, 1), (2, 1)]
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="of a CPU")
@@ -189,6 +219,36 @@ def test_latent_attention_without_an_indexer_is_refused(indexed, version):
     config.model_config.hf_text_config = SimpleNamespace(kv_lora_rank=32)
     with pytest.raises(CapabilityError, match=r"has latent attention \(MLA\) and no indexer"):
         check(config, version)
+
+
+@pytest.fixture(scope="module")
+def wide(indexed, tmp_path_factory):
+    """A model of DeepSeek-V3.2's own rows and index keys, which FlashMLA takes and no others."""
+    if not isinstance(indexed.stock.config, transformers.DeepseekV32Config):
+        pytest.skip("one family is enough")
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_topk": 64}
+    return Model("DeepseekV32", tmp_path_factory.mktemp("wide"), **sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", ["model", "fp8"])
+def test_flashmla_attends_as_the_kernels_of_triton_do(rows, wide, served, prompt):
+    """In bfloat16: what both say of the next token, as long as they have generated the same."""
+    prompts, told = prompts_of(prompt, (250, 100, 33)), []
+    for backend in ("flashmla", "triton_attention"):
+        settings, more = arguments_of(
+            wide, backend=backend, kv_format=rows, budget=64, page_tokens=64
+        )
+        engine = served(settings, fresh=True, dtype="bfloat16", **more)
+        told.append(told_of(engine, prompts))
+        engine.check_nothing_is_held()
+    for one, other in zip(*told, strict=True):
+        same = parted(one, other)
+        assert same > 3
+        for at in range(min(same + 1, len(one.token_ids))):
+            for token, mine in one.logprobs[at].items():
+                if token in other.logprobs[at]:
+                    assert abs(mine.logprob - other.logprobs[at][token].logprob) < 0.1
 
 
 MUTANTS = {

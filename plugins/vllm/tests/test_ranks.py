@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from plugins.vllm.tests.answers import parted, told_of
+from plugins.vllm.tests.ranks import SETTINGS, check_nothing_is_held, pools_of, ranks_of, use
 from topkv.errors import CapabilityError, ConfigError
 from topkv_vllm import engine_args
+from topkv_vllm.ranks import host_file
 from topkv_vllm.refusals import check
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="each rank wants a GPU")
 
-SETTINGS = {"backend": "triton_attention", "dense_layers": [], "max_tokens": 2048, "poison": True}
 ALGORITHMS = {
     "quest": {"algorithm": "quest"},
     "clusterkv": {
@@ -27,54 +32,6 @@ ALGORITHMS = {
 }
 
 
-def use(engine, settings):
-    """Give the ranks of an engine coordinators with other settings, which takes no time, where a
-    start takes many seconds."""
-
-    def anew(worker, settings):
-        from topkv import SparseConfig
-        from topkv_vllm.geometry import lowered_for
-        from topkv_vllm.layers import shape_of_layers
-
-        config = worker.vllm_config
-        layers = config.compilation_config.static_forward_context.values()
-        shape = shape_of_layers([layer.impl for layer in layers], config.model_config.dtype)
-        worker.session.close()
-        worker.session.allocate(lowered_for(config, SparseConfig.load(settings), shape))
-
-    engine.llm.collective_rpc(anew, args=({**SETTINGS, **settings},))
-
-
-def ranks_of(engine):
-    """What each rank holds and has counted."""
-
-    def told(worker):
-        session = worker.session
-        coordinator, requests = session.coordinator, session.requests
-        coordinator.check_integrity()
-        model, counts = coordinator.model, coordinator.transfers_of()
-        return {
-            "heads": (model.num_heads, model.num_kv_heads),
-            "slots": {name: held.slot for name, held in requests.held.items()},
-            "pages": {
-                name: [*coordinator.requests.pages.of(held.slot)]
-                for name, held in requests.held.items()
-            },
-            "lengths": coordinator.requests.length.tolist(),
-            "used": coordinator.manager.host.used,
-            "num_pages": coordinator.config.num_pages,
-            "misses": counts.misses,
-            "hits": counts.hits,
-        }
-
-    return engine.llm.collective_rpc(told)
-
-
-def check_nothing_is_held(engine):
-    for rank in ranks_of(engine):
-        assert (rank["used"], rank["slots"]) == (0, {})
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _ranks_end(engines):
     """Their processes are not needed any longer than by this file."""
@@ -84,10 +41,8 @@ def _ranks_end(engines):
 
 
 @pytest.fixture
-def of_two(served, graphs):
+def of_two(served):
     """Gives engines of two ranks."""
-    if graphs:
-        pytest.skip("they are refused")
     return partial(served, tensor_parallel_size=2)
 
 
@@ -111,6 +66,7 @@ def test_tokens_are_those_of_one_rank_and_of_stock(name, two, served, stock, pro
         use(engine, sparse)
         answers.append(engine.answer(prompts))
     first, second = ranks_of(two)
+    assert pools_of(two) == [[0], [1]]
     assert first["heads"] == second["heads"] == (2, 1)
     (whole,) = ranks_of(one)
     assert answers[0] == answers[1]
@@ -189,25 +145,11 @@ def test_fewer_kv_heads_than_ranks(of_two, narrow, arguments, beside, stock, pro
     two = of_two(fresh=True, **more)
     assert two.answer(prompts, 8) == expected
     assert [rank["heads"] for rank in ranks_of(two)] == [(2, 1), (2, 1)]
+    assert pools_of(two) == [[0, 1], [0, 1]], "the rows are there once"
     use(two, {"algorithm": "quest", "budget": 96, "buffer": 128})
     assert len(two.answer(prompts[:1])[0][0]) == 16
     assert all(rank["misses"] > 0 for rank in ranks_of(two))
     check_nothing_is_held(two)
-
-
-def parted(ones, others):
-    """Where the tokens of two answers part for the first time, or their number."""
-    pairs = zip(ones.token_ids, others.token_ids, strict=True)
-    return next((at for at, (one, other) in enumerate(pairs) if one != other), len(ones.token_ids))
-
-
-def told_of(engine, prompts):
-    """Tokens and the best log-probabilities of one request for each prompt."""
-    names = [f"told-{number}" for number in range(len(prompts))]
-    for name, each in zip(names, prompts, strict=True):
-        engine.add(name, each, 32, logprobs=2)
-    engine.run()
-    return [engine.outputs[name].outputs[0] for name in names]
 
 
 @pytest.mark.gpu
@@ -237,6 +179,42 @@ def test_ranks_of_bfloat16_part_only_where_two_tokens_are_as_good(
         if at < len(one.token_ids):
             best, second = sorted(each.logprob for each in one.logprobs[at].values())[:-3:-1]
             assert best - second <= 2 * max(changed)
+
+
+@pytest.mark.parametrize(("heads", "pools"), [(1, [0, 0, 0, 0]), (2, [0, 0, 2, 2]), (4, None)])
+def test_ranks_of_the_same_rows_map_one_file(heads, pools, monkeypatch):
+    """Four of them, in threads of one process, which stand in for processes."""
+    parallel_state = pytest.importorskip("vllm.distributed.parallel_state")
+    ranks, told, meeting = 4, {}, threading.Barrier(4)
+    own = threading.local()
+    model = SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: heads)
+    parallel = SimpleNamespace(tensor_parallel_size=ranks)
+    config = SimpleNamespace(model_config=model, parallel_config=parallel)
+
+    def gather(paths, path, group):
+        told[own.rank] = path
+        meeting.wait(60)
+        paths[:] = [told[rank] for rank in range(ranks)]
+
+    def group():
+        return SimpleNamespace(rank_in_group=own.rank, cpu_group=None)
+
+    def ask(rank):
+        own.rank = rank
+        with host_file(config) as file:
+            found = None if file is None else os.fstat(file).st_ino
+            meeting.wait(60)
+        return found
+
+    monkeypatch.setattr(parallel_state, "get_tp_group", group)
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    monkeypatch.setattr("torch.distributed.barrier", lambda group: meeting.wait(60))
+    before = len(os.listdir("/proc/self/fd"))
+    with ThreadPoolExecutor(ranks) as threads:
+        found = list(threads.map(ask, range(ranks)))
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert found == [None if pools is None else found[pools[rank]] for rank in range(ranks)]
+    assert len({*found}) == (1 if pools is None else len({*pools}))
 
 
 REFUSED = {
@@ -278,12 +256,10 @@ def test_a_calibration_of_all_heads_is_refused_with_the_heads_of_a_rank(model, t
         check(configured(model, settings), version)
 
 
-def test_ranks_with_graphs_are_refused(model, version):
-    config = configured(model, {"algorithm": "quest"}, enforce_eager=True)
-    check(config, version)
-    config.device_config.device_type = "cuda"
-    config.compilation_config.cudagraph_mode = SimpleNamespace(name="FULL_DECODE_ONLY")
-    with pytest.raises(CapabilityError, match="ranks with CUDA graphs; say enforce_eager=True"):
+def test_several_machines_are_refused(model, version):
+    config = configured(model, {"algorithm": "quest"})
+    config.parallel_config.nnodes = 2
+    with pytest.raises(CapabilityError, match="not supported: ranks on several machines"):
         check(config, version)
 
 

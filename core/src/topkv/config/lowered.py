@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Never
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from topkv.config.layers import show_ranges
 from topkv.config.settings import Settings
 from topkv.config.sources import Setting
 from topkv.config.stages import StageSettings, options_of
+from topkv.errors import ConfigError
 from topkv.types import GroupShape, ModelShape
 
 
@@ -69,6 +70,9 @@ class LoweredConfig(Settings[Never, int | None]):
             for each request, and page 0, which is never leased.
         capturable: every plugin of every group states that its decode methods can be captured in
             a CUDA graph, so that an engine may capture a step.
+        host_file: descriptor of a file that the host pool lies in; None for memory of this process
+            alone. Processes that map one file must do the same to the same pages in the same
+            steps, so the pages are an engine's. It is not needed once a coordinator is made.
         settings: every value with its origin.
     """
 
@@ -77,7 +81,16 @@ class LoweredConfig(Settings[Never, int | None]):
     num_pages: int
     groups: tuple[LoweredGroup, ...] = ()
     capturable: bool = True
+    host_file: int | None = field(default=None)
     settings: tuple[Setting, ...] = ()
+
+    @host_file.validator
+    def _check_host_file(self, _: object, file: int | None) -> None:
+        if file is not None and self.pages != "engine":
+            raise ConfigError(
+                "processes cannot share this host pool",
+                [f"host_file wants pages 'engine', got {self.pages!r}: each would lease its own"],
+            )
 
     def describe(self) -> str:
         """The settings and the groups as two plain tables."""

@@ -1,4 +1,4 @@
-"""Anonymous memory: mapped, touched by many threads, registered with CUDA and unregistered."""
+"""Host memory: mapped, touched by many threads, registered with CUDA and unregistered."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 class HostMapping(mmap.mmap):
-    """Anonymous private memory that is unregistered before it is unmapped.
+    """Memory that is unregistered before it is unmapped: of this process alone, or of a file that
+    other processes map too.
 
     CUDA would keep the address range of a pool that nobody closed, and refuse it to the next one.
     Unregistering waits for the device, which nothing may do while a graph is captured, and the
@@ -44,16 +45,31 @@ class HostMapping(mmap.mmap):
     """
 
     address = 0
+    shared = False
 
     @classmethod
-    def of(cls, size: int) -> HostMapping:
+    def of(cls, size: int, file: int | None = None) -> HostMapping:
         """Map ``size`` bytes, rounded up to the page size of the system; none is touched.
 
+        Args:
+            size: bytes.
+            file: descriptor of a file to map, whose other mappings see the same bytes; an empty
+                one is given the size. It may be closed afterwards.
+
         Raises:
-            OSError, ValueError, OverflowError: the system or Python refuses the size.
+            OSError, ValueError, OverflowError: the system or Python refuses the size, or the file
+                has another one.
         """
-        # Shared memory, which is Python's default, gets no huge pages on most systems.
-        return cls(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if file is None:
+            # Shared memory, which is Python's default, gets no huge pages on most systems.
+            return cls(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        found = os.fstat(file).st_size
+        if found not in (0, size):
+            raise ValueError(f"another process has given its file {found} bytes")
+        os.ftruncate(file, size)
+        mapping = cls(file, size, flags=mmap.MAP_SHARED)
+        mapping.shared = True
+        return mapping
 
     def advise(self, huge: bool = True) -> None:
         """Say what the memory is for, before it is touched.
@@ -75,8 +91,9 @@ class HostMapping(mmap.mmap):
     def touch(self, cpus: set[int]) -> None:
         """Have the system provide all pages now, by as many threads as there are ``cpus``.
 
-        Each page's first byte is written; all bytes are zero before and after. An exception,
-        an interrupt too, ends the threads after the chunks that they are at.
+        Each page's first byte is written, zero before and after; where other processes may write,
+        it is read. An exception, an interrupt too, ends the threads after the chunks that they
+        are at.
 
         Args:
             cpus: cores to run on; a page lies on the NUMA node of the core that touches it, while
@@ -93,7 +110,8 @@ class HostMapping(mmap.mmap):
             os.sched_setaffinity(0, cpus)  # of this thread
             first, end = part
             # Few elements: torch starts no threads of its own, and lets go of the interpreter.
-            memory[first : end : mmap.PAGESIZE].zero_()
+            bytes_ = memory[first : end : mmap.PAGESIZE]
+            bytes_.max() if self.shared else bytes_.zero_()
             return end - first
 
         threads = ThreadPoolExecutor(threads_of(cpus), "topkv-touch")

@@ -35,12 +35,14 @@ class HostMemory:
     Args:
         size: bytes, allocated exactly (rounded up to the page size of the system).
         device: the device that will access the memory; nothing is mapped for ``meta``.
+        file: descriptor of a file to map in place of memory of this process alone, see
+            ``HostMapping.of``.
 
     Raises:
         HostMemoryError: the system refuses the memory, the threads or the registration.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, size: int, device: torch.device, file: int | None = None) -> None:
         self.size = size
         self._map: HostMapping | None = None
         if size == 0:  # every layer is resident; there is nothing to map
@@ -52,7 +54,7 @@ class HostMemory:
         if device.type == "cuda":
             unregister_unclosed()  # their memory may be what is missing
         try:
-            self._map = HostMapping.of(size)
+            self._map = HostMapping.of(size, file)
         except (OSError, ValueError, OverflowError) as error:
             raise HostMemoryError(
                 f"the host pool needs {size} bytes and the system refused them ({error}); "

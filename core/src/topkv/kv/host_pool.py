@@ -134,15 +134,21 @@ class HostKVPool(PageAllocator):
         num_pages: pages, page 0 included.
         layout: ``"page_head"``, ``"page_first"`` or ``"layer_first"``.
         device: the device that attends; a GPU gets mapped, registered memory, ``meta`` none.
+        file: descriptor of a file that the pool lies in; None for memory of this process alone.
     """
 
     def __init__(
-        self, groups: Sequence[GroupShape], num_pages: int, layout: str, device: torch.device
+        self,
+        groups: Sequence[GroupShape],
+        num_pages: int,
+        layout: str,
+        device: torch.device,
+        file: int | None = None,
     ) -> None:
         super().__init__(num_pages)
         self.layout = layout
         self.layouts, self.size = lay_out(groups, layout, num_pages)
-        self.memory = HostMemory(self.size, device)
+        self.memory = HostMemory(self.size, device, file)
 
     @property
     def bytes(self) -> Tensor:

