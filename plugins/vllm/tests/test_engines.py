@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import subprocess
 import sys
 
 import pytest
 
+from topkv.kv.host_mapping import HostMapping
 from topkv_vllm import engine_args
 
 STOCK = """
@@ -86,6 +89,32 @@ def test_stock_vllm_beside_topkv_is_what_it_was(served, stock, prompt):
     )
     kinds = {type(layer.impl).__module__.split(".")[0] for layer in layers.values()}
     assert kinds == {"vllm"}
+
+
+def test_how_far_a_pool_is_stands_in_the_log_of_vllm(served):
+    """The workers of an engine that is there have seen to it."""
+    served()
+    ours, theirs = (logging.getLogger(name) for name in ("topkv", "vllm"))
+    lines = io.StringIO()
+    assert theirs.handlers
+    assert ours.handlers == theirs.handlers
+    assert ours.level == theirs.getEffectiveLevel()
+    with pytest.MonkeyPatch.context() as patch:
+        for handler in theirs.handlers:
+            patch.setattr(handler, "stream", lines)
+        logging.getLogger(HostMapping.__module__).error("10 %% of %.1f GiB touched", 64)
+    assert "10 % of 64.0 GiB touched" in lines.getvalue()
+
+
+def test_a_log_that_somebody_has_set_up_stays(served, monkeypatch):
+    served()
+    from topkv_vllm.worker import tell_as_vllm_does
+
+    ours = logging.getLogger("topkv")
+    monkeypatch.setattr(ours, "level", logging.DEBUG)
+    monkeypatch.setattr(ours, "handlers", [])
+    tell_as_vllm_does()
+    assert (ours.level, ours.handlers) == (logging.DEBUG, [])
 
 
 def test_two_engines_in_a_process_take_turns(served, stock, prompt):

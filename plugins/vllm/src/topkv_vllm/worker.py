@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import copy
@@ -45,6 +46,7 @@ class TopkvWorker(Worker):
     """
 
     def __init__(self, vllm_config: Any, *more: Any, **others: Any) -> None:
+        tell_as_vllm_does()
         self.topkv_config = check(vllm_config, vllm.__version__)
         # The connector is the scheduler's. A worker would make another one for its whole process,
         # and other engines in it would find that.
@@ -138,3 +140,12 @@ class TopkvWorker(Worker):
         super().shutdown()
         if hasattr(self, "session"):
             self.session.close()
+
+
+def tell_as_vllm_does() -> None:
+    """Let topkv's log go where that of vLLM goes, at its level: how far a large host pool is, say.
+    A log that somebody has set up stays as it is."""
+    ours, theirs = logging.getLogger("topkv"), logging.getLogger("vllm")
+    if not (ours.handlers or ours.level):
+        ours.handlers, ours.propagate = [*theirs.handlers], theirs.propagate
+        ours.setLevel(theirs.getEffectiveLevel())
