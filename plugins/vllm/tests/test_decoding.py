@@ -61,9 +61,12 @@ ALGORITHMS = {
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_that_selects_everything(name, served, stock, prompt):
-    """With a preemption that begins in decode and ends in a prompt: what settles does it again."""
+    """With a preemption that begins in decode and ends in a prompt: what settles does it again.
+    And behind a life on random rows, which workers of a GPU begin with."""
     prompts = [prompt(length) for length in (150, 33, 5)]
     engine, expected = served(ALGORITHMS[name]), stock.answer(prompts)
+    engine.session.warm_up()
+    engine.check_nothing_is_held()
     assert engine.answer(prompts) == expected
     names = [f"{name}-{number}" for number in range(len(prompts))]
     for request, each in zip(names, prompts, strict=True):

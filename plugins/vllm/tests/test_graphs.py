@@ -4,8 +4,10 @@ GPU alone. All other tests run there too, each with graphs and without."""
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
+from triton.runtime.jit import JITFunction
 
 LONGEST = 512
 
@@ -102,3 +104,33 @@ def test_asynchronous_scheduling(served, stock, prompt):
         assert name in aborted or len(got) == len(expected), name
     assert engine.preempted
     engine.check_nothing_is_held()
+
+
+def compiled():
+    """How many times each kernel of topkv was compiled in this process, by its arguments."""
+    modules = [module for name, module in [*sys.modules.items()] if name.startswith("topkv")]
+    kernels = {
+        id(kernel): kernel
+        for module in modules
+        for kernel in vars(module).values()
+        if isinstance(kernel, JITFunction)
+    }
+    counts = {
+        f"{kernel.fn.__module__}.{kernel.fn.__name__}": sum(
+            len(known) for known, *_ in kernel.device_caches.values()
+        )
+        for kernel in kernels.values()
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
+@pytest.mark.gpu
+def test_no_request_waits_for_a_compiler(served, prompt):
+    """In a type that no other test has, so that nothing was compiled before."""
+    engine = served(fresh=True, dtype="bfloat16", enable_prefix_caching=True)
+    before = compiled()
+    assert len(before) > 5
+    prompts = [prompt(length) for length in (250, 33, 1, 128, 96)]
+    for each in (prompts, prompts):  # found, the second time
+        engine.answer(each, [12, 40, 3, 70, 8])
+    assert compiled() == before

@@ -10,7 +10,7 @@ import torch
 import transformers
 from attrs import evolve
 
-from plugins.vllm.tests.answers import parted, told_of
+from plugins.vllm.tests.answers import told_of
 from plugins.vllm.tests.ranks import check_nothing_is_held, pools_of, ranks_of
 from topkv.errors import CapabilityError
 from topkv_vllm import engine_args
@@ -115,6 +115,7 @@ def prompts_of(prompt, lengths, seed=0):
 
 def test_tokens_are_those_of_the_stock_model(engine, indexed, prompt):
     """Beside each other, with selections far below the context."""
+    engine.session.warm_up()  # as workers of a GPU begin
     lengths, tokens = (250, 1, 33, 16, 17, 100), (8, 30, 20, 12, 40, 16)
     prompts = prompts_of(prompt, lengths)
     expected = [indexed.answer(*each) for each in zip(prompts, tokens, strict=True)]
@@ -230,25 +231,31 @@ def wide(indexed, tmp_path_factory):
     return Model("DeepseekV32", tmp_path_factory.mktemp("wide"), **sizes)
 
 
+def off(model, prompt, told):
+    """How far log-probabilities of generated tokens are from the stock model's in float32, which
+    is given the same tokens."""
+    tokens = [*prompt, *told.token_ids]
+    with torch.no_grad():
+        logits = model.stock(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1]
+    known = logits.log_softmax(-1)[range(len(told.token_ids)), [*told.token_ids]]
+    mine = [at[token].logprob for at, token in zip(told.logprobs, told.token_ids, strict=True)]
+    return (torch.tensor(mine) - known).abs()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", ["model", "fp8"])
 def test_flashmla_attends_as_the_kernels_of_triton_do(rows, wide, served, prompt):
-    """In bfloat16: what both say of the next token, as long as they have generated the same."""
-    prompts, told = prompts_of(prompt, (250, 100, 33)), []
+    """In bfloat16, where a rounding may select other tokens: both are as far from float32."""
+    prompts, medians = prompts_of(prompt, (250, 100, 33)), {}
     for backend in ("flashmla", "triton_attention"):
         settings, more = arguments_of(
             wide, backend=backend, kv_format=rows, budget=64, page_tokens=64
         )
         engine = served(settings, fresh=True, dtype="bfloat16", **more)
-        told.append(told_of(engine, prompts))
+        told = zip(prompts, told_of(engine, prompts), strict=True)
+        medians[backend] = torch.cat([off(wide, *each) for each in told]).median().item()
         engine.check_nothing_is_held()
-    for one, other in zip(*told, strict=True):
-        same = parted(one, other)
-        assert same > 3
-        for at in range(min(same + 1, len(one.token_ids))):
-            for token, mine in one.logprobs[at].items():
-                if token in other.logprobs[at]:
-                    assert abs(mine.logprob - other.logprobs[at][token].logprob) < 0.1
+    assert medians["flashmla"] < 1.5 * medians["triton_attention"] + 0.02, medians
 
 
 MUTANTS = {

@@ -34,7 +34,7 @@ def power_above(x):
     return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def encode_kernel(
     p_rows,
     p_out,

@@ -74,7 +74,7 @@ def _round(
     tl.store(p_out + row[:, None] * D + d, y, live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def round_kernel(
     p_k,
     p_v,

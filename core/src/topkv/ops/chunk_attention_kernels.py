@@ -22,7 +22,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def merge_kernel(
     p_out,
     p_lse,

@@ -65,7 +65,10 @@ def _store_planes(p_entry, d, k, v, mask, plane, PLANES: tl.constexpr):
         tl.store((p_entry + plane)[:, None] + d[None, :], v, mask)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["first_lane_row", "start", "tokens", "low", "claim_below"],
+    do_not_specialize_on_alignment=["p_page_row"],
+)
 def store_kernel(
     p_k,
     p_v,
@@ -141,7 +144,7 @@ def store_kernel(
         _store_planes(p_buffer + entry, d, k, v, in_lru, UNIT * D, PLANES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "tokens"], do_not_specialize_on_alignment=["p_page_row"])
 def fetch_kernel(
     p_k,
     p_v,

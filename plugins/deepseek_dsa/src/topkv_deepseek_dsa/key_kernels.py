@@ -53,7 +53,7 @@ def _write(
         store_as(p_keys + at[:, None] * DIM + d, x, valid[:, None], POOL_BF16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "tokens"], do_not_specialize_on_alignment=["p_pages"])
 def construct_kernel(
     p_k,
     p_keys,
@@ -84,7 +84,7 @@ def construct_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def update_kernel(
     p_k,
     p_keys,

@@ -89,7 +89,7 @@ def _write(
         tl.store(p_out, raw, in_low)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "tokens"], do_not_specialize_on_alignment=["p_pages"])
 def construct_kernel(
     p_k,
     p_channels,
@@ -121,7 +121,7 @@ def construct_kernel(
     _write(p_key, p_mine, p_labels, p_meta, at, valid, R, WIDTH, BLOCK_W, INT4, KEY_BF16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def update_kernel(
     p_k,
     p_channels,

@@ -33,7 +33,7 @@ def spread_kernel(
         tl.store(p_last + lane, length - (width - 1) * UNIT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def natural_kernel(p_lse, count, FACTOR: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
     """Log-sum-exps to the base of 2 become natural ones, in place."""
     if PDL:

@@ -58,7 +58,7 @@ def _encode(
     tl.store(p_words, words.to(tl.int16), writes[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "tokens"], do_not_specialize_on_alignment=["p_pages"])
 def construct_kernel(
     p_k,
     p_signs,

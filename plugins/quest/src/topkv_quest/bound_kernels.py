@@ -82,7 +82,7 @@ def _write_unit(
         tl.store(p_bounds + D + d, high, in_d)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_unit", "tokens"], do_not_specialize_on_alignment=["p_pages"])
 def construct_kernel(
     p_k,
     p_bounds,

@@ -39,7 +39,7 @@ def _write_unit(
         tl.store(p_deviation + d, deviation.to(kept), d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_unit", "tokens"], do_not_specialize_on_alignment=["p_pages"])
 def construct_kernel(
     p_k,
     p_v,

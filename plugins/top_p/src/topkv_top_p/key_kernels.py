@@ -49,7 +49,7 @@ def _write(
     tl.store(p_meta + at * 2 + 1, (zero.to(tl.int32, bitcast=True) >> 16).to(tl.int16), valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "tokens"], do_not_specialize_on_alignment=["p_pages"])
 def construct_kernel(
     p_k,
     p_codes,
@@ -77,7 +77,7 @@ def construct_kernel(
     _write(p_key, p_codes, p_meta, at, valid, D, WIDTH, BLOCK_W)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def update_kernel(
     p_k,
     p_codes,

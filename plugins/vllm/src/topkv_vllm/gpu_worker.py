@@ -54,7 +54,8 @@ class TopkvGPUWorker(TopkvWorker):
         super().load_model(**options)
 
     def compile_or_warm_up_model(self) -> Any:
-        """Record the graphs, and compile what vLLM compiles."""
+        """Record the graphs, and compile what vLLM compiles and what topkv launches."""
+        self.session.warm_up()
         done = super().compile_or_warm_up_model()
         _watch_no_kernels()
         return done

@@ -16,6 +16,7 @@ from topkv.config import LoweredConfig
 from topkv.types import Index
 from topkv_vllm.counts import Counts
 from topkv_vllm.requests import Requests
+from topkv_vllm.warm import warm_up
 
 
 class Session:
@@ -44,6 +45,13 @@ class Session:
         self.coordinator = SparseCoordinator(config)
         self.requests = Requests(self.coordinator)
         self.counts = Counts(self.requests)
+
+    def warm_up(self) -> None:
+        """Compile kernels now, see ``topkv_vllm.warm``; what that counts is not told."""
+        assert self.counts is not None, "allocated"
+        with torch.inference_mode():
+            warm_up(self.coordinator)
+        self.counts.take()
 
     def run(self, step: Any, execute: Callable[[Any], Any]) -> Any:
         """Run a step of the model, which calls ``forward`` and then every layer.
