@@ -12,7 +12,7 @@ from topkv.hooks.discovery import OPTIONAL
 from topkv.plugins.contract import spec_functions
 
 EXPECTED = {
-    (2, 2): {
+    (2, 3): {
         "algorithm.spec": "self",
         "algorithm.construct": "self layer slot start k v q lse",
         "algorithm.settle": "self layer slot since length history",
@@ -26,6 +26,7 @@ EXPECTED = {
         "stage.update": "self layer k v",
         "stage.refine": "self layer q candidates ids",
         "stage.correct": "self layer q ids out lse",
+        "stage.keep": "self layer slot length scores",
         "backend.adapt_page_table": "self layer plan tables",
         "backend.attend": "self q k v tables out lse",
         "backend.prefill": "self q k v q_start k_start out lse",
@@ -65,6 +66,7 @@ OPTIONAL_HOOKS = {
     "stage.update",
     "stage.refine",
     "stage.correct",
+    "stage.keep",
     "backend.prefill_selected",
 }
 

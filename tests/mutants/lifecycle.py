@@ -186,7 +186,7 @@ def stale_page_row(self, slot, first, pages):
 
 def pages_leak(self, slot, keep):
     """The row of the table is emptied, and its pages stay leased."""
-    self._write(slot, min(keep, int(self.count[slot])), [])
+    self.write(slot, min(keep, int(self.count[slot])), [])
 
 
 def padded_rows_write(append):
@@ -292,7 +292,7 @@ MUTANTS = [
     ),
     LifecycleMutant("settle is not called", Prefill, "settle", nothing),
     LifecycleMutant(
-        "a page-table row keeps what stood behind", PageTable, "_write", stale_page_row
+        "a page-table row keeps what stood behind", PageTable, "write", stale_page_row,
     ),
     LifecycleMutant("pages leak at the end", PageTable, "shrink", pages_leak, TURNS),
     LifecycleMutant(

@@ -47,6 +47,12 @@ def check_begin(forward: Forward, requests: Requests) -> None:
         _check_places(forward)
 
 
+def check_idle(forward: Forward | None, call: str) -> None:
+    """Refuse what belongs between forwards while one is open."""
+    if forward is not None:
+        raise RequestError(f"{call} during a forward; call forward_end or forward_abort first")
+
+
 def check_reserve(requests: Requests, slot: int, tokens: int) -> None:
     """Refuse further tokens for which an algorithm has no room after the prompt.
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from topkv.admission import Admission, admission
 from topkv.assembly import Tensors, allocate, connect, make_plugins
-from topkv.checks import check_begin, check_end, check_held, check_reserve, check_rows
+from topkv.checks import check_begin, check_end, check_held, check_idle, check_reserve, check_rows
 from topkv.config import LoweredConfig
+from topkv.dropping import Dropping
 from topkv.errors import DeviceMemoryError, RequestError, TopkvError, is_out_of_memory
 from topkv.lanes import LaneBuffers
 from topkv.layers import Forward, LayerPath
@@ -46,6 +47,7 @@ class SparseCoordinator:
         lanes, transfers: of each group.
         requests: state of every request.
         prefixes: pages of prompts, for requests that begin alike.
+        dropping: pages that requests give back while they generate.
         manager: memory of both tiers.
         step: the step tensors.
         forward: the open forward, or None.
@@ -87,6 +89,7 @@ class SparseCoordinator:
         self.prefixes = Prefixes(self.requests, plugins.specs, registry)
         self.prefill = Prefill(self.config, self.requests, self.layers)
         self.observers = Observers(config, registry, self.requests)
+        self.dropping = Dropping(config, self.requests, self.layers)
         periods = [[(spec and spec.settle_period) or 2**31 - 1] for spec in plugins.specs]
         self._settle_periods, self._settles_later = np.array(periods), min(periods) < [2**31 - 1]
         self.forward: Forward | None = None
@@ -112,11 +115,12 @@ class SparseCoordinator:
                 a gap, a forward is open, or an algorithm has no room for another token after the
                 prompt.
         """
-        self._between_forwards("forward_begin")
+        check_idle(self.forward, "forward_begin")
         forward = Forward(np.array(decode, dtype=np.intp), append)  # a copy, read again at the end
         for slot, tokens, *row in prefill:
             forward.add_chunk(slot, tokens, *row)
         check_begin(forward, self.requests)
+        self.dropping.run(forward.live)
         self.requests.own_pages(forward)
         self._settle(forward.live)
         for chunk in forward.chunks:
@@ -312,10 +316,6 @@ class SparseCoordinator:
         """Most tokens that may follow a prompt; None for any number."""
         return None if self.requests.generated == 2**31 - 1 else self.requests.generated
 
-    def _between_forwards(self, call: str) -> None:
-        if self.forward is not None:
-            raise RequestError(f"{call} during a forward; call forward_end or forward_abort first")
-
     def request_begin(self, pages: Sequence[int] = (), length: int = 0) -> int:
         """Take a request slot; with pages of an engine, see ``Requests.begin``."""
         check_held(self.requests, pages, length)
@@ -347,35 +347,35 @@ class SparseCoordinator:
 
     def reserve(self, slot: int, tokens: int) -> None:
         """Lease the pages for ``tokens`` further tokens now; see ``Requests.reserve``."""
-        self._between_forwards("reserve")
+        check_idle(self.forward, "reserve")
         check_reserve(self.requests, slot, tokens)
         self.requests.reserve(slot, tokens)
 
     def rollback(self, slot: int, length: int) -> None:
         """Take back the newest tokens, as far as the ring reaches; see ``Requests.rollback``."""
-        self._between_forwards("rollback")
+        check_idle(self.forward, "rollback")
         self.requests.rollback(slot, length)
 
     def truncate(self, slot: int, length: int) -> None:
         """Cut a request to ``length`` tokens and forget every device copy. Cold."""
-        self._between_forwards("truncate")
+        check_idle(self.forward, "truncate")
         self.requests.truncate(slot, length)
 
     def fork(self, slot: int) -> int:
         """A new request with the same tokens, which shares its full pages. Cold."""
-        self._between_forwards("fork")
+        check_idle(self.forward, "fork")
         return self.requests.fork(slot)
 
     def settle(self, slots: Sequence[int]) -> None:
         """Settle what is due and warm buffers now, not when ``forward_begin`` decodes. Cold."""
-        self._between_forwards("settle")
+        check_idle(self.forward, "settle")
         for slot in slots:
             self.requests.check(slot)
         self._settle(np.asarray(slots, dtype=np.intp))
 
     def flush(self, slot: int) -> None:
         """Move the open unit to the host, so that all tokens are there. Cold."""
-        self._between_forwards("flush")
+        check_idle(self.forward, "flush")
         self.requests.flush(slot)
 
     def memory(self) -> MemoryReport:

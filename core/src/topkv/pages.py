@@ -63,7 +63,7 @@ class PageTable:
         self.manager.host.release(pages[total:])
         for slot, count in missing:
             if count:
-                self._write(slot, int(self.count[slot]), pages[:count])
+                self.write(slot, int(self.count[slot]), pages[:count])
                 pages = pages[count:]
 
     def without_page(self, slots: np.ndarray, length: np.ndarray) -> np.ndarray:
@@ -116,12 +116,12 @@ class PageTable:
                 "max_request_tokens"
             )
         self.manager.host.share(pages)
-        self._write(slot, first, pages)
+        self.write(slot, first, pages)
 
     def shrink(self, slot: int, keep: int) -> None:
         """Release the pages behind the first ``keep``; those that are free now are poisoned."""
         behind = self.of(slot)[keep:]
-        self._write(slot, min(keep, int(self.count[slot])), [])
+        self.write(slot, min(keep, int(self.count[slot])), [])
         self.manager.poison(self.manager.host.release(behind))
 
     def _missing(self, slot: int, length: int) -> int:
@@ -139,7 +139,7 @@ class PageTable:
         references = self.manager.host.references
         return sum(min(n, int(references[page]) - 1) for page, n in Counter(held).items())
 
-    def _write(self, slot: int, first: int, pages: Sequence[int]) -> None:
+    def write(self, slot: int, first: int, pages: Sequence[int]) -> None:
         """Put pages into a row from column ``first``; nothing stands behind them."""
         self.table[slot, first:] = 0
         self.table[slot, first : first + len(pages)] = pages

@@ -42,6 +42,7 @@ class Requests:
         fresh: bool ``[R]`` prompt tokens came since the last ``settle``, or none was called.
         settled: int32 ``[G, R]`` tokens that ``settle`` of a group has seen.
         prompt: int32 ``[R]`` tokens at the last settle that closed a prompt.
+        dropped, firm: int32 ``[R]`` tokens that were given back, and the first one behind them.
         pages: the pages of each.
     """
 
@@ -63,7 +64,8 @@ class Requests:
         # One column more than there are slots: slot -1, a padded row, finds zeros there.
         self._uploaded = np.zeros((3, slots + 1), dtype=np.int32)
         self.length, self.high, self.resident = self._uploaded[:, :-1]
-        self.prompt = np.zeros(slots, dtype=np.int32)
+        self._counts = np.zeros((3, slots), dtype=np.int32)
+        self.prompt, self.dropped, self.firm = self._counts
         self.settled = np.zeros((len(config.groups), slots), dtype=np.int32)
         self.pages = PageTable(config, manager, step)
 
@@ -89,8 +91,8 @@ class Requests:
                 "max_requests"
             )
         slot = int(np.argmin(self.active))
-        self.length[slot] = self.high[slot] = self.prompt[slot] = 0
-        self.settled[:, slot] = 0
+        self.length[slot] = self.high[slot] = 0
+        self.settled[:, slot], self._counts[:, slot] = 0, 0
         self.resident[slot] = self.config.resident_fast_path
         self.dirty[slot], self.fresh[slot], self.active[slot] = False, True, True
         try:
@@ -191,7 +193,7 @@ class Requests:
             self.flush(slot)
             pages = self.pages.needed(length)
             self.pages.add(twin, self.pages.of(slot)[:pages])
-            for values in (self.length, self.fresh, self.settled, self.prompt):
+            for values in (self.length, self.fresh, self.settled, self._counts):
                 values[..., twin] = values[..., slot]
             if length % self.config.page_tokens:
                 self.pages.own_page(twin, pages - 1)

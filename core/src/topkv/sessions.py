@@ -34,7 +34,7 @@ class Suspended:
         layout: what a coordinator must have in common with the first one, see
             ``topkv.storage.places.layout_of``.
         length: tokens.
-        prompt, fresh, settled: see ``topkv.requests.Requests``.
+        prompt, fresh, settled, dropped, firm: see ``topkv.requests.Requests``.
     """
 
     layout: dict[str, Any]
@@ -42,6 +42,8 @@ class Suspended:
     prompt: int
     fresh: bool
     settled: list[int] = field(factory=list)
+    dropped: int = 0
+    firm: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -67,6 +69,8 @@ def suspend(
         prompt=int(requests.prompt[slot]),
         fresh=bool(requests.fresh[slot]),
         settled=requests.settled[:, slot].tolist(),
+        dropped=int(requests.dropped[slot]),
+        firm=int(requests.firm[slot]),
     )
     coordinator.manager.synchronize()
     return state, _blocks(coordinator, slot)
@@ -100,6 +104,7 @@ def resume(coordinator: SparseCoordinator, state: Suspended, blocks: Iterable[Te
         requests = coordinator.requests
         requests.length[slot], requests.prompt[slot] = state.length, state.prompt
         requests.fresh[slot], requests.settled[:, slot] = state.fresh, state.settled
+        requests.dropped[slot], requests.firm[slot] = state.dropped, state.firm
         requests.restore(slot)
     except BaseException:
         coordinator.request_end(slot)

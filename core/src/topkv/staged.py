@@ -1,10 +1,11 @@
 """Stages behind an algorithm: what the core calls is one algorithm again.
 
 A group with stages gets a ``Staged`` instead of its algorithm. It has the hooks of an algorithm,
-asks the algorithm for more units than are attended, hands them from stage to stage, and lets one
-correct what was attended. Nothing else knows of stages: pools follow from its spec, and what
-selects, warms or is regranulated calls it as it calls any algorithm. A group without stages has
-its algorithm itself, and so has one whose stages do nothing but stand for options of attention.
+asks the algorithm for more units than are attended, hands them from stage to stage, lets one
+correct what was attended, and one say what pages are worth. Little else knows of stages: pools
+follow from its spec, and what selects, warms or is regranulated calls it as it calls any
+algorithm. A group without stages has its algorithm itself, and so has one whose stages do nothing
+but stand for options of attention.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from topkv.plugins.contract import has_hook
 from topkv.types import GroupShape, LayerView
 
 _PREFIX = "stages["
+
+ASKED = ("refine", "correct", "keep")
+"""What a stage may do behind an algorithm."""
 
 
 @frozen(eq=False)
@@ -75,12 +79,18 @@ class Stages:
         """Put a stage before those that are here; it was made for ``group`` as it is now.
 
         Raises:
-            PluginError: it does nothing, or asks for candidates that it does not refine.
+            PluginError: it does nothing, asks for candidates that it does not refine, or has
+                ``keep`` and does not say what stays.
         """
         spec, group, candidates = stage.spec(), self.group, None
         refines, who = has_hook(stage, "refine"), f"stage {number} ({type(stage).__name__})"
-        if not (refines or has_hook(stage, "correct")):
-            raise PluginError(who, ["it has neither refine nor correct; implement one of them"])
+        if not any(has_hook(stage, hook) for hook in ASKED):
+            raise PluginError(who, [f"it has none of {', '.join(ASKED)}; implement one of them"])
+        if (spec.keeping is None) == has_hook(stage, "keep"):
+            reason = (
+                f"spec() says keeping={spec.keeping}; say what stays if it has keep, else None"
+            )
+            raise PluginError(who, [reason])
         if refines:
             self.group = evolve(group, select=min(spec.widen * group.select, group.max_units))
             shape = (group.max_lanes, self.group.select)
@@ -110,7 +120,7 @@ def make_stages(registry: PluginRegistry, config: LoweredConfig, group: LoweredG
     for number, asked in reversed(list(enumerate(group.stages))):
         setup = StageSetup(config.model, made.group, dict(asked.params), config.device)
         stage = registry.create("stage", asked.name, setup, config.impl)
-        if has_hook(stage, "refine") or has_hook(stage, "correct"):
+        if any(has_hook(stage, hook) for hook in ASKED):
             made.put_first(stage, number)
         else:
             _require_option(stage, asked)
@@ -118,9 +128,9 @@ def make_stages(registry: PluginRegistry, config: LoweredConfig, group: LoweredG
 
 
 def _require_option(stage: Stage, asked: StageSettings) -> None:
-    """A stage with neither ``refine`` nor ``correct`` is never called: what it stands for is an
-    option of attention."""
-    reasons, lack = [], "it has neither refine nor correct"
+    """A stage with none of ``ASKED`` is never called: what it stands for is an option of
+    attention."""
+    reasons, lack = [], f"it has none of {', '.join(ASKED)}"
     if not asked.options:
         reasons.append(f"{lack}, and its entry names no option of attention")
     if stage.spec() != StageSpec():
@@ -146,7 +156,11 @@ class Staged:
     def __init__(self, algorithm: Algorithm, group: GroupShape, links: Sequence[Link]) -> None:
         self.algorithm, self.group, self.links = algorithm, group, links
         self._spec = algorithm.spec()
-        refused = [
+        keepers = [at for at, link in enumerate(links) if link.spec.keeping]
+        self._keeper = keepers[0] if keepers else None
+        self.keeping = links[keepers[0]].spec.keeping if keepers else None
+        refused = self._keep_refusals(keepers)
+        refused += [
             f"the algorithm has a pool {spec.name!r}, and names with {_PREFIX!r} are those of "
             "stages; rename it"
             for spec in self._spec.representations
@@ -179,10 +193,37 @@ class Staged:
         self._updating = [link for link in links if has_hook(link.stage, "update")]
         self._views: dict[int, tuple[LayerView, list[LayerView]]] = {}
 
+    def _keep_refusals(self, keepers: Sequence[int]) -> list[str]:
+        """Why pages cannot be dropped; nothing where no stage wants that."""
+        reasons = []
+        if len(keepers) > 1:
+            reasons.append(f"the stages {keepers} all say which pages stay; leave one of them")
+        numbered = [hook for hook in ("settle", "truncated") if has_hook(self.algorithm, hook)]
+        pools = [pool for link in self.links for pool in link.spec.representations]
+        pools += self._spec.representations
+        numbered += [f"pool {pool.name!r}" for pool in pools if pool.grain == "request"]
+        if keepers and numbered:
+            reasons.append(
+                "pages are given back and the others numbered anew, and what the algorithm or a "
+                f"stage keeps of a request goes by the old numbers ({', '.join(numbered)}); take "
+                "another algorithm, or leave the stage out"
+            )
+        return reasons
+
+    def keep(self, layer: LayerView, slot: int, length: int) -> Tensor:
+        """Scores of the full pages of a request, fp32 ``[lane_heads, pages]``. Cold."""
+        assert self._keeper is not None, "no stage has keep"
+        view = self._seen(layer)[1][self._keeper]
+        pages = length // (layer.group.unit * layer.group.units_per_page)
+        shape = (layer.group.lane_heads, pages)
+        scores = torch.empty(shape, dtype=torch.float32, device=layer.step.slots.device)
+        self.links[self._keeper].stage.keep(view, slot, length, scores)
+        return scores
+
     def spec(self) -> AlgorithmSpec:
         """The algorithm's, with the pools of all stages."""
         own = [pool for link in self.links for pool in link.representations()]
-        kept = any(pool.grain == "request" for pool in own)
+        kept = self.keeping or any(pool.grain == "request" for pool in own)
         pools = (*self._spec.representations, *own)
         return evolve(
             self._spec, representations=pools, prefix="none" if kept else self._spec.prefix

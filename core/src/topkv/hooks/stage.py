@@ -1,5 +1,5 @@
 """Hook specs of a stage, which stands behind an algorithm: it refines what the algorithm selects,
-or corrects what was attended for what was not selected.
+corrects what was attended for what was not selected, or says which pages a request may lose.
 
 ``factory(setup)`` gives one instance per group for a ``StageSetup``; an entry names a factory for
 each implementation. The setting ``stages`` lists stages in the order in which they are asked. One
@@ -7,6 +7,13 @@ with ``refine`` is given more units than are attended, as many times more as ``S
 says, and passes some of them on to the next. What the last one leaves is planned, loaded and
 attended. One with ``correct`` is asked behind attention; a group has one at most. So a stage goes
 with any algorithm that selects in decode steps alone.
+
+One with ``keep`` scores the pages of a request that has grown longer than ``StageSpec.keeping``
+says, and the core gives back those that are worth least, in all layers at once
+(``topkv.dropping``). The others move up: units are numbered anew, and the request has fewer
+tokens. A group has one such stage at most, and an algorithm with ``settle``, ``truncated`` or
+pools of grain ``"request"`` cannot stand before it: what it keeps of a request goes by the old
+numbers.
 
 A stage may keep representations of its own, in pools like those of an algorithm, and then has
 ``construct`` and ``update``, as in ``topkv.hooks.algorithm``. Its ``layer.pools`` holds its own
@@ -31,9 +38,9 @@ should keep them has a parameter for it. Defaults of a stage's entry are not rea
 
 Not there yet, and refused: behind an algorithm that goes by the model's own indexer, or that
 selects for the rows of a prompt too (``retrieve_prompt``); ``correct`` where the algorithm selects
-tokens of larger units. Stages that ask further queries (``queries``), guess a selection
-(``predict``) or drop pages (``keep``): there are no such hooks, and a class that marks one of them
-is refused.
+tokens of larger units; ``keep`` where an engine gives out the pages. Stages that ask further
+queries (``queries``) or guess a selection (``predict``): there are no such hooks, and a class that
+marks one of them is refused.
 
 ``topkv.testing.stages.StageTests`` tests one.
 """
@@ -54,6 +61,23 @@ from topkv.types import GroupShape, LayerView, ModelShape
 
 
 @frozen
+class Keeping:
+    """How many tokens a request keeps, for a stage with ``keep``. Whole pages go.
+
+    Attributes:
+        tokens: that stay when pages are given back.
+        every: pages are given back when a request that decodes has so many more.
+        first: tokens at the beginning that always stay, rounded up to pages.
+        recent: newest tokens that always stay.
+    """
+
+    tokens: int = field(validator=ge(1))
+    every: int = field(validator=ge(1))
+    first: int = field(default=0, validator=ge(0))
+    recent: int = field(default=0, validator=ge(0))
+
+
+@frozen
 class StageSpec:
     """Sizes of a stage, which the core asks for before it allocates anything.
 
@@ -62,10 +86,12 @@ class StageSpec:
         widen: candidates for each unit that is left. A stage that leaves K units is given
             ``K' = min(widen * K, group.max_units)`` candidates; 1 for one that only drops some,
             or has no ``refine``.
+        keeping: when ``keep`` is asked, and what stays; None without it.
     """
 
     representations: tuple[RepresentationSpec, ...] = ()
     widen: int = field(default=1, validator=ge(1))
+    keeping: Keeping | None = None
 
 
 @frozen
@@ -87,7 +113,8 @@ class StageSetup:
 
 
 class Stage(Protocol):
-    """A stage of one group, with ``refine``, ``correct``, both, or an option of attention."""
+    """A stage of one group, with some of ``refine``, ``correct`` and ``keep``, or an option of
+    attention."""
 
     @hookspec
     def spec(self) -> StageSpec:
@@ -137,4 +164,18 @@ class Stage(Protocol):
             layer: the layer.
             q, out, lse: as in ``Algorithm.correct``.
             ids: int32 ``[N, K]`` what the last stage left, -1 anywhere; only read.
+        """
+
+    @optional
+    @hookspec
+    def keep(self, layer: LayerView, slot: int, length: int, scores: Tensor) -> None:
+        """Score the pages of a request. Cold, between forwards.
+
+        Args:
+            layer: the layer. Host ids follow from ``layer.step.page_table[slot]``.
+            slot: request slot.
+            length: tokens of the request.
+            scores: fp32 ``[lane_heads, pages]`` of its full pages, owned by the core, every
+                element to be written, finite: pages with high scores stay. The core compares the
+                scores of a lane with each other alone.
         """

@@ -33,6 +33,7 @@ from topkv.testing.algorithm.kernels import KernelTests
 from topkv.testing.algorithm.selection import SelectionTests
 from topkv.testing.algorithm.state import StateTests
 from topkv.testing.stage.correct import CorrectTests
+from topkv.testing.stage.keep import KeepTests
 from topkv.testing.stage.options import OptionTests
 from topkv.testing.stage.refine import RefineTests
 
@@ -40,7 +41,9 @@ __all__ = ["AlgorithmOptions", "OptionTests", "StageTests"]
 
 
 # pytest runs the tests of the last base first: what says most of a mistake stands there.
-class StageTests(KernelTests, StateTests, BatchTests, SelectionTests, CorrectTests, RefineTests):
+class StageTests(
+    KernelTests, StateTests, BatchTests, SelectionTests, KeepTests, CorrectTests, RefineTests
+):
     """Every test of a stage; the fixtures ``plugin`` and ``options`` are the author's."""
 
     kind = "stage"

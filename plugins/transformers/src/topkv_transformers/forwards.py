@@ -148,11 +148,11 @@ def open_forward(
         if pads.any():
             real = np.arange(columns) >= pads[:, None]
             index = torch.from_numpy(np.flatnonzero(real)).to(coordinator.config.device)
-    lengths = coordinator.requests.length[state.slots].tolist()
     if chunks is None:
         coordinator.forward_begin(decode=state.slots)
     else:
         coordinator.forward_begin(prefill=chunks)
+    lengths = coordinator.requests.length[state.slots].tolist()  # behind pages that were dropped
     state.padding = padding
     return Forward(coordinator, state, columns, chunks, index, state.seen, lengths)
 

@@ -123,7 +123,7 @@ class Call:
         try:
             if fresh:
                 cache.requests.begin(state, len(padding))
-            cache.requests.reserve(state, tokens.tolist())
+            cache.requests.reserve(state, self._stored_at_once(cache, tokens).tolist())
         except BaseException as error:
             if fresh:
                 cache.close()
@@ -134,6 +134,16 @@ class Call:
                 f"prompt and new tokens: {error}"
             ) from error
         state.padding, state.prompt = padding, columns
+
+    def _stored_at_once(self, cache: TopkvCache, tokens: np.ndarray) -> np.ndarray:
+        """Of the tokens to come of each row, so many as are stored at a time: a stage may give
+        pages back as soon as the prompt is read."""
+        coordinator = cache.requests.coordinator
+        most = coordinator.dropping.most
+        if most is None:
+            return tokens
+        room = most - coordinator.requests.length[cache.state.slots]
+        return np.maximum(tokens - self.new_tokens() + 1, np.minimum(tokens, room))
 
     def _check_prompt(self, state: CacheState, mask: Tensor, padding: np.ndarray) -> None:
         columns, inputs = mask.shape[1], self._inputs()

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from topkv import SparseCoordinator
-from topkv.errors import RequestError
+from topkv.errors import CapabilityError, RequestError
 from topkv.kv.held import tensor_bytes
 from topkv_transformers.attention import NamedAttention
 from topkv_transformers.forwards import Forward, open_forward
@@ -164,16 +164,22 @@ class CacheRequests:
         """Cut a cache to its first ``columns`` columns; one that keeps none begins anew.
 
         Args:
-            kept: what ``state.stock.keep`` returned when there were as many; None to crop.
+            kept: what ``state.stock.keep`` returned when there were as many; None to crop. A
+                cache that has given back tokens since then is closed.
 
         Raises:
-            CapabilityError: stock layers cannot be cropped; nothing has changed.
+            CapabilityError: stock layers cannot be cropped, or tokens that would be the newest
+                were given back; nothing has changed.
         """
-        lengths = np.maximum(columns - state.padding, 0).tolist()
+        lengths, least = self._left(state, columns)
         with self.exclusive():
-            if not columns:
+            if not columns or (columns < least and kept is not None):
                 self.release(state)
                 return
+            if columns < least:
+                reason = f"tokens before column {least} were given back while generating"
+                told = f"the cache cannot be cut to {columns} columns"
+                raise CapabilityError(told, [f"{reason}; keep as many, or close it"])
             if kept is None and columns < state.seen:
                 state.stock.check_crop()
             try:
@@ -188,6 +194,15 @@ class CacheRequests:
                 else:
                     state.stock.restore(kept)
                 state.prompt = min(state.prompt, columns)
+
+    def _left(self, state: CacheState, columns: int) -> tuple[list[int], int]:
+        """Tokens that rows of so many columns have stored, and the fewest columns that a cut can
+        leave: more than rows that have given back pages have to their left."""
+        requests, slots = self.coordinator.requests, state.slots
+        dropped, firm = requests.dropped[slots], requests.firm[slots]
+        behind = np.where(dropped, state.padding + dropped + firm, 0)
+        stored = np.maximum(columns - state.padding - dropped, 0)
+        return stored.tolist(), int(behind.max(initial=0))
 
     def fork(self, state: CacheState, twin: CacheState) -> None:
         """Give ``twin`` copies of the requests of ``state``, all or none."""

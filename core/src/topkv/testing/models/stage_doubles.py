@@ -10,9 +10,9 @@ from torch import Tensor
 
 from topkv.algorithms import host_ids
 from topkv.entries import Capabilities, PluginEntry
-from topkv.hooks.algorithm import AlgorithmSpec, RepresentationSpec
+from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
 from topkv.hooks.discovery import hookimpl
-from topkv.hooks.stage import StageSetup, StageSpec
+from topkv.hooks.stage import Keeping, StageSetup, StageSpec
 from topkv.types import GroupShape, LayerView
 
 EVERY = 4
@@ -101,6 +101,34 @@ class KeepKeys(Rerank):
     @hookimpl
     def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
         ids.copy_(candidates)
+
+
+class Heavy(Rerank):
+    """Lets those pages stay whose keys are large: by the sum of their squares, of a lane's heads.
+
+    It keeps every key. Parameters are those of ``Keeping``.
+    """
+
+    def __init__(self, setup: StageSetup) -> None:
+        self.model, self.group = setup.model, setup.group
+        self.keeping = Keeping(**setup.params)
+
+    @hookimpl
+    def spec(self) -> StageSpec:
+        shape = (self.model.num_kv_heads, self.model.head_dim)
+        pool = RepresentationSpec("keys", "token", shape, self.model.dtype)
+        return StageSpec((pool,), keeping=self.keeping)
+
+    refine: Any = None
+
+    @hookimpl
+    def keep(self, layer: LayerView, slot: int, length: int, scores: Tensor) -> None:
+        lanes, pages = scores.shape
+        page = self.group.unit * self.group.units_per_page
+        tokens = torch.arange(pages * page, device=scores.device)
+        keys = layer.pools["keys"][self._rows(layer, slot, tokens)].float()
+        squares = keys.square().sum(2).unflatten(1, (lanes, -1)).sum(2)
+        scores.copy_(squares.unflatten(0, (pages, page)).sum(1).T)
 
 
 class Complete(Rerank):
@@ -225,6 +253,22 @@ class Offered:
         ids.copy_(torch.where((units >= 0) & (place % EVERY != 1), units, -1))
 
 
+class Everything(Offered):
+    """Selects all closed units that there is room for."""
+
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        super().__init__(setup.group)
+
+    @hookimpl
+    def retrieve_topk(
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
+    ) -> None:
+        step, units = layer.step, torch.arange(ids.shape[1], device=ids.device)
+        closed = (step.lengths - 1).clamp(min=0) // self.group.unit * (step.slots >= 0)
+        closed = closed.repeat_interleave(self.group.lane_heads)[:, None]
+        ids.copy_(torch.where(units < closed, units, -1))
+
+
 KEEP = PluginEntry(
     "keep",
     "stage",
@@ -253,4 +297,16 @@ KEEP_KEYS = evolve(
     name="keep_keys",
     factories="topkv.testing.models.stage_doubles:KeepKeys",
     parameters={"widen": 1},
+)
+
+HEAVY = evolve(
+    RERANK,
+    name="heavy",
+    factories="topkv.testing.models.stage_doubles:Heavy",
+    capabilities=Capabilities(traits=("exact_update", "head_equivariant")),
+    parameters={"tokens": 16, "every": 4, "first": 0, "recent": 4},
+)
+
+EVERYTHING = PluginEntry(
+    "everything", "algorithm", "topkv.testing.models.stage_doubles:Everything"
 )

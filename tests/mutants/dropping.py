@@ -1,0 +1,131 @@
+"""Pages that are given back, with one bug each: in the core, and in stages that score pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from attrs import evolve
+
+from tests.mutants.harness import Mutant, told_of
+from tests.mutants.lifecycle import LifecycleMutant, nothing
+from topkv import dropping
+from topkv.dropping import Dropping
+from topkv.hooks.discovery import hookimpl
+from topkv.requests import Requests
+from topkv.testing.machines.dropping import run_dropping
+from topkv.testing.models.stage_doubles import HEAVY, Heavy
+from topkv.testing.stages import AlgorithmOptions, StageTests
+
+_least, _drop, _take_out = Dropping._least, Dropping._drop, Dropping._take_out
+_worth, _standard = Dropping._worth, dropping._standard
+
+
+def best_first(self, slot, length):
+    """The pages that are worth most go."""
+    return -_worth(self, slot, length)
+
+
+def without_recent(self, slot, keeping):
+    """The newest tokens may go too."""
+    return _least(self, slot, evolve(keeping, recent=0))
+
+
+def without_first(self, slot, keeping):
+    """The first tokens may go too."""
+    return _least(self, slot, evolve(keeping, first=0))
+
+
+def raw(scores):
+    """Lanes with large scores outvote the others."""
+    return scores.double().mean(0)
+
+
+def without_restore(self, slot, pages):
+    """The device goes on with units by their old numbers."""
+    restore = self.requests.restore
+    self.requests.restore = nothing
+    try:
+        _drop(self, slot, pages)
+    finally:
+        self.requests.restore = restore
+
+
+def without_flush(self, slot, pages):
+    """The open unit is taken from the host, which lacks its newest tokens."""
+    self.requests.dirty[slot] = False
+    _drop(self, slot, pages)
+
+
+def keeps_holding(self, slot, pages):
+    """Pages leave the table, and their references stay."""
+    table = self.requests.pages
+    table.write(slot, 0, np.delete(table.of(slot), pages).tolist())
+
+
+def one_too_many(self, slot, pages):
+    """The page before the last one that goes is given back in its place."""
+    _take_out(self, slot, np.unique(np.maximum(pages - 1, 0)))
+
+
+def forgets_what_went(self, slot):
+    """A fork does not know what its twin has lost."""
+    twin = _fork(self, slot)
+    self.dropped[twin] = 0
+    return twin
+
+
+_fork = Requests.fork
+
+CORE = {
+    "the best pages go": (Dropping, "_worth", best_first),
+    "the newest tokens go": (Dropping, "_least", without_recent),
+    "the first tokens go": (Dropping, "_least", without_first),
+    "lanes are not made alike": (dropping, "_standard", raw),
+    "the device keeps the old numbers": (Dropping, "_drop", without_restore),
+    "the newest tokens are not on the host": (Dropping, "_drop", without_flush),
+    "pages that went are held for ever": (Dropping, "_take_out", keeps_holding),
+    "another page goes": (Dropping, "_take_out", one_too_many),
+    "a twin does not know what went": (Requests, "fork", forgets_what_went),
+}
+
+
+class LeavesTheLast(Heavy):
+    """The last page gets no score."""
+
+    @hookimpl
+    def keep(self, layer, slot, length, scores):
+        super().keep(layer, slot, length, scores[:, :-1])
+
+
+class GoesByHostPages(Heavy):
+    """Pages are looked up as if they lay in order."""
+
+    @hookimpl
+    def keep(self, layer, slot, length, scores):
+        table = layer.step.page_table
+        order = torch.arange(table.shape[1], dtype=table.dtype, device=table.device)
+        step = evolve(layer.step, page_table=order.expand_as(table))
+        super().keep(evolve(layer, step=step), slot, length, scores)
+
+
+class WritesPools(Heavy):
+    """Keys are scaled where they lie."""
+
+    @hookimpl
+    def keep(self, layer, slot, length, scores):
+        layer.pools["keys"].mul_(2)
+        super().keep(layer, slot, length, scores)
+
+
+def _mutant(broken: type) -> Mutant:
+    factory = f"{broken.__module__}:{broken.__name__}"
+    clean = evolve(HEAVY, name="heavy_clean")
+    test = "test_every_page_has_a_score_of_its_own_request"
+    entry = evolve(HEAVY, name="mutant", factories=factory)
+    return Mutant(told_of(broken), StageTests, test, entry, clean, options=AlgorithmOptions())
+
+
+MUTANTS = [
+    *(LifecycleMutant(name, *swap, run_dropping) for name, swap in CORE.items()),
+    *map(_mutant, (LeavesTheLast, GoesByHostPages, WritesPools)),
+]
