@@ -292,7 +292,10 @@ MUTANTS = [
     ),
     LifecycleMutant("settle is not called", Prefill, "settle", nothing),
     LifecycleMutant(
-        "a page-table row keeps what stood behind", PageTable, "write", stale_page_row,
+        "a page-table row keeps what stood behind",
+        PageTable,
+        "write",
+        stale_page_row,
     ),
     LifecycleMutant("pages leak at the end", PageTable, "shrink", pages_leak, TURNS),
     LifecycleMutant(

@@ -26,6 +26,8 @@ from plugins.double_sparsity.tests import test_channels, test_head_sparsity, tes
 from plugins.double_sparsity.tests import test_conformance as double_sparsity_kit
 from plugins.double_sparsity.tests import test_properties as sparsity_properties
 from plugins.double_sparsity.tests import test_selection as sparsity_selection
+from plugins.keydiff.tests import test_conformance as keydiff_kit
+from plugins.keydiff.tests import test_pages as keydiff_pages
 from plugins.pariskv.tests import test_conformance as pariskv_kit
 from plugins.residual.tests import test_conformance as residual_kit
 from plugins.residual.tests import test_estimate as residual_estimate
@@ -45,6 +47,7 @@ from plugins.top_p.tests import test_selection as top_p_selection
 from plugins.triton_attention.tests import test_skip
 from tests.mutants import plugins_clusterkv as clusterkv
 from tests.mutants import plugins_double_sparsity as sparsity
+from tests.mutants import plugins_keydiff as keydiff
 from tests.mutants import plugins_pariskv as paris
 from tests.mutants import plugins_prompt as prompt
 from tests.mutants import plugins_residual as residual
@@ -60,6 +63,7 @@ from topkv.testing.stages import OptionTests, StageTests
 from topkv.testing.tiers import Tier, tier
 from topkv_clusterkv.launch import ClusterKVTriton
 from topkv_double_sparsity.launch import DoubleSparsityTriton
+from topkv_keydiff.launch import KeyDiffTriton
 from topkv_pariskv.launch import ParisKVTriton
 from topkv_residual.launch import ResidualTriton
 from topkv_rocketkv.launch import RocketKVTriton
@@ -200,6 +204,7 @@ of_top_p = _own(
     name=lambda on: on.name,
 )
 of_residual = _own(ResidualTriton)
+of_keydiff = _own(KeyDiffTriton)
 
 
 def _stage(
@@ -224,6 +229,8 @@ DECODED = "decode_builds_what_a_prompt_builds"
 ADDED = "a_correction_adds_what_is_left_out_and_nothing_else"
 ALIKE = "kernels_correct_as_the_reference_does"
 UNIFORM = (residual_estimate, "uniform_units_give_attention_to_everything")
+DIFFERS = (keydiff_pages, "pages_are_worth_what_the_formula_says")
+OWN_SCORES = "every_page_has_a_score_of_its_own_request"
 SHARES = (residual_estimate, "many_shares_and_many_ids")
 COPIES = (top_p_keys, "kernels_write_what_the_reference_writes")
 AGREES = (sparsity_selection, "selection_agrees_with_float64")
@@ -351,6 +358,11 @@ MUTANTS = [
     of_residual(residual.AddsKeys, *UNIFORM, scope="kv_head", variance=False),
     of_residual(residual.KernelSkipsTheLastShare, *SHARES, ("interpret",)),
     of_residual(residual.KernelSkipsTheLastIds, *SHARES, ("interpret",)),
+    _stage(keydiff.ForgetsDecoded, KeyDiffTriton, keydiff_kit, DECODED, ANYWHERE),
+    _stage(keydiff.GoesByOtherRequests, KeyDiffTriton, keydiff_kit, OWN_SCORES, ANYWHERE),
+    of_keydiff(keydiff.KeepsTheAlike, *DIFFERS, scope="kv_head"),
+    of_keydiff(keydiff.LongKeysWeighMore, *DIFFERS, scope="shared"),
+    of_keydiff(keydiff.KernelSkipsTheLastToken, *DIFFERS, ("interpret",), scope="kv_head"),
     of_skip_stage(skip.TakesAnyFactor, skip_kit, "a_factor_that_is_none_is_refused", factor=0),
     Mutant(
         told_of(skip.StandsBehind),

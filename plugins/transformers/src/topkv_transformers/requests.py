@@ -164,8 +164,9 @@ class CacheRequests:
         """Cut a cache to its first ``columns`` columns; one that keeps none begins anew.
 
         Args:
-            kept: what ``state.stock.keep`` returned when there were as many; None to crop. A
-                cache that has given back tokens since then is closed.
+            kept: what ``state.stock.keep`` returned when there were as many; None to crop. Tokens
+                that were given back since then do not return, and a cache in which they were
+                the newest ones is closed.
 
         Raises:
             CapabilityError: stock layers cannot be cropped, or tokens that would be the newest

@@ -1,0 +1,1 @@
+"""Pages whose keys are like all others go first: a stage for topkv."""

@@ -1,0 +1,93 @@
+"""Which pages stay of a long answer: those whose keys differ most from the others.
+
+KeyDiff (Park et al., arXiv 2504.15364), whole pages at a time. Differences from the paper are in
+the README.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import fields
+from torch import Tensor
+
+from topkv import hookimpl
+from topkv.algorithms import appended_units, chunk_units, open_units, write_units
+from topkv.errors import ConfigError
+from topkv.hooks.algorithm import RepresentationSpec
+from topkv.hooks.stage import Keeping, StageSetup, StageSpec
+from topkv.types import LayerView
+from topkv_keydiff import reference
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class KeyDiff:
+    """Says what pages are worth by how little their keys are like the mean of all.
+
+    Of every unit and kv-head it keeps the mean direction of the keys, in the dtype of the model:
+    a function of the keys of the unit alone. A page is worth the mean of ``-cos(k, a)`` over its
+    tokens, with a the sum of the directions of all keys in full pages: see ``reference``.
+
+    It selects nothing and corrects nothing, and goes with any algorithm that keeps nothing else
+    of a request than what stands in its pages.
+
+    Attributes:
+        keeping: what stays, by the parameters.
+    """
+
+    def __init__(self, setup: StageSetup) -> None:
+        """Raises ConfigError with all reasons."""
+        self.model, self.group = setup.model, setup.group
+        reasons = [
+            f"{name} must be an integer of {least} or more, got {value!r}"
+            for name, value in setup.params.items()
+            for least in (int(name in ("tokens", "every")),)
+            if type(value) is not int or value < least
+        ]
+        if self.model.dtype not in DTYPES:
+            reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
+        if self.group.dtype is not self.model.dtype:
+            reasons.append(
+                f"directions are those of rows of {self.model.dtype}, and they are stored as "
+                f"{self.group.dtype}; set kv_format to 'model'"
+            )
+        if reasons:
+            raise ConfigError(type(self).__name__, reasons)
+        self.keeping = Keeping(**{each.name: setup.params[each.name] for each in fields(Keeping)})
+
+    @hookimpl
+    def spec(self) -> StageSpec:
+        shape = (self.model.num_kv_heads, self.model.head_dim)
+        pool = RepresentationSpec("directions", "unit", shape, self.model.dtype)
+        return StageSpec((pool,), keeping=self.keeping)
+
+    @hookimpl
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        units, keys, valid = chunk_units(self.group, start, k)
+        self._write(layer, torch.full_like(units, slot), units, keys, valid)
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        # There is no ring where selections are regranulated: units are then of one token.
+        keys = k[:, None] if self.group.unit == 1 else open_units(layer, layer.ring_k)
+        slots, units, valid = appended_units(layer)
+        self._write(layer, slots, units, keys, valid)
+
+    def _write(
+        self, layer: LayerView, slots: Tensor, units: Tensor, keys: Tensor, valid: Tensor
+    ) -> None:
+        new: dict[str, Any] = {"directions": reference.directions(keys, valid)}
+        write_units(layer, slots, units, new)
+
+    @hookimpl
+    def keep(self, layer: LayerView, slot: int, length: int, scores: Tensor) -> None:
+        group, pages = self.group, scores.shape[1]
+        rows = layer.step.page_table[slot, :pages].long()
+        pool = layer.pools["directions"]
+        # Page by page, [pages, units of a page, Hkv, D].
+        kept = pool.unflatten(0, (-1, group.units_per_page))[rows].float().mean(1)
+        scores.copy_(reference.difference(kept.unflatten(1, (group.lane_heads, -1))))
