@@ -13,7 +13,9 @@ import torch
 
 from topkv.hooks.storage import StorageSetup
 from topkv.storage.objects import HEADER, problem_of, write_header
+from topkv.storage.sessions import StoredSessions
 from topkv.testing.machines.engine_pages import SHAPE, run_forward
+from topkv.testing.machines.handed_over import take
 from topkv.testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -122,5 +124,33 @@ def _live(params):
     print(json.dumps([found, counts.found, counts.stored, outputs.tolist()]), flush=True)
 
 
+def _take_over(params):
+    """Go on with a request that another process has handed over."""
+    here = make_coordinator(tier("cpu"))
+    with sessions_of(params) as stored:
+        slot = take(here, stored["request"])
+        length = here.length(slot)
+        outputs = go_on(here, slot)
+        stored["request"].discard()
+    here.close()
+    print(json.dumps([length, outputs.tolist()]), flush=True)
+
+
+def go_on(coordinator, slot, steps=3):
+    """The outputs of some steps of a request."""
+    outputs = []
+    for _ in range(steps):
+        at = coordinator.length(slot)
+        new = {slot: ROWS[at : at + 1]}
+        outputs.append(run_forward(coordinator, [], [slot], new, QUERIES[:, at : at + 1]))
+    return torch.cat(outputs, 1)
+
+
+def sessions_of(params, **options):
+    """Sessions in a store."""
+    return StoredSessions("mooncake", params, registry=doubles(ENTRY), **options)
+
+
 if __name__ == "__main__":
-    {"write": _write_pages, "live": _live}[sys.argv[1]](json.loads(sys.argv[2]))
+    what, given = sys.argv[1:]
+    {"write": _write_pages, "live": _live, "take": _take_over}[what](json.loads(given))
