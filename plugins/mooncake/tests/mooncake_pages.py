@@ -32,6 +32,8 @@ SIZE = 200_000
 
 (ENTRY,) = topkv_register_storages()
 
+PROGRAM = __file__
+
 PROMPT = [*range(100, 130)]
 ROWS = torch.randn((60, *SHAPE), generator=torch.Generator().manual_seed(1))
 QUERIES = torch.randn(LAYERS, 60, HEADS, DIM, generator=torch.Generator().manual_seed(2))

@@ -6,11 +6,10 @@ import json
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from mooncake_pages import PROMPT, QUERIES, ROWS, coordinator, go_on, sessions_of
+from mooncake_pages import PROGRAM, PROMPT, QUERIES, ROWS, coordinator, go_on, sessions_of
 
 from topkv.errors import StorageError
 from topkv.testing.machines.engine_pages import run_forward
@@ -18,7 +17,6 @@ from topkv.testing.machines.handed_over import leave, take
 from topkv.testing.machines.lifecycle_model import make_coordinator
 from topkv.testing.tiers import tier
 
-PROGRAM = str(Path(__file__).with_name("mooncake_pages.py"))
 COUNT = len(PROMPT)
 
 

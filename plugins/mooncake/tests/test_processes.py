@@ -9,13 +9,10 @@ import subprocess
 import sys
 import time
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
-from mooncake_pages import coordinator, live, made, plain, read
-
-PROGRAM = str(Path(__file__).with_name("mooncake_pages.py"))
+from mooncake_pages import PROGRAM, coordinator, live, made, plain, read
 
 
 def start(what, params):
