@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from tests.mutants.lifecycle import LifecycleMutant, nothing
 from topkv import prefixes
 from topkv.kv.prefix import PrefixPages
-from topkv.storage import fetching
+from topkv.storage import fetching, sessions
+from topkv.storage.opened import OpenedStorage
 from topkv.storage.places import PagePlaces
 from topkv.storage.tier import StorageTier
+from topkv.testing.machines.handed_over import (
+    run_cut_short,
+    run_handed_over,
+)
+from topkv.testing.machines.handed_over import (
+    run_damaged as run_damaged_session,
+)
 from topkv.testing.machines.storage import run_evicted, run_overtaken, run_reloaded
 from topkv.testing.tiers import Tier
 
-_withdraw = PrefixPages.withdraw
+_withdraw, _ask = PrefixPages.withdraw, OpenedStorage.ask
 
 
 def run_damaged(on: Tier) -> None:
@@ -42,6 +52,16 @@ def withdrawn_in_silence(self, pages):
     self.written[:] = written
 
 
+def key_of_number(self, number):
+    """Objects of a session have the keys of those of any other."""
+    return hashlib.sha256(number.to_bytes(8, "big")).digest()
+
+
+def asked_for_all_but_deletes(self, head, hook, *arguments):
+    """Nothing is removed."""
+    return None if hook == "delete" else _ask(self, head, hook, *arguments)
+
+
 MUTANTS = [
     LifecycleMutant(
         "what a storage gives is believed",
@@ -62,5 +82,17 @@ MUTANTS = [
     LifecycleMutant(
         "a page that is withdrawn counts as unwritten",
         *(PrefixPages, "withdraw", withdrawn_in_silence, run_overtaken),
+    ),
+    LifecycleMutant(
+        "what the objects of a session hold is believed",
+        *(sessions, "problem_of", unchecked, run_damaged_session),
+    ),
+    LifecycleMutant(
+        "the objects of a session are those of another one",
+        *(sessions._Asking, "key", key_of_number, run_handed_over),
+    ),
+    LifecycleMutant(
+        "what was stored of a session that was cut short stays",
+        *(OpenedStorage, "ask", asked_for_all_but_deletes, run_cut_short),
     ),
 ]

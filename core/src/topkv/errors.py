@@ -47,6 +47,10 @@ class CapabilityError(ReasonsError):
     """A plugin, model or option does not offer what was asked for."""
 
 
+class StorageError(ReasonsError):
+    """A storage did not take or give what was asked of it; nothing else has changed."""
+
+
 class RequestError(TopkvError):
     """A call does not fit the state of the request or forward that it names."""
 

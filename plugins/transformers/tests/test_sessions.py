@@ -13,8 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import topkv
-from topkv.errors import CapabilityError, HostMemoryError, RequestError
-from topkv_transformers import sessions
+from topkv.errors import CapabilityError, HostMemoryError, RequestError, StorageError
+from topkv.storage.sessions import StoredSessions
+from topkv_transformers.folders import HEAD, MANIFEST
 
 SPARSE = {"budget": 32, "buffer": 48, "resident_fast_path": False, "dense_layers": [1]}
 ALGORITHMS = {
@@ -74,40 +75,113 @@ def test_it_goes_on_to_the_bit(tiny, tmp_path, algorithm, host_format, steps):
         assert handle.coordinator.manager.host.used == 0
 
 
-def suspended(tiny, folder, model=None, **changes):
-    """A session in a folder: its model and settings, what was said, and what comes next."""
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_it_goes_on_through_a_storage(tiny, tmp_path, algorithm):
+    """What was handed over is decoded by another model object, and stays until it is discarded."""
+    model, prompt = tiny.model("qwen3", layers=3), tiny.prompt(75, (0, 30))
+    settings = settings_of(tiny, algorithm)
+    with (
+        StoredSessions("files", {"path": tmp_path}) as stored,
+        topkv.attach(model, settings) as handle,
+    ):
+        cache = handle.new_cache()
+        said, mask, _ = turn(model, cache, *prompt.values(), 9)
+        twin = cache.fork()
+        handle.suspend(cache, stored["request 17"])
+        assert cache.slots == ()
+        with pytest.raises(StorageError, match="there is one of this name"):
+            handle.suspend(twin, stored["request 17"])
+        assert twin.slots
+        expected = turn(model, twin, said, mask, 12)
+    with (
+        StoredSessions("files", {"path": tmp_path}) as stored,
+        topkv.attach(model, settings) as handle,
+    ):
+        resumed = handle.resume(stored["request 17"])
+        for one, other in zip(turn(model, resumed, said, mask, 12), expected, strict=True):
+            assert torch.equal(one, other)
+        handle.coordinator.check_integrity()
+        stored["request 17"].discard()
+        with pytest.raises(StorageError, match="it is not there; process the prompt again"):
+            handle.resume(stored["request 17"])
+    assert not [*tmp_path.glob("??/*")]
+
+
+def suspended(tiny, place, model=None, **changes):
+    """A session in a place: its model and settings, what was said, and what comes next."""
     model = model or tiny.model()
     prompt, settings = tiny.prompt(40), settings_of(tiny, **changes)
     with topkv.attach(model, settings) as handle:
         cache = handle.new_cache()
         said, mask, _ = turn(model, cache, *prompt.values(), 4)
         twin = cache.fork()
-        handle.suspend(cache, folder)
+        handle.suspend(cache, place)
         return model, settings, (said, mask), turn(model, twin, said, mask, 6)[2]
 
 
 @pytest.mark.slow
-def test_another_process_goes_on(tiny, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "algorithm"), [("folder", "quest"), ("storage", "quest"), ("storage", "clusterkv")]
+)
+def test_another_process_goes_on(tiny, tmp_path, kind, algorithm):
     tiny.model().save_pretrained(tmp_path / "model")
     # Where weights lie in memory can decide which instructions multiply them, and so the last bit.
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").to(tiny.model().device)
-    model, settings, (said, mask), expected = suspended(tiny, tmp_path / "chat", model)
+    with StoredSessions("files", {"path": tmp_path / "stored"}) as stored:
+        place = tmp_path / "chat" if kind == "folder" else stored["chat"]
+        model, settings, (said, mask), expected = suspended(
+            tiny, place, model, algorithm=algorithm, **ALGORITHMS[algorithm]
+        )
     torch.save([said.cpu(), mask.cpu(), settings], tmp_path / "said.pt")
     script = f"""
 import sys, torch, topkv
+from topkv.storage.sessions import StoredSessions
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/model").to({str(model.device)!r})
 said, mask, settings = torch.load(sys.argv[1] + "/said.pt")
+stored = StoredSessions("files", {{"path": sys.argv[1] + "/stored"}})
+place = sys.argv[1] + "/chat" if sys.argv[2] == "folder" else stored["chat"]
 with topkv.attach(model, settings) as handle:
+    read, forward = [], model.model.forward
+    model.model.forward = lambda *a, **k: read.append(k["input_ids"].shape[1]) or forward(*a, **k)
     output = model.generate(
         input_ids=said.to(model.device), attention_mask=mask.to(model.device), do_sample=False,
-        past_key_values=handle.resume(sys.argv[1] + "/chat"), max_new_tokens=6,
+        past_key_values=handle.resume(place), max_new_tokens=6,
         output_logits=True, return_dict_in_generate=True,
     )
+stored.close()
+assert read == [1] * 6, f"tokens were computed again: {{read}}"
 torch.save(torch.stack(output.logits, 1).cpu(), sys.argv[1] + "/logits.pt")
 """
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=300)
+    command = [sys.executable, "-c", script, str(tmp_path), kind]
+    subprocess.run(command, check=True, timeout=300)
     assert torch.equal(torch.load(tmp_path / "logits.pt"), expected.cpu())
+
+
+def test_what_a_storage_has_lost_is_told_and_takes_no_room(tiny, tmp_path):
+    with StoredSessions("files", {"path": tmp_path}) as stored:
+        model, settings, said, expected = suspended(tiny, stored["chat"])
+        with topkv.attach(model, settings) as handle:
+            for path in sorted(tmp_path.glob("??/*")):
+                whole = path.read_bytes()
+                for broken in (None, whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1])):
+                    path.unlink() if broken is None else path.write_bytes(broken)
+                    with pytest.raises(StorageError, match="process the prompt again"):
+                        handle.resume(stored["chat"])
+                    assert handle.coordinator.manager.host.used == 0
+                path.write_bytes(whole)
+            assert torch.equal(turn(model, handle.resume(stored["chat"]), *said, 6)[2], expected)
+        with (
+            topkv.attach(model, {**settings, "unit": 2}) as handle,
+            pytest.raises(CapabilityError, match="groups: it was suspended with"),
+        ):
+            handle.resume(stored["chat"])
+        with torch.no_grad():
+            model.model.layers[-1].self_attn.v_proj.weight *= 2
+        with topkv.attach(model, settings) as handle:
+            refused = r"the session 'chat' in storage 'files' cannot be resumed.*\n.*other weights"
+            with pytest.raises(CapabilityError, match=refused):
+                handle.resume(stored["chat"])
 
 
 def damages(folder):
@@ -122,7 +196,7 @@ def damages(folder):
         yield path, whole[:-1], "is damaged"
         yield path, b"", "is damaged"
         yield path, None, "cannot be read"
-    path = folder / sessions.MANIFEST
+    path = folder / MANIFEST
     whole = path.read_bytes()
     yield path, None, "cannot be read"
     yield path, b"", "is damaged"
@@ -154,14 +228,14 @@ def test_parts_of_another_request_do_not_fit(tiny, tmp_path):
     """Checksums that are right do not make a session of parts that belong to none."""
     folder = tmp_path / "chat"
     model, settings, _, _ = suspended(tiny, folder)
-    manifest = json.loads((folder / sessions.MANIFEST).read_bytes().partition(b"\n")[2])
+    manifest = json.loads((folder / MANIFEST).read_bytes().partition(b"\n")[2])
     parts = manifest["rows"][0]["parts"]
     assert len(parts) == 2
     for wrong in (parts[::-1], parts[:1], [*parts, parts[1]]):
         manifest["rows"][0]["parts"] = wrong
         body = json.dumps(manifest).encode()
-        head = f"{sessions.HEAD} {zlib.crc32(body)}\n".encode()
-        (folder / sessions.MANIFEST).write_bytes(head + body)
+        head = f"{HEAD} {zlib.crc32(body)}\n".encode()
+        (folder / MANIFEST).write_bytes(head + body)
         with topkv.attach(model, settings) as handle:
             with pytest.raises(CapabilityError, match=r"missing|unknown"):
                 handle.resume(folder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from contextlib import nullcontext
 from functools import partial, wraps
-from os import PathLike
 from typing import Any
 
 import torch
@@ -108,17 +107,18 @@ class AttachedModel:
         self.requests.check_attached()
         return TopkvCache(self.requests)
 
-    def suspend(self, cache: TopkvCache, folder: str | PathLike[str]) -> None:
-        """Write a cache to a folder and close it; see ``sessions.suspend``, for errors too."""
+    def suspend(self, cache: TopkvCache, where: sessions.Where) -> None:
+        """Write a cache to a folder, or to a session of ``topkv.storage.sessions``, and close it;
+        see ``sessions.suspend``, for errors too."""
         self.requests.check_attached()
         cache.check_owner(self.requests)
-        sessions.suspend(cache, self._decoder, folder)
+        sessions.suspend(cache, self._decoder, where)
 
-    def resume(self, folder: str | PathLike[str]) -> TopkvCache:
+    def resume(self, where: sessions.Where) -> TopkvCache:
         """A cache of what ``suspend`` wrote, in this process or another one. Pass it to
         ``generate`` with all ids so far. See ``sessions.resume``, for errors too."""
         self.requests.check_attached()
-        return sessions.resume(self.requests, self._decoder, folder)
+        return sessions.resume(self.requests, self._decoder, where)
 
     def abandon(self) -> None:
         """Drop the open forward, if there is one, after any exception."""

@@ -1,0 +1,117 @@
+"""A storage that somebody opens by its name, asks, and waits for."""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from typing import Any, Self
+
+import numpy as np
+
+from topkv.config import checks
+from topkv.errors import ConfigError, StorageError
+from topkv.hooks.storage import Storage, StorageSetup
+from topkv.messages import raised, shown
+from topkv.plugins import PluginRegistry
+from topkv.plugins import registry as installed
+from topkv.storage.calls import Workers
+
+
+class OpenedStorage:
+    """A storage of its own, apart from that of any coordinator. Any thread; close it at the end.
+
+    Args:
+        name, params: of the plugin, as of the setting ``storage``.
+        object_bytes: of the largest object there will be.
+        limit_s: seconds after which a call counts as hung.
+        registry: where the plugin is found; what is installed by default.
+
+    Attributes:
+        name: of the plugin.
+
+    Raises:
+        ConfigError: a parameter is wrong, or the plugin refuses it.
+        PluginError: there is no such plugin.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: Mapping[str, Any] | None,
+        object_bytes: int,
+        limit_s: float,
+        registry: PluginRegistry | None = None,
+    ) -> None:
+        self.name, self._limit = name, limit_s
+        known = registry or installed()
+        entry = known.get("storage", name).entry
+        names, given = entry.parameters if entry else {}, dict(params or {})
+        reasons = [
+            f"unknown parameter {shown(each)}; {checks.near(each, names)}"
+            for each in given
+            if each not in names
+        ]
+        if type(limit_s) not in (int, float) or not limit_s > 0:
+            reasons.append(f"limit_s must be a number of seconds above 0, got {shown(limit_s)}")
+        if reasons:
+            raise ConfigError(f"storage {name!r} cannot be opened", reasons)
+        setup = StorageSetup({**names, **given}, object_bytes, np.zeros(0, dtype=np.uint8))
+        self._storage: Storage = known.create("storage", name, setup)
+        self._workers, self._hung, self._closed = Workers(1), "", False
+        weakref.finalize(self, self._workers.close)
+
+    def ask(self, head: str, hook: str, *arguments: Any) -> Any:
+        """What a hook returns, called on a thread of its own.
+
+        Args:
+            head: of errors.
+
+        Raises:
+            StorageError: it raises, or takes longer than it may; nothing is asked any more then.
+        """
+        if self._hung or self._closed:
+            why = self._hung and f"a call to it hangs ({self._hung}); make another one"
+            raise StorageError(head, [f"{self} can be used no more: {why or 'it is closed'}"])
+        answer: Future[Any] = Future()
+
+        def job() -> None:
+            try:
+                answer.set_result(getattr(self._storage, hook)(*arguments))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        self._workers.add(job)
+        if not wait([answer], self._limit).done:
+            self._hung = hook
+            reason = f"{hook} did not end within {self._limit} s; raise limit_s if it is slow"
+            raise StorageError(head, [f"{self}: {reason}"])
+        if (error := answer.exception()) is not None:
+            reason = f"{hook}: {raised(error)}; mend that, and try again"
+            raise StorageError(head, [f"{self}: {reason}"]) from error
+        return answer.result()
+
+    def close(self) -> None:
+        """Let go of the storage; what is in it stays. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._workers.close()
+        until = time.monotonic() + (0 if self._hung else self._limit)
+        while self._workers.busy and time.monotonic() < until:  # whoever waited was interrupted
+            time.sleep(0.001)
+        if self._workers.busy:
+            warnings.warn(f"{self}: a call hangs and is left behind", RuntimeWarning, stacklevel=2)
+        else:
+            self._storage.close()
+
+    def __str__(self) -> str:
+        return f"storage {self.name!r}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,201 @@
+"""A connection to a Redis server, as far as a storage needs one.
+
+Values are sent from the memory in which they lie, and received into the memory in which they are
+wanted: no library of Redis does that, and the protocol (RESP 2) is small.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from topkv_redis.settings import Settings
+
+END = b"\r\n"
+LINE = 1 << 16
+"""Bytes of what is received at a time when a line is wanted."""
+
+MOST_PARTS = min(os.sysconf("SC_IOV_MAX"), 1024)
+"""Of one call to the system."""
+
+
+class RedisError(RuntimeError):
+    """The server did not do what it was asked."""
+
+
+class Refusal(RedisError):
+    """The server answered with an error; the connection is whole.
+
+    Attributes:
+        kind: its first word.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.kind = text.partition(" ")[0]
+
+
+class Connection:
+    """One connection, of one thread at a time. After any error but ``Refusal`` it is of no use.
+
+    Args:
+        settings: of the storage.
+
+    Raises:
+        OSError: there is no server, or it does not answer in time.
+        RedisError: it refuses this client.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._room = bytearray(LINE)
+        self._start = self._end = 0
+        if isinstance(settings.address, str):
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.settimeout(settings.timeout_s)
+        else:
+            self._socket = socket.create_connection(settings.address, settings.timeout_s)
+        try:
+            if isinstance(settings.address, str):
+                self._socket.connect(settings.address)
+            else:
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._greet(settings)
+        except BaseException:
+            self.close()
+            raise
+
+    def _greet(self, settings: Settings) -> None:
+        if settings.password:
+            who = [settings.username] if settings.username else []
+            self.ask([["AUTH", *who, settings.password]])
+        if settings.database:
+            self.ask([["SELECT", str(settings.database)]])
+        self.ask([["PING"]])
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def ask(self, commands: Sequence[Sequence[bytes | str]]) -> list[Any]:
+        """The answers to short commands.
+
+        Raises:
+            Refusal: one of them is an error; the others have been answered.
+        """
+        self.send([b"".join(map(written, commands))])
+        answers = [self.answer() for _ in commands]
+        for answer in answers:
+            if isinstance(answer, Refusal):
+                raise answer
+        return answers
+
+    def send(self, parts: Sequence[Any]) -> None:
+        """Send memory, one part behind the other."""
+        left = [memoryview(part) for part in parts if len(part)]
+        at = 0
+        while at < len(left):
+            count = self._socket.sendmsg(left[at : at + MOST_PARTS])
+            while at < len(left) and count >= left[at].nbytes:
+                count -= left[at].nbytes
+                at += 1
+            if count:
+                left[at] = left[at][count:]
+
+    def answer(self) -> Any:
+        """The next answer: a text, an int, bytes, a list, None, or a ``Refusal``."""
+        line = self._line()
+        kind, rest = line[:1], line[1:]
+        if kind == b"+":
+            return rest.decode()
+        if kind == b"-":
+            return Refusal(rest.decode(errors="replace"))
+        if kind == b":":
+            return int(rest)
+        if kind == b"$":
+            return self._value(int(rest))
+        if kind == b"*":
+            return [self.answer() for _ in range(int(rest))]
+        raise RedisError(f"this is no answer of a Redis server: {line[:40]!r}")
+
+    def answer_into(self, place: Sequence[np.ndarray]) -> bool:
+        """Whether the next answer is a value of exactly the bytes of a place, which has it then.
+
+        Raises:
+            Refusal: it is an error.
+        """
+        line = self._line()
+        if line[:1] != b"$":
+            raise (
+                Refusal(line[1:].decode(errors="replace"))
+                if line[:1] == b"-"
+                else RedisError(f"expected a value, got {line[:40]!r}")
+            )
+        size = int(line[1:])
+        if size < 0:
+            return False
+        if size != sum(len(part) for part in place):
+            self._pass_over(size + len(END))
+            return False
+        for part in place:
+            self._into(part.data)
+        self._pass_over(len(END))
+        return True
+
+    def _value(self, size: int) -> bytes | None:
+        if size < 0:
+            return None
+        value = bytearray(size)
+        self._into(memoryview(value))
+        self._pass_over(len(END))
+        return bytes(value)
+
+    def _fill(self, room: memoryview) -> int:
+        count = self._socket.recv_into(room)
+        if not count:
+            raise ConnectionError("the server has closed the connection")
+        return count
+
+    def _line(self) -> bytes:
+        """The next line, without its end."""
+        line = b""
+        while not line.endswith(END):
+            if self._start == self._end:
+                self._start, self._end = 0, self._fill(memoryview(self._room))
+            found = self._room.find(b"\n", self._start, self._end) + 1
+            stop = found or self._end
+            line += self._room[self._start : stop]
+            self._start = stop
+        return line[: -len(END)]
+
+    def _into(self, room: memoryview) -> None:
+        """Fill memory: first with what came behind the last line."""
+        count = min(len(room), self._end - self._start)
+        room[:count] = memoryview(self._room)[self._start : self._start + count]
+        self._start += count
+        while count < len(room):
+            count += self._fill(room[count:])
+
+    def _pass_over(self, count: int) -> None:
+        while count:
+            if self._start == self._end:
+                self._start, self._end = 0, self._fill(memoryview(self._room))
+            some = min(count, self._end - self._start)
+            self._start, count = self._start + some, count - some
+
+
+def written(arguments: Sequence[bytes | str], further: int = 0) -> bytes:
+    """A command as it is sent.
+
+    Args:
+        further: arguments that are sent behind these.
+    """
+    return b"*%d\r\n" % (len(arguments) + further) + bulk(arguments)
+
+
+def bulk(arguments: Sequence[bytes | str]) -> bytes:
+    """Arguments of a command as they are sent."""
+    plain = [each.encode() if isinstance(each, str) else each for each in arguments]
+    return b"".join(b"$%d\r\n%b\r\n" % (len(each), each) for each in plain)

@@ -1,0 +1,158 @@
+"""What these tests store: pages that follow from their numbers, and lives of coordinators.
+
+Run as a program it is another process: it does what its first argument names to a store.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import torch
+
+from topkv.hooks.storage import StorageSetup
+from topkv.storage.objects import HEADER, problem_of, write_header
+from topkv.storage.sessions import StoredSessions
+from topkv.testing.machines.engine_pages import SHAPE, run_forward
+from topkv.testing.machines.handed_over import take
+from topkv.testing.machines.lifecycle_model import (
+    DIM,
+    HEADS,
+    LAYERS,
+    doubles,
+    make_coordinator,
+)
+from topkv.testing.tiers import tier
+from topkv_redis.entry import topkv_register_storages
+from topkv_redis.storage import RedisStorage
+
+SIZE = 50_000
+"""Bytes of a page."""
+
+(ENTRY,) = topkv_register_storages()
+
+PROGRAM = __file__
+
+PROMPT = [*range(100, 130)]
+ROWS = torch.randn((60, *SHAPE), generator=torch.Generator().manual_seed(1))
+QUERIES = torch.randn(LAYERS, 60, HEADS, DIM, generator=torch.Generator().manual_seed(2))
+
+
+def made(params, **further):
+    """A storage."""
+    nowhere = np.zeros(0, dtype=np.uint8)
+    setup = StorageSetup({**ENTRY.parameters, **params, **further}, SIZE + HEADER, nowhere)
+    return RedisStorage(setup)
+
+
+def key_of(number):
+    return number.to_bytes(4, "big") * 8
+
+
+def page(number, size=SIZE):
+    """A page that follows from its number: a header, and two parts."""
+    body = np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
+    header = np.zeros(HEADER, dtype=np.uint8)
+    write_header(header, key_of(number), bytes(32), [body])
+    return [header, body[:1000], body[1000:]]
+
+
+def put(storage, *numbers):
+    """What a storage says to pages of these numbers."""
+    return [*storage.put([*map(key_of, numbers)], [page(number) for number in numbers])]
+
+
+def read(storage, number, size=SIZE):
+    """The problem of a stored page, or "absent"."""
+    place = [np.zeros(HEADER, dtype=np.uint8), np.zeros(size, dtype=np.uint8)]
+    (there,) = storage.get([key_of(number)], [place])
+    if not there:
+        return "absent"
+    return problem_of(place[0], place[1:], key_of(number), bytes(32))
+
+
+def coordinator(params, **storage):
+    """One whose pages go to a store."""
+    asked = {"name": "redis", "params": params, "least_tokens": 1, **storage}
+    options = {"prefix_cache": "all", "storage": asked}
+    return make_coordinator(tier("cpu"), registry=doubles(ENTRY), **options)
+
+
+def live(coordinator, steps=3):
+    """A prompt and some steps behind it: the tokens that were found, and the outputs."""
+    slot = coordinator.prefixes.begin(PROMPT)
+    found = coordinator.length(slot)
+    outputs, pages = [], (len(PROMPT) - 1) // 4 * 4
+    for end in [pages, *range(len(PROMPT), len(PROMPT) + 1 + steps)]:
+        first = coordinator.length(slot)
+        if first >= end:
+            continue
+        new = {slot: ROWS[first:end]}
+        chunks, decode = ([slot], []) if end <= len(PROMPT) else ([], [slot])
+        out = run_forward(coordinator, chunks, decode, new, QUERIES[:, first:end])
+        outputs.append(out[:, -1])
+    coordinator.prefixes.publish(slot, PROMPT)
+    coordinator.request_end(slot)
+    coordinator.check_integrity()
+    return found, torch.stack(outputs[-1 - steps :])
+
+
+def plain():
+    """The outputs of a coordinator without a storage."""
+    without = make_coordinator(tier("cpu"), prefix_cache="all")
+    try:
+        return live(without)[1]
+    finally:
+        without.close()
+
+
+def _write_pages(params):
+    storage = made(params)
+    pages = [page(number) for number in range(8)]
+    keys = [key_of(number) for number in range(8)]
+    storage.put(keys, pages)
+    print("begun", flush=True)
+    while True:
+        storage.delete(keys[::2])
+        storage.put(keys, pages)
+
+
+def _live(params):
+    one = coordinator(params, fetch="wait_complete")
+    found, outputs = live(one)
+    one.close()
+    counts = one.prefixes.counts.storage
+    print(json.dumps([found, counts.found, counts.stored, outputs.tolist()]), flush=True)
+
+
+def _take_over(params):
+    """Go on with a request that another process has handed over."""
+    here = make_coordinator(tier("cpu"))
+    with sessions_of(params) as stored:
+        slot = take(here, stored["request"])
+        length = here.length(slot)
+        outputs = go_on(here, slot)
+        stored["request"].discard()
+    here.close()
+    print(json.dumps([length, outputs.tolist()]), flush=True)
+
+
+def go_on(coordinator, slot, steps=3):
+    """The outputs of some steps of a request."""
+    outputs = []
+    for _ in range(steps):
+        at = coordinator.length(slot)
+        new = {slot: ROWS[at : at + 1]}
+        outputs.append(run_forward(coordinator, [], [slot], new, QUERIES[:, at : at + 1]))
+    return torch.cat(outputs, 1)
+
+
+def sessions_of(params, **options):
+    """Sessions in a store."""
+    return StoredSessions("redis", params, registry=doubles(ENTRY), **options)
+
+
+if __name__ == "__main__":
+    what, given = sys.argv[1:]
+    {"write": _write_pages, "live": _live, "take": _take_over}[what](json.loads(given))

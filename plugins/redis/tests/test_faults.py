@@ -1,0 +1,225 @@
+"""Servers that are killed, absent, full or silent, and answers that come in pieces."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from threading import Thread
+
+import numpy as np
+import pytest
+from redis_pages import PROGRAM, SIZE, key_of, made, page, put, read
+
+from topkv.errors import ConfigError
+from topkv_redis.connection import Connection, RedisError
+from topkv_redis.settings import PASSWORD
+
+
+def start(*command):
+    return subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
+
+
+def test_a_server_that_is_killed_and_comes_back(make_server):
+    server = make_server()
+    storage = made(server.params)
+    assert put(storage, 1, 2) == [True, True]
+    server.kill()
+    for call in (lambda: read(storage, 1), lambda: put(storage, 3), storage.usage):
+        with pytest.raises(RedisError, match=r"(get|put|usage) at .*redis.sock: "):
+            call()
+    server.start()
+    assert [read(storage, number) for number in (1, 2)] == ["absent"] * 2
+    assert put(storage, 1) == [True]
+    server.kill()
+    server.start()  # between two calls: a connection of the first is of no use
+    assert put(storage, 1) == [True]
+    assert read(storage, 1) is None
+    storage.close()
+
+
+def test_a_server_that_is_silent(make_server):
+    """For longer than it may be. What it says later is nobody's answer."""
+    server = make_server()
+    storage = made(server.params, timeout_s=0.3)
+    assert put(storage, 1, 2) == [True, True]
+    room = np.full(SIZE + 4096, 7, dtype=np.uint8)
+    server.suspend()
+    with pytest.raises(RedisError, match=r"get at .*redis.sock: timed out"):
+        storage.get([key_of(1)], [[room]])
+    server.wake()
+    assert read(storage, 2) is None
+    assert (room == 7).all()
+    storage.close()
+
+
+def test_a_server_that_is_full_says_no_or_makes_room(make_server):
+    full = made(make_server("--maxmemory", "8mb").params)
+    done = [there for number in range(200) for there in put(full, number)]
+    assert 20 < done.count(True) < 160
+    assert not any(done[done.index(False) :])
+    for number, there in enumerate(done):
+        assert read(full, number) == (None if there else "absent")
+    full.delete([key_of(number) for number in range(200)])
+    assert put(full, 150) == [True]
+    full.close()
+    policy = ["--maxmemory-policy", "allkeys-lru"]
+    lasting = made(make_server("--maxmemory", "8mb", *policy).params)
+    assert all(put(lasting, number) == [True] for number in range(200))
+    assert lasting.usage().bytes < 8 << 20
+    assert read(lasting, 199) is None
+    assert {read(lasting, number) for number in range(199)} == {None, "absent"}
+    lasting.close()
+
+
+def test_objects_expire_when_they_shall(shared):
+    storage = made(shared.params, namespace="expiring", expire_s=1)
+    assert put(storage, 1) == [True]
+    end = time.monotonic() + 60
+    while read(storage, 1) is None:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert read(storage, 1) == "absent"
+    assert made(shared.params, namespace="expiring").usage().objects == 0
+    storage.close()
+
+
+@contextmanager
+def answering(*answers):
+    """Somebody who says the same to whatever is asked."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve():
+            found, _ = listening.accept()
+            with found:
+                for answer in answers:
+                    found.recv(1 << 16)
+                    found.sendall(answer)
+
+        thread = Thread(target=serve)
+        thread.start()
+        yield {"address": f"127.0.0.1:{listening.getsockname()[1]}"}
+        thread.join(60)
+
+
+def test_who_does_not_serve_is_told(make_server, monkeypatch):
+    with pytest.raises(ConfigError) as refused:
+        made({"address": "unix:/nowhere/redis.sock"})
+    (reason,) = refused.value.reasons
+    assert "no server serves this client at /nowhere/redis.sock: [Errno 2] No such file" in reason
+    assert "start one with `redis-server --maxmemory 8gb" in reason
+    with (
+        answering(b"HTTP/1.1 400 Bad Request\r\n\r\n") as params,
+        pytest.raises(ConfigError, match=r"this is no answer of a Redis server: b'HTTP/1.1 400"),
+    ):
+        made(params)
+    server = make_server("--requirepass", "open sesame")
+    with pytest.raises(ConfigError, match="NOAUTH Authentication required"):
+        made(server.params)
+    with pytest.raises(ConfigError, match="WRONGPASS"):
+        made(server.params, password="open barley")
+    with pytest.raises(ConfigError, match="DB index is out of range"):
+        made(server.params, password="open sesame", database=1000)
+    monkeypatch.setenv(PASSWORD, "open sesame")
+    assert put(made(server.params), 1) == [True]
+    assert put(made(server.params, username="default"), 1) == [True]
+
+
+def test_an_answer_that_ends_early(shared):
+    """In the middle of a value: a miss of the whole batch, and no half of a page."""
+    value = b"$%d\r\n" % (SIZE + 4096) + b"x" * 5000
+    with answering(b"+PONG\r\n", value) as params:
+        storage = made(params, timeout_s=1)
+        with pytest.raises(RedisError, match=r"get at 127.0.0.1:"):
+            read(storage, 1)
+
+
+def test_a_value_of_another_kind_is_an_error_and_the_next_call_works(shared):
+    storage = made(shared.params, namespace="kinds")
+    (connection,) = storage._free
+    connection.ask([["HSET", b"kinds:" + key_of(1), "a", "b"]])
+    assert put(storage, 2) == [True]
+    room = [np.zeros(SIZE + 4096, dtype=np.uint8) for _ in range(2)]
+    with pytest.raises(RedisError, match=r"get at .*: WRONGTYPE"):
+        storage.get([key_of(1), key_of(2)], [[each] for each in room])
+    assert read(storage, 2) is None
+    storage.delete([key_of(1)])
+    assert put(storage, 1) == [True]
+    storage.close()
+
+
+@pytest.mark.parametrize("most", [1, 4096, 70_001])
+def test_calls_that_bring_less_than_they_should(shared, monkeypatch, most):
+    """Sockets take and give as much as they like."""
+    size = 300 if most == 1 else SIZE
+    storage = made(shared.params, namespace=f"less-{most}")
+    fill = Connection._fill
+
+    class Slow:
+        def __init__(self, real):
+            self.real = real
+
+        def sendmsg(self, parts):
+            return self.real.send(parts[0][:most])
+
+        def __getattr__(self, name):
+            return getattr(self.real, name)
+
+    monkeypatch.setattr(Connection, "_fill", lambda self, room: fill(self, room[:most]))
+    (connection,) = storage._free
+    connection._socket = Slow(connection._socket)
+    place = page(1, size)
+    assert list(storage.put([key_of(1)], [place])) == [True]
+    assert read(storage, 1, size) is None
+    assert storage.exists([key_of(1), key_of(2)]) == 1
+    storage.close()
+
+
+def test_writers_that_are_killed_leave_whole_pages_or_none(shared):
+    params = {**shared.params, "namespace": "killed"}
+    storage, draw, whole = made(params), random.Random(1), 0
+    for _ in range(6):
+        writer = start(PROGRAM, "write", json.dumps(params))
+        try:
+            assert writer.stdout.readline() == "begun\n"
+            time.sleep(draw.random() * 0.05)
+        finally:
+            writer.kill()
+            writer.wait()
+            writer.stdout.close()
+        for number in range(8):
+            problem = read(storage, number)
+            assert problem in (None, "absent"), problem
+            whole += problem is None
+    assert whole >= 6 * 4, "what nobody deletes is gone"
+    storage.close()
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"address": None}, "address must be set, got None"),
+        ({"address": "here"}, "address must be an address such as '10.0.0.1:6379' or 'unix:/run"),
+        ({"address": "unix:here"}, "address must be an address"),
+        ({"username": "me"}, "username needs a password, in params or in the environment"),
+        ({"username": 1, "password": "x"}, "username must be a text that is not empty, got 1"),
+        ({"password": 5}, "password must be a text that is not empty, got int"),
+        ({"database": -1}, "database must be an int from 0 on, got -1"),
+        ({"namespace": "a*"}, "namespace must be letters, digits and any of ._-, got 'a*'"),
+        ({"expire_s": 0}, "expire_s must be an int of seconds, got 0"),
+        ({"timeout_s": True}, "timeout_s must be seconds, at most 3600, got True"),
+    ],
+)
+def test_parameters_that_are_wrong_are_refused(params, reason):
+    """All at once, and before anybody is called."""
+    with pytest.raises(ConfigError) as refused:
+        made({"address": "unix:/nowhere", **params})
+    (told,) = refused.value.reasons
+    assert reason in told
+    with pytest.raises(ConfigError) as refused:
+        made({"address": "unix:/nowhere", "namespace": "", "timeout_s": 0, **params})
+    assert len(refused.value.reasons) >= 2
