@@ -28,6 +28,7 @@ STEPS = 3
 # Of what an algorithm needs to be small.
 PARAMS = {
     "clusterkv": {"tokens_per_cluster": 4, "window": 8, "segment": 32, "sinks": 2},
+    "pqcache": {"window": 16, "segment": 64},
     "snapkv": {"window": 4, "generated": STEPS + 1},
     "deepseek_dsa": {"keys": "bf16"},
 }
