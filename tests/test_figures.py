@@ -144,6 +144,34 @@ def test_the_table_of_rocketkv_is_that_of_the_raw_numbers():
             assert cell == expected
 
 
+def test_tables_of_pqcache_are_those_of_the_raw_numbers():
+    """Cells are ``right answers / attention mass``, and mass beside an open and a full window."""
+    text = (ROOT / "plugins/pqcache/README.md").read_text("utf-8")
+    found = {
+        (r["algorithm"], tuple(r["dense_layers"]), r["nominal_percent"]): r
+        for r in figures.read("eval/pqcache_cpu.jsonl")
+    }
+    head, *rows = rows_of(text, "| dense layers, budget")
+    assert len(rows) == 4
+    for what, *cells in rows:
+        dense, budget = what.split(", ")
+        layers = () if dense == "none" else (0, 1)
+        for name, cell in zip(head[1:], cells, strict=True):
+            row = found[name, layers, float(budget.removesuffix(" %"))]
+            assert cell == f"{row['correct']:.0f} / {100 * row['recall']:.1f} %"
+    mass = {
+        (r["how"], r.get("subvectors"), r.get("window"), r["recent"], r["decoded"]): r["mass"]
+        for r in figures.read("pqcache_drift.jsonl")
+    }
+    _, *rows = rows_of(text, "| decoded tokens are scored by")
+    ways = [("frozen", None, 0), ("frozen", None, 41)]
+    ways += [("last", 1024, 0), ("keys", 1024, 0), ("keys", 256, 0)]
+    for (how, window, recent), (_, *cells) in zip(ways, rows, strict=True):
+        for subvectors, cell in zip((4, 2), cells, strict=True):
+            both = (mass[how, subvectors, window, recent, length] for length in (2047, 2048))
+            assert cell == " / ".join(f"{100 * each:.1f}" for each in both) + " %"
+
+
 def test_the_table_of_top_p_is_that_of_the_raw_numbers():
     """Units that are attended and loaded, and bytes that are read, are shares of Quest's alone."""
     found = {r["algorithm"]: r for r in figures.read("eval/top_p_cpu.jsonl")}

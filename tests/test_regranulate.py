@@ -93,7 +93,7 @@ def of(algorithm):
     return evolve(cell, unit=4)
 
 
-@pytest.mark.parametrize("algorithm", ["double_sparsity", "clusterkv", "deepseek_dsa"])
+@pytest.mark.parametrize("algorithm", ["double_sparsity", "clusterkv", "pqcache", "deepseek_dsa"])
 def test_a_long_decode_crosses_units_and_windows(algorithm):
     """Across edges of units and pages, beyond a period of settling, from a prompt in chunks."""
     run = Regranulated(of(algorithm), tier("cpu"), most=150)
@@ -105,7 +105,7 @@ def test_a_long_decode_crosses_units_and_windows(algorithm):
     run.coordinator.close()
 
 
-@pytest.mark.parametrize("algorithm", ["double_sparsity", "clusterkv", "deepseek_dsa"])
+@pytest.mark.parametrize("algorithm", ["double_sparsity", "clusterkv", "pqcache", "deepseek_dsa"])
 def test_twins_and_what_was_taken_back(algorithm):
     """Rejected tokens do not come back, neither in the buffer nor in a representation."""
     sizes = {"most": 150, "max_requests": 2, "max_tokens": 320, "ring_tokens": 16}
@@ -135,7 +135,7 @@ def test_twins_and_what_was_taken_back(algorithm):
     run.coordinator.close()
 
 
-@pytest.mark.parametrize("algorithm", ["double_sparsity", "clusterkv", "deepseek_dsa"])
+@pytest.mark.parametrize("algorithm", ["double_sparsity", "clusterkv", "pqcache", "deepseek_dsa"])
 def test_the_algorithm_selects_what_it_selects_at_unit_1(algorithm):
     """Its world is the same: keys, lengths, windows, periods, host ids of tokens."""
     sizes = {"most": 150, "ring_tokens": 16}

@@ -112,6 +112,7 @@ CALLS = {
     "deepseek_dsa": (True, True, True),
     "double_sparsity": (False, True, True),
     "pariskv": (False, True, True),
+    "pqcache": (False, True, True),
     "quest": (False, True, True),
     "rocketkv": (False, True, True),
     "snapkv": (False, True, False),

@@ -219,6 +219,7 @@ def generated_by_stock_of(tiny, model, ids):
     [
         ("clusterkv", {}, "clusterkv keeps more of a prompt than what stands in its pages"),
         ("double_sparsity", {}, "double_sparsity keeps more of a prompt"),
+        ("pqcache", {}, "pqcache keeps more of a prompt"),
     ],
 )
 def test_algorithms_that_cannot_are_refused_by_name(tiny, algorithm, params, reason):

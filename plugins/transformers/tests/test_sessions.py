@@ -25,6 +25,7 @@ ALGORITHMS = {
     "double_sparsity": {"unit": 1},
     "streaming_llm": {},
     "pariskv": {"unit": 1},
+    "pqcache": {"unit": 1, "params": {"window": 8, "segment": 64}},
     "rocketkv": {"unit": 4, "params": {"window": 8, "generated": 0}},
 }
 

@@ -29,8 +29,8 @@ class Cell:
     Attributes:
         tiers: where both plugins run, and so where it is tested; empty where it is refused.
         reasons: why it is refused, each with the plugin that does.
-        regranulated: where it runs all the same if the user allows ``regranulate``; empty where
-            that does not help.
+        regranulated: where it runs all the same if the user allows ``regranulate``, empty if there
+            is no such tier; None where that does not help.
     """
 
     algorithm: str
@@ -40,7 +40,7 @@ class Cell:
     unit: int
     tiers: tuple[str, ...]
     reasons: tuple[str, ...]
-    regranulated: tuple[str, ...] = ()
+    regranulated: tuple[str, ...] | None = None
 
     @property
     def state(self) -> str:
@@ -68,7 +68,7 @@ def matrix(records: Iterable[PluginRecord]) -> list[Cell]:
             tiers = tuple(t for t in TIERS if all(_runs(e, t) for e in both))
             mended = reasons and _regranulates(algorithm, backend, attention, scope, unit)
             what = (algorithm.name, backend.name, attention, scope, unit)
-            cells.append(Cell(*what, () if reasons else tiers, reasons, tiers if mended else ()))
+            cells.append(Cell(*what, () if reasons else tiers, reasons, tiers if mended else None))
     return cells
 
 
@@ -116,12 +116,12 @@ def rows_of(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
 def _is_open(cell: Cell) -> bool:
     """Whether the algorithm itself does not stand in the way."""
     own = f"{cell.algorithm} "
-    return bool(cell.regranulated) or not any(text.startswith(own) for text in cell.reasons)
+    return cell.regranulated is not None or not any(text.startswith(own) for text in cell.reasons)
 
 
 def _text(cell: Cell) -> str:
-    if cell.regranulated:
-        return f"regranulate: {' '.join(cell.regranulated)}"
+    if cell.regranulated is not None:
+        return f"regranulate: {' '.join(cell.regranulated) or 'untested'}"
     if cell.state == "refused":
         who = f"{cell.backend} "
         its = [text.removeprefix(who) for text in cell.reasons if text.startswith(who)]

@@ -1,0 +1,1 @@
+"""PQCache's product quantisation of keys for topkv."""

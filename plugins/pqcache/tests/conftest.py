@@ -1,0 +1,41 @@
+"""The tiers that this machine has, for tests beside the conformance kit."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+
+from topkv.testing.algorithm.bench import AlgorithmOptions
+from topkv.testing.kit import subject_of
+from topkv.testing.tiers import all_tiers
+
+OPTIONS = AlgorithmOptions(
+    params=st.fixed_dictionaries(
+        {
+            "subvectors": st.sampled_from([1, 2, 4]),
+            "bits": st.sampled_from([1, 2, 3]),
+            "window": st.integers(8, 10),
+            "segment": st.sampled_from([20, 24]),
+            "iterations": st.integers(0, 4),
+        }
+    ),
+    selects=(3, 5),
+    units=64,
+)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(each, id=each.name, marks=[pytest.mark.gpu] * (each.name == "gpu"))
+        for each in all_tiers()
+    ]
+)
+def on(request):
+    if request.param.missing:
+        pytest.skip(f"tier {request.param.name!r}: {request.param.missing}")
+    return request.param
+
+
+@pytest.fixture
+def subject(on):
+    return subject_of("pqcache", "algorithm", on, OPTIONS)
