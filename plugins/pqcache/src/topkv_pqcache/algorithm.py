@@ -189,7 +189,7 @@ class PQCache(ScoredUnits):
         keys.index_put_(at, torch.where(writes, new - keys[at], 0), accumulate=True)
 
     def represent(self, keys: Tensor, valid: Tensor) -> Mapping[str, Tensor]:
-        raise NotImplementedError("pqcache keeps nothing by page; see settle")
+        return {}  # nothing is kept by page, see ``settle``
 
     def score(self, q: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
         coded = reference.coded_scores(q, kept["codes"], kept["book"], kept["centroids"])
