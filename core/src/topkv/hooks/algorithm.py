@@ -172,9 +172,10 @@ class Algorithm(Protocol):
             history: from position ``since`` rounded down to a unit, or from 0 where the spec says
                 ``settle_whole``.
 
-        Pages may be shared with a fork of the request, which has been settled itself: what is
-        keyed by page may be written for positions from ``since`` on alone, where the request owns
-        its pages. What changes for older positions belongs into a pool of grain ``request``.
+        Full pages may be shared with a fork of the request, also of positions from ``since`` on,
+        if it was forked in the middle of a period: what is keyed by page may be written only where
+        it follows from the keys of the page alone. What depends on more of the request, or
+        changes later, belongs into a pool of grain ``request``.
         """
 
     @hookspec
