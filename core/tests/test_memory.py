@@ -37,8 +37,8 @@ def test_nothing_is_left_where_memory_runs_out(monkeypatch, place, error):
     made, ended = [], []
     begin, close = HostMemory.__init__, HostMemory.close
 
-    def note(self, size, device):
-        begin(self, size, device)
+    def note(self, size, device, file=None):
+        begin(self, size, device, file)
         if device.type != "meta":
             made.append(self)
 

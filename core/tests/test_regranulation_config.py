@@ -175,11 +175,14 @@ def test_the_matrix_tells_where_it_helps():
 
     found, rows = cells(units=(1, 1), tiers=("cpu", "gpu"))
     assert {found["gqa", "shared", unit].state for unit in (1, 16, 64)} == {"refused"}
-    assert found["gqa", "shared", 1].regranulated == ()
+    assert found["gqa", "shared", 1].regranulated is None
     assert found["gqa", "shared", 16].regranulated == ("cpu", "gpu")
-    assert found["mla", "shared", 16].regranulated == ()
+    assert found["mla", "shared", 16].regranulated is None
     assert ["picks", "gqa", "shared", "1", "takes units of 16 to 64 tokens"] in rows
     assert ["picks", "gqa", "shared", "16", "regranulate: cpu gpu"] in rows
+    found, rows = cells(units=(1, 1), tiers=())
+    assert found["gqa", "shared", 16].regranulated == ()
+    assert ["picks", "gqa", "shared", "16", "regranulate: untested"] in rows
     found, rows = cells(units=(1, 8))
     assert not any(cell.regranulated for cell in found.values())
     assert {row[3] for row in rows} == {"1"}

@@ -32,7 +32,7 @@ ALGORITHMS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def _ranks_end(engines):
     """Their processes are not needed any longer than by this file."""
     yield
@@ -41,7 +41,7 @@ def _ranks_end(engines):
 
 
 @pytest.fixture
-def of_two(served):
+def of_two(served, _ranks_end):
     """Gives engines of two ranks."""
     return partial(served, tensor_parallel_size=2)
 
