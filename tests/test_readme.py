@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -18,6 +20,7 @@ def examples():
     return use, suite
 
 
+@pytest.mark.slow
 def test_the_example_runs_as_written():
     example, _ = examples()
     assert len(example.strip().splitlines()) <= 14

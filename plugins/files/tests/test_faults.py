@@ -73,6 +73,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_writers_that_are_killed_leave_whole_pages(tmp_path):
     """Two hundred of them, in whatever they are at; forks of one process, which are quick."""
     folder, draw, seen = str(tmp_path / "pages"), random.Random(1), 0

@@ -17,6 +17,7 @@ SPARSE = {"algorithm": "quest", "backend": "triton_attention", "budget": 128, "u
 SPARSE |= {"dense_layers": []}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fill", "context"), [("pool", 300), ("prompt", 96)])
 def test_windows_and_experts_are_measured(tmp_path, fill, context):
     """gpt-oss with fewer layers: windows are filled, held and counted beside topkv's own."""

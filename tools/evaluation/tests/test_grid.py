@@ -70,6 +70,7 @@ def test_dense_attention_is_the_same_at_every_budget(grid):
     assert "| quest | none | 25.0 | 50.0 |" in text
 
 
+@pytest.mark.slow
 def test_calls_add_up(grid, tmp_path, capsys):
     """The first call is over before its second cell; the second finishes; a third does nothing."""
     words = ["--out", str(tmp_path), "--tasks", "facts", "--length", "600", "--questions", "1",
