@@ -122,7 +122,7 @@ def test_padded_rows_are_as_the_page_says(make):
     out = attend(coordinator)[0]
     lanes, heads = coordinator.layers[0].lanes, coordinator.layers[0].view.group.lane_heads
     names = {"step": coordinator.step, "ids": lanes.ids, "limit": lanes.limit, "out": out}
-    names |= {"plan": lanes.plan, "tables": lanes.tables, "lse": lanes.lse}
+    names |= {"plan": lanes.plans[0], "tables": lanes.tables, "lse": lanes.lse}
     for name, value, _ in table_under(PAGE, "Rows")[1:]:
         tensor = eval(name.strip("`"), names)
         rows = tensor[: heads if len(tensor) == 2 * heads else 1]

@@ -96,6 +96,9 @@ TOKENS = {
 STICKY = {"params": {"sticky": 0.5}}
 """Selections that depend on all that was loaded before."""
 
+SHARING = {"share": "FSS", "layers": {"3": "streamed"}}
+"""Loads that are ahead, on a stream beside the one that is captured."""
+
 CASES = {
     "units": {},
     "regranulated": TOKENS,
@@ -103,6 +106,9 @@ CASES = {
     "sticky-regranulated": {**TOKENS, **STICKY},
     "coded": {"host_format": "fp8"},
     "timed": {"stall_times": True},
+    "sharing": SHARING,
+    "sharing-timed": {**SHARING, "stall_times": True},
+    "sharing-regranulated": {**TOKENS, "share": "FSS"},
 }
 
 

@@ -148,7 +148,7 @@ def test_a_rerank_leaves_the_best_candidates_through_the_life_of_a_request():
     life.forward(PROMPT)
     for _ in range(STEPS):
         check_step(life)
-    assert life.path(0).lanes.plan.slots.shape[1] == 3  # K' ends before the plan
+    assert life.path(0).loads.found.slots.shape[1] == 3  # K' ends before the plan
     twin = life.coordinator.fork(life.slot)
     kept = life.keys
     for _ in range(2):

@@ -11,6 +11,7 @@ import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
+from topkv.loads import TimedLoads
 from topkv.testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -20,7 +21,7 @@ from topkv.testing.machines.lifecycle_model import (
     make_coordinator,
 )
 from topkv.testing.tiers import tier
-from topkv.transfer.stalls import DeviceClock, HostClock, TimedTransfer
+from topkv.transfer.stalls import DeviceClock, HostClock
 
 MISSED, HELD = (0, 1, 2), (3, 4, 5)
 """Units of a lane: its buffer holds five, and the newest two are in the ring."""
@@ -101,15 +102,14 @@ def test_what_passes_within_a_load_is_counted_to_its_layer():
     coordinator, slots = prompted(tier("cpu"), stall_times=True)
     slow, quick = SPARSE[0], SPARSE[-1]
     engine = coordinator.layers[slow].transfer
-    assert isinstance(engine, TimedTransfer)
-    load = engine._transfer.load
+    load = engine.load
 
     def slowly(layer, plan):
         if layer.layer == slow:
             time.sleep(0.05)
         load(layer, plan)
 
-    engine._transfer.load = slowly
+    engine.load = slowly
     decode(coordinator, slots, dict.fromkeys(SPARSE, MISSED))
     found = stalls(coordinator)
     assert found[slow] >= 50 > found[quick] > 0
@@ -121,8 +121,8 @@ def test_nobody_is_timed_unless_it_is_asked_for():
     watched, _ = prompted(tier("cpu"), stall_times=True)
     for coordinator in (plain, watched):
         for path in coordinator.layers:
-            timed = coordinator is watched and path.view.layer in SPARSE
-            assert isinstance(path.transfer, TimedTransfer) == timed
+            if path.view.layer in SPARSE:
+                assert isinstance(path.loads, TimedLoads) == (coordinator is watched)
     for units in (MISSED, HELD):
         mine, theirs = (
             decode(each, slots, dict.fromkeys(SPARSE, units)) for each in (plain, watched)

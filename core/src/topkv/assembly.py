@@ -19,6 +19,7 @@ from topkv.kv.step import StepUploader
 from topkv.kv.token_format import TokenFormat
 from topkv.lanes import LaneBuffers
 from topkv.layers import LayerPath
+from topkv.loads import bind_loads
 from topkv.memory import SparseKVCacheManager
 from topkv.pairing import pair_reasons
 from topkv.plugins import PluginRegistry
@@ -28,7 +29,6 @@ from topkv.report import MemoryReport, count_memory
 from topkv.selectors import Own, Selector
 from topkv.staged import make_stages
 from topkv.transfer.eviction import require_kernel
-from topkv.transfer.stalls import timed
 from topkv.types import LayerView
 
 
@@ -200,14 +200,14 @@ def connect(
         token = TokenFormat.of(config.model, config.kv_format, config.impl, host)
         setup = TransferSetup(store, views, plugins.eviction)
         engine: Transfer = registry.create("transfer", config.transfer, setup, config.impl)
-        transfers.append(timed(config, store, engine))
+        transfers.append(engine)
         for view in views:
             k_slots, v_slots = store.slot_views(view.index)
             paths.append(
                 LayerPath(
                     view=view,
                     algorithm=plugins.algorithms[index],
-                    transfer=transfers[index],
+                    transfer=engine,
                     backend=plugins.backends[index],
                     lanes=tensors.lanes[index],
                     format=token,
@@ -216,4 +216,5 @@ def connect(
                     v_slots=v_slots,
                 )
             )
+        bind_loads(config, store, paths[-len(views) :])
     return transfers, sorted(paths, key=lambda path: path.view.layer)

@@ -193,15 +193,14 @@ class SparseCoordinator:
         Returns:
             Lane buffers, whose ``tables`` index the layer's ``k_slots`` and ``v_slots``.
         """
-        path = self._path(layer)
-        view, lanes = path.view, path.lanes
+        path, lanes = self._path(layer), self._path(layer).lanes
         k, v = path.format.round(k, v, lanes.packed)
-        path.transfer.append(view, *path.format.encode(k, v, lanes.packed))
+        path.transfer.append(path.view, *path.format.encode(k, v, lanes.packed))
         if path.selector:
             path.selector.select(q, k, v, index)  # to lanes.ids
-            path.transfer.plan(view, lanes.ids, lanes.limit, lanes.plan)
-            path.transfer.load(view, lanes.plan)
-            path.backend.adapt_page_table(view, lanes.plan, lanes.tables)
+            path.loads.plan()
+            path.loads.load()
+            path.backend.adapt_page_table(path.view, path.loads.found, lanes.tables)
         return lanes
 
     def _attend(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None) -> None:
@@ -247,8 +246,8 @@ class SparseCoordinator:
         forward = self.forward
         if forward is None:
             return
-        if forward.chunks:
-            self.prefill.join()
+        for join in (self.prefill.join, *(lanes.side.join for lanes in self.lanes)):
+            join()
         self.requests.abort(forward)
         self._close(forward)
 
@@ -291,10 +290,11 @@ class SparseCoordinator:
             for path in self.layers:
                 if path.selector:
                     path.selector.warm()
-                    lanes = path.lanes
-                    path.transfer.plan(path.view, lanes.ids, lanes.limit, lanes.plan)
-                    path.transfer.load(path.view, lanes.plan)
+                    path.loads.plan()
+                    path.loads.load()
         except BaseException:
+            for lanes in self.lanes:
+                lanes.side.join()
             self.requests.restore_all(slots)  # maps may name units that were never loaded
             raise
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-from attrs import astuple
 from torch import Tensor
 
 from topkv.config import LoweredConfig
 from topkv.kv.step import StepUploader
 from topkv.ops.regranulate import TokenSelection
-from topkv.types import Plan, Tables
+from topkv.plans import Plans
+from topkv.streams import SideStream
+from topkv.types import Tables
 
 
 class LaneBuffers:
@@ -19,7 +20,8 @@ class LaneBuffers:
         ids: int32 ``[N, K]`` the selected units.
         tokens: the selected tokens, where selections are regranulated; else None.
         limit: int32 ``[B]`` selectable units.
-        plan: see ``topkv.types.Plan``.
+        plans: of the layers whose loads are on their way at once.
+        side: the stream that loads ahead, see ``topkv.loads``.
         tables: page table and lengths, see ``topkv.types.Tables``.
         lse: fp32 ``[B, 1, H]``.
         packed: of each plane ``[B, Hkv, dim]`` new tokens, where the token format packs or rounds
@@ -50,13 +52,7 @@ class LaneBuffers:
                 group, lowered.selected_as.select, max_batch, device, config.impl
             )
         self._ids = ints(lanes, group.select)
-        self._plan = Plan(
-            slots=ints(lanes, group.select),
-            count=ints(lanes),
-            miss_hosts=ints(lanes, group.select),
-            miss_slots=ints(lanes, group.select),
-            misses=ints(lanes),
-        )
+        self._plans, self.side = Plans(lowered, lanes, device), SideStream(device)
         self._table = ints(lanes, width)
         self._lengths = ints(lanes)
         lse = (max_batch, 1, model.num_heads)
@@ -79,11 +75,11 @@ class LaneBuffers:
             torch.index_select(table, 0, rows, out=self.tables.table)
 
     def _narrow(self, batch: int) -> None:
-        lanes, plan = batch * self.group.lane_heads, self._plan
+        lanes = batch * self.group.lane_heads
         self.ids, self.lse = self._ids[:lanes], self._lse[:batch]
         lengths = self._lengths[:lanes] if self.sparse else self.step.lengths
         self.tables = Tables(self._table[:lanes], lengths)
         self.packed = None if self._packed is None else self._packed[:, :batch].unbind()
         self.limit = self.uploader.limits[self.index]
-        self.plan = Plan(*(each[:lanes] for each in astuple(plan, recurse=False)))
+        self.plans = self._plans.narrow(lanes)
         self._batch = batch

@@ -13,6 +13,7 @@ from topkv.hooks.backend import Backend
 from topkv.hooks.transfer import Transfer
 from topkv.kv.token_format import TokenFormat
 from topkv.lanes import LaneBuffers
+from topkv.loads import Loads
 from topkv.selectors import Selector
 from topkv.types import LayerView
 
@@ -27,6 +28,7 @@ class LayerPath:
         lanes: buffers of its group.
         format: how the keys and values of a token are stored.
         selector: where its selection comes from; None in a dense layer.
+        loads: how it comes by the units of its selection; of no use in a dense layer.
         k_slots, v_slots: ``[slots, heads_per_lane, unit, D]`` views that the page table indexes.
     """
 
@@ -39,6 +41,7 @@ class LayerPath:
     selector: Selector | None
     k_slots: Tensor
     v_slots: Tensor
+    loads: Loads = field(init=False)
 
 
 @frozen

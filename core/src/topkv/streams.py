@@ -41,9 +41,13 @@ class SideStream:
         with torch.cuda.stream(self._stream):  # without one this changes nothing
             yield
 
-    def mark(self) -> torch.cuda.Event | None:
-        """All that was queued so far, for ``join``."""
-        return None if self._stream is None else self._stream.record_event()
+    def event(self) -> torch.cuda.Event | None:
+        """One for ``mark``, where marks are made again and again."""
+        return None if self._stream is None else torch.cuda.Event()
+
+    def mark(self, event: torch.cuda.Event | None = None) -> torch.cuda.Event | None:
+        """All that was queued so far, for ``join``; in an event of the caller's, or a new one."""
+        return None if self._stream is None else self._stream.record_event(event)
 
     def join(self, mark: torch.cuda.Event | None = None) -> None:
         """Let the current stream wait for a mark, or for all that was queued."""

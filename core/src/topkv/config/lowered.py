@@ -52,6 +52,16 @@ class LoweredGroup:
         return self.selected_as.unit != self.shape.unit
 
     @property
+    def turns(self) -> list[list[int]]:
+        """Each layer that selects for itself, before those that share what it selects."""
+        turns: list[list[int]] = []
+        for layer in self.shape.layers if self.selecting else ():
+            if layer in self.selecting:
+                turns.append([])
+            turns[-1].append(layer)
+        return turns
+
+    @property
     def options(self) -> Mapping[str, Mapping[str, Any]]:
         """Options of attention that its stages ask of the backend, with their parameters."""
         return options_of(self.stages)

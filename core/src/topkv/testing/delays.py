@@ -12,6 +12,7 @@ from attrs import define
 from topkv.coordinator import SparseCoordinator
 from topkv.history import StoredHistory
 from topkv.layers import LayerPath
+from topkv.loads import Loads
 
 CLOCK_HZ = 2_000_000_000
 """No less than the clock of the multiprocessors of any GPU that this runs on."""
@@ -74,4 +75,15 @@ def fetched_in_time(coordinator: SparseCoordinator) -> SparseCoordinator:
     instead: dict[str, Any] = {"begin": lambda chunks, lengths: None, "blocks": blocks}
     for name, call in instead.items():
         setattr(ahead, name, call)
+    return coordinator
+
+
+def loaded_in_time(coordinator: SparseCoordinator) -> SparseCoordinator:
+    """Let layers that share a selection load in their turn, on the stream that attends.
+
+    Nothing overlaps then, and outputs are the same to the last bit.
+    """
+    for path in coordinator.layers:
+        if path.selector:
+            path.loads = Loads(path)
     return coordinator

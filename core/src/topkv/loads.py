@@ -1,0 +1,148 @@
+"""How a layer comes by the units of its selection: in its turn, or ahead of it.
+
+A layer that selects for itself plans and loads behind its selection. Layers that share it attend
+to the same units, so the same moment knows what they will miss: it is planned and copied at once,
+on a stream beside the one that attends, and each of them waits for its own. Nothing is guessed,
+and no bit of an output changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from topkv.config import LoweredConfig
+from topkv.hooks.transfer import Transfer
+from topkv.kv.store import GroupStore
+from topkv.lanes import LaneBuffers
+from topkv.streams import SideStream
+from topkv.transfer.stalls import Clock, DeviceClock, HostClock
+from topkv.types import LayerView, Plan
+
+
+class Bound(Protocol):
+    """What is read of ``topkv.layers.LayerPath``."""
+
+    view: LayerView
+    transfer: Transfer
+    lanes: LaneBuffers
+    loads: Loads
+
+
+class Loads:
+    """Plans and loads of one sparse layer, in its turn.
+
+    Args:
+        path: of the layer.
+        number: which of ``LaneBuffers.plans`` is its own.
+    """
+
+    def __init__(self, path: Bound, number: int = 0) -> None:
+        self.path, self.number = path, number
+
+    @property
+    def found(self) -> Plan:
+        """Where the units lie, as ``plan`` has left it."""
+        return self.path.lanes.plans[self.number]
+
+    def plan(self) -> None:
+        """Find out where the units of ``lanes.ids`` lie, and which have to come. Hot."""
+        lanes = self.path.lanes
+        self.path.transfer.plan(self.path.view, lanes.ids, lanes.limit, self.found)
+
+    def load(self) -> None:
+        """Let those that have to come be there for all that is queued behind. Hot."""
+        self.path.transfer.load(self.path.view, self.found)
+
+
+class LoadsAhead(Loads):
+    """Of a layer that shares a selection. What it misses is on its way when its turn comes.
+
+    Args:
+        path, number: as of ``Loads``.
+        side: the stream that copies.
+    """
+
+    def __init__(self, path: Bound, number: int, side: SideStream) -> None:
+        super().__init__(path, number)
+        self._side, self._done = side, side.event()
+
+    def begin(self) -> None:
+        """Plan and queue the copies, on ``side``. Hot."""
+        super().plan()
+        super().load()
+        self._side.mark(self._done)
+
+    def plan(self) -> None:
+        """Nothing: ``begin`` has planned."""
+
+    def load(self) -> None:
+        self._side.join(self._done)
+
+
+class SharedLoads(Loads):
+    """Of a layer that selects for itself and for others.
+
+    Args:
+        path: of the layer.
+        others: of the layers that share what it selects.
+        side: the stream that copies what they miss. All of a group's plans are in one order, for
+            they count with the same stamps: the next layer that selects waits for all of them.
+    """
+
+    def __init__(self, path: Bound, others: Sequence[LoadsAhead], side: SideStream) -> None:
+        super().__init__(path)
+        self._others, self._side = others, side
+
+    def load(self) -> None:
+        super().load()
+        with self._side.behind():  # its own misses have the link first
+            for each in self._others:
+                each.begin()
+
+
+class TimedLoads(Loads):
+    """The loads of a layer, timed.
+
+    Args:
+        loads: of the layer.
+        times: its own, see ``topkv.transfer.stalls``.
+        clock: of its device.
+    """
+
+    def __init__(self, loads: Loads, times: Tensor, clock: Clock) -> None:
+        super().__init__(loads.path, loads.number)
+        self._loads, self._times, self._clock = loads, times, clock
+
+    def plan(self) -> None:
+        self._loads.plan()
+
+    def load(self) -> None:
+        self._clock.begin(self._times)
+        self._loads.load()
+        self._clock.end(self._times, self.found.misses)
+
+
+def bind_loads(config: LoweredConfig, store: GroupStore, paths: Sequence[Bound]) -> None:
+    """Give ``loads`` to the layers of a group, timed if ``config`` wants that.
+
+    Args:
+        store: of the group, which gets the tensor that stalls are counted in.
+        paths: of its layers, in order.
+    """
+    lanes = paths[0].lanes
+    of = {path.view.layer: path for path in paths}
+    for first, *others in config.groups[lanes.index].turns:
+        ahead = [LoadsAhead(of[layer], n, lanes.side) for n, layer in enumerate(others, start=1)]
+        of[first].loads = SharedLoads(of[first], ahead, lanes.side) if ahead else Loads(of[first])
+        for each in ahead:
+            each.path.loads = each
+    if config.stall_times and lanes.sparse:
+        device = store.counters.device
+        clock: Clock = DeviceClock() if device.type == "cuda" else HostClock()
+        store.stall_ns = torch.zeros((len(paths), 2), dtype=torch.int64, device=device)
+        for path, times in zip(paths, store.stall_ns, strict=True):
+            path.loads = TimedLoads(path.loads, times, clock)
