@@ -89,12 +89,13 @@ class Whole(Scripted):
 
 
 class Prompting(Whole):
-    """One that selects for the rows of a prompt too: the first tokens."""
+    """One that selects for the rows of a prompt too: the first units."""
 
     @hookimpl
     def retrieve_prompt(self, layer, slot, start, q, weights, ids):
-        column = torch.arange(ids.shape[1])
-        ids.copy_(torch.where(column <= start + torch.arange(len(ids))[:, None], column, -1))
+        column = torch.arange(ids.shape[2])
+        own = (start + torch.arange(len(ids))) // layer.group.unit
+        ids.copy_(torch.where(column <= own[:, None, None], column, -1))
 
 
 class EveryGrain(Scripted):

@@ -180,15 +180,15 @@ def test_chunks_of_a_prompt_do_not_matter(on):
 
 def test_masks_of_a_long_prompt_are_made_in_blocks(on, monkeypatch):
     request = Request(on, "model", 5, seed=1, shared=True)
-    made, select = [], chunk_attention.selected
+    made, keep = [], chunk_attention.Chosen.keep
     monkeypatch.setattr(chunk_attention, "MASK_BYTES", 3 * (1 + 20 + 24 * 5))
     monkeypatch.setattr(
-        chunk_attention, "selected", lambda *what: made.append(select(*what)) or made[-1]
+        chunk_attention.Chosen, "keep", lambda *what: made.append(keep(*what)) or made[-1]
     )
     for start in (0, 20):
         outs = request.forward(prefill=[(0, 20)])
         request.check(outs, [(0, t) for t in range(start, start + 20)])
-    assert max(len(keep) for keep in made) == 3
+    assert max(map(len, made)) == 3
     request.coordinator.close()
 
 

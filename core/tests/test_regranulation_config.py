@@ -116,10 +116,10 @@ def test_what_is_refused_says_that_it_would_help():
 
 def test_an_indexer_selects_tokens_too():
     model = ModelShape(2, 8, 1, 64, torch.bfloat16, 0.1, "mla", 56, IndexerShape(4, 32))
-    options = {"model": model, "needs_index": True, "scope": "shared", "units": None}
+    options = {"model": model, "needs_index": True, "scope": "shared"}
     assert group_of(**options, unit=16, regranulate=True).selected_as.unit == 1
     (only,) = refused(**options, unit=16)
-    assert "one index key a token, got unit 16: set unit to 1, or allow it: regranulate" in only
+    assert "takes units of 1 to 1 tokens, got 16: change unit, or allow it: regranulate" in only
 
 
 @pytest.mark.parametrize("units", [(4, 4), (1, 8), (2, 8)])

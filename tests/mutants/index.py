@@ -18,7 +18,7 @@ class PromptSeesNext(Indexed):
         ids.fill_(-1)
         for row in range(len(q)):
             seen = start + min(row + 2, len(q))
-            self._best(layer, slot, seen, q[row : row + 1], weights[row : row + 1], ids[row])
+            self._best(layer, slot, seen, q[row : row + 1], weights[row : row + 1], ids[row, 0])
 
 
 class PromptFromZero(Indexed):

@@ -104,7 +104,7 @@ class Capabilities:
         Its selections can be regranulated: at unit 1 the open unit is the new token, so that it
         has no need of the ring, which a group of larger units does not show it.
         """
-        return self.units == (1, 1) or self.needs_index
+        return self.units == (1, 1)
 
 
 def _of_each_impl(value: Any) -> Any:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from topkv.config import LoweredConfig
 from topkv.kv.step import StepUploader
+from topkv.ops.chunk_attention import Chosen
 from topkv.ops.regranulate import TokenSelection
 from topkv.plans import Plans
 from topkv.streams import SideStream
@@ -26,8 +27,8 @@ class LaneBuffers:
         lse: fp32 ``[B, 1, H]``.
         packed: of each plane ``[B, Hkv, dim]`` new tokens, where the token format packs or rounds
             them; else None.
-        prompts: by slot int32 ``[m, K]`` tokens that the rows of its prompt chunk attend to, from
-            the layer that selected last; None where they attend to all.
+        prompts: by slot what the rows of its prompt chunk attend to, from the layer that selected
+            last; None where they attend to all.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class LaneBuffers:
         self.group = group = lowered.shape
         self.index, self.uploader, self.step = index, uploader, uploader.step
         self.sparse = group.residency == "sparse"
-        self.prompts: dict[int, Tensor | None] = {}
+        self.prompts: dict[int, Chosen | None] = {}
         lanes = max_batch * group.lane_heads
         width = self.step.page_table.shape[1]
         if self.sparse:

@@ -58,12 +58,12 @@ class Prefill:
         # The stored rows are attended, so that chunks of any size give the same.
         stored = path.format.encode(*path.format.round(k, v))
         k, v = path.format.decode(*stored, self.config.model.dtype)
-        history, ids, opened = self.ahead.blocks(path, slot), None, None
+        history, chosen, opened = self.ahead.blocks(path, slot), None, None
         if selector and selector.selects_prompts:
-            ids = selector.select_prompt(slot, start, q, k, v, index)
+            chosen = selector.select_prompt(slot, start, q, k, v, index)
         elif selector:
             opened = open_unit(path, selector.view.group.unit, slot, start, k.dtype)
-        result, lse = chunk_attention(path.backend, q, k, v, start, history, ids)
+        result, lse = chunk_attention(path.backend, q, k, v, start, history, chosen)
         self._store(path, slot, start, *stored)
         if selector and opened:
             before_k, before_v = opened

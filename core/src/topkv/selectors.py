@@ -19,6 +19,7 @@ from topkv.config import LoweredConfig
 from topkv.errors import RequestError
 from topkv.hooks.algorithm import Algorithm, History
 from topkv.lanes import LaneBuffers
+from topkv.ops.chunk_attention import Chosen
 from topkv.plugins.contract import has_hook
 from topkv.types import Index, LayerView
 
@@ -79,12 +80,8 @@ class Selector:
 
     def select_prompt(
         self, slot: int, start: int, q: Tensor, k: Tensor, v: Tensor, index: Index | None
-    ) -> Tensor | None:
-        """Represent a chunk and select for its rows, if ``selects_prompts``. Cold.
-
-        Returns:
-            int32 ``[c, K]``; None where the rows see everything.
-        """
+    ) -> Chosen | None:
+        """Represent a chunk and say what its rows see, if ``selects_prompts``; None: all. Cold."""
         self._refuse(index)
         return self.lanes.prompts[slot]
 
@@ -116,8 +113,7 @@ class Own(Selector):
         config: sizes.
         view, lanes: as of ``Selector``.
         algorithm: the algorithm of its group.
-        indexed: the algorithm goes by the model's indexer, not by its queries and keys, and its
-            unit is 1.
+        indexed: the algorithm goes by the model's indexer, not by its queries and keys.
     """
 
     def __init__(
@@ -130,6 +126,9 @@ class Own(Selector):
     ) -> None:
         super().__init__(view, lanes, has_hook(algorithm, "retrieve_prompt"))
         self.algorithm, self.indexed = algorithm, indexed
+        # Rows of a prompt list the unit that they are in, which steps are given by the core.
+        forced = config.groups[lanes.index].tail == "forced" and lanes.tokens is None
+        self.width = view.group.select + forced
         self.settles = has_hook(algorithm, "settle")
         self._corrects = has_hook(algorithm, "correct")
         self.settle_whole = algorithm.spec().settle_whole
@@ -168,18 +167,18 @@ class Own(Selector):
 
     def select_prompt(
         self, slot: int, start: int, q: Tensor, k: Tensor, v: Tensor, index: Index | None
-    ) -> Tensor | None:
+    ) -> Chosen | None:
         no_lse = torch.empty((0, q.shape[1]), dtype=torch.float32, device=q.device)
         self.construct(slot, start, k, v, q, no_lse, index)
-        ids = None
+        group, chosen = self.view.group, None
         self.lanes.prompts[slot] = None  # the old tensor goes before the new one comes
-        if start + len(q) > self.view.group.select:
+        if start + len(q) > self.width * group.unit:
             queries, _, weights = self._inputs(q, k, index)
-            shape = (len(q), self.view.group.select)
-            ids = torch.empty(shape, dtype=torch.int32, device=q.device)
+            ids = q.new_empty((len(q), group.lane_heads, self.width), dtype=torch.int32)
             self.algorithm.retrieve_prompt(self.view, slot, start, queries, weights, ids)
-        self.lanes.prompts[slot] = ids
-        return ids
+            chosen = Chosen(ids, group.unit)
+        self.lanes.prompts[slot] = chosen
+        return chosen
 
     def warm(self) -> None:
         slots, weights = self.view.step.slots, self._last_weights

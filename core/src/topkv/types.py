@@ -46,13 +46,13 @@ class IndexerShape:
 class Index:
     """Index queries, keys and weights of the rows of a forward, from the indexer of a layer.
 
-    The score of token s for row t is ``sum_j weights[t, j] * relu(q[t, j] . k[s])``, in fp32.
+    The score of token s for row t is ``sum_j weights[t, j] * relu(q[t, j] . k[s])``, in fp32; of
+    an indexer without weights each head scores for itself, ``q[t, j] . k[s]``.
 
     Attributes:
         q: ``[rows, H^I, D^I]`` index queries, after RoPE.
         k: ``[rows, D^I]`` index keys, after norm and RoPE.
-        weights: fp32 ``[rows, H^I]``, every scale factor in them; None where the model's scores
-            have none.
+        weights: fp32 ``[rows, H^I]``, every scale factor in them, or None.
     """
 
     q: Tensor

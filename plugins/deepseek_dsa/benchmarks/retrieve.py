@@ -193,7 +193,7 @@ def prompts(bandwidth: float) -> Iterator[dict[str, object]]:
         for tokens in (32768, 131072):
             algorithm, layer = prepare(1, tokens, keys)
             q, weights = queries(rows)
-            ids = torch.empty(rows, SELECT, **INTS)
+            ids = torch.empty(rows, 1, SELECT, **INTS)
             start = tokens - rows
 
             def select(run: Any = (algorithm, layer, start, q, weights, ids)) -> None:

@@ -196,11 +196,11 @@ class World:
 
     def prompt(self, slot, start, q, weights):
         """Sets of ``retrieve_prompt`` for queries ``[m, H, D]``."""
-        ids = torch.full((len(q), self.group.select), -7, dtype=torch.int32).to(self.device)
+        ids = torch.full((len(q), 1, self.group.select), -7, dtype=torch.int32).to(self.device)
         self.indexer.retrieve_prompt(
             self.layer, slot, start, q.to(self.device), weights.to(self.device), ids
         )
-        return self.formed(ids, range(start + 1, start + len(q) + 1))
+        return self.formed(ids[:, 0], range(start + 1, start + len(q) + 1))
 
     def formed(self, ids, lengths):
         """Checks that each row is ascending, complete and in range; returns sets."""

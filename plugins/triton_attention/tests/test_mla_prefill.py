@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.triton_attention.tests.making import made
-from topkv.ops.chunk_attention import chunk_attention
+from topkv.ops.chunk_attention import Chosen, chunk_attention
 from topkv.testing.backend.bench import Guarded, assert_unchanged, expect, result
 from topkv.testing.kit import examples
 from topkv.testing.strategies import seeds
@@ -195,7 +195,8 @@ def test_selected_history_in_blocks_merges_to_the_whole(where, size):
     k, v = (each.to(where.device) for each in case.views(pool))
     blocks = ((first, k[first:last], v[first:last]) for first, last in ((0, 16), (16, 31)))
     got = chunk_attention(
-        backend, q.to(where.device), k[31:], v[31:], 31, blocks, ids.to(where.device)
+        *(backend, q.to(where.device), k[31:], v[31:], 31, blocks),
+        Chosen(ids.to(where.device)[:, None], 1),
     )
     case.expected(q, pool, keep, scale).check(*(each.cpu() for each in got))
 

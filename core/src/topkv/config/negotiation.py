@@ -102,9 +102,6 @@ def refusals(entry: PluginEntry, plan: LayerPlan, attention: str) -> Iterator[tu
         change = f"change {'unit' if plan.sparse else 'page_tokens'}"
         mend = _regranulation(kind, plan, too_small=unit < low)
         yield f"takes units of {low} to {high} tokens", f"got {unit}: {change}{mend}"
-    if caps.needs_index and unit != 1 and plan.sparse:
-        mend = _regranulation(kind, plan, too_small=False)
-        yield "selects by one index key a token", f"got unit {unit}: set unit to 1{mend}"
 
 
 def all_refusals(entry: PluginEntry, plan: LayerPlan, config: LoweredConfig) -> Iterator[str]:

@@ -8,7 +8,7 @@ keep of them, and leaves three methods to the author.
 
 Of a model with an indexer (``capabilities.needs_index``, ``ModelShape.indexer``) keys are index
 keys ``[.., 1, D^I]``, queries index queries ``[.., H^I, D^I]``, and ``weights`` those of the
-index heads, see ``topkv.types.Index``.
+index heads, see ``topkv.types.Index``. There is one index key a token, whatever the unit is.
 
 ``update``, ``retrieve_topk`` and ``correct`` are hot: no host sync, no allocation that a CUDA
 graph cannot replay, no shape that depends on data, no Python per request. They run on the current
@@ -147,7 +147,8 @@ class Algorithm(Protocol):
             slot: request slot (host int). Host ids follow from ``layer.step.page_table[slot]``.
             start: position of the first key, on a unit boundary.
             k: ``[m, Hkv, D]`` post-RoPE keys of positions ``start .. start + m``: the chunk and,
-                before it, what the open unit already held. The last unit may be partial.
+                before it, what the open unit already held. The last unit may be partial. An
+                algorithm that has ``retrieve_prompt`` gets the chunk alone, from any position.
             v: ``[m, Hkv, Dv]`` their values.
             q: ``[c, H, D]`` post-RoPE queries of the chunk (the last c positions).
             lse: fp32 ``[c, H]`` natural log-sum-exp of their attention; empty for an algorithm
@@ -203,7 +204,7 @@ class Algorithm(Protocol):
             layer: the layer. Selectable are closed units ``0 .. (length - 1) // unit - 1`` of each
                 row (``0 .. length - 1`` where the tail is selectable).
             q: ``[B, Q, H, D]`` post-RoPE queries.
-            weights: fp32 ``[B, H^I]`` of a model with an indexer, else None.
+            weights: fp32 ``[B, H^I]`` of a model whose indexer has weights, else None.
             ids: int32 ``[N, K]``, owned by the core, every element to be written: logical unit
                 ids, unique in a row, -1 anywhere, all -1 in padded rows. Lane
                 ``b * lane_heads + head``.
@@ -241,16 +242,18 @@ class Algorithm(Protocol):
     ) -> None:
         """Select for the rows of a prompt chunk, where the model itself is sparse there too. Cold.
 
-        Called after ``construct`` of the chunk, and only where a row can reach more than K tokens.
+        Called after ``construct`` of the chunk, and only where a row can reach more than W units.
+        W is K where the tail is selectable. Where it is forced, W is K + 1: a row lists the unit
+        that it is in, too. Of that unit it sees no later token.
 
         Args:
-            layer: the layer; its unit is 1.
+            layer: the layer.
             slot: request slot.
             start: position of the first row.
             q: ``[m, H^I, D^I]`` index queries of positions ``start ..``.
-            weights: fp32 ``[m, H^I]``.
-            ids: int32 ``[m, K]``, owned by the core, every element to be written: of row i unique
-                tokens of ``0 .. start + i``, -1 anywhere.
+            weights: fp32 ``[m, H^I]``, or None where the model's scores have none.
+            ids: int32 ``[m, lane_heads, W]``, owned by the core, contiguous, every element to be
+                written: of row i unique units of ``0 .. (start + i) // unit``, -1 anywhere.
         """
 
     @optional

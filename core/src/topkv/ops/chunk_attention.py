@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain
+from itertools import chain, product
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from topkv.hooks.backend import Backend
 
 MASK_BYTES = 256 << 20
 """Most bytes of the masks of a block of prompt rows."""
+
+
+@frozen
+class Chosen:
+    """All that the rows of a prompt chunk see, where they do not see everything.
+
+    Attributes:
+        ids: int32 ``[m, lane_heads, W]`` units, -1 anywhere.
+        unit: tokens of a unit.
+    """
+
+    ids: Tensor
+    unit: int
+
+    def keep(self, rows: slice, lane: int, first: int, count: int) -> Tensor:
+        """bool ``[rows, count]``: which of the positions ``first ..`` some rows of a lane see."""
+        ids = self.ids[rows, lane].long()
+        tokens = ids[..., None] * self.unit + torch.arange(self.unit, device=ids.device)
+        place = torch.where(ids[..., None] >= 0, tokens - first, -1).flatten(1)
+        place = torch.where((place >= 0) & (place < count), place, count)
+        keep = torch.zeros((len(ids), count + 1), dtype=torch.bool, device=ids.device)
+        return keep.scatter_(1, place, True)[:, :count].contiguous()
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, *, impl: str) -> None:
@@ -47,7 +70,7 @@ def chunk_attention(
     v: Tensor,
     start: int,
     history: Iterable[tuple[int, Tensor, Tensor]],
-    ids: Tensor | None = None,
+    chosen: Chosen | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend a chunk at ``start`` causally to itself and fully to its history.
 
@@ -55,7 +78,7 @@ def chunk_attention(
         q: ``[m, H, D]``.
         k, v: ``[m, Hkv, D]``.
         history: blocks of the positions before ``start``.
-        ids: int32 ``[m, K]`` all that each query sees; everything if None.
+        chosen: all that each query sees; everything if None.
 
     Returns:
         fp32 ``[m, H, Dv]`` and the fp32 ``[m, H]`` natural log-sum-exp.
@@ -67,10 +90,10 @@ def chunk_attention(
     for first, part_k, part_v in chain([(start, k, v)], history):
         chunk = first == start
         part, part_lse = (out, lse) if chunk else (torch.empty_like(out), torch.empty_like(lse))
-        if ids is None:
+        if chosen is None:
             backend.prefill(q, part_k, part_v, start, first, part, part_lse)
         else:
-            attend_selected(backend, q, part_k, part_v, start, first, ids, part, part_lse)
+            attend_selected(backend, q, part_k, part_v, start, first, chosen, part, part_lse)
         if not chunk:
             merge(out, lse, part, part_lse, impl=impl)
     return out, lse
@@ -83,35 +106,35 @@ def attend_selected(
     v: Tensor,
     start: int,
     first: int,
-    ids: Tensor,
+    chosen: Chosen,
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """``prefill_selected`` of as many rows at a time as their masks have room for.
+    """``prefill_selected`` of as many rows at a time as their masks have room for, and of one lane
+    of heads at a time.
 
     A mask of a whole prompt over itself would grow with the square of its length.
 
     Args:
         q: ``[m, H, D]`` of positions ``start ..``.
         k, v: ``[n, Hkv, D]`` of positions ``first ..``.
-        ids: int32 ``[m, K]`` all that each query sees.
+        chosen: all that each query sees.
         out: fp32 ``[m, H, Dv]``.
         lse: fp32 ``[m, H]``.
     """
-    each = len(k) + 1 + 3 * 8 * ids.shape[1]  # a mask, and int64 places on the way to it
+    lanes, width = chosen.ids.shape[1:]
+    each = len(k) + 1 + 3 * 8 * width * chosen.unit  # a mask, and int64 places on the way to it
     block = max(1, MASK_BYTES // each)
-    for row in range(0, len(q), block):
-        at = slice(row, row + block)
-        keep = selected(ids[at], first, len(k))
-        backend.prefill_selected(q[at], k, v, start + row, first, keep, out[at], lse[at])
-
-
-def selected(ids: Tensor, first: int, count: int) -> Tensor:
-    """bool ``[m, count]``: which of the positions ``first ..`` are among the ids ``[m, K]``."""
-    place = ids.long() - first
-    place = torch.where((place >= 0) & (place < count) & (ids >= 0), place, count)
-    keep = torch.zeros((ids.shape[0], count + 1), dtype=torch.bool, device=ids.device)
-    return keep.scatter_(1, place, True)[:, :count].contiguous()
+    heads, keys = q.shape[1] // lanes, k.shape[1] // lanes
+    for row, lane in product(range(0, len(q), block), range(lanes)):
+        at, own = slice(row, row + block), slice(lane * heads, (lane + 1) * heads)
+        of = slice(lane * keys, (lane + 1) * keys)
+        keep = chosen.keep(at, lane, first, len(k))
+        part, part_lse = out[at, own].contiguous(), lse[at, own].contiguous()
+        part_q, part_k, part_v = q[at, own], k[:, of], v[:, of]
+        backend.prefill_selected(part_q, part_k, part_v, start + row, first, keep, part, part_lse)
+        if lanes > 1:  # they are copies
+            out[at, own], lse[at, own] = part, part_lse
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:

@@ -122,7 +122,7 @@ class DeepSeekDSA:
             tokens = torch.arange(start + at.stop, device=q.device)
             slots = torch.full_like(tokens, slot)
             scores = self._score(layer, slots, tokens, q[at], weights[at])
-            topk(scores, counts, ids[at], impl="reference")
+            topk(scores, counts, ids[at, 0], impl="reference")
 
     def _check(self, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
         if tuple(x.shape) != shape:

@@ -319,4 +319,4 @@ class DeepSeekDSATriton(DeepSeekDSA):
         for at, counts in blocks(start, rows, 1, q.device):
             end = start + at.stop
             scores = self.launcher.prompt(layer, slot, end, counts, q[at], weights[at])
-            topk(scores, counts, ids[at], impl="triton", work=self.prompt_work)
+            topk(scores, counts, ids[at, 0], impl="triton", work=self.prompt_work)

@@ -142,6 +142,8 @@ class AlgorithmBench(BenchMemory):
         self._hold(slot, keys)
         self._set_rows([])
         held, first = self.keys[slot], start - start % unit
+        if has_hook(self.algorithm, "retrieve_prompt"):
+            first = start
         q, _ = self.case.asked(self._prompt[start : len(held)])
         lse = self._lse(q, held, start)
         chunk, q, lse = (x.to(self.device) for x in (held[first:], q, lse))
@@ -167,19 +169,26 @@ class AlgorithmBench(BenchMemory):
         return seen.sum(1, keepdim=True).log().expand(-1, self.model.num_heads).contiguous()
 
     def prompt(self, slot: int, keys: Tensor) -> Tensor | None:
-        """Append a chunk and select for its rows: ids ``[m, K]`` on the CPU, poisoned before.
+        """Append a chunk and select for its rows: ids ``[m, lane_heads, W]`` on the CPU, poisoned
+        before.
 
-        None where the core does not ask: no row of the chunk sees more than K tokens.
+        None where the core does not ask: no row of the chunk sees more than W units.
         """
         start = len(self.keys[slot])
         self._chunk(slot, keys)
-        if start + len(keys) <= self.group.select:
+        if start + len(keys) <= self.width * self.group.unit:
             return None
         rows = self._prompt[start : len(self.keys[slot])].to(self.device)
-        shape = (len(keys), self.group.select)
+        shape = (len(keys), self.group.lane_heads, self.width)
         ids = torch.full(shape, UNWRITTEN, dtype=torch.int32, device=self.device)
         self.algorithm.retrieve_prompt(self.layer, slot, start, *self.case.asked(rows), ids)
         return ids.cpu()
+
+    @property
+    def width(self) -> int:
+        """W, the most units that a row of a prompt sees where it selects."""
+        forced = self.subject.entry.capabilities.tail == "forced"
+        return self.group.select + forced
 
     def _stored(self, keys: Tensor) -> Tensor:
         """What is stored of tokens with these keys: the keys, or latent rows beside an index."""

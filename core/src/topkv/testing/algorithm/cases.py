@@ -22,8 +22,9 @@ _SHAPES: Mapping[str, Any] = {
     "page_units": (2, 1, 4),
 }
 
-# All heads of an indexer share the key of a token, and tokens are selected one by one.
-_INDEX_SHAPES: Mapping[str, Any] = {"kv_heads": (1,), "units": (1,)}
+# All heads of an indexer share the key of a token. With weights they select one by one.
+_INDEX_SHAPES: Mapping[str, Any] = {"kv_heads": (1,)}
+_WEIGHED_SHAPES: Mapping[str, Any] = {"kv_heads": (1,), "units": (1,)}
 
 # Each shape compiles its kernels anew on a GPU, which takes longer than a test does.
 _GPU_SHAPES: Mapping[str, Any] = {
@@ -57,7 +58,9 @@ def cases(
     if capabilities.needs_index:
         # What the entry says of heads is about the model's, see ``algorithm.memory``.
         capabilities = evolve(capabilities, head_dims=None, max_group=None)
-        drawn, weights = {**drawn, **_INDEX_SHAPES}, st.sampled_from(tuple(WEIGHTS))
+        weighed = "mla" in capabilities.attention
+        drawn = {**drawn, **(_WEIGHED_SHAPES if weighed else _INDEX_SHAPES)}
+        weights = st.sampled_from(tuple(WEIGHTS)) if weighed else st.none()
     shapes = geometries(capabilities, **drawn)
 
     return st.builds(

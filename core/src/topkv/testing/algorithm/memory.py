@@ -152,7 +152,9 @@ class BenchMemory:
 def _model(stated: Capabilities, case: Case) -> ModelShape:
     g = case.geometry
     if case.weights is None:
-        return ModelShape(1, g.kv_heads * g.group, g.kv_heads, g.dim, g.dtype, g.dim**-0.5)
+        heads, scale = g.kv_heads * g.group, g.dim**-0.5
+        own = IndexerShape(heads, g.dim) if stated.needs_index else None
+        return ModelShape(1, heads, g.kv_heads, g.dim, g.dtype, scale, indexer=own)
     # Sizes of the latent rows and of the index differ, so that one does not pass for the other.
     heads = min(g.group + 1, stated.max_group or g.group + 1)
     dim = (stated.head_dims or (g.dim + 8,))[0]

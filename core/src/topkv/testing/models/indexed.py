@@ -81,7 +81,7 @@ class Indexed:
         ids.fill_(-1)
         for row in range(len(q)):
             one = slice(row, row + 1)
-            self._best(layer, slot, start + row + 1, q[one], weights[one], ids[row])
+            self._best(layer, slot, start + row + 1, q[one], weights[one], ids[row, 0])
 
     def _best(
         self, layer: LayerView, slot: int, length: int, q: Tensor, weights: Tensor, ids: Tensor
