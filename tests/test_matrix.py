@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attrs import astuple
 from click.testing import CliRunner
 
 from topkv.config import SparseConfig, lower
@@ -59,11 +60,13 @@ def lacking(cell):
 
 
 def model_of(cell):
-    """A small model that the backend takes."""
+    """A small model that the backend takes, with the index that the algorithm asks for."""
     caps = registry().get("backend", cell.backend).entry.capabilities
+    asks = registry().get("algorithm", cell.algorithm).entry.capabilities.needs_index
     dtype = torch.float32 if "float32" in (caps.dtypes or ("float32",)) else torch.bfloat16
     if cell.attention == "gqa":
-        return ModelShape(1, 4, 2, (caps.head_dims or (64,))[0], dtype, 0.2)
+        indexer = IndexerShape(2, 32) if asks else None
+        return ModelShape(1, 4, 2, (caps.head_dims or (64,))[0], dtype, 0.2, indexer=indexer)
     # Libraries take the rows of DeepSeek alone.
     dim = (caps.head_dims or ((576,) if caps.tiers == ("gpu",) else (40,)))[0]
     return ModelShape(1, 4, 1, dim, dtype, 0.2, "mla", dim - dim // 9, IndexerShape(16, 32))
@@ -113,7 +116,8 @@ class Run:
         self.index = None
         if shape.indexer:
             sizes = (shape.indexer.num_heads, shape.indexer.head_dim)
-            self.index = Index(made(*sizes), made(sizes[1]), made(sizes[0]).float())
+            weights = made(sizes[0]).float() if shape.attention == "mla" else None
+            self.index = Index(made(*sizes), made(sizes[1]), weights)
 
     def forward(self, count, decode):
         """Outputs of the next tokens, on the CPU."""
@@ -128,7 +132,8 @@ class Run:
         index = None
         if self.index:
             part = self.index.rows(rows)
-            index = Index(*(x.to(self.on.device) for x in (part.q, part.k, part.weights)))
+            given = [None if x is None else x.to(self.on.device) for x in astuple(part)]
+            index = Index(*given)
         out = self.coordinator.attention(0, q, k, v, index).cpu()
         lanes = self.coordinator.lanes[0]
         self.selected = (lanes.tokens or lanes).ids.cpu().tolist() if decode else None
@@ -198,8 +203,8 @@ def test_lowering_answers_as_the_matrix(cell, regranulate):
         regranulate=regranulate,
         budget=5 * max(cell.unit, 4),
         buffer=1024,
-        page_tokens=64,
-        ring_tokens=128,
+        page_tokens=max(64, cell.unit),
+        ring_tokens=2 * max(64, cell.unit),
         max_tokens=1024,
         dense_layers=[],
     )

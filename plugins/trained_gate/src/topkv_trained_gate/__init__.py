@@ -1,0 +1,1 @@
+"""MiniMax-M3's block index for topkv."""

@@ -1,0 +1,46 @@
+"""What this package offers to topkv."""
+
+from __future__ import annotations
+
+from topkv import hookimpl
+from topkv.entries import Capabilities, PluginEntry
+
+
+@hookimpl
+def topkv_register_algorithms() -> list[PluginEntry]:
+    return [
+        PluginEntry(
+            name="trained_gate",
+            kind="algorithm",
+            factories={
+                "reference": "topkv_trained_gate.algorithm:TrainedGate",
+                "triton": "topkv_trained_gate.launch:TrainedGateTriton",
+            },
+            hook_api=(2, 3),
+            capabilities=Capabilities(
+                units=(1, 256),
+                scopes=("kv_head",),
+                needs_index=True,
+                dtypes=("float16", "bfloat16", "float32"),
+                # Nobody has run the kernels on a GPU yet.
+                tiers=("cpu", "interpret"),
+                traits=(
+                    "attends",
+                    "nested",
+                    "scale_free",
+                    "exact_update",
+                    "low_ties",
+                    "incremental",
+                    "value_free",
+                ),
+            ),
+            defaults={
+                "unit": 128,
+                "scope": "kv_head",
+                "dense_layers": (),
+                "budget": 2048,
+                "page_tokens": 128,
+            },
+            parameters={"local": 1},
+        )
+    ]

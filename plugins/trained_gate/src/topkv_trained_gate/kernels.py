@@ -1,0 +1,158 @@
+"""The block index in Triton, beside ``reference``.
+
+Names: ``p_`` pointers, ``s_`` strides in elements. Pools are addressed by host row in 64 bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["start", "tokens"], do_not_specialize_on_alignment=["p_pages"])
+def construct_kernel(
+    p_k,
+    p_index,
+    p_pages,
+    start,
+    tokens,
+    s_token,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program (tokens of the chunk); ``p_pages`` of the request."""
+    nth = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    d, inside = tl.arange(0, BLOCK_D)[None, :], nth < tokens
+    token = start + nth
+    page = tl.load(p_pages + token // PAGE, inside, other=0).to(tl.int64)
+    valid = inside[:, None] & (d < DIM)
+    key = tl.load(p_k + nth.to(tl.int64)[:, None] * s_token + d, valid)
+    tl.store(p_index + (page * PAGE + token % PAGE)[:, None] * DIM + d, key, valid)
+
+
+@triton.jit
+def update_kernel(
+    p_k,
+    p_index,
+    p_pages,
+    p_slots,
+    p_lengths,
+    p_appended,
+    s_pages,
+    s_row,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program (row): the key of the token that it appended."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(p_slots + row).to(tl.int64)
+    token = tl.load(p_lengths + row) - 1
+    if (slot >= 0) & (token >= 0) & (tl.load(p_appended + row) != 0):
+        d = tl.arange(0, BLOCK_D)
+        page = tl.load(p_pages + slot * s_pages + token // PAGE).to(tl.int64)
+        key = tl.load(p_k + row * s_row + d, d < DIM)
+        tl.store(p_index + (page * PAGE + token % PAGE) * DIM + d, key, d < DIM)
+
+
+@triton.jit
+def _best(
+    p_index,
+    p_pages,
+    query,
+    unit,
+    end,
+    UNIT: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """fp32 ``[M]``: the best product of each query ``[BLOCK_D, M]`` with a token of a unit."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    best = tl.full([query.shape[1]], float("-inf"), tl.float32)
+    for first in range(0, UNIT, TILE):
+        within = first + tl.arange(0, TILE)
+        token = unit * UNIT + within
+        valid = (within < UNIT) & (unit < end)
+        page = tl.load(p_pages + token // PAGE, valid, other=0).to(tl.int64)
+        at = (page * PAGE + token % PAGE)[:, None] * DIM
+        keys = tl.load(p_index + at + d, valid[:, None] & (d < DIM), other=0.0)
+        if EXACT:
+            products = tl.dot(keys.to(tl.float32), query, input_precision="ieee")
+        else:
+            products = tl.dot(keys, query)
+        best = tl.maximum(best, tl.max(tl.where(valid[:, None], products, float("-inf")), 0))
+    return best
+
+
+@triton.jit(
+    do_not_specialize=["rows", "start", "slot", "s_score"],
+    do_not_specialize_on_alignment=["p_q", "p_scores"],
+)
+def score_kernel(
+    p_q,
+    p_index,
+    p_pages,
+    p_slots,
+    p_lengths,
+    p_scores,
+    p_ends,
+    rows,
+    start,
+    slot,
+    s_pages,
+    s_row,
+    s_head,
+    s_score,
+    PROMPT: tl.constexpr,
+    LOCAL: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Program (ROWS rows, UNITS units): scores of units, and how many of them count.
+
+    In a step a row has a request of its own, ROWS is 1, and closed units count. The rows of a
+    prompt are one request's, from position ``start``, and the unit that each is in counts too.
+    The last LOCAL ones score ``+inf``.
+    """
+    m = tl.arange(0, ROWS * BLOCK_H)
+    row, head = tl.program_id(0) * ROWS + m // BLOCK_H, m % BLOCK_H
+    inside = (row < rows) & (head < HEADS)
+    if PROMPT:
+        ends = (start + row) // UNIT + 1
+        most = (start + tl.minimum((tl.program_id(0) + 1) * ROWS, rows) - 1) // UNIT + 1
+        pages = p_pages + slot.to(tl.int64) * s_pages
+    else:
+        own = tl.load(p_slots + tl.program_id(0)).to(tl.int64)
+        closed = tl.maximum(tl.load(p_lengths + tl.program_id(0)) - 1, 0) // UNIT
+        most = tl.where(own >= 0, closed, 0)
+        ends = tl.zeros_like(row) + most
+        pages = p_pages + tl.maximum(own, 0) * s_pages
+    lane = row.to(tl.int64) * HEADS + head
+    if tl.program_id(1) == 0:
+        tl.store(p_ends + lane, ends, inside)
+    d = tl.arange(0, BLOCK_D)[:, None]
+    p_row = p_q + row.to(tl.int64) * s_row + head * s_head
+    query = tl.load(p_row[None, :] + d, inside[None, :] & (d < DIM), other=0.0)
+    if EXACT:
+        query = query.to(tl.float32)
+    first = tl.program_id(1) * UNITS
+    for unit in range(first, tl.minimum(first + UNITS, most)):
+        best = _best(
+            *(p_index, pages, query, unit, most),
+            *(UNIT, PAGE, DIM, BLOCK_D, TILE, EXACT),
+        )
+        score = tl.where(unit >= ends - LOCAL, float("inf"), best)
+        tl.store(p_scores + lane * s_score + unit, score, inside)

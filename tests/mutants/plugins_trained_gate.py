@@ -1,0 +1,74 @@
+"""The block index of MiniMax-M3 with one bug each."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from plugins.trained_gate.tests.test_decode import test_rows_attend_to_the_blocks_of_their_heads
+from tests.mutants.lifecycle import LifecycleMutant
+from topkv.ops.chunk_attention import Chosen
+from topkv_trained_gate import algorithm
+from topkv_trained_gate.algorithm import TrainedGate
+from topkv_trained_gate.launch import TrainedGateTriton
+
+_unit_scores, _with_local = algorithm.unit_scores, algorithm.with_local
+_blocks, _keep, _score = TrainedGate._blocks, Chosen.keep, TrainedGateTriton._score
+
+
+def by_the_mean(q, keys, unit):
+    """A block is worth the mean of its tokens."""
+    scores = q.float() @ keys.float().transpose(-1, -2)
+    return scores.unflatten(-1, (-1, unit)).mean(-1)
+
+
+def by_the_first_head(q, keys, unit):
+    """All heads select what the first one does."""
+    return _unit_scores(q[:, :1].expand_as(q), keys, unit)
+
+
+def nothing_local(scores, ends, local):
+    """The block before the own one competes like any other."""
+    return _with_local(scores, ends, min(local, 1) - (local == 1))
+
+
+def without_own(self, start, rows, device):
+    """The block that a prompt row is in is not listed."""
+    for at, ends in _blocks(self, start, rows, device):
+        yield at, (ends - 1).clamp(min=1)
+
+
+def of_the_first_lane(self, rows, lane, first, count):
+    """Rows of a prompt see in every lane what the first lane has selected."""
+    return _keep(self, rows, 0, first, count)
+
+
+def a_head_too_few(self, layer, q, rows, scores, ends, sizes):
+    """Programs of prompts leave the last head out."""
+    scores.fill_(float("-inf"))
+    fewer = {"BLOCK_H": 2} if sizes["PROMPT"] else {}
+    _score(self, layer, q, rows, scores, ends, {**sizes, **fewer})
+
+
+def prompts_begin_at_zero(self, layer, q, rows, scores, ends, sizes):
+    """Rows of a later chunk take themselves for the first."""
+    _score(self, layer, q, (rows[0], 0, rows[2]), scores, ends, sizes)
+
+
+ANYWHERE, INTERPRETED = ("cpu", "interpret"), ("interpret",)
+
+BROKEN = {
+    "blocks by their mean": (algorithm, "unit_scores", by_the_mean, ("cpu",)),
+    "heads alike": (algorithm, "unit_scores", by_the_first_head, ("cpu",)),
+    "no local blocks": (algorithm, "with_local", nothing_local, ("cpu",)),
+    "own block not listed": (TrainedGate, "_blocks", without_own, ("cpu",)),
+    "masks of the first lane": (Chosen, "keep", of_the_first_lane, ANYWHERE),
+    "a head too few": (TrainedGateTriton, "_score", a_head_too_few, INTERPRETED),
+    "chunks from zero": (TrainedGateTriton, "_score", prompts_begin_at_zero, INTERPRETED),
+}
+
+RUN = partial(test_rows_attend_to_the_blocks_of_their_heads, heads=3, local=2)
+
+MUTANTS = [
+    LifecycleMutant(name, owner, method, broken, RUN, tiers)
+    for name, (owner, method, broken, tiers) in BROKEN.items()
+]
