@@ -40,7 +40,14 @@ ABOUT = {
     "states": "Layers with a linear state or a convolution stay stock; topkv serves the others.",
     "latent": "Latent attention: one row a token for all heads, and Kimi-K2 as DeepseekV3.",
     "indexer": "Latent attention that selects for itself.",
+    "blocks": "Grouped-query attention that selects blocks for itself, in prompts too.",
 }
+
+APART = {
+    "indexer": "`plugins/transformers/tests/latent`",
+    "blocks": "the tokens of the stock model, which is sparse: `test_blocks.py`",
+}
+"""Of groups with tests of their own."""
 
 COVERING = (
     "a budget that covers all: the tokens of the stock model, in one row, in three padded ones, "
@@ -101,7 +108,7 @@ def lines() -> Iterator[str]:
             lacking = ", ".join(sorted(CONTRARY & set(names)))
             shown[-1] += f" (not {lacking}: what their stock models compute in chunks or steps is "
             shown[-1] += "not what they compute at once)"
-        told = "; ".join(shown) or "`plugins/transformers/tests/latent`"
+        told = "; ".join(shown) or APART[group]
         yield f"| {group} | {', '.join(names)}. {ABOUT[group]} | {told} |"
     yield "\n## Refused\n"
     yield "A class that is not listed is refused by its name. There is more to say of some:\n"

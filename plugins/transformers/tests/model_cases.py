@@ -165,6 +165,9 @@ def config_of(name, **options):
     if group == "latent":
         values |= {**MLA, "num_key_value_heads": heads}
         del values["head_dim"]
+    if group == "blocks":
+        sizes = {"index_n_heads": kv_heads, "index_head_dim": 24, "rotary_dim": 16}
+        values |= {"num_hidden_layers": 4, "dense_intermediate_size": 96, **sizes}
     if group in ("windows", "sinks", "softcap", "states"):
         values |= {"num_hidden_layers": 4}
     if group in ("windows", "sinks", "softcap"):

@@ -21,6 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from topkv.errors import CapabilityError, RequestError
+from topkv.types import Index
 from topkv_transformers.forwards import Forward
 
 # "flash", "sdpa" or "flex_attention" in a name, or a slash, mean something to Transformers.
@@ -30,6 +31,9 @@ MARK = "_topkv_mark"
 
 SINKS = "s_aux"
 """The argument with a logit for each head that takes part in its softmax, and has no value."""
+
+PROJECTED = "block_indices"
+"""The argument with what ``blocks.project`` has made, where the model has an index of blocks."""
 
 SHARED = "two threads run models that share one config object; give each model a config of its own"
 
@@ -111,8 +115,17 @@ def attention(
         q, k, v = (forward.pack(tensor.transpose(1, 2)) for tensor in (query, key, value))
         sinks = kwargs.get(SINKS)
         sinks = None if sinks is None else sinks.float()
-        out = forward.unpack(forward.attend(layer, q, k, v, sinks=sinks), len(query))
+        index = _index(forward, kwargs.get(PROJECTED))
+        out = forward.unpack(forward.attend(layer, q, k, v, index, sinks), len(query))
     return without_backward(out, (query, key, value)), None
+
+
+def _index(forward: Forward, projected: tuple[Tensor, Tensor] | None) -> Index | None:
+    """The index of the rows of a forward."""
+    if projected is None:
+        return None
+    q, k = (forward.pack(each.transpose(1, 2)) for each in projected)
+    return Index(q, k.squeeze(1))
 
 
 def _refuse(module: nn.Module, asked: list[str]) -> None:

@@ -35,11 +35,13 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
         *("AXK1", "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "MiniCPM3", "Mistral4", "Youtu"),
     ),
     "indexer": ("DeepseekV32", "GlmMoeDsa"),
+    "blocks": ("MiniMaxM3VL",),
 }
-"""Group to classes, without the ending ``ForCausalLM``. All have grouped-query attention but the
-last two, whose attention is latent; the last selects for itself. From ``windows`` to ``states``
-most layers slide over the newest tokens, or keep a state of all; topkv serves the others. Those of
-``sinks`` have learned logits without a value in each softmax, too, and ``softcap`` caps logits."""
+"""Group to classes, without the ending ``ForCausalLM``. All have grouped-query attention but
+``latent`` and ``indexer``, whose attention is latent. ``indexer`` and ``blocks`` select for
+themselves, tokens and blocks. From ``windows`` to ``states`` most layers slide over the newest
+tokens, or keep a state of all; topkv serves the others. Those of ``sinks`` have learned logits
+without a value in each softmax, too, and ``softcap`` caps logits."""
 
 GROUPS = {f"{name}ForCausalLM": group for group, names in CLASSES.items() for name in names}
 """The group of each class, by its whole name."""

@@ -75,6 +75,8 @@ def refusals(config: LoweredConfig) -> list[str]:
     reasons = []
     if config.model.attention != "gqa":
         reasons.append(f"layers with attention {config.model.attention!r} cannot be compiled yet")
+    elif config.model.indexer is not None:
+        reasons.append("layers with an index of their own cannot be compiled yet")
     if torch._dynamo.config.disable or not torch._dynamo.is_dynamo_supported():
         reasons.append("torch.compile does nothing here: TORCHDYNAMO_DISABLE is set, say")
     return reasons

@@ -11,6 +11,7 @@ from torch import nn
 
 from topkv.plugins import PluginRegistry
 from topkv.types import IndexerShape, ModelShape
+from topkv_transformers.advice import algorithm_of
 from topkv_transformers.indexer import rotation_of
 from topkv_transformers.latent import ROTARY, rotary_of
 
@@ -99,10 +100,4 @@ def latent_shape(modules: list[Any], dtype: torch.dtype) -> ModelShape:
 
 def advice(config: Any, registry: PluginRegistry) -> Mapping[str, Any]:
     """Select what the model was trained to select: as many tokens, by its own indexer."""
-    values = {"budget": config.index_topk}
-    names = [
-        record.name
-        for record in registry.usable("algorithm")
-        if record.entry is not None and record.entry.capabilities.needs_index
-    ]
-    return {**values, "algorithm": names[0]} if len(names) == 1 else values
+    return {"budget": config.index_topk, **algorithm_of(registry, "mla")}

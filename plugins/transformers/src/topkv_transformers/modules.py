@@ -12,6 +12,7 @@ from attrs import frozen
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from topkv_transformers.blocks import BlockIndex
 from topkv_transformers.latent import LatentAttention
 
 _OF_TORCH = set(vars(nn.Module()))
@@ -86,7 +87,7 @@ def is_hooked(decoder: nn.Module) -> bool:
         if module is decoder:
             continue
         replaced = module.__dict__.get("forward")
-        if replaced is not None and not isinstance(replaced, LatentAttention):
+        if replaced is not None and not isinstance(replaced, (LatentAttention, BlockIndex)):
             return True
         hooks = chain.from_iterable(getattr(module, name).values() for name in _HOOKS)
         if not all(map(_of_transformers, hooks)):

@@ -16,7 +16,7 @@ from topkv import SparseCoordinator
 from topkv.errors import CapabilityError, RequestError
 from topkv.prediction.report import Prediction
 from topkv.report import MemoryReport, Stats, count_stats
-from topkv_transformers import attention, capture, sessions
+from topkv_transformers import attention, blocks, capture, sessions
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.generation import generate
 from topkv_transformers.latent import LatentAttention, install
@@ -65,9 +65,11 @@ class AttachedModel:
         self._install()
 
     def _install(self) -> None:
-        self._latent: list[LatentAttention] = []
+        self._instead: list[LatentAttention] | list[blocks.BlockIndex] = []
         if self.shape.attention == "mla":
-            self._latent = install(attention_modules(self.model))
+            self._instead = install(attention_modules(self.model))
+        elif self.shape.indexer is not None:
+            self._instead = blocks.install(attention_modules(self.model))
         decoder, original = self._decoder, self.model.generate
         self.capture = capture.CaptureReport(capture.refusals(decoder, self.config))
         self._captured: capture.CapturedDecoder | None = None
@@ -183,8 +185,8 @@ class AttachedModel:
                 hook.remove()
             if self._captured:
                 self._captured.remove()
-            for latent in self._latent:
-                latent.remove()
+            for each in self._instead:
+                each.remove()
             if self._generate is None:
                 del self.model.__dict__["generate"]
             else:

@@ -12,12 +12,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from topkv.plugins import PluginRegistry
 from topkv.types import ModelShape
-from topkv_transformers import latent_support
+from topkv_transformers import blocks, latent_support
 from topkv_transformers.classes import GROUPS, group_of
 from topkv_transformers.stock import FULL, STOCK, layer_types
 
 LATENT = ("latent", "indexer")
 """Groups of models with latent attention; the latter select for themselves."""
+
+OWN_LAYERS = {"indexer": latent_support.LAYER_TYPES, "blocks": {blocks.LAYER_TYPE, FULL}}
+"""Types of the layers of models that select for themselves."""
 
 HANDLE = "_topkv_handle"
 """Attribute of a decoder that is attached."""
@@ -62,8 +65,11 @@ def refusals(model: object, on_meta: bool = False) -> list[str]:
     reasons += _device_refusals(devices)
     if hasattr(decoder_of(model), HANDLE):
         reasons.append("the model is attached already; call detach() of its handle first")
-    # What runs a module needs one that is sound otherwise.
-    return latent_support.layer_refusals(modules) if latent and not reasons else reasons
+    if reasons:  # what runs a module needs one that is sound otherwise
+        return reasons
+    if latent:
+        return latent_support.layer_refusals(modules)
+    return blocks.layer_refusals(modules) if group_of(model) == "blocks" else []
 
 
 def _unknown(model: PreTrainedModel) -> str:
@@ -98,7 +104,7 @@ def _device_refusals(devices: set[torch.device]) -> list[str]:
 
 
 def _config_refusals(config: Any, group: str | None) -> list[str]:
-    latent, indexed = group in LATENT, group == "indexer"
+    latent, known = group in LATENT, OWN_LAYERS.get(group or "")
 
     def has(name: str) -> bool:
         return getattr(config, name, None) is not None
@@ -106,8 +112,7 @@ def _config_refusals(config: Any, group: str | None) -> list[str]:
     reasons = []
     if getattr(config, "is_encoder_decoder", False):
         reasons.append("encoder-decoder models are not supported")
-    if indexed:
-        known = latent_support.LAYER_TYPES
+    if known is not None:
         others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
         if others:
             expected = " or ".join(map(repr, sorted(known)))
@@ -125,7 +130,7 @@ def _config_refusals(config: Any, group: str | None) -> list[str]:
         )
     if has("kv_lora_rank") and not latent:
         reasons.append("latent attention (kv_lora_rank) of this class is not supported")
-    if has("index_topk") and not indexed:
+    if has("index_topk") and group != "indexer":
         reasons.append("DSA models, which bring an indexer (index_topk), are not supported")
     if not getattr(config, "is_causal", True):
         reasons.append("bidirectional attention (is_causal=False) is not supported")
@@ -153,7 +158,7 @@ def layers_of(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """Kind and module of each layer."""
     decoder = decoder_of(model)
     layers: Any = getattr(decoder, "layers", ())
-    if is_latent(model):
+    if is_latent(model) or group_of(model) == "blocks":
         return [(FULL, layer) for layer in layers]
     return list(zip(layer_types(decoder.config), layers, strict=False))
 
@@ -189,6 +194,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         dtype=model.dtype,
         scale=modules[0].scaling,
         softcap=getattr(config, "attn_logit_softcapping", None),
+        indexer=blocks.indexer_shape(modules) if group_of(model) == "blocks" else None,
     )
 
 
@@ -202,8 +208,8 @@ def advice_of(model: PreTrainedModel, registry: PluginRegistry) -> Any:
 
     What is no mapping goes on as it was written, for ``lower`` to refuse.
     """
-    indexed = group_of(model) == "indexer"
-    ours = latent_support.advice(model.config, registry) if indexed else {}
+    advise = {"indexer": latent_support.advice, "blocks": blocks.advice}.get(group_of(model) or "")
+    ours = advise(model.config, registry) if advise else {}
     own = getattr(model.config, "topkv", None)
     if own is None:
         return ours
