@@ -179,8 +179,7 @@ class Forwards(Side):
                     assert (out[row] == 0).all(), "a padded row must be 0"
                     continue
                 own = slice(row, row + (row in todo.appending))
-                length = self.live[slot].length + own.stop - own.start
-                mask = self._select(layer, row, slot, ids, length)
+                mask = self._select(layer, row, slot, ids, self._length(todo, row))
                 self._close_to_truth(layer, slot, out, given, slice(row, row + 1), own, mask)
             first = len(todo.rows)
             for slot, tokens in todo.chunks:
@@ -190,6 +189,20 @@ class Forwards(Side):
                 mask = places[None] <= start + torch.arange(tokens)[:, None]
                 mask &= self._prompt_mask(layer, slot, given, own)
                 self._close_to_truth(layer, slot, out, given, own, own, mask)
+
+        for layer in self.groups:  # what shares a selection was planned with it, called or not
+            if self._source(layer) < len(outs) <= layer:
+                for row, slot in enumerate(todo.rows):
+                    if slot >= 0:
+                        self._select(layer, row, slot, ids, self._length(todo, row))
+
+    def _source(self, layer: int) -> int:
+        """The layer that selects for a sparse layer."""
+        return SPARSE[0] if self.follows and layer in self.groups else layer
+
+    def _length(self, todo: Forward, row: int) -> int:
+        """Tokens of a decode row, the new one included."""
+        return self.live[todo.rows[row]].length + (row in todo.appending)
 
     def _prompt_mask(self, layer: int, slot: int, given: Given, own: slice) -> Tensor:
         """Which tokens the rows ``own`` of a prompt select, broadcast to ``[rows, tokens]``."""
