@@ -104,6 +104,22 @@ def test_tables_of_residual_and_of_shared_selections_are_those_of_the_raw_number
         ]
 
 
+def test_the_table_of_statistics_is_that_of_the_raw_numbers():
+    """Cells are ``right answers / attention mass``."""
+    found = {
+        (r["algorithm"], r["nominal_percent"]): r
+        for r in figures.read("eval/statistics_cpu.jsonl")
+    }
+    text = (ROOT / "plugins/double_sparsity/README.md").read_text("utf-8")
+    (_, *budgets), *rows = rows_of(text, "| channels by")
+    names = ("span", "qk", "qk_file", "q")
+    for (_, *cells), name in zip(rows, names, strict=True):
+        for budget, cell in zip(budgets, cells, strict=True):
+            row = found.get((name, float(budget.removesuffix(" %"))))
+            shown = f"{row['correct']:.0f} / {100 * row['recall']:.1f} %" if row else "-"
+            assert cell == shown
+
+
 def test_tables_of_head_sparsity_are_those_of_the_raw_numbers():
     """``topkv eval`` leaves out the sample: 64 units of 4 runs of 36 bytes, of 8 lanes."""
     text = (ROOT / "plugins/head_sparsity/README.md").read_text("utf-8")
