@@ -50,7 +50,6 @@ CASES = [
     Case("quest", {"metadata": "int8"}),
     Case("double_sparsity", {"label": "bf16"}),
     Case("double_sparsity", {"label": "int4"}),
-    Case("double_sparsity", {"label": "int4", "head_sparsity": 0.9}),
     Case("double_sparsity", {"label": "bf16"}, SHORT, 256),
     Case("double_sparsity", {"label": "int4"}, SHORT, 256),
     Case("pariskv", {}),

@@ -104,6 +104,56 @@ def test_tables_of_residual_and_of_shared_selections_are_those_of_the_raw_number
         ]
 
 
+def test_the_table_of_statistics_is_that_of_the_raw_numbers():
+    """Cells are ``right answers / attention mass``."""
+    found = {
+        (r["algorithm"], r["nominal_percent"]): r
+        for r in figures.read("eval/statistics_cpu.jsonl")
+    }
+    text = (ROOT / "plugins/double_sparsity/README.md").read_text("utf-8")
+    (_, *budgets), *rows = rows_of(text, "| channels by")
+    names = ("span", "qk", "qk_file", "q")
+    for (_, *cells), name in zip(rows, names, strict=True):
+        for budget, cell in zip(budgets, cells, strict=True):
+            row = found.get((name, float(budget.removesuffix(" %"))))
+            shown = f"{row['correct']:.0f} / {100 * row['recall']:.1f} %" if row else "-"
+            assert cell == shown
+
+
+def test_tables_of_head_sparsity_are_those_of_the_raw_numbers():
+    """``topkv eval`` leaves out the sample: 64 units of 4 runs of 36 bytes, of 8 lanes."""
+    text = (ROOT / "plugins/head_sparsity/README.md").read_text("utf-8")
+    _, *rows = rows_of(text, "| threshold | right")
+    found = {
+        (r["family"], r["algorithm"]): r for r in figures.read("eval/head_sparsity_cpu.jsonl")
+    }
+    for (_, *cells), name in zip(rows, ("quest", "t7", "t5", "t5r"), strict=True):
+        both = [found[family, name] for family in ("facts", "text")]
+        alone = [found[family, "quest"] for family in ("facts", "text")]
+        facts, plain = both
+        shown = [f"{facts['correct']:.0f}", f"{facts['kl']:.3f}", f"{plain['kl']:.3f}"]
+        shown.append(f"{100 * plain['agreement']:.1f} %")
+        for key in ("selected_units", "loaded_units", "device_bytes_per_token"):
+            sample = 64 * 4 * 36 * 8 if key[0] == "d" and name != "quest" else 0
+            pairs = zip(both, alone, strict=True)
+            shares = (f"{100 * (row[key] + sample) / quest[key]:.1f}" for row, quest in pairs)
+            shown.append(" / ".join(shares) + " %")
+        assert cells == shown
+    told = {
+        (r["run"], r["bits"], r["sample"], r["candidates"]): r
+        for r in figures.read("head_estimates.jsonl")
+    }
+    kinds = {"all": (None, True), "a sample alone": (64, False)}
+    kinds["candidates and a sample"] = (64, True)
+    _, *rows = rows_of(text, "| means of, bits")
+    for what, size, *cells in rows:
+        run, bits, which = what.split(", ")
+        key = (int(run.split()[0]), 0 if bits == "whole" else int(bits), *kinds[which])
+        row, width = told[key], 256 if bits == "whole" else 68
+        assert int(size) == width * 16 // key[0]
+        assert cells == [f"{row['correlation']:.3f}", f"{row['error']:.3f}"]
+
+
 def test_the_table_of_skip_softmax_is_that_of_the_raw_numbers():
     found = {
         (r["algorithm"], r["nominal_percent"]): r

@@ -128,7 +128,6 @@ def one_of_each():
             found.setdefault(cell.algorithm, cell)
     return [pytest.param(cell, {}, id=name) for name, cell in found.items()] + [
         pytest.param(found["snapkv"], {"ada": True, "ada_max": 1.5}, id="snapkv-ada"),
-        pytest.param(found["double_sparsity"], {"head_sparsity": 0.9}, id="double_sparsity-flat"),
     ]
 
 

@@ -22,7 +22,7 @@ from plugins.clusterkv.tests import test_decode as clusterkv_decode
 from plugins.clusterkv.tests import test_properties as clusterkv_properties
 from plugins.clusterkv.tests import test_selection as clusterkv_selection
 from plugins.double_sparsity.tests import conftest as double_sparsity
-from plugins.double_sparsity.tests import test_channels, test_head_sparsity, test_labels
+from plugins.double_sparsity.tests import test_channels, test_labels
 from plugins.double_sparsity.tests import test_conformance as double_sparsity_kit
 from plugins.double_sparsity.tests import test_properties as sparsity_properties
 from plugins.double_sparsity.tests import test_selection as sparsity_selection
@@ -272,7 +272,6 @@ MUTANTS = [
         scope="kv_head",
     ),
     of_sparse(sparsity.HeadsUnweighted, *AGREES, **BF16),
-    of_sparse(sparsity.LeavesIdsBehind, test_head_sparsity, "flat_lanes_select_their_share"),
     sparse(sparsity.HeadsOfNeighbours, "heads_are_alike"),
     of_sparse(sparsity.KernelNaturalBase, *AGREES, ("interpret",), **BF16),
     of_cluster(clusterkv.CutsFront, *WHOLE, ANYWHERE),

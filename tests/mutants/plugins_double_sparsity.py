@@ -9,7 +9,6 @@ from topkv import hookimpl
 from topkv.algorithms import host_ids
 from topkv_double_sparsity import reference, statistics
 from topkv_double_sparsity.algorithm import DoubleSparsity
-from topkv_double_sparsity.head_sparsity import HeadSparsity
 from topkv_double_sparsity.launch import DoubleSparsityTriton
 
 
@@ -96,13 +95,6 @@ class HeadsUnweighted(DoubleSparsity):
             self.group = group
         lanes = logits.unflatten(0, (layer.step.batch, group.lane_heads, -1))
         return lanes.logsumexp(2).flatten(0, 1), closed
-
-
-class LeavesIdsBehind(HeadSparsity):
-    """A flat lane selects K, and its smaller selection is written over the front of them."""
-
-    def _parted(self, layer, q, closed):
-        return closed, super()._parted(layer, q, closed)[1]
 
 
 class HeadsOfNeighbours(DoubleSparsity):

@@ -26,7 +26,6 @@ from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
 from topkv_double_sparsity import launch
 from topkv_double_sparsity.entry import topkv_register_algorithms
-from topkv_double_sparsity.head_sparsity_launch import make
 from topkv_double_sparsity.launch import DoubleSparsityTriton
 
 CALLS, REPEATS = 10, 9
@@ -77,7 +76,7 @@ def prepare(
         made: TopK = registry().create("topk", entry.defaults["topk"], setup, "triton")
         return made
 
-    algorithm = make(AlgorithmSetup(model, group, given, device, stated))
+    algorithm = DoubleSparsityTriton(AlgorithmSetup(model, group, given, device, stated))
     pages = tokens // PAGE
     table = 1 + torch.randperm(requests * pages).view(requests, pages)
     rows = {"token": (1 + requests * pages) * PAGE, "request": requests}
@@ -145,7 +144,6 @@ def variants(requests: Sequence[int], tokens: Sequence[int]) -> Iterator[dict[st
         {"label": "bf16", "channels": 32},
         {"label": "int4", "channels": 32},
         {"label": "bf16", "channels": 128},
-        {"label": "int4", "channels": 32, "head_sparsity": 0.9},
     ]
     for scope in ("kv_head", "shared"):
         for params in every:

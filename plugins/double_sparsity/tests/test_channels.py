@@ -24,6 +24,7 @@ def expected(q, k, statistic):
         "qk_span": np.abs(q).mean(0).sum(1) * (k.max(0) - k.min(0)),
         "k": np.abs(k).mean(0),
         "qk": np.abs(q * k[:, :, None]).mean(0).sum(1),
+        "q": np.abs(q).mean(0).sum(1),
         "k_var": variance,
     }[statistic]
 

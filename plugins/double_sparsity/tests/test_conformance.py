@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from topkv.testing.algorithm.kernels import KernelTests
 from topkv.testing.algorithm.state import StateTests
 from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
+from topkv_double_sparsity.calibration import PROMPT_STATISTICS
 from topkv_double_sparsity.entry import topkv_register_algorithms
 
 (ENTRY,) = topkv_register_algorithms()
@@ -43,7 +44,7 @@ class TestChannelsOfThePrompt(AlgorithmTests):
 
     @pytest.fixture
     def options(self):
-        statistics = st.sampled_from([None, "qk_span", "k", "qk", "k_var"])
+        statistics = st.sampled_from([None, *PROMPT_STATISTICS])
         return options({"statistic": statistics, "pair_channels": st.booleans()})
 
 

@@ -41,7 +41,7 @@ def test_entry_and_command_import_neither_torch_nor_triton():
 
 def test_the_reference_imports_no_triton():
     code = (
-        "import sys, topkv_double_sparsity.head_sparsity\n"
+        "import sys, topkv_double_sparsity.algorithm\n"
         "print(sorted(name for name in sys.modules if name.split('.')[0] == 'triton'))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -51,7 +51,7 @@ def test_the_reference_imports_no_triton():
 def test_defaults(bench):
     settings = bench(CPU, dim=128).settings
     assert (settings.channels, settings.int4, settings.statistic) == (32, False, "qk_span")
-    assert (settings.sinks, settings.flat) == (0, None)
+    assert settings.sinks == 0
     (entry,) = topkv_register_algorithms()
     assert bench(CPU, **entry.parameters).settings == bench(CPU).settings
     assert bench(CPU, dim=12, pair_channels=True).settings.channels == 4
@@ -85,7 +85,11 @@ def test_wrong_parameters_are_refused_together(bench):
         ({"sticky": -0.5}, "sticky must be a number of 0 or more"),
         ({"channels": 0}, "from 1 to head_dim = 16"),
         ({"channels": 3, "pair_channels": True}, "must be even"),
-        ({"head_sparsity": True}, "head_sparsity"),
+        (
+            {"head_sparsity": 0.9},
+            "head_sparsity is no parameter.* topkv-head-sparsity and set stages",
+        ),
+        ({"head_budget": 0.5}, "head_budget is no parameter.* topkv-head-sparsity and set stages"),
         ({"calibration": "/nowhere/file.json"}, "cannot be read"),
     ],
 )

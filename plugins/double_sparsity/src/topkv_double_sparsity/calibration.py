@@ -30,7 +30,7 @@ from topkv.errors import ConfigError
 FORMAT = "topkv-double-sparsity-1"
 KINDS = ("importance", "channels")
 
-PROMPT_STATISTICS = ("qk_span", "k", "qk", "k_var")
+PROMPT_STATISTICS = ("qk_span", "qk", "q", "k", "k_var")
 STATISTICS = (*PROMPT_STATISTICS, "k_weight")
 """``k_weight`` is a property of a model's weights; the others are statistics of activations."""
 

@@ -13,8 +13,8 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             name="double_sparsity",
             kind="algorithm",
             factories={
-                "reference": "topkv_double_sparsity.head_sparsity:make",
-                "triton": "topkv_double_sparsity.head_sparsity_launch:make",
+                "reference": "topkv_double_sparsity.algorithm:DoubleSparsity",
+                "triton": "topkv_double_sparsity.launch:DoubleSparsityTriton",
             },
             hook_api=(2, 0),
             capabilities=Capabilities(
@@ -42,8 +42,9 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 "pair_channels": False,
                 "sink_tokens": 0,
                 "sticky": 0.0,
+                # Gone; still here so that the factory can say what took their place.
                 "head_sparsity": None,
-                "head_budget": 0.25,
+                "head_budget": None,
             },
         )
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,9 +22,10 @@ from topkv_double_sparsity.calibration import (
 LABELS = ("bf16", "int4")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NAMES = (
-    *("channels", "label", "calibration", "statistic", "pair_channels", "sink_tokens"),
-    *("sticky", "head_sparsity", "head_budget"),
+    *("channels", "label", "calibration", "statistic", "pair_channels", "sink_tokens", "sticky"),
 )
+GONE = ("head_sparsity", "head_budget")
+"""Parameters whose place the stage ``head_sparsity`` has taken."""
 
 
 @frozen
@@ -40,8 +40,6 @@ class Settings:
         pairs: channels c and c + D/2 are taken or left together.
         sinks: forced first tokens.
         sticky: bonus of tokens that are on the device, in natural logarithms.
-        flat: threshold of the normalised entropy above which a lane counts as flat; None for off.
-        flat_select: K of a flat lane.
     """
 
     channels: int
@@ -51,8 +49,6 @@ class Settings:
     pairs: bool
     sinks: int
     sticky: float
-    flat: float | None
-    flat_select: int
 
 
 def settings_of(model: ModelShape, group: GroupShape, params: Mapping[str, Any]) -> Settings:
@@ -62,7 +58,13 @@ def settings_of(model: ModelShape, group: GroupShape, params: Mapping[str, Any])
         ConfigError: with every reason, those of the calibration file included.
     """
     reasons = _shape_reasons(model, group)
-    unknown = sorted(set(params) - set(NAMES))
+    reasons += [
+        f"{name} is no parameter any more, got {params[name]!r}: install topkv-head-sparsity and "
+        "set stages to [head_sparsity], with the parameters threshold and head_budget"
+        for name in GONE
+        if params.get(name) is not None
+    ]
+    unknown = sorted(set(params) - {*NAMES, *GONE})
     if unknown:
         reasons.append(f"unknown parameters {unknown}; double_sparsity takes {NAMES}")
     if params.get("label") not in LABELS:
@@ -80,10 +82,8 @@ def settings_of(model: ModelShape, group: GroupShape, params: Mapping[str, Any])
         )
     bonus = params.get("sticky", 0.0)
     reasons += sticky.refusals(bonus)
-    flat, share = _head_sparsity(params, reasons)
     if reasons:
         raise ConfigError("double_sparsity", reasons)
-    few = max(1, sinks, math.ceil(share * group.select))
     return Settings(
         channels=channels,
         int4=params["label"] == "int4",
@@ -92,8 +92,6 @@ def settings_of(model: ModelShape, group: GroupShape, params: Mapping[str, Any])
         pairs=bool(params.get("pair_channels")),
         sinks=sinks,
         sticky=bonus,
-        flat=flat,
-        flat_select=min(few, group.select),
     )
 
 
@@ -152,17 +150,3 @@ def _calibration(
             f"{found.statistic!r}; leave statistic out or calibrate anew"
         )
     return found
-
-
-def _head_sparsity(params: Mapping[str, Any], reasons: list[str]) -> tuple[float | None, float]:
-    flat, share = params.get("head_sparsity"), params.get("head_budget")
-    if flat is not None and not _within_one(flat):
-        reasons.append(f"head_sparsity must be None or in (0, 1], got {flat!r}")
-    if not _within_one(share):
-        reasons.append(f"head_budget must be a number in (0, 1], got {share!r}")
-        share = 1.0
-    return flat, float(share)  # type: ignore[arg-type]
-
-
-def _within_one(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1

@@ -70,8 +70,9 @@ class Moments:
         span = self.high_k - self.low_k if self.tokens > 1 else self.abs_k
         return {
             "qk_span": self.abs_q / self.tokens * span,
-            "k": self.abs_k / self.tokens,
             "qk": self.abs_qk / self.tokens,
+            "q": self.abs_q / self.tokens,
+            "k": self.abs_k / self.tokens,
             "k_var": variance,
         }[statistic]
 

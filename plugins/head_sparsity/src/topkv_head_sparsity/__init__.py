@@ -1,0 +1,1 @@
+"""Smaller selections where attention is flat, a stage for topkv."""
