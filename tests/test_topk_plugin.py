@@ -117,6 +117,7 @@ CALLS = {
     "rocketkv": (False, True, True),
     "snapkv": (False, True, False),
     "streaming_llm": (False, False, False),
+    "trained_gate": (True, True, True),
 }
 
 
