@@ -208,14 +208,21 @@ def test_the_tables_of_calibrated_sharing_are_those_of_the_raw_numbers():
         ("facts,text", 208, "FSFSSS"),
     ]  # fmt: skip
     cells = {
-        (row["family"], row["algorithm"], row["nominal_percent"]): row
+        (row["family"], row["algorithm"], row["nominal_percent"], row["questions"] == 100): row
         for row in figures.read("eval/share_cpu.jsonl")
     }
+    alone, calibrated = (
+        [f"{cells['facts', name, budget, True]['correct']:.0f}" for budget in (5.0, 10.0)]
+        for name in ("none", "FSFSSS")
+    )
+    told = "answer {} at 5 % and {} at 10 %, `FSFSSS` {} and {}."
+    assert told.format(*alone, *calibrated) in page
     _, *table = rows_of(page, "| `share`, selecting, budget")
     assert len(table) == 10
     for what, *written in table:
         name, selecting, budget = what.split(", ")
-        row = {"F": "none"}.get(name.strip("`"), name.strip("`")), float(budget.split()[0])
+        algorithm = "none" if name == "`F`" else name.strip("`")
+        row = algorithm, float(budget.split()[0]), False
         facts, text = cells["facts", *row], cells.get(("text", *row))
         pattern = (name.strip("`") * 6)[:6]
         assert selecting == f"{pattern.count('F')} of 6"
