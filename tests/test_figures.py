@@ -237,3 +237,48 @@ def test_the_table_of_top_p_is_that_of_the_raw_numbers():
         shares = [row[key] / quest[key] for key in keys]
         shown = [f"{100 * share:.1f} %" for share in (*shares, row["recall"])]
         assert cells == [f"{row['correct']:.0f}", *shown]
+
+
+def test_the_tables_of_calibrated_sharing_are_those_of_the_raw_numbers():
+    """What the command showed, and what became of its patterns."""
+    page = (ROOT / "docs/how.md").read_text("utf-8")
+    first, *_ = found = figures.read("eval/share_calibrated.jsonl")
+    shown = {line.removeprefix(">").strip() for line in page.splitlines()}
+    rows = [[each for each in row if each is not None] for row in first["similarity"]]
+    for name, row in [*enumerate(rows), ("effect", first["effect"])]:
+        cells = " ".join(f"{value:.3f}" for value in row)
+        assert f"{name} {cells}" in {" ".join(line.split()) for line in shown}
+    for each in first["patterns"]:
+        figure = f"{each['loss']:.4f} {100 * each['mass']:.1f}%"
+        line = f"{each['share']} {each['selecting']} {figure}"
+        assert line in {" ".join(line.split()) for line in shown}
+    asked = [(each["tasks"], each["budget_tokens"], each["config"]["share"]) for each in found]
+    assert asked == [
+        ("facts", 208, "FSFSSS"), ("facts", 416, "FSFSSS"), ("text", 208, "FSSSSF"),
+        ("facts,text", 208, "FSFSSS"),
+    ]  # fmt: skip
+    cells = {
+        (row["family"], row["algorithm"], row["nominal_percent"], row["questions"] == 100): row
+        for row in figures.read("eval/share_cpu.jsonl")
+    }
+    alone, calibrated = (
+        [f"{cells['facts', name, budget, True]['correct']:.0f}" for budget in (5.0, 10.0)]
+        for name in ("none", "FSFSSS")
+    )
+    told = "answer {} at 5 % and {} at 10 %, `FSFSSS` {} and {}."
+    assert told.format(*alone, *calibrated) in page
+    _, *table = rows_of(page, "| `share`, selecting, budget")
+    assert len(table) == 10
+    for what, *written in table:
+        name, selecting, budget = what.split(", ")
+        algorithm = "none" if name == "`F`" else name.strip("`")
+        row = algorithm, float(budget.split()[0]), False
+        facts, text = cells["facts", *row], cells.get(("text", *row))
+        pattern = (name.strip("`") * 6)[:6]
+        assert selecting == f"{pattern.count('F')} of 6"
+        assert written == [
+            f"{facts['correct']:.0f}",
+            f"{facts['kl']:.3f}",
+            f"{100 * facts['recall']:.1f} %",
+            f"{text['kl']:.3f}" if text else "-",
+        ]

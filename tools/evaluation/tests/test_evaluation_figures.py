@@ -14,7 +14,7 @@ from topkv.errors import ConfigError
 from topkv.plugins import PluginRegistry, registry
 from topkv_evaluation.eval import choices, tasks
 from topkv_evaluation.eval.intervals import wilson
-from topkv_evaluation.eval.recall import chosen_tokens, held_mass
+from topkv_evaluation.eval.recall import chosen_tokens, held_mass, lane_mass
 from topkv_evaluation.retrieval import ASK_BYTES, VALUE_DIGITS
 
 DIM, LAYERS = 64, 6
@@ -195,5 +195,5 @@ def test_mass_equals_plain_python():
             held.append(sum(m for t, m in enumerate(mass) if t // unit in units))
             best.append(sum(sorted(mass)[-5:]))
         chosen = chosen_tokens(torch.tensor(ids, dtype=torch.int32), unit, tail, tokens)
-        found = held_mass(q, k, chosen, scale, 5)
+        found = held_mass(lane_mass(q, k, lanes, scale), chosen, 5)
         assert found == pytest.approx((sum(held) / lanes, sum(best) / lanes), abs=1e-5)

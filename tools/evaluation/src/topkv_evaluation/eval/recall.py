@@ -221,26 +221,32 @@ def chosen_tokens(ids: Tensor, unit: int, tail: bool, tokens: int) -> Tensor:
     return chosen[:, :units].repeat_interleave(unit, 1)[:, :tokens]
 
 
-def held_mass(
-    q: Tensor, k: Tensor, chosen: Tensor, scale: float, budget: int
-) -> tuple[float, float]:
+def lane_mass(q: Tensor, k: Tensor, lanes: int, scale: float) -> Tensor:
+    """Softmax mass of every token, fp32 ``[lanes, n]``: of a lane the mean of its query heads.
+
+    Args:
+        q: ``[H, D]``.
+        k: ``[n, Hkv, D]`` all keys that the query may attend.
+        lanes: among which the heads are divided.
+        scale: of the logits.
+    """
+    keys = k.float().permute(1, 2, 0)  # [Hkv, D, n]
+    logits = q.float().view(len(keys), -1, q.shape[-1]) @ keys * scale
+    return logits.softmax(-1).view(lanes, -1, len(k)).mean(1)
+
+
+def held_mass(mass: Tensor, chosen: Tensor, budget: int) -> tuple[float, float]:
     """Softmax mass of the selected tokens, and of the best ``budget`` ones, mean of all heads.
 
     The best are chosen per lane, by the mean over its query heads: no selection of as many
     tokens a lane holds more.
 
     Args:
-        q: ``[H, D]``.
-        k: ``[n, Hkv, D]`` all keys that the query may attend.
+        mass: of ``lane_mass``.
         chosen: of ``chosen_tokens``.
-        scale: of the logits.
         budget: tokens.
     """
-    tokens, lanes = len(k), len(chosen)
-    keys = k.float().permute(1, 2, 0)  # [Hkv, D, n]
-    logits = q.float().view(len(keys), -1, q.shape[-1]) @ keys * scale
-    mass = logits.softmax(-1).view(lanes, -1, tokens).mean(1)
-    best = mass.topk(min(budget, tokens), -1).values
+    best = mass.topk(min(budget, mass.shape[1]), -1).values
     return float((mass * chosen).sum(-1).mean()), float(best.sum(-1).mean())
 
 
@@ -283,17 +289,29 @@ def recall_of(
     return looks
 
 
-def _look_at(
-    path: LayerPath, coordinator: SparseCoordinator, slot: int, row: int, budget: int
-) -> tuple[float, float, float]:
-    group, seen, model = path.view.group, path.backend.seen, coordinator.model
+def mass_of(path: LayerPath, coordinator: SparseCoordinator, slot: int, row: int) -> Tensor:
+    """``lane_mass`` of a row of a step that was watched."""
+    seen, model = path.backend.seen, coordinator.model
     length = coordinator.length(slot)
     # One block: the whole history, decoded where the rows are packed.
     ((_, k, _),) = StoredHistory(path, slot, 0, length, length, model.dtype, seen.q.device)
+    return lane_mass(seen.q[row], k, path.view.group.lane_heads, model.scale)
+
+
+def chosen_of(path: LayerPath, coordinator: SparseCoordinator, slot: int, row: int) -> Tensor:
+    """``chosen_tokens`` of a row of a step that was watched."""
+    group = path.view.group
     lanes = slice(row * group.lane_heads, (row + 1) * group.lane_heads)
     tail = coordinator.config.groups[path.lanes.index].tail == "forced"
-    chosen = chosen_tokens(seen.ids[lanes], group.unit, tail, length)
-    held, best = held_mass(seen.q[row], k, chosen, model.scale, budget)
+    length = coordinator.length(slot)
+    return chosen_tokens(path.backend.seen.ids[lanes], group.unit, tail, length)
+
+
+def _look_at(
+    path: LayerPath, coordinator: SparseCoordinator, slot: int, row: int, budget: int
+) -> tuple[float, float, float]:
+    group, chosen = path.view.group, chosen_of(path, coordinator, slot, row)
+    held, best = held_mass(mass_of(path, coordinator, slot, row), chosen, budget)
     return held, best, float(chosen.sum()) * group.entry_bytes / group.unit
 
 

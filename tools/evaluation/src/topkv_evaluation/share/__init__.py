@@ -1,0 +1,1 @@
+"""``topkv share``: which layers of a model should select, and which should share a selection."""

@@ -1,0 +1,57 @@
+"""What ``topkv share`` shows without ``--json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """What each pair of layers would share, the best patterns, and the setting."""
+    layers = [str(layer) for layer in result["layers"]]
+    console.width = max(console.width, 8 * len(layers) + 8)  # a pipe must not cut figures off
+    console.print(Text("of its own mass, what a layer (column) finds in the selection of another"))
+    console.print(_table(("selects", *layers), _similarities(layers, result)))
+    console.print()
+    rows = [
+        (
+            ">" if each["selecting"] == result["selecting"] else "",
+            each["share"],
+            str(each["selecting"]),
+            f"{each['loss']:.4f}",
+            f"{100 * each['mass']:.1f}%",
+        )
+        for each in result["patterns"]
+    ]
+    console.print(_table(("", "share", "selecting", "loss", "mass"), rows, left=2))
+    console.print()
+    for line in (
+        f"{result['algorithm']}, budget {result['budget_tokens']}, {result['prompts']} prompts",
+        "of its own mass: of the query that finds least, mean of lanes and prompts",
+        "effect: 1 - cos(x, x + attention) of the residual stream x, mean of queries and prompts",
+        "loss: effect times what is not found, mean of layers",
+        "mass: attention mass that all layers would hold, mean of queries too",
+        f"share: {json.dumps(result['config']['share'])}",
+    ):
+        console.print(Text(line), soft_wrap=True)
+
+
+def _similarities(layers: Sequence[str], result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for layer, row in zip(layers, result["similarity"], strict=True):
+        yield layer, *("" if value is None else f"{value:.3f}" for value in row)
+    yield "effect", *(f"{value:.3f}" for value in result["effect"])
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> Table:
+    """Figures to the right, the first ``left`` columns to the left."""
+    table = Table(*head, box=None, pad_edge=False)
+    for column in table.columns[left:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(*row)
+    return table
