@@ -186,6 +186,8 @@ def test_recording_begins_where_nothing_is_kept_and_leaves_nothing_behind():
         pass
     with pytest.raises(CapabilityError, match="all layers lie on the device"):
         asking(plain(prefix_cache="all", layers={"0-3": "resident"})).__enter__()
+    with pytest.raises(CapabilityError, match="host_quotas are not replayed"):
+        asking(plain(prefix_cache="all", host_quotas={"*": "1GiB"})).__enter__()
     coordinator = plain(prefix_cache="all")
     before = {*vars(coordinator.prefixes)}, {*vars(coordinator.requests.pages)}
     with pytest.raises(RequestError, match="holds no request"), asking(coordinator):

@@ -54,6 +54,8 @@ class Asking:
             off = ["prefix_cache is 'off'; set it to 'prompt' or 'all'"]
         if not coordinator.manager.host.bytes.numel():
             off.append("all layers lie on the device, and the host pool has no bytes")
+        if coordinator.config.host_quotas:
+            off.append("host_quotas are not replayed; leave them out")
         if off:
             raise CapabilityError("nothing can be recorded", off)
         there = int(self.requests.active.sum()), self.prefixes.counts.kept

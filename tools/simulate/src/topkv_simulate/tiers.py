@@ -124,7 +124,7 @@ class Tiers:
         if pages < 2:
             raise AskedError("the host tier is too small", [_reason(sizes, "it holds no page")])
         self.host: Any = PrefixPages(pages)  # whose keys are numbers here
-        self.host.on_evict = self._evicted
+        self.host.on_evict, self.host.tenant_of = self._evicted, lambda name: b""
         config: Any = SimpleNamespace(
             page_tokens=asked.page_tokens,
             max_request_tokens=-(-asked.longest // asked.page_tokens) * asked.page_tokens,
