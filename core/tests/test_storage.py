@@ -228,6 +228,25 @@ def test_who_waits_for_nothing_takes_what_was_prefetched(make, shelf):
     assert run(coordinator)[0] == 28
 
 
+def test_what_is_prefetched_for_a_tenant_is_its_own(make):
+    """Whoever looks when it comes, and within its quota."""
+    first = make()
+    with first.prefixes.tenant("x"):
+        run(first)
+        stored(first)
+    host = first.manager.host
+    size = host.bytes.numel() // host.num_pages
+    coordinator = make({"host_quotas": {"x": 3 * size}})
+    with coordinator.prefixes.tenant("x"):
+        coordinator.prefixes.prefetch(PROMPT)
+    while coordinator.prefixes.poll():
+        time.sleep(0.001)
+    assert run(coordinator)[0] == 0
+    with coordinator.prefixes.tenant("x"):
+        assert coordinator.prefixes.length(PROMPT) == 12
+        assert run(coordinator)[0] == 28
+
+
 def test_a_prefetch_gives_way_to_requests(make, shelf):
     run(make())
     stored(make())

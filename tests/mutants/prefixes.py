@@ -6,7 +6,9 @@ from tests.mutants.lifecycle import LifecycleMutant
 from topkv import prefixes
 from topkv.kv.prefix import PrefixPages, page_keys
 from topkv.testing.machines.prefixes import run_again, run_prefixes
+from topkv.testing.machines.quotas import run_quota_scene
 
+_release = PrefixPages.release
 _keys = prefixes.Prefixes._keys
 
 
@@ -29,7 +31,63 @@ def all_of_it(self, tokens, salt):
     return _keys(self, [*tokens, *[0] * self.tail], salt)
 
 
+def nobody_tells(self, tokens, salt):
+    """Keys of all tenants are alike."""
+    return page_keys(tokens, self.requests.config.page_tokens, salt)
+
+
+def lost_by(choose):
+    """Another choice of the pages that go above a quota."""
+
+    def release(self, pages):
+        pages, limit_of = list(pages), self.limit_of
+        tenants = {self.tenant_of(self._key_of[each]) for each in pages if each in self._key_of}
+        self.limit_of = lambda tenant: None
+        freed = _release(self, pages)
+        self.limit_of = limit_of
+        for tenant in tenants:
+            if (limit := limit_of(tenant)) is not None:
+                self._evict(choose(self, tenant, limit))
+        return freed
+
+    return release
+
+
+def of_anybody(self, tenant, limit):
+    return list(self._kept)[: max(0, self.kept_for(tenant) - limit)]
+
+
+def newest(self, tenant, limit):
+    return list(self._kept_for.get(tenant, ()))[limit:]
+
+
+def with_what_is_held(self, tenant, limit):
+    """What running requests hold counts too."""
+    all_of_it = sum(self.tenant_of(key) == tenant for key in self._key_of.values())
+    return list(self._kept_for.get(tenant, ()))[: max(0, all_of_it - limit)]
+
+
 MUTANTS = [
+    LifecycleMutant(
+        "tenants with quotas find each other's pages",
+        *(prefixes.Prefixes, "_keys_of", nobody_tells, run_quota_scene),
+    ),
+    LifecycleMutant(
+        "nobody has a quota",
+        *(prefixes.Prefixes, "_limit_of", lambda self, tenant: None, run_quota_scene),
+    ),
+    LifecycleMutant(
+        "a tenant above its quota takes the pages of others",
+        *(PrefixPages, "release", lost_by(of_anybody), run_quota_scene),
+    ),
+    LifecycleMutant(
+        "a tenant above its quota loses what was used last",
+        *(PrefixPages, "release", lost_by(newest), run_quota_scene),
+    ),
+    LifecycleMutant(
+        "what running requests hold counts for a quota",
+        *(PrefixPages, "release", lost_by(with_what_is_held), run_quota_scene),
+    ),
     LifecycleMutant(
         "a page that its only holder writes is still found",
         *(PrefixPages, "withdraw", stay_found, run_prefixes),

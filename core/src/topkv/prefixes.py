@@ -15,17 +15,19 @@ tokens itself in the same chunks, to the bit.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
+from typing import Any
 
 import numpy as np
-from attrs import define
+from attrs import define, field
 
-from topkv.config.storages import StorageSettings
+from topkv.config.storages import ANYBODY, StorageSettings
 from topkv.errors import RequestError
 from topkv.hooks.algorithm import AlgorithmSpec
-from topkv.kv.prefix import PrefixKVPool, page_keys
+from topkv.kv.prefix import PrefixKVPool, page_keys, tenant_in
 from topkv.plugins import PluginRegistry
 from topkv.requests import Requests
 from topkv.storage.calls import StorageCounts
@@ -34,6 +36,24 @@ from topkv.storage.tier import StorageTier
 Tokens = Sequence[int] | np.ndarray
 """Ids of a request from position 0 on. An engine may give others than the model's vocabulary has,
 for what is no text, as long as equal ids mean equal keys and values."""
+
+
+@define
+class TenantCounts:
+    """What was found so far for one tenant.
+
+    Attributes:
+        asked, found: tokens of its requests, and those of them that were taken over.
+        kept, kept_bytes: pages in host memory that no request holds and that it can find.
+        evicted: pages that were kept for it and given out again, whether for its quota or for want
+            of room.
+    """
+
+    asked: int = 0
+    found: int = 0
+    kept: int = 0
+    kept_bytes: int = 0
+    evicted: int = 0
 
 
 @define
@@ -46,6 +66,7 @@ class PrefixCounts:
         kept: pages that no request holds and that can be found.
         evicted: pages that were kept and given out again.
         storage: what of it went to a storage and came from there; None without one.
+        tenants: the same for each tenant, see ``Prefixes.tenant``; "" for requests of none.
     """
 
     asked: int = 0
@@ -53,6 +74,7 @@ class PrefixCounts:
     kept: int = 0
     evicted: int = 0
     storage: StorageCounts | None = None
+    tenants: dict[str, TenantCounts] = field(factory=dict)
 
 
 class Prefixes:
@@ -86,9 +108,11 @@ class Prefixes:
             f"{name} keeps more of a prompt than what stands in its pages"
             for name in dict.fromkeys(keeping)
         ]
+        self._tenant: ContextVar[str] = ContextVar("tenant", default="")
         if isinstance(host, PrefixKVPool):
             self._host = host
-            host.on_evict = self._evicted
+            host.on_evict, host.limit_of = self._evicted, self._limit_of
+            self._page_bytes = host.bytes.numel() // host.num_pages
         else:
             self.off.append("an engine gives out the pages, and keeps prefixes itself")
         self._counts, self.storage = PrefixCounts(), None
@@ -104,14 +128,33 @@ class Prefixes:
         """What was found so far, and what is kept now."""
         if not self.off:
             self._counts.kept, self._counts.evicted = self._host.kept, self._host.evicted
+            for name, each in list(self._counts.tenants.items()):  # any thread may look
+                each.kept = self._host.kept_for(name.encode())
+                each.kept_bytes = each.kept * self._page_bytes
         return self._counts
+
+    @contextmanager
+    def tenant(self, name: str) -> Iterator[None]:
+        """Prompts of this thread or task meanwhile are those of a tenant.
+
+        They find pages of the same tenant alone. What is kept for it stays within its quota, see
+        the setting ``host_quotas``; what its requests hold is not counted.
+
+        Args:
+            name: of the tenant; "" for none.
+        """
+        before = self._tenant.set(name)
+        try:
+            yield
+        finally:
+            self._tenant.reset(before)
 
     def length(self, tokens: Tokens, salt: bytes = b"") -> int:
         """Tokens that a request of these would take over: whole pages, never all of them.
 
         Args:
             tokens: of the prompt.
-            salt: what else keys and values depend on: adapters, weights, a tenant.
+            salt: what else keys and values depend on: adapters, weights.
         """
         return len(self._find(tokens, salt)) * self.requests.config.page_tokens
 
@@ -134,8 +177,9 @@ class Prefixes:
         with self._brought(keys):
             pages = [] if self.off else self._host.find(keys)
             slot = self.requests.begin(pages, len(pages) * page)
-        self._counts.asked += len(tokens)
-        self._counts.found += len(pages) * page
+        for counts in (self._counts, self._counts_of(self._tenant.get())):
+            counts.asked += len(tokens)
+            counts.found += len(pages) * page
         if self.storage:
             self.storage.published(pages, keys)
         return slot
@@ -179,7 +223,7 @@ class Prefixes:
         if self.off:
             return
         # The host lacks nothing but tokens of an open unit, and full pages have none.
-        keys = page_keys(tokens, self.requests.config.page_tokens, salt)
+        keys = self._keys_of(tokens, salt)
         pages = self.requests.pages.of(slot)
         self._host.publish(pages, keys)
         if self.storage:
@@ -205,7 +249,21 @@ class Prefixes:
         if self.off:
             return []
         known = tokens[: max(0, len(tokens) - self.tail)]
-        return page_keys(known, self.requests.config.page_tokens, salt)
+        return self._keys_of(known, salt)
+
+    def _keys_of(self, tokens: Tokens, salt: bytes) -> list[bytes]:
+        """Of all full pages, with the tenant behind each: nobody else finds them."""
+        tenant = self._tenant.get().encode()
+        keys = page_keys(tokens, self.requests.config.page_tokens, salt)
+        return [key + tenant for key in keys]
+
+    def _counts_of(self, tenant: str) -> TenantCounts:
+        return self._counts.tenants.setdefault(tenant, TenantCounts())
+
+    def _limit_of(self, tenant: bytes) -> int | None:
+        quotas: Mapping[str, Any] = self.requests.config.host_quotas or {}
+        quota: int | None = quotas.get(tenant.decode(), quotas.get(ANYBODY))
+        return None if quota is None else quota // self._page_bytes
 
     def _brought(self, keys: list[bytes]) -> AbstractContextManager[None]:
         return self.storage.bring(keys) if self.storage else nullcontext()
@@ -213,4 +271,6 @@ class Prefixes:
     def _evicted(self, pages: list[int], keys: list[bytes]) -> None:
         if self.storage:
             self.storage.evicted(pages, keys)
+        for key in keys:
+            self._counts_of(tenant_in(key).decode()).evicted += 1
         self.requests.manager.poison(pages)

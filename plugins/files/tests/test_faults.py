@@ -213,11 +213,22 @@ def test_the_first_pages_of_a_prompt_go_last(tmp_path):
     size = SIZE + HEADER
     storage = made(tmp_path, limit=10 * size)
     keys = [key_of(number) for number in range(6)]
+
+    def used():
+        return [os.stat(storage._folder.path_of(key)).st_mtime_ns for key in keys]
+
     storage.put(keys, [page(number) for number in range(6)])
+    written = used()
+    assert written == sorted({*written}, reverse=True), "no two are alike"
     places = [[np.zeros(size, dtype=np.uint8)] for _ in keys]
     assert storage.get(keys, places) == [True] * 6
-    used = [os.stat(storage._folder.path_of(key)).st_mtime_ns for key in keys]
-    assert used == sorted(used, reverse=True)
+    assert used() == sorted({*used()}, reverse=True)
+    assert min(used()) > max(written)
+    storage.put([key_of(9)], [page(9)])
+    others = [key_of(number) for number in range(10, 14)]
+    storage.put(others, [page(number) for number in range(10, 14)])
+    left = [number for number in (*range(6), 9, *range(10, 14)) if read(storage, number) is None]
+    assert left == [0, 1, 2, 3, 9, 10, 11, 12, 13]
 
 
 @pytest.mark.parametrize(

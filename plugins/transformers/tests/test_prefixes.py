@@ -237,3 +237,25 @@ def test_rope_that_depends_on_the_length_is_refused(tiny):
     model = tiny.model(rope_parameters=rope)
     with pytest.raises(CapabilityError, match="depend on the whole length"):
         topkv.attach(model, tiny.settings(prefix_cache="all"))
+
+
+def test_tenants_find_their_own_prompts_alone(tiny):
+    """And what is kept for one stays within its quota; answers are what they are without."""
+    model, ids = tiny.model("qwen3"), tiny.prompt(150)["input_ids"]
+    config = {**tiny.settings(dense_layers=[1]), "prefix_cache": "prompt"}
+    with topkv.attach(model, {**config, "prefix_cache": "off"}) as handle:
+        stock = generated(model, ids)
+        host = handle.coordinator.manager.host
+        page, size = handle.config.page_tokens, host.bytes.numel() // host.num_pages
+    with topkv.attach(model, {**config, "host_quotas": {"b": size}}) as handle:
+        for name, found in (("a", 0), ("a", 149 // page * page), ("b", 0), ("b", page), ("", 0)):
+            before = handle.prefixes.counts.found
+            with handle.prefixes.tenant(name):
+                close(generated(model, ids), stock)
+            assert handle.prefixes.counts.found - before == found, name
+        told = handle.prefixes.counts.tenants
+        kept = {name: (each.kept, each.kept_bytes) for name, each in told.items()}
+        whole = 150 // page
+        assert kept == {"a": (whole, whole * size), "b": (1, size), "": (whole, whole * size)}
+        assert told["b"].evicted == 2 * (whole - 1)
+        handle.coordinator.check_integrity()

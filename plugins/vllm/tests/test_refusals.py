@@ -36,6 +36,19 @@ def test_options_are_refused_together(served):
     assert len(reasons) == 2
 
 
+def test_prefixes_and_storages_of_topkv_are_refused_beside_options(model, version):
+    """By name, with what to do instead, and before there is a worker that would load weights."""
+    config = configured(model, kv_cache_dtype="fp8")
+    config.additional_config["topkv"] |= {"prefix_cache": "all", "storage": {"name": "files"}}
+    with pytest.raises(CapabilityError, match="cannot serve this through topkv") as caught:
+        check(config, version)
+    told = dict(zip(("dtype", "prefixes", "storage"), caught.value.reasons, strict=True))
+    assert "kv_cache_dtype fp8" in told["dtype"]
+    assert told["prefixes"].startswith("prefix_cache is not topkv's here")
+    assert "say enable_prefix_caching=True instead" in told["prefixes"]
+    assert told["storage"].startswith("storage is not topkv's here")
+
+
 def test_a_pool_smaller_than_a_request_is_refused_with_both_numbers(served):
     refused(served, "512 and 256", error=ConfigError, settings={"max_tokens": 256})
 

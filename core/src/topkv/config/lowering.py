@@ -74,6 +74,11 @@ def lower(
     plans = plan_layers(known, model)
     lowered = _settle(known, plans, model, torch.device(device), max_positions)
     lowered = _group(known, plans, lowered)
+    residencies = {group.shape.residency for group in lowered.groups}
+    if lowered.host_quotas and residencies == {"resident"}:
+        reasons.append(
+            "host_quotas limit nothing where all layers lie on the device; leave them out"
+        )
     if reasons:
         raise ConfigError(CONFIG_REFUSED, dict.fromkeys(reasons))
     return lowered
@@ -133,6 +138,11 @@ def _settle(
         reasons.append(
             f"prefix_cache must be 'off' where pages is 'engine', got {lowered.prefix_cache!r}: "
             "an engine that gives out pages keeps prefixes itself"
+        )
+    if lowered.host_quotas and lowered.prefix_cache == "off":
+        reasons.append(
+            "host_quotas limit what prefix_cache keeps, and that is 'off'; set it to 'prompt' or "
+            "'all', or leave them out"
         )
     lowered = _store(known, lowered)
     reasons += host_format_reasons(model, lowered.host_format)

@@ -135,6 +135,11 @@ class Settings(Generic[Unset, Size]):
     ``wait_s_per_1k``, ``least_tokens``, ``limit_s`` and ``queue``, which the page on prefixes
     explains. Nowhere by default; needs ``prefix_cache``."""
 
+    host_quotas: Mapping[str, int | str] | None = setting(storages.host_quotas)
+    """how much may be kept in host memory for each tenant (``Prefixes.tenant``), of pages that no
+    request holds: a mapping of names to bytes or a text such as ``"4GiB"``, with ``"*"`` for those
+    that it does not name. Who has no quota keeps what room there is; needs ``prefix_cache``."""
+
     compile: bool | Unset = setting(checks.flag, False)
     """have the engine compile the layers of the decode steps that it captures, which fuses their
     small kernels. Rounding may differ; needs ``capture: auto``."""

@@ -1,4 +1,5 @@
-"""The setting ``storage``: which one, what goes to it, and how long a prompt waits for it."""
+"""The settings ``storage``: which one, what goes to it, and how long a prompt waits for it; and
+``host_quotas``."""
 
 from __future__ import annotations
 
@@ -9,8 +10,12 @@ from attrs import field, fields, frozen
 
 from topkv.config import checks
 from topkv.config.checks import clean, need, one_of
+from topkv.messages import shown
 
 WRITES = ("write_through", "write_through_selective", "write_back")
+ANYBODY = "*"
+"""Who has no quota of its own, in the setting ``host_quotas``."""
+
 FETCHES = ("timeout", "wait_complete", "best_effort")
 
 
@@ -72,3 +77,18 @@ def storage(value: Any) -> StorageSettings:
     if reasons:
         raise checks.Refused(reasons, None)
     return StorageSettings(**good)
+
+
+def host_quotas(value: Any) -> dict[str, int]:
+    """A check: gives bytes by tenant, or raises ``Refused`` with every reason."""
+    right = isinstance(value, Mapping) and value and all(isinstance(name, str) for name in value)
+    need(bool(right), "be a mapping of tenants such as {'acme': '4GiB', '*': '1GiB'}", value)
+    good, reasons = {}, []
+    for name, size in value.items():
+        try:
+            good[name] = checks.byte_size(size)
+        except ValueError as error:
+            reasons.append(f": {shown(name)} {error}")
+    if reasons:
+        raise checks.Refused(reasons, None)
+    return good

@@ -9,8 +9,9 @@ first. Until then a request that begins with the same tokens can hold it again.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,16 @@ def page_keys(tokens: Sequence[int] | np.ndarray, page_tokens: int, salt: bytes)
     return keys
 
 
+def tenant_in(key: bytes) -> bytes:
+    """Whom a page is kept for: the name that stands behind the hash, if any."""
+    return key[hashlib.sha256().digest_size :]
+
+
 class PrefixPages(PageAllocator):
     """Page ids, of which published ones are kept when nobody holds them.
+
+    A tenant for whom more are kept than its limit loses its own, the ones that went unused longest
+    first, and nobody else's. What requests hold counts for nobody.
 
     Args:
         arguments: of the allocator that it is put before, see ``PrefixKVPool``.
@@ -43,6 +52,8 @@ class PrefixPages(PageAllocator):
     Attributes:
         on_evict: called with the pages that are about to be given out and were kept until then,
             and their keys.
+        tenant_of: whose the page of a key is.
+        limit_of: the most pages that are kept for a tenant; None for any number.
         on_short: called when fewer pages are free than are asked for; may give some back.
         evicted: pages that were kept and given out.
         written: int64 ``[num_pages]`` how often a page was withdrawn. As long as that stays, the
@@ -53,6 +64,8 @@ class PrefixPages(PageAllocator):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.on_evict: Callable[[list[int], list[bytes]], None] = lambda pages, keys: None
+        self.tenant_of: Callable[[bytes], bytes] = tenant_in
+        self.limit_of: Callable[[bytes], int | None] = lambda tenant: None
         self.on_short: Callable[[], None] = lambda: None
         self.evicted = 0
         self.written = np.zeros(self.num_pages, dtype=np.int64)
@@ -60,6 +73,7 @@ class PrefixPages(PageAllocator):
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._kept: OrderedDict[int, None] = OrderedDict()  # those without holders, oldest first
+        self._kept_for: defaultdict[bytes, OrderedDict[int, None]] = defaultdict(OrderedDict)
 
     @property
     def free(self) -> int:
@@ -70,6 +84,10 @@ class PrefixPages(PageAllocator):
     def kept(self) -> int:
         """Published pages that nobody holds."""
         return len(self._kept)
+
+    def kept_for(self, tenant: bytes) -> int:
+        """Those of them that are kept for a tenant."""
+        return len(self._kept_for.get(tenant, ()))
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """The pages of the first keys, as far as there are any."""
@@ -96,13 +114,13 @@ class PrefixPages(PageAllocator):
     def withdraw(self, pages: Iterable[int]) -> None:
         """Let pages be found no more, before the only holder of one writes it."""
         for page in pages:
+            if page in self._kept:
+                self._hold(page)
+                self._free.append(page)
             key = self._key_of.pop(page, None)
             if key is not None:
                 self.written[page] += 1
                 del self._page_of[key]
-            if page in self._kept:
-                del self._kept[page]
-                self._free.append(page)
 
     def forget(self) -> list[int]:
         """Withdraw every page, and return those that were kept, which are free now."""
@@ -116,23 +134,41 @@ class PrefixPages(PageAllocator):
             self.on_short()
         missing = count - len(self._free)
         if 0 < missing <= len(self._kept):
-            oldest = [page for page, _ in zip(self._kept, range(missing), strict=False)]
-            keys = [self._key_of[page] for page in oldest]
-            self.withdraw(oldest)
-            self.evicted += missing
-            self.on_evict(oldest, keys)
+            self._evict(list(islice(self._kept, missing)))
         return super().lease(count)
 
     def release(self, pages: Iterable[int]) -> list[int]:
-        """See ``PageAllocator``; pages that are kept are not among those that are free now."""
+        """See ``PageAllocator``; pages that are kept are not among those that are free now, nor
+        are those that a tenant loses for them, which ``on_evict`` is told."""
+        pages = list(pages)
+        tenants = {self.tenant_of(self._key_of[page]) for page in pages if page in self._key_of}
         # The last ones first, so that no page goes before those that can only be found by it.
-        return super().release(reversed(list(pages)))
+        freed = super().release(reversed(pages))
+        for tenant in sorted(tenants):
+            limit, kept = self.limit_of(tenant), self._kept_for[tenant]
+            if limit is not None and len(kept) > limit:
+                self._evict(list(islice(kept, len(kept) - limit)))
+        return freed
+
+    def _evict(self, pages: list[int]) -> None:
+        """Let pages go that are kept."""
+        keys = [self._key_of[page] for page in pages]
+        self.withdraw(pages)
+        self.evicted += len(pages)
+        self.on_evict(pages, keys)
 
     def _give_back(self, page: int) -> bool:
         if page not in self._key_of:
             return super()._give_back(page)
-        self._kept[page] = None
+        self._kept[page] = self._kept_for[self.tenant_of(self._key_of[page])][page] = None
         return False
+
+    def _hold(self, page: int) -> None:
+        """Keep a page no longer for whom it was kept."""
+        tenant = self.tenant_of(self._key_of[page])
+        del self._kept[page], self._kept_for[tenant][page]
+        if not self._kept_for[tenant]:
+            del self._kept_for[tenant]
 
     def _check_shareable(self, page: int) -> None:
         if page not in self._kept:
@@ -143,7 +179,8 @@ class PrefixPages(PageAllocator):
         pages = list(pages)
         super().share(pages)
         for page in pages:
-            self._kept.pop(page, None)
+            if page in self._kept:
+                self._hold(page)
 
     def published(self) -> dict[bytes, int]:
         """Every page that can be found, by its key."""
@@ -170,6 +207,13 @@ class PrefixPages(PageAllocator):
             problems.append("a page that is kept is held, or cannot be found")
         if {page: key for key, page in self._page_of.items()} != self._key_of:
             problems.append("pages and their keys do not belong together")
+        parts = [page for kept in self._kept_for.values() for page in kept]
+        if sorted(parts) != sorted(self._kept) or any(
+            self.tenant_of(self._key_of[page]) != tenant
+            for tenant, kept in self._kept_for.items()
+            for page in kept.keys() & self._key_of.keys()
+        ):
+            problems.append("what is kept for tenants is not what is kept")
         if set(self._free) & self._key_of.keys():
             problems.append("a page in the free list can be found")
         return problems

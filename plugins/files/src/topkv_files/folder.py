@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -138,8 +139,9 @@ class Folder:
     def touch(self, keys: Sequence[bytes]) -> None:
         """These were used just now, the first one last: a page is found by those before it."""
         for key in reversed(keys):
+            now = time.time_ns()  # the system's own stamps are alike for milliseconds
             with suppress(FileNotFoundError):
-                os.utime(self.path_of(key))
+                os.utime(self.path_of(key), ns=(now, now))
 
     def held(self) -> Iterator[Held]:
         """Every object, in no order. Others may write and remove meanwhile."""

@@ -76,12 +76,12 @@ class FilesStorage:
             done.append(self._folder.write(key, place))
             if not done[-1]:
                 break  # the disk is full
-            self._count(sum(len(part) for part in place))
+        if self._limit is not None:
+            self._folder.touch([key for key, there in zip(keys, done, strict=False) if there])
+            self._count(sum(len(part) for place in places[: sum(done)] for part in place))
         return done + [False] * (len(keys) - len(done))
 
     def _count(self, size: int) -> None:
-        if self._limit is None:
-            return
         with self._lock:
             self._used += size
             self._written += size

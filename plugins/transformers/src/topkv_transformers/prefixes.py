@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,6 +51,14 @@ class PromptPrefixes:
     def counts(self) -> PrefixCounts:
         """Tokens that were asked for and found, pages that are kept, and those that went."""
         return self._found.counts
+
+    def tenant(self, name: str) -> AbstractContextManager[None]:
+        """Prompts of this thread meanwhile are those of a tenant, see ``topkv.prefixes``::
+
+        with handle.prefixes.tenant("acme"):
+            model.generate(**inputs)
+        """
+        return self._found.tenant(name)
 
     def forget(self) -> None:
         """Let nothing be found of what was published so far.

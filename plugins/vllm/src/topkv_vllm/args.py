@@ -37,6 +37,22 @@ OWNED = {
 
 PAGES = "pages: the engine gives them out; leave it out"
 
+KEPT = {
+    "prefix_cache": "vLLM finds pages again by itself; say enable_prefix_caching=True instead",
+    "host_quotas": "vLLM keeps pages by itself, whoever they are for; the cache_salt of requests "
+    "tells tenants apart there",
+    "storage": "nothing keeps pages below vLLM's block pool; raise max_tokens, so that more of "
+    "them stay in host memory, or decode through topkv.attach, which has storages",
+}
+"""Settings of topkv for who gives out pages, and why there is nothing for them to do here."""
+
+
+def kept_reasons(stated: Mapping[str, Any]) -> list[str]:
+    """Why settings that are stated are refused, as those of who gives out pages."""
+    reasons = [PAGES] * (stated.get("pages", "engine") != "engine")
+    asked = [name for name in KEPT if stated.get(name) not in (None, "off")]
+    return reasons + [f"{name} is not topkv's here: {KEPT[name]}; leave it out" for name in asked]
+
 
 def engine_args(
     config: SparseConfig | Mapping[str, Any] | str | PathLike[str] | None = None, **arguments: Any
@@ -75,8 +91,8 @@ def engine_args(
     if device == "cuda" and not arguments.get("enforce_eager"):
         most = int(ours.get("max_num_seqs") or arguments["max_num_seqs"])
         arguments.setdefault("compilation_config", _graphs_of(most))
-    if settings.pop("pages", "engine") != "engine":
-        reasons.append(PAGES)
+    reasons += kept_reasons(settings)
+    settings.pop("pages", None)
     for name in sorted(ours.keys() & arguments.keys()):
         if arguments[name] != ours[name]:
             reasons.append(

@@ -10,7 +10,7 @@ from topkv.assembly import make_plugins
 from topkv.config import LoweredConfig
 from topkv.errors import CapabilityError, ReasonsError, TopkvError
 from topkv.plugins import registry
-from topkv_vllm.args import CONNECTOR, GRAPHS, OWNED, PAGES
+from topkv_vllm.args import CONNECTOR, GRAPHS, OWNED, kept_reasons
 from topkv_vllm.geometry import lowered_for, shape_of_config
 from topkv_vllm.ranks import rank_reasons, split_reasons
 from topkv_vllm.versions import TESTED, version_reasons
@@ -70,7 +70,7 @@ def settings_of(vllm_config: Any) -> tuple[SparseConfig, list[str]]:
         for name, argument in OWNED.items()
         if name in stated
     ]
-    return settings, reasons + [PAGES] * (stated.get("pages", "engine") != "engine")
+    return settings, reasons + kept_reasons(stated)
 
 
 def _model_reasons(model: Any) -> list[str]:

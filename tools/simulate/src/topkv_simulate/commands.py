@@ -66,8 +66,7 @@ def simulate(
     Counts are exact: the buffer of the recording is replayed first, and must hit and miss what the
     coordinator did.
     """
-    if plot is not None and find_spec("matplotlib") is None:
-        raise ConfigError("--plot", ["it needs matplotlib: pip install 'topkv-simulate[plot]'"])
+    plot_can_be_drawn(plot)
     with redirect_stdout(sys.stderr):  # plugins may print
         from topkv_simulate.curve import Curve
         from topkv_simulate.policies import BELADY
@@ -92,6 +91,12 @@ def simulate(
     from topkv_simulate.view import show
 
     show(curve, points, best, (link, requests), gain, Console())
+
+
+def plot_can_be_drawn(plot: Path | None) -> None:
+    """Say what to install before anything is replayed."""
+    if plot is not None and find_spec("matplotlib") is None:
+        raise ConfigError("--plot", ["it needs matplotlib: pip install 'topkv-simulate[plot]'"])
 
 
 def _result(curve: Any, points: Any, best: Any, link: Any, gain: float) -> dict[str, Any]:

@@ -1,0 +1,267 @@
+"""A trace of requests: which pages prompts asked for, wrote, published and gave back.
+
+A recorded file has a line of JSON for each event behind a header. Pages have numbers, the same for
+equal tokens behind equal tokens under one salt; neither tokens nor salts are in it. Files of
+requests alone become such events too: Mooncake's, with hashes of blocks, and those with token ids.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from attrs import frozen
+
+from topkv.errors import ReasonsError
+from topkv.kv.prefix import page_keys
+from topkv.storage.objects import HEADER
+
+FORMAT, VERSION = "topkv requests", 1
+BLOCK = 512
+"""Tokens of a hash in the public traces of Mooncake."""
+
+MOST_REASONS = 8
+"""Of one file that are told."""
+
+
+class AskedError(ReasonsError):
+    """A trace of requests cannot be read, or not be replayed in these sizes."""
+
+
+class DOES(StrEnum):
+    """What an event is, and what stands behind it. Pages are lists of numbers.
+
+    FETCH: tokens, pages: a storage was asked for the pages of a prompt. BEGIN: slot, tokens of the
+    prompt, its pages that may be found. LEASE: pages to spare, ``[slot, tokens]`` each: requests
+    hold pages for so many tokens. COPY: slot, place: a request has a page of its own there. FORK:
+    slot, slot of another one, pages: it holds the first ones of that. CUT: slot, place: pages from
+    there on are written. SHRINK: slot, pages that are kept, 0 at the end. PUBLISH: slot, pages.
+    FORGET: whether those in a storage are forgotten too.
+    """
+
+    FETCH = "fetch"
+    BEGIN = "begin"
+    LEASE = "lease"
+    COPY = "copy"
+    FORK = "fork"
+    CUT = "cut"
+    SHRINK = "shrink"
+    PUBLISH = "publish"
+    FORGET = "forget"
+
+
+SHAPES = {
+    DOES.FETCH: "cp",
+    DOES.BEGIN: "ccp",
+    DOES.LEASE: "cl",
+    DOES.COPY: "cc",
+    DOES.FORK: "ccc",
+    DOES.CUT: "cc",
+    DOES.SHRINK: "cc",
+    DOES.PUBLISH: "cp",
+    DOES.FORGET: "c",
+}
+"""Of what stands behind each: a count, pages, or a list of slots and tokens."""
+
+
+@frozen(eq=False)
+class Asked:
+    """A trace of requests.
+
+    Attributes:
+        page_tokens: tokens of a page.
+        page_bytes: of a page in host memory.
+        object_bytes: of a page in a storage.
+        slots: requests that run at a time, at most.
+        longest: tokens of the longest request, at most.
+        events: what happened, in order, see ``DOES``.
+    """
+
+    page_tokens: int
+    page_bytes: int
+    object_bytes: int
+    slots: int
+    longest: int
+    events: Sequence[tuple[Any, ...]]
+
+    def save(self, path: Path) -> None:
+        """Write a file that ``load`` reads."""
+        sizes = {name: getattr(self, name) for name in SIZES}
+        lines = [{"format": FORMAT, "version": VERSION, **sizes}, *self.events]
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path, setup: Setup) -> Asked:
+        """Read a recorded trace, or a file of requests.
+
+        Args:
+            path: of the file.
+            setup: what a file of requests does not say.
+
+        Raises:
+            AskedError: with what is wrong in which line.
+            OSError: it cannot be read.
+        """
+        found, reasons = [], []
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise AskedError(f"{path} is no trace of requests", [f"no text: {error}"]) from error
+        for number, line in enumerate(text.splitlines(), 1):
+            try:
+                found.append(json.loads(line))
+            except ValueError as error:
+                reasons.append(f"line {number} is no JSON: {error}")
+        if not found and not reasons:
+            reasons.append("it is empty")
+        if not reasons:
+            first = found[0]
+            recorded = isinstance(first, dict) and first.get("format") == FORMAT
+            reasons += _recorded_reasons(found) if recorded else _request_reasons(found, setup)
+        if reasons:
+            shown = [*reasons[:MOST_REASONS], f"and {len(reasons) - MOST_REASONS} more"]
+            shown = shown if len(reasons) > MOST_REASONS else reasons
+            raise AskedError(f"{path} is no trace of requests that can be replayed", shown)
+        if recorded:
+            events = [tuple(event) for event in found[1:]]
+            return cls(**{name: first[name] for name in SIZES}, events=events)
+        return of_requests(found, setup)
+
+
+SIZES = ("page_tokens", "page_bytes", "object_bytes", "slots", "longest")
+
+
+@frozen
+class Setup:
+    """What a file of requests does not say.
+
+    Attributes:
+        page_tokens: tokens of a page; a block must be whole pages.
+        token_bytes: of a token's keys and values in host memory.
+        requests: how many run at a time. One ends when the one so many behind it begins.
+    """
+
+    page_tokens: int = BLOCK
+    token_bytes: int = 128 << 10
+    requests: int = 1
+
+
+def of_requests(lines: Sequence[Mapping[str, Any]], setup: Setup) -> Asked:
+    """Events of requests that come one by one, each with its whole prompt.
+
+    Their answers take pages, and are not found: the trace does not say what is in them.
+
+    Args:
+        lines: checked ones of a file.
+        setup: see there.
+    """
+    page = setup.page_tokens
+    numbers: dict[Any, int] = {}
+    events: list[tuple[Any, ...]] = []
+    longest, running = 1, min(setup.requests, len(lines))
+    for index, line in enumerate(lines):
+        slot = index % running
+        if index >= running:
+            events.append((DOES.SHRINK, slot, 0))
+        prompt, pages = _pages_of(line, page, numbers)
+        end = prompt + int(line.get("output_length", 0))
+        longest = max(longest, end)
+        # The last token of a prompt is computed, for its output.
+        events.append((DOES.BEGIN, slot, prompt, pages[: (prompt - 1) // page]))
+        events.append((DOES.LEASE, 0, [[slot, prompt]]))
+        events.append((DOES.PUBLISH, slot, pages))
+        if end > prompt:
+            events.append((DOES.LEASE, 0, [[slot, end]]))
+    size = page * setup.token_bytes
+    return Asked(page, size, size + HEADER, running, longest, events)
+
+
+def _pages_of(
+    line: Mapping[str, Any], page: int, numbers: dict[Any, int]
+) -> tuple[int, list[int]]:
+    """Tokens of a prompt, and the numbers of its full pages."""
+    names: list[Any]
+    if "token_ids" in line:
+        tokens = np.asarray(line["token_ids"], dtype=np.int64)
+        names = list(page_keys(tokens, page, str(line.get("salt", "")).encode()))
+        length = len(tokens)
+    else:
+        length, each = int(line["input_length"]), BLOCK // page
+        names = [(block, part) for block in line["hash_ids"] for part in range(each)]
+    return length, [numbers.setdefault(name, len(numbers)) for name in names[: length // page]]
+
+
+def _recorded_reasons(lines: list[Any]) -> Iterator[str]:
+    """What is wrong with a recorded trace; none where it can be replayed."""
+    header, events = lines[0], lines[1:]
+    if header.get("version") != VERSION:
+        yield f"it is of version {header.get('version')!r}, expected {VERSION}: record it anew"
+        return
+    for name in SIZES:
+        if not _is_count(header.get(name), 1):
+            yield f"line 1: {name} must be a number above 0, got {header.get(name)!r}"
+            return
+    for number, event in enumerate(events, 2):
+        if not isinstance(event, list) or not event or event[0] not in SHAPES:
+            yield f"line {number}: expected one of {', '.join(DOES)}, got {str(event)[:40]}"
+            continue
+        shape, values = SHAPES[DOES(event[0])], event[1:]
+        right = len(shape) == len(values) and all(map(_fits, shape, values))
+        # What FETCH and LEASE count is no slot.
+        slots = [] if event[0] in (DOES.FETCH, DOES.LEASE, DOES.FORGET) else values[:1]
+        if event[0] == DOES.FORK:
+            slots = values[:2]
+        if right and event[0] == DOES.LEASE:
+            slots = [slot for slot, _ in values[1]]
+            right = all(tokens <= header["longest"] for _, tokens in values[1])
+        if not right or any(slot >= header["slots"] for slot in slots):
+            yield f"line {number}: {event[0]} cannot be {str(values)[:60]}"
+
+
+def _request_reasons(lines: list[Any], setup: Setup) -> Iterator[str]:
+    """What is wrong with a file of requests; none where it can be replayed."""
+    hashed = [line for line in lines if isinstance(line, dict) and "token_ids" not in line]
+    if hashed and BLOCK % setup.page_tokens:
+        yield (
+            f"a block of {BLOCK} tokens must be whole pages, got pages of {setup.page_tokens}; "
+            "give --page-tokens that divide it"
+        )
+    for number, line in enumerate(lines, 1):
+        if not isinstance(line, dict):
+            yield f"line {number}: expected an object, got {str(line)[:40]}"
+        elif not _is_count(line.get("output_length", 0), 0):
+            yield f"line {number}: output_length is {line['output_length']!r}"
+        elif "token_ids" in line:
+            if not line["token_ids"] or not _fits("p", line["token_ids"]):
+                yield f"line {number}: token_ids must be some numbers from 0 on"
+        else:
+            length: Any = line.get("input_length")
+            ids: Any = line.get("hash_ids")
+            if not _is_count(length, 1) or not _fits("p", ids):
+                yield (
+                    f"line {number}: expected input_length and hash_ids, or token_ids, got "
+                    f"{', '.join(map(str, line))[:60]}"
+                )
+            elif not length // BLOCK <= len(ids) <= -(-length // BLOCK):
+                yield (
+                    f"line {number}: {length} tokens are {-(-length // BLOCK)} blocks of {BLOCK}, "
+                    f"got {len(ids)} hash_ids"
+                )
+
+
+def _fits(shape: str, value: Any) -> bool:
+    if shape == "c":
+        return _is_count(value, 0)
+    if not isinstance(value, list):
+        return False
+    if shape == "p":
+        return all(_is_count(each, 0) for each in value)
+    return all(isinstance(each, list) and len(each) == 2 and _fits("p", each) for each in value)
+
+
+def _is_count(value: object, least: int) -> bool:
+    return type(value) is int and least <= value < 2**63

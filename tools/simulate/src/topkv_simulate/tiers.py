@@ -1,0 +1,286 @@
+"""Replays a trace of requests over two tiers: pages in host memory, and a storage below.
+
+The host tier is the project's own, ``PrefixPages`` under ``PageTable``, without the bytes. What
+goes to the storage and comes from there is what ``topkv.storage.tier`` does with ``fetch:
+wait_complete``, one call behind the other, and the storage makes room as ``topkv-files`` does.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from attrs import define, field, frozen
+
+from topkv.config.storages import WRITES
+from topkv.errors import HostMemoryError
+from topkv.kv.prefix import PrefixPages
+from topkv.pages import PageTable
+from topkv.storage.fetching import AT_ONCE, BATCH_BYTES, MOST_PAGES
+from topkv.storage.tier import REMEMBERED
+from topkv_simulate.asked import DOES, Asked, AskedError
+
+LEFT = 0.9
+"""Of its limit is left in a storage that has made room."""
+
+
+@frozen
+class Sizes:
+    """Two tiers.
+
+    Attributes:
+        host: bytes of the host pool.
+        storage: bytes of the storage; 0 where there is none.
+        write: when pages go there, one of ``WRITES``.
+        least_tokens: for fewer nobody asks the storage.
+    """
+
+    host: int
+    storage: int = 0
+    write: str = WRITES[0]
+    least_tokens: int = 256
+
+
+@define
+class Counts:
+    """What was found, in tokens, and what went over to and from the storage, in pages.
+
+    Attributes:
+        asked: tokens of each prompt.
+        host, stored: those of them that were in host memory, and that came from the storage.
+        fetched: pages that came from there, those too that nobody took over.
+        written: pages that it took.
+        evicted: pages that were kept in host memory and given out again.
+        removed: pages that it let go.
+    """
+
+    asked: list[int] = field(factory=list)
+    host: list[int] = field(factory=list)
+    stored: list[int] = field(factory=list)
+    fetched: int = 0
+    written: int = 0
+    evicted: int = 0
+    removed: int = 0
+
+
+class Stored:
+    """What a storage holds, as ``topkv-files`` does under a limit.
+
+    Args:
+        limit: bytes that it has room for.
+        size: bytes of a page.
+        counts: where is told what it does.
+    """
+
+    def __init__(self, limit: int, size: int, counts: Counts) -> None:
+        self.limit, self.size, self.counts = limit, size, counts
+        self.held: OrderedDict[Any, None] = OrderedDict()  # what went unused longest first
+
+    def exists(self, keys: Sequence[Any]) -> int:
+        """How many of the first keys are there."""
+        for count, key in enumerate(keys):
+            if key not in self.held:
+                return count
+        return len(keys)
+
+    def get(self, keys: Sequence[Any]) -> int:
+        """Use those that are there, and return how many of the first ones are."""
+        self._touch([key for key in keys if key in self.held])
+        return self.exists(keys)
+
+    def put(self, keys: Sequence[Any]) -> None:
+        """Take some, and make room."""
+        self._touch(keys)
+        if len(self.held) * self.size > self.limit:
+            while len(self.held) * self.size > int(LEFT * self.limit):
+                self.held.popitem(last=False)
+                self.counts.removed += 1
+
+    def _touch(self, keys: Sequence[Any]) -> None:
+        for key in reversed(keys):  # a page is found by those before it
+            self.held[key] = None
+            self.held.move_to_end(key)
+
+
+class Tiers:
+    """Host pool and storage through a trace.
+
+    Args:
+        asked: the trace.
+        sizes: of both tiers.
+
+    Attributes:
+        counts: what was found so far.
+
+    Raises:
+        AskedError: the host pool has no page.
+    """
+
+    def __init__(self, asked: Asked, sizes: Sizes) -> None:
+        self.asked, self.sizes, self.counts = asked, sizes, Counts()
+        pages = pages_in(asked, sizes.host)
+        if pages < 2:
+            raise AskedError("the host tier is too small", [_reason(sizes, "it holds no page")])
+        self.host: Any = PrefixPages(pages)  # whose keys are numbers here
+        self.host.on_evict, self.host.tenant_of = self._evicted, lambda name: b""
+        config: Any = SimpleNamespace(
+            page_tokens=asked.page_tokens,
+            max_request_tokens=-(-asked.longest // asked.page_tokens) * asked.page_tokens,
+            max_requests=asked.slots,
+        )
+        manager: Any = SimpleNamespace(
+            host=self.host, poison=lambda pages: None, copy_page=lambda source, copy: None
+        )
+        step: Any = None  # nothing is uploaded
+        self.pages = PageTable(config, manager, step)
+        stored = Stored(sizes.storage, asked.object_bytes, self.counts)
+        self.storage = stored if sizes.storage else None
+        self.batch = min(MOST_PAGES, max(1, BATCH_BYTES // asked.object_bytes))
+        self._told: OrderedDict[Any, None] = OrderedDict()  # believed to be in the storage
+        self._seen: OrderedDict[Any, None] = OrderedDict()
+        self._fetched: set[int] = set()
+        self._epoch = 0
+        self._does: dict[str, Callable[..., None]] = {
+            DOES.FETCH: lambda tokens, names: self._release(self._bring(names)),
+            DOES.BEGIN: self._begin,
+            DOES.LEASE: self._lease,
+            DOES.COPY: self.pages.own_page,
+            DOES.FORK: lambda slot, of, count: self.pages.add(slot, self.pages.of(of)[:count]),
+            DOES.CUT: lambda slot, at: self.host.withdraw(self.pages.of(slot)[at:]),
+            DOES.SHRINK: self.pages.shrink,
+            DOES.PUBLISH: self._publish,
+            DOES.FORGET: self._forget,
+        }
+
+    def run(self) -> Counts:
+        """Everything that happened.
+
+        Raises:
+            AskedError: requests that ran at a time do not fit into the host tier together.
+        """
+        for event in self.asked.events:
+            try:
+                self._does[event[0]](*event[1:])
+            except HostMemoryError as error:
+                need = f"prompt {len(self.counts.asked)} of the trace does not fit: {error}"
+                reason = _reason(self.sizes, need)
+                raise AskedError("the host tier is too small", [reason]) from error
+        self.counts.evicted = self.host.evicted
+        return self.counts
+
+    # What requests do, as ``topkv.prefixes`` has it.
+
+    def _begin(self, slot: int, tokens: int, names: Sequence[int]) -> None:
+        held = self._bring(names)
+        pages = self.host.find(names)
+        self.pages.add(slot, pages)
+        self._release(held)
+        page, counts = self.asked.page_tokens, self.counts
+        stored = self._fetched.intersection(names[: len(pages)])
+        self._fetched -= stored
+        counts.asked.append(tokens)
+        counts.stored.append(len(stored) * page)
+        counts.host.append((len(pages) - len(stored)) * page)
+        self._published(names[: len(pages)])
+
+    def _lease(self, spare: int, needs: Sequence[tuple[int, int]]) -> None:
+        self.pages.lease(needs, spare)
+
+    def _publish(self, slot: int, names: Sequence[int]) -> None:
+        self.host.publish(self.pages.of(slot), names)
+        self._published(names[: len(self.host.find(names))])
+
+    def _forget(self, stored: int) -> None:
+        self.host.forget()
+        self._fetched.clear()
+        self._epoch += stored
+
+    # What goes between the tiers, as ``topkv.storage.tier`` has it.
+
+    def _bring(self, names: Sequence[int]) -> list[int]:
+        """Fetch what the host lacks, and return pages that are held until ``_release``."""
+        if self.storage is None:
+            return []
+        found = self.host.find(names)
+        missing = names[len(found) :]
+        least = max(1, self.sizes.least_tokens)
+        if len(missing) * self.asked.page_tokens < least:
+            return []
+        keys = self._keys(missing)
+        self.host.share(found)
+        held, landed, count = [*found], 0, self.storage.exists(keys)
+        at, whole = 0, True
+        while whole and at < count and self.host.free:
+            batches = []
+            for _ in range(AT_ONCE):
+                size = min(self.batch, count - at, self.host.free)
+                if size:
+                    leased = self.host.lease(size)
+                    batches.append((at, leased, self.storage.get(keys[at : at + size])))
+                    at += size
+            for first, leased, right in batches:
+                held += leased
+                if whole:
+                    self.host.publish(leased[:right], missing[first : first + right])
+                    self._fetched.update(missing[first : first + right])
+                    landed += right
+                    whole = right == len(leased)
+        self.counts.fetched += landed
+        for key in keys[:landed]:
+            _remember(self._told, key)
+        for key in keys[landed:]:
+            self._told.pop(key, None)
+        return held
+
+    def _release(self, held: Sequence[int]) -> None:
+        self.host.release(held)
+
+    def _published(self, names: Sequence[int]) -> None:
+        if self.storage is None or self.sizes.write == "write_back":
+            return
+        keys = self._keys(names)
+        if self.sizes.write == "write_through_selective":
+            # Order matters: a key is forgotten when others are seen.
+            keys = [key for name, key in zip(names, keys, strict=True) if self._again(name)]
+        self._store(keys)
+
+    def _again(self, name: int) -> bool:
+        known = name in self._seen
+        _remember(self._seen, name)
+        return known
+
+    def _evicted(self, pages: list[int], names: list[Any]) -> None:
+        self._fetched.difference_update(names)
+        if self.storage is not None and self.sizes.write == "write_back":
+            self._store(self._keys(names))
+
+    def _store(self, keys: Iterable[Any]) -> None:
+        new = [key for key in keys if key not in self._told]
+        for at in range(0, len(new), self.batch):
+            some = new[at : at + self.batch]
+            for key in some:
+                _remember(self._told, key)
+            if self.storage is not None:
+                self.storage.put(some)
+        self.counts.written += len(new)
+
+    def _keys(self, names: Iterable[int]) -> list[tuple[int, int]]:
+        return [(self._epoch, name) for name in names]
+
+
+def pages_in(asked: Asked, host: int) -> int:
+    """Pages of a host pool of so many bytes, page 0 among them, which nobody holds."""
+    return host // asked.page_bytes
+
+
+def _remember(among: OrderedDict[Any, None], key: Any) -> None:
+    among[key] = None
+    among.move_to_end(key)
+    if len(among) > REMEMBERED:
+        among.popitem(last=False)
+
+
+def _reason(sizes: Sizes, why: str) -> str:
+    return f"host of {sizes.host / 1e9:g} GB: {why}; take more, or let fewer run at a time"

@@ -1,0 +1,211 @@
+"""What is found in the tiers of the simulator is what a coordinator finds, token for token."""
+
+from __future__ import annotations
+
+import tempfile
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("topkv_files")
+
+from asked_histories import (
+    HISTORIES,
+    OBJECT,
+    PAGES,
+    Life,
+    coordinator_of,
+    in_order,
+    sizes_of,
+)
+
+from topkv.config.storages import WRITES
+from topkv.errors import CapabilityError, RequestError
+from topkv.kv.prefix import PrefixPages
+from topkv.testing.machines.lifecycle_model import make_coordinator
+from topkv.testing.tiers import tier
+from topkv_simulate import tiers as simulated
+from topkv_simulate.asked import Asked, Setup
+from topkv_simulate.asking import asking
+from topkv_simulate.tier_bound import most_found
+from topkv_simulate.tiers import Stored, Tiers
+
+FEW = settings(phases=[Phase.explicit, Phase.generate])
+"""A history takes half a second."""
+
+TIERS = st.tuples(
+    st.sampled_from(PAGES),
+    st.sampled_from([None, 6, 20, 1000]),
+    st.sampled_from(WRITES),
+    st.sampled_from([1, 9]),
+)
+"""Host pages, stored pages, when they are written, and tokens for which nobody asks."""
+
+
+def lived(history, sizes, settle=None):
+    """What a coordinator of these sizes found and did, and what it asked for."""
+    with tempfile.TemporaryDirectory() as path:
+        coordinator = coordinator_of(path, *sizes)
+        storage = coordinator.prefixes.storage
+        try:
+            with asking(coordinator) as recorder:
+                told = Life(coordinator, settle(storage) if settle else lambda: None).live(history)
+            counts = coordinator.prefixes.counts
+            done = [counts.asked, counts.found, counts.evicted]
+            if storage:
+                storage.wait()
+                below = counts.storage
+                done += [below.found, below.stored]
+                assert (below.late, below.failed, below.damaged, below.dropped) == (0, 0, 0, 0)
+            return told, done, recorder.trace()
+        finally:
+            coordinator.close()
+
+
+def replayed(asked, sizes):
+    """The same of the simulator."""
+    tiers = Tiers(asked, sizes_of(asked, *sizes))
+    counts = tiers.run()
+    found = [a + b for a, b in zip(counts.host, counts.stored, strict=True)]
+    done = [sum(counts.asked), sum(found), counts.evicted]
+    if sizes[1] is not None:
+        done += [counts.fetched * asked.page_tokens, counts.written]
+    assert sum(found) <= most_found(asked, [sizes[0] - 1 + (sizes[1] or 0)])[0]
+    return [*zip(counts.asked, found, strict=True)], done, counts
+
+
+def same(history, recorded, other):
+    """Found, fetched, stored and evicted as the coordinator did, in these sizes and in others."""
+    told, done, asked = lived(history, recorded)
+    assert asked.object_bytes == OBJECT
+    assert replayed(asked, recorded)[:2] == ([each[:2] for each in told], done)
+    told, done, _ = lived(history, other)
+    assert replayed(asked, other)[:2] == ([each[:2] for each in told], done)
+    return done
+
+
+def check_histories(count):
+    """In so many histories, and return what coordinators did in all of them."""
+    seen = [0] * 5
+
+    @settings(FEW, max_examples=count)
+    @given(HISTORIES, TIERS, TIERS, st.sampled_from([2, 128]))
+    def check(history, recorded, other, pages_a_call):
+        with in_order(pages_a_call):
+            for at, did in enumerate(same(history, recorded, other)):
+                seen[at] += did
+
+    check()
+    return seen
+
+
+def test_a_recorded_history_is_found_as_it_was():
+    assert all(check_histories(10)), "nothing was found, evicted, fetched or stored"
+
+
+@pytest.mark.slow
+def test_many_recorded_histories_are_found_as_they_were():
+    check_histories(150)
+
+
+def fresh_first(self, keys):
+    """The first pages of a call go first."""
+    for key in keys:
+        self.held[key] = None
+        self.held.move_to_end(key)
+
+
+MUTANTS = {
+    "a storage lets go of the first pages of a call first": (Stored, "_touch", fresh_first),
+    "a full storage makes room for no more than what comes": (simulated, "LEFT", 1.0),
+    "what is there is never stored again": (simulated, "_remember", lambda among, key: None),
+    "pages that are held while others come may go": (PrefixPages, "share", lambda *given: None),
+    "weights that have changed find what others stored": (Tiers, "_forget", lambda *given: None),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_simulator_that_breaks_a_rule_is_noticed(name, monkeypatch):
+    owner, rule, broken = MUTANTS[name]
+    replay = Tiers.run
+
+    def run(self):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, rule, broken)
+            made = Tiers(self.asked, self.sizes)
+            return replay(made)
+
+    monkeypatch.setattr(Tiers, "run", run)
+    with pytest.raises((AssertionError, RequestError)):
+        check_histories(60)
+
+
+def test_threads_find_the_same():
+    """Nothing is done in order here, but that what was to be stored is, before all goes on."""
+
+    @settings(FEW, max_examples=4)
+    @given(HISTORIES, st.sampled_from([6, 20, 1000]), st.sampled_from(WRITES[:2]))
+    def check(history, objects, write):
+        sizes = 24, objects, write
+        told, done, asked = lived(history, sizes, lambda storage: storage.wait)
+        assert replayed(asked, sizes)[:2] == ([each[:2] for each in told], done)
+
+    check()
+
+
+def test_where_tokens_come_from_is_told_apart():
+    """One prompt in a small host pool that others push out, and in a storage below."""
+    first, others = ("run", (0, 1, 30), 0, b""), [("run", (0, n, 30), 0, b"") for n in (2, 3, 4)]
+    history = [first, *others, first, first]
+    with in_order(128):
+        told, _, asked = lived(history, (24, 1000))
+    counts = replayed(asked, (24, 1000))[2]
+    assert counts.asked == [30] * 6
+    assert counts.stored == [0, 0, 0, 0, 28, 0]
+    assert counts.host == [0, 0, 0, 0, 0, 28]
+    assert [each[2] for each in told] == [0, 0, 0, 0, 7, 7]
+    assert replayed(asked, (24, None))[2].host == [0, 0, 0, 0, 0, 28]
+    assert replayed(asked, (60, None))[2].host == [0, 0, 0, 0, 28, 28]
+
+
+def test_a_recording_goes_through_a_file(tmp_path):
+    history = [("run", (1, 1, 20), 3, b""), ("fork",), ("again", 7), ("run", (1, 2, 22), 0, b"")]
+    with in_order(128):
+        _, _, asked = lived(history, (24, 20))
+    asked.save(tmp_path / "trace.jsonl")
+    again = Asked.load(tmp_path / "trace.jsonl", Setup())
+    assert replayed(again, (28, 6))[:2] == replayed(asked, (28, 6))[:2]
+    text = (tmp_path / "trace.jsonl").read_text()
+    assert len(text.splitlines()) == 1 + len(asked.events)
+
+
+def test_recording_begins_where_nothing_is_kept_and_leaves_nothing_behind():
+    with pytest.raises(CapabilityError, match="prefix_cache is 'off'"), asking(plain()):
+        pass
+    with pytest.raises(CapabilityError, match="all layers lie on the device"):
+        asking(plain(prefix_cache="all", layers={"0-3": "resident"})).__enter__()
+    with pytest.raises(CapabilityError, match="host_quotas are not replayed"):
+        asking(plain(prefix_cache="all", host_quotas={"*": "1GiB"})).__enter__()
+    coordinator = plain(prefix_cache="all")
+    before = {*vars(coordinator.prefixes)}, {*vars(coordinator.requests.pages)}
+    with pytest.raises(RequestError, match="holds no request"), asking(coordinator):
+        cut_short(coordinator)
+    assert ({*vars(coordinator.prefixes)}, {*vars(coordinator.requests.pages)}) == before
+    with pytest.raises(RequestError, match="0 requests and 5 kept pages"), asking(coordinator):
+        pass
+    coordinator.prefixes.forget()
+    slot = coordinator.request_begin()
+    with pytest.raises(RequestError, match="1 requests and 0 kept"), asking(coordinator):
+        pass
+    coordinator.request_end(slot)
+
+
+def cut_short(coordinator):
+    Life(coordinator).live([("run", (0, 1, 20), 0, b"")])
+    coordinator.request_end(0)
+
+
+def plain(**options):
+    return make_coordinator(tier("cpu"), **options)
