@@ -26,7 +26,7 @@ EXPECTED = {
         "stage.update": "self layer k v",
         "stage.refine": "self layer q candidates ids",
         "stage.correct": "self layer q ids out lse",
-        "stage.keep": "self layer slot length scores",
+        "stage.keep": "self layer slot length position scores",
         "backend.adapt_page_table": "self layer plan tables",
         "backend.attend": "self q k v tables out lse",
         "backend.prefill": "self q k v q_start k_start out lse",

@@ -67,6 +67,16 @@ def one_too_many(self, slot, pages):
     _take_out(self, slot, np.unique(np.maximum(pages - 1, 0)))
 
 
+def by_what_is_left(self, slot, length):
+    """Positions are counted anew, as units are."""
+    dropped = self.requests.dropped[slot]
+    self.requests.dropped[slot] = 0
+    try:
+        return _worth(self, slot, length)
+    finally:
+        self.requests.dropped[slot] = dropped
+
+
 def forgets_what_went(self, slot):
     """A fork does not know what its twin has lost."""
     twin = _fork(self, slot)
@@ -85,6 +95,7 @@ CORE = {
     "the newest tokens are not on the host": (Dropping, "_drop", without_flush),
     "pages that went are held for ever": (Dropping, "_take_out", keeps_holding),
     "another page goes": (Dropping, "_take_out", one_too_many),
+    "positions are those of what is left": (Dropping, "_worth", by_what_is_left),
     "a twin does not know what went": (Requests, "fork", forgets_what_went),
 }
 
@@ -93,28 +104,28 @@ class LeavesTheLast(Heavy):
     """The last page gets no score."""
 
     @hookimpl
-    def keep(self, layer, slot, length, scores):
-        super().keep(layer, slot, length, scores[:, :-1])
+    def keep(self, layer, slot, length, position, scores):
+        super().keep(layer, slot, length, position, scores[:, :-1])
 
 
 class GoesByHostPages(Heavy):
     """Pages are looked up as if they lay in order."""
 
     @hookimpl
-    def keep(self, layer, slot, length, scores):
+    def keep(self, layer, slot, length, position, scores):
         table = layer.step.page_table
         order = torch.arange(table.shape[1], dtype=table.dtype, device=table.device)
         step = evolve(layer.step, page_table=order.expand_as(table))
-        super().keep(evolve(layer, step=step), slot, length, scores)
+        super().keep(evolve(layer, step=step), slot, length, position, scores)
 
 
 class WritesPools(Heavy):
     """Keys are scaled where they lie."""
 
     @hookimpl
-    def keep(self, layer, slot, length, scores):
+    def keep(self, layer, slot, length, position, scores):
         layer.pools["keys"].mul_(2)
-        super().keep(layer, slot, length, scores)
+        super().keep(layer, slot, length, position, scores)
 
 
 def _mutant(broken: type) -> Mutant:

@@ -21,8 +21,8 @@ class KeepsTheAlike(KeyDiff):
     """Pages that are like the others stay."""
 
     @hookimpl
-    def keep(self, layer, slot, length, scores):
-        super().keep(layer, slot, length, scores)
+    def keep(self, layer, slot, length, position, scores):
+        super().keep(layer, slot, length, position, scores)
         scores.neg_()
 
 
@@ -39,8 +39,8 @@ class GoesByOtherRequests(KeyDiff):
     """All of the pool is averaged, and not the pages of the request."""
 
     @hookimpl
-    def keep(self, layer, slot, length, scores):
-        super().keep(layer, slot, length, scores)
+    def keep(self, layer, slot, length, position, scores):
+        super().keep(layer, slot, length, position, scores)
         scores += layer.pools["directions"].float().nan_to_num().sum()
 
 

@@ -107,9 +107,10 @@ class Dropping:
     def _worth(self, slot: int, length: int) -> np.ndarray:
         """fp64 ``[pages]`` what each closed page of a request is worth. Waits for the device."""
         self.requests.pages.upload()
+        position = length + int(self.requests.dropped[slot])
         total: Tensor | None = None
         for view, algorithm in self._asked:
-            scores = algorithm.keep(view, slot, length)
+            scores = algorithm.keep(view, slot, length, position)
             total = _standard(scores) if total is None else total + _standard(scores)
         assert total is not None, "somebody was asked"
         worth: np.ndarray = total.cpu().numpy()

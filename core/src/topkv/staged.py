@@ -210,14 +210,14 @@ class Staged:
             )
         return reasons
 
-    def keep(self, layer: LayerView, slot: int, length: int) -> Tensor:
+    def keep(self, layer: LayerView, slot: int, length: int, position: int) -> Tensor:
         """Scores of the full pages of a request, fp32 ``[lane_heads, pages]``. Cold."""
         assert self._keeper is not None, "no stage has keep"
         view = self._seen(layer)[1][self._keeper]
         pages = length // (layer.group.unit * layer.group.units_per_page)
         shape = (layer.group.lane_heads, pages)
         scores = torch.empty(shape, dtype=torch.float32, device=layer.step.slots.device)
-        self.links[self._keeper].stage.keep(view, slot, length, scores)
+        self.links[self._keeper].stage.keep(view, slot, length, position, scores)
         return scores
 
     def spec(self) -> AlgorithmSpec:

@@ -168,13 +168,17 @@ class Stage(Protocol):
 
     @optional
     @hookspec
-    def keep(self, layer: LayerView, slot: int, length: int, scores: Tensor) -> None:
+    def keep(
+        self, layer: LayerView, slot: int, length: int, position: int, scores: Tensor
+    ) -> None:
         """Score the pages of a request. Cold, between forwards.
 
         Args:
             layer: the layer. Host ids follow from ``layer.step.page_table[slot]``.
             slot: request slot.
-            length: tokens of the request.
+            length: tokens of the request, those that are left.
+            position: of the token that it decodes next, with those counted that were given back:
+                ``length`` or more. Keys that RoPE has rotated go by such positions.
             scores: fp32 ``[lane_heads, pages]`` of its full pages, owned by the core, every
                 element to be written, finite: pages with high scores stay. The core compares the
                 scores of a lane with each other alone.

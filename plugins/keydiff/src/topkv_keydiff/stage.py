@@ -84,7 +84,9 @@ class KeyDiff:
         write_units(layer, slots, units, new)
 
     @hookimpl
-    def keep(self, layer: LayerView, slot: int, length: int, scores: Tensor) -> None:
+    def keep(
+        self, layer: LayerView, slot: int, length: int, position: int, scores: Tensor
+    ) -> None:
         group, pages = self.group, scores.shape[1]
         rows = layer.step.page_table[slot, :pages].long()
         pool = layer.pools["directions"]

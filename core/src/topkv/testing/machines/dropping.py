@@ -45,8 +45,9 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def worth(keys: Tensor) -> np.ndarray:
+def worth(keys: Tensor, channel: int) -> np.ndarray:
     """What each full page is worth, by loops, of ``keys [L, n, Hkv, D]`` that are left."""
+    keys = keys[..., channel]
     pages = keys.shape[1] // PAGE
     total = np.zeros(pages)
     for layer in SPARSE:
@@ -88,7 +89,8 @@ class Lives:
         count = min(-(-(length - TOKENS) // PAGE), end - first)
         if count <= 0:
             return
-        values = worth(self.left[slot][0])[first:end]
+        position = length + self.dropped[slot]
+        values = worth(self.left[slot][0], position % DIM)[first:end]
         gone = sorted(range(end - first), key=lambda page: (values[page], page))[:count]
         stay = [token for token in range(length) if token // PAGE - first not in gone]
         self.left[slot] = self.left[slot][:, :, stay]

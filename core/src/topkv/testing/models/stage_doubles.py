@@ -104,7 +104,8 @@ class KeepKeys(Rerank):
 
 
 class Heavy(Rerank):
-    """Lets those pages stay whose keys are large: by the sum of their squares, of a lane's heads.
+    """Lets those pages stay whose keys are large in one channel, ``position % D``: by the sum of
+    their squares there, of a lane's heads.
 
     It keeps every key. Parameters are those of ``Keeping``.
     """
@@ -122,12 +123,15 @@ class Heavy(Rerank):
     refine: Any = None
 
     @hookimpl
-    def keep(self, layer: LayerView, slot: int, length: int, scores: Tensor) -> None:
+    def keep(
+        self, layer: LayerView, slot: int, length: int, position: int, scores: Tensor
+    ) -> None:
         lanes, pages = scores.shape
         page = self.group.unit * self.group.units_per_page
         tokens = torch.arange(pages * page, device=scores.device)
         keys = layer.pools["keys"][self._rows(layer, slot, tokens)].float()
-        squares = keys.square().sum(2).unflatten(1, (lanes, -1)).sum(2)
+        channel = keys[:, :, position % self.model.head_dim]
+        squares = channel.square().unflatten(1, (lanes, -1)).sum(2)
         scores.copy_(squares.unflatten(0, (pages, page)).sum(1).T)
 
 

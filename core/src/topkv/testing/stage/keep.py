@@ -28,14 +28,18 @@ def keeper(bench: AlgorithmBench) -> tuple[Stage, LayerView]:
     pytest.skip(f"{bench.subject.entry.name} has no keep")
 
 
-def worth(bench: AlgorithmBench, slot: int) -> Tensor:
-    """fp32 ``[lane_heads, pages]`` of the full pages of a request, on the CPU, poisoned before."""
+def worth(bench: AlgorithmBench, slot: int, dropped: int = 0) -> Tensor:
+    """fp32 ``[lane_heads, pages]`` of the full pages of a request, on the CPU, poisoned before.
+
+    Args:
+        dropped: tokens that it has given back before.
+    """
     stage, view = keeper(bench)
     length = len(bench.keys[slot])
     shape = (bench.group.lane_heads, length // bench.group.page_tokens)
     scores = torch.full(shape, math.nan, dtype=torch.float32, device=bench.device)
     before = {name: pool.clone() for name, pool in view.pools.items()}
-    stage.keep(view, slot, length, scores)
+    stage.keep(view, slot, length, length + dropped, scores)
     for name, pool in view.pools.items():
         assert same_bits(pool, before[name]), f"pool {name!r} is only read, and was written"
     return scores.cpu()
@@ -62,14 +66,15 @@ class KeepTests(KitTests):
         def check(case: Case, data: st.DataObject, seed: int) -> None:
             bench = AlgorithmBench(subject, case)
             grown(bench, case, 1, data)
-            scores = worth(bench, 1)
+            dropped = data.draw(st.sampled_from([0, 7, 100_000]), "dropped")
+            scores = worth(bench, 1, dropped)
             assert scores.isfinite().all(), f"scores {scores}"
             other = AlgorithmBench(subject, case, pages_seed=seed)
             for slot in (0, 2):
                 other.prefill(slot, case.tokens(slot + 5))
             other.prefill(1, bench.keys[1][:-1])
             other.append([1], bench.keys[1][-1:])
-            again = worth(other, 1)
+            again = worth(other, 1, dropped)
             assert same_bits(scores, again), f"{scores}, on other pages {again}"
 
         check()
@@ -87,7 +92,8 @@ class KeepTests(KitTests):
             grown(benches[0], case, 1, data)
             benches[1].prefill(1, benches[0].keys[1][:-1])
             benches[1].append([1], benches[0].keys[1][-1:])
-            one, two = (worth(bench, 1) for bench in benches)
+            dropped = data.draw(st.sampled_from([0, 7, 100_000]), "dropped")
+            one, two = (worth(bench, 1, dropped) for bench in benches)
             eps = 16 * torch.finfo(case.geometry.dtype).eps
             size = 1 + one.abs().max()
             assert (one - two).abs().max() <= eps * size, f"reference {one}, kernels {two}"

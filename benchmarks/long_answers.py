@@ -1,11 +1,12 @@
 """What a long answer keeps: facts of a prompt, asked for behind thousands of tokens.
 
-    python plugins/keydiff/benchmarks/long_answers.py --out keydiff_cpu.jsonl
+    python benchmarks/long_answers.py --keeps keydiff random oldest --out keydiff_cpu.jsonl
 
 The checkpoint of topkv-evaluation reads a prompt with planted facts and then decodes text that
 has none, token by token, as if it had generated it, while pages are given back. Then each fact is
-asked for, in a fork of its own. Beside ``keydiff`` stand two controls of the same sizes: pages at
+asked for, in a fork of its own. Beside the stages stand two controls of the same sizes: pages at
 random, and the oldest ones. ``kl`` is that of the decoded text, from attention to everything.
+TriAttention is calibrated on a document of the same kind, whose text no context has.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
@@ -27,38 +30,56 @@ from transformers import AutoModelForCausalLM
 import topkv
 from topkv import hookimpl
 from topkv_evaluation import CHECKPOINT
-from topkv_evaluation.retrieval import ASK, FACT, VALUE_DIGITS, pinned_text
+from topkv_evaluation.retrieval import ASK, FACT, VALUE_DIGITS, make_prompt, pinned_text
 from topkv_keydiff.stage import KeyDiff
+from topkv_triattention.calibration import write
+from topkv_triattention.collect import collect
 
 Row = dict[str, Any]
 Keep = Callable[..., None]
 
 
 @hookimpl
-def at_random(self: KeyDiff, layer: Any, slot: int, length: int, scores: Tensor) -> None:
+def at_random(
+    self: KeyDiff, layer: Any, slot: int, length: int, position: int, scores: Tensor
+) -> None:
     """The same pages in all layers."""
     drawn = torch.rand(scores.shape[1], generator=torch.Generator().manual_seed(length))
     scores.copy_(drawn.expand_as(scores))
 
 
 @hookimpl
-def oldest(self: KeyDiff, layer: Any, slot: int, length: int, scores: Tensor) -> None:
+def oldest(
+    self: KeyDiff, layer: Any, slot: int, length: int, position: int, scores: Tensor
+) -> None:
     """The first pages go."""
     scores.copy_(torch.arange(scores.shape[1]).expand_as(scores))
 
 
-KEEPS: dict[str, Keep] = {"keydiff": KeyDiff.keep, "random": at_random, "oldest": oldest}
+CONTROLS: dict[str, Keep] = {"random": at_random, "oldest": oldest}
+STAGES = ("keydiff", "triattention")
 
 
 @contextmanager
 def kept_by(name: str) -> Iterator[None]:
-    """Let pages be worth what a name of ``KEEPS`` says."""
+    """Let pages be worth what a control says, if ``name`` is one."""
     own = KeyDiff.keep
-    KeyDiff.keep = KEEPS[name]  # type: ignore[method-assign]
+    KeyDiff.keep = CONTROLS.get(name, own)  # type: ignore[method-assign]
     try:
         yield
     finally:
         KeyDiff.keep = own  # type: ignore[method-assign]
+
+
+def stage_of(name: str, sizes: Row, folder: Path) -> Row:
+    """The setting of a stage, with a calibration where it needs one."""
+    if name != "triattention":
+        return {"name": "keydiff", "params": sizes}
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT)
+    document = make_prompt(8192, text=pinned_text()[200_000:300_000])
+    file = folder / "queries.json"
+    write(file, collect(model, [*torch.tensor(document.tokens).long().split(1024)]))
+    return {"name": name, "params": {**sizes, "calibration": str(file)}}
 
 
 def context(seed: int, prompt: int, text: int, facts: int) -> tuple[list[int], list[int], Any]:
@@ -115,7 +136,7 @@ def answer(model: Any, handle: Any, seed: int, options: argparse.Namespace) -> R
     return {"right": right, "asked": len(planted), "kl": kl, "pages": pages, "dropped": dropped}
 
 
-def measure(options: argparse.Namespace, name: str, tokens: int) -> Row:
+def measure(options: argparse.Namespace, name: str, tokens: int, folder: Path) -> Row:
     """The row of one way to keep so many tokens; all of them for ``"everything"``."""
     sizes = {"tokens": tokens, "every": options.every, "first": 64, "recent": options.recent}
     whole = options.prompt + options.text + 64
@@ -130,9 +151,9 @@ def measure(options: argparse.Namespace, name: str, tokens: int) -> Row:
         "max_requests": 2,
     }
     if name != "everything":
-        config["stages"] = [{"name": "keydiff", "params": sizes}]
+        config["stages"] = [stage_of(name, sizes, folder)]
     model, begun = AutoModelForCausalLM.from_pretrained(CHECKPOINT), perf_counter()
-    with kept_by(name if name in KEEPS else "keydiff"), topkv.attach(model, config) as handle:
+    with kept_by(name), topkv.attach(model, config) as handle:
         rows = [answer(model, handle, seed, options) for seed in range(options.contexts)]
     return {
         "keeps": name,
@@ -148,7 +169,7 @@ def measure(options: argparse.Namespace, name: str, tokens: int) -> Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--keeps", nargs="+", default=[*KEEPS, "everything"])
+    parser.add_argument("--keeps", nargs="+", default=[*STAGES, *CONTROLS, "everything"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024])
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt")
     parser.add_argument("--text", type=int, default=8192, help="tokens that are decoded")
@@ -160,9 +181,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     options = parser.parse_args()
     told = {name: value for name, value in vars(options).items() if name != "out"}
-    for tokens in options.tokens:
-        for name in options.keeps:
-            row = {**told, **measure(options, name, tokens)}
+    with TemporaryDirectory() as folder:
+        for tokens, name in product(options.tokens, options.keeps):
+            row = {**told, **measure(options, name, tokens, Path(folder))}
             print(json.dumps(row), flush=True)
             if options.out:
                 with options.out.open("a") as out:
