@@ -11,6 +11,7 @@ import torch
 from attrs import evolve, field, frozen
 from hypothesis import Phase, settings
 
+from tests.mutants.harness import without_shrinking
 from topkv.ahead import PLACES, HistoryAhead
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import ConfigError, PluginError
@@ -77,7 +78,7 @@ class LifecycleMutant:
 
     def is_caught(self, tier_name: str) -> str | None:
         """The failure that the kit reports, or None if the mutant survives."""
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, without_shrinking():
             patch.setattr(self.owner, self.method, self.broken)
             try:
                 self.run(tier(tier_name))

@@ -120,6 +120,16 @@ def test_a_text_becomes_a_file(tmp_path, capsys):
             collect.main([*wrong, "--output", str(out), "--device", "cpu"])
 
 
+def test_weights_that_are_missing_are_refused(tmp_path):
+    """Transformers would make them up."""
+    model_of("Llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(ConfigError) as caught:
+        collect.load(tmp_path, "cpu")
+    assert "model.layers.2.self_attn.q_proj.weight is missing" in caught.value.reasons
+
+
 def wrong(**changes):
     layer = {"pairs": [[0, 1], [2, 3]], "frequencies": [1.0, 0.1]}
     layer |= {"mean": [[1.0] * 4] * 2, "size": [[1.0] * 2] * 2}

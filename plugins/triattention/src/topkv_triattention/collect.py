@@ -172,7 +172,7 @@ def load(folder: Path, device: str) -> PreTrainedModel:
     """The model of a local directory, with all weights that its configuration asks for.
 
     Raises:
-        ConfigError: there is no such directory, or weights are missing or have another shape.
+        ConfigError: there is no such directory, or weights are missing.
     """
     if not folder.is_dir():
         raise ConfigError(f"--model {folder}", ["there is no such directory; name a local one"])

@@ -90,7 +90,7 @@ class Lives:
         if count <= 0:
             return
         position = length + self.dropped[slot]
-        values = worth(self.left[slot][0], position % DIM)[first:end]
+        values = worth(self.left[slot][0], position // PAGE % DIM)[first:end]
         gone = sorted(range(end - first), key=lambda page: (values[page], page))[:count]
         stay = [token for token in range(length) if token // PAGE - first not in gone]
         self.left[slot] = self.left[slot][:, :, stay]

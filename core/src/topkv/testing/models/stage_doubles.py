@@ -104,8 +104,8 @@ class KeepKeys(Rerank):
 
 
 class Heavy(Rerank):
-    """Lets those pages stay whose keys are large in one channel, ``position % D``: by the sum of
-    their squares there, of a lane's heads.
+    """Lets those pages stay whose keys are large in one channel, another one for each page that
+    the position comes to: by the sum of their squares there, of a lane's heads.
 
     It keeps every key. Parameters are those of ``Keeping``.
     """
@@ -130,7 +130,7 @@ class Heavy(Rerank):
         page = self.group.unit * self.group.units_per_page
         tokens = torch.arange(pages * page, device=scores.device)
         keys = layer.pools["keys"][self._rows(layer, slot, tokens)].float()
-        channel = keys[:, :, position % self.model.head_dim]
+        channel = keys[:, :, position // page % self.model.head_dim]
         squares = channel.square().unflatten(1, (lanes, -1)).sum(2)
         scores.copy_(squares.unflatten(0, (pages, page)).sum(1).T)
 
