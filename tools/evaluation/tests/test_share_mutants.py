@@ -22,6 +22,8 @@ def rewritten(function, old, new):
     return made[function.__name__]
 
 
+pytest.importorskip("topkv_quest")  # by which the models of these tests select
+
 BEST = patterns, "best_patterns", tests.check_the_best_of_all_patterns_is_found
 SHARED = Shared, "of", tests.check_what_is_shared_is_what_loops_say
 LOSSES = Shared, "losses", tests.check_what_is_shared_is_what_loops_say
