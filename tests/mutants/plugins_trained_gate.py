@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from plugins.trained_gate.tests.test_decode import test_rows_attend_to_the_blocks_of_their_heads
 from tests.mutants.lifecycle import LifecycleMutant
 from topkv.ops.chunk_attention import Chosen
@@ -66,9 +64,9 @@ BROKEN = {
     "chunks from zero": (TrainedGateTriton, "_score", prompts_begin_at_zero, INTERPRETED),
 }
 
-RUN = partial(test_rows_attend_to_the_blocks_of_their_heads, heads=3, local=2)
-
 MUTANTS = [
-    LifecycleMutant(name, owner, method, broken, RUN, tiers)
+    LifecycleMutant(
+        name, owner, method, broken, test_rows_attend_to_the_blocks_of_their_heads, tiers
+    )
     for name, (owner, method, broken, tiers) in BROKEN.items()
 ]

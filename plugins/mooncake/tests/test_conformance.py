@@ -11,6 +11,7 @@ from topkv.testing.storages import StorageOptions, StorageTests
 _numbers = itertools.count()
 
 
+@pytest.mark.slow
 class TestMooncake(StorageTests):
     """Objects lie in another process."""
 
