@@ -24,14 +24,6 @@ def scenario(play: scenarios.Scenario, **start: Any) -> Run:
     return run
 
 
-def sharing_layer_lags(self, q, k, v, index):
-    """A layer without an index goes by what was selected in the step before."""
-    ids, before = self.lanes.ids, vars(self).setdefault("before", {})
-    now = ids.clone()
-    ids.copy_(before.get(ids.shape, now))
-    before[ids.shape] = now
-
-
 _select = Selector.select_prompt
 
 
@@ -82,10 +74,6 @@ TWINS = scenario(scenarios.twins_share_pages_and_part)
 SPLIT = scenario(scenarios.the_last_page_goes_to_one_of_two)
 
 MUTANTS = [
-    LifecycleMutant(
-        "a layer that shares goes by the selection of the step before",
-        *(Selector, "select", sharing_layer_lags, LONG, ("cpu", "interpret")),
-    ),
     LifecycleMutant(
         "a layer that shares goes by the selection of an earlier chunk",
         *(Selector, "select_prompt", first_chunk_is_shared, CHUNKS),

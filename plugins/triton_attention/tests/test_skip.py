@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from plugins.triton_attention.tests.skip_cases import SCALE, TILE, kept, make, skip_cases
@@ -81,6 +81,8 @@ def test_what_is_left_out_and_what_is_attended_are_those_of_the_formula(where):
 
     @examples(where, cpu=100, interpret=25, gpu=60)
     @given(case=skip_cases())
+    @example(case=make(GEOMETRY, [400], [3000], 30.0, 1, 3, sizes=(0.05, 1.0, 2.0)))
+    @example(case=make(GEOMETRY, [400], [3000], 300.0, 1, 4, sizes=(0.05, 1.0, 2.0)))
     def check(case):
         case.poison()
         call = Called(where, case)
