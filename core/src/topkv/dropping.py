@@ -27,7 +27,7 @@ class Dropping:
 
     A page is one for all layers and heads. What it is worth is the mean, over all lanes of all
     layers whose stages say so, of how many standard deviations its score lies above the mean of
-    those that may go. Of equal ones the older page goes.
+    all full pages. Of equal ones the older page goes.
 
     Args:
         config: sizes.

@@ -145,9 +145,9 @@ class PrefixPages(PageAllocator):
         # The last ones first, so that no page goes before those that can only be found by it.
         freed = super().release(reversed(pages))
         for tenant in sorted(tenants):
-            limit, kept = self.limit_of(tenant), self._kept_for[tenant]
-            if limit is not None and len(kept) > limit:
-                self._evict(list(islice(kept, len(kept) - limit)))
+            limit, kept = self.limit_of(tenant), self.kept_for(tenant)
+            if limit is not None and kept > limit:
+                self._evict(list(islice(self._kept_for[tenant], kept - limit)))
         return freed
 
     def _evict(self, pages: list[int]) -> None:

@@ -57,8 +57,10 @@ class TrainedGateTriton(TrainedGate):
         }
         # A product has 16 columns at least.
         self.step = {"BLOCK_H": max(16, block_h), "ROWS": 1, "UNITS": STEP_UNITS}
+        self.step |= {"PROMPT": False, "LOCAL": self.local - 1}
         together = max(1, TOGETHER // block_h, 16 // block_h)
         self.prompt = {"BLOCK_H": block_h, "ROWS": together, "UNITS": PROMPT_UNITS}
+        self.prompt |= {"PROMPT": True, "LOCAL": self.local}
 
     @hookimpl
     def construct(
@@ -90,9 +92,7 @@ class TrainedGateTriton(TrainedGate):
         q = self._queries(q, (step.batch, 1))
         lanes = step.batch * self.heads
         scores, ends = self.scores[:lanes], self.ends[:lanes]
-        rows = (step.batch, 0, 0)
-        sizes = self.step | {"PROMPT": False, "LOCAL": self.local - 1}
-        self._score(layer, q, rows, scores, ends, sizes)
+        self._score(layer, q, (step.batch, 0, 0), scores, ends, self.step)
         topk(scores, ends, ids, impl="triton", work=self.work)
 
     @hookimpl
@@ -107,13 +107,13 @@ class TrainedGateTriton(TrainedGate):
     ) -> None:
         q = self._queries(q, (q.shape[0],))
         units = (start + q.shape[0] - 1) // self.group.unit + 1
-        sizes = self.prompt | {"PROMPT": True, "LOCAL": self.local}
         for first in range(0, q.shape[0], PROMPT_ROWS):
             part = q[first : first + PROMPT_ROWS]
             lanes = len(part) * self.heads
             scores = torch.empty((lanes, units), dtype=torch.float32, device=q.device)
             ends = torch.empty(lanes, dtype=torch.int32, device=q.device)
-            self._score(layer, part, (len(part), start + first, slot), scores, ends, sizes)
+            rows = (len(part), start + first, slot)
+            self._score(layer, part, rows, scores, ends, self.prompt)
             found = ids[first : first + len(part)].flatten(0, 1)
             topk(scores, ends, found, impl="triton", work=self.prompt_work)
 
