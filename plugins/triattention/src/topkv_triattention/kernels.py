@@ -34,7 +34,8 @@ def _write_unit(
     large = tl.maximum(tl.abs(a), tl.abs(b))
     small = tl.minimum(tl.abs(a), tl.abs(b)) / tl.maximum(large, 1.1754943508222875e-38)
     size = tl.sum(large * tl.sqrt(1.0 + small * small), 0) / tokens
-    there, kind = f < PAIRS, p_out.dtype.element_ty
+    there = f < PAIRS
+    kind: tl.constexpr = p_out.dtype.element_ty
     tl.store(p_out + first, (tl.sum(a, 0) / tokens).to(kind), there)
     tl.store(p_out + second, (tl.sum(b, 0) / tokens).to(kind), there)
     tl.store(p_out + 2 * PAIRS + f, tl.minimum(size, LARGEST).to(kind), there)
