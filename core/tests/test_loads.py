@@ -173,5 +173,5 @@ def without_waiting():
 @pytest.mark.gpu
 def test_a_missing_wait_shows():
     compared(tier("gpu"))
-    with pytest.raises(AssertionError, match="outputs differ"):
+    with pytest.raises(AssertionError):
         compared(tier("gpu"), broken=without_waiting, late=lambda: delayed_copies(0.02))

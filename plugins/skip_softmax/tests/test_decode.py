@@ -21,6 +21,7 @@ from topkv.types import ModelShape
 HEADS, KV_HEADS, DIM, PROMPT, STEPS = 4, 2, 64, 297, 3
 MODEL = ModelShape(2, HEADS, KV_HEADS, DIM, torch.float32, DIM**-0.5)
 FACTOR = 120.0
+EPS = torch.finfo(torch.float32).eps
 
 SELECTORS = {
     "quest": {},
@@ -153,7 +154,11 @@ class Run:
                 truth = attention(queries[None], *pair, MODEL.scale)[0][0]
                 rough = (queries @ keys[left].T * MODEL.scale).softmax(-1) @ values[left]
                 heads = slice(head * 2, head * 2 + 2)
-                assert_as_good(out[1, row, heads], truth, rough, f"row {row}, kv-head {head}")
+                # What a few roundings of the largest logit move the result by, as in the kit.
+                furthest = float((queries.abs() @ keys[left].abs().T).max() * MODEL.scale)
+                slack = 16 * EPS * furthest * float(values[left].abs().max())
+                what = f"row {row}, kv-head {head}"
+                assert_as_good(out[1, row, heads], truth, rough, what, slack)
 
     def dense(self, layer, row, rows):
         """float64 attention of the last ``rows`` tokens over all that they see."""

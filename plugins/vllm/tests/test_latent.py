@@ -115,7 +115,8 @@ def prompts_of(prompt, lengths, seed=0):
 
 def test_tokens_are_those_of_the_stock_model(engine, indexed, prompt):
     """Beside each other, with selections far below the context."""
-    engine.session.warm_up()  # as workers of a GPU begin
+    if DEVICE == "cpu":
+        engine.session.warm_up()  # as workers of a GPU begin
     lengths, tokens = (250, 1, 33, 16, 17, 100), (8, 30, 20, 12, 40, 16)
     prompts = prompts_of(prompt, lengths)
     expected = [indexed.answer(*each) for each in zip(prompts, tokens, strict=True)]
