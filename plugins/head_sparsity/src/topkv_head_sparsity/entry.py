@@ -20,8 +20,6 @@ def topkv_register_stages() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),
-                # Nobody has run the kernels on a GPU yet.
-                tiers=("cpu", "interpret"),
                 # Not attends, nested or scale_free: a flat lane drops, and what is flat depends on
                 # the size of logits.
                 traits=("exact_update", "head_equivariant", "value_free", "incremental"),

@@ -20,8 +20,6 @@ def topkv_register_stages() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),
-                # Nobody has run the kernels on a GPU yet.
-                tiers=("cpu", "interpret"),
                 traits=("exact_update", "head_equivariant", "value_free"),
             ),
             parameters={"tokens": 4096, "every": 256, "first": 64, "recent": 512},

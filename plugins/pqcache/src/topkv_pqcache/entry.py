@@ -21,7 +21,6 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 units=(1, 1),
                 scopes=("kv_head", "shared"),
                 dtypes=("float16", "bfloat16", "float32"),
-                tiers=("cpu", "interpret"),
                 # Not scale_free: a mean of softmaxes. Not exact_update: prompts and windows of
                 # decoded tokens train other codebooks.
                 traits=(

@@ -22,8 +22,6 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 scopes=("kv_head",),
                 needs_index=True,
                 dtypes=("float16", "bfloat16", "float32"),
-                # Nobody has run the kernels on a GPU yet.
-                tiers=("cpu", "interpret"),
                 traits=(
                     "attends",
                     "nested",

@@ -20,8 +20,6 @@ def topkv_register_stages() -> list[PluginEntry]:
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),
-                # Nobody has run the kernels on a GPU yet.
-                tiers=("cpu", "interpret"),
                 # Not head_equivariant: each head has a calibration of its own.
                 traits=("exact_update", "value_free"),
             ),
