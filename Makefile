@@ -13,6 +13,8 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 STORES := 'mooncake-transfer-engine-non-cuda; sys_platform == "linux" and python_version < "3.14"'
 SOURCES := $(wildcard core plugins tools tests benchmarks examples docs/scripts conftest.py)
 DOCS := build/docs
+# Kernels that the interpreter runs are compiled for a GPU too, which needs none.
+INTERPRET := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --compile-for 90
 
 .PHONY: all test test-slow test-models test-nightly test-gpu test-vllm demo docs lint types check isolation newcomer dist format clean
 
@@ -28,24 +30,21 @@ $(VENV)/.installed: constraints.txt core/pyproject.toml $(PROJECTS)
 	touch $@
 
 test: $(VENV)/.installed
-	HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
-	    $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not gpu and not models and not slow' $(ARGS)
+	HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} \
+	    $(INTERPRET) --dist loadfile -m 'not gpu and not models and not slow' $(ARGS)
 
 # What takes long: plugins and engines that are broken on purpose, each of which the kit has to fail; the
 # kit over plugins that templates and pages make; long histories of random calls; answers of a checkpoint.
 test-slow: $(VENV)/.installed
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
-	    $(BIN)/python -m pytest -n 2 --dist load -m 'not gpu and not models and slow' $(ARGS)
+	$(INTERPRET) --dist load -m 'not gpu and not models and slow' $(ARGS)
 
 # Every model class that is served, beside its stock model.
 test-models: $(VENV)/.installed
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
-	    $(BIN)/python -m pytest -n 2 --dist load -m 'not gpu and models' plugins/transformers $(ARGS)
+	$(INTERPRET) --dist load -m 'not gpu and models' plugins/transformers $(ARGS)
 
 # Hours: many more examples and longer histories, with seeds that differ from night to night.
 test-nightly: $(VENV)/.installed
-	HYPOTHESIS_PROFILE=nightly TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
-	    $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu' $(ARGS)
+	HYPOTHESIS_PROFILE=nightly $(INTERPRET) --dist worksteal -m 'not gpu' $(ARGS)
 
 # On a machine with a CUDA device, with the packages installed.
 test-gpu:

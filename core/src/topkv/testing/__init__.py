@@ -18,5 +18,5 @@ What these are made of, which is not public and may change in any version:
   ``bench`` holds what is tested, ``case`` or ``cases`` what is drawn or asked of the author.
 * ``models``: doubles and models of truth, and which to take for what.
 * ``decodes``: whole decodes of an algorithm. ``differences``, ``host_reads``: checks of suites.
-  ``pytest_plugin``: what pytest learns.
+  ``pytest_plugin``: what pytest learns. ``compiling``: its option ``--compile-for``.
 """

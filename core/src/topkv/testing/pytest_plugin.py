@@ -1,4 +1,5 @@
-"""What pytest learns from topkv[testing]: the tiers, the mark ``gpu``, how to replay a failure.
+"""What pytest learns from topkv[testing]: the tiers, the mark ``gpu``, how to replay a failure,
+and ``--compile-for`` of ``topkv.testing.compiling``.
 
 Suites are parametrized here, so that a test reads ``test_x[cpu]`` and ``-m gpu`` selects. Nothing
 of torch is imported unless a suite is.
@@ -17,8 +18,22 @@ from topkv import __version__
 from topkv.entries import HOOK_API
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("topkv").addoption(
+        "--compile-for",
+        type=int,
+        metavar="CAPABILITY",
+        help="compile what the interpreter launches for a CUDA device too, 90 say, without one",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    capability = config.getoption("--compile-for")
+    if capability is not None:
+        from topkv.testing.compiling import CompilingPlugin
+
+        config.pluginmanager.register(CompilingPlugin(capability))
 
 
 def _is_kit_test(cls: type | None) -> bool:
