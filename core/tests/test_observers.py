@@ -23,6 +23,7 @@ from topkv.testing.machines.lifecycle_model import (
     doubles,
     make_coordinator,
 )
+from topkv.testing.machines.quotas import take
 from topkv.testing.tiers import tier
 
 CPU = tier("cpu")
@@ -86,7 +87,7 @@ def make(*names):
             for name, cls in OFFERED.items()
         )
     )
-    plain = make_coordinator(CPU, registry=registry)
+    plain = make_coordinator(CPU, registry=registry, prefix_cache="all")
     plain.close()
     return SparseCoordinator(evolve(plain.config, observers=names), registry)
 
@@ -249,6 +250,21 @@ def test_occupancy_is_that_of_when_it_is_asked_for(made):
     assert report.occupancy() == Occupancy(pages, needed, slots, 1)
     coordinator.request_end(one)
     assert report.occupancy() == Occupancy(pages, 0, slots, 0)
+    coordinator.close()
+
+
+def test_prefixes_are_those_of_when_they_are_asked_for(made):
+    coordinator = make("keeps")
+    with coordinator.prefixes.tenant("a"):
+        take(coordinator, [1] * 8)
+    (keeps,) = made
+    (report,) = keeps.reports
+    for found, tokens in ((4, [1] * 8), (0, [2] * 8)):
+        with coordinator.prefixes.tenant("a"):
+            assert take(coordinator, tokens) == found
+        assert report.prefixes() == coordinator.prefixes.counts
+    counts = report.prefixes().tenants["a"]
+    assert (counts.asked, counts.found, counts.kept) == (24, 4, 4)
     coordinator.close()
 
 

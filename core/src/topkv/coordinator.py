@@ -88,7 +88,7 @@ class SparseCoordinator:
         )
         self.prefixes = Prefixes(self.requests, plugins.specs, registry)
         self.prefill = Prefill(self.config, self.requests, self.layers)
-        self.observers = Observers(config, registry, self.requests)
+        self.observers = Observers(config, registry, self.requests, self.prefixes)
         self.dropping = Dropping(config, self.requests, self.layers)
         periods = [[(spec and spec.settle_period) or 2**31 - 1] for spec in plugins.specs]
         self._settle_periods, self._settles_later = np.array(periods), min(periods) < [2**31 - 1]

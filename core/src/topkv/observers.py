@@ -9,6 +9,7 @@ from topkv.config import LoweredConfig
 from topkv.hooks.observer import ForwardReport, Observer, ObserverSetup
 from topkv.layers import Forward
 from topkv.plugins import PluginRegistry
+from topkv.prefixes import Prefixes
 from topkv.report import count_occupancy, count_transfers
 from topkv.requests import Requests
 
@@ -19,16 +20,20 @@ class Observers:
     Args:
         config: names them.
         registry: where they are looked up.
-        requests: what is counted when one asks.
+        requests, prefixes: what is counted when one asks.
 
     Attributes:
         named: those that have not raised, by whose they are.
     """
 
     def __init__(
-        self, config: LoweredConfig, registry: PluginRegistry, requests: Requests
+        self,
+        config: LoweredConfig,
+        registry: PluginRegistry,
+        requests: Requests,
+        prefixes: Prefixes,
     ) -> None:
-        self._requests = requests
+        self._requests, self._prefixes = requests, prefixes
         setup = ObserverSetup(config)
         self.named: dict[str, Observer] = {
             registry.get("observer", name).who: registry.create("observer", name, setup)
@@ -53,6 +58,7 @@ class Observers:
             transfers=partial(count_transfers, stores, live),
             totals=partial(count_transfers, stores),
             occupancy=partial(count_occupancy, self._requests),
+            prefixes=partial(getattr, self._prefixes, "counts"),
         )
         for who, observer in list(self.named.items()):
             try:

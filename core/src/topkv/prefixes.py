@@ -22,59 +22,19 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from attrs import define, field
 
 from topkv.config.storages import ANYBODY, StorageSettings
 from topkv.errors import RequestError
 from topkv.hooks.algorithm import AlgorithmSpec
 from topkv.kv.prefix import PrefixKVPool, page_keys, tenant_in
 from topkv.plugins import PluginRegistry
+from topkv.report import PrefixCounts, TenantCounts
 from topkv.requests import Requests
-from topkv.storage.calls import StorageCounts
 from topkv.storage.tier import StorageTier
 
 Tokens = Sequence[int] | np.ndarray
 """Ids of a request from position 0 on. An engine may give others than the model's vocabulary has,
 for what is no text, as long as equal ids mean equal keys and values."""
-
-
-@define
-class TenantCounts:
-    """What was found so far for one tenant.
-
-    Attributes:
-        asked, found: tokens of its requests, and those of them that were taken over.
-        kept, kept_bytes: pages in host memory that no request holds and that it can find.
-        evicted: pages that were kept for it and given out again, whether for its quota or for want
-            of room.
-    """
-
-    asked: int = 0
-    found: int = 0
-    kept: int = 0
-    kept_bytes: int = 0
-    evicted: int = 0
-
-
-@define
-class PrefixCounts:
-    """What was found so far.
-
-    Attributes:
-        asked, found: tokens of requests that began by their tokens, and those of them that were
-            taken over.
-        kept: pages that no request holds and that can be found.
-        evicted: pages that were kept and given out again.
-        storage: what of it went to a storage and came from there; None without one.
-        tenants: the same for each tenant, see ``Prefixes.tenant``; "" for requests of none.
-    """
-
-    asked: int = 0
-    found: int = 0
-    kept: int = 0
-    evicted: int = 0
-    storage: StorageCounts | None = None
-    tenants: dict[str, TenantCounts] = field(factory=dict)
 
 
 class Prefixes:

@@ -16,7 +16,7 @@ from attrs import frozen
 
 from topkv.config import LoweredConfig
 from topkv.hooks.discovery import hookspec
-from topkv.report import Occupancy, TransferReport
+from topkv.report import Occupancy, PrefixCounts, TransferReport
 
 
 @frozen
@@ -47,6 +47,8 @@ class ForwardReport:
             and of dropped forwards, too. Never falls.
         occupancy: host pages and request slots that are held when it is called, at any time and
             in any thread.
+        prefixes: what was found of prompts so far, and what is kept of them when it is called,
+            likewise; since hook API 2.3.
     """
 
     slots: tuple[int, ...]
@@ -54,6 +56,7 @@ class ForwardReport:
     transfers: Callable[[], TransferReport]
     totals: Callable[[], TransferReport]
     occupancy: Callable[[], Occupancy]
+    prefixes: Callable[[], PrefixCounts] = PrefixCounts
 
 
 class Observer(Protocol):

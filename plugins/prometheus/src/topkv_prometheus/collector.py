@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import Lock
+from typing import TypeVar
 from weakref import WeakSet
 
 from attrs import define
@@ -11,7 +12,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from topkv.report import Occupancy, TransferReport
+from topkv.report import Occupancy, PrefixCounts, TransferReport
 
 FORWARDS = {
     "forwards": "Forwards that have ended",
@@ -19,6 +20,9 @@ FORWARDS = {
     "decoded_tokens": "Decode rows that were computed, padded ones aside",
 }
 """Counters by coordinator: attributes of ``Counts``."""
+
+OF = ("coordinator",)
+Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 
 LAYERS = {
     "hits": "Selected units that were found on the device",
@@ -38,6 +42,33 @@ HELD = {
 """Gauges by coordinator: attributes of ``topkv.report.Occupancy``."""
 
 
+ASKED = {
+    "asked": ("topkv_prefix_asked_tokens", "Tokens of prompts that were looked for"),
+    "found": ("topkv_prefix_found_tokens", "Tokens of prompts whose pages were taken over"),
+    "evicted": ("topkv_prefix_evicted_pages", "Pages that were kept and given out again"),
+}
+"""Counters by coordinator and tenant: attributes of ``topkv.report.TenantCounts``."""
+
+KEPT = {
+    "kept": ("topkv_prefix_kept_pages", "Host pages that no request holds and that can be found"),
+    "kept_bytes": ("topkv_prefix_kept_bytes", "Bytes of those"),
+}
+"""Gauges by coordinator and tenant: attributes of ``topkv.report.TenantCounts``."""
+
+STORED = {
+    "found": ("topkv_storage_found_tokens", "Tokens of prompts whose pages a storage had"),
+    "fetched": ("topkv_storage_fetched_pages", "Pages that came from a storage"),
+    "fetched_bytes": ("topkv_storage_fetched_bytes", "Bytes of those"),
+    "stored": ("topkv_storage_stored_pages", "Pages that a storage took"),
+    "stored_bytes": ("topkv_storage_stored_bytes", "Bytes of those"),
+    "damaged": ("topkv_storage_damaged_pages", "Pages that came and were not what they should be"),
+    "late": ("topkv_storage_late_prompts", "Prompts that did not wait until all pages had come"),
+    "failed": ("topkv_storage_failed_calls", "Calls of a storage that raised or hung"),
+    "dropped": ("topkv_storage_dropped_pages", "Pages that were to be stored and were not"),
+}
+"""Counters by coordinator: attributes of ``topkv.storage.calls.StorageCounts``."""
+
+
 @define(eq=False)
 class Counts:
     """What one observer has gathered.
@@ -49,6 +80,7 @@ class Counts:
         prompt_tokens: prompt tokens of those.
         decoded_tokens: decode rows of those, without padded ones.
         occupancy: says how many pages and slots are held now; None before the first forward.
+        prefixes: says what was found of prompts; None before the first forward.
     """
 
     coordinator: int
@@ -57,6 +89,7 @@ class Counts:
     prompt_tokens: int = 0
     decoded_tokens: int = 0
     occupancy: Callable[[], Occupancy] | None = None
+    prefixes: Callable[[], PrefixCounts] | None = None
 
 
 class CountsCollector(Collector):
@@ -79,34 +112,59 @@ class CountsCollector(Collector):
         """The families of metrics, each with the samples of all observers."""
         with self._lock:
             watched = sorted(self._watched, key=lambda each: each.coordinator)
+        by = {str(each.coordinator): each for each in watched}
+        forwards = [([name], each) for name, each in by.items()]
         for name, text in FORWARDS.items():
-            counter = CounterMetricFamily(f"topkv_{name}", text, labels=["coordinator"])
-            for each in watched:
-                counter.add_metric([str(each.coordinator)], getattr(each, name))
-            yield counter
-        counts = [
-            ([str(each.coordinator), str(layer)], report)
-            for each in watched
+            yield _family(CounterMetricFamily, f"topkv_{name}", text, OF, forwards, name)
+        layers = [
+            ([name, str(layer)], report)
+            for name, each in by.items()
             for layer, report in each.transfers.layers.items()
         ]
         for name, text in LAYERS.items():
-            counter = CounterMetricFamily(f"topkv_{name}", text, labels=["coordinator", "layer"])
-            for labels, report in counts:
-                counter.add_metric(labels, getattr(report, name))
-            yield counter
-        timed = [each for each in counts if each[1].stall_ms is not None]
-        counter = CounterMetricFamily(
-            "topkv_stall_seconds", STALLS, labels=["coordinator", "layer"]
-        )
-        for labels, report in timed:
-            counter.add_metric(labels, report.stall_ms / 1e3)
+            labels = (*OF, "layer")
+            yield _family(CounterMetricFamily, f"topkv_{name}", text, labels, layers, name)
+        counter = CounterMetricFamily("topkv_stall_seconds", STALLS, labels=(*OF, "layer"))
+        for labels, report in layers:
+            if report.stall_ms is not None:
+                counter.add_metric(labels, report.stall_ms / 1e3)
         yield counter
-        held = [([str(each.coordinator)], each.occupancy()) for each in watched if each.occupancy]
+        held = [([name], each.occupancy()) for name, each in by.items() if each.occupancy]
         for name, text in HELD.items():
-            gauge = GaugeMetricFamily(f"topkv_{name}", text, labels=["coordinator"])
-            for labels, occupancy in held:
-                gauge.add_metric(labels, getattr(occupancy, name))
-            yield gauge
+            yield _family(GaugeMetricFamily, f"topkv_{name}", text, OF, held, name)
+        yield from _prefixes({name: each.prefixes() for name, each in by.items() if each.prefixes})
+
+
+def _prefixes(found: dict[str, PrefixCounts]) -> Iterator[Metric]:
+    """Of prompts that begin like earlier ones, by coordinator."""
+    tenants = [
+        ([name, tenant], counts)
+        for name, each in found.items()
+        for tenant, counts in sorted(each.tenants.items())
+    ]
+    labels = (*OF, "tenant")
+    for what, (name, text) in ASKED.items():
+        yield _family(CounterMetricFamily, name, text, labels, tenants, what)
+    for what, (name, text) in KEPT.items():
+        yield _family(GaugeMetricFamily, name, text, labels, tenants, what)
+    stored = [([name], each.storage) for name, each in found.items() if each.storage]
+    for what, (name, text) in STORED.items():
+        yield _family(CounterMetricFamily, name, text, OF, stored, what)
+
+
+def _family(
+    kind: type[Family],
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    rows: Iterable[tuple[list[str], object]],
+    attribute: str,
+) -> Family:
+    """A family with a sample for each row: its labels, and what has the number."""
+    family = kind(name, text, labels=labels)
+    for values, counts in rows:
+        family.add_metric(values, getattr(counts, attribute))
+    return family
 
 
 COLLECTOR = CountsCollector()

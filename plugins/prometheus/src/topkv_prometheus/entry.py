@@ -13,6 +13,6 @@ def topkv_register_observers() -> list[PluginEntry]:
             name="prometheus",
             kind="observer",
             factories="topkv_prometheus.observer:PrometheusObserver",
-            hook_api=(2, 0),
+            hook_api=(2, 3),
         )
     ]

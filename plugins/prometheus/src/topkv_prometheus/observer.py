@@ -33,7 +33,7 @@ class PrometheusObserver:
 
     @hookimpl
     def before_forward(self, report: ForwardReport) -> None:
-        self.counts.occupancy = report.occupancy
+        self.counts.occupancy, self.counts.prefixes = report.occupancy, report.prefixes
 
     @hookimpl
     def after_forward(self, report: ForwardReport) -> None:
