@@ -185,7 +185,7 @@ class SparseCoordinator:
     def attention_begin(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: Index | None = None
     ) -> LaneBuffers:
-        """Append, select, plan, load and adapt: for engines with kernels of their own.
+        """Append, select, plan, load and adapt: for engines with own kernels, not ``ahead``.
 
         Args:
             layer, q, k, v, index: as in ``attention``, of the decode rows alone.
