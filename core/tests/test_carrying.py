@@ -80,7 +80,8 @@ def lives(driver):
     prompts(driver)
     one, two = driver.slots
     for step in range(12):
-        driver.forward([[one, two], [two, one], [two], [-1, one]][step % 4])
+        order = range(4) if step % 3 else [3, 1, 0, 2]
+        driver.forward([[one, two], [two, one], [two], [-1, one]][step % 4], layers=order)
         if step == 5:
             driver.call("truncate", two, 14)
         if step == 8:

@@ -145,8 +145,7 @@ class Tensors:
 
     def memory(self, plugins: Plugins) -> MemoryReport:
         """Bytes of these tensors and of the scratch of plugins."""
-        selectors = [selector for _, selector in self.views.values()]
-        holders = [self.lanes, selectors, plugins.algorithms, plugins.backends]
+        holders = [self.lanes, self.views, plugins.algorithms, plugins.backends]
         return count_memory(self.manager, self.uploader, holders)
 
 

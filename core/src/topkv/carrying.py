@@ -69,7 +69,7 @@ class Carrying(Own):
         shape, device = (view.group.max_lanes, view.group.select), view.step.slots.device
         self._kept = torch.full(shape, -1, dtype=torch.int32, device=device)
         self._coming = torch.full(shape, -1, dtype=torch.int32, device=device)
-        self._impl, self._last = config.impl, view.layer == view.group.layers[-1]
+        self._impl = config.impl
 
     @property
     def coming(self) -> Tensor:
@@ -84,14 +84,11 @@ class Carrying(Own):
 
     def correct(self, q: Tensor, out: Tensor, lse: Tensor) -> None:
         """Select for the next step, once this one has attended; ``out`` stays as it is. Hot."""
-        side = self.lanes.side
-        with side.behind(q):
+        with self.lanes.side.behind(q):
             self.retrieve(q)
             self.keep(self.coming)
             self.loads.plan()
             self.loads.load()
-        if self._last:  # nothing is on its way when a step has ended
-            side.join()
 
     def retrieve(self, q: Tensor) -> None:
         """Select by ``q [B, 1, H, D]``, to ``coming``. Hot."""

@@ -217,7 +217,8 @@ class SparseCoordinator:
 
     def offload(self) -> None:
         """Copy the units that this step's decode rows filled to the host. Capturable."""
-        for transfer in self.transfers:
+        for lanes, transfer in zip(self.lanes, self.transfers, strict=True):
+            lanes.side.join()  # nothing is on its way when a step has ended
             transfer.offload()
 
     def forward_end(self, offloaded: bool = False) -> None:
