@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from attrs import frozen
 
-from topkv.carrying import Carrying
 from topkv.config import LoweredConfig, LoweredGroup
 from topkv.errors import CONFIG_REFUSED, ConfigError, DeviceMemoryError
 from topkv.hooks.algorithm import Algorithm, AlgorithmSetup, AlgorithmSpec
@@ -125,10 +124,11 @@ class Tensors:
             raise
 
     def _allocate(self, config: LoweredConfig, plugins: Plugins, device: torch.device) -> None:
+        max_pages = config.max_request_tokens // config.page_tokens
         self.uploader = StepUploader(
             [(group.shape.unit, group.tail == "selectable") for group in config.groups],
             max_batch=config.max_requests,
-            shape=(config.max_requests, config.max_request_tokens // config.page_tokens),
+            shape=(config.max_requests, max_pages),
             device=device,
         )
         self.lanes = [
@@ -145,7 +145,8 @@ class Tensors:
 
     def memory(self, plugins: Plugins) -> MemoryReport:
         """Bytes of these tensors and of the scratch of plugins."""
-        holders = [self.lanes, self.views, plugins.algorithms, plugins.backends]
+        selectors = [selector for _, selector in self.views.values()]
+        holders = [self.lanes, selectors, plugins.algorithms, plugins.backends]
         return count_memory(self.manager, self.uploader, holders)
 
 
@@ -169,7 +170,7 @@ def _selector(
         return Selector(view, lanes, prompts)
     if tokens:
         return Regranulated(config, view, lanes, algorithm, group.indexed, tokens, extra)
-    return (Carrying if group.ahead else Own)(config, view, lanes, algorithm, group.indexed)
+    return Own(config, view, lanes, algorithm, group.indexed)
 
 
 def allocate(config: LoweredConfig, plugins: Plugins) -> Tensors:

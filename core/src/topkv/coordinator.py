@@ -185,7 +185,7 @@ class SparseCoordinator:
     def attention_begin(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: Index | None = None
     ) -> LaneBuffers:
-        """Append, select, plan, load and adapt: for engines with own kernels, not ``ahead``.
+        """Append, select, plan, load and adapt: for engines with kernels of their own.
 
         Args:
             layer, q, k, v, index: as in ``attention``, of the decode rows alone.
@@ -217,8 +217,7 @@ class SparseCoordinator:
 
     def offload(self) -> None:
         """Copy the units that this step's decode rows filled to the host. Capturable."""
-        for lanes, transfer in zip(self.lanes, self.transfers, strict=True):
-            lanes.side.join()  # nothing is on its way when a step has ended
+        for transfer in self.transfers:
             transfer.offload()
 
     def forward_end(self, offloaded: bool = False) -> None:

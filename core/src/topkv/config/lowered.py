@@ -33,7 +33,6 @@ class LoweredGroup:
         stages: what stands behind the algorithm, in order, with every parameter.
         selecting: layers that select for themselves; the others share what was selected in the
             layer before them. None of a dense group.
-        ahead: they select for the step that follows, see ``topkv.carrying``.
     """
 
     shape: GroupShape
@@ -46,7 +45,6 @@ class LoweredGroup:
     scope: str
     stages: tuple[StageSettings, ...] = ()
     selecting: tuple[int, ...] = ()
-    ahead: bool = False
 
     @property
     def regranulated(self) -> bool:
