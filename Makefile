@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 STORES := 'mooncake-transfer-engine-non-cuda; sys_platform == "linux" and python_version < "3.14"'
 SOURCES := $(wildcard core plugins tools tests benchmarks examples docs/scripts conftest.py)
 DOCS := build/docs
-# Kernels that the interpreter runs are compiled for a GPU too, which needs none.
+# What the interpreter launches is handed to the compiler for a GPU too, which needs none.
 INTERPRET := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --compile-for 90
 
 .PHONY: all test test-slow test-models test-nightly test-gpu test-vllm demo docs lint types check isolation newcomer dist format clean

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import subprocess
 import sys
 
@@ -29,6 +31,13 @@ def bad_kernel(p_out, count, SIZE: tl.constexpr, CHANGE: tl.constexpr):
     at = tl.arange(0, SIZE)
     there, kind = at < count, p_out.dtype.element_ty  # the compiler has no tuples of dtypes
     tl.store(p_out + at, CHANGE(at * 2.0).to(kind), there)
+
+def make():
+    @triton.jit
+    def twice(x):
+        return 2 * x
+
+    return twice
 """
 TEST = """
 import kernels, pytest, torch
@@ -53,11 +62,25 @@ def kernels(tmp_path, monkeypatch):
     del sys.modules["kernels"]
 
 
+@contextlib.contextmanager
+def unwatched():
+    """Launches are nobody else's, whatever the option of this session says."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    watched = InterpretedFunction.run
+    InterpretedFunction.run = inspect.unwrap(watched)
+    yield
+    InterpretedFunction.run = watched
+
+
 def test_what_the_compiler_refuses_is_told_once(kernels):
     compiler, found = Compiler(90), []
     out = torch.zeros(16)
     try:
-        with launches(lambda launch: found.append((launch, compiler.compile(launch)))):
+        with (
+            unwatched(),
+            launches(lambda launch: found.append((launch, compiler.compile(launch)))),
+        ):
             for kernel in (kernels.good_kernel, kernels.bad_kernel, kernels.bad_kernel):
                 kernel[(1,)](out, 5, SIZE=16, CHANGE=kernels.square)
     finally:
@@ -78,6 +101,27 @@ def test_dtypes_and_constants_make_another_kernel_and_numbers_do_not(kernels):
 
     assert key(count=7) == key()
     assert len({key(), key(dtype=torch.float16), key(size=32)}) == 3
+
+
+def test_what_no_other_process_can_import_is_left_out(kernels):
+    found = []
+    with unwatched(), launches(found.append):
+        kernels.good_kernel[(1,)](torch.zeros(16), 3, SIZE=16, CHANGE=kernels.make())
+    assert [each.local for each in found] == [True]
+    assert Compiler(90).compile(found[0]) is None
+
+
+def test_a_module_that_turns_the_interpreter_on_is_told(tmp_path, monkeypatch):
+    first = "import os\nos.environ.setdefault('TRITON_INTERPRET', '1')\n"
+    (tmp_path / "turned_on.py").write_text(first + KERNELS)
+    monkeypatch.syspath_prepend(tmp_path)
+    turned_on, compiler, found = __import__("turned_on"), Compiler(90), []
+    with unwatched(), launches(found.append):
+        turned_on.bad_kernel[(1,)](torch.zeros(16), 3, SIZE=16, CHANGE=turned_on.square)
+    try:
+        assert "its module sets TRITON_INTERPRET" in compiler.compile(found[0])
+    finally:
+        compiler.close()
 
 
 @pytest.mark.parametrize(("options", "code"), [([], 0), (["--compile-for", "90"], 1)])

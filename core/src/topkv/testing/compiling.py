@@ -21,6 +21,7 @@ import sys
 import traceback
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -35,6 +36,8 @@ class Named:
     name: str
 
     def find(self) -> Any:
+        """It, decorated for a device whatever its module says when it is imported."""
+        os.environ.pop("TRITON_INTERPRET", None)
         found = importlib.import_module(self.module)
         for part in self.name.split("."):
             found = getattr(found, part)
@@ -61,6 +64,12 @@ class Launch:
     kernel: Named
     values: dict[str, Any] = field(eq=False)
     key: tuple[Any, ...]
+
+    @property
+    def local(self) -> bool:
+        """Whether something of it was made in a function."""
+        named = [self.kernel, *(x for x in self.values.values() if isinstance(x, Named))]
+        return any("<locals>" in each.name for each in named)
 
     @classmethod
     def of(cls, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
@@ -101,12 +110,13 @@ class Compiler:
     def compile(self, launch: Launch) -> str | None:
         """What is wrong with a launch that was not seen before, else None.
 
-        None too for a kernel that a function made, which no other process can import.
+        None too where a function made the kernel or one that it calls: no other process can
+        import those.
 
         Raises:
             RuntimeError: the process has ended; its own words are on stderr.
         """
-        if launch in self.seen or "<locals>" in launch.kernel.name:
+        if launch in self.seen or launch.local:
             return None
         self.seen.add(launch)
         if self._process is None:
@@ -140,6 +150,7 @@ def launches(take: Callable[[Launch], None]) -> Iterator[None]:
 
     run = InterpretedFunction.run
 
+    @wraps(run)
     def taken(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         take(Launch.of(kernel, args, kwargs))
         return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
@@ -221,7 +232,7 @@ def _stop_early() -> None:
 def _answer(launch: Launch) -> str | None:
     """Compile a launch; why that fails, or None."""
     import torch
-    from triton.runtime.jit import MockTensor
+    from triton.runtime.jit import JITFunction, MockTensor
 
     def made(value: Any) -> Any:
         if isinstance(value, Pointer):
@@ -230,7 +241,10 @@ def _answer(launch: Launch) -> str | None:
 
     try:
         values = {name: made(value) for name, value in launch.values.items()}
-        launch.kernel.find().warmup(grid=(1,), **values)
+        kernel = launch.kernel.find()
+        if not isinstance(kernel, JITFunction):
+            return f"its module sets TRITON_INTERPRET before it decorates, got {kernel!r}"
+        kernel.warmup(grid=(1,), **values)
     except _Enough:
         return None
     except Exception:

@@ -23,7 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--compile-for",
         type=int,
         metavar="CAPABILITY",
-        help="compile what the interpreter launches for a CUDA device too, 90 say, without one",
+        help="hand what the interpreter launches to the compiler for a CUDA device too, 90 say, "
+        "as far as TTIR; needs none",
     )
 
 
