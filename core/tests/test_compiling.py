@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -109,6 +110,13 @@ def test_what_no_other_process_can_import_is_left_out(kernels):
         kernels.good_kernel[(1,)](torch.zeros(16), 3, SIZE=16, CHANGE=kernels.make())
     assert [each.local for each in found] == [True]
     assert Compiler(90).compile(found[0]) is None
+
+
+def test_a_kernel_of_a_module_without_a_file_is_left_out(kernels, monkeypatch):
+    """As mutants are."""
+    monkeypatch.setitem(sys.modules, "made", ModuleType("made"))
+    found = [Launch(Named(name, "good_kernel"), {}, ()).local for name in ("made", "kernels")]
+    assert found == [True, False]
 
 
 def test_a_module_that_turns_the_interpreter_on_is_told(tmp_path, monkeypatch):

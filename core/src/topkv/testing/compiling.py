@@ -67,9 +67,12 @@ class Launch:
 
     @property
     def local(self) -> bool:
-        """Whether something of it was made in a function."""
+        """Whether something of it was made in a function, or in a module that no file has."""
         named = [self.kernel, *(x for x in self.values.values() if isinstance(x, Named))]
-        return any("<locals>" in each.name for each in named)
+        return any(
+            "<locals>" in each.name or getattr(sys.modules[each.module], "__spec__", None) is None
+            for each in named
+        )
 
     @classmethod
     def of(cls, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
@@ -110,8 +113,7 @@ class Compiler:
     def compile(self, launch: Launch) -> str | None:
         """What is wrong with a launch that was not seen before, else None.
 
-        None too where a function made the kernel or one that it calls: no other process can
-        import those.
+        None too where no other process can import the kernel or one that it calls.
 
         Raises:
             RuntimeError: the process has ended; its own words are on stderr.
