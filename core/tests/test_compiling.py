@@ -95,13 +95,13 @@ def test_what_the_compiler_refuses_is_told_once(kernels):
     assert "there, kind = at < count" in bad
 
 
-def test_dtypes_and_constants_make_another_kernel_and_numbers_do_not(kernels):
-    def key(dtype=torch.float32, count=3, size=16):
+def test_dtypes_and_switches_make_another_kernel_and_numbers_do_not(kernels):
+    def key(dtype=torch.float32, count=3, size=16, change=kernels.square):
         given = (torch.zeros(1, dtype=dtype), count)
-        return Launch.of(kernels.good_kernel, given, {"SIZE": size, "CHANGE": kernels.square})
+        return Launch.of(kernels.good_kernel, given, {"SIZE": size, "CHANGE": change})
 
-    assert key(count=7) == key()
-    assert len({key(), key(dtype=torch.float16), key(size=32)}) == 3
+    assert key(count=7) == key() == key(size=32)
+    assert len({key(), key(dtype=torch.float16), key(change=None), key(size=True)}) == 4
 
 
 def test_what_no_other_process_can_import_is_left_out(kernels):

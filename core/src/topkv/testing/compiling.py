@@ -2,7 +2,7 @@
 
 The interpreter runs kernels as Python, and takes what Triton's compiler refuses. With
 ``pytest --compile-for 90`` each launch in the interpreter is handed to the compiler as well, for a
-CUDA device of compute capability 9.0: once for each kernel, its dtypes and its constants. A test
+CUDA device of compute capability 9.0: once for each kernel, its dtypes and its switches. A test
 with a kernel that it refuses fails. It stops at its first form of the kernel, TTIR, which has all
 that the language forbids and takes a tenth of the time; what asks for too much shared memory, say,
 shows on a GPU. Nothing is loaded or run.
@@ -79,11 +79,9 @@ class Launch:
         """Of an interpreted kernel with what it was given."""
         values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         values = {name: _told(value) for name, value in values.items()}
-        # Numbers that are no constants make other code only where they are 1, or multiples of 16.
-        notes = kernel.fn.__annotations__
-        plain = {name for name in kernel.arg_names if "constexpr" not in str(notes.get(name))}
+        # Sizes make other code where a kernel asks for them, but drawn cases have hundreds.
         common = tuple(
-            (name, type(value) if name in plain and isinstance(value, (int, float)) else value)
+            (name, type(value) if type(value) in (int, float) else value)
             for name, value in values.items()
         )
         return cls(_named(kernel), values, common)
