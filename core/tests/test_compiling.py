@@ -70,8 +70,10 @@ def unwatched():
 
     watched = InterpretedFunction.run
     InterpretedFunction.run = inspect.unwrap(watched)
-    yield
-    InterpretedFunction.run = watched
+    try:
+        yield
+    finally:
+        InterpretedFunction.run = watched
 
 
 def test_what_the_compiler_refuses_is_told_once(kernels):

@@ -70,7 +70,8 @@ class Launch:
         """Whether something of it was made in a function, or in a module that no file has."""
         named = [self.kernel, *(x for x in self.values.values() if isinstance(x, Named))]
         return any(
-            "<locals>" in each.name or getattr(sys.modules[each.module], "__spec__", None) is None
+            "<locals>" in each.name
+            or getattr(sys.modules.get(each.module), "__spec__", None) is None
             for each in named
         )
 
