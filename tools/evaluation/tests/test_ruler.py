@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from topkv.errors import ConfigError
 from topkv_evaluation.tasks import scoring, words
-from topkv_evaluation.tasks.common_words import CommonWords
+from topkv_evaluation.tasks.common_words import CommonWords, Shape
 from topkv_evaluation.tasks.documents import read_documents
 from topkv_evaluation.tasks.ruler import MADE, OWN_TEXT, READ, SEED, scoring_of
 
@@ -152,6 +152,11 @@ def test_words_occur_as_often_as_they_should():
         assert len(sample.answers) == 10
         assert {counts.pop(word) for word in sample.answers} == {often}
         assert {*counts.values()} == {seldom}
+    # In bytes 4096 hold no list of the longer shape.
+    (sample,) = MADE["cwe"](lambda sample: len(sample.prompt), 4096, 1, 7)
+    assert 3000 < len(sample.prompt) + sample.new_tokens <= 4096
+    listed = sample.context.rsplit("Memorize the ones", 1)[1]
+    assert {len(re.findall(rf"\. {word}\b", listed)) for word in sample.answers} == {6}
     (sample,) = MADE["fwe"](count, 4096, 1, 7)
     coded = sample.context.rsplit("coded words. ", 1)[1].split(" ")
     counts = sorted(((coded.count(w), w) for w in {*coded} - {"..."}), reverse=True)
@@ -222,7 +227,7 @@ def test_bytes_make_a_length_too(tasks):
 
 
 def test_more_words_than_there_are():
-    (sample,) = CommonWords(often=2, seldom=1)(count, 80_000, 1, 0)
+    (sample,) = CommonWords(shape=Shape(2, 1))(count, 80_000, 1, 0)
     assert len(re.findall(r"\d+\.", sample.context)) > len(words.single_words())
     assert all("-" in answer for answer in sample.answers)
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from topkv.errors import ConfigError
 from topkv_evaluation.tasks.fitting import fitted, largest_size, total_of
 from topkv_evaluation.tasks.sample import Count, Sample
 from topkv_evaluation.tasks.words import compounds, single_words
@@ -24,25 +25,51 @@ SHORT = 4096
 
 
 @dataclass(frozen=True)
-class CommonWords:
-    """Lists of ``common`` words, ``often`` times each, and others, ``seldom`` times each.
+class Shape:
+    """How often words are listed.
 
-    Where RULER goes over to a list of English words that it keeps elsewhere, at more words than
-    there are nouns, adjectives and verbs, compounds of an adjective and a noun are listed.
+    Attributes:
+        often: times that each of the common words stands in the list.
+        seldom: times that each of the others does.
+        worked: the same of the worked example, behind the number of its words.
+    """
+
+    often: int = 30
+    seldom: int = 3
+    worked: tuple[int, int, int] = (40, 10, 3)
+
+
+BRIEF = Shape(6, 1, (20, 3, 1))
+
+
+@dataclass(frozen=True)
+class CommonWords:
+    """Lists of ``common`` words that stand there more often than the others.
+
+    RULER shapes lists by the length in tokens alone. Where a length holds no list of its shape,
+    as 4096 bytes don't, it has no sample; here one of the shape of short lengths is made. Where
+    RULER goes over to a list of English words that it keeps elsewhere, at more words than there
+    are nouns, adjectives and verbs, compounds of an adjective and a noun are listed.
     """
 
     common: int = 10
-    often: int = 30
-    seldom: int = 3
+    shape: Shape = Shape()
 
     def __call__(self, count: Count, length: int, samples: int, seed: int) -> list[Sample]:
         """Samples of at most ``length`` tokens, generated ones included; see ``sample.Count``."""
+        if length >= SHORT:
+            try:
+                return self._drawn(self.shape, count, length, samples, seed)
+            except ConfigError:
+                pass  # no list of this shape is short enough
+        return self._drawn(BRIEF, count, length, samples, seed)
+
+    def _drawn(
+        self, shape: Shape, count: Count, length: int, samples: int, seed: int
+    ) -> list[Sample]:
         rng = random.Random(seed)
         words = [*single_words()]
         random.Random(seed).shuffle(words)
-        short = length < SHORT
-        repeats = (6, 1) if short else (self.often, self.seldom)
-        worked = (20, 3, 1) if short else (40, 10, 3)
 
         def listed(size: int, often: int, seldom: int) -> tuple[str, list[str]]:
             pool: Sequence[str] = words if size <= len(words) else compounds()
@@ -52,9 +79,9 @@ class CommonWords:
             return numbered(named), drawn[: self.common]
 
         def make(size: int) -> Sample:
-            shown, best = listed(*worked)
+            shown, best = listed(*shape.worked)
             example = CONTEXT.format(context=shown) + QUESTION + PREFIX + " " + numbered(best)
-            text, answers = listed(size, *repeats)
+            text, answers = listed(size, shape.often, shape.seldom)
             context = f"{example}\n{CONTEXT.format(context=text)}"
             return Sample(context, QUESTION, PREFIX, tuple(answers), NEW_TOKENS)
 
