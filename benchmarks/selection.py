@@ -1,13 +1,17 @@
 """Scoring and selection of every algorithm per layer-step, through the host pool, in a graph.
 
     python benchmarks/selection.py --out benchmarks/results/selection.jsonl
+    python benchmarks/selection.py --stages --out benchmarks/results/stages.jsonl
 
 One sparse layer of Llama-3.1-8B's geometry (32 query and 8 kv-heads x 128, bf16) in a coordinator:
 random keys and values fill the host pool chunk by chunk, as a prefill would, and decode rows
 follow. Captured and replayed: ``score_us`` the scoring kernels; ``select_us`` update and
 selection; ``layer_us`` append, update, selection, plan, load and attention where all selected
 units are in the buffer. ``bytes`` is what scoring must read, ``bound_us`` the time that a plain
-sum of the same run takes for as many; ``times_bound`` is scoring over that.
+sum of the same run takes for as many; ``times_bound`` is scoring over that. With ``--stages`` each
+row is Quest with other stages behind it, and bytes and bound are of what the stages read: all
+units where they correct, candidates where they refine. What a stage costs is the difference of its
+``layer_us`` to that of no stage.
 """
 
 from __future__ import annotations
@@ -21,12 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
 from topkv.layers import LayerPath
 from topkv.plugins import registry
+from topkv.plugins.contract import has_hook
+from topkv.staged import Staged
 from topkv.testing.timing import graph_us
 from topkv.types import ModelShape
 
@@ -37,12 +43,17 @@ LONG, SHORT = (32768, 131072), (4096,)
 
 @frozen
 class Case:
-    """An algorithm with parameters, and the contexts and budget in tokens that it is timed at."""
+    """An algorithm with parameters, and the contexts and budget in tokens that it is timed at.
+
+    Attributes:
+        more: of ``SparseConfig``: stages say.
+    """
 
     algorithm: str
     params: dict[str, Any]
     contexts: tuple[int, ...] = LONG
     budget: int = 2048
+    more: dict[str, Any] = field(factory=dict)
 
 
 CASES = [
@@ -56,6 +67,19 @@ CASES = [
     Case("clusterkv", {}),
     Case("snapkv", {"generated": 32}),
     Case("streaming_llm", {}),
+]
+STAGED = [
+    Case("quest", {}, more=more)
+    for more in (
+        {},
+        {"stages": [{"name": "top_p"}]},
+        {"stages": [{"name": "top_p", "params": {"widen": 2}}]},
+        {"stages": [{"name": "head_sparsity"}]},
+        {"stages": [{"name": "residual"}]},
+        {"stages": [{"name": "residual", "params": {"variance": True}}]},
+        {"stages": [{"name": "skip_softmax"}]},
+        {"stages": [{"name": "keydiff", "params": {"tokens": 131072 + 4096}}]},
+    )
 ]
 
 
@@ -75,6 +99,7 @@ def make(case: Case, requests: int) -> SparseCoordinator:
         backend="triton_attention",
         budget=case.budget,
         dense_layers=(),
+        **case.more,
         max_requests=requests,
         max_tokens=requests * tokens,
         max_request_tokens=tokens,
@@ -113,6 +138,21 @@ def must_read(path: LayerPath, tokens: int, slots: list[int]) -> int:
     return total
 
 
+def stages_read(path: LayerPath, tokens: int, batch: int) -> int:
+    """Bytes that stages have to read of what they keep."""
+    total, links = 0, path.algorithm.links if isinstance(path.algorithm, Staged) else ()
+    for link in links:
+        group, units = link.group, tokens // link.group.unit
+        if link.candidates is not None:
+            units = min(units, link.candidates.shape[1])
+        elif not has_hook(link.stage, "correct"):
+            units = 0
+        for spec in link.spec.representations:
+            if spec.grain != "request":
+                total += spec.bytes * units * (1 if spec.grain == "unit" else group.unit) * batch
+    return total
+
+
 def scorer(path: LayerPath, q: torch.Tensor) -> Callable[[], object] | None:
     """The scoring kernels alone, where an algorithm has some."""
     names = ("lane_scores", "score")  # of a ScoredUnits, and of others
@@ -133,7 +173,8 @@ def cell(
         path.algorithm.retrieve_topk(path.view, q.unsqueeze(1), None, path.lanes.ids)
 
     score = scorer(path, q)
-    moved = must_read(path, tokens, slots)
+    staged = isinstance(path.algorithm, Staged)
+    moved = stages_read(path, tokens, len(slots)) if staged else must_read(path, tokens, slots)
     bound = moved / read_gbs / 1e3
     scoring = per_call(score) if score else None
     figures: dict[str, object] = {
@@ -142,7 +183,7 @@ def cell(
         "layer_us": round(per_call(partial(coordinator.attention, 0, q, k, v, out=out)), 2),
         "bytes": moved,
         "bound_us": round(bound, 2),
-        "times_bound": scoring and round(scoring / bound, 2),
+        "times_bound": scoring and bound and round(scoring / bound, 2),
     }
     coordinator.forward_abort()
     return figures
@@ -160,6 +201,7 @@ def measure(case: Case, batches: list[int], read_gbs: float) -> Iterator[dict[st
                 "params": case.params,
                 "tokens": context,
                 "budget": case.budget,
+                **case.more,
                 "requests": batch,
                 "host_gib": round(coordinator.memory().host / 2**30, 2),
                 **cell(coordinator, slots[:batch], context, read_gbs),
@@ -178,6 +220,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write JSON lines here as well")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--only", nargs="+", help="algorithms to time")
+    parser.add_argument("--stages", action="store_true", help="what stages cost, behind Quest")
     options = parser.parse_args()
     torch.manual_seed(0)
     ceiling = read_gbs()
@@ -185,7 +228,7 @@ def main() -> None:
         {"device": torch.cuda.get_device_name(), "read_gbs": round(ceiling, 1)}
     ]
     print(lines[0])
-    for case in CASES:
+    for case in STAGED if options.stages else CASES:
         if options.only and case.algorithm not in options.only:
             continue
         for line in measure(case, sorted(options.requests), ceiling):
