@@ -37,7 +37,11 @@ class Driver:
         self.slots.append(self.call("request_begin"))
 
     def forward(self, decode=(), chunks=(), layers=range(LAYERS), drop=False):
-        """One forward, whose layers are called in this order."""
+        """One forward, whose layers are called in this order.
+
+        Args:
+            drop: end it by ``forward_abort``; ``"offloaded"``: as a captured step may be.
+        """
         if isinstance(self.call("forward_begin", list(decode), list(chunks)), str):
             return
         self.select(len(decode))
@@ -47,7 +51,11 @@ class Driver:
             k, v = torch.randn(2, count, KV_HEADS, DIM, generator=self.random)
             for each, outputs in zip(self.coordinators, self.outputs, strict=True):
                 device = each.config.device
-                outputs.append(each.attention(layer, *(x.to(device) for x in (q, k, v))))
+                given = q.to(device, copy=True), k.to(device), v.to(device)
+                outputs.append(each.attention(layer, *given))
+                given[0].fill_(float("nan"))  # a model may write over it
+        if drop == "offloaded":
+            self.call("offload")
         self.call("forward_abort" if drop else "forward_end")
         for each in self.coordinators:
             for layer in SPARSE:
@@ -58,8 +66,9 @@ class Driver:
         for layer in SPARSE:
             ids = torch.randint(-1, 20, (rows * KV_HEADS, 3), generator=self.random).int()
             for each in self.coordinators:
-                chosen = each.layers[layer].algorithm.next_ids
-                chosen[layer] = ids.to(each.config.device)
+                path = each.layers[layer]
+                some = ids[:, : path.selector.view.group.select]  # one less, if ahead
+                path.algorithm.next_ids[layer] = some.to(each.config.device)
 
     def compare(self):
         first, *others = ([out.cpu() for out in outputs] for outputs in self.outputs)

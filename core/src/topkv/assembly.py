@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from attrs import frozen
 
+from topkv.carrying import Carrying
 from topkv.config import LoweredConfig, LoweredGroup
 from topkv.errors import CONFIG_REFUSED, ConfigError, DeviceMemoryError
 from topkv.hooks.algorithm import Algorithm, AlgorithmSetup, AlgorithmSpec
@@ -124,11 +125,10 @@ class Tensors:
             raise
 
     def _allocate(self, config: LoweredConfig, plugins: Plugins, device: torch.device) -> None:
-        max_pages = config.max_request_tokens // config.page_tokens
         self.uploader = StepUploader(
             [(group.shape.unit, group.tail == "selectable") for group in config.groups],
             max_batch=config.max_requests,
-            shape=(config.max_requests, max_pages),
+            shape=(config.max_requests, config.max_request_tokens // config.page_tokens),
             device=device,
         )
         self.lanes = [
@@ -145,8 +145,7 @@ class Tensors:
 
     def memory(self, plugins: Plugins) -> MemoryReport:
         """Bytes of these tensors and of the scratch of plugins."""
-        selectors = [selector for _, selector in self.views.values()]
-        holders = [self.lanes, selectors, plugins.algorithms, plugins.backends]
+        holders = [self.lanes, self.views, plugins.algorithms, plugins.backends]
         return count_memory(self.manager, self.uploader, holders)
 
 
@@ -170,7 +169,7 @@ def _selector(
         return Selector(view, lanes, prompts)
     if tokens:
         return Regranulated(config, view, lanes, algorithm, group.indexed, tokens, extra)
-    return Own(config, view, lanes, algorithm, group.indexed)
+    return (Carrying if group.ahead else Own)(config, view, lanes, algorithm, group.indexed)
 
 
 def allocate(config: LoweredConfig, plugins: Plugins) -> Tensors:

@@ -20,7 +20,6 @@ from topkv.checks import check_begin, check_end, check_held, check_idle, check_r
 from topkv.config import LoweredConfig
 from topkv.dropping import Dropping
 from topkv.errors import DeviceMemoryError, RequestError, TopkvError, is_out_of_memory
-from topkv.lanes import LaneBuffers
 from topkv.layers import Forward, LayerPath
 from topkv.memory import SparseKVCacheManager
 from topkv.observers import Observers
@@ -166,14 +165,14 @@ class SparseCoordinator:
             raise RequestError("attention belongs between forward_begin and forward_end")
         forward.called.add(layer)
         check_rows(forward, self.model, q, k, v)
-        path = self._path(layer)
+        path = self.layers[layer - self.model.first_layer]
         if out is None:
             out = q.new_empty((*q.shape[:-1], self.model.out_dim))
         batch = len(forward.rows)
         if batch:
             own = None if index is None else index.rows(slice(0, batch))
-            self.attention_begin(layer, q[:batch], k[:batch], v[:batch], own)
-            self._attend(layer, q[:batch], out[:batch], sinks)
+            self._select(path, q[:batch], k[:batch], v[:batch], own)
+            self._attend(path, q[:batch], out[:batch], sinks)
         for chunk in forward.chunks:
             if chunk.tokens:
                 rows = chunk.rows
@@ -182,18 +181,10 @@ class SparseCoordinator:
         forward.attended.add(layer)
         return out
 
-    def attention_begin(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: Index | None = None
-    ) -> LaneBuffers:
-        """Append, select, plan, load and adapt: for engines with kernels of their own.
-
-        Args:
-            layer, q, k, v, index: as in ``attention``, of the decode rows alone.
-
-        Returns:
-            Lane buffers, whose ``tables`` index the layer's ``k_slots`` and ``v_slots``.
-        """
-        path, lanes = self._path(layer), self._path(layer).lanes
+    @staticmethod
+    def _select(path: LayerPath, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> None:
+        """Append the new tokens, and let ``lanes.tables`` name what they attend to."""
+        lanes = path.lanes
         k, v = path.format.round(k, v, lanes.packed)
         path.transfer.append(path.view, *path.format.encode(k, v, lanes.packed))
         if path.selector:
@@ -201,23 +192,20 @@ class SparseCoordinator:
             path.loads.plan()
             path.loads.load()
             path.backend.adapt_page_table(path.view, path.loads.found, lanes.tables)
-        return lanes
 
-    def _attend(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None) -> None:
-        path, lanes = self._path(layer), self._path(layer).lanes
-        queries, rows = q.unsqueeze(1), out.unsqueeze(1)
+    @staticmethod
+    def _attend(path: LayerPath, q: Tensor, out: Tensor, sinks: Tensor | None) -> None:
+        lanes, queries, rows = path.lanes, q.unsqueeze(1), out.unsqueeze(1)
         path.backend.attend(queries, path.k_slots, path.v_slots, lanes.tables, rows, lanes.lse)
         if path.selector:
             path.selector.correct(queries, rows, lanes.lse)
         if sinks is not None:
             add_sinks(rows, lanes.lse, sinks)
 
-    def _path(self, layer: int) -> LayerPath:
-        return self.layers[layer - self.model.first_layer]
-
     def offload(self) -> None:
         """Copy the units that this step's decode rows filled to the host. Capturable."""
-        for transfer in self.transfers:
+        for lanes, transfer in zip(self.lanes, self.transfers, strict=True):
+            lanes.side.join()  # nothing is on its way when a step has ended
             transfer.offload()
 
     def forward_end(self, offloaded: bool = False) -> None:
@@ -235,6 +223,8 @@ class SparseCoordinator:
         check_end(forward, self.model)
         if len(forward.rows) and not offloaded:
             self.offload()
+        for lanes in self.lanes:
+            lanes.end()
         if forward.chunks:
             self.prefill.join()
         self.requests.advance(forward)
@@ -279,9 +269,10 @@ class SparseCoordinator:
                     self.prefill.settle(path, slot, since, int(length))
             requests.settled[groups, slot] = requests.length[slot]
         slots = slots[fresh]
-        requests.fresh[slots], requests.prompt[slots] = False, requests.length[slots]
+        requests.prompt[slots] = requests.length[slots]
         if len(slots):
             self._warm(slots)
+        requests.fresh[slots] = False
 
     def _warm(self, slots: np.ndarray) -> None:
         """Load what the last query of each prompt selects, so that decoding starts with hits."""

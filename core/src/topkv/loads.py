@@ -9,7 +9,7 @@ and no bit of an output changes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class Bound(Protocol):
     view: LayerView
     transfer: Transfer
     lanes: LaneBuffers
+    selector: Any
     loads: Loads
 
 
@@ -89,8 +90,7 @@ class SharedLoads(Loads):
     Args:
         path: of the layer.
         others: of the layers that share what it selects.
-        side: the stream that copies what they miss. All of a group's plans are in one order, for
-            they count with the same stamps: the next layer that selects waits for all of them.
+        side: the stream that copies what they miss.
     """
 
     def __init__(self, path: Bound, others: Sequence[LoadsAhead], side: SideStream) -> None:
@@ -102,6 +102,21 @@ class SharedLoads(Loads):
         with self._side.behind():  # its own misses have the link first
             for each in self._others:
                 each.begin()
+
+
+class LoadsOfNext(Loads):
+    """Plans and loads of what a layer will attend to in the next step, see ``topkv.carrying``.
+
+    Args:
+        path: of the layer, whose selector says what is ``planned``.
+    """
+
+    def __init__(self, path: Bound) -> None:
+        super().__init__(path, 1)
+
+    def plan(self) -> None:
+        view, limit = self.path.view, self.path.lanes.limit
+        self.path.transfer.plan(view, self.path.selector.planned, limit, self.found)
 
 
 class TimedLoads(Loads):
@@ -140,6 +155,8 @@ def bind_loads(config: LoweredConfig, store: GroupStore, paths: Sequence[Bound])
         of[first].loads = SharedLoads(of[first], ahead, lanes.side) if ahead else Loads(of[first])
         for each in ahead:
             each.path.loads = each
+        if config.groups[lanes.index].ahead:
+            of[first].selector.loads = LoadsOfNext(of[first])
     if config.stall_times and lanes.sparse:
         device = store.counters.device
         clock: Clock = DeviceClock() if device.type == "cuda" else HostClock()

@@ -73,17 +73,18 @@ class SparseKVCacheManager:
     def layer_views(self, index: int, step: StepTensors) -> list[tuple[LayerView, LayerView]]:
         """For each layer of a group the view of transfer and backend, and that of the algorithm.
 
-        They are one, unless selections are regranulated: then the algorithm's is in tokens.
+        They differ where selections are regranulated, and the algorithm's is in tokens, or ahead.
         """
         store, pools = self.stores[index], self.representations[index]
         group, views = self.config.groups[index], []
         for place, layer in enumerate(store.group.layers):
             rings, held = store.ring_views(place), store.unit_slot[place]
             own = pools.of_layer(layer)
-            view = selecting = LayerView(layer, place, store.group, step, *rings, own, held)
+            view = LayerView(layer, place, store.group, step, *rings, own, held)
+            selecting = evolve(view, group=group.selected_as)
             if group.regranulated:
                 none = view.ring_k[:, :, :0, :, :1]
-                selecting = evolve(view, group=group.selected_as, ring_k=none, ring_v=none)
+                selecting = evolve(selecting, ring_k=none, ring_v=none)
             views.append((view, selecting))
         return views
 

@@ -14,7 +14,8 @@ class Plans:
     """Allocates them, and cuts them to the lanes of a forward.
 
     Args:
-        group: a layer that selects for itself has one, and so has each that shares with it.
+        group: a layer that selects for itself has one, and so has each that shares with it. If
+            layers select ahead, the next step has one, too.
         lanes: most lanes of a forward.
         device: where they lie.
     """
@@ -32,7 +33,7 @@ class Plans:
                 miss_slots=ints(lanes, select),
                 misses=ints(lanes),
             )
-            for _ in range(max(map(len, group.turns), default=0))
+            for _ in range(max(map(len, group.turns), default=0) + group.ahead)
         ]
 
     def narrow(self, lanes: int) -> list[Plan]:

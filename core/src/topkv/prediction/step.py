@@ -186,4 +186,4 @@ def _per_request(pools: RepresentationPools) -> int:
 def _lane_bytes(shape: GroupShape, units: int) -> int:
     """Bytes of a lane in all layers: its buffer, ring and maps, see ``topkv.kv.store``."""
     maps = 4 * units + 8 * shape.buffer_slots + 48
-    return len(shape.layers) * (shape.slots * shape.entry_bytes + maps) + 4 * shape.slots
+    return len(shape.layers) * (shape.slots * (shape.entry_bytes + 4) + maps)

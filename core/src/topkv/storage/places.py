@@ -33,6 +33,8 @@ def layout_of(config: LoweredConfig, manager: SparseKVCacheManager) -> dict[str,
             "params": {name: repr(value) for name, value in sorted(group.params.items())},
             "stages": [repr(stage) for stage in group.stages],
             "budget": group.budget,
+            "selecting": list(group.selecting),
+            "ahead": group.ahead,
             "residency": group.shape.residency,
             "entry": [group.shape.lane_heads, *group.shape.entry_shape],
             "pools": {

@@ -25,6 +25,7 @@ from attrs import frozen
 from torch import Tensor
 
 from topkv import SparseCoordinator
+from topkv.carrying import Carrying
 from topkv.config import LoweredGroup
 from topkv.layers import LayerPath
 from topkv.selectors import Own
@@ -132,8 +133,39 @@ class DriftingSelector:
         self._over()
 
     def _over(self) -> None:
-        lanes = self.lanes
-        self._write(lanes.ids, lanes.step.slots, lanes.step.lengths, lanes.limit)
+        self._write_to(self.lanes.ids)
+
+    def _write_to(self, ids: Tensor) -> None:
+        step = self.lanes.step
+        self._write(ids, step.slots, step.lengths, self.lanes.limit)
+
+
+class DriftingAhead(DriftingSelector):
+    """The same of a selector that selects for the next step: what it keeps is written over.
+
+    Args:
+        path, units, rate, impl: as of ``DriftingSelector``.
+        selector: one of ``topkv.carrying``. Calls this for what it retrieves from now on.
+    """
+
+    def __init__(
+        self, path: LayerPath, selector: Carrying, units: int, rate: int, impl: str
+    ) -> None:
+        super().__init__(path, selector, units, rate, impl)
+        self._retrieve = selector.retrieve
+        selector.retrieve = self._over_next  # type: ignore[method-assign]
+
+    def select(self, *arguments: Any) -> None:
+        """Take what the step before has kept. Hot."""
+        self.selector.select(*arguments)
+
+    def warm(self) -> None:
+        """Select as ever, which comes by ``_over_next``."""
+        self.selector.warm()
+
+    def _over_next(self, q: Tensor) -> None:
+        self._retrieve(q)
+        self._write_to(self.selector.coming)
 
 
 @frozen
@@ -171,8 +203,9 @@ def drifting(coordinator: SparseCoordinator, drift: float, context: int) -> Iter
             group = coordinator.config.groups[path.lanes.index]
             units = selectable(group, context)
             replaced.append((path, selector))
-            shares.append(effective(drift, group.shape.select, units))
-            path.selector = DriftingSelector(  # type: ignore[assignment]
+            shares.append(effective(drift, group.shape.select - group.ahead, units))
+            kind = DriftingAhead if isinstance(selector, Carrying) else DriftingSelector
+            path.selector = kind(  # type: ignore[assignment]
                 path, selector, units, rate_of(drift), coordinator.config.impl
             )
     try:
@@ -180,6 +213,7 @@ def drifting(coordinator: SparseCoordinator, drift: float, context: int) -> Iter
     finally:
         for path, selector in replaced:
             path.selector = selector
+            vars(selector).pop("retrieve", None)
 
 
 def selectable(group: LoweredGroup, tokens: int) -> int:

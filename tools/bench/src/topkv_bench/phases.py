@@ -46,6 +46,8 @@ _CORE = {
     "adapt_kernel": "adapt",
     "regranulate_kernel": "select",
     "select_kernel": "select",
+    "take_kernel": "select",
+    "keep_kernel": "select",
     "walk_kernel": "select",
     "drift_kernel": "select",
 }

@@ -13,7 +13,7 @@ from topkv.errors import ConfigError, PluginError
 from topkv.plugins import PluginRegistry
 
 EXACT = "exact"
-SETTINGS = ("unit", "scope", "buffer", "eviction", "host_format", "stages", "share")
+SETTINGS = ("unit", "scope", "buffer", "eviction", "host_format", "stages", "share", "ahead")
 """Keys behind an algorithm that set topkv, unless the algorithm has a parameter of that name."""
 
 LEAST_BUFFER = 256

@@ -72,8 +72,8 @@ from topkv_evaluation.tasks.splits import MOST, STARTS, TUNING
     multiple=True,
     show_default=f"{ALGORITHMS.format(steps=LEAST_STEPS)}; {INDEXED} if the model has an indexer",
     help="name:key=value,key=value,name; keys: parameters, unit, scope, buffer, eviction, "
-    "host_format, share, stages (NAME/key=value+NAME). ROW@name:... names its row; {steps} is "
-    "what the longest question needs.",
+    "host_format, share, ahead, stages (NAME/key=value+NAME). ROW@name:... names its row; {steps} "
+    "is what the longest question needs.",
 )
 @click.option(
     "--contexts", help="Tokens of the contexts, 8192,16384 by default; a file has its own."
