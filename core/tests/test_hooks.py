@@ -12,7 +12,7 @@ from topkv.hooks.discovery import OPTIONAL
 from topkv.plugins.contract import spec_functions
 
 EXPECTED = {
-    (2, 3): {
+    (2, 4): {
         "algorithm.spec": "self",
         "algorithm.construct": "self layer slot start k v q lse",
         "algorithm.settle": "self layer slot since length history",
@@ -79,7 +79,7 @@ SETUPS = {
     "topk": ("TopKSetup", "rows columns select device"),
     "engine": ("EngineSetup", "registry"),
     "observer": ("ObserverSetup", "config"),
-    "storage": ("StorageSetup", "params object_bytes memory"),
+    "storage": ("StorageSetup", "params object_bytes memory quota_of"),
 }
 
 

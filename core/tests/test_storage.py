@@ -7,20 +7,23 @@ import time
 
 import pytest
 import torch
+from attrs import evolve
 
 from topkv.config.storages import StorageSettings
+from topkv.entries import Capabilities
 from topkv.errors import ConfigError, HostMemoryError
 from topkv.storage import calls
 from topkv.storage.fetching import Fetch
+from topkv.storage.objects import owner_of
 from topkv.testing.machines.engine_pages import SHAPE, run_forward
-from topkv.testing.machines.lifecycle_model import DIM, HEADS, LAYERS, make_coordinator
+from topkv.testing.machines.lifecycle_model import DIM, HEADS, LAYERS, doubles, make_coordinator
 from topkv.testing.machines.storage import (
     run_evicted,
     run_overtaken,
     run_reloaded,
     run_storage,
 )
-from topkv.testing.models.storage_doubles import SHELVES, Shelf
+from topkv.testing.models.storage_doubles import SHELF, SHELVES, Shelf
 from topkv.testing.tiers import tier
 
 PROMPT = list(range(100, 130))
@@ -161,6 +164,34 @@ def test_tenants_and_what_was_forgotten_find_nothing(make):
     kept = make()
     kept.prefixes.forget(stored=False)
     assert run(kept)[0] == 28
+
+
+def test_tenants_stay_within_their_quotas(make, shelf):
+    """In the storage; of one that is not named as much as ``"*"`` says."""
+    plain = make()
+    run(plain)
+    stored(plain)
+    size = max(map(len, shelf.objects.values()))
+    shelf.objects.clear()
+    coordinator = make(quotas={"a": 3 * size, "*": 5 * size})
+    for tenant in ("b", "a", "c", "", "a"):
+        with coordinator.prefixes.tenant(tenant):
+            for first in (100, 200):
+                run(coordinator, list(range(first, first + 30)))
+                stored(coordinator)
+    counts = {
+        tenant: sum(key.startswith(owner_of(tenant)) for key in shelf.objects)
+        for tenant in ("a", "b", "c", "", "*")
+    }
+    assert counts == {"a": 3, "b": 5, "c": 5, "": 5, "*": 0}
+    assert sum(counts.values()) == len(shelf.objects)
+
+
+def test_quotas_want_a_storage_that_keeps_them(make):
+    plain = evolve(SHELF, name="plain", capabilities=Capabilities(tiers=("cpu",)))
+    storage = {"name": "plain", "quotas": {"a": "1GiB"}}
+    with pytest.raises(ConfigError, match="quotas must be left out"):
+        make_coordinator(tier("cpu"), registry=doubles(plain), prefix_cache="all", storage=storage)
 
 
 def test_a_prompt_that_may_not_wait_is_computed(make, shelf):
@@ -379,6 +410,8 @@ def test_an_interrupt_leaks_nothing(make, shelf, monkeypatch):
         ({}, "storage: name is missing"),
         ({"name": "shelf", "write": "behind"}, "storage: write must be one of 'write_through'"),
         ({"name": "shelf", "wait": 3}, "storage: unknown key 'wait'; did you mean 'wait_s'"),
+        ({"name": "shelf", "quotas": {"a": "much"}}, "storage: quotas: 'a' must be"),
+        ({"name": "shelf", "quotas": []}, "storage: quotas must be a mapping of tenants"),
         ({"name": "shelf", "wait_s": -1}, "storage: wait_s must be a number of seconds"),
         ({"name": "shelves"}, "unknown storage 'shelves': installed of kind storage: shelf"),
         ({"name": "shelf", "params": {"board": 1}}, "unknown parameter 'board' of topkv-doubles"),

@@ -130,6 +130,38 @@ class OneForAll(ShelfStorage):
         super().__init__(evolve(setup, params={"shelf": "mutants"}))
 
 
+class NoQuotas(ShelfStorage):
+    """An owner keeps whatever it has stored."""
+
+    def _keep_quota(self, owner):
+        """Nothing goes."""
+
+
+class AnyoneLoses(ShelfStorage):
+    """Room for an owner is made of what was stored first, whoever's it is."""
+
+    def _keep_quota(self, owner):
+        quota = self.quota_of(owner) if self.quota_of else None
+        own = [each for key, each in self.shelf.objects.items() if key.startswith(owner)]
+        if quota is not None and sum(map(len, own)) > quota:
+            del self.shelf.objects[next(iter(self.shelf.objects))]
+
+
+class CountsItsOwn(ShelfStorage):
+    """What another one has stored for an owner is not counted."""
+
+    def __init__(self, setup):
+        super().__init__(setup)
+        self.old = {*self.shelf.objects}
+
+    def _keep_quota(self, owner):
+        held = self.shelf.objects
+        self.shelf.objects = {key: one for key, one in held.items() if key not in self.old}
+        super()._keep_quota(owner)
+        self.shelf.objects = {key: held[key] for key in held
+                              if key in self.old or key in self.shelf.objects}  # fmt: skip
+
+
 def _mutant(broken: type, test: str) -> Mutant:
     clean, entry = (
         evolve(SHELF, name=cls.__name__.lower(), factories=f"{cls.__module__}:{cls.__name__}")
@@ -150,5 +182,8 @@ MUTANTS = [
     _mutant(KeepsDeleted, "it_holds_what_a_dict_would"),
     _mutant(CountsPuts, "the_first_put_stays"),
     _mutant(ForgetsAtTheEnd, "another_one_finds_what_was_stored"),
+    _mutant(NoQuotas, "an_owner_stays_within_its_quota"),
+    _mutant(AnyoneLoses, "an_owner_stays_within_its_quota"),
+    _mutant(CountsItsOwn, "an_owner_stays_within_its_quota"),
     _mutant(OneForAll, "two_that_are_empty_share_nothing"),
 ]

@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-HOOK_API = (2, 3)
+HOOK_API = (2, 4)
 """(major, minor) of the hook specs of this core. A plugin of the same major and of a minor that
 is not newer loads; every other is refused before its code is imported."""
 
@@ -75,6 +75,7 @@ class Capabilities:
         capture: every decode method can be captured in a CUDA graph. ``LoweredConfig.capturable``
             says whether that holds for all plugins of a configuration.
         host_memory: the backend can read pages that lie in mapped host memory.
+        quotas: the storage keeps each owner of objects within its quota.
         tiers: of ``TIERS``, where the plugin runs.
         traits: of ``TRAITS``, what an algorithm promises.
     """
@@ -94,6 +95,7 @@ class Capabilities:
     lse: bool = True
     capture: bool = True
     host_memory: bool = False
+    quotas: bool = False
     tiers: tuple[str, ...] = TIERS
     traits: tuple[str, ...] = ()
 

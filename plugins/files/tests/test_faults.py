@@ -16,8 +16,8 @@ import pytest
 from click.testing import CliRunner
 
 from topkv.errors import ConfigError
-from topkv.hooks.storage import StorageSetup
-from topkv.storage.objects import HEADER, problem_of, write_header
+from topkv.hooks.storage import OWNER_BYTES, StorageSetup
+from topkv.storage.objects import HEADER, owner_of, problem_of, write_header
 from topkv_files import folder as folders
 from topkv_files.commands import storage as command
 from topkv_files.storage import FilesStorage
@@ -250,6 +250,69 @@ def test_parameters_that_are_wrong_are_refused(tmp_path, params, reason):
 
 def run(*arguments):
     return CliRunner().invoke(command, [*map(str, arguments)], catch_exceptions=False)
+
+
+def key_for(tenant, number):
+    return owner_of(tenant) + number.to_bytes(32 - OWNER_BYTES, "big")
+
+
+def limited(path, quotas, **params):
+    setup = {"path": path, "limit": None, "sync": False, **params}
+    owners = {owner_of(tenant): size for tenant, size in quotas.items()}
+    memory = np.zeros(0, dtype=np.uint8)
+    return FilesStorage(StorageSetup(setup, SIZE + HEADER, memory, owners.get))
+
+
+def place_of(size):
+    return [np.ones(size, dtype=np.uint8)]
+
+
+def test_an_owner_loses_what_went_unused_longest(tmp_path):
+    """And is told what of a batch its quota has no room for."""
+    storage = limited(tmp_path, {"a": 4000})
+    keys = [key_for("a", n) for n in range(4)]
+    assert storage.put(keys, [place_of(900)] * 4) == [True] * 4
+    assert storage.get(keys[:1], [place_of(900)]) == [True]
+    assert storage.put([key_for("b", 0)], [place_of(9000)]) == [True]
+    assert storage.put([key_for("a", 4)], [place_of(900)]) == [True]
+    assert [storage.exists([key]) for key in keys] == [1, 1, 1, 0]  # the first of a batch is newer
+    more = [key_for("a", n) for n in range(10, 16)]
+    done = storage.put(more, [place_of(900)] * 6)
+    assert done == [bool(storage.exists([key])) for key in more]
+    assert done == [True] * 4 + [False] * 2
+    assert storage.exists([key_for("b", 0)])
+
+
+def test_quotas_and_the_limit_hold_together(tmp_path):
+    storage = limited(tmp_path, {"a": 4000}, limit=8000)
+    for number in range(20):
+        for tenant in ("a", "b"):
+            storage.put([key_for(tenant, number)], [place_of(1000)])
+        held = [sum(key.startswith(owner_of(tenant)) for key in found_in(tmp_path))
+                for tenant in ("a", "b")]  # fmt: skip
+        assert held[0] <= 4
+        assert sum(held) <= 8
+    assert held[1] >= 4
+
+
+def found_in(path):
+    return [held.key for held in folders.Folder(path).held()]
+
+
+def test_commands_know_tenants(tmp_path):
+    storage = limited(tmp_path, {})
+    for tenant, count in (("a", 3), ("b", 2)):
+        for number in range(count):
+            key = key_for(tenant, number)
+            header, body = np.zeros(HEADER, dtype=np.uint8), np.zeros(10, dtype=np.uint8)
+            write_header(header, key, bytes(32), [body])
+            storage.put([key], [[header, body]])
+    (listed,) = json.loads(run("ls", tmp_path, "--tenant", "a", "--json").stdout)
+    assert listed["pages"] == 3
+    run("prune", tmp_path, "--tenant", "a", "--limit", HEADER + 10)
+    assert len(found_in(tmp_path)) == 3
+    run("prune", tmp_path, "--tenant", "b", "--days", 0)
+    assert [key[:OWNER_BYTES] for key in found_in(tmp_path)] == [owner_of("a")]
 
 
 def test_commands_list_check_and_prune(tmp_path):

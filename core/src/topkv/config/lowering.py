@@ -171,6 +171,11 @@ def _store(known: Resolver, lowered: LoweredConfig) -> LoweredConfig:
             "'prompt' or 'all'"
         )
     plugin = known.plugin("storage", asked.name)
+    if asked.quotas and not plugin.capabilities.quotas:
+        known.reasons.append(
+            f"storage: quotas must be left out, for {plugin.who} keeps none; choose a storage "
+            "that does, or bound all tenants together by its own parameters"
+        )
     names = plugin.entry.parameters if plugin.entry else asked.params
     known.reasons += [
         f"unknown parameter {shown(name)} of {plugin.who}; {near(name, names)}"

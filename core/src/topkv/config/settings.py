@@ -140,7 +140,7 @@ class Settings(Generic[Unset, Size]):
     ``wait_s_per_1k``, ``least_tokens``, ``limit_s`` and ``queue``, which the page on prefixes
     explains. Nowhere by default; needs ``prefix_cache``."""
 
-    host_quotas: Mapping[str, int | str] | None = setting(storages.host_quotas)
+    host_quotas: Mapping[str, int | str] | None = setting(storages.quotas)
     """how much may be kept in host memory for each tenant (``Prefixes.tenant``), of pages that no
     request holds: a mapping of names to bytes or a text such as ``"4GiB"``, with ``"*"`` for those
     that it does not name. Who has no quota keeps what room there is; needs ``prefix_cache``."""

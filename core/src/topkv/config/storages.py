@@ -1,5 +1,5 @@
 """The settings ``storage``: which one, what goes to it, and how long a prompt waits for it; and
-``host_quotas``."""
+quotas, of it and of the host pool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from topkv.messages import shown
 
 WRITES = ("write_through", "write_through_selective", "write_back")
 ANYBODY = "*"
-"""Who has no quota of its own, in the setting ``host_quotas``."""
+"""Who has no quota of its own."""
 
 FETCHES = ("timeout", "wait_complete", "best_effort")
 
@@ -23,6 +23,25 @@ def seconds(value: Any) -> float:
     right = type(value) in (int, float) and 0 <= value <= 86400
     need(right, "be a number of seconds, at most a day", value)
     return float(value)
+
+
+def quotas(value: Any) -> dict[str, int]:
+    """A check: gives bytes by tenant, or raises ``Refused`` with every reason."""
+    right = isinstance(value, Mapping) and value and all(isinstance(name, str) for name in value)
+    need(bool(right), "be a mapping of tenants such as {'acme': '4GiB', '*': '1GiB'}", value)
+    good, reasons = {}, []
+    for name, size in value.items():
+        try:
+            good[name] = checks.byte_size(size)
+        except ValueError as error:
+            reasons.append(f": {shown(name)} {error}")
+    if reasons:
+        raise checks.Refused(reasons, None)
+    return good
+
+
+def _optional(check: checks.Check) -> checks.Check:
+    return lambda value: None if value is None else check(value)
 
 
 def _key(check: checks.Check, default: Any) -> Any:
@@ -46,6 +65,8 @@ class StorageSettings:
         least_tokens: for fewer nobody asks.
         limit_s: seconds after which a single call counts as hung, whatever the policy.
         queue: bytes of copies that may wait to be stored; what is beyond is not stored.
+        quotas: most bytes of each tenant in it, ``"*"`` for those that are not named; None for any
+            number. The plugin has to keep quotas.
     """
 
     name: str = _key(checks.plugin, "")
@@ -57,6 +78,7 @@ class StorageSettings:
     least_tokens: int = _key(checks.count, 256)
     limit_s: float = _key(seconds, 30.0)
     queue: int = _key(checks.byte_size, 4 << 30)
+    quotas: Mapping[str, int] | None = _key(_optional(quotas), None)
 
     def __str__(self) -> str:
         return f"{self.name}, {self.write}, {self.fetch}"
@@ -77,18 +99,3 @@ def storage(value: Any) -> StorageSettings:
     if reasons:
         raise checks.Refused(reasons, None)
     return StorageSettings(**good)
-
-
-def host_quotas(value: Any) -> dict[str, int]:
-    """A check: gives bytes by tenant, or raises ``Refused`` with every reason."""
-    right = isinstance(value, Mapping) and value and all(isinstance(name, str) for name in value)
-    need(bool(right), "be a mapping of tenants such as {'acme': '4GiB', '*': '1GiB'}", value)
-    good, reasons = {}, []
-    for name, size in value.items():
-        try:
-            good[name] = checks.byte_size(size)
-        except ValueError as error:
-            reasons.append(f": {shown(name)} {error}")
-    if reasons:
-        raise checks.Refused(reasons, None)
-    return good

@@ -15,13 +15,17 @@ fails again and again, or hangs, is left alone for a while.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from attrs import frozen
 
 from topkv.hooks.discovery import hookspec
+
+OWNER_BYTES = 8
+"""The first bytes of a key say whose the object is: those of one owner, which is a tenant, begin
+alike, in all processes and of all models."""
 
 Place = Sequence[np.ndarray]
 """Where an object lies in memory: the parts that it consists of, one behind the other. Each is
@@ -37,11 +41,15 @@ class StorageSetup:
         object_bytes: of the largest object there will be.
         memory: uint8, the host pool, in which most parts lie, for storages that register memory;
             small parts lie elsewhere. It stays until ``close`` has returned.
+        quota_of: how many bytes the objects of an owner may have together; None for any number,
+            and None instead of a function where nobody has a quota. Storages that do not say
+            ``Capabilities(quotas=True)`` never get one.
     """
 
     params: Mapping[str, Any]
     object_bytes: int
     memory: np.ndarray
+    quota_of: Callable[[bytes], int | None] | None = None
 
 
 @frozen
@@ -92,7 +100,9 @@ class Storage(Protocol):
 
         Returns:
             For each key whether its object is there now. A storage that is full says no, or makes
-            room.
+            room. One with quotas has no more of an owner than its quota when this returns, and
+            makes room for it of its own objects alone. Processes that store at once may have more
+            for a moment.
         """
 
     @hookspec

@@ -7,11 +7,14 @@ Imports no torch, so that commands can look at what is stored.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from struct import Struct
 
 import numpy as np
 import xxhash
+
+from topkv.hooks.storage import OWNER_BYTES
 
 MAGIC, VERSION = b"topkv-pg", 1
 HEADER = 4096
@@ -22,6 +25,11 @@ SLICE = 1 << 20
 
 _FIELDS = Struct("<8sIIQ32s32s16s")
 _SEAL = 16
+
+
+def owner_of(tenant: str) -> bytes:
+    """What the keys of a tenant's pages begin with."""
+    return hashlib.sha256(b"topkv tenant " + tenant.encode()).digest()[:OWNER_BYTES]
 
 
 def digest_of(parts: Iterable[np.ndarray]) -> bytes:

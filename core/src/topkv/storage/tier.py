@@ -12,19 +12,19 @@ import time
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 
-from topkv.config.storages import StorageSettings
+from topkv.config.storages import ANYBODY, StorageSettings
 from topkv.hooks.storage import Storage, StorageSetup
-from topkv.kv.prefix import PrefixKVPool
+from topkv.kv.prefix import PrefixKVPool, tenant_in
 from topkv.memory import SparseKVCacheManager
 from topkv.storage.calls import Calls, StorageCounts, Workers
 from topkv.storage.fetching import Fetch, Shared
-from topkv.storage.objects import HEADER, write_header
+from topkv.storage.objects import HEADER, owner_of, write_header
 from topkv.storage.places import PagePlaces, fingerprint_of
 
 READERS, WRITERS = 2, 1
@@ -35,6 +35,12 @@ REMEMBERED = 1 << 18
 
 POLL_S = 0.1
 """How often somebody who waits looks whether a call hangs."""
+
+
+def quotas_by_owner(quotas: Mapping[str, int]) -> Callable[[bytes], int | None]:
+    """What each owner may have in a storage, of bytes by tenant."""
+    named = {owner_of(tenant): size for tenant, size in quotas.items() if tenant != ANYBODY}
+    return lambda owner: named.get(owner, quotas.get(ANYBODY))
 
 
 class StorageTier:
@@ -61,7 +67,9 @@ class StorageTier:
         self._manager, self._host, self._settings = manager, host, settings
         self._places = places = PagePlaces(manager)
         fingerprint = fingerprint_of(manager.config, manager)
-        self._storage = make(StorageSetup(settings.params, places.object_bytes, places.pool))
+        quota_of = quotas_by_owner(settings.quotas) if settings.quotas else None
+        setup = StorageSetup(settings.params, places.object_bytes, places.pool, quota_of)
+        self._storage = make(setup)
         self._calls = Calls(self._storage, settings.limit_s)
         self._readers, self._writers = Workers(READERS), Workers(WRITERS)
         self._shared = Shared(manager, host, places, self._calls, self._readers, fingerprint)
@@ -278,8 +286,10 @@ class StorageTier:
                 among.popitem(last=False)
 
     def _key(self, name: bytes) -> bytes:
-        """Under which a page is stored: what it depends on beside tokens and salt is in it."""
-        return hashlib.sha256(self._shared.fingerprint + self.epoch + name).digest()
+        """Under which a page is stored: whose it is, and all that it depends on."""
+        owner = owner_of(tenant_in(name).decode())
+        rest = hashlib.sha256(self._shared.fingerprint + self.epoch + name).digest()
+        return owner + rest[len(owner) :]
 
     def _keys(self, names: Sequence[bytes]) -> list[bytes]:
         return [self._key(name) for name in names]

@@ -31,7 +31,7 @@ from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.hooks.storage import Place, Storage, StorageSetup
+from topkv.hooks.storage import OWNER_BYTES, Place, Storage, StorageSetup
 from topkv.testing.kit import KitTests, Subject, examples
 
 MOST_BYTES = 3 * 4096
@@ -105,14 +105,22 @@ class Bench:
     Args:
         subject: the storage.
         params: of one that may hold something; a new one by default.
+        quotas: bytes by owner; those that are not named have none.
     """
 
-    def __init__(self, subject: Subject, params: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        params: Mapping[str, Any] | None = None,
+        quotas: Mapping[bytes, int] | None = None,
+    ) -> None:
         options = subject.options or StorageOptions()
         self.params = options.params() if params is None else params
         memory = np.zeros(MOST_BYTES, dtype=np.uint8)
-        setup = StorageSetup({**subject.entry.parameters, **self.params}, MOST_BYTES, memory)
-        self.storage: Storage = subject.make(setup)
+        params, quota_of = {**subject.entry.parameters, **self.params}, None
+        if quotas is not None:
+            quota_of = quotas.get
+        self.storage: Storage = subject.make(StorageSetup(params, MOST_BYTES, memory, quota_of))
         self.objects: dict[bytes, bytes] = {}
 
     def put(self, keys: Sequence[bytes], sizes: Sequence[Sequence[int]], seed: int) -> None:
@@ -163,6 +171,36 @@ class Bench:
         used, least = self.storage.usage(), sum(map(len, self.objects.values()))
         assert used.objects == len(self.objects), f"{used}, and {len(self.objects)} were stored"
         assert used.bytes >= least, f"{used}, and {least} bytes were stored"
+
+
+class Owners(Bench):
+    """Objects of 1000 bytes of several owners, of whom one may have four.
+
+    Args:
+        subject, params: as of ``Bench``.
+    """
+
+    MINE, OTHER, FREE = (bytes([n]) * OWNER_BYTES for n in (1, 2, 3))
+
+    def __init__(self, subject: Subject, params: Mapping[str, Any] | None = None) -> None:
+        super().__init__(subject, params, {self.MINE: 4000, self.OTHER: 9000})
+
+    def key(self, owner: bytes, number: int) -> bytes:
+        return owner + number.to_bytes(32 - OWNER_BYTES, "big")
+
+    def fill(self, numbers: Sequence[int]) -> None:
+        """Store one after another for the owner with the small quota, and look at what is left."""
+        for number in numbers:
+            key = self.key(self.MINE, number)
+            self.put([key], [[400, 600]], number)
+            left = [each for each in self.objects if self.storage.exists([each])]
+            assert key in left, "what was just stored is gone, and its quota had room for it"
+            own = [each for each in left if each.startswith(self.MINE)]
+            assert len(own) <= 4, f"{len(own)} objects of 1000 bytes are kept, of 4000 bytes"
+            self.objects = {each: self.objects[each] for each in left}
+            gone = {self.key(owner, n) for owner in (self.OTHER, self.FREE) for n in range(6)}
+            assert not gone - {*left}, "an object of another owner went"
+            self.get_all()
 
 
 class StorageTests(KitTests):
@@ -284,6 +322,24 @@ class StorageTests(KitTests):
         third.get_all()
         third.usage()
         third.storage.close()
+
+    def test_an_owner_stays_within_its_quota(self, subject: Subject) -> None:
+        """It loses objects of its own, those too that another one has stored for it."""
+        if not subject.entry.capabilities.quotas:
+            pytest.skip(f"{subject.entry.name} does not say that it keeps quotas")
+        bench = Owners(subject)
+        for owner in (bench.OTHER, bench.FREE):
+            bench.put([bench.key(owner, n) for n in range(6)], [[1000]] * 6, owner[0])
+        bench.fill(range(9))
+        if subject.options is not None and subject.options.reopens:
+            bench.storage.close()
+            again = Owners(subject, bench.params)
+            again.objects, bench = bench.objects, again
+        bench.fill(range(9, 12))
+        key = bench.key(bench.MINE, 99)
+        assert list(bench.storage.put([key], [Memory([4001]).place])) == [False]
+        assert not bench.storage.exists([key])
+        bench.storage.close()
 
     def test_two_that_are_empty_share_nothing(self, subject: Subject) -> None:
         """Other parameters are another storage."""

@@ -18,6 +18,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from topkv_files.folder import Held
 
+TENANT = click.option("--tenant", metavar="NAME", help="Of this tenant alone; '' is none.")
 DIRECTORY = click.argument(
     "path", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIRECTORY"
 )
@@ -35,6 +36,13 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
         raise click.BadParameter(str(error)) from error
 
 
+def _owner(tenant: str | None) -> bytes:
+    """What the keys of a tenant begin with; of anybody's, if that is None."""
+    from topkv.storage.objects import owner_of
+
+    return b"" if tenant is None else owner_of(tenant)
+
+
 @click.group("storage", short_help="List, check and prune pages that are stored in a directory.")
 def storage() -> None:
     """Pages of prompts that topkv has stored in a directory (the storage plugin files)."""
@@ -42,8 +50,9 @@ def storage() -> None:
 
 @storage.command("ls", short_help="What is there, by model and configuration.")
 @DIRECTORY
+@TENANT
 @JSON
-def ls(path: Path, as_json: bool) -> None:
+def ls(path: Path, tenant: str | None, as_json: bool) -> None:
     """Count the pages in DIRECTORY.
 
     Pages of one model and configuration have one fingerprint; other ones never find them.
@@ -52,8 +61,9 @@ def ls(path: Path, as_json: bool) -> None:
     from topkv_files.survey import fingerprint_of
 
     found: dict[str, list[Held]] = {}
-    folder = Folder(path)
-    for held in folder.held():
+    for held in Folder(path).held():
+        if not held.key.startswith(_owner(tenant)):
+            continue
         found.setdefault(fingerprint_of(held), []).append(held)
     now = time.time_ns()
     rows = [
@@ -94,7 +104,7 @@ def verify(path: Path, delete: bool, as_json: bool) -> None:
             continue
         damaged[held.path] = why
         if delete:
-            folder.remove(held.key)
+            Path(held.path).unlink(missing_ok=True)
     if as_json:
         click.echo(json.dumps({"good": good, "damaged": damaged, "deleted": delete}, indent=2))
     else:
@@ -109,20 +119,26 @@ def verify(path: Path, delete: bool, as_json: bool) -> None:
 @DIRECTORY
 @click.option("--limit", callback=_size, help="Bytes that may stay, such as 100GiB.")
 @click.option("--days", type=click.FloatRange(0), help="Remove what went unused for longer.")
+@TENANT
 @JSON
-def prune(path: Path, limit: int | None, days: float | None, as_json: bool) -> None:
-    """Make DIRECTORY smaller. Processes that use it go on; they compute what they miss."""
+def prune(
+    path: Path, limit: int | None, days: float | None, tenant: str | None, as_json: bool
+) -> None:
+    """Make DIRECTORY smaller. Processes that use it go on; they compute what they miss.
+
+    All pages of a tenant go with --tenant NAME --days 0.
+    """
     from topkv_files.folder import Folder
 
-    folder = Folder(path)
+    folder, owner = Folder(path), _owner(tenant)
     before, left = sum(each.size for each in folder.held()), folder.clean()
     if days is not None:
         oldest = time.time_ns() - round(days * 86400e9)
         for held in folder.held():
-            if held.used < oldest:
-                folder.remove(held.key)
+            if held.used < oldest and held.key.startswith(owner):
+                Path(held.path).unlink(missing_ok=True)
     if limit is not None:
-        folder.shrink(limit, limit)
+        folder.shrink(limit, limit, owner)
     after = sum(each.size for each in folder.held())
     told = {"bytes_before": before, "bytes": after, "left_by_dead_writers": left}
     if as_json:

@@ -13,8 +13,8 @@ def topkv_register_storages() -> list[PluginEntry]:
             name="files",
             kind="storage",
             factories="topkv_files.storage:FilesStorage",
-            hook_api=(2, 1),
-            capabilities=Capabilities(tiers=("cpu",)),
+            hook_api=(2, 4),
+            capabilities=Capabilities(tiers=("cpu",), quotas=True),
             parameters={"path": None, "limit": None, "sync": True},
         )
     ]

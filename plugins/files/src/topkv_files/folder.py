@@ -1,6 +1,6 @@
 """A directory of objects: names, atomic writes, leftovers of writers that died, and eviction.
 
-``ab/abcd...`` holds the object of the key ``abcd...`` in hexadecimal. A file is written under
+``yz/abc...yz`` holds the object of the key ``abc...yz`` in hexadecimal. A file is written under
 another name in ``new``, synchronized, and takes its name in one move, so that a name always stands
 for a whole object. Its writer holds a lock on it meanwhile; a file in ``new`` without a lock is
 what a dead writer has left.
@@ -63,7 +63,11 @@ class Folder:
     def path_of(self, key: bytes) -> str:
         """The file of a key."""
         name = key.hex()
-        return f"{self.path}/{name[:2]}/{name}"
+        return f"{self.path}/{name[-2:]}/{name}"  # keys of one owner begin alike
+
+    def has(self, key: bytes) -> bool:
+        """Whether there is an object now."""
+        return os.path.exists(self.path_of(key))
 
     def read(self, key: bytes, place: Sequence[np.ndarray]) -> bool:
         """Fill a place with an object of exactly its bytes; False if there is none."""
@@ -167,8 +171,10 @@ class Folder:
                     os.close(file)
         return count
 
-    def shrink(self, limit: int, low: int) -> int:
+    def shrink(self, limit: int, low: int, owner: bytes = b"") -> int:
         """If there are more than ``limit`` bytes, remove what went unused longest down to ``low``.
+
+        Of objects whose keys begin with ``owner``; others are neither counted nor removed.
 
         One process at a time does it; another one that comes meanwhile leaves it to that.
 
@@ -176,7 +182,8 @@ class Folder:
             Bytes that are left.
         """
         with self._alone() as mine:
-            held = sorted(self.held(), key=lambda each: each.used)
+            own = [each for each in self.held() if each.key.startswith(owner)]
+            held = sorted(own, key=lambda each: each.used)
             left = sum(each.size for each in held)
             for each in held if mine and left > limit else ():
                 if left <= low:

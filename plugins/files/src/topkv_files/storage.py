@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Sequence
 
 from topkv import hookimpl
 from topkv.config.checks import byte_size
 from topkv.errors import ConfigError
-from topkv.hooks.storage import Place, StorageSetup, StorageUsage
+from topkv.hooks.storage import OWNER_BYTES, Place, StorageSetup, StorageUsage
+from topkv_files.bounds import Bound
 from topkv_files.folder import Folder
-
-LEFT = 0.9
-"""Of the limit is left when files were removed, so that not every write has to."""
-
-LOOKS = 16
-"""How often a process looks at the whole directory while it writes as much as the limit: others
-write too."""
 
 
 class FilesStorage:
-    """The contract is ``topkv.hooks.storage``. Threads share nothing but a count of bytes.
+    """The contract is ``topkv.hooks.storage``. Threads share nothing but counts of bytes.
 
     Args:
         setup: ``params``: ``path`` of the directory; ``limit``, bytes or a text such as
@@ -33,7 +28,7 @@ class FilesStorage:
     """
 
     def __init__(self, setup: StorageSetup) -> None:
-        reasons, limit = [], None
+        reasons, limit, self._found = [], None, Counter[bytes]()
         path, sync = setup.params["path"], setup.params["sync"]
         if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
             reasons.append(f"path must be that of a directory, got {path!r}; set it in params")
@@ -48,24 +43,27 @@ class FilesStorage:
             try:
                 self._folder = Folder(path, sync)
                 self._folder.clean()
-                self._used = sum(each.size for each in self._folder.held())
+                for each in self._folder.held():
+                    self._found[each.key[:OWNER_BYTES]] += each.size
             except OSError as error:
                 reasons.append(f"path {os.fspath(path)!r} cannot be used: {error}")
         if reasons:
             raise ConfigError("storage files cannot be opened", reasons)
-        self._limit, self._lock, self._written = limit, threading.Lock(), 0
+        self._quota_of, self._lock = setup.quota_of, threading.Lock()
+        self._all = None if limit is None else Bound(limit, self._found.total())
+        self._owners: dict[bytes, Bound | None] = {}
 
     @hookimpl
     def exists(self, keys: Sequence[bytes]) -> int:
         for count, key in enumerate(keys):
-            if not os.path.exists(self._folder.path_of(key)):
+            if not self._folder.has(key):
                 return count
         return len(keys)
 
     @hookimpl
     def get(self, keys: Sequence[bytes], places: Sequence[Place]) -> Sequence[bool]:
         done = [self._folder.read(key, place) for key, place in zip(keys, places, strict=True)]
-        if self._limit is not None:
+        if self._bounded:
             self._folder.touch([key for key, there in zip(keys, done, strict=True) if there])
         return done
 
@@ -73,22 +71,48 @@ class FilesStorage:
     def put(self, keys: Sequence[bytes], places: Sequence[Place]) -> Sequence[bool]:
         done = []
         for key, place in zip(keys, places, strict=True):
-            done.append(self._folder.write(key, place))
-            if not done[-1]:
+            bound = self._bound_of(key)
+            fits = bound is None or sum(len(part) for part in place) <= bound.limit
+            done.append(fits and self._folder.write(key, place))
+            if fits and not done[-1]:
                 break  # the disk is full
-        if self._limit is not None:
-            self._folder.touch([key for key, there in zip(keys, done, strict=False) if there])
-            self._count(sum(len(part) for place in places[: sum(done)] for part in place))
-        return done + [False] * (len(keys) - len(done))
+        done += [False] * (len(keys) - len(done))
+        if self._bounded:
+            stored = [
+                (key, place) for key, place, was in zip(keys, places, done, strict=True) if was
+            ]
+            self._folder.touch([key for key, _ in stored])
+            if self._count({key: sum(len(part) for part in place) for key, place in stored}):
+                done = [was and self._folder.has(key) for key, was in zip(keys, done, strict=True)]
+        return done
 
-    def _count(self, size: int) -> None:
+    @property
+    def _bounded(self) -> bool:
+        return self._all is not None or self._quota_of is not None
+
+    def _bound_of(self, key: bytes) -> Bound | None:
+        """The quota of whoever an object is of."""
+        owner = key[:OWNER_BYTES]
+        if self._quota_of is None:
+            return None
         with self._lock:
-            self._used += size
-            self._written += size
-            if self._used <= self._limit and self._written * LOOKS <= self._limit:
-                return
-            self._written = 0
-            self._used = self._folder.shrink(self._limit, int(LEFT * self._limit))
+            if owner not in self._owners:
+                quota = self._quota_of(owner)
+                known = self._found[owner]
+                self._owners[owner] = None if quota is None else Bound(quota, known)
+            return self._owners[owner]
+
+    def _count(self, sizes: dict[bytes, int]) -> bool:
+        """Count what was written, and keep to the limits; whether that may have removed some."""
+        written, looked = Counter[bytes](), False
+        for key, size in sizes.items():
+            written[key[:OWNER_BYTES]] += size
+        bounds = [(self._bound_of(owner), owner, size) for owner, size in written.items()]
+        with self._lock:
+            for bound, owner, size in [*bounds, (self._all, b"", written.total())]:
+                if bound is not None and bound.add(size):
+                    bound.used, looked = self._folder.shrink(bound.limit, bound.low, owner), True
+        return looked
 
     @hookimpl
     def delete(self, keys: Sequence[bytes]) -> None:

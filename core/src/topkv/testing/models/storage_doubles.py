@@ -10,7 +10,7 @@ from attrs import define, field
 
 from topkv.entries import Capabilities, PluginEntry
 from topkv.hooks.discovery import hookimpl
-from topkv.hooks.storage import Place, StorageSetup, StorageUsage
+from topkv.hooks.storage import OWNER_BYTES, Place, StorageSetup, StorageUsage
 
 
 @define
@@ -41,6 +41,7 @@ class ShelfStorage:
 
     def __init__(self, setup: StorageSetup) -> None:
         self.shelf = SHELVES.setdefault(setup.params["shelf"], Shelf())
+        self.quota_of = setup.quota_of
 
     def _begin(self, call: str, keys: Sequence[bytes]) -> None:
         with self.shelf.lock:
@@ -77,7 +78,18 @@ class ShelfStorage:
         with self.shelf.lock:
             if key not in self.shelf.objects and len(self.shelf.objects) < self.shelf.limit:
                 self.shelf.objects[key] = whole
+                self._keep_quota(key[:OWNER_BYTES])
             return key in self.shelf.objects
+
+    def _keep_quota(self, owner: bytes) -> None:
+        """Let what was put first of an owner go, until the rest is within its quota."""
+        quota = self.quota_of(owner) if self.quota_of else None
+        own = {key: len(one) for key, one in self.shelf.objects.items() if key.startswith(owner)}
+        over = 0 if quota is None else sum(own.values()) - quota
+        for key, size in own.items():
+            if over > 0:
+                del self.shelf.objects[key]
+                over -= size
 
     @hookimpl
     def delete(self, keys: Sequence[bytes]) -> None:
@@ -99,6 +111,6 @@ SHELF = PluginEntry(
     "shelf",
     "storage",
     f"{__name__}:ShelfStorage",
-    capabilities=Capabilities(tiers=("cpu",)),
+    capabilities=Capabilities(tiers=("cpu",), quotas=True),
     parameters={"shelf": "default"},
 )
