@@ -12,7 +12,7 @@ from attrs import evolve
 from topkv.config.storages import StorageSettings
 from topkv.entries import Capabilities
 from topkv.errors import ConfigError, HostMemoryError
-from topkv.storage import calls
+from topkv.storage import calls, fetching
 from topkv.storage.fetching import Fetch
 from topkv.storage.objects import owner_of
 from topkv.testing.machines.engine_pages import SHAPE, run_forward
@@ -185,6 +185,24 @@ def test_tenants_stay_within_their_quotas(make, shelf):
     }
     assert counts == {"a": 3, "b": 5, "c": 5, "": 5, "*": 0}
     assert sum(counts.values()) == len(shelf.objects)
+
+
+def test_a_quota_without_room_for_a_page_is_refused(make):
+    with pytest.raises(ConfigError, match="'a' must be at least a stored page"):
+        make(quotas={"a": 4096, "*": "1GiB"})
+
+
+def test_the_first_pages_of_a_prompt_are_stored_last(make, shelf, monkeypatch):
+    """Batch by batch, so that what was stored longest ago is its end."""
+    coordinator = make(quotas={"*": "1GiB"})
+    monkeypatch.setattr(fetching, "MOST_PAGES", 2)
+    run(coordinator)
+    stored(coordinator)
+    kept = [*shelf.objects]
+    names = coordinator.prefixes._keys(PROMPT, b"")
+    keys = coordinator.prefixes.storage._keys(names)[: len(kept)]
+    assert kept == [key for at in range(len(keys) - 1 - (len(keys) - 1) % 2, -1, -2)
+                    for key in keys[at : at + 2]]  # fmt: skip
 
 
 def test_quotas_want_a_storage_that_keeps_them(make):

@@ -32,7 +32,10 @@ def quotas(value: Any) -> dict[str, int]:
     good, reasons = {}, []
     for name, size in value.items():
         try:
+            name.encode()
             good[name] = checks.byte_size(size)
+        except UnicodeEncodeError:
+            reasons.append(f": {shown(name)} must be a name that UTF-8 has")
         except ValueError as error:
             reasons.append(f": {shown(name)} {error}")
     if reasons:

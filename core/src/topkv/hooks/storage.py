@@ -24,8 +24,9 @@ from attrs import frozen
 from topkv.hooks.discovery import hookspec
 
 OWNER_BYTES = 8
-"""The first bytes of a key say whose the object is: those of one owner, which is a tenant, begin
-alike, in all processes and of all models."""
+"""The first bytes of a key say whose the object is: pages of one owner, which is a tenant, begin
+alike, in all processes and of all models. Keys of stored sessions begin at random: they are
+nobody's."""
 
 Place = Sequence[np.ndarray]
 """Where an object lies in memory: the parts that it consists of, one behind the other. Each is
@@ -100,9 +101,10 @@ class Storage(Protocol):
 
         Returns:
             For each key whether its object is there now. A storage that is full says no, or makes
-            room. One with quotas has no more of an owner than its quota when this returns, and
-            makes room for it of its own objects alone. Processes that store at once may have more
-            for a moment.
+            room. One with quotas has no more of an owner than its quota when this returns, what
+            others have stored for it included, and makes room for it of its own objects alone; an
+            object that is larger than the quota costs none. Where several processes store at once
+            each may leave a little more.
         """
 
     @hookspec

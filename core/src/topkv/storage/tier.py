@@ -19,6 +19,7 @@ from functools import partial
 import numpy as np
 
 from topkv.config.storages import ANYBODY, StorageSettings
+from topkv.errors import ConfigError
 from topkv.hooks.storage import Storage, StorageSetup
 from topkv.kv.prefix import PrefixKVPool, tenant_in
 from topkv.memory import SparseKVCacheManager
@@ -35,6 +36,17 @@ REMEMBERED = 1 << 18
 
 POLL_S = 0.1
 """How often somebody who waits looks whether a call hangs."""
+
+
+def check_quotas(quotas: Mapping[str, int], page: int) -> None:
+    """Raise ConfigError where a quota has no room for a stored page of so many bytes."""
+    small = [
+        f"quotas: {tenant!r} must be at least a stored page, {page} bytes, got {size}"
+        for tenant, size in quotas.items()
+        if size < page
+    ]
+    if small:
+        raise ConfigError("a storage would keep nothing", small)
 
 
 def quotas_by_owner(quotas: Mapping[str, int]) -> Callable[[bytes], int | None]:
@@ -67,7 +79,10 @@ class StorageTier:
         self._manager, self._host, self._settings = manager, host, settings
         self._places = places = PagePlaces(manager)
         fingerprint = fingerprint_of(manager.config, manager)
-        quota_of = quotas_by_owner(settings.quotas) if settings.quotas else None
+        quota_of = None
+        if settings.quotas:
+            check_quotas(settings.quotas, places.object_bytes)
+            quota_of = quotas_by_owner(settings.quotas)
         setup = StorageSetup(settings.params, places.object_bytes, places.pool, quota_of)
         self._storage = make(setup)
         self._calls = Calls(self._storage, settings.limit_s)
@@ -213,7 +228,8 @@ class StorageTier:
         pairs = pairs[:room]
         if pairs:
             self._manager.synchronize()  # copies to the host pool are under way
-        for at in range(0, len(pairs), self._shared.batch):
+        # The first pages of a prompt last: a storage lets go what was stored longest ago.
+        for at in reversed(range(0, len(pairs), self._shared.batch)):
             pages, keys = zip(*pairs[at : at + self._shared.batch], strict=True)
             rows = self._places.rows(len(pages))
             self._places.stage(pages, rows)

@@ -331,14 +331,17 @@ class StorageTests(KitTests):
         for owner in (bench.OTHER, bench.FREE):
             bench.put([bench.key(owner, n) for n in range(6)], [[1000]] * 6, owner[0])
         bench.fill(range(9))
-        if subject.options is not None and subject.options.reopens:
-            bench.storage.close()
-            again = Owners(subject, bench.params)
-            again.objects, bench = bench.objects, again
-        bench.fill(range(9, 12))
         key = bench.key(bench.MINE, 99)
         assert list(bench.storage.put([key], [Memory([4001]).place])) == [False]
         assert not bench.storage.exists([key])
+        bench.get_all()
+        if subject.options is not None and subject.options.reopens:
+            other = Owners(subject, bench.params)
+            for number in range(10, 18):
+                one, two = (bench, other) if number % 2 else (other, bench)
+                one.objects = two.objects
+                one.fill([number])
+            other.storage.close()
         bench.storage.close()
 
     def test_two_that_are_empty_share_nothing(self, subject: Subject) -> None:

@@ -16,15 +16,15 @@ class Bound:
     Args:
         limit: in bytes.
         used: what is there already.
+        owner: what the keys begin with of objects that count; of all by default.
+        low: bytes that are left when files were removed; a little less than the limit by default.
     """
 
-    def __init__(self, limit: int, used: int) -> None:
-        self.limit, self.used, self._written = limit, used, 0
-
-    @property
-    def low(self) -> int:
-        """What is left when files were removed."""
-        return int(LEFT * self.limit)
+    def __init__(
+        self, limit: int, used: int = 0, owner: bytes = b"", low: int | None = None
+    ) -> None:
+        self.limit, self.used, self.owner = limit, used, owner
+        self.low, self._written = int(LEFT * limit) if low is None else low, 0
 
     def add(self, size: int) -> bool:
         """Count bytes that were written; whether it is time to look at the directory."""

@@ -40,7 +40,10 @@ def _owner(tenant: str | None) -> bytes:
     """What the keys of a tenant begin with; of anybody's, if that is None."""
     from topkv.storage.objects import owner_of
 
-    return b"" if tenant is None else owner_of(tenant)
+    try:
+        return b"" if tenant is None else owner_of(tenant)
+    except UnicodeEncodeError as error:
+        raise click.BadParameter(f"no name that UTF-8 has: {tenant!r}") from error
 
 
 @click.group("storage", short_help="List, check and prune pages that are stored in a directory.")
@@ -128,18 +131,23 @@ def prune(
 
     All pages of a tenant go with --tenant NAME --days 0.
     """
+    from topkv_files.bounds import Bound
     from topkv_files.folder import Folder
 
     folder, owner = Folder(path), _owner(tenant)
-    before, left = sum(each.size for each in folder.held()), folder.clean()
+
+    def own() -> list[Held]:
+        return [held for held in folder.held() if held.key.startswith(owner)]
+
+    before, left = sum(each.size for each in own()), folder.clean()
     if days is not None:
         oldest = time.time_ns() - round(days * 86400e9)
-        for held in folder.held():
-            if held.used < oldest and held.key.startswith(owner):
+        for held in own():
+            if days == 0 or held.used < oldest:
                 Path(held.path).unlink(missing_ok=True)
     if limit is not None:
-        folder.shrink(limit, limit, owner)
-    after = sum(each.size for each in folder.held())
+        folder.shrink([Bound(limit, owner=owner, low=limit)])
+    after = sum(each.size for each in own())
     told = {"bytes_before": before, "bytes": after, "left_by_dead_writers": left}
     if as_json:
         click.echo(json.dumps(told, indent=2))

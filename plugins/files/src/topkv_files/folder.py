@@ -20,6 +20,8 @@ from pathlib import Path
 import numpy as np
 from attrs import frozen
 
+from topkv_files.bounds import Bound
+
 NEW, LOCK = "new", "lock"
 MOST_PARTS = min(os.sysconf("SC_IOV_MAX"), 1024)
 """Of one call to the system."""
@@ -171,35 +173,41 @@ class Folder:
                     os.close(file)
         return count
 
-    def shrink(self, limit: int, low: int, owner: bytes = b"") -> int:
-        """If there are more than ``limit`` bytes, remove what went unused longest down to ``low``.
+    def shrink(self, bounds: Sequence[Bound], wait: bool = True) -> None:
+        """Where there is more than a bound allows, remove what went unused longest, down to its
+        ``low``. The newest object stays if it is within the limit.
 
-        Of objects whose keys begin with ``owner``; others are neither counted nor removed.
+        One process at a time does it.
 
-        One process at a time does it; another one that comes meanwhile leaves it to that.
-
-        Returns:
-            Bytes that are left.
+        Args:
+            bounds: that are to hold; each is told what is left.
+            wait: for another process that does it now; else this one leaves it to that.
         """
-        with self._alone() as mine:
-            own = [each for each in self.held() if each.key.startswith(owner)]
-            held = sorted(own, key=lambda each: each.used)
-            left = sum(each.size for each in held)
-            for each in held if mine and left > limit else ():
-                if left <= low:
-                    break
-                with suppress(FileNotFoundError):
-                    os.unlink(each.path)
-                left -= each.size
-            return left
+        with self._alone(wait) as mine:
+            held, gone = sorted(self.held(), key=lambda each: each.used), set[bytes]()
+            for bound in bounds:
+                own = [
+                    each
+                    for each in held
+                    if each.key.startswith(bound.owner) and each.key not in gone
+                ]
+                bound.used = sum(each.size for each in own)
+                over = mine and bound.used > bound.limit
+                for each in own if over else ():
+                    if bound.used <= (bound.limit if each is own[-1] else bound.low):
+                        break
+                    with suppress(FileNotFoundError):
+                        os.unlink(each.path)
+                    bound.used -= each.size
+                    gone.add(each.key)
 
     @contextmanager
-    def _alone(self) -> Iterator[bool]:
+    def _alone(self, wait: bool) -> Iterator[bool]:
         """Whether no other process shrinks the directory now."""
         file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
                 mine = True
             except BlockingIOError:
                 mine = False

@@ -55,17 +55,16 @@ class FilesStorage:
 
     @hookimpl
     def exists(self, keys: Sequence[bytes]) -> int:
-        for count, key in enumerate(keys):
-            if not self._folder.has(key):
-                return count
-        return len(keys)
+        found = 0
+        while found < len(keys) and self._folder.has(keys[found]):
+            found += 1
+        if self._bounded:
+            self._folder.touch(keys[:found])  # all of a prompt at once, before any is read
+        return found
 
     @hookimpl
     def get(self, keys: Sequence[bytes], places: Sequence[Place]) -> Sequence[bool]:
-        done = [self._folder.read(key, place) for key, place in zip(keys, places, strict=True)]
-        if self._bounded:
-            self._folder.touch([key for key, there in zip(keys, done, strict=True) if there])
-        return done
+        return [self._folder.read(key, place) for key, place in zip(keys, places, strict=True)]
 
     @hookimpl
     def put(self, keys: Sequence[bytes], places: Sequence[Place]) -> Sequence[bool]:
@@ -97,22 +96,22 @@ class FilesStorage:
             return None
         with self._lock:
             if owner not in self._owners:
-                quota = self._quota_of(owner)
-                known = self._found[owner]
-                self._owners[owner] = None if quota is None else Bound(quota, known)
+                quota, found = self._quota_of(owner), self._found[owner]
+                self._owners[owner] = None if quota is None else Bound(quota, found, owner)
             return self._owners[owner]
 
     def _count(self, sizes: dict[bytes, int]) -> bool:
         """Count what was written, and keep to the limits; whether that may have removed some."""
-        written, looked = Counter[bytes](), False
+        written: Counter[Bound] = Counter()
         for key, size in sizes.items():
-            written[key[:OWNER_BYTES]] += size
-        bounds = [(self._bound_of(owner), owner, size) for owner, size in written.items()]
+            for bound in (self._bound_of(key), self._all):
+                if bound is not None:
+                    written[bound] += size
         with self._lock:
-            for bound, owner, size in [*bounds, (self._all, b"", written.total())]:
-                if bound is not None and bound.add(size):
-                    bound.used, looked = self._folder.shrink(bound.limit, bound.low, owner), True
-        return looked
+            due = [bound for bound, size in written.items() if bound.add(size)]
+            if due:
+                self._folder.shrink(due, wait=any(bound.owner for bound in due))
+        return bool(due)
 
     @hookimpl
     def delete(self, keys: Sequence[bytes]) -> None:

@@ -75,15 +75,20 @@ class ShelfStorage:
 
     def _put(self, key: bytes, place: Place) -> bool:
         whole = b"".join(part.tobytes() for part in place)
+        if len(whole) > (self._quota(key[:OWNER_BYTES]) or len(whole)):
+            return False
         with self.shelf.lock:
             if key not in self.shelf.objects and len(self.shelf.objects) < self.shelf.limit:
                 self.shelf.objects[key] = whole
                 self._keep_quota(key[:OWNER_BYTES])
             return key in self.shelf.objects
 
+    def _quota(self, owner: bytes) -> int | None:
+        return self.quota_of(owner) if self.quota_of else None
+
     def _keep_quota(self, owner: bytes) -> None:
         """Let what was put first of an owner go, until the rest is within its quota."""
-        quota = self.quota_of(owner) if self.quota_of else None
+        quota = self._quota(owner)
         own = {key: len(one) for key, one in self.shelf.objects.items() if key.startswith(owner)}
         over = 0 if quota is None else sum(own.values()) - quota
         for key, size in own.items():
