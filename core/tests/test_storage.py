@@ -7,28 +7,22 @@ import time
 
 import pytest
 import torch
-from attrs import evolve
 
+from core.tests.storage_driver import PROMPT, QUERIES, ROWS, Maker, run, stored
 from topkv.config.storages import StorageSettings
-from topkv.entries import Capabilities
 from topkv.errors import ConfigError, HostMemoryError
-from topkv.storage import calls, fetching
+from topkv.storage import calls
 from topkv.storage.fetching import Fetch
-from topkv.storage.objects import owner_of
-from topkv.testing.machines.engine_pages import SHAPE, run_forward
-from topkv.testing.machines.lifecycle_model import DIM, HEADS, LAYERS, doubles, make_coordinator
+from topkv.testing.machines.engine_pages import run_forward
+from topkv.testing.machines.lifecycle_model import make_coordinator
 from topkv.testing.machines.storage import (
     run_evicted,
     run_overtaken,
     run_reloaded,
     run_storage,
 )
-from topkv.testing.models.storage_doubles import SHELF, SHELVES, Shelf
+from topkv.testing.models.storage_doubles import SHELVES, Shelf
 from topkv.testing.tiers import tier
-
-PROMPT = list(range(100, 130))
-ROWS = torch.randn((60, *SHAPE), generator=torch.Generator().manual_seed(1))
-QUERIES = torch.randn(LAYERS, 60, HEADS, DIM, generator=torch.Generator().manual_seed(2))
 
 
 @pytest.fixture
@@ -41,41 +35,9 @@ def shelf():
 @pytest.fixture
 def make(shelf):
     """Coordinators over the shelf; what is given goes into the setting ``storage``."""
-    made = []
-
-    def make(options=(), **storage):
-        storage = {"name": "shelf", "params": {"shelf": "test"}, "least_tokens": 1, **storage}
-        options = {"prefix_cache": "all", "storage": storage, **dict(options)}
-        made.append(make_coordinator(tier("cpu"), **options))
-        return made[-1]
-
-    yield make
-    for coordinator in made:
-        coordinator.close()
-
-
-def run(coordinator, tokens=PROMPT, salt=b"", steps=3):
-    """A prompt and some steps behind it, with what they find: the tokens and the outputs."""
-    slot = coordinator.prefixes.begin(tokens, salt)
-    found = coordinator.length(slot)
-    outputs, pages = [], (len(tokens) - 1) // 4 * 4
-    for end in [pages, *range(len(tokens), len(tokens) + 1 + steps)]:
-        first = coordinator.length(slot)
-        if first >= end:
-            continue
-        new = {slot: ROWS[first:end]}
-        chunks, decode = ([slot], []) if end <= len(tokens) else ([], [slot])
-        outputs.append(run_forward(coordinator, chunks, decode, new, QUERIES[:, first:end])[:, -1])
-    coordinator.prefixes.publish(slot, tokens, salt)
-    coordinator.request_end(slot)
-    coordinator.check_integrity()
-    return found, torch.stack(outputs[-1 - steps :])
-
-
-def stored(coordinator):
-    """What went to the storage, when all has gone."""
-    coordinator.prefixes.storage.wait()
-    return coordinator.prefixes.counts.storage
+    made = Maker()
+    yield made
+    made.close()
 
 
 @pytest.mark.slow
@@ -164,52 +126,6 @@ def test_tenants_and_what_was_forgotten_find_nothing(make):
     kept = make()
     kept.prefixes.forget(stored=False)
     assert run(kept)[0] == 28
-
-
-def test_tenants_stay_within_their_quotas(make, shelf):
-    """In the storage; of one that is not named as much as ``"*"`` says."""
-    plain = make()
-    run(plain)
-    stored(plain)
-    size = max(map(len, shelf.objects.values()))
-    shelf.objects.clear()
-    coordinator = make(quotas={"a": 3 * size, "*": 5 * size})
-    for tenant in ("b", "a", "c", "", "a"):
-        with coordinator.prefixes.tenant(tenant):
-            for first in (100, 200):
-                run(coordinator, list(range(first, first + 30)))
-                stored(coordinator)
-    counts = {
-        tenant: sum(key.startswith(owner_of(tenant)) for key in shelf.objects)
-        for tenant in ("a", "b", "c", "", "*")
-    }
-    assert counts == {"a": 3, "b": 5, "c": 5, "": 5, "*": 0}
-    assert sum(counts.values()) == len(shelf.objects)
-
-
-def test_a_quota_without_room_for_a_page_is_refused(make):
-    with pytest.raises(ConfigError, match="'a' must be at least a stored page"):
-        make(quotas={"a": 4096, "*": "1GiB"})
-
-
-def test_the_first_pages_of_a_prompt_are_stored_last(make, shelf, monkeypatch):
-    """Batch by batch, so that what was stored longest ago is its end."""
-    coordinator = make(quotas={"*": "1GiB"})
-    monkeypatch.setattr(fetching, "MOST_PAGES", 2)
-    run(coordinator)
-    stored(coordinator)
-    kept = [*shelf.objects]
-    names = coordinator.prefixes._keys(PROMPT, b"")
-    keys = coordinator.prefixes.storage._keys(names)[: len(kept)]
-    assert kept == [key for at in range(len(keys) - 1 - (len(keys) - 1) % 2, -1, -2)
-                    for key in keys[at : at + 2]]  # fmt: skip
-
-
-def test_quotas_want_a_storage_that_keeps_them(make):
-    plain = evolve(SHELF, name="plain", capabilities=Capabilities(tiers=("cpu",)))
-    storage = {"name": "plain", "quotas": {"a": "1GiB"}}
-    with pytest.raises(ConfigError, match="quotas must be left out"):
-        make_coordinator(tier("cpu"), registry=doubles(plain), prefix_cache="all", storage=storage)
 
 
 def test_a_prompt_that_may_not_wait_is_computed(make, shelf):

@@ -80,8 +80,9 @@ class SparseKVCacheManager:
         for place, layer in enumerate(store.group.layers):
             rings, held = store.ring_views(place), store.unit_slot[place]
             own = pools.of_layer(layer)
-            view = LayerView(layer, place, store.group, step, *rings, own, held)
-            selecting = evolve(view, group=group.selected_as)
+            view = selecting = LayerView(layer, place, store.group, step, *rings, own, held)
+            if group.selected_as is not group.shape:
+                selecting = evolve(view, group=group.selected_as)
             if group.regranulated:
                 none = view.ring_k[:, :, :0, :, :1]
                 selecting = evolve(selecting, ring_k=none, ring_v=none)

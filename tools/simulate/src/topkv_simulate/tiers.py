@@ -52,6 +52,7 @@ class Counts:
         host, stored: those of them that were in host memory, and that came from the storage.
         fetched: pages that came from there, those too that nobody took over.
         written: pages that it took.
+        dropped: pages that it had no room for, even while they came.
         evicted: pages that were kept in host memory and given out again.
         removed: pages that it let go.
     """
@@ -61,6 +62,7 @@ class Counts:
     stored: list[int] = field(factory=list)
     fetched: int = 0
     written: int = 0
+    dropped: int = 0
     evicted: int = 0
     removed: int = 0
 
@@ -79,24 +81,30 @@ class Stored:
         self.held: OrderedDict[Any, None] = OrderedDict()  # what went unused longest first
 
     def exists(self, keys: Sequence[Any]) -> int:
+        """How many of the first keys are there, which are used now."""
+        found = self.get(keys)
+        self._touch(keys[:found])
+        return found
+
+    def get(self, keys: Sequence[Any]) -> int:
         """How many of the first keys are there."""
         for count, key in enumerate(keys):
             if key not in self.held:
                 return count
         return len(keys)
 
-    def get(self, keys: Sequence[Any]) -> int:
-        """Use those that are there, and return how many of the first ones are."""
-        self._touch([key for key in keys if key in self.held])
-        return self.exists(keys)
-
-    def put(self, keys: Sequence[Any]) -> None:
-        """Take some, and make room."""
+    def put(self, keys: Sequence[Any]) -> list[bool]:
+        """Take some, make room, and say which of them are there then."""
         self._touch(keys)
         if len(self.held) * self.size > self.limit:
-            while len(self.held) * self.size > int(LEFT * self.limit):
+            while self.held and len(self.held) * self.size > self._low():
                 self.held.popitem(last=False)
                 self.counts.removed += 1
+        return [key in self.held for key in keys]
+
+    def _low(self) -> int:
+        """What is left when something went; a last object may have the whole limit."""
+        return self.limit if len(self.held) == 1 else int(LEFT * self.limit)
 
     def _touch(self, keys: Sequence[Any]) -> None:
         for key in reversed(keys):  # a page is found by those before it
@@ -258,13 +266,16 @@ class Tiers:
 
     def _store(self, keys: Iterable[Any]) -> None:
         new = [key for key in keys if key not in self._told]
-        for at in range(0, len(new), self.batch):
+        for at in reversed(range(0, len(new), self.batch)):
             some = new[at : at + self.batch]
             for key in some:
                 _remember(self._told, key)
-            if self.storage is not None:
-                self.storage.put(some)
-        self.counts.written += len(new)
+            done = self.storage.put(some) if self.storage is not None else []
+            for key, there in zip(some, done, strict=False):
+                if not there:
+                    self._told.pop(key, None)
+            self.counts.written += sum(done)
+            self.counts.dropped += len(some) - sum(done)
 
     def _keys(self, names: Iterable[int]) -> list[tuple[int, int]]:
         return [(self._epoch, name) for name in names]

@@ -1,0 +1,55 @@
+"""Prompts and steps of coordinators over a storage, for tests of what it keeps."""
+
+from __future__ import annotations
+
+import torch
+
+from topkv.testing.machines.engine_pages import SHAPE, run_forward
+from topkv.testing.machines.lifecycle_model import DIM, HEADS, LAYERS, make_coordinator
+from topkv.testing.tiers import tier
+
+PROMPT = list(range(100, 130))
+ROWS = torch.randn((60, *SHAPE), generator=torch.Generator().manual_seed(1))
+QUERIES = torch.randn(LAYERS, 60, HEADS, DIM, generator=torch.Generator().manual_seed(2))
+
+
+class Maker:
+    """Makes coordinators over the shelf ``test``, and closes them at the end."""
+
+    def __init__(self):
+        self.made = []
+
+    def __call__(self, options=(), **storage):
+        """What is given goes into the setting ``storage``."""
+        storage = {"name": "shelf", "params": {"shelf": "test"}, "least_tokens": 1, **storage}
+        options = {"prefix_cache": "all", "storage": storage, **dict(options)}
+        self.made.append(make_coordinator(tier("cpu"), **options))
+        return self.made[-1]
+
+    def close(self):
+        for coordinator in self.made:
+            coordinator.close()
+
+
+def run(coordinator, tokens=PROMPT, salt=b"", steps=3):
+    """A prompt and some steps behind it, with what they find: the tokens and the outputs."""
+    slot = coordinator.prefixes.begin(tokens, salt)
+    found = coordinator.length(slot)
+    outputs, pages = [], (len(tokens) - 1) // 4 * 4
+    for end in [pages, *range(len(tokens), len(tokens) + 1 + steps)]:
+        first = coordinator.length(slot)
+        if first >= end:
+            continue
+        new = {slot: ROWS[first:end]}
+        chunks, decode = ([slot], []) if end <= len(tokens) else ([], [slot])
+        outputs.append(run_forward(coordinator, chunks, decode, new, QUERIES[:, first:end])[:, -1])
+    coordinator.prefixes.publish(slot, tokens, salt)
+    coordinator.request_end(slot)
+    coordinator.check_integrity()
+    return found, torch.stack(outputs[-1 - steps :])
+
+
+def stored(coordinator):
+    """What went to the storage, when all has gone."""
+    coordinator.prefixes.storage.wait()
+    return coordinator.prefixes.counts.storage
