@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from core.tests.storage_driver import PROMPT, QUERIES, ROWS, Maker, run, stored
+from core.tests.storage_driver import PROMPT, QUERIES, ROWS, run, stored
 from topkv.config.storages import StorageSettings
 from topkv.errors import ConfigError, HostMemoryError
 from topkv.storage import calls
@@ -21,23 +21,12 @@ from topkv.testing.machines.storage import (
     run_reloaded,
     run_storage,
 )
-from topkv.testing.models.storage_doubles import SHELVES, Shelf
 from topkv.testing.tiers import tier
 
 
 @pytest.fixture
-def shelf():
-    SHELVES["test"] = shelf = Shelf()
-    yield shelf
-    SHELVES.clear()
-
-
-@pytest.fixture
-def make(shelf):
-    """Coordinators over the shelf; what is given goes into the setting ``storage``."""
-    made = Maker()
-    yield made
-    made.close()
+def make(make_stored):
+    return make_stored
 
 
 @pytest.mark.slow

@@ -5,29 +5,19 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from core.tests.storage_driver import PROMPT, Maker, run, stored
+from core.tests.storage_driver import PROMPT, run, stored
 from topkv.entries import Capabilities
 from topkv.errors import ConfigError
 from topkv.storage import fetching
 from topkv.storage.objects import owner_of
 from topkv.testing.machines.lifecycle_model import doubles, make_coordinator
-from topkv.testing.models.storage_doubles import SHELF, SHELVES, Shelf
+from topkv.testing.models.storage_doubles import SHELF
 from topkv.testing.tiers import tier
 
 
 @pytest.fixture
-def shelf():
-    SHELVES["test"] = shelf = Shelf()
-    yield shelf
-    SHELVES.clear()
-
-
-@pytest.fixture
-def make(shelf):
-    """Coordinators over the shelf; what is given goes into the setting ``storage``."""
-    made = Maker()
-    yield made
-    made.close()
+def make(make_stored):
+    return make_stored
 
 
 def test_tenants_stay_within_their_quotas(make, shelf):

@@ -71,10 +71,9 @@ class Carrying(Own):
         """int32 ``[N, K - 1]`` what the rows of this step have selected for the next."""
         return self.carried.coming(self.view.index, len(self.lanes.ids))
 
-    @property
-    def planned(self) -> Tensor:
-        """int32 ``[N, K]`` the same in the width of a plan. Hot."""
-        return self.carried.planned(self.view.index, len(self.lanes.ids))
+    def in_plan(self) -> Tensor:
+        """int32 ``[N, K]`` the same in the width of a plan, until another layer asks. Hot."""
+        return self.carried.in_plan(self.view.index, len(self.lanes.ids))
 
     def select(self, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> None:
         self._inputs(q, k, index)  # refuses an index

@@ -108,7 +108,7 @@ class LoadsOfNext(Loads):
     """Plans and loads of what a layer will attend to in the next step, see ``topkv.carrying``.
 
     Args:
-        path: of the layer, whose selector says what is ``planned``.
+        path: of the layer, whose selector says what is to come.
     """
 
     def __init__(self, path: Bound) -> None:
@@ -116,7 +116,7 @@ class LoadsOfNext(Loads):
 
     def plan(self) -> None:
         view, limit = self.path.view, self.path.lanes.limit
-        self.path.transfer.plan(view, self.path.selector.planned, limit, self.found)
+        self.path.transfer.plan(view, self.path.selector.in_plan(), limit, self.found)
 
 
 class TimedLoads(Loads):

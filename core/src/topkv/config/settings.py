@@ -137,8 +137,8 @@ class Settings(Generic[Unset, Size]):
     storage: StorageSettings | Mapping[str, Any] | None = setting(storages.storage)
     """where pages go that prompts may take over later, in other processes too: a mapping with the
     ``name`` of a plugin and its ``params``, and ``write``, ``fetch``, ``wait_s``,
-    ``wait_s_per_1k``, ``least_tokens``, ``limit_s`` and ``queue``, which the page on prefixes
-    explains. Nowhere by default; needs ``prefix_cache``."""
+    ``wait_s_per_1k``, ``least_tokens``, ``limit_s``, ``queue`` and ``quotas``, which the page on
+    prefixes explains. Nowhere by default; needs ``prefix_cache``."""
 
     host_quotas: Mapping[str, int | str] | None = setting(storages.quotas)
     """how much may be kept in host memory for each tenant (``Prefixes.tenant``), of pages that no

@@ -72,7 +72,8 @@ class Storage(Protocol):
     def exists(self, keys: Sequence[bytes]) -> int:
         """How many of the first ``keys`` are there, up to the first that is not.
 
-        It is believed as a hint: what it counts may be gone a moment later.
+        It is believed as a hint: what it counts may be gone a moment later. Asked once for all
+        pages of a prompt, in order and before any of them is read, so it says what is used.
         """
 
     @hookspec

@@ -45,7 +45,7 @@ class Carried:
         """
         return self._coming[layer, :lanes]
 
-    def planned(self, layer: int, lanes: int) -> Tensor:
+    def in_plan(self, layer: int, lanes: int) -> Tensor:
         """int32 ``[N, K]`` the same in the width of a plan, until the next call. Hot."""
         planned = self._planned[:lanes]
         planned[:, :-1] = self._coming[layer, :lanes]

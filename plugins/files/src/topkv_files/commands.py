@@ -64,8 +64,9 @@ def ls(path: Path, tenant: str | None, as_json: bool) -> None:
     from topkv_files.survey import fingerprint_of
 
     found: dict[str, list[Held]] = {}
+    owner = _owner(tenant)
     for held in Folder(path).held():
-        if not held.key.startswith(_owner(tenant)):
+        if not held.key.startswith(owner):
             continue
         found.setdefault(fingerprint_of(held), []).append(held)
     now = time.time_ns()

@@ -265,13 +265,15 @@ class Tiers:
             self._store(self._keys(names))
 
     def _store(self, keys: Iterable[Any]) -> None:
+        if self.storage is None:
+            return
         new = [key for key in keys if key not in self._told]
         for at in reversed(range(0, len(new), self.batch)):
             some = new[at : at + self.batch]
             for key in some:
                 _remember(self._told, key)
-            done = self.storage.put(some) if self.storage is not None else []
-            for key, there in zip(some, done, strict=False):
+            done = self.storage.put(some)
+            for key, there in zip(some, done, strict=True):
                 if not there:
                     self._told.pop(key, None)
             self.counts.written += sum(done)

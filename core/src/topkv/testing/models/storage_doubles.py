@@ -75,7 +75,8 @@ class ShelfStorage:
 
     def _put(self, key: bytes, place: Place) -> bool:
         whole = b"".join(part.tobytes() for part in place)
-        if len(whole) > (self._quota(key[:OWNER_BYTES]) or len(whole)):
+        quota = self._quota(key[:OWNER_BYTES])
+        if quota is not None and len(whole) > quota:
             return False
         with self.shelf.lock:
             if key not in self.shelf.objects and len(self.shelf.objects) < self.shelf.limit:

@@ -6,8 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from topkv.errors import ConfigError
-from topkv_evaluation.tasks.fitting import fitted, largest_size, total_of
+from topkv_evaluation.tasks.fitting import Make, fitted, largest_size, total_of
 from topkv_evaluation.tasks.sample import Count, Sample
 from topkv_evaluation.tasks.words import compounds, single_words
 
@@ -57,18 +56,18 @@ class CommonWords:
 
     def __call__(self, count: Count, length: int, samples: int, seed: int) -> list[Sample]:
         """Samples of at most ``length`` tokens, generated ones included; see ``sample.Count``."""
-        if length >= SHORT:
-            try:
-                return self._drawn(self.shape, count, length, samples, seed)
-            except ConfigError:
-                pass  # no list of this shape is short enough
-        return self._drawn(BRIEF, count, length, samples, seed)
+        shape, least = self.shape, total_of(self._maker(self.shape, seed), count)
+        if length < SHORT or least(self.common) > length:
+            shape = BRIEF
+        make = self._maker(shape, seed)
+        per_word = count(make(ESTIMATE)) / ESTIMATE
+        bound = int(length // per_word) * 2
+        size = largest_size(total_of(make, count), length, STEP, bound, self.common)
+        return [fitted(make, count, length, size, STEP, self.common) for _ in range(samples)]
 
-    def _drawn(
-        self, shape: Shape, count: Count, length: int, samples: int, seed: int
-    ) -> list[Sample]:
-        rng = random.Random(seed)
-        words = [*single_words()]
+    def _maker(self, shape: Shape, seed: int) -> Make:
+        """Makes a sample with a list of so many words; draws follow from the seed."""
+        rng, words = random.Random(seed), [*single_words()]
         random.Random(seed).shuffle(words)
 
         def listed(size: int, often: int, seldom: int) -> tuple[str, list[str]]:
@@ -85,10 +84,7 @@ class CommonWords:
             context = f"{example}\n{CONTEXT.format(context=text)}"
             return Sample(context, QUESTION, PREFIX, tuple(answers), NEW_TOKENS)
 
-        per_word = count(make(ESTIMATE)) / ESTIMATE
-        bound = int(length // per_word) * 2
-        size = largest_size(total_of(make, count), length, STEP, bound, self.common)
-        return [fitted(make, count, length, size, STEP, self.common) for _ in range(samples)]
+        return make
 
 
 def numbered(words: Sequence[str]) -> str:
