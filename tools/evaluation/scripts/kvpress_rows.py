@@ -74,16 +74,16 @@ class Pressed:
         # Transformers no longer passes the positions on that kvpress tells a prompt by.
         place = {"cache_position": torch.arange(self.length, device=model.device)}
         if press is None:
-            self.first = self._read(tokens, **place)
+            self.first = self._read(tokens, **place)[-1]
         else:
             with press(model):
-                self.first = self._read(tokens, **place)
+                self.first = self._read(tokens, **place)[-1]
         self.kept = [layer.keys.shape[2] for layer in self.cache.layers]
 
-    def _read(self, tokens: Tensor, **more: Any) -> Tensor:
+    def _read(self, tokens: Tensor, kept: int = 1, **more: Any) -> Tensor:
         return self.model(
-            tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1, **more
-        ).logits[0, -1]
+            tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=kept, **more
+        ).logits[0]
 
     def forget(self) -> None:
         """What came behind the context."""
@@ -93,14 +93,14 @@ class Pressed:
     def feed(self, tokens: Sequence[int], begin: int = 0) -> Tensor:
         """Logits ``[n, V]`` behind each of the tokens, which follow ``begin`` others.
 
-        One by one: layers of several lengths have no mask in common.
+        One by one where layers keep several lengths, which have no mask in common.
         """
-        found = []
-        for place, token in enumerate(tokens, start=self.length + begin):
-            at = torch.tensor([[place]], device=self.model.device)
-            step = torch.tensor([[token]], device=self.model.device)
-            found.append(self._read(step, position_ids=at))
-        return torch.stack(found)
+        size, found = len(tokens) if len({*self.kept}) == 1 else 1, []
+        for first in range(0, len(tokens), size):
+            some = torch.tensor([[*tokens[first : first + size]]], device=self.model.device)
+            at = self.length + begin + first + torch.arange(size, device=self.model.device)
+            found.append(self._read(some, size, position_ids=at[None]))
+        return torch.cat(found)
 
     def answer(self, question: Question) -> list[int]:
         """Tokens that are generated greedily."""
