@@ -276,3 +276,13 @@ def test_the_entry_point_is_the_command():
     assert (module, getattr(__import__(module, fromlist=[name]), name)) == (
         evaluate.callback.__module__, evaluate,
     )  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_a_gpu_sees_what_its_steps_attend_to():
+    """Replayed steps would show recall nothing."""
+    given = ("--device", "cuda", "--contexts", "768", "--questions", "4", "--budgets", "20%")
+    done = CliRunner().invoke(topkv, ["eval", "--json", *given, "--algorithms", "quest,exact"])
+    assert done.exit_code == 0, done.stderr
+    quest, exact = json.loads(done.stdout)["cells"][1:]
+    assert 0.3 < quest["recall"] <= exact["recall"] <= 1
