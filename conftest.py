@@ -60,7 +60,17 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+LATER = tuple(
+    f"plugins/{name}/" for name in ("head_sparsity", "pqcache", "rocketkv", "skip_softmax", "top_p")
+)
+"""Whose kernels are slowest when they are interpreted, so that ``make test-slow`` does it."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what has another mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(LATER) and "interpret" in item.nodeid.rpartition("[")[2]:
+            item.add_marker("slow")
     if torch.cuda.is_available():
         return
     for item in items:
