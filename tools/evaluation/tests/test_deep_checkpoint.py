@@ -50,7 +50,6 @@ def test_its_card_is_of_its_record():
 
 @pytest.mark.slow
 def test_it_follows_variables_as_well_through_topkv():
-    """Which the first checkpoint cannot do."""
     given = ("--tasks", "ruler:vt", "--contexts", 1792, "--questions", 2, "--budgets", "100%")
     given = (*given, "--dense-layers", "none", "--algorithms", "quest")
     dense, sparse = evaluated("--model", DEEP_CHECKPOINT, *given)

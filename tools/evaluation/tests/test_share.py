@@ -267,8 +267,7 @@ def test_the_shipped_model_needs_nothing_else():
     shown = json.loads(done.stdout)
     assert (shown["layers"], shown["prompts"], shown["selecting"]) == ([2, 3, 4, 5], 2, 1)
     assert shown["config"]["share"] == "FSSS"
-    # The layer that finds the digits does most, as answers without it show.
-    assert max(shown["effect"]) == shown["effect"][0]
+    assert max(shown["effect"]) > 2 * min(shown["effect"]), "its layers matter alike"
 
 
 def refused(done, *words):
