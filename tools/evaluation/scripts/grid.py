@@ -5,8 +5,9 @@
 
 A call measures what is not there yet until its minutes are over, several tasks at a time on one
 device; calls add up. ``--minutes 0`` measures nothing. Each writes what there is anew:
-``MODEL-LENGTH.jsonl`` with a row for each task, algorithm, budget and set of dense layers,
-``MODEL-LENGTH.md`` with tables of it, and ``MODEL-LENGTH.svg`` with plots over bytes. Rows of
+``MODEL-LENGTH.jsonl.xz`` with a row for each task, algorithm, budget and set of dense layers,
+``MODEL-LENGTH.jsonl`` with a row over all tasks for each of the last three, ``MODEL-LENGTH.md``
+with tables, and ``MODEL-LENGTH.svg`` with plots over bytes. Figures have four digits. Rows of
 ``kvpress_rows.py --out OUT/parts/MODEL-LENGTH/kvpress`` are taken up with the others.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import multiprocessing
 import sys
 import time
@@ -170,11 +172,11 @@ def _shown(row: Row | None) -> str:
 
 def summarize(rows: Sequence[Row], target: Path) -> None:
     """Write rows, tables and plots."""
-    lines = [json.dumps(row) + "\n" for row in rows]
-    target.with_suffix(".jsonl").write_text("".join(lines), encoding="utf-8")
+    mixed = mixtures(rows)
+    target.with_suffix(".jsonl").write_text(_lines(mixed), encoding="utf-8")
+    target.with_suffix(".jsonl.xz").write_bytes(lzma.compress(_lines(rows).encode(), preset=9))
     if not rows:
         return
-    mixed = mixtures(rows)
     parts = [f"Right answers in percent, {len({row['family'] for row in rows})} tasks together:",
              table(mixed)]  # fmt: skip
     for word in dict.fromkeys(row["family"] for row in rows):
@@ -183,6 +185,16 @@ def summarize(rows: Sequence[Row], target: Path) -> None:
     if plot.can_draw():
         drawn = plot.svg([row for row in mixed if "refused" not in row and not row["lacks"]])
         target.with_suffix(".svg").write_text(drawn, encoding="utf-8")
+
+
+def _lines(rows: Sequence[Row]) -> str:
+    """JSON lines of the rows, whose figures are rounded; without keys, which resuming needs."""
+    short = [
+        {name: float(f"{value:.4g}") if isinstance(value, float) else value
+         for name, value in row.items() if name != "key"}
+        for row in rows
+    ]  # fmt: skip
+    return "".join(json.dumps(row) + "\n" for row in short)
 
 
 def gathered(parts: Path) -> list[Row]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import lzma
 import sys
 import time
 from pathlib import Path
@@ -92,6 +94,11 @@ def test_calls_add_up(grid, tmp_path, capsys):
     assert (parts / "facts-none" / "results.jsonl").read_text() == before
     grid.main([*words, "--minutes", "0"])
     assert "3 rows in" in capsys.readouterr().out
+    with lzma.open(tmp_path / f"{name}.jsonl.xz", "rt") as written:
+        assert [json.loads(line)["algorithm"] for line in written] == [
+            row["algorithm"] for row in grid.gathered(parts)
+        ]
+    assert len((tmp_path / f"{name}.jsonl").read_text().splitlines()) == 3
     rows = [row["algorithm"] for row in grid.gathered(parts)]
     assert sorted(rows) == ["dense", "quest", "streaming_llm"]
     assert all(row["split"] == REPORTING for row in grid.gathered(parts))
