@@ -60,9 +60,9 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-LATER = tuple(
-    f"plugins/{name}/" for name in ("head_sparsity", "pqcache", "rocketkv", "skip_softmax", "top_p")
-)
+LATER = tuple(f"plugins/{name}/" for name in (
+    "head_sparsity", "pqcache", "rocketkv", "skip_softmax", "top_p"
+))  # fmt: skip
 """Whose kernels are slowest when they are interpreted, so that ``make test-slow`` does it."""
 
 
