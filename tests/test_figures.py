@@ -19,6 +19,23 @@ def test_every_figure_can_be_drawn():
     assert all(text.count("<path") > 20 for text in drawn.values())
 
 
+WIDE = "`top_p`, p 0.95, `widen: 4`"
+STAGES = {
+    "| behind Quest": {
+        "Quest alone": "quest",
+        WIDE: "p95x4",
+        "`residual`": "residual",
+        "`residual`, `variance: true`": "variance",
+        "`head_sparsity`, threshold 0.7": "heads7",
+        "`share: FS`": "FS",
+        "`share: FSSS`": "FSSS",
+        "`ahead: true`": "ahead",
+    },
+    "| behind ParisKV": {"ParisKV alone": "pariskv", WIDE: "paris_p95x4"},
+}
+"""Names of rows by the labels of the tables of stages, by how these begin."""
+
+
 def rows_of(text, head):
     """Rows of the Markdown table whose head begins so, as lists of cells."""
     lines = text[text.index(head) :].split("\n\n", 1)[0].splitlines()
@@ -37,6 +54,31 @@ def test_the_table_of_accuracy_is_that_of_the_raw_numbers():
         for title, cell in zip(head[1:], cells, strict=True):
             row = found[names[title], float(budget.split()[0])]
             assert cell == ("-" if "refused" in row else str(row["correct"]))
+
+
+@pytest.mark.parametrize("folder", ["grid", "stages"])
+def test_the_tables_of_the_grid_are_those_of_the_raw_numbers(folder):
+    """Cells are those of both models; right answers of all tasks together."""
+    cells = [
+        {
+            (row["algorithm"], row["nominal_percent"]): row
+            for row in figures.read(f"eval/{folder}/{model}-4096.jsonl")
+            if not row["dense_layers"] and "refused" not in row and not row["lacks"]
+        }
+        for model in figures.MODELS
+    ]
+    text = PAGES["choosing.md"].read_text("utf-8")
+    budgets, names = {"grid": (1, 2, 5, 10), "stages": (2, 5)}[folder], STAGES
+    if folder == "grid":
+        names = {"| algorithm": {label: name for name, label in figures.NAMES.items()}}
+    for head, labels in names.items():
+        _, *rows = rows_of(text, head)
+        found = {label: shown for label, *shown in rows if label != "SnapKV"}
+        assert found.keys() == labels.keys()
+        for label, name in labels.items():
+            for share, shown in zip(budgets, found[label], strict=False):
+                right = [100 * cell[name, share]["accuracy"] for cell in cells]
+                assert shown == " / ".join(f"{value:.1f}" for value in right)
 
 
 @pytest.mark.parametrize("page", ["docs/tutorial.md", "examples/arkvale/README.md"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-COLOURS = ("#3465a4", "#cc6b1f", "#4e9a3b", "#8a4fa3", "#b5323a", "#5c6670", "#2a9d9d")
+COLOURS = ("#3465a4", "#cc6b1f", "#4e9a3b", "#8a4fa3", "#b5323a", "#5c6670", "#2a9d9d", "#c49a00")
 Row = dict[str, Any]
 
 
@@ -164,36 +164,66 @@ def swap_in() -> Any:
     return figure
 
 
-def accuracy() -> Any:
-    """Right answers of 200 over the budget, no layer dense."""
-    figure, panels = new(2, 3.8)
-    names = {
-        "exact": "exact top-k",
-        "double_sparsity": "Double Sparsity",
-        "clusterkv": "ClusterKV",
-        "quest": "Quest",
-        "snapkv:generated=32": "SnapKV",
-        "streaming_llm": "StreamingLLM",
-    }
-    for panel, name in zip(panels, ("8k_none", "16k_none"), strict=True):
-        rows = [row for row in read(f"eval/{name}.jsonl") if "refused" not in row]
-        for colour, (algorithm, label) in zip(COLOURS, names.items(), strict=False):
-            line = [row for row in rows if row["algorithm"] == algorithm]
-            budget = [row["nominal_percent"] for row in line]
+MODELS = {"checkpoint": "6 layers, 64 channels", "deep_checkpoint": "8 layers, 128 channels"}
+"""Trained models of topkv-evaluation, by the names of their files in ``eval/``."""
+
+NAMES = {
+    "exact": "exact top-k",
+    "pariskv": "ParisKV",
+    "double_sparsity": "Double Sparsity",
+    "pqcache": "PQCache",
+    "quest": "Quest",
+    "rocketkv": "RocketKV",
+    "clusterkv": "ClusterKV",
+    "streaming_llm": "StreamingLLM",
+}
+
+
+def by_bytes(folder: str, lines: dict[str, str], measure: str, what: str) -> Any:
+    """A figure over the bytes of a token as a share of those of dense attention.
+
+    Args:
+        folder: of ``eval/``.
+        lines: labels by algorithm; no layer is dense.
+        measure: ``"device"`` or ``"link"`` bytes, and ``what`` these are called.
+    """
+    figure, panels = new(2, 4.0)
+    for panel, (model, title) in zip(panels, MODELS.items(), strict=True):
+        rows = [row for row in read(f"eval/{folder}/{model}-4096.jsonl") if "refused" not in row]
+        (dense,) = (row for row in rows if row["plugin"] is None)
+        whole, best = dense["device_bytes_per_token"], 100 * dense["accuracy"]
+        panel.axhline(best, color="#333333", ls="--", lw=1, label="dense")
+        for colour, (algorithm, label) in zip(COLOURS, lines.items(), strict=True):
+            line = [r for r in rows if (r["algorithm"], r["dense_layers"]) == (algorithm, [])]
+            places = [100 * row[f"{measure}_bytes_per_token"] / whole for row in line]
             share = [100 * row["accuracy"] for row in line]
-            panel.plot(budget, share, "o-", ms=4, color=colour, label=label)
-            low = [100 * row["ci_low"] for row in line]
-            panel.fill_between(
-                budget, low, [100 * row["ci_high"] for row in line], color=colour, alpha=0.12, lw=0
-            )
+            panel.plot(places, share, "o-", ms=4, color=colour, label=label)
         panel.set_xscale("log")
-        panel.set_xticks([1, 2, 5, 10, 25], ["1", "2", "5", "10", "25"])
-        panel.minorticks_off()
-        panel.set_title(f"{rows[0]['context']} tokens, no dense layers", fontsize=10)
-        panel.set_xlabel("budget, % of the context")
+        panel.set_title(title, fontsize=10)
+        panel.set_xlabel(f"{what}, % of all keys and values")
     panels[0].set_ylabel("right answers, %")
-    panels[1].legend(frameon=False, fontsize=8)
+    panels[1].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
+
+
+def accuracy() -> Any:
+    """Right answers over the bytes that the GPU reads of its own memory for a token."""
+    return by_bytes("grid", NAMES, "device", "from GPU memory")
+
+
+def stages() -> Any:
+    """Right answers over the bytes that a token brings over the link, by stage."""
+    lines = {
+        "pariskv": "ParisKV",
+        "paris_p95x4": "ParisKV, top_p of 4 times as many",
+        "quest": "Quest",
+        "p95x4": "Quest, top_p of 4 times as many",
+        "residual": "Quest, residual",
+        "heads7": "Quest, head_sparsity",
+        "FS": "Quest, share: FS",
+        "ahead": "Quest, ahead",
+    }
+    return by_bytes("stages", lines, "link", "over the link")
 
 
 def attention() -> Any:
@@ -273,10 +303,10 @@ def arkvale() -> Any:
     return figure
 
 
-FIGURES: dict[str, Callable[[], Any]] = {
-    f"{draw.__name__}.svg": draw
-    for draw in (generate, prompts, decode_step, swap_in, accuracy, attention, selection, arkvale)
-}
+DRAWN = (
+    generate, prompts, decode_step, swap_in, accuracy, stages, attention, selection, arkvale
+)  # fmt: skip
+FIGURES: dict[str, Callable[[], Any]] = {f"{draw.__name__}.svg": draw for draw in DRAWN}
 
 
 def figures() -> dict[str, str]:
