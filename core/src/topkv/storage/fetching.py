@@ -20,8 +20,8 @@ from topkv.streams import mark_of
 BATCH_BYTES, MOST_PAGES = 32 << 20, 128
 """Of a call."""
 
-AT_ONCE = 4
-"""Calls for one prompt that are begun or wait for a thread."""
+AT_ONCE = 12
+"""Calls for one prompt that are begun or wait for a thread; more than there are threads."""
 
 
 @define
