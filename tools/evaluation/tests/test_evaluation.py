@@ -6,6 +6,7 @@ import json
 import tomllib
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from topkv.plugins import registry
 from topkv_cli.group import topkv
 from topkv_evaluation import CHECKPOINT
 from topkv_evaluation.demo import answer_question, load_checkpoint
-from topkv_evaluation.eval import choices, tasks
+from topkv_evaluation.eval import ALGORITHMS, choices, tasks
 from topkv_evaluation.eval.cells import Cell, Grid, config_of, run_cells
 from topkv_evaluation.eval.command import evaluate
 from topkv_evaluation.eval.intervals import wilson
@@ -67,6 +68,16 @@ def logits_of_steps(model):
         yield steps
     finally:
         hook.remove()
+
+
+def test_what_is_not_installed_is_not_compared_unless_it_is_named():
+    def found(*names):
+        records = [SimpleNamespace(name=name) for name in names]
+        return choices.installed(ALGORITHMS, SimpleNamespace(usable=lambda kind: records))
+
+    assert found("quest", "other") == "quest"
+    assert found("snapkv", "double_sparsity") == ("double_sparsity,snapkv:generated={steps},exact")
+    assert found() == ALGORITHMS
 
 
 # Cells beside loops that are written out.

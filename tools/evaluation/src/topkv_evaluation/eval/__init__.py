@@ -6,8 +6,9 @@ algorithm that goes by a model's own indexer selects for the context too, as the
 """
 
 # SnapKV gives 256 places of its budget to generated tokens by default; most tasks need fewer.
-ALGORITHMS = "quest,double_sparsity,clusterkv,snapkv:generated={steps},streaming_llm,exact"
-"""Compared by default; ``steps`` is ``LEAST_STEPS``, or what the longest question needs."""
+ALGORITHMS = "quest,double_sparsity,pariskv,clusterkv,snapkv:generated={steps},streaming_llm,exact"
+"""Compared by default, those of them that are installed; ``steps`` is ``LEAST_STEPS``, or what the
+longest question needs."""
 
 LEAST_STEPS = 32
 

@@ -12,7 +12,7 @@ from topkv.config.layers import parse_ranges
 from topkv.errors import ConfigError, PluginError
 from topkv.plugins import PluginRegistry
 
-EXACT = "exact"
+EXACT, ALL_CHANNELS = "exact", "double_sparsity"
 SETTINGS = ("unit", "scope", "buffer", "eviction", "host_format", "stages", "share", "ahead")
 """Keys behind an algorithm that set topkv, unless the algorithm has a parameter of that name."""
 
@@ -59,6 +59,14 @@ def split_algorithms(text: str) -> list[str]:
         else:
             parts.append(piece)
     return parts
+
+
+def installed(text: str, registry: PluginRegistry) -> str:
+    """Those of a list of algorithms whose packages are there; all where none is."""
+    names = {record.name for record in registry.usable("algorithm")}
+    names |= {EXACT} if ALL_CHANNELS in names else set()
+    parts = split_algorithms(text)
+    return ",".join([part for part in parts if part.partition(":")[0] in names] or parts)
 
 
 def _value(text: str) -> Any:
@@ -121,7 +129,7 @@ def read_algorithms(texts: Sequence[str], head_dim: int, registry: PluginRegistr
                 reasons.append(f"{text!r}: expected key=value behind the colon, got {pair!r}")
             values[key.strip()] = _value(value.strip())
         if name == EXACT:
-            name, values = "double_sparsity", {"channels": head_dim, **values}
+            name, values = ALL_CHANNELS, {"channels": head_dim, **values}
         try:
             entry = registry.get("algorithm", name).entry
         except PluginError as error:

@@ -70,7 +70,8 @@ from topkv_evaluation.tasks.splits import MOST, STARTS, TUNING
 @click.option(
     "--algorithms",
     multiple=True,
-    show_default=f"{ALGORITHMS.format(steps=LEAST_STEPS)}; {INDEXED} if the model has an indexer",
+    show_default=f"those installed of {ALGORITHMS.format(steps=LEAST_STEPS)}; {INDEXED} if the "
+    "model has an indexer",
     help="name:key=value,key=value,name; keys: parameters, unit, scope, buffer, eviction, "
     "host_format, share, ahead, stages (NAME/key=value+NAME). ROW@name:... names its row; {steps} "
     "is what the longest question needs.",

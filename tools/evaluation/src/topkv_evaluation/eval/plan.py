@@ -16,6 +16,7 @@ from topkv_evaluation.eval import ALGORITHMS, INDEXED, LEAST_STEPS
 from topkv_evaluation.eval.catalogue import BYTES, FACTS, RULER, Catalogue, has_length, read_words
 from topkv_evaluation.eval.cells import Cell, Grid, Row, cells_of, described, run_cells
 from topkv_evaluation.eval.choices import (
+    installed,
     read_algorithms,
     read_budgets,
     read_contexts,
@@ -86,7 +87,7 @@ class Plan:
         shape = shape_of(model)
         layers = shape.num_layers
         dense = [read_dense_layers(text, layers) for text in dict.fromkeys(options.dense_layers)]
-        usual = ALGORITHMS if shape.indexer is None else INDEXED
+        usual = installed(ALGORITHMS if shape.indexer is None else INDEXED, registry())
 
         def chosen(steps: int) -> Sequence[str]:
             named = options.algorithms or (usual,)
