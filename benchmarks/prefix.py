@@ -97,12 +97,14 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="+", default=[32768, 131072])
     parser.add_argument("--new", type=int, default=100, help="tokens that are not found")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--host-format", default="model", help="model or fp8")
     parser.add_argument("--storage", type=Path, help="directory of topkv-files; none by default")
     parser.add_argument("--out", type=Path, help="write JSON lines here as well")
     options = parser.parse_args()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     config = {"algorithm": "quest", "backend": "triton_attention", "budget": 2048}
+    config["host_format"] = options.host_format
     model = build(
         config_of(options.model, None, max(options.context) + 1),
         device,
@@ -110,6 +112,7 @@ def main() -> None:
     )
     name = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
     lines = [{"device": name, "model": options.model, "torch": torch.__version__}]
+    lines[0]["host_format"] = options.host_format
     print(json.dumps(lines[0]))
     for context in options.context:
         lines.append(measure(model, config, context, options))

@@ -58,7 +58,7 @@ def settings(arm: str, options: argparse.Namespace) -> dict[str, Any]:
     longest = options.context + options.turns * (options.new + options.answer)
     room = -(-longest // 64) * 64
     config = {"algorithm": "quest", "backend": "triton_attention", "budget": options.budget}
-    config |= {"max_requests": 1, "max_request_tokens": room}
+    config |= {"max_requests": 1, "max_request_tokens": room, "host_format": options.host_format}
     config |= {"max_tokens": room * (1 + options.kept)}
     if arm != "none":
         config["prefix_cache"] = "all"
@@ -129,6 +129,7 @@ def main() -> None:
         "--kept", type=int, default=3, help="chats that the host pool has room for"
     )
     parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--host-format", default="model", help="model or fp8, in all arms")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*ARMS])
     parser.add_argument("--storage", type=Path, required=True, help="directory of topkv-files")
     parser.add_argument("--out", type=Path, help="append JSON lines here")
