@@ -200,7 +200,7 @@ def by_bytes(folder: str, lines: dict[str, str], measure: str, what: str) -> Any
             panel.plot(places, share, "o-", ms=4, color=colour, label=label)
         panel.set_xscale("log")
         panel.set_title(title, fontsize=10)
-        panel.set_xlabel(f"{what}, % of all keys and values")
+        panel.set_xlabel(f"{what}, % of keys and values")
     panels[0].set_ylabel("right answers, %")
     panels[1].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
