@@ -6,16 +6,13 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from attrs import define, field
-from torch import Tensor
 
 from topkv.kv.prefix import PrefixKVPool
 from topkv.memory import SparseKVCacheManager
 from topkv.storage.calls import Calls, Workers
 from topkv.storage.objects import problem_of
 from topkv.storage.places import PagePlaces
-from topkv.streams import mark_of
 
 BATCH_BYTES, MOST_PAGES = 32 << 20, 128
 """Of a call."""
@@ -60,7 +57,6 @@ class Batch:
         pages: leased, and written by the call.
         keys: in the storage, and ``names`` in the host pool.
         rows: for headers, and for parts that lie elsewhere.
-        left: when the device touches no page any more for who held it last; None on a CPU.
         begun: a thread is at it.
         dropped: no thread shall begin.
         good: which pages are right, when the call has ended.
@@ -69,8 +65,7 @@ class Batch:
     pages: list[int]
     keys: Sequence[bytes]
     names: Sequence[bytes]
-    rows: Tensor
-    left: torch.cuda.Event | None
+    rows: np.ndarray
     begun: bool = False
     dropped: bool = False
     good: list[bool] | None = None
@@ -165,9 +160,9 @@ class Fetch:
             return False
         pages = shared.host.lease(size)
         shared.host.lend(pages)
+        shared.manager.synchronize()  # the device may still write what their last holder left
         some = slice(self._asked, self._asked + size)
-        rows, left = shared.places.rows(size, pinned=True), mark_of(shared.manager.device)
-        batch = Batch(pages, self.keys[some], self.names[some], rows, left)
+        batch = Batch(pages, self.keys[some], self.names[some], shared.places.rows(size))
         self._batches.append(batch)
         self._asked += size
         shared.readers.add(lambda: self._get(batch))
@@ -204,11 +199,9 @@ class Fetch:
                 return
             batch.begun = True
         try:
-            if batch.left is not None:
-                batch.left.synchronize()
             places = [
                 shared.places.place(page, row)
-                for page, row in zip(batch.pages, batch.rows.numpy(), strict=True)
+                for page, row in zip(batch.pages, batch.rows, strict=True)
             ]
             done = shared.calls("get", batch.keys, places)
             good = self._checked(batch, places, done or good)

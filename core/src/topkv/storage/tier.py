@@ -234,7 +234,7 @@ class StorageTier:
             pages, keys = zip(*pairs[at : at + self._shared.batch], strict=True)
             rows = self._places.rows(len(pages))
             self._places.stage(pages, rows)
-            parts = [self._places.place(*each) for each in zip(pages, rows.numpy(), strict=True)]
+            parts = [self._places.place(*each) for each in zip(pages, rows, strict=True)]
             written: np.ndarray | None = self._host.written[list(pages)]
             if whole:
                 parts = [[np.concatenate(place)] for place in parts]
