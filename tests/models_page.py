@@ -36,7 +36,8 @@ ABOUT = {
     "experts": "The same with mixtures of experts.",
     "windows": "Layers that slide over a window stay stock; topkv serves the others.",
     "sinks": "The same, with learned attention sinks.",
-    "softcap": "Windows, and capped attention logits, by backends that cap (`triton_attention`).",
+    "softcap": "Windows, and capped attention logits, by backends that cap: `triton_attention`, "
+    "`flash_attention`, `flashinfer`.",
     "states": "Layers with a linear state or a convolution stay stock; topkv serves the others.",
     "latent": "Latent attention: one row a token for all heads, and Kimi-K2 as DeepseekV3.",
     "indexer": "Latent attention that selects for itself.",

@@ -42,11 +42,12 @@ def made(place, model, group, lanes):
     return instance
 
 
-def grouped(place, geometry, batch):
-    """A backend for a geometry of the kit."""
+def grouped(place, geometry, batch, **more):
+    """A backend for a geometry of the kit, and of a model with ``more``."""
     g = geometry
     heads = g.kv_heads * g.group
-    model = ModelShape(1, heads, g.kv_heads, g.dim, g.dtype, 0.75 * g.dim**-0.5)
+    scale = more.pop("scale", 0.75 * g.dim**-0.5)
+    model = ModelShape(1, heads, g.kv_heads, g.dim, g.dtype, scale, **more)
     group = GroupShape(
         *((0,), g.unit, g.lane_heads, g.kv_heads // g.lane_heads, g.dim, g.dtype),
         *(g.page_tokens, batch, 2**20, 8, 8, 2),
@@ -91,6 +92,44 @@ def test_float16(place):
     instance, model = grouped(place, Geometry(2, 4, 128, 16, 1, "shared", torch.float16), 8)
     inputs = AttendCase(Geometry(2, 4, 128, 16, 1, "shared", torch.float16), ragged(16, 8)).make()
     inputs.expected(model.scale).check(*inputs.attend(instance, "cuda"))
+
+
+@EACH
+@pytest.mark.parametrize(("softcap", "scale"), [(50.0, 0.0884), (50.0, 20.0), (0.5, 20.0)])
+@pytest.mark.parametrize("dim", [128, 256])
+def test_capped_logits(place, softcap, scale, dim):
+    """Plain logits would reach hundreds where the scale is 20; dim 256 and 50 are Gemma 2's."""
+    geometry = Geometry(2, 4, dim, 16, 1, "shared", torch.bfloat16)
+    more = {"scale": scale, "softcap": softcap}
+    instance, _ = grouped(place, geometry, 1, **more)
+    draw = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(rows, heads, dim, generator=draw, device="cuda", dtype=torch.bfloat16)
+        for rows, heads in ((37, 8), (500, 2), (500, 2))
+    )
+    out = torch.full((37, 8, dim), torch.nan, device="cuda")
+    lse = torch.full((37, 8), torch.nan, device="cuda")
+    for shift in (463, 200):
+        instance.prefill(q, k, v, shift, 0, out, lse)
+        seen = torch.arange(500)[None] <= torch.arange(37)[:, None] + shift
+        want, log = attention(q.cpu(), k.cpu(), v.cpu(), scale, seen, softcap)
+        assert (out.cpu().double() - want).norm() <= 0.01 * want.norm()
+        torch.testing.assert_close(lse.cpu().double(), log, rtol=1e-3, atol=1e-3)
+    stored = torch.full((40, 2, 16, dim), torch.nan, dtype=torch.bfloat16, device="cuda")
+    place_of = torch.randperm(40, generator=torch.Generator().manual_seed(1))[:32]
+    rows = [torch.nn.functional.pad(each, (0, 0, 0, 0, 0, 12)) for each in (k, v)]
+    pools = []
+    for each in rows:
+        pool = stored.clone()
+        pool[place_of.cuda()] = each.view(32, 16, 2, dim).transpose(1, 2)
+        pools.append(pool)
+    table = place_of.int()[None].cuda()
+    lengths = torch.tensor([500], dtype=torch.int32, device="cuda")
+    out, lse = results(1, 8, dim)
+    instance.attend(q[:1][None], *pools, Tables(table, lengths), out, lse)
+    want, log = attention(q[:1].cpu(), k.cpu(), v.cpu(), scale, softcap=softcap)
+    assert (out[0].cpu().double() - want).norm() <= 0.01 * want.norm()
+    torch.testing.assert_close(lse[0].cpu().double(), log, rtol=1e-3, atol=1e-3)
 
 
 @EACH

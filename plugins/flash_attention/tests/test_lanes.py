@@ -42,7 +42,7 @@ class Pages:
     def refusals(self, model, group, capability):
         return []
 
-    def attend(self, q, k, v, table, lengths, scale, splits, zeros, out):
+    def attend(self, q, k, v, table, lengths, scale, softcap, splits, zeros, out):
         lanes, queries, heads, _ = q.main.shape
         assert (queries, len(table), len(zeros)) == (1, lanes, lanes)
         assert out.shape == (lanes, 1, heads, v.shape[-1])

@@ -40,6 +40,11 @@ def test_packed_rows_are_refused():
     assert "kv_format" not in reasons()
 
 
+def test_logits_of_latent_attention_are_not_capped():
+    assert "does not cap logits" in reasons(evolve(LATENT, softcap=30.0))
+    assert "does not cap logits" not in reasons(evolve(MODEL, softcap=30.0))
+
+
 @pytest.mark.skipif(not NOTHING, reason="a build of FlashAttention is installed")
 def test_a_missing_library_is_named_with_what_was_tried():
     said = reasons()

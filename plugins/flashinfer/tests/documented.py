@@ -16,13 +16,14 @@ from topkv_flashinfer.backend import FlashInfer
 from topkv_flashinfer.providers import Library
 
 
-def rows_attention(q, k, v, scale):
+def rows_attention(q, k, v, scale, cap=None):
     """q ``[H, D]`` over k and v ``[n, Hkv, D]``: out ``[H, Dv]`` and base-2 lse ``[H]``."""
     if not len(k):
         return q.new_zeros(len(q), v.shape[-1]), torch.full((len(q),), -torch.inf)
     group = len(q) // k.shape[1]
     keys, values = (x.double().repeat_interleave(group, 1) for x in (k, v))
     logits = torch.einsum("hd,nhd->hn", q.double(), keys) * scale
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
     weights = logits.softmax(-1)
     out = torch.einsum("hn,nhd->hd", weights, values)
     return out.to(q.dtype), (logits.logsumexp(-1) / math.log(2)).float()
@@ -55,12 +56,26 @@ class DecodeWrapper:
         assert len(float_workspace) >= 1024 * len(self.last)
         assert len(int_workspace) >= 64 * len(self.last)
 
-    def plan(self, indptr, indices, last, heads, kv_heads, dim, page, *, sm_scale, **types):
+    def plan(
+        self,
+        indptr,
+        indices,
+        last,
+        heads,
+        kv_heads,
+        dim,
+        page,
+        *,
+        sm_scale,
+        logits_soft_cap,
+        **types,
+    ):
         assert indptr.device.type == last.device.type == "cpu"
         assert len(last) == len(self.last)
         assert len(indices) == indptr[-1] <= len(self.indices)
         self.pages = (indptr[1:] - indptr[:-1]).tolist()
         self.planned = (heads, kv_heads, dim, page, sm_scale, types["q_data_type"])
+        self.cap = logits_soft_cap
         self.indptr.copy_(indptr)
         self.last.copy_(last)
         self.indices[: len(indices)].copy_(indices)
@@ -81,12 +96,13 @@ class DecodeWrapper:
             keys, values = (x[mine].transpose(1, 2).flatten(0, 1) for x in (k, v))
             length = (len(mine) - 1) * page + int(self.last[lane])
             assert 0 <= length <= len(mine) * page
-            out[lane], lse[lane] = rows_attention(q[lane], keys[:length], values[:length], scale)
+            mine = (q[lane], keys[:length], values[:length], scale, self.cap)
+            out[lane], lse[lane] = rows_attention(*mine)
         return out, lse
 
 
 def single_prefill(
-    q, k, v, *, packed_custom_mask, causal, sm_scale, backend, return_lse
+    q, k, v, *, packed_custom_mask, causal, sm_scale, logits_soft_cap, backend, return_lse
 ):  # fmt: skip
     """``single_prefill_with_kv_cache``: causal masks end at the last query and key."""
     assert backend == "fa2"
@@ -103,7 +119,8 @@ def single_prefill(
         seen = torch.ones(m, n, dtype=torch.bool).tril(n - m)
     else:
         seen = torch.ones(m, n, dtype=torch.bool)
-    pairs = [rows_attention(q[i], k[seen[i]], v[seen[i]], sm_scale) for i in range(m)]
+    given = (sm_scale, logits_soft_cap)
+    pairs = [rows_attention(q[i], k[seen[i]], v[seen[i]], *given) for i in range(m)]
     return torch.stack([out for out, _ in pairs]), torch.stack([lse for _, lse in pairs])
 
 

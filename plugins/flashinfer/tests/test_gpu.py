@@ -10,6 +10,7 @@ from topkv.hooks.backend import BackendSetup
 from topkv.testing.backend.bench import expect
 from topkv.testing.backend.cases import AttendCase, by_lane
 from topkv.testing.backend.plans import AdaptCase, StepInputs
+from topkv.testing.oracle import attention
 from topkv.testing.strategies import Geometry
 from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flashinfer import providers
@@ -27,9 +28,10 @@ def geometry(scope, unit, group=4, dim=128, dtype=torch.bfloat16, kv_heads=2):
     return Geometry(kv_heads, group, dim, unit, 1, scope, dtype)
 
 
-def backend(g, batch, width, residency="sparse"):
-    """An instance whose page tables have ``width`` columns."""
-    model = ModelShape(1, g.kv_heads * g.group, g.kv_heads, g.dim, g.dtype, g.dim**-0.5)
+def backend(g, batch, width, residency="sparse", **more):
+    """An instance whose page tables have ``width`` columns, of a model with ``more``."""
+    scale = more.pop("scale", g.dim**-0.5)
+    model = ModelShape(1, g.kv_heads * g.group, g.kv_heads, g.dim, g.dtype, scale, **more)
     select = width - 1 if residency == "sparse" else 0
     group = GroupShape(
         *((0,), g.unit, g.lane_heads, g.kv_heads // g.lane_heads, g.dim, g.dtype, g.page_tokens),
@@ -70,6 +72,40 @@ def test_other_heads_and_dtypes(group, dim, dtype):
     g = geometry("shared", 16, group, dim, dtype)
     made, model = backend(g, 3, 33)
     check(made, model, case(g, [512, 3, 0], 33).make())
+
+
+@pytest.mark.parametrize(("softcap", "scale"), [(50.0, 0.0625), (50.0, 20.0), (0.5, 20.0)])
+def test_capped_logits(softcap, scale):
+    """In prompts and decode steps; dim 256 and 50 are Gemma 2's."""
+    made, _ = backend(geometry("shared", 16, dim=256), 1, 33, scale=scale, softcap=softcap)
+    draw = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(rows, heads, 256, generator=draw, device="cuda", dtype=torch.bfloat16)
+        for rows, heads in ((37, 8), (500, 2), (500, 2))
+    )
+    for shift in (463, 200):
+        out = torch.full((37, 8, 256), torch.nan, device="cuda")
+        lse = torch.full((37, 8), torch.nan, device="cuda")
+        made.prefill(q, k, v, shift, 0, out, lse)
+        seen = torch.arange(500)[None] <= torch.arange(37)[:, None] + shift
+        want, log = attention(q.cpu(), k.cpu(), v.cpu(), scale, seen, softcap)
+        assert (out.cpu().double() - want).norm() <= 0.01 * want.norm()
+        torch.testing.assert_close(lse.cpu().double(), log, rtol=5e-3, atol=5e-3)
+    pools = [
+        torch.nn.functional.pad(each, (0, 0, 0, 0, 0, 12))
+        .view(32, 16, 2, 256)
+        .transpose(1, 2)
+        .contiguous()
+        for each in (k, v)
+    ]
+    table = torch.nn.functional.pad(torch.arange(32), (0, 1)).int()[None].cuda()
+    out = torch.full((1, 1, 8, 256), torch.nan, dtype=torch.bfloat16, device="cuda")
+    lse = torch.full((1, 1, 8), torch.nan, device="cuda")
+    lengths = torch.tensor([500], dtype=torch.int32, device="cuda")
+    made.attend(q[:1][None], *pools, Tables(table, lengths), out, lse)
+    want, log = attention(q[:1].cpu(), k.cpu(), v.cpu(), scale, softcap=softcap)
+    assert (out[0].cpu().double() - want).norm() <= 0.01 * want.norm()
+    torch.testing.assert_close(lse[0].cpu().double(), log, rtol=5e-3, atol=5e-3)
 
 
 def test_dense_lanes_much_shorter_than_their_table():

@@ -37,6 +37,32 @@ def rows_backend(heads, unit, select=3, lanes=4):
     return documented(model, group, "cpu", lanes)
 
 
+@pytest.mark.parametrize(("softcap", "scale"), [(50.0, 0.1), (50.0, 20.0), (0.5, 20.0)])
+def test_capped_logits(softcap, scale):
+    """In prompts, whole and by a selection, and in decode steps; plain ones reach hundreds."""
+    model = evolve(MODEL, softcap=softcap, scale=scale)
+    made, draw = documented(model, GROUP, "cpu", 2), torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(rows, heads, 64, generator=draw).half()
+        for rows, heads in ((5, 4), (16, 2), (16, 2))
+    )
+    for keep in (None, torch.ones(5, 16, dtype=torch.bool)):
+        out, lse = torch.full((5, 4, 64), torch.nan), torch.full((5, 4), torch.nan)
+        made._prompts(q, k, v, 9, 0, keep, out, lse)
+        seen = torch.arange(16)[None] <= torch.arange(5)[:, None] + 9
+        want, log = attention(q, k, v, scale, seen, softcap)
+        torch.testing.assert_close(out.double(), want, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(lse.double(), log, rtol=1e-4, atol=1e-4)
+    pools = [each.view(4, 4, 2, 64).transpose(1, 2).contiguous() for each in (k, v)]
+    tables = Tables(torch.arange(4, dtype=torch.int32)[None], torch.tensor([15]).int())
+    out = torch.full((1, 1, 4, 64), torch.nan, dtype=torch.float16)
+    lse = torch.full((1, 1, 4), torch.nan)
+    made.attend(q[:1][None], *pools, tables, out, lse)
+    want, log = attention(q[:1], k[:15], v[:15], scale, softcap=softcap)
+    torch.testing.assert_close(out[0].double(), want, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse[0].double(), log, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("unit", [1, 4])
 def test_latent_lanes_of_any_length_call_after_call(unit):
     made, generator = rows_backend(3, unit), torch.Generator().manual_seed(0)

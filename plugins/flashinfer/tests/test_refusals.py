@@ -73,6 +73,11 @@ def test_a_missing_library_is_named_with_what_was_tried(model, group):
     assert "flashinfer: ModuleNotFoundError" in said or "flashinfer.mla: Module" in said
 
 
+def test_logits_of_latent_attention_are_not_capped():
+    assert "does not cap logits" in reasons(evolve(LATENT, softcap=30.0), ROWS)
+    assert "does not cap logits" not in reasons(evolve(MODEL, softcap=30.0))
+
+
 class Old:
     """A wrapper of before ``workspace_size``, whose ``run`` takes no ``lse``."""
 

@@ -14,6 +14,7 @@ from plugins.triton_attention.tests.making import made
 from topkv.errors import CapabilityError
 from topkv.testing.backend.bench import make_backend
 from topkv.testing.kit import subject_of
+from topkv.testing.oracle import attention
 from topkv.testing.strategies import Geometry
 from topkv.testing.tiers import CUDA, tier
 from topkv.types import ModelShape, Tables
@@ -27,19 +28,6 @@ def backend_of(where, softcap, scale):
     _, model, group = make_backend(subject, GEOMETRY, 2)
     model = evolve(model, softcap=softcap, scale=scale)
     return made(model, group, where.impl, where.device, 2), model
-
-
-def truth(q, k, v, scale, softcap, causal_from=None):
-    """Of ``q [m, H, D]`` over ``k, v [n, Hkv, D]`` in float64: out, lse, and the largest logit."""
-    group = q.shape[1] // k.shape[1]
-    q, k, v = (each.double() for each in (q, k, v))
-    k, v = (each.repeat_interleave(group, 1) for each in (k, v))
-    logits = softcap * torch.tanh(torch.einsum("mhd,nhd->hmn", q, k) * scale / softcap)
-    if causal_from is not None:
-        i = torch.arange(causal_from, causal_from + len(q))[:, None]
-        logits = logits.masked_fill(torch.arange(k.shape[0]) > i, -math.inf)
-    out = torch.einsum("hmn,nhd->mhd", logits.softmax(-1), v)
-    return out, logits.logsumexp(-1).T
 
 
 def inputs(rows, keys, size, seed):
@@ -70,7 +58,8 @@ def test_a_prompt_is_that_of_float64(where):
         out = torch.full_like(q, math.nan).to(where.device)
         lse = torch.full(q.shape[:2], math.nan, device=where.device)
         backend.prefill(*(each.to(where.device) for each in (q, k, v)), before, 0, out, lse)
-        expected, norm = truth(q, k, v, model.scale, softcap, before)
+        seen = torch.arange(len(k)) <= torch.arange(before, before + len(q))[:, None]
+        expected, norm = attention(q, k, v, model.scale, seen, softcap)
         torch.testing.assert_close(out.cpu().double(), expected, rtol=0, atol=8 * band(softcap))
         torch.testing.assert_close(lse.cpu().double(), norm, rtol=0, atol=band(softcap))
 
@@ -98,7 +87,7 @@ def test_a_step_is_that_of_float64(where):
         lse = torch.full((1, 1, 6), math.nan, device=where.device)
         pools = (each.to(where.device) for each in slots)
         backend.attend(q[None].to(where.device), *pools, tables, out, lse)
-        expected, norm = truth(q, k, v, model.scale, softcap)
+        expected, norm = attention(q, k, v, model.scale, softcap=softcap)
         torch.testing.assert_close(out[0].cpu().double(), expected, rtol=0, atol=8 * band(softcap))
         torch.testing.assert_close(lse[0].cpu().double(), norm, rtol=0, atol=band(softcap))
 

@@ -57,6 +57,7 @@ class FlashAttention:
         )
         self.model, self.group = model, group
         self.latent = model.attention == "mla"
+        self.logits = (model.scale, model.softcap or 0.0)
         lanes = setup.max_batch * group.lane_heads
         self.zeros = torch.zeros(lanes, dtype=torch.int32, device=device)
 
@@ -105,7 +106,7 @@ class FlashAttention:
         shape = (lanes, 1, heads, dim)
         target = out.new_empty(shape) if apart else out.view(shape)
         result, log = self.library.attend(
-            *(query, keys, values, table, lengths, self.model.scale, splits, zeros, target)
+            *(query, keys, values, table, lengths, *self.logits, splits, zeros, target)
         )
         kernels.finish_kernel[(lanes, triton.cdiv(heads, BLOCK_HEADS))](
             *(result, log, lengths, out, lse, heads),
@@ -136,7 +137,7 @@ class FlashAttention:
             lse.fill_(-torch.inf)
         for rows, keys, causal in spans:
             pieces = self.parts(q[rows], k[:keys], v[:keys])
-            result, log = self.library.chunk(*pieces, self.model.scale, causal)
+            result, log = self.library.chunk(*pieces, *self.logits, causal)
             out[rows] = result
             lse[rows] = log
 
@@ -160,7 +161,7 @@ class FlashAttention:
             rows = q_start + first + torch.arange(len(q[part]), device=q.device)
             seen = keep[part] & (columns[None] <= rows[:, None])
             if self.library.smallest_unit > 1 or not len(k):
-                out[part], lse[part] = reference.masked(q[part], k, v, self.model.scale, seen)
+                out[part], lse[part] = reference.masked(q[part], k, v, *self.logits, seen)
                 continue
             table, lengths = reference.listed(seen)
             result = torch.empty_like(out[part], dtype=q.dtype)[:, None]
@@ -196,6 +197,8 @@ def _refusals(setup: BackendSetup) -> list[str]:
             f"it reads rows in the dtype of the model, {model.dtype}, got {group.dtype}; set "
             "kv_format to model"
         )
+    if model.attention == "mla" and model.softcap is not None:
+        reasons.append("it does not cap logits of latent attention; use triton_attention")
     if group.residency == "streamed":
         reasons.append("it reads no host memory: make streamed layers resident")
     if group.max_lanes * group.slots >= 2**31:

@@ -19,6 +19,7 @@ def topkv_register_backends() -> list[PluginEntry]:
                 attention=("gqa", "mla"),
                 kv_formats=("model",),
                 dtypes=("float16", "bfloat16"),
+                softcap=True,
                 # Units and head dims depend on which library is there: the backend refuses.
                 tiers=("gpu",),
             ),

@@ -43,7 +43,7 @@ SETTLED: Mapping[str, Any] = {
 """What arguments of the operator are unless a call says otherwise."""
 
 GIVEN = ("q", "k", "v", "seqused_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale")
-NEEDED = (*GIVEN, "q_v", "out", "page_table", "leftpad_k", "is_causal", "num_splits")
+NEEDED = (*GIVEN, "q_v", "out", "page_table", "leftpad_k", "is_causal", "num_splits", "softcap")
 
 
 @frozen
@@ -109,6 +109,7 @@ class FlashAttention3:
         table: Tensor,
         lengths: Tensor,
         scale: float,
+        softcap: float,
         splits: int,
         zeros: Tensor,
         out: Tensor,
@@ -130,11 +131,14 @@ class FlashAttention3:
             page_table=table,
             leftpad_k=pad,
             softmax_scale=scale,
+            softcap=softcap,
             num_splits=splits,
         )
         return result[0], result[1][:, :, 0]
 
-    def chunk(self, q: Query, k: Tensor, v: Tensor, scale: float, causal: bool) -> Result:
+    def chunk(
+        self, q: Query, k: Tensor, v: Tensor, scale: float, softcap: float, causal: bool
+    ) -> Result:
         keys = len(k)
         used = torch.full((1,), keys, dtype=torch.int32, device=k.device)
         result = self.call(
@@ -146,6 +150,7 @@ class FlashAttention3:
             max_seqlen_q=len(q.main),
             max_seqlen_k=keys,
             softmax_scale=scale,
+            softcap=softcap,
             is_causal=causal,
         )
         return result[0][0], result[1][0].T

@@ -54,6 +54,7 @@ class Library(Protocol):
         table: Tensor,
         lengths: Tensor,
         scale: float,
+        softcap: float,
         splits: int,
         zeros: Tensor,
         out: Tensor,
@@ -62,6 +63,7 @@ class Library(Protocol):
 
         Args:
             q: parts of ``[N, 1, heads of a lane, D]``, lanes at any stride.
+            softcap: see ``ModelShape.softcap``; 0 for plain logits, as in ``chunk``.
             splits: most parts that the tokens of a lane are cut into; 0 leaves it to the library.
             zeros: int32 ``[N]`` of 0.
             out: ``[N, 1, heads, Dv]`` to write to, where the library can; at any stride too.
@@ -71,7 +73,9 @@ class Library(Protocol):
             natural log-sum-exp. Of lanes without tokens both are anything.
         """
 
-    def chunk(self, q: Query, k: Tensor, v: Tensor, scale: float, causal: bool) -> Result:
+    def chunk(
+        self, q: Query, k: Tensor, v: Tensor, scale: float, softcap: float, causal: bool
+    ) -> Result:
         """Attention of ``[m, H, D]`` over ``[n, Hkv, D]``; causal: the last row sees all.
 
         Returns:

@@ -59,6 +59,7 @@ class FlashAttention4:
         table: Tensor,
         lengths: Tensor,
         scale: float,
+        softcap: float,
         splits: int,
         zeros: Tensor,
         out: Tensor,
@@ -71,16 +72,20 @@ class FlashAttention4:
             max_seqlen_k=table.shape[1] * k.shape[2],
             page_table=table,
             softmax_scale=scale,
+            softcap=softcap or None,
             num_splits=splits if split else 1,
             return_lse=True,
             out=out,
         )
         return result[0], result[1][:, :, 0]
 
-    def chunk(self, q: Query, k: Tensor, v: Tensor, scale: float, causal: bool) -> Result:
+    def chunk(
+        self, q: Query, k: Tensor, v: Tensor, scale: float, softcap: float, causal: bool
+    ) -> Result:
         result = self.forward(
             *(q.main[None], k[None], v[None]),
             softmax_scale=scale,
+            softcap=softcap or None,
             causal=causal,
             return_lse=True,
         )
@@ -123,6 +128,7 @@ class FlashAttention2:
         table: Tensor,
         lengths: Tensor,
         scale: float,
+        softcap: float,
         splits: int,
         zeros: Tensor,
         out: Tensor,
@@ -132,15 +138,19 @@ class FlashAttention2:
             cache_seqlens=lengths,
             block_table=table,
             softmax_scale=scale,
+            softcap=softcap,
             num_splits=splits,
             return_softmax_lse=True,
         )
         return result[0], result[1][:, :, 0]
 
-    def chunk(self, q: Query, k: Tensor, v: Tensor, scale: float, causal: bool) -> Result:
+    def chunk(
+        self, q: Query, k: Tensor, v: Tensor, scale: float, softcap: float, causal: bool
+    ) -> Result:
         result = self.dense(
             *(q.main[None], k[None], v[None]),
             softmax_scale=scale,
+            softcap=softcap,
             causal=causal,
             return_attn_probs=True,
         )

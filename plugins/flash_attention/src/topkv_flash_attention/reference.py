@@ -57,12 +57,15 @@ def listed(keep: Tensor) -> tuple[Tensor, Tensor]:
     return found, counts
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, scale: float, keep: Tensor) -> tuple[Tensor, Tensor]:
+def masked(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, keep: Tensor
+) -> tuple[Tensor, Tensor]:
     """Attention in fp32 where ``keep`` is True, for libraries that read no single tokens.
 
     Args:
         q: ``[m, H, D]``.
         k, v: ``[n, Hkv, D]``.
+        softcap: logits s become ``softcap * tanh(s / softcap)``; 0 for plain ones.
         keep: bool ``[m, n]``.
 
     Returns:
@@ -77,6 +80,8 @@ def masked(q: Tensor, k: Tensor, v: Tensor, scale: float, keep: Tensor) -> tuple
         at = slice(first, first + block)
         queries = q[at].float().unflatten(1, (-1, group))
         logits = torch.einsum("mhgd,nhd->mhgn", queries, keys) * scale
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
         logits = logits.masked_fill(~keep[at][:, None, None], -torch.inf)
         weights = torch.softmax(logits, -1).nan_to_num(0.0)
         out[at] = torch.einsum("mhgn,nhd->mhgd", weights, values).flatten(1, 2)

@@ -47,7 +47,7 @@ class FlashInfer:
             )
         else:
             self._decode = Decode(library, setup)
-            self._prompts = Prompts(library, setup.model.scale)
+            self._prompts = Prompts(library, setup.model)
 
     @hookimpl
     def adapt_page_table(self, layer: LayerView, plan: Plan, tables: Tables) -> None:
@@ -125,6 +125,8 @@ def _refusals(setup: BackendSetup) -> list[str]:
     model, group, max_batch = setup.model, setup.group, setup.max_batch
     latent = model.attention == "mla"
     reasons = _latent_refusals(model, group) if latent else _head_refusals(model)
+    if latent and model.softcap is not None:
+        reasons.append("softcap: it does not cap logits of latent attention; use triton_attention")
     if model.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(
             f"dtype: expected float16 or bfloat16, got {model.dtype}; load the model in one of "

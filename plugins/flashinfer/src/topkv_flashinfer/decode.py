@@ -151,4 +151,5 @@ class Decode:
             "kv_data_type": dtype,
             "o_data_type": dtype,
             "sm_scale": self._model.scale,
+            "logits_soft_cap": self._model.softcap,
         }

@@ -19,6 +19,7 @@ def topkv_register_backends() -> list[PluginEntry]:
                 attention=("gqa", "mla"),
                 kv_formats=("model",),
                 dtypes=("float16", "bfloat16"),
+                softcap=True,
                 # Head dims depend on the kind of attention, which an entry cannot say: the
                 # backend itself refuses those that it lacks.
                 tiers=("gpu",),

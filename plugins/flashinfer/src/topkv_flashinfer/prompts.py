@@ -30,11 +30,11 @@ class Prompts:
 
     Args:
         library: part ``gqa``.
-        scale: factor of the logits.
+        model: whose logits are scaled and capped.
     """
 
-    def __init__(self, library: Library, scale: float) -> None:
-        self._prefill, self._scale = library["single_prefill_with_kv_cache"], scale
+    def __init__(self, library: Library, model: ModelShape) -> None:
+        self._prefill, self._model = library["single_prefill_with_kv_cache"], model
 
     def __call__(
         self,
@@ -83,7 +83,8 @@ class Prompts:
             *(q, k, v),
             packed_custom_mask=None if mask is None else reference.packed(mask),
             causal=causal,
-            sm_scale=self._scale,
+            sm_scale=self._model.scale,
+            logits_soft_cap=self._model.softcap,
             backend="fa2",
             return_lse=True,
         )

@@ -52,9 +52,11 @@ PARTS = {
         "flashinfer",
         {
             "BatchDecodeWithPagedKVCacheWrapper.run": ("out", "lse", "enable_pdl"),
-            "BatchDecodeWithPagedKVCacheWrapper.workspace_size": ("sm_scale",),
+            "BatchDecodeWithPagedKVCacheWrapper.workspace_size": ("sm_scale", "logits_soft_cap"),
             "BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer": (),
-            "single_prefill_with_kv_cache": ("packed_custom_mask", "return_lse", "backend"),
+            "single_prefill_with_kv_cache": (
+                *("packed_custom_mask", "return_lse", "backend", "logits_soft_cap"),
+            ),
         },
     ),
     "mla": _part(

@@ -51,7 +51,12 @@ class LaneModel:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention in float64, as the formula reads.
 
@@ -60,6 +65,7 @@ def attention(
         k, v: ``[n, Hkv, D]``.
         scale: factor of the logits.
         mask: bool ``[m, n]`` or ``[m, H, n]``, True where a query sees a key.
+        softcap: of the logits, see ``topkv.types.ModelShape``.
 
     Returns:
         float64 ``[m, H, D]`` and the natural log-sum-exp ``[m, H]``; 0 and -inf where nothing
@@ -69,6 +75,8 @@ def attention(
     keys = k.double().repeat_interleave(group, dim=1)
     values = v.double().repeat_interleave(group, dim=1)
     logits = torch.einsum("mhd,nhd->mhn", q.double(), keys) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     if mask is not None:
         logits = logits.masked_fill(~(mask if mask.ndim == 3 else mask[:, None]), -torch.inf)
     lse = torch.logsumexp(logits, -1)
