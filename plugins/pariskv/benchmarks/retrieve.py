@@ -30,10 +30,10 @@ from topkv_pariskv.entry import topkv_register_algorithms
 CALLS, REPEATS = 10, 9
 HEADS, KV_HEADS, DIM, PAGE, SELECT = 32, 8, 128, 64, 2047
 SHAPES = [
-    *((32, 8, 3, 1), (64, 8, 3, 2), (64, 16, 3, 4), (64, 8, 3, 4), (128, 4, 3, 4)),
-    *((128, 8, 2, 4), (128, 8, 3, 4), (128, 8, 4, 4), (128, 16, 3, 4), (256, 4, 3, 8)),
+    *((32, 16, 1), (32, 32, 1), (64, 8, 1), (64, 8, 2), (64, 16, 2), (64, 16, 4), (128, 4, 4)),
+    *((128, 8, 2), (128, 8, 4), (128, 8, 8), (128, 16, 4), (256, 4, 4), (256, 4, 8)),
 ]
-"""(TILE, TILES, STAGES, num_warps) that ``--sweep`` tries."""
+"""(TILE, TILES, num_warps) that ``--sweep`` tries."""
 CUDA: dict[str, Any] = {"device": "cuda"}
 INTS: dict[str, Any] = {"dtype": torch.int32, "device": "cuda"}
 
@@ -96,14 +96,14 @@ def measure(requests: int, tokens: int, scope: str) -> dict[str, object]:
 
 def sweep(tokens: int) -> Iterator[dict[str, object]]:
     """Shapes of the score kernel, for 16 requests of so many tokens."""
-    for tile, tiles, stages, warps in SHAPES:
-        launch.TILE, launch.TILES, launch.STAGES = tile, tiles, stages
+    for tile, tiles, warps in SHAPES:
+        launch.TILE, launch.TILES = tile, tiles
         launch.BLOCK_U = tile * tiles
         algorithm, layer = prepare(16, tokens, "kv_head")
         algorithm.scoring["num_warps"] = warps
         q = torch.randn(16, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
         score = per_call(partial(algorithm.lane_scores, layer, q))
-        shape = {"tile": tile, "tiles": tiles, "stages": stages, "warps": warps}
+        shape = {"tile": tile, "tiles": tiles, "warps": warps}
         yield {**shape, "tokens": tokens, "score_us": round(score, 2)}
 
 

@@ -12,11 +12,28 @@ from topkv.ops.lane_scores_kernels import fold
 
 
 @triton.jit
-def _signs(words, ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """bfloat16 1 and -1, ``[ROWS, WIDE]``: the bits of a code are shifted to the sign of 1.0."""
-    shift = (15 - tl.arange(0, 16)).to(tl.int16)
-    sign = (words[:, :, None] << shift[None, None, :]) & -0x8000
-    return tl.reshape((sign | 0x3F80).to(tl.int16), [ROWS, WIDE]).to(tl.bfloat16, bitcast=True)
+def _query(p_rotated, BIT: tl.constexpr, WIDE: tl.constexpr, BYTES: tl.constexpr,
+           BLOCK_G: tl.constexpr, FP32: tl.constexpr):  # fmt: skip
+    """The coordinates whose signs stand at a bit of each byte, ``[2 BLOCK_G, BYTES]``.
+
+    In bfloat16, and below it what bfloat16 leaves of them; in fp32 that is nothing.
+    """
+    byte, row = tl.arange(0, BYTES), tl.arange(0, 2 * BLOCK_G)
+    at = (row % BLOCK_G)[:, None] * WIDE + 8 * byte[None, :] + BIT
+    q = tl.load(p_rotated + at, (byte < WIDE // 8)[None, :], other=0.0)
+    high = q if FP32 else q.to(tl.bfloat16)
+    low = (q - high.to(tl.float32)).to(high.dtype)
+    return tl.where((row < BLOCK_G)[:, None], high, low)
+
+
+@triton.jit
+def _add(scores, q, codes, BIT: tl.constexpr, FP32: tl.constexpr):
+    """Scores and the part of a bit: it is shifted to the sign of a bfloat16 1.0."""
+    signs = ((codes.to(tl.int16) << (15 - BIT)) & -0x8000 | 0x3F80).to(tl.int16)
+    signs = signs.to(tl.bfloat16, bitcast=True)
+    if FP32:
+        signs = signs.to(tl.float32)
+    return tl.dot(q, signs, acc=scores, input_precision="ieee")
 
 
 @triton.jit
@@ -38,54 +55,64 @@ def score_kernel(
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
     WIDE: tl.constexpr,
+    BYTES: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
-    STAGES: tl.constexpr,
     BLOCK_G: tl.constexpr,
     FP32: tl.constexpr,
 ):
     """Program (row x kv-head, block of tokens): scaled scores of the head's query heads, and the
     maximum and the exponential sum of the block.
 
-    Signs are exact in bfloat16, and a rotated query is two bfloat16 numbers: two products for the
-    tensor cores, with fp32 sums. ``FP32`` multiplies in fp32, for fp32 models and for the
-    interpreter, which has no bfloat16 product.
+    Codes are read as bytes. A bit of all bytes of a code is one product for the tensor cores,
+    whose operand the threads make of the bytes that they hold; nothing of it passes through shared
+    memory. Signs are exact in bfloat16, a rotated query is two bfloat16 numbers, and sums are
+    fp32. ``FP32`` multiplies in fp32, for fp32 models and for the interpreter, which has no
+    bfloat16 product.
     """
     pair = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    row = pair // KV_HEADS
-    head = pair % KV_HEADS
+    row, head = pair // KV_HEADS, pair % KV_HEADS
     slot = tl.load(p_slots + row).to(tl.int64)
     closed = tl.maximum(tl.load(p_lengths + row) - 1, 0)
     if (slot < 0) | (block * TILES * TILE >= closed):
         return
-    d = tl.arange(0, WIDE)
-    g = tl.arange(0, BLOCK_G)
-    word = tl.arange(0, WIDE // 16)
-    in_g = g < GROUP
-    q = tl.load(p_rotated + (pair * BLOCK_G + g[None, :]) * WIDE + d[:, None])
-    high = q.to(tl.bfloat16)
-    low = (q - high.to(tl.float32)).to(tl.bfloat16)
-    first = pair * GROUP + g
+    p_q = p_rotated + pair * BLOCK_G * WIDE
+    q0 = _query(p_q, 0, WIDE, BYTES, BLOCK_G, FP32)
+    q1 = _query(p_q, 1, WIDE, BYTES, BLOCK_G, FP32)
+    q2 = _query(p_q, 2, WIDE, BYTES, BLOCK_G, FP32)
+    q3 = _query(p_q, 3, WIDE, BYTES, BLOCK_G, FP32)
+    q4 = _query(p_q, 4, WIDE, BYTES, BLOCK_G, FP32)
+    q5 = _query(p_q, 5, WIDE, BYTES, BLOCK_G, FP32)
+    q6 = _query(p_q, 6, WIDE, BYTES, BLOCK_G, FP32)
+    q7 = _query(p_q, 7, WIDE, BYTES, BLOCK_G, FP32)
+    byte, g = tl.arange(0, BYTES), tl.arange(0, BLOCK_G)
+    in_g, first = g < GROUP, pair * GROUP + g
     peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_G], tl.float32)
     start = block * TILES * TILE
-    for tile in tl.range(0, tl.minimum(TILES, tl.cdiv(closed - start, TILE)), num_stages=STAGES):
+    # Loads ahead of their tile would come by shared memory, and operands leave through it.
+    for tile in tl.range(0, tl.minimum(TILES, tl.cdiv(closed - start, TILE)), num_stages=1):
         t = start + tile * TILE + tl.arange(0, TILE)
         in_t = t < closed
         page = tl.load(p_pages + slot * max_pages + t // PAGE, in_t, other=0)
         at = (page.to(tl.int64) * PAGE + t % PAGE) * KV_HEADS + head
-        p_words = p_codes + at[:, None] * (WIDE // 16) + word[None, :]
-        signs = _signs(tl.load(p_words, in_t[:, None], other=0), TILE, WIDE)
-        if FP32:
-            scores = tl.dot(signs.to(tl.float32), q, input_precision="ieee")
-        else:
-            scores = tl.dot(signs, high)
-            scores = tl.dot(signs, low, acc=scores)
+        inside = in_t[None, :] & (byte < WIDE // 8)[:, None]
+        codes = tl.load(p_codes + at[None, :] * (WIDE // 8) + byte[:, None], inside, other=0)
+        both = tl.zeros([2 * BLOCK_G, TILE], tl.float32)
+        both = _add(both, q0, codes, 0, FP32)
+        both = _add(both, q1, codes, 1, FP32)
+        both = _add(both, q2, codes, 2, FP32)
+        both = _add(both, q3, codes, 3, FP32)
+        both = _add(both, q4, codes, 4, FP32)
+        both = _add(both, q5, codes, 5, FP32)
+        both = _add(both, q6, codes, 6, FP32)
+        both = _add(both, q7, codes, 7, FP32)
+        scores = tl.sum(tl.reshape(both, [2, BLOCK_G, TILE]), 0)
         factor = tl.load(p_factor + at, in_t, other=0.0).to(tl.float32)
-        scores = scores * factor[:, None] * logit_scale
-        p_out = p_raw + first[None, :] * max_units + t[:, None]
-        tl.store(p_out, scores, in_t[:, None] & in_g[None, :])
-        peak, mass = fold(peak, mass, scores, in_t)
+        scores = scores * factor[None, :] * logit_scale
+        p_out = p_raw + first[:, None] * max_units + t[None, :]
+        tl.store(p_out, scores, in_t[None, :] & in_g[:, None])
+        peak, mass = fold(peak, mass, tl.trans(scores), in_t)
     tl.store(p_peak + first * blocks + block, peak, in_g)
     tl.store(p_mass + first * blocks + block, mass, in_g)

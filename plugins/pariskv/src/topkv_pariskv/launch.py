@@ -13,8 +13,8 @@ from topkv.types import LayerView
 from topkv_pariskv import code_kernels, kernels, reference
 from topkv_pariskv.algorithm import ParisKV
 
-TILE, TILES, STAGES = 128, 8, 3
-"""Tokens of a tile, tiles of one program of the score kernel, loads in flight."""
+TILE, TILES = 128, 8
+"""Tokens of a tile, and tiles of one program of the score kernel."""
 
 BLOCK_U = TILE * TILES
 """Tokens whose maximum and exponential sum are kept together."""
@@ -35,7 +35,7 @@ class ParisKVTriton(ParisKV):
         super().__init__(setup)
         model, group, device = self.model, self.group, setup.device
         wide = reference.width(group.head_dim)
-        block_g = max(16, triton.next_power_of_2(model.group_size))
+        block_g = max(8, triton.next_power_of_2(model.group_size))
         pairs = group.max_requests * model.num_kv_heads
         self.rotated = torch.empty((pairs, block_g, wide), dtype=torch.float32, device=device)
         self.heads = HeadScores(model, group, BLOCK_U, device)
@@ -52,10 +52,10 @@ class ParisKVTriton(ParisKV):
             "PAGE": group.page_tokens,
             "TILE": TILE,
             "TILES": TILES,
-            "STAGES": STAGES,
+            "BYTES": max(16, wide // 8),
             "BLOCK_G": block_g,
             "FP32": model.dtype is torch.float32 or device.type == "cpu",
-            "num_warps": 4,
+            "num_warps": 2,
         }
 
     @hookimpl
@@ -93,7 +93,7 @@ class ParisKVTriton(ParisKV):
             *(q, self.signs, step.slots, self.rotated, q.stride(0), q.stride(1)), **self.asking
         )
         kernels.score_kernel[(pairs, self.heads.blocks)](
-            *(self.rotated, pools["codes"], pools["factor"]),
+            *(self.rotated, pools["codes"].view(torch.uint8), pools["factor"]),
             *(step.slots, step.lengths, step.page_table, *work),
             *(step.page_table.stride(0), group.max_units, self.heads.blocks, self.model.scale),
             **self.scoring,
