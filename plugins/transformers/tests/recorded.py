@@ -18,12 +18,14 @@ class OpRecorder(TorchDispatchMode):
 
     A replay runs no Python of the model: a length, position or address that the body read as a
     number is frozen in, as it would be in a CUDA graph. Calls of the coordinator are not run when
-    they are recorded, and run when they are replayed. What waits for the device is refused.
+    they are recorded, and run when they are replayed; what others wrote over is put back. What
+    waits for the device is refused.
     """
 
     def __init__(self):
         super().__init__()
-        self.launches = []
+        self.launches, self.before = [], []
+        self.made = set()
 
     @classmethod
     def ignore_compile_internals(cls):
@@ -36,9 +38,24 @@ class OpRecorder(TorchDispatchMode):
         if func is torch.ops.topkv.attend.default:
             with self:  # no launch itself: what it calls is
                 return compiled.attend._init_fn(*args)
+        self._remember(func, args)
         out = func(*args, **(kwargs or {}))
         self.launches.append((lambda: func(*args, **(kwargs or {})), out))
+        self.made |= {_place(each) for each in tree_leaves(out) if isinstance(each, torch.Tensor)}
         return out
+
+    def _remember(self, func, args):
+        """What stands where an operator writes that something before the recording has made."""
+        writes = [each.alias_info and each.alias_info.is_write for each in func._schema.arguments]
+        for each in tree_leaves([arg for arg, write in zip(args, writes, strict=False) if write]):
+            if isinstance(each, torch.Tensor) and _place(each) not in self.made:
+                self.before.append((each, each.clone()))
+
+    def restore(self):
+        """Leave what is written over as it was: a recording runs nothing."""
+        with _off():
+            for each, before in reversed(self.before):
+                each.copy_(before)
 
     @contextmanager
     def coordinator_recorded(self):
@@ -69,6 +86,10 @@ class OpRecorder(TorchDispatchMode):
                     old.copy_(new)
 
 
+def _place(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
 @contextmanager
 def _off():
     with torch.utils._python_dispatch._disable_current_modes():
@@ -82,4 +103,5 @@ class Recorder:
         recorder = OpRecorder()
         with recorder.coordinator_recorded(), recorder:
             body()
+        recorder.restore()
         return recorder.replay

@@ -242,7 +242,7 @@ def test_it_is_refused_where_nothing_is_captured(tiny):
     assert not hasattr(model.model, "_topkv_handle")
     with topkv.attach(model, tiny.settings()) as handle:
         latent = evolve(handle.config, model=evolve(handle.shape, attention="mla"))
-        assert any("'mla'" in reason for reason in compiled.refusals(latent))
+        assert any("'mla'" in reason for reason in compiled.refusals(model.model, latent))
 
 
 def test_compiling_from_outside_is_refused(tiny):

@@ -160,9 +160,12 @@ def _own_function(module: Any) -> Any:
 
 def mask(*args: Any, mask_function: Any, config: Any, **kwargs: Any) -> Any:
     """None where nothing is masked but what comes later: the core attends causally, and rows are
-    packed. Other layers get the mask of the model's own function."""
+    packed. Other layers get the mask of the model's own function, which for ``eager`` asks the
+    host; a step that sees all of each window gets none, which adds no zeros to its scores."""
     named = _open.get(id(config))
     if mask_function is causal_mask_function or named is None:
+        return None
+    if named.sees_all and named.own == "eager":
         return None
     own = ALL_MASK_ATTENTION_FUNCTIONS[named.own]
     return own(*args, mask_function=mask_function, config=config, **kwargs)
@@ -185,9 +188,15 @@ class NamedAttention:
     def __init__(self, decoder: Any, left_alone: set[nn.Module]) -> None:
         self.decoder, self.left_alone = decoder, left_alone
         self.own = decoder.config._attn_implementation
+        self.sees_all = False
 
-    def name_ours(self) -> None:
-        """Have the decoder call ours, until ``restore``."""
+    def name_ours(self, sees_all: bool = False) -> None:
+        """Have the decoder call ours, until ``restore``.
+
+        Args:
+            sees_all: each query sees all tokens that layers hold that are left alone.
+        """
+        self.sees_all = sees_all
         config = self.decoder.config
         # The user may have chosen another one since the model was attached.
         if config._attn_implementation != NAME:

@@ -26,8 +26,8 @@ from topkv.config import LoweredConfig
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.compiled import CompiledLayers
 from topkv_transformers.modules import is_hooked, signature_of
+from topkv_transformers.recorded_stock import FixedStock, are_steady
 from topkv_transformers.requests import CacheRequests
-from topkv_transformers.stock import STOCK, layer_types
 
 Recorder = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Records what a body launches without running it, and returns what launches it."""
@@ -88,13 +88,6 @@ def refusals(decoder: Any, config: LoweredConfig) -> list[str]:
         reasons.append(f"the model is on {config.device}, which has no CUDA graphs")
     if not config.capturable:
         reasons.append("a plugin states that its decode methods cannot be captured")
-    others = len(decoder.layers) - config.model.num_layers
-    if others:
-        kinds = ", ".join(sorted({*layer_types(decoder.config)} & STOCK))
-        reasons.append(
-            f"{others} of {len(decoder.layers)} layers ({kinds}) keep a cache of their own, which "
-            "moves or counts on the host from step to step"
-        )
     rope = getattr(getattr(decoder, "rotary_emb", None), "rope_type", None)
     if rope in DYNAMIC_ROPE:
         reasons.append(f"RoPE of type {rope!r} waits for the device")
@@ -140,6 +133,7 @@ class Step:
         rows: B.
         device: of the model.
         layers: the decoder's, compiled; None to run them as they are.
+        stock: what layers hold that topkv leaves alone.
 
     Attributes:
         ids, positions: int64 ``[B, 1]``.
@@ -147,8 +141,10 @@ class Step:
         replay: launches the recording; None until there is one.
     """
 
-    def __init__(self, rows: int, device: torch.device, layers: CompiledLayers | None) -> None:
-        self.layers = layers
+    def __init__(
+        self, rows: int, device: torch.device, layers: CompiledLayers | None, stock: FixedStock
+    ) -> None:
+        self.layers, self.stock = layers, stock
         self.ids, self.positions = torch.zeros((2, rows, 1), dtype=torch.long, device=device)
         self.output: Any = None
         self.replay: Callable[[], Any] | None = None
@@ -215,7 +211,9 @@ class CapturedDecoder:
         # What was made in inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
             step = self._step(kwargs["input_ids"], kwargs.get("position_ids"), cache.state.seen)
+            step.stock.take(cache.state)
             hidden = self._run(step)
+            step.stock.give(cache.state)
         return type(step.output)(last_hidden_state=hidden, past_key_values=cache)
 
     def _serves(self, kwargs: Mapping[str, Any]) -> bool:
@@ -229,6 +227,9 @@ class CapturedDecoder:
         if ids is None or len(ids) in self.report.eager:
             return False
         if positions is not None and positions.shape not in (ids.shape, (1, 1)):
+            return False
+        # Some mixed models begin at 0 in each call that names no positions.
+        if any(cache.state.stock) and (positions is None or not are_steady(cache.state)):
             return False
         rest = {name: value for name, value in kwargs.items() if name not in SERVED}
         if rest.pop("return_dict", True) is not True:
@@ -257,7 +258,8 @@ class CapturedDecoder:
         step = self._steps.get(key)
         if step is None:
             layers = CompiledLayers(self.decoder, self._stand_in) if self.compiles else None
-            step = self._steps[key] = Step(len(ids), ids.device, layers)
+            stock = FixedStock(self.requests.stand_in.stock)
+            step = self._steps[key] = Step(len(ids), ids.device, layers, stock)
         step.ids.copy_(ids)
         if positions is None:
             step.positions.fill_(seen)
@@ -282,7 +284,8 @@ class CapturedDecoder:
         return hidden
 
     def _body(self, step: Step) -> Tensor:
-        self.requests.attention.name_ours()
+        self.requests.attention.name_ours(sees_all=True)
+        step.stock.begin(self.requests.opened(self.requests.stand_in).state)
         with step.layers.installed() if step.layers else nullcontext():
             step.output = self.original(
                 input_ids=step.ids,
@@ -291,6 +294,7 @@ class CapturedDecoder:
                 past_key_values=self._stand_in,
                 use_cache=True,
             )
+        step.stock.end()
         self.requests.coordinator.offload()
         hidden: Tensor = step.output.last_hidden_state
         return hidden

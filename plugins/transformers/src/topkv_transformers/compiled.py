@@ -70,9 +70,13 @@ def _like(
     return query.new_empty((batch, columns, heads, value.shape[-1]))
 
 
-def refusals(config: LoweredConfig) -> list[str]:
+def refusals(decoder: Any, config: LoweredConfig) -> list[str]:
     """Why layers cannot be compiled even where steps are captured."""
-    reasons = []
+    reasons, layers = [], len(decoder.layers)
+    if others := layers - config.model.num_layers:
+        reasons.append(
+            f"{others} of {layers} layers keep a cache of their own, and cannot be compiled yet"
+        )
     if config.model.attention != "gqa":
         reasons.append(f"layers with attention {config.model.attention!r} cannot be compiled yet")
     elif config.model.indexer is not None:

@@ -69,7 +69,8 @@ class TransformersEngine:
             raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)
         lowered = lower_for(model, config, self.registry)
         if lowered.compile:
-            reasons = capture.refusals(decoder_of(model), lowered) + compiled.refusals(lowered)
+            decoder = decoder_of(model)
+            reasons = capture.refusals(decoder, lowered) + compiled.refusals(decoder, lowered)
         if reasons:
             raise CapabilityError("compile: true cannot be served", reasons)
         handle = AttachedModel(model, SparseCoordinator(lowered, self.registry))

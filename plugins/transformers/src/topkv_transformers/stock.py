@@ -67,7 +67,7 @@ class StockLayers:
     def keep(self) -> list[dict[str, Any]]:
         """What they hold now, for one call of ``restore``. Waits for nothing."""
         return [
-            {name: _kept(value, _in_place(layer)) for name, value in vars(layer).items()}
+            {name: _kept(value, in_place(layer)) for name, value in vars(layer).items()}
             for layer in self
         ]
 
@@ -106,10 +106,10 @@ def _why_forgotten(layer: Any) -> str:
         passed = layer.get_seq_length() >= layer.sliding_window
         return f"has passed its window of {layer.sliding_window} tokens" if passed else ""
     # A layer without a cache has no state either.
-    return "keeps one state of all tokens" if _in_place(layer) else ""
+    return "keeps one state of all tokens" if in_place(layer) else ""
 
 
-def _in_place(layer: Any) -> bool:
+def in_place(layer: Any) -> bool:
     """Whether a layer writes into the tensors that it holds."""
     return hasattr(layer, "recurrent_states")
 
