@@ -292,7 +292,8 @@ def test_the_entry_point_is_the_command():
 @pytest.mark.gpu
 def test_a_gpu_sees_what_its_steps_attend_to():
     """Replayed steps would show recall nothing."""
-    given = ("--device", "cuda", "--contexts", "768", "--questions", "4", "--budgets", "20%")
+    given = ("--device", "cuda", "--contexts", "768", "--questions", "4", "--budgets", "20%",
+             "--dense-layers", "0-1")  # fmt: skip
     done = CliRunner().invoke(topkv, ["eval", "--json", *given, "--algorithms", "quest,exact"])
     assert done.exit_code == 0, done.stderr
     quest, exact = json.loads(done.stdout)["cells"][1:]

@@ -90,6 +90,7 @@ def decode(
     before_step: Callable[[int], None] = lambda step: None,
     after_step: Callable[[int, Tensor], None] = lambda step, logits: None,
     ended: Callable[[Tensor], bool] | None = None,
+    eager: int = -1,
 ) -> list[list[int]]:
     """Feed rows what they are given token by token, then their own best tokens, all together.
 
@@ -102,6 +103,7 @@ def decode(
         before_step: called with the number of the step.
         after_step: called with the number of the step and its logits ``[B, V]``.
         ended: whether ``[steps so far, B]`` best tokens are enough; None for never.
+        eager: the number of a step that is issued by Python, so that it can be watched.
 
     Returns:
         The best token behind every step, of each row.
@@ -115,9 +117,11 @@ def decode(
     token = fed[:, :1]
     for step in range(steps):
         before_step(step)
+        # A recorded step gives nothing but logits, so one that is asked for more is not replayed.
         logits = handle.model(
-            token, past_key_values=cache, position_ids=positions + step, logits_to_keep=1
-        ).logits[:, -1]
+            token, past_key_values=cache, position_ids=positions + step, logits_to_keep=1,
+            output_hidden_states=step == eager,
+        ).logits[:, -1]  # fmt: skip
         after_step(step, logits)
         best = torch.argmax(logits, -1)
         written[step] = best

@@ -131,7 +131,6 @@ def config_of(cell: Cell, grid: Grid) -> SparseConfig:
         options |= {"unit": choice.unit, "budget": cell.budget}
         options["buffer"] = choice.buffer(cell.budget, room["max_request_tokens"])
     return SparseConfig(
-        capture="off",  # recall notes what layers attend with, in Python
         backend=grid.backend,
         impl=grid.impl,
         dense_layers=cell.dense_layers,

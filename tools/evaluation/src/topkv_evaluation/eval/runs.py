@@ -127,7 +127,9 @@ class Run:
                 self._look([questions[i].context for i in sampled], rows, sampled)
 
         began = perf_counter()
-        written = decode(self.handle, rows, self._starts(questions), given, steps, before, after)
+        written = decode(
+            self.handle, rows, self._starts(questions), given, steps, before, after, eager=probe
+        )
         self.decode_seconds += perf_counter() - began
         for question, first, row, fed in zip(questions, known, written, given, strict=True):
             answer = [*first, *row[len(fed) - 1 :]]
