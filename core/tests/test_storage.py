@@ -11,7 +11,7 @@ import torch
 from core.tests.storage_driver import PROMPT, QUERIES, ROWS, run, stored
 from topkv.config.storages import StorageSettings
 from topkv.errors import ConfigError, HostMemoryError
-from topkv.storage import calls
+from topkv.storage import calls, fetching
 from topkv.storage.fetching import Fetch
 from topkv.testing.machines.engine_pages import run_forward
 from topkv.testing.machines.lifecycle_model import make_coordinator
@@ -180,6 +180,31 @@ def test_who_waits_for_nothing_takes_what_was_prefetched(make, shelf):
     while coordinator.prefixes.poll():
         time.sleep(0.001)
     assert run(coordinator)[0] == 28
+
+
+def test_what_nobody_waits_for_leaves_most_threads_alone(make, shelf, monkeypatch):
+    """Others decode meanwhile, and have work with each call; who waits has all of them begin."""
+    run(make())
+    stored(make())
+    asked, ask = [], Fetch._ask
+    monkeypatch.setattr(fetching, "BATCH_BYTES", 1)
+    monkeypatch.setattr(Fetch, "_ask", lambda fetch: asked.append(fetch) or ask(fetch))
+    gate = threading.Event()
+    shelf.before = lambda call, keys: gate.wait(60) if call == "get" else None
+    coordinator = make(fetch="timeout", wait_s=0.05, wait_s_per_1k=0)
+    host = coordinator.manager.host
+    coordinator.prefixes.prefetch(PROMPT)
+    while not host.lent:
+        assert coordinator.prefixes.poll() == 1
+    for _ in range(3):
+        assert coordinator.prefixes.poll() == 1
+        assert len(asked) == len(host.lent) == 2
+    slot = coordinator.prefixes.begin(PROMPT)
+    assert len(asked) == 7
+    gate.set()
+    coordinator.request_end(slot)
+    while coordinator.prefixes.poll() or host.lent:
+        pass
 
 
 def test_what_is_prefetched_for_a_tenant_is_its_own(make):

@@ -1,4 +1,4 @@
-"""A stream beside the current one, and the order between the two."""
+"""A stream beside the current one, and what waits for whom."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ from torch import Tensor
 
 URGENT = -1
 """Priority of a stream whose work starts before what other streams have queued already."""
+
+
+def mark_of(device: torch.device) -> torch.cuda.Event | None:
+    """All that the current stream was given, for a thread that waits; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 class SideStream:

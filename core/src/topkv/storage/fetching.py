@@ -6,19 +6,23 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from attrs import define, field
+from torch import Tensor
 
 from topkv.kv.prefix import PrefixKVPool
 from topkv.memory import SparseKVCacheManager
 from topkv.storage.calls import Calls, Workers
 from topkv.storage.objects import problem_of
 from topkv.storage.places import PagePlaces
+from topkv.streams import mark_of
 
-BATCH_BYTES, MOST_PAGES = 32 << 20, 128
-"""Of a call."""
+BATCH_BYTES, MOST_PAGES = 128 << 20, 128
+"""Of a call. The thread that runs forwards has work with each, whatever it brings."""
 
-AT_ONCE = 12
-"""Calls for one prompt that are begun or wait for a thread; more than there are threads."""
+AT_ONCE, ASIDE = 12, 2
+"""Calls for one prompt that are begun or wait for a thread: more than there are threads while
+somebody waits for the prompt, few while others decode."""
 
 
 @define
@@ -57,6 +61,7 @@ class Batch:
         pages: leased, and written by the call.
         keys: in the storage, and ``names`` in the host pool.
         rows: for headers, and for parts that lie elsewhere.
+        left: when the device touches no page any more for who held it last; None on a CPU.
         begun: a thread is at it.
         dropped: no thread shall begin.
         good: which pages are right, when the call has ended.
@@ -65,7 +70,8 @@ class Batch:
     pages: list[int]
     keys: Sequence[bytes]
     names: Sequence[bytes]
-    rows: np.ndarray
+    rows: Tensor
+    left: torch.cuda.Event | None
     begun: bool = False
     dropped: bool = False
     good: list[bool] | None = None
@@ -111,8 +117,12 @@ class Fetch:
         """Ask what there is."""
         self.shared.readers.add(self._probe)
 
-    def advance(self) -> bool:
-        """Publish what has come, ask for more, and return whether nothing more will come."""
+    def advance(self, at_once: int = ASIDE) -> bool:
+        """Publish what has come, ask for more, and return whether nothing more will come.
+
+        Args:
+            at_once: calls that may be under way, ``AT_ONCE`` for who waits for it.
+        """
         self.news = False
         while self._batches and (good := self._batches[0].good) is not None:
             self._land(self._batches.popleft(), good)
@@ -120,7 +130,7 @@ class Fetch:
             return True
         if self.count is None:
             return False
-        while self._asked < self.count and len(self._batches) < AT_ONCE and self._ask():
+        while self._asked < self.count and len(self._batches) < at_once and self._ask():
             pass
         return not self._batches and self._asked >= self.count
 
@@ -160,9 +170,9 @@ class Fetch:
             return False
         pages = shared.host.lease(size)
         shared.host.lend(pages)
-        shared.manager.synchronize()  # the device may still write what their last holder left
         some = slice(self._asked, self._asked + size)
-        batch = Batch(pages, self.keys[some], self.names[some], shared.places.rows(size))
+        rows, left = shared.places.rows(size, pinned=True), mark_of(shared.manager.device)
+        batch = Batch(pages, self.keys[some], self.names[some], rows, left)
         self._batches.append(batch)
         self._asked += size
         shared.readers.add(lambda: self._get(batch))
@@ -199,9 +209,11 @@ class Fetch:
                 return
             batch.begun = True
         try:
+            if batch.left is not None:
+                batch.left.synchronize()
             places = [
                 shared.places.place(page, row)
-                for page, row in zip(batch.pages, batch.rows, strict=True)
+                for page, row in zip(batch.pages, batch.rows.numpy(), strict=True)
             ]
             done = shared.calls("get", batch.keys, places)
             good = self._checked(batch, places, done or good)

@@ -123,30 +123,39 @@ class PagePlaces:
         starts = [(first + page * size, size) for first, size in self._runs]
         return [self.pool[start : start + size] for start, size in starts]
 
-    def rows(self, count: int) -> np.ndarray:
-        """Host memory for headers and staged parts, uint8 ``[count, HEADER + staged_bytes]``."""
-        return np.empty((count, HEADER + self.staged_bytes), dtype=np.uint8)
+    def rows(self, count: int, pinned: bool = False) -> Tensor:
+        """Host memory for headers and staged parts, uint8 ``[count, HEADER + staged_bytes]``.
+
+        Args:
+            count: of pages.
+            pinned: for ``unstage``, so that the host need not wait for the device.
+        """
+        pinned &= self._device.type == "cuda"
+        size = (count, HEADER + self.staged_bytes)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
     def place(self, page: int, row: np.ndarray) -> list[np.ndarray]:
         """All parts of a page: its header in a row, the host pool, the rest of the row."""
         staged = [row[HEADER:]] if self.staged_bytes else []
         return [row[:HEADER], *self.runs(page), *staged]
 
-    def stage(self, pages: Sequence[int], rows: np.ndarray) -> None:
+    def stage(self, pages: Sequence[int], rows: Tensor) -> None:
         """Copy what does not lie in the host pool to rows. Waits for the device."""
         index = torch.tensor(pages, device=self._device)
         at = HEADER
         for tensor, size in zip(self._others, self._sizes, strict=True):
             block = tensor[index].reshape(len(pages), -1).contiguous()
-            torch.from_numpy(rows)[:, at : at + size] = block.view(torch.uint8).cpu()
+            rows[:, at : at + size] = block.view(torch.uint8).cpu()
             at += size
 
-    def unstage(self, pages: Sequence[int], rows: np.ndarray) -> None:
-        """Copy it back from rows."""
-        index, at = torch.tensor(pages, device=self._device), HEADER
+    def unstage(self, pages: Sequence[int], rows: Tensor) -> None:
+        """Copy it back from rows, behind what the current stream was given; nobody waits."""
+        index, at = torch.tensor(pages), HEADER
+        if rows.is_pinned():
+            index = index.pin_memory()
+        index, rows = (each.to(self._device, non_blocking=True) for each in (index, rows))
         for tensor, size in zip(self._others, self._sizes, strict=True):
-            block: Tensor = torch.from_numpy(rows[:, at : at + size].copy())
-            tensor[index] = (
-                block.view(tensor.dtype).view(len(pages), *tensor.shape[1:]).to(self._device)
-            )
+            # A copy, for a view of another dtype has to begin at a multiple of its size.
+            block = rows[:, at : at + size].clone(memory_format=torch.contiguous_format)
+            tensor[index] = block.view(tensor.dtype).view(len(pages), *tensor.shape[1:])
             at += size

@@ -25,7 +25,7 @@ from topkv.hooks.storage import Storage, StorageSetup
 from topkv.kv.prefix import PrefixKVPool, tenant_in
 from topkv.memory import SparseKVCacheManager
 from topkv.storage.calls import Calls, StorageCounts, Workers
-from topkv.storage.fetching import Fetch, Shared
+from topkv.storage.fetching import AT_ONCE, Fetch, Shared
 from topkv.storage.objects import HEADER, owner_of, write_header
 from topkv.storage.places import PagePlaces, fingerprint_of
 
@@ -181,7 +181,7 @@ class StorageTier:
             "timeout": settings.wait_s + settings.wait_s_per_1k * asked / 1024,
         }.get(settings.fetch, 0.0)
         changed = self._calls.changed
-        while not fetch.advance():
+        while not fetch.advance(AT_ONCE):
             left = until - time.monotonic()
             if left <= 0 or not self._calls.available:
                 self._calls.counts.late += 1
@@ -234,7 +234,7 @@ class StorageTier:
             pages, keys = zip(*pairs[at : at + self._shared.batch], strict=True)
             rows = self._places.rows(len(pages))
             self._places.stage(pages, rows)
-            parts = [self._places.place(*each) for each in zip(pages, rows, strict=True)]
+            parts = [self._places.place(*each) for each in zip(pages, rows.numpy(), strict=True)]
             written: np.ndarray | None = self._host.written[list(pages)]
             if whole:
                 parts = [[np.concatenate(place)] for place in parts]
