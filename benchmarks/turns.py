@@ -8,7 +8,10 @@ tokens and has ``--answer`` generated. The host pool has room for ``--kept`` cha
 that runs. Arms: ``none`` reads every prompt anew, ``host`` keeps pages in host memory as long as
 there is room, ``files`` also in a directory, under ``write_through`` and ``wait_complete``. A
 request begins when the one before it has ended, so that times are those of the work alone, without
-a queue. First turns, which nothing can be found for but what is shared, count as all others do.
+a queue; with ``--gap`` they come as a Poisson process does, one after ``--gap`` seconds on average
+and at the same times for all arms, and a time to the first token counts from there, with what a
+request waits for those before it. First turns, which nothing can be found for but what is shared,
+count as all others do.
 """
 
 from __future__ import annotations
@@ -45,13 +48,13 @@ class FirstToken(BaseStreamer):
 
 
 def turn(model: Any, ids: torch.Tensor, answer: int) -> tuple[float, torch.Tensor]:
-    """Seconds to the first token of a request, and all of its tokens."""
-    streamer, began = FirstToken(), time.perf_counter()
+    """When the first token of a request was there, and all of its tokens."""
+    streamer = FirstToken()
     whole = model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, streamer=streamer,
         min_new_tokens=answer, max_new_tokens=answer,
     )  # fmt: skip
-    return streamer.times[1] - began, whole
+    return streamer.times[1], whole
 
 
 def settings(arm: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -84,18 +87,23 @@ def measure(model: Any, arm: str, options: argparse.Namespace) -> dict[str, Any]
     order = [number for number in range(options.sessions) for _ in range(options.turns)]
     random.Random(0).shuffle(order)
     said = [tokens(options.new) for _ in order]
-    times, said_tokens = [], 0
+    dice = random.Random(1)
+    gaps = [dice.expovariate(1 / options.gap) if options.gap else 0.0 for _ in order]
+    times, waits, said_tokens = [], [], 0
     with topkv.attach(model, settings(arm, options)) as handle:
         turn(model, tokens(options.context), options.answer)  # kernels are compiled
         if arm != "none":
             handle.prefixes.forget()
         before = handle.prefixes.counts.found
-        began = time.perf_counter()
-        for number, more in zip(order, said, strict=True):
+        began = due = time.perf_counter()
+        for number, more, gap in zip(order, said, gaps, strict=True):
             chats[number] = torch.cat([chats[number], more], 1)
             said_tokens += chats[number].shape[1]
-            seconds, chats[number] = turn(model, chats[number], options.answer)
-            times.append(seconds)
+            due = due + gap if options.gap else time.perf_counter()
+            time.sleep(max(0.0, due - time.perf_counter()))
+            waits.append(time.perf_counter() - due)
+            first_token, chats[number] = turn(model, chats[number], options.answer)
+            times.append(first_token - due)
         whole = time.perf_counter() - began
         counts = handle.prefixes.counts
         row = {"arm": arm, "prompt_tokens": said_tokens, "found": counts.found - before}
@@ -108,6 +116,7 @@ def measure(model: Any, arm: str, options: argparse.Namespace) -> dict[str, Any]
         "mean_s": round(statistics.mean(times), 4),
         "median_s": round(statistics.median(times), 4),
         "p99_s": round(sorted(times)[int(0.99 * (len(times) - 1))], 4),
+        "mean_wait_s": round(statistics.mean(waits), 4),
         "seconds": round(whole, 2),
         "answers": hash(tuple(tuple(chat[0].tolist()) for chat in chats)) & 0xFFFFFFFF,
         "times": [round(each, 4) for each in times],
@@ -127,6 +136,9 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=32, help="tokens that are generated")
     parser.add_argument(
         "--kept", type=int, default=3, help="chats that the host pool has room for"
+    )
+    parser.add_argument(
+        "--gap", type=float, default=0.0, help="seconds between requests, on average"
     )
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--host-format", default="model", help="model or fp8, in all arms")
