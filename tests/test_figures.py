@@ -32,6 +32,12 @@ STAGES = {
         "`ahead: true`": "ahead",
     },
     "| behind ParisKV": {"ParisKV alone": "pariskv", WIDE: "paris_p95x4"},
+    "| that `top_p` behind": {
+        "Double Sparsity": "double_sparsity_p95x4",
+        "ClusterKV": "clusterkv_p95x4",
+        "PQCache": "pqcache_p95x4",
+        "RocketKV": "rocketkv_p95x4",
+    },
 }
 """Names of rows by the labels of the tables of stages, by how these begin."""
 
@@ -56,9 +62,34 @@ def test_the_table_of_accuracy_is_that_of_the_raw_numbers():
             assert cell == ("-" if "refused" in row else str(row["correct"]))
 
 
+OTHERS = {
+    "StreamingLLM of kvpress": "kvpress streaming_llm",
+    "SnapKV of kvpress": "kvpress snapkv",
+}
+"""Rows of the table of algorithms that no figure has."""
+
+READ = {
+    "read from GPU memory": "device_bytes_per_token",
+    "over the link": "link_bytes_per_token",
+}
+
+
+def shown_of(title, cells, name, digits):
+    """What the cell of a column like ``KL at 5 %`` shows: a value of each model."""
+    what, _, share = title.removesuffix(" %").rpartition(" at ")
+    rows = [cell[name, float(share or what)] for cell in cells]
+    if what == "KL":
+        return " / ".join(f"{row['kl']:.2g}" for row in rows)
+    if what in READ:
+        digits = 2 if what == "over the link" else digits
+        parts = [100 * row[READ[what]] / row["context_bytes"] for row in rows]
+        return " / ".join(f"{part:.{digits}f} %" for part in parts) if any(parts) else "none"
+    return " / ".join(f"{100 * row['accuracy']:.1f}" for row in rows)
+
+
 @pytest.mark.parametrize("folder", ["grid", "stages"])
 def test_the_tables_of_the_grid_are_those_of_the_raw_numbers(folder):
-    """Cells are those of both models; right answers of all tasks together."""
+    """Cells are those of both models, all tasks together."""
     cells = [
         {
             (row["algorithm"], row["nominal_percent"]): row
@@ -67,18 +98,15 @@ def test_the_tables_of_the_grid_are_those_of_the_raw_numbers(folder):
         }
         for model in figures.MODELS
     ]
-    text = PAGES["choosing.md"].read_text("utf-8")
-    budgets, names = {"grid": (1, 2, 5, 10), "stages": (2, 5)}[folder], STAGES
+    text, names, digits = PAGES["choosing.md"].read_text("utf-8"), STAGES, 1
     if folder == "grid":
-        names = {"| algorithm": {label: name for name, label in figures.NAMES.items()}}
+        names = {"| algorithm": {label: name for name, label in figures.NAMES.items()} | OTHERS}
+        digits = 0
     for head, labels in names.items():
-        _, *rows = rows_of(text, head)
-        found = {label: shown for label, *shown in rows if label != "SnapKV"}
-        assert found.keys() == labels.keys()
-        for label, name in labels.items():
-            for share, shown in zip(budgets, found[label], strict=False):
-                right = [100 * cell[name, share]["accuracy"] for cell in cells]
-                assert shown == " / ".join(f"{value:.1f}" for value in right)
+        (_, *titles), *rows = rows_of(text, head)
+        assert {label for label, *_ in rows} == labels.keys()
+        for label, *found in rows:
+            assert found == [shown_of(title, cells, labels[label], digits) for title in titles]
 
 
 @pytest.mark.parametrize("page", ["docs/tutorial.md", "examples/arkvale/README.md"])
