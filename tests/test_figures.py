@@ -157,7 +157,7 @@ def test_tables_of_residual_and_of_shared_selections_are_those_of_the_raw_number
 ):
     found = {
         (row["family"], row["algorithm"], row["nominal_percent"]): row
-        for row in figures.read("eval/residual_cpu.jsonl")
+        for row in figures.read("eval/residual_cpu.jsonl.xz")
     }
     _, *rows = rows_of((ROOT / page).read_text("utf-8"), head)
     cells = [(name, budget) for budget in (2, 5) for name in names]
@@ -249,7 +249,7 @@ def test_the_table_of_rocketkv_is_that_of_the_raw_numbers():
     """Cells are ``right answers / attention mass``, by how questions are read."""
     found = {
         (r["algorithm"], r["question"], tuple(r["dense_layers"]), r["nominal_percent"]): r
-        for r in figures.read("eval/rocketkv_cpu.jsonl")
+        for r in figures.read("eval/rocketkv_cpu.jsonl.xz")
     }
     text = (ROOT / "plugins/rocketkv/README.md").read_text("utf-8")
     head, *rows = rows_of(text, "| question, dense layers, budget")
@@ -269,7 +269,7 @@ def test_tables_of_pqcache_are_those_of_the_raw_numbers():
     text = (ROOT / "plugins/pqcache/README.md").read_text("utf-8")
     found = {
         (r["algorithm"], tuple(r["dense_layers"]), r["nominal_percent"]): r
-        for r in figures.read("eval/pqcache_cpu.jsonl")
+        for r in figures.read("eval/pqcache_cpu.jsonl.xz")
     }
     head, *rows = rows_of(text, "| dense layers, budget")
     assert len(rows) == 4
@@ -329,7 +329,7 @@ def test_the_tables_of_calibrated_sharing_are_those_of_the_raw_numbers():
     ]  # fmt: skip
     cells = {
         (row["family"], row["algorithm"], row["nominal_percent"], row["questions"] == 100): row
-        for row in figures.read("eval/share_cpu.jsonl")
+        for row in figures.read("eval/share_cpu.jsonl.xz")
     }
     alone, calibrated = (
         [f"{cells['facts', name, budget, True]['correct']:.0f}" for budget in (5.0, 10.0)]
@@ -358,7 +358,7 @@ def test_the_table_of_selecting_ahead_is_that_of_the_raw_numbers():
     page = (ROOT / "docs/how.md").read_text("utf-8")
     found = {
         (row["family"], row["algorithm"], row["nominal_percent"]): row
-        for row in figures.read("eval/ahead_cpu.jsonl")
+        for row in figures.read("eval/ahead_cpu.jsonl.xz")
     }
     _, *table = rows_of(page, "| algorithm, unit, budget | right of 40, ahead")
     assert len(table) == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import lzma
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ Row = dict[str, Any]
 
 def read(name: str) -> list[Row]:
     """The rows of a file of raw numbers."""
-    lines = (RESULTS / name).read_text("utf-8").splitlines()
+    raw = (RESULTS / name).read_bytes()
+    lines = (lzma.decompress(raw) if name.endswith(".xz") else raw).decode().splitlines()
     return [json.loads(line) for line in lines]
 
 
