@@ -12,7 +12,7 @@ from topkv import hookimpl
 from topkv.entries import PluginEntry
 from topkv.errors import ConfigError
 from topkv.plugins import PluginRegistry, registry
-from topkv_evaluation.eval import choices, tasks
+from topkv_evaluation.eval import choices, plan, tasks
 from topkv_evaluation.eval.intervals import wilson
 from topkv_evaluation.eval.recall import chosen_tokens, held_mass, lane_mass
 from topkv_evaluation.retrieval import ASK_BYTES, VALUE_DIGITS
@@ -143,6 +143,16 @@ def test_a_parameter_goes_before_a_setting_of_its_name():
     (own,) = choices.read_algorithms([text], DIM, found)
     assert own.params == {key: i for i, key in enumerate(keys)}
     assert (own.label, own.settings, own.unit) == ("row", {}, 16)
+
+
+@pytest.mark.parametrize(
+    ("positions", "lengths"),
+    [(131072, [8192, 16384]), (18432, [8192, 16384]), (16384, [8192]), (8192, [4096]),
+     (3000, [1024]), (None, [8192, 16384])],
+)  # fmt: skip
+def test_contexts_that_nobody_names_are_those_of_the_model(positions, lengths):
+    config = SimpleNamespace(max_position_embeddings=positions)
+    assert plan.usual_contexts(SimpleNamespace(config=config)) == lengths
 
 
 def test_budgets_contexts_and_layers():

@@ -77,7 +77,9 @@ from topkv_evaluation.tasks.splits import MOST, STARTS, TUNING
     "is what the longest question needs.",
 )
 @click.option(
-    "--contexts", help="Tokens of the contexts, 8192,16384 by default; a file has its own."
+    "--contexts",
+    help="Tokens of the contexts, such as 8192,16384; by default these, or fewer that the model "
+    "has positions for. A file has its own.",
 )
 @click.option(
     "--depths",

@@ -30,7 +30,7 @@ from topkv_evaluation.tasks.own import SWEPT
 from topkv_evaluation.tasks.splits import TUNING
 from topkv_transformers.support import refusals, shape_of
 
-CONTEXTS = "8192,16384"
+CONTEXTS = 8192, 16384
 BATCH = {"cuda": 256}
 CPU_BATCH = 32
 
@@ -143,6 +143,14 @@ def _load(options: Options) -> PreTrainedModel:
     return model.to(options.device).eval()
 
 
+def usual_contexts(model: PreTrainedModel) -> list[int]:
+    """Those of ``CONTEXTS`` that the model has positions for, with questions and answers; else the
+    largest power of two that leaves it as many again."""
+    positions = getattr(model.config, "max_position_embeddings", None) or max(CONTEXTS) * 2
+    fitting = [length for length in CONTEXTS if length + length // 8 <= positions]
+    return fitting or [1 << (positions // 2).bit_length() - 1]
+
+
 def _tasks(options: Options, model: PreTrainedModel) -> list[Task]:
     usual = FACTS if model.config.vocab_size == BYTES else RULER
     words = read_words(options.tasks or (usual,))
@@ -163,7 +171,7 @@ def _tasks(options: Options, model: PreTrainedModel) -> list[Task]:
     catalogue = Catalogue(
         model=model,
         folder=options.folder,
-        lengths=read_contexts(options.contexts or CONTEXTS),
+        lengths=read_contexts(options.contexts) if options.contexts else usual_contexts(model),
         questions=options.questions,
         per_context=options.per_context,
         seed=options.seed,
