@@ -65,10 +65,10 @@ def score_kernel(
     maximum and the exponential sum of the block.
 
     Codes are read as bytes. A bit of all bytes of a code is one product for the tensor cores,
-    whose operand the threads make of the bytes that they hold; nothing of it passes through shared
-    memory. Signs are exact in bfloat16, a rotated query is two bfloat16 numbers, and sums are
-    fp32. ``FP32`` multiplies in fp32, for fp32 models and for the interpreter, which has no
-    bfloat16 product.
+    whose operand the threads make of the bytes that they hold, where a whole code would have to be
+    laid out anew in shared memory. Signs are exact in bfloat16, a rotated query is two bfloat16
+    numbers, and sums are fp32. ``FP32`` multiplies in fp32, for fp32 models and for the
+    interpreter, which has no bfloat16 product.
     """
     pair = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -91,7 +91,7 @@ def score_kernel(
     peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_G], tl.float32)
     start = block * TILES * TILE
-    # Loads ahead of their tile would come by shared memory, and operands leave through it.
+    # One stage: loads ahead of their tile would come by way of shared memory.
     for tile in tl.range(0, tl.minimum(TILES, tl.cdiv(closed - start, TILE)), num_stages=1):
         t = start + tile * TILE + tl.arange(0, TILE)
         in_t = t < closed
