@@ -5,9 +5,9 @@
 Through ``model.generate`` with ``prefix_cache: prompt``: a model of random weights (``--model``,
 as in ``topkv bench``) reads a prompt of ``--context`` tokens, generates one token and ends.
 ``cold`` is a prompt of other tokens, ``again`` one whose tokens but the last ``--new`` were read
-before. With ``--storage DIR`` pages go to files in that directory, and ``stored`` is a prompt that
-was read before and that the host pool has forgotten; its pages lie in the system's page cache.
-A line has the median of ``--repeats`` each, the shares, and the tokens that were found.
+before. With ``--storage NAME`` pages go to that storage, and ``stored`` is a prompt that was read
+before and that the host pool has forgotten: ``--storage files --param path=DIR`` (the pages lie in
+the system's page cache), or ``--storage redis --param address=unix:/run/redis.sock``. A line has the median of ``--repeats`` each, the shares, and the tokens that were found.
 """
 
 from __future__ import annotations
@@ -24,6 +24,14 @@ from attrs import asdict
 
 import topkv
 from topkv_bench.geometry import build, config_of
+
+
+def pair(text: str) -> list[str]:
+    """``NAME=VALUE``."""
+    name, found, value = text.partition("=")
+    if not found:
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
+    return [name, value]
 
 
 def seconds(model: Any, ids: torch.Tensor) -> float:
@@ -49,12 +57,8 @@ def measure(model: Any, config: dict[str, Any], context: int, options: argparse.
     room = {"max_tokens": 2 * context, "max_request_tokens": context, "max_requests": 1}
     vocabulary, times = model.config.vocab_size, {"cold": [], "again": []}
     if options.storage:
-        below = {
-            "name": "files",
-            "params": {"path": str(options.storage)},
-            "write": "write_through",
-        }
-        room["storage"] = {**below, "fetch": "wait_complete"}
+        below = {"name": options.storage, "params": dict(options.param)}
+        room["storage"] = {**below, "write": "write_through", "fetch": "wait_complete"}
         times["stored"] = []
 
     def tokens(count: int) -> torch.Tensor:
@@ -98,7 +102,8 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=100, help="tokens that are not found")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--host-format", default="model", help="model or fp8")
-    parser.add_argument("--storage", type=Path, help="directory of topkv-files; none by default")
+    parser.add_argument("--storage", help="an installed storage; none by default")
+    parser.add_argument("--param", type=pair, action="append", default=[], help="NAME=VALUE of it")
     parser.add_argument("--out", type=Path, help="write JSON lines here as well")
     options = parser.parse_args()
     cuda = torch.cuda.is_available()
@@ -112,7 +117,7 @@ def main() -> None:
     )
     name = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
     lines = [{"device": name, "model": options.model, "torch": torch.__version__}]
-    lines[0]["host_format"] = options.host_format
+    lines[0] |= {"host_format": options.host_format, "storage": options.storage}
     print(json.dumps(lines[0]))
     for context in options.context:
         lines.append(measure(model, config, context, options))
