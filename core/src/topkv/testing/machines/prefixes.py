@@ -34,7 +34,9 @@ from topkv.testing.tiers import Tier
 class Lives:
     """A coordinator that finds prefixes, beside one that computes all of them.
 
-    Keys and values of a token follow from it, all tokens before it, and the salt.
+    Keys and values of a token follow from it, all tokens before it, and the salt. What is drawn
+    does not depend on what was found, nor on whether the pool had room: below a storage, both are
+    up to threads, and hypothesis wants the same draws again.
 
     Attributes:
         actions: least and most that are drawn for a life.
@@ -116,12 +118,16 @@ class Lives:
         return length == known
 
     def decode(self) -> None:
-        slots = [slot for slot in self.tokens if 0 < len(self.tokens[slot]) < MOST_TOKENS]
-        for _ in range(self.data.draw(st.integers(1, 5), "steps") if slots else 0):
+        slots = [slot for slot in self.tokens if self.tokens[slot]]
+        steps = self.data.draw(st.integers(1, 5), "steps")
+        new = self.data.draw(st.integers(0, 2 ** (5 * REQUESTS) - 1), "tokens, a bit for each")
+        for step in range(steps):
             slots = [slot for slot in slots if len(self.tokens[slot]) < MOST_TOKENS]
+            if not slots:
+                break
             first = {slot: len(self.tokens[slot]) for slot in slots}
             for slot in slots:
-                self.tokens[slot] = [*self.tokens[slot], self.data.draw(st.integers(0, 1))]
+                self.tokens[slot] = [*self.tokens[slot], new >> step * REQUESTS + slot & 1]
             if not self.both([], slots, first):
                 self.tokens |= {slot: self.tokens[slot][:-1] for slot in slots}
 
@@ -152,12 +158,12 @@ class Lives:
         old = self.tokens[slot]
         self.kept.prefixes.publish(slot, old, self.salt[slot])
         self.cut()
-        if len(self.tokens) < REQUESTS and len(old) < MOST_TOKENS:
-            self.begin_with([*old, 0], self.salt[slot])
+        if len(self.tokens) < REQUESTS:
+            self.begin_with([*old[: MOST_TOKENS - 1], 0], self.salt[slot])
 
     def publish(self) -> None:
         slot = self.slot()
-        count = self.data.draw(st.integers(0, len(self.tokens[slot])), "published")
+        count = self.data.draw(st.integers(0, MOST_TOKENS), "published at most")
         self.kept.prefixes.publish(slot, self.tokens[slot][:count], self.salt[slot])
 
     def end(self) -> None:
@@ -175,8 +181,7 @@ class Lives:
         does = [self.begin] * 4 if len(self.tokens) < REQUESTS else []
         if self.tokens:
             does += [self.decode, self.rewrite, self.cut, self.publish, self.end, self.end]
-        does += [self.kept.prefixes.forget] if self.found else []
-        does += self.further()
+        does += [self.kept.prefixes.forget, *self.further()]
         self.data.draw(st.sampled_from(does), "action")()
         self.kept.check_integrity()
 
