@@ -12,5 +12,5 @@ longest question needs."""
 
 LEAST_STEPS = 32
 
-INDEXED = "deepseek_dsa"
-"""Compared by default where the model brings an indexer."""
+INDEXED = {"mla": "deepseek_dsa", "gqa": f"trained_gate,{ALGORITHMS}"}
+"""Compared by default where the model brings an indexer, by its attention."""

@@ -24,7 +24,7 @@ from topkv_evaluation.commands import (
     stats_option,
     trust_option,
 )
-from topkv_evaluation.eval import ALGORITHMS, INDEXED, LEAST_STEPS
+from topkv_evaluation.eval import ALGORITHMS, LEAST_STEPS
 from topkv_evaluation.tasks.scoring import SCORINGS
 from topkv_evaluation.tasks.splits import MOST, STARTS, TUNING
 
@@ -70,8 +70,8 @@ from topkv_evaluation.tasks.splits import MOST, STARTS, TUNING
 @click.option(
     "--algorithms",
     multiple=True,
-    show_default=f"those installed of {ALGORITHMS.format(steps=LEAST_STEPS)}; {INDEXED} if the "
-    "model has an indexer",
+    show_default=f"those installed of {ALGORITHMS.format(steps=LEAST_STEPS)}; "
+    "deepseek_dsa alone, or trained_gate as well, if the model has an indexer",
     help="name:key=value,key=value,name; keys: parameters, unit, scope, buffer, eviction, "
     "host_format, share, ahead, stages (NAME/key=value+NAME). ROW@name:... names its row; {steps} "
     "is what the longest question needs.",

@@ -87,7 +87,8 @@ class Plan:
         shape = shape_of(model)
         layers = shape.num_layers
         dense = [read_dense_layers(text, layers) for text in dict.fromkeys(options.dense_layers)]
-        usual = installed(ALGORITHMS if shape.indexer is None else INDEXED, registry())
+        words = ALGORITHMS if shape.indexer is None else INDEXED[shape.attention]
+        usual = installed(words, registry())
 
         def chosen(steps: int) -> Sequence[str]:
             named = options.algorithms or (usual,)
