@@ -54,7 +54,7 @@ def test_the_table_of_accuracy_is_that_of_the_raw_numbers():
     names = {"exact top-k": "exact", "SnapKV": "snapkv:generated=32", "ClusterKV": "clusterkv"}
     names |= {"Double Sparsity": "double_sparsity", "Quest": "quest"}
     names |= {"StreamingLLM": "streaming_llm"}
-    found = {(r["algorithm"], r["nominal_percent"]): r for r in figures.read("eval/8k_01.jsonl")}
+    found = {(r["algorithm"], r["nominal_percent"]): r for r in figures.read("eval/8k_01.jsonl.xz")}
     head, *rows = rows_of(PAGES["results.md"].read_text("utf-8"), "| budget | exact top-k")
     for budget, *cells in rows:
         for title, cell in zip(head[1:], cells, strict=True):
@@ -114,7 +114,7 @@ def test_the_table_of_arkvale_is_that_of_the_raw_numbers(page):
     """Cells are ``right answers / attention mass``, without and with dense layers."""
     found = {
         (r["plugin"], r["unit"], tuple(r["dense_layers"]), r["nominal_percent"]): r
-        for r in figures.read("eval/arkvale_cpu.jsonl")
+        for r in figures.read("eval/arkvale_cpu.jsonl.xz")
     }
     head, *rows = rows_of((ROOT / page).read_text("utf-8"), "| unit, dense layers, budget")
     assert len(rows) == 12
@@ -178,7 +178,7 @@ def test_the_table_of_statistics_is_that_of_the_raw_numbers():
     """Cells are ``right answers / attention mass``."""
     found = {
         (r["algorithm"], r["nominal_percent"]): r
-        for r in figures.read("eval/statistics_cpu.jsonl")
+        for r in figures.read("eval/statistics_cpu.jsonl.xz")
     }
     text = (ROOT / "plugins/double_sparsity/README.md").read_text("utf-8")
     (_, *budgets), *rows = rows_of(text, "| channels by")
@@ -195,7 +195,7 @@ def test_tables_of_head_sparsity_are_those_of_the_raw_numbers():
     text = (ROOT / "plugins/head_sparsity/README.md").read_text("utf-8")
     _, *rows = rows_of(text, "| threshold | right")
     found = {
-        (r["family"], r["algorithm"]): r for r in figures.read("eval/head_sparsity_cpu.jsonl")
+        (r["family"], r["algorithm"]): r for r in figures.read("eval/head_sparsity_cpu.jsonl.xz")
     }
     for (_, *cells), name in zip(rows, ("quest", "t7", "t5", "t5r"), strict=True):
         both = [found[family, name] for family in ("facts", "text")]

@@ -285,7 +285,7 @@ def selection() -> Any:
 
 def arkvale() -> Any:
     """ArkVale beside Quest: right answers of 40, and the attention mass that is held."""
-    rows = [row for row in read("eval/arkvale_cpu.jsonl") if row["plugin"]]
+    rows = [row for row in read("eval/arkvale_cpu.jsonl.xz") if row["plugin"]]
     figure, panels = new(2)
     for colour, name in zip(COLOURS, dict.fromkeys(r["algorithm"] for r in rows), strict=False):
         for dense, style in (([], "o-"), ([0, 1], "s--")):
