@@ -7,7 +7,8 @@ as in ``topkv bench``) reads a prompt of ``--context`` tokens, generates one tok
 ``cold`` is a prompt of other tokens, ``again`` one whose tokens but the last ``--new`` were read
 before. With ``--storage NAME`` pages go to that storage, and ``stored`` is a prompt that was read
 before and that the host pool has forgotten: ``--storage files --param path=DIR`` (the pages lie in
-the system's page cache), or ``--storage redis --param address=unix:/run/redis.sock``. A line has the median of ``--repeats`` each, the shares, and the tokens that were found.
+the system's page cache), or ``--storage redis --param address=unix:/run/redis.sock``. A line has
+the median of ``--repeats`` each, the shares, and the tokens that were found.
 """
 
 from __future__ import annotations
