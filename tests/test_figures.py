@@ -54,7 +54,9 @@ def test_the_table_of_accuracy_is_that_of_the_raw_numbers():
     names = {"exact top-k": "exact", "SnapKV": "snapkv:generated=32", "ClusterKV": "clusterkv"}
     names |= {"Double Sparsity": "double_sparsity", "Quest": "quest"}
     names |= {"StreamingLLM": "streaming_llm"}
-    found = {(r["algorithm"], r["nominal_percent"]): r for r in figures.read("eval/8k_01.jsonl.xz")}
+    found = {
+        (r["algorithm"], r["nominal_percent"]): r for r in figures.read("eval/8k_01.jsonl.xz")
+    }
     head, *rows = rows_of(PAGES["results.md"].read_text("utf-8"), "| budget | exact top-k")
     for budget, *cells in rows:
         for title, cell in zip(head[1:], cells, strict=True):
@@ -124,6 +126,59 @@ def test_the_table_of_arkvale_is_that_of_the_raw_numbers(page):
         for name, cell in zip(head[1:], cells, strict=True):
             row = found[name.lower(), int(unit), layers, float(budget.removesuffix(" %"))]
             assert cell == f"{row['correct']} / {100 * row['recall']:.1f} %"
+
+
+def test_the_table_of_the_trained_gate_is_that_of_the_raw_numbers():
+    """Means of the fourteen tasks."""
+    text = (ROOT / "plugins/trained_gate/README.md").read_text("utf-8")
+    cells = {}
+    for row in figures.read("eval/gate.jsonl.xz"):
+        cells.setdefault((row["plugin"], row["algorithm"], row["nominal_percent"]), []).append(row)
+    (_, *budgets), *rows = rows_of(text, "| selector")
+    assert len(rows) == 5
+    for name, *found in rows:
+        for budget, shown in zip(budgets, found, strict=True):
+            (some,) = (
+                each
+                for (plugin, label, percent), each in cells.items()
+                if name in (label, plugin if plugin == "trained_gate" else None)
+                and percent == float(budget.removesuffix(" %"))
+            )
+            assert len(some) == 14
+            assert shown == gate_cell(some)
+    dense = [row for (plugin, *_), some in cells.items() if plugin is None for row in some]
+    assert f"gives {mean(dense, 'accuracy', 100):.1f} % right answers" in text
+    assert f"reads {mean(dense, 'device_bytes_per_token', 2**-20):.1f} MiB a token" in text
+    base, gate = figures.read("gate_training.jsonl.xz")
+    last = gate["curve"][-1]
+    assert f"{last['held']:.3f} of the mass, where the best 16 of 512 blocks hold" in text
+    assert f"hold {last['best']:.3f} (documents of {last['length']} tokens" in text
+    page = (ROOT / "tools/evaluation/training/README.md").read_text("utf-8")
+    assert f"in {base['seconds']:.0f} and {gate['seconds']:.0f} seconds" in page
+
+
+def mean(rows, key, factor=1.0):
+    return factor * sum(row[key] for row in rows) / len(rows)
+
+
+def gate_cell(rows):
+    read = mean(rows, "device_bytes_per_token", 2**-20)
+    fetched = mean(rows, "link_bytes_per_token", 2**-10)
+    shares = (f"{mean(rows, key, 100):.1f} %" for key in ("accuracy", "recall"))
+    right, held = shares
+    return f"{right} / {mean(rows, 'kl'):.3f} / {held} / {read:.2f}, {fetched:.0f}"
+
+
+def test_times_of_the_trained_gate_are_those_of_the_raw_numbers():
+    text = (ROOT / "plugins/trained_gate/README.md").read_text("utf-8")
+    _, *rows = rows_of(text, "| requests | tokens")
+    timed = figures.read("trained_gate.jsonl")[1:]
+    keys = ("score_us", "retrieve_us", "bound_us")
+    assert [[float(cell.replace(",", "")) for cell in cells] for cells in rows] == [
+        [row["requests"], row["tokens"], *(round(row[key], 1) for key in keys)] for row in timed
+    ]
+    prompts = [row["prompt_us"] for row in timed if row["requests"] == 1]
+    assert "select in {:.0f} us at 32,768 tokens and in {:.0f} at 131,072".format(*prompts) in text
 
 
 def test_the_table_of_pariskv_is_that_of_the_raw_numbers():

@@ -170,7 +170,7 @@ def test_the_rate_rises_and_falls(recipe: SimpleNamespace) -> None:
 @pytest.mark.parametrize(("shape", "count"), [("small", 4_394_240), ("deep", 3_836_032)])
 def test_shapes(recipe: SimpleNamespace, shape: str, count: int) -> None:
     with torch.device("meta"):
-        model = recipe.script.LlamaForCausalLM(recipe.script.config_of(shape, 32768))
+        model = recipe.script.model_of(shape, 32768)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
     if shape == "deep":
         assert 2 * count < 8_000_000
@@ -291,7 +291,7 @@ def test_the_loss_falls(recipe, tmp_path) -> None:
 def test_each_document_counts_alike(recipe) -> None:
     """The loss of answers by hand, one document with many, one with few and one without."""
     torch.manual_seed(0)
-    model = recipe.script.LlamaForCausalLM(recipe.script.config_of("tiny", 64))
+    model = recipe.script.model_of("tiny", 64)
     text = torch.randint(0, 256, (3, 20), dtype=torch.uint8)
     marks = torch.zeros(3, 20, dtype=torch.bool)
     marks[0, 5:15], marks[1, 7] = True, True
@@ -328,8 +328,7 @@ def test_a_finished_run_is_a_checkpoint_with_its_card(recipe, tmp_path) -> None:
 def test_scores_are_those_of_generation(recipe) -> None:
     """Of prompts of several lengths, padded: each answer is the one that it gets alone."""
     torch.manual_seed(0)
-    config = recipe.script.config_of("tiny", 512)
-    model = recipe.script.LlamaForCausalLM(config).eval()
+    model = recipe.script.model_of("tiny", 512).eval()
     rng = random.Random(0)
     question = recipe.scores.Question
     contexts = tuple(tuple(rng.choices(range(1, 256), k=n)) for n in (40, 33, 50))

@@ -10,6 +10,8 @@ from typing import Any
 
 from model_card import table
 
+_MODELS = {"llama": "Llama", "minimax_m3_vl_text": "MiniMax-M3 without experts and indexes"}
+
 _CARD = """---
 license: apache-2.0
 library_name: transformers
@@ -19,7 +21,7 @@ tags: [byte-level, long-context, retrieval]
 
 # A small model of the mixture of tasks ({shape})
 
-A byte-level Llama of {parameters:.2f} million parameters: {layers} layers, {heads} query heads and
+A byte-level {model} of {size:.2f} million parameters: {layers} layers, {heads} query heads and
 {kv_heads} kv-heads of {head_dim} channels. It answers the questions of `topkv eval` about its
 context: planted facts, RULER's needles and variables, keys that differ by a letter, walks. It
 exists to try sparse attention and is no language model for use.
@@ -70,7 +72,8 @@ def write_card(record: Mapping[str, Any]) -> str:
     return _CARD.format(
         **record["versions"],
         shape=record["shape"],
-        parameters=record["parameters"] / 1e6,
+        model=_MODELS[config["model_type"]],
+        size=record["parameters"] / 1e6,
         layers=config["num_hidden_layers"],
         heads=config["num_attention_heads"],
         kv_heads=config["num_key_value_heads"],

@@ -86,7 +86,8 @@ def save_checkpoint(model: ModelT, folder: Path) -> ModelT:
 
 
 def _drop_layer_types(path: Path) -> None:
-    """Leave them to Transformers: its versions name the layers of one model differently."""
+    """Leave those of equal layers to Transformers, whose versions name them differently."""
     values = json.loads(path.read_text())
-    if values.pop("layer_types", None) is not None:
+    if len({*values.get("layer_types", ())}) == 1:
+        del values["layer_types"]
         path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")

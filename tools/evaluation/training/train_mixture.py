@@ -1,4 +1,4 @@
-"""Train a small byte-level Llama on the mixture of tasks, in as many calls as it takes.
+"""Train a small byte-level model on the mixture of tasks, in as many calls as it takes.
 
     PYTHONPATH=tools/evaluation/src:core/src python tools/evaluation/training/train_mixture.py \\
         --shape small --minutes 8 --out build/mixture-small
@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from gate_model import gate_config
 from mixture_card import write_card
 from mixture_plan import FURTHER, KINDS, LONG, STANDARD, TINY, Batch, Batches, Plan
 from mixture_scores import METHOD, WORDS, scores
@@ -32,7 +33,7 @@ from retrieval_scores import nats
 from torch import Tensor
 from torch.utils.data import DataLoader
 from train_retrieval import compiled_layers, versions
-from transformers import AutoConfig, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, LlamaConfig, MiniMaxM3VLForCausalLM, PreTrainedModel
 
 from topkv_evaluation.retrieval import standard_library_text
 
@@ -47,10 +48,17 @@ SHAPES = {
               "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512},
     "deep": {"hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 8,
              "num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 384},
+    "blocks": {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8,
+               "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512},
+    "tiny-blocks": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+                    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 64},
     "tiny": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
              "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64},
 }  # fmt: skip
-"""In bfloat16 ``small`` has 8.8 MB, ``deep`` 7.7 MB."""
+"""In bfloat16 ``small`` has 8.8 MB, ``deep`` 7.7 MB. Those of ``BLOCKS`` are MiniMax-M3s without
+experts, to which ``train_gate.py`` gives indexes; the others are Llamas."""
+
+BLOCKS = ("blocks", "tiny-blocks")
 
 WIDTHS = (*SHAPES["small"], "vocab_size")
 """What must be equal in weights to begin from."""
@@ -59,14 +67,16 @@ REPORT = ("text", "answer", *(f"{kind} right" for kind in KINDS), *KINDS)
 """Sums of a line: losses, and by kind the shares of right answer bytes and their documents."""
 
 
-def config_of(shape: str, positions: int) -> LlamaConfig:
-    """Settings of a model of 256 bytes.
+def model_of(shape: str, positions: int) -> PreTrainedModel:
+    """A model of 256 bytes with random weights.
 
     Args:
         shape: of ``SHAPES``.
         positions: tokens that it is made for.
     """
-    return LlamaConfig(
+    if shape in BLOCKS:
+        return MiniMaxM3VLForCausalLM(gate_config(SHAPES[shape], positions))
+    config = LlamaConfig(
         **SHAPES[shape],
         vocab_size=256,
         max_position_embeddings=positions,
@@ -77,6 +87,7 @@ def config_of(shape: str, positions: int) -> LlamaConfig:
         pad_token_id=0,
         attn_implementation="sdpa",
     )
+    return LlamaForCausalLM(config)
 
 
 def losses(model: PreTrainedModel, batch: Batch, layers: Layers) -> tuple[Tensor, Tensor]:
@@ -154,7 +165,7 @@ class Training:
         torch.manual_seed(plan.seed)
         self.plan, self.folder, self.device = plan, folder, device
         positions = max(32768, *(stage.length for stage in plan.stages))
-        self.model = LlamaForCausalLM(config_of(shape, positions)).to(device).train()
+        self.model = model_of(shape, positions).to(device).train()
         begun = begin_from(self.model, weights) if weights else None
         self.optimizer = adamw(self.model.parameters(), plan.peak)
         about = {"shape": shape, "weights": begun, "plan": asdict(plan)}
