@@ -185,7 +185,7 @@ def test_the_table_of_pariskv_is_that_of_the_raw_numbers():
     """Cells are ``right answers / what is read / attention mass``."""
     found = {
         (r["algorithm"], tuple(r["dense_layers"]), r["nominal_percent"]): r
-        for r in figures.read("eval/pariskv_cpu.jsonl")
+        for r in figures.read("eval/pariskv_cpu.jsonl.xz")
     }
     text = (ROOT / "plugins/pariskv/README.md").read_text("utf-8")
     head, *rows = rows_of(text, "| dense layers, budget")
@@ -282,7 +282,7 @@ def test_tables_of_head_sparsity_are_those_of_the_raw_numbers():
 def test_the_table_of_skip_softmax_is_that_of_the_raw_numbers():
     found = {
         (r["algorithm"], r["nominal_percent"]): r
-        for r in figures.read("eval/skip_softmax_cpu.jsonl")
+        for r in figures.read("eval/skip_softmax_cpu.jsonl.xz")
     }
     counted = {
         (r["budget"], r["factor"]): r for r in figures.read("eval/skip_softmax_blocks.jsonl")
@@ -349,7 +349,7 @@ def test_tables_of_pqcache_are_those_of_the_raw_numbers():
 
 def test_the_table_of_top_p_is_that_of_the_raw_numbers():
     """Units that are attended and loaded, and bytes that are read, are shares of Quest's alone."""
-    found = {r["algorithm"]: r for r in figures.read("eval/top_p_cpu.jsonl")}
+    found = {r["algorithm"]: r for r in figures.read("eval/top_p_cpu.jsonl.xz")}
     text = (ROOT / "plugins/top_p/README.md").read_text("utf-8")
     _, alone, *rows = rows_of(text, "| p, candidates")
     labels = {("0.95", "K"): "p95", ("0.85", "K"): "p85", ("1", "4K"): "quest4"}
@@ -367,7 +367,7 @@ def test_the_table_of_top_p_is_that_of_the_raw_numbers():
 def test_the_tables_of_calibrated_sharing_are_those_of_the_raw_numbers():
     """What the command showed, and what became of its patterns."""
     page = (ROOT / "docs/how.md").read_text("utf-8")
-    first, *_ = found = figures.read("eval/share_calibrated.jsonl")
+    first, *_ = found = figures.read("eval/share_calibrated.jsonl.xz")
     shown = {line.removeprefix(">").strip() for line in page.splitlines()}
     rows = [[each for each in row if each is not None] for row in first["similarity"]]
     for name, row in [*enumerate(rows), ("effect", first["effect"])]:
