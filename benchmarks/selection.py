@@ -9,9 +9,9 @@ follow. Captured and replayed: ``score_us`` the scoring kernels; ``select_us`` u
 selection; ``layer_us`` append, update, selection, plan, load and attention where all selected
 units are in the buffer. ``bytes`` is what scoring must read, ``bound_us`` the time that a plain
 sum of the same run takes for as many; ``times_bound`` is scoring over that. With ``--stages`` each
-row is Quest with other stages behind it, and bytes and bound are of what the stages read: all
-units where they correct, candidates where they refine. What a stage costs is the difference of its
-``layer_us`` to that of no stage.
+row is Quest or ParisKV with other stages behind it, and bytes and bound are of what the stages
+read: all units where they correct, candidates where they refine. What a stage costs is the
+difference of its ``layer_us`` to that of no stage.
 """
 
 from __future__ import annotations
@@ -64,23 +64,26 @@ CASES = [
     Case("double_sparsity", {"label": "bf16"}, SHORT, 256),
     Case("double_sparsity", {"label": "int4"}, SHORT, 256),
     Case("pariskv", {}),
+    Case("infllm_v2", {}, budget=4096),
     Case("clusterkv", {}),
     Case("snapkv", {"generated": 32}),
     Case("streaming_llm", {}),
 ]
+TWILIGHT = {"stages": [{"name": "top_p", "params": {"p": 0.95, "widen": 4}}]}
 STAGED = [
     Case("quest", {}, more=more)
     for more in (
         {},
         {"stages": [{"name": "top_p"}]},
         {"stages": [{"name": "top_p", "params": {"widen": 2}}]},
+        TWILIGHT,
         {"stages": [{"name": "head_sparsity"}]},
         {"stages": [{"name": "residual"}]},
         {"stages": [{"name": "residual", "params": {"variance": True}}]},
         {"stages": [{"name": "skip_softmax"}]},
         {"stages": [{"name": "keydiff", "params": {"tokens": 131072 + 4096}}]},
     )
-]
+] + [Case("pariskv", {}, more=more) for more in ({}, TWILIGHT)]
 
 
 def per_call(call: Callable[[], object]) -> float:
@@ -220,7 +223,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write JSON lines here as well")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--only", nargs="+", help="algorithms to time")
-    parser.add_argument("--stages", action="store_true", help="what stages cost, behind Quest")
+    parser.add_argument("--stages", action="store_true", help="what stages cost")
     options = parser.parse_args()
     torch.manual_seed(0)
     ceiling = read_gbs()
