@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-COLOURS = ("#3465a4", "#cc6b1f", "#4e9a3b", "#8a4fa3", "#b5323a", "#5c6670", "#2a9d9d", "#c49a00")
+COLOURS = (
+    "#3465a4",
+    "#cc6b1f",
+    "#4e9a3b",
+    "#8a4fa3",
+    "#b5323a",
+    "#5c6670",
+    "#2a9d9d",
+    "#c49a00",
+    "#7d6b5d",
+)
 Row = dict[str, Any]
 
 
@@ -176,6 +186,7 @@ NAMES = {
     "pqcache": "PQCache",
     "quest": "Quest",
     "rocketkv": "RocketKV",
+    "infllm8": "InfLLM-v2",
     "clusterkv": "ClusterKV",
     "streaming_llm": "StreamingLLM",
 }
@@ -195,7 +206,7 @@ def by_bytes(folder: str, lines: dict[str, str], measure: str, what: str) -> Any
         (dense,) = (row for row in rows if row["plugin"] is None)
         whole, best = dense["device_bytes_per_token"], 100 * dense["accuracy"]
         panel.axhline(best, color="#333333", ls="--", lw=1, label="dense")
-        for colour, (algorithm, label) in zip(COLOURS, lines.items(), strict=True):
+        for colour, (algorithm, label) in zip(COLOURS, lines.items(), strict=False):
             line = [r for r in rows if (r["algorithm"], r["dense_layers"]) == (algorithm, [])]
             places = [100 * row[f"{measure}_bytes_per_token"] / whole for row in line]
             share = [100 * row["accuracy"] for row in line]

@@ -1,0 +1,1 @@
+"""Blocks by compressed keys, as in InfLLM-v2."""

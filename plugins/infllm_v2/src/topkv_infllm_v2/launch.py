@@ -1,0 +1,107 @@
+"""The same with kernels: launches, and the scratch that they share."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+import triton
+from torch import Tensor
+
+from topkv import hookimpl
+from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.ops.lane_scores import HeadScores
+from topkv.types import LayerView
+from topkv_infllm_v2 import kernels
+from topkv_infllm_v2.algorithm import InfLLMv2
+
+TILE, TILES, STAGES = 32, 4, 3
+"""Windows of a tile, tiles of one program of the window kernel, loads in flight."""
+
+BLOCK_U = 128
+"""Units of one program of the kernel that takes the best windows."""
+
+
+class InfLLMv2Triton(InfLLMv2):
+    """InfLLM-v2 in kernels, with every constant worked out once.
+
+    Scratch: ``HeadScores`` of windows, a unit of ``stride`` tokens each, and of lanes fp32
+    ``[max_lanes, U]`` and int32 ``[max_lanes]``.
+    """
+
+    impl = "triton"
+
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        super().__init__(setup)
+        model, group, device = self.model, self.group, setup.device
+        windows = attrs.evolve(group, unit=self.stride, max_units=group.max_units * self.parts)
+        self.heads = HeadScores(model, windows, TILE * TILES, device)
+        shape = group.max_lanes, group.max_units
+        self.scores = torch.empty(shape, dtype=torch.float32, device=device)
+        self.closed = torch.zeros(group.max_lanes, dtype=torch.int32, device=device)
+        parts = {"STRIDE": self.stride, "PARTS": self.parts}
+        means = parts | {
+            "KV_HEADS": group.num_kv_heads,
+            "UNITS_PER_PAGE": group.units_per_page,
+            "D": group.head_dim,
+            "BLOCK_D": max(16, triton.next_power_of_2(group.head_dim)),
+        }
+        self.writing = means | {"BLOCK_T": triton.next_power_of_2(self.stride), "num_warps": 4}
+        self.scoring = means | {
+            "GROUP": model.group_size,
+            "TILE": TILE,
+            "TILES": TILES,
+            "STAGES": STAGES,
+            "BLOCK_G": max(16, triton.next_power_of_2(model.group_size)),
+            "FP32": model.dtype is torch.float32 or device.type == "cpu",
+            "num_warps": 1,
+        }
+        self.pooling = parts | {"LANE_HEADS": group.lane_heads, "UNIT": group.unit}
+
+    @hookimpl
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        if k.shape[0] == 0:
+            return
+        if k.stride(-1) != 1:
+            k = k.contiguous()
+        units = triton.cdiv(k.shape[0], self.group.unit)
+        grid = units * self.parts, self.group.num_kv_heads
+        kernels.construct_kernel[grid](
+            *(k, layer.pools["means"], layer.step.page_table[slot], start, k.shape[0]),
+            *(k.stride(0), k.stride(1)),
+            **self.writing,
+        )
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        group, step, ring = self.group, layer.step, layer.ring_k
+        kernels.update_kernel[(step.batch, group.num_kv_heads, self.parts)](
+            *(ring, layer.pools["means"], step.slots, step.lengths, step.appended),
+            *(step.page_table, step.page_table.stride(0), *ring.stride()[:5]),
+            HEADS_PER_LANE=group.heads_per_lane,
+            T=group.ring_slots,
+            UNIT=group.unit,
+            **self.writing,
+        )
+
+    def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
+        group, step, heads = self.group, layer.step, self.heads
+        tables = (step.slots, step.lengths)
+        kernels.window_kernel[(step.batch * group.num_kv_heads, heads.blocks)](
+            *(q, layer.pools["means"], *tables, step.page_table),
+            *(heads.raw, heads.peak, heads.mass),
+            *(step.page_table.stride(0), heads.units, heads.blocks, self.model.scale),
+            *(q.stride(0), q.stride(1)),
+            **self.scoring,
+        )
+        windows, _ = heads.lanes(step)
+        lanes = step.batch * group.lane_heads
+        scores, closed = self.scores[:lanes], self.closed[:lanes]
+        kernels.unit_kernel[(lanes, triton.cdiv(group.max_units, BLOCK_U))](
+            *(windows, *tables, scores, closed, group.max_units),
+            *(self.sink_units, self.recent_units),
+            BLOCK_U=BLOCK_U,
+            **self.pooling,
+        )
+        return scores, closed
