@@ -111,6 +111,7 @@ CALLS = {
     "clusterkv": (False, False, False),
     "deepseek_dsa": (True, True, True),
     "double_sparsity": (False, True, True),
+    "infllm_v2": (False, True, True),
     "pariskv": (False, True, True),
     "pqcache": (False, True, True),
     "quest": (False, True, True),
