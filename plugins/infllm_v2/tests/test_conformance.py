@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
 
+pytestmark = pytest.mark.slow
+
 
 def forced(length, bench):
     """The first ``sink_units`` and the last ``recent_units`` of the closed units."""

@@ -194,6 +194,7 @@ def test_weights_of_another_model_are_refused(recipe, base) -> None:
         recipe.gate_model.with_index(base, BLOCK, 3)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_model_that_selects_for_itself(recipe, tmp_path) -> None:
     recipe.train_mixture.main(
         ["--shape", "tiny-blocks", "--stages", "tiny", "--device", "cpu", "--score-tasks",
