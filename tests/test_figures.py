@@ -111,23 +111,35 @@ def test_the_tables_of_the_grid_are_those_of_the_raw_numbers(folder):
             assert found == [shown_of(title, cells, labels[label], digits) for title in titles]
 
 
-TWILIGHT = [{"name": "top_p", "params": {"p": 0.95, "widen": 4}}]
+TIMED = {
+    "quest": [None, {}, {"widen": 2}, {"p": 0.95, "widen": 4}],
+    "pariskv": [None, {"p": 0.95, "widen": 4}],
+}
+"""Behind which algorithms ``top_p`` was timed with which parameters; None is the layer alone."""
 
 
 def test_what_top_p_takes_is_that_of_the_raw_numbers():
     """Of the layer, and what the stage adds to it, in brackets its bound."""
     _, *rows = rows_of(PAGES["choosing.md"].read_text("utf-8"), "| behind | |")
-    timed = figures.read("stages_h100.jsonl.xz")[1:]
-    for at, name in enumerate(("quest", "pariskv")):
-        alone, behind = (
-            [row for row in timed if row["algorithm"] == name and row.get("stages", []) == stages]
-            for stages in ([], TWILIGHT)
+    timed, expected = figures.read("stages_h100.jsonl.xz")[1:], []
+    for name, params in TIMED.items():
+        alone, *behind = (
+            [row for row in timed if row["algorithm"] == name and row.get("stages") == stages]
+            for stages in (each if each is None else [stage(each)] for each in params)
         )
-        assert rows[2 * at][2:] == [f"{row['layer_us']:.0f}" for row in alone]
-        assert rows[2 * at + 1][2:] == [
-            f"+{more['layer_us'] - row['layer_us']:.0f} ({more['bound_us']:.0f})"
-            for row, more in zip(alone, behind, strict=True)
+        expected.append([f"{row['layer_us']:.0f}" for row in alone])
+        expected += [
+            [
+                f"+{more['layer_us'] - row['layer_us']:.0f} ({more['bound_us']:.0f})"
+                for row, more in zip(alone, found, strict=True)
+            ]
+            for found in behind
         ]
+    assert [cells for _, _, *cells in rows] == expected
+
+
+def stage(params):
+    return {"name": "top_p", **({"params": params} if params else {})}
 
 
 @pytest.mark.parametrize("page", ["docs/tutorial.md", "examples/arkvale/README.md"])

@@ -24,6 +24,7 @@ def worth_kernel(
     s_q_row,
     s_q_head,
     s_lane,
+    padded,
     KV_HEADS: tl.constexpr,
     HEADS_PER_LANE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -83,63 +84,132 @@ def worth_kernel(
     total = tl.sum(tl.exp(logits - peak[:, None, :]), 1)
     worth = peak + tl.log(tl.where(total > 0, total, 1.0))  # of no candidate it is not read
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    p_out = p_worth + (pair * GROUP + g)[None, :] * candidates + c[:, None]
+    p_out = p_worth + (pair * GROUP + g)[None, :] * padded + c[:, None]
     tl.store(p_out, worth, (c < candidates)[:, None] & in_g[None, :])
 
 
 @triton.jit
-def _tile(p_worth, p_lane, c, candidates, HEADS: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Units ``[C]`` at places ``c``, -1 where there is none, and their worth ``[C, G]``."""
+def _places(p_weight, c, padded, HEADS: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Where weights of candidates ``c`` to the heads are, ``[C, G]``, and which ones there are."""
     g = tl.arange(0, BLOCK_G)
+    places = p_weight + g.to(tl.int64)[None, :] * padded + c[:, None]
+    return places, (c < padded)[:, None] & (g < HEADS)[None, :]
+
+
+@triton.jit
+def _worth(p_worth, p_lane, c, candidates, padded, HEADS: tl.constexpr, BLOCK_G: tl.constexpr):
+    """What candidates ``c`` are worth ``[C, G]``, -inf where there is no unit."""
     unit = tl.load(p_lane + c, c < candidates, other=-1)
-    inside = (unit >= 0)[:, None] & (g < HEADS)[None, :]
-    p_in = p_worth + g.to(tl.int64)[None, :] * candidates + c[:, None]
-    return unit, tl.load(p_in, inside, other=float("-inf"))
+    places, inside = _places(p_worth, c, padded, HEADS, BLOCK_G)
+    return tl.load(places, inside & (unit >= 0)[:, None], other=float("-inf"))
 
 
 @triton.jit
-def _kept(unit, weight, whole, rank_bound, unit_bound):
-    """Which candidates rank above a bound, or at it and are lower units than another."""
-    rank = tl.max(weight / tl.where(whole > 0, whole, 1.0)[None, :], 1)
-    rank = tl.where(unit >= 0, rank.to(tl.int32, bitcast=True), -1)
-    return (rank > rank_bound) | ((rank == rank_bound) & (unit >= 0) & (unit < unit_bound))
-
-
-@triton.jit
-def _enough(
+def _rank(
     p_worth,
+    p_rank,
     p_lane,
     candidates,
-    peak,
-    whole,
-    need,
-    most,
-    rank_bound,
-    unit_bound,
+    padded,
     HEADS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Whether what is kept by these bounds has every head's share, or is as many as may be."""
-    mass = tl.zeros([BLOCK_G], tl.float32)
-    count = tl.zeros([BLOCK_C], tl.int32)
+    """Write what candidates weigh over what they are worth, and their ranks; return the whole
+    weight ``[G]`` of each head.
+
+    Ranks are fp32 numbers of 0 to 1, whose bits are integers in their order, below 2**30; -1 where
+    there is no unit, and where rows are padded.
+    """
+    block = tl.arange(0, BLOCK_C)
+    highest = tl.full([BLOCK_C, BLOCK_G], float("-inf"), tl.float32)
     for start in range(0, candidates, BLOCK_C):
-        c = start + tl.arange(0, BLOCK_C)
-        unit, worth = _tile(p_worth, p_lane, c, candidates, HEADS, BLOCK_G)
+        worth = _worth(p_worth, p_lane, start + block, candidates, padded, HEADS, BLOCK_G)
+        highest = tl.maximum(highest, worth)
+    peak = tl.max(highest, 0)
+    peak = tl.where(peak > float("-inf"), peak, 0.0)
+    weights = tl.zeros([BLOCK_C, BLOCK_G], tl.float32)
+    for start in range(0, padded, BLOCK_C):
+        worth = _worth(p_worth, p_lane, start + block, candidates, padded, HEADS, BLOCK_G)
+        places, inside = _places(p_worth, start + block, padded, HEADS, BLOCK_G)
         weight = tl.exp(worth - peak[None, :])
-        keep = _kept(unit, weight, whole, rank_bound, unit_bound)
-        mass += tl.sum(tl.where(keep[:, None], weight, 0.0), 0)
+        tl.store(places, weight, inside)
+        weights += weight
+    whole = tl.sum(weights, 0)
+    tl.debug_barrier()  # what other threads wrote is read
+    for start in range(0, padded, BLOCK_C):
+        c = start + block
+        places, inside = _places(p_worth, c, padded, HEADS, BLOCK_G)
+        share = tl.load(places, inside, other=0.0) / tl.where(whole > 0, whole, 1.0)[None, :]
+        unit = tl.load(p_lane + c, c < candidates, other=-1)
+        rank = tl.where(unit >= 0, tl.max(share, 1).to(tl.int32, bitcast=True), -1)
+        tl.store(p_rank + c, rank, c < padded)
+    tl.debug_barrier()
+    return whole
+
+
+@triton.jit
+def _ranked(p_weight, p_rank, c, padded, HEADS: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Ranks ``[C]`` of candidates ``c``, and what they weigh ``[C, G]``."""
+    places, inside = _places(p_weight, c, padded, HEADS, BLOCK_G)
+    return tl.load(p_rank + c, c < padded, other=-1), tl.load(places, inside, other=0.0)
+
+
+@triton.jit
+def _kept(p_lane, c, candidates, rank, rank_bound, unit_bound, TIES: tl.constexpr):
+    """Which candidates ``c`` rank above a bound of 0 or more, or, with ``TIES``, at it and are
+    lower units than another."""
+    keep = rank > rank_bound
+    if TIES:
+        unit = tl.load(p_lane + c, c < candidates, other=-1)
+        keep |= (rank == rank_bound) & (unit < unit_bound)
+    return keep
+
+
+@triton.jit
+def _enough(
+    p_weight,
+    p_rank,
+    p_lane,
+    candidates,
+    padded,
+    need,
+    most,
+    rank,
+    weight,
+    rank_bound,
+    unit_bound,
+    TIES: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """Whether what is kept by these bounds has every head's share, or is as many as may be.
+
+    The first block is given, others are read. Sums are added up thread by thread, and of all
+    threads once: that is what takes time.
+    """
+    c = tl.arange(0, BLOCK_C)
+    keep = _kept(p_lane, c, candidates, rank, rank_bound, unit_bound, TIES)
+    mass = tl.where(keep[:, None], weight, 0.0)
+    count = keep.to(tl.int32)
+    for start in range(BLOCK_C, padded, BLOCK_C):
+        rank, weight = _ranked(p_weight, p_rank, start + c, padded, HEADS, BLOCK_G)
+        keep = _kept(p_lane, start + c, candidates, rank, rank_bound, unit_bound, TIES)
+        mass += tl.where(keep[:, None], weight, 0.0)
         count += keep.to(tl.int32)
-    lacking = tl.sum((mass < need).to(tl.int32), 0)
+    lacking = tl.sum((tl.sum(mass, 0) < need).to(tl.int32), 0)
     return (lacking == 0) | (tl.sum(count, 0) >= most)
 
 
 @triton.jit
 def prune_kernel(
     p_worth,
+    p_rank,
     p_candidates,
     p_ids,
     candidates,
+    padded,
     most,
     p,
     s_lane,
@@ -148,60 +218,60 @@ def prune_kernel(
     WHOLE: tl.constexpr,
     IN_PLACE: tl.constexpr,
     UNIT_BITS: tl.constexpr,
-    TOP_UNIT: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
     """Program (lane): the candidates that are kept, by two searches bit by bit.
 
     The first finds the highest rank at which all candidates of it and above are enough, the second
-    how many of those of just that rank are needed, from the lowest unit on. Each step reads all
-    candidates, a block at a time, so that there may be any number. ``WHOLE``: p is 1.
-    ``IN_PLACE``: there are places for all of them.
+    how many of those of just that rank are needed, from the lowest unit on; of one there is
+    nothing to search. Each step looks at all candidates: the first block stays in registers, and
+    others are read, so that there may be any number. ``WHOLE``: p is 1. ``IN_PLACE``: there are
+    places for all of them. Writes weights over ``p_worth``, and ranks, in rows of ``padded``.
     """
     lane = tl.program_id(0).to(tl.int64)
-    p_worth += lane * HEADS * candidates
+    p_worth += lane * HEADS * padded
+    p_rank += lane * padded
     p_lane = p_candidates + lane * s_lane
+    p_ids += lane * s_ids
     block = tl.arange(0, BLOCK_C)
-    peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    for start in range(0, candidates, BLOCK_C):
-        unit, worth = _tile(p_worth, p_lane, start + block, candidates, HEADS, BLOCK_G)
-        peak = tl.maximum(peak, tl.max(worth, 0))
-    peak = tl.where(peak > float("-inf"), peak, 0.0)
-    whole = tl.zeros([BLOCK_G], tl.float32)
-    for start in range(0, candidates, BLOCK_C):
-        unit, worth = _tile(p_worth, p_lane, start + block, candidates, HEADS, BLOCK_G)
-        whole += tl.sum(tl.exp(worth - peak[None, :]), 0)
-    need = p * whole
+    need = p * _rank(p_worth, p_rank, p_lane, candidates, padded, HEADS, BLOCK_C, BLOCK_G)
     if WHOLE:
         need = tl.full([BLOCK_G], float("inf"), tl.float32)
-    # Ranks are fp32 numbers of 0 to 1, whose bits are integers in their order, below 2**30.
+    ranks, weight = _ranked(p_worth, p_rank, block, padded, HEADS, BLOCK_G)
     rank = 0
     bit = 1 << 29
     for _ in range(30):
         higher = rank | bit
-        enough = _enough(p_worth, p_lane, candidates, peak, whole, need, most, higher - 1, 0,
-                         HEADS, BLOCK_C, BLOCK_G)  # fmt: skip
+        enough = _enough(p_worth, p_rank, p_lane, candidates, padded, need, most, ranks,
+                         weight, higher - 1, 0, False, HEADS, BLOCK_C, BLOCK_G)  # fmt: skip
         rank = tl.where(enough, higher, rank)
         bit = bit >> 1
-    last = 0
-    bit = TOP_UNIT
-    for _ in range(UNIT_BITS):
-        later = last | bit
-        enough = _enough(p_worth, p_lane, candidates, peak, whole, need, most, rank, later,
-                         HEADS, BLOCK_C, BLOCK_G)  # fmt: skip
-        last = tl.where(enough, last, later)
-        bit = bit >> 1
+    alike = tl.zeros([BLOCK_C], tl.int32)
+    for start in range(0, padded, BLOCK_C):
+        found = tl.load(p_rank + start + block, start + block < padded, other=-1)
+        alike += (found == rank).to(tl.int32)
+    last = (1 << UNIT_BITS) - 1
+    if tl.sum(alike, 0) > 1:
+        last = 0
+        bit = 1 << (UNIT_BITS - 1)
+        for _ in range(UNIT_BITS):
+            later = last | bit
+            enough = _enough(p_worth, p_rank, p_lane, candidates, padded, need, most, ranks,
+                             weight, rank, later, True, HEADS, BLOCK_C, BLOCK_G)  # fmt: skip
+            last = tl.where(enough, last, later)
+            bit = bit >> 1
     done = 0
     for start in range(0, tl.maximum(candidates, most), BLOCK_C):
-        unit, worth = _tile(p_worth, p_lane, start + block, candidates, HEADS, BLOCK_G)
-        keep = _kept(unit, tl.exp(worth - peak[None, :]), whole, rank, last + 1)
         at = start + block
+        unit = tl.load(p_lane + at, at < candidates, other=-1)
+        found = tl.load(p_rank + at, at < candidates, other=-1)
+        keep = _kept(p_lane, at, candidates, found, rank, last + 1, True)
         if not IN_PLACE:
             at = tl.where(keep, done + tl.cumsum(keep.to(tl.int32), 0) - 1, most)
             done += tl.sum(keep.to(tl.int32), 0)
-        tl.store(p_ids + lane * s_ids + at, tl.where(keep, unit, -1), at < most)
+        tl.store(p_ids + at, tl.where(keep, unit, -1), at < most)
     if not IN_PLACE:
         for start in range(0, most, BLOCK_C):
             at = start + block
-            tl.store(p_ids + lane * s_ids + at, -1, (at >= done) & (at < most))
+            tl.store(p_ids + at, -1, (at >= done) & (at < most))

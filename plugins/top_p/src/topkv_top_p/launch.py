@@ -12,11 +12,11 @@ from topkv.types import LayerView
 from topkv_top_p import kernels, key_kernels
 from topkv_top_p.stage import TopP
 
-TOKENS = 128
+TOKENS = 64
 """Tokens of a program of the kernel that weighs."""
 
-PAIRS = 4096
-"""Candidates times query heads of a block of the kernel that prunes, in registers."""
+PAIRS = 16384
+"""Most candidates times query heads of a block of the kernel that prunes, in registers."""
 
 BLOCK_T = 16
 """Tokens of a program of the kernels that write copies."""
@@ -25,15 +25,18 @@ BLOCK_T = 16
 class TopPTriton(TopP):
     """Top-p in kernels, with every constant worked out once.
 
-    Scratch: what candidates are worth, fp32 ``[max_requests, H, K']``.
+    Scratch: what candidates are worth and then weigh, fp32 ``[max_requests, H, K']``, and their
+    ranks, int32 ``[max_requests * lanes, K']``, with K' padded so that vectors can be read.
     """
 
     def __init__(self, setup: StageSetup) -> None:
         super().__init__(setup)
         model, group, device = self.model, self.group, setup.device
         offered = min(self.widen * group.select, group.max_units)
-        shape = (group.max_requests * model.num_heads * offered,)
-        self.worth = torch.empty(shape, dtype=torch.float32, device=device)
+        self.padded = triton.cdiv(offered, 16) * 16
+        rows = group.max_requests * self.padded
+        self.worth = torch.empty(rows * model.num_heads, dtype=torch.float32, device=device)
+        self.ranks = torch.empty(rows * group.lane_heads, dtype=torch.int32, device=device)
         half = (model.head_dim + 1) // 2
         geometry = {
             "KV_HEADS": model.num_kv_heads,
@@ -53,20 +56,20 @@ class TopPTriton(TopP):
             "BLOCK_U": block_u,
             "BLOCK_G": max(16, triton.next_power_of_2(model.group_size)),
             "FP32": model.dtype is torch.float32 or device.type == "cpu",
+            "num_warps": 2,
         }
         heads = model.num_heads // group.lane_heads
         block_g = triton.next_power_of_2(heads)
         most = triton.next_power_of_2(max(offered, 2))
-        unit_bits = group.max_units.bit_length()
+        block_c = min(most, max(16, PAIRS // block_g))
         self.pruning = {
             "HEADS": heads,
             "WHOLE": self.p == 1,
             "IN_PLACE": offered <= group.select,
-            "UNIT_BITS": unit_bits,
-            "TOP_UNIT": 1 << (unit_bits - 1),
-            "BLOCK_C": min(most, max(16, PAIRS // block_g)),
+            "UNIT_BITS": group.max_units.bit_length(),
+            "BLOCK_C": block_c,
             "BLOCK_G": block_g,
-            "num_warps": 8,
+            "num_warps": 4 if block_c * block_g <= PAIRS // 4 else 8,
         }
 
     @hookimpl
@@ -103,11 +106,11 @@ class TopPTriton(TopP):
             *(q, pools["codes"], pools["meta"], candidates),
             *(step.slots, step.page_table, self.worth),
             *(offered, step.page_table.stride(0), model.scale),
-            *(q.stride(0), q.stride(2), candidates.stride(0)),
+            *(q.stride(0), q.stride(2), candidates.stride(0), self.padded),
             **self.weighing,
         )
         kernels.prune_kernel[(lanes,)](
-            *(self.worth, candidates, ids, offered, ids.shape[1], float(self.p)),
-            *(candidates.stride(0), ids.stride(0)),
+            *(self.worth, self.ranks, candidates, ids, offered, self.padded, ids.shape[1]),
+            *(float(self.p), candidates.stride(0), ids.stride(0)),
             **self.pruning,
         )
