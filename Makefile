@@ -34,7 +34,8 @@ test: $(VENV)/.installed
 	    $(INTERPRET) --dist loadfile -m 'not gpu and not models and not slow' $(ARGS)
 
 # What takes long: plugins and engines that are broken on purpose, each of which the kit has to fail; the
-# kit over plugins that templates and pages make; long histories of random calls; answers of a checkpoint.
+# kit over plugins that templates and pages make; long histories of random calls; answers of a checkpoint;
+# stores whose processes are killed, and other processes that go on from them.
 test-slow: $(VENV)/.installed
 	$(INTERPRET) --dist load -m 'not gpu and not models and slow' $(ARGS)
 

@@ -28,6 +28,7 @@ def until(condition):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_holder_that_is_killed_leaves_misses_and_another_one_serves(make_cluster):
     cluster = make_cluster()
     holder = cluster.hold()
@@ -47,6 +48,7 @@ def test_a_holder_that_is_killed_leaves_misses_and_another_one_serves(make_clust
     storage.close()
 
 
+@pytest.mark.slow
 def test_a_batch_answers_for_objects_of_holders_that_are_there(make_cluster, caplog):
     """And the others are told of."""
     cluster = make_cluster()
@@ -67,6 +69,7 @@ def test_a_batch_answers_for_objects_of_holders_that_are_there(make_cluster, cap
     storage.close()
 
 
+@pytest.mark.slow
 def test_a_master_that_is_killed_and_comes_back(make_cluster):
     cluster = make_cluster()
     cluster.hold()
@@ -88,6 +91,7 @@ def test_a_master_that_is_killed_and_comes_back(make_cluster):
     storage.close()
 
 
+@pytest.mark.slow
 def test_a_store_that_is_full_says_no(make_cluster):
     cluster = make_cluster("--eviction_high_watermark_ratio=1", "--default_kv_lease_ttl=600000")
     cluster.hold("16 MB")
@@ -108,6 +112,7 @@ def test_a_store_that_is_full_says_no(make_cluster):
     storage.close()
 
 
+@pytest.mark.slow
 def test_nobody_is_there(make_cluster):
     cluster = make_cluster()
     storage = made(cluster.params)  # no holder

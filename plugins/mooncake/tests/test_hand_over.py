@@ -17,6 +17,8 @@ from topkv.testing.machines.handed_over import leave, take
 from topkv.testing.machines.lifecycle_model import make_coordinator
 from topkv.testing.tiers import tier
 
+pytestmark = pytest.mark.slow
+
 COUNT = len(PROMPT)
 
 

@@ -14,6 +14,8 @@ import pytest
 import torch
 from mooncake_pages import PROGRAM, coordinator, live, made, plain, read
 
+pytestmark = pytest.mark.slow
+
 
 def start(what, params):
     command = [sys.executable, PROGRAM, what, json.dumps(params)]
@@ -49,7 +51,6 @@ def test_another_process_decodes_from_what_the_first_has_stored(shared):
     here.close()
 
 
-@pytest.mark.slow
 def test_writers_that_are_killed_leave_whole_pages_or_none(shared):
     params = {**shared.params, "namespace": "killed"}
     storage, draw, whole = made(params), random.Random(1), 0
