@@ -69,12 +69,13 @@ CASES = [
     Case("snapkv", {"generated": 32}),
     Case("streaming_llm", {}),
 ]
+PRUNED = {"stages": [{"name": "top_p"}]}
 TWILIGHT = {"stages": [{"name": "top_p", "params": {"p": 0.95, "widen": 4}}]}
 STAGED = [
     Case("quest", {}, more=more)
     for more in (
         {},
-        {"stages": [{"name": "top_p"}]},
+        PRUNED,
         {"stages": [{"name": "top_p", "params": {"widen": 2}}]},
         TWILIGHT,
         {"stages": [{"name": "head_sparsity"}]},
@@ -83,7 +84,7 @@ STAGED = [
         {"stages": [{"name": "skip_softmax"}]},
         {"stages": [{"name": "keydiff", "params": {"tokens": 131072 + 4096}}]},
     )
-] + [Case("pariskv", {}, more=more) for more in ({}, TWILIGHT)]
+] + [Case("pariskv", {}, more=more) for more in ({}, PRUNED, TWILIGHT)]
 
 
 def per_call(call: Callable[[], object]) -> float:

@@ -84,7 +84,8 @@ WAYS = {
 def generate() -> Any:
     """Steps of plain ``generate``, and the tokens a second of what 16 GiB on the device hold."""
     last: dict[tuple[str, str, int], Row] = {}
-    for row in [row for row in read("generate_tables.jsonl") if "--fill pool" in row["command"]]:
+    rows = read("generate_tables.jsonl.xz")
+    for row in (row for row in rows if "--fill pool" in row["command"]):
         fp8 = "host_format=fp8" in row["command"]
         drift = row.get("drift", {"stated": 0.15})["stated"]
         for label, (contestant, coded) in WAYS.items():
@@ -228,13 +229,13 @@ def stages() -> Any:
     """Right answers over the bytes that a token brings over the link, by stage."""
     lines = {
         "pariskv": "ParisKV",
-        "paris_p95x4": "ParisKV, top_p of 4 times as many",
+        "paris_p95": "ParisKV, top_p 0.95",
+        "paris_p95x4": "ParisKV, top_p 0.95 of 4 times as many",
         "quest": "Quest",
-        "p95x4": "Quest, top_p of 4 times as many",
+        "p85": "Quest, top_p",
+        "p95x4": "Quest, top_p 0.95 of 4 times as many",
         "residual": "Quest, residual",
-        "heads7": "Quest, head_sparsity",
         "FS": "Quest, share: FS",
-        "ahead": "Quest, ahead",
     }
     return by_bytes("stages", lines, "link", "over the link")
 
