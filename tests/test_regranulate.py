@@ -68,6 +68,7 @@ class Regranulated(Run):
         assert self.coordinator.transfers_of([self.slot]).extra == self.extra
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cell", "on"), cases())
 def test_units_of_the_selected_tokens_are_attended(cell, on):
     run = Regranulated(cell, on)

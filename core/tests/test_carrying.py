@@ -108,6 +108,7 @@ def on_tier(name):
     return on
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TIERS)
 @pytest.mark.parametrize("options", [{}, {"buffer": 6}, {"stall_times": True}])
 def test_a_step_attends_to_what_the_one_before_selected(name, options):

@@ -190,6 +190,7 @@ def compare(tiny, recording, name, examples, phases=tuple(hypothesis.Phase)):
     assert sum(replayed) > examples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Gemma3", "Bamba"])
 def test_caches_in_any_order(tiny, recording, name):
     compare(tiny, recording, name, 25)
