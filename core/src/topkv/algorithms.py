@@ -1,4 +1,4 @@
-"""Shared by algorithms and stages: units of chunks and rings, and a base class that scores them.
+"""Shared by algorithms and stages: units of chunks and rings, and base classes that rank them.
 
 Letters: n units, B rows, H query heads, Hkv kv-heads, D head dim, U = ``group.max_units``.
 """
@@ -88,13 +88,14 @@ def write_units(layer: LayerView, slots: Tensor, units: Tensor, new: Mapping[str
         pool[at] = torch.where(chosen, rows.to(pool.dtype), pool[at])
 
 
-class ScoredUnits(ABC):
+class RankedUnits(ABC):
     """Keeps a representation of each unit's keys, and selects the units of the best scores.
 
     A subclass says what is kept (``representations``), how it is made of keys (``represent``) and
-    what it is worth to queries (``score``). Selected are the K closed units that are worth most;
-    of equal ones the lower unit wins. Nothing here waits for the device, and no shape depends on
-    data, so that a subclass whose methods keep to that can be captured in a CUDA graph.
+    what it is worth to the queries of a lane (``lane_scores``). Selected are the K closed units
+    that are worth most; of equal ones the lower unit wins. Nothing here waits for the device, and
+    no shape depends on data, so that a subclass whose methods keep to that can be captured in a
+    CUDA graph.
 
     Parameters that the entry may offer, each 0 where it does not: ``sink_units``, first units that
     every selection holds, ``recent_units``, closed units before the open one, and ``sticky``, what
@@ -156,16 +157,6 @@ class ScoredUnits(ABC):
                 have any influence where they are not.
         """
 
-    @abstractmethod
-    def score(self, q: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
-        """Scores of units for each query head, fp32 ``[B, H, U]``; higher is better.
-
-        Args:
-            q: ``[B, H, D]`` post-RoPE queries.
-            kept: ``[B, U, *shape]`` by the name of the pool. What it holds of units that are not
-                closed is anything, and so may be their scores.
-        """
-
     def combine(self, scores: Tensor) -> Tensor:
         """Scores of units for each lane, fp32 ``[B, lane_heads, U]``.
 
@@ -213,6 +204,7 @@ class ScoredUnits(ABC):
         sticky.prefer_resident(layer, scores, closed, self.sticky, impl=self.impl)
         topk(scores, closed, ids, impl=self.impl, work=self.work)
 
+    @abstractmethod
     def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         """Scores that the top-k ranks, ``sticky`` apart, for queries ``[B, H, D]``. Hot.
 
@@ -220,6 +212,25 @@ class ScoredUnits(ABC):
             fp32 ``[B * lane_heads, U]``, +inf for forced units, anything for units that are not
             closed; and int32 ``[B * lane_heads]``, the closed units, 0 in padded rows.
         """
+
+
+class ScoredUnits(RankedUnits):
+    """The same for a representation that is scored for each query head and unit (``score``).
+
+    Scores of a lane are made of those of its query heads by ``combine``.
+    """
+
+    @abstractmethod
+    def score(self, q: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
+        """Scores of units for each query head, fp32 ``[B, H, U]``; higher is better.
+
+        Args:
+            q: ``[B, H, D]`` post-RoPE queries.
+            kept: ``[B, U, *shape]`` by the name of the pool. What it holds of units that are not
+                closed is anything, and so may be their scores.
+        """
+
+    def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         step, group = layer.step, self.group
         closed = (step.lengths - 1).clamp(min=0) // group.unit * (step.slots >= 0)
         unit = torch.arange(group.max_units, device=q.device)

@@ -2,7 +2,7 @@
 
 A kernel of the algorithm writes ``HeadScores.raw``, and of each block of units the maximum and the
 exponential sum, which ``lane_scores_kernels.fold`` keeps while the scores are in registers.
-``HeadScores.lanes`` makes of them what ``ScoredUnits.combine`` says, which is its reference: the
+``HeadScores.lanes`` makes of them what ``RankedUnits.combine`` says, which is its reference: the
 log of the sum of the softmaxes of a lane's query heads.
 """
 
@@ -70,7 +70,7 @@ class HeadScores:
             sinks, recent: units at either end of the closed ones that get +inf.
 
         Returns:
-            As ``ScoredUnits.lane_scores``, valid until the next call.
+            As ``RankedUnits.lane_scores``, valid until the next call.
         """
         import triton
 

@@ -6,12 +6,10 @@ Zhao et al., "InfLLM-V2: Dense-Sparse Switchable Attention for Seamless Short-to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from topkv.algorithms import ScoredUnits, host_ids
+from topkv.algorithms import RankedUnits, host_ids
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.types import LayerView
 from topkv_infllm_v2 import reference
@@ -19,7 +17,7 @@ from topkv_infllm_v2 import reference
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class InfLLMv2(ScoredUnits):
+class InfLLMv2(RankedUnits):
     """Selects the closed units with the best windows of compressed keys.
 
     A window is ``2 stride`` neighbouring tokens and begins at every multiple of ``stride``; its
@@ -62,9 +60,6 @@ class InfLLMv2(ScoredUnits):
 
     def represent(self, keys: Tensor, valid: Tensor) -> dict[str, Tensor]:
         return {"means": reference.part_means(keys, valid, self.stride)}
-
-    def score(self, q: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
-        raise NotImplementedError("windows are scored for lanes, and then units: lane_scores")
 
     def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         step, group = layer.step, self.group
