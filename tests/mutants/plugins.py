@@ -348,6 +348,7 @@ MUTANTS = [
     _stage(top_p.ForgetsDecoded, TopPTriton, top_p_kit, DECODED, ANYWHERE),
     of_top_p(top_p.KernelHigherOfEquals, *EQUALS, ("interpret",), p=0.5, count=10),
     of_top_p(top_p.KernelSkipsTheLastBlock, *BLOCKS, ("interpret",), widen=1),
+    of_top_p(top_p.KernelForgetsTheLeast, *SHARE, ("interpret",)),
     of_top_p(top_p.KernelSharesOfOneHead, *SHARE, ("interpret",)),
     _stage(residual.ForgetsDecoded, ResidualTriton, residual_kit, DECODED, ANYWHERE),
     _stage(residual.CountsTwice, ResidualTriton, residual_kit, ADDED, ANYWHERE),

@@ -120,6 +120,14 @@ class KernelHigherOfEquals(TopPTriton):
         ids.copy_(torch.where((ids == lowest) & (dropped >= 0), dropped, ids))
 
 
+class KernelForgetsTheLeast(TopPTriton):
+    """The kernel drops what has just the least rank that is needed, but for two units."""
+
+    def __init__(self, setup):
+        super().__init__(setup)
+        self.pruning = self.pruning | {"UNIT_BITS": 1}
+
+
 class KernelSharesOfOneHead(TopPTriton):
     """The kernel goes by the first query head of a lane alone."""
 
