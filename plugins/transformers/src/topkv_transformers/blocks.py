@@ -63,12 +63,12 @@ class BlockIndex:
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
-        past_key_values: Any,
+        cache: Any,
         position_ids: Tensor,
     ) -> Any:
         """Over a ``TopkvCache`` as ``project``, over any other what the module selects."""
-        if not isinstance(past_key_values, TopkvCache):
-            return self.original(hidden_states, position_embeddings, past_key_values, position_ids)
+        if not isinstance(cache, TopkvCache):
+            return self.original(hidden_states, position_embeddings, cache, position_ids)
         return project(self.module, hidden_states, position_embeddings)
 
 

@@ -26,13 +26,14 @@ from topkv.config import LoweredConfig
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.compiled import CompiledLayers
 from topkv_transformers.modules import is_hooked, signature_of
+from topkv_transformers.names import CACHE
 from topkv_transformers.recorded_stock import FixedStock, are_steady
 from topkv_transformers.requests import CacheRequests
 
 Recorder = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Records what a body launches without running it, and returns what launches it."""
 
-SERVED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"}
+SERVED = {"input_ids", "attention_mask", "position_ids", CACHE, "use_cache"}
 """Arguments of a decoder that a recording knows; the mask is known to the cache."""
 
 COLLECTED = ("output_hidden_states", "output_router_logits", "output_attentions")
@@ -207,18 +208,18 @@ class CapturedDecoder:
             if self.requests.forward is not None and self.requests.turn.mine:
                 self.requests.attention.name_ours()
             return self.original(*args, **kwargs)
-        cache = kwargs["past_key_values"]
+        cache = kwargs[CACHE]
         # What was made in inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
             step = self._step(kwargs["input_ids"], kwargs.get("position_ids"), cache.state.seen)
             step.stock.take(cache.state)
             hidden = self._run(step)
             step.stock.give(cache.state)
-        return type(step.output)(last_hidden_state=hidden, past_key_values=cache)
+        return type(step.output)(last_hidden_state=hidden, **{CACHE: cache})
 
     def _serves(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether a call is a plain decode step, all of whose arguments a recording knows."""
-        forward, cache = self.requests.forward, kwargs.get("past_key_values")
+        forward, cache = self.requests.forward, kwargs.get(CACHE)
         if forward is None or forward.chunks is not None or torch.is_grad_enabled():
             return False
         if not isinstance(cache, TopkvCache) or cache.state is not forward.state:
@@ -291,8 +292,8 @@ class CapturedDecoder:
                 input_ids=step.ids,
                 attention_mask=None,
                 position_ids=step.positions,
-                past_key_values=self._stand_in,
                 use_cache=True,
+                **{CACHE: self._stand_in},
             )
         step.stock.end()
         self.requests.coordinator.offload()

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from topkv.errors import CapabilityError, OutOfMemory, RequestError
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.forwards import left_padding
+from topkv_transformers.names import cache_in, with_cache
 from topkv_transformers.prefixes import PromptPrefixes
 from topkv_transformers.requests import CacheRequests
 from topkv_transformers.state import CacheState
@@ -194,7 +195,7 @@ def generate(
     """
     arguments = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     arguments |= arguments.pop("kwargs", {})
-    given = arguments.get("past_key_values")
+    given = cache_in(arguments)
     if given is not None and not isinstance(given, TopkvCache):
         return original(*args, **kwargs)
     with requests.exclusive(), unchanged():
@@ -206,7 +207,7 @@ def generate(
         try:
             prefixes.take_over(call, cache)
             call.admit(cache)
-            arguments |= {"past_key_values": cache, "attention_mask": call.mask()}
+            arguments = with_cache(arguments, cache) | {"attention_mask": call.mask()}
             output = original(**arguments)
         except BaseException:
             requests.truncate(cache.state, before, kept)

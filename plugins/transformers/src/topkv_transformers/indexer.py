@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from topkv.types import Index
+from topkv_transformers.names import CACHE
 
 Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(x [rows, heads, R], cos [rows, R], sin [rows, R]) -> [rows, heads, R]``; cos and sin hold the
@@ -88,7 +89,7 @@ def rotation_of(indexer: nn.Module, rows: int = 8) -> Rotation | None:
     positions = torch.arange(rows, device=where.device)[None]
     mask = torch.ones((1, rows, rows), dtype=torch.bool, device=where.device)
     batch = (tensor[None] for tensor in (x, q_resid))
-    module(*batch, (cos[None], sin[None]), mask, positions, past_key_values=capture)
+    module(*batch, (cos[None], sin[None]), mask, positions, **{CACHE: capture})
     keys = capture.keys.reshape(rows, -1).float()
     band = 8 * torch.finfo(where.dtype).eps * keys.abs().max()
     for rotate in (rotate_halves, rotate_neighbours):

@@ -20,6 +20,7 @@ from topkv_transformers.attention import without_backward
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.forwards import Forward
 from topkv_transformers.indexer import project, rotation_of
+from topkv_transformers.names import cache_in
 
 HALVES = "apply_rotary_pos_emb"
 ROTARY = (f"{HALVES}_interleave", HALVES, "apply_rotary_emb")
@@ -78,7 +79,7 @@ class LatentAttention:
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
+        *,
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
@@ -86,17 +87,17 @@ class LatentAttention:
 
         Angles are cosines and sines, or one complex tensor.
         """
-        if not isinstance(past_key_values, TopkvCache):
+        cache = cache_in(kwargs)
+        if not isinstance(cache, TopkvCache):
             result: tuple[Tensor | None, ...] = self.original(
                 hidden_states=hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
                 position_ids=position_ids,
                 **kwargs,
             )
             return result
-        forward = past_key_values.requests.opened(past_key_values.state)
+        forward = cache.requests.opened(cache.state)
         angles = position_embeddings
         angles = (angles,) if isinstance(angles, Tensor) else angles
         out = self._attend(forward, hidden_states, angles, position_ids)

@@ -20,6 +20,7 @@ from topkv_transformers import attention, blocks, capture, sessions
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.generation import generate
 from topkv_transformers.latent import LatentAttention, install
+from topkv_transformers.names import cache_in
 from topkv_transformers.prediction import prediction
 from topkv_transformers.prefixes import PromptPrefixes
 from topkv_transformers.requests import CacheRequests
@@ -207,7 +208,7 @@ class AttachedModel:
     def _before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with self.requests.exclusive():
             call = self._call(args, kwargs)
-            cache = call.get("past_key_values")
+            cache = cache_in(call)
             if not isinstance(cache, TopkvCache):
                 return
             cache.check_owner(self.requests)
@@ -230,7 +231,7 @@ class AttachedModel:
         completed = output is not None
         if self.requests.end_forward(completed):
             return
-        if completed and isinstance(self._call(args, kwargs).get("past_key_values"), TopkvCache):
+        if completed and isinstance(cache_in(self._call(args, kwargs)), TopkvCache):
             raise RequestError(
                 "this forward was dropped before its end, because the model or its handle was "
                 "used within it, in a hook say; its tokens were not appended"
