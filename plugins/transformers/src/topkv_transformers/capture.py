@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from threading import RLock
 from typing import Any
 from weakref import WeakSet
@@ -25,10 +25,10 @@ from torch import Tensor
 from topkv.config import LoweredConfig
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.compiled import CompiledLayers
-from topkv_transformers.modules import is_hooked, signature_of
 from topkv_transformers.names import CACHE
 from topkv_transformers.recorded_stock import FixedStock, are_steady
 from topkv_transformers.requests import CacheRequests
+from topkv_transformers.watch import ModelState
 
 Recorder = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Records what a body launches without running it, and returns what launches it."""
@@ -180,8 +180,7 @@ class CapturedDecoder:
         self._replaced = decoder.__dict__.get("forward")
         self._stand_in = TopkvCache(requests, requests.stand_in)
         self._steps: dict[Any, Step] = {}
-        self._signature: Any = None
-        self._hooked = self._collects = self._trusted = False
+        self._model: ModelState | None = None
         decoder.forward = self
 
     def remove(self) -> None:
@@ -190,16 +189,6 @@ class CapturedDecoder:
         if self._replaced is not None:
             self.decoder.forward = self._replaced
         self._steps.clear()
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Look at the modules now and not at each step, for a call that changes none of them."""
-        self._look()
-        before, self._trusted = self._trusted, True
-        try:
-            yield
-        finally:
-            self._trusted = before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See the decoder's ``forward``."""
@@ -222,6 +211,8 @@ class CapturedDecoder:
         forward, cache = self.requests.forward, kwargs.get(CACHE)
         if forward is None or forward.chunks is not None or torch.is_grad_enabled():
             return False
+        if forward.model is None:
+            return False
         if not isinstance(cache, TopkvCache) or cache.state is not forward.state:
             return False
         ids, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
@@ -237,20 +228,19 @@ class CapturedDecoder:
             return False
         if any(value is not None and value is not False for value in rest.values()):
             return False
-        if not self._trusted:
-            self._look()
-        return not (self._hooked or self._collects)
+        self._follow(forward.model)
+        collects = any(getattr(self.decoder.config, name, False) for name in COLLECTED)
+        return not (collects or forward.model.walk.hooked)
 
-    def _look(self) -> None:
-        """See whether the modules are those of the recordings, and drop these if not."""
-        signature = signature_of(self.decoder)
-        if signature != self._signature:
+    def _follow(self, model: ModelState) -> None:
+        """Drop the recordings if they are of another model than this one."""
+        if model is self._model:
+            return
+        if self._model is None or not model.walk.records_as(self._model.walk):
             self._steps.clear()
             self.report.eager.clear()
             self.report.uncompiled.clear()
-        self._signature = signature
-        self._hooked = is_hooked(self.decoder)
-        self._collects = any(getattr(self.decoder.config, name, False) for name in COLLECTED)
+        self._model = model
 
     def _step(self, ids: Tensor, positions: Tensor | None, seen: int) -> Step:
         """The step of these rows, with its inputs in place."""

@@ -17,6 +17,7 @@ from topkv import SparseCoordinator
 from topkv.errors import CapabilityError, RequestError
 from topkv.types import Index
 from topkv_transformers.state import CacheState
+from topkv_transformers.watch import ModelState
 
 
 @define(eq=False)
@@ -35,6 +36,7 @@ class Forward:
         lengths: tokens of each row before the forward.
         offloaded: the step has run ``offload`` itself.
         kept: what the stock layers held before the forward; None until that is known.
+        model: the state of the model; None until that is known.
     """
 
     coordinator: SparseCoordinator
@@ -46,6 +48,7 @@ class Forward:
     lengths: list[int]
     offloaded: bool = False
     kept: list[dict[str, Any]] | None = None
+    model: ModelState | None = None
 
     def attend(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -49,11 +48,14 @@ class Call:
     Args:
         model: the attached model.
         arguments: what ``generate`` was called with, by name.
+        salt: see ``salt_of``.
     """
 
-    def __init__(self, model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, arguments: dict[str, Any], salt: bytes = b""
+    ) -> None:
         self.device = model.device
-        self.arguments = arguments
+        self.arguments, self.salt = arguments, salt
         self._configs = (arguments.get("generation_config"), model.generation_config)
 
     def option(self, name: str) -> Any:
@@ -170,6 +172,20 @@ class Call:
             )
 
 
+def salt_of(given: str | bytes | None) -> bytes:
+    """The option ``cache_salt``: pages of prompts are found under the salt that they were left
+    under alone.
+
+    Raises:
+        RequestError: it is of another type.
+    """
+    if given is None or isinstance(given, bytes):
+        return given or b""
+    if not isinstance(given, str):
+        raise RequestError(f"cache_salt: expected a text or bytes, got {type(given).__name__}")
+    return given.encode("utf-8", "surrogatepass")
+
+
 def _short(value: Any) -> str:
     """A value for a message; of a model, say, its type alone."""
     plain = isinstance(value, (bool, int, float, str))
@@ -180,14 +196,14 @@ def generate(
     model: PreTrainedModel,
     requests: CacheRequests,
     prefixes: PromptPrefixes,
-    unchanged: Callable[[], AbstractContextManager[None]],
     original: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     """Call ``generate`` over a ``TopkvCache``, and end what must end.
 
-    Nothing changes the modules of the model inside, so that ``unchanged`` may look at them once.
+    Nothing changes the model inside, so that it is looked at once, and again before its pages are
+    published.
 
     A cache that is made here ends with the call, unless ``return_dict_in_generate`` hands it to
     the caller. A cache that was passed is the caller's: after an exception it holds what it held
@@ -195,11 +211,12 @@ def generate(
     """
     arguments = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     arguments |= arguments.pop("kwargs", {})
+    salt = salt_of(arguments.pop("cache_salt", None))
     given = cache_in(arguments)
     if given is not None and not isinstance(given, TopkvCache):
-        return original(*args, **kwargs)
-    with requests.exclusive(), unchanged():
-        call = Call(model, arguments)
+        return original(**arguments)
+    with requests.exclusive(), requests.watch.unchanged():
+        call = Call(model, arguments, salt)
         call.refuse()
         cache = TopkvCache(requests) if given is None else given
         cache.check_owner(requests)

@@ -1,7 +1,8 @@
-"""The argument by which Transformers hands a cache to a model; release 5.24 has renamed it.
+"""Names that Transformers and topkv use in calls and modules.
 
-Callers may use either name there: the newer releases accept the older one and rename it within the
-call, behind hooks and replaced ``forward`` methods, which therefore see both.
+Transformers 5.24 has renamed the argument by which a model is handed its cache. Callers may use
+either name there: the newer releases accept the older one and rename it within the call, behind
+hooks and replaced ``forward`` methods, which therefore see both.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ _NAMES = ("cache", "past_key_values")
 
 CACHE = next(name for name in _NAMES if name in BaseModelOutputWithPast.__dataclass_fields__)
 """The name that the installed Transformers uses, for arguments and for outputs."""
+
+HANDLE = "_topkv_handle"
+"""Attribute of a decoder that is attached."""
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor, nn
+from transformers import GenerationConfig, GenerationMixin
 
 from topkv.prefixes import PrefixCounts
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.capture import DYNAMIC_ROPE
 from topkv_transformers.forwards import left_padding
-from topkv_transformers.modules import digest_of, is_hooked, signature_of
 from topkv_transformers.requests import CacheRequests
+from topkv_transformers.state import CacheState
+from topkv_transformers.watch import ModelState
 
 PLAIN = {"inputs", "input_ids", "attention_mask"}
 """Tensors of a call that keys and values of a prompt follow from; others may change them."""
+
+NAMES = set(inspect.signature(GenerationMixin.generate).parameters) - {"self", "kwargs"}
+NAMES |= {*PLAIN, *vars(GenerationConfig()), "cache", "past_key_values", "use_cache"}
+"""Arguments that keys and values do not depend on but through ids; a model may take others."""
 
 
 class Call(Protocol):
     """What is asked of a call of ``generate``, see ``generation.Call``."""
 
     arguments: dict[str, Any]
+    salt: bytes
 
     def option(self, name: str) -> Any: ...
 
@@ -44,7 +52,7 @@ class PromptPrefixes:
         self.decoder, self.requests = decoder, requests
         self.policy = requests.coordinator.config.prefix_cache
         self._found = requests.coordinator.prefixes
-        self._modules: Any = None
+        self._model: ModelState | None = None
         self._salt = b""
 
     @property
@@ -63,11 +71,11 @@ class PromptPrefixes:
     def forget(self) -> None:
         """Let nothing be found of what was published so far.
 
-        This happens by itself when modules of the decoder, their numbers or parameters have
-        changed; a write through ``parameter.data`` alone cannot be seen. What a storage keeps of
-        other weights is not found any more, either.
+        This happens by itself when the model has changed, see ``watch.py``; a write through
+        ``parameter.data`` alone cannot be seen. What a storage keeps of another state of the model
+        is not found any more, either, and nothing of caches that were filled before is published.
         """
-        self._modules = None
+        self.requests.watch.renew()
         self._found.forget(stored=False)
 
     def prefetch(self, input_ids: Tensor) -> None:
@@ -77,7 +85,7 @@ class PromptPrefixes:
             input_ids: int64 ``[B, n]``, without padding; as ``generate`` is going to get them.
         """
         with self.requests.exclusive():
-            self._look()
+            self._follow(self.requests.watch.look())
             for row in input_ids.cpu().numpy():
                 self._found.prefetch(row, self._salt)
 
@@ -92,7 +100,7 @@ class PromptPrefixes:
             reasons.append(f"{others} layers keep states of their own, which lie in no page")
         if rope in DYNAMIC_ROPE:
             reasons.append(f"RoPE of type {rope!r} gives keys that depend on the whole length")
-        return reasons
+        return [*reasons, *self.requests.watch.look().walk.unwatched]
 
     def take_over(self, call: Call, cache: TopkvCache) -> None:
         """Begin the rows of a fresh cache with the columns that are found for all of them.
@@ -100,20 +108,22 @@ class PromptPrefixes:
         Raises:
             DeviceMemoryError, HostMemoryError: no room; the cache is as it was.
         """
+        if self.policy == "off":
+            return
+        self._follow(self.requests.watch.current())
         ids = None if cache.state.slots else self._ids(call)
         # Transformers cuts a whole prompt into chunks, and not what a cache lacks of it.
         if ids is None or call.option("prefill_chunk_size") is not None:
             return
-        self._look()
-        mask = call.mask()
+        salt, mask = self._salt + call.salt, call.mask()
         ids, padding = self._rows(call, ids), self._rows(call, left_padding(mask))
         if ids.shape[1] != mask.shape[1] or len(ids) != len(padding):
             return  # it is refused further on
         prompts = [row[pads:] for row, pads in zip(ids, padding.tolist(), strict=True)]
         with self.requests.exclusive():
             for prompt in prompts:
-                self._found.fetch(prompt, self._salt)
-        found = [self._found.length(prompt, self._salt) for prompt in prompts]
+                self._found.fetch(prompt, salt)
+        found = [self._found.length(prompt, salt) for prompt in prompts]
         columns = int((padding + found).min())
         if not (padding < columns).any():
             columns = 0
@@ -122,31 +132,45 @@ class PromptPrefixes:
         self.requests.begin(
             state,
             len(prompts),
-            lambda row: self._found.begin(prompts[row], self._salt, most=held[row]),
+            lambda row: self._found.begin(prompts[row], salt, most=held[row]),
         )
+        state.feed(self.requests.watch.current())
         state.seen, state.padding = columns, padding
         lengths = map(self.requests.coordinator.length, state.slots)
         if list(lengths) != held:  # rows whose pages end elsewhere; all have theirs by now
             self.requests.truncate(state, columns)
 
     def publish(self, call: Call, cache: TopkvCache, output: Any, before: int) -> None:
-        """Let later prompts find the rows of a cache.
+        """Let later prompts find the rows of a cache, as far as their ids are known.
 
         Args:
             output: what ``generate`` returned.
             before: columns that the caller's cache held.
         """
-        state, ids = cache.state, self._ids(call)
+        state = cache.state
+        if self.policy == "off" or not state.slots:
+            return
+        self._remember(call, state, output, before)
         # A prompt behind generated tokens has seen what was attended sparsely.
-        if ids is None or not state.slots or (self.policy == "prompt" and before):
+        if self.policy == "prompt" and before:
+            return
+        end = state.seen if self.policy == "all" else min(state.seen, state.prompt)
+        if state.known.shape[1] < end or self.requests.watch.look() is not state.fed:
+            return
+        for row, slot in enumerate(state.slots):
+            tokens = state.known[row, state.padding[row] : end]
+            self._found.publish(slot, tokens, self._salt + call.salt)
+
+    def _remember(self, call: Call, state: CacheState, output: Any, before: int) -> None:
+        """Note the ids of the columns that a call has appended to a cache of known ones."""
+        ids = self._ids(call)
+        if ids is None or state.known.shape[1] != before:
             return
         sequences = output if isinstance(output, Tensor) else output.sequences
-        end = state.seen if self.policy == "all" else min(state.seen, ids.shape[1])
-        if sequences.shape[1] < end or len(sequences) != len(state.slots):
-            return  # earlier turns were not given again
-        tokens = sequences.cpu().numpy()
-        for row, slot in enumerate(state.slots):
-            self._found.publish(slot, tokens[row, state.padding[row] : end], self._salt)
+        given = state.prompt - ids.shape[1]  # columns before those that were passed
+        new = sequences[:, before - given : state.seen - given].cpu().numpy()
+        if given in (0, before) and new.shape == (len(state.slots), state.seen - before):
+            state.known = np.concatenate([state.known, new], 1)
 
     def _ids(self, call: Call) -> np.ndarray | None:
         """Ids of the prompt, int64 ``[B, n]``; None where keys may depend on more than them."""
@@ -154,9 +178,9 @@ class PromptPrefixes:
             return None
         tensors = {name for name, value in call.arguments.items() if isinstance(value, Tensor)}
         ids = call.arguments.get("input_ids", call.arguments.get("inputs"))
-        if ids is None or ids.ndim != 2 or tensors - PLAIN:
+        if ids is None or ids.ndim != 2 or tensors - PLAIN or call.arguments.keys() - NAMES:
             return None
-        if is_hooked(self.decoder):  # adapters that a call chooses for its rows, say
+        if self.requests.watch.current().unsure:
             return None
         found: np.ndarray = ids.cpu().numpy()
         return found
@@ -164,13 +188,12 @@ class PromptPrefixes:
     def _rows(self, call: Call, values: np.ndarray) -> np.ndarray:
         return np.repeat(values, call.option("num_return_sequences") or 1, axis=0)
 
-    def _look(self) -> None:
-        """Forget all if modules have changed, their weights in place included."""
-        parameters = [each for each in self.decoder.parameters() if not each.is_inference()]
-        modules = signature_of(self.decoder), [each._version for each in parameters]
-        if modules != self._modules:
-            self.forget()
-            # The storage outlives this process, so that its pages are told apart by more.
-            if self._found.storage:
-                self._salt = digest_of(self.decoder).encode()
-        self._modules = modules
+    def _follow(self, model: ModelState) -> None:
+        """Forget all that was published of another state of the model than this one."""
+        if model is self._model:
+            return
+        self._found.forget(stored=False)
+        # The storage outlives this process, so that its pages are told apart by more.
+        if self._found.storage and not model.unsure:
+            self._salt = self.requests.watch.digest().encode()
+        self._model = model

@@ -18,6 +18,7 @@ from topkv_transformers.forwards import Forward, open_forward
 from topkv_transformers.state import CacheState
 from topkv_transformers.stock import StockLayers
 from topkv_transformers.turn import Turn
+from topkv_transformers.watch import ModelWatch
 
 
 class CacheRequests:
@@ -26,6 +27,7 @@ class CacheRequests:
     Args:
         coordinator: where the requests live.
         attention: which attention function the model calls.
+        watch: what the model is now.
         stock: makes the layers of a cache that are not ours, None where ours stand.
 
     Attributes:
@@ -39,10 +41,12 @@ class CacheRequests:
         self,
         coordinator: SparseCoordinator,
         attention: NamedAttention,
+        watch: ModelWatch,
         stock: Callable[[], list[Any]],
     ) -> None:
         self.coordinator = coordinator
         self.attention = attention
+        self.watch = watch
         self.stock = stock
         self.forward: Forward | None = None
         self.stand_in = CacheState(StockLayers(stock))
@@ -80,7 +84,7 @@ class CacheRequests:
         The caller has entered ``exclusive``. Errors are those of ``open_forward``; the cache is
         then as it was.
         """
-        fresh = not state.slots
+        fresh, model = not state.slots, self.watch.current()
         if fresh:
             self.begin(state, rows)
         try:
@@ -89,7 +93,8 @@ class CacheRequests:
                     f"the cache holds {len(state.slots)} rows and the forward brings {rows}"
                 )
             self.forward = open_forward(self.coordinator, state, columns, mask)
-            self.forward.kept = state.stock.keep()
+            self.forward.kept, self.forward.model = state.stock.keep(), model
+            state.feed(model)
         except BaseException:
             self._recover()
             if fresh:
@@ -189,12 +194,11 @@ class CacheRequests:
                 self._cut(state.slots, lengths)
                 raise
             finally:
-                state.seen = columns
+                state.keep(columns)
                 if kept is None:
                     state.stock.crop(columns)
                 else:
                     state.stock.restore(kept)
-                state.prompt = min(state.prompt, columns)
 
     def _left(self, state: CacheState, columns: int) -> tuple[list[int], int]:
         """Tokens that rows of so many columns have stored, and the fewest columns that a cut can
@@ -211,6 +215,7 @@ class CacheRequests:
             slots = [self.coordinator.fork(slot) for slot in state.slots]
         twin.slots, twin.padding = slots, state.padding.copy()
         twin.seen, twin.prompt = state.seen, state.prompt
+        twin.fed, twin.known = state.fed, state.known
         twin.stock.restore(state.stock.keep())
         self._states.add(twin)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -20,12 +19,13 @@ from topkv_transformers import attention, blocks, capture, sessions
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.generation import generate
 from topkv_transformers.latent import LatentAttention, install
-from topkv_transformers.names import cache_in
+from topkv_transformers.names import HANDLE, cache_in
 from topkv_transformers.prediction import prediction
 from topkv_transformers.prefixes import PromptPrefixes
 from topkv_transformers.requests import CacheRequests
 from topkv_transformers.stock import fresh_layers
-from topkv_transformers.support import HANDLE, attention_modules, decoder_of, left_alone
+from topkv_transformers.support import attention_modules, decoder_of, left_alone
+from topkv_transformers.watch import ModelWatch
 
 
 class AttachedModel:
@@ -57,6 +57,7 @@ class AttachedModel:
         self.requests = CacheRequests(
             coordinator,
             attention.NamedAttention(self._decoder, left_alone(model)),
+            ModelWatch(model, self._decoder),
             partial(fresh_layers, self._decoder.config),
         )
         self.prefixes = PromptPrefixes(self._decoder, self.requests)
@@ -86,10 +87,7 @@ class AttachedModel:
 
         @wraps(original)
         def generate_through_topkv(*args: Any, **kwargs: Any) -> Any:
-            unchanged = self._captured.unchanged if self._captured else nullcontext
-            return generate(
-                self.model, self.requests, self.prefixes, unchanged, original, args, kwargs
-            )
+            return generate(self.model, self.requests, self.prefixes, original, args, kwargs)
 
         self.model.generate = generate_through_topkv
         setattr(decoder, HANDLE, self)
@@ -115,13 +113,13 @@ class AttachedModel:
         see ``sessions.suspend``, for errors too."""
         self.requests.check_attached()
         cache.check_owner(self.requests)
-        sessions.suspend(cache, self._decoder, where)
+        sessions.suspend(cache, where)
 
     def resume(self, where: sessions.Where) -> TopkvCache:
         """A cache of what ``suspend`` wrote, in this process or another one. Pass it to
         ``generate`` with all ids so far. See ``sessions.resume``, for errors too."""
         self.requests.check_attached()
-        return sessions.resume(self.requests, self._decoder, where)
+        return sessions.resume(self.requests, where)
 
     def abandon(self) -> None:
         """Drop the open forward, if there is one, after any exception."""

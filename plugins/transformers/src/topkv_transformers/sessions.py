@@ -8,14 +8,13 @@ from os import PathLike
 from typing import Any, Protocol
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from topkv import SparseCoordinator, sessions
 from topkv.errors import CapabilityError, RequestError
 from topkv.storage.sessions import Rows, StoredSession
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.folders import SessionFolder
-from topkv_transformers.modules import digest_of
 from topkv_transformers.requests import CacheRequests
 
 
@@ -46,7 +45,7 @@ def place_of(where: Where) -> Place:
     return where if isinstance(where, StoredSession) else SessionFolder(where)
 
 
-def suspend(cache: TopkvCache, decoder: nn.Module, where: Where) -> None:
+def suspend(cache: TopkvCache, where: Where) -> None:
     """Write a cache, and close it.
 
     Args:
@@ -55,7 +54,8 @@ def suspend(cache: TopkvCache, decoder: nn.Module, where: Where) -> None:
 
     Raises:
         RequestError: the cache is empty.
-        CapabilityError: the model has layers that topkv leaves alone.
+        CapabilityError: the model has layers that topkv leaves alone, or has changed since it
+            filled the cache, or nobody could see that it changes.
         OSError: the folder cannot be written; cache and folder are as they were, but for parts
             that belong to no session.
         StorageError: the storage fails, is full, or has a session of this name; the cache is as it
@@ -68,8 +68,10 @@ def suspend(cache: TopkvCache, decoder: nn.Module, where: Where) -> None:
         why = f"{others} layers keep states of their own, which no session holds yet"
         raise CapabilityError("this cache cannot be suspended", [why])
     with cache.requests.exclusive():
+        if why := _why_of_another(cache):
+            raise CapabilityError("this cache cannot be suspended", why)
         document = {
-            "weights": digest_of(decoder),
+            "weights": cache.requests.watch.digest(),
             "seen": state.seen,
             "prompt": state.prompt,
             "padding": state.padding.tolist(),
@@ -78,13 +80,24 @@ def suspend(cache: TopkvCache, decoder: nn.Module, where: Where) -> None:
         cache.close()
 
 
+def _why_of_another(cache: TopkvCache) -> list[str]:
+    """Why the rows of a cache may belong to another state of the model than that of now."""
+    model = cache.requests.watch.look()
+    if cache.state.fed is not model:
+        return [
+            "weights, flags or adapters of the model have changed since the cache was filled; "
+            "suspend it before such a change, or read its prompt again behind it"
+        ]
+    return model.unsure
+
+
 def _rows(coordinator: SparseCoordinator, slots: Iterable[int]) -> Iterator[Any]:
     for slot in slots:
         numbers, blocks = sessions.suspend(coordinator, slot)
         yield numbers.as_dict(), blocks
 
 
-def resume(requests: CacheRequests, decoder: nn.Module, where: Where) -> TopkvCache:
+def resume(requests: CacheRequests, where: Where) -> TopkvCache:
     """A cache of what ``suspend`` wrote, which stays there.
 
     Raises:
@@ -95,9 +108,12 @@ def resume(requests: CacheRequests, decoder: nn.Module, where: Where) -> TopkvCa
     """
     place = place_of(where)
     found = place.read()
-    if found.document["weights"] != digest_of(decoder):
-        why = "it was suspended with other weights than those of this model"
-        raise CapabilityError(f"the session {place} cannot be resumed", [why])
+    model = requests.watch.look()
+    why = list(model.unsure)
+    if not why and found.document["weights"] != requests.watch.digest():
+        why = ["it was suspended with other weights, flags or adapters than those of this model"]
+    if why:
+        raise CapabilityError(f"the session {place} cannot be resumed", why)
     cache = TopkvCache(requests)
 
     def row(number: int) -> int:
@@ -106,6 +122,7 @@ def resume(requests: CacheRequests, decoder: nn.Module, where: Where) -> TopkvCa
 
     requests.begin(cache.state, len(found.document["rows"]), row)
     state = cache.state
+    state.feed(model)
     state.seen, state.prompt = found.document["seen"], found.document["prompt"]
     state.padding = np.asarray(found.document["padding"], dtype=np.int64)
     return cache

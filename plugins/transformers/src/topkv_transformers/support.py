@@ -14,6 +14,7 @@ from topkv.plugins import PluginRegistry
 from topkv.types import ModelShape
 from topkv_transformers import blocks, latent_support
 from topkv_transformers.classes import GROUPS, group_of
+from topkv_transformers.names import HANDLE
 from topkv_transformers.stock import FULL, STOCK, layer_types
 
 LATENT = ("latent", "indexer")
@@ -21,9 +22,6 @@ LATENT = ("latent", "indexer")
 
 OWN_LAYERS = {"indexer": latent_support.LAYER_TYPES, "blocks": {blocks.LAYER_TYPE, FULL}}
 """Types of the layers of models that select for themselves."""
-
-HANDLE = "_topkv_handle"
-"""Attribute of a decoder that is attached."""
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
