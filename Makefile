@@ -31,31 +31,32 @@ $(VENV)/.installed: constraints.txt core/pyproject.toml $(PROJECTS)
 
 test: $(VENV)/.installed
 	HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} \
-	    $(INTERPRET) --dist loadfile -m 'not gpu and not models and not slow' $(ARGS)
+	    $(INTERPRET) --dist loadfile -m 'not gpu and not models and not slow and not nightly' $(ARGS)
 
 # What takes long: plugins and engines that are broken on purpose, each of which the kit has to fail; the
 # kit over plugins that templates and pages make; long histories of random calls; answers of a checkpoint;
 # stores whose processes are killed, and other processes that go on from them.
 test-slow: $(VENV)/.installed
-	$(INTERPRET) --dist load -m 'not gpu and not models and slow' $(ARGS)
+	$(INTERPRET) --dist load -m 'not gpu and not models and slow and not nightly' $(ARGS)
 
 # Every model class that is served, beside its stock model.
 test-models: $(VENV)/.installed
 	$(INTERPRET) --dist load -m 'not gpu and models' plugins/transformers $(ARGS)
 
-# Hours: many more examples and longer histories, with seeds that differ from night to night.
+# Hours, at night and before a release: many more examples and longer histories, with seeds that differ
+# from night to night, training recipes, and the oldest vLLM that is served.
 test-nightly: $(VENV)/.installed
 	HYPOTHESIS_PROFILE=nightly $(INTERPRET) --dist worksteal -m 'not gpu' $(ARGS)
+	VLLM=0.27.1 $(MAKE) test-vllm
 
 # On a machine with a CUDA device, with the packages installed.
 test-gpu:
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 6 --dist worksteal -m gpu $(ARGS)
 
-# Of topkv-vllm, beside stock vLLM on a CPU, with the newest and the oldest version that it takes, in
-# an environment of their own: build/vllm, 4 GB.
+# Of topkv-vllm, beside stock vLLM on a CPU, with the newest version that it takes or VLLM=VERSION, in an
+# environment of their own: build/vllm, 4 GB.
 test-vllm:
 	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) plugins/vllm/test.sh $(ARGS)
-	VLLM=0.27.1 plugins/vllm/test.sh $(ARGS)
 
 # What builds and checks distributions, beside what runs tests.
 $(VENV)/.packaging: $(VENV)/.installed
@@ -63,7 +64,7 @@ $(VENV)/.packaging: $(VENV)/.installed
 	touch $@
 
 # Every package from its wheel, in an environment of its own; ARGS=topkv-quest for one of them.
-isolation: $(VENV)/.packaging
+isolation: dist
 	$(BIN)/python -m tests.packaging.isolation $(ARGS)
 
 # From wheels to a plugin of one's own, as somebody new does it, timed.

@@ -49,11 +49,13 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 # that it loads by itself, which is another one where the environment says `CI`.
 _SLOW = [HealthCheck.too_slow]
 settings.register_profile("default", deadline=None, suppress_health_check=_SLOW, derandomize=False)
+# A commit draws 40 examples of each property, a night 1000: mutants show what 40 see.
 settings.register_profile(
-    "ci", deadline=None, suppress_health_check=_SLOW, derandomize=True, database=None
-)
+    "ci", deadline=None, suppress_health_check=_SLOW, derandomize=True, database=None,
+    max_examples=40,
+)  # fmt: skip
 # Of `make isolation`, which is about what is installed and not about arithmetic.
-settings.register_profile("few", settings.get_profile("ci"), max_examples=25)
+settings.register_profile("one", settings.get_profile("ci"), max_examples=1)
 settings.register_profile(
     "nightly", settings.get_profile("default"), max_examples=1000, print_blob=True
 )

@@ -2,7 +2,8 @@
 
     make test-slow
 
-A mutant runs on every tier on which it can be seen; those of tier ``gpu`` need a CUDA device.
+A mutant runs on the first tier on which it can be seen, and at night on the others too; those of
+tier ``gpu`` need a CUDA device.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ def cells():
         for name in mutant.tiers:
             missing = tier(name).missing
             marks = [pytest.mark.gpu] if name == "gpu" else []
+            if name not in (mutant.tiers[0], "gpu"):
+                marks.append(pytest.mark.nightly)
             if missing:
                 marks.append(pytest.mark.skip(reason=f"tier {name!r}: {missing}"))
             found.append(pytest.param(mutant, name, id=f"{mutant.name}-{name}", marks=marks))

@@ -24,7 +24,7 @@ from topkv.testing.machines.scenarios import (
     twins_share_pages_and_part,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 CODED = {"host_format": "fp8"}
 KERNELS_SEE = (a_long_request_rolls_back_and_goes_on, twins_share_pages_and_part)

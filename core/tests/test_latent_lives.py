@@ -7,7 +7,7 @@ import pytest
 from topkv.testing.machines.latent import latent_machine, run_latent
 from topkv.testing.machines.scenarios import SCENARIOS, run_scenario
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 def test_lives(on):

@@ -7,7 +7,7 @@ import pytest
 from topkv.testing.machines.regranulated import regranulated_machine, run_regranulated
 from topkv.testing.machines.scenarios import SCENARIOS, run_scenario
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 def test_lives(on):

@@ -18,8 +18,8 @@ from topkv.testing.tiers import tier
 
 
 @contextmanager
-def without_shrinking() -> Iterator[None]:
-    """Stop at the first failure: only whether there is one matters."""
+def without_shrinking(count: int = 100) -> Iterator[None]:
+    """Draw ``count`` examples and stop at the first failure: only whether there is one matters."""
     current = settings.get_current_profile_name()
     settings.register_profile(
         "mutants",
@@ -27,6 +27,7 @@ def without_shrinking() -> Iterator[None]:
         phases=(Phase.explicit, Phase.generate),
         derandomize=True,
         database=None,
+        max_examples=count,
     )
     settings.load_profile("mutants")
     try:
@@ -94,8 +95,12 @@ class Mutant:
         return (self.suite, self.test, self.clean.name, id(self.options))
 
     def run_clean(self, tier_name: str) -> None:
-        """Run the test on the clean twin; raises what the test raises."""
-        self.run(self.clean, tier_name)
+        """Run the test on the clean twin; raises what the test raises.
+
+        A few examples show that the test does not fail of itself: the twin's own suite draws more.
+        """
+        with without_shrinking(10):
+            self.run(self.clean, tier_name)
 
     def is_caught(self, tier_name: str) -> str | None:
         """The failure that the kit reports, or None if the mutant survives.

@@ -12,9 +12,7 @@ from email.message import Message
 from pathlib import Path
 from zipfile import ZipFile
 
-from tests.packaging.packages import ROOT, Package, build, packages, run
-
-DIST = ROOT / "dist"
+from tests.packaging.packages import DIST, ROOT, Package, build, packages, run
 
 
 def metadata_reasons(package: Package, found: Message) -> list[str]:

@@ -3,16 +3,15 @@
     make isolation                     all of it
     make isolation ARGS=topkv-quest    some packages only
 
-Wheels are built from sdists without network. Each package gets an environment of its own, in which
-nothing of the checkout can be imported; third-party packages are links to those of the interpreter
-that runs this, and only to those that are declared. In each:
+Wheels are those of ``make dist``. Each package gets an environment of its own, in which nothing of
+the checkout can be imported; third-party packages are links to those of the interpreter that runs
+this, and only to those that are declared. In each:
 
 * the package is found, alone with the packages of this repository that it declares, and nothing
   heavy is imported for that; its factories import without its extras, its modules and commands
   with them; ``import topkv`` is fast;
-* its tests pass, with few examples. Left out are modules that name another package, which are
-  listed, and what Triton interprets: wheels differ from the checkout in files, not in arithmetic,
-  and ``make test`` runs all of it;
+* the conformance suite of a plugin runs with one example of each test. Wheels differ from the
+  checkout in files, not in arithmetic: ``make test`` runs the tests themselves;
 * under a core of the next major hook API a plugin is refused.
 
 Then packages that do not load stand beside one that does, and what ``topkv new`` makes is built,
@@ -21,41 +20,47 @@ installed and tested. Exits with 1 if anything failed, after all of it was looke
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from attrs import define, field
 from packaging.requirements import Requirement
 
 from tests.packaging.environment import Environment, declared
-from tests.packaging.packages import ROOT, Package, build, packages
+from tests.packaging.packages import DIST, ROOT, Package, build, packages
 from topkv.entries import HOOK_API
 from topkv_cli.render import KINDS, render, write
 
 INSIDE = ROOT / "tests" / "packaging" / "inside.py"
-SHARED = {"transformers"}
-"""Names of plugins that are names of libraries too."""
-CORE_TESTS = {"test_conformance.py", "test_hooks.py", "test_kit.py"}
-"""Of the core, what depends on files and metadata that a wheel may lack."""
+AT_ONCE = 2
+"""Packages that are checked at the same time."""
 
 
 @define
 class Log:
-    """What was looked at, printed as it comes.
+    """The checks of one package, or of several together.
 
     Attributes:
-        failures: what failed, in a line each.
+        lines: one for each check, and more for one that failed.
+        failures: the names of the checks that failed.
     """
 
+    lines: list[str] = field(factory=list)
     failures: list[str] = field(factory=list)
 
     def head(self, text: str) -> None:
-        print(f"\n== {text}", flush=True)
+        self.lines.append(f"\n== {text}")
+
+    def show(self) -> list[str]:
+        """Print the lines, and return the failures."""
+        print("\n".join(self.lines), flush=True)
+        return self.failures
 
     def look(self, what: str, check: Callable[..., tuple[int, str]], *args: object) -> bool:
         """Run a check, which returns an exit status and a text, and say how it went."""
@@ -67,63 +72,37 @@ class Log:
         took = f"{time.monotonic() - start:5.1f} s"
         if status:
             self.failures.append(what)
-            print(f"FAILED {took}  {what}:\n{told.rstrip()}", flush=True)
+            self.lines.append(f"FAILED {took}  {what}:\n{told.rstrip()}")
         else:
             last = told.rstrip().splitlines()[-1:] or ["done"]
-            print(f"ok     {took}  {what}: {last[0].strip('= ')}", flush=True)
+            self.lines.append(f"ok     {took}  {what}: {last[0].strip('= ')}")
         return not status
 
 
-def chosen_tests(package: Package, others: list[Package]) -> tuple[list[Path], list[str]]:
-    """Test modules of a package that need no other, and why the rest is left out."""
-    chosen, left_out = [], []
-    for path in sorted((package.folder / "tests").rglob("test_*.py")):
-        if package.name == "topkv" and path.name not in CORE_TESTS:
-            left_out.append(f"{path.name} (arithmetic)")
-            continue
-        above = [parent / "conftest.py" for parent in path.parents if parent != ROOT]
-        texts = [each.read_text() for each in above if each.exists()]
-        # The conformance suite takes its fixtures from the kit, whatever the conftest has.
-        texts = [path.read_text(), *(() if path.name == "test_conformance.py" else texts)]
-        names = [other.name for other in others if any(names_it(text, other) for text in texts)]
-        if names:
-            left_out.append(f"{path.relative_to(package.folder)} ({', '.join(names)})")
-        else:
-            chosen.append(path)
-    return chosen, left_out
+def run_kit(environment: Environment, suite: Path) -> tuple[int, str]:
+    """One example of each test of a conformance suite, by the interpreter of an environment.
 
-
-def names_it(text: str, package: Package) -> bool:
-    """Whether a test says the name of a package or of one of its plugins."""
-    names = [point for point in package.points if point not in SHARED]
-    quoted = [rf"[\"']{name}[\"']" for name in names]
-    return re.search("|".join([rf"\b{package.module}\b", *quoted]), text) is not None
-
-
-def run_tests(environment: Environment, where: list[Path]) -> tuple[int, str]:
-    """The tests at these paths, by the interpreter of an environment."""
+    What Triton interprets is left out.
+    """
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.packaging.guard"]
-    kinds = ["-m", "not gpu and not models", "-k", "not interpret"]
-    kinds += ["-n", "2", "--dist", "loadfile"]
-    command += [*kinds, *map(str, where)]
-    return environment.call(*command, PYTHONPATH=str(ROOT), HYPOTHESIS_PROFILE="few")
+    command += ["-m", "not gpu and not models and not slow", "-k", "not interpret", str(suite)]
+    return environment.call(*command, PYTHONPATH=str(ROOT), HYPOTHESIS_PROFILE="one")
 
 
-TOOLS = [Requirement(name) for name in ("pytest", "pytest-timeout", "pytest-xdist")]
+TOOLS = [Requirement(name) for name in ("pytest", "pytest-timeout")]
 
 
 class Isolation:
-    """All checks; ``log`` knows what failed.
+    """All checks, each of which returns a log.
 
     Args:
-        work: directory for wheels and environments.
-        log: where results go.
+        work: directory for environments, and for wheels that are broken on purpose.
     """
 
-    def __init__(self, work: Path, log: Log) -> None:
-        self.work, self.log = work, log
+    def __init__(self, work: Path) -> None:
+        self.work = work
         self.packages = packages()
-        self.wheels = {each.name: build(each.folder, work)[1] for each in self.packages}
+        self.wheels = {each.name: DIST / each.wheel for each in self.packages}
         self.core = self.wheels["topkv"]
         copy = work / "next"
         shutil.copytree(ROOT / "core", copy, ignore=shutil.ignore_patterns("__pycache__"))
@@ -131,7 +110,6 @@ class Isolation:
         this, other = f"HOOK_API = {HOOK_API}", f"HOOK_API = ({HOOK_API[0] + 1}, 0)"
         entries.write_text(entries.read_text().replace(this, other))
         self.next_core = build(copy, work / "next-wheel")[1]
-        log.head(f"{len(self.wheels)} wheels, built from sdists")
 
     def needed(self, wheels: list[Path], *extras: str) -> dict[Path, list[Requirement]]:
         """The core, further wheels and those that they declare in turn, and what each declares.
@@ -158,29 +136,28 @@ class Isolation:
         environment.install(*needed)
         return 0, ", ".join(wheel.name for wheel in needed)
 
-    def one(self, package: Package) -> None:
+    def one(self, package: Package) -> Log:
         """A package alone with what it needs; the core alone."""
-        log = self.log
+        log = Log()
         log.head(package.name)
         wheels = [self.wheels[package.name]]
-        there, later = self.needed(wheels), self.needed(wheels, "*")
+        there = self.needed(wheels)
         environment = Environment(self.work / f"env-{package.name}")
         if not log.look("install", self.install, environment, wheels):
-            return
+            return log
         modules = [each.module for each in self.packages if self.wheels[each.name] in there]
         log.look("alone", environment.call, INSIDE, "alone", package.module, *modules)
-        log.look("time", environment.call, INSIDE, "time", package.module)
+        if package.name == "topkv":
+            log.look("time", environment.call, INSIDE, "time", package.module)
         environment.add(TOOLS)
         log.look("install with extras", self.install, environment, wheels, "*")
         log.look("modules", environment.call, INSIDE, "modules", package.module)
-        others = [each for each in self.packages if self.wheels[each.name] not in later]
-        where, left_out = chosen_tests(package, others)
-        if left_out:
-            print(f"       left out: {', '.join(left_out)}")
-        if where:
-            log.look(f"tests, {len(where)} modules", run_tests, environment, where)
+        suite = package.folder / "tests" / "test_conformance.py"
+        if package.is_plugin and suite.exists():
+            log.look("kit, one example", run_kit, environment, suite)
         if package.is_plugin:
             log.look("refused by the next hook API", self.refused, environment, package)
+        return log
 
     def refused(self, environment: Environment, package: Package) -> tuple[int, str]:
         environment.install(self.next_core)
@@ -197,9 +174,10 @@ class Isolation:
         entry.write_text(text.replace(*change) if change[0] else text)
         return build(root, self.work)[1]
 
-    def disturbed(self) -> None:
+    def disturbed(self) -> Log:
         """Four packages that cannot be used, beside one that can."""
-        self.log.head("packages that do not load, beside topkv-streaming-llm")
+        log = Log()
+        log.head("packages that do not load, beside topkv-streaming-llm")
         api, first = f"hook_api={HOOK_API}", "from topkv import hookimpl"
         changes = {
             "newer": (api, f"hook_api=({HOOK_API[0]}, {HOOK_API[1] + 1})"),
@@ -212,7 +190,7 @@ class Isolation:
         environment = Environment(self.work / "env-disturbed")
         every = [*wheels, self.wheels[good.name]]
         environment.add(TOOLS)
-        self.log.look("install", self.install, environment, every, "*")
+        log.look("install", self.install, environment, every, "*")
         newer = f"{HOOK_API[0]}.{HOOK_API[1] + 1}"
         told = {
             "newer": f"Install a topkv that speaks {newer}",
@@ -221,23 +199,26 @@ class Isolation:
             "exits": "SystemExit: 3; reinstall topkv-exits",
         }
         for name, text in told.items():
-            self.log.look(name, self.lists, environment, text)
-        kit = [good.folder / "tests" / "test_conformance.py"]
-        self.log.look("the good one", run_tests, environment, kit)
+            log.look(name, self.lists, environment, text)
+        kit = good.folder / "tests" / "test_conformance.py"
+        log.look("the good one", run_kit, environment, kit)
+        return log
 
     def lists(self, environment: Environment, text: str) -> tuple[int, str]:
         """Whether ``topkv plugins`` says a text and succeeds."""
         status, listed = environment.call("-m", "topkv_cli", "plugins", "--json")
         return (0, text) if text in listed and not status else (1, f"{text!r} not in:\n{listed}")
 
-    def new(self) -> None:
+    def new(self) -> Log:
         """What ``topkv new`` makes, by the command of the wheel."""
-        self.log.head("topkv new")
+        log = Log()
+        log.head("topkv new")
         environment = Environment(self.work / "env-new")
         environment.add(TOOLS)
-        self.log.look("install", self.install, environment, [], "*")
+        log.look("install", self.install, environment, [], "*")
         for kind in KINDS:
-            self.log.look(kind, self.new_kind, environment, kind)
+            log.look(kind, self.new_kind, environment, kind)
+        return log
 
     def new_kind(self, environment: Environment, kind: str) -> tuple[int, str]:
         """Make a package, install its wheel, and run its tests as its author's CI does."""
@@ -252,21 +233,22 @@ class Isolation:
 
 
 def main(names: list[str]) -> int:
-    log, start = Log(), time.monotonic()
+    start, failures = time.monotonic(), []
     known = {each.name for each in packages()}
     if not set(names) <= known:
         print(f"expected names of {', '.join(sorted(known))}, got {', '.join(names)}")
         return 2
     with tempfile.TemporaryDirectory(prefix="topkv-isolation-") as work:
-        isolation = Isolation(Path(work), log)
-        for package in isolation.packages:
-            if not names or package.name in names:
-                isolation.one(package)
-        if not names:
-            isolation.disturbed()
-            isolation.new()
-    log.head(f"{time.monotonic() - start:.0f} s, {len(log.failures)} failed")
-    return 1 if log.failures else 0
+        isolation = Isolation(Path(work))
+        chosen = [each for each in isolation.packages if not names or each.name in names]
+        # The longest first, so that nothing is waited for alone.
+        checks: list[Callable[[], Log]] = [] if names else [isolation.new, isolation.disturbed]
+        checks += [partial(isolation.one, package) for package in chosen]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for log in pool.map(lambda check: check(), checks):
+                failures += log.show()
+    print(f"\n== {time.monotonic() - start:.0f} s, {len(failures)} failed", flush=True)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from typing import Any
 from attrs import frozen
 
 ROOT = Path(__file__).parents[2]
+DIST = ROOT / "dist"
+"""The folder of sdists and wheels that ``make dist`` makes."""
 
 
 @frozen
@@ -38,6 +40,11 @@ class Package:
     @property
     def module(self) -> str:
         return self.name.replace("-", "_")
+
+    @property
+    def wheel(self) -> str:
+        """The file name of its wheel."""
+        return f"{self.module}-{self.version}-py3-none-any.whl"
 
     @property
     def is_plugin(self) -> bool:
@@ -95,7 +102,6 @@ def build(folder: Path, out: Path) -> tuple[Path, Path]:
     with tempfile.TemporaryDirectory() as work:
         with tarfile.open(sdist) as archive:
             archive.extractall(work, filter="data")
-        pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check")
-        alone = ("--no-deps", "--no-index", "--no-build-isolation")
-        run(*pip, *alone, "-w", out, Path(work) / stem)
-    return sdist, out / f"{stem}-py3-none-any.whl"
+        hatchling = (sys.executable, "-m", "hatchling", "build")
+        run(*hatchling, "-t", "wheel", "-d", out, cwd=Path(work) / stem)
+    return sdist, out / package.wheel

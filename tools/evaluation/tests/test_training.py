@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from topkv_evaluation.retrieval import make_prompt, standard_library_text
 
+pytestmark = pytest.mark.nightly
+
 TRAINING = Path(__file__).parents[1] / "training"
 MODULES = ("batches", "model", "schedule", "scores")
 

@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from topkv_evaluation.retrieval import make_prompt, standard_library_text
 
+pytestmark = pytest.mark.nightly
+
 TRAINING = Path(__file__).parents[1] / "training"
 TOPK = 8
 

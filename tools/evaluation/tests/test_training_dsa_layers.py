@@ -17,6 +17,8 @@ from transformers import DeepseekV32ForCausalLM
 from topkv.testing.tolerance import assert_as_good
 from topkv_evaluation.retrieval import standard_library_text
 
+pytestmark = pytest.mark.nightly
+
 TRAINING = Path(__file__).parents[1] / "training"
 TOPK = 8
 

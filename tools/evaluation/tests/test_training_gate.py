@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM
 import topkv
 from topkv_evaluation.eval.plan import Options, Plan
 
+pytestmark = pytest.mark.nightly
+
 TRAINING = Path(__file__).parents[1] / "training"
 BLOCK, LENGTH = 8, 64
 

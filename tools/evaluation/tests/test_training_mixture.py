@@ -21,6 +21,8 @@ from topkv_evaluation.tasks import needles, ruler, walk
 from topkv_evaluation.tasks.near_keys import NearKeys
 from topkv_evaluation.tasks.words import haystack
 
+pytestmark = pytest.mark.nightly
+
 TRAINING = Path(__file__).parents[1] / "training"
 CPU = torch.device("cpu")
 ASKING = (
