@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from topkv.errors import CapabilityError, RequestError
 from topkv.types import Index
 from topkv_transformers.forwards import Forward
+from topkv_transformers.stock import covering_window
 
 # "flash", "sdpa" or "flex_attention" in a name, or a slash, mean something to Transformers.
 NAME = "topkv"
@@ -104,9 +105,10 @@ def attention(
         )
         return weighed
     forward, layer = mark
+    window, longest = kwargs.get("sliding_window"), forward.coordinator.config.max_request_tokens
     asked = {
         "attention_mask": attention_mask is not None,
-        "sliding_window": kwargs.get("sliding_window") is not None,
+        "sliding_window": window is not None and window < longest,
         "softcap": kwargs.get("softcap") != forward.coordinator.model.softcap,
     }
     if any(asked.values()):
@@ -159,11 +161,12 @@ def _own_function(module: Any) -> Any:
 
 
 def mask(*args: Any, mask_function: Any, config: Any, **kwargs: Any) -> Any:
-    """None where nothing is masked but what comes later: the core attends causally, and rows are
-    packed. Other layers get the mask of the model's own function, which for ``eager`` asks the
-    host; a step that sees all of each window gets none, which adds no zeros to its scores."""
+    """None where nothing is masked but what comes later, as within a window of all positions: the
+    core attends causally, and rows are packed. Other layers get the mask of the model's own
+    function, which for ``eager`` asks the host; a step that sees all of each window gets none,
+    which adds no zeros to its scores."""
     named = _open.get(id(config))
-    if mask_function is causal_mask_function or named is None:
+    if mask_function is causal_mask_function or named is None or covering_window(config):
         return None
     if named.sees_all and named.own == "eager":
         return None

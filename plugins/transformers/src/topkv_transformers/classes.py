@@ -47,9 +47,14 @@ GROUPS = {f"{name}ForCausalLM": group for group, names in CLASSES.items() for na
 """The group of each class, by its whole name."""
 
 
-def group_of(model: object) -> str | None:
-    """The group of a model's class, or of the class of Transformers that it was derived from."""
+def name_of(model: object) -> str | None:
+    """A model's class, or the class of Transformers that it was derived from."""
     for cls in type(model).__mro__:
         if cls.__module__.startswith("transformers."):
-            return GROUPS.get(cls.__name__)
+            return cls.__name__
     return None
+
+
+def group_of(model: object) -> str | None:
+    """The group of a model's class, see ``name_of``."""
+    return GROUPS.get(name_of(model) or "")

@@ -4,35 +4,60 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from topkv import SparseCoordinator, hookimpl
 from topkv.config import LoweredConfig, SparseConfig, lower
-from topkv.errors import CapabilityError
+from topkv.errors import CONFIG_REFUSED, CapabilityError, ConfigError
 from topkv.hooks.engine import EngineSetup
 from topkv.plugins import PluginRegistry
 from topkv_transformers import capture, compiled
 from topkv_transformers.prediction import tell
 from topkv_transformers.session import AttachedModel
+from topkv_transformers.stock import covering_window
 from topkv_transformers.support import advice_of, decoder_of, device_of, refusals, shape_of
 
 
 def lower_for(
-    model: PreTrainedModel, config: SparseConfig, registry: PluginRegistry
+    model: PreTrainedModel,
+    config: SparseConfig,
+    registry: PluginRegistry,
+    *,
+    device: torch.device | None = None,
+    length: int = 0,
 ) -> LoweredConfig:
     """See ``topkv.config.lower``.
+
+    Args:
+        model: a model that ``support.refusals`` has passed.
+        config: what the user set.
+        registry: where plugins are looked up.
+        device: in place of the model's own, which has one only with its weights.
+        length: tokens of a request that must fit, where no setting says how long one may be.
 
     Raises:
         ConfigError: with every reason at once.
     """
-    return lower(
+    lowered = lower(
         config,
         shape_of(model),
-        device=device_of(model),
+        device=device or device_of(model),
         registry=registry,
         checkpoint=advice_of(model, registry),
-        max_positions=getattr(model.config, "max_position_embeddings", None),
+        max_positions=max(length, getattr(model.config, "max_position_embeddings", None) or 0),
     )
+    longest, window = lowered.max_request_tokens, covering_window(decoder_of(model).config)
+    if window is not None and longest > window:
+        whole = window // lowered.page_tokens * lowered.page_tokens
+        raise ConfigError(
+            CONFIG_REFUSED,
+            [
+                f"max_request_tokens: expected at most sliding_window = {window}, beyond which "
+                f"all layers of the model slide, in whole pages, got {longest}; set it to {whole}"
+            ],
+        )
+    return lowered
 
 
 class TransformersEngine:

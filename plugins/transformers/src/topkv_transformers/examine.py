@@ -14,14 +14,15 @@ import transformers
 from attrs import field, frozen
 from transformers import AutoConfig, PreTrainedModel
 
-from topkv.config import LoweredConfig, SparseConfig, lower
+from topkv.config import LoweredConfig, SparseConfig
 from topkv.errors import TopkvError
 from topkv.plugins import PluginRegistry
 from topkv.prediction.machine import Machine
 from topkv.prediction.step import StepModel
 from topkv_transformers.classes import group_of
+from topkv_transformers.engine import lower_for
 from topkv_transformers.stock import FULL
-from topkv_transformers.support import advice_of, decoder_of, layers_of, refusals, shape_of
+from topkv_transformers.support import decoder_of, layers_of, refusals
 
 
 @frozen
@@ -106,14 +107,8 @@ def _lower(
     model: PreTrainedModel, settings: SparseConfig, length: int, registry: PluginRegistry
 ) -> LoweredConfig:
     """The configuration on this machine's kind of device, for a request of that length."""
-    return lower(
-        settings,
-        shape_of(model),
-        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-        registry=registry,
-        checkpoint=advice_of(model, registry),
-        max_positions=max(length, getattr(model.config, "max_position_embeddings", None) or 0),
-    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return lower_for(model, settings, registry, device=device, length=length)
 
 
 def window_bytes(model: PreTrainedModel, length: int) -> int:

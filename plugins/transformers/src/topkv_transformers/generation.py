@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from topkv.errors import CapabilityError, OutOfMemory, RequestError
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.forwards import left_padding
+from topkv_transformers.inputs import last_column
 from topkv_transformers.names import cache_in, with_cache
 from topkv_transformers.prefixes import PromptPrefixes
 from topkv_transformers.requests import CacheRequests
@@ -54,7 +55,7 @@ class Call:
     def __init__(
         self, model: PreTrainedModel, arguments: dict[str, Any], salt: bytes = b""
     ) -> None:
-        self.device = model.device
+        self.device, self.last_column = model.device, last_column(model)
         self.arguments, self.salt = arguments, salt
         self._configs = (arguments.get("generation_config"), model.generation_config)
 
@@ -114,12 +115,14 @@ class Call:
 
         Raises:
             RequestError: the prompt does not continue what the cache holds.
+            CapabilityError: the model would leave the cache out on the way.
             HostMemoryError, DeviceMemoryError: no room; the cache is as it was.
         """
         state, mask = cache.state, self.mask()
         columns = mask.shape[1]
         padding = np.repeat(left_padding(mask), self.option("num_return_sequences") or 1)
         self._check_prompt(state, mask, padding)
+        self._check_columns(state, columns)
         # The last token that is generated is never appended.
         tokens = columns - np.maximum(padding, state.seen) + self.new_tokens() - 1
         fresh = not state.slots
@@ -170,6 +173,26 @@ class Call:
                 f"the cache holds {state.seen} columns and attention_mask covers {columns}; pass "
                 "all ids again with the new ones behind them, or new ids with the mask of all"
             )
+
+    def _check_columns(self, state: CacheState, columns: int) -> None:
+        """Raise CapabilityError where the cache would be left out, see ``inputs.last_column``."""
+        last, new = self.last_column, self.new_tokens()
+        begins = state.seen or columns
+        if last is None or begins > last or columns + new - 1 <= last:
+            return
+        room = last - columns + 1
+        ways = [f"give max_new_tokens of at most {room}"] if room > 0 else []
+        ways += ["pass all ids without past_key_values"] if state.seen and columns > last else []
+        ways += ["generate without topkv by past_key_values=DynamicCache(config=model.config)"]
+        raise CapabilityError(
+            "generate cannot do this through topkv",
+            [
+                f"the model changes its RoPE beyond {last} columns "
+                "(config.original_max_position_embeddings) and computes all tokens again "
+                f"without its cache; this call goes on from {begins} columns to "
+                f"{columns + new - 1}; {', or '.join(ways)}"
+            ],
+        )
 
 
 def salt_of(given: str | bytes | None) -> bytes:

@@ -18,6 +18,7 @@ from topkv.report import MemoryReport, Stats, count_stats
 from topkv_transformers import attention, blocks, capture, sessions
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.generation import generate
+from topkv_transformers.inputs import PreparedInputs
 from topkv_transformers.latent import LatentAttention, install
 from topkv_transformers.names import HANDLE, cache_in
 from topkv_transformers.prediction import prediction
@@ -67,11 +68,12 @@ class AttachedModel:
         self._install()
 
     def _install(self) -> None:
-        self._instead: list[LatentAttention] | list[blocks.BlockIndex] = []
+        self._instead: list[LatentAttention | blocks.BlockIndex | PreparedInputs] = []
         if self.shape.attention == "mla":
-            self._instead = install(attention_modules(self.model))
+            self._instead += install(attention_modules(self.model))
         elif self.shape.indexer is not None:
-            self._instead = blocks.install(attention_modules(self.model))
+            self._instead += blocks.install(attention_modules(self.model))
+        self._instead.append(PreparedInputs(self.model))
         decoder, original = self._decoder, self.model.generate
         self.capture = capture.CaptureReport(capture.refusals(decoder, self.config))
         self._captured: capture.CapturedDecoder | None = None

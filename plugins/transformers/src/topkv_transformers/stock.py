@@ -29,8 +29,17 @@ def layer_types(config: Any) -> list[str]:
     types = getattr(config, "layer_types", None)
     if types:
         return list(types)
-    slides = getattr(config, "sliding_window", None) is not None
+    slides = getattr(config, "sliding_window", None) is not None and not covering_window(config)
     return ["sliding_attention" if slides else FULL] * config.num_hidden_layers
+
+
+def covering_window(config: Any) -> int | None:
+    """The window of all layers if it holds every position of the model, so that nothing slides."""
+    window = getattr(config, "sliding_window", None)
+    positions = getattr(config, "max_position_embeddings", None)
+    if window is None or positions is None or getattr(config, "layer_types", None):
+        return None
+    return window if window >= positions else None
 
 
 def fresh_layers(config: Any) -> list[Any]:

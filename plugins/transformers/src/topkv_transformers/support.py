@@ -147,8 +147,9 @@ def _layer_refusals(config: Any) -> list[str]:
         return [f"no layer attends to everything, all are {sorted(set(types))}: nothing to serve"]
     return [
         f"sliding-window attention (sliding_window={config.sliding_window}) is not supported in "
-        "all layers; set config.sliding_window=None before the model is made to attend to "
-        "everything"
+        "all layers, unless the window holds all positions (max_position_embeddings="
+        f"{getattr(config, 'max_position_embeddings', None)}); set config.sliding_window=None "
+        "before the model is made to attend to everything"
     ]
 
 
