@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import pickle
+import re
 from functools import partial
 
 import pytest
@@ -62,6 +64,58 @@ def test_options_are_refused_by_name(tiny, check, options):
     with topkv.attach(model, tiny.settings()) as handle:
         with pytest.raises(CapabilityError, match=next(iter(options))):
             model.generate(**prompt, **GREEDY, **options)
+        check.all_free(handle)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"prompt_lookup_num_tokens": 3},
+        {"penalty_alpha": 0.6},
+        {"dola_layers": "low"},
+        {"assistant_early_exit": 1},
+        {"output_attentions": True},
+        {"token_healing": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_a_checkpoint_has_by_default_can_be_overridden_as_advised(tiny, check, options):
+    model, prompt = tiny.model(), tiny.prompt(12)
+    stock = model.generate(**prompt, **GREEDY)
+    for name, value in options.items():
+        setattr(model.generation_config, name, value)
+    with topkv.attach(model, tiny.settings()) as handle:
+        with pytest.raises(CapabilityError, match="give") as refused:
+            model.generate(**prompt, **GREEDY)
+        (reason,) = refused.value.reasons
+        name, value = re.search(r"give (\w+)=(\w+)$", reason).groups()
+        advised = {name: ast.literal_eval(value)}
+        assert torch.equal(model.generate(**prompt, **GREEDY, **advised), stock)
+        check.all_free(handle)
+
+
+@pytest.mark.parametrize("default", ["hybrid", "static", "offloaded", "dynamic"])
+def test_our_cache_goes_before_that_of_a_checkpoint(tiny, check, default):
+    """Gemma 2 and 3 are published with the first, other models with use_cache=False."""
+    model, prompt = tiny.model(), tiny.prompt(12)
+    stock = model.generate(**prompt, **GREEDY)
+    model.generation_config.cache_implementation = default
+    model.generation_config.use_cache = False
+    same = copy.deepcopy(model.generation_config)
+    same.update(**GREEDY)
+    with topkv.attach(model, tiny.settings()) as handle:
+        cache = handle.new_cache()
+        assert torch.equal(model.generate(**prompt, **GREEDY, past_key_values=cache), stock)
+        assert cache.get_seq_length() == 12 + 7
+        cache.close()
+        for more in ({"cache_implementation": None}, {"use_cache": True}):
+            assert torch.equal(model.generate(**prompt, **GREEDY, **more), stock)
+        assert torch.equal(model.generate(**prompt, generation_config=same), stock)
+        same.cache_implementation = "quantized"
+        for more in ({"cache_implementation": default}, {"generation_config": same}):
+            with pytest.raises(CapabilityError, match="leave cache_implementation out"):
+                model.generate(**prompt, **{**GREEDY, **more})
         check.all_free(handle)
 
 

@@ -25,22 +25,55 @@ DEFAULT_NEW_TOKENS = 20
 
 # Options of ``generate``, the values that change nothing, and why others are refused.
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "num_beams": ((1,), "beams are not supported; leave num_beams at 1"),
-    "num_beam_groups": ((1,), "beams are not supported"),
-    "constraints": ((), "constrained beams are not supported"),
-    "force_words_ids": ((), "constrained beams are not supported"),
-    "penalty_alpha": ((0, 0.0), "contrastive search is not supported"),
-    "dola_layers": ((), "DoLa is not supported"),
-    "assistant_model": ((), "assisted decoding is not supported"),
-    "assistant_early_exit": ((), "assisted decoding is not supported"),
-    "prompt_lookup_num_tokens": ((), "prompt lookup is not supported"),
-    "use_mtp": ((False,), "multi-token prediction is not supported"),
-    "custom_generate": ((), "custom decoding loops are not supported"),
-    "token_healing": ((False,), "token healing is not supported; heal the prompt before"),
+    "num_beams": ((1,), "beams are not supported; give num_beams=1"),
+    "num_beam_groups": ((1,), "beams are not supported; give num_beam_groups=None"),
+    "constraints": ((), "constrained beams are not supported; give constraints=None"),
+    "force_words_ids": ((), "constrained beams are not supported; give force_words_ids=None"),
+    "penalty_alpha": ((0, 0.0), "contrastive search is not supported; give penalty_alpha=None"),
+    "dola_layers": ((), "DoLa is not supported; give dola_layers=None"),
+    "assistant_model": ((), "assisted decoding is not supported; leave assistant_model out"),
+    "assistant_early_exit": (
+        (),
+        "assisted decoding is not supported; give assistant_early_exit=None",
+    ),
+    "prompt_lookup_num_tokens": (
+        (),
+        "prompt lookup is not supported; give prompt_lookup_num_tokens=None",
+    ),
+    "use_mtp": ((False,), "multi-token prediction is not supported; give use_mtp=False"),
+    "custom_generate": ((), "custom decoding loops are not supported; leave custom_generate out"),
+    "token_healing": (
+        (False,),
+        "it is not supported; heal the prompt before, and give token_healing=False",
+    ),
     "cache_implementation": ((), "topkv brings the cache; leave cache_implementation out"),
-    "use_cache": ((True,), "topkv is the cache; leave use_cache at True"),
-    "output_attentions": ((False,), "attention weights are never made"),
+    "use_cache": ((True,), "topkv is the cache; leave use_cache out"),
+    "output_attentions": (
+        (False,),
+        "attention weights are never made; give output_attentions=False",
+    ),
 }
+
+_OURS: Mapping[str, Any] = {"cache_implementation": None, "use_cache": True}
+"""Options of the cache, which is ours: what a checkpoint has for them by default gives way."""
+
+
+def refused_options(option: Callable[[str], Any]) -> list[str]:
+    """Every option of ``generate`` that topkv does not offer, and why.
+
+    Args:
+        option: the value of an option by its name, None where it is not set.
+    """
+    return [
+        f"{name}={_short(option(name))}: {reason}"
+        for name, (harmless, reason) in _REFUSED.items()
+        if option(name) is not None and option(name) not in harmless
+    ]
+
+
+def refused_defaults(config: Any) -> list[str]:
+    """The same of the ``generation_config`` of a checkpoint; each must be given otherwise."""
+    return refused_options(lambda name: None if name in _OURS else getattr(config, name, None))
 
 
 class Call:
@@ -61,17 +94,25 @@ class Call:
 
     def option(self, name: str) -> Any:
         """The value that ``generate`` will use, None if nobody has set one."""
-        values = [self.arguments.get(name)]
-        values += [getattr(config, name, None) for config in self._configs]
+        if name in self.arguments:  # a None there stands above what configs say
+            return self.arguments[name]
+        values = [getattr(config, name, None) for config in self._configs]
+        if name in _OURS and values[0] in (None, values[1]):
+            return _OURS[name]
         return next((value for value in values if value is not None), None)
+
+    def ours(self) -> dict[str, Any]:
+        """Arguments that put our cache before what the checkpoint has by default."""
+        default = self._configs[1]
+        return {
+            name: ours
+            for name, ours in _OURS.items()
+            if getattr(default, name, None) not in (None, ours)
+        }
 
     def refuse(self) -> None:
         """Raise CapabilityError with every option that topkv does not offer."""
-        reasons = [
-            f"{name}={_short(self.option(name))}: {reason}"
-            for name, (harmless, reason) in _REFUSED.items()
-            if self.option(name) is not None and self.option(name) not in harmless
-        ]
+        reasons = refused_options(self.option)
         mask = self.arguments.get("attention_mask")
         if mask is not None and mask.ndim != 2:
             reasons.append(f"attention_mask: expected [B, n], got shape {list(mask.shape)}")
@@ -247,7 +288,8 @@ def generate(
         try:
             prefixes.take_over(call, cache)
             call.admit(cache)
-            arguments = with_cache(arguments, cache) | {"attention_mask": call.mask()}
+            arguments = with_cache(arguments, cache)
+            arguments |= {"attention_mask": call.mask(), **call.ours()}
             output = original(**arguments)
         except BaseException:
             requests.truncate(cache.state, before, kept)
