@@ -13,7 +13,13 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import topkv
-from topkv.errors import CapabilityError, ConfigError, RequestError
+from topkv.errors import (
+    CapabilityError,
+    ConfigError,
+    DeviceMemoryError,
+    HostMemoryError,
+    RequestError,
+)
 from topkv.plugins import PluginRegistry
 from topkv_transformers import support
 
@@ -242,3 +248,32 @@ def test_a_crop_that_is_no_integer_cuts_nothing(tiny, wrong):
         assert f"got {wrong!r}" in str(refused.value)
         cache.crop(torch.tensor(-3))
         assert [handle.coordinator.length(slot) for slot in cache.slots] == [9, 7]
+
+
+def test_an_error_for_want_of_room_says_which_caches_hold_some(tiny, check):
+    """Outputs that are kept, for their scores say, hold a cache each."""
+    model, prompt, pair = tiny.model(), tiny.prompt(12), tiny.prompt(600, (0, 0))
+    options = {**GREEDY, "return_dict_in_generate": True}
+    held = r"alive: {}, with {} requests; close\(\) them, or drop .* past_key_values"
+    with topkv.attach(model, tiny.settings()) as handle, torch.no_grad():
+        kept = [model.generate(**prompt, **options) for _ in range(3)]
+        kept.append(handle.new_cache())
+        for call in (
+            lambda: model.generate(**pair, **options),  # slots
+            lambda: model(**pair, past_key_values=kept[3]),
+        ):
+            with pytest.raises(DeviceMemoryError, match=held.format(3, 3)):
+                call()
+        model(**prompt, past_key_values=kept[3])
+        with pytest.raises(DeviceMemoryError, match=held.format(4, 4)):
+            kept[0].past_key_values.fork()
+        del kept[1:]
+        with pytest.raises(HostMemoryError, match=held.format(1, 1)):  # pages
+            model.generate(**pair, **options)
+        with pytest.raises(HostMemoryError, match=held.format(1, 1)):
+            model(**pair, past_key_values=handle.new_cache())
+        kept[0].past_key_values.close()
+        with pytest.raises(HostMemoryError) as refused:
+            model.generate(**pair, **options)
+        assert "alive" not in str(refused.value)
+        check.all_free(handle)

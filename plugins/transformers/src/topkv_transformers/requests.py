@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from topkv import SparseCoordinator
-from topkv.errors import CapabilityError, RequestError
+from topkv.errors import CapabilityError, OutOfMemory, RequestError
 from topkv.kv.held import tensor_bytes
 from topkv_transformers.attention import NamedAttention
 from topkv_transformers.forwards import Forward, open_forward
@@ -92,7 +92,8 @@ class CacheRequests:
                 raise RequestError(
                     f"the cache holds {len(state.slots)} rows and the forward brings {rows}"
                 )
-            self.forward = open_forward(self.coordinator, state, columns, mask)
+            with self._naming_holders(state):
+                self.forward = open_forward(self.coordinator, state, columns, mask)
             self.forward.kept, self.forward.model = state.stock.keep(), model
             state.feed(model)
         except BaseException:
@@ -149,14 +150,14 @@ class CacheRequests:
             row: takes the slot of a row, by its number; by default one without tokens.
         """
         row = row or (lambda _: self.coordinator.request_begin())
-        with self.exclusive(), self._all_or_none():
+        with self.exclusive(), self._naming_holders(state), self._all_or_none():
             slots = [row(number) for number in range(rows)]
         state.begin(slots)
         self._states.add(state)
 
     def reserve(self, state: CacheState, tokens: Sequence[int]) -> None:
         """Lease pages for ``tokens`` further tokens of each row, for all rows or for none."""
-        with self.exclusive():
+        with self.exclusive(), self._naming_holders(state):
             try:
                 for slot, count in zip(state.slots, tokens, strict=True):
                     self.coordinator.reserve(slot, count)
@@ -211,7 +212,7 @@ class CacheRequests:
 
     def fork(self, state: CacheState, twin: CacheState) -> None:
         """Give ``twin`` copies of the requests of ``state``, all or none."""
-        with self.exclusive(), self._all_or_none():
+        with self.exclusive(), self._naming_holders(twin), self._all_or_none():
             slots = [self.coordinator.fork(slot) for slot in state.slots]
         twin.slots, twin.padding = slots, state.padding.copy()
         twin.seen, twin.prompt = state.seen, state.prompt
@@ -293,6 +294,21 @@ class CacheRequests:
     def _cut(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         for slot, length in zip(slots, lengths, strict=True):
             self.coordinator.truncate(slot, length)
+
+    @contextmanager
+    def _naming_holders(self, state: CacheState) -> Iterator[None]:
+        """Have an error for want of room say which caches beside that of ``state`` hold some."""
+        try:
+            yield
+        except OutOfMemory as error:
+            rows = [len(each.slots) for each in self._states if each is not state and each.slots]
+            if not rows:
+                raise
+            raise type(error)(
+                f"{error}; other caches of this model that are alive: {len(rows)}, with "
+                f"{sum(rows)} requests; close() them, or drop what holds them. An output of "
+                "generate with return_dict_in_generate=True has one in its past_key_values"
+            ) from error
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
