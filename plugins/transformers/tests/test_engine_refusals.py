@@ -226,6 +226,83 @@ def test_models_that_are_refused(tiny):
         topkv.attach(tiny.model(), registry=PluginRegistry([]))
 
 
+class Wrapper(torch.nn.Module):
+    """Hands a call on, and no attribute."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, *args, **kwargs):
+        return self.inside(*args, **kwargs)
+
+
+def modules_elsewhere():
+    """Changes of the layers, and what is said of them."""
+
+    def layers(layers, count):
+        for place in range(count):
+            layers[place] = Wrapper(layers[place])
+
+    def attention(layers, count):
+        for layer in layers[:count]:
+            layer.self_attn = Wrapper(layer.self_attn)
+
+    def twice(layers, count):
+        layers[count - 1] = layers[0]
+
+    def fewer(layers, count):
+        del layers[0]
+
+    def swapped(layers, count):
+        layers[0], layers[1] = layers[1], layers[0]
+
+    return {
+        "layers": (layers, 4, "layers 0-3: .* got Wrapper with none in it"),
+        "attention": (attention, 4, "layers 0-3: .* got LlamaDecoderLayer with Wrapper in it"),
+        "one": (attention, 1, "layers 0: .* got LlamaDecoderLayer with Wrapper in it"),
+        "twice": (twice, 3, r"layers \[0, 2\] are one module"),
+        "fewer": (fewer, 0, "the model has 3 layers and its config 4"),
+        "swapped": (swapped, 0, "layer 0: expected layer_idx 0 .* got 1"),
+    }
+
+
+@pytest.mark.parametrize("name", modules_elsewhere())
+def test_modules_that_stand_elsewhere_are_refused(tiny, name):
+    change, count, said = modules_elsewhere()[name]
+    model = tiny.model(layers=4)
+    change(model.model.layers, count)
+    with pytest.raises(CapabilityError) as refused:
+        topkv.attach(model, tiny.settings())
+    own = [reason for reason in refused.value.reasons if reason.startswith("transformers: ")]
+    assert re.search(said, own[0])
+    assert len(own) == (2 if name == "swapped" else 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_config_that_changes_later_is_refused_by_name(tiny, check, family):
+    model, prompt = tiny.model(family), tiny.prompt(12)
+    said = r"config was changed .* expected 2 x full_attention, got 2 x sliding_attention of 8 tok"
+    with topkv.attach(model, tiny.settings()) as handle, torch.no_grad():
+        before = handle.new_cache()
+        model(**prompt, past_key_values=before)
+        model.config.sliding_window = 8
+        again = torch.cat([prompt["input_ids"]] * 2, 1)
+        for call in (
+            handle.new_cache,
+            before.fork,
+            lambda: model.generate(**prompt, **GREEDY),
+            lambda: model.generate(again, past_key_values=before, **GREEDY),
+        ):
+            with pytest.raises(RequestError, match=said):
+                call()
+        assert before.get_seq_length() == 12
+        before.close()
+        check.all_free(handle)
+        model.config.sliding_window = None
+        assert model.generate(**prompt, **GREEDY).shape == (1, 20)
+
+
 @pytest.mark.parametrize("advice", [5, "quest", ["unit", 16], []], ids=repr)
 def test_what_a_checkpoint_recommends_must_be_a_mapping(tiny, advice):
     model = tiny.model()

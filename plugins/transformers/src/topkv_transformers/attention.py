@@ -135,7 +135,8 @@ def _refuse(module: nn.Module, asked: list[str]) -> None:
         "this forward cannot run through topkv",
         [
             f"{type(module).__name__} asks for its own {', '.join(asked)}, which the core "
-            "does not compute; a class that does so must be refused: report it"
+            "does not compute. If the config was changed since the model was attached, undo that "
+            "or attach again; else the class must be refused: report it"
         ],
     )
 

@@ -74,6 +74,8 @@ class TopkvCache(Cache):
 
     def __init__(self, requests: CacheRequests, state: CacheState | None = None) -> None:
         self.requests = requests
+        if state is None:
+            requests.stock.check()
         self.state = state or CacheState(StockLayers(requests.stock))
         ours = count()
         super().__init__(

@@ -155,10 +155,12 @@ class Call:
         """Begin the rows of a fresh cache and reserve pages for prompt and new tokens.
 
         Raises:
-            RequestError: the prompt does not continue what the cache holds.
+            RequestError: the prompt does not continue what the cache holds, or the config was
+                changed since the model was attached.
             CapabilityError: the model would leave the cache out on the way.
             HostMemoryError, DeviceMemoryError: no room; the cache is as it was.
         """
+        cache.requests.stock.check()
         state, mask = cache.state, self.mask()
         columns = mask.shape[1]
         padding = np.repeat(left_padding(mask), self.option("num_return_sequences") or 1)

@@ -16,7 +16,7 @@ from topkv.kv.held import tensor_bytes
 from topkv_transformers.attention import NamedAttention
 from topkv_transformers.forwards import Forward, open_forward
 from topkv_transformers.state import CacheState
-from topkv_transformers.stock import StockLayers
+from topkv_transformers.stock import FreshLayers, StockLayers
 from topkv_transformers.turn import Turn
 from topkv_transformers.watch import ModelWatch
 
@@ -42,7 +42,7 @@ class CacheRequests:
         coordinator: SparseCoordinator,
         attention: NamedAttention,
         watch: ModelWatch,
-        stock: Callable[[], list[Any]],
+        stock: FreshLayers,
     ) -> None:
         self.coordinator = coordinator
         self.attention = attention

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from topkv_transformers.names import HANDLE, cache_in
 from topkv_transformers.prediction import prediction
 from topkv_transformers.prefixes import PromptPrefixes
 from topkv_transformers.requests import CacheRequests
-from topkv_transformers.stock import fresh_layers
+from topkv_transformers.stock import FreshLayers
 from topkv_transformers.support import attention_modules, decoder_of, left_alone
 from topkv_transformers.watch import ModelWatch
 
@@ -59,7 +59,7 @@ class AttachedModel:
             coordinator,
             attention.NamedAttention(self._decoder, left_alone(model)),
             ModelWatch(model, self._decoder),
-            partial(fresh_layers, self._decoder.config),
+            FreshLayers(self._decoder.config),
         )
         self.prefixes = PromptPrefixes(self._decoder, self.requests)
         self._parameters = list(inspect.signature(self._decoder.forward).parameters)

@@ -8,7 +8,9 @@ they write in place.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from itertools import chain
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from topkv.errors import CapabilityError
+from topkv.errors import CapabilityError, RequestError
 
 FULL = "full_attention"
 
@@ -42,20 +44,44 @@ def covering_window(config: Any) -> int | None:
     return window if window >= positions else None
 
 
-def fresh_layers(config: Any) -> list[Any]:
-    """Empty layers of Transformers' own cache, None where one of ours stands."""
-    types = layer_types(config)
-    if set(types).isdisjoint(STOCK):
-        return [None] * len(types)
-    layers = DynamicCache(config=config).layers
-    return [None if kind == FULL else layer for kind, layer in zip(types, layers, strict=True)]
+class FreshLayers:
+    """Makes empty layers of Transformers' own cache, None where one of ours stands.
+
+    The config is copied: one that changes later changes nothing in the caches that there are.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.copy = config, deepcopy(config)
+
+    def check(self) -> None:
+        """Raises RequestError if the config names other layers than it did."""
+        before, now = _shown(self.copy), _shown(self.config)
+        if before != now:
+            raise RequestError(
+                f"the config was changed since the model was attached: expected {before}, got "
+                f"{now}; undo the change, or detach() the handle and attach again"
+            )
+
+    def __call__(self) -> list[Any]:
+        types = layer_types(self.copy)
+        if set(types).isdisjoint(STOCK):
+            return [None] * len(types)
+        layers = DynamicCache(config=self.copy).layers
+        return [None if kind == FULL else layer for kind, layer in zip(types, layers, strict=True)]
+
+
+def _shown(config: Any) -> str:
+    """The layers of a config, and the window of those that slide."""
+    types = Counter(layer_types(config))
+    slide = f" of {config.sliding_window} tokens" if "sliding_attention" in types else ""
+    return ", ".join(f"{count} x {kind}" for kind, count in types.items()) + slide
 
 
 class StockLayers:
     """The stock layers of one cache.
 
     Args:
-        make: makes empty ones, as ``fresh_layers`` does.
+        make: makes empty ones, as ``FreshLayers`` does.
 
     Attributes:
         layers: one for each layer of the model, None where one of ours stands.

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from topkv.config.layers import show_ranges
 from topkv.plugins import PluginRegistry
 from topkv.types import ModelShape
 from topkv_transformers import blocks, latent_support
@@ -48,6 +49,10 @@ def refusals(model: object, on_meta: bool = False) -> list[str]:
         reasons.append(_unknown(model))
         if model.config.get_text_config() is not model.config:
             return reasons  # what else could be asked for lies a level deeper
+    else:
+        wrong = _module_refusals(model)
+        if wrong:
+            return reasons + wrong  # there is no attention to look at further
     latent = is_latent(model)
     reasons += _config_refusals(model.config.get_text_config(), group_of(model))
     modules = attention_modules(model)
@@ -153,6 +158,41 @@ def _layer_refusals(config: Any) -> list[str]:
     ]
 
 
+def _module_refusals(model: PreTrainedModel) -> list[str]:
+    """Whether the modules of a class that is served stand where its code makes them."""
+    layers: Any = getattr(decoder_of(model), "layers", ())
+    count = decoder_of(model).config.num_hidden_layers
+    if len(layers) != count:
+        return [f"the model has {len(layers)} layers and its config {count}; expected as many"]
+    places: dict[nn.Module, list[int]] = {}
+    for place, layer in enumerate(layers):
+        places.setdefault(layer, []).append(place)
+    reasons = [
+        f"layers {each} are one module, whose keys and values would be mixed up; expected one "
+        "for each"
+        for each in places.values()
+        if len(each) > 1
+    ]
+    needs = ("scaling", "kv_lora_rank" if is_latent(model) else "head_dim")
+    wrapped: dict[str, list[int]] = {}
+    for place, (kind, layer) in enumerate(layers_of(model)):
+        module = _attention_of(layer)
+        if kind == FULL and not all(hasattr(module, name) for name in needs):
+            inside = f"{type(module).__qualname__} in it" if module else "none in it"
+            wrapped.setdefault(f"{type(layer).__qualname__} with {inside}", []).append(place)
+        elif kind == FULL and getattr(module, "layer_idx", place) not in places[layer]:
+            reasons.append(
+                f"layer {place}: expected layer_idx {place} of its attention, by which a cache "
+                f"keeps layers apart, got {module.layer_idx}"
+            )
+    return reasons + [
+        f"layers {show_ranges(each)}: expected decoder layers with their attention in self_attn "
+        f"or mixer, got {found}; a layer or attention inside another module is not served: "
+        "attach the model without it, hooks can do what it does"
+        for found, each in wrapped.items()
+    ]
+
+
 def layers_of(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """Kind and module of each layer."""
     decoder = decoder_of(model)
@@ -165,8 +205,13 @@ def layers_of(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """The attention modules of the layers that topkv serves, in order."""
     full = [layer for kind, layer in layers_of(model) if kind == FULL]
-    modules = (getattr(layer, "self_attn", getattr(layer, "mixer", None)) for layer in full)
+    modules = map(_attention_of, full)
     return [module for module in modules if isinstance(module, nn.Module)]
+
+
+def _attention_of(layer: nn.Module) -> Any:
+    """The attention module of a layer, None where it has none."""
+    return getattr(layer, "self_attn", getattr(layer, "mixer", None))
 
 
 def left_alone(model: PreTrainedModel) -> set[nn.Module]:
