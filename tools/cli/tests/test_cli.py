@@ -111,7 +111,10 @@ def test_doctor_json_is_alone_on_stdout():
     result = run("doctor", "--json")
     report = json.loads(result.stdout)
     assert "looking at" in result.stderr
-    assert set(report) == {*probes.PROBES, "attaching", "plugins", "plugins_failed"}
+    assert set(report) == {
+        *probes.PROBES,
+        *("never_tested", "attaching", "plugins", "plugins_failed"),
+    }
     assert report["topkv"] == topkv.__version__
     assert report["host_memory"]["total_bytes"] >= report["host_memory"]["available_bytes"] > 0
     assert isinstance(report["devices"], list)

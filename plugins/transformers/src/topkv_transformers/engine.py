@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ from topkv.config import LoweredConfig, SparseConfig, lower
 from topkv.errors import CONFIG_REFUSED, CapabilityError, ConfigError
 from topkv.hooks.engine import EngineSetup
 from topkv.plugins import PluginRegistry
+from topkv.tested import never_tested
 from topkv_transformers import capture, compiled
 from topkv_transformers.prediction import tell
 from topkv_transformers.session import AttachedModel
@@ -60,6 +64,28 @@ def lower_for(
     return lowered
 
 
+def check_compiled(model: PreTrainedModel, lowered: LoweredConfig) -> None:
+    """Raises CapabilityError if layers are to be compiled where steps are not captured."""
+    if lowered.compile:
+        decoder = decoder_of(model)
+        reasons = capture.refusals(decoder, lowered) + compiled.refusals(decoder, lowered)
+        if reasons:
+            raise CapabilityError("compile: true cannot be served", reasons)
+
+
+PACKAGES = ("topkv", "topkv-transformers")
+"""Distributions that say which versions of torch, triton and Transformers were tested."""
+
+
+@cache
+def warn_of_versions() -> None:
+    """Warn of what was never tested with this engine, once in a process."""
+    for sentence in chain.from_iterable(map(never_tested, PACKAGES)):
+        warnings.warn(
+            f"{sentence}; compare with the stock model, or install one of those", stacklevel=4
+        )
+
+
 class TransformersEngine:
     """Attaches causal language models of Transformers, see ``classes.CLASSES``.
 
@@ -81,7 +107,8 @@ class TransformersEngine:
 
         A dict ``topkv`` in the model's own config stands between topkv's defaults and ``config``,
         as does what a model with an indexer was trained to select. What a step will take is told
-        to the logger ``topkv``, level ``INFO``.
+        to the logger ``topkv``, level ``INFO``. A ``UserWarning``, once in a process, names what
+        is installed in a version that was never tested.
 
         Raises:
             CapabilityError: the model is refused, a plugin cannot serve it, or layers are to be
@@ -89,15 +116,12 @@ class TransformersEngine:
             ConfigError, PluginError: the configuration is wrong.
             HostMemoryError, DeviceMemoryError: a tier is too small.
         """
+        warn_of_versions()
         reasons = refusals(model)
         if reasons:
             raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)
         lowered = lower_for(model, config, self.registry)
-        if lowered.compile:
-            decoder = decoder_of(model)
-            reasons = capture.refusals(decoder, lowered) + compiled.refusals(decoder, lowered)
-        if reasons:
-            raise CapabilityError("compile: true cannot be served", reasons)
+        check_compiled(model, lowered)
         handle = AttachedModel(model, SparseCoordinator(lowered, self.registry))
         try:
             reasons = handle.prefixes.refusals()

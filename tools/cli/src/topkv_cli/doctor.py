@@ -16,6 +16,7 @@ from rich.text import Text
 from topkv.config.checks import byte_size
 from topkv.entries import KINDS
 from topkv.plugins import registry
+from topkv.tested import never_tested
 from topkv_cli import probes
 from topkv_cli.attaching import attaching
 from topkv_cli.plugins import as_dict
@@ -28,6 +29,8 @@ def diagnose(pool: int | None = None) -> dict[str, Any]:
         pool: bytes of a host pool to tell the time of.
     """
     report = {name: probes.attempt(probe) for name, probe in probes.PROBES.items()}
+    packages = {"topkv", *(record.package for record in registry().records())}
+    report["never_tested"] = [each for name in sorted(packages) for each in never_tested(name)]
     report["attaching"] = probes.attempt(partial(attaching, pool))
     told = {
         f"{record.kind} {record.name}": probes.attempt(partial(registry().doctor, record))
@@ -73,7 +76,12 @@ def _size(context: click.Context, option: click.Parameter, value: str | None) ->
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Tell from config.json alone whether a checkpoint can be attached, and how.",
 )
-@click.option("--length", metavar="N", type=click.IntRange(1), default=32768, show_default=True)
+@click.option(
+    "--length",
+    metavar="N",
+    type=click.IntRange(1),
+    help="With --model: tokens of a request; by default its positions, at most 32768.",
+)
 @click.option(
     "--settings",
     metavar="FILE",
@@ -86,7 +94,7 @@ def _size(context: click.Context, option: click.Parameter, value: str | None) ->
 def command(
     pool: int | None,
     model: Path | None,
-    length: int,
+    length: int | None,
     settings: Path | None,
     algorithm: str | None,
     backend: str | None,

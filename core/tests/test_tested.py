@@ -1,0 +1,76 @@
+"""Which installed packages were never tested, by the ranges in the metadata of a package."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from topkv.tested import never_tested
+
+RANGES = [
+    "transformers<5.25,>=5.17",
+    "torch>=2.11",
+    'torch<2.14; extra == "tested"',
+    "numpy>=1.26",
+    "pluggy[dev] (>=1.5,<2)",
+    "absent<3",
+]
+
+
+def installed(monkeypatch, **versions):
+    def version(name):
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    def requires(name):
+        version(name)
+        return RANGES
+
+    monkeypatch.setattr("topkv.tested.metadata.version", version)
+    monkeypatch.setattr("topkv.tested.metadata.requires", requires)
+    return never_tested("engine")
+
+
+def test_versions_within_their_ranges_are_not_named(monkeypatch):
+    versions = {"transformers": "5.24.3", "torch": "2.13.0+cpu", "numpy": "9.0", "pluggy": "1.6"}
+    assert installed(monkeypatch, engine="0.1", **versions) == []
+    assert installed(monkeypatch, **versions) == []  # the package itself is on the path alone
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "ran"),
+    [
+        ("transformers", "5.25.0", "<5.25,>=5.17"),
+        ("transformers", "5.25.0.dev0", "<5.25,>=5.17"),
+        ("transformers", "5.16.1", "<5.25,>=5.17"),
+        ("torch", "2.14.0a0+git1", ">=2.11,<2.14"),
+        ("torch", "10.1", ">=2.11,<2.14"),
+        ("pluggy", "2.0.0", ">=1.5,<2"),
+    ],
+)
+def test_others_are_named_with_what_tests_ran_with(monkeypatch, name, version, ran):
+    (said,) = installed(monkeypatch, engine="0.1", **{name: version})
+    assert said == (
+        f"{name} {version} was never tested with engine 0.1, whose tests ran with {ran}"
+    )
+
+
+@example([5], [5, 0], [6])
+@example([5], [4], [5, 0])
+@given(
+    st.lists(st.integers(0, 12), min_size=1, max_size=4),
+    st.lists(st.integers(0, 12), min_size=1, max_size=3),
+    st.lists(st.integers(0, 12), min_size=1, max_size=3),
+)
+def test_releases_compare_as_pip_compares_them(version, low, high):
+    version, low, high = (".".join(map(str, each)) for each in (version, low, high))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.RANGES", [f"other>={low},<{high}"])
+        said = installed(patch, engine="0.1", other=version)
+    assert bool(said) != (Version(version) in SpecifierSet(f">={low},<{high}"))
