@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
 
 import pytest
 import torch
@@ -10,8 +12,11 @@ from click.testing import CliRunner
 from model_cases import config_of, model_of
 from transformers import DynamicCache, LongcatFlashConfig
 
+import topkv
+from topkv.errors import CapabilityError, ConfigError
 from topkv.plugins import registry
 from topkv_cli.group import topkv as command
+from topkv_transformers.engine import warn_of_versions
 from topkv_transformers.examine import examine
 from topkv_transformers.support import layers_of
 
@@ -112,3 +117,80 @@ def test_a_folder_without_a_configuration_is_one_error(tmp_path, text):
     result, _ = told("--model", tmp_path)
     assert result.exit_code == 2
     assert f"cannot look at {tmp_path}" in result.output.replace("\n", "")
+
+
+def test_head_dims_that_no_backend_takes_are_refused_without_settings(tiny, tmp_path):
+    _, report = told("--model", written(tmp_path, "Granite", head_dim=80))
+    assert not report["attaches"]
+    assert any("80" in each for each in report["refused"])
+    named = {each.partition(":")[0] for each in report["refused"]}
+    assert named == {record.name for record in registry().usable("backend")}
+    with pytest.raises(CapabilityError, match="80"):
+        topkv.attach(model_of("Granite", head_dim=80), tiny.settings())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"compile": True, "capture": "off"}, "capture is .off."),
+        ({"max_request_tokens": 656}, "sliding_window = 640"),
+    ],
+    ids=["compile", "window"],
+)
+def test_settings_are_refused_as_by_attach(tiny, tmp_path, settings, said):
+    settings = tiny.settings(**settings)
+    found = examine(written(tmp_path, "Phi3", sliding_window=640), settings, None, registry())
+    with pytest.raises((CapabilityError, ConfigError)) as refused:
+        topkv.attach(model_of("Phi3", sliding_window=640), settings)
+    assert found.refused == list(refused.value.reasons)
+    assert any(re.search(said, reason) for reason in found.refused)
+
+
+@pytest.mark.parametrize("positions", [640, 40_000])
+def test_a_request_has_no_more_tokens_than_the_model_positions(tmp_path, positions):
+    written(tmp_path, "Granite", max_position_embeddings=positions)
+    _, report = told("--model", tmp_path)
+    assert (report["length"], report["positions"]) == (min(positions, 32768), positions)
+    _, report = told("--model", tmp_path, "--length", 50_000)
+    assert (report["length"], report["positions"]) == (50_000, positions)
+
+
+def test_a_configuration_without_its_class_is_that_of_its_kind(tmp_path):
+    written(tmp_path, "Gemma3")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["architectures"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, report = told("--model", tmp_path)
+    assert (report["class"], report["attaches"]) == ("Gemma3ForCausalLM", True)
+
+
+def test_what_generate_refuses_of_its_own_settings(tmp_path):
+    """Gemma's is served, beams are not."""
+    written(tmp_path, "Gemma3")
+    own = {"cache_implementation": "hybrid", "num_beams": 4}
+    (tmp_path / "generation_config.json").write_text(json.dumps(own))
+    _, report = told("--model", tmp_path)
+    assert report["attaches"]
+    (reason,) = report["generate_refuses"]
+    assert reason == "num_beams=4: beams are not supported; give num_beams=1"
+
+
+def test_versions_that_were_never_tested_are_named(tiny, tmp_path, monkeypatch):
+    """Once in a process where a model is attached, and by each doctor."""
+    untested = {"topkv": ["torch 9"], "topkv-transformers": ["transformers 8"]}
+    everywhere = ("topkv_transformers.engine", "topkv_cli.checkpoint", "topkv_cli.doctor")
+    for module in everywhere:
+        monkeypatch.setattr(f"{module}.never_tested", lambda name: untested.get(name, []))
+    _, report = told("--model", written(tmp_path, "Granite"))
+    assert report["attaches"]
+    assert report["never_tested"] == ["torch 9", "transformers 8"]
+    monkeypatch.setattr("topkv_cli.attaching._PROBE", 1 << 22)
+    assert told()[1]["never_tested"] == ["torch 9", "transformers 8"]
+    warn_of_versions.cache_clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            topkv.attach(tiny.model(), tiny.settings()).detach()
+    warn_of_versions.cache_clear()
+    ours = [str(each.message) for each in said if "install one of those" in str(each.message)]
+    assert [each.partition(";")[0] for each in ours] == ["torch 9", "transformers 8"]

@@ -77,15 +77,16 @@ def install(modules: list[Any]) -> list[BlockIndex]:
     return [BlockIndex(module.indexer) for module in modules if module.indexer is not None]
 
 
-def layer_refusals(modules: list[Any]) -> list[str]:
-    """Why attention modules cannot be served. They are on one device, with real weights."""
+def layer_refusals(modules: list[Any], on_meta: bool = False) -> list[str]:
+    """Why attention modules cannot be served. They are on one device, with real weights, or else
+    ``on_meta``, where none of them is run."""
     own = [module.indexer for module in modules if module.indexer is not None]
     if not own:
         return ["no layer has an index, and its class is known to have one: nothing selects"]
     kinds = {(type(each), *(getattr(each, name, None) for name in _SIZES)) for each in own}
     if len(kinds) > 1:
         return ["the indexes of the layers differ in class or size; expected alike"]
-    if not _projects_alike(own[0]):
+    if not on_meta and not _projects_alike(own[0]):
         return [
             f"the keys of {type(own[0]).__qualname__} on a random input are not those that topkv "
             "makes of its weights; its selection cannot be reproduced"

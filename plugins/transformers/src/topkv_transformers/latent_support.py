@@ -30,8 +30,9 @@ def geometry(module: nn.Module) -> tuple[Any, ...]:
     return tuple(getattr(module, name, None) for name in _SIZES)
 
 
-def layer_refusals(modules: list[Any]) -> list[str]:
-    """Why attention modules cannot be replaced. They are on one device, with real weights."""
+def layer_refusals(modules: list[Any], on_meta: bool = False) -> list[str]:
+    """Why attention modules cannot be replaced. They are on one device, with real weights, or
+    else ``on_meta``, where none of them is run."""
     reasons = []
     if any(rotary_of(module) is None for module in modules):
         names = sorted({type(module).__qualname__ for module in modules})
@@ -44,7 +45,7 @@ def layer_refusals(modules: list[Any]) -> list[str]:
         )
     if all(getattr(module, "indexer", None) is None for module in modules):
         return reasons
-    return reasons + _indexer_refusals(modules)
+    return reasons + _indexer_refusals(modules, on_meta)
 
 
 def _plain(module: Any) -> bool:
@@ -59,7 +60,7 @@ def _plain(module: Any) -> bool:
     )
 
 
-def _indexer_refusals(modules: list[Any]) -> list[str]:
+def _indexer_refusals(modules: list[Any], on_meta: bool) -> list[str]:
     indexers = [module.indexer for module in modules]
     if any(getattr(module, "q_lora_rank", None) is None for module in modules):
         return ["an indexer of queries without a latent (q_lora_rank=None) is not supported"]
@@ -69,7 +70,7 @@ def _indexer_refusals(modules: list[Any]) -> list[str]:
     kinds = {(type(each), *(getattr(each, name, None) for name in _INDEX_SIZES)) for each in own}
     if len(kinds) > 1:
         return ["the indexers of the layers differ in class or size; expected alike"]
-    if rotation_of(own[0]) is None:
+    if not on_meta and rotation_of(own[0]) is None:
         return [
             f"the RoPE of {type(own[0]).__qualname__} is neither of halves nor of neighbours: on "
             "a random input its keys are not those of either; its selection cannot be reproduced"

@@ -59,8 +59,17 @@ def refusals(model: object, on_meta: bool = False) -> list[str]:
     geometry = latent_support.geometry if latent else _geometry
     if len({geometry(module) for module in modules}) > 1:
         reasons.append("the attention layers differ in head_dim, heads or scaling; expected alike")
-    if on_meta:
+    reasons += [] if on_meta else _place_refusals(model, modules)
+    if reasons:  # what runs a module needs one that is sound otherwise
         return reasons
+    if latent:
+        return latent_support.layer_refusals(modules, on_meta)
+    return blocks.layer_refusals(modules, on_meta) if group_of(model) == "blocks" else []
+
+
+def _place_refusals(model: PreTrainedModel, modules: list[nn.Module]) -> list[str]:
+    """Where the attention layers are, and whether somebody has attached them already."""
+    reasons = []
     devices = {parameter.device for module in modules for parameter in module.parameters()}
     if len(devices) > 1 or torch.device("meta") in devices:
         places = sorted(str(device) for device in devices)
@@ -68,11 +77,7 @@ def refusals(model: object, on_meta: bool = False) -> list[str]:
     reasons += _device_refusals(devices)
     if hasattr(decoder_of(model), HANDLE):
         reasons.append("the model is attached already; call detach() of its handle first")
-    if reasons:  # what runs a module needs one that is sound otherwise
-        return reasons
-    if latent:
-        return latent_support.layer_refusals(modules)
-    return blocks.layer_refusals(modules) if group_of(model) == "blocks" else []
+    return reasons
 
 
 def _unknown(model: PreTrainedModel) -> str:

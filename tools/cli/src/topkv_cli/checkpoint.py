@@ -11,16 +11,21 @@ from topkv.config import SparseConfig
 from topkv.config.layers import show_ranges
 from topkv.errors import ConfigError, PluginError
 from topkv.plugins import registry
+from topkv.tested import never_tested
 
 
 def examined(
-    model: Path, length: int, settings: Path | None, algorithm: str | None, backend: str | None
+    model: Path,
+    length: int | None,
+    settings: Path | None,
+    algorithm: str | None,
+    backend: str | None,
 ) -> dict[str, Any]:
     """What the engine of Transformers says of a checkpoint, as JSON has it.
 
     Args:
         model: the folder of ``config.json``.
-        length: tokens of a request.
+        length: tokens of a request; None for what the engine takes.
         settings: a file of ``SparseConfig``.
         algorithm, backend: stand above what it says; with neither nor a file, no bytes are told.
 
@@ -29,6 +34,7 @@ def examined(
         ConfigError: the configuration of the model, or the file, cannot be used.
     """
     try:
+        from topkv_transformers.engine import PACKAGES
         from topkv_transformers.examine import examine
     except ImportError as error:
         raise PluginError(
@@ -53,6 +59,8 @@ def examined(
         for kind in dict.fromkeys(found.layers)
     }
     told = {"class": found.model, "group": found.group, "attaches": not found.refused}
-    told |= {"refused": list(found.refused), "layers": layers, "length": length}
+    told |= {"refused": list(found.refused), "generate_refuses": list(found.options)}
+    told |= {"never_tested": [each for name in PACKAGES for each in never_tested(name)]}
+    told |= {"layers": layers, "length": found.length, "positions": found.positions}
     told |= {f"{tier}_bytes": size for tier, size in found.bytes.items()}
     return {**told, "not_counted": list(found.not_counted)}
