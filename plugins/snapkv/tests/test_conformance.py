@@ -30,7 +30,7 @@ PARAMS = {
 }
 
 OPTIONS = AlgorithmOptions(
-    params=st.fixed_dictionaries(PARAMS), promised=window, selects=(9, 11, 14), units=32
+    params=st.fixed_dictionaries(PARAMS), promised=window, selects=(9, 11, 14, 31), units=32
 )
 
 

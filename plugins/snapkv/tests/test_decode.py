@@ -37,7 +37,7 @@ def tier(request):
     return request.param
 
 
-def make(tier, **params):
+def make(tier, longest=MOST, **params):
     config = SparseConfig(
         algorithm="snapkv",
         params={**PARAMS, **params},
@@ -48,7 +48,7 @@ def make(tier, **params):
         page_tokens=8,
         max_requests=2,
         max_tokens=2 * MOST,
-        max_request_tokens=MOST,
+        max_request_tokens=longest,
         prefill_block_tokens=16,
         poison=True,
     )
@@ -161,6 +161,19 @@ def test_a_prompt_within_the_cap_is_dense(tier):
         lanes = chat.decode()[1]
         first = prompt + 1  # the oldest generated token has to go
         assert lanes == [[*range(prompt), *range(first, chat.length - 1)]] * KV_HEADS
+
+
+@pytest.mark.parametrize("outgrow", ["refuse", "slide"])
+@pytest.mark.parametrize("params", [{}, {"window": 64, "generated": 300}, {"ada": True}], ids=str)
+def test_a_budget_that_covers_the_longest_request_is_dense(tier, outgrow, params):
+    """max_request_tokens below the budget leaves no less to the prompt than the budget did."""
+    longest = 16  # one less than the budget, in whole pages
+    for prompt in (1, CAP, CAP + 1, longest - 1):
+        chat = Chat(make(tier, longest, outgrow=outgrow, **params), seed=prompt)
+        chat.prefill(prompt)
+        while chat.length < longest:
+            lanes = chat.decode()[1]
+            assert lanes == [list(range(chat.length - 1))] * KV_HEADS
 
 
 def test_forks_and_reused_slots(tier):

@@ -57,7 +57,7 @@ class SnapKV:
         return AlgorithmSpec(
             tuple(RepresentationSpec(name, "request", *form) for name, *form in pools),
             settle_whole=True,
-            generated=None if s.slide else s.generated,
+            generated=None if s.slide or s.covers else s.generated,
             prompt_tail=s.window,
             heads="all" if s.ada else "own",
         )

@@ -54,8 +54,9 @@ class SnapKVTriton(SnapKV):
 
     def __init__(self, setup: AlgorithmSetup) -> None:
         super().__init__(setup)
-        most = self.settings.width - self.settings.window
-        self.work = setup.topk(self.group.lane_heads, self.group.max_units, most)
+        if not self.settings.covers:
+            most = self.settings.width - self.settings.window
+            self.work = setup.topk(self.group.lane_heads, self.group.max_units, most)
 
     @hookimpl
     def retrieve_topk(

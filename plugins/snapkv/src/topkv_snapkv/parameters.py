@@ -28,6 +28,8 @@ class Settings:
         ada: whether the heads share their budgets.
         width: prompt tokens of the widest head.
         cap: prompt tokens of a head, on average.
+        covers: whether a selection holds all tokens that a request can have. Then all of them
+            are kept, and nothing is chosen.
     """
 
     window: int
@@ -38,6 +40,7 @@ class Settings:
     ada: bool
     width: int
     cap: int
+    covers: bool
 
 
 def read(model: ModelShape, group: GroupShape, params: Mapping[str, Any]) -> Settings:
@@ -53,17 +56,25 @@ def read(model: ModelShape, group: GroupShape, params: Mapping[str, Any]) -> Set
         raise ConfigError("snapkv", reasons)
     width, cap = _budgets(group, params)
     given = {name: params[name] for name in ("window", "kernel", "pool", "generated", "ada")}
-    return Settings(**given, slide=params["outgrow"] == "slide", width=width, cap=cap)
+    slide = params["outgrow"] == "slide"
+    return Settings(**given, slide=slide, width=width, cap=cap, covers=_covers(group))
+
+
+def _covers(group: GroupShape) -> bool:
+    """Whether a selection has a place for all tokens of a request but the newest."""
+    return group.select >= group.max_units - 1
 
 
 def _budgets(group: GroupShape, params: Mapping[str, Any]) -> tuple[int, int]:
+    if _covers(group):  # max_request_tokens bounds it, and not the budget
+        return group.max_units, group.max_units
     width = group.select - params["generated"]
     return width, int(width / params["ada_max"]) if params["ada"] else width
 
 
 def _budget_reasons(group: GroupShape, params: Mapping[str, Any]) -> list[str]:
     cap = _budgets(group, params)[1]
-    if cap > params["window"]:
+    if cap > params["window"] or _covers(group):
         return []
     factor = params["ada_max"] if params["ada"] else 1
     need = math.ceil((params["window"] + 1) * factor) + params["generated"] + 1
