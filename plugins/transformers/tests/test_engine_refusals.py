@@ -10,34 +10,17 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import topkv
 from topkv.errors import (
     CapabilityError,
-    ConfigError,
     DeviceMemoryError,
     HostMemoryError,
     RequestError,
 )
-from topkv.plugins import PluginRegistry
-from topkv_transformers import support
 
+PAD = 0
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
-
-
-def test_attaching_twice_is_refused(tiny):
-    model = tiny.model()
-    with topkv.attach(model, tiny.settings()), pytest.raises(CapabilityError, match="already"):
-        topkv.attach(model, tiny.settings())
-
-
-def test_models_beside_the_current_device_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert support._device_refusals({torch.device("cuda", 1)}) == []
-    assert support._device_refusals({torch.device("cpu")}) == []
-    (reason,) = support._device_refusals({torch.device("cuda", 0)})
-    assert "torch.cuda.set_device(0)" in reason
 
 
 def test_copies_and_pickles_are_refused(tiny):
@@ -161,6 +144,36 @@ def test_masks_that_are_refused(tiny, check, name, direct):
         check.all_free(handle)
 
 
+def test_a_turn_behind_a_row_that_has_ended(tiny, check):
+    """Its padding stands within the columns of the cache. Both ways that the error names work."""
+    model, prompt = tiny.model(), tiny.prompt(12, (0, 3))
+    end = model.generate(**prompt, **GREEDY)[0, 14].item()  # the first row ends, the other not
+    options = {**GREEDY, "eos_token_id": end}
+    more = tiny.prompt(5, seed=2)["input_ids"].repeat(2, 1)
+    with topkv.attach(model, tiny.settings()) as handle:
+        cache = handle.new_cache()
+        said = model.generate(**prompt, **options, past_key_values=cache)
+        assert (said[0, 15:] == PAD).all()
+        assert (said[1, 12:] != PAD).all()
+        turn = torch.cat([said, more], 1)
+        for given in (None, (turn != PAD).long()):
+            with pytest.raises(CapabilityError, match=r"rows \[0\] .* Pad all conversations anew"):
+                model.generate(turn, attention_mask=given, **options, past_key_values=cache)
+        with pytest.raises(CapabilityError, match="Pad all conversations anew"):
+            model(more, attention_mask=(turn != PAD)[:, : 12 + 7 + 5], past_key_values=cache)
+        assert cache.get_seq_length() == 12 + 7
+        cache.close()
+        rows = [row[row != PAD] for row in turn]
+        anew = torch.stack([torch.nn.functional.pad(r, (25 - len(r), 0)) for r in rows])
+        together = model.generate(anew, attention_mask=(anew != PAD).long(), **options)
+        for row, both in zip(rows, together, strict=True):
+            own = handle.new_cache()
+            alone = model.generate(row[None], **options, past_key_values=own)[0]
+            own.close()
+            assert torch.equal(alone[len(row) :], both[25 : 25 + len(alone) - len(row)])
+        check.all_free(handle)
+
+
 def test_forwards_that_are_refused(tiny, check):
     model, prompt = tiny.model(), tiny.prompt(12, (0, 2))
     ids, mask = prompt["input_ids"], prompt["attention_mask"]
@@ -201,84 +214,6 @@ def test_forwards_that_are_refused(tiny, check):
         assert [handle.coordinator.length(slot) for slot in cache.slots] == [12, 10]
 
 
-def test_models_that_are_refused(tiny):
-    gpt = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=1, vocab_size=32))
-    with pytest.raises(CapabilityError, match="GPT2LMHeadModel is not supported"):
-        topkv.attach(gpt)
-    with pytest.raises(CapabilityError, match="expected a transformers"):
-        topkv.attach(torch.nn.Linear(2, 2))
-    sliding = tiny.model("mistral", config=tiny.config("mistral", sliding_window=32))
-    with pytest.raises(CapabilityError, match=r"config\.sliding_window=None"):
-        topkv.attach(sliding, tiny.settings())
-    model = tiny.model("qwen3")
-    model.config.layer_types = ["full_attention", "chunked_attention"]
-    model.config.attn_logit_softcapping = 30.0
-    model.config.kv_lora_rank = 8
-    model.config.index_topk = 4
-    with pytest.raises(CapabilityError) as refused:
-        topkv.attach(model, tiny.settings())
-    own = [reason for reason in refused.value.reasons if reason.startswith("transformers: ")]
-    assert len(own) == 4  # other engines that are installed have reasons too
-    odd = tiny.model(config=tiny.config(head_dim=48))
-    with pytest.raises((CapabilityError, ConfigError), match="48"):
-        topkv.attach(odd, tiny.settings())
-    with pytest.raises(CapabilityError, match="no engine is installed"):
-        topkv.attach(tiny.model(), registry=PluginRegistry([]))
-
-
-class Wrapper(torch.nn.Module):
-    """Hands a call on, and no attribute."""
-
-    def __init__(self, inside):
-        super().__init__()
-        self.inside = inside
-
-    def forward(self, *args, **kwargs):
-        return self.inside(*args, **kwargs)
-
-
-def modules_elsewhere():
-    """Changes of the layers, and what is said of them."""
-
-    def layers(layers, count):
-        for place in range(count):
-            layers[place] = Wrapper(layers[place])
-
-    def attention(layers, count):
-        for layer in layers[:count]:
-            layer.self_attn = Wrapper(layer.self_attn)
-
-    def twice(layers, count):
-        layers[count - 1] = layers[0]
-
-    def fewer(layers, count):
-        del layers[0]
-
-    def swapped(layers, count):
-        layers[0], layers[1] = layers[1], layers[0]
-
-    return {
-        "layers": (layers, 4, "layers 0-3: .* got Wrapper with none in it"),
-        "attention": (attention, 4, "layers 0-3: .* got LlamaDecoderLayer with Wrapper in it"),
-        "one": (attention, 1, "layers 0: .* got LlamaDecoderLayer with Wrapper in it"),
-        "twice": (twice, 3, r"layers \[0, 2\] are one module"),
-        "fewer": (fewer, 0, "the model has 3 layers and its config 4"),
-        "swapped": (swapped, 0, "layer 0: expected layer_idx 0 .* got 1"),
-    }
-
-
-@pytest.mark.parametrize("name", modules_elsewhere())
-def test_modules_that_stand_elsewhere_are_refused(tiny, name):
-    change, count, said = modules_elsewhere()[name]
-    model = tiny.model(layers=4)
-    change(model.model.layers, count)
-    with pytest.raises(CapabilityError) as refused:
-        topkv.attach(model, tiny.settings())
-    own = [reason for reason in refused.value.reasons if reason.startswith("transformers: ")]
-    assert re.search(said, own[0])
-    assert len(own) == (2 if name == "swapped" else 1)
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_a_config_that_changes_later_is_refused_by_name(tiny, check, family):
     model, prompt = tiny.model(family), tiny.prompt(12)
@@ -301,14 +236,6 @@ def test_a_config_that_changes_later_is_refused_by_name(tiny, check, family):
         check.all_free(handle)
         model.config.sliding_window = None
         assert model.generate(**prompt, **GREEDY).shape == (1, 20)
-
-
-@pytest.mark.parametrize("advice", [5, "quest", ["unit", 16], []], ids=repr)
-def test_what_a_checkpoint_recommends_must_be_a_mapping(tiny, advice):
-    model = tiny.model()
-    model.config.topkv = advice
-    with pytest.raises(ConfigError, match="checkpoint: topkv must be a mapping, got "):
-        topkv.attach(model, tiny.settings())
 
 
 @pytest.mark.parametrize("wrong", [-1.5, "2", None])

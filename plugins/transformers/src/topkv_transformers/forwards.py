@@ -87,11 +87,22 @@ class Forward:
         return rows.unflatten(0, (batch, self.columns))
 
 
-def left_padding(mask: Tensor) -> np.ndarray:
+FIRST = "set the tokenizer's padding_side to 'left'"
+"""How a prompt gets the padding that is expected, and of a cache with tokens, a further turn."""
+
+LATER = (
+    "a cache keeps each column that it was given, so also the padding behind a row that ended "
+    "before others. Pad all conversations anew on the left and pass their ids without "
+    "past_key_values, or give each conversation a cache of its own"
+)
+
+
+def left_padding(mask: Tensor, seen: int = 0) -> np.ndarray:
     """Padding columns of each row, int64 ``[B]``; a row may hold nothing else.
 
     Args:
         mask: ``[B, n]``, 0 where a column is padding.
+        seen: columns that the cache holds.
 
     Raises:
         CapabilityError: a mask of another form, right padding or holes.
@@ -109,8 +120,8 @@ def left_padding(mask: Tensor) -> np.ndarray:
         raise CapabilityError(
             "this attention mask cannot run through topkv",
             [
-                f"rows {rows} have right padding or holes; expected left padding alone: set "
-                "the tokenizer's padding_side to 'left'"
+                f"rows {rows} have right padding or holes; expected left padding alone: "
+                f"{LATER if seen else FIRST}"
             ],
         )
     return (~real).sum(1).astype(np.int64)
@@ -141,7 +152,8 @@ def open_forward(
     index = None
     padding = state.padding
     if is_prefill(state, columns):
-        padding = padding if mask is None else _grown(state, columns, left_padding(mask))
+        if mask is not None:
+            padding = _grown(state, columns, left_padding(mask, state.seen))
         pads = np.clip(padding - state.seen, 0, columns)
         chunks = [
             (slot, columns - pad)

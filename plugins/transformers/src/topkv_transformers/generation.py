@@ -163,7 +163,9 @@ class Call:
         cache.requests.stock.check()
         state, mask = cache.state, self.mask()
         columns = mask.shape[1]
-        padding = np.repeat(left_padding(mask), self.option("num_return_sequences") or 1)
+        padding = np.repeat(
+            left_padding(mask, state.seen), self.option("num_return_sequences") or 1
+        )
         self._check_prompt(state, mask, padding)
         self._check_columns(state, columns)
         # The last token that is generated is never appended.

@@ -43,7 +43,8 @@ def refusals(model: object, on_meta: bool = False) -> list[str]:
         on_meta: the model has no weights, and what needs them or a place is not looked at.
     """
     if not isinstance(model, PreTrainedModel):
-        return [f"expected a transformers PreTrainedModel, got {type(model).__qualname__}"]
+        expected = "expected a transformers PreTrainedModel, got"
+        return [f"{expected} {type(model).__qualname__}{_inside(model)}"]
     reasons = []
     if group_of(model) is None:
         reasons.append(_unknown(model))
@@ -65,6 +66,18 @@ def refusals(model: object, on_meta: bool = False) -> list[str]:
     if latent:
         return latent_support.layer_refusals(modules, on_meta)
     return blocks.layer_refusals(modules, on_meta) if group_of(model) == "blocks" else []
+
+
+def _inside(model: object) -> str:
+    """Where the model is within a wrapper, of PEFT say; empty if there is none."""
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    for place, module in modules:
+        if isinstance(module, PreTrainedModel):
+            return (
+                f", which wraps a {type(module).__qualname__}: attach that, "
+                f"topkv.attach(model.{place}); adapters of PEFT are modules within it and stay"
+            )
+    return ""
 
 
 def _place_refusals(model: PreTrainedModel, modules: list[nn.Module]) -> list[str]:
