@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from topkv.errors import ConfigError
 from topkv.hooks.storage import OWNER_BYTES, StorageSetup
-from topkv.storage.objects import HEADER, owner_of, problem_of, write_header
+from topkv.storage.objects import HEADER, MAGIC, owner_of, problem_of, write_header
 from topkv_files import folder as folders
 from topkv_files.commands import storage as command
 from topkv_files.storage import FilesStorage
@@ -150,7 +150,7 @@ def test_a_writer_that_is_at_work_is_no_leftover(tmp_path, monkeypatch):
     monkeypatch.setattr(folders.os, "rename", sweeping)
     assert storage.put([key_of(1)], [page(1)]) == [True]
     assert set(swept) == {0}
-    (tmp_path / "new" / "dead").write_bytes(b"half a page")
+    (tmp_path / "new" / ("ab" * 16)).write_bytes(MAGIC + b"half a page")
     assert folders.Folder(tmp_path).clean() == 1
 
 
@@ -264,7 +264,7 @@ def limited(path, quotas, **params):
 
 
 def place_of(size):
-    return [np.ones(size, dtype=np.uint8)]
+    return [np.frombuffer(bytearray(MAGIC.ljust(size)), dtype=np.uint8)]
 
 
 def test_an_owner_loses_what_went_unused_longest(tmp_path):
@@ -374,7 +374,7 @@ def test_commands_list_check_and_prune(tmp_path):
     }
     assert "removed" in run("verify", tmp_path, "--delete").stdout
     assert run("verify", tmp_path).exit_code == 0
-    (tmp_path / "new" / "dead").write_bytes(b"half a page")
+    (tmp_path / "new" / ("ab" * 16)).write_bytes(MAGIC + b"half a page")
     pruned = json.loads(run("prune", tmp_path, "--limit", SIZE + HEADER, "--json").stdout)
     assert pruned["left_by_dead_writers"] == 1
     assert pruned["bytes"] == SIZE + HEADER

@@ -39,7 +39,7 @@ def generated(model, ids, steps=12):
 @pytest.fixture
 def settings(tiny, tmp_path):
     def settings(storage=(), **options):
-        asked = {"name": "files", "params": {"path": str(tmp_path)}, "least_tokens": 16}
+        asked = {"name": "files", "params": {"path": str(tmp_path / "pages")}, "least_tokens": 16}
         asked |= {"fetch": "wait_complete", **dict(storage)}
         return {**tiny.settings(**SPARSE), "prefix_cache": "prompt", "storage": asked, **options}
 

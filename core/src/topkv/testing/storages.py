@@ -32,6 +32,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topkv.hooks.storage import OWNER_BYTES, Place, Storage, StorageSetup
+from topkv.storage.objects import HEADER, write_header
 from topkv.testing.kit import KitTests, Subject, examples
 
 MOST_BYTES = 3 * 4096
@@ -95,6 +96,14 @@ def content_of(number: int, size: int) -> bytes:
     return np.random.default_rng(number).bytes(size)
 
 
+def page_of(key: bytes, number: int, size: int) -> bytes:
+    """An object as the core makes it: its header, and bytes of its own."""
+    header = np.zeros(HEADER, dtype=np.uint8)
+    body = np.frombuffer(content_of(number, size - HEADER), dtype=np.uint8)
+    write_header(header, key, bytes(32), [body])
+    return header.tobytes() + body.tobytes()
+
+
 cuts = st.lists(st.sampled_from([1, 2, 3, 64, 511, 1000, 4096]), min_size=1, max_size=3)
 keys = st.integers(0, 7).map(key_of)
 
@@ -108,6 +117,8 @@ class Bench:
         quotas: bytes by owner; those that are not named have none.
     """
 
+    most = MOST_BYTES
+
     def __init__(
         self,
         subject: Subject,
@@ -116,18 +127,22 @@ class Bench:
     ) -> None:
         options = subject.options or StorageOptions()
         self.params = options.params() if params is None else params
-        memory = np.zeros(MOST_BYTES, dtype=np.uint8)
+        memory = np.zeros(self.most, dtype=np.uint8)
         params, quota_of = {**subject.entry.parameters, **self.params}, None
         if quotas is not None:
             quota_of = quotas.get
-        self.storage: Storage = subject.make(StorageSetup(params, MOST_BYTES, memory, quota_of))
+        self.storage: Storage = subject.make(StorageSetup(params, self.most, memory, quota_of))
         self.objects: dict[bytes, bytes] = {}
+
+    def content(self, key: bytes, number: int, size: int) -> bytes:
+        """What is stored under a key."""
+        return content_of(number, size)
 
     def put(self, keys: Sequence[bytes], sizes: Sequence[Sequence[int]], seed: int) -> None:
         """Store objects, whose memory is then used for something else."""
         memories = [
-            Memory(cuts, content_of(seed * 100 + number, sum(cuts)))
-            for number, cuts in enumerate(sizes)
+            Memory(cuts, self.content(key, seed * 100 + number, sum(cuts)))
+            for number, (key, cuts) in enumerate(zip(keys, sizes, strict=True))
         ]
         contents = [memory.content for memory in memories]
         done = self.storage.put(keys, [memory.place for memory in memories])
@@ -174,16 +189,23 @@ class Bench:
 
 
 class Owners(Bench):
-    """Objects of 1000 bytes of several owners, of whom one may have four.
+    """Objects of ``SIZE`` bytes of several owners, of whom one may have four. They have headers,
+    by which a storage may tell what is its own before it removes it.
 
     Args:
         subject, params: as of ``Bench``.
     """
 
     MINE, OTHER, FREE = (bytes([n]) * OWNER_BYTES for n in (1, 2, 3))
+    SIZE = HEADER + 1000
+    CUTS = (HEADER, 400, 600)
+    most = 5 * SIZE
 
     def __init__(self, subject: Subject, params: Mapping[str, Any] | None = None) -> None:
-        super().__init__(subject, params, {self.MINE: 4000, self.OTHER: 9000})
+        super().__init__(subject, params, {self.MINE: 4 * self.SIZE, self.OTHER: 9 * self.SIZE})
+
+    def content(self, key: bytes, number: int, size: int) -> bytes:
+        return page_of(key, number, size)
 
     def key(self, owner: bytes, number: int) -> bytes:
         return owner + number.to_bytes(32 - OWNER_BYTES, "big")
@@ -192,11 +214,11 @@ class Owners(Bench):
         """Store one after another for the owner with the small quota, and look at what is left."""
         for number in numbers:
             key = self.key(self.MINE, number)
-            self.put([key], [[400, 600]], number)
+            self.put([key], [self.CUTS], number)
             left = [each for each in self.objects if self.storage.exists([each])]
             assert key in left, "what was just stored is gone, and its quota had room for it"
             own = [each for each in left if each.startswith(self.MINE)]
-            assert len(own) <= 4, f"{len(own)} objects of 1000 bytes are kept, of 4000 bytes"
+            assert len(own) <= 4, f"{len(own)} objects are kept, and the quota is that of 4"
             self.objects = {each: self.objects[each] for each in left}
             others = {self.key(owner, n) for owner in (self.OTHER, self.FREE) for n in range(6)}
             assert others <= {*left}, "an object of another owner went"
@@ -329,10 +351,11 @@ class StorageTests(KitTests):
             pytest.skip(f"{subject.entry.name} does not say that it keeps quotas")
         bench = Owners(subject)
         for owner in (bench.OTHER, bench.FREE):
-            bench.put([bench.key(owner, n) for n in range(6)], [[1000]] * 6, owner[0])
+            bench.put([bench.key(owner, n) for n in range(6)], [bench.CUTS] * 6, owner[0])
         bench.fill(range(9))
         key = bench.key(bench.MINE, 99)
-        assert list(bench.storage.put([key], [Memory([4001]).place])) == [False]
+        large = Memory([4 * bench.SIZE + 1], page_of(key, 99, 4 * bench.SIZE + 1))
+        assert list(bench.storage.put([key], [large.place])) == [False]
         assert not bench.storage.exists([key])
         bench.get_all()
         if subject.options is not None and subject.options.reopens:

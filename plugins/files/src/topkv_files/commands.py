@@ -15,13 +15,16 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from topkv.errors import ConfigError
+
 if TYPE_CHECKING:
-    from topkv_files.folder import Held
+    from topkv_files.folder import Folder, Held
 
 TENANT = click.option("--tenant", metavar="NAME", help="Of this tenant alone; '' is none.")
 DIRECTORY = click.argument(
     "path", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIRECTORY"
 )
+MOST_DAYS = 1e6
 JSON = click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
 
 
@@ -34,6 +37,24 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
         return byte_size(int(value) if value.isdecimal() else value)
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
+
+
+def _days(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not 0 <= value <= MOST_DAYS:  # nor is nan
+        raise click.BadParameter(f"expected days from 0 to {MOST_DAYS:.0f}, got {value}")
+    return value
+
+
+def _folder(path: Path) -> Folder:
+    """A directory of the storage. Nothing is made."""
+    from topkv_files.folder import Folder
+    from topkv_files.owned import ForeignError, check
+
+    try:
+        check(path)
+    except ForeignError as error:
+        raise ConfigError(f"{path} is no directory of the storage files", [str(error)]) from error
+    return Folder(path)
 
 
 def _owner(tenant: str | None) -> bytes:
@@ -60,12 +81,11 @@ def ls(path: Path, tenant: str | None, as_json: bool) -> None:
 
     Pages of one model and configuration have one fingerprint; other ones never find them.
     """
-    from topkv_files.folder import Folder
     from topkv_files.survey import fingerprint_of
 
     found: dict[str, list[Held]] = {}
     owner = _owner(tenant)
-    for held in Folder(path).held():
+    for held in _folder(path).held():
         if not held.key.startswith(owner):
             continue
         found.setdefault(fingerprint_of(held), []).append(held)
@@ -97,23 +117,25 @@ def ls(path: Path, tenant: str | None, as_json: bool) -> None:
 @click.option("--delete", is_flag=True, help="Remove what is damaged.")
 @JSON
 def verify(path: Path, delete: bool, as_json: bool) -> None:
-    """Read all pages in DIRECTORY and check them. Ends with 1 if one is damaged."""
-    from topkv_files.folder import Folder
+    """Read all pages in DIRECTORY and check them. Ends with 1 if one is damaged.
+
+    A file that does not begin as a page does is left alone, whatever its name is.
+    """
     from topkv_files.survey import problem_in
 
-    folder, good, damaged = Folder(path), 0, {}
+    folder, good, damaged, deleted = _folder(path), 0, {}, set()
     for held in folder.held():
         if (why := problem_in(held)) is None:
             good += 1
             continue
         damaged[held.path] = why
-        if delete:
-            Path(held.path).unlink(missing_ok=True)
+        if delete and folder.let_go(held):
+            deleted.add(held.path)
     if as_json:
         click.echo(json.dumps({"good": good, "damaged": damaged, "deleted": delete}, indent=2))
     else:
         for name, why in damaged.items():
-            click.echo(f"{name}: {why}{'; removed' if delete else ''}")
+            click.echo(f"{name}: {why}{'; removed' if name in deleted else ''}")
         click.echo(f"{good} pages are as they were written, {len(damaged)} are not")
     if damaged:
         raise SystemExit(1)
@@ -122,7 +144,7 @@ def verify(path: Path, delete: bool, as_json: bool) -> None:
 @storage.command("prune", short_help="Remove what went unused, and what dead writers have left.")
 @DIRECTORY
 @click.option("--limit", callback=_size, help="Bytes that may stay, such as 100GiB.")
-@click.option("--days", type=click.FloatRange(0), help="Remove what went unused for longer.")
+@click.option("--days", type=float, callback=_days, help="Remove what went unused for longer.")
 @TENANT
 @JSON
 def prune(
@@ -133,9 +155,8 @@ def prune(
     All pages of a tenant go with --tenant NAME --days 0.
     """
     from topkv_files.bounds import Bound
-    from topkv_files.folder import Folder
 
-    folder, owner = Folder(path), _owner(tenant)
+    folder, owner = _folder(path), _owner(tenant)
 
     def own() -> list[Held]:
         return [held for held in folder.held() if held.key.startswith(owner)]
@@ -145,7 +166,7 @@ def prune(
         oldest = time.time_ns() - round(days * 86400e9)
         for held in own():
             if days == 0 or held.used < oldest:
-                Path(held.path).unlink(missing_ok=True)
+                folder.let_go(held)
     if limit is not None:
         folder.shrink([Bound(limit, owner=owner, low=limit)])
     after = sum(each.size for each in own())

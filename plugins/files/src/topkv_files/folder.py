@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -20,9 +21,10 @@ from pathlib import Path
 import numpy as np
 from attrs import frozen
 
+from topkv_files import owned
 from topkv_files.bounds import Bound
+from topkv_files.owned import LOCK, NEW, PRIVATE_FILE
 
-NEW, LOCK = "new", "lock"
 MOST_PARTS = min(os.sysconf("SC_IOV_MAX"), 1024)
 """Of one call to the system."""
 
@@ -48,19 +50,15 @@ class Held:
 
 
 class Folder:
-    """Objects in a directory.
+    """Objects in a directory, which is the storage's own, see ``owned``.
 
     Args:
-        path: of the directory, which is made if it is not there.
+        path: of the directory.
         sync: have what is written on the disk before it takes its name.
-
-    Raises:
-        OSError: it can neither be made nor used.
     """
 
     def __init__(self, path: str | os.PathLike[str], sync: bool = True) -> None:
         self.path, self.sync = Path(path), sync
-        self.path.joinpath(NEW).mkdir(parents=True, exist_ok=True)
 
     def path_of(self, key: bytes) -> str:
         """The file of a key."""
@@ -69,13 +67,19 @@ class Folder:
 
     def has(self, key: bytes) -> bool:
         """Whether there is an object now."""
-        return os.path.exists(self.path_of(key))
+        return owned.is_file(self.path_of(key))
+
+    def blocked(self, key: bytes) -> bool:
+        """Whether something else than a file has its name, or than a directory that of its
+        shelf."""
+        path = self.path_of(key)
+        return owned.is_other(os.path.dirname(path), stat.S_ISDIR) or owned.is_other(path)
 
     def read(self, key: bytes, place: Sequence[np.ndarray]) -> bool:
         """Fill a place with an object of exactly its bytes; False if there is none."""
         size = sum(len(part) for part in place)
         try:
-            file = os.open(self.path_of(key), os.O_RDONLY | os.O_CLOEXEC)
+            file = owned.open_file(self.path_of(key))
         except FileNotFoundError:
             return False
         try:
@@ -104,7 +108,7 @@ class Folder:
     def write(self, key: bytes, place: Sequence[np.ndarray]) -> bool:
         """Store an object, unless its key is taken. False if there is no room."""
         path = self.path_of(key)
-        if os.path.exists(path):
+        if owned.is_file(path):
             return True
         new = f"{self.path}/{NEW}/{uuid.uuid4().hex}"
         try:
@@ -118,7 +122,7 @@ class Folder:
         return True
 
     def _write_new(self, new: str, path: str, place: Sequence[np.ndarray]) -> None:
-        file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             for parts, count in _calls(place):
@@ -134,44 +138,65 @@ class Folder:
         try:
             os.rename(new, path)
         except FileNotFoundError:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            owned.make_directory(os.path.dirname(path))
             os.rename(new, path)
 
     def remove(self, key: bytes) -> None:
         """Let an object go, if there is one."""
+        path = self.path_of(key)
         with suppress(FileNotFoundError):
-            os.unlink(self.path_of(key))
+            if owned.is_file(path):
+                os.unlink(path)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """These were used just now, the first one last: a page is found by those before it."""
         for key in reversed(keys):
             now = time.time_ns()  # the system's own stamps are alike for milliseconds
             with suppress(FileNotFoundError):
-                os.utime(self.path_of(key), ns=(now, now))
+                os.utime(self.path_of(key), ns=(now, now), follow_symlinks=False)
 
     def held(self) -> Iterator[Held]:
         """Every object, in no order. Others may write and remove meanwhile."""
-        for shelf in os.scandir(self.path):
-            if len(shelf.name) == 2 and shelf.is_dir(follow_symlinks=False):
-                for file in os.scandir(shelf.path):
-                    with suppress(FileNotFoundError, ValueError):
-                        found = file.stat(follow_symlinks=False)
-                        key = bytes.fromhex(file.name)
-                        yield Held(key, file.path, found.st_size, found.st_mtime_ns)
+        for file in owned.pages_in(self.path):
+            with suppress(FileNotFoundError):
+                found = file.stat(follow_symlinks=False)
+                key = bytes.fromhex(file.name)
+                yield Held(key, file.path, found.st_size, found.st_mtime_ns)
+
+    def let_go(self, held: Held) -> bool:
+        """Remove an object that was found in the directory; whether it is gone now. A file that
+        is no page, or is another user's, has come from elsewhere, and stays."""
+        try:
+            if not owned.is_page(held.path):
+                return False
+            os.unlink(held.path)
+        except FileNotFoundError:
+            return True
+        except PermissionError:
+            return False
+        return True
 
     def clean(self) -> int:
         """Remove what dead writers have left, and return how many files that was."""
         count = 0
-        for left in os.scandir(self.path / NEW):
-            with suppress(FileNotFoundError, BlockingIOError):
-                file = os.open(left.path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    os.unlink(left.path)
-                    count += 1
-                finally:
-                    os.close(file)
+        with suppress(FileNotFoundError), os.scandir(self.path / NEW) as entries:
+            for left in entries:
+                if owned.UNFINISHED.fullmatch(left.name):
+                    with suppress(FileNotFoundError, BlockingIOError, PermissionError):
+                        count += self._clean(left.path)
         return count
+
+    @staticmethod
+    def _clean(left: str) -> bool:
+        file = owned.open_file(left)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not owned.is_page(left):
+                return False
+            os.unlink(left)
+            return True
+        finally:
+            os.close(file)
 
     def shrink(self, bounds: Sequence[Bound], wait: bool = True) -> None:
         """Where there is more than a bound allows, remove what went unused longest, down to its
@@ -196,15 +221,15 @@ class Folder:
                 for each in own if over else ():
                     if bound.used <= (bound.limit if each is own[-1] else bound.low):
                         break
-                    with suppress(FileNotFoundError):
-                        os.unlink(each.path)
+                    self.let_go(each)  # what stays is not counted either
                     bound.used -= each.size
                     gone.add(each.key)
 
     @contextmanager
     def _alone(self, wait: bool) -> Iterator[bool]:
         """Whether no other process shrinks the directory now."""
-        file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        file = os.open(self.path / LOCK, flags, PRIVATE_FILE)
         try:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -213,6 +238,7 @@ class Folder:
                 mine = False
             yield mine
         finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a child of a fork may have the file open, too
             os.close(file)
 
 

@@ -6,32 +6,54 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from topkv import hookimpl
 from topkv.config.checks import byte_size
 from topkv.errors import ConfigError
 from topkv.hooks.storage import OWNER_BYTES, Place, StorageSetup, StorageUsage
+from topkv_files import owned
 from topkv_files.bounds import Bound
 from topkv_files.folder import Folder
+
+
+def _path_of(given: Any) -> Path:
+    """The path that a parameter means.
+
+    Raises:
+        ValueError: it means none; with what to do.
+    """
+    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
+        raise ValueError("set it in params")
+    path = os.path.expanduser(os.fsdecode(given))
+    if path.startswith("~"):
+        raise ValueError("nobody of this name has a home directory; begin with './~' for a name")
+    if b"\0" in os.fsencode(path):  # which raises UnicodeEncodeError, a ValueError, too
+        raise ValueError("a path has no character 0")
+    return Path(path)
 
 
 class FilesStorage:
     """The contract is ``topkv.hooks.storage``. Threads share nothing but counts of bytes.
 
     Args:
-        setup: ``params``: ``path`` of the directory; ``limit``, bytes or a text such as
-            ``"100GiB"``, above which what went unused longest is removed; ``sync``, whether files
-            are on the disk before they take their name.
+        setup: ``params``: ``path`` of the directory, whose ``~`` is a home directory; ``limit``,
+            bytes or a text such as ``"100GiB"``, above which what went unused longest is removed;
+            ``sync``, whether files are on the disk before they take their name.
 
     Raises:
-        ConfigError: a parameter is wrong, or the directory cannot be used.
+        ConfigError: a parameter is wrong, or the directory cannot be used, or holds what the
+            storage has not made.
     """
 
     def __init__(self, setup: StorageSetup) -> None:
         reasons, limit, self._found = [], None, Counter[bytes]()
-        path, sync = setup.params["path"], setup.params["sync"]
-        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-            reasons.append(f"path must be that of a directory, got {path!r}; set it in params")
+        given, sync = setup.params["path"], setup.params["sync"]
+        try:
+            path = _path_of(given)
+        except ValueError as error:
+            reasons.append(f"path must be that of a directory, got {given!r}: {error}")
         if not isinstance(sync, bool):
             reasons.append(f"sync must be true or false, got {sync!r}")
         if setup.params["limit"] is not None:
@@ -41,12 +63,13 @@ class FilesStorage:
                 reasons.append(f"limit {error}")
         if not reasons:
             try:
+                owned.claim(path)
                 self._folder = Folder(path, sync)
                 self._folder.clean()
                 for each in self._folder.held():
                     self._found[each.key[:OWNER_BYTES]] += each.size
-            except OSError as error:
-                reasons.append(f"path {os.fspath(path)!r} cannot be used: {error}")
+            except (OSError, owned.ForeignError) as error:
+                reasons.append(f"path {str(path)!r} cannot be used: {error}")
         if reasons:
             raise ConfigError("storage files cannot be opened", reasons)
         self._quota_of, self._lock = setup.quota_of, threading.Lock()
@@ -72,6 +95,7 @@ class FilesStorage:
         for key, place in zip(keys, places, strict=True):
             bound = self._bound_of(key)
             fits = bound is None or sum(len(part) for part in place) <= bound.limit
+            fits = fits and not self._folder.blocked(key)
             done.append(fits and self._folder.write(key, place))
             if fits and not done[-1]:
                 break  # the disk is full

@@ -7,12 +7,16 @@ from collections.abc import Iterator
 import numpy as np
 
 from topkv.storage.objects import HEADER, fingerprint_in, problem_of
+from topkv_files import owned
 from topkv_files.folder import Held
+
+FOREIGN = "it is not of this user and topkv, and stays"
 
 
 def parts_of(held: Held) -> Iterator[np.ndarray]:
     """Header and body of a file."""
-    whole = np.fromfile(held.path, dtype=np.uint8)
+    with open(owned.open_file(held.path), "rb") as file:
+        whole = np.frombuffer(file.read(), dtype=np.uint8)
     yield whole[:HEADER]
     yield whole[HEADER:]
 
@@ -20,17 +24,25 @@ def parts_of(held: Held) -> Iterator[np.ndarray]:
 def fingerprint_of(held: Held) -> str:
     """Of what model and configuration a file says it is."""
     try:
-        with open(held.path, "rb") as file:
+        if not owned.is_page(held.path):
+            return "foreign"
+        with open(owned.open_file(held.path), "rb") as file:
             header = np.frombuffer(file.read(HEADER), dtype=np.uint8)
     except FileNotFoundError:  # removed meanwhile
         return "gone"
+    except PermissionError:
+        return "foreign"
     return fingerprint_in(header).hex() if len(header) == HEADER else "damaged"
 
 
 def problem_in(held: Held) -> str | None:
     """Why a file is no page; None where it is one, or is gone."""
     try:
+        if not owned.is_page(held.path):
+            return FOREIGN
         header, body = parts_of(held)
     except FileNotFoundError:
         return None
+    except PermissionError:
+        return FOREIGN
     return problem_of(header, [body], held.key, None)
