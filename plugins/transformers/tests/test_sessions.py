@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import topkv
-from topkv.errors import CapabilityError, HostMemoryError, RequestError, StorageError
+from topkv.errors import CapabilityError, ConfigError, HostMemoryError, RequestError, StorageError
 from topkv.storage.sessions import StoredSessions
 from topkv_transformers.folders import HEAD, MANIFEST
 
@@ -278,6 +278,14 @@ def test_no_room_and_nothing_to_write(tiny, tmp_path):
     with topkv.attach(model, settings) as handle:
         with pytest.raises(RequestError, match="nothing to suspend"):
             handle.suspend(handle.new_cache(), tmp_path)
+        kept = handle.resume(tmp_path)
+        for where in (None, 3, "a\0b"):
+            with pytest.raises(ConfigError, match="must be the path of a folder, or a session"):
+                handle.suspend(kept, where)
+            with pytest.raises(ConfigError, match="must be the path of a folder, or a session"):
+                handle.resume(where)
+        assert kept.slots
+        kept.close()
         prompt = tiny.prompt(525, (0, 0))
         full = handle.new_cache()
         turn(model, full, *prompt.values(), 4)

@@ -56,10 +56,10 @@ def suspend(cache: TopkvCache, where: Where) -> None:
         RequestError: the cache is empty.
         CapabilityError: the model has layers that topkv leaves alone, or has changed since it
             filled the cache, or nobody could see that it changes.
-        OSError: the folder cannot be written; cache and folder are as they were, but for parts
-            that belong to no session.
-        StorageError: the storage fails, is full, or has a session of this name; the cache is as it
-            was.
+        ConfigError: there can be no folder of this name.
+        OSError: the folder cannot be written; cache and folder are as they were.
+        StorageError: the storage fails, is full, or has a session of this name, or the folder has
+            a file of the manifest's name that is not of topkv; the cache is as it was.
     """
     state = cache.state
     if not state.slots:
