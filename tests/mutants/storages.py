@@ -68,6 +68,30 @@ class StopsAtAHole(ShelfStorage):
         return done[: done.index(False) + 1] if False in done else done
 
 
+class AnswersForAll(ShelfStorage):
+    """One answer stands for all objects that are put."""
+
+    @hookimpl
+    def put(self, keys, places):
+        return all(super().put(keys, places))
+
+
+class SaysWhetherAllAreThere(ShelfStorage):
+    """What exists is a yes or no."""
+
+    @hookimpl
+    def exists(self, keys):
+        return super().exists(keys) == len(keys)
+
+
+class CountsInSilence(ShelfStorage):
+    """Usage is nothing."""
+
+    @hookimpl
+    def usage(self):
+        """Nobody knows."""
+
+
 class CountsAll(ShelfStorage):
     """What exists is counted beyond the first hole."""
 
@@ -177,6 +201,9 @@ MUTANTS = [
     _mutant(AnyLength, "each_key_of_a_batch_is_answered"),
     _mutant(FirstPartAlone, "it_holds_what_a_dict_would"),
     _mutant(StopsAtAHole, "each_key_of_a_batch_is_answered"),
+    _mutant(AnswersForAll, "each_key_of_a_batch_is_answered"),
+    _mutant(SaysWhetherAllAreThere, "what_exists_ends_at_the_first_hole"),
+    _mutant(CountsInSilence, "the_first_put_stays"),
     _mutant(CountsAll, "what_exists_ends_at_the_first_hole"),
     _mutant(OneScratch, "threads_get_their_own_bytes"),
     _mutant(KeepsDeleted, "it_holds_what_a_dict_would"),

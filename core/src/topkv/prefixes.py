@@ -79,7 +79,8 @@ class Prefixes:
         settings = requests.config.storage
         if isinstance(settings, StorageSettings) and not self.off:
             make = partial(registry.create, "storage", settings.name)
-            self.storage = StorageTier(requests.manager, self._host, settings, make)
+            who = registry.get("storage", settings.name).who
+            self.storage = StorageTier(requests.manager, self._host, settings, make, who)
             self._counts.storage = self.storage.counts
             self._host.on_close, self._host.on_short = self.storage.close, self.storage.give_way
 

@@ -1,17 +1,26 @@
-"""Threads that call a storage, and when it is left alone."""
+"""Threads that call a storage, and when it is left alone.
+
+Threads do not outlive a fork: a child leaves the storages of its parent alone, whose connections
+and files it shares. What waits for a thread there is told so by ``forked``.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import islice
+from numbers import Integral
 from threading import Condition, Thread, get_ident
 from typing import Any
+from weakref import WeakSet
 
 from attrs import define
 
-from topkv.hooks.storage import Storage
+from topkv.hooks.storage import Storage, StorageUsage
+from topkv.messages import raised, shown
 
 FAILURES, FIRST_PAUSE, LONGEST_PAUSE = 3, 1.0, 60.0
 """Calls of a hook in a row that fail until a storage is left alone, and seconds for which it then
@@ -30,7 +39,7 @@ class StorageCounts:
         stored, stored_bytes: pages that it took, and their bytes.
         damaged: pages that came and were not what they should be.
         late: prompts that did not wait until all of their pages had come.
-        failed: calls that raised or hung.
+        failed: calls that raised, hung or gave a wrong answer.
         dropped: pages that were to be stored and were not: written again before they were read,
             more than ``queue`` holds, refused or left over.
     """
@@ -46,36 +55,82 @@ class StorageCounts:
     dropped: int = 0
 
 
+def answer_of(hook: str, arguments: Sequence[Any], answer: Any) -> Any:
+    """An answer of a storage, in the form that the contract has.
+
+    Args:
+        hook, arguments: what was asked.
+        answer: what came.
+
+    Raises:
+        TypeError: it has another form.
+    """
+    if hook == "exists" and isinstance(answer, Integral) and not isinstance(answer, bool):
+        return int(answer)
+    if hook in ("get", "put") and hasattr(answer, "__iter__"):
+        done = list(islice(answer, len(arguments[0]) + 1))
+        if len(done) == len(arguments[0]) and all(each in (False, True) for each in done):
+            return [bool(each) for each in done]
+        answer = done
+    if hook == "usage" and isinstance(answer, StorageUsage):
+        return answer
+    expected = {
+        "exists": "the number of keys that are there",
+        "get": "true or false for each key",
+        "put": "true or false for each key",
+        "usage": "a StorageUsage",
+    }.get(hook)
+    if expected is None:
+        return answer
+    keys = f", of {len(arguments[0])} keys" if arguments else ""
+    raise TypeError(f"expected {expected}, got {shown(answer)}{keys}")
+
+
+_of_this_process: WeakSet[Calls | Workers] = WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for each in list(_of_this_process):
+        each.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 class Calls:
     """Calls a storage and remembers how that went. Any thread.
 
     Args:
         storage: what is called.
         limit: seconds after which a call counts as hung.
+        who: plugin, version and name of the storage, for people.
 
     Attributes:
         changed: guards ``counts``, and is notified whenever a call has ended.
         counts: what was done.
         reason: what failed last, for people; None if nothing did.
+        forked: this is a child of the process that the storage is of.
     """
 
-    def __init__(self, storage: Storage, limit: float) -> None:
+    def __init__(self, storage: Storage, limit: float, who: str) -> None:
         self.changed, self.counts = Condition(), StorageCounts()
         self.reason: str | None = None
-        self._storage, self._limit = storage, limit
+        self.forked = False
+        self._storage, self._limit, self._who = storage, limit, who
         self._since: dict[int, float] = {}
         self._failures: Counter[str] = Counter()  # in a row, by hook
         self._pause, self._until = FIRST_PAUSE, 0.0
+        _of_this_process.add(self)
 
     def __call__(self, hook: str, *arguments: Any) -> Any:
-        """What a hook returns; None if it raised."""
+        """What a hook returns; None if it raised, or gave a wrong answer."""
         with self.changed:
             self._since[get_ident()] = time.monotonic()
         result, error = None, None
         try:
-            result = getattr(self._storage, hook)(*arguments)
-        except Exception as raised:  # a storage may fail in any way, and no request does for it
-            error = f"{hook}: {type(raised).__name__}: {raised}"
+            result = answer_of(hook, arguments, getattr(self._storage, hook)(*arguments))
+        except BaseException as why:  # in whatever way it fails: no thread ends, and no request
+            error = f"{hook}: {raised(why)}"
         with self.changed:
             began = self._since.pop(get_ident())
             if error is None and time.monotonic() - began > self._limit:
@@ -84,6 +139,18 @@ class Calls:
             self.changed.notify_all()
         return result
 
+    def failed(self, error: BaseException) -> None:
+        """A job of a thread has failed, and not in a hook."""
+        with self.changed:
+            self._judge("a thread", f"a thread: {raised(error)}")
+            self.changed.notify_all()
+
+    def leave_to_parent(self) -> None:
+        """This is a child now, whoever held the lock at the fork."""
+        self.changed, self.forked = Condition(), True
+        self._since.clear()
+        self.reason = f"{self._who} is left to the process that this one was forked from"
+
     def _judge(self, hook: str, error: str | None) -> None:
         if error is None:
             if self._failures[hook] >= FAILURES:
@@ -91,12 +158,12 @@ class Calls:
             self._failures[hook] = 0
             return
         self.counts.failed += 1
-        self.reason, self._failures[hook] = error, self._failures[hook] + 1
+        self.reason, self._failures[hook] = f"{self._who}: {error}", self._failures[hook] + 1
         if self._failures[hook] >= FAILURES:
             logger.warning(
                 "%s fails and is left alone for %.0f s; prompts are computed and pages not stored "
                 "meanwhile. It last failed in %s",
-                type(self._storage).__name__,
+                self._who,
                 self._pause,
                 error,
             )
@@ -105,11 +172,16 @@ class Calls:
 
     @property
     def available(self) -> bool:
-        """Whether it is worth while to ask: it did not fail lately, and no call hangs."""
+        """Whether it is worth while to ask: it did not fail lately, no call hangs, and there are
+        threads to ask."""
         now = time.monotonic()
         with self.changed:
             hangs = any(now - since > self._limit for since in self._since.values())
-            return now >= self._until and not hangs
+            return now >= self._until and not hangs and not self.forked
+
+
+def _log(error: BaseException) -> None:
+    logger.warning("a thread of a storage failed: %s", raised(error))
 
 
 class Workers:
@@ -117,19 +189,26 @@ class Workers:
 
     Args:
         count: how many.
+        failed: called with what a job raises, which ends no thread; logs it by default.
+
+    Attributes:
+        forked: this is a child of the process that the threads are of.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, failed: Callable[[BaseException], None] = _log) -> None:
+        self.forked, self._failed = False, failed
         self._jobs: deque[Callable[[], None]] = deque()
         self._changed, self._busy, self._closed = Condition(), 0, False
+        _of_this_process.add(self)
         for _ in range(count):
             Thread(target=self._work, name="topkv storage", daemon=True).start()
 
     def add(self, job: Callable[[], None]) -> None:
-        """Have a job done, which must not raise."""
+        """Have a job done, unless this is closed."""
         with self._changed:
-            self._jobs.append(job)
-            self._changed.notify()
+            if not self._closed:
+                self._jobs.append(job)
+                self._changed.notify()
 
     def close(self) -> None:
         """Begin no further job. Who is at work ends alone."""
@@ -137,6 +216,12 @@ class Workers:
             self._closed = True
             self._jobs.clear()
             self._changed.notify_all()
+
+    def leave_to_parent(self) -> None:
+        """This is a child now, without the threads, whoever held the lock at the fork."""
+        self._changed, self.forked = Condition(), True
+        self._busy = 0
+        self.close()
 
     @property
     def left(self) -> int:
@@ -161,6 +246,8 @@ class Workers:
                 self._busy += 1
             try:
                 job()
+            except BaseException as error:
+                self._failed(error)
             finally:
                 del job
                 with self._changed:

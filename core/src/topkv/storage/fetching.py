@@ -124,6 +124,8 @@ class Fetch:
             at_once: calls that may be under way, ``AT_ONCE`` for who waits for it.
         """
         self.news = False
+        if self.shared.calls.forked:
+            self.stop()
         while self._batches and (good := self._batches[0].good) is not None:
             self._land(self._batches.popleft(), good)
         if self._stopped:
@@ -140,7 +142,7 @@ class Fetch:
         while self._batches:
             batch = self._batches.popleft()
             with self.shared.calls.changed:
-                batch.dropped = not batch.begun
+                batch.dropped = not batch.begun or self.shared.calls.forked
             if batch.dropped:
                 self.shared.release(batch.pages)
             else:
@@ -150,7 +152,8 @@ class Fetch:
     def tidy(self) -> bool:
         """Give back what nobody writes any more; whether that is all."""
         for batch in [*self.stragglers]:
-            if batch.good is not None:  # asked once, for its thread may end at any time
+            # Asked once, for its thread may end at any time; in a child it has.
+            if batch.good is not None or self.shared.calls.forked:
                 self.stragglers.remove(batch)
                 self.shared.release(batch.pages)
         return not self.stragglers

@@ -17,7 +17,7 @@ from topkv.hooks.storage import Storage, StorageSetup
 from topkv.messages import raised, shown
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as installed
-from topkv.storage.calls import Workers
+from topkv.storage.calls import Workers, answer_of
 
 
 class OpenedStorage:
@@ -47,7 +47,8 @@ class OpenedStorage:
     ) -> None:
         self.name, self._limit = name, limit_s
         known = registry or installed()
-        entry = known.get("storage", name).entry
+        record = known.get("storage", name)
+        self._who, entry = record.who, record.entry
         names, given = entry.parameters if entry else {}, dict(params or {})
         reasons = [
             f"unknown parameter {shown(each)}; {checks.near(each, names)}"
@@ -70,16 +71,21 @@ class OpenedStorage:
             head: of errors.
 
         Raises:
-            StorageError: it raises, or takes longer than it may; nothing is asked any more then.
+            StorageError: it raises, gives a wrong answer, or takes longer than it may, after which
+                nothing is asked any more; or this is a child of the process that has opened it.
         """
-        if self._hung or self._closed:
+        if self._hung or self._closed or self._workers.forked:
             why = self._hung and f"a call to it hangs ({self._hung}); make another one"
-            raise StorageError(head, [f"{self} can be used no more: {why or 'it is closed'}"])
+            if self._workers.forked:
+                why = "it is of the process that this one was forked from; make another one"
+            why = why or "it is closed"
+            raise StorageError(head, [f"{self} can be used no more: {why}"])
         answer: Future[Any] = Future()
 
         def job() -> None:
             try:
-                answer.set_result(getattr(self._storage, hook)(*arguments))
+                found = getattr(self._storage, hook)(*arguments)
+                answer.set_result(answer_of(hook, arguments, found))
             except BaseException as error:
                 answer.set_exception(error)
 
@@ -87,10 +93,10 @@ class OpenedStorage:
         if not wait([answer], self._limit).done:
             self._hung = hook
             reason = f"{hook} did not end within {self._limit} s; raise limit_s if it is slow"
-            raise StorageError(head, [f"{self}: {reason}"])
+            raise StorageError(head, [f"{self._who}: {reason}"])
         if (error := answer.exception()) is not None:
             reason = f"{hook}: {raised(error)}; mend that, and try again"
-            raise StorageError(head, [f"{self}: {reason}"]) from error
+            raise StorageError(head, [f"{self._who}: {reason}"]) from error
         return answer.result()
 
     def close(self) -> None:
@@ -104,7 +110,7 @@ class OpenedStorage:
             time.sleep(0.001)
         if self._workers.busy:
             warnings.warn(f"{self}: a call hangs and is left behind", RuntimeWarning, stacklevel=2)
-        else:
+        elif not self._workers.forked:
             self._storage.close()
 
     def __str__(self) -> str:

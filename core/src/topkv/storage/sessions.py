@@ -108,17 +108,21 @@ class StoredSession:
         taken = "there is one of this name; discard it, or take another name"
         if asking("exists", [key]):
             raise asking.error(taken)
-        kept: list[bytes] = []
+        kept, named = list[bytes](), False
         try:
             told = {**document, "rows": [asking.put_row(row, kept) for row in rows]}
             manifest = np.frombuffer(json.dumps(told).encode(), dtype=np.uint8)
             asking.put([asking.key(0)], [[manifest]], kept)
             head = np.frombuffer(_HEAD.pack(len(manifest), asking.ident), dtype=np.uint8)
+            named = True
             asking.put([key], [[head]], [])
             if self._head(asking) != (len(manifest), asking.ident):
                 raise asking.error(taken)  # somebody was faster
         except BaseException as error:
             try:
+                # Of two who take a name at once one has it: only this one's head goes.
+                if named and self._is(asking):
+                    asking("delete", [key])
                 if kept:
                     asking("delete", kept)
             except StorageError as further:
@@ -158,6 +162,13 @@ class StoredSession:
             ) from error
         asking("delete", [key])
         asking("delete", [found.asking.key(number) for number in range(found.objects)])
+
+    def _is(self, asking: _Asking) -> bool:
+        """Whether the head that is there leads to the session that is asked about."""
+        try:
+            return bool(self._head(asking)[1] == asking.ident)
+        except StorageError:
+            return False
 
     def _head(self, asking: _Asking) -> tuple[int, bytes]:
         body = np.empty(_HEAD.size, dtype=np.uint8)

@@ -64,6 +64,7 @@ class StorageTier:
         host: its host pool.
         settings: the setting ``storage``.
         make: makes the storage.
+        who: plugin, version and name of the storage, for people.
 
     Attributes:
         counts: what was done so far.
@@ -76,6 +77,7 @@ class StorageTier:
         host: PrefixKVPool,
         settings: StorageSettings,
         make: Callable[[StorageSetup], Storage],
+        who: str,
     ) -> None:
         self._manager, self._host, self._settings = manager, host, settings
         self._places = places = PagePlaces(manager)
@@ -86,8 +88,10 @@ class StorageTier:
             quota_of = quotas_by_owner(settings.quotas)
         setup = StorageSetup(settings.params, places.object_bytes, places.pool, quota_of)
         self._storage = make(setup)
-        self._calls = Calls(self._storage, settings.limit_s)
-        self._readers, self._writers = Workers(READERS), Workers(WRITERS)
+        self._calls = Calls(self._storage, settings.limit_s, who)
+        self._readers, self._writers = (
+            Workers(count, self._calls.failed) for count in (READERS, WRITERS)
+        )
         self._shared = Shared(manager, host, places, self._calls, self._readers, fingerprint)
         self._stored: OrderedDict[bytes, None] = OrderedDict()
         self._seen: OrderedDict[bytes, None] = OrderedDict()
@@ -269,7 +273,7 @@ class StorageTier:
                 [place for place, right in zip(places, kept, strict=True) if right],
             )
             stored = iter(answers or ())
-            done = [right and bool(next(stored, False)) for right in kept]
+            done = [right and next(stored, False) for right in kept]
             torn = [
                 key
                 for key, was, now in zip(keys, done, self._unwritten(pages, written), strict=True)
@@ -327,7 +331,8 @@ class StorageTier:
     def close(self) -> None:
         """Store what is left to store, and let go of the storage. Idempotent.
 
-        A call that hangs is left behind with its memory, which stays as long as it does.
+        A call that hangs is left behind with its memory, which stays as long as it does. A child
+        of a fork leaves the storage to its parent.
         """
         if self._closed:
             return
@@ -340,18 +345,27 @@ class StorageTier:
             for workers in (self._readers, self._writers):
                 workers.close()
             self.give_way()
-            if hung := self._hung():
-                warnings.warn(
-                    f"storage {self._settings.name!r}: {hung} calls hang and are left behind",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-            else:
-                self._storage.close()
+            self._let_go()
 
-    def _hung(self) -> int:
-        """Calls that are under way and do not end."""
+    def _let_go(self) -> None:
+        """Close the storage, on a thread too, and warn of what fails or hangs."""
+        hung, failed = self._hung(self._readers, self._writers), self.counts.failed
+        if not hung and not self._calls.forked:
+            closer = Workers(1, self._calls.failed)
+            closer.add(partial(self._calls, "close"))
+            hung = self._hung(closer)
+            closer.close()
+        problem = None
+        if hung:
+            problem = f"storage {self._settings.name!r}: {hung} calls hang and are left behind"
+        elif self.counts.failed > failed:
+            problem = f"{self.reason}; what it holds of this process may be left behind"
+        if problem:
+            warnings.warn(problem, RuntimeWarning, stacklevel=3)
+
+    def _hung(self, *workers: Workers) -> int:
+        """Jobs that do not end."""
         until = time.monotonic() + self._settings.limit_s
-        while (busy := self._readers.busy + self._writers.busy) and time.monotonic() < until:
+        while (left := sum(each.left for each in workers)) and time.monotonic() < until:
             time.sleep(0.001)
-        return busy
+        return left
