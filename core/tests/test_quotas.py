@@ -14,8 +14,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from topkv.errors import ConfigError
+from topkv.errors import ConfigError, RequestError
 from topkv.kv.prefix import PrefixPages, tenant_in
+from topkv.prefixes import IDLE_TENANTS
 from topkv.testing.machines.lifecycle_model import make_coordinator
 from topkv.testing.machines.quotas import run_quota_scene, take
 from topkv.testing.tiers import tier
@@ -188,3 +189,40 @@ def test_quotas_of_nothing_are_refused():
 def test_quotas_without_prefixes_are_refused():
     with pytest.raises(ConfigError, match="host_quotas limit what prefix_cache keeps"):
         make_coordinator(tier("cpu"), host_quotas={"a": "4GiB"})
+
+
+@pytest.mark.parametrize("name", [None, 3, b"acme", "\ud800", "a\udfff"], ids=ascii)
+def test_a_tenant_that_is_no_text_is_refused_at_once(make, name):
+    coordinator = make(prefix_cache="all")
+    with pytest.raises(RequestError, match="a tenant must be a text that UTF-8 has, '' for none"):
+        coordinator.prefixes.tenant(name)
+
+
+def test_tenants_that_keep_nothing_are_forgotten(make):
+    """The ones that asked longest ago, and nobody for whom pages are kept."""
+    coordinator = make(prefix_cache="all", max_requests=2)
+    prefixes, most = coordinator.prefixes, IDLE_TENANTS + 2
+
+    def ask(name, tokens):
+        with prefixes.tenant(name):
+            coordinator.request_end(prefixes.begin([*range(tokens)]))
+
+    keeping = ["acme", "beta"]
+    for name in keeping:
+        with prefixes.tenant(name):
+            take(coordinator, [1] * 9)
+    for number in range(200):
+        ask(f"guest {number}", 3)
+        found = prefixes.counts.tenants
+        assert {*keeping, f"guest {number}"} <= {*found}
+        assert len(found) <= most + len(keeping)
+    guests = [f"guest {number}" for number in range(200 - most, 200)]
+    assert [*found] == [*keeping, *guests]
+    ask(guests[0], 4)
+    assert found[guests[0]].asked == 7
+    assert prefixes.counts.asked == 200 * 3 + 4 + 2 * 9
+    prefixes.forget()
+    for name in guests:
+        ask(name, 3)
+    ask("the last one", 3)
+    assert not {*keeping} & {*found}

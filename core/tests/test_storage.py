@@ -360,6 +360,8 @@ def test_an_interrupt_leaks_nothing(make, shelf, monkeypatch):
         ({"name": "shelf", "wait": 3}, "storage: unknown key 'wait'; did you mean 'wait_s'"),
         ({"name": "shelf", "quotas": {"a": "much"}}, "storage: quotas: 'a' must be"),
         ({"name": "shelf", "quotas": []}, "storage: quotas must be a mapping of tenants"),
+        ({"name": "shelf", "limit_s": 0}, "storage: limit_s must be a number of seconds above 0"),
+        ({"name": "shelf", "quotas": {"\ud800": 1}}, "storage: quotas: '\\ud800' must be a name"),
         ({"name": "shelf", "wait_s": -1}, "storage: wait_s must be a number of seconds"),
         ({"name": "shelves"}, "unknown storage 'shelves': installed of kind storage: shelf"),
         ({"name": "shelf", "params": {"board": 1}}, "unknown parameter 'board' of topkv-doubles"),

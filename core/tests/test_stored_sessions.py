@@ -230,6 +230,11 @@ def test_what_cannot_be_opened_is_refused():
         StoredSessions("shelf", {"shelve": 1}, limit_s="long", registry=registry)
     parameter, limit = refused.value.reasons
     assert parameter == "unknown parameter 'shelve'; did you mean 'shelf'?"
-    assert limit == "limit_s must be a number of seconds above 0, got 'long'"
-    with on_a_shelf() as (_, stored), pytest.raises(ConfigError, match="a text that is not empty"):
-        stored[""]
+    assert limit == "limit_s must be a number of seconds above 0, at most a day, got 'long'"
+    for limit_s in (0, float("inf"), float("nan"), True):
+        with pytest.raises(ConfigError, match="limit_s must be a number of seconds above 0"):
+            StoredSessions("shelf", limit_s=limit_s, registry=registry)
+    with on_a_shelf() as (_, stored):
+        for name in ("", "\ud800", None, 7):
+            with pytest.raises(ConfigError, match="a text that is not empty and that UTF-8 has"):
+                stored[name]

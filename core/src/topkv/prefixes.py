@@ -15,6 +15,7 @@ tokens itself in the same chunks, to the bit.
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -23,10 +24,12 @@ from typing import Any
 
 import numpy as np
 
+from topkv.config.checks import is_text
 from topkv.config.storages import ANYBODY, StorageSettings
 from topkv.errors import RequestError
 from topkv.hooks.algorithm import AlgorithmSpec
 from topkv.kv.prefix import PrefixKVPool, page_keys, tenant_in
+from topkv.messages import shown
 from topkv.plugins import PluginRegistry
 from topkv.report import PrefixCounts, TenantCounts
 from topkv.requests import Requests
@@ -35,6 +38,9 @@ from topkv.storage.tier import StorageTier
 Tokens = Sequence[int] | np.ndarray
 """Ids of a request from position 0 on. An engine may give others than the model's vocabulary has,
 for what is no text, as long as equal ids mean equal keys and values."""
+
+IDLE_TENANTS = 32
+"""Tenants that keep nothing, of whom counts are remembered, beside those of running requests."""
 
 
 class Prefixes:
@@ -68,6 +74,7 @@ class Prefixes:
             f"{name} keeps more of a prompt than what stands in its pages"
             for name in dict.fromkeys(keeping)
         ]
+        self._recent: OrderedDict[str, None] = OrderedDict()  # tenants, who asked last behind
         self._tenant: ContextVar[str] = ContextVar("tenant", default="")
         if isinstance(host, PrefixKVPool):
             self._host = host
@@ -94,8 +101,7 @@ class Prefixes:
                 each.kept_bytes = each.kept * self._page_bytes
         return self._counts
 
-    @contextmanager
-    def tenant(self, name: str) -> Iterator[None]:
+    def tenant(self, name: str) -> AbstractContextManager[None]:
         """Prompts of this thread or task meanwhile are those of a tenant.
 
         They find pages of the same tenant alone. What is kept for it stays within its quota, see
@@ -103,7 +109,19 @@ class Prefixes:
 
         Args:
             name: of the tenant; "" for none.
+
+        Raises:
+            RequestError: it is no text, or one that UTF-8 does not have.
         """
+        if not is_text(name):
+            raise RequestError(
+                f"a tenant must be a text that UTF-8 has, '' for none, got {shown(name)}; name "
+                "whom the prompts are of"
+            )
+        return self._as(name)
+
+    @contextmanager
+    def _as(self, name: str) -> Iterator[None]:
         before = self._tenant.set(name)
         try:
             yield
@@ -219,7 +237,21 @@ class Prefixes:
         return [key + tenant for key in keys]
 
     def _counts_of(self, tenant: str) -> TenantCounts:
-        return self._counts.tenants.setdefault(tenant, TenantCounts())
+        """What was counted for a tenant. Of those that keep nothing, the ones that asked longest
+        ago are forgotten."""
+        known, recent = self._counts.tenants, self._recent
+        counts = known.setdefault(tenant, TenantCounts())
+        recent[tenant] = None
+        recent.move_to_end(tenant)
+        idle = IDLE_TENANTS + self.requests.config.max_requests
+        keeping = 0 if self.off else self._host.tenants
+        while len(known) > idle + keeping:
+            oldest = next(iter(recent))
+            if not self.off and self._host.kept_for(oldest.encode()):
+                recent.move_to_end(oldest)
+            else:
+                del recent[oldest], known[oldest]
+        return counts
 
     def _limit_of(self, tenant: bytes) -> int | None:
         quotas: Mapping[str, Any] = self.requests.config.host_quotas or {}

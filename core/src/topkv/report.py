@@ -139,7 +139,8 @@ class PrefixCounts:
         kept: pages that no request holds and that can be found.
         evicted: pages that were kept and given out again.
         storage: what of it went to a storage and came from there; None without one.
-        tenants: the same for each tenant, see ``Prefixes.tenant``; "" for requests of none.
+        tenants: the same for each tenant, see ``Prefixes.tenant``; "" for requests of none. Of
+            those for whom nothing is kept, a few more than requests can run are remembered.
     """
 
     asked: int = 0

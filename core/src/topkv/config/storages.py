@@ -25,6 +25,13 @@ def seconds(value: Any) -> float:
     return float(value)
 
 
+def limit(value: Any) -> float:
+    """How long a call may take: not 0 seconds, after which every call would count as hung."""
+    right = type(value) in (int, float) and 0 < value <= 86400
+    need(right, "be a number of seconds above 0, at most a day", value)
+    return float(value)
+
+
 def quotas(value: Any) -> dict[str, int]:
     """A check: gives bytes by tenant, or raises ``Refused`` with every reason."""
     right = isinstance(value, Mapping) and value and all(isinstance(name, str) for name in value)
@@ -32,10 +39,8 @@ def quotas(value: Any) -> dict[str, int]:
     good, reasons = {}, []
     for name, size in value.items():
         try:
-            name.encode()
+            need(checks.is_text(name), "be a name that UTF-8 has", name)
             good[name] = checks.byte_size(size)
-        except UnicodeEncodeError:
-            reasons.append(f": {shown(name)} must be a name that UTF-8 has")
         except ValueError as error:
             reasons.append(f": {shown(name)} {error}")
     if reasons:
@@ -79,7 +84,7 @@ class StorageSettings:
     wait_s: float = _key(seconds, 1.0)
     wait_s_per_1k: float = _key(seconds, 0.25)
     least_tokens: int = _key(checks.count, 256)
-    limit_s: float = _key(seconds, 30.0)
+    limit_s: float = _key(limit, 30.0)
     queue: int = _key(checks.byte_size, 4 << 30)
     quotas: Mapping[str, int] | None = _key(_optional(quotas), None)
 

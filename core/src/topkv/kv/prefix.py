@@ -85,6 +85,11 @@ class PrefixPages(PageAllocator):
         """Published pages that nobody holds."""
         return len(self._kept)
 
+    @property
+    def tenants(self) -> int:
+        """For how many tenants pages are kept."""
+        return len(self._kept_for)
+
     def kept_for(self, tenant: bytes) -> int:
         """Those of them that are kept for a tenant."""
         return len(self._kept_for.get(tenant, ()))

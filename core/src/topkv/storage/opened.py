@@ -12,6 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from topkv.config import checks
+from topkv.config.storages import limit
 from topkv.errors import ConfigError, StorageError
 from topkv.hooks.storage import Storage, StorageSetup
 from topkv.messages import raised, shown
@@ -26,7 +27,7 @@ class OpenedStorage:
     Args:
         name, params: of the plugin, as of the setting ``storage``.
         object_bytes: of the largest object there will be.
-        limit_s: seconds after which a call counts as hung.
+        limit_s: seconds after which a call counts as hung, above 0 and at most a day.
         registry: where the plugin is found; what is installed by default.
 
     Attributes:
@@ -55,8 +56,10 @@ class OpenedStorage:
             for each in given
             if each not in names
         ]
-        if type(limit_s) not in (int, float) or not limit_s > 0:
-            reasons.append(f"limit_s must be a number of seconds above 0, got {shown(limit_s)}")
+        try:
+            limit(limit_s)
+        except ValueError as error:
+            reasons.append(f"limit_s {error}")
         if reasons:
             raise ConfigError(f"storage {name!r} cannot be opened", reasons)
         setup = StorageSetup({**names, **given}, object_bytes, np.zeros(0, dtype=np.uint8))

@@ -23,6 +23,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from topkv.config.checks import is_text
 from topkv.errors import ConfigError, StorageError
 from topkv.messages import shown
 from topkv.plugins import PluginRegistry
@@ -85,8 +86,9 @@ class StoredSession:
     name: str
 
     def __attrs_post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            reason = f"its name must be a text that is not empty, got {shown(self.name)}"
+        if not is_text(self.name) or not self.name:
+            reason = "its name must be a text that is not empty and that UTF-8 has"
+            reason = f"{reason}, got {shown(self.name)}"
             raise ConfigError("there is no such session", [reason])
 
     def __str__(self) -> str:
