@@ -202,6 +202,10 @@ def test_what_cannot_be_done_is_refused(recorded, tmp_path):
     refused(call("simulate", recorded, "--buffers", "64,big"), "expected tokens such as")
     refused(call("simulate", recorded, "--policies", "clock"), "unknown eviction 'clock'")
     refused(call("simulate", recorded, "--plot", tmp_path / "a.doc"), "ends in one of")
+    refused(call("simulate", recorded, "--link", "nan"), "'nan' is not finite")
+    refused(call("simulate", recorded, "--link", "inf"), "'inf' is not finite")
+    refused(call("simulate", recorded, "--gain", "nan"), "'nan' is not finite")
+    refused(call("simulate", "/dev/zero"), "cannot be replayed", "it is no regular file")
     trace = Trace.load(recorded)
     counts = trace.groups[0].counts[3, 1, 0]
     counts[:] = np.where(counts > 0, counts - 1, 1)  # others, and possible ones

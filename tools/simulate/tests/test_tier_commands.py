@@ -169,9 +169,19 @@ def test_what_cannot_be_done_is_refused(requests, tmp_path):
     refused(call(requests, "--host-gb", 1, *rate, "--write", "behind"), "expected some of write_")
     refused(call(requests, "--host-gb", 1, *rate, "--page-tokens", 500), "must be whole pages")
     refused(call(requests, "--host-gb", 1, *rate, "--plot", tmp_path / "a.doc"), "ends in one of")
+    for value in ("nan", "inf", "-inf", "0", "much"):
+        refused(call(requests, "--host-gb", 1, "--prefill-rate", value), "--prefill-rate")
+        refused(call(requests, "--host-gb", 1, *rate, "--read-gbs", value), "--read-gbs")
+    for value in ("nan", "inf", "1e300", "1,nan"):
+        refused(call(requests, "--host-gb", value, *rate), "expected GB such as 16,32")
+    refused(call(requests, "--host-gb", 1, *rate, "--within", "nan"), "'nan' is not finite")
     done = call(requests, "--host-gb", "0.1,0.2,9", *rate)
     refused(done, "host of 0.1 GB: it holds no page", "host of 0.2 GB: prompt 1 of the trace")
+    (tmp_path / "long").write_text(json.dumps({"token_ids": [1], "output_length": 2**62}) + "\n")
+    refused(call(tmp_path / "long", "--host-gb", 1, *rate), "prompt 1 of the trace does not fit")
     trace = tmp_path / "empty.jsonl"
+    Asked(4, 2**20, 2**20, 2**60, 8, [("begin", 0, 8, [])]).save(trace)
+    refused(call(trace, "--host-gb", 1, *rate), "of 8 tokens are more than can be listed")
     Asked(4, 2**20, 2**20, 1, 8, [("forget", 0)]).save(trace)
     refused(call(trace, "--host-gb", 1, *rate), "no prompt begins")
 

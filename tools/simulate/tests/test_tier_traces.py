@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+from pathlib import Path
+from threading import Thread
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topkv.storage.objects import HEADER
+from topkv_simulate import asked as traces
 from topkv_simulate.asked import BLOCK, DOES, Asked, AskedError, Setup, of_requests
 from topkv_simulate.tier_bound import most_found
 from topkv_simulate.tier_points import Speeds, max_tokens, points_of, recommend
-from topkv_simulate.tiers import Sizes, Tiers
+from topkv_simulate.tiers import MOST_HOST_PAGES, Sizes, Tiers
 
 SETUP = Setup(page_tokens=512, token_bytes=100)
 PAGE = 512 * 100
@@ -239,3 +243,37 @@ def test_pages_that_do_not_divide_a_block_are_refused(tmp_path):
         AskedError, match="a block of 512 tokens must be whole pages, got pages of 48"
     ):
         Asked.load(path, Setup(page_tokens=48))
+
+
+def test_a_line_of_any_depth_is_refused(tmp_path):
+    """And what is said of one that is not too deep to read."""
+    path = tmp_path / "deep"
+    for depth in (*range(5, 100, 30), *range(900, 1010), 100_000):
+        path.write_text(json.dumps(request(1)) + "\n" + "[" * depth + "]" * depth + "\n")
+        with pytest.raises(AskedError) as told:
+            Asked.load(path, SETUP)
+        (reason,) = told.value.reasons
+        assert reason.startswith("line 2")
+        assert len(reason) < 200
+
+
+def test_a_text_without_an_end_is_refused(monkeypatch):
+    monkeypatch.setattr(traces, "LONGEST_LINE", 1000)
+    with pytest.raises(AskedError, match="line 1 has more than 1000 characters"):
+        Asked.load(Path("/dev/zero"), SETUP)
+
+
+def test_a_pipe_is_read(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = Thread(target=lambda: path.write_text(json.dumps(request(1, 2)) + "\n"))
+    writer.start()
+    assert len(Asked.load(path, SETUP).events) > 2
+    writer.join()
+
+
+def test_a_pool_of_more_pages_than_can_be_listed_is_refused():
+    asked = of_requests([request(1)], SETUP)
+    host = (MOST_HOST_PAGES + 1) * asked.page_bytes
+    with pytest.raises(AskedError, match=r"too large to replay.*\n.*take less, or larger pages"):
+        Tiers(asked, Sizes(host))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
+import zipfile
 
 import numpy as np
 import pytest
@@ -122,6 +125,31 @@ def test_other_archives_are_refused(tmp_path):
         Trace.load(path)
     np.savez(path, header=np.array("[1]"))
     with pytest.raises(TraceError, match="expected an npz with a header"):
+        Trace.load(path)
+
+
+def member(shape, version=(1, 0)):
+    """An array of a file, without its values."""
+    dictionary = f"{{'descr': '<i4', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    text = dictionary.ljust(117) + b"\n"
+    size = struct.pack("<H" if version == (1, 0) else "<I", len(text))
+    return b"\x93NUMPY" + bytes(version) + size + text
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+@pytest.mark.parametrize("shape", [(100_000_000_000, 7), (2**62, 2**62), (1,)])
+def test_an_array_that_is_not_in_its_file_is_refused_before_it_is_made(tmp_path, shape, version):
+    path = tmp_path / "large.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("rows.npy", member(shape, version))
+    with pytest.raises(TraceError, match=r"rows.npy (states \d+ bytes, and \d+ are there|is of)"):
+        Trace.load(path)
+
+
+def test_arrays_that_do_not_fit_this_machine_are_refused(trace, tmp_path, monkeypatch):
+    path = saved(trace, tmp_path)
+    monkeypatch.setattr(os, "sysconf", lambda name: 30)
+    with pytest.raises(TraceError, match=r"its arrays have \d+ bytes, and this machine has 900"):
         Trace.load(path)
 
 

@@ -18,11 +18,15 @@ from attrs import frozen
 
 from topkv.errors import ReasonsError
 from topkv.kv.prefix import page_keys
+from topkv.messages import shown
 from topkv.storage.objects import HEADER
 
 FORMAT, VERSION = "topkv requests", 1
 BLOCK = 512
 """Tokens of a hash in the public traces of Mooncake."""
+
+LONGEST_LINE = 1 << 26
+"""Characters: ids of several million tokens."""
 
 MOST_REASONS = 8
 """Of one file that are told."""
@@ -106,16 +110,17 @@ class Asked:
             AskedError: with what is wrong in which line.
             OSError: it cannot be read.
         """
-        found, reasons = [], []
+        found, reasons = list[Any](), list[str]()
         try:
-            text = path.read_text(encoding="utf-8")
+            for number, line in enumerate(_lines(path), 1):
+                try:
+                    found.append(json.loads(line))
+                except ValueError as error:
+                    reasons.append(f"line {number} is no JSON: {error}")
+                except RecursionError:
+                    reasons.append(f"line {number} is no JSON of a trace: it is nested too deeply")
         except UnicodeDecodeError as error:
             raise AskedError(f"{path} is no trace of requests", [f"no text: {error}"]) from error
-        for number, line in enumerate(text.splitlines(), 1):
-            try:
-                found.append(json.loads(line))
-            except ValueError as error:
-                reasons.append(f"line {number} is no JSON: {error}")
         if not found and not reasons:
             reasons.append("it is empty")
         if not reasons:
@@ -130,6 +135,23 @@ class Asked:
             events = [tuple(event) for event in found[1:]]
             return cls(**{name: first[name] for name in SIZES}, events=events)
         return of_requests(found, setup)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Lines of a text, one after another: a device may have no end.
+
+    Raises:
+        UnicodeDecodeError: it is no text.
+        AskedError: a line is longer than any of a trace.
+    """
+    with path.open(encoding="utf-8") as file:
+        number = 0
+        while line := file.readline(LONGEST_LINE + 1):
+            number += 1
+            if len(line) > LONGEST_LINE:
+                reason = f"line {number} has more than {LONGEST_LINE} characters"
+                raise AskedError(f"{path} is no trace of requests", [reason])
+            yield line
 
 
 SIZES = ("page_tokens", "page_bytes", "object_bytes", "slots", "longest")
@@ -199,15 +221,16 @@ def _recorded_reasons(lines: list[Any]) -> Iterator[str]:
     """What is wrong with a recorded trace; none where it can be replayed."""
     header, events = lines[0], lines[1:]
     if header.get("version") != VERSION:
-        yield f"it is of version {header.get('version')!r}, expected {VERSION}: record it anew"
+        found = shown(header.get("version"))
+        yield f"it is of version {found}, expected {VERSION}: record it anew"
         return
     for name in SIZES:
         if not _is_count(header.get(name), 1):
-            yield f"line 1: {name} must be a number above 0, got {header.get(name)!r}"
+            yield f"line 1: {name} must be a number above 0, got {shown(header.get(name))}"
             return
     for number, event in enumerate(events, 2):
         if not isinstance(event, list) or not event or event[0] not in SHAPES:
-            yield f"line {number}: expected one of {', '.join(DOES)}, got {str(event)[:40]}"
+            yield f"line {number}: expected one of {', '.join(DOES)}, got {shown(event)[:40]}"
             continue
         shape, values = SHAPES[DOES(event[0])], event[1:]
         right = len(shape) == len(values) and all(map(_fits, shape, values))
@@ -219,7 +242,7 @@ def _recorded_reasons(lines: list[Any]) -> Iterator[str]:
             slots = [slot for slot, _ in values[1]]
             right = all(tokens <= header["longest"] for _, tokens in values[1])
         if not right or any(slot >= header["slots"] for slot in slots):
-            yield f"line {number}: {event[0]} cannot be {str(values)[:60]}"
+            yield f"line {number}: {event[0]} cannot be {shown(values)[:60]}"
 
 
 def _request_reasons(lines: list[Any], setup: Setup) -> Iterator[str]:
@@ -232,9 +255,9 @@ def _request_reasons(lines: list[Any], setup: Setup) -> Iterator[str]:
         )
     for number, line in enumerate(lines, 1):
         if not isinstance(line, dict):
-            yield f"line {number}: expected an object, got {str(line)[:40]}"
+            yield f"line {number}: expected an object, got {shown(line)[:40]}"
         elif not _is_count(line.get("output_length", 0), 0):
-            yield f"line {number}: output_length is {line['output_length']!r}"
+            yield f"line {number}: output_length is {shown(line['output_length'])}"
         elif "token_ids" in line:
             if not line["token_ids"] or not _fits("p", line["token_ids"]):
                 yield f"line {number}: token_ids must be some numbers from 0 on"

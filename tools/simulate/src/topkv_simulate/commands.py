@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 
 from topkv.errors import ConfigError
+from topkv_simulate.options import Number
 
 
 def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
@@ -31,9 +32,7 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> lis
     "--buffers", callback=_sizes, help="Tokens of a lane; multiples of the selection by default."
 )
 @click.option("--policies", help="Names; by default the recorded one and belady, the lower bound.")
-@click.option(
-    "--link", type=click.FloatRange(0, min_open=True), help="GB/s between host and device."
-)
+@click.option("--link", type=Number(0, min_open=True), help="GB/s between host and device.")
 @click.option(
     "--requests",
     type=click.IntRange(1),
@@ -43,7 +42,7 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> lis
 )
 @click.option(
     "--gain",
-    type=click.FloatRange(0, 100, min_open=True),
+    type=Number(0, 100, min_open=True),
     default=2.0,
     show_default=True,
     help="Least share of the selected units that doubling a buffer has to spare, in % for each "

@@ -11,8 +11,10 @@ from typing import Any
 import click
 from rich.console import Console
 
+from topkv.config.checks import MOST_BYTES
 from topkv.errors import ConfigError
 from topkv_simulate.commands import plot_can_be_drawn
+from topkv_simulate.options import Number
 
 
 def _gigabytes(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
@@ -21,7 +23,7 @@ def _gigabytes(ctx: click.Context, param: click.Parameter, value: str) -> list[i
         found = sorted({round(float(part) * 1e9) for part in value.split(",")})
     except (ValueError, OverflowError):
         found = [-1]
-    if found[0] < 0:
+    if found[0] < 0 or found[-1] > MOST_BYTES:
         raise click.BadParameter(f"expected GB such as 16,32, got {value!r}")
     return found
 
@@ -46,11 +48,11 @@ def _writes(ctx: click.Context, param: click.Parameter, value: str) -> list[str]
 )
 @click.option(
     "--prefill-rate",
-    type=click.FloatRange(0, min_open=True),
+    type=Number(0, min_open=True),
     required=True,
     help="Tokens of prompts that are computed a second.",
 )
-@click.option("--read-gbs", type=click.FloatRange(0, min_open=True), help="GB/s of the storage.")
+@click.option("--read-gbs", type=Number(0, min_open=True), help="GB/s of the storage.")
 @click.option(
     "--least-tokens",
     type=click.IntRange(1),
@@ -81,7 +83,7 @@ def _writes(ctx: click.Context, param: click.Parameter, value: str) -> list[str]
 )
 @click.option(
     "--within",
-    type=click.FloatRange(0),
+    type=Number(0),
     default=5.0,
     show_default=True,
     help="% by which the mean first token of the recommended sizes may come after the best.",

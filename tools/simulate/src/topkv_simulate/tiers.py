@@ -22,6 +22,9 @@ from topkv.storage.fetching import AT_ONCE, BATCH_BYTES, MOST_PAGES
 from topkv.storage.tier import REMEMBERED
 from topkv_simulate.asked import DOES, Asked, AskedError
 
+MOST_HOST_PAGES = 1 << 26
+"""A list of them takes 2.5 GB."""
+
 LEFT = 0.9
 """Of its limit is left in a storage that has made room."""
 
@@ -123,7 +126,7 @@ class Tiers:
         counts: what was found so far.
 
     Raises:
-        AskedError: the host pool has no page.
+        AskedError: the host pool has no page, or it or the trace is too large to replay.
     """
 
     def __init__(self, asked: Asked, sizes: Sizes) -> None:
@@ -131,18 +134,29 @@ class Tiers:
         pages = pages_in(asked, sizes.host)
         if pages < 2:
             raise AskedError("the host tier is too small", [_reason(sizes, "it holds no page")])
+        if pages > MOST_HOST_PAGES:
+            reason = f"host of {sizes.host / 1e9:g} GB: it has {pages} pages, expected at most "
+            reason += f"{MOST_HOST_PAGES}; take less, or larger pages"
+            raise AskedError("the host tier is too large to replay", [reason])
         self.host: Any = PrefixPages(pages)  # whose keys are numbers here
         self.host.on_evict, self.host.tenant_of = self._evicted, lambda name: b""
         config: Any = SimpleNamespace(
             page_tokens=asked.page_tokens,
-            max_request_tokens=-(-asked.longest // asked.page_tokens) * asked.page_tokens,
+            # One that is longer than the pool does not fit, however long it is.
+            max_request_tokens=min(-(-asked.longest // asked.page_tokens), pages)
+            * asked.page_tokens,
             max_requests=asked.slots,
         )
         manager: Any = SimpleNamespace(
             host=self.host, poison=lambda pages: None, copy_page=lambda source, copy: None
         )
         step: Any = None  # nothing is uploaded
-        self.pages = PageTable(config, manager, step)
+        try:
+            self.pages = PageTable(config, manager, step)
+        except (MemoryError, ValueError) as error:
+            size = f"{asked.slots} requests of {config.max_request_tokens} tokens"
+            reason = f"{size} are more than can be listed"
+            raise AskedError("the trace is too large to replay", [reason]) from error
         stored = Stored(sizes.storage, asked.object_bytes, self.counts)
         self.storage = stored if sizes.storage else None
         self.batch = min(MOST_PAGES, max(1, BATCH_BYTES // asked.object_bytes))

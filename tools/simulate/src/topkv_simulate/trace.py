@@ -17,17 +17,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from attrs import asdict, fields, frozen
+from numpy.lib import format as npy
 
 from topkv.errors import ReasonsError
+from topkv.messages import shown
 
 FORMAT, VERSION = "topkv trace", 1
 
@@ -195,14 +198,46 @@ _DAMAGED = (
 )
 
 
+_HEADERS: dict[tuple[int, int], Callable[..., Any]] = {
+    (1, 0): npy.read_array_header_1_0,
+    (2, 0): npy.read_array_header_2_0,
+}
+
+
 def _read(path: Path) -> tuple[Any, dict[str, np.ndarray]]:
     """Header and arrays of a file; raises whatever ``_DAMAGED`` names."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError("it is no regular file")
     with path.open("rb") as opened:
         if not zipfile.is_zipfile(opened):
             raise ValueError("the file is no zip archive, or its end is missing")
     with np.load(path, allow_pickle=False) as file:
+        _check_sizes(file.zip)
         arrays = {name: file[name] for name in file.files}
     return json.loads(str(arrays.pop("header"))), arrays
+
+
+def _check_sizes(archive: zipfile.ZipFile) -> None:
+    """Raise ValueError where arrays are larger than what stands in the file, or than the memory
+    of this machine, before any is made."""
+    total = 0
+    for info in archive.infolist():
+        with archive.open(info) as member:
+            version = npy.read_magic(member)
+            if version not in _HEADERS:
+                raise ValueError(f"{info.filename} is of npy version {version}")
+            shape, _, dtype = _HEADERS[version](member)
+            if dtype.hasobject:
+                continue  # which numpy does not load
+            stated = member.tell() + math.prod(shape) * dtype.itemsize
+        if stated != info.file_size:
+            raise ValueError(
+                f"{info.filename} states {stated} bytes, and {info.file_size} are there"
+            )
+        total += stated
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if total > memory:
+        raise ValueError(f"its arrays have {total} bytes, and this machine has {memory}")
 
 
 def _shown(error: Exception) -> str:
@@ -232,7 +267,7 @@ def _header_reasons(header: Mapping[str, Any]) -> Iterator[str]:
             if not isinstance(group.get(name), kind)
         }
         for name, value in wrong.items():
-            yield f"group {index}: {name} is {value!r}"
+            yield f"group {index}: {name} is {shown(value)}"
         if not wrong and group["select"] > group["buffer_slots"]:
             yield f"group {index}: a buffer of {group['buffer_slots']} holds no selection"
 
