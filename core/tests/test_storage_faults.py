@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
-import traceback
-import warnings
-from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -19,27 +14,15 @@ from topkv.errors import StorageError
 from topkv.hooks.storage import StorageUsage
 from topkv.storage import calls, fetching, tier
 from topkv.storage.calls import Workers, answer_of
-from topkv.testing.machines.handed_over import on_a_shelf
+from topkv.testing.machines.handed_over import on_a_shelf, run_interrupted
+from topkv.testing.machines.storage_faults import (
+    in_a_child,
+    in_time,
+    run_answered_wrongly,
+    run_forked,
+)
 
 WHO = r"topkv-doubles \S+ \(storage 'shelf'\)"
-
-
-def ended(do):
-    """Do something that may hang, on a thread of its own."""
-    errors = []
-
-    def job():
-        try:
-            do()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=job, daemon=True)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive(), "it hangs"
-    if errors:
-        raise errors[0]
 
 
 def raising(error):
@@ -83,17 +66,17 @@ def test_a_wrong_answer_has_failed_and_nobody_waits(make_stored, shelf, monkeypa
     monkeypatch.setattr(coordinator.prefixes.storage._storage, hook, WRONG[wrong])
     salt = b"x" if hook == "put" else b""
     found = []
-    ended(lambda: found.append(run(coordinator, salt=salt)))
+    in_time(lambda: found.append(run(coordinator, salt=salt)))
     ((_, outputs),) = found
     torch.testing.assert_close(outputs, expected, rtol=0, atol=0)
-    ended(lambda: stored(coordinator))
+    in_time(lambda: stored(coordinator))
     counts = coordinator.prefixes.counts.storage
     assert counts.failed == 1
     assert counts.found == (28 if hook == "put" and not salt else 0)
     assert counts.dropped == (7 if hook == "put" else 0)
     assert coordinator.prefixes.storage.reason.startswith("topkv-doubles ")
     assert f"(storage 'shelf'): {hook}: " in coordinator.prefixes.storage.reason
-    ended(coordinator.close)
+    in_time(coordinator.close)
 
 
 @pytest.mark.parametrize("module", [tier, fetching], ids=lambda each: each.__name__)
@@ -105,15 +88,15 @@ def test_what_fails_in_a_thread_beside_hooks_is_counted(make_stored, shelf, monk
     monkeypatch.setattr(module, name, raising(MemoryError("no room for a checksum")))
     for number in range(3):
         salt = bytes([number]) if module is tier else b""
-        ended(partial(run, coordinator, salt=salt))
+        in_time(partial(run, coordinator, salt=salt))
         coordinator.prefixes.forget(stored=False)
-        ended(lambda: stored(coordinator))
+        in_time(lambda: stored(coordinator))
     counts = coordinator.prefixes.counts.storage
     assert counts.failed == 3
     assert counts.found == 0
     assert "a thread: MemoryError: no room for a checksum" in coordinator.prefixes.storage.reason
     assert not coordinator.prefixes.storage._calls.available
-    ended(coordinator.close)
+    in_time(coordinator.close)
 
 
 @pytest.mark.parametrize("how", [ValueError("stuck"), SystemExit(1)], ids=type)
@@ -166,22 +149,6 @@ def test_right_answers_have_one_form(hook, answer, expected):
     found = answer_of(hook, arguments, answer)
     assert found == expected
     assert type(found) is type(expected)
-
-
-def in_a_child(life):
-    """Whether a child of a fork has lived through something within a minute."""
-    child = os.fork()
-    if child == 0:
-        with suppress(BaseException):
-            signal.alarm(60)
-            warnings.simplefilter("error")
-            try:
-                life()
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-        os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("write", ["write_through", "write_back"])
@@ -271,23 +238,9 @@ def test_a_session_names_the_plugin_that_answers_wrongly(monkeypatch, hook):
             stored["one"].write({}, [])
 
 
-def test_a_head_that_came_late_goes_with_its_session():
-    """Ctrl-C while it is stored; a name is not taken by nothing."""
-    with on_a_shelf() as (shelf, stored):
-        ask = stored.ask
-
-        def interrupted(head, hook, *arguments):
-            found = ask(head, hook, *arguments)
-            if hook == "put" and len(shelf.objects) == 2:
-                raise KeyboardInterrupt
-            return found
-
-        stored.ask = interrupted
-        with pytest.raises(KeyboardInterrupt):
-            stored["one"].write({}, [])
-        stored.ask = ask
-        assert not shelf.objects
-        stored["one"].write({}, [])
+@pytest.mark.parametrize("run", [run_answered_wrongly, run_forked, run_interrupted])
+def test_scenes(on, run):
+    run(on)
 
 
 def test_the_pause_of_a_storage_that_answers_wrongly(make_stored, shelf, monkeypatch, caplog):
@@ -296,7 +249,7 @@ def test_the_pause_of_a_storage_that_answers_wrongly(make_stored, shelf, monkeyp
     monkeypatch.setattr(coordinator.prefixes.storage._storage, "put", lambda *arguments: True)
     for number in range(6):
         run(coordinator, salt=bytes([number]))
-        ended(lambda: stored(coordinator))
+        in_time(lambda: stored(coordinator))
     assert coordinator.prefixes.counts.storage.failed == calls.FAILURES
     (told,) = (record.getMessage() for record in caplog.records)
     assert told.startswith("topkv-doubles ")

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+import time
+from threading import get_ident
 
 from tests.mutants.lifecycle import LifecycleMutant, nothing
 from topkv import prefixes
 from topkv.kv.prefix import PrefixPages
-from topkv.storage import fetching, sessions
+from topkv.storage import calls, fetching, sessions
+from topkv.storage.calls import Calls
 from topkv.storage.opened import OpenedStorage
 from topkv.storage.places import PagePlaces
 from topkv.storage.tier import StorageTier
 from topkv.testing.machines.handed_over import (
     run_cut_short,
     run_handed_over,
+    run_interrupted,
 )
 from topkv.testing.machines.handed_over import (
     run_damaged as run_damaged_session,
 )
 from topkv.testing.machines.storage import run_evicted, run_overtaken, run_reloaded
+from topkv.testing.machines.storage_faults import run_answered_wrongly, run_forked
 from topkv.testing.tiers import Tier
 
+_leave = Calls.leave_to_parent
 _withdraw, _ask = PrefixPages.withdraw, OpenedStorage.ask
 
 
@@ -62,6 +68,28 @@ def asked_for_all_but_deletes(self, head, hook, *arguments):
     return None if hook == "delete" else _ask(self, head, hook, *arguments)
 
 
+def any_answer(hook, arguments, answer):
+    """Answers may have any form."""
+    return answer
+
+
+def first_hook_alone(self, hook, *arguments):
+    """An exit is no failure of a storage, and ends the thread."""
+    with self.changed:
+        self._since[get_ident()] = time.monotonic()
+    try:
+        return getattr(self._storage, hook)(*arguments)
+    finally:
+        with self.changed:
+            self._since.pop(get_ident())
+
+
+def goes_on(self):
+    """A child waits for the threads of its parent."""
+    _leave(self)
+    self.forked = False
+
+
 MUTANTS = [
     LifecycleMutant(
         "what a storage gives is believed",
@@ -94,5 +122,21 @@ MUTANTS = [
     LifecycleMutant(
         "what was stored of a session that was cut short stays",
         *(OpenedStorage, "ask", asked_for_all_but_deletes, run_cut_short),
+    ),
+    LifecycleMutant(
+        "a storage may answer as it likes",
+        *(calls, "answer_of", any_answer, run_answered_wrongly),
+    ),
+    LifecycleMutant(
+        "what a storage raises is not counted as its own",
+        *(Calls, "__call__", first_hook_alone, run_answered_wrongly),
+    ),
+    LifecycleMutant(
+        "the child of a fork asks the storage of its parent",
+        *(Calls, "leave_to_parent", goes_on, run_forked),
+    ),
+    LifecycleMutant(
+        "the head of a session that was interrupted stays",
+        *(sessions.StoredSession, "_is", nothing, run_interrupted),
     ),
 ]

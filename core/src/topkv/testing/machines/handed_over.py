@@ -137,3 +137,22 @@ def run_cut_short(on: Tier) -> None:
         outputs = [go_on(take(first, stored[name])) for name in ("whole", "cut")]
         torch.testing.assert_close(*outputs, rtol=0, atol=0)
         first.close()
+
+
+def run_interrupted(on: Tier) -> None:
+    """An interrupt while the head is stored, which comes all the same: the name stays free."""
+    with on_a_shelf() as (shelf, stored):
+        ask: Any = stored.ask
+
+        def interrupted(head: str, hook: str, *arguments: Any) -> Any:
+            found = ask(head, hook, *arguments)
+            if hook == "put" and len(shelf.objects) == 2:
+                raise KeyboardInterrupt
+            return found
+
+        vars(stored)["ask"] = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            stored["one"].write({}, [])
+        del vars(stored)["ask"]
+        assert not shelf.objects, "a session that was interrupted is not there, and has a name"
+        stored["one"].write({}, [])
