@@ -25,7 +25,7 @@ $(VENV)/.installed: constraints.txt core/pyproject.toml $(PROJECTS)
 	    f"topkv needs Python 3.11 or newer, {sys.executable} is {v[0]}.{v[1]}; make PYTHON=python3.12, say")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
-	$(PIP) -e 'core[cli,testing]' $(patsubst %/pyproject.toml,-e %,$(PROJECTS)) \
+	$(PIP) -e 'core[cli,testing,triton]' $(patsubst %/pyproject.toml,-e %,$(PROJECTS)) \
 	    hatchling matplotlib pytest pytest-timeout pytest-xdist ruff mypy $(STORES)
 	touch $@
 

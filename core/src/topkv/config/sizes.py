@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import torch
 
@@ -47,7 +48,12 @@ def model_reasons(model: ModelShape) -> Iterator[str]:
 
 
 def impl_reasons(impl: str, device: torch.device) -> Iterator[str]:
-    """Triton kernels run on a CPU in Triton's interpreter only."""
+    """Kernels need Triton, and run on a CPU in Triton's interpreter only."""
+    if impl == "triton" and find_spec("triton") is None:
+        yield (
+            f"impl 'triton' on {device.type} needs triton, which is not installed: "
+            "pip install triton, or set impl to 'reference'"
+        )
     interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
     if impl == "triton" and device.type == "cpu" and not interpreted:
         yield (

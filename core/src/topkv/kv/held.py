@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.runtime.jit import KernelInterface
 
-_CODE = (type, ModuleType, FunctionType, KernelInterface)
-"""Reaches the names of its module, and by them the whole process; it holds no tensors itself."""
+_CODE = (type, ModuleType, FunctionType)
+"""Reaches the names of its module, and by them the whole process; it holds no tensors itself.
+So do objects of Triton, compiled and interpreted functions, which need not be installed."""
 
 _OPAQUE = (str, bytes, int, float, torch.device, torch.dtype, *_CODE)
 
@@ -35,7 +35,8 @@ def tensor_bytes(holders: object, without: object = ()) -> int:
 
 def _tensors(holder: Any, visited: set[int]) -> Iterator[Tensor]:
     """Tensors that can be reached from an object."""
-    if isinstance(holder, _OPAQUE) or holder is None or id(holder) in visited:
+    code = isinstance(holder, _OPAQUE) or type(holder).__module__.startswith("triton.")
+    if code or holder is None or id(holder) in visited:
         return
     visited.add(id(holder))
     if isinstance(holder, Tensor):

@@ -90,13 +90,7 @@ class PluginRegistry:
             TopkvError: whatever the factory refuses on purpose.
         """
         record = self.get(kind, name)
-        assert record.entry is not None  # a record without an entry has a problem
-        path = record.entry.factories.get(impl)
-        if path is None:
-            offered = ", ".join(record.entry.impls)
-            reason = f"it offers {offered}, got {impl}; set impl to one that it offers"
-            raise PluginError(f"{record.who} has no such implementation", [reason])
-        factory = self._import(record, path)
+        factory = self.factory(record, impl)
         try:
             with aside():
                 instance = factory(setup)
@@ -107,6 +101,20 @@ class PluginRegistry:
             raise PluginError(f"{record.who} could not be built", [raised(error)]) from error
         check_instance(instance, import_module(f"topkv.hooks.{kind}"), record.who)
         return instance
+
+    def factory(self, record: PluginRecord, impl: str = "reference") -> Any:
+        """Import what makes instances of a usable plugin.
+
+        Raises:
+            PluginError: it has no such implementation, or does not import.
+        """
+        assert record.entry is not None  # a record without an entry has a problem
+        path = record.entry.factories.get(impl)
+        if path is None:
+            offered = ", ".join(record.entry.impls)
+            reason = f"it offers {offered}, got {impl}; set impl to one that it offers"
+            raise PluginError(f"{record.who} has no such implementation", [reason])
+        return self._import(record, path)
 
     def doctor(self, record: PluginRecord) -> list[str]:
         """Lines of a usable plugin about its libraries, for ``topkv doctor``; may be empty.
@@ -126,10 +134,19 @@ class PluginRegistry:
             with aside():
                 return getattr(import_module(module), attribute)
         except FAILURES as error:
-            raise PluginError(
-                f"{record.who} does not import",
-                [f"{path}: {raised(error)}; reinstall {record.package}, or mend what it needs"],
-            ) from error
+            reason = f"{path}: {raised(error)}; {_remedy(record, path, error)}"
+            raise PluginError(f"{record.who} does not import", [reason]) from error
+
+
+def _remedy(record: PluginRecord, path: str, error: BaseException) -> str:
+    """How to fix an import that failed: of a missing library, by its name."""
+    missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+    needed = (missing or "").partition(".")[0]
+    if not needed or needed == path.partition(".")[0]:
+        return f"reinstall {record.package}, or fix what it needs"
+    plain = record.entry.factories.get("reference") if record.entry else None
+    other = ", or set impl to 'reference'" if plain not in (None, path) else ""
+    return f"it needs {needed}: pip install {needed}{other}"
 
 
 @cache

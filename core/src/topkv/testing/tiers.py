@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 
 import torch
 from attrs import frozen
@@ -45,7 +46,9 @@ def tier(name: str) -> Tier:
         return Tier(name, "reference", torch.device("cpu"), None)
     if name == "interpret":
         missing = None
-        if not _INTERPRETED:
+        if find_spec("triton") is None:
+            missing = "needs triton: pip install 'topkv[triton]'"
+        elif not _INTERPRETED:
             missing = (
                 "there is a CUDA device; set TRITON_INTERPRET=1 to interpret all the same"
                 if CUDA

@@ -8,6 +8,7 @@ import resource
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,11 @@ def devices() -> list[dict[str, Any]]:
 
 
 def triton_state() -> dict[str, Any]:
+    """Triton, which kernels need and references do not."""
+    if find_spec("triton") is None:
+        return {
+            "version": "not installed; kernels need it (pip install triton), references do not"
+        }
     interpret = os.environ.get("TRITON_INTERPRET")
     return {"version": _version("triton"), "TRITON_INTERPRET": interpret or "not set"}
 
