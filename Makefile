@@ -8,7 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # examples/minimal is what `topkv new` writes; its test installs it where nothing else is.
 PROJECTS := $(wildcard plugins/*/pyproject.toml tools/*/pyproject.toml) examples/arkvale/pyproject.toml
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+# Modules are compiled when they are imported, which most of torch's never are.
+PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt
 # Of tests that start a real store; those are skipped where it is missing.
 STORES := 'mooncake-transfer-engine-non-cuda; sys_platform == "linux" and python_version < "3.14"'
 SOURCES := $(wildcard core plugins tools tests benchmarks examples docs/scripts conftest.py)
@@ -20,11 +21,16 @@ INTERPRET := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -
 
 all: check
 
+# An environment with torch, which alone takes most of the time.
+define WITH_TORCH
+@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
+    f"topkv needs Python 3.11 or newer, {sys.executable} is {v[0]}.{v[1]}; make PYTHON=python3.12, say")'
+$(PYTHON) -m venv $(VENV)
+$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+endef
+
 $(VENV)/.installed: constraints.txt core/pyproject.toml $(PROJECTS)
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
-	    f"topkv needs Python 3.11 or newer, {sys.executable} is {v[0]}.{v[1]}; make PYTHON=python3.12, say")'
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	$(WITH_TORCH)
 	$(PIP) -e 'core[cli,testing,triton]' $(patsubst %/pyproject.toml,-e %,$(PROJECTS)) \
 	    hatchling matplotlib pytest pytest-timeout pytest-xdist ruff mypy $(STORES)
 	touch $@
@@ -75,7 +81,17 @@ newcomer: $(VENV)/.packaging
 dist: $(VENV)/.packaging
 	$(BIN)/python -m tests.packaging.dist
 
-demo: $(VENV)/.installed
+# What the demo needs and no more; where the environment of the tests is there, that serves.
+DEMO := core tools/cli tools/evaluation plugins/quest plugins/triton_attention plugins/transformers
+READY := $(or $(wildcard $(VENV)/.installed),$(VENV)/.demo)
+
+$(VENV)/.demo: constraints.txt $(DEMO:%=%/pyproject.toml)
+	$(WITH_TORCH)
+	$(PIP) hatchling editables
+	$(PIP) --no-build-isolation $(DEMO:%=-e %)
+	touch $@
+
+demo: $(READY)
 	$(BIN)/topkv demo $(ARGS)
 
 # The site, in build/site. It has an environment of its own: its pages need neither torch nor topkv.

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 from importlib import import_module
+from itertools import pairwise
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 import topkv
-from tests.packaging.packages import ROOT, packages
+from tests.packaging.packages import ROOT, SETS, packages, read, run
 from topkv.entries import HOOK_API, KINDS
+from topkv_evaluation.eval import ALGORITHMS
+from topkv_evaluation.eval.choices import EXACT, split_algorithms
 
 PACKAGES = packages()
 PLUGINS = [package for package in PACKAGES if package.is_plugin]
@@ -70,6 +73,44 @@ def defaults_of(package):
     """Kinds and names of the plugins that its own choose by default."""
     stated = [entry.defaults.items() for entry in entries_of(package)]
     return {(kind, name) for each in stated for kind, name in each if kind in KINDS}
+
+
+def held_by(extra):
+    """Packages of a set, with those of the sets that it names."""
+    lines = [Requirement(line) for line in CORE["optional-dependencies"][extra]]
+    named = {line.name for line in lines} - {"topkv"}
+    return named.union(*(held_by(inner) for line in lines for inner in line.extras))
+
+
+def test_sets_hold_what_their_commands_need():
+    """``topkv[transformers]`` runs the README's example, ``topkv[eval]`` the usual comparison."""
+    offered = {name: package.name for package in PLUGINS for _, name in names_of(package)}
+    example = {offered[name] for name in ("quest", "triton_attention", "transformers")}
+    compared = [part.partition(":")[0] for part in split_algorithms(ALGORITHMS)]
+    compared = {offered[name] for name in compared if name != EXACT}
+    assert held_by("transformers") == {"topkv-cli", *example}
+    assert held_by("eval") == {"topkv-evaluation", *compared} | held_by("transformers")
+    wanted = {"topkv-bench", "topkv-evaluation", "topkv-simulate"}
+    assert held_by("bench") == wanted | held_by("transformers")
+    assert held_by("all") == {package.name for package in PACKAGES[1:]}
+
+
+def test_the_demo_installs_what_it_needs_and_no_more(tmp_path):
+    """Into an environment that is not there yet."""
+    lines = run("make", "-n", "demo", f"VENV={tmp_path / 'venv'}").splitlines()
+    (line,) = (line for line in lines if " -e " in line)
+    folders = [word for before, word in pairwise(line.split()) if before == "-e"]
+    installed = {read(ROOT / folder).name for folder in folders}
+    assert installed == {"topkv", "topkv-evaluation"} | held_by("transformers")
+
+
+def test_sets_are_known_to_what_installs_packages_alone():
+    ours = {package.name for package in PACKAGES}
+    extras = {
+        extra: {Requirement(line).name for line in lines}
+        for extra, lines in CORE["optional-dependencies"].items()
+    }
+    assert {extra for extra, names in extras.items() if len(names & ours) > 1} == {*SETS}
 
 
 @parametrize(PLUGINS)

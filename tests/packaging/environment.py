@@ -14,20 +14,21 @@ from zipfile import ZipFile
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.packaging.packages import ROOT, run
+from tests.packaging.packages import ROOT, SETS, run
 
 LEFT_OUT = ("PYTHONPATH", "PYTHONHOME", "TOPKV_BLOCK", "PYTEST_ADDOPTS")
 """Variables that would let something else in."""
 
 
 def declared(wheel: Path, extras: Iterable[str] = ()) -> list[Requirement]:
-    """The requirements of a wheel, with those of some extras (``"*"`` for all of them)."""
+    """The requirements of a wheel, with those of some extras: ``"*"`` for all of them, but for
+    those of the core that are sets of packages."""
     with ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         found = message_from_bytes(archive.read(name))
     wanted = list(extras)
     if "*" in wanted:
-        wanted = found.get_all("Provides-Extra") or []
+        wanted = [each for each in found.get_all("Provides-Extra") or [] if each not in SETS]
     lines = [Requirement(line) for line in found.get_all("Requires-Dist") or []]
     return [line for line in lines if _applies(line, wanted)]
 

@@ -16,6 +16,9 @@ ROOT = Path(__file__).parents[2]
 DIST = ROOT / "dist"
 """The folder of sdists and wheels that ``make dist`` makes."""
 
+SETS = ("transformers", "eval", "bench", "all")
+"""Extras of the core that are sets of packages of this repository, and no needs of its own."""
+
 
 @frozen
 class Package:
