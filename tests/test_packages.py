@@ -13,6 +13,8 @@ from packaging.version import Version
 import topkv
 from tests.packaging.packages import ROOT, SETS, packages, read, run
 from topkv.entries import HOOK_API, KINDS
+from topkv.errors import PluginError
+from topkv.plugins import PluginRegistry
 from topkv_evaluation.eval import ALGORITHMS
 from topkv_evaluation.eval.choices import EXACT, split_algorithms
 
@@ -93,6 +95,21 @@ def test_sets_hold_what_their_commands_need():
     wanted = {"topkv-bench", "topkv-evaluation", "topkv-simulate"}
     assert held_by("bench") == wanted | held_by("transformers")
     assert held_by("all") == {package.name for package in PACKAGES[1:]}
+
+
+@parametrize(PLUGINS)
+def test_a_plugin_that_is_not_installed_is_named_with_its_package(package, monkeypatch):
+    """By the convention of names, and the core's extras: no code of the core names a plugin."""
+    needed = [f'{line}; extra == "all"' for line in CORE["optional-dependencies"]["all"]]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: needed)
+    bare = PluginRegistry([])
+    for kind, name in names_of(package) - {("topk", "pivot")}:  # it comes with who needs it
+        with pytest.raises(PluginError) as refused:
+            bare.get(kind, name)
+        assert f"{package.name} does: pip install {package.name}" in str(refused.value)
+    with pytest.raises(PluginError) as refused:
+        bare.get("algorithm", "no-such")
+    assert "pip install" not in str(refused.value)
 
 
 def test_the_demo_installs_what_it_needs_and_no_more(tmp_path):

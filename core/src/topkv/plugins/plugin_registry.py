@@ -13,8 +13,12 @@ from typing import Any
 from topkv.entries import KINDS
 from topkv.errors import PluginError, TopkvError, is_out_of_memory
 from topkv.messages import close, raised, shown
+from topkv.plugins import entry_checks
 from topkv.plugins.contract import check_instance
+from topkv.plugins.project import package_of
 from topkv.plugins.records import FAILURES, PluginRecord, aside, find, installed
+
+PLUGINS_PAGE = "the documentation lists packages under Plugins"
 
 
 class PluginRegistry:
@@ -58,9 +62,11 @@ class PluginRegistry:
             return [f"there is no kind {kind!r} of plugin; the kinds are {', '.join(KINDS)}"]
         names = [record.name for record in self.usable(kind)]
         meant = close(name, names)
+        package = package_of(kind, name) if entry_checks.is_name(name) else None
         reason = (
             f"installed of kind {kind}: {', '.join(names) or 'none'}; {meant and meant + ' '}"
-            "no installed package offers it, and the documentation lists packages under Plugins"
+            "no installed package offers it, and "
+            + (f"{package} does: pip install {package}" if package else PLUGINS_PAGE)
         )
         return [reason, *(f"did not load: {why}" for why in self.failed(kind))]
 

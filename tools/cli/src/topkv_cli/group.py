@@ -8,6 +8,7 @@ called. A command may raise any error of ``topkv.errors``: the group tells it (`
 
 from __future__ import annotations
 
+import shlex
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -28,6 +29,22 @@ _OWN = {
 }
 
 
+ELSEWHERE = {
+    "bench": "topkv-bench",
+    "calibrate": "topkv-double-sparsity[calibrate]",
+    "demo": "topkv-evaluation",
+    "eval": "topkv-evaluation",
+    "generate": "topkv-evaluation",
+    "record": "topkv-simulate",
+    "serve": "topkv-vllm[serve]",
+    "share": "topkv-evaluation",
+    "simulate": "topkv-simulate",
+    "storage": "topkv-files[cli]",
+    "tiers": "topkv-simulate",
+}
+"""Commands of this project's other packages, with what brings them; a test reads it there."""
+
+
 class LazyGroup(click.Group):
     """A group that imports a command only to run or list it, and tells what it raises."""
 
@@ -45,7 +62,20 @@ class LazyGroup(click.Group):
         points = _offered().get(cmd_name, [])
         if len(points) > 1:
             return _disputed(cmd_name, points)
-        return _load(cmd_name, points[0]) if points else None
+        return _load(cmd_name, points[0]) if points else _missing(cmd_name)
+
+
+def _missing(name: str) -> click.Command | None:
+    """A command that says what to do to have it; None for one that nobody of us brings."""
+    what = f"there is no command {name!r} here"
+    left_out = [point for point in entry_points(group=COMMANDS) if point.name == name]
+    if left_out:
+        who = " and ".join(map(_package, left_out))
+        return _failing(name, what, f"{BLOCK} leaves that of {who} out; take it out of the list")
+    if name in ELSEWHERE:
+        package = ELSEWHERE[name]
+        return _failing(name, what, f"{package} brings it: pip install {shlex.quote(package)}")
+    return None
 
 
 def _offered() -> dict[str, list[EntryPoint]]:

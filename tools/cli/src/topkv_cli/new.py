@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -10,7 +9,8 @@ from pathlib import Path
 import click
 
 from topkv.errors import ConfigError
-from topkv.plugins import registry
+from topkv.plugins import project, registry
+from topkv.plugins.project import canonical
 from topkv_cli.render import KINDS, default_root, render, write
 
 
@@ -40,7 +40,7 @@ def command(name: str, kind: str, output: Path | None) -> None:
 def stands_in_for(name: str) -> list[str]:
     """What a package of that name would be taken for: pip replaces a distribution by another of
     its name, and a plugin whose name another package offers is used for neither."""
-    name, reasons = _same(name), []
+    name, reasons = canonical(name), []
     dist = default_root(name)
     with suppress(metadata.PackageNotFoundError):
         version = metadata.version(dist)
@@ -48,18 +48,11 @@ def stands_in_for(name: str) -> list[str]:
             f"the distribution {dist} {version} is installed, and installing the new one would "
             "replace it; choose another name, or uninstall it first"
         )
-    with suppress(metadata.PackageNotFoundError):  # Where the core runs from its sources.
-        needed = [line for line in metadata.requires("topkv") or [] if "extra" in line]
-        if dist in (_same(re.split(r"[^\w.-]", line)[0]) for line in needed):
-            reasons.append(f"an extra of topkv names the distribution {dist}; choose another name")
+    if dist in project.packages():
+        reasons.append(f"an extra of topkv names the distribution {dist}; choose another name")
     return reasons + [
         f"{record.package} {record.version} offers {record.kind or 'a plugin'} {record.name!r}; "
         "choose another name"
         for record in registry().records()
-        if _same(record.name) == name
+        if canonical(record.name) == name
     ]
-
-
-def _same(name: str) -> str:
-    """A name as pip compares it."""
-    return re.sub(r"[-_.]+", "-", name).lower()

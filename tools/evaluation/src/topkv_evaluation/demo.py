@@ -18,8 +18,10 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from topkv import attach
 from topkv.config import SparseConfig
+from topkv.config.named import require_plugins
 from topkv.errors import ConfigError
 from topkv.plugins import PluginRegistry
+from topkv.plugins import registry as default_registry
 from topkv_evaluation import CHECKPOINT, window
 from topkv_evaluation.loading import load_model
 from topkv_evaluation.measured import measured, settings_of, stats_of
@@ -151,6 +153,7 @@ def run_demo(settings: Settings, advance: Advance) -> dict[str, Any]:
         TopkvError: the settings are refused.
     """
     began = perf_counter()
+    require_plugins(settings.sparse(), default_registry())
     document, model = demo_prompt(settings), load_checkpoint(settings.device)
     with attach(model, settings.sparse(), engine="transformers"):
         pass  # settings that are refused are refused before anything is computed

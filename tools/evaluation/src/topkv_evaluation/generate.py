@@ -14,6 +14,7 @@ from transformers.generation import TextStreamer
 
 from topkv import attach
 from topkv.config import SparseConfig
+from topkv.config.named import require_plugins
 from topkv.errors import CapabilityError, RequestError
 from topkv.plugins import registry
 from topkv_evaluation.loading import load_model, load_tokenizer
@@ -126,6 +127,7 @@ def run_generate(job: Job, tell: Any) -> dict[str, Any]:
     Raises:
         TopkvError: model, prompt or configuration are refused.
     """
+    require_plugins(job.config, registry())
     model, tokenizer = load(job)
     _check(model, job.config)
     inputs = tokenizer(job.prompt, return_tensors="pt", return_token_type_ids=False)

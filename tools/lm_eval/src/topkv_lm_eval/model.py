@@ -19,6 +19,7 @@ from lm_eval.models.utils import (
 from tqdm import tqdm
 
 from topkv.config import SparseConfig
+from topkv.config.named import require_plugins
 from topkv.errors import CapabilityError, ConfigError
 from topkv.plugins import registry
 from topkv_evaluation.commands import device_or_default
@@ -84,6 +85,7 @@ class TopkvLM(TemplateLM):
         given |= {"unit": unit, "impl": impl}
         settings = {**written, **{name: v for name, v in given.items() if v is not None}}
         trust = {"trust_remote_code": trust_remote_code}
+        require_plugins(SparseConfig(**settings), registry())
         model = load_model(Path(pretrained), dtype=DTYPES.get(dtype, "auto"), **trust)
         reasons = refusals(model)
         if reasons:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from topkv import attach
 from topkv.config import SparseConfig
+from topkv.config.named import require_plugins
 from topkv.errors import ConfigError
+from topkv.plugins import registry
 from topkv_simulate.recorder import recording
 from topkv_simulate.trace import Trace
 
@@ -93,6 +95,7 @@ def run(job: Job) -> Trace:
     trust, device = job.trust_remote_code, commands.device_or_default(job.device)
     with commands.quiet_transformers():
         folder = job.model or CHECKPOINT
+        require_plugins(job.config(1), registry())
         tokens = _tokens(job, folder, loading)
         if tokens.shape[1] < job.steps + 2:
             why = f"expected at least {job.steps + 2} tokens for {job.steps} steps behind a prompt"

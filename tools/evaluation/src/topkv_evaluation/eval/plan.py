@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from topkv.config import SparseConfig
+from topkv.config.named import require_plugins
 from topkv.errors import CapabilityError, ConfigError
 from topkv.plugins import registry
 from topkv_evaluation import CHECKPOINT
@@ -83,6 +85,7 @@ class Plan:
             CapabilityError: the model cannot be attached.
         """
         shares = read_budgets(options.budgets)
+        _check_words(options)
         model = _load(options)
         shape = shape_of(model)
         layers = shape.num_layers
@@ -94,10 +97,8 @@ class Plan:
             named = options.algorithms or (usual,)
             return [text.replace("{steps}", str(steps)) for text in named]
 
-        # Wrong words are told before tasks are made, which may take long.
+        # Those by default; tasks may take long to make.
         read_algorithms(chosen(LEAST_STEPS), shape.head_dim, registry())
-        if options.backend:
-            registry().get("backend", options.backend)
         tasks = _tasks(options, model)
         _check_positions(model, tasks)
         steps = max(LEAST_STEPS, *(task.steps for task in tasks))
@@ -134,6 +135,19 @@ class Plan:
         values = {name: value for name, value in asdict(self.options).items() if value is not None}
         values |= {name: str(values[name]) for name in ("model",) if name in values}
         return values | {"batch": self.grid.batch}
+
+
+def _check_words(options: Options) -> None:
+    """Refuse what is wrong whatever the model is, before it is loaded."""
+    require_plugins(SparseConfig(backend=options.backend), registry())
+    if options.algorithms:
+        named = [text.replace("{steps}", str(LEAST_STEPS)) for text in options.algorithms]
+        read_algorithms(named, 1, registry())
+    if options.tasks:
+        read_words(options.tasks)
+    if options.contexts is not None:
+        read_contexts(options.contexts)
+    read_depths(options.depths)
 
 
 def _load(options: Options) -> PreTrainedModel:

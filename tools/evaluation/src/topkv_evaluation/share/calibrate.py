@@ -15,8 +15,10 @@ from transformers import PreTrainedModel
 from topkv import attach
 from topkv.config import SparseConfig
 from topkv.config.layers import show_ranges
+from topkv.config.named import require_plugins
 from topkv.errors import CapabilityError, ConfigError
 from topkv.layers import LayerPath
+from topkv.plugins import registry
 from topkv_evaluation import CHECKPOINT
 from topkv_evaluation.eval import recall
 from topkv_evaluation.eval.batches import read_context
@@ -81,6 +83,7 @@ def calibrate(job: Job, advance: Advance = lambda prompts: None) -> dict[str, An
     """
     if job.tasks and job.text is not None:
         raise ConfigError("--tasks and --text exclude each other", ["leave one of them out"])
+    require_plugins(job.config, registry())
     model = load_model(job.folder, trust_remote_code=job.trust_remote_code)
     reasons = refusals(model)
     if reasons:
