@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from tests.packaging.packages import packages, read
 
 ROOT = Path(__file__).parent.parent
 
@@ -50,3 +53,43 @@ def test_every_file_that_is_linked_exists():
     for page in (ROOT / "README.md", ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md"):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+PAGES = [
+    *(ROOT / page for page in ("README.md", "core/README.md", "docs/index.md")),
+    *ROOT.glob("tools/*/README.md"),
+]
+
+
+def installs(page):
+    """Lines of ``pip install`` in blocks of a page, each with whether wheels were named before."""
+    lines = [line.strip().removeprefix("$ ") for line in page.read_text("utf-8").splitlines()]
+    for number, line in enumerate(lines):
+        if line.startswith("pip install"):
+            yield line, any("PIP_FIND_LINKS=" in before for before in lines[:number])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_an_installation_that_a_page_names_can_be_done(page):
+    """Of folders that are there, or of extras that there are, out of a folder of wheels: no index
+    has the packages."""
+    known = {package.name: package for package in packages()}
+    for line, wheels in installs(page):
+        words = [word.strip("'") for word in line.split("#")[0].split()[2:]]
+        ours = [Requirement(word) for word in words if word.startswith("topkv")]
+        assert wheels or not ours, f"{page}: {line}: no index has {ours[0]}"
+        for each in ours:
+            assert each.extras <= {*known[each.name].project.get("optional-dependencies", {})}, (
+                line
+            )
+        for folder in (word for word in words if word.startswith(".")):
+            assert (ROOT / folder / "pyproject.toml").exists(), f"{page}: {line}"
+
+
+def test_what_is_installed_from_a_clone_runs_the_example():
+    for page in (ROOT / "README.md", ROOT / "docs/index.md"):
+        (line,) = (line for line, _ in installs(page) if "./core" in line)
+        names = {read(ROOT / word).name for word in line.split() if word.startswith("./")}
+        extras = packages()[0].project["optional-dependencies"]
+        needed = {Requirement(each).name for each in extras["transformers"]}
+        assert names == {"topkv", "topkv-evaluation"} | needed
