@@ -63,10 +63,10 @@ class PluginRegistry:
         names = [record.name for record in self.usable(kind)]
         meant = close(name, names)
         package = package_of(kind, name) if entry_checks.is_name(name) else None
+        where = f"{package} does: pip install {package}" if package else PLUGINS_PAGE
         reason = (
             f"installed of kind {kind}: {', '.join(names) or 'none'}; {meant and meant + ' '}"
-            "no installed package offers it, and "
-            + (f"{package} does: pip install {package}" if package else PLUGINS_PAGE)
+            f"no installed package offers it, and {where}"
         )
         return [reason, *(f"did not load: {why}" for why in self.failed(kind))]
 
