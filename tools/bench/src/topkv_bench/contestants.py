@@ -11,16 +11,15 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from topkv import SparseCoordinator, attach
-from topkv.config import SparseConfig
+from topkv.config import SparseConfig, lower
 from topkv.errors import CapabilityError
 from topkv.plugins import registry
 from topkv.report import TransferReport
 from topkv_bench.drift import drifting
 from topkv_bench.fill import fill_coordinator, fill_dynamic, fill_layer
 from topkv_transformers.cache import TopkvCache
-from topkv_transformers.engine import lower_for
 from topkv_transformers.examine import window_bytes
-from topkv_transformers.support import refusals, shape_of
+from topkv_transformers.support import advice_of, refusals, shape_of
 
 NAMES = ("dense", "offloaded", "topkv-resident", "topkv", "topkv-compiled")
 """Transformers' dynamic cache on the device, the same offloaded to the host, topkv with all layers
@@ -199,26 +198,54 @@ def enter(model: PreTrainedModel, cell: Cell) -> Contestant:
     return Dynamic(model, cell) if transformers else Topkv(model, cell)
 
 
-def expected_bytes(model: PreTrainedModel, cell: Cell) -> int | None:
-    """Bytes that a cell will hold on the device, before anything is taken; None if unknown.
+@attrs.frozen
+class Expected:
+    """Bytes of caches that a cell will hold on the device and in host memory."""
 
-    The offloaded cache holds two layers there, that of the moment and the next.
+    device: int = 0
+    host: int = 0
+
+
+def expected(model: PreTrainedModel, cell: Cell, device: torch.device) -> Expected | None:
+    """What a cell will hold, before anything is taken; None if unknown.
+
+    The offloaded cache holds two layers on the device, that of the moment and the next.
+
+    Args:
+        model: may be on the device ``meta``, without weights.
+        cell: what is to be measured.
+        device: where the model is to run.
 
     Raises:
         ConfigError, PluginError: topkv's configuration is wrong.
     """
-    if refusals(model):
+    if refusals(model, on_meta=model.device.type == "meta"):
         return None  # then what its layers keep is not known either
     shape, windows = shape_of(model), cell.requests * window_bytes(model, cell.tokens)
     if cell.contestant.startswith("topkv"):
-        lowered = lower_for(model, cell.sparse_config, registry())
-        needed: int = SparseCoordinator.required_bytes(lowered).device
-        return needed + windows
+        lowered = lower(
+            cell.sparse_config,
+            shape,
+            device=device,
+            registry=registry(),
+            checkpoint=advice_of(model, registry()),
+            max_positions=getattr(model.config, "max_position_embeddings", None),
+        )
+        needed = SparseCoordinator.required_bytes(lowered)
+        return Expected(needed.device + windows, needed.host)
     if shape.attention != "gqa":
         return None
     row = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
-    layers = min(2, shape.num_layers) if cell.contestant == "offloaded" else shape.num_layers
-    return int(layers * row * cell.requests * cell.tokens) + windows
+    layer, layers = row * cell.requests * cell.tokens, shape.num_layers
+    if cell.contestant == "offloaded":
+        return Expected(min(2, layers) * layer + windows, layers * layer)
+    return Expected(layers * layer + windows)
+
+
+def expected_bytes(model: PreTrainedModel, cell: Cell) -> int | None:
+    """Those on the device of the model."""
+    found = expected(model, cell, model.device)
+    return None if found is None else found.device
 
 
 def clear(device: torch.device) -> None:

@@ -133,6 +133,12 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
+def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The modules of a model without weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
 def build(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """A model of small normal weights, made where it is to run.
 

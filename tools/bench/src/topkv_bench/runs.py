@@ -13,7 +13,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from topkv.config import SparseConfig
 from topkv.config.checks import byte_size
-from topkv.errors import ConfigError, DeviceMemoryError, OutOfMemory, TopkvError, is_out_of_memory
+from topkv.errors import (
+    ConfigError,
+    DeviceMemoryError,
+    HostMemoryError,
+    OutOfMemory,
+    TopkvError,
+    is_out_of_memory,
+)
 from topkv.prediction.probe import rates
 from topkv_bench import geometry
 from topkv_bench.clock import Clock
@@ -22,12 +29,15 @@ from topkv_bench.contestants import (
     ROOM,
     Cell,
     Contestant,
+    Expected,
     Topkv,
     clear,
     enter,
+    expected,
     expected_bytes,
 )
 from topkv_bench.phases import Profile
+from topkv_bench.room import Room, weights_of
 from topkv_transformers.support import refusals
 
 OK, OVER, NO_MEMORY, REFUSED = "ok", "over the limit", "out of memory", "refused"
@@ -174,21 +184,42 @@ class Bench:
     Raises:
         ConfigError, PluginError: no model can be made, or topkv's configuration is wrong; no cell
             was run.
-        DeviceMemoryError: the weights do not fit.
+        HostMemoryError, DeviceMemoryError: the weights, or all cells with them, do not fit; looked
+            at before weights are made, for who takes too much of a container is killed.
     """
 
     def __init__(self, options: Options) -> None:
         self.options, self.cells = options, options.cells()
         longest = max(cell.tokens for cell in self.cells)
         config = geometry.config_of(options.model, options.config_path, longest)
+        self.lacks = self._lacks(geometry.skeleton(config, options.dtype))
         self.model = _built(config, options)
         self.weights_bytes = sum(each.nbytes for each in self.model.parameters())
         self.cannot_attach = refusals(self.model)
         self.rates = _rates(options.device)
-        for name in options.contestants:
-            if name.startswith("topkv"):  # a configuration that is wrong is told before any cell
-                mine = [cell for cell in self.cells if cell.contestant == name]
-                expected_bytes(self.model, min(mine, key=lambda cell: cell.requests * cell.tokens))
+
+    def _lacks(self, skeleton: PreTrainedModel) -> list[str | None]:
+        """Of each cell, why it does not fit this machine; its settings are judged, too.
+
+        Raises:
+            HostMemoryError, DeviceMemoryError: none of them does.
+        """
+        device = self.options.device
+        room, weights = Room.of(device), weights_of(skeleton)
+        caches = [expected(skeleton, cell, device) or Expected() for cell in self.cells]
+        lacks = [room.lack(weights, each) for each in caches]
+        if all(lacks):
+            error = HostMemoryError if room.free is None else DeviceMemoryError
+            dtype = str(self.options.dtype).removeprefix("torch.")
+            cells = "".join(
+                f"\n  - {cell.contestant} {cell.context} x {cell.requests}: {lack}"
+                for cell, lack in zip(self.cells, lacks, strict=True)
+            )
+            raise error(
+                f"no cell of {type(skeleton).__name__} in {dtype} fits {device}; take a smaller "
+                f"model, context or number of requests, or a smaller --dtype:{cells}"
+            )
+        return lacks
 
     def facts(self) -> dict[str, Any]:
         """What results depend on, of the model."""
@@ -202,16 +233,18 @@ class Bench:
 
     def run(self) -> Iterator[Row]:
         """A row for each cell, as soon as it is done."""
-        for cell in self.cells:
-            yield self._row(cell)
+        for cell, lack in zip(self.cells, self.lacks, strict=True):
+            yield self._row(cell, lack)
 
-    def _row(self, cell: Cell) -> Row:
+    def _row(self, cell: Cell, lack: str | None) -> Row:
         row: Row = {
             "contestant": cell.contestant,
             "context": cell.context,
             "requests": cell.requests,
             "status": OK,
         }
+        if lack is not None:
+            return row | {"status": NO_MEMORY, "reason": lack}
         clear(self.options.device)
         try:
             row |= self._over_limit(cell) or self._measured(cell)

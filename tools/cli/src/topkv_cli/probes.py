@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from topkv_cli import memory
+
 _SYS = Path("/sys")
 _PROC = Path("/proc")
 
@@ -28,26 +30,18 @@ def _version(module: str) -> str:
     return str(import_module(module).__version__)
 
 
-def _meminfo(path: Path) -> dict[str, int]:
-    """Bytes by name from a meminfo file of the system or of a NUMA node."""
-    sizes = {}
-    for line in path.read_text().splitlines():
-        name, _, rest = line.partition(":")
-        number, *unit = rest.split()
-        sizes[name.split()[-1]] = int(number) * (1024 if unit == ["kB"] else 1)
-    return sizes
-
-
 def host_memory() -> dict[str, Any]:
-    sizes = _meminfo(_PROC / "meminfo")
-    return {"total_bytes": sizes["MemTotal"], "available_bytes": sizes["MemAvailable"]}
+    """Memory that can be taken, and the control group that limits it, if one does."""
+    found = memory.host_memory(_PROC, _SYS / "fs/cgroup")
+    sizes = {"total_bytes": found.total, "available_bytes": found.available}
+    return sizes if found.limit is None else sizes | {"limit_bytes": found.limit}
 
 
 def numa_nodes() -> list[dict[str, Any]]:
     """Memory of each NUMA node."""
     nodes = []
     for path in sorted((_SYS / "devices/system/node").glob("node[0-9]*")):
-        sizes = _meminfo(path / "meminfo")
+        sizes = memory.meminfo(path / "meminfo")
         node = int(path.name.removeprefix("node"))
         nodes.append(
             {"node": node, "total_bytes": sizes["MemTotal"], "free_bytes": sizes["MemFree"]}
