@@ -120,3 +120,18 @@ def test_a_window_of_all_positions_is_none(tiny, check, name):
     model.config.sliding_window = 639
     with pytest.raises(CapabilityError, match=r"sliding_window=639.*max_position_embeddings=640"):
         topkv.attach(model, tiny.settings())
+
+
+def test_a_forward_that_leaves_the_cache_out_is_refused(tiny):
+    model, prompt = tiny.model(), tiny.prompt(20)
+    with topkv.attach(model, tiny.settings()) as handle:
+        decode = model.forward
+
+        def forward(*args, cache=None, past_key_values=None, **kwargs):
+            return decode(*args, **{**kwargs, "use_cache": False})
+
+        model.forward = forward
+        with pytest.raises(CapabilityError, match="has run no forward over the cache"):
+            model.generate(**prompt, max_new_tokens=1, do_sample=False)
+        del model.forward
+        assert handle.coordinator.requests.free == handle.config.max_requests

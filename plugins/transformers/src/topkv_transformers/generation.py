@@ -260,6 +260,18 @@ def _short(value: Any) -> str:
     return repr(value) if plain else type(value).__name__
 
 
+def _check_used(model: PreTrainedModel, cache: TopkvCache, before: int) -> None:
+    """Raise CapabilityError if no forward has appended to a cache."""
+    if cache.state.slots and cache.state.seen == before:
+        raise CapabilityError(
+            "generate cannot do this through topkv",
+            [
+                f"{type(model).__name__} has run no forward over the cache that it was given, so "
+                "it has generated without topkv; its generate or forward leaves caches out"
+            ],
+        )
+
+
 def generate(
     model: PreTrainedModel,
     requests: CacheRequests,
@@ -294,7 +306,9 @@ def generate(
             call.admit(cache)
             arguments = with_cache(arguments, cache)
             arguments |= {"attention_mask": call.mask(), **call.ours()}
+            reached = cache.state.seen
             output = original(**arguments)
+            _check_used(model, cache, reached)
         except BaseException:
             requests.truncate(cache.state, before, kept)
             raise
