@@ -17,7 +17,7 @@ DOCS := build/docs
 # What the interpreter launches is handed to the compiler for a GPU too, which needs none.
 INTERPRET := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --compile-for 90
 
-.PHONY: all test test-slow test-models test-nightly test-gpu test-vllm demo docs lint types check isolation newcomer dist format clean
+.PHONY: all test test-slow test-models test-oldest newest test-nightly test-gpu test-vllm demo docs lint types check isolation newcomer dist format clean
 
 all: check
 
@@ -48,6 +48,26 @@ test-slow: $(VENV)/.installed
 # Every model class that is served, beside its stock model.
 test-models: $(VENV)/.installed
 	$(INTERPRET) --dist load -m 'not gpu and models' plugins/transformers $(ARGS)
+
+# The engine of Transformers with the oldest version that it takes, laid over the environment of the tests.
+OLDEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' plugins/transformers/pyproject.toml)
+OLD := build/transformers-$(OLDEST)
+
+$(OLD)/.installed: $(VENV)/.installed plugins/transformers/pyproject.toml
+	rm -rf $(OLD)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --target $(OLD) 'transformers==$(OLDEST).*'
+	touch $@
+
+test-oldest: $(OLD)/.installed
+	PYTHONPATH=$(CURDIR)/$(OLD) $(INTERPRET) --dist loadfile -m 'not gpu and not models and not slow and not nightly' \
+	    $(or $(ARGS),$(addprefix plugins/transformers/tests/test_,$(ENGINE:=.py)))
+
+# What looks into Transformers: forwards, generate, captured and compiled steps, caches, sessions, refusals.
+ENGINE := blocks capture compiled engine_calls engine_equality engine_modes left_out models model_lives prefixes watch
+
+# The newest release of everything, whatever bounds say; what it finds is no failure of a commit.
+newest: dist
+	$(BIN)/python -m tests.packaging.newest $(ARGS)
 
 # Hours, at night and before a release: many more examples and longer histories, with seeds that differ
 # from night to night, training recipes, and the oldest vLLM that is served.
