@@ -37,6 +37,19 @@ class WordsOfNeighbours(ParisKV):
         super().construct(layer, slot, start, k.roll(1, 1), v, q, lse)
 
 
+class CodesWholeKeys(ParisKV):
+    """Takes nothing out of keys before they are coded, however large a bias they have."""
+
+    def represent(self, keys, valid):
+        signs = self.signs
+        z = reference.rotate(keys[:, 0], signs)
+        codes = ((z < 0).unflatten(-1, (-1, 16)) << torch.arange(16, device=z.device)).sum(-1)
+        length = z.abs().sum(-1)
+        factor = keys[:, 0].float().square().sum(-1) / torch.where(length > 0, length, 1.0)
+        words = super().represent(keys, valid)["outliers"]
+        return {"codes": codes, "factor": factor, "outliers": torch.zeros_like(words)}
+
+
 class MeanQuery(ParisKV):
     """Averages the queries of a group before they are scored, as the paper does."""
 
@@ -63,3 +76,11 @@ class KernelUnflipped(ParisKVTriton):
             return super().lane_scores(layer, q)
         finally:
             self.signs = signs
+
+
+class KernelOverlooksOutliers(ParisKVTriton):
+    """The kernel is not told by the factors that something left the keys."""
+
+    def lane_scores(self, layer, q):
+        layer.pools["factor"].abs_()
+        return super().lane_scores(layer, q)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from topkv.ops.outliers import split
 from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
 
 
@@ -26,24 +27,34 @@ def hadamard(size):
 
 
 def oracle(bench, slot, q):
-    """``|k|^2 / |z|_1 * sign(z) . z(q)``, softmaxed, the mean over the query heads of a lane."""
+    """``q . (k - r) + |r|^2 / |z(r)|_1 * sign(z(r)) . z(q)`` with the rest r of a key, softmaxed,
+    the mean over the query heads of a lane.
+    """
     group, model = bench.group, bench.model
     signs = bench.algorithm.signs.double().cpu()
     rotation = (hadamard(len(signs)) * signs)[:, : group.head_dim]
-    keys = bench.keys[slot][: bench.selectable(slot)].double()
-    z = keys @ rotation.T
+    keys = bench.keys[slot][: bench.selectable(slot)]
+    rest = split(keys, bench.algorithm.outliers)[1].double()
+    z = rest @ rotation.T
     length = z.abs().sum(-1)
-    factor = keys.square().sum(-1) / torch.where(length > 0, length, 1.0)
-    heads = (q[0].double() @ rotation.T).unflatten(0, (group.num_kv_heads, -1))
-    products = torch.einsum("nhd,hgd->nhg", torch.where(z < 0, -1.0, 1.0).double(), heads)
-    scores = products * factor.bfloat16().double()[..., None] * model.scale
+    factor = rest.square().sum(-1) / torch.where(length > 0, length, 1.0)
+    heads = q[0].double().unflatten(0, (group.num_kv_heads, -1))
+    signs = torch.where(z < 0, -1.0, 1.0).double()
+    products = torch.einsum("nhd,hgd->nhg", signs, heads @ rotation.T)
+    scores = products * factor.bfloat16().double()[..., None]
+    scores += torch.einsum("nhd,hgd->nhg", keys.double() - rest, heads)
+    scores *= model.scale
     weights = scores.softmax(0).flatten(1, 2).unflatten(1, (group.lane_heads, -1))
     return weights.mean(-1).T
 
 
 OPTIONS = AlgorithmOptions(
     params=st.fixed_dictionaries(
-        {"sink_units": st.integers(0, 1), "recent_units": st.integers(0, 1)}
+        {
+            "sink_units": st.integers(0, 1),
+            "recent_units": st.integers(0, 1),
+            "outliers": st.integers(1, 4),
+        }
     ),
     promised=forced,
     selects=(2, 3, 5),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from topkv.algorithms import ScoredUnits
 from topkv.hooks.algorithm import AlgorithmSetup, RepresentationSpec
+from topkv.ops import outliers
 from topkv_pariskv import reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -23,38 +24,45 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 class ParisKV(ScoredUnits):
     """Selects the tokens of the highest mean softmaxed estimate of q·k, kept as its logarithm.
 
-    Per token and kv-head it keeps one bit for each coordinate of the rotated key z, its sign, and
-    the factor ``|k|^2 / |z|_1``. A query head estimates q·k by factor times
-    ``sum_i sign(z_i) rotate(q)_i``, which is exact for a query that is parallel to the key. What
-    is made of the estimates of a lane's query heads is said in ``ScoredUnits.combine``.
+    Of a key the few pairs of channels that outweigh all others, if it has such, are kept by
+    themselves (``topkv.ops.outliers``), o, and of the rest r one bit for each coordinate of the
+    rotated rest z, its sign, and the factor ``|r|^2 / |z|_1``. A query head estimates q·k by q·o
+    and factor times ``sum_i sign(z_i) rotate(q)_i``, which is exact for a query that is parallel
+    to r. What is made of the estimates of a lane's query heads is said in
+    ``ScoredUnits.combine``.
 
     Codes are a function of the key alone: token by token or at once, the bits are the same. Of
     equal scores the lower token wins. Keys are finite, and below 2**60 in magnitude.
 
     Attributes:
         signs: of the rotation, fp32 ``[P]`` on the device.
+        outliers: most pairs of a key that are kept by themselves.
     """
 
     def __init__(self, setup: AlgorithmSetup) -> None:
+        self.outliers: int = setup.params["outliers"]
         super().__init__(setup)
         self.signs = reference.flips(self.group.head_dim).to(setup.device)
 
     def refusals(self) -> list[str]:
-        if self.model.dtype in DTYPES:
-            return []
-        return [f"keys of {self.model.dtype} are not supported, only of {DTYPES}"]
+        reasons = outliers.refusals("outliers", self.outliers, self.model.head_dim)
+        if self.model.dtype not in DTYPES:
+            reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
+        return reasons
 
     def representations(self) -> list[RepresentationSpec]:
         heads, wide = self.group.num_kv_heads, reference.width(self.group.head_dim)
         return [
             RepresentationSpec("codes", "unit", (heads, wide // reference.BITS), torch.int16),
             RepresentationSpec("factor", "unit", (heads,), torch.bfloat16),
+            RepresentationSpec("outliers", "unit", (heads, self.outliers), torch.int32),
         ]
 
     def represent(self, keys: Tensor, valid: Tensor) -> dict[str, Tensor]:
-        codes, factor = reference.encode(keys[:, 0], self.signs)  # the only key of a unit is valid
-        return {"codes": codes, "factor": factor}
+        keys = keys[:, 0]  # the only key of a unit is valid
+        made = reference.encode(keys, self.signs, self.outliers)
+        return dict(zip(("codes", "factor", "outliers"), made, strict=True))
 
     def score(self, q: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
-        scores = reference.head_scores(q, kept["codes"], kept["factor"], self.signs)
-        return scores * self.model.scale
+        codes, factor, words = (kept[spec.name] for spec in self.representations())
+        return reference.head_scores(q, codes, factor, words, self.signs) * self.model.scale

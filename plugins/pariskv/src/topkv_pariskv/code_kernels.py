@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from topkv.ops.outliers_kernels import pair_sum, split
+
 
 @triton.jit
 def _rotate(x, signs, ROWS: tl.constexpr, WIDE: tl.constexpr, LOG_WIDE: tl.constexpr):
@@ -22,34 +24,28 @@ def _rotate(x, signs, ROWS: tl.constexpr, WIDE: tl.constexpr, LOG_WIDE: tl.const
 
 
 @triton.jit
-def _pair_sum(x, ROWS: tl.constexpr, WIDE: tl.constexpr, LOG_WIDE: tl.constexpr):
-    """Sum over the last dimension of ``x [ROWS, WIDE]``, of neighbours first; ``[ROWS]``."""
-    for step in tl.static_range(LOG_WIDE):
-        even, odd = tl.split(tl.reshape(x, [ROWS, WIDE >> (step + 1), 2]))
-        x = even + odd
-    return tl.reshape(x, [ROWS])
-
-
-@triton.jit
 def _encode(
     k,
     signs,
     at,
     writes,
-    p_codes,
-    p_factor,
+    pools,
     ROWS: tl.constexpr,
     WIDE: tl.constexpr,
     LOG_WIDE: tl.constexpr,
+    D: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
-    """Codes and factors of keys ``k [ROWS, WIDE]`` to rows ``at`` of pools, where ``writes``."""
-    k = k.to(tl.float32)
+    """What is kept of keys ``k [ROWS, WIDE]`` to rows ``at`` of pools, where ``writes``."""
+    p_codes, p_factor, p_words = pools
+    k, left = split(k.to(tl.float32), p_words + at * PAIRS, writes, ROWS, WIDE, LOG_WIDE, D, PAIRS)
     z = _rotate(k, signs, ROWS, WIDE, LOG_WIDE)
-    length = _pair_sum(tl.abs(z), ROWS, WIDE, LOG_WIDE)
-    square = _pair_sum(k * k, ROWS, WIDE, LOG_WIDE)
+    length = pair_sum(tl.abs(z), ROWS, WIDE, LOG_WIDE)
+    square = pair_sum(k * k, ROWS, WIDE, LOG_WIDE)
     factor = tl.div_rn(square, tl.where(length > 0, length, 1.0))
     bits = factor.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # to bfloat16, ties to even
+    bits |= tl.where(left, 0x8000, 0)
     tl.store(p_factor + at, bits.to(tl.int16), writes)
     negative = tl.reshape((z < 0).to(tl.int32), [ROWS, WIDE // 16, 16])
     words = tl.sum(negative << tl.arange(0, 16)[None, None, :], 2)
@@ -64,6 +60,7 @@ def construct_kernel(
     p_signs,
     p_codes,
     p_factor,
+    p_words,
     p_pages,
     start,
     tokens,
@@ -72,6 +69,7 @@ def construct_kernel(
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     D: tl.constexpr,
+    PAIRS: tl.constexpr,
     WIDE: tl.constexpr,
     LOG_WIDE: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -87,7 +85,8 @@ def construct_kernel(
     p_tile = p_k + nth[:, None] * s_token + head * s_head + d[None, :]
     k = tl.load(p_tile, writes[:, None] & (d < D)[None, :], other=0.0)
     signs = tl.load(p_signs + d)
-    _encode(k, signs, at, writes, p_codes, p_factor, BLOCK_T, WIDE, LOG_WIDE)
+    pools = p_codes, p_factor, p_words
+    _encode(k, signs, at, writes, pools, BLOCK_T, WIDE, LOG_WIDE, D, PAIRS)
 
 
 @triton.jit
@@ -96,6 +95,7 @@ def update_kernel(
     p_signs,
     p_codes,
     p_factor,
+    p_words,
     p_slots,
     p_lengths,
     p_appended,
@@ -106,6 +106,7 @@ def update_kernel(
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     D: tl.constexpr,
+    PAIRS: tl.constexpr,
     WIDE: tl.constexpr,
     LOG_WIDE: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -124,7 +125,8 @@ def update_kernel(
     p_tile = p_k + row * s_token + head[:, None] * s_head + d[None, :]
     k = tl.load(p_tile, writes[:, None] & (d < D)[None, :], other=0.0)
     signs = tl.load(p_signs + d)
-    _encode(k, signs, at, writes, p_codes, p_factor, BLOCK_H, WIDE, LOG_WIDE)
+    pools = p_codes, p_factor, p_words
+    _encode(k, signs, at, writes, pools, BLOCK_H, WIDE, LOG_WIDE, D, PAIRS)
 
 
 @triton.jit

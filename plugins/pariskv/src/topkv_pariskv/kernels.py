@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from topkv.ops.lane_scores_kernels import fold
+from topkv.ops.outliers_kernels import products
 
 
 @triton.jit
@@ -38,9 +39,11 @@ def _add(scores, q, codes, BIT: tl.constexpr, FP32: tl.constexpr):
 
 @triton.jit
 def score_kernel(
+    p_q,
     p_rotated,
     p_codes,
     p_factor,
+    p_words,
     p_slots,
     p_lengths,
     p_pages,
@@ -51,9 +54,13 @@ def score_kernel(
     max_units,
     blocks,
     logit_scale,
+    s_row,
+    s_head,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
+    D: tl.constexpr,
+    PAIRS: tl.constexpr,
     WIDE: tl.constexpr,
     BYTES: tl.constexpr,
     TILE: tl.constexpr,
@@ -68,7 +75,8 @@ def score_kernel(
     whose operand the threads make of the bytes that they hold, where a whole code would have to be
     laid out anew in shared memory. Signs are exact in bfloat16, a rotated query is two bfloat16
     numbers, and sums are fp32. ``FP32`` multiplies in fp32, for fp32 models and for the
-    interpreter, which has no bfloat16 product.
+    interpreter, which has no bfloat16 product. What left keys is read where a factor of the tile
+    says that something did.
     """
     pair = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -77,17 +85,18 @@ def score_kernel(
     closed = tl.maximum(tl.load(p_lengths + row) - 1, 0)
     if (slot < 0) | (block * TILES * TILE >= closed):
         return
-    p_q = p_rotated + pair * BLOCK_G * WIDE
-    q0 = _query(p_q, 0, WIDE, BYTES, BLOCK_G, FP32)
-    q1 = _query(p_q, 1, WIDE, BYTES, BLOCK_G, FP32)
-    q2 = _query(p_q, 2, WIDE, BYTES, BLOCK_G, FP32)
-    q3 = _query(p_q, 3, WIDE, BYTES, BLOCK_G, FP32)
-    q4 = _query(p_q, 4, WIDE, BYTES, BLOCK_G, FP32)
-    q5 = _query(p_q, 5, WIDE, BYTES, BLOCK_G, FP32)
-    q6 = _query(p_q, 6, WIDE, BYTES, BLOCK_G, FP32)
-    q7 = _query(p_q, 7, WIDE, BYTES, BLOCK_G, FP32)
+    p_z = p_rotated + pair * BLOCK_G * WIDE
+    q0 = _query(p_z, 0, WIDE, BYTES, BLOCK_G, FP32)
+    q1 = _query(p_z, 1, WIDE, BYTES, BLOCK_G, FP32)
+    q2 = _query(p_z, 2, WIDE, BYTES, BLOCK_G, FP32)
+    q3 = _query(p_z, 3, WIDE, BYTES, BLOCK_G, FP32)
+    q4 = _query(p_z, 4, WIDE, BYTES, BLOCK_G, FP32)
+    q5 = _query(p_z, 5, WIDE, BYTES, BLOCK_G, FP32)
+    q6 = _query(p_z, 6, WIDE, BYTES, BLOCK_G, FP32)
+    q7 = _query(p_z, 7, WIDE, BYTES, BLOCK_G, FP32)
     byte, g = tl.arange(0, BYTES), tl.arange(0, BLOCK_G)
     in_g, first = g < GROUP, pair * GROUP + g
+    p_heads = p_q + row * s_row + (head * GROUP + g) * s_head
     peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_G], tl.float32)
     start = block * TILES * TILE
@@ -110,7 +119,11 @@ def score_kernel(
         both = _add(both, q7, codes, 7, FP32)
         scores = tl.sum(tl.reshape(both, [2, BLOCK_G, TILE]), 0)
         factor = tl.load(p_factor + at, in_t, other=0.0).to(tl.float32)
-        scores = scores * factor[None, :] * logit_scale
+        scores = scores * tl.abs(factor)[None, :]
+        left = in_t & (factor.to(tl.int32, bitcast=True) < 0)  # -0.0 among them
+        if tl.max(left.to(tl.int32), 0) != 0:
+            scores += products(p_words + at * PAIRS, left, p_heads, in_g, D, PAIRS)
+        scores = scores * logit_scale
         p_out = p_raw + first[:, None] * max_units + t[None, :]
         tl.store(p_out, scores, in_t[None, :] & in_g[:, None])
         peak, mass = fold(peak, mass, tl.trans(scores), in_t)

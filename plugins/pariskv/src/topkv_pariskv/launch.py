@@ -22,6 +22,10 @@ BLOCK_U = TILE * TILES
 BLOCK_T = 16
 """Tokens of one program of the kernel that encodes a prompt."""
 
+REGISTERS = {8: 128, 16: 168}
+"""Registers of a thread of the score kernel, by BLOCK_G: as many as it takes without the branch of
+the outliers, where few tiles come by; with it the compiler would take a fifth more for all."""
+
 
 class ParisKVTriton(ParisKV):
     """ParisKV in kernels, with every constant worked out once.
@@ -39,15 +43,16 @@ class ParisKVTriton(ParisKV):
         pairs = group.max_requests * model.num_kv_heads
         self.rotated = torch.empty((pairs, block_g, wide), dtype=torch.float32, device=device)
         self.heads = HeadScores(model, group, BLOCK_U, device)
-        geometry = {"KV_HEADS": model.num_kv_heads, "WIDE": wide}
+        geometry = {"KV_HEADS": model.num_kv_heads, "D": group.head_dim, "WIDE": wide}
         self.rotating = geometry | {
-            "D": group.head_dim,
             "LOG_WIDE": wide.bit_length() - 1,
             "num_warps": 4,
             "enable_fp_fusion": False,
         }
+        self.encoding = self.rotating | {"PAGE": group.page_tokens, "PAIRS": self.outliers}
         self.asking = self.rotating | {"GROUP": model.group_size, "BLOCK_G": block_g}
         self.scoring = geometry | {
+            "PAIRS": self.outliers,
             "GROUP": model.group_size,
             "PAGE": group.page_tokens,
             "TILE": TILE,
@@ -57,6 +62,8 @@ class ParisKVTriton(ParisKV):
             "FP32": model.dtype is torch.float32 or device.type == "cpu",
             "num_warps": 2,
         }
+        if not self.scoring["FP32"] and block_g in REGISTERS:
+            self.scoring["maxnreg"] = REGISTERS[block_g]
 
     @hookimpl
     def construct(
@@ -64,26 +71,29 @@ class ParisKVTriton(ParisKV):
     ) -> None:
         if k.shape[0] == 0:
             return
-        group, pools = self.group, layer.pools
+        group = self.group
         code_kernels.construct_kernel[(triton.cdiv(k.shape[0], BLOCK_T), group.num_kv_heads)](
-            *(k, self.signs, pools["codes"], pools["factor"].view(torch.int16)),
+            *(k, self.signs, *self._written(layer)),
             *(layer.step.page_table[slot], start, k.shape[0], k.stride(0), k.stride(1)),
-            PAGE=group.page_tokens,
             BLOCK_T=BLOCK_T,
-            **self.rotating,
+            **self.encoding,
         )
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        group, step, pools = self.group, layer.step, layer.pools
+        group, step = self.group, layer.step
         code_kernels.update_kernel[(step.batch,)](
-            *(k, self.signs, pools["codes"], pools["factor"].view(torch.int16)),
+            *(k, self.signs, *self._written(layer)),
             *(step.slots, step.lengths, step.appended, step.page_table),
             *(step.page_table.stride(0), k.stride(0), k.stride(1)),
-            PAGE=group.page_tokens,
             BLOCK_H=triton.next_power_of_2(group.num_kv_heads),
-            **self.rotating,
+            **self.encoding,
         )
+
+    def _written(self, layer: LayerView) -> tuple[Tensor, Tensor, Tensor]:
+        """The pools as the kernels that encode take them."""
+        pools = layer.pools
+        return pools["codes"], pools["factor"].view(torch.int16), pools["outliers"]
 
     def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         group, step, pools = self.group, layer.step, layer.pools
@@ -93,9 +103,10 @@ class ParisKVTriton(ParisKV):
             *(q, self.signs, step.slots, self.rotated, q.stride(0), q.stride(1)), **self.asking
         )
         kernels.score_kernel[(pairs, self.heads.blocks)](
-            *(self.rotated, pools["codes"].view(torch.uint8), pools["factor"]),
-            *(step.slots, step.lengths, step.page_table, *work),
+            *(q, self.rotated, pools["codes"].view(torch.uint8), pools["factor"]),
+            *(pools["outliers"], step.slots, step.lengths, step.page_table, *work),
             *(step.page_table.stride(0), group.max_units, self.heads.blocks, self.model.scale),
+            *(q.stride(0), q.stride(1)),
             **self.scoring,
         )
         return self.heads.lanes(step, self.sink_units, self.recent_units)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from topkv.ops.outliers import expand, pair_sum, split
+
 SEED = 42
 """Of the signs of the rotation: pages outlive a process, so it is one for all."""
 
@@ -42,27 +44,24 @@ def rotate(x: Tensor, signs: Tensor) -> Tensor:
     return x
 
 
-def pair_sum(x: Tensor) -> Tensor:
-    """Sum over the last dimension, a power of two, of neighbours first."""
-    while x.shape[-1] > 1:
-        x = x[..., 0::2] + x[..., 1::2]
-    return x[..., 0]
-
-
-def encode(k: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
-    """Code and factor of keys ``k [..., D]``.
+def encode(k: Tensor, signs: Tensor, outliers: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Code, factor and outliers of keys ``k [..., D]``, of which so many pairs may leave.
 
     Returns:
         int16 ``[..., P / 16]``: bit j of word i says that coordinate ``16 i + j`` of the rotated
-        key z is negative; and bfloat16 ``[...]``: ``|k|^2 / |z|_1``, 0 for a key of zeros.
+        rest z is negative, with r as what ``topkv.ops.outliers`` leaves of a key; bfloat16
+        ``[...]``: ``|r|^2 / |z|_1``, 0 for a rest of zeros, with the sign bit set where something
+        left the key; and int32 ``[..., N]``: the words of what left.
     """
-    z = rotate(k, signs)
-    square = torch.nn.functional.pad(k.float(), (0, len(signs) - k.shape[-1])).square()
+    words, rest = split(k, outliers)
+    z = rotate(rest, signs)
+    square = torch.nn.functional.pad(rest.square(), (0, len(signs) - k.shape[-1]))
     length = pair_sum(z.abs())
     factor = pair_sum(square) / torch.where(length > 0, length, 1.0)
+    factor = torch.where(words[..., 0] != 0, -factor, factor)
     bit = torch.arange(BITS, device=k.device)
-    words = ((z < 0).unflatten(-1, (-1, BITS)) << bit).sum(-1)
-    return words.to(torch.int16), factor.bfloat16()
+    negative = ((z < 0).unflatten(-1, (-1, BITS)) << bit).sum(-1)
+    return negative.to(torch.int16), factor.bfloat16(), words
 
 
 def decode(codes: Tensor) -> Tensor:
@@ -71,15 +70,21 @@ def decode(codes: Tensor) -> Tensor:
     return 1.0 - 2 * (codes.int()[..., None] >> bit & 1).flatten(-2)
 
 
-def head_scores(q: Tensor, codes: Tensor, factor: Tensor, signs: Tensor) -> Tensor:
-    """``factor * (sign(z) . rotate(q))``, an estimate of q·k, fp32 ``[B, H, U]``.
+def head_scores(q: Tensor, codes: Tensor, factor: Tensor, words: Tensor, signs: Tensor) -> Tensor:
+    """``|factor| * (sign(z) . rotate(q)) + q . o`` with the outliers o of a key, an estimate of
+    q·k, fp32 ``[B, H, U]``.
 
     Args:
         q: ``[B, H, D]``.
         codes: ``[B, U, Hkv, P / 16]``.
         factor: ``[B, U, Hkv]``.
+        words: of outliers, ``[B, U, Hkv, N]``.
         signs: of the rotation.
     """
-    rotated = rotate(q, signs).unflatten(1, (codes.shape[2], -1))
+    heads = (codes.shape[2], -1)
+    rotated = rotate(q, signs).unflatten(1, heads)
     scores = torch.einsum("bhgd,buhd->bhgu", rotated, decode(codes))
-    return (scores * factor.float().permute(0, 2, 1)[:, :, None]).flatten(1, 2)
+    scores *= factor.abs().float().permute(0, 2, 1)[:, :, None]
+    outliers = expand(words, q.shape[-1])
+    scores += torch.einsum("bhgd,buhd->bhgu", q.float().unflatten(1, heads), outliers)
+    return scores.flatten(1, 2)
