@@ -98,7 +98,7 @@ class Chain(Run):
         four bits."""
         unit, heads, size = self.sizes()
         keys = self.k[: self.length, lane * heads : (lane + 1) * heads]
-        keys = top_p.decode(*top_p.encode(keys), self.model.head_dim).double()
+        keys = top_p.decode(*top_p.encode(keys, 4), self.model.head_dim).double()
         q = self.q[self.length - 1, lane * size : (lane + 1) * size].double()
         logits = torch.einsum("kgd,tkd->kgt", q.unflatten(0, (heads, -1)), keys).flatten(0, 1)
         tokens = torch.tensor(among)[:, None] * unit + torch.arange(unit)

@@ -347,6 +347,7 @@ MUTANTS = [
     of_top_p(top_p.DropsTheWeightless, *NEUTRAL),
     of_top_p(top_p.MovesUp, *NEUTRAL, ANYWHERE),
     of_top_p(top_p.KernelCutsCodesOff, *COPIES, ("interpret",), dtype=torch.float32),
+    of_top_p(top_p.KernelCodesWholeKeys, *COPIES, ("interpret",), dtype=torch.float32),
     _stage(top_p.ForgetsDecoded, TopPTriton, top_p_kit, DECODED, ANYWHERE),
     of_top_p(top_p.KernelHigherOfEquals, *EQUALS, ("interpret",), p=0.5, count=10),
     of_top_p(top_p.KernelSkipsTheLastBlock, *BLOCKS, ("interpret",), widen=1),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from topkv import hookimpl
+from topkv.ops.outliers import split
+from topkv_top_p import reference
 from topkv_top_p.launch import TopPTriton
 from topkv_top_p.stage import TopP
 
@@ -85,10 +87,10 @@ class KernelCutsCodesOff(TopPTriton):
         super().construct(layer, slot, start, k, v, q, lse)
         at = self._rows(layer, slot, torch.arange(start, start + len(k), device=k.device))
         scale, zero = layer.pools["meta"][at].float()[..., None].unbind(-2)
-        codes = ((k.float() - zero) / torch.where(scale > 0, scale, 1.0)).clamp(0, 15).byte()
-        half = layer.pools["codes"].shape[-1]
-        high = torch.nn.functional.pad(codes[..., half:], (0, 2 * half - k.shape[-1]))
-        layer.pools["codes"][at] = codes[..., :half] | high << 4
+        rest, scale = split(k, self.outliers)[1], scale.abs()
+        codes = ((rest - zero) / torch.where(scale > 0, scale, 1.0)).clamp(0, 15).byte()
+        even = torch.nn.functional.pad(codes, (0, codes.shape[-1] % 2)).unflatten(-1, (-1, 2))
+        layer.pools["codes"][at] = even[..., 0] | even[..., 1] << 4
 
 
 class ForgetsDecoded(TopP):
@@ -136,3 +138,18 @@ class KernelSharesOfOneHead(TopPTriton):
         first = q.unflatten(2, (self.group.lane_heads, -1))[:, :, :, :1]
         heads = q.shape[2] // self.group.lane_heads
         super().refine(layer, first.expand(-1, -1, -1, heads, -1).flatten(2, 3), candidates, ids)
+
+
+class KernelCodesWholeKeys(TopPTriton):
+    """The kernel takes nothing out of keys before they are coded, however large their bias is."""
+
+    @hookimpl
+    def construct(self, layer, slot, start, k, v, q, lse):
+        def nothing(rows, pairs):
+            return torch.zeros((*rows.shape[:-1], pairs), dtype=torch.int32), rows.float()
+
+        reference.split = nothing
+        try:
+            TopP.construct(self, layer, slot, start, k, v, q, lse)
+        finally:
+            reference.split = split

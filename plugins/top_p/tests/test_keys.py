@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.top_p.tests.test_conformance import ENTRY
+from topkv.ops.outliers import expand
 from topkv.testing.algorithm.bench import AlgorithmBench
 from topkv.testing.algorithm.case import Case
 from topkv.testing.differences import require_same
@@ -19,12 +20,12 @@ from topkv.testing.tiers import tier
 from topkv_top_p import reference
 
 
-def unpacked(codes, meta, dim):
+def unpacked(codes, meta, words, dim):
     """float64 ``[..., dim]``, as the README says that a copy is read; and its scale."""
-    half = codes.shape[-1]
-    number = [(codes[..., c % half].double() // (16 if c >= half else 1)) % 16 for c in range(dim)]
+    number = [(codes[..., c // 2].double() // 16 ** (c % 2)) % 16 for c in range(dim)]
     scale, zero = meta.double().unbind(-1)
-    return torch.stack(number, -1) * scale[..., None] + zero[..., None], scale
+    rest = torch.stack(number, -1) * scale.abs()[..., None] + zero[..., None]
+    return rest + expand(words, dim).double(), scale.abs()
 
 
 def test_no_channel_is_off_by_more_than_half_a_scale():
@@ -40,17 +41,22 @@ def test_no_channel_is_off_by_more_than_half_a_scale():
     def check(seed, dim, kind, dtype):
         generator = torch.Generator().manual_seed(seed)
         k = KEYS[kind]((7, 2, dim), generator).to(dtype)
+        k[2:4, 1, -1] += 300
         k[3] = 0
-        codes, meta = reference.encode(k)
+        codes, meta, words = reference.encode(k, 3)
         assert codes.shape == (7, 2, (dim + 1) // 2)
-        got, scale = unpacked(codes, meta, dim)
-        low, high = k.double().aminmax(dim=-1)
-        slack = 1e-6 * (low.abs() + high.abs())
+        got, scale = unpacked(codes, meta, words, dim)
+        gone = expand(words, dim).double()
+        assert torch.equal(meta[..., 0].signbit(), words[..., 0] != 0)
+        low, high = (k.double() - gone).aminmax(dim=-1)
+        slack = 1e-6 * (low.abs() + high.abs() + gone.abs().amax(-1))
         assert ((got - k.double()).abs() <= (scale / 2 + slack)[..., None]).all()
         # bfloat16 rounds by less than 2**-7: zero down, the range from there up.
         widest = (high - low + 2**-7 * low.abs()) / 15 * (1 + 2**-7) + slack
         assert (scale <= widest).all()
-        assert torch.equal(reference.decode(codes, meta, dim).double(), got.float().double())
+        assert torch.equal(
+            reference.decode(codes, meta, words, dim).double(), got.float().double()
+        )
         assert (got[3] == 0).all()
 
     check()
@@ -79,9 +85,39 @@ def test_kernels_write_what_the_reference_writes(name, dtype):
         for impl in ("reference", "triton"):
             bench = AlgorithmBench(subject, case, impl=impl)
             made = case.tokens(1)[:21]
+            made[7:, :, 1] += 300  # of a prompt and of steps
             made[3] = 0
             bench.prefill(1, made[:18])
             for key in made[18:]:
                 bench.append([1], key[None])
             stored.append(bench.stored(1))
         require_same(stored[1], stored[0], f"copies of {dim} channels")
+
+
+@pytest.mark.parametrize("size", [30, 300])
+@pytest.mark.parametrize("channels", [(31, 63), (3, 17), (5, 20, 61, 30)])
+def test_a_bias_in_few_channels_makes_no_copy_worse(channels, size):
+    """A bias of keys as Qwen2 has, which RoPE turns: logits err as they do without it, and would
+    err by more than five times as much if the whole key were copied."""
+    generator = torch.Generator().manual_seed(7)
+    drawn = torch.randn(1024, 64, generator=generator, dtype=torch.float64)
+    q = torch.randn(16, 64, generator=generator, dtype=torch.float64)
+    half = torch.arange(32)
+    turns = torch.arange(1024)[:, None] * 5e5 ** (-half.double() / 32)
+
+    def error(bias, whole=False):
+        k = drawn.clone()
+        k[:, channels] += bias * torch.tensor([1.0, -0.7, 0.5, 0.8])[: len(channels)].double()
+        low, high = k[:, :32], k[:, 32:]
+        cos, sin = turns.cos(), turns.sin()
+        k = torch.cat([low * cos - high * sin, high * cos + low * sin], -1).bfloat16()
+        codes, meta, words = reference.encode(k, 4)
+        off = reference.decode(codes, meta, words, 64).double() - k.double()
+        if whole:
+            least, most = k.double().aminmax(dim=-1, keepdim=True)
+            step = (most - least) / 15
+            off = ((k.double() - least) / step).round() * step + least - k.double()
+        return (q @ off.T).std()
+
+    assert error(size) < 1.2 * error(0)
+    assert error(size, whole=True) > 5 * error(0)

@@ -39,8 +39,8 @@ def shares(bench, slot, q, head, among):
     """float64 ``[h, n]``: to each query head of a lane the share of each of these candidates."""
     group, model = bench.group, bench.model
     stored = bench.stored(slot)
-    codes, meta = (stored[f"stages[0].{name}"] for name in ("codes", "meta"))
-    keys = unpacked(codes, meta, model.head_dim)[0].unflatten(1, (group.lane_heads, -1))[:, head]
+    kept = (stored[f"stages[0].{name}"] for name in ("codes", "meta", "outliers"))
+    keys = unpacked(*kept, model.head_dim)[0].unflatten(1, (group.lane_heads, -1))[:, head]
     queries = q[0].double().unflatten(0, (group.lane_heads, group.heads_per_lane, -1))[head]
     logits = torch.einsum("kgd,tkd->kgt", queries, keys).flatten(0, 1) * model.scale
     tokens = torch.tensor(among)[:, None] * group.unit + torch.arange(group.unit)
@@ -268,10 +268,10 @@ def test_a_decode_attends_what_is_kept_and_the_tail(on):
 def test_wrong_parameters_are_refused_with_every_reason(subject):
     bench = AlgorithmBench(subject, constant())
     model = evolve(bench.model, softcap=30.0, dtype=torch.float64)
-    setup = StageSetup(model, bench.group, {"p": 0, "widen": 1.5}, bench.device)
+    setup = StageSetup(model, bench.group, {"p": 0, "widen": 1.5, "outliers": 9}, bench.device)
     with pytest.raises(ConfigError) as error:
         TopP(setup)
     told = "\n".join(error.value.reasons)
     for part in ("p must be a number above 0 and at most 1, got 0", "widen must be an integer",
-                 "float64", "softcap"):  # fmt: skip
+                 "outliers must be an integer of 1 to 8", "float64", "softcap"):  # fmt: skip
         assert part in told

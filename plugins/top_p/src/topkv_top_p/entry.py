@@ -23,6 +23,6 @@ def topkv_register_stages() -> list[PluginEntry]:
                 # Not attends: it drops. Not nested, not scale_free: a softmax over candidates.
                 traits=("exact_update", "head_equivariant", "value_free", "incremental"),
             ),
-            parameters={"p": 0.85, "widen": 1},
+            parameters={"p": 0.85, "widen": 1, "outliers": 4},
         )
     ]

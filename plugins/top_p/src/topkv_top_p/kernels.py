@@ -8,12 +8,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from topkv.ops.outliers_kernels import products as outliers
+
 
 @triton.jit
 def worth_kernel(
     p_q,
     p_codes,
     p_meta,
+    p_words,
     p_candidates,
     p_slots,
     p_pages,
@@ -31,7 +34,7 @@ def worth_kernel(
     UNIT: tl.constexpr,
     PAGE: tl.constexpr,
     D: tl.constexpr,
-    WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_U: tl.constexpr,
@@ -61,11 +64,11 @@ def worth_kernel(
     j = tl.arange(0, BLOCK_W)
     g = tl.arange(0, BLOCK_G)
     in_g = g < GROUP
-    p_heads = (
-        p_q + row * s_q_row + (head * GROUP + g.to(tl.int64))[None, :] * s_q_head + j[:, None]
-    )
-    q_low = tl.load(p_heads, in_g[None, :] & (j < WIDTH)[:, None], other=0.0)
-    q_high = tl.load(p_heads + WIDTH, in_g[None, :] & (j < D - WIDTH)[:, None], other=0.0)
+    WIDTH: tl.constexpr = (D + 1) // 2
+    p_heads = p_q + row * s_q_row + (head * GROUP + g.to(tl.int64)) * s_q_head
+    p_even = p_heads[None, :] + 2 * j[:, None]
+    q_low = tl.load(p_even, in_g[None, :] & (2 * j < D)[:, None], other=0.0)
+    q_high = tl.load(p_even + 1, in_g[None, :] & (2 * j + 1 < D)[:, None], other=0.0)
     if FP32:
         q_low = q_low.to(tl.float32)
         q_high = q_high.to(tl.float32)
@@ -76,7 +79,12 @@ def worth_kernel(
     scale = tl.load(p_meta + at * 2, in_t, other=0.0).to(tl.float32)
     zero = tl.load(p_meta + at * 2 + 1, in_t, other=0.0).to(tl.float32)
     summed = tl.sum(q_low.to(tl.float32), 0) + tl.sum(q_high.to(tl.float32), 0)
-    logits = (products * scale[:, None] + zero[:, None] * summed[None, :]) * logit_scale
+    logits = products * tl.abs(scale)[:, None] + zero[:, None] * summed[None, :]
+    left = in_t & (scale.to(tl.int32, bitcast=True) < 0)  # -0.0 among them
+    if tl.max(left.to(tl.int32), 0) != 0:
+        words = outliers(p_words + at * PAIRS, left, p_heads, in_g, D, PAIRS)
+        logits += tl.trans(words)
+    logits = logits * logit_scale
     logits = tl.where(in_t[:, None], logits, float("-inf"))
     logits = tl.reshape(logits, [BLOCK_C, BLOCK_U, BLOCK_G])
     peak = tl.max(logits, 1)

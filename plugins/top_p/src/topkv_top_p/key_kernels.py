@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from topkv.ops.outliers_kernels import split
+
 
 @triton.jit
 def _bf16_up(x):
@@ -19,33 +21,40 @@ def _bf16_up(x):
 
 
 @triton.jit
-def _codes(x, zero, scale):
-    step = tl.where(scale > 0, scale, 1.0)[:, None] + tl.zeros_like(x)
-    codes = tl.floor(tl.div_rn(x - zero[:, None], step) + 0.5)
-    return tl.minimum(tl.maximum(codes, 0.0), 15.0).to(tl.int32)
-
-
-@triton.jit
 def _write(
-    p_key, p_codes, p_meta, at, valid, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr
+    p_key,
+    pools,
+    at,
+    valid,
+    D: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+    LOG_WIDE: tl.constexpr,
 ):
-    """Copies of the keys ``p_key [n]`` to rows ``at [n]`` of the pools, where ``valid [n]``."""
-    j = tl.arange(0, BLOCK_W)
-    in_low = valid[:, None] & (j < WIDTH)[None, :]
-    in_high = valid[:, None] & (j < D - WIDTH)[None, :]
-    low = tl.load(p_key[:, None] + j[None, :], in_low, other=0).to(tl.float32) + 0.0
-    high = tl.load(p_key[:, None] + WIDTH + j[None, :], in_high, other=0).to(tl.float32) + 0.0
-    least = tl.min(tl.where(in_low, low, float("inf")), 1)
-    least = tl.minimum(least, tl.min(tl.where(in_high, high, float("inf")), 1))
-    most = tl.max(tl.where(in_low, low, float("-inf")), 1)
-    most = tl.maximum(most, tl.max(tl.where(in_high, high, float("-inf")), 1))
+    """Copies of the keys ``p_key [ROWS]`` to rows ``at [ROWS]`` of the pools, where ``valid``."""
+    p_codes, p_meta, p_words = pools
+    d = tl.arange(0, WIDE)[None, :]
+    inside = valid[:, None] & (d < D)
+    key = tl.load(p_key[:, None] + d, inside, other=0).to(tl.float32)
+    x, left = split(key, p_words + at * PAIRS, valid, ROWS, WIDE, LOG_WIDE, D, PAIRS)
+    x += 0.0
+    least = tl.min(tl.where(inside, x, float("inf")), 1)
+    most = tl.max(tl.where(inside, x, float("-inf")), 1)
     zero = -_bf16_up(-tl.where(valid, least, 0.0)).to(tl.float32, bitcast=True) + 0.0
     span = tl.where(valid, most, 0.0) - zero
     raised = _bf16_up(tl.div_rn(span, 15.0 + tl.zeros_like(span)))
     scale = raised.to(tl.float32, bitcast=True)
-    codes = _codes(low, zero, scale) | tl.where(in_high, _codes(high, zero, scale), 0) << 4
-    tl.store(p_codes + at[:, None] * WIDTH + j[None, :], codes.to(tl.uint8), in_low)
-    tl.store(p_meta + at * 2, (raised >> 16).to(tl.int16), valid)
+    step = tl.where(scale > 0, scale, 1.0)[:, None] + tl.zeros_like(x)
+    codes = tl.floor(tl.div_rn(x - zero[:, None], step) + 0.5)
+    codes = tl.where(d < D, tl.minimum(tl.maximum(codes, 0.0), 15.0), 0.0).to(tl.int32)
+    low, high = tl.split(tl.reshape(codes, [ROWS, WIDE // 2, 2]))
+    j = tl.arange(0, WIDE // 2)[None, :]
+    WIDTH: tl.constexpr = (D + 1) // 2
+    p_bytes = p_codes + at[:, None] * WIDTH + j
+    tl.store(p_bytes, (low | high << 4).to(tl.uint8), valid[:, None] & (j < WIDTH))
+    signed = raised | tl.where(left, -0x80000000, 0)
+    tl.store(p_meta + at * 2, (signed >> 16).to(tl.int16), valid)
     tl.store(p_meta + at * 2 + 1, (zero.to(tl.int32, bitcast=True) >> 16).to(tl.int16), valid)
 
 
@@ -54,6 +63,7 @@ def construct_kernel(
     p_k,
     p_codes,
     p_meta,
+    p_words,
     p_pages,
     start,
     tokens,
@@ -62,8 +72,9 @@ def construct_kernel(
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    PAIRS: tl.constexpr,
+    WIDE: tl.constexpr,
+    LOG_WIDE: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """Program (tokens of the chunk, kv-head); ``p_pages`` is the request's row of pages."""
@@ -74,7 +85,8 @@ def construct_kernel(
     page = tl.load(p_pages + token // PAGE, valid, other=0).to(tl.int64)
     at = (page * PAGE + token % PAGE) * KV_HEADS + head
     p_key = p_k + nth * s_token + head * s_head
-    _write(p_key, p_codes, p_meta, at, valid, D, WIDTH, BLOCK_W)
+    pools = p_codes, p_meta, p_words
+    _write(p_key, pools, at, valid, D, PAIRS, BLOCK_T, WIDE, LOG_WIDE)
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -82,6 +94,7 @@ def update_kernel(
     p_k,
     p_codes,
     p_meta,
+    p_words,
     p_slots,
     p_lengths,
     p_appended,
@@ -93,8 +106,9 @@ def update_kernel(
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    PAIRS: tl.constexpr,
+    WIDE: tl.constexpr,
+    LOG_WIDE: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """Program (rows, kv-head): the copy of the key that each row appended."""
@@ -108,4 +122,5 @@ def update_kernel(
     page = tl.load(p_pages + slot * max_pages + token // PAGE, valid, other=0).to(tl.int64)
     at = (page * PAGE + token % PAGE) * KV_HEADS + head
     p_key = p_k + row * s_row + head * s_head
-    _write(p_key, p_codes, p_meta, at, valid, D, WIDTH, BLOCK_W)
+    pools = p_codes, p_meta, p_words
+    _write(p_key, pools, at, valid, D, PAIRS, BLOCK_T, WIDE, LOG_WIDE)

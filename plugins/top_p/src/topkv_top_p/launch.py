@@ -37,21 +37,26 @@ class TopPTriton(TopP):
         rows = group.max_requests * self.padded
         self.worth = torch.empty(rows * model.num_heads, dtype=torch.float32, device=device)
         self.ranks = torch.empty(rows * group.lane_heads, dtype=torch.int32, device=device)
-        half = (model.head_dim + 1) // 2
         geometry = {
             "KV_HEADS": model.num_kv_heads,
             "PAGE": group.page_tokens,
             "D": model.head_dim,
-            "WIDTH": half,
-            "BLOCK_W": max(16, triton.next_power_of_2(half)),
+            "PAIRS": self.outliers,
             "num_warps": 4,
         }
-        self.writing = geometry | {"BLOCK_T": BLOCK_T, "enable_fp_fusion": False}
+        wide = max(2, triton.next_power_of_2(model.head_dim))
+        self.writing = geometry | {
+            "WIDE": wide,
+            "LOG_WIDE": wide.bit_length() - 1,
+            "BLOCK_T": BLOCK_T,
+            "enable_fp_fusion": False,
+        }
         block_u = triton.next_power_of_2(group.unit)
         self.weighing = geometry | {
             "HEADS_PER_LANE": group.heads_per_lane,
             "GROUP": model.group_size,
             "UNIT": group.unit,
+            "BLOCK_W": max(16, wide // 2),
             "BLOCK_C": max(1, TOKENS // block_u),
             "BLOCK_U": block_u,
             "BLOCK_G": max(16, triton.next_power_of_2(model.group_size)),
@@ -78,24 +83,29 @@ class TopPTriton(TopP):
     ) -> None:
         if k.shape[0] == 0:
             return
-        pools, step = layer.pools, layer.step
+        step = layer.step
         programs = (triton.cdiv(k.shape[0], BLOCK_T), self.model.num_kv_heads)
         key_kernels.construct_kernel[programs](
-            *(k, pools["codes"], pools["meta"].view(torch.int16), step.page_table[slot]),
+            *(k, *self._written(layer), step.page_table[slot]),
             *(start, k.shape[0], k.stride(0), k.stride(1)),
             **self.writing,
         )
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        pools, step = layer.pools, layer.step
+        step = layer.step
         programs = (triton.cdiv(step.batch, BLOCK_T), self.model.num_kv_heads)
         key_kernels.update_kernel[programs](
-            *(k, pools["codes"], pools["meta"].view(torch.int16)),
+            *(k, *self._written(layer)),
             *(step.slots, step.lengths, step.appended, step.page_table),
             *(step.batch, step.page_table.stride(0), k.stride(0), k.stride(1)),
             **self.writing,
         )
+
+    def _written(self, layer: LayerView) -> tuple[Tensor, Tensor, Tensor]:
+        """The pools as the kernels that write copies take them."""
+        pools = layer.pools
+        return pools["codes"], pools["meta"].view(torch.int16), pools["outliers"]
 
     @hookimpl
     def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
@@ -103,7 +113,7 @@ class TopPTriton(TopP):
         lanes, offered = candidates.shape
         blocks = triton.cdiv(offered, self.weighing["BLOCK_C"])
         kernels.worth_kernel[(step.batch * model.num_kv_heads, blocks)](
-            *(q, pools["codes"], pools["meta"], candidates),
+            *(q, pools["codes"], pools["meta"], pools["outliers"], candidates),
             *(step.slots, step.page_table, self.worth),
             *(offered, step.page_table.stride(0), model.scale),
             *(q.stride(0), q.stride(2), candidates.stride(0), self.padded),

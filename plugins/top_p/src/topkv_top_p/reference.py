@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from topkv.ops.outliers import expand, split
+
 STEP = 1 << 16
 """One unit in the last place of bfloat16, in the bits of float32."""
 
@@ -19,31 +21,35 @@ def bf16_up(x: Tensor) -> Tensor:
     return torch.where((bits > 0) & (whole != bits), whole + STEP, whole).view(torch.float32)
 
 
-def encode(k: Tensor) -> tuple[Tensor, Tensor]:
+def encode(k: Tensor, outliers: int) -> tuple[Tensor, Tensor, Tensor]:
     """The 4-bit copy of keys ``k [..., D]``, of each token and kv-head for itself.
 
+    It is of what ``topkv.ops.outliers`` leaves of a key, of which at most so many pairs leave.
     ``zero`` is the smallest channel, rounded down, and ``scale`` a fifteenth of the range from
     there, rounded up, so that no channel is off by more than half a scale (and fp32 rounding).
 
     Returns:
-        codes, uint8 ``[..., (D + 1) // 2]``: byte j holds channel j in its low and channel
-        ``(D + 1) // 2 + j`` in its high four bits; and bfloat16 ``[..., 2]``: scale and zero.
+        codes, uint8 ``[..., (D + 1) // 2]``: byte j holds channel 2 j in its low and channel
+        2 j + 1 in its high four bits; bfloat16 ``[..., 2]``: scale, with the sign bit set where
+        something left the key, and zero; and int32 ``[..., N]``: the words of what left.
     """
-    x = k.float() + 0.0  # -0.0 is 0.0
+    words, rest = split(k, outliers)
+    x = rest + 0.0  # -0.0 is 0.0
     zero = -bf16_up(-x.amin(-1)) + 0.0
     scale = bf16_up((x.amax(-1) - zero) / 15)
     step = torch.where(scale > 0, scale, 1.0)[..., None]
     codes = torch.floor((x - zero[..., None]) / step + 0.5).clamp(0, 15).to(torch.uint8)
-    half = (k.shape[-1] + 1) // 2
-    high = torch.nn.functional.pad(codes[..., half:], (0, 2 * half - k.shape[-1]))
-    return codes[..., :half] | high << 4, torch.stack([scale, zero], dim=-1).bfloat16()
+    even = torch.nn.functional.pad(codes, (0, codes.shape[-1] % 2))
+    low, high = even.unflatten(-1, (-1, 2)).unbind(-1)
+    scale = torch.where(words[..., 0] != 0, -scale, scale)
+    return low | high << 4, torch.stack([scale, zero], dim=-1).bfloat16(), words
 
 
-def decode(codes: Tensor, meta: Tensor, dim: int) -> Tensor:
-    """fp32 ``[..., dim]``: ``zero + scale * code``."""
-    code = torch.cat([codes & 15, codes >> 4], dim=-1)[..., :dim].float()
+def decode(codes: Tensor, meta: Tensor, words: Tensor, dim: int) -> Tensor:
+    """fp32 ``[..., dim]``: ``zero + |scale| * code``, and what left."""
+    code = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)[..., :dim].float()
     scale, zero = meta.float().unbind(-1)
-    return code * scale[..., None] + zero[..., None]
+    return code * scale.abs()[..., None] + zero[..., None] + expand(words, dim)
 
 
 def kept(worth: Tensor, p: float, most: int) -> Tensor:

@@ -14,16 +14,21 @@ from topkv.algorithms import host_ids
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.hooks.stage import StageSetup, StageSpec
+from topkv.ops import outliers
 from topkv.types import LayerView
 from topkv_top_p import reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
+POOLS = ("codes", "meta", "outliers")
+"""In the order in which ``reference.encode`` makes what they hold."""
+
 
 class TopP:
     """Keeps of each lane the smallest set of candidates with the share p of the attention.
 
-    Of every token and kv-head it has a copy of the key in 4 bits a channel, from which it
+    Of every token and kv-head it has a copy of the key in 4 bits a channel, besides the few
+    channels that outweigh all others (``topkv.ops.outliers``), from which it
     estimates logits s, q·k times the logit scale. To query head g a candidate c is worth the
     log-sum-exp of the logits of its tokens, and has the share ``softmax_c(worth_gc)`` among the
     candidates. Candidates are ranked by the largest share that they have to a query head of the
@@ -35,14 +40,15 @@ class TopP:
     same. Keys are finite, and below 2**126 in magnitude.
 
     Attributes:
-        p, widen: the parameters.
+        p, widen, outliers: the parameters.
     """
 
     def __init__(self, setup: StageSetup) -> None:
         """Raises ConfigError with all reasons."""
         self.model, self.group = setup.model, setup.group
         self.p, self.widen = setup.params["p"], setup.params["widen"]
-        reasons = []
+        self.outliers = setup.params["outliers"]
+        reasons = outliers.refusals("outliers", self.outliers, self.model.head_dim)
         if type(self.p) not in (int, float) or not 0 < self.p <= 1:
             reasons.append(f"p must be a number above 0 and at most 1, got {self.p!r}")
         if type(self.widen) is not int or self.widen < 1:
@@ -59,14 +65,16 @@ class TopP:
         heads, half = self.model.num_kv_heads, (self.model.head_dim + 1) // 2
         codes = RepresentationSpec("codes", "token", (heads, half), torch.uint8)
         meta = RepresentationSpec("meta", "token", (heads, 2), torch.bfloat16)
-        return StageSpec((codes, meta), self.widen)
+        words = RepresentationSpec("outliers", "token", (heads, self.outliers), torch.int32)
+        return StageSpec((codes, meta, words), self.widen)
 
     @hookimpl
     def construct(
         self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
     ) -> None:
         at = self._rows(layer, slot, torch.arange(start, start + len(k), device=k.device))
-        layer.pools["codes"][at], layer.pools["meta"][at] = reference.encode(k)
+        for name, rows in zip(POOLS, reference.encode(k, self.outliers), strict=True):
+            layer.pools[name][at] = rows
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
@@ -75,8 +83,8 @@ class TopP:
         tokens = (step.lengths - 1).clamp(min=0)
         # Rows that append nothing write row 0, which belongs to nobody, and what it holds.
         at = torch.where(writes, self._rows(layer, step.slots.clamp(min=0), tokens), 0)
-        new = reference.encode(k.masked_fill(~writes[:, None, None], 0))
-        for name, rows in zip(("codes", "meta"), new, strict=True):
+        new = reference.encode(k.masked_fill(~writes[:, None, None], 0), self.outliers)
+        for name, rows in zip(POOLS, new, strict=True):
             pools[name][at] = torch.where(writes[:, None, None], rows, pools[name][at])
 
     def _rows(self, layer: LayerView, slots: Tensor | int, tokens: Tensor) -> Tensor:
@@ -102,9 +110,8 @@ class TopP:
         slots = layer.step.slots.clamp(min=0).repeat_interleave(lanes)[:, None, None]
         tokens = units[..., None] * group.unit + torch.arange(group.unit, device=q.device)
         at = self._rows(layer, slots, tokens)
-        keys = reference.decode(
-            layer.pools["codes"][at], layer.pools["meta"][at], self.model.head_dim
-        )
+        kept = (layer.pools[name][at] for name in POOLS)
+        keys = reference.decode(*kept, self.model.head_dim)
         # Of all kv-heads those of the lane itself: [B, lane, K', unit, heads, D].
         keys = keys.unflatten(0, (-1, lanes)).unflatten(4, (lanes, -1))
         keys = keys.diagonal(dim1=1, dim2=4).movedim(-1, 1)
