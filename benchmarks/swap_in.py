@@ -7,7 +7,7 @@ the same warm state each time, and reports the median over ``REPEATS`` replays. 
 occupied slot is compared with what the host pool must hold. Entries of 656 and 1152 bytes are
 single tokens (top-k 2048, buffer 4096, one lane a request); 8 KiB are units of 16 tokens of one
 kv-head (128 units, buffer 256, eight lanes a request). With ``--host-format fp8`` the latter are
-coded on the host, 4128 bytes that the load decodes; ``gbs`` counts the bytes of the host.
+coded on the host, 4384 bytes that the load decodes; ``gbs`` counts the bytes of the host.
 """
 
 from __future__ import annotations

@@ -266,9 +266,15 @@ class ChunksKeepOldExponents(
 
 
 class KernelReadsOneExponent(
-    kernels_with(entry_kernels, "tl.load(p_entry + SIZE + at // D", "tl.load(p_entry + SIZE")
+    kernels_with(entry_kernels, "tl.load(p_exponents, live", "tl.load(p_exponents - at // D, live")
 ):
     """The kernels that unpack scale every row of an entry as the first one."""
+
+
+class KernelReadsOneWord(
+    kernels_with(entry_kernels, "tl.load(p_words, live", "tl.load(p_words - at // D, live")
+):
+    """The kernels that unpack give every row of an entry the steps of the first one."""
 
 
 class KernelPacksTooTight(
@@ -365,6 +371,7 @@ MUTANTS = [
     _mutant(KernelLoadsFromTheFirstHead, _ORDERED, "interpret"),
     _mutant(ChunksKeepOldExponents, _CODED),
     _mutant(KernelReadsOneExponent, _CODED, "interpret"),
+    _mutant(KernelReadsOneWord, _CODED, "interpret"),
     _mutant(KernelPacksTooTight, _CODED, "interpret"),
     _mutant(KernelAppendsKeysTwice, "test_append_writes_the_new_token_alone", "interpret"),
     _mutant(LoadsIfThereAreMisses, "test_hot_hooks_read_nothing_on_the_host", "interpret"),

@@ -196,8 +196,8 @@ class GroupShape:
         """Bytes of one entry in the host pool."""
         if self.host_format == "model":
             return self.entry_bytes
-        heads, planes, unit, dim = self.entry_shape
-        return -(-heads * planes * unit * (dim + 1) // 16) * 16
+        rows, dim = self.heads_per_lane * self.planes * self.unit, self.head_dim
+        return -(-(-(-rows * dim // 8) * 8 + rows * 9) // 16) * 16
 
 
 @define

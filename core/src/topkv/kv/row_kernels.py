@@ -7,15 +7,40 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from topkv.kv import host_format
 from topkv.kv.fp8_kernels import e4m3_bits
+
+PAIRS = tl.constexpr(host_format.FINE_PAIRS)
+MOST_ELEMENTS = tl.constexpr(host_format.MOST_ELEMENTS)
 
 ROWS = 4
 """Rows of a program."""
 
 
 @triton.jit
-def encode_rows(x, LEAST: tl.constexpr, MOST: tl.constexpr):
-    """Codes uint8 ``[rows, D]`` and exponents uint8 ``[rows]`` of fp32 ``[rows, D]``."""
+def _words(magnitude, steps, D: tl.constexpr):
+    """The words of the pairs that have the largest codes, int64 ``[rows]``, of codes without
+    their signs and of steps, int32 ``[rows, BLOCK]``."""
+    HALF: tl.constexpr = (D + 1) // 2
+    d = tl.arange(0, magnitude.shape[1])[None, :]
+    pair = tl.where(d < HALF, d, d - HALF)
+    left = tl.where(d < D, magnitude, -1)
+    nibble = (steps & 15) << tl.where(d < HALF, 8, 12)
+    words = tl.zeros([magnitude.shape[0]], tl.int64)
+    for nth in tl.static_range(PAIRS):
+        top = tl.max(left, 1)
+        which = tl.min(tl.where(left == top[:, None], pair, MOST_ELEMENTS), 1)
+        own = (pair == which[:, None]) & (d < D)
+        word = which | tl.sum(tl.where(own, nibble, 0), 1)
+        words |= tl.where(top >= 0, word, 0).to(tl.int64) << (16 * nth)
+        left = tl.where(own, -1, left)
+    return words
+
+
+@triton.jit
+def encode_rows(x, LEAST: tl.constexpr, MOST: tl.constexpr, D: tl.constexpr):
+    """Codes uint8 ``[rows, BLOCK]``, words int64 ``[rows]`` and exponents uint8 ``[rows]`` of fp32
+    ``[rows, BLOCK]``, 0 from D on."""
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     finite = bits < 0x7F800000
     amax = tl.max(tl.where(finite, bits, 0), 1)  # bits of floats are ordered as they are
@@ -24,17 +49,32 @@ def encode_rows(x, LEAST: tl.constexpr, MOST: tl.constexpr):
     exponent = tl.minimum(tl.maximum(exponent, LEAST), MOST)
     inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
     largest = tl.where(exponent == MOST, 240.0, 448.0)[:, None]
-    code = tl.where(finite, x, 0.0) * inverse[:, None]
-    code = tl.minimum(tl.maximum(code, -largest), largest)
+    scaled = tl.where(finite, x, 0.0) * inverse[:, None]
+    code = tl.minimum(tl.maximum(scaled, -largest), largest)
     codes = tl.where(finite, e4m3_bits(code), 0x7F).to(tl.uint8)
-    return codes, (exponent + 127).to(tl.uint8)
+    magnitude = (codes & 0x7F).to(tl.int32)
+    off = tl.abs(scaled).to(tl.int32, bitcast=True) - ((magnitude << 20) + (120 << 23))
+    steps = tl.minimum(tl.maximum((off + 0x8000) >> 16, -7), 7)
+    # Where a step is below what the dtype has, there are none.
+    none = (magnitude >> 3) - 7 + exponent[:, None] < LEAST + 2
+    steps = tl.where((magnitude < 8) | (magnitude == 0x7F) | none, 0, steps)
+    return codes, _words(magnitude, steps, D), (exponent + 127).to(tl.uint8)
 
 
 @triton.jit
-def decode_rows(codes, exponents, DTYPE: tl.constexpr):
-    """``DTYPE[...]`` of codes uint8 and exponents uint8 that broadcast to them."""
+def decode_rows(codes, words, exponents, d, DTYPE: tl.constexpr, D: tl.constexpr):
+    """``DTYPE[rows, BLOCK]`` of codes uint8 of elements ``d`` of their rows, and of words int64
+    and exponents uint8 that broadcast to them."""
+    HALF: tl.constexpr = (D + 1) // 2
+    pair, shift = tl.where(d < HALF, d, d - HALF), tl.where(d < HALF, 20, 16)
     magnitude = (codes & 0x7F).to(tl.int32)
-    normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    normal = (magnitude << 20) + (120 << 23)
+    for nth in tl.static_range(PAIRS):
+        word = (words >> (16 * nth)).to(tl.int32)
+        # Its four bits, with their sign, as steps of the eighth significant bit.
+        steps = ((word << shift) >> 28) << 16
+        normal += tl.where((word & 255) == pair, steps, 0)
+    normal = normal.to(tl.float32, bitcast=True)
     value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
     bits = value.to(tl.int32, bitcast=True) | ((codes & 0x80).to(tl.int32) << 24)
     scale = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
@@ -69,8 +109,9 @@ def _round(
     live = (row < count)[:, None] & (d < D)
     at = (row // HEADS) * s_row + (row % HEADS) * s_head
     x = tl.load(p_in + at[:, None] + d, live, other=0.0).to(tl.float32)
-    codes, exponents = encode_rows(x, LEAST, MOST)
-    y = decode_rows(codes, exponents[:, None], p_out.dtype.element_ty)
+    codes, words, exponents = encode_rows(x, LEAST, MOST, D)
+    dtype: tl.constexpr = p_out.dtype.element_ty
+    y = decode_rows(codes, words[:, None], exponents[:, None], d, dtype, D)
     tl.store(p_out + row[:, None] * D + d, y, live)
 
 

@@ -37,6 +37,7 @@ def layout_of(config: LoweredConfig, manager: SparseKVCacheManager) -> dict[str,
             "ahead": group.ahead,
             "residency": group.shape.residency,
             "entry": [group.shape.lane_heads, *group.shape.entry_shape],
+            "host_entry_bytes": group.shape.host_entry_bytes,
             "pools": {
                 spec.name: [spec.grain, *spec.shape, str(spec.dtype)] for spec in pools.specs
             },

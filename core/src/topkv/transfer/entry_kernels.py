@@ -22,7 +22,7 @@ def read_plain(p_entry, at, d, live, mask, SIZE: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def decode_plain(data, DTYPE: tl.constexpr):
+def decode_plain(data, at, d, DTYPE: tl.constexpr, D: tl.constexpr):
     """What ``read_plain`` gave."""
     return data
 
@@ -45,18 +45,29 @@ def write_plain(
 
 
 @triton.jit
-def read_coded(p_entry, at, d, live, mask, SIZE: tl.constexpr, D: tl.constexpr):
-    """Codes, and the exponents of their rows, which lie behind the SIZE codes of an entry."""
-    codes = read_plain(p_entry, at, d, live, mask, SIZE, D)
-    # All warps of a program read the same few: the link is asked once, and the L1 cache then.
-    return codes, tl.load(p_entry + SIZE + at // D, live, other=0, cache_modifier=".ca")
+def _behind(p_entry, at, SIZE: tl.constexpr, D: tl.constexpr):
+    """Where the words and exponents of rows are, behind the SIZE codes of an entry."""
+    p_words = p_entry + (SIZE + 7) // 8 * 8
+    p_exponents = p_words + SIZE // D * 8
+    return p_words.to(tl.pointer_type(tl.int64), bitcast=True) + at // D, p_exponents + at // D
 
 
 @triton.jit
-def decode_coded(data, DTYPE: tl.constexpr):
+def read_coded(p_entry, at, d, live, mask, SIZE: tl.constexpr, D: tl.constexpr):
+    """Codes, and the words and exponents of their rows."""
+    codes = read_plain(p_entry, at, d, live, mask, SIZE, D)
+    p_words, p_exponents = _behind(p_entry, at, SIZE, D)
+    # All warps of a program read the same few: the link is asked once, and the L1 cache then.
+    words = tl.load(p_words, live, other=0, cache_modifier=".ca")
+    return codes, words, tl.load(p_exponents, live, other=0, cache_modifier=".ca")
+
+
+@triton.jit
+def decode_coded(data, at, d, DTYPE: tl.constexpr, D: tl.constexpr):
     """What ``read_coded`` gave, in the dtype of the device."""
-    codes, exponents = data
-    return decode_rows(codes, exponents[:, None], DTYPE)
+    codes, words, exponents = data
+    nth = (at % D).to(tl.int32)[:, None] + d[None, :]
+    return decode_rows(codes, words[:, None], exponents[:, None], nth, DTYPE, D)
 
 
 @triton.jit
@@ -73,6 +84,8 @@ def write_coded(
     MOST: tl.constexpr,
 ):
     """Whole rows, coded; what is masked out of ``x`` is 0."""
-    codes, exponents = encode_rows(x.to(tl.float32), LEAST, MOST)
+    codes, words, exponents = encode_rows(x.to(tl.float32), LEAST, MOST, D)
     write_plain(p_entry, at, d, codes, live, mask, SIZE, D, LEAST, MOST)
-    tl.store(p_entry + SIZE + at // D, exponents, live)
+    p_words, p_exponents = _behind(p_entry, at, SIZE, D)
+    tl.store(p_words, words, live)
+    tl.store(p_exponents, exponents, live)

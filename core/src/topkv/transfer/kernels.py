@@ -249,11 +249,11 @@ def load_kernel(
         inner = place_in_lines(p_entry, i, SPAN, WORDS, 16 * WIDTH // ALIGNED)
         live = (host >= 0) & (inner >= 0) & (inner < WORDS)
         data = READ(p_entry, inner * WIDTH, d, live, live[:, None], WORDS * WIDTH, D)
-        place = (lane_row * SLOTS + target) * WORDS + inner
+        place, at = (lane_row * SLOTS + target) * WORDS + inner, inner * WIDTH
         i += step
         host = tl.load(p_miss_hosts + i // SPAN, i < K * SPAN, other=-1)
         target = tl.load(p_miss_slots + i // SPAN, i < K * SPAN, other=-1)
-        data = DECODE(data, p_buffer.dtype.element_ty)
+        data = DECODE(data, at, d, p_buffer.dtype.element_ty, D)
         tl.store(p_buffer + (place * WIDTH)[:, None] + d[None, :], data, live[:, None])
 
 

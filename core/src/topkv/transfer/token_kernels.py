@@ -190,6 +190,6 @@ def fetch_kernel(
         k = READ(p_entry, at, d, live, both, SIZE, D)
         if PLANES == 2:  # both are on their way before one is waited for
             v = READ(p_entry, at + UNIT * D, d, live, both, SIZE, D)
-            tl.store(p_v + packed, DECODE(v, DTYPE), both)
-        tl.store(p_k + packed, DECODE(k, DTYPE), both)
+            tl.store(p_v + packed, DECODE(v, at, d, DTYPE, D), both)
+        tl.store(p_k + packed, DECODE(k, at, d, DTYPE, D), both)
         tile += step
