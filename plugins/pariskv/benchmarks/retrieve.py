@@ -4,8 +4,9 @@
 
 32 q-heads, 8 kv-heads, D = 128, bfloat16, 2047 of 128K tokens. Every cell replays a CUDA graph of
 ``CALLS`` calls; ``score`` is the three kernels before top-k. The bytes are codes and factors, read
-once; ``read_gbs`` is what a plain sum reads. ``--sweep`` instead tries shapes of the score kernel
-for 16 requests.
+once; ``read_gbs`` is what a plain sum reads. With ``--outliers`` something has left every key, as
+in layers whose keys have a large bias, else none. ``--sweep`` instead tries shapes of the score
+kernel for 16 requests.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def per_call(call: Callable[[], object]) -> float:
     return graph_us(*[call] * CALLS, repeats=REPEATS)
 
 
-def prepare(requests: int, tokens: int, scope: str) -> tuple[launch.ParisKVTriton, LayerView]:
+def prepare(
+    requests: int, tokens: int, scope: str, outliers: bool = False
+) -> tuple[launch.ParisKVTriton, LayerView]:
     lanes = KV_HEADS if scope == "kv_head" else 1
     model = ModelShape(1, HEADS, KV_HEADS, DIM, torch.bfloat16, DIM**-0.5)
     group = GroupShape(
@@ -65,6 +68,10 @@ def prepare(requests: int, tokens: int, scope: str) -> tuple[launch.ParisKVTrito
     for spec in algorithm.representations():
         drawn = torch.randint(1, 2**15, (rows, *spec.shape), **CUDA)
         pools[spec.name] = drawn.to(spec.dtype)
+    # Words of pairs that there are, with something in both channels.
+    pools["outliers"] = pools["outliers"] % (DIM // 2) | 0x05050000
+    if outliers:
+        pools["factor"].neg_()
     table = 1 + torch.randperm(requests * pages).view(requests, pages)
     full = torch.full((requests,), tokens, **INTS)
     step = StepTensors(
@@ -76,17 +83,19 @@ def prepare(requests: int, tokens: int, scope: str) -> tuple[launch.ParisKVTrito
     return algorithm, LayerView(0, 0, group, step, ring, ring, pools)
 
 
-def measure(requests: int, tokens: int, scope: str) -> dict[str, object]:
-    algorithm, layer = prepare(requests, tokens, scope)
+def measure(requests: int, tokens: int, scope: str, outliers: bool) -> dict[str, object]:
+    algorithm, layer = prepare(requests, tokens, scope, outliers)
     q = torch.randn(requests, 1, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     k = torch.randn(requests, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     ids = torch.empty(requests * layer.group.lane_heads, SELECT, **INTS)
-    moved = sum(spec.bytes for spec in algorithm.representations()) * tokens * requests
+    read = [spec for spec in algorithm.representations() if outliers or spec.name != "outliers"]
+    moved = sum(spec.bytes for spec in read) * tokens * requests
     score = per_call(lambda: algorithm.lane_scores(layer, q[:, 0]))
     return {
         "requests": requests,
         "tokens": tokens,
         "scope": scope,
+        "outliers": outliers,
         "update_us": round(per_call(lambda: algorithm.update(layer, k, k)), 2),
         "score_us": round(score, 2),
         "retrieve_us": round(per_call(lambda: algorithm.retrieve_topk(layer, q, None, ids)), 2),
@@ -121,7 +130,7 @@ def cells(options: argparse.Namespace) -> Iterator[dict[str, object]]:
             continue
         for scope in ("kv_head", "shared"):
             for requests in options.requests:
-                yield measure(requests, tokens, scope)
+                yield measure(requests, tokens, scope, options.outliers)
 
 
 def main() -> None:
@@ -129,6 +138,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write JSON lines here as well")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--tokens", type=int, nargs="+", default=[131072, 32768])
+    parser.add_argument("--outliers", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
