@@ -60,7 +60,11 @@ def kernels_with(module: ModuleType, old: str, new: str) -> type:
     return changed(triton, **{short: changed(module, old, new)}).TritonTransfer
 
 
-class EvictsAHit(reference_with("selected[hits] = True", "selected[hits] = False")):
+class EvictsAHit(
+    reference_with(
+        "selected[slot_of[hits].long()] = True", "selected[slot_of[hits].long()] = False"
+    )
+):
     """Victims are chosen before hits are stamped."""
 
 
@@ -70,14 +74,14 @@ class EvictsTheNewest(
     """Victims are those that were selected last."""
 
 
-class KeepsVictimsInTheMap(reference_with("slot_of[evicted] = -1", "pass")):
+class KeepsVictimsInTheMap(reference_with("slot_of[evicted[evicted >= 0].long()] = -1", "pass")):
     """The map still says that an evicted unit is in the buffer."""
 
 
 class TakesLogicalForHostIds(
     reference_with(
-        "out.miss_hosts[lane, place] = self._host_id(slot, unit)",
-        "out.miss_hosts[lane, place] = unit",
+        "out.miss_hosts[lane, : len(missed)] = self._host_ids(slot, missed)",
+        "out.miss_hosts[lane, : len(missed)] = missed",
     )
 ):
     """A logical id is used as a host id: the page table is ignored."""
@@ -85,8 +89,8 @@ class TakesLogicalForHostIds(
 
 class TakesHostIdsForSlots(
     reference_with(
-        "target = int(plan.miss_slots[lane, place])",
-        "target = int(plan.miss_hosts[lane, place]) % group.buffer_slots",
+        "slots = plan.miss_slots[lane, :misses].long()",
+        "slots = hosts.to(plan.misses.device) % group.buffer_slots",
     )
 ):
     """A host id is used as a slot id."""
@@ -100,7 +104,7 @@ class AcceptsIdsBehindTheLimit(
 
 class CountsDuplicatesTwice(
     reference_with(
-        "list(dict.fromkeys(unit for unit in ids[lane].tolist() if 0 <= unit < bound))",
+        "dict.fromkeys(unit for unit in ids[lane].tolist() if 0 <= unit < bound)",
         "[unit for unit in ids[lane].tolist() if 0 <= unit < bound]",
     )
 ):
@@ -109,8 +113,8 @@ class CountsDuplicatesTwice(
 
 class ForgetsTheRing(
     reference_with(
-        "low = self.ring_low(high)\n            lane_row",
-        "low = group.max_units\n            lane_row",
+        "in_ring = units >= self.ring_low(high)\n",
+        "in_ring = units >= group.max_units\n",
     )
 ):
     """Units in the ring are looked for in the LRU buffer, and fetched from the host."""
@@ -122,8 +126,8 @@ class LeavesValuesBehindCount(reference_with("tensor.fill_(-1)", "pass")):
 
 class LoadsKeysOnly(
     reference_with(
-        "store.buffer[layer.index, lane_row, target] = source.to(store.buffer.device)",
-        "store.buffer[layer.index, lane_row, target][:, 0] = source[:, 0].to(store.buffer.device)",
+        "store.buffer[layer.index, lane_row, slots] = loaded",
+        "store.buffer[layer.index, lane_row][slots, :, 0] = loaded[:, :, 0]",
     )
 ):
     """A miss brings the keys of an entry and leaves its values."""
@@ -165,8 +169,20 @@ class StaysResidentTooLong(ReferenceTransfer):
         return resident and (high - 1) // self.group.unit <= self.group.buffer_slots + 1
 
 
-class ChunksMissTheRing(reference_with("and unit >= low:", "and unit > low:")):
+class ChunksMissTheRing(reference_with("in_ring = (units >= self", "in_ring = (units > self")):
     """A chunk leaves the oldest unit of the ring unwritten."""
+
+
+class ChunksKeepOldCopies(
+    reference_with("held = (places >= 0).nonzero().flatten()", "held = in_ring[:0]")
+):
+    """A chunk that writes a unit again leaves it as it was in the LRU buffer."""
+
+
+class ChunksBeginAtTheirUnits(
+    reference_with("positions % group.unit\n", "(positions - start) % group.unit\n")
+):
+    """The first token of a chunk is taken for the first one of its unit."""
 
 
 class ForgetsToResetTheOrder(ReferenceTransfer):
@@ -260,7 +276,10 @@ class KernelAppendsKeysTwice(
 
 
 class ChunksKeepOldExponents(
-    reference_with("zip(parts, *coded, strict=True):", "[*zip(parts, *coded)][:1]:")
+    reference_with(
+        "zip(parts, self.host.encode(k), self.host.encode(v), strict=True):",
+        "[*zip(parts, self.host.encode(k), self.host.encode(v))][:1]:",
+    )
 ):
     """A chunk brings the codes of its rows and leaves the exponents that were there."""
 
@@ -360,6 +379,8 @@ MUTANTS = [
     _mutant(KeepsOldCopies, "test_a_unit_written_again_is_new_in_every_copy"),
     _mutant(StaysResidentTooLong, "test_lengths_around_ring_and_buffer"),
     _mutant(ChunksMissTheRing, "test_chunks_fetch_flush_and_restore"),
+    _mutant(ChunksKeepOldCopies, "test_a_unit_written_again_is_new_in_every_copy"),
+    _mutant(ChunksBeginAtTheirUnits, "test_chunks_fetch_flush_and_restore"),
     _mutant(ForgetsToResetTheOrder, "test_a_reused_slot_remembers_nothing"),
     _mutant(ResetsItsCounts, "test_a_reused_slot_remembers_nothing"),
     _mutant(FlushesNothing, "test_chunks_fetch_flush_and_restore"),

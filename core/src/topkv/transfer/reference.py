@@ -1,6 +1,7 @@
 """The transfer engine in plain torch, one lane at a time: what the kernels have to do.
 
-Positions, logical ids, host ids and slots are plain ints here. Nothing is hot.
+Logical ids, host ids and slots of a lane are tensors of ints here. Nothing is hot, and yet no line
+runs once for each token: whoever has no GPU waits for it.
 """
 
 from __future__ import annotations
@@ -41,36 +42,34 @@ class ReferenceTransfer(ZeroCopyTransfer):
                 continue
             bound = int(limit[batch])
             high = int(step.high[batch])
-            units = list(dict.fromkeys(unit for unit in ids[lane].tolist() if 0 <= unit < bound))
-            low = self.ring_low(high)
+            first = dict.fromkeys(unit for unit in ids[lane].tolist() if 0 <= unit < bound)
+            units = torch.tensor(list(first), dtype=torch.int64, device=ids.device)
+            in_ring = units >= self.ring_low(high)
             lane_row = slot * group.lane_heads + head
             fits = self.fits(high, bool(step.resident[batch]))
-            missed = self._plan_lane(layer, lane_row, [unit for unit in units if unit < low], fits)
+            missed = self._plan_lane(layer, lane_row, units[~in_ring], fits)
 
             slot_of = self.store.unit_slot[layer.index, lane_row]
-            for place, unit in enumerate(units):
-                out.slots[lane, place] = self.ring_slot(unit) if unit >= low else slot_of[unit]
-            for place, unit in enumerate(missed):
-                out.miss_hosts[lane, place] = self._host_id(slot, unit)
-                out.miss_slots[lane, place] = slot_of[unit]
+            slots = torch.where(in_ring, self.ring_slot(units).int(), slot_of[units])
+            out.slots[lane, : len(units)] = slots
+            out.miss_hosts[lane, : len(missed)] = self._host_ids(slot, missed)
+            out.miss_slots[lane, : len(missed)] = slot_of[missed]
             out.count[lane], out.misses[lane] = len(units), len(missed)
             counters = self.store.counters[layer.index, lane_row]
             counters += counters.new_tensor([len(units) - len(missed), len(missed)])
 
-    def _plan_lane(
-        self, layer: LayerView, lane_row: int, units: list[int], fits: bool
-    ) -> list[int]:
+    def _plan_lane(self, layer: LayerView, lane_row: int, units: Tensor, fits: bool) -> Tensor:
         """Move one lane's buffer to distinct units that left the ring; return the missed ones."""
         store, index = self.store, layer.index
         slot_of, unit_in = store.unit_slot[index, lane_row], store.slot_unit[index, lane_row]
         order = store.order[index, lane_row]
-        missed = [unit for unit in units if slot_of[unit] < 0]
+        present = slot_of[units] >= 0
+        hits, missed = units[present], units[~present]
         if fits:
             return missed
 
-        hits = slot_of[[unit for unit in units if slot_of[unit] >= 0]].long()
         selected = torch.zeros(order.numel(), dtype=torch.bool, device=order.device)
-        selected[hits] = True
+        selected[slot_of[hits].long()] = True
         stale = ~selected[order.long()]
         stale_rank = torch.cumsum(stale, 0) - stale.long()
         position = torch.arange(order.numel(), device=order.device)
@@ -86,11 +85,9 @@ class ReferenceTransfer(ZeroCopyTransfer):
             order.numel(),
         )
         order[target] = order.clone()
-        for unit, victim in zip(missed, victims.tolist(), strict=True):
-            evicted = int(unit_in[victim])
-            if evicted >= 0:
-                slot_of[evicted] = -1
-            slot_of[unit], unit_in[victim] = victim, unit
+        evicted = unit_in[victims.long()]
+        slot_of[evicted[evicted >= 0].long()] = -1
+        slot_of[missed], unit_in[victims.long()] = victims, missed.int()
         return missed
 
     @hookimpl
@@ -99,12 +96,13 @@ class ReferenceTransfer(ZeroCopyTransfer):
         for lane in range(step.batch * group.lane_heads):
             batch, head = divmod(lane, group.lane_heads)
             lane_row = int(step.slots[batch]) * group.lane_heads + head
-            for place in range(int(plan.misses[lane])):
-                page, within = divmod(int(plan.miss_hosts[lane, place]), group.units_per_page)
-                source = store.entries[page, layer.index, head, within]
-                source = self.host.decode(self.host.parts(source))
-                target = int(plan.miss_slots[lane, place])
-                store.buffer[layer.index, lane_row, target] = source.to(store.buffer.device)
+            misses = int(plan.misses[lane])
+            hosts = plan.miss_hosts[lane, :misses].to(store.entries.device).long()
+            pages, within = hosts // group.units_per_page, hosts % group.units_per_page
+            found = self.host.parts(store.entries[pages, layer.index, head, within])
+            slots = plan.miss_slots[lane, :misses].long()
+            loaded = self.host.decode(found).to(store.buffer.device)
+            store.buffer[layer.index, lane_row, slots] = loaded
 
     @hookimpl
     def offload(self) -> None:
@@ -133,22 +131,30 @@ class ReferenceTransfer(ZeroCopyTransfer):
         high: int,
         resident: bool,
     ) -> None:
-        size, heads_per_lane = self.group.unit, self.group.heads_per_lane
-        end = start + k.shape[0]
-        low, fits = self.ring_low(high), self.fits(high, resident)
-        for unit in range(start // size, -(-end // size)):
-            first, last = max(start, unit * size), min(end, (unit + 1) * size)
-            tokens = slice(first - start, last - start)
-            coded = (self.host.encode(rows[tokens]) for rows in (k, v))
-            parts = self.host.parts(self._host_entries(layer, slot, unit))
-            for part, *rows in zip(parts, *coded, strict=True):
-                _write_tokens(part, first % size, *rows)
-            if self.sparse and unit >= low:
-                ring = self._ring_entries(layer, slot, unit)
-                _write_tokens(ring, first % size, k[tokens], v[tokens])
-            for head, entry in self._lru_entries(layer, slot, unit, fits):
-                heads = slice(head * heads_per_lane, (head + 1) * heads_per_lane)
-                _write_tokens(entry[None], first % size, k[tokens, heads], v[tokens, heads])
+        group, store = self.group, self.store
+        positions = torch.arange(start, start + k.shape[0])
+        units, offsets = positions // group.unit, positions % group.unit
+        pages, within = self.host_places(slot, units)
+        lanes = (group.lane_heads, group.heads_per_lane)
+        parts = self.host.parts(store.entries[:, layer.index])
+        for part, *coded in zip(parts, self.host.encode(k), self.host.encode(v), strict=True):
+            for tokens, rows in zip(part.unbind(4), coded, strict=False):
+                rows = rows.unflatten(1, lanes).to(part.device)
+                tokens[pages, :, within, :, offsets] = rows
+        if not self.sparse:
+            return
+        self._hold_resident(layer, slot, units, self.fits(high, resident))
+        in_ring = (units >= self.ring_low(high)).nonzero().flatten()
+        for head in range(group.lane_heads):
+            lane_row = slot * group.lane_heads + head
+            places = store.unit_slot[layer.index, lane_row].cpu()[units].long()
+            held = (places >= 0).nonzero().flatten()
+            heads = slice(head * group.heads_per_lane, (head + 1) * group.heads_per_lane)
+            planes = store.buffer[layer.index, lane_row].unbind(2)
+            for tokens, rows in zip(planes, (k, v), strict=False):
+                ring = self.ring_slot(units[in_ring])
+                tokens[ring, :, offsets[in_ring]] = rows[in_ring.to(rows.device), heads]
+                tokens[places[held], :, offsets[held]] = rows[held.to(rows.device), heads]
 
     @hookimpl
     def fetch(self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor) -> None:
@@ -172,19 +178,27 @@ class ReferenceTransfer(ZeroCopyTransfer):
             for head, entry in self._lru_entries(layer, slot, unit, fits):
                 entry.copy_(entries[head])
 
-    def _host_id(self, slot: int, unit: int) -> int:
-        """The host id of a logical unit."""
+    def _host_ids(self, slot: int, units: Tensor) -> Tensor:
+        """The host ids of logical units."""
         per_page = self.group.units_per_page
-        return int(self.step.page_table[slot, unit // per_page]) * per_page + unit % per_page
+        return self.step.page_table[slot, units // per_page] * per_page + units % per_page
 
     def _host_entries(self, layer: LayerView, slot: int, unit: int) -> Tensor:
         """The entries of a unit in the host pool, ``[lane_heads, *entry_shape]`` or coded."""
-        page, within = divmod(self._host_id(slot, unit), self.group.units_per_page)
-        return self.store.entries[page, layer.index, :, within]
+        page, within = divmod(unit, self.group.units_per_page)
+        return self.store.entries[int(self.step.page_table[slot, page]), layer.index, :, within]
 
     def _ring_entries(self, layer: LayerView, slot: int, unit: int) -> Tensor:
         """The entries ``[lane_heads, *entry_shape]`` of a unit in the ring."""
         return self.store.buffer[layer.index, self.store.lanes_of(slot), self.ring_slot(unit)]
+
+    def _hold_resident(self, layer: LayerView, slot: int, units: Tensor, fits: bool) -> None:
+        """Give units u of a request that fits their slots u."""
+        if fits:
+            store, index, lanes = self.store, layer.index, self.store.lanes_of(slot)
+            kept = units[units < self.group.buffer_slots].to(store.unit_slot.device)
+            store.unit_slot[index, lanes, kept] = kept.int()
+            store.slot_unit[index, lanes, kept] = kept.int()
 
     def _lru_entries(
         self, layer: LayerView, slot: int, unit: int, fits: bool
@@ -197,9 +211,7 @@ class ReferenceTransfer(ZeroCopyTransfer):
         if not self.sparse:
             return []
         store, index, lanes = self.store, layer.index, self.store.lanes_of(slot)
-        if fits and unit < self.group.buffer_slots:
-            store.unit_slot[index, lanes, unit] = unit
-            store.slot_unit[index, lanes, unit] = unit
+        self._hold_resident(layer, slot, torch.tensor([unit]), fits)
         places = store.unit_slot[index, lanes, unit].tolist()
         entries = store.buffer[index, lanes]
         return [(head, entries[head, at]) for head, at in enumerate(places) if at >= 0]
