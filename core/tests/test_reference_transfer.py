@@ -1,4 +1,4 @@
-"""The reference transfer does not loop over tokens: 40 of them take hardly more operations than one."""
+"""The reference transfer does not loop over tokens: 40 take few operations more than one."""
 
 from __future__ import annotations
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from topkv.ahead import HistoryAhead
+from topkv.chunks import ChunkStore
 from topkv.config import LoweredConfig
-from topkv.history import StoredHistory, open_unit
+from topkv.history import StoredHistory
 from topkv.layers import Chunk, LayerPath
 from topkv.ops.chunk_attention import add_sinks, chunk_attention
 from topkv.requests import Requests
-from topkv.streams import SideStream
 from topkv.types import Index
 
 
@@ -27,11 +26,13 @@ class Prefill:
 
     Attributes:
         ahead: begins with a forward's chunks.
+        chunks: what is done with them behind attention.
     """
 
     def __init__(self, config: LoweredConfig, requests: Requests, paths: list[LayerPath]) -> None:
         self.config, self.requests = config, requests
-        self.ahead, self._offload = HistoryAhead(config, paths), SideStream(config.device)
+        self.ahead = HistoryAhead(config, paths)
+        self.chunks = ChunkStore(config, requests)
 
     def run(
         self,
@@ -58,18 +59,11 @@ class Prefill:
         # The stored rows are attended, so that chunks of any size give the same.
         stored = path.format.encode(*path.format.round(k, v))
         k, v = path.format.decode(*stored, self.config.model.dtype)
-        history, chosen, opened = self.ahead.blocks(path, slot), None, None
+        history, chosen = self.ahead.blocks(path, slot), None
         if selector and selector.selects_prompts:
             chosen = selector.select_prompt(slot, start, q, k, v, index)
-        elif selector:
-            opened = open_unit(path, selector.view.group.unit, slot, start, k.dtype)
         result, lse = chunk_attention(path.backend, q, k, v, start, history, chosen)
-        self._store(path, slot, start, *stored)
-        if selector and opened:
-            before_k, before_v = opened
-            if len(before_k):
-                k, v = torch.cat([before_k, k]), torch.cat([before_v, v])
-            selector.construct(slot, start - len(before_k), k, v, q, lse, index)
+        self.chunks.keep(path, chunk, q, stored, lse, index)
         if sinks is not None:
             add_sinks(result, lse, sinks)
         out.copy_(result)
@@ -90,12 +84,5 @@ class Prefill:
 
     def join(self) -> None:
         """Let the current stream wait for the copies of a forward's chunks."""
-        self._offload.join()
+        self.chunks.join()
         self.ahead.end()
-
-    def _store(self, path: LayerPath, slot: int, start: int, k: Tensor, v: Tensor) -> None:
-        """Send a chunk's keys and values to their pages, on the offload stream of a GPU."""
-        high = max(int(self.requests.high[slot]), start + len(k))
-        resident = bool(self.requests.resident[slot])
-        with self._offload.behind(k, v):
-            path.transfer.store_chunk(path.view, slot, start, k, v, high, resident)

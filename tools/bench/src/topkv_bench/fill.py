@@ -86,21 +86,19 @@ def fill_coordinator(coordinator: SparseCoordinator, slot: int, context: int) ->
     """
     model, device = coordinator.model, coordinator.config.device
     refuse_latent(model.attention)
-    resident = bool(coordinator.requests.resident[slot])
     for start in range(0, context, CHUNK):
         tokens = min(CHUNK, context - start)
         coordinator.forward_begin(prefill=[(slot, tokens)])
         forward = coordinator.forward
         assert forward is not None
-        sizes, end = (tokens, model.num_kv_heads, model.head_dim), start + tokens
+        sizes, (chunk,) = (tokens, model.num_kv_heads, model.head_dim), forward.chunks
         queries = (tokens, model.num_heads, model.head_dim)
         lse = torch.zeros(queries[:2], device=device)
         for path in coordinator.layers:
             k, v = (_random(sizes, model.dtype, device) for _ in range(2))
-            path.transfer.store_chunk(path.view, slot, start, k, v, end, resident)
-            if path.selector:
-                q = _random(queries, model.dtype, device)
-                path.selector.construct(slot, start, k, v, q, lse, None)
+            q = _random(queries, model.dtype, device)
+            stored = path.format.encode(*path.format.round(k, v))
+            coordinator.prefill.chunks.keep(path, chunk, q, stored, lse, None)
             forward.attended.add(path.view.layer)  # written, and not attended
         coordinator.forward_end()
 
