@@ -298,3 +298,23 @@ def test_a_gpu_sees_what_its_steps_attend_to():
     assert done.exit_code == 0, done.stderr
     quest, exact = json.loads(done.stdout)["cells"][1:]
     assert 0.3 < quest["recall"] <= exact["recall"] <= 1
+
+
+def test_the_command_says_what_it_will_do_and_a_line_a_cell():
+    """Before anything is computed, and without a terminal, which a log or a pipe is."""
+    asked = ("--algorithms", "quest,snapkv:window=9", "--budgets", "5%", "--forced", "0")
+    done = CliRunner().invoke(topkv, ["eval", *FAST, *asked])
+    assert done.exit_code == 0, done.stderr
+    lines = done.stderr.splitlines()
+    announced, *cells = lines[lines.index("loading torch and the model ...") + 1 :]
+    assert announced == (
+        "cells: 3, of tasks: 1; questions in all: 12; contexts to read: 1, of up to 768 tokens, "
+        "once for all cells that can share them"
+    )
+    dense, quest, snapkv = cells
+    assert dense.startswith("1/3 facts in 768 bytes of source code: dense 100%: ")
+    assert " of 4 right; " in dense
+    assert " left" in dense
+    assert quest.startswith("2/3 facts in 768 bytes of source code: quest 5%: ")
+    assert ": refused: " in snapkv
+    assert snapkv.endswith("about 0:00 left")

@@ -12,5 +12,8 @@ longest question needs."""
 
 LEAST_STEPS = 32
 
+BUDGETS, QUESTIONS = "2%,10%", 20
+"""Compared by default, and asked of each task: few, for somebody waits."""
+
 INDEXED = {"mla": "deepseek_dsa", "gqa": f"trained_gate,{ALGORITHMS}"}
 """Compared by default where the model brings an indexer, by its attention."""

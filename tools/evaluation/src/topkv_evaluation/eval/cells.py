@@ -19,6 +19,7 @@ from topkv.errors import TopkvError
 from topkv_evaluation.eval.batches import groups_of
 from topkv_evaluation.eval.choices import Choice
 from topkv_evaluation.eval.forced import Forced
+from topkv_evaluation.eval.prefills import Prefills
 from topkv_evaluation.eval.runs import Advance, Row, Run
 from topkv_evaluation.eval.tasks import Task
 from topkv_transformers.support import shape_of
@@ -147,9 +148,10 @@ def run_cells(
 ) -> Iterator[Row]:
     """Run the cells one after the other; one that is refused gets a row with the reason.
 
-    The logits of dense attention are made where a cell is the first of its task to need them.
+    A context is read once for all cells of its task, and the logits of dense attention are made
+    where a cell is the first of its task to need them.
     """
-    forced, of = Forced(()), None
+    forced, of, prefills = Forced(()), None, Prefills()
     for cell in cells:
         begin(cell)
         began = perf_counter()
@@ -158,8 +160,8 @@ def run_cells(
             forced, of = Forced.of(cell.task, grid.forced), cell.task
         try:
             if cell.choice and not forced.known:
-                _logits_of_dense(cell, grid, forced)
-            row |= _run(cell, grid, forced, advance)
+                _logits_of_dense(cell, grid, forced, prefills)
+            row |= _run(cell, grid, forced, prefills, advance)
         except (TopkvError, torch.OutOfMemoryError) as error:
             row["refused"] = _reason(error)
         gc.collect()  # buffers of the next cell may need the place
@@ -167,12 +169,12 @@ def run_cells(
         yield row
 
 
-def _logits_of_dense(cell: Cell, grid: Grid, forced: Forced) -> None:
+def _logits_of_dense(cell: Cell, grid: Grid, forced: Forced, prefills: Prefills) -> None:
     """Those of the forced questions alone, in a task of their own."""
     alone = replace(cell.task, questions=tuple(replace(q, new_tokens=0) for q in forced.questions))
     baseline = Cell(alone, None, 1.0, tuple(range(shape_of(grid.model).num_layers)))
     known = Forced(alone.questions)
-    _run(baseline, grid, known, lambda questions: None)
+    _run(baseline, grid, known, prefills, lambda questions: None)
     for question, short in zip(forced.questions, alone.questions, strict=True):
         forced.dense[question] = known.dense[short]
 
@@ -206,10 +208,10 @@ def described(cell: Cell, grid: Grid) -> Row:
     return row | {"key": hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}
 
 
-def _run(cell: Cell, grid: Grid, forced: Forced, advance: Advance) -> Row:
+def _run(cell: Cell, grid: Grid, forced: Forced, prefills: Prefills, advance: Advance) -> Row:
     config = config_of(cell, grid)
     with torch.inference_mode(), attach(grid.model, config, engine="transformers") as handle:
         batch = min(grid.batch, len(cell.task.questions))
-        run = Run(handle, cell.task, cell.budget, batch, forced)
+        run = Run(handle, cell.task, cell.budget, batch, forced, prefills)
         run.all(advance)
         return run.row()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import click
@@ -17,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from topkv.config.layers import show_ranges
 from topkv_evaluation.commands import (
     answering,
     device_or_default,
@@ -24,7 +26,7 @@ from topkv_evaluation.commands import (
     stats_option,
     trust_option,
 )
-from topkv_evaluation.eval import ALGORITHMS, LEAST_STEPS
+from topkv_evaluation.eval import ALGORITHMS, BUDGETS, LEAST_STEPS, QUESTIONS
 from topkv_evaluation.tasks.scoring import SCORINGS
 from topkv_evaluation.tasks.splits import MOST, STARTS, TUNING
 
@@ -78,8 +80,8 @@ from topkv_evaluation.tasks.splits import MOST, STARTS, TUNING
 )
 @click.option(
     "--contexts",
-    help="Tokens of the contexts, such as 8192,16384; by default these, or fewer that the model "
-    "has positions for. A file has its own.",
+    help="Tokens of the contexts, such as 8192,16384; by default the first, or fewer that the "
+    "model has positions for. A file has its own.",
 )
 @click.option(
     "--depths",
@@ -93,8 +95,14 @@ from topkv_evaluation.tasks.splits import MOST, STARTS, TUNING
     show_default=True,
     help="Which questions are made: those to choose by, or those to report on.",
 )
-@click.option("--budgets", default="1%,2%,5%,10%,25%", show_default=True)
-@click.option("--questions", type=click.IntRange(1), default=200, show_default=True)
+@click.option("--budgets", default=BUDGETS, show_default=True)
+@click.option(
+    "--questions",
+    type=click.IntRange(1),
+    default=QUESTIONS,
+    show_default=True,
+    help="Of each task and context; 200 leave an interval of 7 points to either side, 20 of 20.",
+)
 @click.option(
     "--per-context",
     type=click.IntRange(1),
@@ -105,7 +113,7 @@ from topkv_evaluation.tasks.splits import MOST, STARTS, TUNING
 @click.option(
     "--dense-layers",
     multiple=True,
-    default=("none", "0-1"),
+    default=("none",),
     show_default=True,
     help="none, or layers such as 0-1; may be given again.",
 )
@@ -166,14 +174,17 @@ def _run(plan: Any, results: Any, console: Console, stats: bool) -> None:
     """Run the cells that are not there yet, and keep each as soon as it is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     columns += (TextColumn("questions"), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        sizes = {key: len(cell.task.questions) for key, cell in plan.keyed().items()}
+    sizes = {key: len(cell.task.questions) for key, cell in plan.keyed().items()}
+    there = {*sizes} & results.done()
+    if there:
+        console.print(f"{len(there)} of {len(sizes)} cells are done already", style="dim")
+    click.echo(plan.announced(there), err=True)
+    gone, lines = sum(sizes[key] for key in there), Lines(len(sizes) - len(there))
+    # A bar that nobody sees would be written once, at the end.
+    bars = Progress(*columns, console=console, disable=not console.is_terminal)
+    with bars as progress:
         shown = progress.add_task("", total=sum(sizes.values()))
-        there = {*sizes} & results.done()
-        progress.advance(shown, sum(sizes[key] for key in there))
-        if there:
-            console.print(f"{len(there)} of {len(sizes)} cells are done already", style="dim")
-        gone = sum(sizes[key] for key in there)
+        progress.advance(shown, gone)
 
         def begin(cell: Any) -> None:
             text = f"{cell.task.name}: {cell.label} {100 * cell.share:g}%"
@@ -189,3 +200,36 @@ def _run(plan: Any, results: Any, console: Console, stats: bool) -> None:
             # A cell that is refused has answered none of its own.
             gone += sizes[row["key"]]
             progress.update(shown, completed=gone)
+            line = lines.of(row)
+            if not console.is_terminal:
+                click.echo(line, err=True)
+
+
+class Lines:
+    """A line for each cell that is done, with the time that those take which are left.
+
+    Args:
+        cells: that are to be run.
+    """
+
+    def __init__(self, cells: int) -> None:
+        self.cells, self.done, self.began = cells, 0, perf_counter()
+
+    def of(self, row: dict[str, Any]) -> str:
+        """The line of the next cell."""
+        self.done += 1
+        seconds = (perf_counter() - self.began) / self.done * (self.cells - self.done)
+        minutes = f"{seconds // 60:.0f}:{seconds % 60:02.0f}"
+        what = f"{row['task']}: {row['algorithm']} {row['nominal_percent']:g}%"
+        dense = show_ranges(row["dense_layers"])
+        found = f"refused: {row['refused']}" if "refused" in row else _found(row)
+        where = f", layers {dense} dense" if dense and row["plugin"] else ""
+        took = f"{row['seconds']:.1f} s, about {minutes} left"
+        return f"{self.done}/{self.cells} {what}{where}: {found}; {took}"
+
+
+def _found(row: dict[str, Any]) -> str:
+    """Right answers; of plain text, which has none, the divergence from dense attention."""
+    if row["correct"] is None:
+        return "nothing compared" if row["kl"] is None else f"KL {row['kl']:.4f}"
+    return f"{row['correct']:g} of {row['questions']} right"

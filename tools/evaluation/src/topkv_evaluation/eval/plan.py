@@ -14,7 +14,7 @@ from topkv.config.named import require_plugins
 from topkv.errors import CapabilityError, ConfigError
 from topkv.plugins import registry
 from topkv_evaluation import CHECKPOINT
-from topkv_evaluation.eval import ALGORITHMS, INDEXED, LEAST_STEPS
+from topkv_evaluation.eval import ALGORITHMS, BUDGETS, INDEXED, LEAST_STEPS, QUESTIONS
 from topkv_evaluation.eval.catalogue import BYTES, FACTS, RULER, Catalogue, has_length, read_words
 from topkv_evaluation.eval.cells import Cell, Grid, Row, cells_of, described, run_cells
 from topkv_evaluation.eval.choices import (
@@ -32,7 +32,7 @@ from topkv_evaluation.tasks.own import SWEPT
 from topkv_evaluation.tasks.splits import TUNING
 from topkv_transformers.support import refusals, shape_of
 
-CONTEXTS = 8192, 16384
+CONTEXT = 8192
 BATCH = {"cuda": 256}
 CPU_BATCH = 32
 
@@ -45,8 +45,8 @@ class Options:
     model: Path | None = None
     tasks: Sequence[str] = ()
     contexts: str | None = None
-    budgets: str = "1%,2%,5%,10%,25%"
-    questions: int = 200
+    budgets: str = BUDGETS
+    questions: int = QUESTIONS
     per_context: int = 25
     dense_layers: Sequence[str] = ("none",)
     backend: str | None = "triton_attention"
@@ -113,6 +113,19 @@ class Plan:
         """The cells by the key of their rows."""
         return {described(cell, self.grid)["key"]: cell for cell in self.cells}
 
+    def announced(self, done: Container[str]) -> str:
+        """What is going to be done, in a line."""
+        left = [cell for key, cell in self.keyed().items() if key not in done]
+        tasks = [*{id(cell.task): cell.task for cell in left}.values()]
+        contexts = sum(len(task.contexts) for task in tasks)
+        longest = max((task.length for task in tasks), default=0)
+        questions = sum(len(cell.task.questions) for cell in left)
+        return (
+            f"cells: {len(left)}, of tasks: {len(tasks)}; questions in all: {questions}; contexts "
+            f"to read: {contexts}, of up to {longest} tokens, once for all cells that can share "
+            "them"
+        )
+
     def run(
         self, done: Container[str], begin: Callable[[Cell], None], advance: Advance
     ) -> Iterator[Row]:
@@ -159,11 +172,11 @@ def _load(options: Options) -> PreTrainedModel:
 
 
 def usual_contexts(model: PreTrainedModel) -> list[int]:
-    """Those of ``CONTEXTS`` that the model has positions for, with questions and answers; else the
-    largest power of two that leaves it as many again."""
-    positions = getattr(model.config, "max_position_embeddings", None) or max(CONTEXTS) * 2
-    fitting = [length for length in CONTEXTS if length + length // 8 <= positions]
-    return fitting or [1 << (positions // 2).bit_length() - 1]
+    """``CONTEXT`` if the model has positions for it, with questions and answers; else the largest
+    power of two that leaves it as many again."""
+    positions = getattr(model.config, "max_position_embeddings", None) or 2 * CONTEXT
+    fits = positions >= CONTEXT + CONTEXT // 8
+    return [CONTEXT if fits else 1 << (positions // 2).bit_length() - 1]
 
 
 def _tasks(options: Options, model: PreTrainedModel) -> list[Task]:

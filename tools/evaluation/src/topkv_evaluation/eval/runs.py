@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from topkv_evaluation.eval import recall
-from topkv_evaluation.eval.batches import decode, fork_rows, groups_of, read_context, settle
+from topkv_evaluation.eval.batches import decode, fork_rows, groups_of, settle
 from topkv_evaluation.eval.forced import Compared, Forced, compare
 from topkv_evaluation.eval.intervals import mean, spread, wilson
+from topkv_evaluation.eval.prefills import Prefills
 from topkv_evaluation.eval.tasks import Question, Task
 from topkv_evaluation.measured import stats_of
 from topkv_transformers.cache import TopkvCache
@@ -40,6 +41,7 @@ class Run:
         batch: questions that are decoded together.
         forced: whose logits are compared, if any; those of dense attention are kept in it where
             all layers are dense.
+        prefills: contexts that another cell has read; by default each is read anew.
 
     Attributes:
         answers: tokens of each answer so far.
@@ -56,9 +58,10 @@ class Run:
         budget: int,
         batch: int,
         forced: Forced | None = None,
+        prefills: Prefills | None = None,
     ) -> None:
         self.handle, self.task, self.budget, self.batch = handle, task, budget, batch
-        self.forced = forced or Forced(())
+        self.forced, self.prefills = forced or Forced(()), prefills or Prefills(0)
         self.coordinator = handle.coordinator
         self.paths = recall.watch(self.coordinator)
         self.answers: list[list[int]] = []
@@ -90,8 +93,7 @@ class Run:
         chunk = CHUNK.get(self.handle.model.device.type, CPU_CHUNK)
         parents = {}
         for index in dict.fromkeys(question.context for question in group):
-            cache, logits = read_context(self.handle, self.task.contexts[index], chunk)
-            parents[index] = cache, int(logits.argmax())
+            parents[index] = self.prefills.read(self.handle, self.task, index, chunk)
         settle(self.handle, [cache for cache, _ in parents.values()])
         return parents
 
