@@ -21,7 +21,17 @@ from topkv.plugins import PluginRegistry
 from topkv_cli import main, probes
 from topkv_cli.group import topkv as command
 
-KEYS = {"name", "impls", "kind", "package", "version", "hook_api", "capabilities", "problem"}
+KEYS = {
+    "name",
+    "impls",
+    "kind",
+    "package",
+    "version",
+    "hook_api",
+    "capabilities",
+    "problem",
+    "not_importing",
+}
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import json
 import sys
 from contextlib import redirect_stdout
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from topkv.plugins import registry
 from topkv.tested import never_tested
 from topkv_cli import probes
 from topkv_cli.attaching import attaching
-from topkv_cli.plugins import as_dict
+from topkv_cli.plugins import as_dict, failing
 
 
 def diagnose(pool: int | None = None) -> dict[str, Any]:
@@ -39,8 +40,23 @@ def diagnose(pool: int | None = None) -> dict[str, Any]:
         if record.entry and record.entry.doctor
     }
     report["plugins"] = told
-    report["plugins_failed"] = [as_dict(r) for r in registry().records() if r.problem]
+    failed = [as_dict(record) for record in registry().records() if record.problem]
+    report["plugins_failed"] = failed + _not_importing()
     return report
+
+
+def _not_importing() -> list[dict[str, Any]]:
+    """Plugins of which an implementation does not import, kernels aside where Triton is missing,
+    which stands in the report already."""
+    found = []
+    for record in registry().records():
+        broken = failing(record)
+        if find_spec("triton") is None:
+            broken.pop("triton", None)
+        if broken:
+            told = "; ".join(f"{impl} does not import: {why}" for impl, why in broken.items())
+            found.append(as_dict(record) | {"problem": told})
+    return found
 
 
 def _lines(name: str, value: Any, indent: int = 0) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from typing import Any
 
 import attrs
@@ -13,6 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from topkv.entries import Capabilities, PluginEntry
+from topkv.errors import PluginError
+from topkv.messages import raised
 from topkv.plugins import PluginRecord, registry
 from topkv_cli.matrix import Cell, matrix, rows_of
 
@@ -30,6 +33,32 @@ def as_dict(record: PluginRecord) -> dict[str, Any]:
         "capabilities": attrs.asdict(entry.capabilities) if entry else None,
         "problem": record.problem,
     }
+
+
+def missing(record: PluginRecord) -> dict[str, str]:
+    """Why factories of a usable plugin cannot be imported, by implementation: of those whose
+    module is not there at all, which is seen without importing it, nor torch."""
+    paths = record.entry.factories.items() if record.entry and not record.problem else ()
+    return {impl: why for impl, path in paths if (why := _absent(path.partition(":")[0]))}
+
+
+def _absent(module: str) -> str | None:
+    try:
+        found = find_spec(module)  # imports the packages around it, which have the entry
+    except (Exception, SystemExit) as error:
+        return f"{module}: {raised(error)}"
+    return None if found else f"there is no module {module}"
+
+
+def failing(record: PluginRecord) -> dict[str, str]:
+    """Why factories of a usable plugin do not import, by implementation; imports all of them."""
+    found = {}
+    for impl in record.entry.impls if record.entry and not record.problem else ():
+        try:
+            registry().factory(record, impl)
+        except PluginError as error:
+            found[impl] = "; ".join(error.reasons)
+    return found
 
 
 _USUAL = attrs.asdict(Capabilities())
@@ -63,14 +92,25 @@ def _all(entry: PluginEntry) -> list[str]:
     return lines
 
 
-def _show(records: list[PluginRecord], verbose: bool, console: Console) -> None:
-    """A table of all, with their capabilities below if asked for, then what does not load."""
+def _show(
+    records: list[PluginRecord],
+    broken: list[dict[str, str]],
+    verbose: bool,
+    console: Console,
+) -> None:
+    """A table of all, with their capabilities below if asked for, then what does not load.
+
+    Args:
+        broken: of each record the factories that do not import, and why.
+    """
     table = Table(box=None, pad_edge=False)
     for head in ("name", "kind", "package"):
         table.add_column(head, no_wrap=True)
     table.add_column("takes", min_width=20)
-    for record in records:
+    for record, factories in zip(records, broken, strict=True):
         told = Text("does not load", "red") if record.problem else Text(_takes(record.entry))
+        if factories:
+            told.append(f"{', ' if told else ''}{', '.join(factories)} does not import", "red")
         package = f"{record.package} {record.version}"
         table.add_row(record.name, record.kind or "?", package, told)
     # Names, which people copy, must not be cut off; what a plugin takes may wrap.
@@ -83,9 +123,11 @@ def _show(records: list[PluginRecord], verbose: bool, console: Console) -> None:
             console.print(Text(f"\n{record.who}, hook API {api}"))
             for line in _all(record.entry):
                 console.print(Padding(Text(line), (0, 0, 0, 2)))
-    for record in records:
+    for record, factories in zip(records, broken, strict=True):
         if record.problem:
             console.print(Text(f"\n{record.who} does not load: {record.problem}", "red"))
+        for impl, why in factories.items():
+            console.print(Text(f"\n{record.who} does not import, {impl}: {why}", "red"))
 
 
 def _show_matrix(cells: list[Cell], as_json: bool, markdown: bool) -> None:
@@ -108,13 +150,23 @@ def _show_matrix(cells: list[Cell], as_json: bool, markdown: bool) -> None:
 @click.option("--matrix", "as_matrix", is_flag=True, help="What goes with what, and where tested.")
 @click.option("--markdown", is_flag=True, help="The matrix as a table in Markdown.")
 @click.option("--verbose", is_flag=True, help="Also hook API and capabilities of each.")
-def command(as_json: bool, as_matrix: bool, markdown: bool, verbose: bool) -> None:
-    """List what is installed, and what does not load and why."""
+@click.option("--check", is_flag=True, help="Import every implementation, and torch with them.")
+def command(as_json: bool, as_matrix: bool, markdown: bool, verbose: bool, check: bool) -> None:
+    """List what is installed, and what does not load and why.
+
+    Implementations are imported when they are used; without --check one is told from here whose
+    module is not there, and not one that fails when it is imported.
+    """
     if as_matrix or markdown:
         _show_matrix(matrix(registry().records()), as_json, markdown)
         return
     records = registry().records()
+    broken = [failing(record) if check else missing(record) for record in records]
     if as_json:
-        click.echo(json.dumps([as_dict(record) for record in records], indent=2, default=str))
+        shown = [
+            as_dict(record) | {"not_importing": factories}
+            for record, factories in zip(records, broken, strict=True)
+        ]
+        click.echo(json.dumps(shown, indent=2, default=str))
     else:
-        _show(records, verbose, Console())
+        _show(records, broken, verbose, Console())
