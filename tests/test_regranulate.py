@@ -10,6 +10,7 @@ import pytest
 import torch
 from attrs import evolve
 
+from tests import test_matrix
 from tests.test_matrix import CELLS, STEPS, Run
 from topkv.errors import ConfigError
 from topkv.testing.tiers import tier
@@ -83,6 +84,13 @@ def test_units_of_the_selected_tokens_are_attended(cell, on):
     assert run.extra > 0
     run.coordinator.check_integrity()
     run.coordinator.close()
+
+
+def test_a_cell_whose_library_is_missing_is_skipped_by_its_name(monkeypatch):
+    monkeypatch.setattr(test_matrix, "lacking", lambda cell: ["some_library: not installed"])
+    (cell, *_) = (cell for cell in CELLS if cell.regranulated and cell.backend != BACKEND)
+    with pytest.raises(pytest.skip.Exception, match=f"{cell.backend}: some_library: not"):
+        Regranulated(cell, tier("gpu"))
 
 
 def of(algorithm):
