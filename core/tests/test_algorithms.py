@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 
 from topkv.algorithms import ScoredUnits, host_ids
 from topkv.entries import Capabilities, PluginEntry
-from topkv.errors import ConfigError
+from topkv.errors import ConfigError, PluginError
 from topkv.hooks.algorithm import AlgorithmSetup, RepresentationSpec
+from topkv.testing.algorithm.bench import AlgorithmBench
+from topkv.testing.algorithm.case import Case
 from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
+from topkv.testing.differences import require_same
 from topkv.testing.kit import subject_of
 from topkv.testing.machines.lifecycle_model import (
     DIM,
@@ -23,6 +26,7 @@ from topkv.testing.machines.lifecycle_model import (
     doubles,
     make_coordinator,
 )
+from topkv.testing.strategies import Geometry
 from topkv.testing.tiers import tier
 from topkv.types import GroupShape, LayerView, StepTensors
 
@@ -122,6 +126,78 @@ def test_every_reason_is_told_at_once(params, reasons):
         assert reason in told
     fits = evolve(setup, model=MODEL, params={"sink_units": 2, "recent_units": 3})
     assert LargestKeys(fits).work is None
+
+
+class Transposed(LargestKeys):
+    """Scores units for heads, and not heads for units."""
+
+    def score(self, q, kept):
+        return super().score(q, kept).mT
+
+
+class Summed(LargestKeys):
+    """Scores lanes, and not query heads."""
+
+    def score(self, q, kept):
+        return super().score(q, kept).unflatten(1, (KV_HEADS, -1)).sum(2)
+
+
+class Merged(LargestKeys):
+    """Makes one lane of all."""
+
+    def combine(self, scores):
+        return super().combine(scores).sum(1)
+
+
+class Flat(LargestKeys):
+    """Keeps what all heads have together."""
+
+    def represent(self, keys, valid):
+        return {"largest": super().represent(keys, valid)["largest"].flatten(1)}
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        (Transposed, r"score must give \[3, 4, 12\] .rows, query heads, units., got \[3, 12, 4\]"),
+        (Summed, r"score must give \[3, 4, 12\] .rows, query heads, units., got \[3, 2, 12\]"),
+        (Merged, r"combine must give \[3, 2, 12\] .rows, lanes, units., got \[3, 12\]"),
+        (Flat, r"represent must give \[4, 2, 4\] of 'largest', got \[4, 8\]"),
+    ],
+)
+def test_a_wrong_shape_is_told_with_the_class_and_both_shapes(broken, told):
+    entry = evolve(ENTRY, factories=f"{__name__}:{broken.__name__}")
+    case = Case(Geometry(2, 2, 4, 4, 2, "kv_head", torch.float32), {}, 3, 2, "normal", 1, 12, 96.0)
+    bench = AlgorithmBench(subject_of(entry, "algorithm", tier("cpu")), case)
+
+    def life():
+        bench.prefill(0, case.tokens(0)[:16])
+        bench.retrieve(case.queries(3), [0, -1, -1])
+
+    with pytest.raises(PluginError, match=told) as error:
+        life()
+    assert f"{__name__}.{broken.__name__} does not keep the contract" in str(error.value)
+
+
+class Sums(LargestKeys):
+    """Keeps the sum of the keys of a unit."""
+
+    def represent(self, keys, valid):
+        return {"largest": torch.where(valid[:, :, None, None], keys, 0).sum(1)}
+
+
+@pytest.mark.parametrize("unit", [8, 16])
+def test_sums_of_decoded_units_have_the_bits_of_those_of_prompts(unit):
+    entry = evolve(ENTRY, factories=f"{__name__}:Sums")
+    geometry = Geometry(3, 1, 5, unit, 1, "kv_head", torch.float32)
+    case = Case(geometry, {}, 3, 2, "normal", 1, 4, 96.0, exact=False)
+    subject, stored = subject_of(entry, "algorithm", tier("cpu")), []
+    for prompt in (case.most, unit):
+        bench = AlgorithmBench(subject, case)
+        bench.prefill(0, case.tokens(0)[:prompt])
+        bench.extend(0, case.tokens(0)[prompt:])
+        stored.append(bench.stored(0))
+    require_same(*stored, "sums of decoded units")
 
 
 def forced(length, bench):

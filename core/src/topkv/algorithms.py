@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from topkv.errors import ConfigError
+from topkv.errors import ConfigError, PluginError
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
 from topkv.hooks.discovery import hookimpl
+from topkv.messages import whose
 from topkv.ops import sticky
 from topkv.ops.topk import topk
 from topkv.types import GroupShape, LayerView
@@ -42,11 +43,12 @@ def chunk_units(group: GroupShape, start: int, rows: Tensor) -> tuple[Tensor, Te
         rows: ``[m, Hkv, D]`` keys or values.
 
     Returns:
-        int64 ``[n]`` logical units; their rows ``[n, unit, Hkv, D]``, 0 behind the last one; and
-        bool ``[n, unit]``, which of them are there.
+        int64 ``[n]`` logical units; their rows ``[n, unit, Hkv, D]``, contiguous, 0 behind the
+        last one; and bool ``[n, unit]``, which of them are there.
     """
     first = torch.arange(0, len(rows), group.unit, device=rows.device)
     padded = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, len(first) * group.unit - len(rows)))
+    padded = padded.contiguous()
     valid = first[:, None] + torch.arange(group.unit, device=rows.device) < len(rows)
     return (start + first) // group.unit, padded.unflatten(0, (len(first), group.unit)), valid
 
@@ -65,10 +67,15 @@ def appended_units(layer: LayerView) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def open_units(layer: LayerView, ring: Tensor) -> Tensor:
-    """Rows ``[B, unit, Hkv, D]`` of each row's open unit, of ``layer.ring_k`` or ``ring_v``."""
+    """Rows ``[B, unit, Hkv, D]`` of each row's open unit, of ``layer.ring_k`` or ``ring_v``.
+
+    Contiguous, as those of ``chunk_units`` are: in which order a sum over tokens adds depends on
+    strides, and so would the bits of what is kept of a prompt and of decoded tokens.
+    """
     units = (layer.step.lengths - 1).clamp(min=0) // layer.group.unit
     held = ring[layer.step.slots.clamp(min=0), :, units % layer.group.ring_slots]
-    return held.flatten(1, 2).transpose(1, 2)  # from [B, lane_heads, heads_per_lane, unit, D]
+    # From [B, lane_heads, heads_per_lane, unit, D].
+    return held.flatten(1, 2).transpose(1, 2).contiguous()
 
 
 def write_units(layer: LayerView, slots: Tensor, units: Tensor, new: Mapping[str, Tensor]) -> None:
@@ -191,7 +198,20 @@ class RankedUnits(ABC):
         self, layer: LayerView, slots: Tensor, units: Tensor, keys: Tensor, valid: Tensor
     ) -> None:
         """Represent logical ``units [n]`` of requests ``slots [n]``; slot -1 changes nothing."""
-        write_units(layer, slots, units, self.represent(keys, valid))
+        new = self.represent(keys, valid)
+        for spec in self.representations():
+            what = f" of {spec.name!r}"
+            self._require("represent", what, new.get(spec.name), len(keys), *spec.shape)
+        write_units(layer, slots, units, new)
+
+    def _require(self, method: str, what: str, got: Tensor | None, *shape: int) -> None:
+        """Raises PluginError if a method of a subclass gives another shape than it should."""
+        if got is None or tuple(got.shape) != shape:
+            told = None if got is None else list(got.shape)
+            raise PluginError(
+                f"{whose(type(self))} does not keep the contract of topkv.algorithms",
+                [f"{method} must give {list(shape)}{what}, got {told}"],
+            )
 
     @hookimpl
     def retrieve_topk(
@@ -238,8 +258,13 @@ class ScoredUnits(RankedUnits):
         # Behind the closed units stands no page: unit 0 is read, and masked below.
         at = host_ids(layer, step.slots.clamp(min=0)[:, None], torch.where(selectable, unit, 0))
         kept = {spec.name: layer.pools[spec.name][at] for spec in self.representations()}
-        scores = self.score(q, kept).masked_fill(~selectable[:, None], float("-inf"))
+        each = self.score(q, kept)
+        size = " (rows, query heads, units)"
+        self._require("score", size, each, *q.shape[:2], group.max_units)
+        scores = each.masked_fill(~selectable[:, None], float("-inf"))
         lanes = self.combine(scores.unflatten(1, (group.lane_heads, -1)))
+        size = " (rows, lanes, units)"
+        self._require("combine", size, lanes, len(q), group.lane_heads, group.max_units)
         forced = (unit < self.sink_units) | (unit >= closed[:, None] - self.recent_units)
         lanes = lanes.masked_fill(forced[:, None], float("inf"))
         return lanes.flatten(0, 1), closed.repeat_interleave(group.lane_heads)
