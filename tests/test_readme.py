@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from packaging.requirements import Requirement
 
 from tests.packaging.packages import packages, read
+from topkv.plugins import registry
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,14 +41,42 @@ def test_the_example_runs_as_written():
     assert re.search(r"\b\d{5}\b", done.stdout)
 
 
-def test_the_suite_of_a_plugin_runs(tmp_path):
-    """As written, but for the name: no plugin is called "mine"."""
+def passed(algorithm, tests, folder):
+    """How many tests of the suite of an algorithm pass, in a folder of their own, all of them.
+
+    As written, but for the name: no plugin is called "mine".
+    """
     _, suite = examples()
-    (tmp_path / "test_mine.py").write_text(suite.replace('"mine"', '"streaming_llm"'))
-    command = [sys.executable, "-m", "pytest", "-q", "-k", "cpu and well_formed", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    (folder / "test_mine.py").write_text(suite.replace('"mine"', f'"{algorithm}"'))
+    command = [sys.executable, "-m", "pytest", "-q", "-k", tests, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 passed" in done.stdout
+    return int(re.search(r"(\d+) passed", done.stdout)[1])
+
+
+def test_the_suite_of_a_plugin_runs(tmp_path):
+    assert passed("streaming_llm", "cpu and well_formed", tmp_path) == 1
+
+
+FEW = """
+from hypothesis import settings
+
+settings.register_profile("few", max_examples=15)
+settings.load_profile("few")
+"""
+
+ALGORITHMS = sorted(
+    {record.name for record in registry().records() if record.entry and record.kind == "algorithm"}
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_suite_is_green_on_every_algorithm(algorithm, tmp_path):
+    """With few examples, but at night with as many as a user has."""
+    if settings.get_current_profile_name() != "nightly":
+        (tmp_path / "conftest.py").write_text(FEW)
+    assert passed(algorithm, "cpu", tmp_path) >= 20
 
 
 def test_every_file_that_is_linked_exists():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from plugins.trained_gate.tests import test_conformance as kit
 from plugins.trained_gate.tests.test_decode import test_rows_attend_to_the_blocks_of_their_heads
+from tests.mutants import plugins
 from tests.mutants.lifecycle import LifecycleMutant
+from topkv import hookimpl
 from topkv.ops.chunk_attention import Chosen
 from topkv_trained_gate import algorithm
 from topkv_trained_gate.algorithm import TrainedGate
@@ -52,7 +55,26 @@ def prompts_begin_at_zero(self, layer, q, rows, scores, ends, sizes):
     _score(self, layer, q, (rows[0], 0, rows[2]), scores, ends, sizes)
 
 
+class AnswersInReverse(TrainedGate):
+    """The first kv-head gets what the last one selects, and so on."""
+
+    @hookimpl
+    def retrieve_topk(self, layer, q, weights, ids):
+        super().retrieve_topk(layer, q, weights, ids)
+        ids.copy_(ids.unflatten(0, (-1, self.heads)).flip(1).flatten(0, 1))
+
+
+class PromptsInReverse(TrainedGate):
+    """Rows of prompts get what steps select, for other heads."""
+
+    @hookimpl
+    def retrieve_prompt(self, layer, slot, start, q, weights, ids):
+        super().retrieve_prompt(layer, slot, start, q, weights, ids)
+        ids.copy_(ids.flip(1))
+
+
 ANYWHERE, INTERPRETED = ("cpu", "interpret"), ("interpret",)
+of_kit = plugins._kit("trained_gate", TrainedGateTriton, kit.OPTIONS)
 
 BROKEN = {
     "blocks by their mean": (algorithm, "unit_scores", by_the_mean, ("cpu",)),
@@ -65,8 +87,13 @@ BROKEN = {
 }
 
 MUTANTS = [
-    LifecycleMutant(
-        name, owner, method, broken, test_rows_attend_to_the_blocks_of_their_heads, tiers
-    )
-    for name, (owner, method, broken, tiers) in BROKEN.items()
+    *(
+        LifecycleMutant(
+            name, owner, method, broken, test_rows_attend_to_the_blocks_of_their_heads, tiers
+        )
+        for name, (owner, method, broken, tiers) in BROKEN.items()
+    ),
+    of_kit(AnswersInReverse, "needle_in_a_prompt", ANYWHERE),
+    of_kit(AnswersInReverse, plugins.ORACLE),
+    of_kit(PromptsInReverse, "prompt_rows_select_what_decode_steps_select"),
 ]

@@ -8,10 +8,11 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.testing.algorithm.bench import AlgorithmBench, AlgorithmOptions, lanes
+from topkv.testing.algorithm.bench import AlgorithmBench, lanes
 from topkv.testing.algorithm.case import Case
 from topkv.testing.algorithm.cases import cases
 from topkv.testing.algorithm.memory import same_bits
+from topkv.testing.algorithms import AlgorithmOptions
 from topkv.testing.kit import examples, subject_of
 from topkv.testing.strategies import Geometry
 

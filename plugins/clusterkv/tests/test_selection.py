@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import AlgorithmSetup
-from topkv.testing.algorithm.bench import AlgorithmBench, AlgorithmOptions
+from topkv.testing.algorithm.bench import AlgorithmBench
 from topkv.testing.algorithm.case import Case
 from topkv.testing.algorithm.cases import cases
+from topkv.testing.algorithms import AlgorithmOptions
 from topkv.testing.kit import examples, subject_of
 from topkv.testing.strategies import Geometry
 from topkv.types import GroupShape, ModelShape

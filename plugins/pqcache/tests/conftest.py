@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import strategies as st
 
-from topkv.testing.algorithm.bench import AlgorithmOptions
+from topkv.testing.algorithms import AlgorithmOptions
 from topkv.testing.kit import subject_of
 from topkv.testing.tiers import all_tiers
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.rocketkv.tests import formulas
-from topkv.testing.algorithm.bench import AlgorithmBench, AlgorithmOptions
+from topkv.testing.algorithm.bench import AlgorithmBench
 from topkv.testing.algorithm.cases import cases
+from topkv.testing.algorithms import AlgorithmOptions
 from topkv.testing.differences import require_same
 from topkv.testing.kit import examples, subject_of
 from topkv.testing.tiers import all_tiers

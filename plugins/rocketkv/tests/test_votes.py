@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from plugins.rocketkv.tests import formulas
 from topkv.errors import ConfigError
-from topkv.testing.algorithm.bench import AlgorithmBench, AlgorithmOptions
+from topkv.testing.algorithm.bench import AlgorithmBench
 from topkv.testing.algorithm.cases import cases as kit_cases
+from topkv.testing.algorithms import AlgorithmOptions
 from topkv.testing.kit import subject_of
 from topkv.testing.tiers import all_tiers
 

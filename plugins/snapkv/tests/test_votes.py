@@ -10,8 +10,9 @@ from attrs import evolve
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from topkv.testing.algorithm.bench import AlgorithmBench, AlgorithmOptions
+from topkv.testing.algorithm.bench import AlgorithmBench
 from topkv.testing.algorithm.cases import cases as kit_cases
+from topkv.testing.algorithms import AlgorithmOptions
 from topkv.testing.kit import subject_of
 from topkv.testing.tiers import all_tiers
 from topkv.testing.tolerance import assert_as_good

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.testing.algorithm.bench import AlgorithmBench, AlgorithmOptions
+from topkv.testing.algorithm.bench import AlgorithmBench
 from topkv.testing.algorithm.cases import cases
+from topkv.testing.algorithms import AlgorithmOptions
 from topkv.testing.kit import examples, subject_of
 from topkv.testing.tiers import all_tiers
 

@@ -1,4 +1,4 @@
-"""The block index against the conformance kit; of one kv-head, with which its one key goes."""
+"""The block index against the conformance kit."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ def oracle(bench, slot, q):
     return products.unflatten(1, (closed, unit)).amax(2)
 
 
+OPTIONS = AlgorithmOptions(
+    params=st.fixed_dictionaries({"local": st.sampled_from([1, 2])}),
+    promised=promised,
+    hidden_needles=True,
+    oracle=oracle,
+)
+
+
 class TestTrainedGate(AlgorithmTests):
     @pytest.fixture
     def plugin(self):
@@ -30,10 +38,4 @@ class TestTrainedGate(AlgorithmTests):
 
     @pytest.fixture
     def options(self):
-        return AlgorithmOptions(
-            params=st.fixed_dictionaries({"local": st.sampled_from([1, 2])}),
-            promised=promised,
-            geometry={"groups": (1,)},
-            hidden_needles=True,
-            oracle=oracle,
-        )
+        return OPTIONS

@@ -52,6 +52,8 @@ class RepresentationSpec:
         dtype: torch dtype.
         derived: ``construct`` over the keys of a page makes it again, so that it need not be
             stored with the page.
+        packed: a page is laid out in an order of the algorithm's own, codes in front and scales
+            behind them, say: its rows are no units or tokens, and only whole pages are compared.
     """
 
     name: str
@@ -59,6 +61,7 @@ class RepresentationSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     derived: bool = True
+    packed: bool = False
 
     @property
     def bytes(self) -> int:

@@ -22,7 +22,7 @@ indexer makes: index keys and queries, weights, and latent rows in the ring.
 from __future__ import annotations
 
 from topkv.testing.algorithm.batch import BatchTests
-from topkv.testing.algorithm.bench import AlgorithmOptions
+from topkv.testing.algorithm.options import AlgorithmOptions
 from topkv.testing.algorithm.index import IndexTests
 from topkv.testing.algorithm.kernels import KernelTests
 from topkv.testing.algorithm.needles import NeedleTests

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from attrs import frozen
+from attrs import field, frozen
 from hypothesis import Phase, settings
 
 from topkv.entries import PluginEntry
@@ -37,12 +37,14 @@ class Subject:
         registry: where ``entry`` is found, beside the doubles ``scripted`` and ``gather``.
         tier: where it runs.
         options: what the suite lets an author say, see the suite.
+        found: what a suite has found out of the plugin and need not ask again.
     """
 
     entry: PluginEntry
     registry: PluginRegistry
     tier: Tier
     options: Any = None
+    found: dict[str, Any] = field(factory=dict, eq=False, repr=False)
 
     def make(self, setup: object, impl: str | None = None) -> Any:
         """An instance, made and checked as the core does it; of the tier's implementation."""

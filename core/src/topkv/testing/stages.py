@@ -28,7 +28,7 @@ best, and pools have the names that the core gives them, ``"stages[0].NAME"``, i
 from __future__ import annotations
 
 from topkv.testing.algorithm.batch import BatchTests
-from topkv.testing.algorithm.bench import AlgorithmOptions
+from topkv.testing.algorithm.options import AlgorithmOptions
 from topkv.testing.algorithm.kernels import KernelTests
 from topkv.testing.algorithm.selection import SelectionTests
 from topkv.testing.algorithm.state import StateTests

@@ -64,26 +64,42 @@ def geometries(
         ValueError: the plugin states none of the values that are offered.
     """
     c = capabilities or Capabilities()
-    low, high = c.units or (1, 2**30)
-
-    def stated(what: str, values: Sequence[Any], keep: Callable[[Any], bool]) -> Any:
-        kept = [value for value in values if keep(value)]
+    given = {
+        "kv_heads": kv_heads,
+        "groups": groups,
+        "dims": dims,
+        "units": units,
+        "page_units": page_units,
+        "scopes": c.scopes or ("kv_head", "shared"),
+        "dtypes": dtypes,
+    }
+    drawn = []
+    for name, values in given.items():
+        kept = stated(c, name, values)
         if not kept:
-            raise ValueError(f"geometries: the plugin states none of the {what} {tuple(values)}")
-        return st.sampled_from(kept)
+            raise ValueError(f"geometries: the plugin states none of the {name} {tuple(values)}")
+        drawn.append(st.sampled_from(kept))
+    return st.builds(geometry, *drawn)
 
-    return st.builds(
-        Geometry,
-        st.sampled_from(kv_heads),
-        stated("groups", groups, lambda g: c.max_group is None or g <= c.max_group),
-        stated("head dims", dims, lambda d: c.head_dims is None or d in c.head_dims),
-        stated("units", units, lambda u: low <= u <= high),
-        st.sampled_from(page_units),
-        st.sampled_from(c.scopes or ("kv_head", "shared")),
-        stated("dtypes", dtypes, lambda d: c.dtypes is None or d in c.dtypes).map(
-            lambda name: getattr(torch, name)
-        ),
-    )
+
+def stated(capabilities: Capabilities, name: str, values: Sequence[Any]) -> list[Any]:
+    """Of the values of one argument of ``geometries`` those that a plugin states."""
+    c = capabilities
+    low, high = c.units or (1, 2**30)
+    takes: dict[str, Callable[[Any], bool]] = {
+        "groups": lambda group: c.max_group is None or group <= c.max_group,
+        "dims": lambda dim: c.head_dims is None or dim in c.head_dims,
+        "units": lambda unit: low <= unit <= high,
+        "dtypes": lambda dtype: c.dtypes is None or dtype in c.dtypes,
+    }
+    return [each for each in values if name not in takes or takes[name](each)]
+
+
+def geometry(
+    kv_heads: int, groups: int, dims: int, units: int, page_units: int, scopes: str, dtypes: str
+) -> Geometry:
+    """Of one value of each argument of ``geometries``, and of a scope."""
+    return Geometry(kv_heads, groups, dims, units, page_units, scopes, getattr(torch, dtypes))
 
 
 def lengths(unit: int, page_tokens: int, most: int, least: int = 1) -> st.SearchStrategy[int]:

@@ -72,7 +72,9 @@ class DeepSeekDSA:
         dim = self.settings.dim
         width, dtype = (dim + 4, torch.uint8) if self.settings.fp8 else (dim, self.model.dtype)
         # Nothing else holds the index keys.
-        index = RepresentationSpec("index", "token", (width,), dtype, derived=False)
+        index = RepresentationSpec(
+            "index", "token", (width,), dtype, derived=False, packed=self.settings.fp8
+        )
         return AlgorithmSpec(representations=(index,))
 
     @hookimpl

@@ -16,7 +16,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 "reference": "topkv_deepseek_dsa.algorithm:DeepSeekDSA",
                 "triton": "topkv_deepseek_dsa.launch:DeepSeekDSATriton",
             },
-            hook_api=(2, 3),
+            hook_api=(2, 5),
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("shared",),

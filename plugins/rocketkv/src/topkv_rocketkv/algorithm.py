@@ -88,7 +88,7 @@ class RocketKV(ScoredUnits):
 
     def representations(self) -> list[RepresentationSpec]:
         shape = (self.group.num_kv_heads, 2, self.group.head_dim)
-        return [RepresentationSpec("bounds", "unit", shape, self.model.dtype)]
+        return [RepresentationSpec("bounds", "unit", shape, self.model.dtype, packed=True)]
 
     @hookimpl
     def spec(self) -> AlgorithmSpec:

@@ -86,7 +86,7 @@ class BatchTests(KitTests):
             there._prompt = _permuted(there._prompt, order)
             keys = case.tokens(0)[: data.draw(here.long_lengths())]
             here.prefill(0, keys)
-            there.prefill(0, keys[:, order])
+            there.prefill(0, keys[:, order] if keys.shape[1] > 1 else keys)
             q = case.queries(1)
             ids = lanes(here.retrieve(q, [0]))[0]
             lane_order = order if g.scope == "kv_head" else [0]
@@ -166,7 +166,10 @@ def _permuted(q: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def _beside(rows: Tensor, others: Tensor, kept: Tensor) -> Tensor:
-    """Rows ``[..., heads, D]``, those of the kv-heads that are not kept being others."""
+    """Rows ``[..., heads, D]``, those of the kv-heads that are not kept being others; keys of an
+    index, which all heads share, are others if none is kept."""
+    if rows.shape[-2] < len(kept):
+        return rows if kept.any() else others
     mine = kept.repeat_interleave(rows.shape[-2] // len(kept))
     return torch.where(mine[:, None], rows, others)
 
@@ -186,8 +189,8 @@ def _assert_unchanged(
             per_page = len(now) // bench.num_pages
             mine[:per_page] = True  # host page 0 belongs to nobody
             for slot in writers:
-                units = -(-len(bench.keys[slot]) // unit)
-                count = units if spec.grain == "unit" else units * unit
+                tokens = -(-len(bench.keys[slot]) // unit) * unit
+                count = bench.rows(spec.name, tokens, full=False)
                 own = table[slot][:, None] * per_page + torch.arange(per_page)
                 mine[own.flatten()[:count]] = True
         now[mine] = then[mine]

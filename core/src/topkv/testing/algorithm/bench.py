@@ -1,77 +1,27 @@
-"""One layer of any algorithm, with everything around it poisoned, and what its author says of it.
+"""One layer of any algorithm, with everything around it poisoned.
 
 The bench does what the core does around the hooks, in plain Python: page table, ring, pools,
 step tensors, prompt chunks, settling, rollback, fork, reuse. What no request has written is NaN
-(93 in integers), so that a stray read shows. The options stand in the same file because each is
-about the other: the bench asks them what is promised, and their functions are given the bench.
+(93 in integers), so that a stray read shows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
-from attrs import field, frozen
 from hypothesis import strategies as st
 from torch import Tensor
 
 from topkv.plugins.contract import has_hook
 from topkv.testing.algorithm.case import Case
 from topkv.testing.algorithm.memory import UNWRITTEN, BenchMemory
+from topkv.testing.algorithm.options import forced, options_of
 from topkv.testing.kit import Subject
 from topkv.testing.models.oracle import attention
 from topkv.testing.strategies import lengths
-
-
-@frozen
-class AlgorithmOptions:
-    """What an author tells the suite; the fixture ``options`` returns it.
-
-    Attributes:
-        params: strategy of parameter dicts; what a dict leaves out has the entry's default.
-        promised: ``(length, bench) -> units`` that every selection of a request of that length
-            holds, such as sinks. None where nothing is promised.
-        geometry: keyword arguments of ``strategies.geometries``, such as ``{"units": (4,)}``;
-            ``groups`` and ``dims`` are those of the index where the entry says ``needs_index``.
-        selects: widths K that are drawn; each must be possible with all ``params``.
-        units: units of the longest request, rounded up to pages.
-        hidden_needles: a unit is judged by its best key: one key that matches is found among
-            keys that point the other way. Mean-pooled representations cannot promise it.
-        head_needles: every query head of a group finds the unit that it alone looks for, given
-            room in the budget. Averaging queries before they are scored cannot promise it.
-        by_key: ``(pool name, pool) -> pool`` with what is kept of each unit or token in its row.
-            For pools that pack a page otherwise, such as codes in front and scales behind them.
-        oracle: ``(bench, slot, q) -> scores``, the algorithm's formula in float64, written apart
-            from the plugin's code: of ``bench.keys[slot]`` and queries q ``[1, H, D]`` (of an
-            indexer as ``bench.case.asked`` takes them apart) the scores ``[lane_heads, units]`` of
-            all selectable units, on the CPU; promised ones have any. Selections of reference and
-            kernels are compared with it, up to ties. None where there is no score for each unit.
-        mass: attention mass, or share of all index scores, by which the selection of the kernels
-            may differ from the reference, and share of the largest score by which a selection may
-            differ from the oracle: what a tie in their arithmetic can be worth.
-        long_units: units of the request on which kernels are tried once: enough for several
-            blocks of them.
-    """
-
-    params: st.SearchStrategy[dict[str, Any]] = field(factory=lambda: st.just({}))
-    promised: Callable[[int, AlgorithmBench], set[int]] | None = None
-    geometry: Mapping[str, Any] = field(factory=dict)
-    selects: Sequence[int] = (1, 2, 3, 5)
-    units: int = 12
-    hidden_needles: bool = False
-    head_needles: bool = False
-    by_key: Callable[[str, Tensor], Tensor] | None = None
-    oracle: Callable[[AlgorithmBench, int, Tensor], Tensor] | None = None
-    mass: float = 1e-5
-    long_units: int = 300
-
-
-def options_of(subject: Subject) -> AlgorithmOptions:
-    """The subject's options, the defaults where it has none."""
-    return AlgorithmOptions() if subject.options is None else subject.options
 
 
 class AlgorithmBench(BenchMemory):
@@ -90,7 +40,7 @@ class AlgorithmBench(BenchMemory):
 
     Attributes:
         keys: ``[n, Hkv, D]`` on the CPU: keys of each request as the algorithm is given them,
-            those of the index where the model has one, by slot.
+            by slot; those of the index, of one head, where the model has one.
         pools: the representation pools of the layer.
         algorithm: the instance.
     """
@@ -191,11 +141,11 @@ class AlgorithmBench(BenchMemory):
         return self.group.select + forced
 
     def _stored(self, keys: Tensor) -> Tensor:
-        """What is stored of tokens with these keys: the keys, or latent rows beside an index."""
-        if self.case.weights is None:
+        """What is stored of tokens with these keys: the keys, or the rows beside an index."""
+        if not self.case.index:
             return keys
         value = 0.5 if self.values is None else self.values
-        return keys.new_full((*keys.shape[:2], self.group.head_dim), value)
+        return keys.new_full((len(keys), self.group.num_kv_heads, self.group.head_dim), value)
 
     def _hold(self, slot: int, keys: Tensor) -> None:
         """Take tokens up and write them to the ring, as far as it reaches."""
@@ -347,20 +297,22 @@ class AlgorithmBench(BenchMemory):
 
     def selectable(self, slot: int) -> int:
         """Units of a request that may be selected."""
-        if slot < 0:
-            return 0
-        length = len(self.keys[slot])
+        return 0 if slot < 0 else self.selectable_of(len(self.keys[slot]))
+
+    def selectable_of(self, length: int) -> int:
+        """Units of a request of so many tokens that may be selected."""
         if self.subject.entry.capabilities.tail == "selectable":
             return length
         return max(length - 1, 0) // self.group.unit
 
     def promised(self, slot: int) -> set[int]:
-        """Selectable units that the author says every selection of the request holds."""
-        told = options_of(self.subject).promised
-        return set() if told is None else told(len(self.keys[slot]), self)
+        """Selectable units that every selection of the request holds."""
+        told = options_of(self.subject).promised or forced
+        return told(len(self.keys[slot]), self)
 
     def by_key(self) -> dict[str, Tensor]:
-        """The pools, what is kept of each unit, token or request in its row."""
+        """The pools, with what is kept of each unit, token or request in its row if options say
+        how."""
         order = options_of(self.subject).by_key
         if order is None:
             return dict(self.pools)
@@ -371,15 +323,26 @@ class AlgorithmBench(BenchMemory):
         return {name: pool.cpu().clone() for name, pool in self.by_key().items()}
 
     def stored(self, slot: int, tokens: int | None = None) -> dict[str, Tensor]:
-        """Bytes of the representations of a request's first tokens, by pool, on the CPU."""
+        """Bytes of the representations of a request's first tokens, by pool, on the CPU; of pages
+        that are packed those that are full."""
         count = len(self.keys[slot]) if tokens is None else tokens
         pages = self.page_table[slot].long()
-        grain = {spec.name: spec.grain for spec in self.spec.representations}
-        rows = {"unit": -(-count // self.group.unit), "token": count}
         return {
-            name: pool[pages].flatten(0, 1)[: rows[grain[name]]].cpu().contiguous()
+            name: pool[pages].flatten(0, 1)[: self.rows(name, count, full=True)].cpu().contiguous()
             for name, pool in self._pages(self.by_key()).items()
         }
+
+    def rows(self, name: str, count: int, full: bool) -> int:
+        """Rows that the first ``count`` tokens of a request have in a pool that is keyed by pages.
+
+        Args:
+            full: of pages that are packed, full ones alone, and not all that are written.
+        """
+        (spec,) = (each for each in self.spec.representations if each.name == name)
+        size, page = (1 if spec.grain == "token" else self.group.unit), self.group.page_tokens
+        if spec.packed and options_of(self.subject).by_key is None:
+            count = count // page * page if full else -(-count // page) * page
+        return -(-count // size)
 
 
 def lanes(ids: Tensor) -> list[list[list[int]]]:

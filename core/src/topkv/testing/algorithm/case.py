@@ -38,7 +38,8 @@ class Case:
     """One algorithm in one shape, and the data for it.
 
     Of a model with an indexer, the geometry is that of what the algorithm is given: one key of
-    ``dim`` elements a token, ``group`` queries, and a weight for each of them.
+    ``dim`` elements a token, which all kv-heads share, ``group`` queries for each kv-head, and a
+    weight for each of them if the index has weights.
 
     Exact data lie on a coarse grid: multiples of 1/4 up to 8, which every 16-bit dtype holds,
     and whose products fp32 sums without rounding in any order. So equal scores are equal bits
@@ -55,7 +56,8 @@ class Case:
         stale: what the ring holds where no token of the open unit lies. NaN shows most stray
             reads; a large number shows those of kernels whose minimum and maximum drop NaN.
         exact: data on the grid.
-        weights: name in ``WEIGHTS``; None for a model without an indexer.
+        weights: name in ``WEIGHTS``; None for an index without weights, and without an indexer.
+        index: of a model with an indexer.
     """
 
     geometry: Geometry
@@ -68,6 +70,12 @@ class Case:
     stale: float
     exact: bool = True
     weights: str | None = None
+    index: bool = False
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of the keys that an algorithm is given."""
+        return 1 if self.index else self.geometry.kv_heads
 
     @property
     def units(self) -> int:
@@ -90,12 +98,12 @@ class Case:
         return (x * 4).round().clamp(-32, 32) / 4 if self.exact else x
 
     def tokens(self, salt: int) -> Tensor:
-        """Keys ``[most, Hkv, D]`` on the CPU; another salt, other keys of the same kind.
+        """Keys ``[most, key_heads, D]`` on the CPU; another salt, other keys of the same kind.
 
         Always the whole length, to be cut by the caller: a shorter draw would be another one.
         """
         g, generator = self.geometry, self.generator(salt)
-        keys = KEYS[self.keys]((self.most, g.kv_heads, g.dim), generator)
+        keys = KEYS[self.keys]((self.most, self.key_heads, g.dim), generator)
         if self.keys in _MIXED:
             keys = self._with_zeros_and_ties(keys, generator)
         return self._finish(keys)

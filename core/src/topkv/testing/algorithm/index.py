@@ -42,14 +42,14 @@ def prompt_bench(subject: Subject, case: Case, requests: int) -> AlgorithmBench:
     return bench
 
 
-def prompt_ids(bench: AlgorithmBench, keys: Tensor, cuts: list[int]) -> dict[int, list[int]]:
-    """Ids by row of a prompt of slot 0 in chunks, of those chunks for which the core asks; of the
-    only lane."""
-    rows: dict[int, list[int]] = {}
+def prompt_ids(bench: AlgorithmBench, keys: Tensor, cuts: list[int]) -> dict[int, list[list[int]]]:
+    """Ids of each lane by row of a prompt of slot 0 in chunks, of those chunks for which the core
+    asks."""
+    rows: dict[int, list[list[int]]] = {}
     for start, end in pairwise(sorted({0, len(keys), *cuts})):
         ids = bench.prompt(0, keys[start:end])
         if ids is not None:
-            rows.update(zip(range(start, end), ids[:, 0].tolist(), strict=True))
+            rows.update(zip(range(start, end), ids.tolist(), strict=True))
     return rows
 
 
@@ -113,13 +113,13 @@ class IndexTests(KitTests):
             slots = list(range(len(at)))
             steps.append([slot if at[slot] else -1 for slot in slots], keys[at])
             expected = lanes(steps.retrieve(bench._prompt[at][:, None], slots))
-            for row, (lane,) in zip(at, expected, strict=True):
-                got = sorted(i for i in ids[row] if i >= 0)
-                if bench.width > case.select:  # of a step the core adds the unit that it is in
-                    lane = [*lane, row // unit]
-                assert got == lane, (
+            for row, by_lane in zip(at, expected, strict=True):
+                got = [sorted(i for i in lane if i >= 0) for lane in ids[row]]
+                # Of a step the core adds the unit that it is in.
+                own = [row // unit] if bench.width > case.select else []
+                assert got == [[*lane, *own] for lane in by_lane], (
                     f"row {row} of a prompt in chunks that end at {cuts} selects {got}, a decode "
-                    f"step at length {row + 1} selects {lane}"
+                    f"step at length {row + 1} selects {by_lane}"
                 )
 
         check()
@@ -137,8 +137,9 @@ class IndexTests(KitTests):
             length = data.draw(bench.lengths(least=2))
             cuts = data.draw(st.lists(st.integers(1, length - 1), max_size=3))
             ids = prompt_ids(bench, case.tokens(0)[:length], cuts)
-            for row, lane in ids.items():
-                assert_lane(lane, row // case.geometry.unit + 1, attends)
+            for row, by_lane in ids.items():
+                for lane in by_lane:
+                    assert_lane(lane, row // case.geometry.unit + 1, attends)
 
         check()
 

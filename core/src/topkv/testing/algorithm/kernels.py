@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from topkv.testing.algorithm.bench import AlgorithmBench, lanes, options_of
+from topkv.testing.algorithm.bench import AlgorithmBench, lanes
 from topkv.testing.algorithm.case import Case
-from topkv.testing.algorithm.cases import cases
+from topkv.testing.algorithm.cases import cases, sizes_of
 from topkv.testing.algorithm.memory import UNWRITTEN, same_bits
+from topkv.testing.algorithm.options import options_of
 from topkv.testing.differences import require_same
 from topkv.testing.host_reads import no_host_reads, require_interpreted
 from topkv.testing.kit import KitTests, Subject, examples
@@ -32,7 +33,8 @@ def index_share(bench: AlgorithmBench, slot: int, q: Tensor, chosen: list[list[i
 def attention_mass(bench: AlgorithmBench, slot: int, q: Tensor, chosen: list[list[int]]) -> Tensor:
     """float64 ``[lane_heads]``: softmax mass of each lane's units, mean over its query heads."""
     model, group = bench.model, bench.group
-    keys = bench.keys[slot].double().repeat_interleave(model.group_size, 1)
+    keys = bench.keys[slot].double()
+    keys = keys.repeat_interleave(q.shape[1] // keys.shape[1], 1)
     weights = torch.einsum("hd,nhd->hn", q[0].double(), keys).mul(model.scale).softmax(-1)
     weights = weights.unflatten(0, (group.lane_heads, -1)).mean(1)
     unit_of = torch.arange(keys.shape[0]) // group.unit
@@ -76,7 +78,7 @@ class KernelTests(KitTests):
         @given(case=cases(subject, units=(1, 4, 16), keys=("normal",), exact=False))
         def check(case: Case) -> None:
             options = options_of(subject)
-            widest = max(options.selects)
+            widest = max(sizes_of(subject).selects)
             case = evolve(case, least_units=options.long_units, select=widest)
             benches = [AlgorithmBench(subject, case, impl=i) for i in ("reference", "triton")]
             keys, q = case.tokens(1), case.queries(1)

@@ -53,11 +53,8 @@ class BenchMemory:
     ) -> None:
         self.subject, self.case = subject, case
         self.device, self.requests = subject.tier.device, requests
-        self.model, self.group = _shapes(subject.entry.capabilities, case, requests)
-        params = {**subject.entry.parameters, **case.params}
         try:
-            setup = AlgorithmSetup(self.model, self.group, params, self.device, self._topk)
-            self.algorithm = subject.make(setup, impl)
+            self.model, self.group, self.algorithm = made(subject, case, impl, requests)
         except ConfigError:
             if currently_in_test_context():
                 reject()  # a shape that the algorithm refuses on purpose; another one is drawn
@@ -73,12 +70,6 @@ class BenchMemory:
         self.pools = {spec.name: self._pool(spec) for spec in self.spec.representations}
         self._ints = torch.full((5, requests), UNWRITTEN, dtype=torch.int32, device=self.device)
         self.layer = self._layer()
-
-    def _topk(self, rows: int, columns: int, select: int) -> TopK:
-        made: TopK = PluginRegistry([]).create(
-            "topk", "radix", TopKSetup(rows, columns, select, self.device), "triton"
-        )
-        return made
 
     def _page_size(self, spec: RepresentationSpec) -> int:
         """Elements of a page of a pool; 0 where it is keyed by request."""
@@ -149,13 +140,35 @@ class BenchMemory:
         }
 
 
+def made(
+    subject: Subject, case: Case, impl: str, requests: int
+) -> tuple[ModelShape, GroupShape, Any]:
+    """The model and the group of a case, and an instance of the algorithm for them.
+
+    Raises:
+        ConfigError: the algorithm refuses them.
+    """
+    model, group = _shapes(subject.entry.capabilities, case, requests)
+    device = subject.tier.device
+
+    def topk(rows: int, columns: int, select: int) -> TopK:
+        setup = TopKSetup(rows, columns, select, device)
+        made: TopK = PluginRegistry([]).create("topk", "radix", setup, "triton")
+        return made
+
+    params = {**subject.entry.parameters, **case.params}
+    return model, group, subject.make(AlgorithmSetup(model, group, params, device, topk), impl)
+
+
 def _model(stated: Capabilities, case: Case) -> ModelShape:
     g = case.geometry
+    if not case.index:
+        return ModelShape(1, g.kv_heads * g.group, g.kv_heads, g.dim, g.dtype, g.dim**-0.5)
+    # Sizes of what is stored and of the index differ, so that one does not pass for the other.
     if case.weights is None:
-        heads, scale = g.kv_heads * g.group, g.dim**-0.5
-        own = IndexerShape(heads, g.dim) if stated.needs_index else None
-        return ModelShape(1, heads, g.kv_heads, g.dim, g.dtype, scale, indexer=own)
-    # Sizes of the latent rows and of the index differ, so that one does not pass for the other.
+        heads, dim = 2 * g.kv_heads, (stated.head_dims or (g.dim + 8,))[0]
+        own = IndexerShape(g.kv_heads * g.group, g.dim)
+        return ModelShape(1, heads, g.kv_heads, dim, g.dtype, g.dim**-0.5, indexer=own)
     heads = min(g.group + 1, stated.max_group or g.group + 1)
     dim = (stated.head_dims or (g.dim + 8,))[0]
     indexer = IndexerShape(g.group, g.dim)

@@ -10,9 +10,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from topkv.testing.algorithm.bench import AlgorithmBench, lanes, options_of
+from topkv.testing.algorithm.bench import AlgorithmBench, lanes
 from topkv.testing.algorithm.case import Case
 from topkv.testing.algorithm.cases import cases
+from topkv.testing.algorithm.options import options_of
 from topkv.testing.kit import KitTests, Subject, examples
 
 
@@ -28,7 +29,10 @@ def plant(case: Case, units: Sequence[int], hidden: bool, offset: int) -> tuple[
     Returns:
         keys ``[most, Hkv, D]`` and q ``[1, 1, H, D]``, of equal weights. All heads look in one
         direction, so that a head which reads another head's keys finds the other head's needle.
+        Heads that share the keys of an index look each at channels of its own.
     """
+    if case.key_heads < case.geometry.kv_heads:
+        return _plant_shared(case, units, hidden, offset)
     g = case.geometry
     generator = case.generator(7)
     toward = torch.randint(0, 2, (g.dim,), generator=generator).float() * 2 - 1
@@ -45,6 +49,26 @@ def plant(case: Case, units: Sequence[int], hidden: bool, offset: int) -> tuple[
     return keys.to(g.dtype), case.weigh((sizes * toward)[None, None].to(g.dtype))
 
 
+def _plant_shared(
+    case: Case, units: Sequence[int], hidden: bool, offset: int
+) -> tuple[Tensor, Tensor]:
+    g, generator = case.geometry, case.generator(7)
+    toward = torch.randint(0, 2, (g.dim,), generator=generator).float() * 2 - 1
+    away = 1 + torch.randint(0, 4, (case.most, 1, 1), generator=generator) / 4
+    keys, lanes = -away * toward, torch.arange(g.dim) % len(units)
+    for lane, unit in enumerate(units):
+        if hidden:
+            keys[unit * g.unit : (unit + 1) * g.unit, 0, lanes == lane] = (
+                -8 * toward[lanes == lane]
+            )
+    for lane, unit in enumerate(units):
+        keys[unit * g.unit + offset, 0, lanes == lane] = 4 * toward[lanes == lane]
+    heads = torch.arange(g.kv_heads * g.group) // g.group
+    own = heads * len(units) // g.kv_heads  # the lane of each head
+    q = torch.where(own[:, None] == lanes, toward, 0.0)
+    return keys.to(g.dtype), case.weigh(q[None, None].to(g.dtype))
+
+
 def opposed(case: Case, units: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Keys and a query whose heads, by turns, look in opposite directions, one needle each.
 
@@ -54,7 +78,7 @@ def opposed(case: Case, units: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """
     g = case.geometry
     toward = torch.randint(0, 2, (g.dim,), generator=case.generator(7)).float() * 2 - 1
-    keys = torch.zeros(case.most, g.kv_heads, g.dim)
+    keys = torch.zeros(case.most, case.key_heads, g.dim)
     for sign, unit in zip((1, -1), units, strict=True):
         keys[unit * g.unit] = 4 * sign * toward
     signs = 1 - 2 * (torch.arange(g.kv_heads * g.group) % 2)

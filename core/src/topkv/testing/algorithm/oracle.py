@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from topkv.testing.algorithm.bench import AlgorithmBench, options_of
+from topkv.testing.algorithm.bench import AlgorithmBench
 from topkv.testing.algorithm.case import Case
-from topkv.testing.algorithm.cases import cases
+from topkv.testing.algorithm.cases import cases, sizes_of
+from topkv.testing.algorithm.options import options_of
 from topkv.testing.kit import KitTests, Subject, examples
 
 QUERIES = 64
@@ -108,7 +109,7 @@ class OracleTests(KitTests):
         @given(case=cases(subject, keys=("normal",), dtypes=dtypes, units=(1, 4), exact=False))
         def check(case: Case) -> None:
             options = options_of(subject)
-            widest = max(options.selects)
+            widest = max(sizes_of(subject).selects)
             case = evolve(case, least_units=options.long_units, select=widest)
             bench = AlgorithmBench(subject, case)
             bench.prefill(1, case.tokens(1)[:-1])

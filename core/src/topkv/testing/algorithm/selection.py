@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from topkv.testing.algorithm.bench import AlgorithmBench, lanes, options_of
+from topkv.testing.algorithm.bench import AlgorithmBench, lanes
 from topkv.testing.algorithm.case import Case
-from topkv.testing.algorithm.cases import cases
+from topkv.testing.algorithm.cases import cases, sizes_of
 from topkv.testing.algorithm.memory import UNWRITTEN, same_bits
+from topkv.testing.algorithm.options import options_of
 from topkv.testing.kit import KitTests, Subject, examples
 from topkv.testing.strategies import batches
 
@@ -100,7 +101,7 @@ class SelectionTests(KitTests):
             length = data.draw(bench.lengths())
             bench.prefill(0, case.tokens(0)[:length])
             if exactly:
-                units = max(bench.selectable(0), min(options_of(subject).selects))
+                units = max(bench.selectable(0), min(sizes_of(subject).selects))
                 bench = AlgorithmBench(subject, evolve(case, select=units))
                 bench.prefill(0, case.tokens(0)[:length])
             for lane in lanes(bench.retrieve(case.queries(1), [0]))[0]:
@@ -111,8 +112,9 @@ class SelectionTests(KitTests):
 
     def test_promised_units_are_selected(self, subject: Subject) -> None:
         """Sinks, windows and the like, whatever the keys say."""
-        if options_of(subject).promised is None:
-            pytest.skip(f"{subject.entry.name}: the options promise no units")
+        forcing = {"sink_units", "recent_units"} & {*subject.entry.parameters}
+        if options_of(subject).promised is None and not forcing:
+            pytest.skip(f"{subject.entry.name}: neither options nor parameters promise units")
 
         @examples(subject.tier, cpu=80, interpret=4, gpu=20)
         @given(case=cases(subject), data=st.data())
@@ -137,7 +139,7 @@ class SelectionTests(KitTests):
         def check(case: Case, data: st.DataObject) -> None:
             length = data.draw(AlgorithmBench(subject, case, requests=1).long_lengths())
             before: list[set[int]] | None = None
-            for select in sorted({*options_of(subject).selects, case.select + 1}):
+            for select in sorted({*sizes_of(subject).selects, case.select + 1}):
                 bench = AlgorithmBench(subject, evolve(case, select=select), requests=1)
                 bench.prefill(0, case.tokens(0)[:length])
                 now = [set(lane) for lane in lanes(bench.retrieve(case.queries(1), [0]))[0]]

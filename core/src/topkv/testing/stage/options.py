@@ -28,7 +28,7 @@ from topkv.config import LoweredConfig, SparseConfig, lower
 from topkv.errors import ConfigError
 from topkv.plugins import PluginRegistry
 from topkv.staged import Staged
-from topkv.testing.algorithm.bench import options_of
+from topkv.testing.algorithm.options import options_of
 from topkv.testing.kit import KitTests, Subject, examples
 from topkv.testing.models.doubles import GATHER, Entries
 from topkv.types import ModelShape

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from topkv.testing.algorithm.bench import AlgorithmBench, options_of
+from topkv.testing.algorithm.bench import AlgorithmBench
 from topkv.testing.algorithm.case import Case
 from topkv.testing.algorithm.cases import cases
 from topkv.testing.algorithm.memory import UNWRITTEN, same_bits
+from topkv.testing.algorithm.options import options_of
 from topkv.testing.kit import KitTests, Subject, examples
 
 
