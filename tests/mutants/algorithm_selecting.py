@@ -148,6 +148,29 @@ class DriftingTies(Quest):
         topk(scores, closed, ids, impl="reference")
 
 
+class NegatesEverySeventh(Quest):
+    """Every seventh call of an instance scores the wrong way round."""
+
+    calls = 0
+
+    def lane_scores(self, layer, q):
+        self.calls += 1
+        scores, closed = super().lane_scores(layer, q)
+        return (-scores if self.calls % 7 == 0 else scores), closed
+
+
+class HoldsScores(Quest):
+    """Scores of an instance follow queries slowly: half of each is that of the call before."""
+
+    before = None
+
+    def lane_scores(self, layer, q):
+        scores, closed = super().lane_scores(layer, q)
+        before, self.before = self.before, scores.clone()
+        same = before is not None and before.shape == scores.shape
+        return ((scores + before) / 2 if same else scores), closed
+
+
 class DropsSinks(Quest):
     """Forces no sinks."""
 

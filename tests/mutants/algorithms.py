@@ -37,6 +37,7 @@ def _mutant(broken: type[Quest], test: str, tiers: tuple[str, ...] = ("cpu",)) -
 
 
 ANYWHERE = ("cpu", "interpret")
+REMEMBERS = "an_instance_remembers_nothing"
 
 MUTANTS = [
     _mutant(selecting.NextUnit, "ids_are_well_formed", ANYWHERE),
@@ -66,6 +67,8 @@ MUTANTS = [
     _mutant(selecting.SlotDict, "fork_is_a_request_of_its_own"),
     _mutant(selecting.HighTies, "ties_go_to_the_lower_unit"),
     _mutant(selecting.DriftingTies, "same_input_gives_the_same_bits"),
+    _mutant(selecting.NegatesEverySeventh, REMEMBERS, ANYWHERE),
+    _mutant(selecting.HoldsScores, REMEMBERS),
     _mutant(selecting.DropsSinks, "promised_units_are_selected"),
     _mutant(selecting.BudgetInScore, "budgets_are_nested"),
     _mutant(selecting.MissesOne, "covering_budget_selects_all", ANYWHERE),

@@ -6,8 +6,11 @@ import torch
 from attrs import evolve
 
 from tests.mutants.harness import Mutant, told_of
+from topkv.entries import PluginEntry
+from topkv.hooks.algorithm import AlgorithmSpec
 from topkv.hooks.discovery import hookimpl
-from topkv.testing.models.stage_doubles import COMPLETE, Complete
+from topkv.testing.algorithms import AlgorithmTests
+from topkv.testing.models.stage_doubles import COMPLETE, Complete, Everything
 from topkv.testing.stages import AlgorithmOptions, StageTests
 
 
@@ -91,6 +94,41 @@ class OtherKernels(Complete):
         super().correct(layer, q, ids, out, lse.clone())
 
 
+class Completing(Complete):
+    """An algorithm that selects all that it has room for, and adds the rest by itself."""
+
+    retrieve_topk = Everything.retrieve_topk
+
+    def __init__(self, setup):
+        self.model, self.group, self.widen = setup.model, setup.group, 1
+
+    @hookimpl
+    def spec(self):
+        return AlgorithmSpec(super().spec().representations)
+
+
+class CompletingTwice(Completing):
+    """An algorithm adds what is attended too."""
+
+    @hookimpl
+    def correct(self, layer, q, ids, out, lse):
+        super().correct(layer, q, torch.full_like(ids, -1), out, lse)
+
+
+class CompletesTheFirstLane(Completing):
+    """An algorithm takes every lane for the first."""
+
+    @hookimpl
+    def correct(self, layer, q, ids, out, lse):
+        super().correct(layer, q, ids[:1].expand_as(ids), out, lse)
+
+
+def _of_algorithm(broken: type, test: str) -> Mutant:
+    clean = PluginEntry("completing", "algorithm", f"{__name__}:Completing")
+    entry = evolve(clean, name="mutant", factories=f"{__name__}:{broken.__name__}")
+    return Mutant(told_of(broken), AlgorithmTests, f"test_{test}", entry, clean)
+
+
 def _mutant(broken: type, test: str, tier: str = "cpu", kernels: bool = False) -> Mutant:
     own = f"{broken.__module__}:{broken.__name__}"
     factories = {**COMPLETE.factories, "triton": own} if kernels else own
@@ -112,5 +150,7 @@ MUTANTS = [
     _mutant(SortsTheSelection, _ADDED),
     _mutant(BatchesQueries, _ALONE),
     _mutant(WaitsForTheDevice, "a_correction_reads_nothing_on_the_host", "interpret"),
+    _of_algorithm(CompletingTwice, _ADDED),
+    _of_algorithm(CompletesTheFirstLane, _ADDED),
     _mutant(OtherKernels, "kernels_correct_as_the_reference_does", "interpret", kernels=True),
 ]

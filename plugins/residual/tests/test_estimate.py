@@ -15,9 +15,9 @@ from topkv.errors import ConfigError
 from topkv.hooks.stage import StageSetup
 from topkv.testing.algorithm.bench import AlgorithmBench
 from topkv.testing.algorithm.case import Case
+from topkv.testing.algorithm.correct import attended, corrected
 from topkv.testing.kit import subject_of
 from topkv.testing.models.oracle import attention
-from topkv.testing.stage.correct import attended, corrected
 from topkv.testing.strategies import KEYS, Geometry, key_kinds
 from topkv_residual import reference
 from topkv_residual.stage import Residual

@@ -22,10 +22,11 @@ indexer makes: index keys and queries, weights, and latent rows in the ring.
 from __future__ import annotations
 
 from topkv.testing.algorithm.batch import BatchTests
-from topkv.testing.algorithm.options import AlgorithmOptions
+from topkv.testing.algorithm.correct import CorrectTests
 from topkv.testing.algorithm.index import IndexTests
 from topkv.testing.algorithm.kernels import KernelTests
 from topkv.testing.algorithm.needles import NeedleTests
+from topkv.testing.algorithm.options import AlgorithmOptions
 from topkv.testing.algorithm.oracle import OracleTests
 from topkv.testing.algorithm.selection import SelectionTests
 from topkv.testing.algorithm.state import StateTests
@@ -38,6 +39,7 @@ __all__ = ["AlgorithmOptions", "AlgorithmTests"]
 # pytest runs the tests of the last base first: what says most of a mistake stands there.
 class AlgorithmTests(
     KernelTests,
+    CorrectTests,
     TokenTests,
     IndexTests,
     StickyTests,

@@ -28,11 +28,11 @@ best, and pools have the names that the core gives them, ``"stages[0].NAME"``, i
 from __future__ import annotations
 
 from topkv.testing.algorithm.batch import BatchTests
-from topkv.testing.algorithm.options import AlgorithmOptions
+from topkv.testing.algorithm.correct import CorrectTests
 from topkv.testing.algorithm.kernels import KernelTests
+from topkv.testing.algorithm.options import AlgorithmOptions
 from topkv.testing.algorithm.selection import SelectionTests
 from topkv.testing.algorithm.state import StateTests
-from topkv.testing.stage.correct import CorrectTests
 from topkv.testing.stage.keep import KeepTests
 from topkv.testing.stage.options import OptionTests
 from topkv.testing.stage.refine import RefineTests

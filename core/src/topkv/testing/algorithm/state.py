@@ -212,3 +212,37 @@ class StateTests(KitTests):
             assert_same(subject, used, fresh, 1, f"{rejected} tokens rejected, {again} written")
 
         check()
+
+    def test_an_instance_remembers_nothing(self, subject: Subject) -> None:
+        """Prompts, steps and selections of requests that come and go, in any order: each selects
+        what it would if nobody else had ever called this instance."""
+        calls = 8 if subject.tier.name == "interpret" else 40
+
+        @examples(subject.tier, cpu=6, interpret=1, gpu=2)
+        @given(case=cases(subject, keys=("normal",)), data=st.data())
+        def check(case: Case, data: st.DataObject) -> None:
+            bench = AlgorithmBench(subject, case)
+            most, room = case.most - 1, bench.spec.generated
+            # Of how many tokens the prompt was.
+            prompts = dict.fromkeys(range(bench.requests), 0)
+            drawn = st.lists(st.integers(0, 7), min_size=calls, max_size=calls)
+            for number, call in enumerate(data.draw(drawn, "calls")):
+                slot = number % bench.requests
+                length, keys = len(bench.keys[slot]), case.tokens(number % 48)
+                generated = length - prompts[slot]
+                if call == 0 or not length:
+                    bench.end(slot)
+                    prompts[slot] = most - number % min(most, 5)
+                    bench.prefill(slot, keys[: prompts[slot]])
+                elif call < 3 and length < most and (room is None or generated < room):
+                    bench.append([slot], keys[:1])
+                alone, held = AlgorithmBench(subject, case), bench.keys[slot]
+                alone.prefill(slot, held[: prompts[slot]])
+                alone.extend(slot, held[prompts[slot] :])
+                q = case.queries(1, salt=50 + call)
+                got, expected = (lanes(each.retrieve(q, [slot]))[0] for each in (bench, alone))
+                assert got == expected, (
+                    f"call {number} of an instance selects {got}, alone it would {expected}"
+                )
+
+        check()

@@ -1,4 +1,5 @@
-"""What is added to attention for what was not attended. Part of the stage suite."""
+"""What is added to attention for what was not attended. Part of the suites of algorithms and
+stages."""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ def selections(bench: AlgorithmBench, rows: Sequence[int]) -> st.SearchStrategy[
 
 
 def corrects(bench: AlgorithmBench) -> None:
-    """Skip stages that correct nothing."""
+    """Skip what corrects nothing."""
     if not has_hook(bench.algorithm, "correct"):
         pytest.skip(f"{bench.subject.entry.name} has no correct")
 
@@ -109,9 +110,9 @@ def filled(bench: AlgorithmBench, case: Case, data: st.DataObject) -> list[int]:
 
 
 class CorrectTests(KitTests):
-    """What is added to attention."""
+    """What is added to attention, by a stage or by an algorithm itself."""
 
-    kind = "stage"
+    kind = "algorithm"
 
     def test_a_correction_adds_what_is_left_out_and_nothing_else(self, subject: Subject) -> None:
         """Rows of which all is attended, and padded ones, keep their bits; no mass is lost."""
