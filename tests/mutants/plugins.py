@@ -6,15 +6,7 @@ cut cluster keeps, the plugin's own tests say: they run with the broken class in
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Callable, Hashable
-from types import ModuleType
-from typing import Any
-
-import pytest
 import torch
-from attrs import frozen
 from hypothesis import strategies as st
 
 from plugins.clusterkv.tests import test_conformance as clusterkv_kit
@@ -54,13 +46,11 @@ from tests.mutants import plugins_residual as residual
 from tests.mutants import plugins_rocketkv as rocket
 from tests.mutants import plugins_skip_softmax as skip
 from tests.mutants import plugins_top_p as top_p
-from tests.mutants.harness import Mutant, mutated, told_of, without_shrinking
-from topkv.errors import ConfigError, PluginError
-from topkv.plugins import registry
-from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
+from tests.mutants.harness import Mutant, mutated, told_of
+from tests.mutants.plugin_harness import _kit, _own, _stage, _subject
+from topkv.testing.algorithms import AlgorithmOptions
 from topkv.testing.kit import subject_of
-from topkv.testing.stages import OptionTests, StageTests
-from topkv.testing.tiers import Tier, tier
+from topkv.testing.stages import OptionTests
 from topkv_clusterkv.launch import ClusterKVTriton
 from topkv_double_sparsity.launch import DoubleSparsityTriton
 from topkv_keydiff.launch import KeyDiffTriton
@@ -74,110 +64,6 @@ from topkv_top_p.launch import TopPTriton
 from topkv_triton_attention.launch import SkippingDecoder
 
 ANYWHERE = ("cpu", "interpret")
-
-
-@frozen
-class OwnMutant:
-    """One deliberate bug, and a test beside the kit.
-
-    Attributes:
-        broken: a subclass of the algorithm, which takes its place while the test runs.
-        kernels: the algorithm's class with the kernels, which gets the bug on top.
-        module, test: a function of the plugin's tests.
-        fixtures: what it takes, by name, made from the tier.
-        given: further arguments, of tests that are parametrized.
-        tiers: where the bug can be seen.
-    """
-
-    broken: type
-    kernels: type
-    module: ModuleType
-    test: str
-    fixtures: dict[str, Callable[[Tier], Any]]
-    given: dict[str, Hashable]
-    tiers: tuple[str, ...] = ("cpu",)
-
-    @property
-    def name(self) -> str:
-        """What is wrong, in a few words."""
-        return told_of(self.broken)
-
-    @property
-    def twin(self) -> Hashable:
-        """What ``run_clean`` runs: the same for all mutants of one test."""
-        return (self.module.__name__, self.test, frozenset(self.given.items()))
-
-    def run_clean(self, tier_name: str) -> None:
-        """Run the test on the plugin as it is; raises what the test raises."""
-        test = getattr(self.module, self.test)
-        on = tier(tier_name)
-        with pytest.MonkeyPatch.context() as patch:
-            made = {"tier": lambda on: on, "on": lambda on: on, "monkeypatch": lambda on: patch}
-            made |= self.fixtures
-            wanted = [name for name in inspect.signature(test).parameters if name in made]
-            test(**{name: made[name](on) for name in wanted}, **self.given)
-
-    def is_caught(self, tier_name: str) -> str | None:
-        """The failure that the test reports, or None if the mutant survives."""
-        whole = next(base for base in self.broken.__mro__ if base.__module__.startswith("topkv_"))
-        with pytest.MonkeyPatch.context() as patch, without_shrinking():
-            _replace(patch, whole, self.broken)
-            if issubclass(self.kernels, whole) and self.kernels is not whole:
-                both = type(f"{self.broken.__name__}Triton", (self.broken, self.kernels), {})
-                _replace(patch, self.kernels, both)
-            try:
-                self.run_clean(tier_name)
-            except pytest.skip.Exception as skipped:
-                raise AssertionError(f"{self.name}: the test was skipped: {skipped}") from None
-            except (ConfigError, PluginError, AttributeError, NameError, TypeError):
-                raise  # the mutant does not load or run at all, so nothing has seen its bug
-            except (Exception, pytest.fail.Exception) as failure:
-                text = (str(failure).splitlines() or ["no message"])[0]
-                return f"{type(failure).__name__}: {text[:160]}"
-        return None
-
-
-def _replace(patch: pytest.MonkeyPatch, whole: type, broken: type) -> None:
-    """Put a class in the place of another, in every module of its package that has it."""
-    package = whole.__module__.partition(".")[0]
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == package and vars(module).get(whole.__name__) is whole:
-            patch.setattr(module, whole.__name__, broken)
-
-
-def _kit(name: str, kernels: type, options: AlgorithmOptions) -> Callable[..., Mutant]:
-    """Mutants of one plugin that the kit catches, as the plugin's own run of it is set up."""
-    clean = registry().get("algorithm", name).entry
-
-    def made(
-        broken: type,
-        test: str,
-        tiers: tuple[str, ...] = ("cpu",),
-        suite: type[AlgorithmTests] = AlgorithmTests,
-    ) -> Mutant:
-        entry = mutated(clean, broken, kernels)
-        return Mutant(told_of(broken), suite, f"test_{test}", entry, clean, tiers, options)
-
-    return made
-
-
-def _own(kernels: type, **fixtures: Callable[[Tier], Any]) -> Callable[..., OwnMutant]:
-    """Mutants of one plugin that its own tests catch."""
-
-    def made(
-        broken: type,
-        module: ModuleType,
-        test: str,
-        tiers: tuple[str, ...] = ("cpu",),
-        **given: Hashable,
-    ) -> OwnMutant:
-        return OwnMutant(broken, kernels, module, f"test_{test}", fixtures, given, tiers)
-
-    return made
-
-
-def _subject(name: str, options: AlgorithmOptions) -> Callable[[Tier], Any]:
-    return lambda on: subject_of(name, "algorithm", on, options)
 
 
 sparse = _kit("double_sparsity", DoubleSparsityTriton, double_sparsity_kit.options({}))
@@ -207,15 +93,6 @@ of_residual = _own(ResidualTriton)
 of_keydiff = _own(KeyDiffTriton)
 
 
-def _stage(
-    broken: type, kernels: type, kit: ModuleType, test: str, tiers: tuple[str, ...]
-) -> Mutant:
-    """A mutant of a stage that the kit catches."""
-    entry = mutated(kit.ENTRY, broken, kernels)
-    told = told_of(broken)
-    return Mutant(told, StageTests, f"test_{test}", entry, kit.ENTRY, tiers, kit.OPTIONS)
-
-
 of_skip = _own(SkippingDecoder, where=lambda on: on)
 of_skip_stage = _own(SkipSoftmax)
 
@@ -226,6 +103,11 @@ EQUALS = (top_p_selection, "of_equal_units_the_lowest_are_kept")
 NEUTRAL = (top_p_selection, "with_p_of_1_candidates_are_left_as_they_are")
 BLOCKS = (top_p_selection, "candidates_of_many_blocks")
 DECODED = "decode_builds_what_a_prompt_builds"
+LEFT = "what_is_left_is_what_the_formula_leaves"
+LONG = "long_requests_leave_what_the_formula_leaves"
+LOWEST = "of_equal_candidates_the_lowest_are_left"
+ESTIMATE = "what_is_added_is_what_the_formula_says"
+WORTH = "pages_are_worth_what_the_formula_says"
 ADDED = "a_correction_adds_what_is_left_out_and_nothing_else"
 ALIKE = "kernels_correct_as_the_reference_does"
 UNIFORM = (residual_estimate, "uniform_units_give_attention_to_everything")
@@ -353,6 +235,16 @@ MUTANTS = [
     of_top_p(top_p.KernelSkipsTheLastBlock, *BLOCKS, ("interpret",), widen=1),
     of_top_p(top_p.KernelForgetsTheLeast, *SHARE, ("interpret",)),
     of_top_p(top_p.KernelSharesOfOneHead, *SHARE, ("interpret",)),
+    _stage(top_p.EnoughForOneHead, TopPTriton, top_p_kit, LEFT, ("cpu",)),
+    _stage(top_p.StopsBeforeTheShare, TopPTriton, top_p_kit, LEFT, ("cpu",)),
+    _stage(top_p.HigherOfEquals, TopPTriton, top_p_kit, LOWEST, ("cpu",)),
+    _stage(top_p.UnscaledLogits, TopPTriton, top_p_kit, LEFT, ("cpu",)),
+    _stage(top_p.KernelSharesOfOneHead, TopPTriton, top_p_kit, LEFT, ("interpret",)),
+    _stage(top_p.EnoughForOneHead, TopPTriton, top_p_kit, LONG, ("cpu",)),
+    _stage(residual.WeighsAsOneToken, ResidualTriton, residual_kit, ESTIMATE, ("cpu",)),
+    _stage(residual.AddsKeys, ResidualTriton, residual_kit, ESTIMATE, ("cpu",)),
+    _stage(keydiff.KeepsTheAlike, KeyDiffTriton, keydiff_kit, WORTH, ANYWHERE),
+    _stage(keydiff.LongKeysWeighMore, KeyDiffTriton, keydiff_kit, WORTH, ("cpu",)),
     _stage(residual.ForgetsDecoded, ResidualTriton, residual_kit, DECODED, ANYWHERE),
     _stage(residual.CountsTwice, ResidualTriton, residual_kit, ADDED, ANYWHERE),
     _stage(residual.KernelOfMeansAlone, ResidualTriton, residual_kit, ALIKE, ("interpret",)),

@@ -33,6 +33,15 @@ class FlatOnAverage(HeadSparsity):
         return torch.stack(heads).mean(0), whole
 
 
+class FlatToOneHead(HeadSparsity):
+    """A lane is flat if one of its query heads is."""
+
+    def weigh(self, worth, offered, closed):
+        whole, weigh = super().weigh(worth, offered, closed)[1], super().weigh
+        heads = [weigh(each[:, None], offered, closed)[0] for each in worth.unbind(1)]
+        return torch.stack(heads).amax(0), whole
+
+
 class GoesByTheSampleAlone(HeadSparsity):
     """What the selector has found does not count for how flat a lane is."""
 
@@ -160,6 +169,12 @@ own = plugins._own(
     subject=lambda on: subject_of(kit.ENTRY, "stage", on, kit.OPTIONS),
     name=lambda on: on.name,
 )
+
+
+def of_kit(broken, test, tiers=("cpu",)):
+    return plugins._stage(broken, HeadSparsityTriton, kit, test, tiers)
+
+
 FLAT = (test_flatness, "flat_lanes_keep_their_share_and_others_everything")
 SAMPLED = (test_flatness, "more_units_than_the_sample_and_candidates_of_many_blocks")
 SHARP = (test_flatness, "one_sharp_head_keeps_what_its_lane_is_given")
@@ -169,6 +184,11 @@ COVERED = (test_flatness, "what_k_covers_is_left")
 BITS = (test_runs, "kernels_write_what_the_reference_writes")
 
 MUTANTS = [
+    of_kit(FlatToOneHead, plugins.LEFT),
+    of_kit(KeepsOneMore, plugins.LEFT),
+    of_kit(RanksByOneHead, plugins.LEFT),
+    of_kit(KernelHigherOfEquals, plugins.LOWEST, INTERPRETED),
+    of_kit(CountsCandidatesTwice, plugins.LONG),
     plugins._stage(ForgetsDecoded, HeadSparsityTriton, kit, plugins.DECODED, ANYWHERE),
     own(FlatOnAverage, *SHARP),
     own(GoesByTheSampleAlone, *SAMPLED, factor=0.99),

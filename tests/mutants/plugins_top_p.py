@@ -58,6 +58,60 @@ class BestTokenForUnit(TopP):
         return super().logits(layer, q, units).amax(-1, keepdim=True)
 
 
+class _Kept(TopP):
+    """Keeps by another function than ``reference.kept``."""
+
+    @staticmethod
+    def kept(worth, p, most):
+        raise NotImplementedError
+
+    @hookimpl
+    def refine(self, layer, q, candidates, ids):
+        reference.kept, whole = self.kept, reference.kept
+        try:
+            super().refine(layer, q, candidates, ids)
+        finally:
+            reference.kept = whole
+
+
+_kept = reference.kept
+
+
+class EnoughForOneHead(_Kept):
+    """It stops as soon as one query head of a lane has its share."""
+
+    @staticmethod
+    def kept(worth, p, most):
+        there = worth[:, 0] > float("-inf")
+        share = worth.softmax(-1).nan_to_num()
+        order = share.amax(1).sort(dim=1, descending=True, stable=True).indices
+        ordered = share.gather(2, order[:, None].expand_as(share))
+        enough = (ordered.cumsum(-1) - ordered >= p).any(1) & (p < 1)
+        enough |= torch.arange(order.shape[1], device=order.device) >= most
+        return torch.zeros_like(there).scatter(1, order, ~enough) & there
+
+
+class HigherOfEquals(_Kept):
+    """Of equal ranks the higher unit is kept."""
+
+    @staticmethod
+    def kept(worth, p, most):
+        return _kept(worth.flip(2), p, most).flip(1)
+
+
+class StopsBeforeTheShare(_Kept):
+    """The unit with which the share is reached is dropped, unless it is the first."""
+
+    @staticmethod
+    def kept(worth, p, most):
+        keep = _kept(worth, p, most)
+        if p == 1:
+            return keep
+        rank = worth.softmax(-1).amax(1).masked_fill(~keep, torch.inf)
+        last = rank.argmin(1, keepdim=True)
+        return keep.scatter(1, last, keep.gather(1, last) & (keep.sum(1, keepdim=True) == 1))
+
+
 class DropsTheWeightless(TopP):
     """With p = 1 candidates without weight are dropped."""
 

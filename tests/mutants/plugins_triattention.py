@@ -141,6 +141,9 @@ def of_kit(broken, test):
 MUTANTS = [
     of_kit(ForgetsDecoded, plugins.DECODED),
     of_kit(GoesByOtherRequests, plugins.OWN_SCORES),
+    of_kit(CountsWhatIsLeft, plugins.WORTH),
+    of_kit(TurnsTheOtherWay, plugins.WORTH),
+    of_kit(LoudHeadsOutvote, plugins.WORTH),
     own(CountsWhatIsLeft, *OF_PAGES, scope="kv_head"),
     own(TurnsTheOtherWay, *OF_PAGES, scope="kv_head"),
     own(LeavesSizesOut, *OF_PAGES, scope="shared"),

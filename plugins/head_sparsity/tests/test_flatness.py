@@ -10,7 +10,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins.head_sparsity.tests.test_conformance import ENTRY, OPTIONS
+from plugins.head_sparsity.tests.test_conformance import ENTRY, OPTIONS, weighed
 from plugins.head_sparsity.tests.test_runs import unpacked
 from topkv.errors import ConfigError
 from topkv.hooks.stage import StageSetup
@@ -44,25 +44,6 @@ def worth_of(bench, slot, q, head):
     logits = torch.einsum("kgd,nkrd->kgnr", queries, means).flatten(0, 1) * model.scale
     counts = [min(4, group.unit - first) for first in range(0, group.unit, 4)]
     return (logits + torch.tensor(counts).double().log()).logsumexp(-1)
-
-
-def weighed(worth, among):
-    """The least flatness of the query heads, and their shares ``[h, n]`` of the closed units.
-
-    Every candidate counts once, and 64 units of all of them, spread evenly, as many times as it
-    takes for those that are no candidates.
-    """
-    closed = worth.shape[1]
-    size = min(64, closed)
-    others = {(2 * i + 1) * closed // (2 * size) for i in range(size)} - set(among)
-    counts = torch.zeros(closed).double()
-    counts[among] = 1
-    counts[sorted(others)] = (closed - len(among)) / max(len(others), 1)
-    log_counts = torch.where(counts > 0, counts, 1).log()
-    weights = (worth + log_counts).masked_fill(counts == 0, -math.inf).softmax(-1)
-    each = weights / counts.clamp(min=1)
-    entropy = torch.special.entr(each) * counts
-    return (entropy.sum(-1) / math.log(closed)).min().item(), each
 
 
 def assert_left(bench, slot, q, head, among, left):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins.keydiff.tests.test_conformance import ENTRY
+from plugins.keydiff.tests.test_conformance import ENTRY, by_tokens
 from topkv.errors import ConfigError
 from topkv.hooks.stage import StageSetup
 from topkv.testing.algorithm.bench import AlgorithmBench
@@ -20,19 +20,6 @@ from topkv.testing.stage.keep import worth
 from topkv.testing.strategies import Geometry
 from topkv.testing.tiers import tier
 from topkv_keydiff.stage import KeyDiff
-
-
-def by_tokens(keys, page, lanes):
-    """The formula, a token at a time and in float64: ``keys [n, Hkv, D]``, whole pages."""
-    heads = keys.shape[1] // lanes
-    found = torch.zeros(lanes, len(keys) // page, dtype=torch.float64)
-    for head in range(keys.shape[1]):
-        directions = [key / key.norm() if key.any() else key for key in keys[:, head].double()]
-        anchor = torch.stack(directions).sum(0)
-        for at, direction in enumerate(directions):
-            like = direction @ anchor / anchor.norm() if anchor.any() else 0.0
-            found[head // heads, at // page] -= like / page / heads
-    return found
 
 
 @pytest.mark.parametrize("scope", ["kv_head", "shared"])

@@ -24,8 +24,6 @@ from topkv.testing.tolerance import assert_as_good
 from topkv_top_p import launch
 from topkv_top_p.stage import TopP
 
-pytestmark = pytest.mark.slow
-
 NEAR = 1e-5
 """By so much sums and ranks in fp32 may be off."""
 
@@ -74,6 +72,7 @@ def assert_kept(bench, share, among, kept):
     assert not among or fewer < p + NEAR, f"{order} of {rank}: all but the last have {fewer}"
 
 
+@pytest.mark.slow
 def test_what_is_kept_has_the_share_p_and_no_more_units_than_that_takes(subject):
     """Of keys of any kind; in fp16, bf16 and fp32; in ragged batches with rows of padding."""
 
@@ -122,6 +121,7 @@ def test_candidates_of_many_blocks(subject, widen, monkeypatch):
         )
 
 
+@pytest.mark.slow
 def test_a_larger_p_keeps_what_a_smaller_one_keeps(subject):
     @examples(subject.tier, cpu=60, interpret=4, gpu=10)
     @given(case=cases(subject, exact=False), data=st.data(), widen=st.integers(1, 3))
@@ -142,6 +142,7 @@ def test_a_larger_p_keeps_what_a_smaller_one_keeps(subject):
     check()
 
 
+@pytest.mark.slow
 def test_with_p_of_1_candidates_are_left_as_they_are(subject):
     """At their places, without weight too, where there are no more than places."""
 
@@ -232,6 +233,7 @@ def run(on, stages):
     )
 
 
+@pytest.mark.slow
 def test_a_neutral_stage_changes_no_bit_of_a_decode(on):
     (one, ids, _, counts), (two, again, _, same) = (
         run(on, stages) for stages in ([], [{"name": "top_p", "params": {"p": 1}}])

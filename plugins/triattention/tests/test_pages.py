@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins.triattention.tests.making import made
+from plugins.triattention.tests.making import by_tokens, made
 from plugins.triattention.tests.test_conformance import ENTRY, QUERIES
 from topkv.errors import ConfigError
 from topkv.hooks.stage import StageSetup
@@ -26,43 +25,6 @@ from topkv.testing.strategies import Geometry
 from topkv.testing.tiers import tier
 from topkv_triattention.calibration import LayerQueries, write
 from topkv_triattention.stage import TriAttention
-
-
-def scored(known, head, key, position, t, factor):
-    """The formula of the paper for one pre-RoPE key and query head, in float64: the score, and how
-    large it might be."""
-    score, size = 0.0, 0.0
-    for f, (pair, omega) in enumerate(zip(known.pairs, known.frequencies, strict=True)):
-        q = complex(*(known.mean[head][channel] for channel in pair))
-        k = complex(*(float(key[channel]) for channel in pair))
-        turned = 0.0
-        for power in range(17):
-            phase = q * k.conjugate()
-            angle = omega * (t - position + 2**power) + math.atan2(phase.imag, phase.real)
-            turned += math.cos(angle) / 17
-        score += factor**2 * abs(q) * abs(k) * turned
-        score += factor**2 * (known.size[head][f] - abs(q)) * abs(k)
-        size += factor**2 * known.size[head][f] * abs(k)
-    return score, size
-
-
-def by_tokens(known, keys, positions, t, page, lanes, factor):
-    """What pages of pre-RoPE keys ``[n, Hkv, D]`` are worth, a token at a time, and what rounding
-    may do to it."""
-    heads, pages = len(known.mean), len(keys) // page
-    found, slack = torch.zeros(lanes, pages, dtype=torch.float64), 0.0
-    for head in range(heads):
-        of_head = keys[:, head * keys.shape[1] // heads]
-        told = [
-            scored(known, head, key, position, t, factor)
-            for key, position in zip(of_head, positions, strict=True)
-        ]
-        scores, sizes = torch.tensor(told, dtype=torch.float64).unflatten(0, (-1, page)).mean(1).T
-        apart = scores - scores.mean()
-        deviation = apart.square().mean().sqrt()
-        found[head * lanes // heads] += apart / deviation / (heads // lanes)
-        slack = max(slack, float(sizes.max() / deviation))
-    return found, slack
 
 
 def turned(known, keys, positions, factor):

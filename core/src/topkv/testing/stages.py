@@ -2,7 +2,7 @@
 
 ::
 
-    from topkv.testing.stages import AlgorithmOptions, StageTests
+    from topkv.testing.stages import StageOptions, StageTests
 
 
     class TestRerank(StageTests):
@@ -12,7 +12,7 @@
 
         @pytest.fixture
         def options(self):
-            return AlgorithmOptions(oracle=scores)
+            return StageOptions(oracle=scores)
 
 A stage is tested behind an algorithm (``topkv.testing.models.stage_doubles.Offered``), as the core
 has it. The two together are an algorithm, so that most tests are those of algorithms: form, batch,
@@ -21,8 +21,10 @@ state, kernels and capture. What only stages can get wrong is in ``topkv.testing
 A stage that stands for an option of attention and refines nothing goes through ``OptionTests``
 instead, of whose options ``params`` alone counts.
 
-The options are those of algorithms too: ``oracle`` gives the scores of which the stage leaves the
-best, and pools have the names that the core gives them, ``"stages[0].NAME"``, in ``by_key``.
+The options are those of algorithms and a few more. What a stage means stands in formulas of its
+author in float64: ``oracle`` gives the scores of which the stage leaves the best, ``left`` what is
+left where it drops some, ``estimate`` what ``correct`` adds, and ``worth`` what ``keep`` says of
+pages. Pools have the names that the core gives them, ``"stages[0].NAME"``, in ``by_key``.
 """
 
 from __future__ import annotations
@@ -33,16 +35,33 @@ from topkv.testing.algorithm.kernels import KernelTests
 from topkv.testing.algorithm.options import AlgorithmOptions
 from topkv.testing.algorithm.selection import SelectionTests
 from topkv.testing.algorithm.state import StateTests
+from topkv.testing.stage.estimate import EstimateTests
 from topkv.testing.stage.keep import KeepTests
 from topkv.testing.stage.options import OptionTests
+from topkv.testing.stage.oracles import Left, StageOptions, along_a_line, fewest
 from topkv.testing.stage.refine import RefineTests
 
-__all__ = ["AlgorithmOptions", "OptionTests", "StageTests"]
+__all__ = [
+    "AlgorithmOptions",
+    "Left",
+    "OptionTests",
+    "StageOptions",
+    "StageTests",
+    "along_a_line",
+    "fewest",
+]
 
 
 # pytest runs the tests of the last base first: what says most of a mistake stands there.
 class StageTests(
-    KernelTests, StateTests, BatchTests, SelectionTests, KeepTests, CorrectTests, RefineTests
+    KernelTests,
+    StateTests,
+    BatchTests,
+    SelectionTests,
+    KeepTests,
+    EstimateTests,
+    CorrectTests,
+    RefineTests,
 ):
     """Every test of a stage; the fixtures ``plugin`` and ``options`` are the author's."""
 

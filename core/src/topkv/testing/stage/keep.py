@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,6 +18,7 @@ from topkv.testing.algorithm.cases import cases
 from topkv.testing.algorithm.kernels import require_both
 from topkv.testing.algorithm.memory import same_bits
 from topkv.testing.kit import KitTests, Subject, examples
+from topkv.testing.stage.oracles import exact_keys, stage_options_of
 from topkv.types import LayerView
 
 
@@ -76,6 +78,34 @@ class KeepTests(KitTests):
             other.append([1], bench.keys[1][-1:])
             again = worth(other, 1, dropped)
             assert same_bits(scores, again), f"{scores}, on other pages {again}"
+
+        check()
+
+    def test_pages_are_worth_what_the_formula_says(self, subject: Subject) -> None:
+        """In fp32, of random keys, whatever had been given back before."""
+        told = stage_options_of(subject).worth
+        if told is None:
+            pytest.skip(f"{subject.entry.name}: the options do not say what pages are worth")
+
+        @examples(subject.tier, cpu=20, interpret=3, gpu=10)
+        @given(
+            case=cases(subject, keys=("normal",), dtypes=("float32",), exact=False),
+            data=st.data(),
+        )
+        def check(case: Case, data: st.DataObject) -> None:
+            # Of two pages one lies above the mean and one below, whatever they are worth.
+            case = evolve(case, least_units=max(case.units, 4 * case.geometry.page_units))
+            bench = AlgorithmBench(subject, case)
+            keeper(bench)
+            least = 3 * bench.group.page_tokens
+            keys = exact_keys(subject, case.tokens(1))[: data.draw(bench.lengths(least=least))]
+            bench.prefill(1, keys[:-1])
+            bench.append([1], keys[-1:])
+            dropped = data.draw(st.sampled_from([0, 7, 900]), "dropped")
+            expected, error = told(bench, 1, len(keys) + dropped)
+            got = worth(bench, 1, dropped).double()
+            apart = float((got - expected).abs().max())
+            assert apart <= error, f"pages are worth {got}, by the formula {expected}"
 
         check()
 

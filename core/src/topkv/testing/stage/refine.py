@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from attrs import evolve, frozen
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,6 +18,11 @@ from topkv.testing.algorithm.cases import cases
 from topkv.testing.algorithm.memory import UNWRITTEN, same_bits
 from topkv.testing.algorithm.options import options_of
 from topkv.testing.kit import KitTests, Subject, examples
+from topkv.testing.stage.oracles import assert_left, exact_keys, stage_options_of
+from topkv.testing.strategies import seeds
+
+TURNS = 4
+"""How often one bench is asked: each time for other candidates, with other queries."""
 
 
 def candidates(bench: AlgorithmBench, rows: Sequence[int]) -> st.SearchStrategy[Tensor]:
@@ -126,3 +132,112 @@ class RefineTests(KitTests):
                 assert got == best, f"left are {lane} of worth {got}, the best are worth {best}"
 
         check()
+
+    def test_what_is_left_is_what_the_formula_leaves(self, subject: Subject) -> None:
+        """As many as it says, and those of the highest ranks; in fp32, in ragged batches."""
+        _require_left(subject)
+
+        @examples(subject.tier, cpu=80, interpret=2, gpu=20)
+        @given(
+            case=cases(subject, keys=("normal", "ties"), dtypes=("float32",), exact=False),
+            data=st.data(),
+            seed=seeds(),
+        )
+        def check(case: Case, data: st.DataObject, seed: int) -> None:
+            bench = AlgorithmBench(subject, case)
+            for slot in range(bench.requests):
+                _filled(bench, case, slot, data.draw(bench.long_lengths()))
+            _compare(bench, case, seed)
+
+        check()
+
+    def test_of_equal_candidates_the_lowest_are_left(self, subject: Subject) -> None:
+        """Keys that are all alike: as many as the formula says, from the lowest unit on."""
+        _require_left(subject)
+
+        @examples(subject.tier, cpu=30, interpret=1, gpu=10)
+        @given(
+            case=cases(subject, keys=("constant",), dtypes=("float32",)),
+            data=st.data(),
+            seed=seeds(),
+        )
+        def check(case: Case, data: st.DataObject, seed: int) -> None:
+            bench = AlgorithmBench(subject, case)
+            for slot in range(bench.requests):
+                _filled(bench, case, slot, data.draw(bench.long_lengths()))
+            for each in _refined(bench, case, seed):
+                lowest = each.among[: len(each.kept)]
+                assert each.kept == lowest, f"all of {each.among} are alike, left are {each.kept}"
+
+        check()
+
+    def test_long_requests_leave_what_the_formula_leaves(self, subject: Subject) -> None:
+        """Of ``long_units``, and a quarter of them at most."""
+        _require_left(subject)
+
+        @examples(subject.tier, cpu=10, interpret=1, gpu=3)
+        @given(case=cases(subject, dtypes=("float32",), units=(4, 1), exact=False), seed=seeds())
+        def check(case: Case, seed: int) -> None:
+            units = options_of(subject).long_units
+            case = evolve(case, least_units=units, select=units // 4)
+            bench = AlgorithmBench(subject, case, requests=1)
+            _filled(bench, case, 0, case.most)
+            _compare(bench, case, seed)
+
+        check()
+
+
+def _require_left(subject: Subject) -> None:
+    if stage_options_of(subject).left is None:
+        pytest.skip(f"{subject.entry.name}: the options do not say what is left")
+
+
+def _filled(bench: AlgorithmBench, case: Case, slot: int, length: int) -> None:
+    """A request whose last token was decoded."""
+    keys = exact_keys(bench.subject, case.tokens(slot))[:length]
+    bench.prefill(slot, keys[:-1])
+    bench.append([slot], keys[-1:])
+
+
+@frozen
+class Refined:
+    """What is left of the candidates of a lane.
+
+    Attributes:
+        slot, lane: of which request, and which of its lanes.
+        q: ``[1, H, D]``.
+        among, kept: the candidates and what is left of them, in ascending order.
+    """
+
+    slot: int
+    lane: int
+    q: Tensor
+    among: list[int]
+    kept: list[int]
+
+
+def _refined(bench: AlgorithmBench, case: Case, seed: int) -> Iterator[Refined]:
+    """Of each lane of all requests, several times, with random candidates and queries."""
+    generator, rows = torch.Generator().manual_seed(seed), list(range(bench.requests))
+    lanes, width = bench.group.lane_heads, bench.algorithm.group.select
+    for turn in range(TURNS):
+        q = case.queries(len(rows), salt=50 + turn)
+        offered = torch.full((len(rows) * lanes, width), -1, dtype=torch.int32)
+        for lane, places in enumerate(offered):
+            units = torch.randperm(bench.selectable(lane // lanes), generator=generator)[:width]
+            # Of four lanes one has fewer of them, and anywhere.
+            count = len(units) if lane % 4 else 1 + seed % len(units)
+            places[torch.randperm(width, generator=generator)[:count]] = units[:count].int()
+        found = refine(bench, q, rows, offered)
+        for number, each in enumerate(zip(offered.tolist(), found, strict=True)):
+            slot, lane = divmod(number, lanes)
+            among, kept = (sorted(unit for unit in units if unit >= 0) for units in each)
+            yield Refined(slot, lane, q[slot], among, kept)
+
+
+def _compare(bench: AlgorithmBench, case: Case, seed: int) -> None:
+    options = stage_options_of(bench.subject)
+    assert options.left is not None  # callers have asked
+    for each in _refined(bench, case, seed):
+        told = options.left(bench, each.slot, each.q, each.lane, each.among)
+        assert_left(told, each.among, each.kept, options.near)
