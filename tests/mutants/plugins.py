@@ -185,6 +185,9 @@ MUTANTS = [
         rocket.UnitsNeedAllTokens, rocketkv_votes, "a_unit_stays_for_one_token_that_is_kept"
     ),
     in_chat(rocket.SelectsDropped, *BOTH_STAGES, ANYWHERE),
+    rocket_kit(rocket.Unpooled, ORACLE),
+    rocket_kit(rocket.WindowForgotten, ORACLE),
+    rocket_kit(rocket.UnitsNeedAllTokens, ORACLE),
     rocket_kit(rocket.SignOfFirstHead, ORACLE),
     rocket_kit(rocket.ReadsSmallestChannels, ORACLE),
     rocket_kit(rocket.NoTemperature, ORACLE),

@@ -8,6 +8,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plugins.rocketkv.tests import formulas
 from topkv.testing.algorithm.bench import AlgorithmBench
 from topkv.testing.algorithm.cases import cases
 from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
@@ -29,11 +30,40 @@ def by_key(name, pool):
     return pages.flatten(0, 1)
 
 
+def dropped(bench, slot, kept):
+    """bool ``[lane_heads, U]``: units of a prompt of which no token is kept, by the votes of its
+    window over the keys, see ``formulas``.
+
+    Which of votes that tie win nobody can say from outside: there the plugin is believed. Raises
+    AssertionError where it has kept or dropped another unit.
+    """
+    group, model, length = bench.group, bench.model, bench._settled[slot]
+    params = {**bench.subject.entry.parameters, **bench.case.params}
+    found = bench.pools["dropped"][slot].bool().cpu()
+    front = length - params["window"]
+    q, each = bench._prompt[front:length], bench.keys[slot][:length]
+    each = each.repeat_interleave(model.group_size, 1)
+    size = model.num_heads // group.lane_heads
+    for lane, heads in enumerate(torch.arange(model.num_heads).split(size)):
+        sure, perhaps = set(range(length)), set(range(length))
+        if length > kept:
+            mass = formulas.votes(q[:, heads], each[:, heads], model.scale, front)
+            votes = torch.tensor(formulas.pooled(mass[:front], params["kernel"]))
+            least = votes.sort(descending=True).values[kept - params["window"] - 1]
+            near, window = 1e-5 * votes.max(), set(range(front, length))
+            sure = window | set((votes > least + near).nonzero().flatten().tolist())
+            perhaps = window | set((votes >= least - near).nonzero().flatten().tolist())
+        held, may = ({token // group.unit for token in tokens} for tokens in (sure, perhaps))
+        left = {unit for unit in range(-(-length // group.unit)) if not found[lane, unit]}
+        assert held <= left <= may, f"kept are {left}, by the votes {held}, and of ties {may}"
+    return found
+
+
 def oracle(bench, slot, q):
     """Mean softmax over the units that were not dropped, channel by channel in plain Python."""
     group, model = bench.group, bench.model
-    dropped = bench.pools["dropped"][slot].bool().cpu()
-    count = model.head_dim - int(bench.pools["state"][slot, 1])
+    kept, count = bench.algorithm.sizes(bench._settled[slot])  # arithmetic, see test_split
+    out = dropped(bench, slot, kept)
     closed = bench.selectable(slot)
     keys = bench.keys[slot][: closed * group.unit].double().unflatten(0, (closed, group.unit))
     scores = []
@@ -49,7 +79,7 @@ def oracle(bench, slot, q):
         warmth = torch.where(part > 0, whole / part, 1.0).nan_to_num(1.0).sqrt()
         scores.append(total * warmth[:, None] * model.scale)
     per_lane = torch.stack(scores).unflatten(0, (group.lane_heads, -1)).flatten(1, 2)
-    per_lane = per_lane.masked_fill(dropped[:, None, :closed], -torch.inf)
+    per_lane = per_lane.masked_fill(out[:, None, :closed], -torch.inf)
     return per_lane.softmax(-1).mean(1)
 
 
