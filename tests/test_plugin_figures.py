@@ -253,3 +253,26 @@ def test_times_of_infllm_v2_are_those_of_the_raw_numbers():
         [f"{row['requests']}", f"{row['tokens']:,}", *(f"{row[key]:.1f}" for key in keys)]
         for row in timed
     ]
+
+
+@pytest.mark.parametrize(
+    ("plugin", "stages"),
+    [
+        ("residual", [{"name": "residual"}, {"name": "residual", "params": {"variance": True}}]),
+        ("head_sparsity", [{"name": "head_sparsity"}]),
+    ],
+)
+def test_times_of_a_stage_are_those_of_the_raw_numbers(plugin, stages):
+    """Of a captured layer behind Quest, beside Quest alone."""
+    text = (ROOT / "plugins" / plugin / "README.md").read_text("utf-8")
+    timed = {
+        (row["requests"], row["tokens"], str(row.get("stages"))): round(row["layer_us"])
+        for row in figures.read("stages.jsonl.xz")[1:]
+        if row["algorithm"] == "quest"
+    }
+    _, *rows = rows_of(text, "| requests | tokens | Quest")
+    assert len(rows) == 6
+    for requests, tokens, *shown in rows:
+        at = int(requests), int(tokens.replace(",", ""))
+        found = [timed[(*at, str(asked))] for asked in (None, *([stage] for stage in stages))]
+        assert [int(each) for each in shown] == found
