@@ -82,7 +82,9 @@ def test_a_reload_decodes_as_a_hit_in_host_memory(
         expected = generated(model, ids)
         assert handle.prefixes.counts.found == 128 + 16 * (algorithm != "snapkv")
         assert handle.prefixes.counts.storage.found == 0
-    torch.testing.assert_close(expected[1], cold[1], rtol=2e-4, atol=2e-4)
+    # An element in the middle of two codes becomes either, by what precedes it in its chunk.
+    near = 2e-4 if host_format == "model" else 5e-3
+    torch.testing.assert_close(expected[1], cold[1], rtol=near, atol=near)
     with topkv.attach(model, config) as handle:
         reloaded = generated(model, ids)
         counts = handle.prefixes.counts
