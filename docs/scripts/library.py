@@ -41,7 +41,7 @@ SUITES = {
     "evictions": None,
     "topks": "TopKOptions",
     "observers": "ObserverOptions",
-    "stages": "AlgorithmOptions",
+    "stages": "StageOptions",
     "stage.options": None,
     "storages": "StorageOptions",
     "engines": "EngineCase",
@@ -167,8 +167,11 @@ def kit() -> str:
             each for each in tree.body if isinstance(each, ast.ClassDef) and "Tests" in each.name
         )
         parts += [f"## `{suite.name}`", plain(ast.get_docstring(tree) or "")]
-        if options:
+        while options:
             parts += class_of(classes[options])
+            # A class of options has those of its base too.
+            bases = [ast.unparse(base) for base in classes[options].bases]
+            options = next((base for base in bases if base in classes), None)
         rows = [_test(each) for each in _tests(suite, classes)]
         parts.append(table(("test", "what it looks at", "trait"), rows))
     return "\n\n".join([*parts, ""])
