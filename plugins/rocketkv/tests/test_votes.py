@@ -12,6 +12,7 @@ from plugins.rocketkv.tests import formulas
 from topkv.errors import ConfigError
 from topkv.testing.algorithm.bench import AlgorithmBench
 from topkv.testing.algorithm.cases import cases as kit_cases
+from topkv.testing.algorithm.memory import made
 from topkv.testing.algorithms import AlgorithmOptions
 from topkv.testing.kit import subject_of
 from topkv.testing.tiers import all_tiers
@@ -225,12 +226,6 @@ def test_wrong_parameters_are_refused_together(subject):
                 make(subject, case, {name: "many"})
 
     def make(subject, case, params):
-        from topkv.hooks.algorithm import AlgorithmSetup
-
-        known = AlgorithmBench(subject, case)
-        params = {**subject.entry.parameters, **params}
-        device = subject.tier.device
-        setup = AlgorithmSetup(known.model, known.group, params, device, known._topk)
-        subject.make(setup, subject.tier.impl)
+        made(subject, evolve(case, params=params), subject.tier.impl, 1)
 
     check()

@@ -32,7 +32,7 @@ class Adapted(nn.Module):
             adapter.weight.data = torch.randn(adapter.weight.shape, generator=draw) / 4
         self._active, self.scaling, self.enabled = ["a"], {"a": 1.0, "b": 1.0}, True
         self.mode, self.scale, self.then = "plain", Scale(), partial(added, 0.0)
-        self.plain = torch.zeros(width)
+        self.plain = torch.zeros(width, device=base.weight.device)
         self.register_buffer("shift", torch.zeros(width))
 
     def forward(self, x):

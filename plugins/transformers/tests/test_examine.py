@@ -141,7 +141,7 @@ def test_settings_are_refused_as_by_attach(tiny, tmp_path, settings, said):
     settings = tiny.settings(**settings)
     found = examine(written(tmp_path, "Phi3", sliding_window=640), settings, None, registry())
     with pytest.raises((CapabilityError, ConfigError)) as refused:
-        topkv.attach(model_of("Phi3", sliding_window=640), settings)
+        topkv.attach(model_of("Phi3", sliding_window=640).to(tiny.device), settings)
     assert found.refused == list(refused.value.reasons)
     assert any(re.search(said, reason) for reason in found.refused)
 

@@ -107,7 +107,7 @@ def sums(tensors):
 
 def believe(self, call, state, output, before):
     """Take a cache to hold what the last call passed."""
-    state.known = output.sequences[:, : state.seen].numpy()
+    state.known = output.sequences[:, : state.seen].cpu().numpy()
 
 
 def _first(self):

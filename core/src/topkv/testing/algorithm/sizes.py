@@ -30,7 +30,7 @@ FURTHER: Values = {
     "dims": (32, 64, 128),
     "units": (8, 32, 64, 128),
     "page_units": (8, 16, 32, 64, 128),
-    "groups": (),
+    "groups": (1,),
 }
 """Tried where none of the values is taken that the suite wants. Of other arguments the first value
 stands for all."""
