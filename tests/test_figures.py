@@ -103,7 +103,7 @@ def test_the_tables_of_the_grid_are_those_of_the_raw_numbers(folder):
     cells = [
         {
             (row["algorithm"], row["nominal_percent"]): row
-            for row in figures.read(f"eval/{folder}/{model}-4096.jsonl")
+            for row in figures.read(f"eval/{folder}/{model}-4096.all.jsonl.xz")
             if not row["dense_layers"] and "refused" not in row and not row["lacks"]
         }
         for model in figures.MODELS

@@ -216,7 +216,7 @@ def test_tables_of_pqcache_are_those_of_the_raw_numbers():
             assert cell == f"{row['correct']:.0f} / {100 * row['recall']:.1f} %"
     mass = {
         (r["how"], r.get("subvectors"), r.get("window"), r["recent"], r["decoded"]): r["mass"]
-        for r in figures.read("pqcache_drift.jsonl")
+        for r in figures.read("pqcache_drift.jsonl.xz")
     }
     _, *rows = rows_of(text, "| decoded tokens are scored by")
     ways = [("frozen", None, 0), ("frozen", None, 41)]

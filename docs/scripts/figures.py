@@ -157,7 +157,7 @@ def prompts() -> Any:
 
 def swap_in() -> Any:
     """Plan and load of one layer over the share of misses, by requests and entry."""
-    rows = [row for row in read("swap_in.jsonl") if row["what"] == "swap_in"]
+    rows = [row for row in read("swap_in.jsonl.xz") if row["what"] == "swap_in"]
     sizes = [656, 8192]  # those of 1152 bytes lie between
     figure, panels = new(len(sizes), 3.3)
     for panel, size in zip(panels, sizes, strict=True):
@@ -203,7 +203,8 @@ def by_bytes(folder: str, lines: dict[str, str], measure: str, what: str) -> Any
     """
     figure, panels = new(2, 4.0)
     for panel, (model, title) in zip(panels, MODELS.items(), strict=True):
-        rows = [row for row in read(f"eval/{folder}/{model}-4096.jsonl") if "refused" not in row]
+        found = read(f"eval/{folder}/{model}-4096.all.jsonl.xz")
+        rows = [row for row in found if "refused" not in row]
         (dense,) = (row for row in rows if row["plugin"] is None)
         whole, best = dense["device_bytes_per_token"], 100 * dense["accuracy"]
         panel.axhline(best, color="#333333", ls="--", lw=1, label="dense")
@@ -242,7 +243,7 @@ def stages() -> Any:
 
 def attention() -> Any:
     """Bytes a second of decode attention over 2048 selected tokens by batch, and the ceiling."""
-    rows = [row for row in read("attention.jsonl") if row.get("benchmark") == "attend"]
+    rows = [row for row in read("attention.jsonl.xz") if row.get("benchmark") == "attend"]
     figure, (panel,) = new()
     cells = [("shared", 16), ("kv_head", 16), ("shared", 1), ("kv_head", 1)]
     for colour, (scope, unit) in zip(COLOURS, cells, strict=False):
@@ -250,8 +251,8 @@ def attention() -> Any:
         speed = [row["GB/s"] / 1000 for row in line]
         label = f"scope {scope}, unit {unit}"
         panel.plot([r["batch"] for r in line], speed, "o-", ms=4, color=colour, label=label)
-    ceiling = read("selection.jsonl")[0]["read_gbs"] / 1000
-    panel.axhline(ceiling, color="#333333", ls="--", lw=1, label="a plain sum (selection.jsonl)")
+    ceiling = read("selection.jsonl.xz")[0]["read_gbs"] / 1000
+    panel.axhline(ceiling, color="#333333", ls="--", lw=1, label="a plain sum")
     for row in (r for r in rows if (r["scope"], r["unit"]) == cells[0]):
         place = (row["batch"], row["GB/s"] / 1000)
         panel.annotate(f"{row['us']:.0f} us", place, (6, -11), "data", "offset points", fontsize=8)
@@ -266,7 +267,7 @@ def selection() -> Any:
     """Time of selecting 2048 tokens over the context, 16 requests, where tokens are scored."""
     rows = [
         row
-        for row in read("selection.jsonl")
+        for row in read("selection.jsonl.xz")
         if row.get("requests") == 16 and row["budget"] == 2048 and row["score_us"]
     ]
     figure, (panel,) = new()

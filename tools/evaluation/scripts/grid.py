@@ -6,9 +6,10 @@
 A call measures what is not there yet until its minutes are over, several tasks at a time on one
 device; calls add up. ``--minutes 0`` measures nothing. Each writes what there is anew:
 ``MODEL-LENGTH.jsonl.xz`` with a row for each task, algorithm, budget and set of dense layers,
-``MODEL-LENGTH.jsonl`` with a row over all tasks for each of the last three, ``MODEL-LENGTH.md``
-with tables, and ``MODEL-LENGTH.svg`` with plots over bytes. Figures have four digits. Rows of
-``kvpress_rows.py --out OUT/parts/MODEL-LENGTH/kvpress`` are taken up with the others.
+``MODEL-LENGTH.all.jsonl.xz`` with a row over all tasks for each of the last three,
+``MODEL-LENGTH.md`` with tables, and ``MODEL-LENGTH.svg`` with plots over bytes. Figures have four
+digits. Rows of ``kvpress_rows.py --out OUT/parts/MODEL-LENGTH/kvpress`` are taken up with the
+others.
 """
 
 from __future__ import annotations
@@ -173,8 +174,8 @@ def _shown(row: Row | None) -> str:
 def summarize(rows: Sequence[Row], target: Path) -> None:
     """Write rows, tables and plots."""
     mixed = mixtures(rows)
-    target.with_suffix(".jsonl").write_text(_lines(mixed), encoding="utf-8")
-    target.with_suffix(".jsonl.xz").write_bytes(lzma.compress(_lines(rows).encode(), preset=9))
+    for suffix, lines in ((".all.jsonl.xz", mixed), (".jsonl.xz", rows)):
+        target.with_suffix(suffix).write_bytes(lzma.compress(_lines(lines).encode(), preset=9))
     if not rows:
         return
     parts = [f"Right answers in percent, {len({row['family'] for row in rows})} tasks together:",
@@ -232,7 +233,7 @@ def main(arguments: Sequence[str]) -> None:
                 print(line, flush=True)
     rows = gathered(parts)
     summarize(rows, args.out / name)
-    print(f"{len(rows)} rows in {args.out / name}.jsonl")
+    print(f"{len(rows)} rows in {args.out / name}.jsonl.xz")
 
 
 if __name__ == "__main__":

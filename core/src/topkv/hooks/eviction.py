@@ -11,7 +11,7 @@ C: it takes C from ``slots``. Lanes behind C are neither stale nor hit, and what
 them is not used.
 
 A policy sees ranks alone. Scores of the selection, parameters, and state of a slot that outlives a
-step have no place: what they save is in ``benchmarks/results/eviction.log``, and does not pay.
+step have no place: what they save is in ``benchmarks/results/eviction.log.xz``, and does not pay.
 
 ``topkv.testing.evictions.EvictionTests`` tests a policy.
 """
