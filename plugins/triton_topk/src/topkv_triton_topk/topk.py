@@ -6,8 +6,6 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.hooks.topk import TopKSetup
-from topkv.ops import topk_kernels
-from topkv_triton_topk import launch
 
 
 class PivotTopK:
@@ -21,7 +19,10 @@ class PivotTopK:
     """
 
     def __init__(self, setup: TopKSetup) -> None:
-        self._most = setup
+        from topkv.ops import topk_kernels  # references name this top-k, and never make one
+        from topkv_triton_topk import launch
+
+        self._most, self._launch, self._core = setup, launch, topk_kernels
         self.scratch: Tensor | None = None
         if block := launch.block_of(setup.columns, setup.select):
             self.scratch = launch.scratch(setup.rows, setup.columns, block, setup.device)
@@ -41,8 +42,8 @@ class PivotTopK:
                 f"pivot top-k: {select} of {columns} scores in {rows} rows, and it was made for "
                 f"at most {most.select} of {most.columns} in {most.rows}; make one for them"
             )
-        block = launch.block_of(columns, select)
+        block = self._launch.block_of(columns, select)
         if self.scratch is None or block is None:
-            topk_kernels.topk(scores, lengths, ids)
+            self._core.topk(scores, lengths, ids)
         else:
-            launch.topk(scores, lengths, ids, block, self.scratch)
+            self._launch.topk(scores, lengths, ids, block, self.scratch)
