@@ -147,8 +147,8 @@ def test_a_parameter_goes_before_a_setting_of_its_name():
 
 @pytest.mark.parametrize(
     ("positions", "lengths"),
-    [(131072, [8192]), (9216, [8192]), (9215, [4096]), (8192, [4096]), (3000, [1024]),
-     (None, [8192])],
+    [(131072, [4096]), (4608, [4096]), (4607, [2048]), (4096, [2048]), (3000, [1024]),
+     (None, [4096])],
 )  # fmt: skip
 def test_contexts_that_nobody_names_are_those_of_the_model(positions, lengths):
     config = SimpleNamespace(max_position_embeddings=positions)

@@ -80,7 +80,7 @@ from topkv_evaluation.tasks.splits import MOST, STARTS, TUNING
 )
 @click.option(
     "--contexts",
-    help="Tokens of the contexts, such as 8192,16384; by default the first, or fewer that the "
+    help="Tokens of the contexts, such as 8192,16384; by default 4096, or fewer that the "
     "model has positions for. A file has its own.",
 )
 @click.option(

@@ -32,7 +32,7 @@ from topkv_evaluation.tasks.own import SWEPT
 from topkv_evaluation.tasks.splits import TUNING
 from topkv_transformers.support import refusals, shape_of
 
-CONTEXT = 8192
+CONTEXT = 4096
 BATCH = {"cuda": 256}
 CPU_BATCH = 32
 
