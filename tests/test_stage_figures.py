@@ -36,7 +36,9 @@ def test_a_stage_reads_what_stands_for_its_candidates(p):
     row, group, dim, heads = ran(f"quest:stages=top_p/p={p}/widen={WIDEN}")
     length = CONTEXT + ASK_BYTES
     bounds = -(-length // UNIT) * 2 * heads * dim * 2
-    keys = WIDEN * group.shape.select * UNIT * heads * (dim // 2 + 4)
+    keys = (
+        WIDEN * group.shape.select * UNIT * heads * (dim // 2 + 4 + 4 * 4)
+    )  # with words of outliers
     token = 2 * heads * dim * 4
     assert row["index_tokens"] == pytest.approx((bounds + keys) / token, abs=1e-3)
 

@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topkv.testing
@@ -120,8 +120,9 @@ def test_entries_state_known_tiers_and_traits():
 
 
 def test_examples_follow_tier_and_profile():
-    few, many = (examples(tier(name), cpu=100, interpret=4) for name in ("interpret", "cpu"))
-    assert many.max_examples == 25 * few.max_examples
+    few, many = (examples(tier(name), cpu=100, interpret=50) for name in ("interpret", "cpu"))
+    assert many.max_examples == settings().max_examples == 2 * few.max_examples
+    assert examples(tier("cpu"), cpu=1, interpret=1).max_examples == 1
     assert few.deadline is None
 
 

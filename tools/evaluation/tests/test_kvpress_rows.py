@@ -44,7 +44,8 @@ class Window:
     def __call__(self, model):
         def keep(module, args, kwargs, output):
             assert kwargs["cache_position"][-1] + 1 == kwargs["hidden_states"].shape[1]
-            layer = kwargs["past_key_values"].layers[module.layer_idx]
+            cache = kwargs.get("cache") or kwargs["past_key_values"]  # as before Transformers 5.24
+            layer = cache.layers[module.layer_idx]
             kept = int(layer.keys.shape[2] * (1 - self.compression_ratio))
             layer.keys, layer.values = (each[:, :, -kept:] for each in (layer.keys, layer.values))
 

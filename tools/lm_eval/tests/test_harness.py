@@ -163,7 +163,7 @@ def test_wrong_arguments_are_one_error(folder):
     for words in ("question: expected line", "batch_size: expected", "dtype: expected"):
         assert words in str(caught.value)
     with pytest.raises(ConfigError, match="no such directory"):
-        TopkvLM("absent")
+        TopkvLM("absent", backend="triton_attention")
 
 
 def test_dense_layers_reach_the_configuration(folder):
