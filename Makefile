@@ -40,8 +40,8 @@ test: $(VENV)/.installed
 	    $(INTERPRET) --dist loadfile -m 'not gpu and not models and not slow and not nightly' $(ARGS)
 
 # What takes long: plugins and engines that are broken on purpose, each of which the kit has to fail; the
-# kit over plugins that templates and pages make; long histories of random calls; answers of a checkpoint;
-# stores whose processes are killed, and other processes that go on from them.
+# kit over plugins that templates and pages make; kernels of most plugins in the interpreter; blocks of
+# pages; random lives; stores whose processes are killed, and other processes that go on from them.
 test-slow: $(VENV)/.installed
 	$(INTERPRET) --dist load -m 'not gpu and not models and slow and not nightly' $(ARGS)
 

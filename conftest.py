@@ -62,16 +62,24 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-LATER = tuple(f"plugins/{name}/" for name in (
-    "head_sparsity", "pqcache", "rocketkv", "skip_softmax", "top_p"
-))  # fmt: skip
-"""Whose kernels are slowest when they are interpreted, so that ``make test-slow`` does it."""
+SOONER = ("plugins/quest/", "plugins/triton_attention/")
+"""Plugins whose conformance suites ``make test`` interprets: one of either kind. What else of
+plugins Triton interprets is left to ``make test-slow``."""
+
+
+def is_later(item: pytest.Item) -> bool:
+    """Whether Triton interprets a test of a plugin that ``make test`` leaves to the slow ones."""
+    if not item.nodeid.startswith("plugins/"):
+        return False
+    cell = item.nodeid.rpartition("[")[2]
+    sooner = item.nodeid.startswith(SOONER) and "test_conformance" in item.nodeid
+    return "triton-cpu" in cell or ("interpret" in cell and not sooner)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what has another mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.nodeid.startswith(LATER) and "interpret" in item.nodeid.rpartition("[")[2]:
+        if is_later(item):
             item.add_marker("slow")
     if torch.cuda.is_available():
         return

@@ -107,6 +107,7 @@ def test_every_block_says_what_becomes_of_it(block):
     assert block.language != "", "a block names its language"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", RUN)
 def test_the_blocks_of_a_page_run(page, built):
     """In order, in one namespace; what they print is what the page says."""
