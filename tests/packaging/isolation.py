@@ -85,7 +85,7 @@ def run_kit(environment: Environment, suite: Path) -> tuple[int, str]:
     What Triton interprets is left out.
     """
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.packaging.guard"]
-    command += ["-m", "not gpu and not models and not slow", "-k", "not interpret", str(suite)]
+    command += ["-m", "not gpu", "-k", "not interpret", str(suite)]
     return environment.call(*command, PYTHONPATH=str(ROOT), HYPOTHESIS_PROFILE="one")
 
 
