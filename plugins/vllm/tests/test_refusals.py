@@ -58,7 +58,7 @@ def test_a_page_that_no_unit_fits_is_refused(served):
 
 
 def test_an_algorithm_that_may_run_out_of_room_is_refused(served):
-    settings = {"algorithm": "snapkv", "params": {"generated": 64}}
+    settings = {"algorithm": "snapkv", "budget": 256, "params": {"generated": 64}}
     refused(served, "room for 64 tokens", "511 within max_model_len = 512", settings=settings)
 
 
