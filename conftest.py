@@ -68,7 +68,7 @@ plugins Triton interprets is left to ``make test-slow``."""
 
 
 def is_later(item: pytest.Item) -> bool:
-    """Whether Triton interprets a test of a plugin that ``make test`` leaves to the slow ones."""
+    """True if Triton interprets a test of a plugin that ``make test`` leaves to the slow ones."""
     if not item.nodeid.startswith("plugins/"):
         return False
     cell = item.nodeid.rpartition("[")[2]

@@ -58,7 +58,7 @@ def install() -> Path:
 
 
 def versions(python: Path) -> list[str]:
-    """What came, beside what constraints.txt pins."""
+    """Versions that came, beside those that constraints.txt pins."""
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
     listed = run(python, "-m", "pip", "list", "--format=freeze").split()
     came = dict(line.partition("==")[::2] for line in listed)

@@ -11,7 +11,7 @@ from importlib import metadata
 
 
 def never_tested(package: str) -> list[str]:
-    """What is installed beside a package in a version that its tests never ran with.
+    """Packages that are installed in a version that the tests of another never ran with.
 
     Args:
         package: name of a distribution.
@@ -65,7 +65,7 @@ def _within(version: str, bounds: list[tuple[str, str]]) -> bool:
 
 
 def _numbers(version: str) -> list[int]:
-    """Of the release alone, 2.13.0+cpu and 2.13.0rc1 are 2.13, as is 2.13.0."""
+    """Numbers of the release alone: 2.13.0+cpu and 2.13.0rc1 are 2.13, as is 2.13.0."""
     release = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(each) for each in release.group().split(".")] if release else []
     while numbers and not numbers[-1]:

@@ -38,7 +38,7 @@ lives = st.lists(st.one_of(asks, asks, asks, changes, others), min_size=4, max_s
 
 @define
 class Counts:
-    """What became of lives.
+    """Counts of what lives did.
 
     Attributes:
         found: lives in which pages were found.

@@ -1,4 +1,4 @@
-"""What a page depends on: every change of a model is seen, and every byte is in its digest."""
+"""Inputs of a page: every change of a model is seen, and every byte is in its digest."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def need(right: bool, expected: str, value: Any) -> None:
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value is a text that UTF-8 has, so that it can be part of a key or a path."""
+    """True for a text that UTF-8 has, which can be part of a key or a path."""
     try:
         return isinstance(value, str) and bool(value.encode() or True)
     except UnicodeEncodeError:

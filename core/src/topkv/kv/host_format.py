@@ -52,7 +52,7 @@ FINE_PAIRS, FINE_BYTES = 4, 8
 """Pairs of a row that have more bits, and the bytes of their words."""
 
 MOST_ELEMENTS = 512
-"""Of a row: a word has 8 bits for the number of a pair."""
+"""The most elements of a row: a word has 8 bits for the number of a pair."""
 
 STEP = 1 << 16
 """The eighth significant bit of an element, in the bits of fp32."""

@@ -82,7 +82,7 @@ def split(rows: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
 
 
 def expand(words: Tensor, dim: int) -> Tensor:
-    """What left rows of ``dim`` channels, fp32 ``[..., dim]``, of words ``[..., N]``.
+    """The channels that left rows of ``dim`` channels, fp32 ``[..., dim]``, of words ``[..., N]``.
 
     Of anything else than words it makes anything.
     """

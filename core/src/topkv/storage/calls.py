@@ -123,7 +123,7 @@ class Calls:
         _of_this_process.add(self)
 
     def __call__(self, hook: str, *arguments: Any) -> Any:
-        """What a hook returns; None if it raised, or gave a wrong answer."""
+        """The answer of a hook; None if it raised, or gave a wrong one."""
         with self.changed:
             self._since[get_ident()] = time.monotonic()
         result, error = None, None
@@ -172,7 +172,7 @@ class Calls:
 
     @property
     def available(self) -> bool:
-        """Whether it is worth while to ask: it did not fail lately, no call hangs, and there are
+        """True while it is worth asking: it did not fail lately, no call hangs, and there are
         threads to ask."""
         now = time.monotonic()
         with self.changed:

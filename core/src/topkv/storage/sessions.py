@@ -166,7 +166,7 @@ class StoredSession:
         asking("delete", [found.asking.key(number) for number in range(found.objects)])
 
     def _is(self, asking: _Asking) -> bool:
-        """Whether the head that is there leads to the session that is asked about."""
+        """True if the head that is there leads to the session that is asked about."""
         try:
             return bool(self._head(asking)[1] == asking.ident)
         except StorageError:

@@ -144,7 +144,7 @@ class Bench:
             raise AssertionError(f"{hook}: {error}") from error
 
     def content(self, key: bytes, number: int, size: int) -> bytes:
-        """What is stored under a key."""
+        """The bytes that are stored under a key."""
         return content_of(number, size)
 
     def put(self, keys: Sequence[bytes], sizes: Sequence[Sequence[int]], seed: int) -> None:

@@ -83,7 +83,7 @@ def geometries(
 
 
 def stated(capabilities: Capabilities, name: str, values: Sequence[Any]) -> list[Any]:
-    """Of the values of one argument of ``geometries`` those that a plugin states."""
+    """The values of one argument of ``geometries`` that a plugin states."""
     c = capabilities
     low, high = c.units or (1, 2**30)
     takes: dict[str, Callable[[Any], bool]] = {
@@ -98,7 +98,7 @@ def stated(capabilities: Capabilities, name: str, values: Sequence[Any]) -> list
 def geometry(
     kv_heads: int, groups: int, dims: int, units: int, page_units: int, scopes: str, dtypes: str
 ) -> Geometry:
-    """Of one value of each argument of ``geometries``, and of a scope."""
+    """A geometry of one value of each argument of ``geometries``, and of a scope."""
     return Geometry(kv_heads, groups, dims, units, page_units, scopes, getattr(torch, dtypes))
 
 

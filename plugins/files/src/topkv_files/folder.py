@@ -70,7 +70,7 @@ class Folder:
         return owned.is_file(self.path_of(key))
 
     def blocked(self, key: bytes) -> bool:
-        """Whether something else than a file has its name, or than a directory that of its
+        """True if something else than a file has its name, or than a directory that of its
         shelf."""
         path = self.path_of(key)
         return owned.is_other(os.path.dirname(path), stat.S_ISDIR) or owned.is_other(path)

@@ -51,7 +51,7 @@ def make_directory(path: str | os.PathLike[str]) -> None:
 
 
 def _mode(path: str) -> int | None:
-    """What has a name, links not followed; None if nothing has."""
+    """The mode of what has a name, links not followed; None if nothing has."""
     try:
         return os.lstat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -59,13 +59,13 @@ def _mode(path: str) -> int | None:
 
 
 def is_file(path: str) -> bool:
-    """Whether there is a regular file of this name: no link, pipe, socket, device, directory."""
+    """True for a regular file of this name: no link, pipe, socket, device, directory."""
     mode = _mode(path)
     return mode is not None and stat.S_ISREG(mode)
 
 
 def is_other(path: str, kind: Callable[[int], bool] = stat.S_ISREG) -> bool:
-    """Whether a name is taken by something of another kind."""
+    """True if a name is taken by something of another kind."""
     mode = _mode(path)
     return mode is not None and not kind(mode)
 
@@ -82,7 +82,7 @@ def open_file(path: str) -> int:
 
 
 def is_page(path: str) -> bool:
-    """Whether a regular file begins as a page does. One that was cut may end before.
+    """True if a regular file begins as a page does. One that was cut may end before.
 
     Raises:
         FileNotFoundError: there is none.
@@ -139,7 +139,7 @@ def check(path: Path) -> None:
 
 
 def _others(entries: list[os.DirEntry[str]]) -> Iterator[str]:
-    """What no version of the storage has made."""
+    """Paths that no version of the storage has made."""
     for entry in entries:
         shelf = SHELF.fullmatch(entry.name)
         if entry.name == LOCK and entry.stat(follow_symlinks=False).st_size == 0:

@@ -61,7 +61,7 @@ def read(model: ModelShape, group: GroupShape, params: Mapping[str, Any]) -> Set
 
 
 def _covers(group: GroupShape) -> bool:
-    """Whether a selection has a place for all tokens of a request but the newest."""
+    """True if a selection has a place for all tokens of a request but the newest."""
     return group.select >= group.max_units - 1
 
 

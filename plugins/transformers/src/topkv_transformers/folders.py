@@ -35,7 +35,7 @@ from topkv.storage.sessions import Rows
 
 MANIFEST, HEAD = "session", "topkv session 1"
 FORM = b"topkv session "
-"""What manifests and notes of all versions begin with."""
+"""The first bytes of manifests and notes of all versions."""
 
 NOTE = ".unfinished"
 LEFT = re.compile(r"[0-9a-f]{32}\.unfinished")
@@ -239,7 +239,7 @@ def _read(path: Path) -> bytes:
 
 
 def _begins(path: Path) -> bool:
-    """Whether there is a file that begins as those of topkv do."""
+    """True for a file that begins as those of topkv do."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

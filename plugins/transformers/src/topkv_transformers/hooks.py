@@ -14,7 +14,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def is_hooked(module: nn.Module | None) -> bool:
-    """Whether something that a replay would leave out watches or replaces a module.
+    """True if something that a replay would leave out watches or replaces a module.
 
     Those of Transformers collect what a call asks for, and such calls are not replayed.
 

@@ -27,6 +27,6 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
 
 
 def with_cache(arguments: Mapping[str, Any], cache: Any) -> dict[str, Any]:
-    """The same arguments with another cache, by the name that is used now."""
+    """Arguments with another cache, by the name that is used now."""
     rest = {name: value for name, value in arguments.items() if name not in _NAMES}
     return {**rest, CACHE: cache}

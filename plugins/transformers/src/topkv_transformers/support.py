@@ -177,7 +177,7 @@ def _layer_refusals(config: Any) -> list[str]:
 
 
 def _module_refusals(model: PreTrainedModel) -> list[str]:
-    """Whether the modules of a class that is served stand where its code makes them."""
+    """Reasons why the modules of a class that is served do not stand where its code makes them."""
     layers: Any = getattr(decoder_of(model), "layers", ())
     count = decoder_of(model).config.num_hidden_layers
     if len(layers) != count:

@@ -1,4 +1,4 @@
-"""What is read of a model to tell one state of it from another.
+"""All that is read of a model to tell one state of it from another.
 
 Every module of a decoder is read with all of its attributes, and with those of lists, mappings,
 objects and further modules inside. Tensors are compared by where they are stored and by the count
@@ -52,7 +52,7 @@ LARGEST, MOST, DEEPEST = 1 << 20, 1 << 20, 100
 
 
 class Walk:
-    """What was read of a decoder at one time; two are equal if nothing has changed.
+    """A reading of a decoder at one time; two are equal if nothing has changed.
 
     Attributes:
         values: everything but tensors, in the order in which it was read; names included.
@@ -87,7 +87,7 @@ class Walk:
     __hash__ = None  # type: ignore[assignment]
 
     def records_as(self, other: Walk) -> bool:
-        """Whether a step that was recorded then can be replayed now: all but writes is equal."""
+        """True if a step that was recorded then can be replayed now: all but writes is equal."""
         return (
             self._modules == other._modules
             and self.values == other.values

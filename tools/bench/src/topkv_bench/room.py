@@ -12,7 +12,7 @@ from topkv_cli.memory import HostMemory, host_memory
 
 @attrs.frozen
 class Room:
-    """What is free on a machine.
+    """Memory that is free on a machine.
 
     Attributes:
         device: where the model is to run.
@@ -26,7 +26,7 @@ class Room:
 
     @classmethod
     def of(cls, device: torch.device) -> Room:
-        """Of this machine, now."""
+        """The room of this machine, now."""
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
         return cls(device, host_memory(), free)
 

@@ -19,7 +19,7 @@ UNLIMITED = 2**60
 
 @frozen
 class HostMemory:
-    """What is there.
+    """Memory that there is.
 
     Attributes:
         total: bytes of the system.

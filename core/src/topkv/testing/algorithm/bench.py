@@ -141,7 +141,7 @@ class AlgorithmBench(BenchMemory):
         return self.group.select + forced
 
     def _stored(self, keys: Tensor) -> Tensor:
-        """What is stored of tokens with these keys: the keys, or the rows beside an index."""
+        """The stored rows of tokens with these keys: the keys, or the rows beside an index."""
         if not self.case.index:
             return keys
         value = 0.5 if self.values is None else self.values

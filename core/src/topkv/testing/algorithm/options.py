@@ -16,7 +16,7 @@ from topkv.testing.kit import Subject
 
 @frozen
 class AlgorithmOptions:
-    """What an author tells the suite; the fixture ``options`` returns it.
+    """Options that an author gives the suite; the fixture ``options`` returns it.
 
     Attributes:
         params: strategy of parameter dicts; what a dict leaves out has the entry's default.

@@ -69,7 +69,7 @@ class Sizes:
     point: Mapping[str, Any]
 
     def taken(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
-        """Of the values of an argument those that it takes beside ``point``."""
+        """The values of an argument that it takes beside ``point``."""
         return [
             value
             for value in stated(self.capabilities, name, values)
@@ -77,7 +77,7 @@ class Sizes:
         ]
 
     def takes(self, point: Mapping[str, Any], select: int) -> bool:
-        """Whether it takes a geometry and a K."""
+        """True if it takes a geometry and a K."""
         try:
             made(self.subject, self._case(point, select), self.subject.tier.impl, 1)
         except ConfigError:
@@ -85,7 +85,7 @@ class Sizes:
         return True
 
     def asks(self, point: Mapping[str, Any], select: int) -> bool:
-        """Whether a query and its opposite select differently."""
+        """True if a query and its opposite select differently."""
         impls, case = self.subject.entry.impls, self._case(point, select)
         bench = AlgorithmBench(self.subject, case, impl=impls[0], requests=1)
         bench.prefill(0, case.tokens(0)[:-1])

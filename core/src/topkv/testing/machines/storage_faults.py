@@ -36,7 +36,7 @@ def in_time(do: Callable[[], object]) -> None:
 
 
 def in_a_child(life: Callable[[], object]) -> bool:
-    """Whether a child of a fork lives through something in time."""
+    """True if a child of a fork lives through something in time."""
     child = os.fork()
     if child == 0:
         with suppress(BaseException):

@@ -34,7 +34,7 @@ class Left:
 
 @frozen
 class StageOptions(AlgorithmOptions):
-    """What the author of a stage tells the suite; the fixture ``options`` returns it.
+    """Options that the author of a stage gives the suite; the fixture ``options`` returns it.
 
     Each of the formulas may be left out, and is given the bench, an ``AlgorithmBench`` with
     ``bench.keys[slot]``, a request slot, and queries ``[1, H, D]`` in the dtype of the model.

@@ -114,7 +114,7 @@ class Plan:
         return {described(cell, self.grid)["key"]: cell for cell in self.cells}
 
     def announced(self, done: Container[str]) -> str:
-        """What is going to be done, in a line."""
+        """The plan in a line."""
         left = [cell for key, cell in self.keyed().items() if key not in done]
         tasks = [*{id(cell.task): cell.task for cell in left}.values()]
         contexts = sum(len(task.contexts) for task in tasks)
