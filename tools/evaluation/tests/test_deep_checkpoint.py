@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 
 import pytest
 from click.testing import CliRunner
@@ -40,7 +41,8 @@ def test_it_is_of_another_shape():
 
 def test_its_card_is_of_its_record():
     record = json.loads((DEEP_CHECKPOINT / "training.json").read_text())
-    lines = (DEEP_CHECKPOINT / "curve.jsonl").read_text().splitlines()
+    with lzma.open(DEEP_CHECKPOINT / "curve.jsonl.xz", "rt") as curve:
+        lines = list(curve)
     assert json.loads(lines[-1])["step"] == record["steps"]
     card = (DEEP_CHECKPOINT / "README.md").read_text()
     assert f"{record['parameters'] / 1e6:.2f} million" in card
