@@ -157,7 +157,7 @@ def prompts() -> Any:
 
 def swap_in() -> Any:
     """Plan and load of one layer over the share of misses, by requests and entry."""
-    rows = [row for row in read("swap_in.jsonl.xz") if row["what"] == "swap_in"]
+    rows = [row for row in read("swap_in.jsonl") if row["what"] == "swap_in"]
     sizes = [656, 8192]  # those of 1152 bytes lie between
     figure, panels = new(len(sizes), 3.3)
     for panel, size in zip(panels, sizes, strict=True):
@@ -251,7 +251,7 @@ def attention() -> Any:
         speed = [row["GB/s"] / 1000 for row in line]
         label = f"scope {scope}, unit {unit}"
         panel.plot([r["batch"] for r in line], speed, "o-", ms=4, color=colour, label=label)
-    ceiling = read("selection.jsonl.xz")[0]["read_gbs"] / 1000
+    ceiling = read("selection.jsonl")[0]["read_gbs"] / 1000
     panel.axhline(ceiling, color="#333333", ls="--", lw=1, label="a plain sum")
     for row in (r for r in rows if (r["scope"], r["unit"]) == cells[0]):
         place = (row["batch"], row["GB/s"] / 1000)
@@ -267,7 +267,7 @@ def selection() -> Any:
     """Time of selecting 2048 tokens over the context, 16 requests, where tokens are scored."""
     rows = [
         row
-        for row in read("selection.jsonl.xz")
+        for row in read("selection.jsonl")
         if row.get("requests") == 16 and row["budget"] == 2048 and row["score_us"]
     ]
     figure, (panel,) = new()

@@ -15,7 +15,7 @@ DEVICE_BYTES, HOST_BYTES = 1 << 30, 1 << 26
 
 KERNEL_SHARE = 0.92
 """Of the rate of a plain copy, what loads of scattered entries reach where there are many: 50.8 of
-55.1 GB/s with entries of 8 KiB (``benchmarks/results/swap_in.jsonl.xz``)."""
+55.1 GB/s with entries of 8 KiB (``benchmarks/results/swap_in.jsonl``)."""
 
 CALLS = 5
 
