@@ -36,7 +36,7 @@ def _encode(
     D: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """What is kept of keys ``k [ROWS, WIDE]`` to rows ``at`` of pools, where ``writes``."""
+    """Codes and outliers of keys ``k [ROWS, WIDE]`` to rows ``at`` of pools, where ``writes``."""
     p_codes, p_factor, p_words = pools
     k, left = split(k.to(tl.float32), p_words + at * PAIRS, writes, ROWS, WIDE, LOG_WIDE, D, PAIRS)
     z = _rotate(k, signs, ROWS, WIDE, LOG_WIDE)

@@ -61,7 +61,7 @@ class ModelWatch:
         self.model, self.decoder = model, decoder
         self.state: ModelState | None = None
         self._trusted = False
-        self._contents: dict[tuple[Any, ...], int] = {}
+        self._contents: dict[tuple[Any, ...], str] = {}
 
     def look(self) -> ModelState:
         """The state of now."""

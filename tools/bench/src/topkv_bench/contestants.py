@@ -207,7 +207,7 @@ class Expected:
 
 
 def expected(model: PreTrainedModel, cell: Cell, device: torch.device) -> Expected | None:
-    """What a cell will hold, before anything is taken; None if unknown.
+    """Bytes that a cell will hold, before anything is taken; None if unknown.
 
     The offloaded cache holds two layers on the device, that of the moment and the next.
 
@@ -243,7 +243,7 @@ def expected(model: PreTrainedModel, cell: Cell, device: torch.device) -> Expect
 
 
 def expected_bytes(model: PreTrainedModel, cell: Cell) -> int | None:
-    """Those on the device of the model."""
+    """Bytes on the device of the model."""
     found = expected(model, cell, model.device)
     return None if found is None else found.device
 

@@ -110,7 +110,7 @@ def filled(bench: AlgorithmBench, case: Case, data: st.DataObject) -> list[int]:
 
 
 class CorrectTests(KitTests):
-    """What is added to attention, by a stage or by an algorithm itself."""
+    """Corrections of attention, by a stage or by an algorithm itself."""
 
     kind = "algorithm"
 

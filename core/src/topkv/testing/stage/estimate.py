@@ -1,4 +1,4 @@
-"""What ``correct`` estimates. Part of the stage suite."""
+"""The estimates of ``correct``. Part of the stage suite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stage means: formulas of its author in float64, and how they are compared.
+"""The meaning of a stage: formulas of its author in float64, and how they are compared.
 
 ``keep``, ``correct`` and a pruning ``refine`` have no traits that would say what they promise, so
 that the author says it in full. Reference and kernels are often written by one hand, with the same

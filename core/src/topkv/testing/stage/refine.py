@@ -201,7 +201,7 @@ def _filled(bench: AlgorithmBench, case: Case, slot: int, length: int) -> None:
 
 @frozen
 class Refined:
-    """What is left of the candidates of a lane.
+    """The candidates of a lane that are left.
 
     Attributes:
         slot, lane: of which request, and which of its lanes.
