@@ -49,13 +49,15 @@ test-slow: $(VENV)/.installed
 test-models: $(VENV)/.installed
 	$(INTERPRET) --dist load -m 'not gpu and models' plugins/transformers $(ARGS)
 
-# The engine of Transformers with the oldest version that it takes, laid over the environment of the tests.
+# The engine of Transformers with the oldest version that it takes, laid over the environment of the tests, and
+# adapters of PEFT, whose newest release that version takes.
 OLDEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' plugins/transformers/pyproject.toml)
 OLD := build/transformers-$(OLDEST)
 
 $(OLD)/.installed: $(VENV)/.installed plugins/transformers/pyproject.toml
 	rm -rf $(OLD)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --target $(OLD) 'transformers==$(OLDEST).*'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --target $(OLD) --no-deps peft accelerate psutil
 	touch $@
 
 test-oldest: $(OLD)/.installed

@@ -68,7 +68,7 @@ def _new_data(module, value):
 
 CHANGES = {
     "flag": lambda module, value: setattr(module, "enabled", value % 2 == 0),
-    "list": lambda module, value: module._active.__setitem__(0, "ab"[value % 2]),
+    "list": lambda module, value: module._active.__setitem__(slice(1), ["ab"[value % 2]]),
     "several": lambda module, value: setattr(module, "_active", list("ab"[: value % 3])),
     "mapping": lambda module, value: module.scaling.__setitem__("a", 1.0 + value),
     "text": lambda module, value: setattr(module, "mode", ["plain", "turned"][value % 2]),

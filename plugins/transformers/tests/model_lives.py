@@ -2,7 +2,8 @@
 
 Prompts begin alike, over caches of their own or kept ones, at once or in chunks, under salts.
 Between them weights, buffers, flags, texts and adapters change, caches are suspended and resumed,
-and the handle is taken off and put on again, as by another process that finds the same storage.
+the handle is taken off and put on again, and another process finds and stores pages in the same
+folder, with a model that went through the same changes or through one more.
 
     python model_lives.py --lives 2000
 """
@@ -14,9 +15,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+import adapted
+import loras
 import torch
-from adapted import CHANGES, adapted, change, stock_of
+from adapted import stock_of
 from attrs import define, field
+from elsewhere import asked
 from hypothesis import strategies as st
 
 import topkv
@@ -31,9 +35,25 @@ asks = st.tuples(
     st.sampled_from([(3, 0), (3, 1), (2, 1), (1, 2), (0, 3)]),
     st.sampled_from(SALTS),
 )
-changes = st.tuples(st.just("change"), st.sampled_from([*CHANGES]), st.integers(0, 3))
 others = st.sampled_from([("again",), ("session",), ("close",)])
-lives = st.lists(st.one_of(asks, asks, asks, changes, others), min_size=4, max_size=16)
+
+KINDS = {
+    "values of every kind": (adapted.adapted, adapted.change, adapted.CHANGES),
+    "adapters of PEFT": (loras.with_loras, loras.change, loras.LORA_CHANGES),
+}
+"""What makes a model of each kind out of a plain one, and what changes it."""
+
+
+def lives_of(kind, processes=False):
+    """Actions of a life, some of them in another process if there is one."""
+    changes = st.tuples(st.sampled_from([*KINDS[kind][2]]), st.integers(0, 3))
+    here = st.builds(lambda change: ("change", *change), changes)
+    actions = [asks, asks, asks, here, others]
+    if processes:
+        words = st.sampled_from([(3, 0), (2, 1)])
+        there = (st.just("elsewhere"), words, st.sampled_from(SALTS), st.none() | changes)
+        actions.append(st.tuples(*there))
+    return st.lists(st.one_of(actions), min_size=4, max_size=16)
 
 
 @define
@@ -44,12 +64,14 @@ class Counts:
         found: lives in which pages were found.
         asked: prompts that were compared with the stock model.
         refused: sessions that were refused because the model had changed.
+        elsewhere: prompts of the other process, and those of them for which it found pages.
     """
 
     lives: int = 0
     found: int = 0
     asked: int = 0
     refused: int = 0
+    elsewhere: list[int] = field(factory=lambda: [0, 0])
 
 
 @define
@@ -60,12 +82,15 @@ class Life:
         tiny: makes models, see ``conftest.Tiny``.
         settings: of ``attach``.
         folder: of sessions.
+        kind: of the model.
     """
 
     tiny: object
     settings: dict
     folder: Path
     counts: Counts
+    kind: str
+    changes: list = field(factory=list)
     model: object = field(init=False)
     stock: object = field(init=False)
     handle: object = field(init=False)
@@ -75,7 +100,7 @@ class Life:
     sound: bool = False  # the kept cache was filled by the model as it is now
 
     def __attrs_post_init__(self):
-        self.model = adapted(self.tiny.model(layers=2))
+        self.model = KINDS[self.kind][0](self.tiny.model(layers=2))
         self.stock = stock_of(self.model)
         self.handle = topkv.attach(self.model, self.settings)
 
@@ -159,7 +184,8 @@ class Life:
         watch = self.handle.requests.watch
         before = watch.look()
         for model in (self.model, self.stock):
-            change(model, kind, value)
+            KINDS[self.kind][1](model, kind, value)
+        self.changes.append((kind, value))
         self.sound = self.sound and watch.look() is before
 
     def session(self, number):
@@ -175,6 +201,18 @@ class Life:
             return
         assert self.sound
         self.cache = self.handle.resume(where)
+
+    def elsewhere(self, number, words, salt, further):
+        """Another process asks with a model that is alike, or has changed further."""
+        if "storage" not in self.settings:
+            return
+        changes = [*self.changes, *([further] if further else [])]
+        ids = self.prompt(*words)[0].tolist()
+        device = self.tiny.device.type
+        found, apart = asked(device, self.kind, changes, self.settings, ids, salt)
+        assert apart <= 2e-4, apart
+        self.counts.elsewhere[0] += 1
+        self.counts.elsewhere[1] += found > 0
 
     def close(self, number):
         if self.cache is not None:
@@ -197,15 +235,15 @@ def settings_of(tiny, storage, policy, path):
     return settings
 
 
-def live(tiny, actions, storage, policy, counts):
+def live(tiny, actions, storage, policy, counts, kind="values of every kind"):
     """Run one life in folders of its own."""
     with tempfile.TemporaryDirectory() as folder:
         settings = settings_of(tiny, storage, policy, Path(folder) / "pages")
-        Life(tiny, settings, Path(folder), counts).run(actions)
+        Life(tiny, settings, Path(folder), counts, kind).run(actions)
 
 
 def main(arguments):
-    """Run many lives; each is drawn by Hypothesis from a seed of its own."""
+    """Run many lives, half of them of either kind of model."""
     from hypothesis import given, seed, settings
 
     from conftest import Tiny
@@ -214,17 +252,21 @@ def main(arguments):
     parser.add_argument("--lives", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
-    options, counts = parser.parse_args(arguments), Counts()
+    options = parser.parse_args(arguments)
     tiny = Tiny(options.device)
 
-    @seed(options.seed)
-    @settings(max_examples=options.lives, deadline=None, database=None)
-    @given(lives, st.booleans(), st.sampled_from(["all", "prompt"]))
-    def run(actions, storage, policy):
-        live(tiny, actions, storage, policy, counts)
+    def many(kind, counts):
+        @seed(options.seed)
+        @settings(max_examples=options.lives // len(KINDS), deadline=None, database=None)
+        @given(lives_of(kind, processes=True), st.booleans(), st.sampled_from(["all", "prompt"]))
+        def run(actions, storage, policy):
+            live(tiny, actions, storage, policy, counts, kind)
 
-    run()
-    print(counts)
+        run()
+        print(kind, counts, flush=True)
+
+    for kind in KINDS:
+        many(kind, Counts())
 
 
 if __name__ == "__main__":

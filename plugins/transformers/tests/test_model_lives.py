@@ -5,24 +5,36 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_lives import Counts, live, lives
+from model_lives import KINDS, Counts, live, lives_of
 
 from topkv_transformers import watch
 from topkv_transformers.prefixes import PromptPrefixes
 from topkv_transformers.walk import Walk
 
 
-def test_what_is_found_is_of_the_model_as_it_is(tiny):
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_found_is_of_the_model_as_it_is(tiny, kind):
+    if kind == "adapters of PEFT":
+        pytest.importorskip("peft")
     counts = Counts()
 
     @settings(max_examples=15)
-    @given(lives, st.booleans(), st.sampled_from(["all", "prompt"]))
+    @given(lives_of(kind), st.booleans(), st.sampled_from(["all", "prompt"]))
     def check(actions, storage, policy):
-        live(tiny, actions, storage, policy, counts)
+        live(tiny, actions, storage, policy, counts, kind)
 
     check()
     assert counts.found >= counts.lives / 4, counts
-    assert counts.asked >= 2 * counts.lives
+    assert counts.asked >= counts.lives
+
+
+@pytest.mark.slow
+def test_another_process_finds_what_is_of_its_own_model(tiny):
+    counts, kind = Counts(), "values of every kind"
+    there = [("elsewhere", (3, 0), None, further) for further in (None, ("buffer", 2))]
+    first = [("ask", "fresh", (3, 0), None), ("again",)]
+    live(tiny, [*first, *there], True, "all", counts, kind)
+    assert counts.elsewhere == [2, 1]
 
 
 def history(*changes):
