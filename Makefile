@@ -97,7 +97,7 @@ isolation: dist
 
 # From wheels to a plugin of one's own, as somebody new does it, timed.
 newcomer: $(VENV)/.packaging
-	$(BIN)/python -m tests.packaging.newcomer
+	$(BIN)/python -m tests.packaging.newcomer $(ARGS)
 
 # Sdists and wheels of all packages into dist/, looked at from all sides.
 dist: $(VENV)/.packaging
