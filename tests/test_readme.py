@@ -65,9 +65,15 @@ settings.register_profile("few", max_examples=15)
 settings.load_profile("few")
 """
 
-ALGORITHMS = sorted(
-    {record.name for record in registry().records() if record.entry and record.kind == "algorithm"}
-)
+AT_EACH_COMMIT = ("quest", "streaming_llm")
+"""Conformance suites of all algorithms run at each commit; that of the README runs for these."""
+
+ALGORITHMS = [
+    pytest.param(name, marks=[] if name in AT_EACH_COMMIT else pytest.mark.nightly)
+    for name in sorted(
+        {each.name for each in registry().records() if each.entry and each.kind == "algorithm"}
+    )
+]
 
 
 @pytest.mark.slow

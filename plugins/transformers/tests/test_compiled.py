@@ -268,7 +268,7 @@ class Rerun:
         return body
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_inductor_fuses_what_lies_between(tiny, check, recording, monkeypatch):
     """A layer is 7 products, attention, and 6 further kernels: norm, two rotations, residual with
     norm, activation, residual."""

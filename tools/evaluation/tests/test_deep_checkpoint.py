@@ -50,7 +50,7 @@ def test_its_card_is_of_its_record():
         assert row["task"] in card
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_follows_variables_as_well_through_topkv():
     given = ("--tasks", "ruler:vt", "--contexts", 1792, "--questions", 2, "--budgets", "100%")
     given = (*given, "--dense-layers", "none", "--algorithms", "quest")
