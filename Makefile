@@ -32,7 +32,7 @@ endef
 $(VENV)/.installed: constraints.txt core/pyproject.toml $(PROJECTS)
 	$(WITH_TORCH)
 	$(PIP) -e 'core[cli,testing,triton]' $(patsubst %/pyproject.toml,-e %,$(PROJECTS)) \
-	    hatchling matplotlib pytest pytest-timeout pytest-xdist ruff mypy $(STORES)
+	    accelerate gguf hatchling matplotlib pytest pytest-timeout pytest-xdist ruff mypy $(STORES)
 	touch $@
 
 test: $(VENV)/.installed

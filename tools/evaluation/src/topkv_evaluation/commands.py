@@ -16,6 +16,34 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from topkv.errors import ConfigError
 
+
+class ModelFolder(click.ParamType):
+    """A directory with a model, or ``smollm2``, which is fetched once; see ``smollm2.py``."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Path:
+        """The directory."""
+        from topkv_evaluation import smollm2
+
+        return smollm2.folder() if value == smollm2.NAME else Path(value)
+
+
+NAMED = "; smollm2 is SmolLM2-135M-Instruct, fetched once"
+
+model_option = click.option(
+    "--model",
+    type=ModelFolder(),
+    help=f"Directory of a model, the checkpoint of this package by default{NAMED}.",
+)
+
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float16", "bfloat16", "float32"]),
+    default="auto",
+    help="Of weights and cache; auto is what the checkpoint has.",
+)
+
 sparse_options = (
     click.option("--algorithm", help="Name of the algorithm; see topkv plugins."),
     click.option("--backend", help="Name of the attention backend."),
@@ -130,7 +158,12 @@ def demo(stats: bool, as_json: bool, device: str | None, **options: Any) -> None
 
 
 @click.command("generate", short_help="Continue a prompt with a local model.")
-@click.option("--model", type=Path, required=True, help="Directory of a model and its tokenizer.")
+@click.option(
+    "--model",
+    type=ModelFolder(),
+    required=True,
+    help=f"Directory of a model and its tokenizer{NAMED}.",
+)
 @click.option("--prompt", help="The prompt itself.")
 @click.option(
     "--prompt-file", type=click.File(encoding="utf-8"), help="A file with the prompt; - for stdin."
@@ -139,12 +172,7 @@ def demo(stats: bool, as_json: bool, device: str | None, **options: Any) -> None
 @click.option(
     "--config", "config_file", type=Path, help="YAML or JSON; the options here beat what it says."
 )
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float16", "bfloat16", "float32"]),
-    default="auto",
-    help="Of weights and cache; auto is what the checkpoint has.",
-)
+@dtype_option
 @trust_option
 @stats_option
 @with_sparse_options

@@ -17,14 +17,13 @@ from topkv.config import SparseConfig
 from topkv.config.named import require_plugins
 from topkv.errors import CapabilityError, RequestError
 from topkv.plugins import registry
-from topkv_evaluation.loading import load_model, load_tokenizer
+from topkv_evaluation.loading import dtype_of, load_model, load_tokenizer
 from topkv_evaluation.measured import measured, settings_of, stats_of
 from topkv_transformers.engine import lower_for
 from topkv_transformers.session import AttachedModel
 from topkv_transformers.support import refusals
 
 PREFILL_CHUNK = 2048
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,7 @@ def load(job: Job) -> tuple[PreTrainedModel, Any]:
         CapabilityError: the model cannot be attached.
     """
     trust = job.trust_remote_code
-    dtype = DTYPES.get(job.dtype, "auto")
-    model = load_model(job.model, dtype=dtype, trust_remote_code=trust)
+    model = load_model(job.model, dtype=dtype_of(job.dtype), trust_remote_code=trust)
     model = model.to(job.device).eval()
     reasons = refusals(model)
     if reasons:

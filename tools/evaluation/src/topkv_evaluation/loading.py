@@ -17,6 +17,12 @@ CODE = (
     "read the code, and if you trust it pass --trust-remote-code"
 )
 
+
+def dtype_of(name: str) -> torch.dtype | str:
+    """The dtype of a name; "auto" stands for that of the checkpoint."""
+    return name if name == "auto" else getattr(torch, name)
+
+
 MOST = 8
 """Weights that a refusal names: those of a layer or so. The others are alike."""
 

@@ -11,18 +11,27 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from topkv.errors import ConfigError
-from topkv_evaluation.eval.tasks import Task, retrieval_task, sample_task, stops_of, text_task
+from topkv_evaluation.eval.tasks import (
+    Task,
+    retrieval_task,
+    sample_task,
+    stops_of,
+    text_task,
+    texts_task,
+)
 from topkv_evaluation.loading import load_tokenizer
 from topkv_evaluation.tasks import own, ruler
 from topkv_evaluation.tasks.documents import read_documents
 from topkv_evaluation.tasks.files import read_file
 from topkv_evaluation.tasks.prompts import Prompts
 from topkv_evaluation.tasks.splits import TUNING, seed_of
+from topkv_evaluation.tasks.texts import KINDS
 
 BYTES = 256
-FACTS, TEXT, RULER = "facts", "text", "ruler"
+FACTS, TEXT, TEXTS, RULER = "facts", "text", "texts", "ruler"
 KNOWN = (
-    "facts, text, ruler, ruler:NAME, ruler:qa_1:FILE, ruler:qa_2:FILE, near_keys, walk, or a file"
+    "facts, text, texts, texts:KIND, ruler, ruler:NAME, ruler:qa_1:FILE, ruler:qa_2:FILE, "
+    f"{', '.join(own.OWN)}, or a file"
 )
 
 
@@ -104,6 +113,9 @@ class Catalogue:
             return retrieval_task(length, self.questions, self.per_context, seed)
         if word == TEXT:
             return text_task(length, self.questions, self.prompts, self.seed, self.split)
+        if word.startswith(f"{TEXTS}:"):
+            kind = word.removeprefix(f"{TEXTS}:")
+            return texts_task(kind, length, self.questions, self.prompts, self.split)
         name, _, file = word.removeprefix(f"{RULER}:").partition(":")
         scoring = own.SCORINGS.get(word) or ruler.scoring_of(name)
         generator: ruler.Generator
@@ -133,16 +145,20 @@ class Catalogue:
             )
 
 
+SEVERAL = {
+    RULER: [f"{RULER}:{name}" for name in ruler.MADE],
+    TEXTS: [f"{TEXTS}:{kind}" for kind in KINDS],
+}
+"""Words that stand for several."""
+
+
 def _split(spec: str) -> list[str]:
-    """The words of one option; ``ruler`` is all eleven of its tasks that need no file."""
+    """The words of one option; ``ruler`` is all eleven of its tasks that need no file, ``texts``
+    is all kinds of texts."""
     words = [word for word in map(str.strip, spec.split(",")) if word]
     # A file may have a comma in its name.
     words = [spec] if Path(spec).is_file() else words
-    return [
-        each
-        for word in words
-        for each in ([f"{RULER}:{name}" for name in ruler.MADE] if word == RULER else [word])
-    ]
+    return [each for word in words for each in SEVERAL.get(word, [word])]
 
 
 def read_words(specs: Sequence[str]) -> list[str]:
@@ -160,14 +176,16 @@ def read_words(specs: Sequence[str]) -> list[str]:
 
 def has_length(word: str) -> bool:
     """Whether a task is made by length, and not read from a file."""
-    return word in (FACTS, TEXT, *own.OWN) or word.startswith(f"{RULER}:")
+    return word in (FACTS, TEXT, *own.OWN) or word.startswith((f"{RULER}:", f"{TEXTS}:"))
 
 
 def _wrong(word: str) -> str | None:
     """Why a word names no task; None if it does."""
     family, _, rest = word.partition(":")
-    if word in (FACTS, TEXT, *own.OWN) or (family == RULER and rest in ruler.MADE):
+    if word in (FACTS, TEXT, *own.OWN, *SEVERAL[TEXTS], *SEVERAL[RULER]):
         return None
+    if family == TEXTS:
+        return f"{word!r}: no such kind of text; expected {', '.join(KINDS)}"
     if family == RULER:
         name, _, file = rest.partition(":")
         if name in ruler.READ:

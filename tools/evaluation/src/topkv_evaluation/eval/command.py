@@ -22,6 +22,8 @@ from topkv.config.layers import show_ranges
 from topkv_evaluation.commands import (
     answering,
     device_or_default,
+    dtype_option,
+    model_option,
     quiet_transformers,
     stats_option,
     trust_option,
@@ -32,16 +34,16 @@ from topkv_evaluation.tasks.splits import MOST, STARTS, TUNING
 
 
 @click.command("eval", short_help="Compare algorithms by right answers and attention mass.")
-@click.option(
-    "--model", type=Path, help="Directory of a model; the checkpoint of this package by default."
-)
+@model_option
+@dtype_option
 @trust_option
 @click.option(
     "--tasks",
     "--task",
     multiple=True,
     show_default="facts for a model of bytes, such as that checkpoint, else ruler",
-    help="facts, text, near_keys, walk, ruler (all that needs no data set), ruler:NAME, "
+    help="facts, text, texts (all of texts:prose, :code, :tables and :dialogue, fetched once), "
+    "near_keys, walk, four_digits, lookup, copy, ruler (all that needs no data set), ruler:NAME, "
     "ruler:qa_1:FILE, or a file of questions: your own, RULER's or LongBench's; name,name or "
     "given again.",
 )

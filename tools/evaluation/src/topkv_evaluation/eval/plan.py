@@ -27,7 +27,7 @@ from topkv_evaluation.eval.choices import (
 )
 from topkv_evaluation.eval.runs import Advance
 from topkv_evaluation.eval.tasks import Task
-from topkv_evaluation.loading import load_model
+from topkv_evaluation.loading import dtype_of, load_model
 from topkv_evaluation.tasks.own import SWEPT
 from topkv_evaluation.tasks.splits import TUNING
 from topkv_transformers.support import refusals, shape_of
@@ -61,6 +61,7 @@ class Options:
     chat_template: bool = True
     scoring: str | None = None
     trust_remote_code: bool = False
+    dtype: str = "auto"
 
     @property
     def folder(self) -> Path:
@@ -164,7 +165,8 @@ def _check_words(options: Options) -> None:
 
 
 def _load(options: Options) -> PreTrainedModel:
-    model = load_model(options.folder, trust_remote_code=options.trust_remote_code)
+    trust = options.trust_remote_code
+    model = load_model(options.folder, dtype=dtype_of(options.dtype), trust_remote_code=trust)
     reasons = refusals(model)
     if reasons:
         raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)

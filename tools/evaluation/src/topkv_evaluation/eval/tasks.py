@@ -18,6 +18,7 @@ from topkv_evaluation.tasks.prompts import Prompts
 from topkv_evaluation.tasks.sample import Sample
 from topkv_evaluation.tasks.scoring import SCORINGS
 from topkv_evaluation.tasks.splits import STARTS, TUNING, seed_of
+from topkv_evaluation.tasks.texts import text_of, windows
 from topkv_evaluation.tasks.words import haystack
 
 SLACK = 2
@@ -200,14 +201,29 @@ def text_task(
             f"no text of {length} tokens can be made",
             [f"the haystack has too few tokens for the split {split}; ask for fewer"],
         )
-    starts = rng.choices(fit, k=questions)
+    return _continued(f"text, {length} tokens", tokens, rng.choices(fit, k=questions), length)
+
+
+def texts_task(kind: str, length: int, questions: int, prompts: Prompts, split: str) -> Task:
+    """Text of a kind to go on with, see ``tasks.texts``; otherwise as ``text_task``.
+
+    Raises:
+        ConfigError: the split has fewer tokens of that kind, or they cannot be fetched.
+    """
+    tokens = prompts.encode(text_of(kind))
+    starts = windows(len(tokens), length, TEXT_TOKENS + 1, questions, split)
+    return _continued(f"{kind}, {length} tokens", tokens, starts, length)
+
+
+def _continued(name: str, tokens: Sequence[int], starts: Sequence[int], length: int) -> Task:
+    """Windows of a text, behind each of which the next tokens are predicted."""
     asked = [
         Question(place, (tokens[start + length],), 0,
-                 reference=tokens[start + length + 1 :][:TEXT_TOKENS])
+                 reference=tuple(tokens[start + length + 1 :][:TEXT_TOKENS]))
         for place, start in enumerate(starts)
     ]  # fmt: skip
-    contexts = tuple(tokens[start : start + length] for start in starts)
-    return Task(f"text, {length} tokens", contexts, tuple(asked), lambda tokens: "")
+    contexts = tuple(tuple(tokens[start : start + length]) for start in starts)
+    return Task(name, contexts, tuple(asked), lambda tokens: "")
 
 
 def sample_task(

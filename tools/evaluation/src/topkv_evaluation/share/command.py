@@ -14,6 +14,7 @@ from topkv.errors import ConfigError
 from topkv_evaluation.commands import (
     answering,
     device_or_default,
+    model_option,
     quiet_transformers,
     trust_option,
     with_sparse_options,
@@ -23,9 +24,7 @@ DEFAULTS = {"algorithm": "quest", "backend": "triton_attention"}
 
 
 @click.command("share", short_help="Find which layers should share a selection.")
-@click.option(
-    "--model", type=Path, help="Directory of a model; the checkpoint of this package by default."
-)
+@model_option
 @trust_option
 @click.option(
     "--tasks",

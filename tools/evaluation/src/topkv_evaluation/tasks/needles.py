@@ -31,12 +31,13 @@ class Needles:
 
     Attributes:
         haystack: ``"noise"``, one sentence again and again; ``"text"``; or ``"needles"``, others.
-        key, value: ``"words"``, ``"numbers"`` of seven digits or ``"uuids"``.
+        key, value: ``"words"``, ``"numbers"`` or ``"uuids"``.
         keys: needles with a key of their own.
         values: needles of each key; all are asked for.
         queries: keys that are asked for at once.
         depth: where the asked one stands, in percent of the haystack, if one is asked for; None
             for RULER's draw.
+        digits: of a number; RULER's have seven.
     """
 
     haystack: str
@@ -46,6 +47,7 @@ class Needles:
     values: int = 1
     queries: int = 1
     depth: int | None = None
+    digits: int = 7
 
     def at(self, depth: int) -> Needles:
         """The same with the asked needle at a depth."""
@@ -71,9 +73,9 @@ class Needles:
         return [fitted(make, count, length, size, step, least) for _ in range(samples)]
 
 
-def _draw(kind: str, rng: random.Random) -> str:
+def _draw(kind: str, rng: random.Random, digits: int) -> str:
     if kind == "numbers":
-        return str(rng.randint(10**6, 10**7 - 1))
+        return str(rng.randint(10 ** (digits - 1), 10**digits - 1))
     if kind == "words":
         return rng.choice(compounds())
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
@@ -84,8 +86,8 @@ def _sample(what: Needles, size: int, rng: random.Random, seed: int) -> Sample:
     values: list[list[str]] = []
     needles: list[str] = []
     for _ in range(max(what.keys, what.queries)):
-        keys.append(_draw(what.key, rng))
-        values.append([_draw(what.value, rng) for _ in range(what.values)])
+        keys.append(_draw(what.key, rng, what.digits))
+        values.append([_draw(what.value, rng, what.digits) for _ in range(what.values)])
         needles += [_needle(what, keys[-1], value) for value in values[-1]]
     first = needles[0]
     random.Random(seed).shuffle(needles)
@@ -140,7 +142,9 @@ def _pieces(what: Needles, size: int, rng: random.Random) -> list[str]:
         return haystack(size)
     if what.haystack == "noise":
         return [NOISE] * size
-    return [_needle(what, _draw(what.key, rng), _draw(what.value, rng)) for _ in range(size)]
+    keys = ((_draw(what.key, rng, what.digits), _draw(what.value, rng, what.digits))
+            for _ in range(size))  # fmt: skip
+    return [_needle(what, key, value) for key, value in keys]
 
 
 def _swept(what: Needles, asked: str, others: list[str], size: int, rng: random.Random) -> str:

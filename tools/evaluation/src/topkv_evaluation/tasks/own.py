@@ -6,13 +6,26 @@ from collections.abc import Mapping
 
 from topkv_evaluation.tasks.near_keys import NearKeys
 from topkv_evaluation.tasks.needles import Needles
+from topkv_evaluation.tasks.plain import Copy, Lookup
 from topkv_evaluation.tasks.ruler import MADE, Generator
 from topkv_evaluation.tasks.walk import Walk
 
-OWN: Mapping[str, Generator] = {"near_keys": NearKeys(), "walk": Walk()}
+OWN: Mapping[str, Generator] = {
+    "near_keys": NearKeys(),
+    "walk": Walk(),
+    "four_digits": Needles("text", digits=4),
+    "lookup": Lookup(),
+    "copy": Copy(),
+}
 """By the word of ``--tasks``."""
 
-SCORINGS: Mapping[str, str] = {"near_keys": "all", "walk": "order"}
+SCORINGS: Mapping[str, str] = {
+    "near_keys": "all",
+    "walk": "order",
+    "four_digits": "all",
+    "lookup": "starts",
+    "copy": "order",
+}
 
 SWEPT: Mapping[str, Needles | NearKeys] = {
     **{
@@ -21,10 +34,12 @@ SWEPT: Mapping[str, Needles | NearKeys] = {
         if isinstance(task, Needles) and task.values * task.queries == 1
     },
     "near_keys": OWN["near_keys"],  # type: ignore[dict-item]
+    "four_digits": OWN["four_digits"],  # type: ignore[dict-item]
 }
 """Those that ask for one needle, which can stand at a depth that is asked for."""
 
 ONCE = frozenset(
-    {f"ruler:{name}" for name, task in MADE.items() if isinstance(task, Needles)} | {"near_keys"}
+    {f"ruler:{name}" for name, task in MADE.items() if isinstance(task, Needles)}
+    | {"near_keys", "four_digits", "lookup"}
 )
 """Those of whose answers each stands in the prompt once: what holds it cannot be elsewhere."""
