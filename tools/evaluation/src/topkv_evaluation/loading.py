@@ -18,8 +18,12 @@ CODE = (
 )
 
 
+DTYPES = ("auto", "float16", "bfloat16", "float32")
+"""Names of dtypes; auto is that of the checkpoint."""
+
+
 def dtype_of(name: str) -> torch.dtype | str:
-    """The dtype of a name; "auto" stands for that of the checkpoint."""
+    """The dtype of a name, or "auto" for Transformers to look it up."""
     return name if name == "auto" else getattr(torch, name)
 
 

@@ -24,8 +24,7 @@ from topkv.errors import CapabilityError, ConfigError
 from topkv.plugins import registry
 from topkv_evaluation.commands import device_or_default
 from topkv_evaluation.eval.choices import read_dense_layers
-from topkv_evaluation.generate import DTYPES
-from topkv_evaluation.loading import load_model, load_tokenizer
+from topkv_evaluation.loading import DTYPES, dtype_of, load_model, load_tokenizer
 from topkv_lm_eval.decoder import Asked, Decoder
 from topkv_transformers.support import refusals, shape_of
 
@@ -86,7 +85,7 @@ class TopkvLM(TemplateLM):
         settings = {**written, **{name: v for name, v in given.items() if v is not None}}
         trust = {"trust_remote_code": trust_remote_code}
         require_plugins(SparseConfig(**settings), registry())
-        model = load_model(Path(pretrained), dtype=DTYPES.get(dtype, "auto"), **trust)
+        model = load_model(Path(pretrained), dtype=dtype_of(dtype), **trust)
         reasons = refusals(model)
         if reasons:
             raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)
@@ -265,8 +264,8 @@ def _checked(question: str | int, batch_size: int | str, dtype: str) -> tuple[st
     batch = 1 if batch_size == "auto" else int(batch_size) if str(batch_size).isdigit() else 0
     if batch < 1:
         reasons.append(f"batch_size: expected a number of 1 or more, got {batch_size!r}")
-    if dtype not in ("auto", *DTYPES):
-        reasons.append(f"dtype: expected auto or one of {', '.join(DTYPES)}, got {dtype!r}")
+    if dtype not in DTYPES:
+        reasons.append(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     if reasons:
         raise ConfigError("--model_args of topkv are refused", reasons)
     return question, batch
