@@ -17,7 +17,7 @@ DOCS := build/docs
 # What the interpreter launches is handed to the compiler for a GPU too, which needs none.
 INTERPRET := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --compile-for 90
 
-.PHONY: all test test-slow test-models test-oldest newest test-nightly test-gpu test-vllm demo docs lint types check isolation newcomer dist format clean
+.PHONY: all test test-slow test-models test-commit test-oldest newest test-nightly test-gpu test-vllm demo docs lint types check isolation newcomer dist format clean
 
 all: check
 
@@ -48,6 +48,10 @@ test-slow: $(VENV)/.installed
 # Every model class that is served, beside its stock model.
 test-models: $(VENV)/.installed
 	$(INTERPRET) --dist load -m 'not gpu and models' plugins/transformers $(ARGS)
+
+# These three in one run, which collects once and keeps both cores busy to the end.
+test-commit: $(VENV)/.installed
+	$(INTERPRET) --dist worksteal -m 'not gpu and not nightly' $(ARGS)
 
 # The engine of Transformers with the oldest version that it takes, laid over the environment of the tests, and
 # adapters of PEFT, whose newest release that version takes.

@@ -35,8 +35,16 @@ PARAMS = {
 }
 
 
-MARKS = {"gpu": ("gpu",), "interpret": ("slow",)}
+MARKS = {"gpu": "gpu", "interpret": "nightly"}
 """Of the tiers; a cell that is interpreted takes seconds, and the kits run the same kernels."""
+
+
+def marks_of(cell, tier_name):
+    """The marks of a cell on a tier; of those that are interpreted Quest's run at each commit."""
+    mark = MARKS.get(tier_name)
+    if mark == "nightly" and cell.algorithm == "quest":
+        mark = "slow"
+    return [getattr(pytest.mark, mark)] if mark else []
 
 
 def supported():
@@ -45,7 +53,7 @@ def supported():
     for cell in CELLS:
         for name in cell.tiers:
             missing = tier(name).missing
-            marks = [getattr(pytest.mark, mark) for mark in MARKS.get(name, ())]
+            marks = marks_of(cell, name)
             if missing:
                 marks.append(pytest.mark.skip(reason=f"tier {name!r}: {missing}"))
             what = (cell.algorithm, cell.backend, cell.attention, cell.scope, str(cell.unit))

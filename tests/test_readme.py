@@ -54,6 +54,7 @@ def passed(algorithm, tests, folder):
     return int(re.search(r"(\d+) passed", done.stdout)[1])
 
 
+@pytest.mark.slow
 def test_the_suite_of_a_plugin_runs(tmp_path):
     assert passed("streaming_llm", "cpu and well_formed", tmp_path) == 1
 

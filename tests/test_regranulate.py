@@ -31,7 +31,7 @@ def cases():
             if on.missing:
                 marks.append(pytest.mark.skip(reason=f"tier {on.name!r}: {on.missing}"))
             if (on.name, cell.unit) == ("interpret", 64):
-                marks.append(pytest.mark.slow)
+                marks.append(pytest.mark.nightly)
             what = (cell.algorithm, cell.backend, cell.scope, str(cell.unit), on.name)
             found.append(pytest.param(cell, on, id="-".join(what), marks=marks))
     return found

@@ -133,6 +133,7 @@ def one_of_each():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cell", "params"), one_of_each())
 def test_every_algorithm_selects_by_it(cell, params, registry, monkeypatch):
     """In prompts and in steps, and the core's own kernels are left alone."""

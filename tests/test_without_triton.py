@@ -100,6 +100,7 @@ def test_a_package_declares_triton_where_nothing_of_it_runs_without(factories):
         assert bool(declared) == lacks, f"{package.name} must ask for topkv[triton]: {lacks}"
 
 
+@pytest.mark.slow
 def test_the_commands_say_that_triton_is_missing():
     assert "quest" in run(COMMAND, "plugins").stdout
     state = json.loads(run(COMMAND, "doctor", "--json").stdout)["triton"]
@@ -108,7 +109,7 @@ def test_the_commands_say_that_triton_is_missing():
     assert "needs triton" in refused
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_demo_runs():
     shown = run(COMMAND, "demo", "--tokens", "4096", "--json").stdout
     assert json.loads(shown)["correct"] is True

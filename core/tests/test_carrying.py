@@ -110,7 +110,14 @@ def on_tier(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TIERS)
-@pytest.mark.parametrize("options", [{}, {"buffer": 6}, {"stall_times": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"buffer": 6}, marks=pytest.mark.nightly),
+        pytest.param({"stall_times": True}, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_step_attends_to_what_the_one_before_selected(name, options):
     compared(on_tier(name), **options)
 

@@ -134,7 +134,10 @@ def test_a_module_that_turns_the_interpreter_on_is_told(tmp_path, monkeypatch):
         compiler.close()
 
 
-@pytest.mark.parametrize(("options", "code"), [([], 0), (["--compile-for", "90"], 1)])
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [([], 0), pytest.param(["--compile-for", "90"], 1, marks=pytest.mark.slow)],
+)
 def test_a_test_whose_kernel_does_not_compile_fails(tmp_path, options, code):
     (tmp_path / "kernels.py").write_text(KERNELS)
     (tmp_path / "test_it.py").write_text(TEST)

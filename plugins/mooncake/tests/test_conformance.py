@@ -27,7 +27,7 @@ class TestMooncake(StorageTests):
         return StorageOptions(params, reopens=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestOwnMemory(StorageTests):
     """Objects lie in this process, as long as the storage is open."""
 

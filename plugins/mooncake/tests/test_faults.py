@@ -256,7 +256,7 @@ def test_a_client_in_doubt_is_replaced_and_nobody_notices(shared, monkeypatch):
     storage.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # a minute, most of it spent waiting
 def test_nothing_is_written_once_a_call_has_returned(make_cluster):
     """A holder is suspended in the middle of a transfer, and wakes when the call is over."""
     cluster, count, size = make_cluster(), 48, 8 << 20

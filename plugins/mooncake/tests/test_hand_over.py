@@ -32,6 +32,7 @@ def begun():
     here.close()
 
 
+@pytest.mark.nightly
 def test_another_process_goes_on_to_the_bit(shared, begun):
     here, slot = begun
     params = {**shared.params, "namespace": "handed"}

@@ -35,6 +35,7 @@ def equal(ours, expected):
     torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
+@pytest.mark.nightly
 def test_another_process_decodes_from_what_the_first_has_stored(shared):
     params = {**shared.params, "namespace": "processes"}
     expected = plain()
@@ -51,6 +52,7 @@ def test_another_process_decodes_from_what_the_first_has_stored(shared):
     here.close()
 
 
+@pytest.mark.nightly
 def test_writers_that_are_killed_leave_whole_pages_or_none(shared):
     params = {**shared.params, "namespace": "killed"}
     storage, draw, whole = made(params), random.Random(1), 0

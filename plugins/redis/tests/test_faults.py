@@ -179,7 +179,7 @@ def test_calls_that_bring_less_than_they_should(shared, monkeypatch, most):
     storage.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_writers_that_are_killed_leave_whole_pages_or_none(shared):
     params = {**shared.params, "namespace": "killed"}
     storage, draw, whole = made(params), random.Random(1), 0

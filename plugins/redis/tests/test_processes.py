@@ -43,6 +43,7 @@ def equal(ours, expected):
     torch.testing.assert_close(torch.as_tensor(ours), expected, rtol=0, atol=0)
 
 
+@pytest.mark.nightly
 def test_another_process_decodes_from_what_the_first_has_stored(shared):
     params = {**shared.params, "namespace": "processes"}
     expected = plain()

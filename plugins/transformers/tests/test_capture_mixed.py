@@ -42,7 +42,10 @@ def turn(model, cache, ids, mask, steps):
 
 
 @pytest.mark.parametrize("pads", [(0,), (0, 21, 1)], ids=["single", "padded"])
-@pytest.mark.parametrize("tokens", [5, 40], ids=["filling", "full"])
+@pytest.mark.parametrize(
+    "tokens",
+    [pytest.param(5, id="filling"), pytest.param(40, id="full", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", names_of("windows", "sinks", "softcap", "states"))
 def test_replayed_steps_are_those_of_python(tiny, recording, name, tokens, pads):
     """A prompt that fills no window is decoded by Python until all are full, in each row."""

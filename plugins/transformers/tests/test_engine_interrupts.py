@@ -99,7 +99,9 @@ class Talk:
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt, pytest.param(RuntimeError, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("action", "call"), PAIRS)
 def test_a_cut_call_leaves_nothing_behind(tiny, action, call, error, late):
     model, prompt = tiny.model(), tiny.prompt(20, (0, 4))

@@ -49,7 +49,7 @@ def turn(model, cache, ids, mask, steps):
     return output.sequences, mask, torch.stack(output.logits, 1)
 
 
-@pytest.mark.parametrize("steps", [1, 21])
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 21])
 @pytest.mark.parametrize("host_format", ["model", "fp8"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_it_goes_on_to_the_bit(tiny, tmp_path, algorithm, host_format, steps):
@@ -122,7 +122,12 @@ def suspended(tiny, place, model=None, **changes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "algorithm"), [("folder", "quest"), ("storage", "quest"), ("storage", "clusterkv")]
+    ("kind", "algorithm"),
+    [
+        ("folder", "quest"),
+        pytest.param("storage", "quest", marks=pytest.mark.nightly),
+        pytest.param("storage", "clusterkv", marks=pytest.mark.nightly),
+    ],
 )
 def test_another_process_goes_on(tiny, tmp_path, kind, algorithm):
     tiny.model().save_pretrained(tmp_path / "model")

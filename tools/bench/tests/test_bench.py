@@ -288,6 +288,7 @@ def test_a_cell_without_memory_is_a_row(monkeypatch):
         list(runs.Bench(options(contestants=("dense",))).run())
 
 
+@pytest.mark.slow
 def test_a_cell_leaves_the_model_as_it_was(monkeypatch):
     bench = runs.Bench(options(profiled=1, requests=(1,), contexts=(256, 512)))
     before = bench.model.__dict__.get("generate")
@@ -295,12 +296,11 @@ def test_a_cell_leaves_the_model_as_it_was(monkeypatch):
     def full(self, cache):
         raise HostMemoryError("no page is left")
 
-    held = Topkv.held
-    monkeypatch.setattr(Topkv, "held", full)
-    (first, _) = bench.run()
+    with monkeypatch.context() as patch:
+        patch.setattr(Topkv, "held", full)
+        (first, _) = bench.run()
     assert (first["status"], first["reason"]) == ("out of memory", "no page is left")
     assert bench.model.__dict__.get("generate") is before
-    monkeypatch.setattr(Topkv, "held", held)
     assert [row["status"] for row in bench.run()] == ["ok", "ok"]
 
 

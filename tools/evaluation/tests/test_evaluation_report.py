@@ -204,7 +204,8 @@ def test_files_are_asked(folder, tmp_path):
     ("tasks", "words"),
     [("ruler:niah", ["'ruler:niah': RULER has no such task", "niah_single_1", "qa_2"]),
      ("ruler:qa_1", ["name the file of SQuAD"]), ("absent", ["'absent': no such file"]),
-     ("ruler:nope,absent", ["'ruler:nope'", "'absent'"]), ("", ["expected facts, text, ruler"]),
+     ("ruler:nope,absent", ["'ruler:nope'", "'absent'"]),
+     ("", ["expected facts, text, texts, texts:KIND, ruler"]),
      ("facts", ["the model has 600"])],
 )  # fmt: skip
 def test_words_that_name_no_task(folder, tasks, words):

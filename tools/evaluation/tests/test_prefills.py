@@ -67,14 +67,25 @@ def measured(rows):
     return [{name: row[name] for name in row if name not in TIMES} for row in rows]
 
 
-@pytest.mark.slow
-def test_rows_are_those_of_contexts_that_are_read_anew(model, task, forwards, monkeypatch):
-    """Every algorithm, bit for bit: answers, masses, logits, hits and bytes."""
-    shared = rows_of(model, task, CHOICES)
+@pytest.mark.parametrize(
+    "choices",
+    [
+        pytest.param(
+            "pqcache,rocketkv,quest:share=FSS,unit=32,stages=top_p", marks=[pytest.mark.slow]
+        ),
+        pytest.param(CHOICES, marks=[pytest.mark.nightly], id="every algorithm"),
+    ],
+)
+def test_rows_are_those_of_contexts_that_are_read_anew(
+    model, task, forwards, monkeypatch, choices
+):
+    """Bit for bit: answers, masses, logits, hits and bytes."""
+    shared = rows_of(model, task, choices)
     assert forwards == [*task.contexts]
-    anew = rows_of(model, task, CHOICES, 0, monkeypatch)
+    anew = rows_of(model, task, choices, 0, monkeypatch)
     assert [row["refused"] for row in anew if "refused" in row] == []
-    assert len(forwards) == 2 + 2 * len(anew) == 2 + 2 * 11
+    assert len(forwards) == 2 + 2 * len(anew)
+    assert len(anew) == (11 if choices == CHOICES else 4)
     assert measured(shared) == measured(anew)
 
 
@@ -85,6 +96,7 @@ def test_a_context_is_read_once_for_all_cells(model, task, forwards, monkeypatch
     assert measured(shared) == measured(anew)
 
 
+@pytest.mark.slow
 def test_what_changes_a_prefill_is_read_anew(model, task, forwards):
     """Keys and values that are rounded when they come give later layers other ones."""
     rows_of(model, task, "quest,quest:host_format=fp8")

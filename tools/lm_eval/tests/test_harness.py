@@ -204,7 +204,7 @@ def test_long_prompts_lose_their_beginning(folder):
     assert model.tokenizer.decode(context).endswith("The first line.")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_knows_the_model(folder, tasks, tmp_path):
     command = [sys.executable, "-m", "topkv_lm_eval", "run", "--model", "topkv"]
     command += ["--model_args", through(folder), "--tasks", "chosen", "--device", "cpu"]
