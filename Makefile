@@ -61,7 +61,8 @@ OLD := build/transformers-$(OLDEST)
 $(OLD)/.installed: $(VENV)/.installed plugins/transformers/pyproject.toml
 	rm -rf $(OLD)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --target $(OLD) 'transformers==$(OLDEST).*'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --target $(OLD) --no-deps peft accelerate psutil
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --target $(OLD) --no-deps \
+	    -c constraints.txt peft accelerate psutil
 	touch $@
 
 test-oldest: $(OLD)/.installed

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pytest
 
+from conftest import KERNELS
 from tests.mutants import (
     algorithm_signs,
     algorithms,
@@ -39,7 +40,13 @@ from tests.mutants import (
     topks,
     transfers,
 )
+from topkv.testing.algorithms import AlgorithmTests
+from topkv.testing.backends import BackendTests
+from topkv.testing.stages import StageTests
 from topkv.testing.tiers import tier
+from topkv.testing.topks import TopKTests
+
+KITS = (AlgorithmTests, BackendTests, StageTests, TopKTests)
 
 MUTANTS = [
     *algorithm_signs.MUTANTS,
@@ -101,6 +108,14 @@ def test_a_mutant_is_caught_and_its_twin_passes(mutant, tier_name, record_proper
     assert failure, f"{mutant.name} survived on tier {tier_name!r}"
     record_property("failure", failure)
     print(f"{tier_name}: {mutant.name}: {failure}")
+
+
+def test_planted_errors_of_kernels_show_in_tests_that_a_commit_interprets():
+    """Of suites that Triton interprets, see ``conftest.KERNELS``."""
+    kits = {each for kit in KITS for each in dir(kit) if each.startswith("test")}
+    seen = {getattr(m, "test", None) for m in MUTANTS if m.tiers[0] == "interpret"} & kits
+    assert len(seen) > 10
+    assert [name for name in sorted(seen) if not any(part in name for part in KERNELS)] == []
 
 
 def test_there_are_enough_of_them():

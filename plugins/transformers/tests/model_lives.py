@@ -41,7 +41,7 @@ KINDS = {
     "values of every kind": (adapted.adapted, adapted.change, adapted.CHANGES),
     "adapters of PEFT": (loras.with_loras, loras.change, loras.LORA_CHANGES),
 }
-"""What makes a model of each kind out of a plain one, and what changes it."""
+"""A kind makes a model out of a plain one, and changes it by name and number."""
 
 
 def lives_of(kind, processes=False):

@@ -32,7 +32,7 @@ TOP = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-"""The same of what belongs to no layer."""
+"""Names of Transformers by those of GGUF, of tensors outside of layers."""
 
 CONTROL = 3
 """Type of tokens such as the end of a text, in ``tokenizer.ggml.token_type``."""
