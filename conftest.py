@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.selection import is_interpreted, is_later, is_nightly
+
 # Triton reads the variable when it is imported, so this stands before any test module loads.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -59,10 +61,12 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     quicken_the_interpreter()
     spare_the_interpreter_checks()
 
-# `derandomize` is stated everywhere: where it is left out, Hypothesis takes it from the profile
-# that it loads by itself, which is another one where the environment says `CI`.
+# `derandomize` and `max_examples` are stated everywhere: where one is left out, Hypothesis takes
+# it from the profile that is loaded, which is another one where the environment says `CI`.
 _SLOW = [HealthCheck.too_slow]
-settings.register_profile("default", deadline=None, suppress_health_check=_SLOW, derandomize=False)
+settings.register_profile(
+    "default", deadline=None, suppress_health_check=_SLOW, derandomize=False, max_examples=100
+)
 # A commit draws 32 examples of each property, a mutant 100, a night 1000.
 settings.register_profile(
     "ci", deadline=None, suppress_health_check=_SLOW, derandomize=True, database=None,
@@ -74,43 +78,6 @@ settings.register_profile(
     "nightly", settings.get_profile("default"), max_examples=1000, print_blob=True
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
-
-
-SOONER = ("plugins/quest/", "plugins/triton_attention/")
-"""Plugins whose conformance suites ``make test`` interprets: one of either kind. What else of
-plugins and examples Triton interprets is left to ``make test-slow``."""
-
-LATER = ("test_stored_sessions", "test_engine_pages", "test_host_format", "test_sticky")
-"""Tests of the core whose interpreted cells are left to it too."""
-
-KERNELS = (
-    "kernels", "long_", "hot_hooks", "reads_nothing", "decode_builds", "slots_and_host_pages",
-    "ids_are_well_formed", "rows_do_not_see", "length_edges", "what_is_left", "of_equal",
-    "worth", "share_p", "attends", "float64", "oracle", "reused_slot",
-)  # fmt: skip
-"""Parts of the names of the tests by which interpreted kernels of a plugin are compared with its
-reference or a formula, of whole suites: planted errors of kernels show in these. The rest of a
-suite says what a reference says too; a night and a GPU run it on kernels."""
-
-
-def is_interpreted(item: pytest.Item) -> bool:
-    """True if Triton interprets what a test calls."""
-    cell = item.nodeid.rpartition("[")[2]
-    return "triton-cpu" in cell or "interpret" in cell
-
-
-def is_later(item: pytest.Item) -> bool:
-    """True if a test is interpreted and ``make test`` leaves it to the slow ones."""
-    if item.nodeid.startswith("core/"):
-        return any(name in item.nodeid for name in LATER)
-    sooner = item.nodeid.startswith(SOONER) and "test_conformance" in item.nodeid
-    return item.nodeid.startswith(("plugins/", "examples/")) and not sooner
-
-
-def is_nightly(item: pytest.Item) -> bool:
-    """True if it is of a suite whose other tests show what kernels do."""
-    name = item.nodeid.rpartition("::")[2].partition("[")[0]
-    return "test_conformance" in item.nodeid and not any(part in name for part in KERNELS)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what has another mark

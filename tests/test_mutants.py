@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import pytest
 
-from conftest import KERNELS
 from tests.mutants import (
     algorithm_signs,
     algorithms,
@@ -40,6 +39,7 @@ from tests.mutants import (
     topks,
     transfers,
 )
+from tests.selection import KERNELS
 from topkv.testing.algorithms import AlgorithmTests
 from topkv.testing.backends import BackendTests
 from topkv.testing.stages import StageTests
@@ -111,7 +111,7 @@ def test_a_mutant_is_caught_and_its_twin_passes(mutant, tier_name, record_proper
 
 
 def test_planted_errors_of_kernels_show_in_tests_that_a_commit_interprets():
-    """Of suites that Triton interprets, see ``conftest.KERNELS``."""
+    """Of suites that Triton interprets, see ``tests.selection.KERNELS``."""
     kits = {each for kit in KITS for each in dir(kit) if each.startswith("test")}
     seen = {getattr(m, "test", None) for m in MUTANTS if m.tiers[0] == "interpret"} & kits
     assert len(seen) > 10
