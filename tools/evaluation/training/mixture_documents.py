@@ -244,7 +244,7 @@ def _other(facts: Sequence[str], chosen: Sequence[str]) -> int:
 def _drawn(kind: str, rng: random.Random) -> str:
     if kind == "words":
         return rng.choice(compounds())
-    return needles._draw(kind, rng)
+    return needles.drawn(kind, rng)
 
 
 def _pieces(rng: random.Random, hay: str, spare: int, kinds: tuple[str, str]) -> list[str]:

@@ -73,7 +73,8 @@ class Needles:
         return [fitted(make, count, length, size, step, least) for _ in range(samples)]
 
 
-def _draw(kind: str, rng: random.Random, digits: int) -> str:
+def drawn(kind: str, rng: random.Random, digits: int = 7) -> str:
+    """A key or a value; ``digits`` are those of a number."""
     if kind == "numbers":
         return str(rng.randint(10 ** (digits - 1), 10**digits - 1))
     if kind == "words":
@@ -86,8 +87,8 @@ def _sample(what: Needles, size: int, rng: random.Random, seed: int) -> Sample:
     values: list[list[str]] = []
     needles: list[str] = []
     for _ in range(max(what.keys, what.queries)):
-        keys.append(_draw(what.key, rng, what.digits))
-        values.append([_draw(what.value, rng, what.digits) for _ in range(what.values)])
+        keys.append(drawn(what.key, rng, what.digits))
+        values.append([drawn(what.value, rng, what.digits) for _ in range(what.values)])
         needles += [_needle(what, keys[-1], value) for value in values[-1]]
     first = needles[0]
     random.Random(seed).shuffle(needles)
@@ -142,7 +143,7 @@ def _pieces(what: Needles, size: int, rng: random.Random) -> list[str]:
         return haystack(size)
     if what.haystack == "noise":
         return [NOISE] * size
-    keys = ((_draw(what.key, rng, what.digits), _draw(what.value, rng, what.digits))
+    keys = ((drawn(what.key, rng, what.digits), drawn(what.value, rng, what.digits))
             for _ in range(size))  # fmt: skip
     return [_needle(what, key, value) for key, value in keys]
 
