@@ -27,6 +27,7 @@ SET += ("topkv-triton-attention", "topkv-snapkv", "topkv-clusterkv", "topkv-doub
 SET += ("topkv-pariskv", "topkv-pqcache", "topkv-rocketkv", "topkv-streaming-llm")
 SET += ("topkv-triton-topk", "topkv-trained-gate", "topkv-deepseek-dsa", "topkv-files")
 TESTS = ("plugins/transformers/tests", "tests/test_kernels.py")
+KEPT = ("PATH", "HOME", "SSL_CERT_FILE", "PIP_CERT", "REQUESTS_CA_BUNDLE")
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "matplotlib")
 
 
@@ -38,10 +39,9 @@ def needed() -> list[str]:
 
 
 def clean() -> dict[str, str]:
-    """Variables of a process in which nothing of this machine's pip configuration stands."""
-    kept = {
-        name: os.environ[name] for name in ("PATH", "HOME", "SSL_CERT_FILE") if name in os.environ
-    }
+    """Variables of a process in which nothing of this machine's pip configuration stands, but for
+    certificates, without which some networks let nothing through."""
+    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     return {**kept, "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
