@@ -34,8 +34,10 @@ def alone(arguments, prompts, **environment):
         env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **environment},
         capture_output=True,
         text=True,
-        check=True,
     )
+    if "grouped-gemm kernel cannot be used" in result.stderr:
+        pytest.skip("stock vLLM's own kernels of experts refuse float32 on this CPU")
+    assert result.returncode == 0, result.stderr[-4000:]
     *log, last = result.stdout.splitlines()
     return *json.loads(last), [*log, *result.stderr.splitlines()]
 
