@@ -1,9 +1,12 @@
-"""A package index of this test alone, for what evaluation fetches."""
+"""A package index of one test alone, for what evaluation fetches; and scripts as modules."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +38,19 @@ class Index:
     def path(self, name):
         """The file of a wheel."""
         return self.folder / f"{name}-1.0-py3-none-any.whl"
+
+
+@pytest.fixture(scope="module")
+def script(request):
+    """The script that a test module is about, ``scripts/SCRIPT.py``, as a module."""
+    name = request.module.SCRIPT
+    path = Path(__file__).parents[1] / "scripts" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # a dataclass looks for its module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[name]
 
 
 @pytest.fixture

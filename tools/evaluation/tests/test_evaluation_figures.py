@@ -69,7 +69,7 @@ def test_algorithms_and_their_parameters():
     assert (exact.label, exact.name, exact.params) == (
         "exact",
         "double_sparsity",
-        {"channels": 64},
+        {"channels": 64, "label": "bf16"},
     )
     assert (double.label, double.params) == ("ds", {"label": "int4", "channels": 8})
     assert (double.name, double.unit) == ("double_sparsity", 1)

@@ -6,11 +6,9 @@ what it is told to, so that rows can be compared with what is computed by hand.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -23,15 +21,7 @@ from topkv_evaluation.eval.forced import Forced
 from topkv_evaluation.eval.results import read_rows
 from topkv_evaluation.eval.tasks import retrieval_task
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "kvpress_rows.py"
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("kvpress_rows", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+SCRIPT = "kvpress_rows"
 
 
 @dataclass
