@@ -26,6 +26,7 @@ SET = ("topkv", "topkv-cli", "topkv-evaluation", "topkv-transformers", "topkv-qu
 SET += ("topkv-triton-attention", "topkv-snapkv", "topkv-clusterkv", "topkv-double-sparsity")
 SET += ("topkv-pariskv", "topkv-pqcache", "topkv-rocketkv", "topkv-streaming-llm")
 SET += ("topkv-triton-topk", "topkv-trained-gate", "topkv-deepseek-dsa", "topkv-files")
+SET += ("topkv-keydiff",)
 TESTS = ("plugins/transformers/tests", "tests/test_kernels.py")
 KEPT = ("PATH", "HOME", "SSL_CERT_FILE", "PIP_CERT", "REQUESTS_CA_BUNDLE")
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "matplotlib")
