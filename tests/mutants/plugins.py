@@ -117,6 +117,8 @@ SHARES = (residual_estimate, "many_shares_and_many_ids")
 COPIES = (top_p_keys, "kernels_write_what_the_reference_writes")
 AGREES = (sparsity_selection, "selection_agrees_with_float64")
 BF16 = {"label": "bf16", "dtype": torch.bfloat16, "kv_heads": 4, "group": 4, "channels": 8}
+PACKED = {"label": "int4", "dtype": torch.float16, "kv_heads": 3, "group": 1, "channels": 16}
+BIASED = "a_large_bias_of_a_channel_costs_4_bit_labels_hardly_anything"
 WHOLE = (clusterkv_selection, "whole_clusters_by_falling_score_and_only_the_last_is_cut")
 STORED = (clusterkv_selection, "stored_clusters_are_permutations_in_order")
 KEPT = (test_votes, "what_is_kept_is_the_best_and_the_window")
@@ -145,6 +147,9 @@ MUTANTS = [
         dtype=torch.bfloat16,
         channels=5,
     ),
+    of_sparse(sparsity.SharesTheScale, sparsity_selection, BIASED),
+    of_sparse(sparsity.ForgetsTheDivisor, *AGREES, **PACKED),
+    of_sparse(sparsity.KernelForgetsTheDivisor, *AGREES, ("interpret",), **PACKED),
     of_sparse(
         sparsity.ForgetsSinks,
         sparsity_properties,

@@ -76,6 +76,31 @@ class CutsCodesOff(DoubleSparsity):
         layer.pools["labels"][at] = codes[..., :half] | high << 4
 
 
+class SharesTheScale(DoubleSparsity):
+    """Codes channels with a large bias like all others, which then share its scale."""
+
+    @hookimpl
+    def construct(self, layer, slot, start, k, v, q, lse):
+        large, reference.LARGE = reference.LARGE, float("inf")
+        try:
+            super().construct(layer, slot, start, k, v, q, lse)
+        finally:
+            reference.LARGE = large
+
+
+class ForgetsTheDivisor(DoubleSparsity):
+    """Queries meet large channels of 4-bit labels as they were divided."""
+
+    @hookimpl
+    def retrieve_topk(self, layer, q, weights, ids):
+        own = self.ranges
+        self.ranges = lambda layer: own(layer) * 0 + 1
+        try:
+            super().retrieve_topk(layer, q, weights, ids)
+        finally:
+            del self.ranges
+
+
 class ForgetsSinks(DoubleSparsity):
     """Scores the sinks like all other tokens."""
 
@@ -108,6 +133,14 @@ class HeadsOfNeighbours(DoubleSparsity):
             super().retrieve_topk(layer, q, weights, ids)
         finally:
             del self.channels
+
+
+class KernelForgetsTheDivisor(DoubleSparsityTriton):
+    """The score kernels read divisors of 1."""
+
+    def score(self, layer, q):
+        channels, ranges = self._looked_at(layer)
+        return self.launcher.score(layer, channels, torch.ones_like(ranges), q)
 
 
 class KernelNaturalBase(DoubleSparsityTriton):

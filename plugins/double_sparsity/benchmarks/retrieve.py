@@ -55,6 +55,8 @@ def random_pool(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     if dtype is torch.int32:
         order = torch.stack([torch.randperm(DIM) for _ in range(shape[0] * shape[1])])
         return order[:, : shape[2]].sort(-1).values.view(shape).to(**INTS)
+    if dtype is torch.float32:
+        return torch.ones(shape, device="cuda")  # ranges
     return torch.randn(shape, device="cuda", dtype=dtype)
 
 
@@ -103,9 +105,7 @@ def measure(
     ids = torch.empty(requests * layer.group.lane_heads, select, **INTS)
     specs = algorithm.spec().representations
     moved = sum(spec.bytes for spec in specs if spec.grain == "token") * tokens * requests
-    launcher = algorithm.launcher
-    channels = algorithm.channels(layer)
-    score = per_call(lambda: launcher.score(layer, channels, q[:, 0]))
+    score = per_call(lambda: algorithm.score(layer, q[:, 0]))
     return {
         "requests": requests,
         "tokens": tokens,
@@ -143,6 +143,7 @@ def variants(requests: Sequence[int], tokens: Sequence[int]) -> Iterator[dict[st
     every: list[dict[str, Any]] = [
         {"label": "bf16", "channels": 32},
         {"label": "int4", "channels": 32},
+        {"label": "int4", "channels": 64},
         {"label": "bf16", "channels": 128},
     ]
     for scope in ("kv_head", "shared"):

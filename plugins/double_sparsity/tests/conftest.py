@@ -41,8 +41,10 @@ class Bench(AlgorithmBench):
         units=40,
         seed=0,
         requests=2,
+        label="bf16",
         **params,
     ):
+        params["label"] = label
         geometry = Geometry(kv_heads, group, dim, 1, page, scope, dtype)
         subject = subject_of("double_sparsity", "algorithm", tier)
         case = Case(
@@ -74,7 +76,8 @@ class Bench(AlgorithmBench):
             return held["labels"].double()
         low, high = held["labels"] % 16, held["labels"] // 16
         codes = torch.cat([low, high], -1)[..., : self.settings.channels].double()
-        return codes * held["meta"][..., :1].double() + held["meta"][..., 1:].double()
+        narrowed = codes * held["meta"][..., :1].double() + held["meta"][..., 1:].double()
+        return narrowed * self.algorithm.ranges(self.layer)[slot, ..., 1].cpu().double()
 
     def oracle(self, slot, q):
         """float64 scaled logits ``[H, n]`` over the selectable tokens, from the stored labels."""

@@ -49,12 +49,11 @@ def test_the_reference_imports_no_triton():
 
 
 def test_defaults(bench):
-    settings = bench(CPU, dim=128).settings
-    assert (settings.channels, settings.int4, settings.statistic) == (32, False, "qk_span")
-    assert settings.sinks == 0
     (entry,) = topkv_register_algorithms()
-    assert bench(CPU, **entry.parameters).settings == bench(CPU).settings
-    assert bench(CPU, dim=12, pair_channels=True).settings.channels == 4
+    settings = bench(CPU, dim=128, **entry.parameters).settings
+    assert (settings.channels, settings.int4, settings.statistic) == (64, True, "qk_span")
+    assert settings.sinks == 0
+    assert bench(CPU, dim=10, pair_channels=True).settings.channels == 6
 
 
 def test_wrong_parameters_are_refused_together(bench):

@@ -22,6 +22,41 @@ def half_a_scale(x, decoded, scale):
     return ((x.double() - decoded).abs() <= scale.double() / 2 + slack).all()
 
 
+@given(
+    seed=st.integers(0, 999),
+    large=st.sets(st.integers(0, 15), max_size=7),
+    bias=st.floats(50, 1000, width=32),
+)
+def test_large_channels_leave_the_others_their_codes(seed, large, bias):
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.rand(40, 16, generator=generator) * 2 - 1
+    keys[0], keys[1] = -1, 1
+    shifted = keys.clone()
+    shifted[:, [*large]] = bias + keys[:, [*large]] * bias / 10
+    ranges = reference.ranges(shifted.amin(0), shifted.amax(0))
+    shift, divisor = ranges.unbind(-1)
+    others = sorted(set(range(16)) - large)
+    assert (shift[others] == 0).all()
+    assert (divisor[others] == 1).all()
+    assert (torch.frexp(divisor).mantissa == 0.5).all()
+    narrowed = reference.narrowed(shifted, ranges)
+    assert narrowed.abs().amax() <= 2 * (1 + 2.0**-20)
+    codes, meta = reference.quantize(narrowed)
+    read = reference.dequantize(codes, meta, 16).double() * divisor + shift
+    off = (read - shifted).abs()
+    assert off[:, others].amax() <= 4 / 15 / 2 + 2.0**-9
+    assert (off <= divisor * (4 / 15 / 2 + 2.0**-9)).all()
+
+
+def test_ordinary_keys_are_coded_as_they_are():
+    keys = torch.randn(500, 3, 32, generator=torch.Generator().manual_seed(0))
+    for rows in (keys, keys[:1], torch.zeros_like(keys)):
+        ranges = reference.ranges(rows.amin(0), rows.amax(0))
+        ordinary = ranges == torch.tensor([0.0, 1.0])
+        # One key alone may have a channel that is large beside its others; nothing divides it.
+        assert ordinary.all() if len(rows) > 1 else ordinary[..., 1].all()
+
+
 @given(rows=st.lists(st.lists(FLOATS, min_size=5, max_size=5), min_size=1, max_size=4))
 def test_a_code_is_off_by_half_a_scale_at_most(rows):
     for width in (1, 2, 5):
@@ -66,20 +101,24 @@ def test_whole_labels_are_the_channels_bit_for_bit(bench, tier, dtype):
 @pytest.mark.parametrize("channels", [5, 8])
 def test_packed_labels_are_those_of_the_reference(bench, tier, dtype, channels):
     @examples(tier, cpu=15, interpret=3)
-    @given(seed=st.integers(0, 999), power=st.integers(-12, 9))
-    def check(seed, power):
+    @given(seed=st.integers(0, 999), power=st.integers(-12, 8), bias=st.sampled_from([100.0, 0.0]))
+    def check(seed, power, bias):
         b = bench(tier, dtype=dtype, channels=channels, label="int4", seed=seed)
-        keys = torch.randn(11, 2, 16, generator=b.case.generator(1)) * 2.0**power
+        keys = torch.randn(11, 2, 16, generator=b.case.generator(1))
+        keys = (keys + bias * (torch.arange(16) == seed % 16)) * 2.0**power
         keys[2], keys[3, :, :9], keys[4] = 0.0, -0.0, keys[4, :, :1]
         keys = keys.to(dtype)
         b.prefill(0, keys[:8], cuts=(3,))
         b.extend(0, keys[8:])
         picked = reference.gather(keys, b.chosen_channels(0)[None])
-        codes, meta = reference.quantize(picked)
+        ranges = b.algorithm.ranges(b.layer)[0].cpu()
+        narrowed = reference.narrowed(picked, ranges)
+        codes, meta = reference.quantize(narrowed)
         stored = b.stored(0)
         assert torch.equal(stored["labels"], codes)
         assert torch.equal(stored["meta"].view(torch.int16), meta.view(torch.int16))
-        assert half_a_scale(picked, b.labels(0), stored["meta"][..., :1])
+        decoded = b.labels(0) / ranges[..., 1].double()
+        assert half_a_scale(narrowed, decoded, stored["meta"][..., :1])
 
     check()
 

@@ -57,7 +57,8 @@ def test_the_order_of_channels_changes_no_selection(bench, tier, channel_file):
         shuffle = torch.randperm(7, generator=generator)
         for by in (torch.arange(7), shuffle):
             b = bench(tier, channels=7, scope=scope, calibration=path, seed=seed)
-            b.algorithm.fixed = b.algorithm.fixed[..., by.to(tier.device)].contiguous()
+            fixed, ranges = b.algorithm.fixed
+            b.algorithm.fixed = fixed[..., by.to(tier.device)].contiguous(), ranges
             b.prefill(0, keys[:30])
             b.extend(0, keys[30:])
             chosen.append(b.chosen(q))

@@ -51,10 +51,16 @@ def test_selection_agrees_with_float64(bench, tier, label, dtype, kv_heads, grou
     shape = {"kv_heads": kv_heads, "group": group, "channels": channels, "dtype": dtype}
 
     @examples(tier, cpu=12, interpret=3)
-    @given(seed=st.integers(0, 999), scope=st.sampled_from(["kv_head", "shared"]))
-    def check(seed, scope):
+    @given(
+        seed=st.integers(0, 999),
+        scope=st.sampled_from(["kv_head", "shared"]),
+        spread=st.sampled_from([20.0, 1.0]),
+    )
+    def check(seed, scope, spread):
         b = bench(tier, label=label, scope=scope, seed=seed, **shape)
-        b.prefill(1, torch.randn(39, kv_heads, 16, generator=b.case.generator(1)).to(dtype))
+        keys = torch.randn(39, kv_heads, 16, generator=b.case.generator(1))
+        keys[..., seed % 16] *= spread
+        b.prefill(1, keys.to(dtype))
         q = b.case.queries(1)
         assert_best(b, q, 1)
 
@@ -190,6 +196,25 @@ def test_a_constant_on_every_key_changes_nothing(bench, tier):
         assert chosen[0] == chosen[1]
 
     check()
+
+
+def test_a_large_bias_of_a_channel_costs_4_bit_labels_hardly_anything(bench, tier):
+    if tier.name == "interpret":
+        pytest.skip("many launches; the formula is the same")
+    found = {0.0: 0, 300.0: 0}
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        keys = torch.randn(60, 2, 16, generator=generator)
+        q = torch.randn(1, 2, 16, generator=generator)
+        for bias in found:
+            b = bench(tier, group=1, channels=16, label="int4", seed=seed, select=8, units=80)
+            b.prefill(0, keys + bias * (torch.arange(16) == 5))
+            for head, chosen in enumerate(b.chosen(q)):
+                exact = (keys[:59, head].double() @ q[0, head].double()).tolist()
+                found[bias] += len(chosen & best(exact, 8))
+    every = 20 * 2 * 8
+    assert found[0.0] > 0.9 * every
+    assert found[300.0] > found[0.0] - 0.05 * every
 
 
 def test_more_channels_find_more_of_the_exact_selection_on_average(bench, tier):

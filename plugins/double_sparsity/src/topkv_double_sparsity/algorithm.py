@@ -25,31 +25,39 @@ class DoubleSparsity:
     """Selects the tokens of the highest mean softmaxed approximate logit.
 
     The label of a key is r of its post-RoPE channels, per kv-head, in the keys' own dtype, or in 4
-    bits with an fp16 scale and zero. A query head scores a token by the sum of query times
-    label over these channels; scores times ``model.scale`` go through a softmax over tokens
+    bits with an fp16 scale and zero, beside which channels that reach much farther than the others
+    are shifted and divided (``reference.ranges``). A query head scores a token by the sum of query
+    times label over these channels; scores times ``model.scale`` go through a softmax over tokens
     ``0 .. length - 2``, in fp32, and are averaged over the query heads of the lane. In long
     requests a sample of the tokens normalises it (``reference.lane_scores``). The first
     ``sink_tokens`` are forced. Of equal scores the lower token wins. What is on the device already
     is worth ``sticky`` more.
 
-    Which channels: from a calibration file, or from the statistics of the first prompt chunk of
-    each request, kept in a request-grained pool. A label then depends on the key alone.
+    Which channels, and their ranges: from a calibration file, or from the first prompt chunk of
+    each request, kept in request-grained pools. A label then depends on the key alone.
     """
 
     def __init__(self, setup: AlgorithmSetup) -> None:
         self.model, self.group = setup.model, setup.group
         self.settings = settings_of(setup.model, setup.group, setup.params)
-        self.fixed = self._fixed_channels(setup.device)
+        self.fixed = self._fixed(setup.device)
 
-    def _fixed_channels(self, device: torch.device) -> Tensor | None:
-        """int32 ``[layers of the group, Hkv, r]`` from the calibration file, if there is one."""
-        settings = self.settings
+    def _fixed(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """Channels, int32 ``[layers of the group, Hkv, r]``, and their ranges, fp32 with a last
+        dimension of 2, from the calibration file, if there is one."""
+        settings, chosen, ranges = self.settings, [], []
         if settings.calibration is None:
             return None
-        layers = settings.calibration.layers
-        importance = [torch.tensor(layers[i], dtype=torch.float64) for i in self.group.layers]
-        chosen = [reference.choose(x, settings.channels, settings.pairs) for x in importance]
-        return torch.stack(chosen).to(device)
+        for layer in self.group.layers:
+            importance = torch.tensor(settings.calibration.layers[layer], dtype=torch.float64)
+            chosen.append(reference.choose(importance, settings.channels, settings.pairs))
+            ends = settings.calibration.ranges.get(layer)
+            both = importance.new_zeros(2, *importance.shape) if ends is None else ends
+            least, most = torch.as_tensor(both, dtype=torch.float32).gather(
+                -1, chosen[-1].long().expand(2, -1, -1)
+            )
+            ranges.append(reference.ranges(least, most))
+        return torch.stack(chosen).to(device), torch.stack(ranges).to(device)
 
     @hookimpl
     def spec(self) -> AlgorithmSpec:
@@ -63,6 +71,8 @@ class DoubleSparsity:
             pools = [RepresentationSpec("labels", "token", (heads, width), self.model.dtype)]
         if self.fixed is None:
             pools.append(RepresentationSpec("channels", "request", (heads, width), torch.int32))
+        if self.fixed is None and self.settings.int4:
+            pools.append(RepresentationSpec("ranges", "request", (heads, width, 2), torch.float32))
         # The channels of a prompt depend on the queries of its first chunk, which nothing keeps.
         prefix = "none" if self.fixed is None else "pages"
         return AlgorithmSpec(representations=tuple(pools), prefix=prefix)
@@ -72,7 +82,14 @@ class DoubleSparsity:
         if self.fixed is None:
             own: Tensor = layer.pools["channels"]
             return own
-        return self.fixed[layer.index].expand(self.group.max_requests, -1, -1)
+        return self.fixed[0][layer.index].expand(self.group.max_requests, -1, -1)
+
+    def ranges(self, layer: LayerView) -> Tensor:
+        """Ranges of every slot, fp32 ``[max_requests, Hkv, r, 2]``, of 4-bit labels."""
+        if self.fixed is None:
+            own: Tensor = layer.pools["ranges"]
+            return own
+        return self.fixed[1][layer.index].expand(self.group.max_requests, -1, -1, -1)
 
     @hookimpl
     def construct(
@@ -83,9 +100,12 @@ class DoubleSparsity:
         settings = self.settings
         if self.fixed is None and start == 0:
             importance = statistics.of_prompt(q, k, settings.statistic)
-            layer.pools["channels"][slot] = reference.choose(
-                importance, settings.channels, settings.pairs
-            )
+            chosen = reference.choose(importance, settings.channels, settings.pairs)
+            layer.pools["channels"][slot] = chosen
+            if settings.int4:
+                ends = torch.stack([k.amin(0), k.amax(0)]).float()
+                least, most = ends.gather(-1, chosen.long().expand(2, -1, -1))
+                layer.pools["ranges"][slot] = reference.ranges(least, most)
         self._represent(layer, slot, start, k)
 
     def _represent(self, layer: LayerView, slot: int, start: int, k: Tensor) -> None:
@@ -117,7 +137,8 @@ class DoubleSparsity:
         label = reference.gather(keys, self.channels(layer)[slots])
         at = host_ids(layer, slots, tokens)
         if self.settings.int4:
-            layer.pools["labels"][at], layer.pools["meta"][at] = reference.quantize(label)
+            narrowed = reference.narrowed(label, self.ranges(layer)[slots])
+            layer.pools["labels"][at], layer.pools["meta"][at] = reference.quantize(narrowed)
         else:
             layer.pools["labels"][at] = label
 
@@ -142,5 +163,6 @@ class DoubleSparsity:
         labels = layer.pools["labels"][at]
         if settings.int4:
             labels = reference.dequantize(labels, layer.pools["meta"][at], settings.channels)
+            labels = labels * self.ranges(layer)[slots.long(), None, ..., 1]
         logits = reference.head_logits(q, self.channels(layer)[slots.long()], labels)
         return logits * self.model.scale, closed

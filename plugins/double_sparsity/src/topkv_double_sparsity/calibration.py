@@ -6,13 +6,16 @@
       "format": "topkv-double-sparsity-1",
       "kind": "importance",          or "channels"
       "statistic": "qk_span",        one of STATISTICS
-      "layers": {"0": [[...], ...], "1": ...}
+      "layers": {"0": [[...], ...], "1": ...},
+      "ranges": {"0": [[[...], ...], [[...], ...]], "1": ...}
     }
 
 ``layers`` maps the number of a layer to one row per kv-head, of head_dim values. Of kind
 ``"importance"`` a value is finite and at least 0, and the larger is the more important. Of kind
 ``"channels"`` a row is a permutation of 0 .. head_dim - 1, the most important channel first.
-Layers that topkv does not decode sparsely may be missing. Further keys are ignored.
+Layers that topkv does not decode sparsely may be missing. ``ranges`` has the least and the largest
+value of each channel in the same way, twice as many rows a layer; it may be missing, or lack
+layers: no channel is taken for large then. Further keys are ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import Factory, frozen
 
 from topkv.errors import ConfigError
 
@@ -41,20 +44,29 @@ Rows = list[list[float]]
 
 @frozen
 class Calibration:
-    """What a file holds: importance by layer, ``[Hkv][D]``, the larger the more important."""
+    """What a file holds: importance by layer, ``[Hkv][D]``, the larger the more important, and the
+    least and largest values of channels, ``[2][Hkv][D]``, of the layers that have them."""
 
     statistic: str
     layers: dict[int, Rows]
+    ranges: dict[int, list[Rows]] = Factory(dict)
 
 
-def write(path: Path, statistic: str, layers: dict[int, Rows]) -> None:
-    """Write importance values by layer number."""
-    content = {
+def write(
+    path: Path,
+    statistic: str,
+    layers: dict[int, Rows],
+    ranges: dict[int, list[Rows]] | None = None,
+) -> None:
+    """Write importance values by layer number, and ranges if there are any."""
+    content: dict[str, Any] = {
         "format": FORMAT,
         "kind": "importance",
         "statistic": statistic,
         "layers": {str(layer): rows for layer, rows in layers.items()},
     }
+    if ranges:
+        content["ranges"] = {str(layer): ends for layer, ends in ranges.items()}
     path.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
@@ -83,15 +95,26 @@ def read(path: str | Path, layers: Sequence[int], kv_heads: int, dim: int) -> Ca
     reasons = _head_reasons(content)
     written = content.get("layers")
     found: dict[int, Rows] = {}
+    ranges: dict[int, list[Rows]] = {}
     if not isinstance(written, dict):
         reasons.append(f"layers must be an object by layer number, got {type(written).__name__}")
     else:
         reasons += _layer_reasons(written, layers, kv_heads, dim, content.get("kind"))
         if not reasons:
             found = {layer: _importance(written[str(layer)], content["kind"]) for layer in layers}
+    ends = content.get("ranges", {})
+    if isinstance(ends, dict):
+        ranges = {layer: ends[str(layer)] for layer in layers if str(layer) in ends}
+        reasons += [
+            f"ranges of layer {layer}: {problem}"
+            for layer in ranges
+            if (problem := _range_problem(ranges[layer], kv_heads, dim))
+        ]
+    else:
+        reasons.append(f"ranges must be an object by layer number, got {type(ends).__name__}")
     if reasons:
         raise ConfigError(what, reasons)
-    return Calibration(content["statistic"], found)
+    return Calibration(content["statistic"], found, ranges)
 
 
 def _head_reasons(content: dict[str, Any]) -> list[str]:
@@ -143,6 +166,25 @@ def _row_problem(row: object, dim: int, kind: object) -> str | None:
         if not number or not math.isfinite(value) or value < 0:
             return f"channel {channel}: expected a finite number of at least 0, got {value!r}"
     return None
+
+
+def _range_problem(ends: Any, kv_heads: int, dim: int) -> str | None:
+    if not _holds_numbers(ends, (2, kv_heads, dim)):
+        return (
+            f"expected the least and the largest values of {kv_heads} kv-heads of {dim} channels"
+        )
+    least, most = ([value for row in end for value in row] for end in ends)
+    if any(low > high for low, high in zip(least, most, strict=True)):
+        return "expected no least value above the largest"
+    return None
+
+
+def _holds_numbers(value: object, shape: Sequence[int]) -> bool:
+    """True if a value is finite numbers in lists of these lengths."""
+    if not shape:
+        return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    fits = isinstance(value, list) and len(value) == shape[0]
+    return fits and all(_holds_numbers(each, shape[1:]) for each in value)  # type: ignore[attr-defined]
 
 
 def _importance(rows: list[list[Any]], kind: str) -> Rows:

@@ -172,21 +172,27 @@ def weights_of(model: PreTrainedModel) -> dict[int, Tensor]:
     return found
 
 
-def importance_of(model: PreTrainedModel, blocks: list[Tensor], statistic: str) -> dict[int, Rows]:
-    """Importance by layer, ``[Hkv][D]``, as a calibration file holds it.
+def importance_of(
+    model: PreTrainedModel, blocks: list[Tensor], statistic: str
+) -> tuple[dict[int, Rows], dict[int, list[Rows]]]:
+    """Importance by layer, ``[Hkv][D]``, and ranges, as a calibration file holds them.
+
+    Of weights there are no ranges.
 
     Raises:
         CapabilityError: the model does not let its activations be seen, or they are not finite.
     """
+    ranges: dict[int, list[Rows]] = {}
     if statistic == "k_weight":
         values = weights_of(model)
     else:
         moments = moments_of(model, blocks)
         values = {layer: moments[layer].importance(statistic) for layer in moments}
+        ranges = {n: [each.low_k.tolist(), each.high_k.tolist()] for n, each in moments.items()}
     bad = sorted(layer for layer, value in values.items() if not value.isfinite().all())
     if bad:
         raise CapabilityError(
             f"{type(model).__name__} cannot be calibrated",
             [f"the statistics of layers {bad} are not finite; load it in another dtype"],
         )
-    return {layer: values[layer].tolist() for layer in sorted(values)}
+    return {layer: values[layer].tolist() for layer in sorted(values)}, ranges

@@ -63,9 +63,9 @@ def double_sparsity(
     tokens = torch.tensor(tokenizer(content)["input_ids"], dtype=torch.int64)
     blocks = collect.blocks_of(tokens, block, samples) if len(tokens) else []
     _check(loaded, blocks, block, statistic)
-    importance = collect.importance_of(loaded, blocks, statistic)
+    importance, ranges = collect.importance_of(loaded, blocks, statistic)
     try:
-        write(output, statistic, importance)
+        write(output, statistic, importance, ranges)
     except OSError as error:
         raise ConfigError(f"--output {output}", [str(error)]) from error
     measured = sum(map(len, blocks)) if statistic != "k_weight" else 0

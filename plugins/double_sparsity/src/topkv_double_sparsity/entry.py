@@ -36,7 +36,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             defaults={"unit": 1, "scope": "kv_head", "dense_layers": (0, 1), "topk": "pivot"},
             parameters={
                 "channels": None,
-                "label": "bf16",
+                "label": "int4",
                 "calibration": None,
                 "statistic": None,
                 "pair_channels": False,

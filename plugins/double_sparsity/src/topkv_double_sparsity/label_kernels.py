@@ -1,4 +1,4 @@
-"""Labels in Triton, beside ``reference.gather`` and ``reference.quantize``.
+"""Labels in Triton, beside ``reference.gather``, ``narrowed`` and ``quantize``.
 
 Names: ``p_`` pointers, ``s_`` strides in elements. Pools are addressed by host row in 64 bit.
 Labels that are kept as they are, and keys in bfloat16, are moved as integers of their width, which
@@ -38,14 +38,18 @@ def _codes(x, zero, scale):
 
 
 @triton.jit
-def _channel(p_key, p_channels, j, valid, KEY_BF16: tl.constexpr):
-    """Channels ``j`` of the keys at ``p_key``, saturated to fp16's range, fp32."""
+def _channel(p_key, p_channels, p_ranges, j, valid, KEY_BF16: tl.constexpr):
+    """Channels ``j`` of the keys at ``p_key``, narrowed and saturated to fp16's range, fp32."""
     channel = tl.load(p_channels[:, None] + j[None, :], valid, other=0)
+    p_range = p_ranges[:, None] + 2 * j[None, :]
+    shift = tl.load(p_range, valid, other=0.0)
+    divisor = tl.load(p_range + 1, valid, other=1.0)
     raw = tl.load(p_key[:, None] + channel, valid, other=0)
     if KEY_BF16:  # noqa: SIM108 - one of the two is compiled
         x = (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         x = raw.to(tl.float32)
+    x = tl.div_rn(x - shift, divisor)
     return tl.minimum(tl.maximum(x, -65504.0), 65504.0) + 0.0
 
 
@@ -53,6 +57,7 @@ def _channel(p_key, p_channels, j, valid, KEY_BF16: tl.constexpr):
 def _write(
     p_key,
     p_channels,
+    p_ranges,
     p_labels,
     p_meta,
     at,
@@ -69,8 +74,8 @@ def _write(
     p_out = p_labels + at[:, None] * WIDTH + j[None, :]
     if INT4:
         in_high = valid[:, None] & (j < R - WIDTH)[None, :]
-        low = _channel(p_key, p_channels, j, in_low, KEY_BF16)
-        high = _channel(p_key, p_channels, j + WIDTH, in_high, KEY_BF16)
+        low = _channel(p_key, p_channels, p_ranges, j, in_low, KEY_BF16)
+        high = _channel(p_key, p_channels, p_ranges, j + WIDTH, in_high, KEY_BF16)
         least = tl.min(tl.where(in_low, low, float("inf")), 1)
         least = tl.minimum(least, tl.min(tl.where(in_high, high, float("inf")), 1))
         most = tl.max(tl.where(in_low, low, float("-inf")), 1)
@@ -93,6 +98,7 @@ def _write(
 def construct_kernel(
     p_k,
     p_channels,
+    p_ranges,
     p_labels,
     p_meta,
     p_pages,
@@ -109,7 +115,7 @@ def construct_kernel(
     INT4: tl.constexpr,
     KEY_BF16: tl.constexpr,
 ):
-    """Program (tokens of the chunk, kv-head); ``p_channels`` and ``p_pages`` of the request."""
+    """Program (tokens of the chunk, kv-head); channels, ranges and pages of the request."""
     nth = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1).to(tl.int64)
     valid = nth < tokens
@@ -117,14 +123,18 @@ def construct_kernel(
     page = tl.load(p_pages + token // PAGE, valid, other=0).to(tl.int64)
     at = (page * PAGE + token % PAGE) * KV_HEADS + head
     p_key = p_k + nth.to(tl.int64) * s_token + head * s_head
-    p_mine = p_channels + head * R + tl.zeros_like(at)
-    _write(p_key, p_mine, p_labels, p_meta, at, valid, R, WIDTH, BLOCK_W, INT4, KEY_BF16)
+    mine = head * R + tl.zeros_like(at)
+    _write(
+        *(p_key, p_channels + mine, p_ranges + 2 * mine, p_labels, p_meta, at, valid),
+        *(R, WIDTH, BLOCK_W, INT4, KEY_BF16),
+    )
 
 
 @triton.jit(do_not_specialize=["batch"])
 def update_kernel(
     p_k,
     p_channels,
+    p_ranges,
     p_labels,
     p_meta,
     p_pages,
@@ -136,6 +146,7 @@ def update_kernel(
     s_row,
     s_head,
     s_channels,
+    s_ranges,
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -157,4 +168,8 @@ def update_kernel(
     at = (page * PAGE + token % PAGE) * KV_HEADS + head
     p_key = p_k + row.to(tl.int64) * s_row + head * s_head
     p_mine = p_channels + slot * s_channels + head * R
-    _write(p_key, p_mine, p_labels, p_meta, at, valid, R, WIDTH, BLOCK_W, INT4, KEY_BF16)
+    p_range = p_ranges + slot * s_ranges + head * (2 * R)
+    _write(
+        *(p_key, p_mine, p_range, p_labels, p_meta, at, valid),
+        *(R, WIDTH, BLOCK_W, INT4, KEY_BF16),
+    )

@@ -189,29 +189,35 @@ class Launcher:
         return k, labels, meta
 
     def construct(
-        self, layer: LayerView, channels: Tensor, slot: int, start: int, k: Tensor
+        self,
+        layer: LayerView,
+        channels: Tensor,
+        ranges: Tensor,
+        slot: int,
+        start: int,
+        k: Tensor,
     ) -> None:
         """Labels of keys ``[m, Hkv, D]`` from position ``start``."""
         keys, labels, meta = self._writable(layer, k)
         block = 32
         grid = (triton.cdiv(k.shape[0], block), self.group.num_kv_heads)
         label_kernels.construct_kernel[grid](
-            *(keys, channels[slot], labels, meta, layer.step.page_table[slot]),
+            *(keys, channels[slot], ranges[slot], labels, meta, layer.step.page_table[slot]),
             *(start, k.shape[0], keys.stride(0), keys.stride(1)),
             BLOCK_T=block,
             **self.writing,
         )
 
-    def update(self, layer: LayerView, channels: Tensor, k: Tensor) -> None:
+    def update(self, layer: LayerView, channels: Tensor, ranges: Tensor, k: Tensor) -> None:
         """Labels of the keys ``[B, Hkv, D]`` that the rows appended."""
         step = layer.step
         keys, labels, meta = self._writable(layer, k)
         block = 4
         grid = (triton.cdiv(step.batch, block), self.group.num_kv_heads)
         label_kernels.update_kernel[grid](
-            *(keys, channels, labels, meta, step.page_table),
+            *(keys, channels, ranges, labels, meta, step.page_table),
             *(step.slots, step.lengths, step.appended, step.batch, step.page_table.stride(0)),
-            *(keys.stride(0), keys.stride(1), channels.stride(0)),
+            *(keys.stride(0), keys.stride(1), channels.stride(0), ranges.stride(0)),
             BLOCK_T=block,
             **self.writing,
         )
@@ -222,7 +228,9 @@ class Launcher:
         meta = layer.pools["meta"].view(torch.int32) if self.settings.int4 else labels
         return labels.view(self.words) if self.words else labels, meta
 
-    def score(self, layer: LayerView, channels: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    def score(
+        self, layer: LayerView, channels: Tensor, ranges: Tensor, q: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Scores ``[N, U]`` of the lanes of queries ``[B, H, D]``, and tokens of lanes ``[N]``."""
         group, step = self.group, layer.step
         where = (*self.readable(layer), step.slots, step.lengths, step.page_table)
@@ -230,8 +238,8 @@ class Launcher:
         sizes = (step.page_table.stride(0), self.blocks, self.scale)
         bundles = step.batch * (group.num_kv_heads // self.bundle)
         sample_kernels.sample_kernel[(bundles, self.blocks)](
-            *(q, channels, *work, *where, *sizes),
-            *(q.stride(0), q.stride(1), channels.stride(0)),
+            *(q, channels, ranges, *work, *where, *sizes),
+            *(q.stride(0), q.stride(1), channels.stride(0), ranges.stride(0)),
             **self.sampling,
         )
         lanes = step.batch * group.lane_heads
@@ -255,11 +263,16 @@ class DoubleSparsityTriton(DoubleSparsity):
         self.work = setup.topk(group.max_lanes, group.max_units, group.select)
 
     def _represent(self, layer: LayerView, slot: int, start: int, k: Tensor) -> None:
-        self.launcher.construct(layer, self.channels(layer), slot, start, k)
+        self.launcher.construct(layer, *self._looked_at(layer), slot, start, k)
+
+    def _looked_at(self, layer: LayerView) -> tuple[Tensor, Tensor]:
+        """Channels and ranges as the kernels take them; those of labels as they are not read."""
+        channels = self.channels(layer)
+        return channels, self.ranges(layer) if self.settings.int4 else channels
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        self.launcher.update(layer, self.channels(layer), k)
+        self.launcher.update(layer, *self._looked_at(layer), k)
 
     @hookimpl
     def retrieve_topk(
@@ -269,4 +282,4 @@ class DoubleSparsityTriton(DoubleSparsity):
         topk(scores, closed, ids, impl="triton", work=self.work)
 
     def score(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
-        return self.launcher.score(layer, self.channels(layer), q)
+        return self.launcher.score(layer, *self._looked_at(layer), q)

@@ -110,8 +110,8 @@ def _channels(params: Mapping[str, Any], dim: int, reasons: list[str]) -> int:
         reasons.append(f"pair_channels must be true or false, got {pairs!r}")
         pairs = False
     if given is None:
-        few = max(1, dim // 4)
-        given = few + few % 2 if pairs else few
+        half = max(1, dim // 2)
+        given = half + half % 2 if pairs else half
     if type(given) is not int or not 1 <= given <= dim:
         reasons.append(f"channels must be an integer from 1 to head_dim = {dim}, got {given!r}")
         return 1

@@ -65,6 +65,7 @@ def by_head(x, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr):
 def _gather(
     p_q,
     p_channels,
+    p_ranges,
     s_q_head,
     PART: tl.constexpr,
     R: tl.constexpr,
@@ -79,7 +80,8 @@ def _gather(
     """Queries ``[BLOCK_K, BLOCK_H * BLOCK_G]`` of ``HEADS`` kv-heads, zero off the block diagonal.
 
     Row ``head * WORDS + word`` stands for the channel of code ``PART`` of a word of the label:
-    codes are the low and the high half of one byte or, of four, of two.
+    codes are the low and the high half of one byte or, of four, of two. By what divides a coded
+    channel, a power of two, its query is multiplied.
     """
     BYTES: tl.constexpr = max(PARTS // 2, 1)
     k, c = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_H * BLOCK_G)
@@ -91,13 +93,18 @@ def _gather(
     mine = (head[:, None] == of_head[None, :]) & in_k[:, None]
     mine &= (g < GROUP)[None, :]
     query = (of_head * GROUP + g).to(tl.int64)
-    return tl.load(p_q + query[None, :] * s_q_head + channel[:, None], mine, other=0.0)
+    q = tl.load(p_q + query[None, :] * s_q_head + channel[:, None], mine, other=0.0)
+    if PARTS > 1:
+        divisor = tl.load(p_ranges + 2 * (head * R + j) + 1, in_k, other=1.0)
+        q = (q.to(tl.float32) * divisor[:, None]).to(q.dtype)
+    return q
 
 
 @triton.jit
 def prepare_query(
     p_q,
     p_channels,
+    p_ranges,
     p_query,
     p_total,
     s_q_head,
@@ -127,7 +134,7 @@ def prepare_query(
     queries = ()
     for part in tl.static_range(PARTS):
         query = _gather(
-            *(p_q, p_channels, s_q_head, part),
+            *(p_q, p_channels, p_ranges, s_q_head, part),
             *(R, WORDS, HEADS, GROUP, BLOCK_K, BLOCK_H, BLOCK_G, PARTS),
         )
         total += tl.sum(query.to(tl.float32), 0) * scale

@@ -12,6 +12,13 @@ from torch import Tensor
 LARGEST = 65504.0
 """Largest fp16; keys beyond it saturate in 4-bit labels."""
 
+LARGE = 4.0
+"""A channel is large if it reaches so many times as far as the one in the middle."""
+
+MOST_HALVINGS = 8
+"""A large channel is divided by ``2 ** MOST_HALVINGS`` at most, so that fp16 queries, which are
+multiplied by as much, stay finite."""
+
 SAMPLE = 4096
 """Most tokens of a request that the normaliser of a query head is estimated from."""
 
@@ -39,9 +46,38 @@ def choose(importance: Tensor, channels: int, pairs: bool) -> Tensor:
     return best.sort(dim=-1).values.to(torch.int32)
 
 
+def narrowed(label: Tensor, ranges: Tensor) -> Tensor:
+    """Channels ``[..., r]`` as they are coded, fp32: shifted and divided by ``[..., r, 2]``."""
+    shift, divisor = ranges.unbind(-1)
+    return (label.float() - shift) / divisor
+
+
 def gather(x: Tensor, channels: Tensor) -> Tensor:
     """Channels ``[n or 1, Hkv, r]`` of ``x [n, Hkv, D]``: ``[n, Hkv, r]``."""
     return x.gather(-1, channels.long().expand(*x.shape[:2], -1))
+
+
+def ranges(least: Tensor, most: Tensor) -> Tensor:
+    """Shift and divisor of the channels of a 4-bit label, fp32 ``[..., r, 2]``.
+
+    Channels of a label share a scale. Keys of some models have a large bias in few of them, of
+    several hundred in Qwen2, and the scale would say nothing of the others. A channel reaches as
+    far as its largest magnitude. One that reaches more than ``LARGE`` times as far as the lower
+    middle one of all r is shifted by the middle of its range, which changes no softmax, and
+    divided by a power of two that leaves it within twice the reach of the middle one. All others
+    have 0 and 1.
+
+    Args:
+        least, most: fp32 ``[..., r]``, of each channel over the keys that are known.
+    """
+    reach = torch.maximum(least.abs(), most.abs())
+    middle = reach.sort(-1).values[..., (reach.shape[-1] - 1) // 2, None]
+    large = reach > LARGE * middle
+    half = most / 2 - least / 2
+    halvings = torch.frexp(half / torch.where(middle > 0, 2 * middle, torch.inf)).exponent
+    divisor = torch.ldexp(torch.ones_like(half), halvings.clamp(0, MOST_HALVINGS))
+    none = torch.stack([torch.zeros_like(half), torch.ones_like(half)], -1)
+    return torch.where(large[..., None], torch.stack([least + half, divisor], -1), none)
 
 
 def fp16_down(x: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ def sample_size(closed, stride):
 def sample_kernel(
     p_q,
     p_channels,
+    p_ranges,
     p_query,
     p_total,
     p_peak,
@@ -45,6 +46,7 @@ def sample_kernel(
     s_q_row,
     s_q_head,
     s_channels,
+    s_ranges,
     SAMPLING: tl.constexpr,
     SAMPLE: tl.constexpr,
     DOUBLINGS: tl.constexpr,
@@ -82,8 +84,9 @@ def sample_kernel(
         return
     p_q += row * s_q_row + first * GROUP * s_q_head
     p_channels += slot * s_channels + first * R
+    p_ranges += slot * s_ranges + first * (2 * R)
     queries, total = prepare_query(
-        *(p_q, p_channels, p_query, p_total, s_q_head, bundle, block, scale),
+        *(p_q, p_channels, p_ranges, p_query, p_total, s_q_head, bundle, block, scale),
         *(R, WORDS, HEADS, GROUP, BLOCK_K, BLOCK_H, BLOCK_G, PARTS, FP32),
     )
     if not SAMPLING:

@@ -129,7 +129,7 @@ def read_algorithms(texts: Sequence[str], head_dim: int, registry: PluginRegistr
                 reasons.append(f"{text!r}: expected key=value behind the colon, got {pair!r}")
             values[key.strip()] = _value(value.strip())
         if name == EXACT:
-            name, values = ALL_CHANNELS, {"channels": head_dim, **values}
+            name, values = ALL_CHANNELS, {"channels": head_dim, "label": "bf16", **values}
         try:
             entry = registry.get("algorithm", name).entry
         except PluginError as error:
