@@ -100,6 +100,18 @@ def test_the_shipped_model_replays_to_the_last_miss(recorded):
     Replayer(Trace.load(recorded)).check()
 
 
+def test_a_model_that_is_fetched_goes_by_its_name(tmp_path, monkeypatch):
+    from topkv_evaluation import smollm2
+
+    monkeypatch.setattr(smollm2, "folder", lambda: CHECKPOINT)
+    (tmp_path / "text").write_text(make_prompt(TOKENS).text, encoding="utf-8")
+    path = tmp_path / "named.npz"
+    sizes = ("--text", tmp_path / "text", "--tokens", 96, "--steps", 3, "--budget", 32)
+    done = call("record", path, "--model", smollm2.NAME, *sizes, "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    assert (Trace.load(path).rows[:, ROW.warm] == 0).sum() == 3
+
+
 def test_other_buffers_are_those_of_a_model_that_has_them(recorded):
     """Selections do not depend on the buffer, so a model with another one counts the same."""
     model = load_model(CHECKPOINT).eval()

@@ -55,19 +55,23 @@ class Names(click.ParamType):
 
 
 class DriftType(click.ParamType):
-    """A share, or none."""
+    """A share, a file, or none."""
 
-    name = "share|none"
+    name = "share|trace.npz|none"
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> float | None:
+    def convert(self, value: Any, param: Any, ctx: Any) -> float | str | None:
         if value is None or value == "none":
             return None
+        if isinstance(value, str) and value.endswith(".npz"):
+            if not Path(value).is_file():
+                self.fail(f"expected a trace of topkv record, and there is no file {value!r}")
+            return value
         try:
             drift = float(value)
         except ValueError:
             drift = -1.0
         if not 0 <= drift <= 1:
-            self.fail(f"expected a share between 0 and 1, or none, got {value!r}")
+            self.fail(f"expected a share between 0 and 1, a trace, or none, got {value!r}")
         return drift
 
 
@@ -119,7 +123,8 @@ class Pair(click.ParamType):
     type=DriftType(),
     default="0.15",
     show_default=True,
-    help="Share of a selection that each step replaces; none for the algorithm's own.",
+    help="Share of a selection that each step replaces, or a trace of topkv record, whose "
+    "selections are made; none for the algorithm's own.",
 )
 @click.option("--steps", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--warmup", type=click.IntRange(1), default=8, show_default=True)

@@ -39,7 +39,7 @@ class Cell:
         requests: rows of the batch.
         new_tokens: that each row generates.
         pool: whether caches are filled without prompts.
-        drift: of topkv's selections; None for the algorithm's own.
+        drift: of topkv's selections, or a trace; None for the algorithm's own.
         config: of topkv, without ``ROOM``.
     """
 
@@ -48,7 +48,7 @@ class Cell:
     requests: int
     new_tokens: int
     pool: bool
-    drift: float | None
+    drift: float | str | None
     config: SparseConfig
 
     @property

@@ -1,4 +1,4 @@
-"""A selection of stated drift, written over what the algorithm of each layer has selected.
+"""A selection of stated drift, or a recorded one, written over what each layer has selected.
 
 Weights that were never trained select nearly at random from step to step, and a real model does
 not. So a run states how much of a selection changes in a step. The algorithm still runs, and its
@@ -11,11 +11,13 @@ Nothing is drawn and nothing is kept: the unit of a column follows from lane, la
 which are on the device, and a captured graph replays it. Units of a lane are distinct because
 their runs are, and a unit comes back only when its whole run was walked, so that a buffer gains
 nothing by units that return.
+
+Instead of a drift a trace of a real model may be named; see ``recorded``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,6 +31,7 @@ from topkv.carrying import Carrying
 from topkv.config import LoweredGroup
 from topkv.layers import LayerPath
 from topkv.selectors import Own
+from topkv_bench import recorded
 
 SCALE = 2**16
 """What a drift of 1 is as a whole number: steps are counted exactly at any length."""
@@ -104,20 +107,11 @@ class DriftingSelector:
     Args:
         path: the layer.
         selector: its selector, which selects for itself.
-        units: as in ``write``.
-        rate: as in ``write``.
-        impl: ``"reference"`` or ``"triton"``.
+        over: writes over ids, of slots, lengths and limits.
     """
 
-    def __init__(self, path: LayerPath, selector: Own, units: int, rate: int, impl: str) -> None:
-        if impl == "triton":
-            from topkv_bench import drift_kernels
-
-            over = drift_kernels.write
-        else:
-            over = write
-        self.selector, self.lanes = selector, path.lanes
-        self._write = partial(over, layer=path.view.layer, units=units, rate=rate)
+    def __init__(self, path: LayerPath, selector: Own, over: Callable[..., None]) -> None:
+        self.selector, self.lanes, self._write = selector, path.lanes, over
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.selector, name)
@@ -144,14 +138,12 @@ class DriftingAhead(DriftingSelector):
     """The same of a selector that selects for the next step: what it keeps is written over.
 
     Args:
-        path, units, rate, impl: as of ``DriftingSelector``.
+        path, over: as of ``DriftingSelector``.
         selector: one of ``topkv.carrying``. Calls this for what it retrieves from now on.
     """
 
-    def __init__(
-        self, path: LayerPath, selector: Carrying, units: int, rate: int, impl: str
-    ) -> None:
-        super().__init__(path, selector, units, rate, impl)
+    def __init__(self, path: LayerPath, selector: Carrying, over: Callable[..., None]) -> None:
+        super().__init__(path, selector, over)
         self._retrieve = selector.retrieve
         selector.retrieve = self._over_next  # type: ignore[method-assign]
 
@@ -173,47 +165,95 @@ class Drift:
     """What a drift means for the layers that it was put over.
 
     Attributes:
-        stated: as it was asked for.
-        effective: the least over groups, see ``effective``.
+        stated: as it was asked for: a share, or the path of a trace.
+        effective: the least over groups, see ``effective``; of a trace its ``replaced``.
         layers: number of layers whose selection is written over.
     """
 
-    stated: float
+    stated: float | str
     effective: float
     layers: int
 
 
 @contextmanager
-def drifting(coordinator: SparseCoordinator, drift: float, context: int) -> Iterator[Drift]:
+def drifting(coordinator: SparseCoordinator, drift: float | str, context: int) -> Iterator[Drift]:
     """Have every layer that selects for itself leave a drifting selection, until the end.
 
     Layers that share the selection of the one before them share this one. The forced tail is no
     part of a selection and is attended as before. Selections are then of full width; where an
-    algorithm leaves -1, -1 stays.
+    algorithm leaves -1, -1 stays, but a recorded selection replaces these too.
 
     Args:
         coordinator: between forwards. What was captured inside is no longer valid afterwards.
-        drift: between 0 and 1.
+        drift: between 0 and 1, or the path of a trace.
         context: tokens of every prompt; shorter requests keep what was selected.
+
+    Raises:
+        ConfigError: the trace does not serve.
     """
-    replaced, shares = [], []
-    for path in coordinator.layers:
-        selector = path.selector
-        if isinstance(selector, Own):
-            group = coordinator.config.groups[path.lanes.index]
-            units = selectable(group, context)
-            replaced.append((path, selector))
-            shares.append(effective(drift, group.shape.select - group.ahead, units))
-            kind = DriftingAhead if isinstance(selector, Carrying) else DriftingSelector
-            path.selector = kind(  # type: ignore[assignment]
-                path, selector, units, rate_of(drift), coordinator.config.impl
+    layers = [path for path in coordinator.layers if isinstance(path.selector, Own)]
+    shares, overs = [], []
+    for number, path in enumerate(layers):
+        group = coordinator.config.groups[path.lanes.index]
+        units, select = selectable(group, context), group.shape.select - group.ahead
+        if isinstance(drift, str):
+            depth = number / len(layers)
+            share, over = _recorded(drift, coordinator, path, depth, select, units)
+        else:
+            share = effective(drift, select, units)
+            over = partial(
+                _writer(coordinator, "drift"),
+                layer=path.view.layer,
+                units=units,
+                rate=rate_of(drift),
             )
+        shares.append(share)
+        overs.append(over)
+    replaced = [(path, path.selector) for path in layers]
+    for (path, selector), over in zip(replaced, overs, strict=True):
+        kind = DriftingAhead if isinstance(selector, Carrying) else DriftingSelector
+        path.selector = kind(path, selector, over)  # type: ignore[arg-type, assignment]
     try:
         yield Drift(drift, min(shares, default=0.0), len(replaced))
     finally:
         for path, selector in replaced:
             path.selector = selector
             vars(selector).pop("retrieve", None)
+
+
+def _writer(coordinator: SparseCoordinator, name: str) -> Callable[..., None]:
+    """``drift.write`` or ``recorded.write``, as kernels where the coordinator has kernels."""
+    if coordinator.config.impl == "triton":
+        from topkv_bench import drift_kernels, recorded_kernels
+
+        return drift_kernels.write if name == "drift" else recorded_kernels.write
+    return write if name == "drift" else recorded.write
+
+
+def _recorded(
+    trace: str,
+    coordinator: SparseCoordinator,
+    path: LayerPath,
+    depth: float,
+    select: int,
+    units: int,
+) -> tuple[float, Callable[..., None]]:
+    """The share that a trace replaces in a step, and what writes the selections of its layer at
+    ``depth``, between 0 and 1."""
+    found, group = recorded.load(trace), coordinator.config.groups[path.lanes.index]
+    lanes = group.shape.lane_heads
+    copies, stretch = found.copies(select, units)
+    of_layer = found.ids[:, int(depth * found.ids.shape[1])]
+    head = torch.arange(lanes) * of_layer.shape[1] // lanes
+    table = of_layer[:, head].contiguous().to(path.view.ring_k.device)
+    over = partial(
+        _writer(coordinator, "recorded"),
+        table=table,
+        units=units,
+        copies=copies,
+        stretch=stretch,
+    )
+    return found.replaced, over
 
 
 def selectable(group: LoweredGroup, tokens: int) -> int:

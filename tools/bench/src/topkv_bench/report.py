@@ -104,8 +104,10 @@ def _notes(rows: Sequence[Row], console: Console) -> None:
             lines.append(f"{where}: {row['status']}: {row['reason']}")
         if "drift" in row:
             drift = row["drift"]
+            stated = drift["stated"]
+            named = f"trace {stated}" if isinstance(stated, str) else f"drift {stated:g}"
             lines.append(
-                f"{where}: drift {drift['stated']:g} written over {drift['layers']} layers, "
+                f"{where}: {named} written over {drift['layers']} layers, "
                 f"{drift['effective']:.4g} in effect"
             )
         if "predicted_step_ms" in row:

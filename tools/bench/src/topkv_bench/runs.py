@@ -58,7 +58,7 @@ class Options:
         contestants: of ``NAMES``.
         contexts, requests: the grid.
         fill: ``"prompt"``, or ``"pool"`` for caches that are filled without one.
-        drift: of topkv's selections; None for the algorithm's own.
+        drift: of topkv's selections, or a trace; None for the algorithm's own.
         steps, warmup: decode steps that are counted, and those before them.
         profiled: decode steps behind them that are profiled.
         kv_limit: bytes on the device for keys, values and what topkv keeps beside them.
@@ -75,7 +75,7 @@ class Options:
     contexts: tuple[int, ...]
     requests: tuple[int, ...]
     fill: str
-    drift: float | None
+    drift: float | str | None
     steps: int
     warmup: int
     profiled: int

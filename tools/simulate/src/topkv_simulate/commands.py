@@ -118,7 +118,8 @@ def _result(curve: Any, points: Any, best: Any, link: Any, gain: float) -> dict[
 @click.option(
     "--model",
     type=Path,
-    help="Directory of a model; the checkpoint of topkv-evaluation by default.",
+    help="Directory of a model, the checkpoint of topkv-evaluation by default; smollm2 is "
+    "SmolLM2-135M-Instruct, fetched once.",
 )
 @click.option(
     "--text", type=click.Path(path_type=Path), help="A file in UTF-8; source code by default."

@@ -94,7 +94,8 @@ def run(job: Job) -> Trace:
         ) from error
     trust, device = job.trust_remote_code, commands.device_or_default(job.device)
     with commands.quiet_transformers():
-        folder = job.model or CHECKPOINT
+        folder = job.model and commands.ModelFolder().convert(str(job.model), None, None)
+        folder = folder or CHECKPOINT
         require_plugins(job.config(1), registry())
         tokens = _tokens(job, folder, loading)
         if tokens.shape[1] < job.steps + 2:
