@@ -190,12 +190,14 @@ def summarize(rows: Sequence[Row], target: Path) -> None:
 
 def _lines(rows: Sequence[Row]) -> str:
     """JSON lines of the rows, whose figures are rounded; without keys, which resuming needs."""
-    short = [
-        {name: float(f"{value:.4g}") if isinstance(value, float) else value
-         for name, value in row.items() if name != "key"}
-        for row in rows
-    ]  # fmt: skip
+    short = [{name: _short(row[name]) for name in row if name != "key"} for row in rows]
     return "".join(json.dumps(row) + "\n" for row in short)
+
+
+def _short(value: object) -> object:
+    if isinstance(value, list):
+        return [_short(each) for each in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def gathered(parts: Path) -> list[Row]:

@@ -98,6 +98,10 @@ def test_everything_equals_dense_and_a_shuffled_selection_is_far_off(model):
         shuffled = run.row()
     assert shuffled["kl"] > 1
     assert shuffled["nll_change"] > 1
+    for name in ("kl", "nll_change"):
+        first, second = shuffled[f"{name}_contexts"]
+        assert first != second
+        assert (first + second) / 2 == pytest.approx(shuffled[name])
     assert shuffled["agreement_high"] < 0.7
     assert shuffled["correct"] < dense["correct"] == 4
     assert shuffled["recall"] < 0.5 < exact["recall"]

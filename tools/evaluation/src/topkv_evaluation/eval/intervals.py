@@ -72,6 +72,14 @@ def mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
+def by_context(values: Sequence[tuple[int, float]]) -> list[float]:
+    """The mean of each context, in their order."""
+    of: dict[int, list[float]] = {}
+    for context, value in values:
+        of.setdefault(context, []).append(value)
+    return [sum(of[context]) / len(of[context]) for context in sorted(of)]
+
+
 def spread(name: str, values: Sequence[tuple[int, float]]) -> dict[str, float | None]:
     """A mean over questions and its interval over contexts, by the names of a row's fields."""
     interval = bootstrap(values)

@@ -14,12 +14,15 @@ from torch import Tensor
 from topkv_evaluation.eval import recall
 from topkv_evaluation.eval.batches import decode, fork_rows, groups_of, settle
 from topkv_evaluation.eval.forced import Compared, Forced, compare
-from topkv_evaluation.eval.intervals import mean, spread, wilson
+from topkv_evaluation.eval.intervals import by_context, mean, spread, wilson
 from topkv_evaluation.eval.prefills import Prefills
 from topkv_evaluation.eval.tasks import Question, Task
 from topkv_evaluation.measured import stats_of
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.session import AttachedModel
+
+PAIRED = ("kl", "nll_change")
+"""Fields of which rows keep the mean of each context, so that cells are compared by context."""
 
 CHUNK = {"cuda": 8192}
 CPU_CHUNK = 1024
@@ -256,7 +259,10 @@ def differences_of(compared: Sequence[tuple[int, Compared]]) -> Row:
     each = [(context, astuple(one)) for context, one in compared]
     row: Row = {"forced_questions": len(each)}
     for place, name in enumerate(fields):
-        row |= spread(name, [(context, values[place]) for context, values in each])
+        values = [(context, figures[place]) for context, figures in each]
+        row |= spread(name, values)
+        if name in PAIRED:
+            row[f"{name}_contexts"] = by_context(values)
     return row
 
 
