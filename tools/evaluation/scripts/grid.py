@@ -29,7 +29,9 @@ import torch
 from topkv.config.layers import show_ranges
 from topkv.errors import TopkvError
 from topkv_evaluation import CHECKPOINT
+from topkv_evaluation.commands import ModelFolder
 from topkv_evaluation.eval import plot
+from topkv_evaluation.eval.choices import split_algorithms
 from topkv_evaluation.eval.intervals import wilson
 from topkv_evaluation.eval.plan import Options, Plan
 from topkv_evaluation.eval.results import RESULTS, Results, Row, read_rows
@@ -82,13 +84,16 @@ def run_job(job: Job) -> str:
 
 
 def jobs_of(args: argparse.Namespace, parts: Path) -> list[Job]:
-    """A job for each task and set of dense layers, the longest answers first."""
+    """A job for each task, set of dense layers and some algorithms, the longest answers first."""
     until = time.time() + 60 * args.minutes
     words = sorted(args.tasks, key=lambda word: word not in ("walk", "ruler:cwe"))
+    every = split_algorithms(args.algorithms)
+    few = args.per_job or len(every)
+    shares = [",".join(every[first : first + few]) for first in range(0, len(every), few)]
     return [
         Job(
             Options(
-                algorithms=(args.algorithms,),
+                algorithms=(share,),
                 model=args.model,
                 tasks=(word,),
                 contexts=str(args.length),
@@ -100,11 +105,12 @@ def jobs_of(args: argparse.Namespace, parts: Path) -> list[Job]:
                 split=args.split,
                 forced=args.questions,
             ),
-            parts / f"{word.replace(':', '-')}-{dense}",
+            parts / f"{word.replace(':', '-')}-{dense}{f'-{number}' if number else ''}",
             until,
         )
+        for number, share in enumerate(shares)
         for word in words
-        for dense in DENSE
+        for dense in args.dense_layers
     ]
 
 
@@ -211,17 +217,21 @@ def gathered(parts: Path) -> list[Row]:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", type=Path, default=CHECKPOINT)
+    parser.add_argument("--model", default=str(CHECKPOINT), help="a directory, or smollm2")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a prompt")
     parser.add_argument("--tasks", nargs="+", default=[*WORDS])
     parser.add_argument("--algorithms", default=ALGORITHMS, help="as topkv eval takes them")
+    parser.add_argument("--per-job", type=int, help="algorithms of a job; all by default")
     parser.add_argument("--budgets", default=BUDGETS)
+    parser.add_argument("--dense-layers", nargs="+", default=[*DENSE])
     parser.add_argument("--questions", type=int, default=QUESTIONS, help="of a task")
     parser.add_argument("--split", choices=[*STARTS], default=REPORTING)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    args.model = ModelFolder().convert(args.model, None, None)
+    return args
 
 
 def main(arguments: Sequence[str]) -> None:

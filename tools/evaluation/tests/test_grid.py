@@ -41,6 +41,15 @@ def test_a_cell_is_two_hundred_questions_and_fifteen_of_each_task(grid):
     assert all(job.options.split == REPORTING for job in jobs)
 
 
+def test_algorithms_are_dealt_to_jobs(grid):
+    options = ["--tasks", "facts", "walk", "--per-job", "2", "--dense-layers", "none"]
+    args = grid.parse(["--out", "o", *options, "--algorithms", "a:x=1,y=2,b@a,c"])
+    jobs = grid.jobs_of(args, Path("parts"))
+    assert [job.options.algorithms for job in jobs] == [("a:x=1,y=2,b@a",)] * 2 + [("c",)] * 2
+    assert len({job.folder for job in jobs}) == 4
+    assert {job.options.dense_layers for job in jobs} == {("none",)}
+
+
 def test_a_mixture_counts_questions_and_names_what_it_lacks(grid):
     rows = [row_of("a", 5.0, 4), row_of("b", 5.0, 1), row_of("a", 10.0, 2),
             row_of("b", 10.0, 0) | {"refused": "why"}]  # fmt: skip
