@@ -234,3 +234,20 @@ def test_the_table_of_selecting_ahead_is_that_of_the_raw_numbers():
         )
         kl_text = ", ".join(f"{row['kl']:.3f}" for row in text) if all(text) else "-"
         assert written == [right, kl, kl_text]
+
+
+def test_the_table_of_texts_is_that_of_the_raw_numbers():
+    kinds = ("prose", "code", "tables", "dialogue")
+    names = {"exact top-k": "exact", "Double Sparsity": "double_sparsity", "Quest": "quest"}
+    found = {(r["algorithm"], r["family"]): r for r in figures.read("eval/smollm2_texts.jsonl.xz")}
+    head, *rows = rows_of(PAGES["choosing.md"].read_text("utf-8"), "| | prose")
+    assert head[1:5] == [*kinds]
+    for title, *cells in rows:
+        each = [found[names[title], f"texts:{kind}"] for kind in kinds]
+        assert [f"{row['kl']:.4f}" for row in each] == cells[:4]
+        losses = [value for row in each for value in row["kl_contexts"]]
+        assert len(losses) == 40
+        assert cells[4].startswith(f"{sum(losses) / 40:.4f}, ")
+        for cell, name, digits in zip(cells[5:], ("device", "link"), (1, 2), strict=True):
+            share = sum(row[f"{name}_bytes_per_token"] / row["context_bytes"] for row in each) / 4
+            assert cell == f"{100 * share:.{digits}f} %"
