@@ -111,7 +111,7 @@ def test_a_mutant_is_caught_and_its_twin_passes(mutant, tier_name, record_proper
 
 
 def test_planted_errors_of_kernels_show_in_tests_that_a_commit_interprets():
-    """Of suites that Triton interprets, see ``tests.selection.KERNELS``."""
+    """``tests.selection.KERNELS`` names these tests."""
     kits = {each for kit in KITS for each in dir(kit) if each.startswith("test")}
     seen = {getattr(m, "test", None) for m in MUTANTS if m.tiers[0] == "interpret"} & kits
     assert len(seen) > 10

@@ -33,8 +33,8 @@ class DoubleSparsity:
     ``sink_tokens`` are forced. Of equal scores the lower token wins. What is on the device already
     is worth ``sticky`` more.
 
-    Which channels, and their ranges: from a calibration file, or from the first prompt chunk of
-    each request, kept in request-grained pools. A label then depends on the key alone.
+    Channels and their ranges come from a calibration file, or from the first prompt chunk of each
+    request, and are kept in request-grained pools then. A label depends on these and the key.
     """
 
     def __init__(self, setup: AlgorithmSetup) -> None:

@@ -44,8 +44,13 @@ Rows = list[list[float]]
 
 @frozen
 class Calibration:
-    """What a file holds: importance by layer, ``[Hkv][D]``, the larger the more important, and the
-    least and largest values of channels, ``[2][Hkv][D]``, of the layers that have them."""
+    """The content of a file.
+
+    Attributes:
+        statistic: one of ``STATISTICS``.
+        layers: importance by layer, ``[Hkv][D]``, the larger the more important.
+        ranges: least and largest values of channels by layer, ``[2][Hkv][D]``; may lack layers.
+    """
 
     statistic: str
     layers: dict[int, Rows]

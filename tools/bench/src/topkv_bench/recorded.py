@@ -46,8 +46,8 @@ class Recorded:
         return cls(ids, units, new / max(1, int((ids[1:] >= 0).sum())))
 
     def copies(self, select: int, units: int) -> tuple[int, int]:
-        """How often a selection goes into ``select`` columns, and how many of ``units`` units one
-        of the trace stands for.
+        """Number of selections of the trace that fill ``select`` columns, and number of ``units``
+        units that one of the trace stands for.
 
         Raises:
             ConfigError: the trace selects more than the columns, or a larger share of its units.
@@ -94,7 +94,7 @@ def load(path: str) -> Recorded:
 
 
 def step_of(lengths: Tensor, slots: Tensor, steps: int) -> Tensor:
-    """Which step of a trace rows are at, int64: to the end and back, shifted by the request."""
+    """Steps of a trace by row, int64: to its end and back, from another one in each request."""
     turn = 2 * (steps - 1)
     place = (lengths.long() + slots.long() * (turn * 40503 >> 16)) % turn
     return torch.minimum(place, turn - place)
