@@ -271,7 +271,7 @@ class Rerun:
 @pytest.mark.nightly
 def test_inductor_fuses_what_lies_between(tiny, check, recording, monkeypatch):
     """A layer is 7 products, attention, and 6 further kernels: norm, two rotations, residual with
-    norm, activation, residual."""
+    norm, activation, residual. Whether a product is padded inductor decides by timing it."""
     if tiny.device.type == "cpu":
         if shutil.which("g++") is None:
             pytest.skip("inductor needs a C++ compiler")
@@ -281,7 +281,7 @@ def test_inductor_fuses_what_lies_between(tiny, check, recording, monkeypatch):
     truth = check.oracle(model, sequences, prompt)
     settings, codes = tiny.settings(**recording, compile=True), []
     with (
-        torch._inductor.config.patch(force_disable_caches=True),
+        torch._inductor.config.patch(force_disable_caches=True, shape_padding=False),
         patch.object(GraphLowering, "save_output_code", codes.append),
     ):
         ours, logits, report = generated(model, prompt, settings, 24)
