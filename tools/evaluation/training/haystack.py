@@ -1,11 +1,12 @@
 """``python haystack.py``: the haystack of the needle tasks, made of this repository's own prose.
 
-RULER hides its needles in essays that nobody may pass on. What stands in ``haystack.txt`` instead
+RULER hides its needles in essays that nobody may pass on. The text of ``haystack.txt.xz`` instead
 is pinned: run this only to make another one, under another name, or old results mean nothing.
 """
 
 from __future__ import annotations
 
+import lzma
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ PAGES = (
     "plugins/*/*.md",
     "tools/*/*.md",
 )
-TARGET = ROOT / "tools/evaluation/src/topkv_evaluation/tasks/data/haystack.txt"
+TARGET = ROOT / "tools/evaluation/src/topkv_evaluation/tasks/data/haystack.txt.xz"
 FEWEST, MOST = 5, 80
 """Words of a sentence; others are leftovers of tables and code."""
 
@@ -46,7 +47,7 @@ def main() -> None:
     """Write the haystack, a sentence a line, each once."""
     paths = [path for pattern in PAGES for path in sorted(ROOT.glob(pattern))]
     found = [text for path in paths for text in sentences(path.read_text(encoding="utf-8"))]
-    TARGET.write_text("\n".join(dict.fromkeys(found)) + "\n", encoding="utf-8")
+    TARGET.write_bytes(lzma.compress(("\n".join(dict.fromkeys(found)) + "\n").encode(), preset=9))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ takes its words. The haystack is prose of topkv's own documentation, a sentence 
 
 from __future__ import annotations
 
+import lzma
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
@@ -17,8 +18,8 @@ DATA = Path(__file__).parent / "data"
 
 @lru_cache
 def _lines(name: str) -> tuple[str, ...]:
-    lines = (DATA / f"{name}.txt").read_text(encoding="utf-8").splitlines()
-    return tuple(line.rstrip() for line in lines)
+    text = lzma.decompress((DATA / f"{name}.txt.xz").read_bytes()).decode()
+    return tuple(line.rstrip() for line in text.splitlines())
 
 
 @lru_cache
