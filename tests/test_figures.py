@@ -236,18 +236,92 @@ def test_the_table_of_selecting_ahead_is_that_of_the_raw_numbers():
         assert written == [right, kl, kl_text]
 
 
+ROWS_OF_TEXTS = {
+    "exact top-k": "exact",
+    "Double Sparsity, `top_p` 0.95 of twice": "ds_p95w2",
+    "Double Sparsity": "double_sparsity",
+    "Double Sparsity, `top_p` 0.95": "ds_p95",
+    "ParisKV, 4 sinks, 8 recent, `top_p` 0.95 of 4 times": "paris_48_p95w4",
+    "ParisKV, 4 sinks, 8 recent": "paris_4_8",
+    "ParisKV, none forced": "pariskv",
+    "PQCache, 4 sinks, 8 recent": "pq_4_8",
+    "PQCache, none forced": "pqcache",
+    "ClusterKV": "clusterkv",
+    "ClusterKV, `top_p` 0.95 of 4 times": "clusterkv_p95w4",
+    "Quest, units of 4, int8, `top_p` 0.95 of 4 times": "quest_4i_p95w4",
+    "Quest, units of 8, int8, `top_p` 0.95 of 4 times": "quest_8i_p95w4",
+    "Quest, units of 4, int8": "quest_4i",
+    "Quest, units of 8, int8": "quest_8i",
+    "Quest": "quest",
+    "Quest, `residual`": "quest_res",
+    "RocketKV": "rocketkv",
+    "StreamingLLM": "streaming_llm",
+    "InfLLM-v2": "infllm_v2",
+}
+
+
 def test_the_table_of_texts_is_that_of_the_raw_numbers():
     kinds = ("prose", "code", "tables", "dialogue")
-    names = {"exact top-k": "exact", "Double Sparsity": "double_sparsity", "Quest": "quest"}
-    found = {(r["algorithm"], r["family"]): r for r in figures.read("eval/smollm2_texts.jsonl.xz")}
-    head, *rows = rows_of(PAGES["choosing.md"].read_text("utf-8"), "| | prose")
-    assert head[1:5] == [*kinds]
+    found = {}
+    for row in figures.read(figures.TEXTS):
+        found[row["algorithm"], row["nominal_percent"], row["family"].partition(":")[2]] = row
+    head, *rows = rows_of(PAGES["choosing.md"].read_text("utf-8"), "| | 1 % | 2 % | 5 %")
+    assert head[1:9] == ["1 %", "2 %", "5 %", "10 %", *(f"{kind} at 5 %" for kind in kinds)]
+    assert [row[0] for row in rows] == [*ROWS_OF_TEXTS]
     for title, *cells in rows:
-        each = [found[names[title], f"texts:{kind}"] for kind in kinds]
-        assert [f"{row['kl']:.4f}" for row in each] == cells[:4]
-        losses = [value for row in each for value in row["kl_contexts"]]
-        assert len(losses) == 40
-        assert cells[4].startswith(f"{sum(losses) / 40:.4f}, ")
-        for cell, name, digits in zip(cells[5:], ("device", "link"), (1, 2), strict=True):
-            share = sum(row[f"{name}_bytes_per_token"] / row["context_bytes"] for row in each) / 4
+        name = ROWS_OF_TEXTS[title]
+        for share, cell in zip((1, 2, 5, 10), cells, strict=False):
+            each = [found[name, share, kind] for kind in kinds]
+            if any("refused" in row for row in each):
+                assert cell == "-"
+                continue
+            assert sum(len(row["kl_contexts"]) for row in each) == 40
+            assert cell == f"{sum(row['kl'] for row in each) / 4:.4f}"
+        each = [found[name, 5, kind] for kind in kinds]
+        assert cells[4:8] == [f"{row['kl']:.4f}" for row in each]
+        for cell, byte, digits in zip(cells[8:], ("device", "link"), (1, 2), strict=True):
+            share = sum(row[f"{byte}_bytes_per_token"] / row["context_bytes"] for row in each) / 4
             assert cell == f"{100 * share:.{digits}f} %"
+
+
+def test_the_table_of_the_readme_is_that_of_texts():
+    page = (ROOT / "README.md").read_text("utf-8")
+    _, *whole = rows_of(PAGES["choosing.md"].read_text("utf-8"), "| | 1 % | 2 % | 5 %")
+    known = {title: cells for title, *cells in whole}
+    _, *rows = rows_of(page, "| | read from GPU memory")
+    assert len(rows) == 8
+    for title, *cells in rows:
+        assert cells == [*known[title][8:], *known[title][1:4]]
+
+
+def test_the_table_of_locality_is_that_of_the_raw_numbers():
+    names = {"Quest": "quest", "Double Sparsity": "double_sparsity", "ParisKV": "pariskv"}
+    rows = figures.read("locality.jsonl.xz")
+    _, *table = rows_of((ROOT / "docs/simulate.md").read_text("utf-8"), "| | kept from the step")
+    assert [title for title, *_ in table] == [*names]
+    for title, *cells in table:
+        mine = [row for row in rows if row["algorithm"] == names[title]]
+        lru, belady = ([r for r in mine if r["policy"] == policy] for policy in ("lru", "belady"))
+        layers = lru[0]["layer_overlap"]
+        least = lru[0]["layers"][layers.index(min(layers))]
+        assert cells[:2] == [
+            f"{100 * lru[0]['overlap']:.1f} %",
+            f"{100 * min(layers):.1f} %, {least}",
+        ]
+        assert cells[2:7] == [f"{100 * row['hit_rate']:.1f} %" for row in lru]
+        assert cells[7] == f"{100 * belady[2]['hit_rate']:.1f} %"
+        assert cells[8] == f"{lru[2]['bytes_per_step'] / 1e6:.2f}"
+
+
+def test_the_kept_trace_replays_to_its_rows():
+    from topkv_simulate.curve import Curve
+    from topkv_simulate.replay import Replayer
+    from topkv_simulate.trace import Trace
+
+    replayer = Replayer(Trace.load(figures.RESULTS / "traces/smollm2_quest.npz"))
+    replayer.check()
+    curve = Curve(replayer)
+    for row in figures.read("locality.jsonl.xz"):
+        if row["algorithm"] == "quest" and row["policy"] == "lru":
+            point = curve.at(row["buffer_tokens"], "lru")
+            assert point.hit_rate == row["hit_rate"]

@@ -21,6 +21,7 @@ COLOURS = (
     "#c49a00",
     "#7d6b5d",
 )
+TEXTS = "eval/texts/smollm2-bcc81830d10c-2048.jsonl.xz"
 Row = dict[str, Any]
 
 
@@ -226,6 +227,42 @@ def accuracy() -> Any:
     return by_bytes("grid", NAMES, "device", "from GPU memory")
 
 
+def texts() -> Any:
+    """KL of a real model's text over the bytes that a token reads and loads, by budget."""
+    lines = {
+        "exact": "exact top-k",
+        "ds_p95w2": "Double Sparsity, top_p 0.95 of twice",
+        "double_sparsity": "Double Sparsity",
+        "paris_48_p95w4": "ParisKV 4 + 8, top_p 0.95 of 4 times",
+        "paris_4_8": "ParisKV 4 + 8",
+        "pq_4_8": "PQCache 4 + 8",
+        "quest_8i_p95w4": "Quest, 8, int8, top_p 0.95 of 4 times",
+        "quest_8i": "Quest, 8, int8",
+        "quest": "Quest",
+    }
+    cells: dict[tuple[str, float], list[Row]] = {}
+    for row in read(TEXTS):
+        if "refused" not in row:
+            cells.setdefault((row["algorithm"], row["nominal_percent"]), []).append(row)
+    figure, panels = new(2, 4.0)
+    for panel, (byte, what) in zip(
+        panels, {"device": "from GPU memory", "link": "over the link"}.items(), strict=True
+    ):
+        for colour, (algorithm, label) in zip(COLOURS, lines.items(), strict=True):
+            line = [cells[algorithm, share] for share in (1, 2, 5, 10)]
+            bytes_ = f"{byte}_bytes_per_token"
+            places = [sum(100 * r[bytes_] / r["context_bytes"] for r in of) / 4 for of in line]
+            losses = [sum(r["kl"] for r in of) / 4 for of in line]
+            panel.plot(places, losses, "o-", ms=4, color=colour, label=label)
+        panel.set(xscale="log", yscale="log", xlabel=f"{what}, % of keys and values")
+        ticks = [5, 10, 20, 50] if byte == "device" else [0.02, 0.05, 0.1, 0.2, 0.5, 1]
+        panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        panel.minorticks_off()
+    panels[0].set_ylabel("KL, nats a token")
+    panels[1].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
 def stages() -> Any:
     """Right answers over the bytes that a token brings over the link, by stage."""
     lines = {
@@ -319,7 +356,7 @@ def arkvale() -> Any:
 
 
 DRAWN = (
-    generate, prompts, decode_step, swap_in, accuracy, stages, attention, selection, arkvale
+    generate, prompts, decode_step, swap_in, texts, accuracy, stages, attention, selection, arkvale
 )  # fmt: skip
 FIGURES: dict[str, Callable[[], Any]] = {f"{draw.__name__}.svg": draw for draw in DRAWN}
 

@@ -181,7 +181,9 @@ def summarize(rows: Sequence[Row], target: Path) -> None:
     """Write rows, tables and plots."""
     mixed = mixtures(rows)
     for suffix, lines in ((".all.jsonl.xz", mixed), (".jsonl.xz", rows)):
-        target.with_suffix(suffix).write_bytes(lzma.compress(_lines(lines).encode(), preset=9))
+        target.with_suffix(suffix).write_bytes(
+            lzma.compress(_lines(lines).encode(), preset=9 | lzma.PRESET_EXTREME)
+        )
     if not rows:
         return
     parts = [f"Right answers in percent, {len({row['family'] for row in rows})} tasks together:",
