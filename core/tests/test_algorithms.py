@@ -8,7 +8,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.algorithms import ScoredUnits, host_ids
+from topkv.algorithms import ScoredUnits, ends_of, host_ids
 from topkv.entries import Capabilities, PluginEntry
 from topkv.errors import ConfigError, PluginError
 from topkv.hooks.algorithm import AlgorithmSetup, RepresentationSpec
@@ -258,3 +258,32 @@ def test_single_tokens_are_represented_without_a_ring():
     for one, other in zip(plain, regranulated, strict=True):
         assert torch.equal(one, other)
     assert max(int(ids.max()) for ids in plain) > 14, "no decoded token was selected"
+
+
+@given(select=st.integers(1, 300))
+def test_ends_keep_selections_nested(select):
+    """Of two budgets the larger forces as much, and leaves as many units to be ranked."""
+    ends = {"sink_units": None, "recent_units": None}
+    small, large = ends_of(ends, select), ends_of(ends, select + 1)
+    assert all(a <= b for a, b in zip(small, large, strict=True))
+    assert sum(large) - sum(small) <= 1
+    assert sum(small) <= select / 3
+    assert small == (4, 8) or select < 48
+
+
+@given(select=st.integers(1, 300), given_units=st.integers(0, 300))
+def test_ends_take_what_the_other_end_leaves(select, given_units):
+    held = min(given_units, select)
+    sinks, recent = ends_of({"sink_units": held, "recent_units": None}, select)
+    assert sinks == held
+    assert recent == min(8, select // 6, select - held)
+    sinks, recent = ends_of({"sink_units": None, "recent_units": held}, select)
+    assert recent == held
+    assert sinks == min(4, (select + 3) // 12, select - held)
+
+
+def test_ends_are_the_parameters_where_they_are_given():
+    assert ends_of({}, 64) == (0, 0)
+    assert ends_of({"sink_units": 1}, 64) == (1, 0)
+    assert ends_of({"sink_units": 0, "recent_units": None}, 64) == (0, 8)
+    assert ends_of({"sink_units": "x", "recent_units": None}, 64) == ("x", 8)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,6 +96,23 @@ def write_units(layer: LayerView, slots: Tensor, units: Tensor, new: Mapping[str
         pool[at] = torch.where(chosen, rows.to(pool.dtype), pool[at])
 
 
+def ends_of(params: Mapping[str, Any], select: int) -> tuple[int, int]:
+    """Numbers of first and of last units that every selection of ``select`` units holds.
+
+    They are the parameters ``sink_units`` and ``recent_units``, 0 where there is none. None stands
+    for a twelfth and a sixth of the selection, at most 4 and 8, and no more than the other leaves.
+    With another unit to select at most one more is forced, so that selections stay nested.
+    """
+    sinks, recent = (params.get(name, 0) for name in ("sink_units", "recent_units"))
+    if sinks is None:
+        given = recent if type(recent) is int else 0
+        sinks = max(0, min(4, (select + 3) // 12, select - given))
+    if recent is None:
+        given = sinks if type(sinks) is int else 0
+        recent = max(0, min(8, select // 6, select - given))
+    return sinks, recent
+
+
 class RankedUnits(ABC):
     """Keeps a representation of each unit's keys, and selects the units of the best scores.
 
@@ -105,7 +123,8 @@ class RankedUnits(ABC):
     CUDA graph.
 
     Parameters that the entry may offer, each 0 where it does not: ``sink_units``, first units that
-    every selection holds, ``recent_units``, closed units before the open one, and ``sticky``, what
+    every selection holds, ``recent_units``, closed units before the open one, None for either as
+    ``ends_of`` has it, and ``sticky``, what
     a unit is worth more if it is on the device (``topkv.ops.sticky``; offer it where the scores of
     lanes are natural logarithms, as they are unless ``combine`` is overridden).
 
@@ -126,8 +145,7 @@ class RankedUnits(ABC):
     def __init__(self, setup: AlgorithmSetup) -> None:
         """Raises ConfigError with all reasons: of ``refusals``, and against parameters."""
         self.model, self.group, self.params = setup.model, setup.group, setup.params
-        self.sink_units: int = self.params.get("sink_units", 0)
-        self.recent_units: int = self.params.get("recent_units", 0)
+        self.sink_units, self.recent_units = ends_of(self.params, self.group.select)
         self.sticky: float = self.params.get("sticky", 0.0)
         reasons, free = list(self.refusals()), self.group.select
         reasons += sticky.refusals(self.sticky)

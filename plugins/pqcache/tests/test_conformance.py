@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from topkv.algorithms import ends_of
 from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
 
 
@@ -13,8 +14,8 @@ def forced(length, bench):
     """The first ``sink_units`` and the last ``recent_units`` of the selectable tokens."""
     params = {**bench.subject.entry.parameters, **bench.case.params}
     tokens = range(length - 1)
-    recent = tokens[max(0, length - 1 - params["recent_units"]) :]
-    return {*tokens[: params["sink_units"]], *recent}
+    sinks, recent = ends_of(params, bench.group.select)
+    return {*tokens[:sinks], *tokens[max(0, length - 1 - recent) :]}
 
 
 def oracle(bench, slot, q):

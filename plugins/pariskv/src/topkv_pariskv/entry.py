@@ -33,6 +33,11 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             ),
             # Rows of scores are tokens; topkv-triton-topk is made for rows so long.
             defaults={"unit": 1, "scope": "kv_head", "dense_layers": (0, 1), "topk": "pivot"},
-            parameters={"sink_units": 0, "recent_units": 0, "sticky": 0.0, "outliers": 4},
+            parameters={
+                "sink_units": None,
+                "recent_units": None,
+                "sticky": 0.0,
+                "outliers": 4,
+            },
         )
     ]

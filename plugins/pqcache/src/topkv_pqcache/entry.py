@@ -41,8 +41,8 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 "window": 1024,
                 "iterations": 10,
                 "seed": 0,
-                "sink_units": 0,
-                "recent_units": 0,
+                "sink_units": None,
+                "recent_units": None,
                 "sticky": 0.0,
             },
         )

@@ -11,6 +11,7 @@ from attrs import field, frozen
 from hypothesis import strategies as st
 from torch import Tensor
 
+from topkv.algorithms import ends_of
 from topkv.testing.kit import Subject
 
 
@@ -72,5 +73,5 @@ def forced(length: int, bench: Any) -> set[int]:
     entry has these parameters."""
     params = {**bench.subject.entry.parameters, **bench.case.params}
     units = range(bench.selectable_of(length))
-    recent = units[max(0, len(units) - params.get("recent_units", 0)) :]
-    return {*units[: params.get("sink_units", 0)], *recent}
+    sinks, recent = ends_of(params, bench.group.select)
+    return {*units[:sinks], *units[max(0, len(units) - recent) :]}
