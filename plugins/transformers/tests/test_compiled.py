@@ -271,7 +271,7 @@ class Rerun:
 @pytest.mark.nightly
 def test_inductor_fuses_what_lies_between(tiny, check, recording, monkeypatch):
     """A layer is 7 products, attention, and 6 further kernels: norm, two rotations, residual with
-    norm, activation, residual. Whether a product is padded inductor decides by timing it."""
+    norm, activation, residual. Inductor times whether to pad a product, so it may not."""
     if tiny.device.type == "cpu":
         if shutil.which("g++") is None:
             pytest.skip("inductor needs a C++ compiler")
