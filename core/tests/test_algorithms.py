@@ -262,7 +262,7 @@ def test_single_tokens_are_represented_without_a_ring():
 
 @given(select=st.integers(1, 300))
 def test_ends_keep_selections_nested(select):
-    """Of two budgets the larger forces as much, and leaves as many units to be ranked."""
+    """A larger budget forces as much as a smaller one, and leaves as many units to be ranked."""
     ends = {"sink_units": None, "recent_units": None}
     small, large = ends_of(ends, select), ends_of(ends, select + 1)
     assert all(a <= b for a, b in zip(small, large, strict=True))
@@ -287,3 +287,12 @@ def test_ends_are_the_parameters_where_they_are_given():
     assert ends_of({"sink_units": 1}, 64) == (1, 0)
     assert ends_of({"sink_units": 0, "recent_units": None}, 64) == (0, 8)
     assert ends_of({"sink_units": "x", "recent_units": None}, 64) == ("x", 8)
+
+
+@pytest.mark.parametrize(
+    ("select", "ends"), [(5, (0, 0)), (12, (1, 2)), (48, (4, 8)), (205, (4, 8))]
+)
+def test_none_is_read_where_an_algorithm_is_made(select, ends):
+    params = {"sink_units": None, "recent_units": None}
+    made = LargestKeys(AlgorithmSetup(MODEL, group(select=select), params, CPU, None))
+    assert (made.sink_units, made.recent_units) == ends

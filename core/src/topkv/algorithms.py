@@ -97,11 +97,15 @@ def write_units(layer: LayerView, slots: Tensor, units: Tensor, new: Mapping[str
 
 
 def ends_of(params: Mapping[str, Any], select: int) -> tuple[int, int]:
-    """Numbers of first and of last units that every selection of ``select`` units holds.
+    """Count the first and the last units that every selection of ``select`` units holds.
 
-    They are the parameters ``sink_units`` and ``recent_units``, 0 where there is none. None stands
-    for a twelfth and a sixth of the selection, at most 4 and 8, and no more than the other leaves.
-    With another unit to select at most one more is forced, so that selections stay nested.
+    The parameters ``sink_units`` and ``recent_units`` say it; one that the algorithm lacks is 0.
+    None stands for a twelfth and a sixth of the selection, at most 4 and 8 units, and for no more
+    than the other leaves. A selection of one unit more forces at most one more, so that budgets
+    stay nested. Numbers that were given are not checked: ``RankedUnits`` refuses wrong ones.
+
+    Returns:
+        (sinks, recent units).
     """
     sinks, recent = (params.get(name, 0) for name in ("sink_units", "recent_units"))
     if sinks is None:
@@ -123,10 +127,10 @@ class RankedUnits(ABC):
     CUDA graph.
 
     Parameters that the entry may offer, each 0 where it does not: ``sink_units``, first units that
-    every selection holds, ``recent_units``, closed units before the open one, None for either as
-    ``ends_of`` has it, and ``sticky``, what
-    a unit is worth more if it is on the device (``topkv.ops.sticky``; offer it where the scores of
-    lanes are natural logarithms, as they are unless ``combine`` is overridden).
+    every selection holds, and ``recent_units``, closed units before the open one, both as
+    ``ends_of`` reads them; and ``sticky``, what a unit is worth more if it is on the device
+    (``topkv.ops.sticky``; offer it where the scores of lanes are natural logarithms, as they are
+    unless ``combine`` is overridden).
 
     A class with kernels inherits from the reference and sets ``impl = "triton"``: the top-k is
     then the one that the configuration names. It may override ``construct``, ``update`` and
