@@ -325,3 +325,29 @@ def test_the_kept_trace_replays_to_its_rows():
         if row["algorithm"] == "quest" and row["policy"] == "lru":
             point = curve.at(row["buffer_tokens"], "lru")
             assert point.hit_rate == row["hit_rate"]
+
+
+def test_steps_by_trace_and_by_drift_are_those_of_the_raw_numbers():
+    """Hits and bytes are those of 16 requests of 32K."""
+    names = {
+        "Quest": "quest",
+        "Quest, units of 8, int8": "quest, units of 8, int8",
+        "Double Sparsity": "double_sparsity",
+        "Double Sparsity, `top_p` 0.95 of twice": "double_sparsity, top_p 0.95 of twice",
+        "ParisKV": "pariskv",
+    }
+    found = {}
+    for row in figures.read("bench_trace.jsonl.xz")[1:]:
+        drift = row["drift"] if isinstance(row["drift"], float) else "trace"
+        size = row["context"], row["requests"]
+        found[row["algorithm"], drift, size] = row
+    sizes = [(32768, 1), (32768, 16), (131072, 1), (131072, 16)]
+    _, *rows = rows_of(PAGES["choosing.md"].read_text("utf-8"), "| | selections | 32K x 1")
+    assert len(rows) * len(sizes) - len(found) == 6  # three rows lack 128K
+    for label, drift, *cells in rows:
+        what = names[label], drift if drift == "trace" else float(drift.split()[1])
+        of = [found.get((*what, size)) for size in sizes]
+        steps = [f"{row['step_ms']['median']:.2f} ms" if row else "-" for row in of]
+        last = of[1]
+        hits = f"{100 * last['hit_rate']:.1f} %"
+        assert cells == [*steps, hits, f"{last['link_bytes_per_step'] / 1e6:.1f}"], label
