@@ -6,7 +6,6 @@ The checkpoint of topkv-evaluation reads a prompt with planted facts and then de
 has none, token by token, as if it had generated it, while pages are given back. Then each fact is
 asked for, in a fork of its own. Beside the stages stand two controls of the same sizes: pages at
 random, and the oldest ones. ``kl`` is that of the decoded text, from attention to everything.
-TriAttention is calibrated on a document of the same kind, whose text no context has.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
@@ -30,10 +28,8 @@ from transformers import AutoModelForCausalLM
 import topkv
 from topkv import hookimpl
 from topkv_evaluation import CHECKPOINT
-from topkv_evaluation.retrieval import ASK, FACT, VALUE_DIGITS, make_prompt, pinned_text
+from topkv_evaluation.retrieval import ASK, FACT, VALUE_DIGITS, pinned_text
 from topkv_keydiff.stage import KeyDiff
-from topkv_triattention.calibration import write
-from topkv_triattention.collect import collect
 
 Row = dict[str, Any]
 Keep = Callable[..., None]
@@ -57,7 +53,6 @@ def oldest(
 
 
 CONTROLS: dict[str, Keep] = {"random": at_random, "oldest": oldest}
-STAGES = ("keydiff", "triattention")
 
 
 @contextmanager
@@ -69,17 +64,6 @@ def kept_by(name: str) -> Iterator[None]:
         yield
     finally:
         KeyDiff.keep = own  # type: ignore[method-assign]
-
-
-def stage_of(name: str, sizes: Row, folder: Path) -> Row:
-    """The setting of a stage, with a calibration where it needs one."""
-    if name != "triattention":
-        return {"name": "keydiff", "params": sizes}
-    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT)
-    document = make_prompt(8192, text=pinned_text()[200_000:300_000])
-    file = folder / "queries.json"
-    write(file, collect(model, [*torch.tensor(document.tokens).long().split(1024)]))
-    return {"name": name, "params": {**sizes, "calibration": str(file)}}
 
 
 def context(seed: int, prompt: int, text: int, facts: int) -> tuple[list[int], list[int], Any]:
@@ -136,7 +120,7 @@ def answer(model: Any, handle: Any, seed: int, options: argparse.Namespace) -> R
     return {"right": right, "asked": len(planted), "kl": kl, "pages": pages, "dropped": dropped}
 
 
-def measure(options: argparse.Namespace, name: str, tokens: int, folder: Path) -> Row:
+def measure(options: argparse.Namespace, name: str, tokens: int) -> Row:
     """The row of one way to keep so many tokens; all of them for ``"everything"``."""
     sizes = {"tokens": tokens, "every": options.every, "first": 64, "recent": options.recent}
     whole = options.prompt + options.text + 64
@@ -151,7 +135,7 @@ def measure(options: argparse.Namespace, name: str, tokens: int, folder: Path) -
         "max_requests": 2,
     }
     if name != "everything":
-        config["stages"] = [stage_of(name, sizes, folder)]
+        config["stages"] = [{"name": "keydiff", "params": sizes}]
     model, begun = AutoModelForCausalLM.from_pretrained(CHECKPOINT), perf_counter()
     with kept_by(name), topkv.attach(model, config) as handle:
         rows = [answer(model, handle, seed, options) for seed in range(options.contexts)]
@@ -169,7 +153,7 @@ def measure(options: argparse.Namespace, name: str, tokens: int, folder: Path) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--keeps", nargs="+", default=[*STAGES, *CONTROLS, "everything"])
+    parser.add_argument("--keeps", nargs="+", default=["keydiff", *CONTROLS, "everything"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024])
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt")
     parser.add_argument("--text", type=int, default=8192, help="tokens that are decoded")
@@ -181,13 +165,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     options = parser.parse_args()
     told = {name: value for name, value in vars(options).items() if name != "out"}
-    with TemporaryDirectory() as folder:
-        for tokens, name in product(options.tokens, options.keeps):
-            row = {**told, **measure(options, name, tokens, Path(folder))}
-            print(json.dumps(row), flush=True)
-            if options.out:
-                with options.out.open("a") as out:
-                    out.write(json.dumps(row) + "\n")
+    for tokens, name in product(options.tokens, options.keeps):
+        row = {**told, **measure(options, name, tokens)}
+        print(json.dumps(row), flush=True)
+        if options.out:
+            with options.out.open("a") as out:
+                out.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":
