@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import topkv
-from tests.packaging.packages import ROOT, SETS, packages, read, run
+from tests.packaging.packages import ROOT, SETS, brought_by, packages, read, run
 from topkv.entries import HOOK_API, KINDS
 from topkv.errors import PluginError
 from topkv.plugins import PluginRegistry
@@ -118,7 +118,7 @@ def test_the_demo_installs_what_it_needs_and_no_more(tmp_path):
     (line,) = (line for line in lines if " -e " in line)
     folders = [word for before, word in pairwise(line.split()) if before == "-e"]
     installed = {read(ROOT / folder).name for folder in folders}
-    assert installed == {"topkv", "topkv-evaluation"} | held_by("transformers")
+    assert installed == brought_by("topkv-evaluation", "topkv[transformers]")
 
 
 def test_sets_are_known_to_what_installs_packages_alone():
@@ -130,14 +130,22 @@ def test_sets_are_known_to_what_installs_packages_alone():
     assert {extra for extra, names in extras.items() if len(names & ours) > 1} == {*SETS}
 
 
-@parametrize(PLUGINS)
-def test_a_plugin_imports_no_other(package):
-    others = {other.module for other in PLUGINS} - {package.module}
+def imported_by(package):
+    """Each top-level module that a package imports anywhere, with a file that does."""
+    found = {}
     for path in (package.folder / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in getattr(node, "names", [])]
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
-            assert not others & {name.split(".")[0] for name in names}, path
+            found.update((name.split(".")[0], path) for name in names)
+    return found
+
+
+@parametrize(PLUGINS)
+def test_a_plugin_imports_no_other(package):
+    found = imported_by(package)
+    others = {other.module for other in PLUGINS} - {package.module}
+    assert not others & found.keys(), found
 
 
 @parametrize(PACKAGES)
@@ -150,16 +158,20 @@ def test_packages_ask_for_a_range_of_each_other_that_holds_this_version(package)
 
 
 @parametrize(PLUGINS)
-def test_a_plugin_asks_for_the_core_and_what_its_entries_name(package):
+def test_a_plugin_asks_for_the_core_what_its_entries_name_and_tools_that_it_imports(package):
+    """A tool may be a library of plugins: it registers nothing, and asks for the core alone."""
     others = [other for other in PLUGINS if other.name != package.name]
     named = {other.name for other in others if defaults_of(package) & names_of(other)}
-    assert {each.name for each in asked(package)} == {"topkv", *named}
+    tools = [tool for tool in TOOLS if tool.module in imported_by(package)]
+    assert {each.name for each in asked(package)} == {"topkv", *named, *(t.name for t in tools)}
     assert Requirement(package.project["dependencies"][0]).name == "topkv"
+    for tool in tools:
+        assert brought_by(tool.name) == {"topkv", tool.name}
 
 
 @parametrize(TOOLS)
 def test_a_tool_is_no_plugin(package):
-    """Or what it imports would be imported by a plugin."""
+    """Or a plugin that imports it would import another plugin."""
     assert not package.points
     assert "topkv" in {each.name for each in asked(package)}
 

@@ -55,6 +55,7 @@ def check_alone(name: str, *needed: str) -> None:
     records = registry().records()
     offered = [record for record in records if record.package.replace("-", "_") == name]
     told = [f"{record.kind} {record.name}" for record in offered] or _commands(name)
+    told = told or _modules(name)
     problems = [f"{record.who}: {record.problem}" for record in records if record.problem]
     if problems or not told:
         fail(f"{name} must offer something and no plugin have a problem, got {problems or 'none'}")
@@ -85,6 +86,12 @@ def _commands(name: str) -> list[str]:
         for point in points
         if point.dist and point.dist.name.replace("-", "_") == name
     ]
+
+
+def _modules(name: str) -> list[str]:
+    """The modules of a package that is only imported."""
+    path = importlib.import_module(name).__path__
+    return [f"module {each.name}" for each in pkgutil.iter_modules(path)]
 
 
 def check_modules(name: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from attrs import frozen
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 DIST = ROOT / "dist"
@@ -71,6 +72,22 @@ def packages() -> list[Package]:
     found = (*ROOT.glob("plugins/*/pyproject.toml"), *ROOT.glob("tools/*/pyproject.toml"))
     folders = [ROOT / "core", *(path.parent for path in found)]
     return sorted(map(read, folders), key=lambda package: (package.name != "topkv", package.name))
+
+
+def brought_by(*lines: str) -> set[str]:
+    """Names of the packages that some requirements install, with all that these declare."""
+    known = {package.name: package.project for package in packages()}
+    asked = [Requirement(line) for line in lines]
+    for each in asked:  # it grows
+        project = known[each.name]
+        extras = project.get("optional-dependencies", {})
+        declared = [
+            *project["dependencies"],
+            *(line for name in each.extras for line in extras[name]),
+        ]
+        ours = [line for line in map(Requirement, declared) if line.name in known]
+        asked += [line for line in ours if line not in asked]
+    return {each.name for each in asked}
 
 
 def run(*args: object, cwd: Path = ROOT) -> str:
