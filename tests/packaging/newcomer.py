@@ -29,6 +29,7 @@ PACKAGES = (
     "plugins/triton_attention",
     "plugins/transformers",
     "tools/cli",
+    "tools/prediction",
     "tools/evaluation",
 )
 
@@ -92,7 +93,7 @@ COMMANDS = {
 def walk(here: Path, transformers: str | None) -> None:
     """All steps, in an empty folder."""
     wheels = here / "wheels"
-    with step("(we) build six wheels"):
+    with step("(we) build seven wheels"):
         core, *others = [build(ROOT / name, wheels)[1] for name in PACKAGES]
     python = here / "env" / "bin" / "python"
     pip = (python, "-m", "pip", "install", "-q", "--disable-pip-version-check")
@@ -100,7 +101,7 @@ def walk(here: Path, transformers: str | None) -> None:
     with step("make an environment, and install torch"):
         call(here, sys.executable, "-m", "venv", here / "env")
         call(here, *pip, *pinned, "torch")
-    with step("install topkv, quest, triton_attention, transformers, cli, evaluation"):
+    with step("install topkv, quest, triton_attention, transformers, cli, evaluation, prediction"):
         call(here, *pip, *pinned, f"{core}[cli,testing]", *others)
     use, suite = blocks()
     (here / "example.py").write_text(use, encoding="utf-8")

@@ -10,7 +10,7 @@ import torch
 
 import topkv
 from topkv.errors import CapabilityError, ConfigError, DeviceMemoryError
-from topkv.prediction.report import HIT_RATE
+from topkv_prediction.report import HIT_RATE
 from topkv_transformers import engine
 from topkv_transformers.prediction import tell, weights_read
 

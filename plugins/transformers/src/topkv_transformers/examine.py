@@ -19,8 +19,8 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from topkv.config import LoweredConfig, SparseConfig
 from topkv.errors import TopkvError
 from topkv.plugins import PluginRegistry
-from topkv.prediction.machine import Machine
-from topkv.prediction.step import StepModel
+from topkv_prediction.machine import Machine
+from topkv_prediction.step import StepModel
 from topkv_transformers.classes import group_of
 from topkv_transformers.engine import check_compiled, lower_for
 from topkv_transformers.generation import refused_defaults

@@ -1,4 +1,4 @@
-"""What a step of an attached model will take, from what the model and its coordinator are."""
+"""Predicts a step of an attached model, from what the model and its coordinator are."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 from topkv import SparseCoordinator
 from topkv.errors import OutOfMemory, is_out_of_memory
-from topkv.prediction.machine import Machine
-from topkv.prediction.probe import rates
-from topkv.prediction.report import HIT_RATE, Prediction, check, predict
-from topkv.prediction.step import StepModel
+from topkv_prediction.machine import Machine
+from topkv_prediction.probe import rates
+from topkv_prediction.report import HIT_RATE, Prediction, check, predict
+from topkv_prediction.step import StepModel
 
 logger = logging.getLogger("topkv.prediction")
 

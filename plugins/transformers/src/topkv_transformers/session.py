@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from topkv import SparseCoordinator
 from topkv.errors import CapabilityError, RequestError
-from topkv.prediction.report import Prediction
 from topkv.report import MemoryReport, Stats, count_stats
+from topkv_prediction.report import Prediction
 from topkv_transformers import attention, blocks, capture, sessions
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.generation import generate

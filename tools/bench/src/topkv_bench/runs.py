@@ -21,7 +21,6 @@ from topkv.errors import (
     TopkvError,
     is_out_of_memory,
 )
-from topkv.prediction.probe import rates
 from topkv_bench import geometry
 from topkv_bench.clock import Clock
 from topkv_bench.contestants import (
@@ -38,13 +37,14 @@ from topkv_bench.contestants import (
 )
 from topkv_bench.phases import Profile
 from topkv_bench.room import Room, weights_of
+from topkv_prediction.probe import rates
 from topkv_transformers.support import refusals
 
 OK, OVER, NO_MEMORY, REFUSED = "ok", "over the limit", "out of memory", "refused"
 """What becomes of a cell."""
 
 RATES = "bandwidth", "link"
-"""What ``topkv.prediction.probe.rates`` measures, in its order."""
+"""The rates that ``topkv_prediction.probe.rates`` measures, in its order."""
 
 Row = dict[str, Any]
 
@@ -326,7 +326,7 @@ class Bench:
         return row
 
     def _predicted(self, contestant: Any, cell: Cell, hit_rate: float | None) -> float:
-        """Milliseconds that the model of ``topkv.prediction`` says of a step of the middle."""
+        """Milliseconds that the model of ``topkv_prediction`` says of a step of the middle."""
         middle = cell.columns + self.options.warmup + self.options.steps // 2
         rate = 1.0 if hit_rate is None else hit_rate
         found = contestant.handle.prediction(middle, cell.requests, hit_rate=rate, **self.rates)

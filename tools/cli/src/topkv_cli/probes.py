@@ -133,7 +133,7 @@ def read_rates() -> dict[str, Any]:
 
     if not torch.cuda.is_available():
         return {"device_memory": None, "host_memory": None, "reason": "no CUDA device"}
-    from topkv.prediction.probe import rates
+    from topkv_prediction.probe import rates
 
     memory, link = rates(torch.device("cuda", torch.cuda.current_device()))
     return {"device_memory": round(memory, 1), "host_memory": round(link, 1), "reason": None}

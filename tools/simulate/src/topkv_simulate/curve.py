@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from attrs import frozen
 
-from topkv.prediction.machine import bytes_ms
+from topkv_prediction.machine import bytes_ms
 from topkv_simulate.replay import Replayer
 from topkv_simulate.trace import ROW, TraceError
 

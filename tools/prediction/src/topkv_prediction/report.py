@@ -1,4 +1,4 @@
-"""What users ask: how long a step takes either way, what fits, and from where on topkv pays."""
+"""Answers to users: how long a step takes either way, what fits, and from where on topkv pays."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from attrs import frozen
 
 from topkv.errors import ConfigError
 from topkv.messages import shown
-from topkv.prediction.machine import Machine
-from topkv.prediction.step import LONG, Held, StepModel, StepTime
+from topkv_prediction.machine import Machine
+from topkv_prediction.step import LONG, Held, StepModel, StepTime
 
 HIT_RATE = 0.85
-"""What is assumed where nothing was counted yet."""
+"""The hit rate that is assumed where nothing was counted yet."""
 
 ERROR = 0.06
-"""How far the steps of ``benchmarks/results/captured_steps.jsonl`` lie from their predictions."""
+"""The largest error of a prediction of ``benchmarks/results/captured_steps.jsonl``, as a share."""
 
 FARTHEST = 10**7
 """Contexts and batches beyond which nobody asks whether topkv pays."""

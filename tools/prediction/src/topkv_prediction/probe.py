@@ -14,8 +14,8 @@ DEVICE_BYTES, HOST_BYTES = 1 << 30, 1 << 26
 """Bytes that are read; of device memory at most a quarter of what is free."""
 
 KERNEL_SHARE = 0.92
-"""Of the rate of a plain copy, what loads of scattered entries reach where there are many: 50.8 of
-55.1 GB/s with entries of 8 KiB (``benchmarks/results/swap_in.jsonl``)."""
+"""The share of a plain copy's rate that loads of many scattered entries reach: 50.8 of 55.1 GB/s
+with entries of 8 KiB (``benchmarks/results/swap_in.jsonl``)."""
 
 CALLS = 5
 

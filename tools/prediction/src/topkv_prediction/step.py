@@ -11,8 +11,8 @@ from topkv.kv.representations import RepresentationPools
 from topkv.memory import SparseKVCacheManager
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
-from topkv.prediction.machine import Machine, bytes_ms
 from topkv.types import GroupShape
+from topkv_prediction.machine import Machine, bytes_ms
 
 LONG = 8192
 """Tokens of a row above which it takes hardly longer to rank: those who select single tokens bring

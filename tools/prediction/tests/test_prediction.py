@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import lzma
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,18 +13,19 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.packaging.packages import ROOT
 from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import CapabilityError, ConfigError
 from topkv.plugins import registry
-from topkv.prediction.machine import Machine, bytes_ms
-from topkv.prediction.probe import rates
-from topkv.prediction.report import ERROR, FARTHEST, predict
-from topkv.prediction.step import LONG, StepModel
 from topkv.types import IndexerShape, ModelShape
+from topkv_prediction.machine import Machine, bytes_ms
+from topkv_prediction.probe import rates
+from topkv_prediction.report import ERROR, FARTHEST, predict
+from topkv_prediction.step import LONG, StepModel
 from topkv_simulate.curve import Point
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 LLAMA = ModelShape(32, 32, 8, 128, torch.bfloat16, 128**-0.5)
 SMALL = ModelShape(4, 4, 2, 64, torch.bfloat16, 64**-0.5)
 WEIGHTS = 15_010_000_000
@@ -52,7 +52,7 @@ def machine():
 
 
 def errors(rows, step):
-    """By cell how far its prediction lies from it, as a share of what was measured."""
+    """By cell how far its prediction is from it, as a share of what was measured."""
     found = {}
     for row in rows:
         size = row["context"], row["requests"]
@@ -104,7 +104,8 @@ SAID = {
     "clusterkv": (3, 5),
     "deepseek_dsa": (0.9, 1.6),
 }
-"""What a measured layer takes of its prediction at least and at most, as docs/slower.md says."""
+"""The share of its prediction that a measured layer takes, at least and at most, as docs/slower.md
+says."""
 
 
 def test_layers_of_other_algorithms_are_as_far_off_as_is_said(machine):
@@ -312,7 +313,7 @@ def test_simulated_bytes_take_as_long_as_predicted_ones(machine):
         assert point.load_ms(machine.link, 3) == bytes_ms(3 * loaded[0], machine.link)
 
 
-def test_all_that_cannot_be_asked_is_told_at_once(machine):
+def test_all_that_cannot_be_asked_is_refused_at_once(machine):
     step = StepModel.of(lowered(SMALL, max_requests=2, max_tokens=8192, budget=256), machine)
     with pytest.raises(ConfigError) as caught:
         predict(step, 0, 1.5, 1.01, memory=-1)
