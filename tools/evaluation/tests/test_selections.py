@@ -15,7 +15,18 @@ pytest.importorskip("topkv_triton_attention.entry")
 
 from topkv_double_sparsity.algorithm import DoubleSparsity
 
-GIVEN = ("--dtype", "float32", "--tasks", "text", "--contexts", "768", "--questions", "1", "--dense-layers", "none")
+GIVEN = (
+    "--dtype",
+    "float32",
+    "--tasks",
+    "text",
+    "--contexts",
+    "768",
+    "--questions",
+    "1",
+    "--dense-layers",
+    "none",
+)
 
 
 def kl_of(share):
