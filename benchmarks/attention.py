@@ -24,8 +24,8 @@ import triton
 from attrs import frozen
 from triton.runtime.errors import OutOfResources
 
-from topkv.testing.timing import graph_us
 from topkv.types import Tables
+from topkv_testing.timing import graph_us
 from topkv_triton_attention.launch import DecodeLaunch, Decoder, decode_launch, split_count
 
 ROTATE_BYTES = 400_000_000

@@ -35,9 +35,9 @@ from torch import Tensor
 from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
 from topkv.plugins import registry
-from topkv.testing.delays import fetched_in_time
 from topkv.transfer.triton import FETCH_PROGRAMS
 from topkv.types import ModelShape
+from topkv_testing.delays import fetched_in_time
 
 
 @frozen

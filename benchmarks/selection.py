@@ -33,8 +33,8 @@ from topkv.layers import LayerPath
 from topkv.plugins import registry
 from topkv.plugins.contract import has_hook
 from topkv.staged import Staged
-from topkv.testing.timing import graph_us
 from topkv.types import ModelShape
+from topkv_testing.timing import graph_us
 
 HEADS, KV_HEADS, DIM, CHUNK, CALLS, REPEATS = 32, 8, 128, 4096, 10, 9
 MODEL = ModelShape(1, HEADS, KV_HEADS, DIM, torch.bfloat16, DIM**-0.5)

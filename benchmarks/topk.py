@@ -22,7 +22,7 @@ import torch
 from topkv.hooks.topk import TopKSetup
 from topkv.ops.topk import topk
 from topkv.plugins import registry
-from topkv.testing.timing import graph_us
+from topkv_testing.timing import graph_us
 
 CALLS, REPEATS = 20, 11
 DISTRIBUTIONS = ("normal", "softmax", "ties")

@@ -16,8 +16,8 @@ from topkv.hooks import algorithm, backend, transfer
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.hooks.discovery import hookimpl
 from topkv.plugins.contract import spec_functions
-from topkv.testing.models.doubles import GATHER, SCRIPTED, Gather, Scripted
 from topkv.transfer.reference import ReferenceTransfer
+from topkv_testing.models.doubles import GATHER, SCRIPTED, Gather, Scripted
 
 CALLS: list[tuple[str, str]] = []
 """Residency of the group, and the call with what ``TOLD`` names; since the last ``clear``. That

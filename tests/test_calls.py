@@ -13,9 +13,9 @@ from topkv.errors import RequestError
 from topkv.hooks import algorithm, backend, transfer
 from topkv.kv.host_pool import POISON
 from topkv.plugins.contract import spec_functions
-from topkv.testing.machines.lifecycle_model import doubles, make_coordinator
-from topkv.testing.tiers import tier
 from topkv.types import ModelShape
+from topkv_testing.machines.lifecycle_model import doubles, make_coordinator
+from topkv_testing.tiers import tier
 
 PAGE = PAGES["calls.md"].read_text("utf-8")
 HEADS, KV_HEADS, DIM = 4, 2, 4

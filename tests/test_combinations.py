@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from tests.test_matrix import CELLS, PARAMS, Run, lacking
 from topkv.errors import ConfigError
 from topkv.staged import Staged
-from topkv.testing.oracle import attention
-from topkv.testing.tiers import tier
 from topkv_head_sparsity import reference as head_sparsity
 from topkv_residual import reference as residual
+from topkv_testing.oracle import attention
+from topkv_testing.tiers import tier
 from topkv_top_p import reference as top_p
 
 PROMPT, STEPS, NEAR = 24, 2, 1e-4

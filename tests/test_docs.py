@@ -30,7 +30,7 @@ from tests.docs_blocks import (
 from topkv.config import SparseConfig
 from topkv.entries import KINDS, TRAITS
 from topkv.plugins.contract import spec_functions
-from topkv.testing.kit import KitTests
+from topkv_testing.kit import KitTests
 
 sys.path.insert(0, str(DOCS / "scripts"))
 
@@ -297,7 +297,7 @@ def test_every_suite_is_documented_with_its_options_and_tests():
 def _suites():
     """The suite of each module that the page is made from."""
     for name in library.SUITES:
-        module = import_module(f"topkv.testing.{name}")
+        module = import_module(f"topkv_testing.{name}")
         own = [each for each in vars(module).values() if isinstance(each, type)]
         own = [each for each in own if each.__module__ == module.__name__]
         yield from (each for each in own if issubclass(each, KitTests))

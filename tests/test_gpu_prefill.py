@@ -9,8 +9,8 @@ from topkv.ahead import PLACES
 from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
 from topkv.plugins import registry
-from topkv.testing.delays import fetched_in_time
 from topkv.types import ModelShape
+from topkv_testing.delays import fetched_in_time
 
 pytestmark = pytest.mark.gpu
 

@@ -17,9 +17,9 @@ CORE = ROOT / "core" / "src" / "topkv"
 def known_tests():
     """Names of tests by file name, with and without its folder; the kit has methods of suites."""
     found = {}
-    for folder in ("core", "plugins", "tests"):
+    for folder in ("core", "plugins", "tests", "tools/testing"):
         for path in (ROOT / folder).rglob("*.py"):
-            if ".venv" not in path.parts and ("tests" in path.parts or "testing" in path.parts):
+            if ".venv" not in path.parts and {"tests", "topkv_testing"} & {*path.parts}:
                 names = {
                     node.name
                     for node in ast.walk(ast.parse(path.read_text()))
@@ -91,7 +91,6 @@ def test_every_kernel_of_the_core_has_a_row():
         assert_references(reference, CORE)
         assert re.search(NAMED, compared), f"{kernels}: no test"
     found = kernels_in(CORE)
-    found = {file: names for file, names in found.items() if not file.startswith("testing/")}
     launched = {
         file: {name for name in names if name.endswith("_kernel")} for file, names in found.items()
     }

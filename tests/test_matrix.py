@@ -17,11 +17,11 @@ from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import ConfigError
 from topkv.plugins import registry
-from topkv.testing.oracle import attention
-from topkv.testing.tiers import tier
 from topkv.types import Index, IndexerShape, ModelShape
 from topkv_cli.group import topkv as command
 from topkv_cli.matrix import matrix
+from topkv_testing.oracle import attention
+from topkv_testing.tiers import tier
 
 PAGE = Path(__file__).parent.parent / "docs" / "matrix.md"
 CELLS = matrix(registry().records())

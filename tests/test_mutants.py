@@ -39,11 +39,11 @@ from tests.mutants import (
     transfers,
 )
 from tests.selection import KERNELS
-from topkv.testing.algorithms import AlgorithmTests
-from topkv.testing.backends import BackendTests
-from topkv.testing.stages import StageTests
-from topkv.testing.tiers import tier
-from topkv.testing.topks import TopKTests
+from topkv_testing.algorithms import AlgorithmTests
+from topkv_testing.backends import BackendTests
+from topkv_testing.stages import StageTests
+from topkv_testing.tiers import tier
+from topkv_testing.topks import TopKTests
 
 KITS = (AlgorithmTests, BackendTests, StageTests, TopKTests)
 

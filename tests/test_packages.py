@@ -135,7 +135,7 @@ def imported_by(package):
     found = {}
     for path in (package.folder / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in getattr(node, "names", [])]
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
             found.update((name.split(".")[0], path) for name in names)
     return found
@@ -146,6 +146,20 @@ def test_a_plugin_imports_no_other(package):
     found = imported_by(package)
     others = {other.module for other in PLUGINS} - {package.module}
     assert not others & found.keys(), found
+
+
+def test_the_core_imports_no_package_that_needs_it():
+    """The conformance kit among them."""
+    found = imported_by(PACKAGES[0])
+    others = {package.module for package in PACKAGES[1:]}
+    assert "topkv_testing" in others
+    assert not others & found.keys(), found
+
+
+@parametrize([each for each in PACKAGES if each.module != "topkv_testing"])
+def test_the_kit_is_for_tests(package):
+    found = imported_by(package)
+    assert "topkv_testing" not in found, found["topkv_testing"]
 
 
 @parametrize(PACKAGES)

@@ -13,8 +13,8 @@ from attrs import evolve
 from tests import test_matrix
 from tests.test_matrix import CELLS, STEPS, Run
 from topkv.errors import ConfigError
-from topkv.testing.tiers import tier
 from topkv_evaluation.eval.recall import arm, recall_of, watch
+from topkv_testing.tiers import tier
 
 SELECT = 12
 BACKEND = "triton_attention"

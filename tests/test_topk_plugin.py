@@ -14,8 +14,8 @@ from topkv.errors import CapabilityError, ConfigError
 from topkv.ops import topk_kernels
 from topkv.plugins import PluginRegistry
 from topkv.plugins.records import installed
-from topkv.testing.tiers import tier
 from topkv.types import Index, IndexerShape, ModelShape
+from topkv_testing.tiers import tier
 
 HEADS, KV_HEADS, DIM, PROMPT, STEPS = 4, 2, 64, 70, 3
 

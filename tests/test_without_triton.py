@@ -116,5 +116,5 @@ def test_the_demo_runs():
 
 
 def test_the_kit_leaves_out_what_is_interpreted():
-    code = "from topkv.testing.tiers import tier\nprint(tier('interpret').missing)\n"
+    code = "from topkv_testing.tiers import tier\nprint(tier('interpret').missing)\n"
     assert run(code).stdout == "needs triton: pip install 'topkv[triton]'\n"

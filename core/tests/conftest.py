@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from core.tests.storage_driver import Maker
-from topkv.testing.machines.lifecycle_model import make_coordinator
-from topkv.testing.models.storage_doubles import SHELVES, Shelf
-from topkv.testing.tiers import all_tiers, tier
+from topkv_testing.machines.lifecycle_model import make_coordinator
+from topkv_testing.models.storage_doubles import SHELVES, Shelf
+from topkv_testing.tiers import all_tiers, tier
 
 sys.path.append(str(Path(__file__).parent))  # config_cases lies beside the tests
 

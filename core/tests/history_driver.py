@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from topkv.errors import HostMemoryError, RequestError
-from topkv.testing.machines.lifecycle_model import DIM, HEADS, KV_HEADS, LAYERS, SPARSE
+from topkv_testing.machines.lifecycle_model import DIM, HEADS, KV_HEADS, LAYERS, SPARSE
 
 
 class Driver:

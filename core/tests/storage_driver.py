@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from topkv.testing.machines.engine_pages import SHAPE, run_forward
-from topkv.testing.machines.lifecycle_model import DIM, HEADS, LAYERS, make_coordinator
-from topkv.testing.tiers import tier
+from topkv_testing.machines.engine_pages import SHAPE, run_forward
+from topkv_testing.machines.lifecycle_model import DIM, HEADS, LAYERS, make_coordinator
+from topkv_testing.tiers import tier
 
 PROMPT = list(range(100, 130))
 ROWS = torch.randn((60, *SHAPE), generator=torch.Generator().manual_seed(1))

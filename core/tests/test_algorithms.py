@@ -12,12 +12,13 @@ from topkv.algorithms import ScoredUnits, ends_of, host_ids
 from topkv.entries import Capabilities, PluginEntry
 from topkv.errors import ConfigError, PluginError
 from topkv.hooks.algorithm import AlgorithmSetup, RepresentationSpec
-from topkv.testing.algorithm.bench import AlgorithmBench
-from topkv.testing.algorithm.case import Case
-from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
-from topkv.testing.differences import require_same
-from topkv.testing.kit import subject_of
-from topkv.testing.machines.lifecycle_model import (
+from topkv.types import GroupShape, LayerView, StepTensors
+from topkv_testing.algorithm.bench import AlgorithmBench
+from topkv_testing.algorithm.case import Case
+from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
+from topkv_testing.differences import require_same
+from topkv_testing.kit import subject_of
+from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
     KV_HEADS,
@@ -26,9 +27,8 @@ from topkv.testing.machines.lifecycle_model import (
     doubles,
     make_coordinator,
 )
-from topkv.testing.strategies import Geometry
-from topkv.testing.tiers import tier
-from topkv.types import GroupShape, LayerView, StepTensors
+from topkv_testing.strategies import Geometry
+from topkv_testing.tiers import tier
 
 CPU = torch.device("cpu")
 UNIT, PAGE, WIDTH, SELECT = 4, 12, 7, 5

@@ -17,11 +17,11 @@ from topkv.ops import carried
 from topkv.selectors import Own
 from topkv.storage.places import fingerprint_of
 from topkv.streams import SideStream
-from topkv.testing.delays import delayed_copies
-from topkv.testing.machines.dropping import OPTIONS as DROPPING
-from topkv.testing.machines.lifecycle_model import KV_HEADS, SPARSE, doubles, make_coordinator
-from topkv.testing.models.stage_doubles import COMPLETE
-from topkv.testing.tiers import tier
+from topkv_testing.delays import delayed_copies
+from topkv_testing.machines.dropping import OPTIONS as DROPPING
+from topkv_testing.machines.lifecycle_model import KV_HEADS, SPARSE, doubles, make_coordinator
+from topkv_testing.models.stage_doubles import COMPLETE
+from topkv_testing.tiers import tier
 
 WIDTH = 3
 """Units that a step attends to; the last one is the newest."""

@@ -11,8 +11,8 @@ from topkv.errors import ConfigError, RequestError
 from topkv.hooks.algorithm import AlgorithmSpec
 from topkv.hooks.discovery import hookimpl
 from topkv.ops.chunk_attention import add_sinks
-from topkv.testing.doubles import SCRIPTED, Scripted
-from topkv.testing.machines.lifecycle_model import (
+from topkv_testing.doubles import SCRIPTED, Scripted
+from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
     KV_HEADS,
@@ -21,8 +21,8 @@ from topkv.testing.machines.lifecycle_model import (
     doubles,
     make_coordinator,
 )
-from topkv.testing.oracle import attention
-from topkv.testing.tiers import tier
+from topkv_testing.oracle import attention
+from topkv_testing.tiers import tier
 
 CPU = tier("cpu")
 

@@ -8,16 +8,16 @@ import torch
 
 from topkv.errors import ConfigError, HostMemoryError
 from topkv.prefill import Prefill
-from topkv.testing.machines.lifecycle import run_lifecycle
-from topkv.testing.machines.lifecycle_model import (
+from topkv_testing.machines.lifecycle import run_lifecycle
+from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
     KV_HEADS,
     LAYERS,
     make_coordinator,
 )
-from topkv.testing.machines.scenarios import SCENARIOS, copies_come_late, run_scenario
-from topkv.testing.tiers import tier
+from topkv_testing.machines.scenarios import SCENARIOS, copies_come_late, run_scenario
+from topkv_testing.tiers import tier
 
 CPU = tier("cpu")
 

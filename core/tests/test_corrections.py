@@ -10,7 +10,7 @@ from topkv.errors import ConfigError, PluginError
 from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import StageSpec
 from topkv.staged import Stages
-from topkv.testing.machines.lifecycle_model import (
+from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
     KV_HEADS,
@@ -19,11 +19,11 @@ from topkv.testing.machines.lifecycle_model import (
     doubles,
     make_coordinator,
 )
-from topkv.testing.models.doubles import SCRIPTED, Scripted
-from topkv.testing.models.oracle import attention
-from topkv.testing.models.stage_doubles import COMPLETE, KEEP, RERANK, Complete, Keep
-from topkv.testing.stages import AlgorithmOptions, StageTests
-from topkv.testing.tiers import tier
+from topkv_testing.models.doubles import SCRIPTED, Scripted
+from topkv_testing.models.oracle import attention
+from topkv_testing.models.stage_doubles import COMPLETE, KEEP, RERANK, Complete, Keep
+from topkv_testing.stages import AlgorithmOptions, StageTests
+from topkv_testing.tiers import tier
 
 UNIT, PROMPT = 2, 21
 SCALE = DIM**-0.5

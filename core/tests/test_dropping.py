@@ -10,7 +10,7 @@ from topkv.errors import ConfigError, PluginError
 from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import StageSpec
 from topkv.sessions import Suspended, resume, suspend
-from topkv.testing.machines.dropping import (
+from topkv_testing.machines.dropping import (
     EVERY,
     OPTIONS,
     PAGE,
@@ -19,10 +19,10 @@ from topkv.testing.machines.dropping import (
     Lives,
     run_dropping,
 )
-from topkv.testing.machines.lifecycle_model import doubles, make_coordinator
-from topkv.testing.models.stage_doubles import EVERYTHING, HEAVY, KEEP, Heavy
-from topkv.testing.stages import AlgorithmOptions, StageTests
-from topkv.testing.tiers import tier
+from topkv_testing.machines.lifecycle_model import doubles, make_coordinator
+from topkv_testing.models.stage_doubles import EVERYTHING, HEAVY, KEEP, Heavy
+from topkv_testing.stages import AlgorithmOptions, StageTests
+from topkv_testing.tiers import tier
 
 
 class TestHeavy(StageTests):

@@ -11,8 +11,8 @@ from attrs import evolve
 
 from topkv import SparseCoordinator
 from topkv.errors import ConfigError, HostMemoryError, RequestError
-from topkv.testing.machines.engine_pages import PAGE, PAGES, SHAPE, run_engine_pages, run_forward
-from topkv.testing.machines.lifecycle_model import (
+from topkv_testing.machines.engine_pages import PAGE, PAGES, SHAPE, run_engine_pages, run_forward
+from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
     KV_HEADS,

@@ -12,12 +12,12 @@ from topkv.entries import PluginEntry
 from topkv.errors import ConfigError, PluginError
 from topkv.hooks.eviction import EvictionSetup
 from topkv.plugins import PluginRegistry
-from topkv.testing.doubles import Entries
-from topkv.testing.machines.lifecycle_model import make_coordinator
-from topkv.testing.tiers import tier
-from topkv.testing.transfer.bench import Row, TransferBench, group_shape, raw
 from topkv.transfer.eviction import LeastRecentlyUsed
 from topkv.transfer.triton import TritonTransfer
+from topkv_testing.doubles import Entries
+from topkv_testing.machines.lifecycle_model import make_coordinator
+from topkv_testing.tiers import tier
+from topkv_testing.transfer.bench import Row, TransferBench, group_shape, raw
 
 
 class Bare:

@@ -8,7 +8,7 @@ import torch
 from attrs import evolve
 
 from topkv.errors import ConfigError, RequestError
-from topkv.testing.machines.lifecycle_model import (
+from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
     KV_HEADS,

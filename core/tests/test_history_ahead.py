@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from topkv.ahead import PLACES, HistoryAhead
 from topkv.streams import SideStream
-from topkv.testing.delays import fetched_in_time
-from topkv.testing.kit import examples
-from topkv.testing.machines.lifecycle_model import (
+from topkv_testing.delays import fetched_in_time
+from topkv_testing.kit import examples
+from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
     KV_HEADS,

@@ -26,9 +26,9 @@ from topkv.kv.host_format import EXPONENTS, decode_rows, encode_rows, rounded  #
 from topkv.kv.host_pool import POISON  # noqa: E402
 from topkv.kv.token_format import TokenFormat  # noqa: E402
 from topkv.plugins import PluginRegistry  # noqa: E402
-from topkv.testing.machines.lifecycle_model import doubles  # noqa: E402
-from topkv.testing.models.doubles import Entries  # noqa: E402
-from topkv.testing.transfer.bench import group_shape, random_tokens, raw  # noqa: E402
+from topkv_testing.machines.lifecycle_model import doubles  # noqa: E402
+from topkv_testing.models.doubles import Entries  # noqa: E402
+from topkv_testing.transfer.bench import group_shape, random_tokens, raw  # noqa: E402
 
 NEEDS_GPU = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 DEVICES = [

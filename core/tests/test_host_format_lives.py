@@ -7,8 +7,8 @@ import torch
 from attrs import evolve
 
 from topkv.kv.host_format import host_entries, rounded
-from topkv.testing.machines.engine_pages import run_engine_pages
-from topkv.testing.machines.lifecycle_model import (
+from topkv_testing.machines.engine_pages import run_engine_pages
+from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
     KV_HEADS,
@@ -17,7 +17,7 @@ from topkv.testing.machines.lifecycle_model import (
     SPARSE,
     make_coordinator,
 )
-from topkv.testing.machines.scenarios import (
+from topkv_testing.machines.scenarios import (
     SCENARIOS,
     a_long_request_rolls_back_and_goes_on,
     run_scenario,

@@ -8,7 +8,7 @@ import torch
 from topkv.errors import DeviceMemoryError, RequestError
 from topkv.lanes import LaneBuffers
 from topkv.memory import SparseKVCacheManager
-from topkv.testing.machines.lifecycle_model import (
+from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
     KV_HEADS,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from topkv.algorithms import ScoredUnits
 from topkv.ops.lane_scores import HeadScores
-from topkv.testing.tiers import tier
 from topkv.types import GroupShape, ModelShape, StepTensors
+from topkv_testing.tiers import tier
 
 PAGE, PAGES, KV_HEADS = 16, 5, 2
 

@@ -15,12 +15,12 @@ from topkv.kv import host_pool
 from topkv.kv.token_format import decode_fp8, encode_fp8
 from topkv.ops import chunk_attention
 from topkv.plugins import PluginRegistry
-from topkv.testing.doubles import GATHER, Entries, Gather
-from topkv.testing.kit import examples
-from topkv.testing.models.indexed import INDEXED, Indexed, index_scores
-from topkv.testing.oracle import attention
-from topkv.testing.tiers import all_tiers
 from topkv.types import Index, IndexerShape, ModelShape
+from topkv_testing.doubles import GATHER, Entries, Gather
+from topkv_testing.kit import examples
+from topkv_testing.models.indexed import INDEXED, Indexed, index_scores
+from topkv_testing.oracle import attention
+from topkv_testing.tiers import all_tiers
 
 DENSE_PROMPTS = evolve(INDEXED, name="dense_prompts", factories=f"{__name__}:DensePrompts")
 REGISTRY = PluginRegistry([("test", "1", Entries(INDEXED, DENSE_PROMPTS))])

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from core.tests.history_driver import Driver, prompts
 from topkv.loads import LoadsAhead
-from topkv.testing.delays import delayed_copies, loaded_in_time
-from topkv.testing.machines.lifecycle_model import SPARSE, make_coordinator
-from topkv.testing.tiers import tier
+from topkv_testing.delays import delayed_copies, loaded_in_time
+from topkv_testing.machines.lifecycle_model import SPARSE, make_coordinator
+from topkv_testing.tiers import tier
 
 FIRST, SECOND = SPARSE
 

@@ -13,10 +13,10 @@ from topkv.kv.step import StepUploader
 from topkv.kv.store import GroupStore
 from topkv.lanes import LaneBuffers
 from topkv.prefill import Prefill
-from topkv.testing.doubles import Gather, Scripted
-from topkv.testing.machines.lifecycle_model import make_coordinator
-from topkv.testing.tiers import tier
 from topkv.transfer.geometry import ZeroCopyTransfer
+from topkv_testing.doubles import Gather, Scripted
+from topkv_testing.machines.lifecycle_model import make_coordinator
+from topkv_testing.tiers import tier
 
 CPU = tier("cpu")
 

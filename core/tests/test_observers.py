@@ -14,7 +14,7 @@ from topkv.coordinator import SparseCoordinator
 from topkv.entries import PluginEntry
 from topkv.errors import PluginError
 from topkv.report import Occupancy
-from topkv.testing.machines.lifecycle_model import (
+from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
     KV_HEADS,
@@ -23,8 +23,8 @@ from topkv.testing.machines.lifecycle_model import (
     doubles,
     make_coordinator,
 )
-from topkv.testing.machines.quotas import take
-from topkv.testing.tiers import tier
+from topkv_testing.machines.quotas import take
+from topkv_testing.tiers import tier
 
 CPU = tier("cpu")
 

@@ -12,9 +12,9 @@ from topkv.hooks.algorithm import RepresentationSpec
 from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import StageSpec
 from topkv.staged import Staged
-from topkv.testing.machines.lifecycle_model import SPARSE, doubles
-from topkv.testing.models.doubles import GATHER, Scripted
-from topkv.testing.stages import AlgorithmOptions, OptionTests
+from topkv_testing.machines.lifecycle_model import SPARSE, doubles
+from topkv_testing.models.doubles import GATHER, Scripted
+from topkv_testing.stages import AlgorithmOptions, OptionTests
 
 
 class Coarse:

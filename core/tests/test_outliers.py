@@ -12,8 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from topkv.ops import outliers, outliers_kernels
-from topkv.testing.strategies import KEYS, key_kinds
-from topkv.testing.tiers import tier
+from topkv_testing.strategies import KEYS, key_kinds
+from topkv_testing.tiers import tier
 
 
 @st.composite

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topkv.ops.page_table import Listing, adapt_page_table
-from topkv.testing.backend.bench import SENTINEL
-from topkv.testing.backend.plans import AdaptCase, StepInputs
-from topkv.testing.kit import examples
-from topkv.testing.strategies import Geometry
 from topkv.types import GroupShape, Tables
+from topkv_testing.backend.bench import SENTINEL
+from topkv_testing.backend.plans import AdaptCase, StepInputs
+from topkv_testing.kit import examples
+from topkv_testing.strategies import Geometry
 
 
 @st.composite

@@ -7,8 +7,8 @@ from functools import partial
 import torch
 
 from topkv.plugins import registry
-from topkv.testing.strategies import selections
-from topkv.testing.transfer.bench import Row, TransferBench, group_shape
+from topkv_testing.strategies import selections
+from topkv_testing.transfer.bench import Row, TransferBench, group_shape
 
 
 def test_a_trace_of_85_percent_overlap_hits_at_least_80_percent():

@@ -16,9 +16,9 @@ from hypothesis.stateful import (
 
 from topkv.errors import HostMemoryError, RequestError
 from topkv.kv.prefix import PrefixPages, page_keys
-from topkv.testing.machines.engine_pages import PAGE
-from topkv.testing.machines.host_pool import HostPoolMachine
-from topkv.testing.machines.prefixes import run_prefixes
+from topkv_testing.machines.engine_pages import PAGE
+from topkv_testing.machines.host_pool import HostPoolMachine
+from topkv_testing.machines.prefixes import run_prefixes
 
 
 class UnpublishedMachine(HostPoolMachine):

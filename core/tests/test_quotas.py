@@ -17,9 +17,9 @@ from hypothesis.stateful import (
 from topkv.errors import ConfigError, RequestError
 from topkv.kv.prefix import PrefixPages, tenant_in
 from topkv.prefixes import IDLE_TENANTS
-from topkv.testing.machines.lifecycle_model import make_coordinator
-from topkv.testing.machines.quotas import run_quota_scene, take
-from topkv.testing.tiers import tier
+from topkv_testing.machines.lifecycle_model import make_coordinator
+from topkv_testing.machines.quotas import run_quota_scene, take
+from topkv_testing.tiers import tier
 
 TENANTS = b"", b"a", b"b"
 

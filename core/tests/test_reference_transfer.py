@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from topkv.plugins import registry
-from topkv.testing.transfer.bench import Row, TransferBench, group_shape
+from topkv_testing.transfer.bench import Row, TransferBench, group_shape
 
 
 class Counting(TorchDispatchMode):

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from topkv.testing.machines.lifecycle_model import (
+from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
     KV_HEADS,
@@ -15,8 +15,8 @@ from topkv.testing.machines.lifecycle_model import (
     doubles,
     make_coordinator,
 )
-from topkv.testing.machines.regranulated import COMPETING_TOKENS, SCRIPTED_TOKENS
-from topkv.testing.tiers import tier
+from topkv_testing.machines.regranulated import COMPETING_TOKENS, SCRIPTED_TOKENS
+from topkv_testing.tiers import tier
 
 UNIT, SELECT = 4, 5
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from topkv.testing.machines.regranulated import regranulated_machine, run_regranulated
-from topkv.testing.machines.scenarios import SCENARIOS, run_scenario
+from topkv_testing.machines.regranulated import regranulated_machine, run_regranulated
+from topkv_testing.machines.scenarios import SCENARIOS, run_scenario
 
 pytestmark = pytest.mark.nightly
 

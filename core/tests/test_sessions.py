@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from topkv import sessions
 from topkv.errors import CapabilityError, HostMemoryError, RequestError
 from topkv.kv.layout import LAYOUTS
-from topkv.testing.kit import examples
-from topkv.testing.machines.engine_pages import SHAPE, run_forward
-from topkv.testing.machines.lifecycle_model import DIM, HEADS, LAYERS, make_coordinator
+from topkv_testing.kit import examples
+from topkv_testing.machines.engine_pages import SHAPE, run_forward
+from topkv_testing.machines.lifecycle_model import DIM, HEADS, LAYERS, make_coordinator
 
 
 def life(random, coordinators, slots, chunks, steps):

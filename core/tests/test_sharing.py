@@ -7,7 +7,7 @@ import torch
 from attrs import evolve
 
 from topkv.errors import ConfigError
-from topkv.testing.machines.lifecycle_model import (
+from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
     KV_HEADS,
@@ -16,11 +16,11 @@ from topkv.testing.machines.lifecycle_model import (
     doubles,
     make_coordinator,
 )
-from topkv.testing.models.doubles import SCRIPTED
-from topkv.testing.models.indexed import INDEXED
-from topkv.testing.models.oracle import attention
-from topkv.testing.models.stage_doubles import COMPLETE
-from topkv.testing.tiers import tier
+from topkv_testing.models.doubles import SCRIPTED
+from topkv_testing.models.indexed import INDEXED
+from topkv_testing.models.oracle import attention
+from topkv_testing.models.stage_doubles import COMPLETE
+from topkv_testing.tiers import tier
 
 UNIT, PROMPT = 2, 21
 DEEP = evolve(MODEL, num_layers=7)

@@ -13,7 +13,7 @@ from topkv.hooks.algorithm import AlgorithmSpec, RepresentationSpec
 from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import StageSpec
 from topkv.staged import Staged, Stages
-from topkv.testing.machines.lifecycle_model import (
+from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
     KV_HEADS,
@@ -22,11 +22,11 @@ from topkv.testing.machines.lifecycle_model import (
     doubles,
     make_coordinator,
 )
-from topkv.testing.models.doubles import SCRIPTED, Scripted
-from topkv.testing.models.indexed import INDEXED
-from topkv.testing.models.stage_doubles import KEEP, RERANK, Keep, Offered, products
-from topkv.testing.stages import AlgorithmOptions, StageTests
-from topkv.testing.tiers import tier
+from topkv_testing.models.doubles import SCRIPTED, Scripted
+from topkv_testing.models.indexed import INDEXED
+from topkv_testing.models.stage_doubles import KEEP, RERANK, Keep, Offered, products
+from topkv_testing.stages import AlgorithmOptions, StageTests
+from topkv_testing.tiers import tier
 
 
 class TestRerank(StageTests):

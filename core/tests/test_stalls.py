@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topkv.loads import TimedLoads
-from topkv.testing.machines.lifecycle_model import (
+from topkv.transfer.stalls import DeviceClock, HostClock
+from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
     KV_HEADS,
@@ -20,8 +21,7 @@ from topkv.testing.machines.lifecycle_model import (
     SPARSE,
     make_coordinator,
 )
-from topkv.testing.tiers import tier
-from topkv.transfer.stalls import DeviceClock, HostClock
+from topkv_testing.tiers import tier
 
 MISSED, HELD = (0, 1, 2), (3, 4, 5)
 """Units of a lane: its buffer holds five, and the newest two are in the ring."""

@@ -17,7 +17,8 @@ if not CUDA:
 
 from core.tests.test_algorithms import ENTRY  # noqa: E402
 from topkv.ops.sticky import prefer_resident, refusals, resident  # noqa: E402
-from topkv.testing.machines.lifecycle_model import (  # noqa: E402
+from topkv.types import GroupShape, LayerView, StepTensors  # noqa: E402
+from topkv_testing.machines.lifecycle_model import (  # noqa: E402
     DIM,
     HEADS,
     KV_HEADS,
@@ -25,8 +26,7 @@ from topkv.testing.machines.lifecycle_model import (  # noqa: E402
     doubles,
     make_coordinator,
 )
-from topkv.testing.tiers import tier  # noqa: E402
-from topkv.types import GroupShape, LayerView, StepTensors  # noqa: E402
+from topkv_testing.tiers import tier  # noqa: E402
 
 NEEDS_GPU = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 CASES = [

@@ -13,15 +13,15 @@ from topkv.config.storages import StorageSettings
 from topkv.errors import ConfigError, HostMemoryError
 from topkv.storage import calls, fetching
 from topkv.storage.fetching import Fetch
-from topkv.testing.machines.engine_pages import run_forward
-from topkv.testing.machines.lifecycle_model import make_coordinator
-from topkv.testing.machines.storage import (
+from topkv_testing.machines.engine_pages import run_forward
+from topkv_testing.machines.lifecycle_model import make_coordinator
+from topkv_testing.machines.storage import (
     run_evicted,
     run_overtaken,
     run_reloaded,
     run_storage,
 )
-from topkv.testing.tiers import tier
+from topkv_testing.tiers import tier
 
 
 @pytest.fixture

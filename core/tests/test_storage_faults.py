@@ -14,8 +14,8 @@ from topkv.errors import StorageError
 from topkv.hooks.storage import StorageUsage
 from topkv.storage import calls, fetching, tier
 from topkv.storage.calls import Workers, answer_of
-from topkv.testing.machines.handed_over import on_a_shelf, run_interrupted
-from topkv.testing.machines.storage_faults import (
+from topkv_testing.machines.handed_over import on_a_shelf, run_interrupted
+from topkv_testing.machines.storage_faults import (
     in_a_child,
     in_time,
     run_answered_wrongly,

@@ -10,9 +10,9 @@ from topkv.entries import Capabilities
 from topkv.errors import ConfigError
 from topkv.storage import fetching
 from topkv.storage.objects import owner_of
-from topkv.testing.machines.lifecycle_model import doubles, make_coordinator
-from topkv.testing.models.storage_doubles import SHELF
-from topkv.testing.tiers import tier
+from topkv_testing.machines.lifecycle_model import doubles, make_coordinator
+from topkv_testing.models.storage_doubles import SHELF
+from topkv_testing.tiers import tier
 
 
 @pytest.fixture

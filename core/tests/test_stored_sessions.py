@@ -11,7 +11,7 @@ from topkv.errors import ConfigError, PluginError, StorageError
 from topkv.kv.layout import LAYOUTS
 from topkv.storage import sessions as stored_sessions
 from topkv.storage.sessions import StoredSessions
-from topkv.testing.machines.handed_over import (
+from topkv_testing.machines.handed_over import (
     leave,
     on_a_shelf,
     read_prompt,
@@ -20,7 +20,7 @@ from topkv.testing.machines.handed_over import (
     run_handed_over,
     take,
 )
-from topkv.testing.machines.lifecycle_model import doubles
+from topkv_testing.machines.lifecycle_model import doubles
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ if not CUDA:
 from topkv.hooks.topk import TopKSetup  # noqa: E402
 from topkv.ops import topk_kernels  # noqa: E402
 from topkv.ops.topk import RadixTopK, topk  # noqa: E402
-from topkv.testing.topks import ODD_BITS, check, long_rows  # noqa: E402
+from topkv_testing.topks import ODD_BITS, check, long_rows  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if CUDA else []
 DEVICE = torch.device("cuda" if CUDA else "cpu")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "core" / "src" / "topkv"
+KIT = ROOT / "tools" / "testing" / "src" / "topkv_testing"
 
 
 def plain(text: str) -> str:

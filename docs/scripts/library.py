@@ -8,6 +8,7 @@ from pathlib import Path
 
 from docstrings import (
     CORE,
+    KIT,
     ROOT,
     class_of,
     function,
@@ -46,7 +47,7 @@ SUITES = {
     "storages": "StorageOptions",
     "engines": "EngineCase",
 }
-"""Modules of ``topkv.testing`` with a suite, and what the fixture ``options`` of each gives."""
+"""Modules of ``topkv_testing`` with a suite, and what the fixture ``options`` of each gives."""
 
 
 # Types and entries.
@@ -93,7 +94,7 @@ def _constant(node: ast.Assign, below: ast.stmt) -> Iterator[str]:
 def _tests_by_trait() -> dict[str, list[str]]:
     """Functions of the kit that run, or look closer, where an entry states a trait."""
     found: dict[str, list[str]] = {}
-    for path in sorted((CORE / "testing").rglob("*.py")):
+    for path in sorted(KIT.rglob("*.py")):
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef):
                 for trait in _traits_of(node):
@@ -161,7 +162,7 @@ def kit() -> str:
     classes = _classes()
     parts = [text.strip("\n")]
     for module, options in SUITES.items():
-        path = CORE / "testing" / f"{module.replace('.', '/')}.py"
+        path = KIT / f"{module.replace('.', '/')}.py"
         tree = tree_of(path)
         (suite,) = (
             each for each in tree.body if isinstance(each, ast.ClassDef) and "Tests" in each.name
@@ -181,7 +182,7 @@ def _classes() -> dict[str, ast.ClassDef]:
     """Every class of the kit, by name."""
     return {
         node.name: node
-        for path in sorted((CORE / "testing").rglob("*.py"))
+        for path in sorted(KIT.rglob("*.py"))
         for node in tree_of(path).body
         if isinstance(node, ast.ClassDef)
     }

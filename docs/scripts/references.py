@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import library
-from docstrings import CORE, ROOT, class_of, function, marks, plain, table, tree_of
+from docstrings import CORE, KIT, ROOT, class_of, function, marks, plain, table, tree_of
 
 KINDS = {
     "discovery": "Registration",
@@ -172,6 +172,8 @@ def site_page(file: Path) -> str | None:
             return page
     if file == CORE / "hooks":
         return "reference/hooks.md"
+    if file in (KIT, KIT.parents[1], KIT.parents[1] / "README.md"):
+        return "reference/kit.md"
     if file.is_relative_to(ROOT / "docs") and file.suffix == ".md":
         return str(file.relative_to(ROOT / "docs"))
     return None

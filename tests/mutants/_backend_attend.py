@@ -8,7 +8,7 @@ import torch
 from attrs import evolve
 
 from topkv import hookimpl
-from topkv.testing.doubles import Gather
+from topkv_testing.doubles import Gather
 from topkv_triton_attention.backend import TritonAttention
 
 

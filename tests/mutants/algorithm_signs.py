@@ -10,7 +10,7 @@ from tests.mutants.harness import Mutant, told_of
 from tests.mutants.signs import SIGNS, Signs
 from tests.mutants.transfers import changed
 from topkv import hookimpl
-from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
+from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
 
 
 def signs_with(old: str, new: str) -> type:

@@ -9,10 +9,10 @@ from tests.mutants import algorithm_sticky as sticky
 from tests.mutants import algorithm_writing as writing
 from tests.mutants.harness import Mutant, mutated, told_of
 from topkv.entries import PluginEntry
-from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
 from topkv_quest.algorithm import Quest
 from topkv_quest.entry import topkv_register_algorithms
 from topkv_quest.launch import QuestTriton
+from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
 
 QUEST: PluginEntry = topkv_register_algorithms()[0]
 

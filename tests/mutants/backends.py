@@ -1,4 +1,4 @@
-"""Backends with one bug each, for ``topkv.testing.backends``.
+"""Backends with one bug each, for ``topkv_testing.backends``.
 
 Most of them hand something wrong to the real Triton backend, or spoil what it returns, so that
 the same bug is seen on its reference and on its kernels.
@@ -42,8 +42,8 @@ from tests.mutants._backend_tables import (
 )
 from tests.mutants.harness import Mutant, mutated, told_of
 from topkv import hookimpl
-from topkv.testing.backends import BackendTests
-from topkv.testing.doubles import GATHER
+from topkv_testing.backends import BackendTests
+from topkv_testing.doubles import GATHER
 from topkv_triton_attention.backend import HEAD_DIMS, TritonAttention
 from topkv_triton_attention.entry import topkv_register_backends
 from topkv_triton_attention.kernel_backend import TritonAttentionKernels

@@ -9,9 +9,9 @@ from tests.mutants.harness import Mutant, told_of
 from topkv.entries import PluginEntry
 from topkv.hooks.algorithm import AlgorithmSpec
 from topkv.hooks.discovery import hookimpl
-from topkv.testing.algorithms import AlgorithmTests
-from topkv.testing.models.stage_doubles import COMPLETE, Complete, Everything
-from topkv.testing.stages import AlgorithmOptions, StageTests
+from topkv_testing.algorithms import AlgorithmTests
+from topkv_testing.models.stage_doubles import COMPLETE, Complete, Everything
+from topkv_testing.stages import AlgorithmOptions, StageTests
 
 
 class CountsTwice(Complete):

@@ -12,9 +12,9 @@ from topkv import dropping
 from topkv.dropping import Dropping
 from topkv.hooks.discovery import hookimpl
 from topkv.requests import Requests
-from topkv.testing.machines.dropping import run_dropping
-from topkv.testing.models.stage_doubles import HEAVY, Heavy
-from topkv.testing.stages import AlgorithmOptions, StageTests
+from topkv_testing.machines.dropping import run_dropping
+from topkv_testing.models.stage_doubles import HEAVY, Heavy
+from topkv_testing.stages import AlgorithmOptions, StageTests
 
 _least, _drop, _take_out = Dropping._least, Dropping._drop, Dropping._take_out
 _worth, _standard = Dropping._worth, dropping._standard

@@ -14,7 +14,7 @@ from tests.mutants.harness import Mutant, told_of
 from tests.packaging.packages import ROOT
 from topkv import hookimpl
 from topkv.entries import PluginEntry
-from topkv.testing.engines import EngineTests
+from topkv_testing.engines import EngineTests
 from topkv_transformers import attention, forwards, support
 from topkv_transformers.engine import TransformersEngine
 from topkv_transformers.requests import CacheRequests

@@ -9,8 +9,8 @@ import triton.language as tl
 from tests.mutants.harness import Mutant, told_of
 from topkv.entries import PluginEntry
 from topkv.hooks.discovery import hookimpl
-from topkv.testing.evictions import EvictionTests
 from topkv.transfer.eviction import LeastRecentlyUsed
+from topkv_testing.evictions import EvictionTests
 
 
 @triton.jit

@@ -13,8 +13,8 @@ from hypothesis import Phase, settings
 
 from topkv.entries import PluginEntry
 from topkv.errors import PluginError
-from topkv.testing.kit import KitTests, subject_of
-from topkv.testing.tiers import tier
+from topkv_testing.kit import KitTests, subject_of
+from topkv_testing.tiers import tier
 
 
 @contextmanager

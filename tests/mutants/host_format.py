@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.lifecycle import LifecycleMutant, Run
 from topkv.kv.token_format import TokenFormat
-from topkv.testing.machines import scenarios
-from topkv.testing.tiers import Tier
+from topkv_testing.machines import scenarios
+from topkv_testing.tiers import Tier
 
 
 def scenario(play: scenarios.Scenario) -> Run:

@@ -6,8 +6,8 @@ from attrs import evolve
 
 from tests.mutants.harness import Mutant, mutated, told_of
 from topkv import hookimpl
-from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
-from topkv.testing.models.indexed import INDEXED, Indexed
+from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
+from topkv_testing.models.indexed import INDEXED, Indexed
 
 
 class PromptSeesNext(Indexed):

@@ -10,9 +10,9 @@ from tests.mutants.lifecycle import LifecycleMutant, Run, nothing
 from topkv.kv.representations import RepresentationPools
 from topkv.prefill import Prefill
 from topkv.selectors import Own, Selector
-from topkv.testing.machines import scenarios
-from topkv.testing.machines.latent import latent_machine
-from topkv.testing.tiers import Tier
+from topkv_testing.machines import scenarios
+from topkv_testing.machines.latent import latent_machine
+from topkv_testing.tiers import Tier
 
 
 def scenario(play: scenarios.Scenario, **start: Any) -> Run:

@@ -23,13 +23,13 @@ from topkv.prefill import Prefill
 from topkv.requests import Requests
 from topkv.selectors import Own
 from topkv.streams import SideStream
-from topkv.testing.machines import scenarios
-from topkv.testing.machines.engine_pages import run_engine_pages
-from topkv.testing.machines.lifecycle import run_lifecycle
-from topkv.testing.tiers import Tier, tier
 from topkv.transfer.geometry import ZeroCopyTransfer
 from topkv.transfer.reference import ReferenceTransfer
 from topkv.transfer.triton import TritonTransfer
+from topkv_testing.machines import scenarios
+from topkv_testing.machines.engine_pages import run_engine_pages
+from topkv_testing.machines.lifecycle import run_lifecycle
+from topkv_testing.tiers import Tier, tier
 
 Run = Callable[[Tier], None]
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 from tests.mutants.harness import Mutant, told_of
 from topkv.entries import PluginEntry
 from topkv.hooks.discovery import hookimpl
-from topkv.testing.observers import ObserverOptions, ObserverTests
+from topkv_testing.observers import ObserverOptions, ObserverTests
 
 OPTIONS = ObserverOptions(
     says=lambda observer: sum(observer.misses),

@@ -14,10 +14,10 @@ from attrs import frozen
 from tests.mutants.harness import Mutant, mutated, told_of, without_shrinking
 from topkv.errors import ConfigError, PluginError
 from topkv.plugins import registry
-from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
-from topkv.testing.kit import subject_of
-from topkv.testing.stages import StageTests
-from topkv.testing.tiers import Tier, tier
+from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
+from topkv_testing.kit import subject_of
+from topkv_testing.stages import StageTests
+from topkv_testing.tiers import Tier, tier
 
 
 @frozen

@@ -48,9 +48,6 @@ from tests.mutants import plugins_skip_softmax as skip
 from tests.mutants import plugins_top_p as top_p
 from tests.mutants.harness import Mutant, mutated, told_of
 from tests.mutants.plugin_harness import _kit, _own, _stage, _subject
-from topkv.testing.algorithms import AlgorithmOptions
-from topkv.testing.kit import subject_of
-from topkv.testing.stages import OptionTests
 from topkv_clusterkv.launch import ClusterKVTriton
 from topkv_double_sparsity.launch import DoubleSparsityTriton
 from topkv_keydiff.launch import KeyDiffTriton
@@ -60,6 +57,9 @@ from topkv_rocketkv.launch import RocketKVTriton
 from topkv_skip_softmax.stage import SkipSoftmax
 from topkv_snapkv.kernels import SnapKVTriton
 from topkv_streaming_llm.launch import StreamingLLMTriton
+from topkv_testing.algorithms import AlgorithmOptions
+from topkv_testing.kit import subject_of
+from topkv_testing.stages import OptionTests
 from topkv_top_p.launch import TopPTriton
 from topkv_triton_attention.launch import SkippingDecoder
 

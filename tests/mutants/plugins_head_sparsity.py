@@ -11,9 +11,9 @@ from plugins.head_sparsity.tests import test_conformance as kit
 from plugins.head_sparsity.tests import test_flatness, test_runs
 from tests.mutants import plugins
 from topkv import hookimpl
-from topkv.testing.kit import subject_of
 from topkv_head_sparsity.launch import BLOCK, HeadSparsityTriton
 from topkv_head_sparsity.stage import HeadSparsity
+from topkv_testing.kit import subject_of
 
 
 class ForgetsDecoded(HeadSparsity):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.mutants.lifecycle import LifecycleMutant
 from topkv import prefixes
 from topkv.kv.prefix import PrefixPages, page_keys
-from topkv.testing.machines.prefixes import run_again, run_prefixes
-from topkv.testing.machines.quotas import run_quota_scene
+from topkv_testing.machines.prefixes import run_again, run_prefixes
+from topkv_testing.machines.quotas import run_quota_scene
 
 _release = PrefixPages.release
 _keys = prefixes.Prefixes._keys

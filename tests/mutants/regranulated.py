@@ -11,9 +11,9 @@ from tests.mutants.lifecycle import LifecycleMutant, Run
 from topkv.config import plans
 from topkv.memory import SparseKVCacheManager
 from topkv.ops import regranulate as ops
-from topkv.testing.machines import scenarios
-from topkv.testing.machines.regranulated import regranulated_machine
-from topkv.testing.tiers import Tier
+from topkv_testing.machines import scenarios
+from topkv_testing.machines.regranulated import regranulated_machine
+from topkv_testing.tiers import Tier
 
 
 def scenario(play: scenarios.Scenario, **start: Any) -> Run:

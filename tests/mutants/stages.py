@@ -8,8 +8,8 @@ from attrs import evolve
 from tests.mutants.harness import Mutant, told_of
 from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import StageSpec
-from topkv.testing.models.stage_doubles import RERANK, Rerank, products
-from topkv.testing.stages import AlgorithmOptions, StageTests
+from topkv_testing.models.stage_doubles import RERANK, Rerank, products
+from topkv_testing.stages import AlgorithmOptions, StageTests
 
 OPTIONS = AlgorithmOptions(oracle=products)
 

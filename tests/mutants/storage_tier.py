@@ -14,17 +14,17 @@ from topkv.storage.calls import Calls
 from topkv.storage.opened import OpenedStorage
 from topkv.storage.places import PagePlaces
 from topkv.storage.tier import StorageTier
-from topkv.testing.machines.handed_over import (
+from topkv_testing.machines.handed_over import (
     run_cut_short,
     run_handed_over,
     run_interrupted,
 )
-from topkv.testing.machines.handed_over import (
+from topkv_testing.machines.handed_over import (
     run_damaged as run_damaged_session,
 )
-from topkv.testing.machines.storage import run_evicted, run_overtaken, run_reloaded
-from topkv.testing.machines.storage_faults import run_answered_wrongly, run_forked
-from topkv.testing.tiers import Tier
+from topkv_testing.machines.storage import run_evicted, run_overtaken, run_reloaded
+from topkv_testing.machines.storage_faults import run_answered_wrongly, run_forked
+from topkv_testing.tiers import Tier
 
 _leave = Calls.leave_to_parent
 _withdraw, _ask = PrefixPages.withdraw, OpenedStorage.ask

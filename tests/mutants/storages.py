@@ -10,8 +10,8 @@ from attrs import evolve
 from tests.mutants.harness import Mutant, told_of
 from topkv.hooks.discovery import hookimpl
 from topkv.hooks.storage import StorageUsage
-from topkv.testing.models.storage_doubles import SHELF, ShelfStorage
-from topkv.testing.storages import StorageOptions, StorageTests
+from topkv_testing.models.storage_doubles import SHELF, ShelfStorage
+from topkv_testing.storages import StorageOptions, StorageTests
 
 _numbers = itertools.count()
 OPTIONS = StorageOptions(lambda: {"shelf": f"mutants {next(_numbers)}"}, reopens=True)

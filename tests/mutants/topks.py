@@ -8,7 +8,7 @@ from tests.mutants.harness import Mutant, told_of
 from topkv.entries import PluginEntry
 from topkv.hooks.discovery import hookimpl
 from topkv.ops import topk_reference
-from topkv.testing.topks import TopKOptions, TopKTests
+from topkv_testing.topks import TopKOptions, TopKTests
 
 OPTIONS = TopKOptions(widths=(3000,), selects=(1, 127))
 

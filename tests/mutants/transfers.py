@@ -15,11 +15,11 @@ from tests.mutants.harness import Mutant, told_of
 from topkv.entries import Capabilities, PluginEntry
 from topkv.hooks.discovery import hookimpl
 from topkv.kv import row_kernels
-from topkv.testing.tiers import tier
-from topkv.testing.transfers import TransferTests
 from topkv.transfer import entry_kernels, kernels, reference, token_kernels, triton
 from topkv.transfer.reference import ReferenceTransfer
 from topkv.transfer.triton import TritonTransfer
+from topkv_testing.tiers import tier
+from topkv_testing.transfers import TransferTests
 
 _numbers = itertools.count()
 

@@ -31,6 +31,7 @@ PACKAGES = (
     "tools/cli",
     "tools/prediction",
     "tools/evaluation",
+    "tools/testing",
 )
 
 
@@ -93,7 +94,7 @@ COMMANDS = {
 def walk(here: Path, transformers: str | None) -> None:
     """All steps, in an empty folder."""
     wheels = here / "wheels"
-    with step("(we) build seven wheels"):
+    with step("(we) build the wheels"):
         core, *others = [build(ROOT / name, wheels)[1] for name in PACKAGES]
     python = here / "env" / "bin" / "python"
     pip = (python, "-m", "pip", "install", "-q", "--disable-pip-version-check")
@@ -101,7 +102,7 @@ def walk(here: Path, transformers: str | None) -> None:
     with step("make an environment, and install torch"):
         call(here, sys.executable, "-m", "venv", here / "env")
         call(here, *pip, *pinned, "torch")
-    with step("install topkv, quest, triton_attention, transformers, cli, evaluation, prediction"):
+    with step("install topkv, quest, triton_attention, transformers, and the tools they need"):
         call(here, *pip, *pinned, f"{core}[cli,testing]", *others)
     use, suite = blocks()
     (here / "example.py").write_text(use, encoding="utf-8")

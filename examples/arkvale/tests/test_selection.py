@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from topkv.testing.algorithm.bench import AlgorithmBench
-from topkv.testing.algorithm.case import Case
-from topkv.testing.kit import subject_of
-from topkv.testing.strategies import Geometry
-from topkv.testing.tiers import tier
+from topkv_testing.algorithm.bench import AlgorithmBench
+from topkv_testing.algorithm.case import Case
+from topkv_testing.kit import subject_of
+from topkv_testing.strategies import Geometry
+from topkv_testing.tiers import tier
 
 
 @pytest.mark.parametrize("heads", [1, 2])

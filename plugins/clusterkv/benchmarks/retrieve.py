@@ -19,10 +19,10 @@ import torch
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopKSetup
 from topkv.ops.topk import RadixTopK
-from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
 from topkv_clusterkv.entry import topkv_register_algorithms
 from topkv_clusterkv.launch import ClusterKVTriton
+from topkv_testing.timing import graph_us
 
 CALLS, REPEATS = 10, 9
 HEADS, KV_HEADS, DIM, SELECT = 32, 8, 128, 1023

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import strategies as st
 
-from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
+from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
 
 
 def forced(length, bench):

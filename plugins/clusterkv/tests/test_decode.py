@@ -8,10 +8,10 @@ import torch
 from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
 from topkv.plugins import PluginRegistry
-from topkv.testing.doubles import Entries
-from topkv.testing.oracle import attention
 from topkv.types import ModelShape
 from topkv_clusterkv.entry import topkv_register_algorithms
+from topkv_testing.doubles import Entries
+from topkv_testing.oracle import attention
 
 HEADS, KV_HEADS, DIM, MOST, RING = 4, 2, 8, 64, 4
 PARAMS = {

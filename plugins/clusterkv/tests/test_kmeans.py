@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.testing.strategies import KEYS, key_kinds, seeds
 from topkv_clusterkv.kmeans import GRID, assign, kmeans, means, spread, unit_vectors
+from topkv_testing.strategies import KEYS, key_kinds, seeds
 
 HEADS, DIM = 2, 8
 

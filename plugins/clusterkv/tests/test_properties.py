@@ -8,13 +8,13 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.testing.algorithm.bench import AlgorithmBench, lanes
-from topkv.testing.algorithm.case import Case
-from topkv.testing.algorithm.cases import cases
-from topkv.testing.algorithm.memory import same_bits
-from topkv.testing.algorithms import AlgorithmOptions
-from topkv.testing.kit import examples, subject_of
-from topkv.testing.strategies import Geometry
+from topkv_testing.algorithm.bench import AlgorithmBench, lanes
+from topkv_testing.algorithm.case import Case
+from topkv_testing.algorithm.cases import cases
+from topkv_testing.algorithm.memory import same_bits
+from topkv_testing.algorithms import AlgorithmOptions
+from topkv_testing.kit import examples, subject_of
+from topkv_testing.strategies import Geometry
 
 OPTIONS = AlgorithmOptions(
     params=st.fixed_dictionaries(

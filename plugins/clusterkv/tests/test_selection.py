@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import AlgorithmSetup
-from topkv.testing.algorithm.bench import AlgorithmBench
-from topkv.testing.algorithm.case import Case
-from topkv.testing.algorithm.cases import cases
-from topkv.testing.algorithms import AlgorithmOptions
-from topkv.testing.kit import examples, subject_of
-from topkv.testing.strategies import Geometry
 from topkv.types import GroupShape, ModelShape
 from topkv_clusterkv.algorithm import ClusterKV
 from topkv_clusterkv.entry import topkv_register_algorithms
+from topkv_testing.algorithm.bench import AlgorithmBench
+from topkv_testing.algorithm.case import Case
+from topkv_testing.algorithm.cases import cases
+from topkv_testing.algorithms import AlgorithmOptions
+from topkv_testing.kit import examples, subject_of
+from topkv_testing.strategies import Geometry
 
 DEFAULTS = dict(topkv_register_algorithms()[0].parameters)
 OPTIONS = AlgorithmOptions(

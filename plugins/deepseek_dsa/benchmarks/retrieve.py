@@ -24,11 +24,11 @@ import torch
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopK, TopKSetup
 from topkv.plugins import registry
-from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, IndexerShape, LayerView, ModelShape, StepTensors
 from topkv_deepseek_dsa import launch
 from topkv_deepseek_dsa.entry import topkv_register_algorithms
 from topkv_deepseek_dsa.launch import DeepSeekDSATriton
+from topkv_testing.timing import graph_us
 
 CALLS, REPEATS = 10, 9
 SHAPES = [

@@ -11,9 +11,9 @@ import torch
 
 from topkv.config import SparseConfig, lower
 from topkv.plugins import PluginRegistry
-from topkv.testing.doubles import Entries
 from topkv.types import IndexerShape, ModelShape
 from topkv_deepseek_dsa.entry import topkv_register_algorithms
+from topkv_testing.doubles import Entries
 
 README = Path(__file__).parent.parent / "README.md"
 DEEPSEEK, STOCK = (

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topkv.testing.tolerance import assert_as_good
 from topkv_deepseek_dsa.launch import DeepSeekDSATriton
+from topkv_testing.tolerance import assert_as_good
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

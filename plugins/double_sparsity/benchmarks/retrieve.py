@@ -22,11 +22,11 @@ import torch
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopK, TopKSetup
 from topkv.plugins import registry
-from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
 from topkv_double_sparsity import launch
 from topkv_double_sparsity.entry import topkv_register_algorithms
 from topkv_double_sparsity.launch import DoubleSparsityTriton
+from topkv_testing.timing import graph_us
 
 CALLS, REPEATS = 10, 9
 SHAPES = {

@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 
-from topkv.testing.algorithm.bench import AlgorithmBench, lanes
-from topkv.testing.algorithm.case import Case
-from topkv.testing.kit import subject_of
-from topkv.testing.strategies import Geometry
-from topkv.testing.tiers import all_tiers
 from topkv_double_sparsity import reference
+from topkv_testing.algorithm.bench import AlgorithmBench, lanes
+from topkv_testing.algorithm.case import Case
+from topkv_testing.kit import subject_of
+from topkv_testing.strategies import Geometry
+from topkv_testing.tiers import all_tiers
 
 
 def sample_of(count):

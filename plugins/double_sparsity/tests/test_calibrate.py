@@ -273,7 +273,7 @@ def test_code_of_a_model_runs_only_if_it_is_allowed(model_dir, tmp_path, monkeyp
 
 
 def test_the_file_decodes(model_dir, tmp_path, bench):
-    from topkv.testing.tiers import tier
+    from topkv_testing.tiers import tier
 
     out = tmp_path / "out.json"
     call("--model", model_dir, "--statistic", "k_weight", "--output", out, "--device", "cpu")

@@ -8,11 +8,11 @@ import attrs
 import pytest
 from hypothesis import strategies as st
 
-from topkv.testing.algorithm.kernels import KernelTests
-from topkv.testing.algorithm.state import StateTests
-from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
 from topkv_double_sparsity.calibration import PROMPT_STATISTICS
 from topkv_double_sparsity.entry import topkv_register_algorithms
+from topkv_testing.algorithm.kernels import KernelTests
+from topkv_testing.algorithm.state import StateTests
+from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
 
 (ENTRY,) = topkv_register_algorithms()
 

@@ -11,10 +11,10 @@ import torch
 
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import Algorithm
-from topkv.testing.tiers import tier as tier_of
 from topkv_double_sparsity.algorithm import DoubleSparsity
 from topkv_double_sparsity.calibration import read, write
 from topkv_double_sparsity.entry import topkv_register_algorithms
+from topkv_testing.tiers import tier as tier_of
 
 CPU = tier_of("cpu")
 

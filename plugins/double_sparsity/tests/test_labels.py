@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.testing.kit import examples
 from topkv_double_sparsity import reference
+from topkv_testing.kit import examples
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 FLOATS = st.floats(-65000, 65000, width=32) | st.floats(-(2.0**-20), 2.0**-20, width=32)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.testing.kit import examples
+from topkv_testing.kit import examples
 
 LABELS = ["bf16", "int4"]
 

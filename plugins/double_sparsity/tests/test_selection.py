@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.testing.kit import examples
 from topkv_double_sparsity import launch, reference
+from topkv_testing.kit import examples
 
 
 def grid(generator, *shape):

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from topkv.testing.storages import StorageOptions, StorageTests
+from topkv_testing.storages import StorageOptions, StorageTests
 
 
 class TestFiles(StorageTests):

@@ -29,10 +29,10 @@ from torch import Tensor
 from topkv.errors import CapabilityError
 from topkv.hooks.backend import BackendSetup
 from topkv.plugins import registry
-from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flash_attention.backend import FlashAttention
 from topkv_flash_attention.hopper import FlashAttention3
+from topkv_testing.timing import graph_us
 
 TOKENS, SLOT_TOKENS = 2048, 4096
 ROTATE_BYTES = 200_000_000

@@ -6,11 +6,11 @@ import pytest
 import torch
 from attrs import evolve
 
-from topkv.testing.backend.bench import BackendOptions
-from topkv.testing.backends import BackendTests
-from topkv.testing.kit import Subject
 from topkv.types import GroupShape, ModelShape
 from topkv_flash_attention import providers
+from topkv_testing.backend.bench import BackendOptions
+from topkv_testing.backends import BackendTests
+from topkv_testing.kit import Subject
 
 MODEL = ModelShape(1, 4, 2, 64, torch.bfloat16, 0.125)
 GROUP = GroupShape(*((0,), 1, 1, 2, 64, torch.bfloat16, 128, 2, 64, 8, 8, 2))

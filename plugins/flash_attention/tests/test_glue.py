@@ -14,9 +14,9 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from topkv.testing.oracle import attention  # noqa: E402
 from topkv_flash_attention import kernels, reference  # noqa: E402
 from topkv_flash_attention.backend import ACCUMULATORS, _most_splits  # noqa: E402
+from topkv_testing.oracle import attention  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 MARKS = [pytest.mark.gpu] if CUDA else []

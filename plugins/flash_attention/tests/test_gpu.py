@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from topkv.hooks.backend import BackendSetup
-from topkv.testing.backend.bench import expect
-from topkv.testing.backend.cases import AttendCase, by_lane
-from topkv.testing.oracle import attention
-from topkv.testing.strategies import Geometry
-from topkv.testing.tolerance import assert_as_good
 from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flash_attention import backend as module
 from topkv_flash_attention import providers
 from topkv_flash_attention.backend import FlashAttention
+from topkv_testing.backend.bench import expect
+from topkv_testing.backend.cases import AttendCase, by_lane
+from topkv_testing.oracle import attention
+from topkv_testing.strategies import Geometry
+from topkv_testing.tolerance import assert_as_good
 
 CUDA = torch.cuda.is_available()
 FOUND = list(providers.BUILDS.look()) if CUDA else []

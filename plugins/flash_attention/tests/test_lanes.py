@@ -17,11 +17,11 @@ if not CUDA:
 
 from topkv.hooks.backend import BackendSetup  # noqa: E402
 from topkv.libraries import Places  # noqa: E402
-from topkv.testing.backend.cases import AttendCase, by_lane  # noqa: E402
-from topkv.testing.oracle import attention  # noqa: E402
-from topkv.testing.strategies import Geometry  # noqa: E402
 from topkv.types import GroupShape, ModelShape, Tables  # noqa: E402
 from topkv_flash_attention import backend, providers  # noqa: E402
+from topkv_testing.backend.cases import AttendCase, by_lane  # noqa: E402
+from topkv_testing.oracle import attention  # noqa: E402
+from topkv_testing.strategies import Geometry  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 MARKS = [pytest.mark.gpu] if CUDA else []

@@ -25,11 +25,11 @@ import torch
 
 from topkv.hooks.backend import BackendSetup
 from topkv.ops.page_table import adapt_page_table
-from topkv.testing.backend.plans import StepInputs
-from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flashinfer import plans, providers
 from topkv_flashinfer.backend import FlashInfer
+from topkv_testing.backend.plans import StepInputs
+from topkv_testing.timing import graph_us
 
 CALLS, REPEATS, TOKENS = 8, 9, 2048
 HEADS, KV_HEADS, DIM = 32, 8, 128

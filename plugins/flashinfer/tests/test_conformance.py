@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from topkv.testing.backend.bench import BackendOptions
-from topkv.testing.backends import BackendTests
-from topkv.testing.kit import subject_of
-from topkv.testing.tiers import tier
 from topkv_flashinfer import entry, providers
+from topkv_testing.backend.bench import BackendOptions
+from topkv_testing.backends import BackendTests
+from topkv_testing.kit import subject_of
+from topkv_testing.tiers import tier
 
 FOUND, TRIED = providers.PARTS["gqa"].first()
 [ENTRY] = entry.topkv_register_backends()

@@ -15,10 +15,10 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from topkv.testing.backend.plans import AdaptCase, StepInputs  # noqa: E402
-from topkv.testing.strategies import Geometry  # noqa: E402
 from topkv.types import GroupShape, Tables  # noqa: E402
 from topkv_flashinfer import kernels, latent, plans, prompts, reference  # noqa: E402
+from topkv_testing.backend.plans import AdaptCase, StepInputs  # noqa: E402
+from topkv_testing.strategies import Geometry  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 ON = pytest.mark.parametrize(

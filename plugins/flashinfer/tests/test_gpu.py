@@ -7,14 +7,14 @@ import torch
 from attrs import evolve
 
 from topkv.hooks.backend import BackendSetup
-from topkv.testing.backend.bench import expect
-from topkv.testing.backend.cases import AttendCase, by_lane
-from topkv.testing.backend.plans import AdaptCase, StepInputs
-from topkv.testing.oracle import attention
-from topkv.testing.strategies import Geometry
 from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flashinfer import providers
 from topkv_flashinfer.backend import FlashInfer
+from topkv_testing.backend.bench import expect
+from topkv_testing.backend.cases import AttendCase, by_lane
+from topkv_testing.backend.plans import AdaptCase, StepInputs
+from topkv_testing.oracle import attention
+from topkv_testing.strategies import Geometry
 
 FOUND, TRIED = providers.PARTS["gqa"].first()
 pytestmark = [

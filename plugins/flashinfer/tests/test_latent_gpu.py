@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from topkv.hooks.backend import BackendSetup
-from topkv.testing.backend.bench import expect
-from topkv.testing.oracle import attention
-from topkv.testing.tolerance import assert_as_good
 from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flashinfer import providers
 from topkv_flashinfer.backend import FlashInfer
+from topkv_testing.backend.bench import expect
+from topkv_testing.oracle import attention
+from topkv_testing.tolerance import assert_as_good
 
 FOUND, TRIED = providers.PARTS["mla"].first()
 CUDA = torch.cuda.is_available()

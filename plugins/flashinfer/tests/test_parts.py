@@ -9,11 +9,11 @@ from documented import documented
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topkv.testing.backend.plans import AdaptCase, StepInputs
-from topkv.testing.oracle import attention
-from topkv.testing.strategies import Geometry
 from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flashinfer import latent
+from topkv_testing.backend.plans import AdaptCase, StepInputs
+from topkv_testing.oracle import attention
+from topkv_testing.strategies import Geometry
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="where there is a CUDA device nothing is interpreted"

@@ -28,11 +28,11 @@ import torch
 from topkv.hooks.backend import BackendSetup
 from topkv.kv.token_format import encode_fp8
 from topkv.ops.page_table import adapt_page_table
-from topkv.testing.backend.plans import StepInputs
-from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flashmla.backend import FlashMLA
 from topkv_flashmla.support import LATENT, PAGE
+from topkv_testing.backend.plans import StepInputs
+from topkv_testing.timing import graph_us
 
 CALLS, REPEATS, SELECT, SLOTS = 8, 9, 2048, 4096
 

@@ -9,9 +9,9 @@ from attrs import frozen
 from torch import Tensor
 
 from topkv.hooks.backend import BackendSetup
-from topkv.testing.oracle import attention
-from topkv.testing.tolerance import assert_as_good
 from topkv.types import GroupShape, ModelShape
+from topkv_testing.oracle import attention
+from topkv_testing.tolerance import assert_as_good
 
 PAGE, DIM, LATENT = 64, 576, 512
 SCALE = 0.75 * DIM**-0.5

@@ -8,11 +8,11 @@ from attrs import evolve
 
 from topkv.hooks.backend import BackendSetup
 from topkv.kv.token_format import decode_fp8, encode_fp8
-from topkv.testing.backend.plans import StepInputs
-from topkv.testing.oracle import attention
-from topkv.testing.tolerance import assert_as_good
 from topkv.types import GroupShape, ModelShape, Tables
 from topkv_flashmla import providers
+from topkv_testing.backend.plans import StepInputs
+from topkv_testing.oracle import attention
+from topkv_testing.tolerance import assert_as_good
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,11 +18,11 @@ if not CUDA:
 
 from topkv.hooks.backend import BackendSetup  # noqa: E402
 from topkv.libraries import Places  # noqa: E402
-from topkv.testing.backend.plans import AdaptCase, StepInputs  # noqa: E402
-from topkv.testing.oracle import attention  # noqa: E402
-from topkv.testing.strategies import Geometry  # noqa: E402
 from topkv.types import GroupShape, ModelShape, Tables  # noqa: E402
 from topkv_flashmla import backend, providers  # noqa: E402
+from topkv_testing.backend.plans import AdaptCase, StepInputs  # noqa: E402
+from topkv_testing.oracle import attention  # noqa: E402
+from topkv_testing.strategies import Geometry  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 ON = pytest.mark.parametrize(

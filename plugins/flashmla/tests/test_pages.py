@@ -17,10 +17,10 @@ if not CUDA:
 
 from plugins.flashmla.tests.page_cases import PageCase, setup_of, shapes  # noqa: E402
 from topkv.libraries import Places  # noqa: E402
-from topkv.testing.oracle import attention  # noqa: E402
 from topkv.types import Tables  # noqa: E402
 from topkv_flashmla import backend, providers  # noqa: E402
 from topkv_flashmla.support import attends_by_pages  # noqa: E402
+from topkv_testing.oracle import attention  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 MARKS = [pytest.mark.gpu] if CUDA else []

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from topkv.testing.stages import Left, StageOptions, StageTests, along_a_line
 from topkv_head_sparsity.entry import topkv_register_stages
+from topkv_testing.stages import Left, StageOptions, StageTests, along_a_line
 
 (ENTRY,) = topkv_register_stages()
 

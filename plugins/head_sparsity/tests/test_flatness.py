@@ -14,15 +14,15 @@ from plugins.head_sparsity.tests.test_conformance import ENTRY, OPTIONS, weighed
 from plugins.head_sparsity.tests.test_runs import unpacked
 from topkv.errors import ConfigError
 from topkv.hooks.stage import StageSetup
-from topkv.testing.algorithm.bench import AlgorithmBench
-from topkv.testing.algorithm.case import Case
-from topkv.testing.algorithm.cases import cases
-from topkv.testing.kit import examples, subject_of
-from topkv.testing.machines.lifecycle_model import DIM, HEADS, KV_HEADS, doubles, make_coordinator
-from topkv.testing.stage.refine import candidates, filled, refine
-from topkv.testing.strategies import Geometry
-from topkv.testing.tiers import tier
 from topkv_head_sparsity.stage import HeadSparsity
+from topkv_testing.algorithm.bench import AlgorithmBench
+from topkv_testing.algorithm.case import Case
+from topkv_testing.algorithm.cases import cases
+from topkv_testing.kit import examples, subject_of
+from topkv_testing.machines.lifecycle_model import DIM, HEADS, KV_HEADS, doubles, make_coordinator
+from topkv_testing.stage.refine import candidates, filled, refine
+from topkv_testing.strategies import Geometry
+from topkv_testing.tiers import tier
 
 NEAR = 1e-5
 """By so much entropies and shares in fp32 may be off."""

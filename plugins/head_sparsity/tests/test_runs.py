@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.head_sparsity.tests.test_conformance import ENTRY
-from topkv.testing.algorithm.bench import AlgorithmBench
-from topkv.testing.algorithm.case import Case
-from topkv.testing.differences import require_same
-from topkv.testing.kit import subject_of
-from topkv.testing.strategies import KEYS, Geometry, key_kinds
-from topkv.testing.tiers import tier
 from topkv_head_sparsity import reference
+from topkv_testing.algorithm.bench import AlgorithmBench
+from topkv_testing.algorithm.case import Case
+from topkv_testing.differences import require_same
+from topkv_testing.kit import subject_of
+from topkv_testing.strategies import KEYS, Geometry, key_kinds
+from topkv_testing.tiers import tier
 
 
 def unpacked(codes, scale, dim):

@@ -21,10 +21,10 @@ import torch
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopK, TopKSetup
 from topkv.plugins import registry
-from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
 from topkv_infllm_v2.entry import topkv_register_algorithms
 from topkv_infllm_v2.launch import InfLLMv2Triton
+from topkv_testing.timing import graph_us
 
 CALLS, REPEATS = 10, 9
 HEADS, KV_HEADS, DIM, UNIT, SELECT = 32, 8, 128, 64, 63

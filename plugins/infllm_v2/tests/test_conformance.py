@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
+from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
 
 pytestmark = pytest.mark.slow
 

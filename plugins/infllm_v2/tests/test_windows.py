@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch.nn.functional import max_pool1d
 
 from topkv.errors import ConfigError
-from topkv.testing.algorithm.bench import AlgorithmBench
-from topkv.testing.algorithm.case import Case
-from topkv.testing.differences import require_same
-from topkv.testing.kit import subject_of
-from topkv.testing.strategies import Geometry
-from topkv.testing.tiers import all_tiers
 from topkv_infllm_v2 import reference
+from topkv_testing.algorithm.bench import AlgorithmBench
+from topkv_testing.algorithm.case import Case
+from topkv_testing.differences import require_same
+from topkv_testing.kit import subject_of
+from topkv_testing.strategies import Geometry
+from topkv_testing.tiers import all_tiers
 
 ON = [
     pytest.param(each, id=each.name, marks=[pytest.mark.gpu] * (each.name == "gpu"))

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from plugins.keydiff.tests.test_conformance import ENTRY, by_tokens
 from topkv.errors import ConfigError
 from topkv.hooks.stage import StageSetup
-from topkv.testing.algorithm.bench import AlgorithmBench
-from topkv.testing.algorithm.case import Case
-from topkv.testing.kit import examples, subject_of
-from topkv.testing.machines.dropping import Lives
-from topkv.testing.machines.lifecycle_model import KV_HEADS, LAYERS, doubles
-from topkv.testing.models.stage_doubles import EVERYTHING
-from topkv.testing.stage.keep import worth
-from topkv.testing.strategies import Geometry
-from topkv.testing.tiers import tier
 from topkv_keydiff.stage import KeyDiff
+from topkv_testing.algorithm.bench import AlgorithmBench
+from topkv_testing.algorithm.case import Case
+from topkv_testing.kit import examples, subject_of
+from topkv_testing.machines.dropping import Lives
+from topkv_testing.machines.lifecycle_model import KV_HEADS, LAYERS, doubles
+from topkv_testing.models.stage_doubles import EVERYTHING
+from topkv_testing.stage.keep import worth
+from topkv_testing.strategies import Geometry
+from topkv_testing.tiers import tier
 
 
 @pytest.mark.parametrize("scope", ["kv_head", "shared"])

@@ -14,18 +14,18 @@ import torch
 from topkv.hooks.storage import StorageSetup
 from topkv.storage.objects import HEADER, problem_of, write_header
 from topkv.storage.sessions import StoredSessions
-from topkv.testing.machines.engine_pages import SHAPE, run_forward
-from topkv.testing.machines.handed_over import take
-from topkv.testing.machines.lifecycle_model import (
+from topkv_mooncake.entry import topkv_register_storages
+from topkv_mooncake.storage import MooncakeStorage
+from topkv_testing.machines.engine_pages import SHAPE, run_forward
+from topkv_testing.machines.handed_over import take
+from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
     LAYERS,
     doubles,
     make_coordinator,
 )
-from topkv.testing.tiers import tier
-from topkv_mooncake.entry import topkv_register_storages
-from topkv_mooncake.storage import MooncakeStorage
+from topkv_testing.tiers import tier
 
 SIZE = 200_000
 """Bytes of a page."""

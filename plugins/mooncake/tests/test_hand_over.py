@@ -12,10 +12,10 @@ import torch
 from mooncake_pages import PROGRAM, PROMPT, QUERIES, ROWS, coordinator, go_on, sessions_of
 
 from topkv.errors import StorageError
-from topkv.testing.machines.engine_pages import run_forward
-from topkv.testing.machines.handed_over import leave, take
-from topkv.testing.machines.lifecycle_model import make_coordinator
-from topkv.testing.tiers import tier
+from topkv_testing.machines.engine_pages import run_forward
+from topkv_testing.machines.handed_over import leave, take
+from topkv_testing.machines.lifecycle_model import make_coordinator
+from topkv_testing.tiers import tier
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from topkv.testing.observers import ObserverOptions, ObserverTests
+from topkv_testing.observers import ObserverOptions, ObserverTests
 
 
 def expected(told):

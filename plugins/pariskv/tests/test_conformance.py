@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from topkv.algorithms import ends_of
 from topkv.ops.outliers import split
-from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
+from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
 
 
 def forced(length, bench):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from topkv.testing.decodes import DecodeTests
 from topkv_pariskv.entry import topkv_register_algorithms
+from topkv_testing.decodes import DecodeTests
 
 
 @st.composite

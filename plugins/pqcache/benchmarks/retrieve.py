@@ -24,10 +24,10 @@ import torch
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopK, TopKSetup
 from topkv.plugins import registry
-from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
 from topkv_pqcache import launch
 from topkv_pqcache.entry import topkv_register_algorithms
+from topkv_testing.timing import graph_us
 
 CALLS, REPEATS = 10, 9
 HEADS, KV_HEADS, DIM, PAGE, SELECT = 32, 8, 128, 64, 2047

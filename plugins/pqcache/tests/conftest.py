@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import strategies as st
 
-from topkv.testing.algorithms import AlgorithmOptions
-from topkv.testing.kit import subject_of
-from topkv.testing.tiers import all_tiers
+from topkv_testing.algorithms import AlgorithmOptions
+from topkv_testing.kit import subject_of
+from topkv_testing.tiers import all_tiers
 
 OPTIONS = AlgorithmOptions(
     params=st.fixed_dictionaries(

@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from topkv.testing.algorithm.case import Case
-from topkv.testing.strategies import Geometry
 from topkv_pqcache import reference
+from topkv_testing.algorithm.case import Case
+from topkv_testing.strategies import Geometry
 
 PARAMS = {"subvectors": 2, "bits": 2, "window": 8, "segment": 20, "iterations": 3}
 

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.pqcache.tests.held import reconstructed
-from topkv.testing.algorithm.bench import AlgorithmBench, lanes
-from topkv.testing.algorithm.case import Case
-from topkv.testing.algorithm.cases import cases
-from topkv.testing.differences import require_same
-from topkv.testing.kit import examples, subject_of
-from topkv.testing.strategies import Geometry, key_kinds, seeds
-from topkv.testing.tiers import tier
 from topkv_pqcache import reference
+from topkv_testing.algorithm.bench import AlgorithmBench, lanes
+from topkv_testing.algorithm.case import Case
+from topkv_testing.algorithm.cases import cases
+from topkv_testing.differences import require_same
+from topkv_testing.kit import examples, subject_of
+from topkv_testing.strategies import Geometry, key_kinds, seeds
+from topkv_testing.tiers import tier
 
 REQUESTS, HEADS, GROUP, BOOKS, PART = 2, 3, 2, 4, 5
 

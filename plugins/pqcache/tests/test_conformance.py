@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from topkv.algorithms import ends_of
-from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
+from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
 
 
 def forced(length, bench):

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.pqcache.tests.held import case_of, codebooks, cut_to, held, starts_of
-from topkv.testing.algorithm.bench import AlgorithmBench, lanes
-from topkv.testing.algorithm.cases import cases
-from topkv.testing.differences import require_same
-from topkv.testing.kit import examples
 from topkv_pqcache import reference
+from topkv_testing.algorithm.bench import AlgorithmBench, lanes
+from topkv_testing.algorithm.cases import cases
+from topkv_testing.differences import require_same
+from topkv_testing.kit import examples
 
 
 def test_a_window_that_is_rolled_back_leaves_nothing(subject):

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.testing.strategies import KEYS, key_kinds, seeds
 from topkv_pqcache.kmeans import assign, first_centroids, kmeans, means, race
+from topkv_testing.strategies import KEYS, key_kinds, seeds
 
 SETS, DIM = 3, 6
 CPU = torch.device("cpu")

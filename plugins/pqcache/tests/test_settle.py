@@ -19,12 +19,12 @@ from plugins.pqcache.tests.held import (
     starts_of,
 )
 from topkv.errors import ConfigError
-from topkv.testing.algorithm.bench import AlgorithmBench, lanes
-from topkv.testing.algorithm.cases import cases
-from topkv.testing.differences import require_same
-from topkv.testing.kit import examples
 from topkv_pqcache import reference
 from topkv_pqcache.kmeans import kmeans
+from topkv_testing.algorithm.bench import AlgorithmBench, lanes
+from topkv_testing.algorithm.cases import cases
+from topkv_testing.differences import require_same
+from topkv_testing.kit import examples
 
 
 @pytest.mark.parametrize("length", [8, 9, 19, 20, 21, 39, 40, 41, 59, 60, 61, 63])

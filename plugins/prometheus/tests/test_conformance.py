@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from prometheus_client import REGISTRY
 
-from topkv.testing.observers import ObserverOptions, ObserverTests
 from topkv_prometheus import observer as observers
+from topkv_testing.observers import ObserverOptions, ObserverTests
 
 COUNTERS = ("topkv_forwards_total", "topkv_prompt_tokens_total", "topkv_decoded_tokens_total")
 OF_LAYERS = ("topkv_hits_total", "topkv_misses_total", "topkv_loaded_bytes_total")

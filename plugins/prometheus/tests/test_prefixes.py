@@ -6,11 +6,11 @@ import pytest
 from prometheus_client import REGISTRY
 
 from topkv.hooks.observer import ObserverSetup
-from topkv.testing.machines.lifecycle_model import make_coordinator
-from topkv.testing.machines.quotas import take
-from topkv.testing.models.storage_doubles import SHELVES, Shelf
-from topkv.testing.tiers import tier
 from topkv_prometheus.observer import PrometheusObserver
+from topkv_testing.machines.lifecycle_model import make_coordinator
+from topkv_testing.machines.quotas import take
+from topkv_testing.models.storage_doubles import SHELVES, Shelf
+from topkv_testing.tiers import tier
 
 
 @pytest.fixture

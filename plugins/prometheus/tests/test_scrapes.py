@@ -10,9 +10,9 @@ from prometheus_client import REGISTRY, generate_latest
 
 from topkv.hooks.observer import ForwardReport, ObserverSetup
 from topkv.report import Occupancy, TransferReport
-from topkv.testing.machines.lifecycle_model import SPARSE, make_coordinator
-from topkv.testing.tiers import tier
 from topkv_prometheus.observer import EVERY, PrometheusObserver
+from topkv_testing.machines.lifecycle_model import SPARSE, make_coordinator
+from topkv_testing.tiers import tier
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from topkv.testing.storages import StorageOptions, StorageTests
+from topkv_testing.storages import StorageOptions, StorageTests
 
 _numbers = itertools.count()
 

@@ -22,10 +22,10 @@ from redis_pages import (
 )
 
 from topkv.errors import StorageError
-from topkv.testing.machines.engine_pages import run_forward
-from topkv.testing.machines.handed_over import leave, take
-from topkv.testing.machines.lifecycle_model import make_coordinator
-from topkv.testing.tiers import tier
+from topkv_testing.machines.engine_pages import run_forward
+from topkv_testing.machines.handed_over import leave, take
+from topkv_testing.machines.lifecycle_model import make_coordinator
+from topkv_testing.tiers import tier
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from topkv.testing.tiers import all_tiers
+from topkv_testing.tiers import all_tiers
 
 
 @pytest.fixture(

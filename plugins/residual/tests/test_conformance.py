@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from topkv.testing.stages import StageOptions, StageTests
 from topkv_residual.entry import topkv_register_stages
+from topkv_testing.stages import StageOptions, StageTests
 
 (ENTRY,) = topkv_register_stages()
 

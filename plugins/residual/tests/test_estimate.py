@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from plugins.residual.tests.test_conformance import ENTRY
 from topkv.errors import ConfigError
 from topkv.hooks.stage import StageSetup
-from topkv.testing.algorithm.bench import AlgorithmBench
-from topkv.testing.algorithm.case import Case
-from topkv.testing.algorithm.correct import attended, corrected
-from topkv.testing.kit import subject_of
-from topkv.testing.models.oracle import attention
-from topkv.testing.strategies import KEYS, Geometry, key_kinds
 from topkv_residual import reference
 from topkv_residual.stage import Residual
+from topkv_testing.algorithm.bench import AlgorithmBench
+from topkv_testing.algorithm.case import Case
+from topkv_testing.algorithm.correct import attended, corrected
+from topkv_testing.kit import subject_of
+from topkv_testing.models.oracle import attention
+from topkv_testing.strategies import KEYS, Geometry, key_kinds
 
 
 def case_of(unit=4, dim=16, dtype=torch.float32, scope="kv_head", units=40, **params):

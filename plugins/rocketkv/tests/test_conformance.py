@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.rocketkv.tests import formulas
-from topkv.testing.algorithm.bench import AlgorithmBench
-from topkv.testing.algorithm.cases import cases
-from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
-from topkv.testing.kit import examples
 from topkv_rocketkv.entry import topkv_register_algorithms
+from topkv_testing.algorithm.bench import AlgorithmBench
+from topkv_testing.algorithm.cases import cases
+from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
+from topkv_testing.kit import examples
 
 (ENTRY,) = topkv_register_algorithms()
 

@@ -10,14 +10,14 @@ from plugins.rocketkv.tests import formulas
 from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
 from topkv.plugins import PluginRegistry
-from topkv.testing.decodes import MOST as LONGEST
-from topkv.testing.decodes import DecodeTests
-from topkv.testing.doubles import Entries
-from topkv.testing.oracle import attention
-from topkv.testing.tiers import all_tiers
-from topkv.testing.tolerance import assert_as_good
 from topkv.types import ModelShape
 from topkv_rocketkv.entry import topkv_register_algorithms
+from topkv_testing.decodes import MOST as LONGEST
+from topkv_testing.decodes import DecodeTests
+from topkv_testing.doubles import Entries
+from topkv_testing.oracle import attention
+from topkv_testing.tiers import all_tiers
+from topkv_testing.tolerance import assert_as_good
 
 HEADS, KV_HEADS, DIM, MOST, UNIT = 4, 2, 8, 96, 2
 MODEL = ModelShape(1, HEADS, KV_HEADS, DIM, torch.float32, DIM**-0.5)

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.rocketkv.tests import formulas
-from topkv.testing.algorithm.bench import AlgorithmBench
-from topkv.testing.algorithm.cases import cases
-from topkv.testing.algorithms import AlgorithmOptions
-from topkv.testing.differences import require_same
-from topkv.testing.kit import examples, subject_of
-from topkv.testing.tiers import all_tiers
-from topkv.testing.tolerance import assert_as_good
 from topkv_rocketkv import reference
+from topkv_testing.algorithm.bench import AlgorithmBench
+from topkv_testing.algorithm.cases import cases
+from topkv_testing.algorithms import AlgorithmOptions
+from topkv_testing.differences import require_same
+from topkv_testing.kit import examples, subject_of
+from topkv_testing.tiers import all_tiers
+from topkv_testing.tolerance import assert_as_good
 
 
 @pytest.fixture(

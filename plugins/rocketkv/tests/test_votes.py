@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from plugins.rocketkv.tests import formulas
 from topkv.errors import ConfigError
-from topkv.testing.algorithm.bench import AlgorithmBench
-from topkv.testing.algorithm.cases import cases as kit_cases
-from topkv.testing.algorithm.memory import made
-from topkv.testing.algorithms import AlgorithmOptions
-from topkv.testing.kit import subject_of
-from topkv.testing.tiers import all_tiers
+from topkv_testing.algorithm.bench import AlgorithmBench
+from topkv_testing.algorithm.cases import cases as kit_cases
+from topkv_testing.algorithm.memory import made
+from topkv_testing.algorithms import AlgorithmOptions
+from topkv_testing.kit import subject_of
+from topkv_testing.tiers import all_tiers
 
 SALT = 62
 """Of the prompt's queries in a bench."""

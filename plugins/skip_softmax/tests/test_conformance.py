@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from topkv.errors import ConfigError
 from topkv.hooks.stage import StageSetup
-from topkv.testing.stages import AlgorithmOptions, OptionTests
 from topkv.types import GroupShape, ModelShape
 from topkv_skip_softmax import stage
 from topkv_skip_softmax.entry import topkv_register_stages
+from topkv_testing.stages import AlgorithmOptions, OptionTests
 
 (ENTRY,) = topkv_register_stages()
 FACTORS = st.floats(1e-300, 1e300) | st.integers(1, 10**6)

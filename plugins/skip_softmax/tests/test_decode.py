@@ -13,10 +13,10 @@ from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import ConfigError
 from topkv.plugins import registry
-from topkv.testing.models.oracle import attention
-from topkv.testing.tiers import all_tiers, tier
-from topkv.testing.tolerance import assert_as_good
 from topkv.types import ModelShape
+from topkv_testing.models.oracle import attention
+from topkv_testing.tiers import all_tiers, tier
+from topkv_testing.tolerance import assert_as_good
 
 HEADS, KV_HEADS, DIM, PROMPT, STEPS = 4, 2, 64, 297, 3
 MODEL = ModelShape(2, HEADS, KV_HEADS, DIM, torch.float32, DIM**-0.5)

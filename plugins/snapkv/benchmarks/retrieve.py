@@ -21,10 +21,10 @@ import torch
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopKSetup
 from topkv.ops.topk import RadixTopK
-from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
 from topkv_snapkv.entry import topkv_register_algorithms
 from topkv_snapkv.kernels import SnapKVTriton
+from topkv_testing.timing import graph_us
 
 CALLS, REPEATS = 10, 9
 HEADS, KV_HEADS, DIM, PAGE, CHUNK = 32, 8, 128, 64, 8192

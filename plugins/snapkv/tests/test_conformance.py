@@ -8,11 +8,11 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.testing.algorithm.bench import AlgorithmBench
-from topkv.testing.algorithm.cases import cases
-from topkv.testing.algorithms import AlgorithmOptions, AlgorithmTests
-from topkv.testing.kit import examples
 from topkv_snapkv.entry import topkv_register_algorithms
+from topkv_testing.algorithm.bench import AlgorithmBench
+from topkv_testing.algorithm.cases import cases
+from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
+from topkv_testing.kit import examples
 
 
 def window(length, bench):

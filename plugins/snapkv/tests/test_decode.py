@@ -10,12 +10,12 @@ from topkv.coordinator import SparseCoordinator
 from topkv.errors import ConfigError, RequestError
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.plugins import PluginRegistry
-from topkv.testing.doubles import Entries
-from topkv.testing.oracle import attention
-from topkv.testing.tiers import all_tiers
-from topkv.testing.tolerance import assert_as_good
 from topkv.types import ModelShape
 from topkv_snapkv.entry import topkv_register_algorithms
+from topkv_testing.doubles import Entries
+from topkv_testing.oracle import attention
+from topkv_testing.tiers import all_tiers
+from topkv_testing.tolerance import assert_as_good
 
 HEADS, KV_HEADS, DIM, MOST = 4, 2, 8, 96
 MODEL = ModelShape(1, HEADS, KV_HEADS, DIM, torch.float32, DIM**-0.5)

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.testing.algorithm.bench import AlgorithmBench
-from topkv.testing.algorithm.cases import cases
-from topkv.testing.algorithm.memory import same_bits
-from topkv.testing.algorithms import AlgorithmOptions
-from topkv.testing.kit import examples, subject_of
-from topkv.testing.tiers import all_tiers
+from topkv_testing.algorithm.bench import AlgorithmBench
+from topkv_testing.algorithm.cases import cases
+from topkv_testing.algorithm.memory import same_bits
+from topkv_testing.algorithms import AlgorithmOptions
+from topkv_testing.kit import examples, subject_of
+from topkv_testing.tiers import all_tiers
 
 WIDTH, ROOM = 9, 4
 """Tokens of a prompt that a lane keeps at most, and places for generated ones."""

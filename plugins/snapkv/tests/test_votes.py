@@ -10,13 +10,13 @@ from attrs import evolve
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from topkv.testing.algorithm.bench import AlgorithmBench
-from topkv.testing.algorithm.cases import cases as kit_cases
-from topkv.testing.algorithms import AlgorithmOptions
-from topkv.testing.kit import subject_of
-from topkv.testing.tiers import all_tiers
-from topkv.testing.tolerance import assert_as_good
 from topkv_snapkv import reference
+from topkv_testing.algorithm.bench import AlgorithmBench
+from topkv_testing.algorithm.cases import cases as kit_cases
+from topkv_testing.algorithms import AlgorithmOptions
+from topkv_testing.kit import subject_of
+from topkv_testing.tiers import all_tiers
+from topkv_testing.tolerance import assert_as_good
 
 DEFAULTS = {"kernel": 3, "pool": "max", "outgrow": "slide", "ada": False}
 SAFE = 0.2

@@ -16,9 +16,9 @@ import torch
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopKSetup
 from topkv.ops.topk import RadixTopK
-from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
 from topkv_streaming_llm.launch import StreamingLLMTriton
+from topkv_testing.timing import graph_us
 
 CALLS, REPEATS = 10, 9
 HEADS, KV_HEADS, DIM, PAGE, TOKENS = 32, 8, 128, 64, 131072

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.testing.algorithm.bench import AlgorithmBench
-from topkv.testing.algorithm.cases import cases
-from topkv.testing.algorithms import AlgorithmOptions
-from topkv.testing.kit import examples, subject_of
-from topkv.testing.tiers import all_tiers
+from topkv_testing.algorithm.bench import AlgorithmBench
+from topkv_testing.algorithm.cases import cases
+from topkv_testing.algorithms import AlgorithmOptions
+from topkv_testing.kit import examples, subject_of
+from topkv_testing.tiers import all_tiers
 
 OPTIONS = AlgorithmOptions(
     params=st.fixed_dictionaries({"sink_tokens": st.integers(0, 5)}), selects=(5, 6, 8)

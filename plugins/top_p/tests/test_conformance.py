@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from topkv.testing.stages import StageOptions, StageTests, along_a_line, fewest
+from topkv_testing.stages import StageOptions, StageTests, along_a_line, fewest
 from topkv_top_p.entry import topkv_register_stages
 
 (ENTRY,) = topkv_register_stages()

@@ -12,15 +12,15 @@ from plugins.top_p.tests.test_conformance import ENTRY, OPTIONS
 from plugins.top_p.tests.test_keys import unpacked
 from topkv.errors import ConfigError
 from topkv.hooks.stage import StageSetup
-from topkv.testing.algorithm.bench import AlgorithmBench
-from topkv.testing.algorithm.case import Case
-from topkv.testing.algorithm.cases import cases
-from topkv.testing.kit import examples, subject_of
-from topkv.testing.machines.lifecycle_model import DIM, HEADS, KV_HEADS, doubles, make_coordinator
-from topkv.testing.models.oracle import attention
-from topkv.testing.stage.refine import candidates, filled, refine
-from topkv.testing.strategies import Geometry
-from topkv.testing.tolerance import assert_as_good
+from topkv_testing.algorithm.bench import AlgorithmBench
+from topkv_testing.algorithm.case import Case
+from topkv_testing.algorithm.cases import cases
+from topkv_testing.kit import examples, subject_of
+from topkv_testing.machines.lifecycle_model import DIM, HEADS, KV_HEADS, doubles, make_coordinator
+from topkv_testing.models.oracle import attention
+from topkv_testing.stage.refine import candidates, filled, refine
+from topkv_testing.strategies import Geometry
+from topkv_testing.tolerance import assert_as_good
 from topkv_top_p import launch
 from topkv_top_p.stage import TopP
 

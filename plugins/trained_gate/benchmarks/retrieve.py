@@ -21,8 +21,8 @@ import torch
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopK, TopKSetup
 from topkv.plugins import registry
-from topkv.testing.timing import graph_us
 from topkv.types import GroupShape, IndexerShape, LayerView, ModelShape, StepTensors
+from topkv_testing.timing import graph_us
 from topkv_trained_gate.entry import topkv_register_algorithms
 from topkv_trained_gate.launch import PROMPT_ROWS, TrainedGateTriton
 

@@ -11,8 +11,8 @@ from topkv import SparseCoordinator
 from topkv.config import SparseConfig, lower
 from topkv.errors import ConfigError
 from topkv.plugins import registry
-from topkv.testing.tiers import all_tiers
 from topkv.types import Index, IndexerShape, ModelShape
+from topkv_testing.tiers import all_tiers
 
 LAYERS, DIM, INDEX_DIM, UNIT, BLOCKS = 2, 64, 24, 4, 4
 

@@ -14,7 +14,7 @@ from transformers import (
 )
 from transformers.masking_utils import sdpa_mask
 
-from topkv.testing.engines import EngineCase
+from topkv_testing.engines import EngineCase
 from topkv_transformers.support import attention_modules
 
 PAD, VOCABULARY = 0, 96

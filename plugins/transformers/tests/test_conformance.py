@@ -6,7 +6,7 @@ import pytest
 from kit_case import PAD, VOCABULARY, TransformersCase
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from topkv.testing.engines import EngineTests
+from topkv_testing.engines import EngineTests
 
 
 def case(config, model):

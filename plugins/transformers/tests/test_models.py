@@ -17,9 +17,9 @@ from transformers import DynamicCache
 
 import topkv
 from topkv.errors import CapabilityError, ConfigError
-from topkv.testing.engine.bench import SWAPPING, Bench
-from topkv.testing.kit import subject_of
-from topkv.testing.tiers import tier
+from topkv_testing.engine.bench import SWAPPING, Bench
+from topkv_testing.kit import subject_of
+from topkv_testing.tiers import tier
 from topkv_transformers import support
 
 FIRST, MORE, STEPS = 31, 11, 8

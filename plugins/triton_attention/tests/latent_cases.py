@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from plugins.triton_attention.tests.making import made
-from topkv.testing.backend.bench import (
+from topkv.types import GroupShape, ModelShape, Tables
+from topkv_testing.backend.bench import (
     SENTINEL,
     Expected,
     Guarded,
@@ -24,8 +25,7 @@ from topkv.testing.backend.bench import (
     joined,
     result,
 )
-from topkv.testing.strategies import INT32, lengths, seeds
-from topkv.types import GroupShape, ModelShape, Tables
+from topkv_testing.strategies import INT32, lengths, seeds
 from topkv_triton_attention.backend import TritonAttention
 
 CODES, SCALES, ROPES, ROW = 512, 4, 64, 656

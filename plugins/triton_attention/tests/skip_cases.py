@@ -9,9 +9,9 @@ from attrs import field, frozen
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from topkv.testing.backend.bench import Expected, expect, joined
-from topkv.testing.backend.cases import AttendCase, AttendInputs
-from topkv.testing.strategies import Geometry
+from topkv_testing.backend.bench import Expected, expect, joined
+from topkv_testing.backend.cases import AttendCase, AttendInputs
+from topkv_testing.strategies import Geometry
 
 TILE, SCALE = 16, 0.2
 NEAR = 1e-4

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topkv.errors import CapabilityError
-from topkv.testing.backend.attend import check_attend
-from topkv.testing.backend.bench import make_backend
-from topkv.testing.backend.cases import AttendCase
-from topkv.testing.kit import subject_of
-from topkv.testing.strategies import Geometry
-from topkv.testing.tiers import CUDA, Tier, tier
 from topkv.types import Tables
+from topkv_testing.backend.attend import check_attend
+from topkv_testing.backend.bench import make_backend
+from topkv_testing.backend.cases import AttendCase
+from topkv_testing.kit import subject_of
+from topkv_testing.strategies import Geometry
+from topkv_testing.tiers import CUDA, Tier, tier
 from topkv_triton_attention import reference
 
 KERNELS = tier("gpu" if CUDA else "interpret")

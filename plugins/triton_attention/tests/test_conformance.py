@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from topkv.testing.backend.bench import BackendOptions
-from topkv.testing.backends import BackendTests
-from topkv.testing.kit import subject_of
-from topkv.testing.tiers import Tier
+from topkv_testing.backend.bench import BackendOptions
+from topkv_testing.backends import BackendTests
+from topkv_testing.kit import subject_of
+from topkv_testing.tiers import Tier
 from topkv_triton_attention.backend import HEAD_DIMS
 
 # The entry states no head dims, because those of latent rows are others.

@@ -9,8 +9,8 @@ import torch
 from attrs import evolve
 
 from plugins.triton_attention.tests.latent_cases import LatentCase
-from topkv.testing.backend.bench import expect
 from topkv.types import Tables
+from topkv_testing.backend.bench import expect
 
 pytestmark = pytest.mark.gpu
 

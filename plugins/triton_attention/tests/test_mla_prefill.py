@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from plugins.triton_attention.tests.making import made
 from topkv.ops.chunk_attention import Chosen, chunk_attention
-from topkv.testing.backend.bench import Guarded, assert_unchanged, expect, result
-from topkv.testing.kit import examples
-from topkv.testing.strategies import seeds
-from topkv.testing.tiers import CUDA, Tier, tier
 from topkv.types import GroupShape, ModelShape
+from topkv_testing.backend.bench import Guarded, assert_unchanged, expect, result
+from topkv_testing.kit import examples
+from topkv_testing.strategies import seeds
+from topkv_testing.tiers import CUDA, Tier, tier
 from topkv_triton_attention import reference
 
 TIERS = [tier("cpu"), tier("gpu" if CUDA else "interpret")]

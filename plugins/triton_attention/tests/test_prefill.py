@@ -8,11 +8,11 @@ import pytest
 import torch
 from attrs import evolve
 
-from topkv.testing.backend.bench import make_backend
-from topkv.testing.backend.prefill import PrefillCase
-from topkv.testing.kit import subject_of
-from topkv.testing.strategies import Geometry
-from topkv.testing.tiers import CUDA, Tier, tier
+from topkv_testing.backend.bench import make_backend
+from topkv_testing.backend.prefill import PrefillCase
+from topkv_testing.kit import subject_of
+from topkv_testing.strategies import Geometry
+from topkv_testing.tiers import CUDA, Tier, tier
 from topkv_triton_attention import reference
 
 PLAIN = Geometry(1, 2, 64, 1, 1, "shared", torch.float16)

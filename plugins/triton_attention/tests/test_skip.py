@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from plugins.triton_attention.tests.skip_cases import SCALE, TILE, kept, make, skip_cases
 from topkv.errors import CapabilityError
 from topkv.hooks.backend import BackendSetup
-from topkv.testing.backend.bench import make_backend
-from topkv.testing.kit import examples, subject_of
-from topkv.testing.strategies import Geometry
-from topkv.testing.tiers import CUDA, tier
 from topkv.types import ModelShape
+from topkv_testing.backend.bench import make_backend
+from topkv_testing.kit import examples, subject_of
+from topkv_testing.strategies import Geometry
+from topkv_testing.tiers import CUDA, tier
 from topkv_triton_attention import skip_reference
 from topkv_triton_attention.backend import TritonAttention
 from topkv_triton_attention.reference import Attend

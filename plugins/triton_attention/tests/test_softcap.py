@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from plugins.triton_attention.tests.making import made
 from topkv.errors import CapabilityError
-from topkv.testing.backend.bench import make_backend
-from topkv.testing.kit import subject_of
-from topkv.testing.oracle import attention
-from topkv.testing.strategies import Geometry
-from topkv.testing.tiers import CUDA, tier
 from topkv.types import ModelShape, Tables
+from topkv_testing.backend.bench import make_backend
+from topkv_testing.kit import subject_of
+from topkv_testing.oracle import attention
+from topkv_testing.strategies import Geometry
+from topkv_testing.tiers import CUDA, tier
 
 TIERS = [tier("cpu"), tier("gpu" if CUDA else "interpret")]
 GEOMETRY = Geometry(2, 3, 64, 4, 4, "shared", torch.float32)

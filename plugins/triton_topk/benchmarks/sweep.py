@@ -19,7 +19,7 @@ import torch
 
 from topkv.hooks.topk import TopKSetup
 from topkv.ops.topk import topk
-from topkv.testing.timing import graph_us
+from topkv_testing.timing import graph_us
 from topkv_triton_topk import launch
 from topkv_triton_topk.topk import PivotTopK
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from topkv.testing.topks import TopKOptions, TopKTests
+from topkv_testing.topks import TopKOptions, TopKTests
 
 
 class TestPivotTopK(TopKTests):

@@ -18,7 +18,7 @@ if not CUDA:
 from topkv.hooks.topk import TopKSetup  # noqa: E402
 from topkv.ops import topk_kernels  # noqa: E402
 from topkv.ops.topk import topk  # noqa: E402
-from topkv.testing.topks import best  # noqa: E402
+from topkv_testing.topks import best  # noqa: E402
 from topkv_triton_topk import kernels, launch  # noqa: E402
 from topkv_triton_topk.topk import PivotTopK  # noqa: E402
 

@@ -16,7 +16,7 @@ from attrs import define
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
 from topkv.errors import CapabilityError
-from topkv.testing.engines import EngineCase
+from topkv_testing.engines import EngineCase
 from topkv_vllm import engine_args
 from topkv_vllm.engine import VllmEngine
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from plugins.vllm.tests.engine_case import ENTRY, Attaching, VllmCase
-from topkv.testing.engines import EngineTests
+from topkv_testing.engines import EngineTests
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="vLLM runs on the GPU here, and this case is one of a CPU"

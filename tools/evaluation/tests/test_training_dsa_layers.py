@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DeepseekV32ForCausalLM
 
-from topkv.testing.tolerance import assert_as_good
 from topkv_evaluation.retrieval import standard_library_text
+from topkv_testing.tolerance import assert_as_good
 
 pytestmark = pytest.mark.nightly
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from topkv import prefill
 from topkv.storage import fetching
 from topkv.storage.calls import Workers
-from topkv.testing.machines.engine_pages import SHAPE, run_forward
-from topkv.testing.machines.lifecycle_model import DIM, HEADS, LAYERS, doubles, make_coordinator
-from topkv.testing.tiers import tier
 from topkv_files.entry import topkv_register_storages
 from topkv_simulate import tiers as simulated
 from topkv_simulate.tiers import Sizes
+from topkv_testing.machines.engine_pages import SHAPE, run_forward
+from topkv_testing.machines.lifecycle_model import DIM, HEADS, LAYERS, doubles, make_coordinator
+from topkv_testing.tiers import tier
 
 RUNNING = 2
 """Requests of a history that run at a time."""

@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from topkv.errors import CapabilityError, RequestError
-from topkv.testing.machines.lifecycle_model import (
+from topkv_simulate.recorder import recording
+from topkv_simulate.replay import Replayer
+from topkv_simulate.trace import KIND, ROW
+from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
     KV_HEADS,
     LAYERS,
     make_coordinator,
 )
-from topkv.testing.tiers import tier
-from topkv_simulate.recorder import recording
-from topkv_simulate.replay import Replayer
-from topkv_simulate.trace import KIND, ROW
+from topkv_testing.tiers import tier
 
 
 @pytest.fixture

@@ -13,21 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topkv.plugins import registry
-from topkv.testing import strategies
-from topkv.testing.kit import examples
-from topkv.testing.machines.lifecycle_model import (
+from topkv_simulate.policies import BELADY, LRU, Installed, LeastRecentlyUsed
+from topkv_simulate.recorder import recording
+from topkv_simulate.replay import Lanes, Replayer, Wanted
+from topkv_simulate.trace import KIND, Geometry, Group, Trace, TraceError
+from topkv_testing import strategies
+from topkv_testing.kit import examples
+from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
     KV_HEADS,
     LAYERS,
     make_coordinator,
 )
-from topkv.testing.tiers import tier
-from topkv.testing.transfer.bench import Row, TransferBench, group_shape
-from topkv_simulate.policies import BELADY, LRU, Installed, LeastRecentlyUsed
-from topkv_simulate.recorder import recording
-from topkv_simulate.replay import Lanes, Replayer, Wanted
-from topkv_simulate.trace import KIND, Geometry, Group, Trace, TraceError
+from topkv_testing.tiers import tier
+from topkv_testing.transfer.bench import Row, TransferBench, group_shape
 
 CPU = tier("cpu")
 PROMPT = 9

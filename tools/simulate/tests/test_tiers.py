@@ -23,13 +23,13 @@ from asked_histories import (
 from topkv.config.storages import WRITES
 from topkv.errors import CapabilityError, RequestError
 from topkv.kv.prefix import PrefixPages
-from topkv.testing.machines.lifecycle_model import make_coordinator
-from topkv.testing.tiers import tier
 from topkv_simulate import tiers as simulated
 from topkv_simulate.asked import Asked, Setup
 from topkv_simulate.asking import asking
 from topkv_simulate.tier_bound import most_found
 from topkv_simulate.tiers import Stored, Tiers
+from topkv_testing.machines.lifecycle_model import make_coordinator
+from topkv_testing.tiers import tier
 
 FEW = settings(phases=[Phase.explicit, Phase.generate])
 """A history takes half a second."""

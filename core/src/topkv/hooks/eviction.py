@@ -13,7 +13,7 @@ them is not used.
 A policy sees ranks alone. Scores of the selection, parameters, and state of a slot that outlives a
 step have no place: what they save is in ``benchmarks/results/eviction.log.xz``, and does not pay.
 
-``topkv.testing.evictions.EvictionTests`` tests a policy.
+``topkv_testing.evictions.EvictionTests`` of topkv-testing tests a policy.
 """
 
 from __future__ import annotations

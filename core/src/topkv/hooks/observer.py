@@ -4,7 +4,7 @@
 layer. One that raises is left out from then on, with a warning that names its package; the forward
 goes on.
 
-``topkv.testing.observers.ObserverTests`` tests one.
+``topkv_testing.observers.ObserverTests`` of topkv-testing tests one.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ tokens of larger units; ``keep`` where an engine gives out the pages. Stages tha
 queries (``queries``) or guess a selection (``predict``): there are no such hooks, and a class that
 marks one of them is refused.
 
-``topkv.testing.stages.StageTests`` tests one.
+``topkv_testing.stages.StageTests`` of topkv-testing tests one.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Every call may block, for the core makes all of them on threads of its own, seve
 never on the one that runs forwards. An exception means that the whole batch has failed. One that
 fails again and again, or hangs, is left alone for a while.
 
-``topkv.testing.storages.StorageTests`` tests one.
+``topkv_testing.storages.StorageTests`` of topkv-testing tests one.
 """
 
 from __future__ import annotations

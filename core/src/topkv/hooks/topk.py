@@ -5,7 +5,7 @@ one with ``AlgorithmSetup.topk`` when it is made, and gets the one that the conf
 Reference implementations of algorithms select by themselves, so an entry names one factory for
 all implementations, or one for ``"triton"`` alone.
 
-``topkv.testing.topks.TopKTests`` tests one.
+``topkv_testing.topks.TopKTests`` of topkv-testing tests one.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from transformers import (
 
 import topkv
 from topkv.plugins import PluginRegistry
-from topkv.testing.doubles import Entries
-from topkv.testing.models.indexed import INDEXED
+from topkv_testing.doubles import Entries
+from topkv_testing.models.indexed import INDEXED
 from topkv_transformers import entry
 
 FAMILIES = {

@@ -10,7 +10,7 @@ import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
 from topkv.errors import CapabilityError, ConfigError, RequestError
-from topkv.testing.engine.state import changes, state_of
+from topkv_testing.engine.state import changes, state_of
 from topkv_transformers.support import advice_of
 
 BOTH = pytest.mark.parametrize("family", ["deepseek", "glm"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from topkv.testing.models.storage_doubles import SHELVES
+from topkv_testing.models.storage_doubles import SHELVES
 
 BELOW = {"name": "shelf", "params": {"shelf": "dsa"}, "least_tokens": 16, "fetch": "wait_complete"}
 

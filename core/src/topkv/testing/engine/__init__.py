@@ -1,8 +1,0 @@
-"""The parts of ``topkv.testing.engines``. Read ``case`` first.
-
-* ``case``: what the author of an engine is asked for.
-* ``bench``: an attached model, beside the oracle for it.
-* ``state``: whether a model is what it was before it was attached.
-
-What the suite plugs in is in ``topkv.testing.models.engine_doubles``.
-"""

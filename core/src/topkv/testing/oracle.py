@@ -1,5 +1,0 @@
-"""The path of ``models/oracle.py`` for tests of plugins."""
-
-from topkv.testing.models.oracle import LaneModel, attention
-
-__all__ = ["LaneModel", "attention"]

@@ -1,1 +1,0 @@
-"""The part of ``topkv.testing.stages`` that is about stages alone: ``refine`` and ``correct``."""

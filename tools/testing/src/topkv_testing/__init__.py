@@ -1,0 +1,22 @@
+"""The conformance kit (``pip install topkv-testing``).
+
+Public, for tests of plugins:
+
+* ``topkv_testing.algorithms.AlgorithmTests``, ``backends.BackendTests``,
+  ``transfers.TransferTests``, ``evictions.EvictionTests``, ``topks.TopKTests``,
+  ``observers.ObserverTests``, ``stages.StageTests`` and ``stages.OptionTests``,
+  ``storages.StorageTests``, ``engines.EngineTests``: suites that a plugin subclasses.
+* ``machines``: state machines of host pool, residency and request life.
+* ``strategies``: what they draw, for tests of one's own.
+* ``oracle``, ``tolerance``, ``cache_model``: the truth, and how near to it is near enough.
+* ``fuzz``, ``delays``, ``timing``: tools.
+
+What these are made of, which is not public and may change in any version:
+
+* ``kit``: the base of the suites; read it first. ``tiers``: where they run.
+* ``algorithm``, ``backend``, ``transfer``, ``engine``: folders with the parts of a suite. In each,
+  ``bench`` holds what is tested, ``case`` or ``cases`` what is drawn or asked of the author.
+* ``models``: doubles and models of truth, and which to take for what.
+* ``decodes``: whole decodes of an algorithm. ``differences``, ``host_reads``: checks of suites.
+  ``pytest_plugin``: what pytest learns. ``compiling``: its option ``--compile-for``.
+"""

@@ -1,0 +1,193 @@
+"""What lies on the device: no matter, or worth a bonus where that is asked for. Part of the suite.
+
+``sticky`` is the parameter of algorithms that offer a bonus (``topkv.ops.sticky``). With it on, a
+selection follows from the history of its request and from the size of the buffer. So a fork, a
+request that was rolled back and one that took another way to its length may select otherwise; what
+holds all the same stands here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topkv_testing.algorithm.bench import AlgorithmBench, lanes
+from topkv_testing.algorithm.case import Case
+from topkv_testing.algorithm.cases import cases
+from topkv_testing.algorithm.kernels import assert_alike, captured, require_both
+from topkv_testing.algorithm.memory import UNWRITTEN, same_bits
+from topkv_testing.algorithm.selection import assert_form
+from topkv_testing.kit import KitTests, Subject, examples
+
+SOME, MOST = 0.37, 1e6
+"""Bonuses: one that decides between neighbours, which no two scores on the grid of exact data
+differ by, and one that decides everything."""
+
+
+def with_bonus(case: Case, bonus: float) -> Case:
+    """The case with another value of the parameter ``sticky``."""
+    return evolve(case, params={**case.params, "sticky": bonus})
+
+
+def require_sticky(subject: Subject) -> None:
+    """Skip a test of algorithms that offer the bonus."""
+    if "sticky" not in subject.entry.parameters:
+        pytest.skip(f"{subject.entry.name} has no parameter 'sticky'")
+
+
+def on_device(bench: AlgorithmBench, slot: int) -> list[set[int]]:
+    """Selectable units of each lane of a request that lie in buffer or ring."""
+    group = bench.group
+    newest = (bench.high(slot) - 1) // group.unit
+    held = bench.layer.held.unflatten(0, (bench.requests, -1))[slot].tolist()
+    units = range(bench.selectable(slot))
+    ring = {unit for unit in units if unit > newest - group.ring_slots}
+    return [ring | {unit for unit in units if lane[unit] >= 0} for lane in held]
+
+
+def filled(
+    subject: Subject, case: Case, sizes: Sequence[int], impl: str | None = None
+) -> AlgorithmBench:
+    """A request of each size by slot, of which other units lie on the device."""
+    bench = AlgorithmBench(subject, case, impl=impl)
+    for slot, size in enumerate(sizes):
+        bench.prefill(slot, case.tokens(slot)[:size])
+        bench.keep(slot, case.seed + slot)
+    return bench
+
+
+class StickyTests(KitTests):
+    """Selections beside what lies on the device."""
+
+    kind = "algorithm"
+
+    def test_what_is_on_the_device_changes_nothing_unasked(self, subject: Subject) -> None:
+        """The same ids, whatever buffer and ring hold, unless the parameter ``sticky`` is set."""
+
+        @examples(subject.tier, cpu=60, interpret=3, gpu=20)
+        @given(case=cases(subject), data=st.data())
+        def check(case: Case, data: st.DataObject) -> None:
+            if "sticky" in subject.entry.parameters:
+                case = with_bonus(case, 0.0)
+            bench = AlgorithmBench(subject, case)
+            bench.prefill(1, case.tokens(1)[: data.draw(bench.long_lengths())])
+            q = case.queries(1)
+            before = bench.retrieve(q, [1])
+            bench.keep(1, case.seed)
+            after = bench.retrieve(q, [1])
+            assert same_bits(after, before), f"selected are {after}, and before {before}"
+
+        check()
+
+    def test_a_bonus_draws_what_is_on_the_device(self, subject: Subject) -> None:
+        """Resident units that were selected stay, absent ones come only if they were selected.
+
+        A bonus larger than all scores leaves room for absent units only where they are promised,
+        or resident ones too few, if any unit can be selected (``attends``).
+        """
+        require_sticky(subject)
+        attends = "attends" in subject.entry.capabilities.traits
+
+        @examples(subject.tier, cpu=60, interpret=4, gpu=20)
+        @given(case=cases(subject, keys=("normal",)), data=st.data())
+        def check(case: Case, data: st.DataObject) -> None:
+            sizes = [data.draw(AlgorithmBench(subject, case).long_lengths()) for _ in range(2)]
+            benches = [filled(subject, with_bonus(case, by), sizes) for by in (0.0, SOME, MOST)]
+            q, rows = case.queries(3), [1, -1, 0]
+            found = [bench.retrieve(q, rows) for bench in benches]
+            for bench, ids in zip(benches, found, strict=True):
+                assert_form(bench, ids, rows)
+            for row, slot in ((0, 1), (2, 0)):
+                here, promised = on_device(benches[0], slot), benches[0].promised(slot)
+                for lane, resident in enumerate(here):
+                    none, some, most = ({*lanes(ids)[row][lane]} for ids in found)
+                    lost, new = (none & resident) - some, (some - resident) - none
+                    assert not lost, f"a bonus for {resident} drops {lost} of {none}"
+                    assert not new, f"a bonus for {resident} adds {new} to {none}"
+                    assert promised <= most, f"{promised} are promised, selected are {most}"
+                    room = len(most) - len(promised - resident)
+                    assert not attends or len(most & resident) == min(len(resident), room), (
+                        f"{resident} are worth more than all others, and selected are {most}"
+                    )
+
+        check()
+
+    def test_a_row_goes_by_its_own_buffer(self, subject: Subject) -> None:
+        """A ragged padded batch with a bonus selects what each row selects alone."""
+        require_sticky(subject)
+
+        @examples(subject.tier, cpu=60, interpret=3, gpu=20)
+        @given(case=cases(subject), data=st.data(), bonus=st.sampled_from((SOME, MOST)))
+        def check(case: Case, data: st.DataObject, bonus: float) -> None:
+            case = with_bonus(case, bonus)
+            sizes = [data.draw(AlgorithmBench(subject, case).long_lengths()) for _ in range(2)]
+            together, q = filled(subject, case, sizes), case.queries(3)
+            rows = data.draw(st.permutations([0, 1, -1]))
+            q[rows.index(-1)] = torch.nan
+            ids = lanes(together.retrieve(q, rows))
+            for slot, size in enumerate(sizes):
+                alone, row = AlgorithmBench(subject, case), rows.index(slot)
+                alone.prefill(slot, case.tokens(slot)[:size])
+                alone.keep(slot, case.seed + slot)
+                got = lanes(alone.retrieve(q[row : row + 1], [slot]))[0]
+                assert got == ids[row], f"row {row} selects {ids[row]} in a batch, {got} alone"
+
+        check()
+
+    def test_kernels_draw_what_the_reference_draws(self, subject: Subject) -> None:
+        """With a bonus, the same mass; decoded tokens and what was taken back included."""
+        require_sticky(subject)
+        require_both(subject)
+
+        @examples(subject.tier, cpu=40, interpret=4, gpu=20)
+        @given(case=cases(subject, keys=("normal", "heavy"), exact=False), data=st.data())
+        def check(case: Case, data: st.DataObject) -> None:
+            case, q, results = with_bonus(case, SOME), case.queries(2), []
+            unit = case.geometry.unit
+            room = AlgorithmBench(subject, case).long_lengths(most=case.most - unit - 1)
+            sizes = [data.draw(room) for _ in range(2)]
+            benches = [filled(subject, case, sizes, impl) for impl in ("reference", "triton")]
+            for bench in benches:
+                bench.append([1, 0], case.tokens(9)[:2])
+                bench.extend(0, case.tokens(8)[:unit])
+                bench.rollback(0, sizes[0] + 1)
+                results.append(lanes(bench.retrieve(q, [1, 0])))
+            assert_alike(benches, [1, 0], q, results)
+
+        check()
+
+    def test_a_graph_reads_the_buffer_of_its_replay(self, subject: Subject) -> None:
+        """A captured step with a bonus equals eager ones while buffer and lengths change."""
+        require_sticky(subject)
+        if subject.tier.name != "gpu" or not subject.entry.capabilities.capture:
+            pytest.skip("needs a CUDA device, and an entry that states capture")
+
+        @examples(subject.tier, cpu=1, interpret=1, gpu=8)
+        @given(case=cases(subject), data=st.data())
+        def check(case: Case, data: st.DataObject) -> None:
+            case = with_bonus(case, SOME)
+            most = AlgorithmBench(subject, case).long_lengths(most=case.most - 8)
+            sizes = [data.draw(most) for _ in range(3)]
+            eager, graphed = (filled(subject, case, sizes) for _ in range(2))
+            replay, k, q, ids = captured(graphed, case)
+            for step, salt in pairwise(range(20, 24)):
+                new, queries = case.tokens(step)[:3], case.queries(3, salt=salt)
+                rows = data.draw(st.permutations([0, 1, 2]))
+                for bench in (eager, graphed):
+                    bench.keep(rows[0], step)
+                eager.append(rows, new, settle=False)
+                expected = eager.retrieve(queries, rows)
+                k.copy_(graphed.stage(rows, new))
+                q.copy_(queries)
+                ids.fill_(UNWRITTEN)
+                replay()
+                got = ids.cpu().view(expected.shape)
+                assert same_bits(got, expected), f"replayed {got}, eager {expected}"
+
+        check()

@@ -1,0 +1,277 @@
+"""Compile for a GPU what the interpreter launches, on a machine that has none.
+
+The interpreter runs kernels as Python, and takes what Triton's compiler refuses. With
+``pytest --compile-for 90`` each launch in the interpreter is handed to the compiler as well, for a
+CUDA device of compute capability 9.0: once for each kernel, its dtypes and its switches. A test
+with a kernel that it refuses fails. It stops at its first form of the kernel, TTIR, which has all
+that the language forbids and takes a tenth of the time; what asks for too much shared memory, say,
+shows on a GPU. Nothing is loaded or run.
+
+Kernels are decorated for the interpreter in the process of the tests, so another one compiles:
+``python -m topkv_testing.compiling 90``, which reads launches from its input and answers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import pytest
+from attrs import field, frozen
+
+
+@frozen
+class Named:
+    """A function or kernel, as another process finds it."""
+
+    module: str
+    name: str
+
+    def find(self) -> Any:
+        """It, decorated for a device whatever its module says when it is imported."""
+        os.environ.pop("TRITON_INTERPRET", None)
+        found = importlib.import_module(self.module)
+        for part in self.name.split("."):
+            found = getattr(found, part)
+        return found
+
+
+@frozen
+class Pointer:
+    """A tensor, of which a compiler knows the dtype."""
+
+    dtype: str
+
+
+@frozen
+class Launch:
+    """A call of a kernel.
+
+    Attributes:
+        kernel: what was called.
+        values: arguments by name, ``num_warps`` and its like among them.
+        key: what two launches have in common that are compiled once.
+    """
+
+    kernel: Named
+    values: dict[str, Any] = field(eq=False)
+    key: tuple[Any, ...]
+
+    @property
+    def local(self) -> bool:
+        """Whether something of it was made in a function, or in a module that no file has."""
+        named = [self.kernel, *(x for x in self.values.values() if isinstance(x, Named))]
+        return any(
+            "<locals>" in each.name
+            or getattr(sys.modules.get(each.module), "__spec__", None) is None
+            for each in named
+        )
+
+    @classmethod
+    def of(cls, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
+        """Of an interpreted kernel with what it was given."""
+        values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        values = {name: _told(value) for name, value in values.items()}
+        # Sizes make other code where a kernel asks for them, but drawn cases have hundreds.
+        common = tuple(
+            (name, type(value) if type(value) in (int, float) else value)
+            for name, value in values.items()
+        )
+        return cls(_named(kernel), values, common)
+
+
+def _told(value: Any) -> Any:
+    if hasattr(value, "data_ptr"):
+        return Pointer(str(value.dtype).removeprefix("torch."))
+    return _named(value) if hasattr(value, "fn") and callable(value) else value
+
+
+def _named(kernel: Any) -> Named:
+    return Named(kernel.fn.__module__, kernel.fn.__qualname__)
+
+
+class Compiler:
+    """A process that compiles. It starts with the first launch.
+
+    Args:
+        capability: of the CUDA device, 90 say.
+    """
+
+    def __init__(self, capability: int) -> None:
+        self.capability, self.seen = capability, set[Launch]()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def compile(self, launch: Launch) -> str | None:
+        """What is wrong with a launch that was not seen before, else None.
+
+        None too where no other process can import the kernel or one that it calls.
+
+        Raises:
+            RuntimeError: the process has ended; its own words are on stderr.
+        """
+        if launch in self.seen or launch.local:
+            return None
+        self.seen.add(launch)
+        if self._process is None:
+            command = [sys.executable, "-m", __spec__.name, str(self.capability)]
+            clean = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=clean
+            )
+        asked, told = self._process.stdin, self._process.stdout
+        if asked is None or told is None:
+            raise RuntimeError("a pipe to the compiler is missing")
+        try:
+            pickle.dump((launch, sys.path), asked)
+            asked.flush()
+            reason: str | None = pickle.load(told)
+        except (BrokenPipeError, EOFError) as error:
+            raise RuntimeError(f"the compiler ended at {launch.kernel}") from error
+        return reason
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.communicate()
+            self._process = None
+
+
+@contextmanager
+def launches(take: Callable[[Launch], None]) -> Iterator[None]:
+    """Hand over each launch of an interpreted kernel, before it runs."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    run = InterpretedFunction.run
+
+    @wraps(run)
+    def taken(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        take(Launch.of(kernel, args, kwargs))
+        return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+
+    InterpretedFunction.run = taken
+    try:
+        yield
+    finally:
+        InterpretedFunction.run = run
+
+
+class CompilingPlugin:
+    """What pytest asks at each test.
+
+    Args:
+        capability: of ``--compile-for``.
+    """
+
+    def __init__(self, capability: int) -> None:
+        self.compiler = Compiler(capability)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Generator[None, Any, Any]:
+        wrong: list[str] = []
+
+        def take(launch: Launch) -> None:
+            reason = self.compiler.compile(launch)
+            if reason is not None:
+                wrong.append(f"{launch.kernel}\n{reason}")
+
+        with launches(take):
+            result = yield
+        if wrong:
+            pytest.fail("kernels do not compile:\n" + "\n".join(wrong), pytrace=False)
+        return result
+
+    def pytest_sessionfinish(self) -> None:
+        self.compiler.close()
+
+
+class _Absent:
+    """A device that compilers may ask about and nothing runs on."""
+
+    def __init__(self, capability: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class _Enough(Exception):
+    """A kernel has come as far as it is to."""
+
+
+def _stop_early() -> None:
+    """Have compilers end behind TTIR."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    add_stages = CUDABackend.add_stages
+
+    def enough(source: Any, metadata: Any) -> Any:
+        raise _Enough
+
+    def first(backend: Any, stages: dict[str, Any], *rest: Any) -> None:
+        add_stages(backend, stages, *rest)
+        stages["ttgir"] = enough
+
+    CUDABackend.add_stages = first
+
+
+def _answer(launch: Launch) -> str | None:
+    """Compile a launch; why that fails, or None."""
+    import torch
+    from triton.runtime.jit import JITFunction, MockTensor
+
+    def made(value: Any) -> Any:
+        if isinstance(value, Pointer):
+            return MockTensor(getattr(torch, value.dtype))
+        return value.find() if isinstance(value, Named) else value
+
+    try:
+        values = {name: made(value) for name, value in launch.values.items()}
+        kernel = launch.kernel.find()
+        if not isinstance(kernel, JITFunction):
+            return f"its module sets TRITON_INTERPRET before it decorates, got {kernel!r}"
+        kernel.warmup(grid=(1,), **values)
+    except _Enough:
+        return None
+    except Exception:
+        return traceback.format_exc()
+    return None
+
+
+def main() -> None:
+    """Answer launches until the input ends."""
+    from triton.runtime.driver import driver
+
+    driver.set_active(_Absent(int(sys.argv[1])))
+    _stop_early()
+    asked, told = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what modules print is no answer
+    while True:
+        try:
+            launch, sys.path[:] = pickle.load(asked)
+        except EOFError:
+            return
+        pickle.dump(_answer(launch), told)
+        told.flush()
+
+
+if __name__ == "__main__":
+    # Classes of __main__ are others than those that are pickled.
+    from topkv_testing import compiling
+
+    compiling.main()

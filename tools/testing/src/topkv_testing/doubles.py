@@ -1,0 +1,18 @@
+"""The path of ``models/doubles.py`` for tests of plugins."""
+
+from topkv_testing.models.doubles import COMPETING, GATHER, SCRIPTED, Entries, Gather, Scripted
+from topkv_testing.models.stage_doubles import KEEP, KEEP_KEYS, RERANK
+from topkv_testing.models.storage_doubles import SHELF
+
+__all__ = [
+    "COMPETING",
+    "GATHER",
+    "KEEP",
+    "KEEP_KEYS",
+    "RERANK",
+    "SCRIPTED",
+    "SHELF",
+    "Entries",
+    "Gather",
+    "Scripted",
+]

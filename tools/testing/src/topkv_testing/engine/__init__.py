@@ -1,0 +1,8 @@
+"""The parts of ``topkv_testing.engines``. Read ``case`` first.
+
+* ``case``: what the author of an engine is asked for.
+* ``bench``: an attached model, beside the oracle for it.
+* ``state``: whether a model is what it was before it was attached.
+
+What the suite plugs in is in ``topkv_testing.models.engine_doubles``.
+"""

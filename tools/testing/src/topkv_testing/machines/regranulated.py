@@ -1,0 +1,147 @@
+"""The lifecycle machine over selections of tokens that are stored and attended by larger units.
+
+The same lives as in ``lifecycle``; what the algorithm selects is any set of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attrs import evolve
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, run_state_machine_as_test
+from torch import Tensor
+
+from topkv.algorithms import host_ids
+from topkv.entries import Capabilities, PluginEntry
+from topkv.hooks.discovery import hookimpl
+from topkv.kv.layout import LAYOUTS
+from topkv.plugins import PluginRegistry
+from topkv.types import LayerView
+from topkv_testing.kit import examples
+from topkv_testing.machines.lifecycle import STEPS
+from topkv_testing.machines.lifecycle_model import doubles
+from topkv_testing.machines.lifecycle_tokens import TokenLives
+from topkv_testing.models.cache_model import RequestModel
+from topkv_testing.models.doubles import SCRIPTED, Scripted
+from topkv_testing.tiers import Tier
+
+
+class ScriptedTokens(Scripted):
+    """Scripted selections of single tokens; their representation is their key."""
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        step = layer.step
+        for batch in range(step.batch):
+            slot, length = int(step.slots[batch]), int(step.lengths[batch])
+            if slot >= 0 and step.appended[batch]:
+                layer.pools["sums"][host_ids(layer, slot, length - 1)] = k[batch].float()
+
+
+SCRIPTED_TOKENS = PluginEntry(
+    "scripted_tokens",
+    "algorithm",
+    "topkv_testing.machines.regranulated:ScriptedTokens",
+    capabilities=Capabilities(units=(1, 1), scopes=("kv_head", "shared")),
+    defaults={"scope": "kv_head", "unit": 1},
+    parameters=SCRIPTED.parameters,
+)
+
+
+COMPETING_TOKENS = evolve(
+    SCRIPTED_TOKENS,
+    name="competing_tokens",
+    capabilities=evolve(SCRIPTED_TOKENS.capabilities, tail="selectable"),
+)
+
+
+class RegranulatedMachine(TokenLives):
+    """Tokens are selected, units of 2 or 4 are moved and attended."""
+
+    @initialize(
+        layout=st.sampled_from(LAYOUTS),
+        scope=st.sampled_from(["kv_head", "shared"]),
+        unit=st.sampled_from([2, 4]),
+        other=st.sampled_from([None, None, 1, 4]),
+        tail=st.sampled_from(["forced", "selectable"]),
+        select=st.integers(1, 9),
+        spare=st.sampled_from([0, 1, 6]),
+        fast=st.booleans(),
+        page=st.sampled_from([4, 8]),
+        host_format=st.sampled_from(["model", "model", "fp8"]),
+        seed=st.integers(0, 9),
+    )
+    def start(
+        self, layout: str = "page_head", scope: str = "kv_head", unit: int = 2,
+        other: int | None = None, tail: str = "forced", select: int = 6, spare: int = 0,
+        fast: bool = True, page: int = 4, host_format: str = "model", seed: int = 0,
+    ) -> None:  # fmt: skip
+        """``other`` is the unit of the second sparse layer, in a group of its own; ``select`` are
+        tokens, ``spare`` units that the buffer has beyond one for each of them."""
+        layers: dict[str, Any] = {"1": "resident", "2": "streamed"}
+        if other is not None:
+            sizes = {"budget": other + select, "buffer": (select + spare) * other}
+            layers["3"] = {"unit": other, "scope": "shared", **sizes}
+        self.registry = self.registry or doubles(SCRIPTED_TOKENS, COMPETING_TOKENS)
+        self.set_up(
+            seed,
+            fast,
+            # Where units are tokens nothing is regranulated, and a tail that competes is no unit.
+            algorithm=f"{'scripted' if other == 1 or tail == 'forced' else 'competing'}_tokens",
+            regranulate=True,
+            host_layout=layout,
+            host_format=self.offered(host_format),
+            scope=scope,
+            unit=unit,
+            budget=unit + select,
+            buffer=(select + spare) * unit,
+            page_tokens=page,
+            ring_tokens=2 * max(unit, other or 1),
+            layers=layers,
+        )
+        self.begin_request()
+
+    # What the algorithm selects.
+
+    def _ids(self, rows: Sequence[int], widest: int, alike: bool = False) -> dict[int, Tensor]:
+        """Different tokens in any order, -1 anywhere, and now and then one that is far away."""
+        chosen = {}
+        for layer, group in self.groups.items():
+            select, lanes = self._width(layer), (len(rows), group.lane_heads)
+            among = max(widest * group.unit, select)
+            order = torch.rand((*lanes, among), generator=self.generator).argsort(-1)
+            ids = order[..., :select]
+            ids[torch.rand(ids.shape, generator=self.generator) < 0.25] = -1
+            ids[..., 0][torch.rand(lanes, generator=self.generator) < 0.05] = 2**31 - 1
+            chosen[layer] = (ids[:1].expand(ids.shape) if alike and len(rows) else ids).int()
+        return chosen
+
+    def _check_representations(self, layer: int, request: RequestModel, hosts: Tensor) -> None:
+        """``hosts`` are the host ids of the closed units; there is a key for each token."""
+        tokens = self._token_hosts(layer, hosts)
+        sums = self.coordinator.layers[layer].view.pools["sums"][tokens].cpu()
+        assert torch.equal(sums, request.k[layer][: len(tokens)]), "keys of tokens"
+
+
+def regranulated_machine(
+    on: Tier, transfer: str = "zero_copy", registry: PluginRegistry | None = None
+) -> type[RegranulatedMachine]:
+    """See ``lifecycle_machine``; ``registry`` has to hold ``SCRIPTED_TOKENS`` too."""
+    values = {"on": on, "transfer": transfer, "registry": registry}
+    return type(f"Regranulated_{on.name}", (RegranulatedMachine,), values)
+
+
+def run_regranulated(
+    on: Tier,
+    transfer: str = "zero_copy",
+    registry: PluginRegistry | None = None,
+    further: settings | None = None,
+) -> None:
+    """Run the machine as a test; see ``run_lifecycle``."""
+    few = settings(examples(on, cpu=50, interpret=4, gpu=10), stateful_step_count=STEPS[on.name])
+    machine = regranulated_machine(on, transfer, registry)
+    run_state_machine_as_test(machine, settings=further or few)

@@ -1,0 +1,250 @@
+"""Small, real plugins for tests of the core: a scripted selection and a gathering backend."""
+
+from __future__ import annotations
+
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from topkv.entries import Capabilities, PluginEntry
+from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History, RepresentationSpec
+from topkv.hooks.backend import BackendSetup
+from topkv.hooks.discovery import hookimpl
+from topkv.kv.token_format import decode_fp8
+from topkv.types import LayerView, Plan, Tables
+from topkv_testing.models.oracle import attention
+from topkv_testing.models.stage_doubles import KEEP, KEEP_KEYS, RERANK
+from topkv_testing.models.storage_doubles import SHELF
+
+
+class Scripted:
+    """Selects what a test puts into ``next_ids``, whatever it is, and nothing without it.
+
+    Its representation is the sum of each unit's keys, so that a test can tell whether the
+    representation of a unit is that of the keys which are there now. ``turns`` counts the
+    settles of each request, to show that state keyed by slot follows a fork.
+    """
+
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        self.model, self.group, self.params = setup.model, setup.group, setup.params
+        self.next_ids: dict[int, Tensor] = {}
+
+    @hookimpl
+    def spec(self) -> AlgorithmSpec:
+        shape = (self.model.num_kv_heads, self.model.head_dim)
+        return AlgorithmSpec(
+            (
+                RepresentationSpec("sums", "unit", shape, torch.float32),
+                RepresentationSpec("turns", "request", (1,), torch.int64),
+            ),
+            **self.params,
+        )
+
+    @hookimpl
+    def construct(
+        self,
+        layer: LayerView,
+        slot: int,
+        start: int,
+        k: Tensor,
+        v: Tensor,
+        q: Tensor,
+        lse: Tensor,
+    ) -> None:
+        for first in range(0, len(k), self.group.unit):
+            keys = k[first : first + self.group.unit]
+            unit = (start + first) // self.group.unit
+            layer.pools["sums"][self.host_id(layer, slot, unit)] = keys.sum(0).float()
+
+    @hookimpl
+    def settle(
+        self, layer: LayerView, slot: int, since: int, length: int, history: History
+    ) -> None:
+        layer.pools["turns"][slot] += 1
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        group, step = self.group, layer.step
+        for batch in range(step.batch):
+            slot, length = int(step.slots[batch]), int(step.lengths[batch])
+            if slot >= 0 and step.appended[batch]:
+                unit, last = divmod(length - 1, group.unit)
+                keys = layer.ring_k[slot, :, unit % group.ring_slots, :, : last + 1]
+                sums = keys.flatten(0, 1).sum(1).float()
+                layer.pools["sums"][self.host_id(layer, slot, unit)] = sums
+
+    @hookimpl
+    def retrieve_topk(
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
+    ) -> None:
+        chosen = self.next_ids.get(layer.layer)
+        if chosen is None:
+            ids.fill_(-1)
+        else:
+            ids.copy_(chosen)
+
+    def host_id(self, layer: LayerView, slot: int, unit: int) -> int:
+        per_page = self.group.units_per_page
+        page = int(layer.step.page_table[slot, unit // per_page])
+        return page * per_page + unit % per_page
+
+
+class Gather:
+    """Attention by gathering the listed tokens, in float64.
+
+    Of options it only remembers what it was asked for.
+    """
+
+    def __init__(self, setup: BackendSetup) -> None:
+        self.model, self.options = setup.model, setup.options
+
+    @hookimpl
+    def adapt_page_table(self, layer: LayerView, plan: Plan, tables: Tables) -> None:
+        group, step = layer.group, layer.step
+        table, lengths = tables.table, tables.lengths
+        table.zero_()
+        for lane in range(table.shape[0]):
+            batch, head = divmod(lane, group.lane_heads)
+            slot, length = int(step.slots[batch]), int(step.lengths[batch])
+            count = int(plan.count[lane])
+            base = (slot * group.lane_heads + head) * group.slots
+            if slot < 0 or length == 0:
+                lengths[lane] = 0
+                continue
+            table[lane, :count] = base + plan.slots[lane, :count]
+            lengths[lane] = count * group.unit
+            if table.shape[1] > group.select:
+                unit, last = divmod(length - 1, group.unit)
+                table[lane, count] = base + group.buffer_slots + unit % group.ring_slots
+                lengths[lane] += last + 1
+
+    @hookimpl
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tables: Tables,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        unit, lanes = k.shape[2], tables.table.shape[0]
+        each = lanes // max(1, len(q))
+        queries, outs, sums = (x.unflatten(2, (each, -1)) for x in (q, out, lse))
+        for lane in range(lanes):
+            length = int(tables.lengths[lane])
+            batch, head = divmod(lane, each)
+            used = tables.table[lane, : -(-length // unit)].to(k.device).long()
+            keys, values = (
+                pool[used].transpose(1, 2).flatten(0, 1)[:length].to(q.device) for pool in (k, v)
+            )
+            if self.model.attention == "mla":
+                keys = decode_fp8(keys, torch.float64) if keys.dtype == torch.uint8 else keys
+                values = keys[..., : self.model.out_dim]
+            result, log = attention(queries[batch, :, head], keys, values, self.model.scale)
+            outs[batch, :, head], sums[batch, :, head] = result.to(out.dtype), log.float()
+
+    @hookimpl
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int, out: Tensor, lse: Tensor
+    ) -> None:
+        rows = q_start + torch.arange(q.shape[0], device=q.device)
+        columns = k_start + torch.arange(k.shape[0], device=q.device)
+        mask = columns[None, :] <= rows[:, None]
+        result, log = attention(q, k, v, self.model.scale, mask)
+        out.copy_(result)
+        lse.copy_(log)
+
+    @hookimpl
+    def prefill_selected(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_start: int,
+        k_start: int,
+        keep: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        rows = q_start + torch.arange(q.shape[0], device=q.device)
+        columns = k_start + torch.arange(k.shape[0], device=q.device)
+        mask = (columns[None, :] <= rows[:, None]) & keep
+        result, log = attention(q, k, v, self.model.scale, mask)
+        out.copy_(result)
+        lse.copy_(log)
+
+
+SCRIPTED = PluginEntry(
+    "scripted",
+    "algorithm",
+    "topkv_testing.models.doubles:Scripted",
+    capabilities=Capabilities(scopes=("kv_head", "shared")),
+    defaults={"scope": "kv_head"},
+    parameters={"settle_period": None, "settle_whole": False, "generated": None},
+)
+
+COMPETING = evolve(
+    SCRIPTED,
+    name="competing",
+    capabilities=evolve(SCRIPTED.capabilities, tail="selectable"),
+)
+"""The same, whose newest token competes."""
+
+GATHER = PluginEntry(
+    "gather",
+    "backend",
+    "topkv_testing.models.doubles:Gather",
+    capabilities=Capabilities(
+        scopes=("kv_head", "shared"),
+        attention=("gqa", "mla"),
+        kv_formats=("model", "fp8"),
+        host_memory=True,
+    ),
+)
+
+
+class Entries:
+    """The registration of both doubles and of further entries, as a package would do it."""
+
+    def __init__(self, *further: PluginEntry) -> None:
+        self.entries = (SCRIPTED, COMPETING, GATHER, KEEP, KEEP_KEYS, RERANK, SHELF, *further)
+
+    def _of_kind(self, kind: str) -> list[PluginEntry]:
+        return [entry for entry in self.entries if entry.kind == kind]
+
+    @hookimpl
+    def topkv_register_algorithms(self) -> list[PluginEntry]:
+        return self._of_kind("algorithm")
+
+    @hookimpl
+    def topkv_register_backends(self) -> list[PluginEntry]:
+        return self._of_kind("backend")
+
+    @hookimpl
+    def topkv_register_transfers(self) -> list[PluginEntry]:
+        return self._of_kind("transfer")
+
+    @hookimpl
+    def topkv_register_observers(self) -> list[PluginEntry]:
+        return self._of_kind("observer")
+
+    @hookimpl
+    def topkv_register_evictions(self) -> list[PluginEntry]:
+        return self._of_kind("eviction")
+
+    @hookimpl
+    def topkv_register_topks(self) -> list[PluginEntry]:
+        return self._of_kind("topk")
+
+    @hookimpl
+    def topkv_register_stages(self) -> list[PluginEntry]:
+        return self._of_kind("stage")
+
+    @hookimpl
+    def topkv_register_storages(self) -> list[PluginEntry]:
+        return self._of_kind("storage")
+
+    @hookimpl
+    def topkv_register_engines(self) -> list[PluginEntry]:
+        return self._of_kind("engine")

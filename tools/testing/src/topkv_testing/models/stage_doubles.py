@@ -1,0 +1,316 @@
+"""Small, real stages, and an algorithm that offers candidates to one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from topkv.algorithms import host_ids
+from topkv.entries import Capabilities, PluginEntry
+from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
+from topkv.hooks.discovery import hookimpl
+from topkv.hooks.stage import Keeping, StageSetup, StageSpec
+from topkv.types import GroupShape, LayerView
+
+EVERY = 4
+"""Of so many places of what ``Offered`` offers, one is empty."""
+
+
+class Keep:
+    """Leaves what it is given."""
+
+    def __init__(self, setup: StageSetup) -> None:
+        self.setup = setup
+
+    @hookimpl
+    def spec(self) -> StageSpec:
+        return StageSpec()
+
+    @hookimpl
+    def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
+        ids.copy_(candidates)
+
+
+class Rerank:
+    """Leaves the candidates with the largest product of a key and a query of their lane.
+
+    It keeps every key, as it came, and of equal units leaves the lower. ``widen`` is a parameter.
+    """
+
+    def __init__(self, setup: StageSetup) -> None:
+        self.model, self.group, self.widen = setup.model, setup.group, setup.params["widen"]
+
+    @hookimpl
+    def spec(self) -> StageSpec:
+        shape = (self.model.num_kv_heads, self.model.head_dim)
+        return StageSpec(
+            (RepresentationSpec("keys", "token", shape, self.model.dtype),), self.widen
+        )
+
+    @hookimpl
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        tokens = torch.arange(start, start + len(k), device=k.device)
+        layer.pools["keys"][self._rows(layer, slot, tokens)] = k
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        step, pool = layer.step, layer.pools["keys"]
+        writes = (step.appended != 0) & (step.slots >= 0)
+        tokens = (step.lengths - 1).clamp(min=0)
+        # Rows that append nothing write row 0, which belongs to nobody, and what it holds.
+        at = torch.where(writes, self._rows(layer, step.slots.clamp(min=0), tokens), 0)
+        pool[at] = torch.where(writes[:, None, None], k, pool[at])
+
+    def _rows(self, layer: LayerView, slots: Tensor | int, tokens: Tensor) -> Tensor:
+        unit = self.group.unit
+        return host_ids(layer, slots, tokens // unit) * unit + tokens % unit
+
+    @hookimpl
+    def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
+        absent = self.group.max_units
+        units = torch.where(candidates < 0, absent, candidates).sort(1).values
+        there = units < absent
+        scores = self._scores(layer, q, units * there).masked_fill(~there, float("-inf"))
+        best = scores.sort(dim=1, descending=True, stable=True).indices[:, : ids.shape[1]]
+        ids.fill_(-1)
+        left = torch.where(there, units, -1).gather(1, best)
+        ids[:, : left.shape[1]] = left
+
+    def _scores(self, layer: LayerView, q: Tensor, units: Tensor) -> Tensor:
+        """fp32 ``[N, K']``: of each unit the largest product of its keys and queries."""
+        group, lanes = self.group, self.group.lane_heads
+        slots = layer.step.slots.clamp(min=0).repeat_interleave(lanes)[:, None, None]
+        tokens = units[..., None] * group.unit + torch.arange(group.unit, device=q.device)
+        keys = layer.pools["keys"][self._rows(layer, slots, tokens)]
+        # [B, lane, K', unit, heads of a lane, D], of the lane itself.
+        keys = keys.unflatten(0, (-1, lanes)).unflatten(4, (lanes, -1))
+        keys = keys.diagonal(dim1=1, dim2=4).movedim(-1, 1)
+        queries = q[:, 0].unflatten(1, (lanes, group.heads_per_lane, -1))
+        products = torch.einsum("blhgd,blkuhd->blkuhg", queries.float(), keys.float())
+        return products.flatten(3).amax(3).flatten(0, 1)
+
+
+class KeepKeys(Rerank):
+    """Leaves what it is given, whatever it is, and keeps every key."""
+
+    @hookimpl
+    def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
+        ids.copy_(candidates)
+
+
+class Heavy(Rerank):
+    """Lets those pages stay whose keys are large in one channel, another one for each page that
+    the position comes to: by the sum of their squares there, of a lane's heads.
+
+    It keeps every key. Parameters are those of ``Keeping``.
+    """
+
+    def __init__(self, setup: StageSetup) -> None:
+        self.model, self.group = setup.model, setup.group
+        self.keeping = Keeping(**setup.params)
+
+    @hookimpl
+    def spec(self) -> StageSpec:
+        shape = (self.model.num_kv_heads, self.model.head_dim)
+        pool = RepresentationSpec("keys", "token", shape, self.model.dtype)
+        return StageSpec((pool,), keeping=self.keeping)
+
+    refine: Any = None
+
+    @hookimpl
+    def keep(
+        self, layer: LayerView, slot: int, length: int, position: int, scores: Tensor
+    ) -> None:
+        lanes, pages = scores.shape
+        page = self.group.unit * self.group.units_per_page
+        tokens = torch.arange(pages * page, device=scores.device)
+        keys = layer.pools["keys"][self._rows(layer, slot, tokens)].float()
+        channel = keys[:, :, position // page % self.model.head_dim]
+        squares = channel.square().unflatten(1, (lanes, -1)).sum(2)
+        scores.copy_(squares.unflatten(0, (pages, page)).sum(1).T)
+
+
+class Complete(Rerank):
+    """Keeps every key and value, and adds the closed units that were not attended, exactly.
+
+    With it any selection gives what attention to everything gives.
+    """
+
+    @hookimpl
+    def spec(self) -> StageSpec:
+        heads, dim, dtype = self.model.num_kv_heads, self.model.head_dim, self.model.dtype
+        return StageSpec(
+            tuple(
+                RepresentationSpec(name, "token", (heads, dim), dtype)
+                for name in ("keys", "values")
+            )
+        )
+
+    refine: Any = None
+
+    @hookimpl
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        tokens = torch.arange(start, start + len(k), device=k.device)
+        at = self._rows(layer, slot, tokens)
+        layer.pools["keys"][at], layer.pools["values"][at] = k, v
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        step, pools = layer.step, layer.pools
+        writes = ((step.appended != 0) & (step.slots >= 0))[:, None, None]
+        tokens = (step.lengths - 1).clamp(min=0)
+        rows = self._rows(layer, step.slots.clamp(min=0), tokens)
+        at = torch.where(writes[:, 0, 0], rows, 0)
+        for name, new in (("keys", k), ("values", v)):
+            pools[name][at] = torch.where(writes, new, pools[name][at])
+
+    @hookimpl
+    def correct(self, layer: LayerView, q: Tensor, ids: Tensor, out: Tensor, lse: Tensor) -> None:
+        group, lanes = self.group, self.group.lane_heads
+        slots = layer.step.slots.clamp(min=0)[:, None]
+        tokens = torch.arange(group.max_units * group.unit, device=q.device)
+        unit = tokens // group.unit
+        closed = (layer.step.lengths - 1).clamp(min=0) // group.unit * (layer.step.slots >= 0)
+        held = (ids[:, :, None] == unit).any(1).unflatten(0, (-1, lanes))
+        left = (unit < closed[:, None])[:, None] & ~held
+        left = left.repeat_interleave(q.shape[2] // lanes, 1)
+        at = self._rows(layer, slots, tokens * (unit < closed[:, None]))
+        k, v = (
+            layer.pools[name][at].double().repeat_interleave(self.model.group_size, 2)
+            for name in ("keys", "values")
+        )
+        logits = torch.einsum("bhd,bnhd->bhn", q[:, 0].double(), k) * self.model.scale
+        logits = logits.masked_fill(~left, -torch.inf)
+        part_lse = logits.logsumexp(-1)
+        part = torch.einsum("bhn,bnhd->bhd", logits.softmax(-1).nan_to_num(), v.nan_to_num())
+        there = part_lse > -torch.inf
+        total = torch.logaddexp(lse[:, 0].double(), part_lse)
+        share, rest = ((each - total).exp()[..., None] for each in (lse[:, 0].double(), part_lse))
+        merged = share * out[:, 0].double() + rest * part
+        out[:, 0] = torch.where(there[..., None], merged, out[:, 0].double()).to(out.dtype)
+        lse[:, 0] = torch.where(there, total, lse[:, 0].double()).float()
+
+
+def products(bench: Any, slot: int, q: Tensor) -> Tensor:
+    """What ``Rerank`` scores units by, in float64 and of the keys themselves.
+
+    Args:
+        bench: an ``AlgorithmBench``.
+        slot: request slot.
+        q: ``[1, H, D]``.
+
+    Returns:
+        ``[lane_heads, units]``, of the selectable ones.
+    """
+    group, keys = bench.group, bench.keys[slot].double()
+    heads = q[0].double().unflatten(0, (group.num_kv_heads, -1))
+    worth = torch.einsum("hgd,nhd->hgn", heads, keys).amax(1)
+    worth = worth.unflatten(0, (group.lane_heads, -1)).amax(1)
+    closed = bench.selectable(slot)
+    best: Tensor = worth[:, : closed * group.unit].unflatten(1, (closed, group.unit)).amax(2)
+    return best
+
+
+class Offered:
+    """An algorithm that offers the newest closed units, with gaps, or what a test says.
+
+    Attributes:
+        next_ids: int32 ``[N, K']`` what it offers; None for the newest units.
+    """
+
+    def __init__(self, group: GroupShape) -> None:
+        self.group, self.next_ids = group, None
+
+    next_ids: Tensor | None
+
+    @hookimpl
+    def spec(self) -> AlgorithmSpec:
+        return AlgorithmSpec()
+
+    @hookimpl
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        pass
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        pass
+
+    @hookimpl
+    def retrieve_topk(
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
+    ) -> None:
+        if self.next_ids is not None:
+            ids.copy_(self.next_ids)
+            return
+        step, place = layer.step, torch.arange(ids.shape[1], device=ids.device)
+        closed = (step.lengths - 1).clamp(min=0) // self.group.unit * (step.slots >= 0)
+        units = closed.repeat_interleave(self.group.lane_heads)[:, None] - 1 - place
+        ids.copy_(torch.where((units >= 0) & (place % EVERY != 1), units, -1))
+
+
+class Everything(Offered):
+    """Selects all closed units that there is room for."""
+
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        super().__init__(setup.group)
+
+    @hookimpl
+    def retrieve_topk(
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
+    ) -> None:
+        step, units = layer.step, torch.arange(ids.shape[1], device=ids.device)
+        closed = (step.lengths - 1).clamp(min=0) // self.group.unit * (step.slots >= 0)
+        closed = closed.repeat_interleave(self.group.lane_heads)[:, None]
+        ids.copy_(torch.where(units < closed, units, -1))
+
+
+KEEP = PluginEntry(
+    "keep",
+    "stage",
+    "topkv_testing.models.stage_doubles:Keep",
+    capabilities=Capabilities(attention=("gqa", "mla")),
+)
+
+RERANK = PluginEntry(
+    "rerank_exact",
+    "stage",
+    "topkv_testing.models.stage_doubles:Rerank",
+    capabilities=Capabilities(traits=("exact_update", "scale_free", "head_equivariant")),
+    parameters={"widen": 4},
+)
+
+COMPLETE = evolve(
+    RERANK,
+    name="complete",
+    factories="topkv_testing.models.stage_doubles:Complete",
+    capabilities=Capabilities(traits=("exact_update", "head_equivariant")),
+    parameters={"widen": 1},
+)
+
+KEEP_KEYS = evolve(
+    RERANK,
+    name="keep_keys",
+    factories="topkv_testing.models.stage_doubles:KeepKeys",
+    parameters={"widen": 1},
+)
+
+HEAVY = evolve(
+    RERANK,
+    name="heavy",
+    factories="topkv_testing.models.stage_doubles:Heavy",
+    capabilities=Capabilities(traits=("exact_update", "head_equivariant")),
+    parameters={"tokens": 16, "every": 4, "first": 0, "recent": 4},
+)
+
+EVERYTHING = PluginEntry(
+    "everything", "algorithm", "topkv_testing.models.stage_doubles:Everything"
+)

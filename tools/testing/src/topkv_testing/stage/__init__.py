@@ -1,0 +1,1 @@
+"""The part of ``topkv_testing.stages`` that is about stages alone: ``refine`` and ``correct``."""

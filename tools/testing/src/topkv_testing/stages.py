@@ -1,0 +1,68 @@
+"""The conformance suite of stages.
+
+::
+
+    from topkv_testing.stages import StageOptions, StageTests
+
+
+    class TestRerank(StageTests):
+        @pytest.fixture
+        def plugin(self):
+            return "rerank"
+
+        @pytest.fixture
+        def options(self):
+            return StageOptions(oracle=scores)
+
+A stage is tested behind an algorithm (``topkv_testing.models.stage_doubles.Offered``), as the core
+has it. The two together are an algorithm, so that most tests are those of algorithms: form, batch,
+state, kernels and capture. What only stages can get wrong is in ``topkv_testing.stage``.
+
+A stage that stands for an option of attention and refines nothing goes through ``OptionTests``
+instead, of whose options ``params`` alone counts.
+
+The options are those of algorithms and a few more. What a stage means stands in formulas of its
+author in float64: ``oracle`` gives the scores of which the stage leaves the best, ``left`` what is
+left where it drops some, ``estimate`` what ``correct`` adds, and ``worth`` what ``keep`` says of
+pages. Pools have the names that the core gives them, ``"stages[0].NAME"``, in ``by_key``.
+"""
+
+from __future__ import annotations
+
+from topkv_testing.algorithm.batch import BatchTests
+from topkv_testing.algorithm.correct import CorrectTests
+from topkv_testing.algorithm.kernels import KernelTests
+from topkv_testing.algorithm.options import AlgorithmOptions
+from topkv_testing.algorithm.selection import SelectionTests
+from topkv_testing.algorithm.state import StateTests
+from topkv_testing.stage.estimate import EstimateTests
+from topkv_testing.stage.keep import KeepTests
+from topkv_testing.stage.options import OptionTests
+from topkv_testing.stage.oracles import Left, StageOptions, along_a_line, fewest
+from topkv_testing.stage.refine import RefineTests
+
+__all__ = [
+    "AlgorithmOptions",
+    "Left",
+    "OptionTests",
+    "StageOptions",
+    "StageTests",
+    "along_a_line",
+    "fewest",
+]
+
+
+# pytest runs the tests of the last base first: what says most of a mistake stands there.
+class StageTests(
+    KernelTests,
+    StateTests,
+    BatchTests,
+    SelectionTests,
+    KeepTests,
+    EstimateTests,
+    CorrectTests,
+    RefineTests,
+):
+    """Every test of a stage; the fixtures ``plugin`` and ``options`` are the author's."""
+
+    kind = "stage"

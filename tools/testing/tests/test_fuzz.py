@@ -1,0 +1,75 @@
+"""The fuzzer: it passes what is right, and names the seed of what is not."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topkv.hooks.discovery import hookimpl
+from topkv.plugins import registry
+from topkv.transfer.reference import ReferenceTransfer
+from topkv_testing import fuzz
+from topkv_testing.machines.fuzz_lanes import FastLane
+from topkv_testing.oracle import LaneModel
+from topkv_testing.tiers import tier
+
+
+@given(
+    st.integers(1, 6),
+    st.lists(
+        st.tuples(st.lists(st.integers(-2, 12), max_size=6), st.integers(0, 12)), max_size=12
+    ),
+)
+def test_the_fast_lane_is_the_ordered_model(capacity, steps):
+    slow, fast = LaneModel(capacity), FastLane(capacity)
+    low = 0
+    for ids, limit in steps:
+        ids, low = ids[:capacity], max(low, limit - 2)
+        assert fast.select(ids, limit, low) == slow.select(ids, limit, low)
+        assert (fast.order, fast.unit_in) == (slow.order, slow.unit_in)
+        held = {unit: slot for slot, unit in enumerate(slow.unit_in) if unit is not None}
+        assert fast.slot_of == held
+
+
+@pytest.mark.parametrize("name", ["cpu", "interpret", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_fuzz_passes(name):
+    where = tier(name)
+    if where.missing:
+        pytest.skip(where.missing)
+    steps, requests, calls = {
+        "cpu": (6000, 32, 16),
+        "interpret": (100, 4, 2),
+        "gpu": (50_000, 64, 64),
+    }[name]
+    make = partial(registry().create, "transfer", "zero_copy")
+    done = fuzz.fuzz(make, steps, where.device, where.impl, 11, requests, calls)
+    assert done >= steps
+
+
+class KeepsAStaleMap(ReferenceTransfer):
+    """Reset leaves one unit in the map."""
+
+    @hookimpl
+    def reset(self, slot):
+        kept = self.store.unit_slot[:, self.store.lanes_of(slot), 3].clone()
+        super().reset(slot)
+        self.store.unit_slot[:, self.store.lanes_of(slot), 3] = kept
+
+
+def test_fuzz_finds_a_stale_map_and_names_the_seed(monkeypatch, capsys, tmp_path):
+    class Plugins:
+        def create(self, kind, name, setup, impl):
+            return KeepsAStaleMap(setup)
+
+    monkeypatch.setattr(fuzz, "registry", Plugins)
+    log = tmp_path / "log"
+    options = ["--impl", "reference", "--device", "cpu", "--requests", "8"]
+    assert fuzz.main([*options, "--steps", "20000", "--seed", "4", "--log", str(log)]) == 1
+    out = capsys.readouterr().out
+    assert "1 violations" in out.splitlines()[-1]
+    assert log.read_text() == out
+    seed = out.split("reproduce with --seed ")[1].split()[0]
+    assert fuzz.main([*options, "--steps", "1", "--seed", seed]) == 1
