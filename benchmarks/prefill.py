@@ -37,7 +37,7 @@ from topkv.coordinator import SparseCoordinator
 from topkv.plugins import registry
 from topkv.transfer.triton import FETCH_PROGRAMS
 from topkv.types import ModelShape
-from topkv_testing.delays import fetched_in_time
+from topkv_testing.machines.delays import fetched_in_time
 
 
 @frozen

@@ -10,7 +10,7 @@ from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
 from topkv.plugins import registry
 from topkv.types import ModelShape
-from topkv_testing.delays import fetched_in_time
+from topkv_testing.machines.delays import fetched_in_time
 
 pytestmark = pytest.mark.gpu
 

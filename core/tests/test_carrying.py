@@ -17,7 +17,7 @@ from topkv.ops import carried
 from topkv.selectors import Own
 from topkv.storage.places import fingerprint_of
 from topkv.streams import SideStream
-from topkv_testing.delays import delayed_copies
+from topkv_testing.machines.delays import delayed_copies
 from topkv_testing.machines.dropping import OPTIONS as DROPPING
 from topkv_testing.machines.lifecycle_model import KV_HEADS, SPARSE, doubles, make_coordinator
 from topkv_testing.models.stage_doubles import COMPLETE

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from topkv.ahead import PLACES, HistoryAhead
 from topkv.streams import SideStream
-from topkv_testing.delays import fetched_in_time
 from topkv_testing.kit import examples
+from topkv_testing.machines.delays import fetched_in_time
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,

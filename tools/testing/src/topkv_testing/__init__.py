@@ -6,10 +6,9 @@ Public, for tests of plugins:
   ``transfers.TransferTests``, ``evictions.EvictionTests``, ``topks.TopKTests``,
   ``observers.ObserverTests``, ``stages.StageTests`` and ``stages.OptionTests``,
   ``storages.StorageTests``, ``engines.EngineTests``: suites that a plugin subclasses.
-* ``machines``: state machines of host pool, residency and request life.
-* ``strategies``: what they draw, for tests of one's own.
+* ``strategies``: what suites draw, for tests of one's own.
 * ``oracle``, ``tolerance``, ``cache_model``: the truth, and how near to it is near enough.
-* ``fuzz``, ``delays``, ``timing``: tools.
+* ``fuzz``: plan and copies of a transfer engine for hours. ``timing``: how long calls take.
 
 What these are made of, which is not public and may change in any version:
 
@@ -19,4 +18,5 @@ What these are made of, which is not public and may change in any version:
 * ``models``: doubles and models of truth, and which to take for what.
 * ``decodes``: whole decodes of an algorithm. ``differences``, ``host_reads``: checks of suites.
   ``pytest_plugin``: what pytest learns. ``compiling``: its option ``--compile-for``.
+* ``machines``: what tests of topkv itself are made of. Authors of plugins need none of it.
 """

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from topkv.plugins import PluginRegistry
-from topkv_testing.delays import delayed_copies
+from topkv_testing.machines.delays import delayed_copies
 from topkv_testing.machines.lifecycle import Lives, lifecycle_machine
 from topkv_testing.machines.lifecycle_model import LAYERS, MOST_TOKENS, Forward
 from topkv_testing.tiers import Tier
