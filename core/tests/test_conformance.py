@@ -1,4 +1,4 @@
-"""What the core itself offers, under the conformance kit."""
+"""Plugins of the core and doubles of the kit, under the suites of their kinds."""
 
 from __future__ import annotations
 

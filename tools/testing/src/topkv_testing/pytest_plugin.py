@@ -1,5 +1,4 @@
-"""What pytest learns from topkv-testing: the tiers, the mark ``gpu``, how to replay a failure,
-and ``--compile-for`` of ``topkv_testing.compiling``.
+"""Plugin of pytest: tiers, the mark ``gpu``, how to replay a failure, and ``--compile-for``.
 
 Suites are parametrized here, so that a test reads ``test_x[cpu]`` and ``-m gpu`` selects. Nothing
 of torch is imported unless a suite is.
