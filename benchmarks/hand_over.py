@@ -3,8 +3,8 @@
     python benchmarks/hand_over.py --storage files --params '{"path": "/tmp/sessions"}' --out ...
 
 Blocks are random bytes, as many and as large as those of a request of ``--gib`` GiB; making and
-taking them, which ``topkv.sessions`` does, is not in it. Each line is a round, in which every byte
-is compared.
+taking them, which ``topkv_prefixes.suspended`` does, is not in it. Each line is a round, in which
+every byte is compared.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from topkv.sessions import BLOCK_BYTES
-from topkv.storage.sessions import StoredSessions
+from topkv_prefixes.stored import StoredSessions
+from topkv_prefixes.suspended import BLOCK_BYTES
 
 
 def measure(stored: StoredSessions, blocks: list[dict[str, torch.Tensor]]) -> tuple[float, float]:

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from core.tests.storage_driver import Maker
 from topkv_testing.machines.lifecycle_model import make_coordinator
-from topkv_testing.models.storage_doubles import SHELVES, Shelf
 from topkv_testing.tiers import all_tiers, tier
 
 sys.path.append(str(Path(__file__).parent))  # config_cases lies beside the tests
@@ -40,19 +38,3 @@ def make():
     yield make
     for coordinator in made:
         coordinator.close()
-
-
-@pytest.fixture
-def shelf():
-    """What the storage double ``shelf`` holds under the name ``test``."""
-    SHELVES["test"] = shelf = Shelf()
-    yield shelf
-    SHELVES.clear()
-
-
-@pytest.fixture
-def make_stored(shelf):
-    """Coordinators over the shelf; what is given goes into the setting ``storage``."""
-    made = Maker()
-    yield made
-    made.close()

@@ -15,8 +15,8 @@ from topkv.errors import ConfigError
 from topkv.lanes import LaneBuffers
 from topkv.ops import carried
 from topkv.selectors import Own
-from topkv.storage.places import fingerprint_of
 from topkv.streams import SideStream
+from topkv_prefixes.places import fingerprint_of
 from topkv_testing.machines.delays import delayed_copies
 from topkv_testing.machines.dropping import OPTIONS as DROPPING
 from topkv_testing.machines.lifecycle_model import KV_HEADS, SPARSE, doubles, make_coordinator

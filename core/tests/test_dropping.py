@@ -9,7 +9,6 @@ from attrs import evolve
 from topkv.errors import ConfigError, PluginError
 from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import StageSpec
-from topkv.sessions import Suspended, resume, suspend
 from topkv_testing.machines.dropping import (
     EVERY,
     OPTIONS,
@@ -105,13 +104,6 @@ def test_what_is_refused():
     assert "tokens must be at least 16" in refused(stages=few)
 
 
-def test_no_prompt_is_shared():
-    """Pages that moved up are found by no chain of keys."""
-    coordinator = make_coordinator(tier("cpu"), **OPTIONS)
-    assert coordinator.prefixes.off
-    coordinator.close()
-
-
 class Silent(Heavy):
     """Does not say what stays."""
 
@@ -128,21 +120,3 @@ def test_keeping_and_keep_go_together(entry):
         return
     with pytest.raises(PluginError, match="spec\\(\\) says keeping=None; say what stays"):
         make_coordinator(tier("cpu"), **OPTIONS | {"registry": doubles(entry, EVERYTHING)})
-
-
-def test_a_session_knows_what_went():
-    lives, others = Lives(tier("cpu")), Lives(tier("cpu"))
-    slot = lives.begin()
-    lives.forward({slot: 18}, decode=False)
-    for _ in range(9):
-        lives.forward({slot: 1}, decode=True)
-    assert lives.dropped[slot] > 0
-    state, blocks = suspend(lives.coordinator, slot)
-    twin = resume(others.coordinator, Suspended(**state.as_dict()), blocks)
-    others.left[twin], others.dropped[twin] = lives.left[slot], lives.dropped[slot]
-    assert others.coordinator.requests.firm[twin] == lives.coordinator.requests.firm[slot] > 0
-    for _ in range(9):
-        others.forward({twin: 1}, decode=True)
-    assert others.dropped[twin] > lives.dropped[slot]
-    for each in (lives, others):
-        each.close()

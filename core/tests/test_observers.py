@@ -23,7 +23,6 @@ from topkv_testing.machines.lifecycle_model import (
     doubles,
     make_coordinator,
 )
-from topkv_testing.machines.quotas import take
 from topkv_testing.tiers import tier
 
 CPU = tier("cpu")
@@ -87,7 +86,7 @@ def make(*names):
             for name, cls in OFFERED.items()
         )
     )
-    plain = make_coordinator(CPU, registry=registry, prefix_cache="all")
+    plain = make_coordinator(CPU, registry=registry)
     plain.close()
     return SparseCoordinator(evolve(plain.config, observers=names), registry)
 
@@ -253,18 +252,14 @@ def test_occupancy_is_that_of_when_it_is_asked_for(made):
     coordinator.close()
 
 
-def test_prefixes_are_those_of_when_they_are_asked_for(made):
-    coordinator = make("keeps")
-    with coordinator.prefixes.tenant("a"):
-        take(coordinator, [1] * 8)
+def test_counters_that_a_package_adds_are_asked_when_somebody_asks(made):
+    coordinator, asked = make("keeps"), []
     (keeps,) = made
+    forward(coordinator, prefill=[(coordinator.request_begin(), 5)])
+    coordinator.observers.counts["mine"] = lambda: asked.append(1) or len(asked)
     (report,) = keeps.reports
-    for found, tokens in ((4, [1] * 8), (0, [2] * 8)):
-        with coordinator.prefixes.tenant("a"):
-            assert take(coordinator, tokens) == found
-        assert report.prefixes() == coordinator.prefixes.counts
-    counts = report.prefixes().tenants["a"]
-    assert (counts.asked, counts.found, counts.kept) == (24, 4, 4)
+    assert not asked
+    assert [report.counts["mine"]() for _ in range(2)] == [1, 2]
     coordinator.close()
 
 

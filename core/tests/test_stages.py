@@ -7,11 +7,10 @@ import torch
 from attrs import evolve
 
 from topkv.coordinator import SparseCoordinator
-from topkv.entries import Capabilities, PluginEntry
+from topkv.entries import Capabilities
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import AlgorithmSpec, RepresentationSpec
 from topkv.hooks.discovery import hookimpl
-from topkv.hooks.stage import StageSpec
 from topkv.staged import Staged, Stages
 from topkv_testing.machines.lifecycle_model import (
     DIM,
@@ -233,20 +232,6 @@ def test_buffers_are_warmed_by_what_stages_leave(monkeypatch):
     life.coordinator.settle([life.slot])
     assert asked == list(SPARSE)
     life.coordinator.close()
-
-
-class Counting(Keep):
-    """Keeps a number of each request."""
-
-    @hookimpl
-    def spec(self):
-        return StageSpec((RepresentationSpec("seen", "request", (1,), torch.int64),))
-
-
-def test_a_stage_that_keeps_something_of_a_request_ends_the_sharing_of_prefixes(make):
-    entry = PluginEntry("counting", "stage", f"{__name__}:Counting")
-    assert not make(stages=["rerank_exact"]).prefixes.off
-    assert make(registry=doubles(entry), stages=["counting"]).prefixes.off
 
 
 def refused(make, **options):

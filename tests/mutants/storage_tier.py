@@ -8,12 +8,12 @@ from threading import get_ident
 
 from tests.mutants.lifecycle import LifecycleMutant, nothing
 from topkv import prefixes
-from topkv.kv.prefix import PrefixPages
-from topkv.storage import calls, fetching, sessions
-from topkv.storage.calls import Calls
-from topkv.storage.opened import OpenedStorage
-from topkv.storage.places import PagePlaces
-from topkv.storage.tier import StorageTier
+from topkv_prefixes import calls, fetching, stored
+from topkv_prefixes.calls import Calls
+from topkv_prefixes.opened import OpenedStorage
+from topkv_prefixes.pages import PrefixPages
+from topkv_prefixes.places import PagePlaces
+from topkv_prefixes.tier import StorageTier
 from topkv_testing.machines.handed_over import (
     run_cut_short,
     run_handed_over,
@@ -113,11 +113,11 @@ MUTANTS = [
     ),
     LifecycleMutant(
         "what the objects of a session hold is believed",
-        *(sessions, "problem_of", unchecked, run_damaged_session),
+        *(stored, "problem_of", unchecked, run_damaged_session),
     ),
     LifecycleMutant(
         "the objects of a session are those of another one",
-        *(sessions._Asking, "key", key_of_number, run_handed_over),
+        *(stored._Asking, "key", key_of_number, run_handed_over),
     ),
     LifecycleMutant(
         "what was stored of a session that was cut short stays",
@@ -137,6 +137,6 @@ MUTANTS = [
     ),
     LifecycleMutant(
         "the head of a session that was interrupted stays",
-        *(sessions.StoredSession, "_is", nothing, run_interrupted),
+        *(stored.StoredSession, "_is", nothing, run_interrupted),
     ),
 ]

@@ -30,6 +30,7 @@ PACKAGES = (
     "plugins/transformers",
     "tools/cli",
     "tools/prediction",
+    "tools/prefixes",
     "tools/evaluation",
     "tools/testing",
 )

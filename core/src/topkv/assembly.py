@@ -16,6 +16,7 @@ from topkv.hooks.backend import Backend, BackendSetup
 from topkv.hooks.eviction import Eviction, EvictionSetup
 from topkv.hooks.topk import TopK, TopKSetup
 from topkv.hooks.transfer import Transfer, TransferSetup
+from topkv.kv.host_pool import HostKVPool
 from topkv.kv.step import StepUploader
 from topkv.kv.token_format import TokenFormat
 from topkv.lanes import LaneBuffers
@@ -108,6 +109,7 @@ class Tensors:
     Args:
         config, plugins: give the sizes.
         device: where they lie; ``meta`` to count bytes before any is taken.
+        host_pool: class of the host pool where pages are the core's.
 
     Attributes:
         manager: host pool, buffers, maps, representations.
@@ -116,8 +118,14 @@ class Tensors:
         views: by layer number, the view of transfer and backend, and the selector.
     """
 
-    def __init__(self, config: LoweredConfig, plugins: Plugins, device: torch.device) -> None:
-        self.manager = SparseKVCacheManager(config, plugins.specs, device)
+    def __init__(
+        self,
+        config: LoweredConfig,
+        plugins: Plugins,
+        device: torch.device,
+        host_pool: type[HostKVPool] = HostKVPool,
+    ) -> None:
+        self.manager = SparseKVCacheManager(config, plugins.specs, device, host_pool)
         try:
             self._allocate(config, plugins, device)
         except BaseException:
@@ -172,7 +180,9 @@ def _selector(
     return (Carrying if group.ahead else Own)(config, view, lanes, algorithm, group.indexed)
 
 
-def allocate(config: LoweredConfig, plugins: Plugins) -> Tensors:
+def allocate(
+    config: LoweredConfig, plugins: Plugins, host_pool: type[HostKVPool] = HostKVPool
+) -> Tensors:
     """Make all tensors, if the device may hold them.
 
     Raises:
@@ -185,7 +195,7 @@ def allocate(config: LoweredConfig, plugins: Plugins) -> Tensors:
             f"device_memory allows {config.device_memory}; lower buffer, max_requests or "
             "max_tokens, take a coarser unit, or raise device_memory"
         )
-    return Tensors(config, plugins, config.device)
+    return Tensors(config, plugins, config.device, host_pool)
 
 
 def connect(

@@ -20,6 +20,7 @@ from topkv.checks import check_begin, check_end, check_held, check_idle, check_r
 from topkv.config import LoweredConfig
 from topkv.dropping import Dropping
 from topkv.errors import DeviceMemoryError, RequestError, TopkvError, is_out_of_memory
+from topkv.kv.host_pool import HostKVPool
 from topkv.layers import Forward, LayerPath
 from topkv.memory import SparseKVCacheManager
 from topkv.observers import Observers
@@ -27,7 +28,6 @@ from topkv.ops.chunk_attention import add_sinks
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
 from topkv.prefill import Prefill
-from topkv.prefixes import Prefixes
 from topkv.report import MemoryReport, TransferReport, count_transfers
 from topkv.requests import Requests
 from topkv.types import Index
@@ -39,13 +39,16 @@ class SparseCoordinator:
     Args:
         config: a lowered configuration (``topkv.config.lower``).
         registry: where plugins are looked up; the process-wide registry by default.
+        host_pool: class of the host pool where pages are the core's. A subclass may keep full
+            pages that nobody holds, as topkv-prefixes does.
 
     Attributes:
         model, config: geometry and configuration.
+        registry: where its plugins were looked up.
+        specs: of the algorithm of each group; None for a dense one.
         layers: the path of each layer.
         lanes, transfers: of each group.
         requests: state of every request.
-        prefixes: pages of prompts, for requests that begin alike.
         dropping: pages that requests give back while they generate.
         manager: memory of both tiers.
         step: the step tensors.
@@ -56,11 +59,17 @@ class SparseCoordinator:
         HostMemoryError, DeviceMemoryError: a tier is too small; nothing is left allocated.
     """
 
-    def __init__(self, config: LoweredConfig, registry: PluginRegistry | None = None) -> None:
+    def __init__(
+        self,
+        config: LoweredConfig,
+        registry: PluginRegistry | None = None,
+        host_pool: type[HostKVPool] = HostKVPool,
+    ) -> None:
         self._manager: SparseKVCacheManager | None = None
+        self.registry = registry or default_registry()
         try:
             with torch.inference_mode(False):  # outside of it no inference tensor can be written
-                self._assemble(config, registry or default_registry())
+                self._assemble(config, self.registry, host_pool)
         except BaseException as error:
             self.close()
             if isinstance(error, TopkvError) or not is_out_of_memory(error):
@@ -69,10 +78,13 @@ class SparseCoordinator:
                 f"the device buffers do not fit: {error}; lower buffer, max_requests or max_tokens"
             ) from error
 
-    def _assemble(self, config: LoweredConfig, registry: PluginRegistry) -> None:
+    def _assemble(
+        self, config: LoweredConfig, registry: PluginRegistry, host_pool: type[HostKVPool]
+    ) -> None:
         self.model, self.config = config.model, config
         self._plugins = plugins = make_plugins(registry, config)
-        self._tensors = tensors = allocate(config, plugins)
+        self.specs = plugins.specs
+        self._tensors = tensors = allocate(config, plugins, host_pool)
         self.manager = self._manager = tensors.manager
         self.lanes, self.step = tensors.lanes, tensors.uploader.step
         self.transfers, self.layers = connect(registry, config, plugins, tensors)
@@ -85,9 +97,8 @@ class SparseCoordinator:
             shares_prefixes=all(spec.prefix == "pages" for spec in plugins.specs if spec),
             selectors=[path.selector for path in self.layers if path.selector],
         )
-        self.prefixes = Prefixes(self.requests, plugins.specs, registry)
         self.prefill = Prefill(self.config, self.requests, self.layers)
-        self.observers = Observers(config, registry, self.requests, self.prefixes)
+        self.observers = Observers(config, registry, self.requests)
         self.dropping = Dropping(config, self.requests, self.layers)
         periods = [[(spec and spec.settle_period) or 2**31 - 1] for spec in plugins.specs]
         self._settle_periods, self._settles_later = np.array(periods), min(periods) < [2**31 - 1]

@@ -14,7 +14,7 @@ from attrs import evolve
 from topkv.config import LoweredConfig
 from topkv.hooks.algorithm import AlgorithmSpec
 from topkv.kv.engine_pages import EngineKVPool
-from topkv.kv.prefix import PrefixKVPool
+from topkv.kv.host_pool import HostKVPool
 from topkv.kv.representations import RepresentationPools
 from topkv.kv.store import GroupStore
 from topkv.types import GroupShape, LayerView, StepTensors
@@ -27,21 +27,26 @@ class SparseKVCacheManager:
         config: a lowered configuration.
         specs: the algorithm's spec of each group, None for dense groups.
         device: where buffers lie; ``meta`` gives tensors that have shapes and take no memory.
+        host_pool: class of the host pool where pages are not an engine's.
 
     Attributes:
         groups: the shape of each group.
-        host: the host pool, which leases pages, and keeps those that are found again.
+        host: the host pool, which leases pages.
         stores: the tensors of each group.
         representations: the pools of each group.
     """
 
     def __init__(
-        self, config: LoweredConfig, specs: Sequence[AlgorithmSpec | None], device: torch.device
+        self,
+        config: LoweredConfig,
+        specs: Sequence[AlgorithmSpec | None],
+        device: torch.device,
+        host_pool: type[HostKVPool] = HostKVPool,
     ) -> None:
         self.config, self.device = config, device
         self.groups: list[GroupShape] = [group.shape for group in config.groups]
         on_host = [group for group in self.groups if group.residency != "resident"]
-        pool = EngineKVPool if config.pages == "engine" else PrefixKVPool
+        pool = EngineKVPool if config.pages == "engine" else host_pool
         self.host = pool(on_host, config.num_pages, config.host_layout, device, config.host_file)
         try:
             self._allocate(specs)

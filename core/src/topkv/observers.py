@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from topkv.config import LoweredConfig
 from topkv.hooks.observer import ForwardReport, Observer, ObserverSetup
 from topkv.layers import Forward
 from topkv.plugins import PluginRegistry
-from topkv.prefixes import Prefixes
 from topkv.report import count_occupancy, count_transfers
 from topkv.requests import Requests
 
@@ -20,20 +21,18 @@ class Observers:
     Args:
         config: names them.
         registry: where they are looked up.
-        requests, prefixes: what is counted when one asks.
+        requests: counted when one asks.
 
     Attributes:
         named: those that have not raised, by whose they are.
+        counts: further counters for their reports, which a package adds by a name of its own.
     """
 
     def __init__(
-        self,
-        config: LoweredConfig,
-        registry: PluginRegistry,
-        requests: Requests,
-        prefixes: Prefixes,
+        self, config: LoweredConfig, registry: PluginRegistry, requests: Requests
     ) -> None:
-        self._requests, self._prefixes = requests, prefixes
+        self._requests = requests
+        self.counts: dict[str, Callable[[], Any]] = {}
         setup = ObserverSetup(config)
         self.named: dict[str, Observer] = {
             registry.get("observer", name).who: registry.create("observer", name, setup)
@@ -58,7 +57,7 @@ class Observers:
             transfers=partial(count_transfers, stores, live),
             totals=partial(count_transfers, stores),
             occupancy=partial(count_occupancy, self._requests),
-            prefixes=partial(getattr, self._prefixes, "counts"),
+            counts=self.counts,
         )
         for who, observer in list(self.named.items()):
             try:

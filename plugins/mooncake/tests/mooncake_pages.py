@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from topkv.hooks.storage import StorageSetup
-from topkv.storage.objects import HEADER, problem_of, write_header
-from topkv.storage.sessions import StoredSessions
 from topkv_mooncake.entry import topkv_register_storages
 from topkv_mooncake.storage import MooncakeStorage
+from topkv_prefixes.objects import HEADER, problem_of, write_header
+from topkv_prefixes.stored import StoredSessions
 from topkv_testing.machines.engine_pages import SHAPE, run_forward
 from topkv_testing.machines.handed_over import take
 from topkv_testing.machines.lifecycle_model import (

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from topkv.hooks.storage import StorageSetup
-from topkv.storage.objects import HEADER, problem_of, write_header
-from topkv.storage.sessions import StoredSessions
+from topkv_prefixes.objects import HEADER, problem_of, write_header
+from topkv_prefixes.stored import StoredSessions
 from topkv_redis.entry import topkv_register_storages
 from topkv_redis.storage import RedisStorage
 from topkv_testing.machines.engine_pages import SHAPE, run_forward

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import topkv
 from topkv.errors import CapabilityError, ConfigError, HostMemoryError, RequestError, StorageError
-from topkv.storage.sessions import StoredSessions
+from topkv_prefixes.stored import StoredSessions
 from topkv_transformers.folders import HEAD, MANIFEST
 
 SPARSE = {"budget": 32, "buffer": 48, "resident_fast_path": False, "dense_layers": [1]}
@@ -141,7 +141,7 @@ def test_another_process_goes_on(tiny, tmp_path, kind, algorithm):
     torch.save([said.cpu(), mask.cpu(), settings], tmp_path / "said.pt")
     script = f"""
 import sys, torch, topkv
-from topkv.storage.sessions import StoredSessions
+from topkv_prefixes.stored import StoredSessions
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/model").to({str(model.device)!r})
 said, mask, settings = torch.load(sys.argv[1] + "/said.pt")

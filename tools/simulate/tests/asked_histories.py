@@ -10,9 +10,9 @@ import torch
 from hypothesis import strategies as st
 
 from topkv import prefill
-from topkv.storage import fetching
-from topkv.storage.calls import Workers
 from topkv_files.entry import topkv_register_storages
+from topkv_prefixes import fetching
+from topkv_prefixes.calls import Workers
 from topkv_simulate import tiers as simulated
 from topkv_simulate.tiers import Sizes
 from topkv_testing.machines.engine_pages import SHAPE, run_forward

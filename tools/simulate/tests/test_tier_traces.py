@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topkv.storage.objects import HEADER
+from topkv_prefixes.objects import HEADER
 from topkv_simulate import asked as traces
 from topkv_simulate.asked import BLOCK, DOES, Asked, AskedError, Setup, of_requests
 from topkv_simulate.tier_bound import most_found

@@ -22,7 +22,7 @@ from asked_histories import (
 
 from topkv.config.storages import WRITES
 from topkv.errors import CapabilityError, RequestError
-from topkv.kv.prefix import PrefixPages
+from topkv_prefixes.pages import PrefixPages
 from topkv_simulate import tiers as simulated
 from topkv_simulate.asked import Asked, Setup
 from topkv_simulate.asking import asking

@@ -21,7 +21,7 @@ turns to decode and at every full period, then ``update`` and ``retrieve_topk`` 
 ``truncated`` tells of a rollback or a truncation.
 
 Not there yet, and refused: several queries a row (Q is 1). Pages are shared by forks, and by
-requests with equal first tokens where ``AlgorithmSpec.prefix`` allows it (``topkv.prefixes``).
+requests with equal first tokens where ``AlgorithmSpec.prefix`` allows it.
 """
 
 from __future__ import annotations

@@ -9,14 +9,14 @@ goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
-from attrs import frozen
+from attrs import Factory, frozen
 
 from topkv.config import LoweredConfig
 from topkv.hooks.discovery import hookspec
-from topkv.report import Occupancy, PrefixCounts, TransferReport
+from topkv.report import Occupancy, TransferReport
 
 
 @frozen
@@ -47,8 +47,8 @@ class ForwardReport:
             and of dropped forwards, too. Never falls.
         occupancy: host pages and request slots that are held when it is called, at any time and
             in any thread.
-        prefixes: what was found of prompts so far, and what is kept of them when it is called,
-            likewise; since hook API 2.3.
+        counts: further counters by the names of the packages that add them, such as
+            ``"prefixes"`` of topkv-prefixes; each is called likewise.
     """
 
     slots: tuple[int, ...]
@@ -56,7 +56,7 @@ class ForwardReport:
     transfers: Callable[[], TransferReport]
     totals: Callable[[], TransferReport]
     occupancy: Callable[[], Occupancy]
-    prefixes: Callable[[], PrefixCounts] = PrefixCounts
+    counts: Mapping[str, Callable[[], Any]] = Factory(dict)
 
 
 class Observer(Protocol):

@@ -2,14 +2,14 @@
 
 ``factory(setup)`` gives one for a ``StorageSetup``. The setting ``storage`` names it.
 
-An object is a run of bytes under a key. Keys and bytes are the core's: a header with a checksum
-stands before the rest (``topkv/storage/objects.py``), and nothing is attended before all of it has
-been checked. So a storage may lose, cut or damage an object; its page is then computed again. One
-that removes what it finds by looking, in a place that others can write, looks first whether that
-begins with ``topkv.storage.objects.MAGIC``: nothing else is an object.
+An object is a run of bytes under a key. Keys and bytes are those of who asks, topkv-prefixes: a
+header with a checksum stands before the rest, and nothing is attended before all of it has been
+checked. So a storage may lose, cut or damage an object; its page is then computed again. One that
+removes what it finds by looking, in a place that others can write, looks first whether that
+begins with the package's ``MAGIC``: nothing else is an object.
 
-Every call may block, for the core makes all of them on threads of its own, several at a time and
-never on the one that runs forwards. An exception means that the whole batch has failed. One that
+Every call may block: all of them are made on threads of their own, several at a time and never on
+the one that runs forwards. An exception means that the whole batch has failed. One that
 fails again and again, or hangs, is left alone for a while.
 
 ``topkv_testing.storages.StorageTests`` of topkv-testing tests one.

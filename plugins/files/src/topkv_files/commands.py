@@ -59,7 +59,7 @@ def _folder(path: Path) -> Folder:
 
 def _owner(tenant: str | None) -> bytes:
     """What the keys of a tenant begin with; of anybody's, if that is None."""
-    from topkv.storage.objects import owner_of
+    from topkv_prefixes.objects import owner_of
 
     try:
         return b"" if tenant is None else owner_of(tenant)

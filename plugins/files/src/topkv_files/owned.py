@@ -16,7 +16,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from topkv.storage.objects import MAGIC
+from topkv_prefixes.objects import MAGIC
 
 MARKER, NEW, LOCK = "topkv-files", "new", "lock"
 TEXT = (

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from topkv.storage.objects import HEADER, fingerprint_in, problem_of
 from topkv_files import owned
 from topkv_files.folder import Held
+from topkv_prefixes.objects import HEADER, fingerprint_in, problem_of
 
 FOREIGN = "it is not of this user and topkv, and stays"
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import Lock
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
-from attrs import define
+from attrs import Factory, define
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from topkv.report import Occupancy, PrefixCounts, TransferReport
+from topkv.report import Occupancy, TransferReport
 
 FORWARDS = {
     "forwards": "Forwards that have ended",
@@ -47,13 +47,13 @@ ASKED = {
     "found": ("topkv_prefix_found_tokens", "Tokens of prompts whose pages were taken over"),
     "evicted": ("topkv_prefix_evicted_pages", "Pages that were kept and given out again"),
 }
-"""Counters by coordinator and tenant: attributes of ``topkv.report.TenantCounts``."""
+"""Counters by coordinator and tenant: attributes of ``topkv_prefixes.counts.TenantCounts``."""
 
 KEPT = {
     "kept": ("topkv_prefix_kept_pages", "Host pages that no request holds and that can be found"),
     "kept_bytes": ("topkv_prefix_kept_bytes", "Bytes of those"),
 }
-"""Gauges by coordinator and tenant: attributes of ``topkv.report.TenantCounts``."""
+"""Gauges by coordinator and tenant: attributes of ``topkv_prefixes.counts.TenantCounts``."""
 
 STORED = {
     "found": ("topkv_storage_found_tokens", "Tokens of prompts whose pages a storage had"),
@@ -66,7 +66,7 @@ STORED = {
     "failed": ("topkv_storage_failed_calls", "Calls of a storage that raised or hung"),
     "dropped": ("topkv_storage_dropped_pages", "Pages that were to be stored and were not"),
 }
-"""Counters by coordinator: attributes of ``topkv.storage.calls.StorageCounts``."""
+"""Counters by coordinator: attributes of ``topkv_prefixes.calls.StorageCounts``."""
 
 
 @define(eq=False)
@@ -80,7 +80,7 @@ class Counts:
         prompt_tokens: prompt tokens of those.
         decoded_tokens: decode rows of those, without padded ones.
         occupancy: says how many pages and slots are held now; None before the first forward.
-        prefixes: says what was found of prompts; None before the first forward.
+        others: further counters, ``prefixes`` of topkv-prefixes among them.
     """
 
     coordinator: int
@@ -89,7 +89,7 @@ class Counts:
     prompt_tokens: int = 0
     decoded_tokens: int = 0
     occupancy: Callable[[], Occupancy] | None = None
-    prefixes: Callable[[], PrefixCounts] | None = None
+    others: Mapping[str, Callable[[], Any]] = Factory(dict)
 
 
 class CountsCollector(Collector):
@@ -132,10 +132,12 @@ class CountsCollector(Collector):
         held = [([name], each.occupancy()) for name, each in by.items() if each.occupancy]
         for name, text in HELD.items():
             yield _family(GaugeMetricFamily, f"topkv_{name}", text, OF, held, name)
-        yield from _prefixes({name: each.prefixes() for name, each in by.items() if each.prefixes})
+        yield from _prefixes(
+            {n: each.others["prefixes"]() for n, each in by.items() if "prefixes" in each.others}
+        )
 
 
-def _prefixes(found: dict[str, PrefixCounts]) -> Iterator[Metric]:
+def _prefixes(found: Mapping[str, Any]) -> Iterator[Metric]:
     """Of prompts that begin like earlier ones, by coordinator."""
     tenants = [
         ([name, tenant], counts)

@@ -33,7 +33,7 @@ class PrometheusObserver:
 
     @hookimpl
     def before_forward(self, report: ForwardReport) -> None:
-        self.counts.occupancy, self.counts.prefixes = report.occupancy, report.prefixes
+        self.counts.occupancy, self.counts.others = report.occupancy, report.counts
 
     @hookimpl
     def after_forward(self, report: ForwardReport) -> None:

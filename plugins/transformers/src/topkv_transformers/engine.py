@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from topkv import SparseCoordinator, hookimpl
+from topkv import hookimpl
 from topkv.config import LoweredConfig, SparseConfig, lower
 from topkv.errors import CONFIG_REFUSED, CapabilityError, ConfigError
 from topkv.hooks.engine import EngineSetup
 from topkv.plugins import PluginRegistry
 from topkv.tested import never_tested
+from topkv_prefixes.prefixes import PrefixCoordinator
 from topkv_transformers import capture, compiled
 from topkv_transformers.prediction import tell
 from topkv_transformers.session import AttachedModel
@@ -122,7 +123,7 @@ class TransformersEngine:
             raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)
         lowered = lower_for(model, config, self.registry)
         check_compiled(model, lowered)
-        handle = AttachedModel(model, SparseCoordinator(lowered, self.registry))
+        handle = AttachedModel(model, PrefixCoordinator(lowered, self.registry))
         try:
             reasons = handle.prefixes.refusals()
             if reasons:

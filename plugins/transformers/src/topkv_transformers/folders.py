@@ -31,7 +31,7 @@ from torch import Tensor
 
 from topkv.errors import CapabilityError, ConfigError, StorageError
 from topkv.messages import shown
-from topkv.storage.sessions import Rows
+from topkv_prefixes.stored import Rows
 
 MANIFEST, HEAD = "session", "topkv session 1"
 FORM = b"topkv session "

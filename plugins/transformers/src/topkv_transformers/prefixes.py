@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
 
-from topkv.prefixes import PrefixCounts
+from topkv_prefixes.counts import PrefixCounts
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.capture import DYNAMIC_ROPE
 from topkv_transformers.forwards import left_padding
@@ -61,7 +61,7 @@ class PromptPrefixes:
         return self._found.counts
 
     def tenant(self, name: str) -> AbstractContextManager[None]:
-        """Prompts of this thread meanwhile are those of a tenant, see ``topkv.prefixes``::
+        """Prompts of this thread meanwhile are those of a tenant, see ``Prefixes.tenant``::
 
         with handle.prefixes.tenant("acme"):
             model.generate(**inputs)

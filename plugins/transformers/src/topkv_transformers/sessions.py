@@ -1,5 +1,5 @@
 """Caches that go on in another process without reading their prompt: in a folder
-(``folders.py``), or in a storage (``topkv.storage.sessions``)."""
+(``folders.py``), or in a storage (``topkv_prefixes.stored``)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from topkv import SparseCoordinator, sessions
+from topkv import SparseCoordinator
 from topkv.errors import CapabilityError, RequestError
-from topkv.storage.sessions import Rows, StoredSession
+from topkv_prefixes import suspended
+from topkv_prefixes.stored import Rows, StoredSession
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.folders import SessionFolder
 from topkv_transformers.requests import CacheRequests
@@ -93,7 +94,7 @@ def _why_of_another(cache: TopkvCache) -> list[str]:
 
 def _rows(coordinator: SparseCoordinator, slots: Iterable[int]) -> Iterator[Any]:
     for slot in slots:
-        numbers, blocks = sessions.suspend(coordinator, slot)
+        numbers, blocks = suspended.suspend(coordinator, slot)
         yield numbers.as_dict(), blocks
 
 
@@ -117,8 +118,8 @@ def resume(requests: CacheRequests, where: Where) -> TopkvCache:
     cache = TopkvCache(requests)
 
     def row(number: int) -> int:
-        state = sessions.Suspended(**found.request(number))
-        return sessions.resume(requests.coordinator, state, found.blocks(number))
+        state = suspended.Suspended(**found.request(number))
+        return suspended.resume(requests.coordinator, state, found.blocks(number))
 
     requests.begin(cache.state, len(found.document["rows"]), row)
     state = cache.state

@@ -17,9 +17,9 @@ import numpy as np
 from attrs import frozen
 
 from topkv.errors import ReasonsError
-from topkv.kv.prefix import page_keys
 from topkv.messages import shown
-from topkv.storage.objects import HEADER
+from topkv_prefixes.objects import HEADER
+from topkv_prefixes.pages import page_keys
 
 FORMAT, VERSION = "topkv requests", 1
 BLOCK = 512

@@ -13,8 +13,8 @@ from typing import Any
 
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import CapabilityError, RequestError
-from topkv.kv.prefix import page_keys
-from topkv.storage.places import PagePlaces
+from topkv_prefixes.pages import page_keys
+from topkv_prefixes.places import PagePlaces
 from topkv_simulate.asked import DOES, Asked
 
 

@@ -1,7 +1,7 @@
 """Replays a trace of requests over two tiers: pages in host memory, and a storage below.
 
 The host tier is the project's own, ``PrefixPages`` under ``PageTable``, without the bytes. What
-goes to the storage and comes from there is what ``topkv.storage.tier`` does with ``fetch:
+goes to the storage and comes from there is what ``topkv_prefixes.tier`` does with ``fetch:
 wait_complete``, one call behind the other, and the storage makes room as ``topkv-files`` does.
 """
 
@@ -16,10 +16,10 @@ from attrs import define, field, frozen
 
 from topkv.config.storages import WRITES
 from topkv.errors import HostMemoryError
-from topkv.kv.prefix import PrefixPages
 from topkv.pages import PageTable
-from topkv.storage.fetching import AT_ONCE, BATCH_BYTES, MOST_PAGES
-from topkv.storage.tier import REMEMBERED
+from topkv_prefixes.fetching import AT_ONCE, BATCH_BYTES, MOST_PAGES
+from topkv_prefixes.pages import PrefixPages
+from topkv_prefixes.tier import REMEMBERED
 from topkv_simulate.asked import DOES, Asked, AskedError
 
 MOST_HOST_PAGES = 1 << 26
@@ -192,7 +192,7 @@ class Tiers:
         self.counts.evicted = self.host.evicted
         return self.counts
 
-    # What requests do, as ``topkv.prefixes`` has it.
+    # What requests do, as ``topkv_prefixes.prefixes`` has it.
 
     def _begin(self, slot: int, tokens: int, names: Sequence[int]) -> None:
         held = self._bring(names)
@@ -219,7 +219,7 @@ class Tiers:
         self._fetched.clear()
         self._epoch += stored
 
-    # What goes between the tiers, as ``topkv.storage.tier`` has it.
+    # What goes between the tiers, as ``topkv_prefixes.tier`` has it.
 
     def _bring(self, names: Sequence[int]) -> list[int]:
         """Fetch what the host lacks, and return pages that are held until ``_release``."""

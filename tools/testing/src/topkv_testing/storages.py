@@ -32,8 +32,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topkv.hooks.storage import OWNER_BYTES, Place, Storage, StorageSetup
-from topkv.storage.calls import answer_of
-from topkv.storage.objects import HEADER, write_header
+from topkv_prefixes.calls import answer_of
+from topkv_prefixes.objects import HEADER, write_header
 from topkv_testing.kit import KitTests, Subject, examples
 
 MOST_BYTES = 3 * 4096

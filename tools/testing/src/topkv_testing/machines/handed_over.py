@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from topkv import sessions
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import StorageError
-from topkv.storage.objects import HEADER
-from topkv.storage.sessions import StoredSession, StoredSessions
+from topkv_prefixes import suspended
+from topkv_prefixes.objects import HEADER
+from topkv_prefixes.stored import StoredSession, StoredSessions
 from topkv_testing.machines.engine_pages import SHAPE, run_forward
 from topkv_testing.machines.lifecycle_model import DIM, HEADS, LAYERS, doubles, make_coordinator
 from topkv_testing.models.storage_doubles import SHELVES, Shelf
@@ -68,7 +68,7 @@ def read_prompt(coordinator: SparseCoordinator, seed: int) -> tuple[int, Callabl
 
 def leave(coordinator: SparseCoordinator, slot: int, place: StoredSession) -> None:
     """Store a request."""
-    state, blocks = sessions.suspend(coordinator, slot)
+    state, blocks = suspended.suspend(coordinator, slot)
     place.write({"of": "a test"}, [(state.as_dict(), blocks)])
 
 
@@ -76,7 +76,7 @@ def take(coordinator: SparseCoordinator, place: StoredSession) -> int:
     """The slot of a request that goes on."""
     found = place.read()
     assert found.document["of"] == "a test"
-    return sessions.resume(coordinator, sessions.Suspended(**found.request(0)), found.blocks(0))
+    return suspended.resume(coordinator, suspended.Suspended(**found.request(0)), found.blocks(0))
 
 
 def run_handed_over(on: Tier, **options: Any) -> None:

@@ -45,7 +45,8 @@ def make_coordinator(
         transfer: name of the transfer engine.
         registry: where it is found; ``doubles()`` by default.
         model: its geometry.
-        options: of ``SparseConfig``, above those that stand here.
+        options: of ``SparseConfig``, above those that stand here. With ``prefix_cache`` it is a
+            ``PrefixCoordinator``.
     """
     registry = registry or doubles()
     defaults: dict[str, Any] = {
@@ -66,7 +67,12 @@ def make_coordinator(
         "prefill_block_tokens": 8,
     }
     config = SparseConfig(**{**defaults, **options})
-    return SparseCoordinator(lower(config, model, device=on.device, registry=registry), registry)
+    lowered = lower(config, model, device=on.device, registry=registry)
+    if lowered.prefix_cache == "off":
+        return SparseCoordinator(lowered, registry)
+    from topkv_prefixes.prefixes import PrefixCoordinator
+
+    return PrefixCoordinator(lowered, registry)
 
 
 @frozen

@@ -16,10 +16,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from topkv.coordinator import SparseCoordinator
 from topkv.errors import HostMemoryError, RequestError
+from topkv_prefixes.prefixes import PrefixCoordinator
 from topkv_testing.kit import examples
 from topkv_testing.machines.engine_pages import SHAPE, run_forward
+from topkv_testing.machines.kept import make_kept
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -55,9 +56,9 @@ class Lives:
         self.found = 0
         self.random = torch.Generator().manual_seed(data.draw(st.integers(0, 99), "seed"))
 
-    def make(self) -> SparseCoordinator:
+    def make(self) -> PrefixCoordinator:
         """The one that finds prefixes, in a pool that is too small for all."""
-        return make_coordinator(self.on, max_tokens=48, **self.options)
+        return make_kept(self.on, max_tokens=48, **self.options)
 
     def rows(self, slot: int, first: int) -> Tensor:
         """Keys and values of the tokens of a request from position ``first`` on."""
@@ -233,7 +234,7 @@ def run_prefixes(
 
 def run_again(on: Tier) -> None:
     """A prompt that ends with a page comes again: its last page is computed, for its last row."""
-    coordinator = make_coordinator(on)
+    coordinator = make_kept(on)
     slot = coordinator.prefixes.begin([1] * 8)
     q = torch.ones(LAYERS, 8, HEADS, DIM)
     run_forward(coordinator, [slot], [], {slot: torch.ones(8, *SHAPE)}, q)

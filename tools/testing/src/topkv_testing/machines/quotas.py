@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from topkv.coordinator import SparseCoordinator
+from topkv_prefixes.prefixes import PrefixCoordinator
 from topkv_testing.machines.engine_pages import SHAPE, run_forward
-from topkv_testing.machines.lifecycle_model import DIM, HEADS, LAYERS, make_coordinator
+from topkv_testing.machines.kept import make_kept
+from topkv_testing.machines.lifecycle_model import DIM, HEADS, LAYERS
 from topkv_testing.tiers import Tier
 
 
-def take(coordinator: SparseCoordinator, tokens: Sequence[int]) -> int:
+def take(coordinator: PrefixCoordinator, tokens: Sequence[int]) -> int:
     """A request of these tokens, which are published when it ends; how many of them it found."""
     slot = coordinator.prefixes.begin(tokens)
     found = coordinator.length(slot)
@@ -27,9 +28,9 @@ def take(coordinator: SparseCoordinator, tokens: Sequence[int]) -> int:
 def run_quota_scene(on: Tier) -> None:
     """Three pages are kept for one tenant, any number for another, and a running request holds
     more than either."""
-    page = make_coordinator(on).manager.host
+    page = make_kept(on).manager.host
     size = page.bytes.numel() // page.num_pages
-    coordinator = make_coordinator(on, prefix_cache="all", host_quotas={"a": 3 * size + 1})
+    coordinator = make_kept(on, host_quotas={"a": 3 * size + 1})
     prefixes = coordinator.prefixes
     with prefixes.tenant("b"):
         take(coordinator, [9] * 16)

@@ -18,9 +18,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from topkv.coordinator import SparseCoordinator
+from topkv_prefixes.prefixes import PrefixCoordinator
 from topkv_testing.machines.engine_pages import SHAPE, run_forward
-from topkv_testing.machines.lifecycle_model import DIM, HEADS, LAYERS, make_coordinator
+from topkv_testing.machines.kept import make_kept
+from topkv_testing.machines.lifecycle_model import DIM, HEADS, LAYERS
 from topkv_testing.machines.prefixes import Lives, run_prefixes
 from topkv_testing.models.storage_doubles import SHELVES, Shelf
 from topkv_testing.tiers import Tier
@@ -51,7 +52,7 @@ class StoredLives(Lives):
         self.fetched = 0
         super().__init__(on, data, options)
 
-    def make(self) -> SparseCoordinator:
+    def make(self) -> PrefixCoordinator:
         storage = {
             "name": "shelf",
             "params": {"shelf": self.name},
@@ -60,7 +61,7 @@ class StoredLives(Lives):
             "least_tokens": 1,
             "limit_s": 60,
         }
-        return make_coordinator(
+        return make_kept(
             self.on,
             **{"max_tokens": 48, "storage": storage, "prefix_cache": "all", **self.options},
         )
@@ -180,7 +181,7 @@ def scene(on: Tier, **storage: Any) -> Iterator[tuple[Shelf, Callable[..., Any],
     name = f"scene {next(_numbers)}"
     shelf = SHELVES.setdefault(name, Shelf())
     asked = {"name": "shelf", "params": {"shelf": name}, "least_tokens": 1, **storage}
-    make = partial(make_coordinator, on, storage=asked, prefix_cache="all")
+    make = partial(make_kept, on, storage=asked)
     rows = torch.randn((3, 12, *SHAPE), generator=torch.Generator().manual_seed(1))
     try:
         yield shelf, make, rows
@@ -188,7 +189,7 @@ def scene(on: Tier, **storage: Any) -> Iterator[tuple[Shelf, Callable[..., Any],
         del SHELVES[name]
 
 
-def read(coordinator: SparseCoordinator, tokens: list[int], rows: Tensor) -> tuple[int, Tensor]:
+def read(coordinator: PrefixCoordinator, tokens: list[int], rows: Tensor) -> tuple[int, Tensor]:
     """Begin with a prompt of 12 tokens and decode one behind it.
 
     Returns:
@@ -232,7 +233,7 @@ def run_overtaken(on: Tier) -> None:
             gate.set()
             writing.close()
         _, ours = read(make(), [second] * 12, rows[second])
-        _, expected = read(make_coordinator(on), [second] * 12, rows[second])
+        _, expected = read(make_kept(on), [second] * 12, rows[second])
     torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 

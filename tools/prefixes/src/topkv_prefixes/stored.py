@@ -1,10 +1,10 @@
 """Sessions in a storage: a request goes on in another process, which reads the same storage.
 
     with StoredSessions("files", {"path": "sessions"}) as stored:
-        stored["request 17"].write({}, [(state.as_dict(), blocks)])  # of topkv.sessions.suspend
+        stored["request 17"].write({}, [(state.as_dict(), blocks)])  # of suspended.suspend
 
 A session is cut into objects of at most ``PIECE`` bytes, each behind a header with checksums (see
-``topkv.storage.objects``). A manifest, an object too, lists tensors and numbers; a head, which is
+``topkv_prefixes.objects``). A manifest, an object too, lists tensors and numbers; a head, which is
 stored last and whose key follows from the name, leads to it. So who finds a head finds a whole
 session, unless the storage has lost something since: that is noticed before anything is used.
 """
@@ -27,8 +27,8 @@ from topkv.config.checks import is_text
 from topkv.errors import ConfigError, StorageError
 from topkv.messages import shown
 from topkv.plugins import PluginRegistry
-from topkv.storage.objects import HEADER, problem_of, write_header
-from topkv.storage.opened import OpenedStorage
+from topkv_prefixes.objects import HEADER, problem_of, write_header
+from topkv_prefixes.opened import OpenedStorage
 
 PIECE = 8 << 20
 """Bytes of an object, at most, its header apart."""

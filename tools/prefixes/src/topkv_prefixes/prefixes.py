@@ -1,8 +1,9 @@
 """Prompts that begin like earlier ones: a request takes over the pages that another left behind.
 
 What a page holds depends on its tokens and all before them, so that pages are found by those
-(``topkv.kv.prefix``). Engines call ``Prefixes`` between forwards:
+(``topkv_prefixes.pages``). Engines call ``Prefixes`` between forwards:
 
+    coordinator = PrefixCoordinator(config)
     slot = coordinator.prefixes.begin(tokens)
     ...  # append tokens[coordinator.length(slot):], decode
     coordinator.prefixes.publish(slot, tokens)
@@ -24,16 +25,16 @@ from typing import Any
 
 import numpy as np
 
+from topkv.config import LoweredConfig
 from topkv.config.checks import is_text
 from topkv.config.storages import ANYBODY, StorageSettings
+from topkv.coordinator import SparseCoordinator
 from topkv.errors import RequestError
-from topkv.hooks.algorithm import AlgorithmSpec
-from topkv.kv.prefix import PrefixKVPool, page_keys, tenant_in
 from topkv.messages import shown
 from topkv.plugins import PluginRegistry
-from topkv.report import PrefixCounts, TenantCounts
-from topkv.requests import Requests
-from topkv.storage.tier import StorageTier
+from topkv_prefixes.counts import PrefixCounts, TenantCounts
+from topkv_prefixes.pages import PrefixKVPool, page_keys, tenant_in
+from topkv_prefixes.tier import StorageTier
 
 Tokens = Sequence[int] | np.ndarray
 """Ids of a request from position 0 on. An engine may give others than the model's vocabulary has,
@@ -46,10 +47,10 @@ IDLE_TENANTS = 32
 class Prefixes:
     """Finds and publishes the pages of prompts. Cold.
 
+    Observers see ``counts`` under the name ``prefixes``.
+
     Args:
-        requests: whose pages they are.
-        specs: of the algorithms; None for dense groups.
-        registry: where the storage is looked up, if the configuration names one.
+        coordinator: whose requests these are, made with ``host_pool=PrefixKVPool``.
 
     Attributes:
         storage: the tier below host memory; None if there is none.
@@ -57,13 +58,10 @@ class Prefixes:
         tail: last tokens of a prompt that are computed all the same.
     """
 
-    def __init__(
-        self,
-        requests: Requests,
-        specs: Sequence[AlgorithmSpec | None],
-        registry: PluginRegistry,
-    ) -> None:
-        self.requests, host = requests, requests.manager.host
+    def __init__(self, coordinator: SparseCoordinator) -> None:
+        specs, registry = coordinator.specs, coordinator.registry
+        self.requests = requests = coordinator.requests
+        host = requests.manager.host
         self.tail = max([1, *(spec.prompt_tail for spec in specs if spec)])
         keeping = [
             str(group.algorithm)
@@ -80,8 +78,10 @@ class Prefixes:
             self._host = host
             host.on_evict, host.limit_of = self._evicted, self._limit_of
             self._page_bytes = host.bytes.numel() // host.num_pages
-        else:
+        elif requests.config.pages == "engine":
             self.off.append("an engine gives out the pages, and keeps prefixes itself")
+        else:
+            self.off.append("the coordinator was made without host_pool=PrefixKVPool")
         self._counts, self.storage = PrefixCounts(), None
         settings = requests.config.storage
         if isinstance(settings, StorageSettings) and not self.off:
@@ -90,6 +90,7 @@ class Prefixes:
             self.storage = StorageTier(requests.manager, self._host, settings, make, who)
             self._counts.storage = self.storage.counts
             self._host.on_close, self._host.on_short = self.storage.close, self.storage.give_way
+        coordinator.observers.counts["prefixes"] = lambda: self.counts
 
     @property
     def counts(self) -> PrefixCounts:
@@ -267,3 +268,26 @@ class Prefixes:
         for key in keys:
             self._counts_of(tenant_in(key).decode()).evicted += 1
         self.requests.manager.poison(pages)
+
+
+class PrefixCoordinator(SparseCoordinator):
+    """A coordinator whose host pool keeps published pages, which ``prefixes`` finds.
+
+    Args:
+        config, registry: as of ``SparseCoordinator``.
+
+    Attributes:
+        prefixes: pages of prompts, for requests that begin alike.
+
+    Raises:
+        As ``SparseCoordinator`` does, and what the storage of the configuration raises when it is
+        opened; nothing is left allocated.
+    """
+
+    def __init__(self, config: LoweredConfig, registry: PluginRegistry | None = None) -> None:
+        super().__init__(config, registry, PrefixKVPool)
+        try:
+            self.prefixes = Prefixes(self)
+        except BaseException:
+            self.close()
+            raise

@@ -15,8 +15,8 @@ from hypothesis.stateful import (
 )
 
 from topkv.errors import ConfigError, RequestError
-from topkv.kv.prefix import PrefixPages, tenant_in
-from topkv.prefixes import IDLE_TENANTS
+from topkv_prefixes.pages import PrefixPages, tenant_in
+from topkv_prefixes.prefixes import IDLE_TENANTS
 from topkv_testing.machines.lifecycle_model import make_coordinator
 from topkv_testing.machines.quotas import run_quota_scene, take
 from topkv_testing.tiers import tier

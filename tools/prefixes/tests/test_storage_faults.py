@@ -8,12 +8,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from storage_driver import PROMPT, run, stored
 
-from core.tests.storage_driver import PROMPT, run, stored
 from topkv.errors import StorageError
 from topkv.hooks.storage import StorageUsage
-from topkv.storage import calls, fetching, tier
-from topkv.storage.calls import Workers, answer_of
+from topkv_prefixes import calls, fetching, tier
+from topkv_prefixes.calls import Workers, answer_of
 from topkv_testing.machines.handed_over import on_a_shelf, run_interrupted
 from topkv_testing.machines.storage_faults import (
     in_a_child,

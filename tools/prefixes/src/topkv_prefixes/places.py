@@ -20,7 +20,7 @@ from torch import Tensor
 import topkv
 from topkv.config import LoweredConfig
 from topkv.memory import SparseKVCacheManager
-from topkv.storage.objects import HEADER
+from topkv_prefixes.objects import HEADER
 
 
 def layout_of(config: LoweredConfig, manager: SparseKVCacheManager) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from topkv.hooks.storage import Storage, StorageSetup
 from topkv.messages import raised, shown
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as installed
-from topkv.storage.calls import Workers, answer_of
+from topkv_prefixes.calls import Workers, answer_of
 
 
 class OpenedStorage:

@@ -1,6 +1,6 @@
 """The tier below host memory: what goes to a storage, and what prompts get from it.
 
-``begin`` and ``publish`` of ``topkv.prefixes`` call it, between forwards. Nothing else waits for a
+``begin`` and ``publish`` of ``Prefixes`` call it, between forwards. Nothing else waits for a
 storage, and a step that decodes never does.
 """
 
@@ -22,12 +22,12 @@ import numpy as np
 from topkv.config.storages import ANYBODY, StorageSettings
 from topkv.errors import ConfigError
 from topkv.hooks.storage import Storage, StorageSetup
-from topkv.kv.prefix import PrefixKVPool, tenant_in
 from topkv.memory import SparseKVCacheManager
-from topkv.storage.calls import Calls, StorageCounts, Workers
-from topkv.storage.fetching import AT_ONCE, Fetch, Shared
-from topkv.storage.objects import HEADER, owner_of, write_header
-from topkv.storage.places import PagePlaces, fingerprint_of
+from topkv_prefixes.calls import Calls, StorageCounts, Workers
+from topkv_prefixes.fetching import AT_ONCE, Fetch, Shared
+from topkv_prefixes.objects import HEADER, owner_of, write_header
+from topkv_prefixes.pages import PrefixKVPool, tenant_in
+from topkv_prefixes.places import PagePlaces, fingerprint_of
 
 READERS, WRITERS = max(2, min(8, (os.cpu_count() or 2) // 2)), 1
 """Threads. One alone copies 2 to 5 GB a second out of the system's page cache."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import CapabilityError
-from topkv.storage.places import layout_of
+from topkv_prefixes.places import layout_of
 
 Tensors = Mapping[str, Tensor]
 
@@ -32,7 +32,7 @@ class Suspended:
 
     Attributes:
         layout: what a coordinator must have in common with the first one, see
-            ``topkv.storage.places.layout_of``.
+            ``topkv_prefixes.places.layout_of``.
         length: tokens.
         prompt, fresh, settled, dropped, firm: see ``topkv.requests.Requests``.
     """

@@ -7,12 +7,12 @@ import time
 
 import pytest
 import torch
+from storage_driver import PROMPT, QUERIES, ROWS, run, stored
 
-from core.tests.storage_driver import PROMPT, QUERIES, ROWS, run, stored
 from topkv.config.storages import StorageSettings
 from topkv.errors import ConfigError, HostMemoryError
-from topkv.storage import calls, fetching
-from topkv.storage.fetching import Fetch
+from topkv_prefixes import calls, fetching
+from topkv_prefixes.fetching import Fetch
 from topkv_testing.machines.engine_pages import run_forward
 from topkv_testing.machines.lifecycle_model import make_coordinator
 from topkv_testing.machines.storage import (

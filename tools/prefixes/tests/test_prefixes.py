@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from topkv.errors import HostMemoryError, RequestError
-from topkv.kv.prefix import PrefixPages, page_keys
+from topkv_prefixes.pages import PrefixPages, page_keys
 from topkv_testing.machines.engine_pages import PAGE
 from topkv_testing.machines.host_pool import HostPoolMachine
 from topkv_testing.machines.prefixes import run_prefixes

@@ -10,12 +10,12 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from topkv.kv.prefix import PrefixKVPool
 from topkv.memory import SparseKVCacheManager
-from topkv.storage.calls import Calls, Workers
-from topkv.storage.objects import problem_of
-from topkv.storage.places import PagePlaces
 from topkv.streams import mark_of
+from topkv_prefixes.calls import Calls, Workers
+from topkv_prefixes.objects import problem_of
+from topkv_prefixes.pages import PrefixKVPool
+from topkv_prefixes.places import PagePlaces
 
 BATCH_BYTES, MOST_PAGES = 128 << 20, 128
 """Of a call. The thread that runs forwards has work with each, whatever it brings."""

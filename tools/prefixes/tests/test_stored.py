@@ -9,8 +9,7 @@ import torch
 
 from topkv.errors import ConfigError, PluginError, StorageError
 from topkv.kv.layout import LAYOUTS
-from topkv.storage import sessions as stored_sessions
-from topkv.storage.sessions import StoredSessions
+from topkv_prefixes.stored import StoredSessions
 from topkv_testing.machines.handed_over import (
     leave,
     on_a_shelf,
@@ -54,7 +53,7 @@ def same(blocks, expected):
 @pytest.mark.parametrize("piece", [1, 7, 96, 1 << 20])
 def test_what_was_written_is_read(shelf, monkeypatch, piece):
     """Tensors of any shape and dtype, in objects of any size."""
-    monkeypatch.setattr(stored_sessions, "PIECE", piece)
+    monkeypatch.setattr("topkv_prefixes.stored.PIECE", piece)
     shelf, stored = shelf
     tell(stored["one"])
     tell(stored["two"], [({}, BLOCKS[::-1])])
@@ -75,7 +74,7 @@ def test_what_was_written_is_read(shelf, monkeypatch, piece):
 @pytest.mark.parametrize("piece", [64, 1 << 20])
 @pytest.mark.parametrize("host_format", ["model", "fp8"])
 def test_a_request_goes_on_to_the_bit(on, monkeypatch, host_format, piece):
-    monkeypatch.setattr(stored_sessions, "PIECE", piece)
+    monkeypatch.setattr("topkv_prefixes.stored.PIECE", piece)
     run_handed_over(on, host_format=host_format)
 
 
@@ -86,7 +85,7 @@ def test_whatever_pages_look_like(on, layout):
 
 @pytest.mark.parametrize("run", [run_damaged, run_cut_short])
 def test_scenes(on, monkeypatch, run):
-    monkeypatch.setattr(stored_sessions, "PIECE", 4096)
+    monkeypatch.setattr("topkv_prefixes.stored.PIECE", 4096)
     run(on)
 
 

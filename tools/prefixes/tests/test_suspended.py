@@ -9,12 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topkv import sessions
 from topkv.errors import CapabilityError, HostMemoryError, RequestError
 from topkv.kv.layout import LAYOUTS
+from topkv_prefixes import suspended
 from topkv_testing.kit import examples
+from topkv_testing.machines.dropping import Lives
 from topkv_testing.machines.engine_pages import SHAPE, run_forward
 from topkv_testing.machines.lifecycle_model import DIM, HEADS, LAYERS, make_coordinator
+from topkv_testing.tiers import tier
 
 
 def life(random, coordinators, slots, chunks, steps):
@@ -46,7 +48,7 @@ def test_a_request_goes_on_to_the_bit(on, monkeypatch, host_format):
     )
     def check(layouts, chunks, steps, others, block, seed):
         random = torch.Generator().manual_seed(seed)
-        monkeypatch.setattr(sessions, "BLOCK_BYTES", block)
+        monkeypatch.setattr(suspended, "BLOCK_BYTES", block)
         made = [
             make_coordinator(on, host_format=host_format, host_layout=each) for each in layouts
         ]
@@ -56,9 +58,9 @@ def test_a_request_goes_on_to_the_bit(on, monkeypatch, host_format):
             life(random, [first], [slot], chunks, steps if chunks else 0)
             for _ in range(others):
                 life(random, [second], [second.request_begin()], [5], 1)
-            state, blocks = sessions.suspend(first, slot)
-            told = sessions.Suspended(**json.loads(json.dumps(state.as_dict())))
-            twin = sessions.resume(second, told, blocks)
+            state, blocks = suspended.suspend(first, slot)
+            told = suspended.Suspended(**json.loads(json.dumps(state.as_dict())))
+            twin = suspended.resume(second, told, blocks)
             assert twin == others
             assert second.length(twin) == first.length(slot)
             further = [3] if seed % 2 or not chunks else []
@@ -78,7 +80,7 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(make):
     random = torch.Generator().manual_seed(0)
     slot = first.request_begin()
     life(random, [first], [slot], [9], 2)
-    state, blocks = sessions.suspend(first, slot)
+    state, blocks = suspended.suspend(first, slot)
     blocks = list(blocks)
     broken = [
         (blocks[:1], "1 blocks are missing"),
@@ -89,16 +91,34 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(make):
     ]
     for some, reason in broken:
         with pytest.raises(CapabilityError, match=reason):
-            sessions.resume(second, state, some)
+            suspended.resume(second, state, some)
         assert second.manager.host.used == 0
         assert second.requests.free == second.config.max_requests
     with pytest.raises(CapabilityError, match="page_tokens: it was suspended with 4, this model"):
-        sessions.resume(make(page_tokens=8), state, blocks)
+        suspended.resume(make(page_tokens=8), state, blocks)
     with pytest.raises(RequestError, match="slot 3 holds no request"):
-        sessions.suspend(first, 3)
+        suspended.suspend(first, 3)
     for tokens in (47, 47, 6):
         life(random, [second], [second.request_begin()], [tokens], 0)
     assert second.manager.host.free == 2
     with pytest.raises(HostMemoryError):
-        sessions.resume(second, state, blocks)
+        suspended.resume(second, state, blocks)
     second.check_integrity()
+
+
+def test_a_suspended_request_knows_what_went():
+    lives, others = Lives(tier("cpu")), Lives(tier("cpu"))
+    slot = lives.begin()
+    lives.forward({slot: 18}, decode=False)
+    for _ in range(9):
+        lives.forward({slot: 1}, decode=True)
+    assert lives.dropped[slot] > 0
+    state, blocks = suspended.suspend(lives.coordinator, slot)
+    twin = suspended.resume(others.coordinator, suspended.Suspended(**state.as_dict()), blocks)
+    others.left[twin], others.dropped[twin] = lives.left[slot], lives.dropped[slot]
+    assert others.coordinator.requests.firm[twin] == lives.coordinator.requests.firm[slot] > 0
+    for _ in range(9):
+        others.forward({twin: 1}, decode=True)
+    assert others.dropped[twin] > lives.dropped[slot]
+    for each in (lives, others):
+        each.close()

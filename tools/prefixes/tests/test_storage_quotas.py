@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from attrs import evolve
+from storage_driver import PROMPT, run, stored
 
-from core.tests.storage_driver import PROMPT, run, stored
 from topkv.entries import Capabilities
 from topkv.errors import ConfigError
-from topkv.storage import fetching
-from topkv.storage.objects import owner_of
+from topkv_prefixes import fetching
+from topkv_prefixes.objects import owner_of
 from topkv_testing.machines.lifecycle_model import doubles, make_coordinator
 from topkv_testing.models.storage_doubles import SHELF
 from topkv_testing.tiers import tier

@@ -1,0 +1,59 @@
+"""What the tests of prefixes and storages share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))  # storage_driver lies beside the tests
+
+from storage_driver import Maker
+
+from topkv_testing.machines.lifecycle_model import make_coordinator
+from topkv_testing.models.storage_doubles import SHELVES, Shelf
+from topkv_testing.tiers import all_tiers, tier
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(each, id=each.name, marks=[pytest.mark.gpu] * (each.name == "gpu"))
+        for each in all_tiers()
+    ]
+)
+def on(request):
+    """Each tier that this machine has."""
+    if request.param.missing:
+        pytest.skip(f"tier {request.param.name!r}: {request.param.missing}")
+    return request.param
+
+
+@pytest.fixture
+def make():
+    """Coordinators on a CPU with two sparse layers around a resident and a streamed one."""
+    made = []
+
+    def make(**options):
+        made.append(make_coordinator(tier("cpu"), **options))
+        return made[-1]
+
+    yield make
+    for coordinator in made:
+        coordinator.close()
+
+
+@pytest.fixture
+def shelf():
+    """What the storage double ``shelf`` holds under the name ``test``."""
+    SHELVES["test"] = shelf = Shelf()
+    yield shelf
+    SHELVES.clear()
+
+
+@pytest.fixture
+def make_stored(shelf):
+    """Coordinators over the shelf; what is given goes into the setting ``storage``."""
+    made = Maker()
+    yield made
+    made.close()
