@@ -9,8 +9,7 @@ from attrs import evolve
 
 from topkv import hookimpl
 from topkv.ops.topk import topk
-from topkv_quest.algorithm import Quest
-from topkv_quest.launch import QuestTriton
+from topkv_quest.quest import Quest, QuestKernels
 
 
 class NextUnit(Quest):
@@ -216,14 +215,14 @@ class DenseStride(Quest):
         super().retrieve_topk(layer, plain, weights, ids)
 
 
-class KernelUnscaled(QuestTriton):
+class KernelUnscaled(QuestKernels):
     """The score kernel gets no logit scale: far units underflow, and group means shift."""
 
     def __init__(self, setup):
         super().__init__(evolve(setup, model=evolve(setup.model, scale=64.0)))
 
 
-class KernelAllSlots(QuestTriton):
+class KernelAllSlots(QuestKernels):
     """The kernels find the page table of the row, not that of its slot."""
 
     @hookimpl

@@ -6,7 +6,7 @@ import torch
 from attrs import evolve
 
 from topkv import hookimpl
-from topkv_quest.algorithm import Quest
+from topkv_quest.quest import Quest
 
 
 class Unasked(Quest):

@@ -7,8 +7,7 @@ from attrs import evolve
 
 from topkv import hookimpl
 from topkv.algorithms import host_ids
-from topkv_quest.algorithm import Quest
-from topkv_quest.launch import QuestTriton
+from topkv_quest.quest import Quest, QuestKernels
 
 
 class RepresentsNextUnit(Quest):
@@ -30,7 +29,7 @@ class Accumulates(Quest):
         new = layer.pools["bounds"][at].float()
         low = torch.fmin(low, new[..., 0, :])
         high = torch.fmax(high, new[..., 1, :])
-        kept = torch.stack([low, high], -2).to(self.metadata_dtype)
+        kept = torch.stack([low, high], -2).to(self.kept)
         layer.pools["bounds"][at] = kept
 
 
@@ -124,9 +123,7 @@ class ReadsValues(Quest):
                 tail = layer.ring_v[slot, 0, 0, 0, 0, 0]
                 page = layer.step.page_table[slot, 0].long()
                 row = page * self.group.units_per_page
-                layer.pools["bounds"][row, :, 1] *= torch.where(tail < 0, -1, 1).to(
-                    self.metadata_dtype
-                )
+                layer.pools["bounds"][row, :, 1] *= torch.where(tail < 0, -1, 1).to(self.kept)
 
 
 class TailInBounds(Quest):
@@ -148,10 +145,10 @@ class DependsOnQueries(Quest):
     def construct(self, layer, slot, start, k, v, q, lse):
         super().construct(layer, slot, start, k, v, q, lse)
         host = layer.step.page_table[slot, 0].long() * self.group.units_per_page
-        layer.pools["bounds"][host, 0, 1] = q[0, 0].to(self.metadata_dtype)
+        layer.pools["bounds"][host, 0, 1] = q[0, 0].to(self.kept)
 
 
-class KernelForgetsNewest(QuestTriton):
+class KernelForgetsNewest(QuestKernels):
     """The update kernel gets lengths without the token that was just appended."""
 
     @hookimpl

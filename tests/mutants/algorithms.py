@@ -9,9 +9,8 @@ from tests.mutants import algorithm_sticky as sticky
 from tests.mutants import algorithm_writing as writing
 from tests.mutants.harness import Mutant, mutated, told_of
 from topkv.entries import PluginEntry
-from topkv_quest.algorithm import Quest
 from topkv_quest.entry import topkv_register_algorithms
-from topkv_quest.launch import QuestTriton
+from topkv_quest.quest import Quest, QuestKernels
 from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
 
 QUEST: PluginEntry = topkv_register_algorithms()[0]
@@ -32,7 +31,7 @@ OPTIONS = AlgorithmOptions(
 
 
 def _mutant(broken: type[Quest], test: str, tiers: tuple[str, ...] = ("cpu",)) -> Mutant:
-    entry = mutated(QUEST, broken, QuestTriton)
+    entry = mutated(QUEST, broken, QuestKernels)
     return Mutant(told_of(broken), AlgorithmTests, f"test_{test}", entry, QUEST, tiers, OPTIONS)
 
 

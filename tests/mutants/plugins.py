@@ -50,7 +50,7 @@ from tests.mutants.harness import Mutant, mutated, told_of
 from tests.mutants.plugin_harness import _kit, _own, _stage, _subject
 from topkv_clusterkv.launch import ClusterKVTriton
 from topkv_double_sparsity.launch import DoubleSparsityTriton
-from topkv_keydiff.launch import KeyDiffTriton
+from topkv_keydiff.kernels import KeyDiffKernels
 from topkv_pariskv.launch import ParisKVTriton
 from topkv_residual.launch import ResidualTriton
 from topkv_rocketkv.launch import RocketKVTriton
@@ -90,7 +90,7 @@ of_top_p = _own(
     name=lambda on: on.name,
 )
 of_residual = _own(ResidualTriton)
-of_keydiff = _own(KeyDiffTriton)
+of_keydiff = _own(KeyDiffKernels)
 
 
 of_skip = _own(SkippingDecoder, where=lambda on: on)
@@ -251,8 +251,8 @@ MUTANTS = [
     _stage(top_p.EnoughForOneHead, TopPTriton, top_p_kit, LONG, ("cpu",)),
     _stage(residual.WeighsAsOneToken, ResidualTriton, residual_kit, ESTIMATE, ("cpu",)),
     _stage(residual.AddsKeys, ResidualTriton, residual_kit, ESTIMATE, ("cpu",)),
-    _stage(keydiff.KeepsTheAlike, KeyDiffTriton, keydiff_kit, WORTH, ANYWHERE),
-    _stage(keydiff.LongKeysWeighMore, KeyDiffTriton, keydiff_kit, WORTH, ("cpu",)),
+    _stage(keydiff.KeepsTheAlike, KeyDiffKernels, keydiff_kit, WORTH, ANYWHERE),
+    _stage(keydiff.LongKeysWeighMore, KeyDiffKernels, keydiff_kit, WORTH, ("cpu",)),
     _stage(residual.ForgetsDecoded, ResidualTriton, residual_kit, DECODED, ANYWHERE),
     _stage(residual.CountsTwice, ResidualTriton, residual_kit, ADDED, ANYWHERE),
     _stage(residual.KernelOfMeansAlone, ResidualTriton, residual_kit, ALIKE, ("interpret",)),
@@ -261,8 +261,8 @@ MUTANTS = [
     of_residual(residual.AddsKeys, *UNIFORM, scope="kv_head", variance=False),
     of_residual(residual.KernelSkipsTheLastShare, *SHARES, ("interpret",)),
     of_residual(residual.KernelSkipsTheLastIds, *SHARES, ("interpret",)),
-    _stage(keydiff.ForgetsDecoded, KeyDiffTriton, keydiff_kit, DECODED, ANYWHERE),
-    _stage(keydiff.GoesByOtherRequests, KeyDiffTriton, keydiff_kit, OWN_SCORES, ANYWHERE),
+    _stage(keydiff.ForgetsDecoded, KeyDiffKernels, keydiff_kit, DECODED, ANYWHERE),
+    _stage(keydiff.GoesByOtherRequests, KeyDiffKernels, keydiff_kit, OWN_SCORES, ANYWHERE),
     of_keydiff(keydiff.KeepsTheAlike, *DIFFERS, scope="kv_head"),
     of_keydiff(keydiff.LongKeysWeighMore, *DIFFERS, scope="shared"),
     of_keydiff(keydiff.KernelSkipsTheLastToken, *DIFFERS, ("interpret",), scope="kv_head"),

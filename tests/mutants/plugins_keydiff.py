@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from topkv import hookimpl
-from topkv_keydiff.launch import KeyDiffTriton
+from topkv_keydiff.kernels import KeyDiffKernels
 from topkv_keydiff.stage import KeyDiff
 
 
@@ -44,7 +44,7 @@ class GoesByOtherRequests(KeyDiff):
         scores += layer.pools["directions"].float().nan_to_num().sum()
 
 
-class KernelSkipsTheLastToken(KeyDiffTriton):
+class KernelSkipsTheLastToken(KeyDiffKernels):
     """The kernel reads a token too few of a chunk."""
 
     @hookimpl

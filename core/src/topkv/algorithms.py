@@ -18,7 +18,7 @@ from topkv.hooks.discovery import hookimpl
 from topkv.messages import whose
 from topkv.ops import sticky
 from topkv.ops.topk import topk
-from topkv.types import GroupShape, LayerView
+from topkv.types import GroupShape, LayerView, ModelShape
 
 
 def host_ids(layer: LayerView, slots: Tensor | int, units: Tensor | int) -> Tensor:
@@ -117,14 +117,83 @@ def ends_of(params: Mapping[str, Any], select: int) -> tuple[int, int]:
     return sinks, recent
 
 
-class RankedUnits(ABC):
-    """Keeps a representation of each unit's keys, and selects the units of the best scores.
+class KeepsUnits(ABC):
+    """Keeps a representation of each unit: what algorithms and stages by units have in common.
 
-    A subclass says what is kept (``representations``), how it is made of keys (``represent``) and
-    what it is worth to the queries of a lane (``lane_scores``). Selected are the K closed units
-    that are worth most; of equal ones the lower unit wins. Nothing here waits for the device, and
-    no shape depends on data, so that a subclass whose methods keep to that can be captured in a
-    CUDA graph.
+    A subclass says what is kept (``representations``) and how it is made of keys (``represent``).
+    Nothing here waits for the device, and no shape depends on data.
+
+    Attributes:
+        model, group: those of the setup.
+        keeps_values: ``represent`` gets values too.
+    """
+
+    model: ModelShape
+    group: GroupShape
+    keeps_values = False
+
+    @abstractmethod
+    def representations(self) -> Sequence[RepresentationSpec]:
+        """The pools, all of grain ``"unit"``."""
+
+    @abstractmethod
+    def represent(self, keys: Tensor, valid: Tensor) -> Mapping[str, Tensor]:
+        """Representations of n units, ``[n, *shape]`` by the name of the pool; cast to its dtype.
+
+        Args:
+            keys: ``[n, unit, Hkv, D]`` post-RoPE keys; where ``keeps_values``, keys and values in
+                two arguments.
+            valid: bool ``[n, unit]``; the first key of a unit is, the others (NaN, say) may not
+                have any influence where they are not.
+        """
+
+    @hookimpl
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        units, keys, valid = chunk_units(self.group, start, k)
+        rows = (keys, chunk_units(self.group, start, v)[1]) if self.keeps_values else (keys,)
+        self._write(layer, torch.full_like(units, slot), units, valid, *rows)
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        rows, rings = (k, v)[: 1 + self.keeps_values], (layer.ring_k, layer.ring_v)
+        # There is no ring where selections are regranulated: units are then of one token.
+        held = (
+            row[:, None] if self.group.unit == 1 else open_units(layer, ring)
+            for row, ring in zip(rows, rings, strict=False)
+        )
+        slots, units, valid = appended_units(layer)
+        self._write(layer, slots, units, valid, *held)
+
+    def _write(
+        self, layer: LayerView, slots: Tensor, units: Tensor, valid: Tensor, *rows: Tensor
+    ) -> None:
+        """Represent logical ``units [n]`` of requests ``slots [n]``; slot -1 changes nothing."""
+        new = self.represent(*rows, valid)  # type: ignore[call-arg]  # values, if it keeps them
+        names = [spec.name for spec in self.representations()]
+        for spec in self.representations():
+            what = f" of {spec.name!r}"
+            self._require("represent", what, new.get(spec.name), len(units), *spec.shape)
+        write_units(layer, slots, units, {name: new[name] for name in names})
+
+    def _require(self, method: str, what: str, got: Tensor | None, *shape: int) -> None:
+        """Raises PluginError if a method of a subclass gives another shape than it should."""
+        if got is None or tuple(got.shape) != shape:
+            given = None if got is None else list(got.shape)
+            raise PluginError(
+                f"{whose(type(self))} does not keep the contract of topkv.algorithms",
+                [f"{method} must give {list(shape)}{what}, got {given}"],
+            )
+
+
+class RankedUnits(KeepsUnits):
+    """Selects the units of the best scores, by a representation of each unit's keys.
+
+    A subclass says besides what a unit is worth to the queries of a lane (``lane_scores``).
+    Selected are the K closed units that are worth most; of equal ones the lower unit wins. A
+    subclass whose methods wait for no device and have no shape that depends on data can be
+    captured in a CUDA graph.
 
     Parameters that the entry may offer, each 0 where it does not: ``sink_units``, first units that
     every selection holds, and ``recent_units``, closed units before the open one, both as
@@ -172,20 +241,6 @@ class RankedUnits(ABC):
         """Reasons to refuse ``model``, ``group`` or ``params``; none here."""
         return ()
 
-    @abstractmethod
-    def representations(self) -> Sequence[RepresentationSpec]:
-        """The pools, all of grain ``"unit"``."""
-
-    @abstractmethod
-    def represent(self, keys: Tensor, valid: Tensor) -> Mapping[str, Tensor]:
-        """Representations of n units, ``[n, *shape]`` by the name of the pool; cast to its dtype.
-
-        Args:
-            keys: ``[n, unit, Hkv, D]`` post-RoPE keys.
-            valid: bool ``[n, unit]``; the first key of a unit is, the others (NaN, say) may not
-                have any influence where they are not.
-        """
-
     def combine(self, scores: Tensor) -> Tensor:
         """Scores of units for each lane, fp32 ``[B, lane_heads, U]``.
 
@@ -201,39 +256,6 @@ class RankedUnits(ABC):
     @hookimpl
     def spec(self) -> AlgorithmSpec:
         return AlgorithmSpec(tuple(self.representations()))
-
-    @hookimpl
-    def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
-    ) -> None:
-        units, keys, valid = chunk_units(self.group, start, k)
-        self._write(layer, torch.full_like(units, slot), units, keys, valid)
-
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        # There is no ring where selections are regranulated: units are then of one token.
-        keys = k[:, None] if self.group.unit == 1 else open_units(layer, layer.ring_k)
-        slots, units, valid = appended_units(layer)
-        self._write(layer, slots, units, keys, valid)
-
-    def _write(
-        self, layer: LayerView, slots: Tensor, units: Tensor, keys: Tensor, valid: Tensor
-    ) -> None:
-        """Represent logical ``units [n]`` of requests ``slots [n]``; slot -1 changes nothing."""
-        new = self.represent(keys, valid)
-        for spec in self.representations():
-            what = f" of {spec.name!r}"
-            self._require("represent", what, new.get(spec.name), len(keys), *spec.shape)
-        write_units(layer, slots, units, new)
-
-    def _require(self, method: str, what: str, got: Tensor | None, *shape: int) -> None:
-        """Raises PluginError if a method of a subclass gives another shape than it should."""
-        if got is None or tuple(got.shape) != shape:
-            told = None if got is None else list(got.shape)
-            raise PluginError(
-                f"{whose(type(self))} does not keep the contract of topkv.algorithms",
-                [f"{method} must give {list(shape)}{what}, got {told}"],
-            )
 
     @hookimpl
     def retrieve_topk(

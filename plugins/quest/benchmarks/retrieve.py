@@ -20,7 +20,7 @@ from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopKSetup
 from topkv.ops.topk import RadixTopK
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
-from topkv_quest.launch import QuestTriton
+from topkv_quest.quest import QuestKernels
 from topkv_testing.timing import graph_us
 
 CALLS, REPEATS = 10, 9
@@ -45,7 +45,7 @@ def measure(requests: int, tokens: int, metadata: str, scope: str) -> dict[str, 
         *(127, 256, 2),
     )
     params = {"metadata": metadata, "sink_units": 1}
-    quest = QuestTriton(AlgorithmSetup(model, group, params, torch.device("cuda"), topk))
+    quest = QuestKernels(AlgorithmSetup(model, group, params, torch.device("cuda"), topk))
     pages = units // per_page
     table = 1 + torch.randperm(requests * pages).view(requests, pages)
     pools = {

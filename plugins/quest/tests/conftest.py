@@ -19,8 +19,7 @@ from topkv.hooks.algorithm import AlgorithmSetup  # noqa: E402
 from topkv.hooks.topk import TopKSetup  # noqa: E402
 from topkv.ops.topk import RadixTopK  # noqa: E402
 from topkv.types import GroupShape, LayerView, ModelShape, StepTensors  # noqa: E402
-from topkv_quest.algorithm import Quest  # noqa: E402
-from topkv_quest.launch import QuestTriton  # noqa: E402
+from topkv_quest.quest import Quest, QuestKernels  # noqa: E402
 
 NAN = math.nan
 POISON = 93
@@ -67,7 +66,7 @@ class World:
             ring_slots=ring,
         )
         params = {"metadata": metadata, "sink_units": sinks}
-        made = {"reference": Quest, "triton": QuestTriton}[impl]
+        made = {"reference": Quest, "triton": QuestKernels}[impl]
         self.quest = made(AlgorithmSetup(self.model, self.group, params, self.device, self._topk))
         self.generator = torch.Generator().manual_seed(seed)
         pages = units // PAGE_UNITS

@@ -10,7 +10,7 @@ import topkv.hooks.algorithm as hooks
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.plugins.contract import check_instance, has_hook
-from topkv_quest.algorithm import Quest
+from topkv_quest.quest import Quest
 
 
 def test_one_instance_serves_the_hooks_by_their_names(world, impl, device):

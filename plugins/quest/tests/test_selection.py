@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from topkv_quest import reference
-from topkv_quest.algorithm import Quest
+from topkv_quest import quest
+from topkv_quest.quest import Quest
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -32,7 +32,7 @@ def reference_raw(w, q, slots):
     for row, slot in enumerate(slots):
         stored = w.stored(slot, w.closed(slot))
         scale = stored["scale"][None] if "scale" in stored else None
-        scores = reference.head_scores(q[row], stored["bounds"][None], scale)[0] * w.model.scale
+        scores = quest.head_scores(q[row], stored["bounds"][None], scale)[0] * w.model.scale
         rows.append(torch.nn.functional.pad(scores, (0, width - scores.shape[1])))
     return torch.stack(rows)
 

@@ -385,7 +385,6 @@ def test_kernels_go_to_the_phase_that_launched_them():
 
 
 def test_kernels_of_plugins_are_known_by_name(model):
-    import topkv_quest.kernels
     import topkv_triton_attention.decode_kernels  # noqa: F401
 
     cell = Cell("topkv", 256, 1, 4, True, None, SparseConfig(**SPARSE))
@@ -396,5 +395,5 @@ def test_kernels_of_plugins_are_known_by_name(model):
         made.close()
     assert names["plan_kernel"] == "plan"
     kernels = [name for name, phase in names.items() if phase == "select"]
-    assert any(hasattr(topkv_quest.kernels, name) for name in kernels)
+    assert {"score_kernel", "lanes_kernel"} <= {*kernels}
     assert "attend" in names.values()

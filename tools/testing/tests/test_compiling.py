@@ -28,6 +28,12 @@ def good_kernel(p_out, count, SIZE: tl.constexpr, CHANGE: tl.constexpr):
     tl.store(p_out + at, CHANGE(at * 2.0).to(p_out.dtype.element_ty), at < count)
 
 @triton.jit
+def tuple_kernel(pools, count, SIZE: tl.constexpr, CHANGE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    for each in tl.static_range(2):
+        tl.store(pools[each] + at, CHANGE(at * 2.0).to(tl.float32), at < count)
+
+@triton.jit
 def bad_kernel(p_out, count, SIZE: tl.constexpr, CHANGE: tl.constexpr):
     at = tl.arange(0, SIZE)
     there, kind = at < count, p_out.dtype.element_ty  # the compiler has no tuples of dtypes
@@ -95,6 +101,18 @@ def test_what_the_compiler_refuses_is_told_once(kernels):
     assert launch.values["CHANGE"] == Named("kernels", "square")
     assert (good, again) == (None, None)
     assert "there, kind = at < count" in bad
+
+
+def test_tensors_in_a_tuple_are_pointers(kernels):
+    """Pools that a kernel hands to a device function."""
+    found, compiler = [], Compiler(90)
+    with unwatched(), launches(found.append):
+        kernels.tuple_kernel[(1,)]((torch.zeros(16),) * 2, 3, SIZE=16, CHANGE=kernels.square)
+    assert found[0].values["pools"] == (Pointer("float32"),) * 2
+    try:
+        assert compiler.compile(found[0]) is None
+    finally:
+        compiler.close()
 
 
 def test_dtypes_and_switches_make_another_kernel_and_numbers_do_not(kernels):

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from topkv.algorithms import ScoredUnits
 from topkv.hooks.algorithm import RepresentationSpec
+from topkv.ops.language import jit, store, tl
+from topkv.units import UnitKernels
 
 
 def digest_of(keys: Tensor, valid: Tensor) -> Tensor:
@@ -51,9 +53,8 @@ def head_scores(q: Tensor, digest: Tensor) -> Tensor:
 class ArkVale(ScoredUnits):
     """Selects the closed units of the highest mean softmaxed score, kept as its logarithm.
 
-    Of equal scores the lower unit wins. The first ``sink_units`` units are forced. Everything
-    but the top-k is plain torch: every shape follows from the configuration, nothing waits for
-    the device.
+    Of equal scores the lower unit wins. The first ``sink_units`` units are forced. Every shape
+    follows from the configuration, and nothing waits for the device.
     """
 
     def representations(self) -> list[RepresentationSpec]:
@@ -67,7 +68,30 @@ class ArkVale(ScoredUnits):
         return head_scores(q, kept["digest"]) * self.model.scale
 
 
-class ArkValeTriton(ArkVale):
-    """The same, whose top-k runs in kernels."""
+@jit
+def write_digest(k, v, valid, tokens, pools, at, OPTIONS: tl.constexpr, D: tl.constexpr):
+    """``digest_of`` of a unit."""
+    low = tl.min(tl.where(valid, k, float("inf")), 0)
+    high = tl.max(tl.where(valid, k, float("-inf")), 0)
+    centre = (low + high) / 2
+    distance = tl.where(valid, tl.abs(centre[None, :] - k).to(tl.float64), 0.0)
+    radius = (tl.sum(distance, 0) / tokens).to(tl.float32)
+    d = tl.arange(0, k.shape[1])
+    store(pools[0] + at * (2 * D) + d, centre, d < D)
+    store(pools[0] + at * (2 * D) + D + d, radius, d < D)
 
-    impl = "triton"
+
+@jit
+def add_corners(scores, q, pools, at, d, inside, OPTIONS: tl.constexpr, D: tl.constexpr):
+    """``head_scores`` of a tile of units, by two products."""
+    p_tile = pools[0] + at[:, None] * (2 * D) + d
+    centre = tl.load(p_tile, inside, other=0.0).to(q.dtype)
+    radius = tl.load(p_tile + D, inside, other=0.0).to(q.dtype)
+    scores = tl.dot(centre, q, acc=scores, input_precision="ieee")
+    return tl.dot(radius, tl.where(q < 0, -q, q), acc=scores, input_precision="ieee")
+
+
+class ArkValeKernels(UnitKernels, ArkVale):
+    """ArkVale by the two device functions."""
+
+    represent_unit, score_tile = write_digest, add_corners

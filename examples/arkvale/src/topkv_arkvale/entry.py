@@ -14,7 +14,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             kind="algorithm",
             factories={
                 "reference": "topkv_arkvale.algorithm:ArkVale",
-                "triton": "topkv_arkvale.algorithm:ArkValeTriton",
+                "triton": "topkv_arkvale.algorithm:ArkValeKernels",
             },
             hook_api=(2, 0),
             capabilities=Capabilities(

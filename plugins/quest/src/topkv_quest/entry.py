@@ -13,8 +13,8 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             name="quest",
             kind="algorithm",
             factories={
-                "reference": "topkv_quest.algorithm:Quest",
-                "triton": "topkv_quest.launch:QuestTriton",
+                "reference": "topkv_quest.quest:Quest",
+                "triton": "topkv_quest.quest:QuestKernels",
             },
             hook_api=(2, 0),
             capabilities=Capabilities(

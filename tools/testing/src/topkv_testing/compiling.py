@@ -89,6 +89,8 @@ class Launch:
 
 
 def _told(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_told, value))
     if hasattr(value, "data_ptr"):
         return Pointer(str(value.dtype).removeprefix("torch."))
     return _named(value) if hasattr(value, "fn") and callable(value) else value
@@ -236,6 +238,8 @@ def _answer(launch: Launch) -> str | None:
     from triton.runtime.jit import JITFunction, MockTensor
 
     def made(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(made, value))
         if isinstance(value, Pointer):
             return MockTensor(getattr(torch, value.dtype))
         return value.find() if isinstance(value, Named) else value

@@ -1,0 +1,255 @@
+"""Units by kernels, of which an author writes the device functions alone.
+
+    class Mean(ScoredUnits):  # in torch: representations, represent, score
+        ...
+
+    class MeanKernels(UnitKernels, Mean):
+        represent_unit, score_tile = mean_of, product  # functions of triton.jit
+
+``topkv.ops.unit_kernels`` says what the two are given. Everything else is here: launches, scratch,
+page look-up, the ring, masks, and the ranking of scores. ``KeptByKernels`` alone is for stages,
+and for algorithms that score in kernels of their own.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from topkv.algorithms import KeepsUnits, ScoredUnits
+from topkv.hooks.algorithm import AlgorithmSetup
+from topkv.hooks.discovery import hookimpl
+from topkv.hooks.stage import StageSetup
+from topkv.ops.lane_scores import HeadScores
+from topkv.types import GroupShape, LayerView, ModelShape
+
+NARROW_G, NARROW_D = 64, 256
+"""Query heads of a kv-head, and channels, whose queries a program keeps in registers."""
+
+NARROW: dict[str, int] = {"TILE_U": 32, "TILES": 4, "STAGES": 3, "num_warps": 1}
+"""Units of a tile, tiles of a program, loads in flight, warps. With bounds of 512 bytes a unit
+they read 88 % of what an H200 reads at best."""
+
+WIDE: dict[str, int] = {"TILE_U": 64, "TILES": 2, "STAGES": 3, "num_warps": 8}
+"""The same of more heads or channels, of which ``WIDE_D`` are taken at a time."""
+
+WIDE_D = 64
+
+
+class KeptByKernels(KeepsUnits):
+    """Mix-in before a ``KeepsUnits``: what is kept of units is written by kernels. Needs Triton.
+
+    Attributes:
+        represent_unit: device function, see ``topkv.ops.unit_kernels``.
+        options: constants for device functions, numbers in a tuple; ``()`` here.
+    """
+
+    represent_unit: ClassVar[Any]
+
+    def __init__(self, setup: AlgorithmSetup | StageSetup) -> None:
+        super().__init__(setup)  # type: ignore[call-arg]  # of the class behind it
+        import triton
+
+        from topkv.ops import unit_kernels
+
+        self.kernels, group = unit_kernels, self.group
+        self.names = [spec.name for spec in self.representations()]
+        self.as_bits = self.model.dtype is torch.bfloat16
+        self.geometry = {
+            "KV_HEADS": group.num_kv_heads,
+            "UNIT": group.unit,
+            "UNITS_PER_PAGE": group.units_per_page,
+            "OPTIONS": self.options,
+            "D": group.head_dim,
+        }
+        self.writing = self.geometry | {
+            "REPRESENT": type(self).represent_unit,
+            "VALUES": self.keeps_values,
+            "AS_BITS": self.as_bits,
+            "BLOCK_T": max(2, triton.next_power_of_2(group.unit)),
+            "BLOCK_D": max(16, triton.next_power_of_2(group.head_dim)),
+            "num_warps": 4 if group.head_dim <= NARROW_D else 8,
+        }
+
+    @property
+    def options(self) -> tuple[int, ...]:
+        return ()
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        """Keys or values as kernels read them: bfloat16 as its bits."""
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        return rows.view(torch.int16) if self.as_bits else rows
+
+    def _written(self, layer: LayerView) -> tuple[Tensor, ...]:
+        """The pools as device functions write them: bfloat16 as its bits."""
+        pools = (layer.pools[name] for name in self.names)
+        return tuple(p.view(torch.int16) if p.dtype is torch.bfloat16 else p for p in pools)
+
+    @hookimpl
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        if k.shape[0] == 0:
+            return
+        group, keys = self.group, self._rows(k)
+        values = self._rows(v) if self.keeps_values else keys
+        units = -(-k.shape[0] // group.unit)
+        self.kernels.construct_kernel[(units, group.num_kv_heads)](
+            *(keys, values, self._written(layer), layer.step.page_table[slot]),
+            *(start // group.unit, k.shape[0], *keys.stride()[:2], *values.stride()[:2]),
+            **self.writing,
+        )
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        group, step = self.group, layer.step
+        keys, values = layer.ring_k, layer.ring_v
+        if group.unit == 1:  # there is no ring where selections are regranulated
+            keys, values = k, v
+            strides: tuple[int, ...] = (k.stride(0), 0, 0, k.stride(1), 0)
+        else:
+            strides = keys.stride()[:5]
+        if self.as_bits:
+            keys, values = keys.view(torch.int16), values.view(torch.int16)
+        self.kernels.update_kernel[(step.batch, group.num_kv_heads)](
+            *(keys, values, self._written(layer), step.slots, step.lengths, step.appended),
+            *(step.page_table, step.page_table.stride(0), *strides),
+            HEADS_PER_LANE=group.heads_per_lane,
+            T=group.ring_slots,
+            **self.writing,
+        )
+
+
+class KeptOfTokens:
+    """Mix-in: what is kept of single tokens is written by kernels. Needs Triton.
+
+    The class behind it has ``model`` and ``group``, whose units may be of any size.
+
+    Attributes:
+        represent_tokens: device function, see ``topkv.ops.token_kernels``.
+        options: constants for it, numbers in a tuple.
+        rows: tokens of a program, of a prompt and of a step.
+        writing: keywords of the launches, ``num_warps`` say.
+    """
+
+    model: ModelShape
+    group: GroupShape
+    represent_tokens: ClassVar[Any]
+    rows: tuple[int, int] = (16, 16)
+    writing: Mapping[str, Any] = {"num_warps": 4}
+
+    @property
+    def options(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def key_shape(self) -> tuple[int, int]:
+        """Heads and elements of the keys of a token."""
+        return self.group.num_kv_heads, self.group.head_dim
+
+    @abstractmethod
+    def written(self, layer: LayerView) -> tuple[Tensor, ...]:
+        """The tensors that the device function gets, bfloat16 ones as int16."""
+
+    def keys(self, k: Tensor) -> Tensor:
+        """Keys as the device function reads them; here as they are."""
+        return k if k.stride(-1) == 1 else k.contiguous()
+
+    def construct_tokens(self, layer: LayerView, slot: int, start: int, k: Tensor) -> None:
+        """Represent keys ``[m, Hkv, D]`` of a request from position ``start``."""
+        if k.shape[0] == 0:
+            return
+        from topkv.ops.token_kernels import construct_tokens_kernel
+
+        keys = self.keys(k)
+        construct_tokens_kernel[(-(-k.shape[0] // self.rows[0]), k.shape[1])](
+            *(keys, self.written(layer), layer.step.page_table[slot], slot, start, k.shape[0]),
+            *(keys.stride(0), keys.stride(1)),
+            ROWS=self.rows[0],
+            **self._sizes(),
+        )
+
+    def update_tokens(self, layer: LayerView, k: Tensor) -> None:
+        """Represent the keys ``[B, Hkv, D]`` that rows appended. Hot."""
+        from topkv.ops.token_kernels import update_tokens_kernel
+
+        step, keys = layer.step, self.keys(k)
+        update_tokens_kernel[(-(-step.batch // self.rows[1]), k.shape[1])](
+            *(keys, self.written(layer), step.slots, step.lengths, step.appended),
+            *(step.page_table, step.batch, step.page_table.stride(0)),
+            *(keys.stride(0), keys.stride(1)),
+            ROWS=self.rows[1],
+            **self._sizes(),
+        )
+
+    def _sizes(self) -> dict[str, Any]:
+        heads, dim = self.key_shape
+        return {
+            "KV_HEADS": heads,
+            "PAGE": self.group.page_tokens,
+            "REPRESENT": type(self).represent_tokens,
+            "OPTIONS": self.options,
+            "D": dim,
+            **self.writing,
+        }
+
+    @hookimpl
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        self.construct_tokens(layer, slot, start, k)
+
+    @hookimpl
+    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        self.update_tokens(layer, k)
+
+
+class UnitKernels(KeptByKernels, ScoredUnits):
+    """Mix-in before a ``ScoredUnits``: units are scored by kernels too.
+
+    Attributes:
+        score_tile, finish_tile: device functions; ``finish_tile`` may be left out.
+    """
+
+    impl = "triton"
+    score_tile: ClassVar[Any]
+    finish_tile: ClassVar[Any] = None
+
+    def __init__(self, setup: AlgorithmSetup) -> None:
+        super().__init__(setup)
+        import triton
+
+        model, group = self.model, self.group
+        wide = group.head_dim > NARROW_D or model.group_size > NARROW_G
+        sizes = WIDE if wide else NARROW
+        block_g = min(NARROW_G, max(16, triton.next_power_of_2(model.group_size)))
+        self.heads = HeadScores(model, group, sizes["TILE_U"] * sizes["TILES"], setup.device)
+        self.parts = triton.cdiv(model.group_size, block_g)
+        self.scoring = (
+            self.geometry
+            | sizes
+            | {
+                "SCORE": type(self).score_tile,
+                "FINISH": type(self).finish_tile or self.kernels.kept,
+                "GROUP": model.group_size,
+                "BLOCK_G": block_g,
+                "BLOCK_D": WIDE_D if wide else self.writing["BLOCK_D"],
+                "FP32": model.dtype is torch.float32 or setup.device.type == "cpu",
+            }
+        )
+
+    def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
+        group, step, heads = self.group, layer.step, self.heads
+        programs = step.batch * group.num_kv_heads * self.parts
+        self.kernels.score_kernel[(programs, heads.blocks)](
+            *(q, tuple(layer.pools[name] for name in self.names)),
+            *(step.slots, step.lengths, step.page_table, heads.raw, heads.peak, heads.mass),
+            *(step.page_table.stride(0), group.max_units, heads.blocks, self.model.scale),
+            *(q.stride(0), q.stride(1)),
+            **self.scoring,
+        )
+        return heads.lanes(step, self.sink_units, self.recent_units)
