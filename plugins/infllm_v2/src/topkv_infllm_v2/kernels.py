@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from topkv.ops.lane_scores_kernels import fold
+from topkv.ops.language import store
 
 
 @triton.jit
@@ -22,94 +23,13 @@ def places(p_row, part, there, KV_HEADS, head, PARTS: tl.constexpr, UNITS_PER_PA
 
 
 @triton.jit
-def _write_mean(
-    p_k,
-    s_token,
-    tokens,
-    p_mean,
-    D: tl.constexpr,
-    STRIDE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """The mean of a part whose first ``tokens`` keys stand at ``p_k``; 0 where that is none."""
-    t = tl.arange(0, BLOCK_T)[:, None]
-    d = tl.arange(0, BLOCK_D)
-    inside = (t < tl.minimum(tokens, STRIDE)) & (d < D)[None, :]
-    keys = tl.load(p_k + t.to(tl.int64) * s_token + d[None, :], inside, other=0.0)
-    mean = tl.sum(keys.to(tl.float32), 0) / STRIDE
-    tl.store(p_mean + d, mean.to(p_mean.dtype.element_ty), d < D)
-
-
-@triton.jit(do_not_specialize=["start", "tokens"], do_not_specialize_on_alignment=["p_pages"])
-def construct_kernel(
-    p_k,
-    p_means,
-    p_pages,
-    start,
-    tokens,
-    s_token,
-    s_head,
-    KV_HEADS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    PARTS: tl.constexpr,
-    UNITS_PER_PAGE: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Program (part of the chunk's units, kv-head); ``p_pages`` of the request."""
-    nth = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    part = start // STRIDE + nth
-    at = places(p_pages, part, part >= 0, KV_HEADS, head, PARTS, UNITS_PER_PAGE)
-    _write_mean(
-        p_k + nth * STRIDE * s_token + head * s_head,
-        *(s_token, tokens - nth * STRIDE, p_means + at * D, D, STRIDE, BLOCK_T, BLOCK_D),
-    )
-
-
-@triton.jit
-def update_kernel(
-    p_ring,
-    p_means,
-    p_slots,
-    p_lengths,
-    p_appended,
-    p_pages,
-    max_pages,
-    s_slot,
-    s_lane,
-    s_unit,
-    s_head,
-    s_token,
-    HEADS_PER_LANE: tl.constexpr,
-    T: tl.constexpr,
-    UNIT: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    PARTS: tl.constexpr,
-    UNITS_PER_PAGE: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Program (row, kv-head, part): a mean of the open unit, from the ring."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    nth = tl.program_id(2)
-    slot = tl.load(p_slots + row).to(tl.int64)
-    newest = tl.load(p_lengths + row) - 1
-    if (slot < 0) | (newest < 0) | (tl.load(p_appended + row) == 0):
-        return
-    part = newest // UNIT * PARTS + nth
-    p_row = p_pages + slot * max_pages
-    at = places(p_row, part, newest >= 0, KV_HEADS, head, PARTS, UNITS_PER_PAGE)
-    p_ring += slot * s_slot + (head // HEADS_PER_LANE) * s_lane
-    p_ring += (newest // UNIT % T).to(tl.int64) * s_unit + (head % HEADS_PER_LANE) * s_head
-    p_ring += (nth * STRIDE).to(tl.int64) * s_token
-    tokens = newest % UNIT + 1 - nth * STRIDE
-    _write_mean(p_ring, s_token, tokens, p_means + at * D, D, STRIDE, BLOCK_T, BLOCK_D)
+def write_means(k, v, valid, tokens, pools, at, OPTIONS: tl.constexpr, D: tl.constexpr):
+    """``reference.part_means`` of a unit, whose parts of ``OPTIONS[0]`` tokens are ``OPTIONS[1]``;
+    keys that are not there count as 0."""
+    t, d = tl.arange(0, k.shape[0]), tl.arange(0, k.shape[1])
+    for part in tl.static_range(OPTIONS[1]):
+        mean = tl.sum(tl.where((t // OPTIONS[0] == part)[:, None], k, 0.0), 0) / OPTIONS[0]
+        store(pools[0] + (at * OPTIONS[1] + part) * D + d, mean, d < D)
 
 
 @triton.jit

@@ -7,10 +7,10 @@ import torch
 import triton
 from torch import Tensor
 
-from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.ops.lane_scores import HeadScores
 from topkv.types import LayerView
+from topkv.units import KeptByKernels
 from topkv_infllm_v2 import kernels
 from topkv_infllm_v2.algorithm import InfLLMv2
 
@@ -21,7 +21,7 @@ BLOCK_U = 128
 """Units of one program of the kernel that takes the best windows."""
 
 
-class InfLLMv2Triton(InfLLMv2):
+class InfLLMv2Triton(KeptByKernels, InfLLMv2):
     """InfLLM-v2 in kernels, with every constant worked out once.
 
     Scratch: ``HeadScores`` of windows, a unit of ``stride`` tokens each, and of lanes fp32
@@ -29,6 +29,7 @@ class InfLLMv2Triton(InfLLMv2):
     """
 
     impl = "triton"
+    represent_unit = kernels.write_means
 
     def __init__(self, setup: AlgorithmSetup) -> None:
         super().__init__(setup)
@@ -45,7 +46,6 @@ class InfLLMv2Triton(InfLLMv2):
             "D": group.head_dim,
             "BLOCK_D": max(16, triton.next_power_of_2(group.head_dim)),
         }
-        self.writing = means | {"BLOCK_T": triton.next_power_of_2(self.stride), "num_warps": 4}
         self.scoring = means | {
             "GROUP": model.group_size,
             "TILE": TILE,
@@ -57,33 +57,10 @@ class InfLLMv2Triton(InfLLMv2):
         }
         self.pooling = parts | {"LANE_HEADS": group.lane_heads, "UNIT": group.unit}
 
-    @hookimpl
-    def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
-    ) -> None:
-        if k.shape[0] == 0:
-            return
-        if k.stride(-1) != 1:
-            k = k.contiguous()
-        units = triton.cdiv(k.shape[0], self.group.unit)
-        grid = units * self.parts, self.group.num_kv_heads
-        kernels.construct_kernel[grid](
-            *(k, layer.pools["means"], layer.step.page_table[slot], start, k.shape[0]),
-            *(k.stride(0), k.stride(1)),
-            **self.writing,
-        )
-
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        group, step, ring = self.group, layer.step, layer.ring_k
-        kernels.update_kernel[(step.batch, group.num_kv_heads, self.parts)](
-            *(ring, layer.pools["means"], step.slots, step.lengths, step.appended),
-            *(step.page_table, step.page_table.stride(0), *ring.stride()[:5]),
-            HEADS_PER_LANE=group.heads_per_lane,
-            T=group.ring_slots,
-            UNIT=group.unit,
-            **self.writing,
-        )
+    @property
+    def options(self) -> tuple[int, int]:
+        """Tokens of a part, and parts of a unit."""
+        return self.stride, self.parts
 
     def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         group, step, heads = self.group, layer.step, self.heads

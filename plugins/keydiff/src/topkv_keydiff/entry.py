@@ -14,7 +14,7 @@ def topkv_register_stages() -> list[PluginEntry]:
             kind="stage",
             factories={
                 "reference": "topkv_keydiff.stage:KeyDiff",
-                "triton": "topkv_keydiff.launch:KeyDiffTriton",
+                "triton": "topkv_keydiff.kernels:KeyDiffKernels",
             },
             hook_api=(2, 3),
             capabilities=Capabilities(

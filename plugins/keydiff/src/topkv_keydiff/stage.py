@@ -6,14 +6,12 @@ the README.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from attrs import fields
 from torch import Tensor
 
 from topkv import hookimpl
-from topkv.algorithms import appended_units, chunk_units, open_units, write_units
+from topkv.algorithms import KeepsUnits
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.hooks.stage import Keeping, StageSetup, StageSpec
@@ -23,7 +21,7 @@ from topkv_keydiff import reference
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class KeyDiff:
+class KeyDiff(KeepsUnits):
     """Says what pages are worth by how little their keys are like the mean of all.
 
     Of every unit and kv-head it keeps the mean direction of the keys, in the dtype of the model:
@@ -57,31 +55,16 @@ class KeyDiff:
             raise ConfigError(type(self).__name__, reasons)
         self.keeping = Keeping(**{each.name: setup.params[each.name] for each in fields(Keeping)})
 
+    def representations(self) -> list[RepresentationSpec]:
+        shape = (self.model.num_kv_heads, self.model.head_dim)
+        return [RepresentationSpec("directions", "unit", shape, self.model.dtype)]
+
     @hookimpl
     def spec(self) -> StageSpec:
-        shape = (self.model.num_kv_heads, self.model.head_dim)
-        pool = RepresentationSpec("directions", "unit", shape, self.model.dtype)
-        return StageSpec((pool,), keeping=self.keeping)
+        return StageSpec(tuple(self.representations()), keeping=self.keeping)
 
-    @hookimpl
-    def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
-    ) -> None:
-        units, keys, valid = chunk_units(self.group, start, k)
-        self._write(layer, torch.full_like(units, slot), units, keys, valid)
-
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        # There is no ring where selections are regranulated: units are then of one token.
-        keys = k[:, None] if self.group.unit == 1 else open_units(layer, layer.ring_k)
-        slots, units, valid = appended_units(layer)
-        self._write(layer, slots, units, keys, valid)
-
-    def _write(
-        self, layer: LayerView, slots: Tensor, units: Tensor, keys: Tensor, valid: Tensor
-    ) -> None:
-        new: dict[str, Any] = {"directions": reference.directions(keys, valid)}
-        write_units(layer, slots, units, new)
+    def represent(self, keys: Tensor, valid: Tensor) -> dict[str, Tensor]:
+        return {"directions": reference.directions(keys, valid)}
 
     @hookimpl
     def keep(

@@ -11,6 +11,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from topkv.ops.language import store
+
+
+@triton.jit
+def write_summary(k, v, valid, tokens, pools, at, OPTIONS: tl.constexpr, D: tl.constexpr):
+    """``reference.summary`` of a unit."""
+    d = tl.arange(0, k.shape[1])
+    mean = tl.sum(k, 0) / tokens
+    store(pools[0] + at * (2 * D) + d, mean, d < D)
+    store(pools[0] + at * (2 * D) + D + d, tl.sum(v, 0) / tokens, d < D)
+    if OPTIONS[0]:
+        apart = tl.where(valid, k - mean[None, :], 0.0)
+        store(pools[1] + at * D + d, tl.sqrt(tl.sum(apart * apart, 0) / tokens), d < D)
+
 
 @triton.jit
 def _selected(p_ids, u, select, BLOCK_K: tl.constexpr):

@@ -11,7 +11,8 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.hooks.stage import StageSetup
 from topkv.types import LayerView
-from topkv_residual import kernels, unit_kernels
+from topkv.units import KeptByKernels
+from topkv_residual import kernels
 from topkv_residual.stage import Residual
 
 TILE_U, TILES, STAGES = 32, 4, 2
@@ -21,11 +22,13 @@ BLOCK_K = 64
 """Ids that a tile is compared with at a time."""
 
 
-class ResidualTriton(Residual):
+class ResidualTriton(KeptByKernels, Residual):
     """The estimate in kernels, with every constant worked out once.
 
     Scratch: of each query head and share of ``TILE_U * TILES`` units D + 2 numbers in fp32.
     """
+
+    represent_unit = kernels.write_summary
 
     def __init__(self, setup: StageSetup) -> None:
         super().__init__(setup)
@@ -46,7 +49,6 @@ class ResidualTriton(Residual):
             "D": model.head_dim,
             "BLOCK_D": block_d,
         }
-        self.writing = geometry | {"BLOCK_T": max(2, triton.next_power_of_2(group.unit))}
         self.weighing = geometry | {
             "HEADS_PER_LANE": group.heads_per_lane,
             "GROUP": model.group_size,
@@ -67,36 +69,14 @@ class ResidualTriton(Residual):
             "num_warps": 1,
         }
 
+    @property
+    def options(self) -> tuple[bool]:
+        """Whether the deviation of keys is kept."""
+        return (self.variance,)
+
     def _pools(self, layer: LayerView) -> tuple[Tensor, Tensor]:
         means = layer.pools["means"]
         return means, layer.pools.get("deviation", means)
-
-    @hookimpl
-    def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
-    ) -> None:
-        if k.shape[0] == 0:
-            return
-        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-        units = triton.cdiv(k.shape[0], self.group.unit)
-        unit_kernels.construct_kernel[(units, self.group.num_kv_heads)](
-            *(k, v, *self._pools(layer), layer.step.page_table[slot]),
-            *(start // self.group.unit, k.shape[0]),
-            *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-            **self.writing,
-        )
-
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        group, step = self.group, layer.step
-        unit_kernels.update_kernel[(step.batch, group.num_kv_heads)](
-            *(layer.ring_k, layer.ring_v, *self._pools(layer)),
-            *(step.slots, step.lengths, step.appended, step.page_table),
-            *(step.page_table.stride(0), *layer.ring_k.stride()[:5]),
-            HEADS_PER_LANE=group.heads_per_lane,
-            T=group.ring_slots,
-            **self.writing,
-        )
 
     @hookimpl
     def correct(self, layer: LayerView, q: Tensor, ids: Tensor, out: Tensor, lse: Tensor) -> None:

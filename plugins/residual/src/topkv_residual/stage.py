@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from topkv import hookimpl
-from topkv.algorithms import appended_units, chunk_units, host_ids, open_units, write_units
+from topkv.algorithms import KeepsUnits, host_ids
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.hooks.stage import StageSetup, StageSpec
@@ -20,7 +20,7 @@ from topkv_residual import reference
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class Residual:
+class Residual(KeepsUnits):
     """Adds every closed unit that was not attended, as one weighted mean value.
 
     Of every unit and kv-head it keeps the mean key, the mean value and, with ``variance``, the
@@ -35,6 +35,8 @@ class Residual:
     Attributes:
         variance: the parameter.
     """
+
+    keeps_values = True
 
     def __init__(self, setup: StageSetup) -> None:
         """Raises ConfigError with all reasons."""
@@ -60,41 +62,21 @@ class Residual:
         if reasons:
             raise ConfigError(type(self).__name__, reasons)
 
-    @hookimpl
-    def spec(self) -> StageSpec:
+    def representations(self) -> list[RepresentationSpec]:
         heads, dim, dtype = self.model.num_kv_heads, self.model.head_dim, self.model.dtype
         means = RepresentationSpec("means", "unit", (heads, 2, dim), dtype)
         deviation = RepresentationSpec("deviation", "unit", (heads, dim), dtype)
-        return StageSpec((means, deviation) if self.variance else (means,))
+        return [means, deviation] if self.variance else [means]
 
     @hookimpl
-    def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
-    ) -> None:
-        units, keys, valid = chunk_units(self.group, start, k)
-        values = chunk_units(self.group, start, v)[1]
-        self._write(layer, torch.full_like(units, slot), units, keys, values, valid)
+    def spec(self) -> StageSpec:
+        return StageSpec(tuple(self.representations()))
 
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        slots, units, valid = appended_units(layer)
-        keys, values = (open_units(layer, ring) for ring in (layer.ring_k, layer.ring_v))
-        self._write(layer, slots, units, keys, values, valid)
-
-    def _write(
-        self,
-        layer: LayerView,
-        slots: Tensor,
-        units: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        valid: Tensor,
-    ) -> None:
+    def represent(  # type: ignore[override]  # values come along
+        self, keys: Tensor, values: Tensor, valid: Tensor
+    ) -> dict[str, Tensor]:
         mean, value, deviation = reference.summary(keys, values, valid)
-        new = {"means": torch.stack([mean, value], 2)}
-        if self.variance:
-            new["deviation"] = deviation
-        write_units(layer, slots, units, new)
+        return {"means": torch.stack([mean, value], 2), "deviation": deviation}
 
     def weights(self, q: Tensor, mean: Tensor, deviation: Tensor | None) -> Tensor:
         """Logarithms of what units weigh, see ``reference.logits``."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from topkv import hookimpl
-from topkv.algorithms import ScoredUnits, appended_units, chunk_units, open_units
+from topkv.algorithms import ScoredUnits
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History, RepresentationSpec
 from topkv.types import LayerView
 from topkv_rocketkv import reference, votes
@@ -120,7 +120,13 @@ class RocketKV(ScoredUnits):
     def construct(
         self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
     ) -> None:
-        self._write_prompt(layer, slot, start, k)
+        super().construct(layer, slot, start, k, v, q, lse)
+        self._gather_voters(layer, slot, start, k, q, lse)
+
+    def _gather_voters(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        """Keep the queries of the window at the end of a prompt, which vote when it settles."""
         window, pools, end = self.params["window"], layer.pools, start + len(k)
         first, count = end - len(q), min(len(q), window)
         voters, state = pools["voters"][slot], pools["state"][slot]
@@ -131,11 +137,6 @@ class RocketKV(ScoredUnits):
         pools["lse"][slot, rows] = lse[len(q) - count :]
         voters[rows] = (positions + 1).int()
         state[SETTLED] = 0
-
-    def _write_prompt(self, layer: LayerView, slot: int, start: int, k: Tensor) -> None:
-        """Bounds of all units of a chunk."""
-        units, keys, valid = chunk_units(self.group, start, k)
-        self._store(layer, torch.full_like(units, slot), units, keys, valid)
 
     @hookimpl
     def settle(
@@ -193,24 +194,18 @@ class RocketKV(ScoredUnits):
         voters *= voters <= length
         layer.pools["dropped"][slot, :, length // self.group.unit :] = 0
 
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        slots, units, valid = appended_units(layer)
-        self._store(layer, slots, units, open_units(layer, layer.ring_k), valid)
-
     def represent(self, keys: Tensor, valid: Tensor) -> dict[str, Tensor]:
         return {"bounds": reference.minmax(keys, valid)}
 
-    def _store(
-        self, layer: LayerView, slots: Tensor, units: Tensor, keys: Tensor, valid: Tensor
+    def _write(
+        self, layer: LayerView, slots: Tensor, units: Tensor, valid: Tensor, *rows: Tensor
     ) -> None:
-        """Represent logical ``units [n]`` of requests ``slots [n]``; slot -1 changes nothing."""
         per_page, writes = self.group.units_per_page, slots >= 0
         table = layer.step.page_table[slots.clamp(min=0), units // per_page].long()
         # Without a shape that depends on data: the others write page 0, which belongs to nobody.
         page, place = torch.where(writes, table, 0), torch.where(writes, units % per_page, 0)
         bounds = reference.by_page(layer.pools["bounds"], per_page)
-        new = self.represent(keys, valid)["bounds"]
+        new = self.represent(*rows, valid)["bounds"]
         bounds[page, place] = torch.where(writes[:, None, None, None], new, bounds[page, place])
 
     def score(self, q: Tensor, kept: Mapping[str, Tensor]) -> Tensor:

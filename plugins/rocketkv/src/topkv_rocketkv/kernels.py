@@ -10,6 +10,21 @@ import triton
 import triton.language as tl
 
 from topkv.ops.lane_scores_kernels import fold
+from topkv.ops.language import store
+
+
+@triton.jit
+def write_bounds(k, v, valid, tokens, pools, at, OPTIONS: tl.constexpr, D: tl.constexpr):
+    """``reference.minmax`` of a unit, to its place in its page: ``OPTIONS`` are the kv-heads and
+    the units of a page."""
+    unit, head = at // OPTIONS[0], at % OPTIONS[0]
+    page, place = unit // OPTIONS[1], unit % OPTIONS[1]
+    d = tl.arange(0, k.shape[1])
+    low = tl.min(tl.where(valid, k, float("inf")), 0) + 0.0
+    high = tl.max(tl.where(valid, k, float("-inf")), 0) + 0.0
+    p_page = pools[0] + (page * OPTIONS[0] + head) * (2 * D * OPTIONS[1]) + place
+    store(p_page + d * OPTIONS[1], low, d < D)
+    store(p_page + (D + d) * OPTIONS[1], high, d < D)
 
 
 @triton.jit

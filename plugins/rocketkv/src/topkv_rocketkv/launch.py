@@ -10,7 +10,8 @@ from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.ops.lane_scores import HeadScores
 from topkv.types import LayerView
-from topkv_rocketkv import bound_kernels, kernels, reference
+from topkv.units import KeptByKernels
+from topkv_rocketkv import kernels, reference
 from topkv_rocketkv.algorithm import UNREAD, RocketKV
 
 TILE_U, TILES, STAGES = 32, 4, 3
@@ -20,7 +21,7 @@ BLOCK_U = TILE_U * TILES
 """Units whose maximum and exponential sum are kept together."""
 
 
-class RocketKVTriton(RocketKV):
+class RocketKVTriton(KeptByKernels, RocketKV):
     """RocketKV in kernels, with every constant worked out once.
 
     Votes stay in torch: they are cold. Scratch: ``HeadScores``; ``sides`` int8
@@ -29,6 +30,7 @@ class RocketKVTriton(RocketKV):
     """
 
     impl = "triton"
+    represent_unit = kernels.write_bounds
 
     def __init__(self, setup: AlgorithmSetup) -> None:
         super().__init__(setup)
@@ -46,7 +48,6 @@ class RocketKVTriton(RocketKV):
         }
         units = {"UNIT": group.unit, "UNITS_PER_PAGE": group.units_per_page}
         heads = {"GROUP": model.group_size, "BLOCK_G": block_g}
-        self.writing = geometry | units | {"BLOCK_T": max(2, triton.next_power_of_2(group.unit))}
         self.asking = geometry | heads
         self.scoring = (
             geometry
@@ -62,29 +63,17 @@ class RocketKVTriton(RocketKV):
             }
         )
 
-    def _write_prompt(self, layer: LayerView, slot: int, start: int, k: Tensor) -> None:
-        group = self.group
-        if len(k) == 0:
-            return
-        if k.stride(-1) != 1:
-            k = k.contiguous()
-        grid = (triton.cdiv(len(k), group.unit), group.num_kv_heads)
-        bound_kernels.construct_kernel[grid](
-            *(k, layer.pools["bounds"], layer.step.page_table[slot]),
-            *(start // group.unit, len(k), k.stride(0), k.stride(1)),
-            **self.writing,
-        )
+    @property
+    def options(self) -> tuple[int, int]:
+        """The kv-heads, and the units of a page."""
+        return self.group.num_kv_heads, self.group.units_per_page
 
     @hookimpl
-    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        group, step, ring = self.group, layer.step, layer.ring_k
-        bound_kernels.update_kernel[(step.batch, group.num_kv_heads)](
-            *(ring, layer.pools["bounds"], step.slots, step.lengths, step.appended),
-            *(step.page_table, step.page_table.stride(0), *ring.stride()[:5]),
-            HEADS_PER_LANE=group.heads_per_lane,
-            T=group.ring_slots,
-            **self.writing,
-        )
+    def construct(
+        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
+    ) -> None:
+        KeptByKernels.construct(self, layer, slot, start, k, v, q, lse)
+        self._gather_voters(layer, slot, start, k, q, lse)
 
     def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         group, step, pools = self.group, layer.step, layer.pools
