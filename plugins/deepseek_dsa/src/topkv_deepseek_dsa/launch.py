@@ -13,6 +13,7 @@ from topkv.ops import pdl
 from topkv.ops.sticky import prefer_resident
 from topkv.ops.topk import topk
 from topkv.types import GroupShape, LayerView, ModelShape
+from topkv.units import KeptOfTokens
 from topkv_deepseek_dsa import kernels, key_kernels
 from topkv_deepseek_dsa.algorithm import PROMPT_ROWS, DeepSeekDSA, blocks
 from topkv_deepseek_dsa.parameters import Settings
@@ -43,8 +44,8 @@ EARLY = True
 AHEAD = 2
 """Tiles of keys that a program asks for while it waits for the queries; a power of two, or 0."""
 
-CONSTRUCT_TOKENS, UPDATE_ROWS, QUERY_HEADS = 32, 4, 16
-"""Keys and query heads of a program."""
+QUERY_HEADS = 16
+"""Query heads of a program."""
 
 E4M3_PRODUCT, E4M3_DIM = (8, 9), 32
 """First compute capability with a product of e4m3, and the shortest sum that it makes."""
@@ -125,7 +126,6 @@ class Launcher:
             "POOL_BF16": not fp8 and dtype is torch.bfloat16,
             "num_warps": 4,
         }
-        self.writing = formats | {"PAGE": self.group.page_tokens}
         self.querying = formats | {"HEADS": settings.heads, "BLOCK_H": QUERY_HEADS}
         self.scoring = {
             "HEADS": settings.heads,
@@ -159,36 +159,10 @@ class Launcher:
         query = torch.empty(shape, dtype=dtype, device=self.device)
         return query, torch.empty(shape[:2], dtype=torch.float32, device=self.device)
 
-    def _pool(self, layer: LayerView) -> tuple[Tensor, Tensor]:
+    def pool(self, layer: LayerView) -> tuple[Tensor, Tensor]:
         """The pool, flat, and the same read as fp32 for the scales of fp8 keys."""
         pool = layer.pools["index"].view(-1)
         return pool, pool.view(torch.float32) if self.settings.fp8 else pool
-
-    def construct(self, layer: LayerView, slot: int, start: int, k: Tensor) -> None:
-        """Store keys ``[m, D]`` from position ``start``."""
-        keys, scales = self._pool(layer)
-        k = k if k.stride(-1) == 1 else k.contiguous()
-        key_kernels.construct_kernel[(triton.cdiv(k.shape[0], CONSTRUCT_TOKENS),)](
-            *(_bits(k), _bits(keys), scales, layer.step.page_table[slot]),
-            *(start, k.shape[0], k.stride(0)),
-            BLOCK_T=CONSTRUCT_TOKENS,
-            KEY_BF16=k.dtype is torch.bfloat16,
-            **self.writing,
-        )
-
-    def update(self, layer: LayerView, k: Tensor) -> None:
-        """Store the keys ``[B, D]`` that the rows appended."""
-        step = layer.step
-        keys, scales = self._pool(layer)
-        k = k if k.stride(-1) == 1 else k.contiguous()
-        key_kernels.update_kernel[(triton.cdiv(step.batch, UPDATE_ROWS),)](
-            *(_bits(k), _bits(keys), scales, step.page_table),
-            *(step.slots, step.lengths, step.appended, step.batch, step.page_table.stride(0)),
-            k.stride(0),
-            BLOCK_T=UPDATE_ROWS,
-            KEY_BF16=k.dtype is torch.bfloat16,
-            **self.writing,
-        )
 
     def score(self, layer: LayerView, q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Scores ``[B, U]`` and selectable tokens ``[B]`` of the rows of queries ``[B, H, D]``."""
@@ -227,7 +201,7 @@ class Launcher:
         prompt: bool = False,
     ) -> None:
         rows, pages = q.shape[0], layer.step.page_table
-        keys, scales = self._pool(layer)
+        keys, scales = self.pool(layer)
         q = q if q.stride(-1) == 1 else q.contiguous()
         # Queries that are as the keys are read where they lie. What wrote them is somebody else's
         # kernel then, behind which nothing is read before the wait.
@@ -269,12 +243,15 @@ class Launcher:
         )
 
 
-class DeepSeekDSATriton(DeepSeekDSA):
+class DeepSeekDSATriton(KeptOfTokens, DeepSeekDSA):
     """The indexer by kernels.
 
     Attributes:
         work, prompt_work: top-k, in steps and for the rows of a prompt.
     """
+
+    represent_tokens = key_kernels.write_keys
+    rows = 32, 4
 
     def __init__(self, setup: AlgorithmSetup) -> None:
         super().__init__(setup)
@@ -283,17 +260,24 @@ class DeepSeekDSATriton(DeepSeekDSA):
         self.work = setup.topk(group.max_requests, group.max_units, group.select)
         self.prompt_work = setup.topk(PROMPT_ROWS, group.max_units, group.select)
 
-    @hookimpl
-    def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
-    ) -> None:
-        k = self._keys(k, k.shape[0])
-        if k.shape[0]:
-            self.launcher.construct(layer, slot, start, k)
+    @property
+    def options(self) -> tuple[int, ...]:
+        settings = self.settings
+        pool_bf16 = not settings.fp8 and self.model.dtype is torch.bfloat16
+        levels = settings.dim.bit_length() - 1
+        return settings.fp8, settings.hadamard, settings.power_of_two, pool_bf16, levels
 
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        self.launcher.update(layer, self._keys(k, layer.step.batch))
+    @property
+    def key_shape(self) -> tuple[int, int]:
+        return 1, self.settings.dim
+
+    def keys(self, k: Tensor) -> Tensor:
+        self._keys(k, k.shape[0])  # refuses another shape
+        return _bits(super().keys(k))
+
+    def written(self, layer: LayerView) -> tuple[Tensor, Tensor]:
+        keys, scales = self.launcher.pool(layer)
+        return _bits(keys), scales
 
     @hookimpl
     def retrieve_topk(

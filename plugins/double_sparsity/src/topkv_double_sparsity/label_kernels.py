@@ -54,21 +54,18 @@ def _channel(p_key, p_channels, p_ranges, j, valid, KEY_BF16: tl.constexpr):
 
 
 @triton.jit
-def _write(
-    p_key,
-    p_channels,
-    p_ranges,
-    p_labels,
-    p_meta,
-    at,
-    valid,
-    R: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    INT4: tl.constexpr,
-    KEY_BF16: tl.constexpr,
-):
-    """Labels of the keys ``p_key [n]`` to rows ``at [n]``, where ``valid [n]``."""
+def write_labels(p_key, tensors, at, slot, head, valid, OPTIONS: tl.constexpr, D: tl.constexpr):
+    """``reference.gather``, ``narrowed`` and ``quantize`` of keys. ``OPTIONS``: channels, and
+    elements of a label; whether labels are 4 bit, and keys bits of bfloat16; elements of channels
+    and of ranges of a request."""
+    R: tl.constexpr = OPTIONS[0]
+    WIDTH: tl.constexpr = OPTIONS[1]
+    INT4: tl.constexpr = OPTIONS[2]
+    KEY_BF16: tl.constexpr = OPTIONS[3]
+    BLOCK_W: tl.constexpr = OPTIONS[4]
+    p_labels, p_meta, p_channels, p_ranges = tensors
+    p_channels += slot * OPTIONS[5] + head * R
+    p_ranges += slot * OPTIONS[6] + head * (2 * R)
     j = tl.arange(0, BLOCK_W)
     in_low = valid[:, None] & (j < WIDTH)[None, :]
     p_out = p_labels + at[:, None] * WIDTH + j[None, :]
@@ -92,84 +89,3 @@ def _write(
         channel = tl.load(p_channels[:, None] + j[None, :], in_low, other=0)
         raw = tl.load(p_key[:, None] + channel, in_low, other=0)
         tl.store(p_out, raw, in_low)
-
-
-@triton.jit(do_not_specialize=["start", "tokens"], do_not_specialize_on_alignment=["p_pages"])
-def construct_kernel(
-    p_k,
-    p_channels,
-    p_ranges,
-    p_labels,
-    p_meta,
-    p_pages,
-    start,
-    tokens,
-    s_token,
-    s_head,
-    KV_HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    R: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    INT4: tl.constexpr,
-    KEY_BF16: tl.constexpr,
-):
-    """Program (tokens of the chunk, kv-head); channels, ranges and pages of the request."""
-    nth = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    head = tl.program_id(1).to(tl.int64)
-    valid = nth < tokens
-    token = start + nth
-    page = tl.load(p_pages + token // PAGE, valid, other=0).to(tl.int64)
-    at = (page * PAGE + token % PAGE) * KV_HEADS + head
-    p_key = p_k + nth.to(tl.int64) * s_token + head * s_head
-    mine = head * R + tl.zeros_like(at)
-    _write(
-        *(p_key, p_channels + mine, p_ranges + 2 * mine, p_labels, p_meta, at, valid),
-        *(R, WIDTH, BLOCK_W, INT4, KEY_BF16),
-    )
-
-
-@triton.jit(do_not_specialize=["batch"])
-def update_kernel(
-    p_k,
-    p_channels,
-    p_ranges,
-    p_labels,
-    p_meta,
-    p_pages,
-    p_slots,
-    p_lengths,
-    p_appended,
-    batch,
-    max_pages,
-    s_row,
-    s_head,
-    s_channels,
-    s_ranges,
-    KV_HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    R: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    INT4: tl.constexpr,
-    KEY_BF16: tl.constexpr,
-):
-    """Program (rows, kv-head): the label of the token that each row appended."""
-    row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    head = tl.program_id(1).to(tl.int64)
-    inside = row < batch
-    slot = tl.load(p_slots + row, inside, other=-1).to(tl.int64)
-    token = tl.load(p_lengths + row, inside, other=0) - 1
-    appended = tl.load(p_appended + row, inside, other=0)
-    valid = (slot >= 0) & (token >= 0) & (appended != 0)
-    page = tl.load(p_pages + slot * max_pages + token // PAGE, valid, other=0).to(tl.int64)
-    at = (page * PAGE + token % PAGE) * KV_HEADS + head
-    p_key = p_k + row.to(tl.int64) * s_row + head * s_head
-    p_mine = p_channels + slot * s_channels + head * R
-    p_range = p_ranges + slot * s_ranges + head * (2 * R)
-    _write(
-        *(p_key, p_mine, p_range, p_labels, p_meta, at, valid),
-        *(R, WIDTH, BLOCK_W, INT4, KEY_BF16),
-    )

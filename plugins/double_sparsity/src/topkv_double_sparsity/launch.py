@@ -14,6 +14,7 @@ from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.ops.sticky import prefer_resident
 from topkv.ops.topk import topk
 from topkv.types import GroupShape, LayerView, ModelShape
+from topkv.units import KeptOfTokens
 from topkv_double_sparsity import kernels, label_kernels, reference, sample_kernels
 from topkv_double_sparsity.algorithm import DoubleSparsity
 from topkv_double_sparsity.parameters import Settings
@@ -107,15 +108,6 @@ class Launcher:
             "KV_HEADS": model.num_kv_heads,
             "PAGE": self.group.page_tokens,
         }
-        self.as_bits = not settings.int4 or model.dtype is torch.bfloat16
-        self.writing = shape | {
-            "R": settings.channels,
-            "WIDTH": width,
-            "INT4": settings.int4,
-            "BLOCK_W": max(2, _power(width)),
-            "KEY_BF16": model.dtype is torch.bfloat16,
-            "num_warps": 4,
-        }
         shared = self.group.lane_heads != model.num_kv_heads
         columns, row = BUNDLES[settings.int4, shared]
         if settings.int4 and model.dtype is torch.float32:
@@ -176,52 +168,6 @@ class Launcher:
         self.scale = model.scale * math.log2(math.e)
         self.bonus = settings.sticky * math.log2(math.e)
 
-    def _writable(self, layer: LayerView, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, labels and meta as the writing kernels take them."""
-        labels = layer.pools["labels"]
-        meta = layer.pools.get("meta", labels)
-        if k.stride(-1) != 1:
-            k = k.contiguous()
-        if self.as_bits:
-            k = k.view(_BITS[k.element_size()])
-        if not self.settings.int4:
-            labels = labels.view(_BITS[labels.element_size()])
-        return k, labels, meta
-
-    def construct(
-        self,
-        layer: LayerView,
-        channels: Tensor,
-        ranges: Tensor,
-        slot: int,
-        start: int,
-        k: Tensor,
-    ) -> None:
-        """Labels of keys ``[m, Hkv, D]`` from position ``start``."""
-        keys, labels, meta = self._writable(layer, k)
-        block = 32
-        grid = (triton.cdiv(k.shape[0], block), self.group.num_kv_heads)
-        label_kernels.construct_kernel[grid](
-            *(keys, channels[slot], ranges[slot], labels, meta, layer.step.page_table[slot]),
-            *(start, k.shape[0], keys.stride(0), keys.stride(1)),
-            BLOCK_T=block,
-            **self.writing,
-        )
-
-    def update(self, layer: LayerView, channels: Tensor, ranges: Tensor, k: Tensor) -> None:
-        """Labels of the keys ``[B, Hkv, D]`` that the rows appended."""
-        step = layer.step
-        keys, labels, meta = self._writable(layer, k)
-        block = 4
-        grid = (triton.cdiv(step.batch, block), self.group.num_kv_heads)
-        label_kernels.update_kernel[grid](
-            *(keys, channels, ranges, labels, meta, step.page_table),
-            *(step.slots, step.lengths, step.appended, step.batch, step.page_table.stride(0)),
-            *(keys.stride(0), keys.stride(1), channels.stride(0), ranges.stride(0)),
-            BLOCK_T=block,
-            **self.writing,
-        )
-
     def readable(self, layer: LayerView) -> tuple[Tensor, Tensor]:
         """Labels and meta as the scoring kernels take them."""
         labels = layer.pools["labels"]
@@ -253,8 +199,11 @@ class Launcher:
         return scores, closed
 
 
-class DoubleSparsityTriton(DoubleSparsity):
+class DoubleSparsityTriton(KeptOfTokens, DoubleSparsity):
     """Double Sparsity by kernels."""
+
+    represent_tokens = label_kernels.write_labels
+    rows = 32, 4
 
     def __init__(self, setup: AlgorithmSetup) -> None:
         super().__init__(setup)
@@ -262,17 +211,38 @@ class DoubleSparsityTriton(DoubleSparsity):
         self.launcher = Launcher(self.model, group, self.settings, setup.device)
         self.work = setup.topk(group.max_lanes, group.max_units, group.select)
 
+    @property
+    def options(self) -> tuple[int, ...]:
+        settings, heads = self.settings, self.group.num_kv_heads
+        width = (settings.channels + 1) // 2 if settings.int4 else settings.channels
+        each = 0 if self.fixed is not None else heads * settings.channels
+        return (
+            *(settings.channels, width, settings.int4, self.model.dtype is torch.bfloat16),
+            *(max(2, _power(width)), each, 2 * each),
+        )
+
+    def keys(self, k: Tensor) -> Tensor:
+        """Keys whose elements are moved as they are, and those of bfloat16, as bits."""
+        as_bits = not self.settings.int4 or self.model.dtype is torch.bfloat16
+        k = super().keys(k)
+        return k.view(_BITS[k.element_size()]) if as_bits else k
+
+    def written(self, layer: LayerView) -> tuple[Tensor, ...]:
+        labels = layer.pools["labels"]
+        meta = layer.pools.get("meta", labels)
+        if not self.settings.int4:
+            labels = labels.view(_BITS[labels.element_size()])
+        return labels, meta, *self._looked_at(layer)
+
+    construct = DoubleSparsity.construct  # chooses channels, and asks for ``_represent``
+
     def _represent(self, layer: LayerView, slot: int, start: int, k: Tensor) -> None:
-        self.launcher.construct(layer, *self._looked_at(layer), slot, start, k)
+        self.construct_tokens(layer, slot, start, k)
 
     def _looked_at(self, layer: LayerView) -> tuple[Tensor, Tensor]:
         """Channels and ranges as the kernels take them; those of labels as they are not read."""
         channels = self.channels(layer)
         return channels, self.ranges(layer) if self.settings.int4 else channels
-
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        self.launcher.update(layer, *self._looked_at(layer), k)
 
     @hookimpl
     def retrieve_topk(

@@ -24,21 +24,18 @@ def _rotate(x, signs, ROWS: tl.constexpr, WIDE: tl.constexpr, LOG_WIDE: tl.const
 
 
 @triton.jit
-def _encode(
-    k,
-    signs,
-    at,
-    writes,
-    pools,
-    ROWS: tl.constexpr,
-    WIDE: tl.constexpr,
-    LOG_WIDE: tl.constexpr,
-    D: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
-    """Codes and outliers of keys ``k [ROWS, WIDE]`` to rows ``at`` of pools, where ``writes``."""
-    p_codes, p_factor, p_words = pools
-    k, left = split(k.to(tl.float32), p_words + at * PAIRS, writes, ROWS, WIDE, LOG_WIDE, D, PAIRS)
+def write_codes(p_key, tensors, at, slot, head, valid, OPTIONS: tl.constexpr, D: tl.constexpr):
+    """``reference.encode`` of keys; ``OPTIONS`` are outliers, and a power of two of D or more and
+    its logarithm."""
+    PAIRS: tl.constexpr = OPTIONS[0]
+    WIDE: tl.constexpr = OPTIONS[1]
+    LOG_WIDE: tl.constexpr = OPTIONS[2]
+    ROWS: tl.constexpr = p_key.shape[0]
+    p_codes, p_factor, p_words, p_signs = tensors
+    d = tl.arange(0, WIDE)
+    k = tl.load(p_key[:, None] + d[None, :], valid[:, None] & (d < D)[None, :], other=0.0)
+    signs = tl.load(p_signs + d)
+    k, left = split(k.to(tl.float32), p_words + at * PAIRS, valid, ROWS, WIDE, LOG_WIDE, D, PAIRS)
     z = _rotate(k, signs, ROWS, WIDE, LOG_WIDE)
     length = pair_sum(tl.abs(z), ROWS, WIDE, LOG_WIDE)
     square = pair_sum(k * k, ROWS, WIDE, LOG_WIDE)
@@ -46,87 +43,12 @@ def _encode(
     bits = factor.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # to bfloat16, ties to even
     bits |= tl.where(left, 0x8000, 0)
-    tl.store(p_factor + at, bits.to(tl.int16), writes)
+    tl.store(p_factor + at, bits.to(tl.int16), valid)
     negative = tl.reshape((z < 0).to(tl.int32), [ROWS, WIDE // 16, 16])
     words = tl.sum(negative << tl.arange(0, 16)[None, None, :], 2)
     word = tl.arange(0, WIDE // 16)
     p_words = p_codes + at[:, None] * (WIDE // 16) + word[None, :]
-    tl.store(p_words, words.to(tl.int16), writes[:, None])
-
-
-@triton.jit(do_not_specialize=["start", "tokens"], do_not_specialize_on_alignment=["p_pages"])
-def construct_kernel(
-    p_k,
-    p_signs,
-    p_codes,
-    p_factor,
-    p_words,
-    p_pages,
-    start,
-    tokens,
-    s_token,
-    s_head,
-    KV_HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    D: tl.constexpr,
-    PAIRS: tl.constexpr,
-    WIDE: tl.constexpr,
-    LOG_WIDE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """Program (block of tokens of the chunk, kv-head); ``p_pages`` is the request's page row."""
-    head = tl.program_id(1).to(tl.int64)
-    nth = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    d = tl.arange(0, WIDE)
-    writes = nth < tokens
-    token = start + nth
-    page = tl.load(p_pages + token // PAGE, writes, other=0).to(tl.int64)
-    at = (page * PAGE + token % PAGE) * KV_HEADS + head
-    p_tile = p_k + nth[:, None] * s_token + head * s_head + d[None, :]
-    k = tl.load(p_tile, writes[:, None] & (d < D)[None, :], other=0.0)
-    signs = tl.load(p_signs + d)
-    pools = p_codes, p_factor, p_words
-    _encode(k, signs, at, writes, pools, BLOCK_T, WIDE, LOG_WIDE, D, PAIRS)
-
-
-@triton.jit
-def update_kernel(
-    p_k,
-    p_signs,
-    p_codes,
-    p_factor,
-    p_words,
-    p_slots,
-    p_lengths,
-    p_appended,
-    p_pages,
-    max_pages,
-    s_token,
-    s_head,
-    KV_HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    D: tl.constexpr,
-    PAIRS: tl.constexpr,
-    WIDE: tl.constexpr,
-    LOG_WIDE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    """Program (row): the codes of all kv-heads of the new token."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(p_slots + row).to(tl.int64)
-    newest = tl.load(p_lengths + row) - 1
-    if (slot < 0) | (newest < 0) | (tl.load(p_appended + row) == 0):
-        return
-    page = tl.load(p_pages + slot * max_pages + newest // PAGE).to(tl.int64)
-    head = tl.arange(0, BLOCK_H).to(tl.int64)
-    d = tl.arange(0, WIDE)
-    writes = head < KV_HEADS
-    at = (page * PAGE + newest % PAGE) * KV_HEADS + head
-    p_tile = p_k + row * s_token + head[:, None] * s_head + d[None, :]
-    k = tl.load(p_tile, writes[:, None] & (d < D)[None, :], other=0.0)
-    signs = tl.load(p_signs + d)
-    pools = p_codes, p_factor, p_words
-    _encode(k, signs, at, writes, pools, BLOCK_H, WIDE, LOG_WIDE, D, PAIRS)
+    tl.store(p_words, words.to(tl.int16), valid[:, None])
 
 
 @triton.jit

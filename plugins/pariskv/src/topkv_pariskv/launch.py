@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import triton
 from torch import Tensor
 
-from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.ops.lane_scores import HeadScores
 from topkv.types import LayerView
+from topkv.units import KeptOfTokens
 from topkv_pariskv import code_kernels, kernels, reference
 from topkv_pariskv.algorithm import ParisKV
 
@@ -19,21 +21,20 @@ TILE, TILES = 128, 8
 BLOCK_U = TILE * TILES
 """Tokens whose maximum and exponential sum are kept together."""
 
-BLOCK_T = 16
-"""Tokens of one program of the kernel that encodes a prompt."""
-
 REGISTERS = {8: 128, 16: 168}
 """Registers of a thread of the score kernel, by BLOCK_G: as many as it takes without the branch of
 the outliers, where few tiles come by; with it the compiler would take a fifth more for all."""
 
 
-class ParisKVTriton(ParisKV):
+class ParisKVTriton(KeptOfTokens, ParisKV):
     """ParisKV in kernels, with every constant worked out once.
 
     Scratch: ``HeadScores``, and rotated queries, fp32 ``[max_requests * Hkv, BLOCK_G, P]``.
     """
 
     impl = "triton"
+    represent_tokens = code_kernels.write_codes
+    writing: ClassVar = {"num_warps": 4, "enable_fp_fusion": False}
 
     def __init__(self, setup: AlgorithmSetup) -> None:
         super().__init__(setup)
@@ -49,7 +50,6 @@ class ParisKVTriton(ParisKV):
             "num_warps": 4,
             "enable_fp_fusion": False,
         }
-        self.encoding = self.rotating | {"PAGE": group.page_tokens, "PAIRS": self.outliers}
         self.asking = self.rotating | {"GROUP": model.group_size, "BLOCK_G": block_g}
         self.scoring = geometry | {
             "PAIRS": self.outliers,
@@ -65,35 +65,15 @@ class ParisKVTriton(ParisKV):
         if not self.scoring["FP32"] and block_g in REGISTERS:
             self.scoring["maxnreg"] = REGISTERS[block_g]
 
-    @hookimpl
-    def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
-    ) -> None:
-        if k.shape[0] == 0:
-            return
-        group = self.group
-        code_kernels.construct_kernel[(triton.cdiv(k.shape[0], BLOCK_T), group.num_kv_heads)](
-            *(k, self.signs, *self._written(layer)),
-            *(layer.step.page_table[slot], start, k.shape[0], k.stride(0), k.stride(1)),
-            BLOCK_T=BLOCK_T,
-            **self.encoding,
-        )
+    @property
+    def options(self) -> tuple[int, ...]:
+        wide = reference.width(self.group.head_dim)
+        return self.outliers, wide, wide.bit_length() - 1
 
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        group, step = self.group, layer.step
-        code_kernels.update_kernel[(step.batch,)](
-            *(k, self.signs, *self._written(layer)),
-            *(step.slots, step.lengths, step.appended, step.page_table),
-            *(step.page_table.stride(0), k.stride(0), k.stride(1)),
-            BLOCK_H=triton.next_power_of_2(group.num_kv_heads),
-            **self.encoding,
-        )
-
-    def _written(self, layer: LayerView) -> tuple[Tensor, Tensor, Tensor]:
-        """The pools as the kernels that encode take them."""
+    def written(self, layer: LayerView) -> tuple[Tensor, ...]:
         pools = layer.pools
-        return pools["codes"], pools["factor"].view(torch.int16), pools["outliers"]
+        factor = pools["factor"].view(torch.int16)
+        return pools["codes"], factor, pools["outliers"], self.signs
 
     def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         group, step, pools = self.group, layer.step, layer.pools

@@ -21,19 +21,14 @@ def _bf16_up(x):
 
 
 @triton.jit
-def _write(
-    p_key,
-    pools,
-    at,
-    valid,
-    D: tl.constexpr,
-    PAIRS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDE: tl.constexpr,
-    LOG_WIDE: tl.constexpr,
-):
-    """Copies of the keys ``p_key [ROWS]`` to rows ``at [ROWS]`` of the pools, where ``valid``."""
-    p_codes, p_meta, p_words = pools
+def write_copies(p_key, tensors, at, slot, head, valid, OPTIONS: tl.constexpr, D: tl.constexpr):
+    """``reference.encode`` of keys; ``OPTIONS`` are outliers, and a power of two of D or more and
+    its logarithm."""
+    PAIRS: tl.constexpr = OPTIONS[0]
+    WIDE: tl.constexpr = OPTIONS[1]
+    LOG_WIDE: tl.constexpr = OPTIONS[2]
+    ROWS: tl.constexpr = p_key.shape[0]
+    p_codes, p_meta, p_words = tensors
     d = tl.arange(0, WIDE)[None, :]
     inside = valid[:, None] & (d < D)
     key = tl.load(p_key[:, None] + d, inside, other=0).to(tl.float32)
@@ -56,71 +51,3 @@ def _write(
     signed = raised | tl.where(left, -0x80000000, 0)
     tl.store(p_meta + at * 2, (signed >> 16).to(tl.int16), valid)
     tl.store(p_meta + at * 2 + 1, (zero.to(tl.int32, bitcast=True) >> 16).to(tl.int16), valid)
-
-
-@triton.jit(do_not_specialize=["start", "tokens"], do_not_specialize_on_alignment=["p_pages"])
-def construct_kernel(
-    p_k,
-    p_codes,
-    p_meta,
-    p_words,
-    p_pages,
-    start,
-    tokens,
-    s_token,
-    s_head,
-    KV_HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    D: tl.constexpr,
-    PAIRS: tl.constexpr,
-    WIDE: tl.constexpr,
-    LOG_WIDE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """Program (tokens of the chunk, kv-head); ``p_pages`` is the request's row of pages."""
-    nth = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    head = tl.program_id(1).to(tl.int64)
-    valid = nth < tokens
-    token = start + nth
-    page = tl.load(p_pages + token // PAGE, valid, other=0).to(tl.int64)
-    at = (page * PAGE + token % PAGE) * KV_HEADS + head
-    p_key = p_k + nth * s_token + head * s_head
-    pools = p_codes, p_meta, p_words
-    _write(p_key, pools, at, valid, D, PAIRS, BLOCK_T, WIDE, LOG_WIDE)
-
-
-@triton.jit(do_not_specialize=["batch"])
-def update_kernel(
-    p_k,
-    p_codes,
-    p_meta,
-    p_words,
-    p_slots,
-    p_lengths,
-    p_appended,
-    p_pages,
-    batch,
-    max_pages,
-    s_row,
-    s_head,
-    KV_HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    D: tl.constexpr,
-    PAIRS: tl.constexpr,
-    WIDE: tl.constexpr,
-    LOG_WIDE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """Program (rows, kv-head): the copy of the key that each row appended."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    head = tl.program_id(1).to(tl.int64)
-    inside = row < batch
-    slot = tl.load(p_slots + row, inside, other=-1).to(tl.int64)
-    token = tl.load(p_lengths + row, inside, other=0) - 1
-    appended = tl.load(p_appended + row, inside, other=0)
-    valid = (slot >= 0) & (token >= 0) & (appended != 0)
-    page = tl.load(p_pages + slot * max_pages + token // PAGE, valid, other=0).to(tl.int64)
-    at = (page * PAGE + token % PAGE) * KV_HEADS + head
-    p_key = p_k + row * s_row + head * s_head
-    pools = p_codes, p_meta, p_words
-    _write(p_key, pools, at, valid, D, PAIRS, BLOCK_T, WIDE, LOG_WIDE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import triton
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.hooks.stage import StageSetup
 from topkv.types import LayerView
+from topkv.units import KeptOfTokens
 from topkv_top_p import kernels, key_kernels
 from topkv_top_p.stage import TopP
 
@@ -18,16 +21,16 @@ TOKENS = 64
 PAIRS = 16384
 """Most candidates times query heads of a block of the kernel that prunes, in registers."""
 
-BLOCK_T = 16
-"""Tokens of a program of the kernels that write copies."""
 
-
-class TopPTriton(TopP):
+class TopPTriton(KeptOfTokens, TopP):
     """Top-p in kernels, with every constant worked out once.
 
     Scratch: what candidates are worth and then weigh, fp32 ``[max_requests, H, K']``, and their
     ranks, int32 ``[max_requests * lanes, K']``, with K' padded so that vectors can be read.
     """
+
+    represent_tokens = key_kernels.write_copies
+    writing: ClassVar = {"num_warps": 4, "enable_fp_fusion": False}
 
     def __init__(self, setup: StageSetup) -> None:
         super().__init__(setup)
@@ -45,12 +48,6 @@ class TopPTriton(TopP):
             "num_warps": 4,
         }
         wide = max(2, triton.next_power_of_2(model.head_dim))
-        self.writing = geometry | {
-            "WIDE": wide,
-            "LOG_WIDE": wide.bit_length() - 1,
-            "BLOCK_T": BLOCK_T,
-            "enable_fp_fusion": False,
-        }
         block_u = triton.next_power_of_2(group.unit)
         self.weighing = geometry | {
             "HEADS_PER_LANE": group.heads_per_lane,
@@ -77,33 +74,12 @@ class TopPTriton(TopP):
             "num_warps": 4 if block_c * block_g <= PAIRS // 4 else 8,
         }
 
-    @hookimpl
-    def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
-    ) -> None:
-        if k.shape[0] == 0:
-            return
-        step = layer.step
-        programs = (triton.cdiv(k.shape[0], BLOCK_T), self.model.num_kv_heads)
-        key_kernels.construct_kernel[programs](
-            *(k, *self._written(layer), step.page_table[slot]),
-            *(start, k.shape[0], k.stride(0), k.stride(1)),
-            **self.writing,
-        )
+    @property
+    def options(self) -> tuple[int, ...]:
+        wide = max(2, triton.next_power_of_2(self.model.head_dim))
+        return self.outliers, wide, wide.bit_length() - 1
 
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        step = layer.step
-        programs = (triton.cdiv(step.batch, BLOCK_T), self.model.num_kv_heads)
-        key_kernels.update_kernel[programs](
-            *(k, *self._written(layer)),
-            *(step.slots, step.lengths, step.appended, step.page_table),
-            *(step.batch, step.page_table.stride(0), k.stride(0), k.stride(1)),
-            **self.writing,
-        )
-
-    def _written(self, layer: LayerView) -> tuple[Tensor, Tensor, Tensor]:
-        """The pools as the kernels that write copies take them."""
+    def written(self, layer: LayerView) -> tuple[Tensor, Tensor, Tensor]:
         pools = layer.pools
         return pools["codes"], pools["meta"].view(torch.int16), pools["outliers"]
 

@@ -9,52 +9,12 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["start", "tokens"], do_not_specialize_on_alignment=["p_pages"])
-def construct_kernel(
-    p_k,
-    p_index,
-    p_pages,
-    start,
-    tokens,
-    s_token,
-    PAGE: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Program (tokens of the chunk); ``p_pages`` of the request."""
-    nth = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    d, inside = tl.arange(0, BLOCK_D)[None, :], nth < tokens
-    token = start + nth
-    page = tl.load(p_pages + token // PAGE, inside, other=0).to(tl.int64)
-    valid = inside[:, None] & (d < DIM)
-    key = tl.load(p_k + nth.to(tl.int64)[:, None] * s_token + d, valid)
-    tl.store(p_index + (page * PAGE + token % PAGE)[:, None] * DIM + d, key, valid)
-
-
 @triton.jit
-def update_kernel(
-    p_k,
-    p_index,
-    p_pages,
-    p_slots,
-    p_lengths,
-    p_appended,
-    s_pages,
-    s_row,
-    PAGE: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Program (row): the key of the token that it appended."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(p_slots + row).to(tl.int64)
-    token = tl.load(p_lengths + row) - 1
-    if (slot >= 0) & (token >= 0) & (tl.load(p_appended + row) != 0):
-        d = tl.arange(0, BLOCK_D)
-        page = tl.load(p_pages + slot * s_pages + token // PAGE).to(tl.int64)
-        key = tl.load(p_k + row * s_row + d, d < DIM)
-        tl.store(p_index + (page * PAGE + token % PAGE) * DIM + d, key, d < DIM)
+def write_keys(p_key, tensors, at, slot, head, valid, OPTIONS: tl.constexpr, D: tl.constexpr):
+    """Index keys to their rows of the pool, as they are."""
+    d = tl.arange(0, OPTIONS[0])[None, :]
+    inside = valid[:, None] & (d < D)
+    tl.store(tensors[0] + at[:, None] * D + d, tl.load(p_key[:, None] + d, inside), inside)
 
 
 @triton.jit

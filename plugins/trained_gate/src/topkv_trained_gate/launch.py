@@ -12,6 +12,7 @@ from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.ops.topk import topk
 from topkv.types import LayerView
+from topkv.units import KeptOfTokens
 from topkv_trained_gate import kernels
 from topkv_trained_gate.algorithm import PROMPT_ROWS, TrainedGate
 
@@ -24,15 +25,16 @@ STEP_UNITS, PROMPT_UNITS = 4, 16
 TOGETHER = 64
 """Rows times heads of a program that scores for a prompt."""
 
-CONSTRUCT_TOKENS = 64
 
-
-class TrainedGateTriton(TrainedGate):
+class TrainedGateTriton(KeptOfTokens, TrainedGate):
     """See ``TrainedGate``. Scratch, shared by the layers of a group: fp32 ``[lanes, U]`` scores,
     and that of top-k for the lanes of a step and for those of ``PROMPT_ROWS`` rows of a prompt.
 
     Queries of another dtype than the keys, and all of fp32 models, are multiplied in fp32.
     """
+
+    represent_tokens = kernels.write_keys
+    rows = 64, 16
 
     def __init__(self, setup: AlgorithmSetup) -> None:
         super().__init__(setup)
@@ -44,13 +46,11 @@ class TrainedGateTriton(TrainedGate):
         width = min(group.select + 1, units)  # with fewer units nobody asks
         self.prompt_work = setup.topk(PROMPT_ROWS * self.heads, units, width)
         block_h = triton.next_power_of_2(self.heads)
-        self.writing = {
+        self.scoring = {
             "PAGE": group.page_tokens,
             "DIM": self.dim,
             "BLOCK_D": max(16, triton.next_power_of_2(self.dim)),
             "num_warps": 4,
-        }
-        self.scoring = self.writing | {
             "HEADS": self.heads,
             "UNIT": group.unit,
             "TILE": max(16, min(TILE, triton.next_power_of_2(group.unit))),
@@ -62,27 +62,19 @@ class TrainedGateTriton(TrainedGate):
         self.prompt = {"BLOCK_H": block_h, "ROWS": together, "UNITS": PROMPT_UNITS}
         self.prompt |= {"PROMPT": True, "LOCAL": self.local}
 
-    @hookimpl
-    def construct(
-        self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
-    ) -> None:
-        k, index = self._keys(k, k.shape[0]), layer.pools["index"]
-        kernels.construct_kernel[(triton.cdiv(k.shape[0], CONSTRUCT_TOKENS),)](
-            *(k, index, layer.step.page_table[slot], start, k.shape[0], k.stride(0)),
-            BLOCK_T=CONSTRUCT_TOKENS,
-            **self.writing,
-        )
+    @property
+    def options(self) -> tuple[int]:
+        return (self.scoring["BLOCK_D"],)
 
-    @hookimpl
-    def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        step = layer.step
-        k = self._keys(k, step.batch)
-        kernels.update_kernel[(step.batch,)](
-            *(k, layer.pools["index"], step.page_table),
-            *(step.slots, step.lengths, step.appended),
-            *(step.page_table.stride(0), k.stride(0)),
-            **self.writing,
-        )
+    @property
+    def key_shape(self) -> tuple[int, int]:
+        return 1, self.dim
+
+    def keys(self, k: Tensor) -> Tensor:
+        return super().keys(self._keys(k, k.shape[0])[:, None])
+
+    def written(self, layer: LayerView) -> tuple[Tensor]:
+        return (layer.pools["index"],)
 
     @hookimpl
     def retrieve_topk(
