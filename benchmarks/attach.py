@@ -4,7 +4,7 @@
 
 Each line makes a pool of ``gib`` GiB as attaching a model does, ``REPEATS`` times, and reports
 the medians in seconds per GiB. ``threads`` are those that touched it, on as many of the cores
-near the GPU, and ``huge`` whether huge pages were asked for. The first line says what the system
+near the GPU, and ``huge`` is true if huge pages were asked for. The first line has what the system
 offers. ``first`` is touching the first time: a virtual machine may have to wait for its host to
 provide memory that it never used before. With ``--device cpu`` nothing is registered.
 """
@@ -26,7 +26,7 @@ REPEATS = 5
 
 
 def cell(gib: float, threads: int, huge: bool, device: torch.device) -> dict[str, object]:
-    """One line."""
+    """Measure one line."""
     cpus = set(sorted(cpus_near(device))[:threads])
     times = [measure(int(gib * 2**30), device, cpus, huge) for _ in range(REPEATS)]
     line = {"what": "attach", "gib": gib, "threads": len(cpus), "huge": huge}

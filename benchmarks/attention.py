@@ -5,8 +5,8 @@
 
 Each cell is the median over graph replays of one call, in a graph that calls once for each of
 several input sets. The sets together are far larger than the L2 cache, so memory is measured.
-GB/s counts keys and values once. The models are GQA of 32 / 8 heads x 128 in bfloat16 unless
-told otherwise. Needs a CUDA device, and nothing beyond torch, triton and topkv.
+GB/s counts keys and values once. The models are GQA of 32 / 8 heads x 128 in bfloat16 by
+default. Needs a CUDA device, and nothing beyond torch, triton and topkv.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def microseconds(decode: Decoder, sets: list[tuple[Any, ...]], replays: int) -> 
 
 
 def measure(cell: Cell, replays: int) -> dict[str, object]:
-    """The cell with the constants that the backend would choose."""
+    """Measure a cell with the constants that the backend would choose."""
     decode = decoder(cell)
     launch = decode_launch(cell.dim, cell.unit, 2)
     programs = cell.batch * cell.kv_heads
@@ -104,7 +104,7 @@ def measure(cell: Cell, replays: int) -> dict[str, object]:
 
 
 def sweep(cell: Cell, replays: int) -> list[dict[str, object]]:
-    """The cell with every combination of constants that the device can launch, best first."""
+    """Measure a cell with every combination of constants that can be launched, best first."""
     sets = inputs(cell)
     found = []
     for block, warps, stages in itertools.product(BLOCKS, WARPS, STAGES):
@@ -146,7 +146,7 @@ COLUMNS = ("batch", "unit", "scope", "us", "GB/s", "block", "num_warps", "num_st
 
 
 def show(row: dict[str, object] | None = None) -> None:
-    """One line of the table, or its head."""
+    """Print one line of the table, or its head."""
     print("  ".join(f"{name if row is None else row[name]!s:>10}" for name in COLUMNS), flush=True)
 
 

@@ -27,11 +27,11 @@ from topkv_bench.geometry import build, config_of
 
 
 class Steps(BaseStreamer):
-    """Times of tokens; from step ``busy`` on it fetches ``ids``, which are forgotten again.
+    """Records times of tokens; from step ``busy`` on fetches ``ids``, and forgets them again.
 
     Args:
-        handle: of the attached model.
-        ids: int64 ``[1, n]`` of a prompt that a storage has.
+        handle: handle of the attached model.
+        ids: int64 ``[1, n]``, a prompt that a storage has.
         busy: the first step that is disturbed.
     """
 
@@ -47,11 +47,11 @@ class Steps(BaseStreamer):
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def seconds(steps: Steps) -> tuple[list[float], list[float]]:
-    """Of steps that nothing disturbs, and of those that something does."""
+    """Times of steps that nothing disturbs, and of steps beside fetches."""
     gaps = [later - sooner for sooner, later in pairwise(steps.times)]
     half = steps.busy
     return gaps[half // 2 : half], gaps[half + 1 :]

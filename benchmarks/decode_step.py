@@ -49,7 +49,7 @@ def make(context: int, requests: int, dense: bool, host_format: str) -> SparseCo
 
 
 def fill(coordinator: SparseCoordinator, context: int) -> int:
-    """A request whose cache is random; stored and represented as a prefill would do it."""
+    """Make a request with a random cache, stored and represented as by a prefill."""
     slot = coordinator.request_begin()
     lse = torch.zeros(CHUNK, HEADS, device="cuda")
     for start in range(0, context, CHUNK):

@@ -10,9 +10,9 @@ two ways:
   same; instead of plan and load one addition turns tokens into rows of the pool.
 
 ``requests`` follow from the bytes of all 61 layers. Fewer are run, so that the host has room:
-``layer_us`` is the time of a layer in the graph of a step, ``outside_us`` what a step takes beside
-its graph, and ``step_ms`` is 61 of the one and one of the other. The model's projections and
-experts are not part of it.
+``layer_us`` is the time of a layer in the graph of a step, ``outside_us`` the time of a step
+beside its graph, and ``step_ms`` is 61 of the first and one of the second. The model's
+projections and experts are not part of it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOKENS = CONTEXT + 2 * STEPS
 
 
 class Resident:
-    """In the place of the transfer engine: pools that hold every row of every request."""
+    """Pools that hold every row of every request, in the place of the transfer engine."""
 
     def __init__(self, coordinator: SparseCoordinator, slots: list[int]) -> None:
         self.first = torch.tensor(slots, dtype=torch.int32, device="cuda")[:, None] * TOKENS
@@ -83,7 +83,7 @@ def measure(way: str, requests: int, options: argparse.Namespace) -> dict[str, o
 
 
 def request_bytes(options: argparse.Namespace) -> dict[str, int]:
-    """Bytes that a request takes of the GPU in all layers."""
+    """Bytes on the GPU of a request in all layers."""
     one, two = (
         SparseCoordinator.required_bytes(lowered(LAYERS, n, options.backend, options.topk))
         for n in (1, 2)

@@ -4,9 +4,9 @@
 
 Geometry of V3.2: 128 heads, rows of 512 + 64, an indexer of 64 heads x 128, 2048 of 131072 tokens,
 a buffer of 4096 fp8 rows a request. Random rows; index queries drift from step to step, and
-``hit_rate`` says how much of the selection was in the buffer. A layer step is append, index keys,
-scores, top-k, plan, load and attention; the projections of the model are not part of it. Bytes
-are those of all layers.
+``hit_rate`` is the share of the selection that was in the buffer. A layer step is append, index
+keys, scores, top-k, plan, load and attention; the projections of the model are not part of it.
+Bytes are those of all layers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def lowered(layers: int, requests: int, backend: str, topk: str) -> LoweredConfi
 
 
 def fill(coordinator: SparseCoordinator) -> int:
-    """A request whose cache is random, stored and represented as a prefill would do it."""
+    """Make a request with a random cache, stored and represented as by a prefill."""
     slot = coordinator.request_begin()
     none = torch.empty(0, device="cuda")
     for start in range(0, CONTEXT, CHUNK):

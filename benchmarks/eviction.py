@@ -3,9 +3,9 @@
     python benchmarks/eviction.py --out FILE
 
 Model, prompts and counted steps are those of ``sticky.py``. Each bonus is recorded once, with the
-scores of all units, in a buffer of ``--recorded`` selections under LRU. What a buffer of any size
-would have held is then replayed by ``topkv_simulate``; where a bonus is given, units are selected
-anew from the recorded scores and from what the replayed buffer holds. The replay of the recorded
+scores of all units, in a buffer of ``--recorded`` selections under LRU. Buffers of other sizes are
+then replayed by ``topkv_simulate``; where a bonus is given, units are selected anew from the
+recorded scores and from the units in the replayed buffer. The replay of the recorded
 buffer has to count what the coordinator counted, row by row. Hidden states are those of the
 recording, which matters only for a bonus in another buffer.
 
@@ -44,12 +44,12 @@ from topkv_simulate.replay import Lanes, Wanted
 from topkv_simulate.trace import ROW, Trace
 
 FORCED = np.float32(1e4)
-"""In place of the +inf of forced units, of which no mean can be taken."""
+"""Score of forced units in place of +inf, of which no mean can be taken."""
 
 
 @contextmanager
 def scores_of(module: Any) -> Iterator[list[np.ndarray]]:
-    """The scores that ``prefer_resident`` of the module gets meanwhile, ``[N, U]`` a call."""
+    """Yield a list of the scores ``[N, U]`` of each call of the module's ``prefer_resident``."""
     found: list[np.ndarray] = []
     real = module.prefer_resident
 
@@ -66,7 +66,7 @@ def scores_of(module: Any) -> Iterator[list[np.ndarray]]:
 
 
 class Recording:
-    """One bonus: what was selected, from which scores, and which rows count.
+    """The recording of one bonus: selections, scores, and the rows that count.
 
     Attributes:
         scores: fp32 ``[R, N, U]`` before the bonus, of the N lanes of a request.
@@ -114,7 +114,7 @@ class Mean(LeastRecentlyUsed):
         self.weight = np.float32(weight)
 
     def see(self, slots: np.ndarray, scores: np.ndarray, present: np.ndarray) -> None:
-        """Scores ``[B, N, U]`` of a step; ``present`` ``[B, N, U + 1]`` before it."""
+        """Take the scores ``[B, N, U]`` of a step; ``present`` is ``[B, N, U + 1]`` before it."""
         before = self.means[slots][..., :-1]
         mixed = self.weight * before + (1 - self.weight) * scores
         self.means[slots, :, :-1] = np.where(present[..., :-1], mixed, scores)
@@ -125,7 +125,7 @@ class Mean(LeastRecentlyUsed):
 
 
 class Choosing(Lanes):
-    """Lanes that select at each step, from recorded scores and what they hold."""
+    """Lanes that select at each step, from recorded scores and the units that they hold."""
 
     def __init__(self, recording: Recording, slots: int, policy: LeastRecentlyUsed) -> None:
         group, trace = recording.group, recording.trace
@@ -164,13 +164,13 @@ class Choosing(Lanes):
 
 
 def shares(recording: Recording, misses: np.ndarray) -> list[float]:
-    """Misses of each prompt in % of its selected units, of ``[R, N]``."""
+    """Misses of each prompt in % of its selected units, from ``[R, N]``."""
     units = recording.group.geometry.select * misses.shape[1]
     return [100 * float(misses[rows].sum() / (len(rows) * units)) for rows in recording.counted]
 
 
 def check(recording: Recording) -> None:
-    """The recorded buffer, replayed, misses what the coordinator missed in every row and lane."""
+    """Check that the replayed buffer misses what the coordinator missed in every row and lane."""
     group = recording.group
     replayed = Choosing(recording, group.geometry.buffer_slots, LeastRecentlyUsed())
     replayed.run()
@@ -180,7 +180,7 @@ def check(recording: Recording) -> None:
 
 
 def cell(recording: Recording, multiple: float, args: argparse.Namespace) -> dict[str, Any]:
-    """All policies in a buffer of so many selections."""
+    """Replay all policies in a buffer of ``multiple`` selections."""
     slots = int(multiple * recording.group.geometry.select)
     lru = Choosing(recording, slots, LeastRecentlyUsed())
     lru.run()

@@ -1,4 +1,4 @@
-"""Steps of plain ``model.generate`` by context, requests and host format: what the README shows.
+"""Steps of plain ``model.generate`` by context, requests and host format, as in the README.
 
     python benchmarks/generate_tables.py --out benchmarks/results/generate_tables.jsonl
 
@@ -30,7 +30,7 @@ SHORT = (*POOL, "--warmup", "4")
 
 @frozen
 class Cell:
-    """What one call of the bench measures; ``more`` are further options of it."""
+    """One call of the bench; ``more`` are its further options."""
 
     context: int
     requests: str
@@ -50,7 +50,7 @@ CELLS = (
     Cell(32768, "1", BOTH, 48, (*POOL, *COMPILE)),
     Cell(32768, "1", "topkv", 48, (*POOL, *COMPILE, *FP8)),
     Cell(130900, "1", "topkv", 48, (*POOL, *COMPILE)),
-    # What fits into 16 GiB of the GPU.
+    # Requests that fit into 16 GiB of the GPU.
     Cell(128000, "1", "topkv-resident,offloaded", 16),
     Cell(128000, "6", "topkv", 24, (*SHORT, *FP8)),
     Cell(128000, "6", "topkv", 24),
@@ -64,7 +64,7 @@ CELLS = (
 
 
 def measure(cell: Cell) -> list[dict[str, Any]]:
-    """Rows of the bench, in a process of its own."""
+    """Run the bench in a process of its own; return its rows."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
         command = cell.command()

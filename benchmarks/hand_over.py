@@ -3,8 +3,8 @@
     python benchmarks/hand_over.py --storage files --params '{"path": "/tmp/sessions"}' --out ...
 
 Blocks are random bytes, as many and as large as those of a request of ``--gib`` GiB; making and
-taking them, which ``topkv_prefixes.suspended`` does, is not in it. Each line is a round, in which
-every byte is compared.
+taking them, which ``topkv_prefixes.suspended`` does, does not count. Each line is a round, in
+which every byte is compared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from topkv_prefixes.suspended import BLOCK_BYTES
 
 
 def measure(stored: StoredSessions, blocks: list[dict[str, torch.Tensor]]) -> tuple[float, float]:
-    """Seconds to store and to read."""
+    """Measure seconds to store and to read."""
     session = stored["benchmark"]
     session.discard()
     began = time.perf_counter()

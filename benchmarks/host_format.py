@@ -1,4 +1,4 @@
-"""Likelihood of text under the shipped model, with host entries as they are and coded.
+"""Likelihood of text under the shipped model, with host entries plain and coded.
 
     python benchmarks/host_format.py --tokens 4096 --decoded 128 --device cpu
 

@@ -1,4 +1,4 @@
-"""Host time of a decode step that is captured: ``forward_begin`` and ``forward_end`` together.
+"""Host time of a captured decode step: ``forward_begin`` and ``forward_end`` together.
 
     python benchmarks/host_step.py --out benchmarks/results/host_step.jsonl
 
@@ -30,7 +30,7 @@ MODEL = ModelShape(4, 8, 2, 64, torch.bfloat16, 64**-0.5)
 
 
 def make(rows: int) -> tuple[SparseCoordinator, list[int]]:
-    """A coordinator and the slots of its requests."""
+    """Make a coordinator; return it with the slots of its requests."""
     tokens = TOKENS + TURNS * (WARM + STEPS) + 64
     config = SparseConfig(
         algorithm="quest",
@@ -51,7 +51,7 @@ def make(rows: int) -> tuple[SparseCoordinator, list[int]]:
 
 
 def turn(coordinator: SparseCoordinator, slots: list[int]) -> list[float]:
-    """Microseconds of steps of the host, in order."""
+    """Run steps; return the microseconds of each on the host."""
     times = []
     for _ in range(WARM + STEPS):
         torch.cuda.synchronize()

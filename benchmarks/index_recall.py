@@ -1,13 +1,13 @@
-"""What fp8 index keys find of the tokens that bfloat16 keys select, with a trained indexer.
+"""Share of the tokens selected by bfloat16 index keys that fp8 keys find, by a trained indexer.
 
     python benchmarks/index_recall.py --out benchmarks/results/index_recall.jsonl
 
 The small DeepSeek-V3.2 that comes with topkv-evaluation reads held-out documents, stock and in
-chunks. From what its indexers were given come queries, keys and weights of every layer, and from
-these, for every row of the second half, the best 256 tokens: by bfloat16 keys, by e4m3 keys and
-queries as deepseek_dsa rounds them. ``recall`` is the share of the first set that the second
-holds; ``mass`` the attention mass of the first, summed over the heads and normalised to 1;
-``mass_kept`` what the second set holds of it, as a share. Means over documents, layers and rows;
+chunks. Inputs of its indexers give queries, keys and weights of every layer, and these, for every
+row of the second half, the best 256 tokens: by bfloat16 keys, and by e4m3 keys and queries as
+deepseek_dsa rounds them. ``recall`` is the share of the first set that the second holds; ``mass``
+the attention mass of the first, summed over the heads and normalised to 1; ``mass_kept`` the share
+of this mass that the second set holds. Means over documents, layers and rows;
 ``least_*`` are of single rows.
 """
 
@@ -56,7 +56,7 @@ class Layer:
 
 @torch.no_grad()
 def record(model: PreTrainedModel, tokens: Tensor) -> list[Layer]:
-    """Let the stock model read ``[1, n]`` in chunks; what its layers were given, projected."""
+    """Let the stock model read ``[1, n]`` in chunks; return the projected inputs of its layers."""
     modules: list[Any] = [layer.self_attn for layer in model.model.layers]
     rotation = rotation_of(modules[0].indexer)
     if rotation is None:
@@ -109,7 +109,7 @@ def selected(values: Tensor, visible: Tensor, topk: int) -> Tensor:
 
 
 def rounded_scores(layer: Layer, rows: slice, power_of_two: bool, turned: bool) -> Tensor:
-    """What deepseek_dsa scores, fp32 ``[m, n]``: queries and keys in e4m3."""
+    """Scores of deepseek_dsa, fp32 ``[m, n]``: queries and keys in e4m3."""
     q, k = layer.index_q[rows], layer.index_k
     if turned:
         q, k = hadamard(q), hadamard(k)
@@ -118,11 +118,12 @@ def rounded_scores(layer: Layer, rows: slice, power_of_two: bool, turned: bool) 
 
 
 def compare(layer: Layer, topk: int) -> Iterator[tuple[Tensor, dict[tuple[str, bool], Tensor]]]:
-    """Blocks of the rows of the second half.
+    """Compare blocks of the rows of the second half.
 
     Yields:
-        The attention mass ``[m]`` of what bfloat16 keys select; and of each kind ``[2, m]``, the
-        share of these tokens that fp8 keys select too and the mass that their selection holds.
+        The attention mass ``[m]`` of the tokens that bfloat16 keys select; and for each kind
+        ``[2, m]``: the share of these tokens that fp8 keys select too, and the mass of their
+        selection.
     """
     n = len(layer.index_k)
     for start in range(n // 2, n, BLOCK):
@@ -142,7 +143,7 @@ def compare(layer: Layer, topk: int) -> Iterator[tuple[Tensor, dict[tuple[str, b
 
 
 def measure(model: PreTrainedModel, tokens: int, documents: int) -> list[dict[str, object]]:
-    """A line of each kind; ``by_layer`` are mean recalls."""
+    """Measure a line for each kind; ``by_layer`` are mean recalls."""
     topk = model.config.index_topk
     layers = range(model.config.num_hidden_layers)
     masses: list[list[Tensor]] = [[] for _ in layers]

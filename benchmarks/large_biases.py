@@ -1,11 +1,11 @@
-"""Answers of a model whose keys have large biases, as Qwen2's do, beside the same without.
+"""Answers of a model whose keys have large biases, as Qwen2's do, beside the model without.
 
     python benchmarks/large_biases.py --prompts 32 --out benchmarks/results/large_biases.jsonl
 
-Of every kv-head of the shipped model one pair of channels that RoPE turns slowly is taken away
-from the queries and gets a bias in the keys: dense attention stays as it is to rounding, and so
-should every selection. ``one`` puts the same bias into the slowest pair of all; ``random`` draws,
-for each layer and kv-head, one of the four slowest, and sizes and signs as Qwen2's vary
+For every kv-head of the shipped model one pair of channels that RoPE turns slowly is taken away
+from the queries and gets a bias in the keys: dense attention stays as it is but for rounding, and
+so should every selection. ``one`` puts the same bias into the slowest pair of all; ``random``
+draws, for each layer and kv-head, one of the four slowest, and sizes and signs as Qwen2's vary
 (log-normal).
 """
 
@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "quest, fp8 on the host": {"algorithm": "quest", "host_format": "fp8"},
 }
 KINDS = ("one:0", "one:300", "random:0", "random:100")
-"""Which pairs, and the size: of ``random`` the median."""
+"""Kind of pairs, and size of the bias: the median for ``random``."""
 
 
 def biased(kind: str) -> PreTrainedModel:

@@ -1,10 +1,10 @@
-"""What a long answer keeps: facts of a prompt, asked for behind thousands of tokens.
+"""Facts of a prompt that are still known after a long answer, of thousands of tokens.
 
     python benchmarks/long_answers.py --keeps keydiff random oldest --out keydiff_cpu.jsonl
 
 The checkpoint of topkv-evaluation reads a prompt with planted facts and then decodes text that
 has none, token by token, as if it had generated it, while pages are given back. Then each fact is
-asked for, in a fork of its own. Beside the stages stand two controls of the same sizes: pages at
+asked for, in a fork of its own. Beside the stages are two controls of the same sizes: pages at
 random, and the oldest ones. ``kl`` is that of the decoded text, from attention to everything.
 """
 
@@ -39,7 +39,7 @@ Keep = Callable[..., None]
 def at_random(
     self: KeyDiff, layer: Any, slot: int, length: int, position: int, scores: Tensor
 ) -> None:
-    """The same pages in all layers."""
+    """Score pages at random, alike in all layers."""
     drawn = torch.rand(scores.shape[1], generator=torch.Generator().manual_seed(length))
     scores.copy_(drawn.expand_as(scores))
 
@@ -48,7 +48,7 @@ def at_random(
 def oldest(
     self: KeyDiff, layer: Any, slot: int, length: int, position: int, scores: Tensor
 ) -> None:
-    """The first pages go."""
+    """Score pages by their place, so that the oldest are given back."""
     scores.copy_(torch.arange(scores.shape[1]).expand_as(scores))
 
 
@@ -57,7 +57,7 @@ CONTROLS: dict[str, Keep] = {"random": at_random, "oldest": oldest}
 
 @contextmanager
 def kept_by(name: str) -> Iterator[None]:
-    """Let pages be worth what a control says, if ``name`` is one."""
+    """Score pages by a control, if ``name`` is one."""
     own = KeyDiff.keep
     KeyDiff.keep = CONTROLS.get(name, own)  # type: ignore[method-assign]
     try:
@@ -67,7 +67,7 @@ def kept_by(name: str) -> Iterator[None]:
 
 
 def context(seed: int, prompt: int, text: int, facts: int) -> tuple[list[int], list[int], Any]:
-    """A prompt with facts, text behind it, and the facts: key and value."""
+    """Make a prompt with facts, text behind it, and the facts: key and value."""
     draw = random.Random(seed)
     source = pinned_text().tobytes()
     start = draw.randrange(len(source) - prompt - text)
@@ -89,7 +89,7 @@ def context(seed: int, prompt: int, text: int, facts: int) -> tuple[list[int], l
 
 @torch.no_grad()
 def answer(model: Any, handle: Any, seed: int, options: argparse.Namespace) -> Row:
-    """One context: right answers, and KL of the text."""
+    """Measure one context: right answers, and KL of the text."""
     prompt, text, planted = context(seed, options.prompt, options.text, options.facts)
     ids = torch.tensor([prompt + text])
     stock = AutoModelForCausalLM.from_pretrained(CHECKPOINT)
@@ -121,7 +121,7 @@ def answer(model: Any, handle: Any, seed: int, options: argparse.Namespace) -> R
 
 
 def measure(options: argparse.Namespace, name: str, tokens: int) -> Row:
-    """The row of one way to keep so many tokens; all of them for ``"everything"``."""
+    """Measure one way to keep ``tokens`` tokens; all of them for ``"everything"``."""
     sizes = {"tokens": tokens, "every": options.every, "first": 64, "recent": options.recent}
     whole = options.prompt + options.text + 64
     config: Row = {

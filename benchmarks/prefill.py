@@ -10,8 +10,8 @@ model.
 * ``resident``: history in GPU memory.
 * ``in time``: history on the host, fetched when it is attended, on the stream that attends it and
   by as many programs as there are blocks of tokens and heads.
-* ``ahead``: fetched ahead, what the core does; by ``--programs`` that fetch.
-* ``ahead fp8``: the same of ``host_format: fp8``.
+* ``ahead``: fetched ahead, as the core does; ``--programs`` is the number of programs that fetch.
+* ``ahead fp8``: fetched ahead with ``host_format: fp8``.
 
 A line has the median over ``--repeats``, the ratio to ``resident``, the bytes of history that were
 read and their rate over the whole time (of ``resident`` they do not cross the link), and the most
@@ -42,7 +42,7 @@ from topkv_testing.machines.delays import fetched_in_time
 
 @frozen
 class Sizes:
-    """Those of a model's layer: heads, kv-heads and their dim, width, and width of the MLP."""
+    """Sizes of a model's layer: heads, kv-heads and their dim, width, and width of the MLP."""
 
     heads: int
     kv_heads: int
@@ -69,7 +69,7 @@ class Decoder:
         self.up, self.down = weight(sizes.hidden, 2 * sizes.mlp), weight(sizes.mlp, sizes.hidden)
 
     def chunk(self, coordinator: SparseCoordinator, slot: int, x: Tensor) -> None:
-        """One forward over the rows ``[m, hidden]`` of a chunk."""
+        """Run one forward over the rows ``[m, hidden]`` of a chunk."""
         coordinator.forward_begin(prefill=[(slot, len(x))])
         for layer in coordinator.model.layers:
             rows = (x @ self.qkv).split(self.rows, -1)
@@ -81,7 +81,7 @@ class Decoder:
         coordinator.forward_end()
 
     def prompt(self, coordinator: SparseCoordinator, x: Tensor, chunk: int) -> float:
-        """Seconds of a prompt of rows ``[n, hidden]``."""
+        """Run a prompt of rows ``[n, hidden]``; return its seconds."""
         slot = coordinator.request_begin()
         synchronize(x.device)
         began = time.perf_counter()
@@ -99,7 +99,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def make(name: str, options: argparse.Namespace, sizes: Sizes) -> SparseCoordinator:
-    """The coordinator of a contestant."""
+    """Make the coordinator of a contestant."""
     device = torch.device(options.device)
     model = ModelShape(
         options.layers, sizes.heads, sizes.kv_heads, sizes.dim, torch.bfloat16, sizes.dim**-0.5
@@ -122,7 +122,7 @@ def make(name: str, options: argparse.Namespace, sizes: Sizes) -> SparseCoordina
 def measured(
     decoder: Decoder, coordinator: SparseCoordinator, x: Tensor, chunk: int, repeats: int
 ) -> dict[str, Any]:
-    """What a prompt of rows ``[n, hidden]`` takes and reads."""
+    """Measure time, memory and bytes read of a prompt of rows ``[n, hidden]``."""
     cuda, before = x.is_cuda, 0
     decoder.prompt(coordinator, x[: 2 * chunk], chunk)  # compiles and allocates
     if cuda:
@@ -139,7 +139,7 @@ def measured(
 
 
 def cells(options: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """A line for each contestant and size of chunks."""
+    """Yield a line for each contestant and size of chunks."""
     device = torch.device(options.device)
     torch.manual_seed(0)
     decoder = Decoder(sizes, device)

@@ -6,7 +6,7 @@ Through ``model.generate`` with ``prefix_cache: prompt``: a model of random weig
 as in ``topkv bench``) reads a prompt of ``--context`` tokens, generates one token and ends.
 ``cold`` is a prompt of other tokens, ``again`` one whose tokens but the last ``--new`` were read
 before. With ``--storage NAME`` pages go to that storage, and ``stored`` is a prompt that was read
-before and that the host pool has forgotten: ``--storage files --param path=DIR`` (the pages lie in
+before and that the host pool has forgotten: ``--storage files --param path=DIR`` (the pages are in
 the system's page cache), or ``--storage redis --param address=unix:/run/redis.sock``. A line has
 the median of ``--repeats`` each, the shares, and the tokens that were found.
 """
@@ -28,7 +28,7 @@ from topkv_bench.geometry import build, config_of
 
 
 def pair(text: str) -> list[str]:
-    """``NAME=VALUE``."""
+    """Parse ``NAME=VALUE``."""
     name, found, value = text.partition("=")
     if not found:
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
@@ -36,7 +36,7 @@ def pair(text: str) -> list[str]:
 
 
 def seconds(model: Any, ids: torch.Tensor) -> float:
-    """One call of ``generate`` for one token."""
+    """Seconds of one call of ``generate`` for one token."""
     if ids.is_cuda:
         torch.cuda.synchronize()
     began = time.perf_counter()
@@ -47,7 +47,7 @@ def seconds(model: Any, ids: torch.Tensor) -> float:
 
 
 def stored(model: Any, handle: Any, ids: torch.Tensor) -> float:
-    """The same of a prompt whose pages only the storage has."""
+    """Seconds of one call of ``generate`` for a prompt whose pages only the storage has."""
     prefixes = handle.coordinator.prefixes
     prefixes.storage.wait()
     prefixes.forget(stored=False)

@@ -10,8 +10,8 @@ selection; ``layer_us`` append, update, selection, plan, load and attention wher
 units are in the buffer. ``bytes`` is what scoring must read, ``bound_us`` the time that a plain
 sum of the same run takes for as many; ``times_bound`` is scoring over that. With ``--stages`` each
 row is Quest or ParisKV with other stages behind it, and bytes and bound are of what the stages
-read: all units where they correct, candidates where they refine. What a stage costs is the
-difference of its ``layer_us`` to that of no stage.
+read: all units where they correct, candidates where they refine. The cost of a stage is
+the difference of its ``layer_us`` to that of no stage.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Case:
     """An algorithm with parameters, and the contexts and budget in tokens that it is timed at.
 
     Attributes:
-        more: of ``SparseConfig``: stages say.
+        more: further settings of ``SparseConfig``, such as stages.
     """
 
     algorithm: str
@@ -143,7 +143,7 @@ def must_read(path: LayerPath, tokens: int, slots: list[int]) -> int:
 
 
 def stages_read(path: LayerPath, tokens: int, batch: int) -> int:
-    """Bytes that stages have to read of what they keep."""
+    """Bytes of their representations that stages have to read."""
     total, links = 0, path.algorithm.links if isinstance(path.algorithm, Staged) else ()
     for link in links:
         group, units = link.group, tokens // link.group.unit
@@ -158,7 +158,7 @@ def stages_read(path: LayerPath, tokens: int, batch: int) -> int:
 
 
 def scorer(path: LayerPath, q: torch.Tensor) -> Callable[[], object] | None:
-    """The scoring kernels alone, where an algorithm has some."""
+    """Return a call of the scoring kernels alone, where an algorithm has some."""
     names = ("lane_scores", "score")  # of a ScoredUnits, and of others
     found = [getattr(path.algorithm, name) for name in names if hasattr(path.algorithm, name)]
     return partial(found[0], path.view, q) if found else None
@@ -214,7 +214,7 @@ def measure(case: Case, batches: list[int], read_gbs: float) -> Iterator[dict[st
 
 
 def read_gbs() -> float:
-    """What a sum over 2 GiB reads: the ceiling for scoring."""
+    """GB/s that a sum over 2 GiB reads: the ceiling for scoring."""
     source = torch.zeros(1 << 29, device="cuda")
     return source.numel() * 4 / per_call(source.sum) / 1e3
 

@@ -56,7 +56,7 @@ def document(task: str, tokens: int, seed: int) -> tuple[np.ndarray, list[int]]:
 def settings(
     args: argparse.Namespace, bonus: float, prompts: int, tokens: int, buffer: float = 2
 ) -> dict[str, Any]:
-    """Of ``SparseConfig``; ``buffer`` in selections."""
+    """Settings of ``SparseConfig``; ``buffer`` is in selections."""
     unit = args.unit
     budget = -(-round(args.share * tokens) // unit) * unit
     pages = -(-(tokens + STEPS) // PAGE) + 1
@@ -82,8 +82,8 @@ def run(
     """Decode the documents ``[prompts, tokens + STEPS]`` together.
 
     Returns:
-        fp32 ``[prompts, STEPS]`` nll of each given token; whether it was the model's choice; and
-        misses of each prompt as a share of the selected units.
+        fp32 ``[prompts, STEPS]`` nll of each given token; True where it was the model's choice;
+        and misses of each prompt as a share of the selected units.
     """
     prompts, tokens = len(documents), documents.shape[1] - STEPS
     config = SparseConfig(**settings(args, bonus, prompts, tokens))
@@ -117,7 +117,7 @@ def moved(handle: Any, slots: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def lines(args: argparse.Namespace, model: PreTrainedModel) -> list[dict[str, Any]]:
-    """A cell for each task, bonus and prompt, and their means."""
+    """Measure a cell for each task, bonus and prompt, and their means."""
     found: list[dict[str, Any]] = []
     for task in args.tasks:
         made = [document(task, args.tokens, seed) for seed in range(args.prompts)]
@@ -149,7 +149,7 @@ def lines(args: argparse.Namespace, model: PreTrainedModel) -> list[dict[str, An
 
 
 def mean_of(cells: list[dict[str, Any]], more: list[float]) -> dict[str, Any]:
-    """The line "mean" of the prompts of one bonus, whose nll is so much more."""
+    """Make the line "mean" of the prompts of one bonus; ``more`` is their further nll."""
     error = stdev(more) / len(more) ** 0.5 if len(more) > 1 else 0.0
     return {
         "task": cells[0]["task"],

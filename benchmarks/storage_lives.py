@@ -1,4 +1,4 @@
-"""Drawn lives of requests over a storage, many at a time, and how much they did.
+"""Drawn lives of requests over a storage, many at a time, and counts of what they did.
 
     python benchmarks/storage_lives.py --actions 100000 --processes 16 \\
         --out benchmarks/results/storage_lives.jsonl
@@ -7,7 +7,7 @@ Each process draws lives (``topkv_testing.machines.storage``) on the CPU until a
 done ``--actions``: requests that begin, read prompts, decode, fork, go back and end; coordinators
 that end and begin anew; a storage that fails, fills up and whose objects are damaged. All outputs
 are held to a coordinator that computes everything. The first wrong one ends the run with its
-traceback and exit status 1. A line says what was drawn, by configuration.
+traceback and exit status 1. A line has counts of what was drawn, by configuration.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LIVES = 20
 
 
 def counted(method: Callable[[Any], None], done: Counter[str], what: str) -> Callable[..., None]:
-    """The same method, which counts what came to its end."""
+    """Wrap a method, so that it counts its calls that came to their end."""
 
     def call(self: Any) -> None:
         method(self)
@@ -44,7 +44,7 @@ def counted(method: Callable[[Any], None], done: Counter[str], what: str) -> Cal
 
 
 def live(number: int, left: Any, found: Any) -> None:
-    """Draw lives until nothing is ``left`` to do; puts what was done, or a traceback."""
+    """Draw lives until nothing is ``left`` to do; put counts, or a traceback, into ``found``."""
     os.environ["HYPOTHESIS_PROFILE"] = "default"  # each process draws its own
     import hypothesis
     import torch

@@ -61,7 +61,7 @@ def median_us(run: Callable[[], None], before: Callable[[], None] | None = None)
 
 
 def link_ceiling() -> dict[str, float]:
-    """GB/s of 1 GiB copies between pinned and device memory."""
+    """Measure GB/s of 1 GiB copies between pinned and device memory."""
     size = 1 << 30
     device = torch.empty(size, dtype=torch.uint8, device=DEVICE)
     host = torch.empty(size, dtype=torch.uint8).pin_memory()
@@ -72,13 +72,13 @@ def link_ceiling() -> dict[str, float]:
 
 
 def on_host(group: GroupShape, pages: int) -> tuple[HostKVPool, GroupStore]:
-    """A host pool of one group, and its store."""
+    """Make a host pool of one group, and its store."""
     pool = HostKVPool([group], pages, "page_head", DEVICE)
     return pool, GroupStore.on_host(group, pool.layouts[0], pool.bytes, pages, DEVICE)
 
 
 def engine_of(store: GroupStore, views: list[LayerView]) -> TritonTransfer:
-    """The engine of a group, by kernels."""
+    """Make the engine of a group, by kernels."""
     return TritonTransfer(TransferSetup(store, views, LeastRecentlyUsed(EvictionSetup(DEVICE))))
 
 
@@ -134,7 +134,7 @@ class Cell:
         self.plan = Plan(*(torch.zeros(shape, **INTS) for shape in shapes))
 
     def fill_with_words(self) -> None:
-        """The pool is a plain run of words: word w holds w, wrapped to 32 bits."""
+        """Fill the pool with a plain run of words: word w holds w, wrapped to 32 bits."""
         words, step = self.pool.bytes.view(torch.int32), 1 << 26
         for first in range(0, words.numel(), step):
             end = min(first + step, words.numel())
@@ -191,7 +191,7 @@ class Cell:
         self.engine.load(self.view, self.plan)
 
     def verify_coded(self) -> None:
-        """Every occupied slot holds what the entry of its unit decodes to."""
+        """Assert that every occupied slot holds the decoded entry of its unit."""
         group, host = self.group, host_entries(self.group)
         for row, units in enumerate(self.store.slot_unit[0].cpu().long()):
             slot, head = divmod(row, group.lane_heads)
@@ -204,7 +204,7 @@ class Cell:
                 raise SystemExit(f"lane {row} of the buffer differs from the host pool")
 
     def verify(self) -> None:
-        """Every occupied slot holds the words of its unit's place in the pool."""
+        """Assert that every occupied slot holds the words of its unit's place in the pool."""
         group, layout = self.group, self.store.layout
         units = self.store.slot_unit[0].long()
         row = torch.arange(group.max_lanes, device=DEVICE)[:, None].expand(units.shape)

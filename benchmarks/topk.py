@@ -40,7 +40,7 @@ def make_scores(rows: int, width: int, distribution: str) -> torch.Tensor:
 
 
 def verify(scores: torch.Tensor, ids: torch.Tensor) -> None:
-    """The ids are distinct, ascending, and carry the K largest scores."""
+    """Assert that the ids are distinct, ascending, and of the K largest scores."""
     best = scores.topk(ids.shape[1], dim=1).values
     got = scores.gather(1, ids.long()).sort(dim=1, descending=True).values
     if not torch.equal(best, got) or not (ids[:, 1:] > ids[:, :-1]).all():
@@ -50,7 +50,7 @@ def verify(scores: torch.Tensor, ids: torch.Tensor) -> None:
 def measure(
     rows: int, width: int, select: int, distribution: str, names: Sequence[str]
 ) -> dict[str, object]:
-    """One line; ``names`` are the implementations, the first that of the column ``us``."""
+    """Measure one line; ``names`` are the implementations, the first that of the column ``us``."""
     scores = make_scores(rows, width, distribution)
     lengths = torch.full((rows,), width, dtype=torch.int32, device="cuda")
     ids = torch.empty(rows, select, dtype=torch.int32, device="cuda")

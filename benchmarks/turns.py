@@ -9,9 +9,9 @@ that runs. Arms: ``none`` reads every prompt anew, ``host`` keeps pages in host 
 there is room, ``files`` also in a directory, under ``write_through`` and ``wait_complete``. A
 request begins when the one before it has ended, so that times are those of the work alone, without
 a queue; with ``--gap`` they come as a Poisson process does, one after ``--gap`` seconds on average
-and at the same times for all arms, and a time to the first token counts from there, with what a
-request waits for those before it. First turns, which nothing can be found for but what is shared,
-count as all others do.
+and at the same times for all arms, and a time to the first token counts from there, with the wait
+of a request for those before it. First turns, for which nothing but the shared tokens can be
+found, count as all others do.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ARMS = ("none", "host", "files")
 
 
 class FirstToken(BaseStreamer):
-    """Notes when the first token of a call is there; the prompt comes before it."""
+    """Records when the first token of a call is there; the prompt comes before it."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -44,11 +44,11 @@ class FirstToken(BaseStreamer):
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def turn(model: Any, ids: torch.Tensor, answer: int) -> tuple[float, torch.Tensor]:
-    """When the first token of a request was there, and all of its tokens."""
+    """Run a turn; return the time at which its first token was there, and all of its tokens."""
     streamer = FirstToken()
     whole = model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, streamer=streamer,
@@ -72,7 +72,7 @@ def settings(arm: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(model: Any, arm: str, options: argparse.Namespace) -> dict[str, Any]:
-    """A row of all turns of all chats."""
+    """Measure a row of all turns of all chats."""
     draw = torch.Generator().manual_seed(0)
 
     def tokens(count: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""The fenced blocks of the documentation, and what becomes of each.
+"""The fenced blocks of the documentation, and what tests do with each.
 
-The comment in the line before a block says it::
+The comment in the line before a block says what::
 
     <!-- not run: REASON -->     it is not run, and why
     <!-- output -->              what the block of Python before it prints
@@ -29,8 +29,8 @@ class Block:
 
     Attributes:
         page: path below docs.
-        line: of its first line of text, from 1.
-        language: behind the fence.
+        line: number of its first line of text, from 1.
+        language: the word behind the fence.
         mark, value: ``<!-- mark: value -->`` before it, or ``file`` and its title, or both empty.
     """
 
@@ -92,7 +92,7 @@ def error_texts(path: Path) -> Iterator[list[str]]:
 
 
 def fixed_parts(quoted: str) -> list[str]:
-    """The same of a quoted text, whose values are written as ``{...}``."""
+    """Split a quoted text at its values, which are written as ``{...}``."""
     return re.split(r"\{[^}]*\}", quoted)
 
 

@@ -1,6 +1,6 @@
-"""Doubles that write down which of their hooks the core calls, and the table of a page to compare.
+"""Doubles that record which of their hooks the core calls, to compare with the table of a page.
 
-What a method calls on its own instance is not the core's call, and is not written down.
+Calls of a method on its own instance are not the core's, and are not recorded.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from topkv.transfer.reference import ReferenceTransfer
 from topkv_testing.models.doubles import GATHER, SCRIPTED, Gather, Scripted
 
 CALLS: list[tuple[str, str]] = []
-"""Residency of the group, and the call with what ``TOLD`` names; since the last ``clear``. That
-``spec`` may be asked more than once is nobody's business: it stands once."""
+"""Calls since the last ``clear``: residency of the group, and the call with the arguments of
+``TOLD``. ``spec`` may be called more than once, and is listed once."""
 
 TOLD = {
     "construct": ("start", "k", "q"),
@@ -35,11 +35,11 @@ TOLD = {
     "flush": ("length",),
     "restore": ("length",),
 }
-"""Arguments that a call is written down with; of a tensor its rows."""
+"""Arguments that are recorded with a call; for a tensor its number of rows."""
 
 
 def recorded(cls, page):
-    """A subclass of a double whose hooks of ``page`` write to ``CALLS``."""
+    """Make a subclass of a double whose hooks of ``page`` write to ``CALLS``."""
 
     def __init__(self, setup):
         group = setup.store.group if hasattr(setup, "store") else setup.group
@@ -55,7 +55,7 @@ def has(cls, name):
 
 
 def noted(hook):
-    """The hook, which writes down that it was called unless the instance calls itself."""
+    """Wrap a hook, so that it records its call unless the instance calls itself."""
     spec = signature(hook)
 
     @wraps(hook)
@@ -81,7 +81,7 @@ def shown(value):
 
 
 class Whole(Scripted):
-    """The scripted algorithm with the optional hook that tells of lost tokens."""
+    """The scripted algorithm with ``truncated``, the optional hook for lost tokens."""
 
     @hookimpl
     def truncated(self, layer, slot, length):
@@ -89,7 +89,7 @@ class Whole(Scripted):
 
 
 class Prompting(Whole):
-    """One that selects for the rows of a prompt too: the first units."""
+    """An algorithm that selects for the rows of a prompt too: the first units."""
 
     @hookimpl
     def retrieve_prompt(self, layer, slot, start, q, weights, ids):
@@ -99,7 +99,7 @@ class Prompting(Whole):
 
 
 class EveryGrain(Scripted):
-    """One with a pool of each grain; it writes none."""
+    """An algorithm with a pool of each grain, none of which it writes."""
 
     @hookimpl
     def spec(self):

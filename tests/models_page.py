@@ -1,6 +1,6 @@
 """The page of model classes: ``python -m tests.models_page > docs/models.md``.
 
-What was tested is read from the tests, what is refused asked of the engine.
+Tested classes are read from the tests; reasons for refusals come from the engine.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ APART = {
     "indexer": "`plugins/transformers/tests/latent`",
     "blocks": "the tokens of the stock model, which is sparse: `test_blocks.py`",
 }
-"""Of groups with tests of their own."""
+"""Tests of groups that have tests of their own."""
 
 COVERING = (
     "a budget that covers all: the tokens of the stock model, in one row, in three padded ones, "
@@ -69,7 +69,7 @@ REFUSED = (
     *("MiMoV2Flash", "MiniMax", "OPT", "Persimmon", "RecurrentGemma"),
     *("Zamba2", "Zaya"),
 )
-"""Those that people ask for, and those of each kind of attention."""
+"""Refused classes: those that people ask for, and examples of each kind of attention."""
 
 OWN = {
     "DiffLlama": "cuts its values in two behind the cache",
@@ -79,7 +79,7 @@ OWN = {
     "MiMoV2Flash": "values are narrower than keys",
     "MiniMax": "takes only a cache of its own",
 }
-"""What no check of a configuration sees."""
+"""Reasons that no check of a configuration sees."""
 
 
 def groups_of(test: str) -> list[str]:
@@ -99,7 +99,7 @@ def reasons_of(name: str) -> list[str]:
 
 
 def lines() -> Iterator[str]:
-    """The page."""
+    """Yield the lines of the page."""
     yield HEAD.format(version=transformers.__version__)
     yield "| group | classes | tested |"
     yield "| --- | --- | --- |"

@@ -1,4 +1,4 @@
-"""docs/calls.md says in which order hooks are called and what they find: both are tried here."""
+"""The tables of docs/calls.md, compared with calls: their order, and what hooks find."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZES = {
 
 @pytest.fixture
 def make():
-    """Coordinators of a sparse layer and a resident one, whose plugins write down their calls."""
+    """Coordinators of a sparse layer and a resident one, whose plugins record their calls."""
     made = []
 
     def make(**options):
@@ -53,7 +53,7 @@ def make():
 
 
 def attend(coordinator):
-    """``attention`` of every layer, with random rows."""
+    """Call ``attention`` of every layer, with random rows."""
     rows, outputs = coordinator.forward.count, []
     for layer in coordinator.model.layers:
         q, k, v = (torch.randn(rows, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
@@ -94,7 +94,7 @@ OPTIONS = {
 @pytest.mark.parametrize("dense", ["resident", "streamed"])
 @pytest.mark.parametrize("section", OPTIONS)
 def test_hooks_are_called_as_the_page_says(section, dense, make):
-    """Row by row. A streamed layer is called as a resident one."""
+    """Compare row by row. A streamed layer is called as a resident one."""
     _, (_, *first), *rows = table_under(PAGE, section)
     made = []
     options = {**OPTIONS[section], "layers": {"1": dense}}
@@ -114,7 +114,7 @@ def test_hooks_are_called_as_the_page_says(section, dense, make):
 
 
 def test_padded_rows_are_as_the_page_says(make):
-    """The names of the table, looked up for a padded row beside one that decodes."""
+    """Look up the names of the table for a padded row beside one that decodes."""
     coordinator = make(algorithm="whole")
     slot = coordinator.request_begin()
     run(coordinator, prefill=[(slot, 21)])
@@ -140,7 +140,7 @@ def test_more_rows_than_requests_are_refused(make):
 
 
 def said(values, mark):
-    """What the page calls values of a pool that held ``mark``."""
+    """Name the values of a pool that held ``mark`` as the page does."""
     if (values == mark).all():
         return "as it was"
     if (values.contiguous().view(torch.uint8) == POISON).all():
@@ -161,7 +161,7 @@ def keys_of(grain, coordinator, slot):
 
 @pytest.mark.parametrize("grain", ["unit", "token", "request"])
 def test_pools_hold_what_the_page_says(grain, make):
-    """Before the first write, after a fork and a rollback, and when a request has ended."""
+    """Look before the first write, after a fork and a rollback, and when a request has ended."""
     head, *rows = table_under(PAGE, "Pools")
     (expected,) = (row for row in rows if row[0] == f"`{grain}`")
     found = {}
@@ -185,7 +185,7 @@ def test_pools_hold_what_the_page_says(grain, make):
 
 
 def test_every_hook_is_on_the_page():
-    """Of the three kinds that are called in a forward."""
+    """Hooks of the three kinds that are called in a forward have a row."""
     named = set(re.findall(r"`(\w+)(?:\([^`]*\))?`", PAGE))
     for page in (algorithm, backend, transfer):
         assert set(spec_functions(page)) <= named, set(spec_functions(page)) - named

@@ -1,9 +1,9 @@
 """Any selector with any stages behind it, on any backend, decodes as the model of the chain does.
 
-What the selector offers is what it selects alone with as wide a budget; what each stage leaves is
-what the formula in float64 leaves of what it was given; what comes out is the float64 attention
-over what is left at the end, with the estimate of what is left out where a stage adds one.
-Selectors alone are held to their formulas by the suites of their packages.
+The selector offers the units that it selects alone with as wide a budget; each stage leaves the
+units that its formula leaves in float64; outputs are float64 attention over the units left at the
+end, with the estimate of the others where a stage adds one. Selectors alone are held to their
+formulas by the suites of their packages.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BAND = {torch.float32: 2e-4, torch.bfloat16: 3e-2}
 
 
 def cells(algorithm, on):
-    """What the matrix says of an algorithm over keys and values, with units that stay small."""
+    """Cells of the matrix for an algorithm over keys and values, with units that stay small."""
     return [
         cell
         for cell in CELLS
@@ -58,7 +58,7 @@ def cells(algorithm, on):
 
 
 ALONE = {"trained_gate", "deepseek_dsa"}
-"""No stage stands behind these: their models select in prompts as well."""
+"""Algorithms without stages behind them: their models select in prompts as well."""
 
 
 def named(stages):
@@ -83,7 +83,7 @@ class Chain(Run):
         return getattr(self.coordinator.layers[0].algorithm, "links", [])
 
     def step(self):
-        """A decode step: its output, and what each link was given and left, by lane."""
+        """Run a decode step: its output, and what each link was given and left, by lane."""
         (out,) = self.forward(1, decode=True)
         lanes = len(self.selected)
         given = [link.candidates[:lanes].tolist() for link in self.refining]
@@ -94,7 +94,7 @@ class Chain(Run):
         return [link for link in self.links if link.candidates is not None]
 
     def shares(self, lane, among):
-        """float64 ``[h, n]``: the share of each unit for each query head of a lane, of keys in
+        """float64 ``[h, n]``: the share of each unit for each query head of a lane, from keys in
         four bits."""
         unit, heads, size = self.sizes()
         keys = self.k[: self.length, lane * heads : (lane + 1) * heads]
@@ -114,7 +114,7 @@ class Chain(Run):
         )
 
     def modelled(self, variance):
-        """float64 ``[H, D]``: what is attended, and with an estimate of all other closed units."""
+        """float64 ``[H, D]``: attention, with an estimate of all other closed units or without."""
         unit, heads, size = self.sizes()
         outs, closed = [], (self.length - 1) // unit
         for lane, ids in enumerate(self.selected):
@@ -144,7 +144,7 @@ class Chain(Run):
 
 
 def check_top_p(chain, lane, among, left, p, most):
-    """The first ones by rank that have the share p for every head, or as many as there may be."""
+    """Check that the first units by rank are left, enough for the share p of every head, or K."""
     share = chain.shares(lane, among)
     rank = dict(zip(among, share.amax(0).tolist(), strict=True))
     order = sorted(left, key=lambda unit: (-rank[unit], unit))
@@ -161,7 +161,7 @@ def check_top_p(chain, lane, among, left, p, most):
 
 
 def check_links(chain, passed):
-    """What each stage leaves of what it was given."""
+    """Check the units that each stage leaves of its candidates."""
     for link, before, after in zip(chain.refining, passed, passed[1:], strict=False):
         most = link.group.select
         for lane, (given_, got) in enumerate(zip(before, after, strict=True)):
@@ -177,7 +177,7 @@ def check_links(chain, passed):
 
 
 def check_chain(cell, on, stages):
-    """Two steps; whether the rules allow this chain."""
+    """Check two steps; return False if the rules refuse this chain."""
     try:
         chain = Chain(cell, on, stages)
     except ConfigError as refused:
@@ -203,7 +203,7 @@ def check_chain(cell, on, stages):
 
 
 def check_chains(algorithm, on, most=25, phases=tuple(hypothesis.Phase)):
-    """How many of the chains that are drawn are allowed, by stage."""
+    """Check chains that are drawn; count those that are allowed by stage."""
     found, allowed = cells(algorithm, on), Counter()
     if not found:
         pytest.skip(f"{algorithm} has no such cell on {on.name}")

@@ -42,7 +42,7 @@ import references
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 RUN = sorted({b.page for b in BLOCKS if b.language == "python" and not b.mark})
 KITS = {"tutorial.md": "cpu", "backend.md": "cpu", "transfer.md": "not gpu and not state_machine"}
-"""Pages that build a plugin, and which tests of its kit are run here."""
+"""Pages that build a plugin, and the tests of its kit that are run here."""
 
 DRIVER = """
 import json, sys
@@ -110,7 +110,7 @@ def test_every_block_says_what_becomes_of_it(block):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUN)
 def test_the_blocks_of_a_page_run(page, built):
-    """In order, in one namespace; what they print is what the page says."""
+    """Run them in order, in one namespace; they print what the page says."""
     folder, path = built(page)
     run = [b for b in blocks_of(page) if b.language == "python" and not b.mark]
     (folder / "blocks.json").write_text(json.dumps([(b.page, b.line, b.text) for b in run]))
@@ -197,7 +197,7 @@ def test_every_link_of_the_site_leads_somewhere():
 
 
 def test_every_page_is_in_the_navigation():
-    """And every entry of it is a page; that of stability comes with the page."""
+    """Every entry of the navigation is a page; that of stability comes with the page."""
     text = (ROOT / "mkdocs.yml").read_text("utf-8")
     named = set(re.findall(r"- (?:topkv: )?([\w/-]+\.md)$", text, re.MULTILINE)) | {
         "matrix.md",
@@ -255,7 +255,7 @@ def test_traits_are_documented_with_the_tests_that_ask_for_them():
 
 
 def test_what_is_public_for_authors_is_documented():
-    """What the page of stability promises them, on one of the three pages of the reference."""
+    """Every name that stability.md promises to authors is on a page of the reference."""
     (row,) = re.findall(
         r"^\| authors of plugins \| (.*) \|$", PAGES["stability.md"].read_text(), re.M
     )
@@ -266,7 +266,7 @@ def test_what_is_public_for_authors_is_documented():
 
 
 def test_what_plugins_import_is_documented():
-    """Of modules that have a section: every function and class that a plugin here imports."""
+    """Every function and class that a plugin here imports from a module with a section."""
     page, missing = library.functions(), set()
     sources = (*ROOT.glob("plugins/*/src/**/*.py"), *ROOT.glob("examples/*/src/**/*.py"))
     for path in sources:

@@ -1,4 +1,4 @@
-"""Tables and figures of the documentation show what stands in the files of raw numbers."""
+"""Tables and figures of the documentation show the numbers of the files of raw numbers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ STAGES = {
         for what, short in (("p 0.85", "p85"), ("p 0.95, `widen: 4`", "p95x4"))
     },
 }
-"""Names of rows by the labels of the tables of stages, by how these begin."""
+"""Names of rows by label, for each table of stages by the beginning of its head."""
 
 
 def rows_of(text, head):
@@ -85,7 +85,7 @@ READ = {
 
 
 def shown_of(title, cells, name, digits):
-    """What the cell of a column like ``KL at 5 %`` shows: a value of each model."""
+    """Text of a cell in a column like ``KL at 5 %``: a value of each model."""
     what, _, share = title.removesuffix(" %").rpartition(" at ")
     rows = [cell[name, float(share or what)] for cell in cells]
     if what == "KL":
@@ -123,11 +123,11 @@ TIMED = {
     "quest": [None, {}, {"widen": 2}, {"p": 0.95, "widen": 4}],
     "pariskv": [None, {}, {"p": 0.95, "widen": 4}],
 }
-"""Behind which algorithms ``top_p`` was timed with which parameters; None is the layer alone."""
+"""Parameters with which ``top_p`` was timed, by algorithm; None is the layer alone."""
 
 
 def test_what_top_p_takes_is_that_of_the_raw_numbers():
-    """Of the layer, and what the stage adds to it, in brackets its bound."""
+    """Cells are times of the layer, and what the stage adds to it, with its bound in brackets."""
     _, *rows = rows_of(PAGES["choosing.md"].read_text("utf-8"), "| behind | |")
     timed, expected = figures.read("stages_h100.jsonl.xz")[1:], []
     for name, params in TIMED.items():
@@ -168,7 +168,7 @@ def test_the_table_of_arkvale_is_that_of_the_raw_numbers(page):
 
 
 def test_the_tables_of_calibrated_sharing_are_those_of_the_raw_numbers():
-    """What the command showed, and what became of its patterns."""
+    """The output of the command, and the results of its patterns."""
     page = (ROOT / "docs/how.md").read_text("utf-8")
     first, *_ = found = figures.read("eval/share_calibrated.jsonl.xz")
     shown = {line.removeprefix(">").strip() for line in page.splitlines()}

@@ -158,7 +158,7 @@ def test_captured_replays_equal_eager_bitwise(options, scope):
             left, right = getattr(one, name), getattr(other, name)
             assert torch.equal(left.cpu().nan_to_num(), right.cpu().nan_to_num()), name
     report = captured.transfers_of([slots[0]])
-    sticky = "sticky" in options.get("params", {})  # it is there to miss less
+    sticky = "sticky" in options.get("params", {})  # a bonus is there to miss less
     assert report.misses > (STEPS // 8 if sticky else STEPS)
     assert (report.extra > STEPS) == ("regranulate" in options)
     assert eager.length(slots[0]) == PROMPT + STEPS

@@ -1,4 +1,4 @@
-"""Long prompts on a GPU: what they take there beside what they may take, and their outputs."""
+"""Long prompts on a GPU: memory that they take, its bound, and their outputs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def random(generator, count, heads):
 
 
 def chunks_of(coordinator, length, chunk):
-    """Outputs of each forward, ``[L, chunk, H, D]``; rows differ from layer to layer."""
+    """Yield outputs of each forward, ``[L, chunk, H, D]``; rows differ from layer to layer."""
     generator = torch.Generator("cuda").manual_seed(0)
     slot = coordinator.request_begin()
     for _ in range(length // chunk):
@@ -82,7 +82,7 @@ def test_a_prompt_takes_the_same_memory_however_long_it_is():
 
 @pytest.mark.parametrize("options", [{}, {"host_format": "fp8"}, {"layers": {"1": "resident"}}])
 def test_outputs_are_those_of_history_that_is_fetched_in_time(options):
-    """At sizes of which attention and copies take long enough to meet."""
+    """Sizes at which attention and copies take long enough to overlap."""
     length, chunk = 40960, 4096
     made = [make(length, prefill_block_tokens=4096, **options) for _ in range(2)]
     fetched_in_time(made[1])

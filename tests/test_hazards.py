@@ -78,7 +78,7 @@ def defined_in(path):
 
 
 def assert_references(cell, folder):
-    """Each ``file::name`` of a cell is defined there."""
+    """Assert that each ``file::name`` of a cell is defined there."""
     for file, name in re.findall(r"`([\w/]+\.py)::([\w.]+)`", cell):
         assert name in set(defined_in(folder / file)), f"{file} has no {name}"
 

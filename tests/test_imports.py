@@ -1,4 +1,4 @@
-"""Imports form a tree: no module needs another one that needs the first.
+"""Imports have no circles: no module needs another one that needs the first.
 
 Counted are imports that run when a module is loaded, and those for type checkers. Imports inside
 functions are not: they run later.
@@ -54,14 +54,14 @@ def names_in(node: ast.Import | ast.ImportFrom, package: str) -> Iterator[tuple[
 
 
 def graph_of(sources: Sequence[Path]) -> dict[str, set[str]]:
-    """Which modules each module imports, among those of the sources."""
+    """Modules that each module imports, among those of the sources."""
     modules = modules_of(sources)
     graph: dict[str, set[str]] = {}
     for module, path in modules.items():
         is_package = path.name == "__init__.py"
         package = module if is_package else module.rpartition(".")[0]
         tree = ast.parse(path.read_text(encoding="utf-8"), path)
-        # What a package imports for type checkers alone is what it loads on first use.
+        # A package imports for type checkers alone the modules that it loads on first use.
         graph[module] = {
             next((name for name in names if name in modules), module)
             for node in imports_in(tree, types=not is_package)

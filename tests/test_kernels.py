@@ -13,7 +13,7 @@ from tests.packaging.packages import ROOT
 from tests.test_lengths import sources_in
 
 VARY = {
-    *("start", "first_unit", "first_lane_row", "low", "claim_below"),  # where a chunk lies
+    *("start", "first_unit", "first_lane_row", "low", "claim_below"),  # where a chunk begins
     *("tokens", "rows", "keys", "count", "batch"),  # how much of it there is
 }
 """Names of arguments that kernels get as numbers and that change from request to request. Triton

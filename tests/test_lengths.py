@@ -1,4 +1,4 @@
-"""What is short enough to be read at once: each file, and the spine of the core as a whole."""
+"""Each file, and the spine of the core as a whole, are short enough to be read at once."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SPINE = {
     "memory": "what is allocated",
     "types": "the tensors and shapes that all hand each other",
 }
-"""Modules of ``core/src/topkv`` that are read from top to bottom, in this order or DESIGN.md's."""
+"""Modules of ``core/src/topkv`` to read from top to bottom, in this order or DESIGN.md's."""
 
 SPINE_MOST = 2000
-"""Lines of them all together: an hour of reading."""
+"""Most lines of the spine: an hour of reading."""
 
 FOLDERS = ("core", "plugins", "tools", "tests", "benchmarks", "examples", "docs/scripts")
-"""Where sources lie; there is no git to ask in an unpacked archive."""
+"""Folders of sources; there is no git to ask in an unpacked archive."""
 
 MADE = {".venv", "build", "dist"}
 """Folders that tools fill, see ``.gitignore``."""

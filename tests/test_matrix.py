@@ -1,7 +1,7 @@
 """Every supported cell of the matrix decodes right, and the page of the docs shows them all.
 
-A coordinator reads a prompt and decodes; what comes out of each step has to be the float64
-attention over what was selected in it, wherever it lay.
+A coordinator reads a prompt and decodes; the output of each step must be float64 attention over
+the units that it selected, wherever they were.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from topkv_testing.tiers import tier
 PAGE = Path(__file__).parent.parent / "docs" / "matrix.md"
 CELLS = matrix(registry().records())
 STEPS = 3
-# Of what an algorithm needs to be small.
+# Parameters with which an algorithm takes small sizes.
 PARAMS = {
     "clusterkv": {"tokens_per_cluster": 4, "window": 8, "segment": 32, "sinks": 2},
     "pqcache": {"window": 16, "segment": 64},
@@ -36,11 +36,11 @@ PARAMS = {
 
 
 MARKS = {"gpu": "gpu", "interpret": "nightly"}
-"""Of the tiers; a cell that is interpreted takes seconds, and the kits run the same kernels."""
+"""Marks of tiers; an interpreted cell takes seconds, and the kits run the same kernels."""
 
 
 def marks_of(cell, tier_name):
-    """The marks of a cell on a tier; of those that are interpreted Quest's run at each commit."""
+    """Marks of a cell on a tier; of interpreted cells Quest's run at each commit."""
     mark = MARKS.get(tier_name)
     if mark == "nightly" and cell.algorithm == "quest":
         mark = "slow"
@@ -62,7 +62,7 @@ def supported():
 
 
 def lacking(cell):
-    """Why the library that a backend calls is not there; empty if it is, or if it calls none."""
+    """Reason why the library of a backend is missing; empty if it is there, or none is called."""
     told = registry().doctor(registry().get("backend", cell.backend))
     return [] if any(": ok" in line for line in told) else told
 
@@ -84,7 +84,7 @@ class Run:
     """One request of one layer, and every token that it was given, on the CPU."""
 
     def __init__(self, cell, on, most=None, **options):
-        """``most`` tokens can be given; ``options`` of the configuration stand above these.
+        """Make room for ``most`` tokens; ``options`` override those of the configuration.
 
         Skips the test where the library that the backend calls is not there.
         """
@@ -170,7 +170,7 @@ class Run:
         return torch.cat(outs)
 
     def attended(self, ids):
-        """The tokens of the selected units, and those of the tail unit where it is forced."""
+        """Tokens of the selected units, and of the tail unit where it is forced."""
         unit, newest = self.coordinator.lanes[0].group.unit, self.length - 1
         tokens = {i * unit + j for i in ids if i >= 0 for j in range(unit)}
         if self.coordinator.lanes[0].tables.table.shape[1] > len(ids):

@@ -1,4 +1,4 @@
-"""The page of model classes is what the classes, their tests and the engine say."""
+"""The page of model classes agrees with the classes, their tests and the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a release relies on in every ``pyproject.toml``; ``make dist`` looks at what is built."""
+"""Every ``pyproject.toml`` is as a release needs it; ``make dist`` checks what is built."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_core_says_its_version():
 
 @parametrize(PACKAGES)
 def test_metadata_is_complete_and_alike(package):
-    """Everything but name, description and requirements is that of the core."""
+    """Metadata but name, description and requirements is that of the core."""
     lacking = {"description", "readme", "license", "authors", "classifiers"} - set(package.project)
     assert not lacking, f"{package.name} lacks {lacking} in [project] of its pyproject.toml"
     alike = ("version", "readme", "license", "license-files", "requires-python", "authors")
@@ -60,19 +60,19 @@ def asked(package):
 
 
 def entries_of(package):
-    """What it offers."""
+    """Entries that a package registers."""
     modules = [import_module(target) for target in package.points.values()]
     hooks = [hook for each in modules for name, hook in vars(each).items() if "_register_" in name]
     return [entry for hook in hooks for entry in hook()]
 
 
 def names_of(package):
-    """Kinds and names of its plugins."""
+    """Kinds and names of the plugins of a package."""
     return {(entry.kind, entry.name) for entry in entries_of(package)}
 
 
 def defaults_of(package):
-    """Kinds and names of the plugins that its own choose by default."""
+    """Kinds and names of the plugins that the plugins of a package choose by default."""
     stated = [entry.defaults.items() for entry in entries_of(package)]
     return {(kind, name) for each in stated for kind, name in each if kind in KINDS}
 
@@ -99,7 +99,7 @@ def test_sets_hold_what_their_commands_need():
 
 @parametrize(PLUGINS)
 def test_a_plugin_that_is_not_installed_is_named_with_its_package(package, monkeypatch):
-    """By the convention of names, and the core's extras: no code of the core names a plugin."""
+    """Names follow from a convention and the core's extras: no code of the core names a plugin."""
     needed = [f'{line}; extra == "all"' for line in CORE["optional-dependencies"]["all"]]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: needed)
     bare = PluginRegistry([])
@@ -113,7 +113,7 @@ def test_a_plugin_that_is_not_installed_is_named_with_its_package(package, monke
 
 
 def test_the_demo_installs_what_it_needs_and_no_more(tmp_path):
-    """Into an environment that is not there yet."""
+    """``make demo`` installs into an environment that is not there yet."""
     lines = run("make", "-n", "demo", f"VENV={tmp_path / 'venv'}").splitlines()
     (line,) = (line for line in lines if " -e " in line)
     folders = [word for before, word in pairwise(line.split()) if before == "-e"]
@@ -149,7 +149,7 @@ def test_a_plugin_imports_no_other(package):
 
 
 def test_the_core_imports_no_package_that_needs_it():
-    """The conformance kit among them."""
+    """The conformance kit is among these packages."""
     found = imported_by(PACKAGES[0])
     others = {package.module for package in PACKAGES[1:]}
     assert "topkv_testing" in others
@@ -185,14 +185,14 @@ def test_a_plugin_asks_for_the_core_what_its_entries_name_and_tools_that_it_impo
 
 @parametrize(TOOLS)
 def test_a_tool_is_no_plugin(package):
-    """Or a plugin that imports it would import another plugin."""
+    """Else a plugin that imports the tool would import another plugin."""
     assert not package.points
     assert "topkv" in {each.name for each in asked(package)}
 
 
 @parametrize(PLUGINS)
 def test_entries_state_their_hook_api(package):
-    """As a literal: the default is that of the core which happens to be there."""
+    """The version is a literal: the default is that of the core which happens to be there."""
     for target in package.points.values():
         source = (package.folder / "src" / f"{target.replace('.', '/')}.py").read_text()
         calls = [

@@ -1,4 +1,4 @@
-"""Tables in the READMEs of plugins show what stands in the files of raw numbers."""
+"""Tables in the READMEs of plugins show the numbers of the files of raw numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.test_figures import figures, rows_of
 
 
 def test_the_table_of_the_trained_gate_is_that_of_the_raw_numbers():
-    """Means of the fourteen tasks."""
+    """Cells are means of the fourteen tasks."""
     text = (ROOT / "plugins/trained_gate/README.md").read_text("utf-8")
     cells = {}
     for row in figures.read("eval/gate.jsonl.xz"):
@@ -263,7 +263,7 @@ def test_times_of_infllm_v2_are_those_of_the_raw_numbers():
     ],
 )
 def test_times_of_a_stage_are_those_of_the_raw_numbers(plugin, stages):
-    """Of a captured layer behind Quest, beside Quest alone."""
+    """Cells are times of a captured layer behind Quest, beside Quest alone."""
     text = (ROOT / "plugins" / plugin / "README.md").read_text("utf-8")
     timed = {
         (row["requests"], row["tokens"], str(row.get("stages"))): round(row["layer_us"])

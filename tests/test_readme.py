@@ -42,9 +42,9 @@ def test_the_example_runs_as_written():
 
 
 def passed(algorithm, tests, folder):
-    """How many tests of the suite of an algorithm pass, in a folder of their own, all of them.
+    """Run the suite of an algorithm in a folder of its own; return how many tests passed: all.
 
-    As written, but for the name: no plugin is called "mine".
+    The suite is as written, but for the name: no plugin is called "mine".
     """
     _, suite = examples()
     (folder / "test_mine.py").write_text(suite.replace('"mine"', f'"{algorithm}"'))
@@ -67,7 +67,7 @@ settings.load_profile("few")
 """
 
 AT_EACH_COMMIT = ("quest", "streaming_llm")
-"""Conformance suites of all algorithms run at each commit; that of the README runs for these."""
+"""Algorithms for which the README's suite runs at each commit; their own suites run for all."""
 
 ALGORITHMS = [
     pytest.param(name, marks=[] if name in AT_EACH_COMMIT else pytest.mark.nightly)
@@ -80,7 +80,7 @@ ALGORITHMS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_suite_is_green_on_every_algorithm(algorithm, tmp_path):
-    """With few examples, but at night with as many as a user has."""
+    """Few examples, but at night as many as a user has."""
     if settings.get_current_profile_name() != "nightly":
         (tmp_path / "conftest.py").write_text(FEW)
     assert passed(algorithm, "cpu", tmp_path) >= 20
@@ -99,7 +99,7 @@ PAGES = [
 
 
 def installs(page):
-    """Lines of ``pip install`` in blocks of a page, each with whether wheels were named before."""
+    """Lines of ``pip install`` on a page, each with True if wheels were named before."""
     lines = [line.strip().removeprefix("$ ") for line in page.read_text("utf-8").splitlines()]
     for number, line in enumerate(lines):
         if line.startswith("pip install"):
@@ -108,7 +108,7 @@ def installs(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_an_installation_that_a_page_names_can_be_done(page):
-    """Of folders that are there, or of extras that there are, out of a folder of wheels: no index
+    """Folders and extras that it names exist, and extras come from a folder of wheels: no index
     has the packages."""
     known = {package.name: package for package in packages()}
     for line, wheels in installs(page):

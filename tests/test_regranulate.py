@@ -1,7 +1,7 @@
-"""Algorithms that select tokens, with larger units: what is attended, and what is counted.
+"""Algorithms that select tokens, with larger units: attention, and counts.
 
-Each step has to give the float64 attention over the units of the tokens that the algorithm itself
-wrote down, and over the open unit.
+Each step must give float64 attention over the units of the tokens that the algorithm itself
+selected, and over the open unit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BACKEND = "triton_attention"
 
 
 def cases():
-    """Every cell that regranulation helps, and those of unit 4, on its tiers."""
+    """Cells that regranulation helps, and those of unit 4, each on its tiers."""
     cells = [cell for cell in CELLS if cell.regranulated]
     cells += [evolve(cell, unit=4) for cell in cells if (cell.backend, cell.unit) == (BACKEND, 16)]
     found = []
@@ -46,7 +46,7 @@ class Regranulated(Run):
         self.extra = 0
 
     def chosen(self, ids):
-        """Tokens of closed units, by what the algorithm wrote down."""
+        """Tokens of closed units that the algorithm selected."""
         unit = self.coordinator.lanes[0].group.unit
         end = (self.length - 1) // unit * unit
         chosen = [token for token in ids if token != -1]
@@ -62,7 +62,7 @@ class Regranulated(Run):
         return closed | set(range(newest // unit * unit, newest + 1))
 
     def step(self):
-        """One token, and what it must give."""
+        """Decode one token, and compare its output and the count of extra tokens."""
         band = 1e-4 if self.model.dtype is torch.float32 else 3e-2
         (out,) = self.forward(1, decode=True)
         torch.testing.assert_close(out.double(), self.expected(), rtol=band, atol=band)
@@ -126,7 +126,7 @@ def test_twins_and_what_was_taken_back(algorithm):
     for back in (1, 5, 3):
         run.coordinator.rollback(run.slot, run.length - back)
         run.length -= back
-        # Other tokens stand in their place.
+        # Other tokens take their place.
         for x in (run.q, run.k):
             x[run.length : run.length + back] = x[run.length : run.length + back].flip(-1)
         if run.index:
@@ -146,7 +146,7 @@ def test_twins_and_what_was_taken_back(algorithm):
 
 @pytest.mark.parametrize("algorithm", ["double_sparsity", "clusterkv", "pqcache", "deepseek_dsa"])
 def test_the_algorithm_selects_what_it_selects_at_unit_1(algorithm):
-    """Its world is the same: keys, lengths, windows, periods, host ids of tokens."""
+    """The algorithm is given the same keys, lengths, windows, periods and host ids of tokens."""
     sizes = {"most": 150, "ring_tokens": 16}
     regranulated = Regranulated(of(algorithm), tier("cpu"), **sizes)
     select = SELECT if algorithm == "deepseek_dsa" else SELECT + 1  # there the newest competes

@@ -1,4 +1,4 @@
-"""What `topkv eval` says that a selection reads where a stage of another package is behind it."""
+"""Bytes that `topkv eval` counts for a selection with a stage of another package behind it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONTEXT, UNIT, WIDEN = 768, 16, 2
 
 
 def ran(text):
-    """The row of two questions, the group, and head dim and kv-heads of the model."""
+    """Run two questions; return their row, the group, head dim and kv-heads of the model."""
     model = load_checkpoint("cpu").float()
     task = tasks.retrieval_task(CONTEXT, questions=2, seed=3)
     dim = model.config.head_dim
@@ -32,7 +32,7 @@ def ran(text):
 
 @pytest.mark.parametrize("p", [0.5, 1.0])
 def test_a_stage_reads_what_stands_for_its_candidates(p):
-    """And the algorithm what stands for the request, as without a stage."""
+    """The algorithm reads the representations of the request, as without a stage."""
     row, group, dim, heads = ran(f"quest:stages=top_p/p={p}/widen={WIDEN}")
     length = CONTEXT + ASK_BYTES
     bounds = -(-length // UNIT) * 2 * heads * dim * 2
@@ -45,7 +45,7 @@ def test_a_stage_reads_what_stands_for_its_candidates(p):
 
 @pytest.mark.parametrize("variance", ["true", "false"])
 def test_a_correction_reads_what_stands_for_the_request(variance):
-    """Means, and deviations where they are kept, of all its units."""
+    """A correction reads means, and deviations where they are kept, of all units."""
     row, _, dim, heads = ran(f"quest:stages=residual/variance={variance}")
     units = -(-(CONTEXT + ASK_BYTES) // UNIT)
     bounds, kept = units * 2 * heads * dim * 2, units * heads * dim * 4

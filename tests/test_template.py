@@ -1,4 +1,4 @@
-"""What ``topkv new`` writes passes the kit, is clean, and is what lies in ``examples/minimal``."""
+"""Packages of ``topkv new`` pass the kit, are clean, and equal ``examples/minimal``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ settings.register_profile(
 settings.load_profile("few")
 """
 
-# Of each reference a piece of code, made wrong, and the test of the kit that sees it.
+# For each reference a piece of code, its wrong form, and the test of the kit that sees it.
 BREAKS = {
     "algorithm": (".amax(2)", ".amin(2)", "test_every_query_head_finds_its_needle"),
     "stage": ("descending=True", "descending=False", "test_the_best_candidates_are_left"),
@@ -42,7 +42,7 @@ BREAKS = {
 
 
 LEAST = {"eviction": 7, "observer": 6, "storage": 6, "topk": 13}
-"""Tests of a package that pass without a device, where its suite has few."""
+"""Least number of tests that pass without a device, for suites that have few."""
 
 
 def new(*args):
@@ -50,7 +50,7 @@ def new(*args):
 
 
 def make(tmp_path, name, kind):
-    """A rendered package, and beside its sources the metadata that pip would write."""
+    """Render a package, and write beside its sources the metadata that pip would write."""
     root = tmp_path / kind / name
     done = new(name, "--kind", kind, "--output", root)
     assert done.exit_code == 0, done.stderr
@@ -66,7 +66,7 @@ def make(tmp_path, name, kind):
 
 
 def run(*args, roots=(), cwd=None):
-    """Python in a process that finds the packages at ``roots``, as if they were installed."""
+    """Run Python in a process that finds the packages at ``roots``, as if they were installed."""
     found = [*(str(root / "src") for root in roots), os.environ.get("PYTHONPATH", "")]
     path = os.pathsep.join(part for part in found if part)
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -131,7 +131,7 @@ def test_a_new_package_that_is_broken_fails(tmp_path, profile, kind):
 
 
 def test_new_packages_are_found_and_light(tmp_path):
-    """Listed with the hook API of this core as a literal, and without torch."""
+    """New packages are listed with the hook API of this core as a literal, and without torch."""
     roots = [make(tmp_path, f"my-{kind}", kind) for kind in KINDS]
     found = run("-c", LISTED, roots=roots)
     assert found.returncode == 0, found.stderr
@@ -154,7 +154,7 @@ assert not heavy, heavy
 
 
 def test_rendered_code_is_clean(tmp_path):
-    """Under its own ruff settings, whatever the length of the name."""
+    """Clean under its own ruff settings, whatever the length of the name."""
     for name in ("a", "n" * LONGEST):
         for kind in KINDS:
             make(tmp_path, name, kind)
@@ -190,7 +190,7 @@ def test_names_that_cannot_be_are_refused(name, kind, reason):
 
 
 def distribution(folder, name, *lines):
-    """Metadata of an installed distribution."""
+    """Write metadata of an installed distribution."""
     info = folder / f"{name}-9.9.dist-info"
     info.mkdir()
     head = ["Metadata-Version: 2.1", f"Name: {name.replace('_', '-')}", "Version: 9.9", *lines]
@@ -201,7 +201,7 @@ def distribution(folder, name, *lines):
 @pytest.mark.parametrize(
     ("name", "reasons"),
     [
-        # What `pip install -e .` would replace.
+        # Names that `pip install -e .` would replace.
         (
             "transformers",
             ["the distribution topkv-transformers 0", "offers engine 'transformers'"],

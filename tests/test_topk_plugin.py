@@ -21,8 +21,7 @@ HEADS, KV_HEADS, DIM, PROMPT, STEPS = 4, 2, 64, 70, 3
 
 
 class Sorted:
-    """Top-k by a stable sort; notes for what it was made, how often it was called and for how
-    many rows."""
+    """Top-k by a stable sort; records the shape that it was made for, its calls and their rows."""
 
     made: tuple[int, int, int] | None = None
     calls = rows = 0
@@ -49,7 +48,7 @@ class Package:
 
 @pytest.fixture
 def registry():
-    """What is installed, and the package above."""
+    """Plugins that are installed, and the package above."""
     return PluginRegistry([*installed(), ("topkv-sorted", "0.1", Package())])
 
 
@@ -67,7 +66,7 @@ DSA = {"algorithm": "deepseek_dsa", "unit": 1, "page_tokens": 64, "params": {"ke
 
 
 def run(on, registry, model=MODEL, **more):
-    """Outputs of a prompt and of some steps."""
+    """Run a prompt and some steps; return their outputs."""
     lowered = lower(config(impl=on.impl, **more), model, device=on.device, registry=registry)
     coordinator = SparseCoordinator(lowered, registry)
     generator, outs = torch.Generator().manual_seed(0), []
@@ -104,8 +103,8 @@ def test_the_named_implementation_selects(name, registry):
     assert torch.equal(named, usual)
 
 
-# Whether an algorithm selects by top-k in a prompt, by the end of the first step, which settles
-# the prompt and warms the buffer, and in the step behind it.
+# True where an algorithm selects by top-k: in a prompt; by the end of the first step, which
+# settles the prompt and warms the buffer; in the step behind it.
 CALLS = {
     "arkvale": (False, True, True),
     "clusterkv": (False, False, False),
@@ -136,7 +135,7 @@ def one_of_each():
 @pytest.mark.slow
 @pytest.mark.parametrize(("cell", "params"), one_of_each())
 def test_every_algorithm_selects_by_it(cell, params, registry, monkeypatch):
-    """In prompts and in steps, and the core's own kernels are left alone."""
+    """It selects in prompts and in steps, and the core's own kernels are not called."""
     on = tier("interpret")
     if on.missing:
         pytest.skip(on.missing)
@@ -166,7 +165,7 @@ def test_every_algorithm_selects_by_it(cell, params, registry, monkeypatch):
 
 @pytest.mark.parametrize("name", ["interpret", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_rows_of_prompts_are_selected_by_it_too(name, registry, monkeypatch):
-    """Where prompts are sparse; in several calls where there are more rows than it is made for."""
+    """For sparse prompts; in several calls where there are more rows than it was made for."""
     on = tier(name)
     if on.missing:
         pytest.skip(on.missing)

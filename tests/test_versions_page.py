@@ -1,4 +1,4 @@
-"""The page of tested versions is what packages declare and scripts install."""
+"""The page of tested versions agrees with what packages declare and scripts install."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_the_page_is_what_packages_declare():
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_what_is_pinned_stands_in_its_range(name):
-    """And each range ends, so that a version beyond it can be named."""
+    """Each range has an end, so that a version beyond it can be named."""
     bounds = _range(PACKAGES[name][0], name)
     assert "<" in bounds
     assert _pins()[name] in SpecifierSet(bounds)

@@ -57,7 +57,7 @@ print(json.dumps(found))
 
 
 def run(code: str, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-    """A process that has no Triton; nor does the variable of its interpreter stand."""
+    """Run code in a process without Triton, and without the variable of its interpreter."""
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", HIDDEN + code, *arguments],
@@ -79,7 +79,7 @@ def test_a_model_is_attached_and_generates():
 
 @pytest.fixture(scope="module")
 def factories() -> dict[str, str]:
-    """Why a factory does not import, by package, kind, name and implementation."""
+    """Reasons why factories do not import, by package, kind, name and implementation."""
     found: dict[str, str] = json.loads(run(FACTORIES).stdout)
     return found
 

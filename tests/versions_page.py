@@ -1,7 +1,7 @@
 """The page of tested versions: ``python -m tests.versions_page > docs/versions.md``.
 
-Each version is read from where it decides: a pin, a range, a script, or the head of the log of a
-run on a GPU.
+Each version is read from its source: a pin, a range, a script, or the head of the log of a run on
+a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PACKAGES = {
     "triton": ("core", "triton"),
     "transformers": ("plugins/transformers", "Transformers"),
 }
-"""By name: whose ``pyproject.toml`` has the range, and the name in running text."""
+"""By name: the folder whose ``pyproject.toml`` has the range, and the name in running text."""
 
 LIBRARIES = {
     "FlashAttention-3 of vLLM": r"FlashAttention-3(?: and FlashMLA)? of vLLM ([\d.]+\d)",
@@ -35,16 +35,16 @@ LIBRARIES = {
     "FlashMLA of vLLM": r"FlashMLA of vLLM ([\d.]+\d)",
     "FlashInfer": r"FlashInfer ([\d.]+(?:\.post\d+|\d))",
 }
-"""How logs of runs on a GPU name a library."""
+"""Patterns by which logs of runs on a GPU name a library."""
 
 VLLM = r"(?<!of )vLLM ([\d.]+\d)"
-"""Of vLLM itself, and not of what comes with it."""
+"""Pattern of the version of vLLM itself, not of libraries that come with it."""
 
 LOGS = ("gpu_tests.log", "gpu_cells.log", "vllm_gpu.log")
 
 
 def lines() -> Iterator[str]:
-    """The lines of the page."""
+    """Yield the lines of the page."""
     yield from HEAD.splitlines()
     pins = _pins()
     yield from ("", "| package | range | on a CPU | on a GPU |", "| --- | --- | --- | --- |")
@@ -71,7 +71,7 @@ def _pins() -> dict[str, str]:
 
 
 def _range(folder: str, name: str) -> str:
-    """Of all lines of a ``pyproject.toml`` that name a package, as ``topkv.tested`` reads them."""
+    """Range from all lines of a ``pyproject.toml`` that name a package, as in ``topkv.tested``."""
     project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text("utf-8"))["project"]
     extras = project.get("optional-dependencies", {}).get("tested", [])
     found = [

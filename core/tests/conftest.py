@@ -1,4 +1,4 @@
-"""What the tests of the core share."""
+"""Fixtures for all tests of the core."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from topkv_testing.machines.lifecycle_model import make_coordinator
 from topkv_testing.tiers import all_tiers, tier
 
-sys.path.append(str(Path(__file__).parent))  # config_cases lies beside the tests
+sys.path.append(str(Path(__file__).parent))  # config_cases stands beside the tests
 
 
 @pytest.fixture(

@@ -1,4 +1,4 @@
-"""Coordinators that are driven alike, for tests of when the history of prompts is fetched."""
+"""Coordinators that are driven alike, for tests of the fetching of history."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from topkv_testing.machines.lifecycle_model import DIM, HEADS, KV_HEADS, LAYERS,
 
 
 class Driver:
-    """Drives coordinators with equal tokens, queries and selections, and keeps what they say."""
+    """Drives coordinators with equal tokens, queries and selections, and keeps their outputs."""
 
     def __init__(self, *coordinators):
         self.coordinators = coordinators
@@ -23,7 +23,7 @@ class Driver:
             each.close()
 
     def call(self, name, *args):
-        """The same call of all; they answer alike, a refusal included."""
+        """Call a method of all coordinators; they must answer alike, refusals included."""
         answers = []
         for each in self.coordinators:
             try:
@@ -37,7 +37,7 @@ class Driver:
         self.slots.append(self.call("request_begin"))
 
     def forward(self, decode=(), chunks=(), layers=range(LAYERS), drop=False):
-        """One forward, whose layers are called in this order.
+        """Run one forward, whose layers are called in this order.
 
         Args:
             drop: end it by ``forward_abort``; ``"offloaded"``: as a captured step may be.
@@ -62,7 +62,7 @@ class Driver:
                 each.layers[layer].algorithm.next_ids.clear()
 
     def select(self, rows):
-        """Units for every lane of the decode rows."""
+        """Draw units for every lane of the decode rows."""
         for layer in SPARSE:
             ids = torch.randint(-1, 20, (rows * KV_HEADS, 3), generator=self.random).int()
             for each in self.coordinators:
@@ -78,7 +78,7 @@ class Driver:
 
 
 def prompts(driver):
-    """Two prompts in chunks, in one forward, after a dropped one and beside decode, and a fork."""
+    """Run two prompts in chunks, in one forward, after a dropped one and beside decode; fork."""
     driver.begin()
     driver.begin()
     one, two = driver.slots

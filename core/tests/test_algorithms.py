@@ -1,4 +1,4 @@
-"""Host ids, and what the base of algorithms that score units does beyond what plugins use."""
+"""Host ids, and behaviour of ``ScoredUnits`` that no plugin uses."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class LargestKeys(ScoredUnits):
 
 
 class LargestKeysTriton(LargestKeys):
-    """The same, whose top-k runs in kernels."""
+    """``LargestKeys`` with top-k by kernels."""
 
     impl = "triton"
 
@@ -143,14 +143,14 @@ class Summed(LargestKeys):
 
 
 class Merged(LargestKeys):
-    """Makes one lane of all."""
+    """Sums scores over lanes, and so drops their axis."""
 
     def combine(self, scores):
         return super().combine(scores).sum(1)
 
 
 class Flat(LargestKeys):
-    """Keeps what all heads have together."""
+    """Keeps rows whose heads are flattened into one axis."""
 
     def represent(self, keys, valid):
         return {"largest": super().represent(keys, valid)["largest"].flatten(1)}
@@ -249,7 +249,7 @@ def selections(**options):
 
 
 def test_single_tokens_are_represented_without_a_ring():
-    """Of regranulated selections the algorithm sees no ring: the new token is its unit."""
+    """An algorithm of regranulated selections sees no ring: the new token is its unit."""
     plain = selections(unit=1, budget=1 + SELECT, buffer=2 * SELECT)
     regranulated = selections(
         unit=UNIT, regranulate=True, budget=UNIT + SELECT, buffer=UNIT * SELECT

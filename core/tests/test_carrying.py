@@ -30,12 +30,12 @@ TIERS = ["cpu", "interpret", pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
 def taken(kept, limit):
-    """The definition: the newest unit in any case."""
+    """The definition: kept units, and the newest unit in any case."""
     return [*kept, -1 if limit - 1 in kept else limit - 1]
 
 
 class Pair(Driver):
-    """One that selects ahead, and a plain one that is told what the first has to attend to."""
+    """A coordinator that selects ahead, and a plain one that is given its expected selections."""
 
     def __init__(self, on, **options):
         super().__init__(
@@ -81,7 +81,7 @@ class Pair(Driver):
 
 
 def lives(driver):
-    """Prompts and forks, rows that change places, and requests that are cut and go on."""
+    """Run prompts and forks, rows that change places, and requests that are cut and go on."""
     prompts(driver)
     one, two = driver.slots
     for step in range(12):
@@ -94,7 +94,7 @@ def lives(driver):
 
 
 def compared(on, **options):
-    """Outputs of lives are those of one that is told what to attend to."""
+    """Compare outputs of lives with those of a plain coordinator, see ``Pair``."""
     driver = Pair(on, **options)
     lives(driver)
     driver.compare()
@@ -127,7 +127,7 @@ def test_it_does_for_any_rows():
 
 
 def any_rows(on):
-    """Steps of any rows, some of them dropped, and forks between them."""
+    """Run steps of any rows, some of them dropped, and forks between them; compare outputs."""
 
     @settings(max_examples=40, deadline=None)
     @given(st.data())
@@ -152,7 +152,7 @@ def any_rows(on):
 
 
 def told(calls, name, call):
-    """The call, which writes down that it was made."""
+    """Wrap a call, so that it records its name."""
     return lambda *args: (calls.append(name), call(*args))
 
 
@@ -184,7 +184,7 @@ def test_what_the_next_step_misses_is_there_when_it_begins():
 
 
 def copied_before(on):
-    """A step whose selection was known misses at most the unit that has just closed."""
+    """Check that a step with a known selection misses at most the unit that has just closed."""
     driver = Driver(make_coordinator(on, ahead=True))
     driver.begin()
     driver.forward(chunks=[(driver.slots[0], 41)])
@@ -200,7 +200,7 @@ def copied_before(on):
 
 @pytest.mark.parametrize("place", [[(Carrying, "warm"), (Own, "warm")], [(LaneBuffers, "begin")]])
 def test_a_prompt_is_warmed_again_where_that_failed(monkeypatch, place):
-    """What a slot has kept is of the request that had it before, until its prompt is warmed."""
+    """The selection that a slot keeps is of an earlier request, until its prompt is warmed."""
     driver = Pair(tier("cpu"))
     driver.begin()
     driver.forward(chunks=[(driver.slots[0], 21)])
@@ -341,7 +341,7 @@ def test_copies_may_be_late():
 
 @contextlib.contextmanager
 def without_joining():
-    """A step ends while what it has begun for the next one is on its way."""
+    """Let a step end while copies for the next one are on their way."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SideStream, "join", lambda self, mark=None: None)
         yield

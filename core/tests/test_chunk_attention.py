@@ -24,7 +24,7 @@ if not CUDA:
     CASES.append(("triton", "cpu"))
 
 LOGITS = st.sampled_from([0.0, 3.0, -80.0, 90.0, -1e4, 1e4, -torch.inf])
-"""Of parts: far above and below what fp32 can take the exponential of, and of nothing seen."""
+"""LSE of parts, also far beyond what fp32 can take exponentials of; -inf if nothing is seen."""
 
 
 @st.composite
@@ -42,7 +42,7 @@ def parts(draw):
 
 
 def expected(found):
-    """In float64, by the definition: the average by exp(lse)."""
+    """Merge in float64, by the definition: the average by exp(lse)."""
     outs, logs = (torch.stack(each).double() for each in zip(*found, strict=True))
     lse = torch.logsumexp(logs, 0)
     weights = torch.exp(logs - lse.masked_fill(lse == -torch.inf, 0.0))

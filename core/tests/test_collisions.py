@@ -53,7 +53,7 @@ def test_a_name_that_two_packages_offer_is_refused_to_both(first):
         found.get("algorithm", "quest")
     told = dict(reason.split(": ", 1) for reason in caught.value.reasons)
     assert set(told) == {f"{first} 1.0", "topkv-quest 1.0"}
-    # Each says whose the other is, and how to keep this one.
+    # Each error names the package of the other, and how to keep this one.
     point = f"{first}:{first}"
     assert f"algorithm 'quest' is offered by {first} 1.0 too" in told["topkv-quest 1.0"]
     assert f"uninstall {first}, or add {point} to TOPKV_BLOCK" in told["topkv-quest 1.0"]

@@ -194,7 +194,7 @@ def test_what_is_no_size(text):
 
 @pytest.mark.parametrize("name", [name for name, value in DEFAULTS.items() if value is not None])
 def test_a_default_passes_the_check_of_its_setting(name):
-    """And is in lowered form: defaults are not checked again."""
+    """A default is in lowered form too: defaults are not checked again."""
     assert CHECKS[name](DEFAULTS[name]) == DEFAULTS[name]
 
 

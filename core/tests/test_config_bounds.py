@@ -100,7 +100,7 @@ def test_the_bound_is_that_of_the_op():
         ({"unit": 1, "max_request_tokens": 2**21}, False),
         ({"unit": 16, "max_request_tokens": 2**24}, True),
         ({"unit": 16, "max_request_tokens": 2**24 + 1}, False),
-        # The algorithm is told of tokens, whatever the unit of the group.
+        # The algorithm is given tokens, whatever the unit of the group.
         ({"algorithm": "tokens", "unit": 16, "regranulate": True, "max_tokens": 2**20}, True),
         ({"algorithm": "tokens", "unit": 16, "regranulate": True, "max_tokens": 2**21}, False),
         # Dense layers rank nothing.

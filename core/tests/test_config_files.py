@@ -1,5 +1,5 @@
-"""Configurations from files: what is read, and what is written twice, nested or repeated without
-end, which is refused in few words."""
+"""Configurations from files; values that are written twice, nested or repeated without end are
+refused in few words."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_what_is_no_configuration(tmp_path, monkeypatch):
         SparseConfig.load(tmp_path / "a.yaml")
 
 
-# What is written twice, nested or repeated.
+# Values that are written twice, nested or repeated.
 
 
 def refused(path, name, text):
@@ -184,7 +184,7 @@ def test_an_anchor_that_nothing_repeats_is_harmless(tmp_path):
     }
 
 
-# What messages show of a value.
+# Values in messages.
 
 
 class Loud:

@@ -1,4 +1,4 @@
-"""What each layer does: overrides by layer range, and the groups that they make."""
+"""Overrides by layer range, and the groups of layers that they make."""
 
 from __future__ import annotations
 

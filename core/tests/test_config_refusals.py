@@ -1,4 +1,4 @@
-"""What lowering refuses: values, plugins, models and sizes, and every reason at once."""
+"""Values, plugins, models and sizes that lowering refuses, with every reason at once."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_host_memory_of_exactly_the_pool_is_enough():
     assert low(host_memory=size).host_memory == size
     told = reason(host_memory=size - 1)
     assert f"the host pool needs {size} bytes" in told
-    # The mend that the error names is one.
+    # The fix that the error names is one.
     tokens = int(told.rsplit(" ", 1)[1])
     assert low(host_memory=size - 1, max_tokens=tokens).max_tokens == tokens
 

@@ -1,4 +1,4 @@
-"""What the coordinator offers engines and algorithms beyond a plain step."""
+"""Contracts of the coordinator with engines and algorithms beyond a plain step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU = tier("cpu")
 
 
 class Told(Scripted):
-    """Writes down what it is told, and reads its history twice."""
+    """Records its calls, and reads its history twice."""
 
     def __init__(self, setup):
         super().__init__(setup)
@@ -80,7 +80,7 @@ class Run:
         ]
 
     def forward(self, given, decode=(), prefill=(), sinks=None):
-        """Outputs ``[L, rows, H, D]``."""
+        """Run a forward; return outputs ``[L, rows, H, D]``."""
         self.coordinator.forward_begin(decode=decode, prefill=prefill)
         outs = [
             self.coordinator.attention(layer, *(x[layer] for x in given), sinks=sinks)
@@ -104,7 +104,7 @@ def run():
 
 
 def test_a_chunk_may_stand_between_decode_rows(run):
-    """In the place of a padded row, as engines sort one-token chunks among decode rows."""
+    """A chunk takes the place of a padded row: engines sort one-token chunks among decode rows."""
     one, two = run(), run()
     for each in (one, two):
         slots = [each.coordinator.request_begin() for _ in range(3)]
@@ -133,7 +133,7 @@ def test_rows_may_lie_at_any_stride(run):
 
 
 def test_sinks_are_logits_without_a_value(run):
-    """Prompts and steps attend as if one more key with that logit had a value of zero."""
+    """A sink acts in prompts and steps as one more key with that logit and a value of zero."""
     each = run(layers={"0-": "resident"}, algorithm="scripted")
     each.coordinator.request_begin()
     sinks = torch.randn(HEADS, generator=each.generator)
@@ -212,7 +212,7 @@ def test_a_history_can_be_read_again_and_values_come_along(run):
 
 
 def test_a_prompt_is_settled_and_warmed_when_an_engine_asks(run):
-    """The forward that decodes it has nothing left to do, and gives the same."""
+    """The forward that decodes it has neither left to do, and gives equal outputs."""
     early, late = run(algorithm="told"), run(algorithm="told")
     outputs = []
     for each in (early, late):
@@ -244,7 +244,7 @@ def test_a_spec_says_which_heads_a_selection_goes_by():
 
 
 def test_a_flush_is_one_launch_a_group(monkeypatch):
-    """However many layers and lanes there are, and without a word from the device."""
+    """One launch however many layers and lanes there are, and nothing is read from the device."""
     on = tier("interpret")
     if on.missing:
         pytest.skip(on.missing)

@@ -23,7 +23,7 @@ CPU = tier("cpu")
 
 
 def make(**options):
-    """Two sparse layers around a resident and a streamed one."""
+    """Make a coordinator: two sparse layers around a resident and a streamed one."""
     return make_coordinator(CPU, **options)
 
 
@@ -50,7 +50,7 @@ def test_a_missing_wait_shows_when_copies_come_late(monkeypatch):
 
 
 def test_what_inference_mode_made_is_written_outside_of_it(on):
-    """An inference tensor could not be: neither here, nor by the threads that touch the pool."""
+    """Inference tensors could not be written: neither here, nor by threads that touch the pool."""
     with torch.inference_mode():
         coordinator = make_coordinator(on)
     slot = coordinator.request_begin()

@@ -1,4 +1,4 @@
-"""``correct``: what was not attended is added, by a stage or by the algorithm itself."""
+"""``correct``: units that were not attended are added, by a stage or by the algorithm itself."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Life:
         return q, k, v
 
     def step(self, sinks=None):
-        """A decode step over random units, beside a padded row; out and truth by layer."""
+        """Decode over random units, beside a padded row; return outputs and truth by layer."""
         c, found = self.coordinator, {}
         c.settle([self.slot])  # warms by what is selected without next_ids
         rows = self.rows(1)
@@ -106,7 +106,7 @@ def check(life, sinks=None):
 @pytest.mark.parametrize("scope", ["kv_head", "shared"])
 @pytest.mark.parametrize("stages", [["complete"], ["keep", "complete"], ["complete", "keep"]])
 def test_with_an_exact_correction_any_selection_gives_attention_to_all(scope, stages):
-    """Through decode, a fork, truncation, and a second prompt."""
+    """Outputs stay exact through decode, a fork, truncation, and a second prompt."""
     life = Life(scope=scope, stages=stages)
     life.prompt(PROMPT)
     for _ in range(5):
@@ -142,7 +142,7 @@ def test_without_it_the_selection_alone_is_attended():
 
 
 class OwnCorrection(Scripted):
-    """Doubles what was attended, which nobody could mistake."""
+    """Doubles the output of attention, which shows in every element."""
 
     @hookimpl
     def correct(self, layer, q, ids, out, lse):

@@ -1,4 +1,4 @@
-"""Requests that give pages back, and who may not."""
+"""Requests that give pages back, and configurations that may not."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_pages_of_a_long_answer_stay_bounded():
 
 
 def test_what_stays_behind_the_last_page_that_went_is_known():
-    """An engine that counts by true positions can cut down to there."""
+    """An engine that counts by true positions can cut down to these tokens."""
     lives = Lives(tier("cpu"))
     requests, slot = lives.coordinator.requests, lives.begin()
     lives.forward({slot: 30}, decode=False)
@@ -105,7 +105,7 @@ def test_what_is_refused():
 
 
 class Silent(Heavy):
-    """Does not say what stays."""
+    """Has ``keep``, and a spec without ``keeping``."""
 
     @hookimpl
     def spec(self):
@@ -114,7 +114,7 @@ class Silent(Heavy):
 
 @pytest.mark.parametrize("entry", [evolve(HEAVY, factories=f"{__name__}:Silent"), KEEP])
 def test_keeping_and_keep_go_together(entry):
-    """What has one has the other."""
+    """A stage has both or neither."""
     if entry is KEEP:
         make_coordinator(tier("cpu"), **OPTIONS | {"stages": ["keep"]}).close()
         return

@@ -1,4 +1,4 @@
-"""Page ids that an engine gives out: the same results as with the core's own, and no page lost."""
+"""Page ids of an engine: results as with the core's own, and no page lost."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_fork_shares_full_pages_and_is_refused_an_open_one(make):
 
 
 def test_pages_outlive_the_request_that_filled_them(make):
-    """An engine may keep them as a prefix for requests to come, so they are not poisoned."""
+    """Pages are not poisoned: an engine may keep them as a prefix for later requests."""
     coordinator = make(pages="engine")
     assert coordinator.config.poison
     outputs = []
@@ -116,8 +116,8 @@ def twins(on):
 
 
 def test_two_that_share_a_pool_do_what_one_does(twins, on):
-    """Requests that come and go and use each other's pages, each step in another order of the two;
-    what one has written last the other one reads."""
+    """Requests come and go and use each other's pages, each step in another order of the two; the
+    second reads what the first has written last."""
     draw, rows = random.Random(3), torch.Generator().manual_seed(3)
     free, held, lengths = list(range(1, PAGES)), {}, {}
     for step in range(15 if on.name == "interpret" else 60):

@@ -1,4 +1,4 @@
-"""Whatever a package writes into its entries, the registry has records, and those are usable."""
+"""Whatever a package writes into its entries, the registry has records that can be used."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ READS = PluginEntry("reads", "backend", "x:Y")
 
 
 def registry(make, kind="algorithm"):
-    """A registry of one package whose hook of a kind gives what ``make`` does."""
+    """Make a registry of one package whose hook of a kind returns ``make()``."""
     plugin = SimpleNamespace()
     setattr(plugin, f"topkv_register_{kind}s", hookimpl(make))
     reads = SimpleNamespace(topkv_register_backends=hookimpl(lambda: [READS]))
@@ -177,7 +177,7 @@ JUNK = st.recursive(
 
 
 def some(cls, fine):
-    """Values for fields of a class, many of them junk."""
+    """Draw values for fields of a class, many of them junk."""
     return st.fixed_dictionaries(
         {},
         optional={field.name: fine.get(field.name, st.nothing()) | JUNK for field in fields(cls)},
@@ -220,14 +220,14 @@ def test_whatever_is_in_an_entry_the_registry_has_records(data):
     if record.problem is not None:
         assert len(record.problem) < 5000
         assert "mine" in record.problem
-    # All that lists and asks goes on.
+    # Every listing and question still works.
     for each in records:
         json.dumps(as_dict(each), default=str)
         _all(each.entry) if each.entry else []
     rows_of(matrix(records))
     with pytest.raises(PluginError):
         found.get("engine", "nothing")
-    # What is usable can be configured, or is refused with reasons.
+    # A usable entry can be configured, or is refused with reasons.
     if kind in ("algorithm", "backend") and record.problem is None:
         named = {"backend": "reads", kind: record.name}
         with suppress(ConfigError):

@@ -37,7 +37,7 @@ def _behind_the_lane(
 
 
 class BehindTheLane(LeastRecentlyUsed):
-    """Every position one further than there is, the last of them in the lane behind."""
+    """Every position is one too large, so that the last is in the lane behind."""
 
     new_position_kernel = _behind_the_lane
 

@@ -1,4 +1,4 @@
-"""What ``forward_begin``, ``attention`` and ``forward_end`` take, and what they refuse."""
+"""Arguments that ``forward_begin``, ``attention`` and ``forward_end`` take and refuse."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_slots_may_be_reused_by_the_caller_at_once(make):
 
 @pytest.mark.parametrize("slot", [1, 4, 2**31 - 1])
 def test_slots_that_hold_no_request_are_refused(make, slot):
-    """At once: slots are counted, and those of 2**31 slots would take 16 GiB."""
+    """Refused at once: slots are counted, and counts of 2**31 slots would take 16 GiB."""
     coordinator = make()
     known = coordinator.request_begin()
     coordinator.forward_begin(prefill=[(known, 3)])

@@ -28,7 +28,7 @@ FORMATS = pytest.mark.parametrize("host_format", ["model", "fp8"])
 
 
 def act(driver, data):
-    """Do one thing that hypothesis thinks of."""
+    """Do one thing that hypothesis draws."""
     draw, slots = data.draw, driver.slots
     if not slots or (len(slots) < 3 and draw(st.integers(0, 4)) == 0):
         driver.begin()
@@ -61,7 +61,7 @@ def act(driver, data):
 
 @FORMATS
 def test_outputs_are_those_of_history_that_is_fetched_in_time(host_format, on):
-    """Over chunks of several requests, decode beside them, forks, cuts, forwards that are dropped
+    """Equal over chunks of several requests, decode beside them, forks, cuts, forwards dropped
     after any layer, and layers in any order."""
 
     @examples(on, cpu=15, interpret=1, gpu=30)
@@ -83,7 +83,7 @@ def test_outputs_are_those_of_history_that_is_fetched_in_time(host_format, on):
 
 
 class Late(SideStream):
-    """A stream of a CPU that does its work when somebody waits for it, and not before."""
+    """A side stream on a CPU that does its work when it is waited for, and not before."""
 
     def __init__(self):
         super().__init__(torch.device("cpu"))
@@ -122,7 +122,7 @@ def late(coordinator):
 
 
 def played(*coordinators):
-    """``prompts`` of all of these, compared."""
+    """Run ``prompts`` on all of these, and compare."""
     driver = Driver(*coordinators)
     try:
         prompts(driver)
@@ -149,7 +149,7 @@ def test_a_missing_wait_shows_when_history_comes_late(make, monkeypatch):
 
 
 def test_a_place_that_is_taken_too_early_shows(make, monkeypatch):
-    """A fetch into the place of the block that is attended."""
+    """Fetch into the place of the block that is attended."""
 
     def blocks(self, path, slot):
         for block in real(self, path, slot):
@@ -164,7 +164,7 @@ def test_a_place_that_is_taken_too_early_shows(make, monkeypatch):
 
 
 def test_blocks_are_fetched_once_and_ahead(make):
-    """In the order of layers, and of chunks within a layer; nothing behind the last block."""
+    """Fetches follow the order of layers, then of chunks; none is behind the last block."""
     coordinator = make()
     calls = []
     for transfer in coordinator.transfers:
@@ -193,7 +193,7 @@ def test_blocks_are_fetched_once_and_ahead(make):
 
 
 def begun_again(coordinator, chunks, inputs):
-    """Outputs of a forward that is dropped and begun again where it is interrupted."""
+    """Run a forward, dropped and begun again at each interrupt; return its outputs."""
     while True:
         try:
             coordinator.forward_begin(prefill=chunks)
@@ -209,7 +209,7 @@ def begun_again(coordinator, chunks, inputs):
 @pytest.mark.parametrize("call", ["fetch", "prefill", "store_chunk"])
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 6, 7, 8])
 def test_a_forward_that_was_cut_short_can_be_done_again(make, monkeypatch, call, number):
-    """An interrupt in a call of its first layers, or while it begins."""
+    """Interrupt a call of its first layers, or its beginning."""
     cut, whole = late(make()), fetched_in_time(make())
     driver = Driver(cut, whole)
     driver.begin()
@@ -277,7 +277,7 @@ class Largest(TorchDispatchMode):
 
 @FORMATS
 def test_no_tensor_grows_with_what_is_stored(make, host_format):
-    """A chunk behind one block of history and behind many takes tensors of the same sizes."""
+    """A chunk takes tensors of equal sizes behind one block of history and behind many."""
     coordinator = make(host_format=host_format, max_tokens=512, max_request_tokens=256)
     driver = Driver(coordinator)
     driver.begin()

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 
 @contextlib.contextmanager
 def late_attention(coordinator, seconds):
-    """Let the device attend long after it was asked to."""
+    """Delay attention on the device."""
     kept = [(path, path.backend) for path in coordinator.layers]
 
     class Slow:
@@ -47,7 +47,7 @@ def late_attention(coordinator, seconds):
 
 @contextlib.contextmanager
 def adversary(name, coordinator):
-    """Slow down the one side or the other."""
+    """Slow down copies or attention."""
     if name == "copies":
         with delayed_copies(0.02) as delays:
             yield
@@ -58,9 +58,9 @@ def adversary(name, coordinator):
 
 
 def raced(slowed, broken=contextlib.nullcontext):
-    """``prompts`` with history in time, ahead, and ahead with one side slowed down, compared."""
+    """Compare ``prompts`` with history in time, ahead, and ahead with one side slowed down."""
     found = []
-    for run in ("in time", "ahead", slowed):  # what is slowed has been compiled and allocated
+    for run in ("in time", "ahead", slowed):  # compiled and allocated before one side is slowed
         coordinator = make_coordinator(tier("gpu"))
         driver = Driver(fetched_in_time(coordinator) if run == "in time" else coordinator)
         try:
@@ -89,7 +89,7 @@ def test_either_side_may_be_late(adversary_name):
 
 @contextlib.contextmanager
 def broken(adversary_name):
-    """Without the wait of one side for the other."""
+    """Leave out the wait of one side for the other."""
     with pytest.MonkeyPatch.context() as patch:
         if adversary_name == "copies":
             join = SideStream.join
@@ -107,7 +107,7 @@ def broken(adversary_name):
 
 @ADVERSARIES
 def test_a_missing_event_shows(adversary_name):
-    """The outputs are others, or what is read too early is no index, and that ends a process."""
+    """Outputs differ, or an index that is read too early is none, which ends the process."""
     ran = [sys.executable, __file__, adversary_name]
     done = subprocess.run(ran, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0

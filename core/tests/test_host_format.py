@@ -1,4 +1,4 @@
-"""Coded rows of the host pool: what their bytes say, their error, and the kernels that round."""
+"""Coded rows of the host pool: the format of their bytes, their error, and the kernels."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def some_rows(seed, dtype, dim=12):
 
 
 def steps_by_hand(codes, words):
-    """Of every element the steps that a word says, from the page that describes them; and which
-    elements are of the four pairs of the largest codes."""
+    """Steps of every element by its words, as the page describes them; and a mask of the elements
+    of the four pairs of the largest codes."""
     steps, largest = torch.zeros(codes.shape), torch.zeros(codes.shape, dtype=torch.bool)
     dim = codes.shape[-1]
     half = (dim + 1) // 2
@@ -96,7 +96,7 @@ def test_an_element_is_its_code_and_its_steps_times_its_power_and_near(seed, dty
     assert ((power >= least) & (power <= most)).all()
     steps, largest = steps_by_hand(codes, words)
     nearest = VALUES[codes.long()]
-    # A step is the eighth significant bit, of the binade below where it leads there.
+    # A step is the eighth significant bit; of the binade below, where it leads there.
     exponent = nearest.abs().frexp().exponent
     below = (nearest.abs().frexp().mantissa == 0.5) & (steps < 0)
     step = torch.ldexp(torch.ones_like(nearest), exponent - 8 - below.int())
@@ -113,7 +113,7 @@ def test_an_element_is_its_code_and_its_steps_times_its_power_and_near(seed, dty
     # Below code 8 a step is a sixteenth of what is between two codes.
     normal = largest & (codes & 127 > 8) & (codes & 127 != 127)
     normal &= (expected.abs() >= 2.0 ** (least + 2)) & (power < most)
-    # Of the largest a step less at a tie, and half a step else.
+    # Codes of the largest pairs err by a step less at a tie, and by half a step else.
     assert (error <= expected.abs() / 128)[normal].all()
     if dtype is torch.bfloat16:
         untied = normal & (steps.abs() < 7)
@@ -122,8 +122,8 @@ def test_an_element_is_its_code_and_its_steps_times_its_power_and_near(seed, dty
 
 @pytest.mark.parametrize("where", [(31, 63), (3, 17, 40, 25)])
 def test_a_bias_in_few_channels_makes_no_logit_worse(where):
-    """Of keys with a bias as Qwen2 has, to queries that look there: logits err hardly more than
-    codes alone make them err without it. Codes alone make it eight times as much with it."""
+    """With a bias in keys, as Qwen2 has, logits err hardly more than by codes alone without the
+    bias; by codes alone with the bias they err eight times as much."""
     generator = torch.Generator().manual_seed(3)
     keys = torch.randn(2000, 64, generator=generator)
     q = torch.randn(64, 16, generator=generator, dtype=torch.float64)
@@ -210,7 +210,7 @@ def test_no_rows_are_no_launch(device):
 
 
 def test_entries_and_their_bytes():
-    """Codes, then words of 8 bytes, then exponents, then what fills up 16 bytes."""
+    """An entry is codes, then words of 8 bytes, then exponents, then padding to 16 bytes."""
     shape = {"unit": 16, "lane_heads": 8, "dim": 128, "dtype": torch.bfloat16}
     group = group_shape(host_format="fp8", **shape)
     assert (group.entry_bytes, group.host_entry_bytes) == (8192, 4384)

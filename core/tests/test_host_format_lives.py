@@ -1,4 +1,4 @@
-"""Requests whose host entries are coded: a unit has one value, wherever it lies or lay."""
+"""Requests whose host entries are coded: a unit has one value, wherever it is or was."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Driver:
         self.outputs += outs
 
     def live(self):
-        """Everything that moves units between the tiers."""
+        """Run all calls that move units between the tiers."""
         coordinator = self.coordinator
         slot = coordinator.request_begin()
         self.forward(chunks=[(slot, 9)])
@@ -108,7 +108,7 @@ class Driver:
 
 @DTYPES
 def test_outputs_do_not_depend_on_what_was_evicted(dtype, on):
-    """Buffers that hold every unit, and buffers that evict all but a selection of three."""
+    """Equal with buffers that hold every unit, and with buffers that hold a selection of three."""
     few(on, dtype, torch.bfloat16)
     evicting = Driver(on, dtype, buffer=6, resident_fast_path=False)
     others = [Driver(on, dtype, buffer=64, resident_fast_path=fast) for fast in (False, True)]
@@ -129,7 +129,7 @@ def test_outputs_do_not_depend_on_what_was_evicted(dtype, on):
 
 @DTYPES
 def test_tokens_are_stored_alike_in_chunks_of_any_size(dtype, on):
-    """A prompt at once, in pieces, token by token, and decoded: what is stored is the same."""
+    """A prompt at once, in pieces, token by token, and decoded: equal bytes are stored."""
     few(on, dtype, torch.float16)
     tokens = torch.randn(LAYERS, 2, 17, KV_HEADS, DIM, generator=torch.Generator().manual_seed(1))
     tokens = tokens.to(dtype)

@@ -35,7 +35,7 @@ CUDA = torch.device("cuda")
 
 
 class Driver:
-    """Stands in for CUDA's: which addresses are registered, and what a registration returns."""
+    """Stands in for CUDA's driver: registered addresses, and the code that it returns."""
 
     def __init__(self):
         self.registered, self.code, self.pages = set(), 0, None
@@ -76,7 +76,7 @@ def address_of(mapping):
 
 
 def present(address, size):
-    """Whether the system has provided each page, by its own account."""
+    """Ask the system for each page whether it is in memory; a list of 1 and 0."""
     pages = (ctypes.c_ubyte * -(-size // PAGE))()
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages) == 0
@@ -90,7 +90,7 @@ def flags_of(address):
 
 
 def touching():
-    """Threads that do not end. One that an interrupt cut off at its start ends by itself."""
+    """List threads that do not end. One that an interrupt cut off at its start ends by itself."""
     mine = [thread for thread in threading.enumerate() if thread.name.startswith("topkv-touch")]
     for thread in mine:
         thread.join(60)
@@ -151,7 +151,7 @@ def test_it_is_touched_before_it_is_registered(driver):
 
 @pytest.mark.parametrize("huge", [True, False])
 def test_what_the_system_is_told(huge):
-    """Huge pages or none, and nothing for children: they would take pages from the device."""
+    """Huge pages or none, and no copy for children: they would take pages from the device."""
     mapping = HostMapping.of(1 << 22)
     mapping.advise(huge)
     told = flags_of(address_of(mapping))
@@ -173,7 +173,7 @@ def test_huge_pages_need_not_be_there(monkeypatch, absent):
 
 
 def test_threads_run_on_the_given_cores(monkeypatch, system):
-    """Which no thread but theirs may notice."""
+    """No other thread changes its cores."""
     before, seen = os.sched_getaffinity(0), []
     place = os.sched_setaffinity
 
@@ -250,7 +250,7 @@ def test_what_stops_a_thread_reaches_the_caller(monkeypatch, driver, owner, name
 
 @pytest.mark.parametrize("when", ["waiting", "submitting"])
 def test_control_c_ends_the_threads_within_their_chunk(monkeypatch, driver, when):
-    """None takes another chunk once the interrupt has come, and nothing is registered."""
+    """No thread takes another chunk after the interrupt, and nothing is registered."""
     told, started, submitted = threading.Event(), [], []
     submit, shutdown = ThreadPoolExecutor.submit, ThreadPoolExecutor.shutdown
 
@@ -284,7 +284,7 @@ def test_control_c_ends_the_threads_within_their_chunk(monkeypatch, driver, when
 def interrupted(line):
     """Make and close a pool, interrupted before the given line that this module's code runs.
 
-    Returns: whether the line was reached, and the mapping, weakly.
+    Returns: True if the line was reached, and weak references to the mapping.
     """
     left, made = line, []
     files = {host_mapping.__file__, HostMemory.__init__.__code__.co_filename}
@@ -330,7 +330,7 @@ def test_an_interrupt_at_any_line_leaves_nothing(driver):
 
 
 def test_an_interrupt_of_the_registration_is_known_of(monkeypatch, driver):
-    """Python raises it when the call has returned: then the memory is registered."""
+    """Python raises the interrupt when the call has returned: then the memory is registered."""
 
     def register(address, size, flags):
         Driver.cudaHostRegister(driver, address, size, flags)
@@ -371,7 +371,7 @@ def _negate(words, index, seen):
 
 @pytest.mark.gpu
 def test_the_device_reaches_every_chunk_of_a_large_pool():
-    """Words at both ends and on both sides of every border, one way and the other."""
+    """Read and write words at both ends and on both sides of every border."""
     size = 1 << 30
     memory = HostMemory(size, CUDA)
     try:

@@ -1,4 +1,4 @@
-"""Registered host memory ends with its owner, however that ends."""
+"""Registered host memory ends with its owner, however the owner ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_close_is_idempotent(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_memory_that_nobody_closed_can_be_had_again(device):
-    """The system hands out the same addresses; CUDA must not think that they are taken."""
+    """The system hands out freed addresses again; for CUDA they must be free too."""
     for _ in range(20):
         memory = HostMemory(1 << 16, torch.device(device))
         view = memory.bytes[5:]
@@ -52,7 +52,7 @@ def test_memory_that_nobody_closed_can_be_had_again(device):
 
 
 class Driver:
-    """Stands in for CUDA's, and keeps what was asked of it."""
+    """Stands in for CUDA's driver, and records its calls."""
 
     def __init__(self):
         self.calls = []
@@ -70,7 +70,7 @@ class Driver:
 
 
 def test_the_collector_does_not_touch_the_device(monkeypatch):
-    """It comes at any time: a wait would break the capture of a graph."""
+    """The collector may run at any time: a wait would break the capture of a graph."""
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "synchronize", driver.synchronize)

@@ -1,4 +1,4 @@
-"""Forwards that an exception cut short: dropped, they leave nothing behind that is not true."""
+"""Forwards that an exception cut short: dropped, they leave no wrong state behind."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def step(coordinator, slot, seed):
 def test_units_that_were_planned_and_not_loaded_are_loaded_later(
     make, monkeypatch, fast, call, when, warm
 ):
-    """The maps say that they are there, whatever was cut short behind the plan."""
+    """Maps have these units in the buffer, whatever was cut short behind the plan."""
     cut, whole = (make(resident_fast_path=fast, buffer=16) for _ in range(2))
     slots = [prompt(each) for each in (cut, whole)]
     if not warm:

@@ -91,7 +91,7 @@ class Request:
         return Index(*parts)
 
     def forward(self, decode=(), prefill=()):
-        """Run both layers; returns ``[layer][rows, H, value]`` of the decode rows, then chunks."""
+        """Run both layers; return ``[layer][rows, H, value]`` of the decode rows, then chunks."""
         which = [(r, slice(self.lengths[r], self.lengths[r] + 1)) for r in decode]
         which += [(r, slice(self.lengths[r], self.lengths[r] + n)) for r, n in prefill]
         self.coordinator.forward_begin(
@@ -113,7 +113,7 @@ class Request:
         return outs
 
     def expected(self, layer, r, t):
-        """Attention of token t over what its index selects, from what the format keeps."""
+        """Attention of token t over the tokens that its index selects, from rows as stored."""
         source = 0 if self.shared else layer
         scores = index_scores(
             self.index_q[source, r, t : t + 1],
@@ -273,7 +273,7 @@ def test_fp8_rows_are_for_512_and_64_alone():
 
 
 class DensePrompts(Indexed):
-    """Goes by the model's indexer in decode steps, and leaves prompts dense."""
+    """Uses the model's indexer in decode steps, and leaves prompts dense."""
 
     retrieve_prompt = None
 

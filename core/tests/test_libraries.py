@@ -1,4 +1,4 @@
-"""Where plugins find optional libraries: the first place that serves, and what others lack."""
+"""Places of optional libraries: the first that serves is used; others say what they lack."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from topkv.errors import CapabilityError
 from topkv.libraries import Places, UnusableError, module_with
 
-# Of each place, why it cannot be called, and why what it holds does not serve.
+# For each place: reasons why it cannot be loaded, and why its library does not serve.
 REASONS = st.lists(st.sampled_from(["old", "broken", "other device"]), max_size=2)
 SEVERAL = st.lists(st.tuples(REASONS, REASONS), max_size=5)
 
 
 def places_of(states):
-    """The places, and the names of those that are loaded, in a list that grows."""
+    """Make the places, and a list that grows by the name of each that is loaded."""
     loaded = []
 
     def load(number, lacking, refused):

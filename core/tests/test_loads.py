@@ -1,4 +1,4 @@
-"""Loads of layers that share a selection: they are ahead of their layer, and no bit changes."""
+"""Loads of layers that share a selection are ahead of their layer, and change no bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sharing(on, **options):
 
 
 def lives(driver):
-    """Prompts and forks, then steps in which units come and go."""
+    """Run prompts and forks, then steps in which units come and go."""
     prompts(driver)
     one, two, *_ = driver.slots
     for step in range(12):
@@ -39,7 +39,7 @@ def lives(driver):
 
 
 def compared(on, broken=contextlib.nullcontext, late=contextlib.nullcontext, **options):
-    """Outputs and counts of loads ahead are those of loads in time."""
+    """Compare outputs and counts of loads ahead with those of loads in time."""
     found = []
     for in_time in (True, False):
         coordinator = sharing(on, **options)
@@ -71,7 +71,7 @@ def test_outputs_are_those_of_loads_in_time(name, options):
 
 
 def called(coordinator):
-    """Calls of the transfer engine, as they come: what, and of which layer."""
+    """Record calls of the transfer engine in order: name and layer."""
     calls, engine = [], coordinator.layers[FIRST].transfer
 
     def told(name, call):
@@ -131,7 +131,7 @@ def test_as_many_have_plans_of_their_own_as_are_on_their_way(share):
 
 
 def test_an_interrupt_leaves_nothing_on_its_way():
-    """The copies of a dropped forward have ended when its requests are cut or given back."""
+    """Copies of a dropped forward have ended when its requests are cut or given back."""
 
     @settings(max_examples=30, deadline=None)
     @given(st.lists(st.integers(0, 4), min_size=3, max_size=8), st.integers(0, 2**16))
@@ -164,7 +164,7 @@ def test_copies_may_be_late():
 
 @contextlib.contextmanager
 def without_waiting():
-    """A layer attends before its own have come."""
+    """Let a layer attend before its loads have ended."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LoadsAhead, "load", lambda self: None)
         yield

@@ -1,4 +1,4 @@
-"""What a coordinator takes of both tiers, and what it leaves where it cannot be made."""
+"""Memory of a coordinator on both tiers; none is left where it cannot be made."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_limits_hold_for_all_that_lies_on_the_device():
 
 
 def test_more_requests_take_more_scratch():
-    """Last queries and selections of a step grow with them."""
+    """Last queries and selections of a step grow with the requests."""
     few, many = (make_coordinator(CPU, max_requests=count) for count in (2, 4))
     assert 2 * few.memory().workspace == many.memory().workspace
     for coordinator in (few, many):
@@ -79,18 +79,18 @@ OF_THIS_MODULE = torch.zeros(1000)
 
 
 def kernel():
-    """Of none of the memory that is counted."""
+    """A kernel that has none of the memory that is counted."""
 
 
 def test_a_kernel_does_not_lead_to_what_its_module_holds():
-    """Triton's, compiled for a GPU, has the module's names in an attribute."""
+    """A kernel of Triton, compiled for a GPU, has the names of its module in an attribute."""
     jitted = JITFunction(kernel)
     assert jitted.__globals__["OF_THIS_MODULE"] is OF_THIS_MODULE
     assert tensor_bytes([jitted, torch.zeros(2)]) == 8
 
 
 def test_the_device_is_done_before_the_host_pool_is_unregistered(monkeypatch):
-    """Whatever still fetches history would read addresses that are gone."""
+    """A fetch of history that still runs would read addresses that are gone."""
     coordinator, calls = make_coordinator(CPU), []
     monkeypatch.setattr(coordinator.manager, "synchronize", lambda: calls.append("wait"))
     monkeypatch.setattr(coordinator.manager.host, "close", lambda: calls.append("unregister"))

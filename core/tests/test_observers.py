@@ -1,4 +1,4 @@
-"""Observers: made where the configuration names them, told of forwards, and never in their way."""
+"""Observers: made where the configuration names them, called at forwards, never in their way."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ OFFERED = {"keeps": Keeps, "fails": Fails, "fails-at-once": FailsAtOnce}
 
 @pytest.fixture(autouse=True)
 def made():
-    """Every observer that has been made, in order."""
+    """List of every observer that has been made, in order."""
     Keeps.made.clear()
     yield Keeps.made
     Keeps.made.clear()
 
 
 def make(*names):
-    """A coordinator whose configuration names these observers."""
+    """Make a coordinator whose configuration names these observers."""
     registry = doubles(
         *(
             PluginEntry(name, "observer", f"{__name__}:{cls.__name__}")
@@ -92,7 +92,7 @@ def make(*names):
 
 
 def forward(coordinator, decode=(), prefill=(), select=()):
-    """One forward of random keys, in which every lane selects the same units."""
+    """Run one forward of random keys, in which every lane selects the same units."""
     rows = len(decode) + sum(tokens for _, tokens in prefill)
     generator = torch.Generator().manual_seed(rows)
 
@@ -171,7 +171,7 @@ def test_a_report_counts_transfers_of_its_decode_rows(made):
     entry = coordinator.layers[SPARSE[0]].view.group.entry_bytes
     assert second.loaded_bytes == second.misses * entry
     assert second == coordinator.transfers_of([one])
-    # Those of another request are its own.
+    # Counts of another request are its own.
     forward(coordinator, decode=[two], select=[1])
     assert keeps.counts[-1].hits + keeps.counts[-1].misses == lanes
     coordinator.close()

@@ -1,4 +1,4 @@
-"""Stages that stand for options of attention: what reaches the backend, and what is refused."""
+"""Stages that stand for options of attention: options reach the backend, or are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Coarse:
 
 
 class Holding(Coarse):
-    """The same, with a pool that nobody would write."""
+    """``Coarse`` with a pool, which nothing would write."""
 
     @hookimpl
     def spec(self):

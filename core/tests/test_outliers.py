@@ -30,7 +30,7 @@ def keys(draw):
 
 
 def by_hand(row, count):
-    """What leaves of a row, in float64, and whether no pair is at the edge of leaving."""
+    """Outliers that leave a row, in float64; and True if no pair is at the edge of leaving."""
     dim = len(row)
     half = (dim + 1) // 2
     sizes = {p: max(abs(row[c]) for c in (p, half + p) if c < dim) for p in range(half)}
@@ -65,8 +65,8 @@ def test_what_leaves_is_what_leaves_by_hand(case):
 
 
 def test_a_bias_leaves_and_other_channels_stay():
-    """Of keys of one size with a bias in three of the 32 pairs, the pairs leave, and what stays
-    of them is no larger than the others."""
+    """Three of 32 pairs with a bias leave keys of one size, and what stays of these pairs is no
+    larger than the others."""
     generator = torch.Generator().manual_seed(0)
     plain = torch.randn(500, 64, generator=generator)
     biased = plain.clone()
@@ -113,7 +113,7 @@ def _products_kernel(p_words, p_q, p_out, D: tl.constexpr, PAIRS: tl.constexpr):
 
 @pytest.mark.parametrize("name", ["interpret", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_kernels_do_what_the_reference_does(name):
-    """Words and rests are the same bits; products are those of what leaves, in float64."""
+    """Words and rests are equal bits; products are those of the outliers in float64."""
     on = tier(name)
     if on.missing:
         pytest.skip(on.missing)

@@ -1,4 +1,4 @@
-"""How often a trace hits: the figure behind the default proportions of buffer and selection."""
+"""Hit rate of a trace: the figure behind the default proportions of buffer and selection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from topkv_testing.transfer.bench import Row, TransferBench, group_shape
 
 
 def test_a_trace_of_85_percent_overlap_hits_at_least_80_percent():
-    """Default proportions: buffer twice the selection. The figure is the one of the seed."""
+    """Default proportions: the buffer is twice the selection. The figure is that of the seed."""
     width, universe = 127, 2048
     group = group_shape(
         select=width,

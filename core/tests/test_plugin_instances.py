@@ -1,4 +1,4 @@
-"""An instance is made of the factory that was named, and keeps the contract of its kind."""
+"""An instance is made by the named factory, and keeps the contract of its kind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from topkv.plugins.contract import check_instance, spec_functions
 
 
 class Observer:
-    """A right observer, and the base of wrong ones."""
+    """A correct observer, and the base of wrong ones."""
 
     def __init__(self, setup=None):
         self.setup = setup
@@ -45,7 +45,7 @@ def entry(name="watcher", attribute="Observer"):
 
 
 def right(*entries):
-    """A registry of one package that offers observers."""
+    """Make a registry of one package that offers observers."""
     offer = SimpleNamespace(topkv_register_observers=hookimpl(lambda: entries))
     return PluginRegistry([("right", "2.0", offer)])
 
@@ -107,7 +107,7 @@ class Wrong:
 
 
 class Other(Observer):
-    """Another right one."""
+    """Another correct observer."""
 
 
 class Older(Observer):

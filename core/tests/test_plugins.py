@@ -1,4 +1,4 @@
-"""Discovery: one broken package never breaks another, and every problem says how to mend it."""
+"""Discovery: one broken package never breaks another, and every problem says how to fix it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Misspelt:
 
 
 class Unknown:
-    """A hook that a later core may have, and that this one need not know."""
+    """A hook that a later core may have, and that this one ignores."""
 
     @hookimpl(optionalhook=True)
     def topkv_register_of_a_later_core(self):
@@ -205,7 +205,7 @@ def test_an_unknown_name_lists_what_there_is():
     assert "installed of kind observer: watcher; did you mean 'watcher'? no installed" in told
     with pytest.raises(PluginError, match="installed of kind topk: radix; no installed package"):
         found.get("topk", "cuda")
-    # Whoever registers a distribution of a name that is not there would be asked for code.
+    # Else code would come from whoever registers a distribution of a name that is free.
     assert "pip install" not in told
     with pytest.raises(PluginError, match=f"the kinds are {', '.join(KINDS)}"):
         found.get("sampler", "x")

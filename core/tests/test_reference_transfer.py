@@ -13,7 +13,7 @@ from topkv_testing.transfer.bench import Row, TransferBench, group_shape
 
 
 class Counting(TorchDispatchMode):
-    """Counts the operations of torch that run meanwhile."""
+    """Counts the operations of torch that run within it."""
 
     count = 0
 

@@ -35,7 +35,7 @@ def expected(tokens, closed, unit, width):
 
 
 class Call:
-    """Tensors of one call, poisoned, each in a larger one whose margin must stay untouched."""
+    """Poisoned tensors of one call, each in a larger one whose margin must stay untouched."""
 
     def __init__(self, impl, device, lanes, select, units, unit, width):
         def full(dtype, *shape):
@@ -49,7 +49,7 @@ class Call:
         self.work.fill_(1)  # what the call before has left there
 
     def run(self, tokens, closed):
-        """Lists of ids and extra tokens."""
+        """Call the operation; return lists of ids and extra tokens."""
         lanes, select = len(tokens), self.tokens.shape[1] - MARGIN
         self.tokens[:, :select] = torch.tensor(tokens, dtype=torch.int32).view(lanes, select)
         regranulate(
@@ -66,7 +66,7 @@ class Call:
         return self.ids[:, : self.width].tolist(), self.extra[:lanes].tolist()
 
     def check(self, tokens, closed):
-        """The call equals the definition, in every lane."""
+        """Check that the call equals the definition, in every lane."""
         ids, extra = self.run(tokens, closed)
         heads = len(tokens) // len(closed)
         for lane, row in enumerate(tokens):
@@ -75,7 +75,7 @@ class Call:
 
 
 def selections(data, lanes, select, most):
-    """Unique tokens in any order with -1 anywhere, close together or all over the place."""
+    """Draw unique tokens in any order with -1 anywhere, close together or far apart."""
     rows = []
     for _ in range(lanes):
         token = st.integers(0, data.draw(st.sampled_from([3, 12, most])))
@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_refused():
 @pytest.mark.gpu
 @NEEDS_GPU
 def test_a_graph_replays_it():
-    """Captured once, and right for selections that came later."""
+    """A graph is captured once, and right for later selections."""
     select, units, unit = 300, 500, 16
     call = Call("triton", "cuda", 4, select, units, unit, select)
     closed = torch.tensor([500, 320], dtype=torch.int32, device="cuda")

@@ -1,4 +1,4 @@
-"""What an algorithm of tokens is called with where units are larger, and what it is shown."""
+"""Calls of an algorithm of tokens where units are larger, and the views that it is given."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNIT, SELECT = 4, 5
 
 
 def make(**options):
-    """Units of 4 tokens, of which 5 are selected."""
+    """Make a coordinator with units of 4 tokens, of which 5 are selected."""
     sizes = {"unit": UNIT, "budget": UNIT + SELECT, "buffer": UNIT * SELECT, "ring_tokens": 8}
     return make_coordinator(
         tier("cpu"),
@@ -33,11 +33,11 @@ def make(**options):
 
 
 class Calls:
-    """One request of a coordinator whose algorithm writes down how it is called.
+    """One request of a coordinator whose algorithm records its calls.
 
     Attributes:
         seen: arguments of each call of ``construct`` and ``settle`` in the first sparse layer.
-        keys: ``[n, Hkv, D]`` that this layer was given.
+        keys: keys ``[n, Hkv, D]`` that this layer was given.
     """
 
     def __init__(self, monkeypatch, **options):
@@ -63,7 +63,7 @@ class Calls:
         monkeypatch.setattr(self.algorithm, "settle", note_settle)
 
     def run(self, count, decode=False):
-        """A forward of one chunk or of so many decode steps."""
+        """Run a forward of one chunk, or ``count`` decode steps."""
         for tokens in [1] * count if decode else [count]:
             rows = [self.slot] if decode else []
             self.coordinator.forward_begin(rows, [] if decode else [(self.slot, tokens)])
@@ -91,7 +91,7 @@ def test_construct_starts_at_the_token(monkeypatch):
 
 @pytest.mark.parametrize("prompt", [7, 8, 9])
 def test_settle_reads_from_the_token_on(monkeypatch, prompt):
-    """Pages are read from the edge of a unit on; what comes before ``since`` is left out."""
+    """Pages are read from the edge of a unit on; tokens before ``since`` are left out."""
     calls = Calls(monkeypatch)
     for count, decode in ((prompt, False), (2, True), (11, False), (1, True)):
         calls.run(count, decode)
@@ -138,7 +138,7 @@ def test_the_algorithm_is_shown_tokens_and_the_backend_units():
 
 @pytest.mark.parametrize("tail", ["forced", "selectable"])
 def test_the_open_unit_is_attended_and_listed_once(tail):
-    """Whether the algorithm lets the newest token compete or not."""
+    """Once, with an algorithm that lets the newest token compete and with one that does not."""
     algorithm = "scripted_tokens" if tail == "forced" else "competing_tokens"
     coordinator = make(algorithm=algorithm, layers={"1-": "resident"})
     slot = coordinator.request_begin()

@@ -1,4 +1,4 @@
-"""Lowering where algorithm and backend have different units, and what the user is told."""
+"""Lowering where algorithm and backend have different units, and its messages to the user."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def file():
 
 
 def test_touching_a_file_changes_nothing_of_it(file):
-    """And what is written through one mapping is seen through the other."""
+    """A write through one mapping is seen through the other."""
     size = 9 * PAGE + 5
     one, other = (HostMapping.of(size, file) for _ in range(2))
     first, second = (torch.frombuffer(each, dtype=torch.uint8) for each in (one, other))

@@ -28,7 +28,7 @@ ALL_SPARSE = {"0-": "scripted"}
 
 
 def deep(**options):
-    """Seven sparse layers."""
+    """Make a coordinator of seven sparse layers."""
     options = {"layers": ALL_SPARSE, "registry": doubles(COMPLETE)} | options
     return make_coordinator(tier("cpu"), model=DEEP, **options)
 
@@ -62,7 +62,7 @@ def test_it_counts_the_layers_of_each_group_for_itself():
 
 
 def life(share, **options):
-    """Outputs of decode steps, what was selected in them, and the coordinator."""
+    """Run decode steps; return outputs, their selections, and the coordinator."""
     coordinator = deep(share=share, **options)
     generator, outs, seen = torch.Generator().manual_seed(3), [], []
     keys = values = torch.empty(7, 0, KV_HEADS, DIM)
@@ -95,7 +95,7 @@ def life(share, **options):
 
 
 def check(out, q, keys, values, chosen):
-    """Attention over the selected units and the open one, in float64."""
+    """Compare with attention over the selected units and the open one, in float64."""
     group, length = HEADS // KV_HEADS, len(keys)
     for lane, units in enumerate(chosen.tolist()):
         units = [*units, (length - 1) // UNIT]

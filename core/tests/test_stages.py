@@ -72,7 +72,7 @@ class Life:
 
     Attributes:
         keys: ``[L, n, Hkv, D]`` so far.
-        outs: of every decode step and layer.
+        outs: outputs of every decode step and layer.
     """
 
     def __init__(self, **options):
@@ -92,7 +92,7 @@ class Life:
         return getattr(algorithm, "algorithm", algorithm)
 
     def offer(self, layer, closed):
-        """Distinct closed units in any order, with a gap; returned as lists."""
+        """Offer distinct closed units in any order, with a gap; return them as lists."""
         width, lanes = self.widths[layer], self.path(layer).lanes.group.lane_heads
         ids = torch.full((lanes, width), -1, dtype=torch.int32)
         for lane in ids:
@@ -102,7 +102,7 @@ class Life:
         return ids.tolist()
 
     def forward(self, count, decode=False):
-        """Run ``count`` tokens; of a decode step what was offered and is left, by layer."""
+        """Run ``count`` tokens; return, of a decode step, units offered and left, by layer."""
         c, seen = self.coordinator, {}
         rows = [torch.randn(LAYERS, count, n, DIM, generator=self.generator)
                 for n in (HEADS, KV_HEADS, KV_HEADS)]  # fmt: skip
@@ -121,11 +121,11 @@ class Life:
         c.forward_end()
         for layer in SPARSE:
             if self.offers:
-                self.scripted(layer).next_ids.clear()  # what begins the next forward may warm
+                self.scripted(layer).next_ids.clear()  # the next forward_begin may warm
         return seen
 
     def best(self, layer, q, among, lane):
-        """The K candidates of the largest products, in float64; in scope kv_head."""
+        """K candidates of the largest products, in float64; in scope kv_head."""
         heads = q[0].double().unflatten(0, (KV_HEADS, -1))[lane]
         keys = self.keys[layer, :, lane].double()
         worth = {u: float((keys[u * UNIT : u * UNIT + UNIT] @ heads.T).max()) for u in among}
@@ -141,7 +141,7 @@ def check_step(life):
 
 
 def test_a_rerank_leaves_the_best_candidates_through_the_life_of_a_request():
-    """Also after truncation, in a fork, and on the pages that the fork shares."""
+    """The best stay, also after truncation, in a fork, and on pages that the fork shares."""
     life = Life(stages=[{"name": "rerank_exact", "params": {"widen": 2}}])
     assert life.widths == dict.fromkeys(SPARSE, 6)
     life.forward(PROMPT)
@@ -164,7 +164,7 @@ def test_a_rerank_leaves_the_best_candidates_through_the_life_of_a_request():
 
 
 def run(**options):
-    """Outputs and counts of a life."""
+    """Run a life; return its outputs and counts."""
     life = Life(**options)
     life.forward(PROMPT)
     for _ in range(STEPS):

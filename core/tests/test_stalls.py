@@ -1,4 +1,4 @@
-"""Loads that are timed: each layer its own, nothing where nothing was missed, off by default."""
+"""Times of loads: each layer has its own, 0 where nothing was missed; off by default."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from topkv_testing.machines.lifecycle_model import (
 from topkv_testing.tiers import tier
 
 MISSED, HELD = (0, 1, 2), (3, 4, 5)
-"""Units of a lane: its buffer holds five, and the newest two are in the ring."""
+"""Units of a lane whose buffer holds five, and whose newest two are in the ring."""
 
 TIERS = [
     pytest.param("cpu"),
@@ -34,7 +34,7 @@ TIERS = [
 
 
 def prompted(on, **options):
-    """A coordinator with two requests that have outgrown their buffers, and their slots."""
+    """Make a coordinator with two requests that have outgrown their buffers, and their slots."""
     coordinator = make_coordinator(on, **options)
     slots = [coordinator.request_begin() for _ in range(2)]
     coordinator.forward_begin(prefill=[(slot, 22) for slot in slots])
@@ -56,7 +56,7 @@ def attend(coordinator, layer, rows):
 
 
 def decode(coordinator, slots, units):
-    """A step in which the lanes of each sparse layer select ``units[layer]``."""
+    """Run a step in which the lanes of each sparse layer select ``units[layer]``."""
     coordinator.forward_begin(decode=slots)
     outputs = []
     for layer in range(LAYERS):
@@ -140,12 +140,12 @@ def test_nobody_is_timed_unless_it_is_asked_for():
 
 @triton.jit
 def given_ns(p_now):
-    """Stands in for the clock of a device: the time stands behind those of the layer."""
+    """Stands in for the clock of a device: its time is stored behind those of the layer."""
     return tl.load(p_now + 2)
 
 
 def test_the_kernels_add_what_the_host_adds(monkeypatch):
-    """Over any misses of any number of lanes; the clock of both is set by hand."""
+    """Equal over any misses of any number of lanes; the clock of both is set by hand."""
     on = tier("interpret")
     if on.missing:
         pytest.skip(on.missing)

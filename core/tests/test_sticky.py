@@ -41,7 +41,7 @@ SLOTS = 3
 
 
 def view(device, *, unit=4, each=1, units=12, heads=2, ring=2, batch=3):
-    """A layer whose algorithm has ``each`` units in a stored one of ``unit`` tokens."""
+    """Make a layer whose algorithm has ``each`` units in a stored one of ``unit`` tokens."""
     group = GroupShape(
         layers=(0,),
         unit=unit // each,
@@ -64,7 +64,7 @@ def view(device, *, unit=4, each=1, units=12, heads=2, ring=2, batch=3):
 
 
 def fill(layer, seed, rows):
-    """Rows ``(slot, length, most tokens ever)``, and a map of each slot with half of its units."""
+    """Write rows ``(slot, length, most tokens ever)``, and maps with half of the units."""
     generator = torch.Generator().manual_seed(seed)
     maps = torch.randint(-1, 1, layer.held.shape, generator=generator, dtype=torch.int32)
     layer.held.copy_(maps * torch.randint(1, 9, layer.held.shape, generator=generator).int())
@@ -75,7 +75,7 @@ def fill(layer, seed, rows):
 
 
 def definition(layer):
-    """Pairs (lane, unit of the algorithm) of what is selectable and resident, one at a time."""
+    """Pairs (lane, unit of the algorithm) that are selectable and resident, by a plain loop."""
     group, found = layer.group, set()
     each = group.max_units // layer.held.shape[1]
     tokens, ring = group.unit * each, group.ring_slots // each
@@ -97,7 +97,7 @@ def counts_of(layer):
 
 
 def scores_for(layer, seed):
-    """Scores with every special value among them, in a wider tensor; rows of a lane."""
+    """Make scores with every special value among them, in a wider tensor; rows of a lane."""
     lanes = layer.step.batch * layer.group.lane_heads
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn((lanes, layer.group.max_units), generator=generator)
@@ -109,7 +109,7 @@ def scores_for(layer, seed):
 
 
 def check(impl, layer, seed):
-    """The call adds the bonus where the definition says, and nowhere else."""
+    """Check that the call adds the bonus where the definition does, and nowhere else."""
     whole, scores = scores_for(layer, seed)
     expected = whole.cpu().clone()
     for lane, unit in definition(layer):
@@ -207,7 +207,7 @@ STICKY = evolve(ENTRY, parameters={**ENTRY.parameters, "sticky": 0.0})
 
 
 def decode(on, steps=9, **options):
-    """Misses of each step but the first, of a request whose keys and queries are random."""
+    """Decode random keys and queries; return the misses of each step but the first."""
     sizes = {"algorithm": ENTRY.name, "budget": 16, "buffer": 16, "ring_tokens": 8}
     sizes |= {"unit": 4, "max_request_tokens": 128, "max_tokens": 256, **options}
     single = evolve(STICKY, capabilities=evolve(STICKY.capabilities, units=(1, 1)))
@@ -234,7 +234,7 @@ def decode(on, steps=9, **options):
 @pytest.mark.parametrize("on", ["cpu", "interpret"])
 @pytest.mark.parametrize("sizes", [{}, {"regranulate": True, "buffer": 48}])
 def test_a_large_bonus_fetches_nothing_once_the_buffer_is_warm(on, sizes):
-    """What the first step has loaded fills the budget of every later one."""
+    """Units that the first step has loaded fill the budget of every later step."""
     plain, some, large = (
         decode(on, params={"sticky": bonus}, **sizes) for bonus in (0.0, 0.5, 1e6)
     )
@@ -245,7 +245,7 @@ def test_a_large_bonus_fetches_nothing_once_the_buffer_is_warm(on, sizes):
 @NEEDS_GPU
 @pytest.mark.parametrize("each", [1, 4])
 def test_a_graph_replays_it(each):
-    """Captured once, and right for maps, lengths and rows that came later."""
+    """A graph is captured once, and right for later maps, lengths and rows."""
     layer = view("cuda", each=each, units=700)
     whole, scores = scores_for(layer, 0)
     counts = counts_of(layer).contiguous()

@@ -1,4 +1,4 @@
-"""Which installed packages were never tested, by the ranges in the metadata of a package."""
+"""Installed packages that were never tested, by the ranges in the metadata of a package."""
 
 from __future__ import annotations
 

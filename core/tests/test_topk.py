@@ -1,4 +1,4 @@
-"""Exact top-k beyond the suite: rows read from memory in small steps, and what is refused."""
+"""Exact top-k beyond the suite: rows read from memory in small steps, and refusals."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 
 
 def radix(scores, lengths, select):
-    """Its kernels, compared with the definition."""
+    """Compare the kernels of ``radix`` with the definition."""
     check(RadixTopK(TopKSetup(*scores.shape, select, DEVICE)), DEVICE, scores, lengths, select)
 
 
 @pytest.mark.parametrize("select", [1, 37, 80])
 def test_rows_from_memory(select, monkeypatch):
-    """In steps of 32, short rows of 41 neighbouring keys, of which many are the K-th."""
+    """Steps of 32, and short rows of 41 neighbouring keys, many of which equal the K-th."""
     monkeypatch.setattr(topk_kernels, "MAX_BLOCK", 16)
     monkeypatch.setattr(topk_kernels, "WALK_BLOCK", 32)
     odd = np.array(ODD_BITS, dtype=np.uint32)[:, None]

@@ -1,4 +1,4 @@
-"""Which exact top-k a configuration gets where its user names none."""
+"""The exact top-k of a configuration whose user names none."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def low(topks=("fast", "other"), checkpoint=None, **options):
 
 
 def chosen(**options):
-    """The name, and where it comes from."""
+    """Return the name of the top-k, and its origin."""
     lowered = low(**options)
     (setting,) = (each for each in lowered.settings if each.name == "topk")
     assert setting.value == lowered.topk

@@ -72,7 +72,7 @@ class MeansKernels(UnitKernels, Means):
 
 
 class TestMeans(AlgorithmTests):
-    """Every rule of the suite that holds for it: a mean finds no needle."""
+    """Every rule of the suite that holds for a mean, which finds no needle."""
 
     @pytest.fixture
     def plugin(self):

@@ -1,4 +1,4 @@
-"""Quest with one bug each in how it scores and selects."""
+"""Quest with one bug each in its scores and selections."""
 
 from __future__ import annotations
 

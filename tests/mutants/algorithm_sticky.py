@@ -1,4 +1,4 @@
-"""Quest with one bug each in what it prefers."""
+"""Quest with one bug each in its bonus for units on the device."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ from topkv_triton_attention.entry import topkv_register_backends
 from topkv_triton_attention.kernel_backend import TritonAttentionKernels
 
 [TRITON] = topkv_register_backends()
-# The entry leaves head dims to the backend, for the sake of latent rows; the kit has to know.
+# The entry leaves head dims to the backend, for the sake of latent rows; the kit needs them.
 TRITON = evolve(TRITON, capabilities=evolve(TRITON.capabilities, head_dims=HEAD_DIMS))
 
 # Beside the double of that name, which every registry of the kit has.
@@ -112,7 +112,7 @@ class MaskedByALargeNumber(TritonAttention):
             out.copy_(torch.where(blind[..., None], mean, out))
 
 
-# What only a device shows.
+# Bugs that only a device shows.
 
 
 class WaitsForTheDevice(TritonAttention):

@@ -18,22 +18,22 @@ def without_the_newest(kept, slots, limit, ids, *, impl):
 
 
 def instead_of_the_last(kept, slots, limit, ids, *, impl):
-    """It takes the place of the newest unit that was selected."""
+    """A unit that has closed since takes the place of the newest one that was selected."""
     _take(kept, slots, limit, ids, impl=impl)
     ids[:, -2] = ids[:, -1].where(ids[:, -1] >= 0, ids[:, -2])
 
 
 def by_row(ids, slots, kept, *, impl):
-    """Rows that change places have each other's."""
+    """Rows that change places get each other's selections."""
     kept[:, : ids.shape[1]] = ids
 
 
 def planned_alone(self):
-    """What is missed is counted as there, and never copied."""
+    """Missed units are counted as present, and never copied."""
 
 
 def of_this_step(self):
-    """The copies are those of the selection that was attended."""
+    """The copies are for the selection that was attended, not for the next one."""
     Loads.plan(self)
 
 
@@ -49,7 +49,7 @@ def at_once(self, q, out, lse):
 
 
 def with_the_offload(self):
-    """So does one that is dropped behind its offload."""
+    """A forward that is dropped behind its offload leaves what it has selected."""
     _offload(self)
     for lanes in self.lanes:
         lanes.end()

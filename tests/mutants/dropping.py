@@ -21,17 +21,17 @@ _worth, _standard = Dropping._worth, dropping._standard
 
 
 def best_first(self, slot, length):
-    """The pages that are worth most go."""
+    """The pages of the highest scores are given back."""
     return -_worth(self, slot, length)
 
 
 def without_recent(self, slot, keeping):
-    """The newest tokens may go too."""
+    """The newest tokens may be given back too."""
     return _least(self, slot, evolve(keeping, recent=0))
 
 
 def without_first(self, slot, keeping):
-    """The first tokens may go too."""
+    """The first tokens may be given back too."""
     return _least(self, slot, evolve(keeping, first=0))
 
 
@@ -63,7 +63,7 @@ def keeps_holding(self, slot, pages):
 
 
 def one_too_many(self, slot, pages):
-    """The page before the last one that goes is given back in its place."""
+    """The page before each one that should go is given back in its place."""
     _take_out(self, slot, np.unique(np.maximum(pages - 1, 0)))
 
 
@@ -78,7 +78,7 @@ def by_what_is_left(self, slot, length):
 
 
 def forgets_what_went(self, slot):
-    """A fork does not know what its twin has lost."""
+    """A fork does not take over how many tokens its origin has given back."""
     twin = _fork(self, slot)
     self.dropped[twin] = 0
     return twin

@@ -19,7 +19,7 @@ from topkv_testing.tiers import tier
 
 @contextmanager
 def without_shrinking(count: int = 100) -> Iterator[None]:
-    """Draw ``count`` examples and stop at the first failure: only whether there is one matters."""
+    """Draw ``count`` examples and stop at the first failure, which is not shrunk."""
     current = settings.get_current_profile_name()
     settings.register_profile(
         "mutants",
@@ -37,13 +37,13 @@ def without_shrinking(count: int = 100) -> Iterator[None]:
 
 
 def told_of(broken: Any) -> str:
-    """What a mutant's docstring says is wrong, as a name."""
+    """Make the name of a mutant from the first line of its docstring."""
     first = broken.__doc__.strip().splitlines()[0].rstrip(".")
     return first[0].lower() + first[1:]
 
 
 def mutated(clean: PluginEntry, broken: type, kernels: type | None = None) -> PluginEntry:
-    """The entry of a mutant, whose bug all implementations share if it is one of the reference.
+    """Make the entry of a mutant, whose bug all implementations share if it is in the reference.
 
     Args:
         clean: entry of the plugin without the bug.
@@ -67,7 +67,7 @@ class Mutant:
     """One deliberate bug.
 
     Attributes:
-        name: what is wrong, in a few words.
+        name: the bug in a few words.
         suite: suite of the kit.
         test: name of the test that must fail.
         broken: entry of the broken plugin.
@@ -85,17 +85,17 @@ class Mutant:
     options: Any = field(default=None)
 
     def run(self, entry: PluginEntry, tier_name: str) -> None:
-        """Run the test on one of the two, as a plain function."""
+        """Run the test on ``broken`` or ``clean``, as a plain function."""
         subject = subject_of(entry, self.suite.kind, tier(tier_name), self.options)
         getattr(self.suite(), self.test)(subject)
 
     @property
     def twin(self) -> Hashable:
-        """What ``run_clean`` runs: the same for all mutants of one test."""
+        """Key of what ``run_clean`` runs, which all mutants of one test share."""
         return (self.suite, self.test, self.clean.name, id(self.options))
 
     def run_clean(self, tier_name: str) -> None:
-        """Run the test on the clean twin; raises what the test raises.
+        """Run the test on the clean twin; raise what the test raises.
 
         A few examples show that the test does not fail of itself: the twin's own suite draws more.
         """
@@ -103,7 +103,7 @@ class Mutant:
             self.run(self.clean, tier_name)
 
     def is_caught(self, tier_name: str) -> str | None:
-        """The failure that the kit reports, or None if the mutant survives.
+        """Return the failure that the kit reports, or None if the mutant survives.
 
         A skip counts as survival: a test that does not run sees nothing.
         """

@@ -1,4 +1,4 @@
-"""Mutants of what the coordinator does for latent rows and for a model's own indexer."""
+"""Mutants of the coordinator's code for latent rows and for a model's own indexer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _select = Selector.select_prompt
 
 
 def first_chunk_is_shared(self, slot, start, q, k, v, index):
-    """What layers share for a chunk is not replaced by what the next one selects."""
+    """The selection that layers share for a chunk is not replaced in the next chunk."""
     shared = vars(self).setdefault("shared", {})
     return shared.setdefault((slot, len(q)), _select(self, slot, start, q, k, v, index))
 
@@ -54,7 +54,7 @@ _construct = Own.construct
 
 
 def keeps_nothing(self):
-    """A fork gets nothing of what warms the buffer."""
+    """A fork gets nothing with which to warm its buffer."""
     return {}
 
 

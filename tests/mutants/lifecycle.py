@@ -49,7 +49,7 @@ def the_machine(on: Tier) -> None:
 
 
 def scenario(play: scenarios.Scenario, **start: Any) -> Run:
-    """One short life, driven by hand."""
+    """Return a run of one short life, driven by hand."""
 
     def run(on: Tier) -> None:
         scenarios.run_scenario(play, on, **{"unit": 2, "buffer": 12, **start})
@@ -62,10 +62,10 @@ class LifecycleMutant:
     """One deliberate bug of the core.
 
     Attributes:
-        name: what is wrong, in a few words.
-        owner, method: what is swapped.
+        name: the bug in a few words.
+        owner, method: the method that is swapped.
         broken: the method in its place.
-        run: what of the kit must fail.
+        run: the part of the kit that must fail.
         tiers: where the bug can be seen.
     """
 
@@ -77,7 +77,7 @@ class LifecycleMutant:
     tiers: tuple[str, ...] = field(default=("cpu",))
 
     def is_caught(self, tier_name: str) -> str | None:
-        """The failure that the kit reports, or None if the mutant survives."""
+        """Return the failure that the kit reports, or None if the mutant survives."""
         with pytest.MonkeyPatch.context() as patch, without_shrinking():
             patch.setattr(self.owner, self.method, self.broken)
             try:
@@ -93,16 +93,16 @@ class LifecycleMutant:
 
     @property
     def twin(self) -> Run:
-        """What ``run_clean`` runs."""
+        """Key of what ``run_clean`` runs."""
         return self.run
 
     def run_clean(self, tier_name: str) -> None:
-        """The same without the bug."""
+        """Run without the bug."""
         self.run(tier(tier_name))
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """The call is forgotten."""
+    """Do nothing, instead of the call."""
 
 
 @hookimpl
@@ -126,7 +126,7 @@ def rollback_lowers_high(self, slot, length):
 
 
 def abort_keeps_plans(self, forward):
-    """What the dropped forward has planned is kept, loaded or not."""
+    """Plans of a dropped forward are kept, loaded or not."""
     self.high[forward.writers] = np.maximum(
         self.high[forward.writers], self.length[forward.writers] + 1
     )
@@ -157,7 +157,7 @@ _restore = ZeroCopyTransfer.restore
 
 @hookimpl
 def restore_keeps_maps(self, slot, length, resident):
-    """Truncate cuts the request and leaves what the buffer holds of it."""
+    """Truncate cuts the request, and leaves its units in the buffer."""
     reset = self.reset
     self.reset = nothing
     try:
@@ -170,7 +170,7 @@ _restore_all = Requests.restore_all
 
 
 def restore_forgets_counts(self, slots):
-    """What a request has counted goes with the forward that is dropped."""
+    """Counts of a request are lost with a forward that is dropped."""
     slots = list(slots)
     _restore_all(self, slots)
     for store in self.manager.stores:
@@ -179,7 +179,7 @@ def restore_forgets_counts(self, slots):
 
 
 def stale_page_row(self, slot, first, pages):
-    """What stands behind the new pages of a row stays."""
+    """Old pages behind the new ones of a row stay."""
     self.table[slot, first : first + len(pages)] = pages
     self.count[slot] = first + len(pages)
     self._changed.add(slot)
@@ -223,7 +223,7 @@ _blocks, _join = HistoryAhead.blocks, SideStream.join
 
 
 def fetched_too_early(self, path, slot):
-    """The block after the next goes where the block lies that is about to be attended."""
+    """The block after the next overwrites the block that is about to be attended."""
     for block in _blocks(self, path, slot):
         for staged in tuple(self._staged):
             if staged:
@@ -232,7 +232,7 @@ def fetched_too_early(self, path, slot):
 
 
 def waits_for_no_mark(self, mark=None):
-    """Only all that was queued is waited for."""
+    """A wait for one mark is left out; a wait for all that was queued is not."""
     if mark is None:
         _join(self)
 
@@ -247,7 +247,7 @@ TURNS = scenario(scenarios.requests_take_turns_in_a_slot)
 ENDS = scenario(scenarios.a_request_ends_while_others_decode)
 BOTH = ("cpu", "interpret")
 TRANSFERS = ((ReferenceTransfer, ("cpu",)), (TritonTransfer, ("interpret",)))
-"""Who moves units, and where."""
+"""Transfer engines, and the tiers on which each runs."""
 
 MUTANTS = [
     *(

@@ -8,25 +8,25 @@ from topkv.loads import Loads, LoadsAhead, SharedLoads
 
 
 def only_planned(self):
-    """What is missed is counted as there, and never copied."""
+    """Missed units are counted as present, and never copied."""
     Loads.plan(self)
 
 
 def by_the_old_selection(self):
-    """They are begun before the selection is known."""
+    """Loads are begun before the selection is known."""
     for each in self._others:
         each.begin()
 
 
 def but_the_last(self):
-    """The last layer that shares finds nothing on its way."""
+    """The load for the last layer that shares is not begun."""
     Loads.load(self)
     for each in self._others[:-1]:
         each.begin()
 
 
 def begun_twice(self):
-    """What was planned ahead is planned again when its turn comes."""
+    """Loads that were planned ahead are planned again in their turn."""
     Loads.plan(self)
 
 

@@ -16,14 +16,14 @@ OPTIONS = ObserverOptions(
 
 
 class Sums:
-    """What decode rows have missed when their forwards ended."""
+    """Misses of decode rows when their forwards ended."""
 
     def __init__(self, setup):
         self.misses = []
 
     @hookimpl
     def before_forward(self, report):
-        """Nothing is missed yet."""
+        """Do nothing: nothing is missed yet."""
 
     @hookimpl
     def after_forward(self, report):
@@ -39,7 +39,7 @@ class CountsTooEarly(Sums):
 
     @hookimpl
     def after_forward(self, report):
-        """Counted already."""
+        """Do nothing: misses are counted already."""
 
 
 class NeedsARow(Sums):

@@ -1,4 +1,4 @@
-"""Mutants of plugins: those that the kit sees, and those that the plugin's own tests see."""
+"""Mutants of plugins, caught by the kit or by the plugin's own tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OwnMutant:
         broken: a subclass of the algorithm, which takes its place while the test runs.
         kernels: the algorithm's class with the kernels, which gets the bug on top.
         module, test: a function of the plugin's tests.
-        fixtures: what it takes, by name, made from the tier.
+        fixtures: fixtures of the test by name, made from the tier.
         given: further arguments, of tests that are parametrized.
         tiers: where the bug can be seen.
     """
@@ -43,16 +43,16 @@ class OwnMutant:
 
     @property
     def name(self) -> str:
-        """What is wrong, in a few words."""
+        """The bug in a few words."""
         return told_of(self.broken)
 
     @property
     def twin(self) -> Hashable:
-        """What ``run_clean`` runs: the same for all mutants of one test."""
+        """Key of what ``run_clean`` runs, which all mutants of one test share."""
         return (self.module.__name__, self.test, frozenset(self.given.items()))
 
     def run_clean(self, tier_name: str) -> None:
-        """Run the test on the plugin as it is; raises what the test raises."""
+        """Run the test on the plugin as it is; raise what the test raises."""
         test = getattr(self.module, self.test)
         on = tier(tier_name)
         with pytest.MonkeyPatch.context() as patch:
@@ -62,7 +62,7 @@ class OwnMutant:
             test(**{name: made[name](on) for name in wanted}, **self.given)
 
     def is_caught(self, tier_name: str) -> str | None:
-        """The failure that the test reports, or None if the mutant survives."""
+        """Return the failure that the test reports, or None if the mutant survives."""
         whole = next(base for base in self.broken.__mro__ if base.__module__.startswith("topkv_"))
         with pytest.MonkeyPatch.context() as patch, without_shrinking():
             _replace(patch, whole, self.broken)
@@ -90,7 +90,7 @@ def _replace(patch: pytest.MonkeyPatch, whole: type, broken: type) -> None:
 
 
 def _kit(name: str, kernels: type, options: AlgorithmOptions) -> Callable[..., Mutant]:
-    """Mutants of one plugin that the kit catches, as the plugin's own run of it is set up."""
+    """Make mutants of one plugin that the kit catches, set up as the plugin's own run is."""
     clean = registry().get("algorithm", name).entry
 
     def made(
@@ -106,7 +106,7 @@ def _kit(name: str, kernels: type, options: AlgorithmOptions) -> Callable[..., M
 
 
 def _own(kernels: type, **fixtures: Callable[[Tier], Any]) -> Callable[..., OwnMutant]:
-    """Mutants of one plugin that its own tests catch."""
+    """Make mutants of one plugin that its own tests catch."""
 
     def made(
         broken: type,
@@ -127,7 +127,7 @@ def _subject(name: str, options: AlgorithmOptions) -> Callable[[Tier], Any]:
 def _stage(
     broken: type, kernels: type, kit: ModuleType, test: str, tiers: tuple[str, ...]
 ) -> Mutant:
-    """A mutant of a stage that the kit catches."""
+    """Make a mutant of a stage that the kit catches."""
     entry = mutated(kit.ENTRY, broken, kernels)
     told = told_of(broken)
     return Mutant(told, StageTests, f"test_{test}", entry, kit.ENTRY, tiers, kit.OPTIONS)

@@ -1,7 +1,7 @@
 """Bugs of the other algorithms, and the test of the kit, or of the plugin, that sees each.
 
-What the kit cannot know of an algorithm, such as which channels make a label or which members a
-cut cluster keeps, the plugin's own tests say: they run with the broken class in place.
+Properties of one algorithm, such as the channels that make a label or the members that a cut
+cluster keeps, are tested by the plugin's own tests: they run with the broken class in place.
 """
 
 from __future__ import annotations

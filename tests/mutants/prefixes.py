@@ -27,7 +27,7 @@ def by_page(tokens, page_tokens, salt):
 
 
 def all_of_it(self, tokens, salt):
-    """A prompt may be found to its last token."""
+    """Prompts may be found to their last token."""
     return _keys(self, [*tokens, *[0] * self.tail], salt)
 
 
@@ -37,7 +37,7 @@ def nobody_tells(self, tokens, salt):
 
 
 def lost_by(choose):
-    """Another choice of the pages that go above a quota."""
+    """Make a ``release`` with another choice of the pages that are lost above a quota."""
 
     def release(self, pages):
         pages, limit_of = list(pages), self.limit_of
@@ -62,7 +62,7 @@ def newest(self, tenant, limit):
 
 
 def with_what_is_held(self, tenant, limit):
-    """What running requests hold counts too."""
+    """Pages of running requests count for a quota too."""
     all_of_it = sum(self.tenant_of(key) == tenant for key in self._key_of.values())
     return list(self._kept_for.get(tenant, ()))[: max(0, all_of_it - limit)]
 

@@ -1,4 +1,4 @@
-"""Mutants of regranulation: of its formula, and of what the coordinator makes of it."""
+"""Mutants of regranulation: of its formula, and of its use in the coordinator."""
 
 from __future__ import annotations
 

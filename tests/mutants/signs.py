@@ -147,7 +147,7 @@ class Signs:
         topk(scores, closed, ids, impl=self.impl, work=work)
 
     def _write(self, layer, slots, places, written, k):
-        """Keys ``[n, Hkv, D]`` to the tokens of lengths ``places`` of requests ``slots``."""
+        """Write keys ``[n, Hkv, D]`` of ``slots`` to the tokens at lengths ``places``."""
         group, table = self.group, layer.step.page_table
         signs, norms = layer.pools["signs"], layer.pools["norms"]
         if self.impl == "triton":
@@ -167,7 +167,7 @@ class Signs:
         norms[at] = k.square().sum(-1).sqrt()
 
     def _scores(self, layer, q):
-        """The reference's scores, fp32 ``[N, U]``."""
+        """Scores of the reference, fp32 ``[N, U]``."""
         group, step = self.group, layer.step
         tokens = torch.arange(group.max_units, device=q.device)
         closed = (step.lengths - 1).clamp(min=0)[:, None]
@@ -205,7 +205,7 @@ class Signs:
 
 
 class SignsTriton(Signs):
-    """The same with its kernels."""
+    """``Signs`` by kernels."""
 
     impl = "triton"
 

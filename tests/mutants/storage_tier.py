@@ -1,4 +1,4 @@
-"""Mutants of what stands between the host pool and a storage."""
+"""Mutants of the code between the host pool and a storage."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _withdraw, _ask = PrefixPages.withdraw, OpenedStorage.ask
 
 
 def run_damaged(on: Tier) -> None:
-    """What is stored is damaged."""
+    """Run with damaged objects in the storage."""
     run_reloaded(on, damage=True)
 
 
 def unchecked(header, body, key, fingerprint):
-    """Whatever comes is the page."""
+    """Any bytes are taken for the page."""
 
 
 def poisoned_first(self, pages, keys):
@@ -52,14 +52,14 @@ def all_unwritten(self, pages, written):
 
 
 def withdrawn_in_silence(self, pages):
-    """A page that is written counts as the same."""
+    """A page that is written counts as unwritten."""
     written = self.written.copy()
     _withdraw(self, pages)
     self.written[:] = written
 
 
 def key_of_number(self, number):
-    """Objects of a session have the keys of those of any other."""
+    """Objects of a session have the keys of the objects of any other."""
     return hashlib.sha256(number.to_bytes(8, "big")).digest()
 
 

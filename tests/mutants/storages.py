@@ -89,7 +89,7 @@ class CountsInSilence(ShelfStorage):
 
     @hookimpl
     def usage(self):
-        """Nobody knows."""
+        """Return no usage at all."""
 
 
 class CountsAll(ShelfStorage):
@@ -122,7 +122,7 @@ class KeepsDeleted(ShelfStorage):
 
     @hookimpl
     def delete(self, keys):
-        """Forgotten."""
+        """Delete nothing."""
 
 
 class CountsPuts(ShelfStorage):
@@ -158,7 +158,7 @@ class NoQuotas(ShelfStorage):
     """An owner keeps whatever it has stored."""
 
     def _keep_quota(self, owner):
-        """Nothing goes."""
+        """Delete nothing of the owner."""
 
 
 class AnyoneLoses(ShelfStorage):

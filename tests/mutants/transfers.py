@@ -28,7 +28,7 @@ def changed(module: ModuleType, old: str = "", new: str = "", **names: Any) -> M
     """A second copy of a module with one piece of its source changed and some names rebound.
 
     Raises:
-        ValueError: ``old`` does not stand there exactly once, so the mutant would not be one.
+        ValueError: the source does not have ``old`` exactly once, so nothing would be mutated.
     """
     source = inspect.getsource(module)
     if old:
@@ -55,7 +55,7 @@ def reference_with(old: str, new: str) -> type:
 
 
 def kernels_with(module: ModuleType, old: str, new: str) -> type:
-    """The engine over kernels of which one has one change."""
+    """The engine over kernels, one of which has one change."""
     short = module.__name__.rpartition(".")[2]
     return changed(triton, **{short: changed(module, old, new)}).TritonTransfer
 

@@ -18,7 +18,7 @@ from tests.packaging.packages import ROOT, packages
 
 
 def raised(text: str, name: str, version: Version) -> str:
-    """A ``pyproject.toml`` with the bound of a package behind a version."""
+    """Return a ``pyproject.toml`` whose bound of a package is behind a version."""
     bound = f"{version.major}.{version.minor + 1}"
     return re.sub(rf'("{name}(?:>=[\d.]+,)?<)[\d.]+(")', rf"\g<1>{bound}\g<2>", text)
 

@@ -1,4 +1,4 @@
-"""Build every package into ``dist/`` and look at what came out: ``make dist``.
+"""Build every package into ``dist/`` and check the results: ``make dist``.
 
 Wheels are built from the sdists, so an sdist that lacks something shows.
 """
@@ -16,7 +16,7 @@ from tests.packaging.packages import DIST, ROOT, Package, build, packages, run
 
 
 def metadata_reasons(package: Package, found: Message) -> list[str]:
-    """What the metadata of a wheel lacks."""
+    """List what the metadata of a wheel lacks."""
     expected = {
         "Name": package.name,
         "Version": package.version,
@@ -39,7 +39,7 @@ def metadata_reasons(package: Package, found: Message) -> list[str]:
 
 
 def wheel_reasons(package: Package, wheel: Path) -> list[str]:
-    """What is wrong with a wheel."""
+    """List what is wrong with a wheel."""
     info = f"{package.module}-{package.version}.dist-info"
     source = package.folder / "src"
     with ZipFile(wheel) as archive:

@@ -1,4 +1,4 @@
-"""Fresh environments that hold wheels of this repository and what these declare, and no more."""
+"""Fresh environments with wheels of this repository and their requirements, and no more."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 from tests.packaging.packages import ROOT, SETS, run
 
 LEFT_OUT = ("PYTHONPATH", "PYTHONHOME", "TOPKV_BLOCK", "PYTEST_ADDOPTS")
-"""Variables that would let something else in."""
+"""Variables that would let other packages in."""
 
 
 def declared(wheel: Path, extras: Iterable[str] = ()) -> list[Requirement]:
@@ -62,7 +62,7 @@ class Environment:
         """Link what third-party requirements need, and what that needs in turn.
 
         Raises:
-            RuntimeError: this process has not got it, or not in a version that is asked for.
+            RuntimeError: this process lacks a package, or has it in another version.
         """
         for requirement in requirements:
             for extra in ("", *requirement.extras):

@@ -1,4 +1,4 @@
-"""What is looked at inside of an environment; a script that imports nothing but topkv.
+"""Checks inside of an environment: a script that imports nothing but topkv.
 
     python -P inside.py CHECK MODULE [OTHER ...]
 
@@ -41,7 +41,7 @@ def _inside(module: ModuleType) -> None:
 
 
 def check_alone(name: str, *needed: str) -> None:
-    """The package and what it needs, from wheels, nothing else of topkv, and nothing heavy."""
+    """Check that package and requirements come from wheels, and that nothing heavy is loaded."""
     import topkv
     from topkv.plugins import registry
 
@@ -79,7 +79,7 @@ def _factory(name: str) -> None:
 
 
 def _commands(name: str) -> list[str]:
-    """What a package offers that is no plugin: commands of topkv, and scripts."""
+    """List what a package offers beside plugins: commands of topkv, and scripts."""
     points = [*entry_points(group="topkv.commands"), *entry_points(group="console_scripts")]
     return [
         f"command {point.name}"
@@ -89,13 +89,13 @@ def _commands(name: str) -> list[str]:
 
 
 def _modules(name: str) -> list[str]:
-    """The modules of a package that is only imported."""
+    """List the modules of a package that is only imported."""
     path = importlib.import_module(name).__path__
     return [f"module {each.name}" for each in pkgutil.iter_modules(path)]
 
 
 def check_modules(name: str) -> None:
-    """Every module of the package imports, with all of its extras."""
+    """Check that every module of the package imports, with all of its extras."""
     package = importlib.import_module(name)
     found = [each.name for each in pkgutil.walk_packages(package.__path__, f"{name}.")]
     left_out = [each for each in found if not _imports(each)]
@@ -105,7 +105,7 @@ def check_modules(name: str) -> None:
 
 
 def _imports(name: str) -> bool:
-    """Whether a module imports; not if it needs an engine that is not here."""
+    """Return True if a module imports, False if it needs an engine that is not here."""
     try:
         _inside(importlib.import_module(name))
     except ModuleNotFoundError as error:
@@ -116,7 +116,7 @@ def _imports(name: str) -> bool:
 
 
 def check_time(name: str) -> None:
-    """``import topkv`` is fast: median CPU time, which other processes do not count to."""
+    """Check that ``import topkv`` is fast, by median CPU time: other processes do not count."""
     runs = []
     for _ in range(9):
         command = [sys.executable, "-P", "-c", TIMED]
@@ -130,7 +130,7 @@ def check_time(name: str) -> None:
 
 
 def check_refused(name: str) -> None:
-    """Every entry of the package is refused for its hook API, and the text says how to mend it."""
+    """Check that every entry is refused for its hook API, and the text says how to fix it."""
     from topkv.plugins import registry
 
     found = [each for each in registry().records() if each.package.replace("-", "_") == name]

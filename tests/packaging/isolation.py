@@ -75,7 +75,7 @@ class Log:
         return self.failures
 
     def look(self, what: str, check: Callable[..., tuple[int, str]], *args: object) -> bool:
-        """Run a check, which returns an exit status and a text, and say how it went."""
+        """Run a check, which returns an exit status and a text, and log how it went."""
         start = time.monotonic()
         try:
             status, told = check(*args)
@@ -92,9 +92,9 @@ class Log:
 
 
 def run_kit(environment: Environment, suite: Path) -> tuple[int, str]:
-    """One example of each test of a conformance suite, by the interpreter of an environment.
+    """Run one example of each test of a conformance suite, by the interpreter of an environment.
 
-    What Triton interprets is left out.
+    Tests that Triton interprets are left out.
     """
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.packaging.guard"]
     command += ["-m", "not gpu", "-k", "not interpret", str(suite)]
@@ -126,7 +126,7 @@ class Isolation:
         self.next_core = build(copy, work / "next-wheel")[1]
 
     def needed(self, wheels: list[Path], *extras: str) -> dict[Path, list[Requirement]]:
-        """The core, further wheels and those that they declare in turn, and what each declares.
+        """Requirements by wheel: of the core, of ``wheels``, and of all that these need in turn.
 
         ``extras`` are those of the core and of ``wheels``.
         """
@@ -143,7 +143,7 @@ class Isolation:
     def install(
         self, environment: Environment, wheels: list[Path], *extras: str
     ) -> tuple[int, str]:
-        """The core, further wheels, and what all of them declare, with some extras of each."""
+        """Install the core, further wheels, and their requirements, with some extras of each."""
         needed = self.needed(wheels, *extras)
         for lines in needed.values():
             environment.add(lines)
@@ -151,7 +151,7 @@ class Isolation:
         return 0, ", ".join(wheel.name for wheel in needed)
 
     def one(self, package: Package) -> Log:
-        """A package alone with what it needs; the core alone."""
+        """Check a package alone with its requirements; the core alone."""
         log = Log()
         log.head(package.name)
         wheels = [self.wheels[package.name]]
@@ -178,7 +178,7 @@ class Isolation:
         return environment.call(INSIDE, "refused", package.module)
 
     def started(self, name: str, kind: str, change: tuple[str, str] = ("", "")) -> Path:
-        """The wheel of a package of ``topkv new`` in whose entry something is changed."""
+        """Build the wheel of a package of ``topkv new``, after a change of its entry."""
         root = self.work / name
         write(render(name, kind), root)
         entry = root / "src" / f"topkv_{name}" / "entry.py"
@@ -189,7 +189,7 @@ class Isolation:
         return build(root, self.work)[1]
 
     def disturbed(self) -> Log:
-        """Four packages that cannot be used, beside one that can."""
+        """Check four packages that cannot be used, beside one that can."""
         log = Log()
         log.head("packages that do not load, beside topkv-streaming-llm")
         api, first = f"hook_api={HOOK_API}", "from topkv import hookimpl"
@@ -219,12 +219,12 @@ class Isolation:
         return log
 
     def lists(self, environment: Environment, text: str) -> tuple[int, str]:
-        """Whether ``topkv plugins`` says a text and succeeds."""
+        """Check that ``topkv plugins`` succeeds and prints a text."""
         status, listed = environment.call("-m", "topkv_cli", "plugins", "--json")
         return (0, text) if text in listed and not status else (1, f"{text!r} not in:\n{listed}")
 
     def new(self) -> Log:
-        """What ``topkv new`` makes, by the command of the wheel."""
+        """Check packages of ``topkv new``, made by the command of the wheel."""
         log = Log()
         log.head("topkv new")
         environment = Environment(self.work / "env-new")

@@ -42,14 +42,14 @@ class StepError(Exception):
 
 @contextmanager
 def step(what: str) -> Iterator[None]:
-    """Say how long it took."""
+    """Print how long a step took."""
     start = time.monotonic()
     yield
     print(f"{time.monotonic() - start:7.1f} s  {what}", flush=True)
 
 
 def call(folder: Path, *command: object) -> str:
-    """Output of a command in a folder; nothing of the checkout is on its path.
+    """Run a command in a folder and return its output; nothing of the checkout is on its path.
 
     Raises:
         StepError: it failed.
@@ -93,7 +93,7 @@ COMMANDS = {
 
 
 def walk(here: Path, transformers: str | None) -> None:
-    """All steps, in an empty folder."""
+    """Walk through all steps, in an empty folder."""
     wheels = here / "wheels"
     with step("(we) build the wheels"):
         core, *others = [build(ROOT / name, wheels)[1] for name in PACKAGES]

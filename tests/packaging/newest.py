@@ -40,8 +40,8 @@ def needed() -> list[str]:
 
 
 def clean() -> dict[str, str]:
-    """Variables of a process in which nothing of this machine's pip configuration stands, but for
-    certificates, without which some networks let nothing through."""
+    """Variables of a process without this machine's pip configuration, but for certificates,
+    without which some networks let nothing through."""
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     return {**kept, "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 

@@ -1,4 +1,4 @@
-"""The packages of this repository, and how they become sdists and wheels."""
+"""The packages of this repository, and the build of their sdists and wheels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Package:
     """One package, as its ``pyproject.toml`` has it.
 
     Attributes:
-        folder: where it lies.
+        folder: its folder.
         project: the table ``[project]``.
     """
 
@@ -52,7 +52,7 @@ class Package:
 
     @property
     def is_plugin(self) -> bool:
-        """Whether it lies in ``plugins``; the core does not, nor do commands in ``tools``."""
+        """True if it is in ``plugins``; the core is not, nor are packages in ``tools``."""
         return self.folder.parent.name == "plugins"
 
     @property
@@ -91,7 +91,7 @@ def brought_by(*lines: str) -> set[str]:
 
 
 def run(*args: object, cwd: Path = ROOT) -> str:
-    """A command's output.
+    """Run a command and return its output.
 
     Raises:
         RuntimeError: it failed; with what it wrote.

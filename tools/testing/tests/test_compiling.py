@@ -71,7 +71,7 @@ def kernels(tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def unwatched():
-    """Launches are nobody else's, whatever the option of this session says."""
+    """Hand launches to nobody else, whatever the option of this session says."""
     from triton.runtime.interpreter import InterpretedFunction
 
     watched = InterpretedFunction.run
@@ -133,7 +133,7 @@ def test_what_no_other_process_can_import_is_left_out(kernels):
 
 
 def test_a_kernel_of_a_module_without_a_file_is_left_out(kernels, monkeypatch):
-    """As mutants are."""
+    """Mutants are such kernels."""
     monkeypatch.setitem(sys.modules, "made", ModuleType("made"))
     found = [Launch(Named(name, "good_kernel"), {}, ()).local for name in ("made", "kernels")]
     assert found == [True, False]

@@ -1,4 +1,4 @@
-"""Doubles that tests go on, each under the suite of its kind."""
+"""Doubles on which tests run, each under the suite of its kind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TestWatcher(ObserverTests):
 
 
 class TestShelf(StorageTests):
-    """The storage that tests of the core go on, under a name of its own."""
+    """The storage on which tests of the core run, under a name of its own."""
 
     @pytest.fixture
     def plugin(self):

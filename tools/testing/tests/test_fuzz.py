@@ -1,4 +1,4 @@
-"""The fuzzer: it passes what is right, and names the seed of what is not."""
+"""The fuzzer passes a correct engine, and names the seed of a wrong one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ground of the conformance kit: its guard, its tiers, and what it says when it skips."""
+"""Base of the conformance kit: its guard, its tiers, and its reasons for skips."""
 
 from __future__ import annotations
 

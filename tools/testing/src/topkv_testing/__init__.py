@@ -6,7 +6,7 @@ Public, for tests of plugins:
   ``transfers.TransferTests``, ``evictions.EvictionTests``, ``topks.TopKTests``,
   ``observers.ObserverTests``, ``stages.StageTests`` and ``stages.OptionTests``,
   ``storages.StorageTests``, ``engines.EngineTests``: suites that a plugin subclasses.
-* ``strategies``: what suites draw, for tests of one's own.
+* ``strategies``: what suites draw, for your own tests.
 * ``oracle``, ``tolerance``, ``cache_model``: the truth, and how near to it is near enough.
 * ``fuzz``: plan and copies of a transfer engine for hours. ``timing``: how long calls take.
 
@@ -17,6 +17,6 @@ What these are made of, which is not public and may change in any version:
   ``bench`` holds what is tested, ``case`` or ``cases`` what is drawn or asked of the author.
 * ``models``: doubles and models of truth, and which to take for what.
 * ``decodes``: whole decodes of an algorithm. ``differences``, ``host_reads``: checks of suites.
-  ``pytest_plugin``: what pytest learns. ``compiling``: its option ``--compile-for``.
-* ``machines``: what tests of topkv itself are made of. Authors of plugins need none of it.
+  ``pytest_plugin``: tiers and options for pytest. ``compiling``: its option ``--compile-for``.
+* ``machines``: parts of the tests of topkv itself. Authors of plugins need none of them.
 """

@@ -36,7 +36,7 @@ from topkv_testing.algorithm.tokens import TokenTests
 __all__ = ["AlgorithmOptions", "AlgorithmTests"]
 
 
-# pytest runs the tests of the last base first: what says most of a mistake stands there.
+# pytest runs the tests of the last base first: there stand those that say most of a mistake.
 class AlgorithmTests(
     KernelTests,
     CorrectTests,

@@ -25,4 +25,4 @@ __all__ = ["BackendOptions", "BackendTests"]
 
 
 class BackendTests(AttendTests, TableTests, PrefillTests, DeviceTests):
-    """Everything that the kit knows of a backend."""
+    """Every test of a backend."""

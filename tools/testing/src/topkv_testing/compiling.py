@@ -36,7 +36,7 @@ class Named:
     name: str
 
     def find(self) -> Any:
-        """It, decorated for a device whatever its module says when it is imported."""
+        """Import the function or kernel with ``TRITON_INTERPRET`` unset, for a device."""
         os.environ.pop("TRITON_INTERPRET", None)
         found = importlib.import_module(self.module)
         for part in self.name.split("."):
@@ -46,7 +46,7 @@ class Named:
 
 @frozen
 class Pointer:
-    """A tensor, of which a compiler knows the dtype."""
+    """A tensor, reduced to its dtype, which is all that a compiler needs."""
 
     dtype: str
 
@@ -58,7 +58,7 @@ class Launch:
     Attributes:
         kernel: what was called.
         values: arguments by name, ``num_warps`` and its like among them.
-        key: what two launches have in common that are compiled once.
+        key: what launches have in common that are compiled once.
     """
 
     kernel: Named
@@ -67,7 +67,7 @@ class Launch:
 
     @property
     def local(self) -> bool:
-        """Whether something of it was made in a function, or in a module that no file has."""
+        """True if the kernel or an argument was made in a function or a module without a file."""
         named = [self.kernel, *(x for x in self.values.values() if isinstance(x, Named))]
         return any(
             "<locals>" in each.name
@@ -77,7 +77,7 @@ class Launch:
 
     @classmethod
     def of(cls, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
-        """Of an interpreted kernel with what it was given."""
+        """Make the launch of an interpreted kernel with the arguments that it was given."""
         values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         values = {name: _told(value) for name, value in values.items()}
         # Sizes make other code where a kernel asks for them, but drawn cases have hundreds.
@@ -112,7 +112,7 @@ class Compiler:
         self._process: subprocess.Popen[bytes] | None = None
 
     def compile(self, launch: Launch) -> str | None:
-        """What is wrong with a launch that was not seen before, else None.
+        """Compile a launch that was not seen before; return the error, None without one.
 
         None too where no other process can import the kernel or one that it calls.
 
@@ -166,7 +166,7 @@ def launches(take: Callable[[Launch], None]) -> Iterator[None]:
 
 
 class CompilingPlugin:
-    """What pytest asks at each test.
+    """The pytest plugin that compiles the launches of each test.
 
     Args:
         capability: of ``--compile-for``.
@@ -195,7 +195,7 @@ class CompilingPlugin:
 
 
 class _Absent:
-    """A device that compilers may ask about and nothing runs on."""
+    """A device that compilers may ask about, and that runs nothing."""
 
     def __init__(self, capability: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -213,11 +213,11 @@ class _Absent:
 
 
 class _Enough(Exception):
-    """A kernel has come as far as it is to."""
+    """Raised when a kernel is compiled as far as needed."""
 
 
 def _stop_early() -> None:
-    """Have compilers end behind TTIR."""
+    """Make compilers stop after TTIR."""
     from triton.backends.nvidia.compiler import CUDABackend
 
     add_stages = CUDABackend.add_stages
@@ -233,7 +233,7 @@ def _stop_early() -> None:
 
 
 def _answer(launch: Launch) -> str | None:
-    """Compile a launch; why that fails, or None."""
+    """Compile a launch; return why that fails, or None."""
     import torch
     from triton.runtime.jit import JITFunction, MockTensor
 

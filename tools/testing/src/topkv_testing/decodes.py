@@ -92,7 +92,7 @@ class Request:
         return out, lanes * (KV_HEADS // len(lanes))
 
     def exact(self, head: int, tokens: list[int]) -> tuple[Tensor, Tensor]:
-        """Float64 output of a query head over these tokens, and the same in float32."""
+        """Output of a query head over these tokens, in float64 and in float32."""
         q = self.q[self.length - 1, head][None, None]
         k, v = (x[tokens, head * KV_HEADS // HEADS][:, None] for x in (self.k, self.v))
         rough = (q[0] @ k[:, 0].T * MODEL.scale).softmax(-1) @ v[:, 0]
@@ -112,9 +112,9 @@ class Request:
 
 
 class DecodeTests:
-    """For algorithms that attend and whose selections are nested, of any unit.
+    """Tests of algorithms that attend and whose selections are nested, of any unit.
 
-    A subclass says which, and of what shapes::
+    A subclass names the algorithm and its shapes::
 
         class TestDecode(DecodeTests):
             entry = ENTRY
@@ -137,7 +137,7 @@ class DecodeTests:
         return tier
 
     def test_a_covering_budget_is_dense(self, on: Tier) -> None:
-        """In every step, from the second token on, in the open unit and at its edges."""
+        """Dense in every step, from the second token on, in the open unit and at its edges."""
 
         @examples(on, cpu=15, interpret=1)
         @given(
@@ -159,7 +159,7 @@ class DecodeTests:
         check()
 
     def test_a_step_attends_its_selection_and_the_open_unit(self, on: Tier) -> None:
-        """What is left out costs at most twice its mass times the largest value."""
+        """The error is at most twice the mass that is left out times the largest value."""
 
         @examples(on, cpu=25, interpret=1)
         @given(

@@ -1,4 +1,4 @@
-"""What differs between two sets of tensors that should hold the same bytes, in one line."""
+"""Differences between two sets of tensors that should hold the same bytes, in one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _ordered(x: Tensor) -> Tensor:
 
 
 def difference(got: Tensor, expected: Tensor) -> str | None:
-    """Where two tensors of one shape differ most; None where they hold the same bytes.
+    """Say where two tensors of one shape differ most; None where they hold the same bytes.
 
     Args:
         got, expected: ``[rows, ...]``, on the CPU.
@@ -56,7 +56,7 @@ def difference(got: Tensor, expected: Tensor) -> str | None:
 
 
 def require_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
-    """Two sets of tensors hold the same bytes.
+    """Require that two sets of tensors hold the same bytes.
 
     Args:
         got, expected: by name of the pool.

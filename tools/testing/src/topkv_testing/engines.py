@@ -36,7 +36,7 @@ LONG, RAGGED = 61, (61, 6, 37)
 
 
 class Interruption(Exception):
-    """What the suite raises in the middle of a forward."""
+    """Raised by the suite in the middle of a forward."""
 
 
 def _steps(subject: Subject) -> int:
@@ -56,7 +56,7 @@ def _scopes() -> st.SearchStrategy[str]:
 
 
 class EngineTests(KitTests):
-    """What an engine must keep. The fixture ``options`` gives an ``EngineCase``."""
+    """Every test of an engine. The fixture ``options`` gives an ``EngineCase``."""
 
     kind = "engine"
 
@@ -98,7 +98,7 @@ class EngineTests(KitTests):
         check()
 
     def test_the_case_is_sharp(self, subject: Subject) -> None:
-        """The oracle itself tells a selection from dense attention, else nothing is tested."""
+        """The oracle's logits of a selection differ from dense ones, else nothing is tested."""
         bench = Bench(subject)
         prompt, new = bench.prompts([LONG, 4])
         with bench.attached(**SWAPPING) as attached:
@@ -163,7 +163,7 @@ class EngineTests(KitTests):
             assert torch.equal(again[1], logits), "the model is not what it was, bit for bit"
 
     def test_detach_restores_the_model(self, subject: Subject) -> None:
-        """Bit for bit what it gave before, and nothing is left; detach is idempotent."""
+        """The model gives what it gave before, bit for bit; detach is idempotent."""
         bench, steps = Bench(subject), _steps(subject)
         model, prompts = bench.model(), bench.prompts(RAGGED)
         tokens, logits = bench.case.generate(model, prompts, steps)
@@ -180,7 +180,7 @@ class EngineTests(KitTests):
             attached.generate(prompts, steps)
 
     def test_two_models_do_not_disturb_each_other(self, subject: Subject) -> None:
-        """Both are right while both are attached, and one when the other is detached."""
+        """Both are right while both are attached, and one is after the other is detached."""
         one, two = Bench(subject, seed=1), Bench(subject, seed=2)
         steps, prompts = _steps(subject), one.prompts((37, 6))
         with two.attached(**SWAPPING) as second:
@@ -192,7 +192,7 @@ class EngineTests(KitTests):
             assert again == expected[1], "detaching another model changes the tokens"
 
     def test_what_is_no_model_is_refused(self, subject: Subject) -> None:
-        """With reasons, both by ``refusals`` and by ``attach``; a model is not."""
+        """``refusals`` and ``attach`` refuse it with reasons; they take a model."""
         bench = Bench(subject)
         engine, config = bench.engine(), bench.config()
         for thing in (object(), None, torch.nn.Linear(2, 2)):
@@ -220,7 +220,7 @@ class EngineTests(KitTests):
         assert bench.engine().refusals(attached.model) == [], "refused after detach"
 
     def test_a_configuration_that_does_not_fit_is_refused(self, subject: Subject) -> None:
-        """Before anything changes: the model still is what it was, and can be attached."""
+        """Refused before anything changes: the model is as it was, and can be attached."""
         bench, steps = Bench(subject), _steps(subject)
         model, prompts = bench.model(), bench.prompts((6, 18))
         tokens, logits = bench.case.generate(model, prompts, steps)
@@ -261,7 +261,7 @@ class EngineTests(KitTests):
             attached.generate(bench.prompts((37, 6)), steps)
 
     def test_every_token_is_appended_once(self, subject: Subject) -> None:
-        """Observers are told of the prompt's tokens in prefill, and of one token a step."""
+        """Observers see the prompt's tokens in prefill, and one token a step."""
         bench, steps = Bench(subject), _steps(subject)
         chunks = [None, LONG - 1, UNIT] if bench.case.chunked else [None]
         with bench.attached() as attached:  # it selects all: only the counts tell prefill apart

@@ -34,14 +34,14 @@ from topkv_testing.kit import KitTests, Subject, examples
 from topkv_testing.transfer.bench import Row, TransferBench, group_shape
 
 FEW = 5
-"""Slots of a buffer all of whose states are tried."""
+"""Slots of the largest buffer all of whose states are tried."""
 
 LANES = 4
 """Lanes of each of two requests in a plan."""
 
 
 def new_position(policy: Any, stale: Tensor, misses: int) -> Tensor:
-    """What the torch method of a policy gives.
+    """Call the torch method of a policy.
 
     Args:
         policy: the policy.
@@ -72,14 +72,14 @@ def states(slots: int) -> Iterator[tuple[tuple[bool, ...], int]]:
 
 
 class LaneOrder:
-    """One lane as the contract has it: slots by eviction order, and the unit of each slot."""
+    """One lane by the contract: slots in eviction order, and the unit of each slot."""
 
     def __init__(self, slots: int) -> None:
         self.order = list(range(slots))
         self.unit_in = [-1] * slots
 
     def select(self, policy: Any, units: Sequence[int]) -> list[int]:
-        """One plan over distinct units that are in no ring: the slot of each of them."""
+        """Plan distinct units that are in no ring; return the slot of each of them."""
         held = {unit: slot for slot, unit in enumerate(self.unit_in) if unit >= 0}
         missed = [unit for unit in units if unit not in held]
         hits = {held[unit] for unit in units if unit in held}
@@ -94,7 +94,7 @@ class LaneOrder:
 
 
 class EvictionTests(KitTests):
-    """What ``topkv.hooks.eviction`` asks of a policy."""
+    """Every test of an eviction policy; the contract is ``topkv.hooks.eviction``."""
 
     kind = "eviction"
 
@@ -114,7 +114,7 @@ class EvictionTests(KitTests):
         check()
 
     def test_positions_depend_on_the_arguments_alone(self, subject: Subject) -> None:
-        """Twice the same, whatever came between; the arguments stay as they are."""
+        """Equal arguments give equal positions, whatever came between; arguments are only read."""
         policy = _policy(subject)
         stale = torch.tensor([True, False, True, True, False, True, True])
         before = stale.clone()

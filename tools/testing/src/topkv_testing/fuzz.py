@@ -25,7 +25,7 @@ from topkv_testing.tiers import CUDA
 from topkv_testing.transfer.bench import Make, group_shape
 
 CALLS = 64
-"""Calls on one group before the next group's turn; also what a seed reproduces."""
+"""Calls on one group before the next group's turn; a seed reproduces as many."""
 
 
 def groups(requests: int) -> list[GroupShape]:
@@ -57,7 +57,7 @@ def fuzz(
         seed: of the first group; each turn takes the next one.
         requests: rows of a call.
         calls: on one group before the next one's turn.
-        progress: told how many steps each call had.
+        progress: called with the number of steps of each call.
 
     Returns:
         The steps that were run.
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 when no step violated the contract, else 1."""
+    """Fuzz; return 0 if no step violated the contract, else 1."""
     options = _parser().parse_args(argv)
     plugins = registry()
 

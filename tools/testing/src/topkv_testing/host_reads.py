@@ -1,4 +1,4 @@
-"""Refuse, on a CPU, what would make the host wait for a device."""
+"""Refuse, on a CPU, calls that would make the host wait for a device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _METHODS = {
 
 
 def _counts(function: Any, args: tuple[Any, ...]) -> bool:
-    """Whether it indexes by a mask, or repeats by counts on the device."""
+    """Return True if the call indexes by a mask, or repeats by counts on the device."""
     packet = function.overloadpacket
     if packet in (aten.index, aten.index_put, aten.index_put_):
         masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
@@ -79,7 +79,7 @@ def require_interpreted(subject: Subject) -> None:
 
 @contextmanager
 def no_host_reads() -> Iterator[None]:
-    """Within it torch refuses to read a tensor on the host, or to make a shape from data.
+    """Make torch refuse to read a tensor on the host, or to make a shape from data.
 
     Triton's interpreter reads memory and not tensors, so kernels may be launched.
 

@@ -1,4 +1,4 @@
-"""What every suite of the conformance kit is made of: a subject, a tier, and a guard.
+"""Parts of every suite of the conformance kit: a subject, a tier, and a guard.
 
 A plugin subclasses a suite and says which entry it is about::
 
@@ -36,8 +36,8 @@ class Subject:
         entry: what the plugin package registered.
         registry: where ``entry`` is found, beside the doubles ``scripted`` and ``gather``.
         tier: where it runs.
-        options: what the suite lets an author say, see the suite.
-        found: what a suite has found out of the plugin and need not ask again.
+        options: options that an author gives the suite, see the suite.
+        found: what a suite has found out about the plugin, kept for its other tests.
     """
 
     entry: PluginEntry
@@ -47,7 +47,7 @@ class Subject:
     found: dict[str, Any] = field(factory=dict, eq=False, repr=False)
 
     def make(self, setup: object, impl: str | None = None) -> Any:
-        """An instance, made and checked as the core does it; of the tier's implementation."""
+        """Make an instance and check it as the core does; by default the tier's implementation."""
         impl = impl or self.tier.impl
         return self.registry.create(self.entry.kind, self.entry.name, setup, impl)
 
@@ -58,11 +58,11 @@ class Subject:
 
 
 class StageSubject(Subject):
-    """A stage on a tier. What it makes is an algorithm with the stage behind it, as the core has
+    """A stage on a tier. ``make`` gives an algorithm with the stage behind it, as the core has
     it, so that all that holds for algorithms is tested of the two together."""
 
     def make(self, setup: Any, impl: str | None = None) -> Any:
-        """``Staged`` for an ``AlgorithmSetup``: candidates of ``Offered``, and the stage."""
+        """Make ``Staged`` for an ``AlgorithmSetup``: candidates of ``Offered``, and the stage."""
         stages = Stages(setup.group, setup.device)
         own = StageSetup(setup.model, setup.group, setup.params, setup.device)
         stages.put_first(super().make(own, impl), 0)
@@ -71,7 +71,7 @@ class StageSubject(Subject):
 
 
 def subject_of(plugin: str | PluginEntry, kind: str, tier: Tier, options: Any = None) -> Subject:
-    """The subject of an installed plugin, by name, or of an entry that nobody has installed.
+    """Make the subject of an installed plugin, by name, or of an entry that is not installed.
 
     Args:
         plugin: name or entry.
@@ -120,12 +120,12 @@ class KitTests:
 
     @pytest.fixture
     def plugin(self) -> str | PluginEntry:
-        """Which plugin: the name that it registered, or its entry. To be overridden."""
+        """The name that the plugin registered, or its entry. To be overridden."""
         raise NotImplementedError(f"{type(self).__name__} must define the fixture 'plugin'")
 
     @pytest.fixture
     def options(self) -> Any:
-        """What the suite should know beyond the entry; see the suite."""
+        """Options of the suite, which the entry does not state; see the suite."""
         return None
 
     @pytest.fixture

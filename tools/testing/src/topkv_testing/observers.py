@@ -1,6 +1,6 @@
 """The conformance suite of observers.
 
-An author says in ``ObserverOptions`` what an observer has gathered, and what it should have::
+An author sets ``ObserverOptions``: what an observer has gathered, and what it should have::
 
     from topkv_testing.observers import ObserverOptions, ObserverTests
 
@@ -54,14 +54,16 @@ STEPS, MOST_PROMPT = 8, 6
 
 @frozen
 class Told:
-    """A forward as the suite ran it.
+    """One forward of the suite.
 
     Attributes:
         slots: request of each decode row, -1 for padded ones.
         prompt_tokens: tokens of its prompt chunks.
         ended: False if it was dropped.
-        transfers: of its decode rows when it ended, since their requests began; None if dropped.
-        totals: of all requests since the coordinator was made, when it ended or was dropped.
+        transfers: transfers of its decode rows, from the first token of their requests to the end
+            of the forward; None if dropped.
+        totals: transfers of all requests since the coordinator was made, when the forward ended or
+            was dropped.
         occupancy: pages and slots that were held then.
     """
 
@@ -75,11 +77,12 @@ class Told:
 
 @frozen
 class ObserverOptions:
-    """What the suite cannot know of an observer.
+    """Options that an author gives the suite; the fixture ``options`` returns it.
 
     Attributes:
-        says: ``says(observer)`` is what it has gathered, in values that compare.
-        oracle: the same, from the forwards of its coordinator so far, the oldest first.
+        says: ``says(observer)`` returns what the observer has gathered, in values that compare.
+        oracle: ``oracle(forwards)`` returns what it should have gathered from the forwards of its
+            coordinator so far, the oldest first.
     """
 
     says: Callable[[Any], Any]
@@ -88,13 +91,13 @@ class ObserverOptions:
 
 @frozen
 class Step:
-    """What a forward is to do.
+    """Rows of one forward.
 
     Attributes:
         decode: numbers of requests, -1 for padded rows.
         prompt: tokens that the third request grows by.
         units: what every sparse lane selects, in closed units.
-        dropped: give it up before its last layer.
+        dropped: True to drop the forward before its last layer.
     """
 
     decode: Sequence[int]
@@ -104,7 +107,7 @@ class Step:
 
 
 def steps() -> st.SearchStrategy[list[Step]]:
-    """Forwards of every shape, some of them dropped."""
+    """Draw forwards of every shape, some of them dropped."""
     rows = st.permutations([-1, 0, 1]).flatmap(
         lambda order: st.integers(0, len(order)).map(lambda count: order[:count])
     )
@@ -114,15 +117,15 @@ def steps() -> st.SearchStrategy[list[Step]]:
 
 
 class Watched:
-    """A coordinator of doubles, and what was told of its forwards.
+    """A coordinator of doubles, and a record of its forwards.
 
     Args:
         subject: the observer.
-        named: whether the configuration names it.
+        named: True if the configuration names it.
 
     Attributes:
         told: every forward so far.
-        outputs: of every layer that was attended so far.
+        outputs: output of every layer that was attended so far.
     """
 
     def __init__(self, subject: Subject, named: bool = True) -> None:
@@ -139,7 +142,7 @@ class Watched:
             self._watch([], [(slot, tokens)], [], dropped=False)
 
     def run(self, step: Step) -> None:
-        """One forward.
+        """Run one forward.
 
         Raises:
             AssertionError: the observer raised, and is left out from now on.
@@ -195,7 +198,7 @@ class Watched:
             path.algorithm.next_ids[layer] = ids
         out = self.coordinator.attention(layer, q, k, v)
         if layer in SPARSE:
-            path.algorithm.next_ids.clear()  # What begins the next forward may select as well.
+            path.algorithm.next_ids.clear()  # The next forward_begin may select too.
         return out.clone()
 
     def check(self, options: ObserverOptions) -> None:
@@ -211,18 +214,18 @@ class Watched:
 
 
 class ObserverTests(KitTests):
-    """What ``topkv.hooks.observer`` asks of an observer. The fixture ``options`` gives
-    ``ObserverOptions``."""
+    """Every test of an observer; the contract is ``topkv.hooks.observer``. The fixture ``options``
+    gives ``ObserverOptions``."""
 
     kind = "observer"
 
     @pytest.fixture
     def options(self) -> ObserverOptions:
-        """What it gathers. To be overridden."""
+        """Options of the observer. To be overridden."""
         raise NotImplementedError(f"{type(self).__name__} must define the fixture 'options'")
 
     def test_it_gathers_what_forwards_were(self, subject: Subject) -> None:
-        """After each forward, and after each that is dropped."""
+        """It agrees with the oracle after each forward, also after a dropped one."""
 
         @examples(subject.tier, cpu=40, interpret=3)
         @given(steps())
@@ -237,7 +240,7 @@ class ObserverTests(KitTests):
         run()
 
     def test_forwards_are_the_same_without_it(self, subject: Subject) -> None:
-        """Bit for bit, and what is kept of requests is whole."""
+        """Outputs are equal bit for bit, and the state of requests is whole."""
 
         @examples(subject.tier, cpu=20, interpret=2)
         @given(steps())
@@ -248,7 +251,7 @@ class ObserverTests(KitTests):
                 plain.run(step)
             assert watched.told == plain.told, "transfers are others with the observer"
             for one, other in zip(watched.outputs, plain.outputs, strict=True):
-                # Padded rows hold anything; what they hold is the same all the same.
+                # Padded rows hold anything, yet the same with the observer and without.
                 assert torch.equal(one.nan_to_num(7), other.nan_to_num(7)), "outputs are others"
             watched.coordinator.check_integrity()
             watched.coordinator.close()

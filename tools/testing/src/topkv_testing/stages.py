@@ -16,15 +16,15 @@
 
 A stage is tested behind an algorithm (``topkv_testing.models.stage_doubles.Offered``), as the core
 has it. The two together are an algorithm, so that most tests are those of algorithms: form, batch,
-state, kernels and capture. What only stages can get wrong is in ``topkv_testing.stage``.
+state, kernels and capture. Tests of stages alone are in ``topkv_testing.stage``.
 
 A stage that stands for an option of attention and refines nothing goes through ``OptionTests``
 instead, of whose options ``params`` alone counts.
 
-The options are those of algorithms and a few more. What a stage means stands in formulas of its
-author in float64: ``oracle`` gives the scores of which the stage leaves the best, ``left`` what is
-left where it drops some, ``estimate`` what ``correct`` adds, and ``worth`` what ``keep`` says of
-pages. Pools have the names that the core gives them, ``"stages[0].NAME"``, in ``by_key``.
+The options are those of algorithms and a few more. The author gives formulas in
+float64: ``oracle`` for the scores of which the stage leaves the best, ``left`` for the units left
+by a stage that drops some, ``estimate`` for what ``correct`` adds, and ``worth`` for the scores of
+``keep``. Pools have the names that the core gives them, ``"stages[0].NAME"``, in ``by_key``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 
-# pytest runs the tests of the last base first: what says most of a mistake stands there.
+# pytest runs the tests of the last base first: there stand those that say most of a mistake.
 class StageTests(
     KernelTests,
     StateTests,

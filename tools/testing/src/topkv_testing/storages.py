@@ -1,6 +1,6 @@
 """The conformance suite of storages.
 
-An author says in ``StorageOptions`` how an empty one is made::
+An author sets ``StorageOptions``: how an empty storage is made::
 
     from topkv_testing.storages import StorageOptions, StorageTests
 
@@ -37,20 +37,20 @@ from topkv_prefixes.objects import HEADER, write_header
 from topkv_testing.kit import KitTests, Subject, examples
 
 MOST_BYTES = 3 * 4096
-"""Of an object of the suite."""
+"""Bytes of the largest object of the suite."""
 
 BESIDE = 0xA5
-"""What lies between and around the parts of a place."""
+"""Byte between and around the parts of a place."""
 
 
 @frozen
 class StorageOptions:
-    """What the suite cannot know of a storage.
+    """Options that an author gives the suite; the fixture ``options`` returns it.
 
     Attributes:
-        params: parameters of a new and empty one, other ones at each call.
-        reopens: one that is made with the parameters of another holds the same objects, also
-            while the other is open.
+        params: parameters of a new and empty storage, other ones at each call.
+        reopens: a storage that is made with the parameters of another holds the same objects,
+            also while the other is open.
     """
 
     params: Callable[[], Mapping[str, Any]] = dict
@@ -79,11 +79,11 @@ class Memory:
 
     @property
     def content(self) -> bytes:
-        """What the parts hold, one behind the other."""
+        """Bytes of the parts, one behind the other."""
         return self.room[~self.outside].tobytes()
 
     def check(self) -> None:
-        """Nothing beside the parts was written."""
+        """Assert that nothing beside the parts was written."""
         assert (self.room[self.outside] == BESIDE).all(), "memory beside the place was written"
 
 
@@ -98,7 +98,7 @@ def content_of(number: int, size: int) -> bytes:
 
 
 def page_of(key: bytes, number: int, size: int) -> bytes:
-    """An object as the core makes it: its header, and bytes of its own."""
+    """An object as the core makes it: a header, and bytes that no other object has."""
     header = np.zeros(HEADER, dtype=np.uint8)
     body = np.frombuffer(content_of(number, size - HEADER), dtype=np.uint8)
     write_header(header, key, bytes(32), [body])
@@ -114,8 +114,8 @@ class Bench:
 
     Args:
         subject: the storage.
-        params: of one that may hold something; a new one by default.
-        quotas: bytes by owner; those that are not named have none.
+        params: parameters of a storage that may hold objects; a new storage by default.
+        quotas: bytes by owner; owners without an item have no quota.
     """
 
     most = MOST_BYTES
@@ -136,7 +136,7 @@ class Bench:
         self.objects: dict[bytes, bytes] = {}
 
     def ask(self, hook: str, *arguments: Any) -> Any:
-        """An answer, which must have the form that the core expects."""
+        """Call a hook; assert that its answer has the form that the core expects."""
         answer = getattr(self.storage, hook)(*arguments)
         try:
             return answer_of(hook, arguments, answer)
@@ -162,7 +162,7 @@ class Bench:
             self.objects.setdefault(key, content)
 
     def get(self, keys: Sequence[bytes], sizes: Sequence[Sequence[int]]) -> None:
-        """Ask for objects that are there and others, in places that fit and others."""
+        """Get objects that are there and others, into places that fit and others."""
         memories = [Memory(cuts) for cuts in sizes]
         places: list[Place] = [memory.place for memory in memories]
         done = self.ask("get", keys, places)
@@ -174,10 +174,10 @@ class Bench:
         for key, memory, found in zip(keys, memories, done, strict=True):
             memory.check()
             assert not found or memory.content == self.objects[key], "get gave other bytes"
-            memory.room[:] = 0  # what the storage holds must not be these bytes
+            memory.room[:] = 0  # the storage must not hold these bytes
 
     def get_all(self) -> None:
-        """Everything there is, cut in another way than it was put."""
+        """Get every object, cut in another way than it was put."""
         halves = [(len(each) // 2, -(-len(each) // 2)) for each in self.objects.values()]
         self.get([*self.objects], [[half for half in pair if half] for pair in halves])
 
@@ -198,8 +198,8 @@ class Bench:
 
 
 class Owners(Bench):
-    """Objects of ``SIZE`` bytes of several owners, of whom one may have four. They have headers,
-    by which a storage may tell what is its own before it removes it.
+    """Objects of ``SIZE`` bytes of several owners, one of whom may have four. They have headers,
+    by which a storage can check that an object is its own before it removes it.
 
     Args:
         subject, params: as of ``Bench``.
@@ -235,18 +235,18 @@ class Owners(Bench):
 
 
 class StorageTests(KitTests):
-    """What ``topkv.hooks.storage`` asks of a storage. The fixture ``options`` gives
-    ``StorageOptions``."""
+    """Every test of a storage; the contract is ``topkv.hooks.storage``. The fixture ``options``
+    gives ``StorageOptions``."""
 
     kind = "storage"
 
     @pytest.fixture
     def options(self) -> StorageOptions:
-        """How an empty one is made."""
+        """How an empty storage is made."""
         return StorageOptions()
 
     def test_it_holds_what_a_dict_would(self, subject: Subject) -> None:
-        """Puts, gets, deletes and questions in any order; parts that are cut otherwise later."""
+        """Puts, gets, deletes and questions in any order; gets cut into other parts than puts."""
 
         @examples(subject.tier, cpu=40, interpret=1)
         @given(st.data())
@@ -272,7 +272,7 @@ class StorageTests(KitTests):
         run()
 
     def test_the_first_put_stays(self, subject: Subject) -> None:
-        """Whoever puts again is told that the object is there."""
+        """A second put answers that the object is there, and does not replace it."""
         bench = Bench(subject)
         for seed in (1, 2):
             bench.put([key_of(1), key_of(2)], [[100], [70, 30]], seed)
@@ -281,7 +281,7 @@ class StorageTests(KitTests):
         bench.storage.close()
 
     def test_each_key_of_a_batch_is_answered(self, subject: Subject) -> None:
-        """Those that are absent, or of another length, leave the others alone."""
+        """Keys that are absent, or of another length, leave the others alone."""
         bench = Bench(subject)
         bench.put([key_of(n) for n in (0, 2, 4, 6)], [[n + 1] for n in range(4)], 1)
         bench.get([key_of(n) for n in range(8)], [[n // 2 + 1] for n in range(8)])
@@ -292,7 +292,7 @@ class StorageTests(KitTests):
         bench.storage.close()
 
     def test_what_exists_ends_at_the_first_hole(self, subject: Subject) -> None:
-        """And nothing exists of nothing."""
+        """Keys before the first missing one are counted; of no keys none exists."""
         bench = Bench(subject)
         bench.put([key_of(n) for n in (0, 1, 3)], [[5]] * 3, 1)
         for order in ([], [0], [0, 1], [0, 1, 2, 3], [2, 0], [3, 1, 0, 2]):
@@ -331,7 +331,7 @@ class StorageTests(KitTests):
         bench.storage.close()
 
     def test_another_one_finds_what_was_stored(self, subject: Subject) -> None:
-        """While the first is open and when it is closed; of storages that say so."""
+        """While the first storage is open and when it is closed; where the options say so."""
         if subject.options is None or not subject.options.reopens:
             pytest.skip(f"{subject.entry.name} does not say that it can be opened again")
         first = Bench(subject)
@@ -355,7 +355,7 @@ class StorageTests(KitTests):
         third.storage.close()
 
     def test_an_owner_stays_within_its_quota(self, subject: Subject) -> None:
-        """It loses objects of its own, those too that another one has stored for it."""
+        """An owner loses its own objects alone, also those that another storage stored for it."""
         if not subject.entry.capabilities.quotas:
             pytest.skip(f"{subject.entry.name} does not say that it keeps quotas")
         bench = Owners(subject)
@@ -377,7 +377,7 @@ class StorageTests(KitTests):
         bench.storage.close()
 
     def test_two_that_are_empty_share_nothing(self, subject: Subject) -> None:
-        """Other parameters are another storage."""
+        """Storages of other parameters hold other objects."""
         one, two = Bench(subject), Bench(subject)
         one.put([key_of(1)], [[10]], 1)
         two.get([key_of(1)], [[10]])

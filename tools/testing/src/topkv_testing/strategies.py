@@ -1,4 +1,4 @@
-"""Hypothesis strategies for what sparse attention over a tiered cache meets.
+"""Hypothesis strategies for shapes, lengths, selections and keys of a tiered cache.
 
 They draw small Python values and seeds; tensors are made from a drawn seed, so that an example
 prints as a few numbers and shrinks well.

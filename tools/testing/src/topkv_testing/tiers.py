@@ -1,4 +1,4 @@
-"""Where the kit runs a plugin: reference on the CPU, kernels interpreted, kernels on a GPU."""
+"""Tiers on which the kit runs a plugin: reference, interpreted kernels, kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from topkv.entries import TIERS
 
 CUDA = torch.cuda.is_available()
 
-# Triton decides when it is imported, so this stands before any module that has kernels.
+# Triton decides when it is imported, so this comes before any module that has kernels.
 if not CUDA and "triton" not in sys.modules:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -27,8 +27,8 @@ class Tier:
     Attributes:
         name: ``"cpu"``, ``"interpret"`` or ``"gpu"``.
         impl: ``"reference"`` or ``"triton"``, as factories take it.
-        device: where the tensors lie.
-        missing: why this machine or process cannot run it, None where it can.
+        device: where the tensors are.
+        missing: reason why this machine or process cannot run the tier, None where it can.
     """
 
     name: str
@@ -62,5 +62,5 @@ def tier(name: str) -> Tier:
 
 
 def all_tiers() -> list[Tier]:
-    """Every tier, those that are missing here too."""
+    """Every tier, also those that are missing here."""
     return [tier(name) for name in TIERS]

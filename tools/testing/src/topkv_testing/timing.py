@@ -1,4 +1,4 @@
-"""How long a captured call takes: for benchmarks of kernels."""
+"""The time of a captured call, for benchmarks of kernels."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def graph_us(
     Args:
         calls: what to capture, in order; each runs three times before.
         repeats: replays.
-        first: what to capture before them. What it takes does not count: the mean of as many of
-            it as there are calls is taken off.
+        first: what to capture before them. Its time does not count: the mean of as many of it as
+            there are calls is taken off.
     """
     graph = _captured([first, *calls] if first else calls)
     total = statistics.median(_replay_us(graph) for _ in range(repeats))

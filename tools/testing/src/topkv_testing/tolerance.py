@@ -1,4 +1,4 @@
-"""How far a result may be from the truth: as far as plain torch of the same precision is.
+"""The tolerance of a result: as far from the truth as plain torch of the same precision is.
 
 After attention-gym: nobody picks a tolerance; it follows from what the dtype can do on the very
 input at hand.
@@ -13,7 +13,7 @@ from torch import Tensor
 def assert_as_good(
     actual: Tensor, truth: Tensor, rough: Tensor, what: str = "result", slack: float = 0.0
 ) -> None:
-    """``actual`` is no further from ``truth`` than twice what ``rough`` is, and a few roundings.
+    """Assert that ``actual`` is at most twice as far from ``truth`` as ``rough``, plus roundings.
 
     Infinities must be where the truth has them. NaN anywhere fails.
 

@@ -10,8 +10,8 @@
         def plugin(self):
             return "mine"
 
-Every result is compared with a sort in float64, to the last tie. What stands behind the length of
-a row is poison, ids start as garbage, and so does what lies beside them.
+Every result is compared with a sort in float64, to the last tie. Scores behind the length of a row
+are poison; ids, and the memory beside them, start as garbage.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from topkv_testing.kit import KitTests, Subject, examples
 from topkv_testing.strategies import seeds
 
 GARBAGE = -77
-"""What ids are before a call."""
+"""Value of ids before a call."""
 
 MARGIN = 3
 """Columns beside scores and ids, which make rows strided and unaligned."""
@@ -68,10 +68,10 @@ KINDS: dict[str, Callable[[Any, Any], Any]] = {
 
 @frozen
 class TopKOptions:
-    """What the suite should know beyond the entry.
+    """Options that an author may give the suite.
 
     Attributes:
-        widths: columns of long rows, at most 2**20; name those at which another kernel begins.
+        widths: columns of long rows, at most 2**20; name widths at which another kernel begins.
         selects: K over them.
     """
 
@@ -80,7 +80,7 @@ class TopKOptions:
 
 
 def best(row: Rows, length: int, select: int) -> list[int]:
-    """The definition: descending score, then ascending index; -1 behind the last.
+    """The definition of top-k: descending score, then ascending index; -1 behind the last.
 
     Args:
         row: ``[U]``.
@@ -129,8 +129,8 @@ def long_rows(kind: str, rows: int, width: int) -> Rows:
 
 
 class TopKTests(KitTests):
-    """What ``topkv.hooks.topk`` asks of an exact top-k. The fixture ``options`` may give
-    ``TopKOptions``."""
+    """Every test of an exact top-k; the contract is ``topkv.hooks.topk``. The fixture ``options``
+    may give ``TopKOptions``."""
 
     kind = "topk"
 
@@ -187,7 +187,7 @@ class TopKTests(KitTests):
             check(work, subject.tier.device, scores, lengths, select)
 
     def test_long_rows(self, subject: Subject) -> None:
-        """Of every kind, as long as ``options`` say, whole and cut short."""
+        """Rows of every kind and of all widths of the options, whole and cut short."""
         options = subject.options or TopKOptions()
         kinds = ["few values", "nan"] if subject.tier.name == "interpret" else [*KINDS]
         for width in options.widths:
@@ -199,8 +199,8 @@ class TopKTests(KitTests):
                     check(work, subject.tier.device, scores, lengths, select)
 
     def test_serves_all_that_is_smaller(self, subject: Subject) -> None:
-        """Call after call of fewer rows, columns and ids than it was made for: nothing that an
-        earlier call left in the scratch has an influence."""
+        """Call after call of fewer rows, columns and ids than the scratch was made for: nothing
+        that an earlier call left there has an influence."""
         most = max((subject.options or TopKOptions()).widths)
         work = _made(subject, 5, most, 90)
 
@@ -215,7 +215,7 @@ class TopKTests(KitTests):
         run()
 
     def test_arguments_stay_as_they_are(self, subject: Subject) -> None:
-        """Scores and lengths are read alone."""
+        """Scores and lengths are only read."""
         device = subject.tier.device
         scores = torch.from_numpy(long_rows("nan", 2, 600)).to(device)
         lengths = torch.tensor([600, 47], dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Conformance suite of transfer engines: who lies where, and every byte that moves.
+"""Conformance suite of transfer engines: slots of units, and every byte that moves.
 
 A package with an engine of its own subclasses it::
 
@@ -30,7 +30,7 @@ from topkv_testing.transfer.plans import PlanTests
 
 
 class TransferTests(PlanTests, MoveTests):
-    """What ``topkv.hooks.transfer`` promises, for any engine. Outputs follow from the contract
+    """Every test of a transfer engine. Outputs follow from the contract, ``topkv.hooks.transfer``,
     alone, so the comparison is exact."""
 
     kind = "transfer"

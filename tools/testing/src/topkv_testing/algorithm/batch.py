@@ -97,8 +97,8 @@ class BatchTests(KitTests):
         check()
 
     def test_heads_do_not_see_each_other(self, subject: Subject) -> None:
-        """A lane selects the same beside other heads, unless ``spec`` says that it goes by all;
-        if it goes by none, other keys and queries change nothing at all."""
+        """A lane selects the same beside other heads, unless ``spec`` says that it uses all of
+        them; if it uses none, other keys and queries change nothing at all."""
 
         @examples(subject.tier, cpu=60, interpret=3, gpu=20)
         @given(case=cases(subject, kv_heads=(3, 2)), data=st.data())
@@ -166,8 +166,8 @@ def _permuted(q: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def _beside(rows: Tensor, others: Tensor, kept: Tensor) -> Tensor:
-    """Rows ``[..., heads, D]``, those of the kv-heads that are not kept being others; keys of an
-    index, which all heads share, are others if none is kept."""
+    """Return ``rows [..., heads, D]`` with those of ``others`` for all kv-heads that are not kept;
+    keys of an index, which all heads share, are those of ``others`` if no head is kept."""
     if rows.shape[-2] < len(kept):
         return rows if kept.any() else others
     mine = kept.repeat_interleave(rows.shape[-2] // len(kept))
@@ -177,7 +177,7 @@ def _beside(rows: Tensor, others: Tensor, kept: Tensor) -> Tensor:
 def _assert_unchanged(
     bench: AlgorithmBench, before: dict[str, Tensor], writers: Sequence[int]
 ) -> None:
-    """Rows of the pools that are no unit of ``writers`` are as they were."""
+    """Assert that ``writers`` changed no rows of the pools but those of their own units."""
     unit, grains = bench.group.unit, bench.spec.representations
     table, pools = bench.page_table.cpu().long(), bench.snapshot()
     for spec in grains:

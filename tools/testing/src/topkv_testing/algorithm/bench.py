@@ -30,10 +30,10 @@ class AlgorithmBench(BenchMemory):
     Args:
         subject: plugin and tier.
         case: shape, parameters and data.
-        impl: instead of the tier's.
+        impl: implementation, the tier's if None.
         requests: request slots.
-        pages_seed: of the page table; another one, other host pages.
-        prompt_salt: of the prompt's queries.
+        pages_seed: seed of the page table; another seed gives other host pages.
+        prompt_salt: salt of the prompt's queries.
         values: the value of every element of V, and of latent rows; None for values that are
             their keys backwards.
         far: pages at the far end of pools of more than 2**31 elements.
@@ -68,7 +68,7 @@ class AlgorithmBench(BenchMemory):
     # What a request goes through.
 
     def lengths(self, most: int | None = None, least: int = 1) -> st.SearchStrategy[int]:
-        """Lengths of a request, up to one token below the longest unless told."""
+        """Lengths of a request, by default up to one token below the longest."""
         group = self.group
         return lengths(group.unit, group.page_tokens, most or self.case.most - 1, least)
 
@@ -148,7 +148,7 @@ class AlgorithmBench(BenchMemory):
         return keys.new_full((len(keys), self.group.num_kv_heads, self.group.head_dim), value)
 
     def _hold(self, slot: int, keys: Tensor) -> None:
-        """Take tokens up and write them to the ring, as far as it reaches."""
+        """Add tokens to a request and write them to the ring, as far as it reaches."""
         group, start = self.group, len(self.keys[slot])
         self.keys[slot] = held = torch.cat([self.keys[slot], keys])
         self._high[slot] = max(self._high[slot], len(held))
@@ -258,7 +258,7 @@ class AlgorithmBench(BenchMemory):
         self.algorithm.correct(self.layer, q.to(self.device), ids, out, lse)
 
     def rollback(self, slot: int, length: int) -> None:
-        """Take the newest tokens back: a change of length, as far as the ring reaches."""
+        """Roll the newest tokens back: a change of length, as far as the ring reaches."""
         low = (self._high[slot] - 1) // self.group.unit - self.group.ring_slots + 1
         if (length - 1) // self.group.unit < low:
             raise ValueError(f"rollback to {length} tokens reaches behind unit {low} of the ring")
@@ -275,7 +275,7 @@ class AlgorithmBench(BenchMemory):
                 self.pools[spec.name][slot] = 0
 
     def fork(self, slot: int, twin: int) -> None:
-        """Full pages are shared, the open one and what is keyed by slot are copied."""
+        """Fork: full pages are shared, the open one and what is keyed by slot are copied."""
         full, rest = divmod(len(self.keys[slot]), self.group.page_tokens)
         self.page_table[twin, :full] = self.page_table[slot, :full]
         if rest:
@@ -311,8 +311,8 @@ class AlgorithmBench(BenchMemory):
         return told(len(self.keys[slot]), self)
 
     def by_key(self) -> dict[str, Tensor]:
-        """The pools, with what is kept of each unit, token or request in its row if options say
-        how."""
+        """The pools, with one row for each unit, token or request where the options say how to
+        unpack them."""
         order = options_of(self.subject).by_key
         if order is None:
             return dict(self.pools)
@@ -323,8 +323,8 @@ class AlgorithmBench(BenchMemory):
         return {name: pool.cpu().clone() for name, pool in self.by_key().items()}
 
     def stored(self, slot: int, tokens: int | None = None) -> dict[str, Tensor]:
-        """Bytes of the representations of a request's first tokens, by pool, on the CPU; of pages
-        that are packed those that are full."""
+        """Bytes of the representations of a request's first tokens, by pool, on the CPU; of packed
+        pages full ones alone."""
         count = len(self.keys[slot]) if tokens is None else tokens
         pages = self.page_table[slot].long()
         return {

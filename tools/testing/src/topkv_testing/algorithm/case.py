@@ -41,7 +41,7 @@ class Case:
     ``dim`` elements a token, which all kv-heads share, ``group`` queries for each kv-head, and a
     weight for each of them if the index has weights.
 
-    Exact data lie on a coarse grid: multiples of 1/4 up to 8, which every 16-bit dtype holds,
+    Exact data are on a coarse grid: multiples of 1/4 up to 8, which every 16-bit dtype holds,
     and whose products fp32 sums without rounding in any order. So equal scores are equal bits
     however an implementation blocks its sums, and selections can be compared as they are.
 
@@ -53,7 +53,7 @@ class Case:
         keys: name in ``strategies.KEYS``.
         seed: of all tensors.
         least_units: units of the longest request, before they are rounded up to whole pages.
-        stale: what the ring holds where no token of the open unit lies. NaN shows most stray
+        stale: what the ring holds where no token of the open unit is. NaN shows most stray
             reads; a large number shows those of kernels whose minimum and maximum drop NaN.
         exact: data on the grid.
         weights: name in ``WEIGHTS``; None for an index without weights, and without an indexer.
@@ -109,7 +109,7 @@ class Case:
         return self._finish(keys)
 
     def _with_zeros_and_ties(self, keys: Tensor, generator: torch.Generator) -> Tensor:
-        """Of eight elements one is zero, and of eight keys; of eight units one repeats another.
+        """Set one element and one key in eight to zero, and repeat one unit in eight.
 
         Real caches have both, and random keys have neither.
         """
@@ -144,7 +144,7 @@ class Case:
         return torch.cat([q.float(), weights[..., None]], -1)
 
     def asked(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What a hook is given of rows from ``weigh``: queries ``[..., H, D]`` and weights.
+        """Queries ``[..., H, D]`` and weights that a hook is given for rows from ``weigh``.
 
         Weights are fp32 ``[..., H]``, or None without an indexer. Both are dense where rows are.
         """

@@ -40,7 +40,7 @@ _GPU_SHAPES: Mapping[str, Sequence[Any]] = {
 
 
 def _weights(subject: Subject) -> tuple[str, ...] | None:
-    """Kinds of weights of an algorithm that goes by an index with weights."""
+    """Kinds of weights of an algorithm that uses an index with weights, else None."""
     stated = subject.entry.capabilities
     return tuple(WEIGHTS) if stated.needs_index and "mla" in stated.attention else None
 

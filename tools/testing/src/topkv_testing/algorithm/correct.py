@@ -1,5 +1,5 @@
-"""What is added to attention for what was not attended. Part of the suites of algorithms and
-stages."""
+"""Corrections of attention for units that were not attended. Part of the suites of algorithms
+and stages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from topkv_testing.models.oracle import attention
 
 @frozen
 class Attended:
-    """What the units of a selection and the open one give, before it is corrected.
+    """Attention over the units of a selection and the open one, before it is corrected.
 
     Attributes:
         ids: int32 ``[N, K]``.
@@ -48,7 +48,7 @@ class Attended:
 
 
 def corrected(bench: AlgorithmBench, q: Tensor, rows: Sequence[int], before: Attended) -> Attended:
-    """What ``correct`` makes of a copy; the selection and the queries are only read."""
+    """Call ``correct`` on a copy; assert that selection and queries are only read."""
     after, asked = before.copy(), q.clone()
     bench.correct(asked, rows, after.ids, after.out, after.lse)
     assert same_bits(after.ids, before.ids), "ids are only read, and were written"
@@ -57,7 +57,7 @@ def corrected(bench: AlgorithmBench, q: Tensor, rows: Sequence[int], before: Att
 
 
 def attended(bench: AlgorithmBench, rows: Sequence[int], q: Tensor, ids: Tensor) -> Attended:
-    """Attention of float64 over the selection; padded rows hold 0 and -inf."""
+    """Attention in float64 over the selection; padded rows hold 0 and -inf."""
     group, model = bench.group, bench.model
     out = torch.zeros(len(rows), 1, model.num_heads, model.out_dim, dtype=model.dtype)
     lse = torch.full((len(rows), 1, model.num_heads), -torch.inf)
@@ -93,7 +93,7 @@ def selections(bench: AlgorithmBench, rows: Sequence[int]) -> st.SearchStrategy[
 
 
 def corrects(bench: AlgorithmBench) -> None:
-    """Skip what corrects nothing."""
+    """Skip algorithms and stages that correct nothing."""
     if not has_hook(bench.algorithm, "correct"):
         pytest.skip(f"{bench.subject.entry.name} has no correct")
 
@@ -145,8 +145,8 @@ class CorrectTests(KitTests):
         check()
 
     def test_rows_are_corrected_alone(self, subject: Subject) -> None:
-        """What a row gets does not depend on the rows beside it, nor on the order of its ids, up
-        to the rounding of sums."""
+        """The correction of a row depends neither on the rows beside it nor on the order of its
+        ids, up to the rounding of sums."""
 
         @examples(subject.tier, cpu=40, interpret=4, gpu=20)
         @given(case=cases(subject), data=st.data(), seed=st.integers(0, 99))
@@ -171,7 +171,7 @@ class CorrectTests(KitTests):
         check()
 
     def test_kernels_correct_as_the_reference_does(self, subject: Subject) -> None:
-        """Within what the dtype of the output can tell apart."""
+        """Equal results, within the rounding of the output's dtype."""
         require_both(subject)
 
         @examples(subject.tier, cpu=40, interpret=6, gpu=20)

@@ -1,4 +1,4 @@
-"""What algorithms for models with their own indexer do beyond the others. Part of the suite."""
+"""Tests of algorithms for models with an indexer of their own. Part of the algorithm suite."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def prompt_bench(subject: Subject, case: Case, requests: int) -> AlgorithmBench:
 
 
 def prompt_ids(bench: AlgorithmBench, keys: Tensor, cuts: list[int]) -> dict[int, list[list[int]]]:
-    """Ids of each lane by row of a prompt of slot 0 in chunks, of those chunks for which the core
-    asks."""
+    """Ids of each lane, by row of a prompt that slot 0 reads in chunks; without the chunks for
+    which the core does not ask."""
     rows: dict[int, list[list[int]]] = {}
     for start, end in pairwise(sorted({0, len(keys), *cuts})):
         ids = bench.prompt(0, keys[start:end])
@@ -92,7 +92,7 @@ class IndexTests(KitTests):
         check()
 
     def test_prompt_rows_select_what_decode_steps_select(self, subject: Subject) -> None:
-        """Each row, in any chunk, as one step at its length that knows no later token."""
+        """Each row, in any chunk, selects as a step at its length that sees no later token."""
         require_index(subject)
 
         @examples(subject.tier, cpu=80, interpret=3, gpu=20)

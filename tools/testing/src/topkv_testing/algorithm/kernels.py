@@ -47,12 +47,12 @@ def attention_mass(bench: AlgorithmBench, slot: int, q: Tensor, chosen: list[lis
 
 
 class KernelTests(KitTests):
-    """What only kernels can get wrong."""
+    """Errors that only kernels can make."""
 
     kind = "algorithm"
 
     def test_kernels_select_what_the_reference_selects(self, subject: Subject) -> None:
-        """The same attention mass, or index scores, in float64; ties may go either way."""
+        """Equal attention mass, or index scores, in float64; ties may go either way."""
         require_both(subject)
 
         @examples(subject.tier, cpu=40, interpret=6, gpu=20)
@@ -163,7 +163,7 @@ class KernelTests(KitTests):
 
 
 def require_both(subject: Subject) -> None:
-    """Skip what compares kernels with the reference where one of them is not there."""
+    """Skip a comparison of kernels with the reference where one of them is missing."""
     impls = subject.entry.impls
     if subject.tier.impl == "reference" or "reference" not in impls:
         pytest.skip(f"tier {subject.tier.name}: nothing to compare, impls are {impls}")

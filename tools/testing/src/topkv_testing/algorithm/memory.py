@@ -38,7 +38,7 @@ class BenchMemory:
         impl: ``"reference"`` or ``"triton"``.
         requests: request slots.
         pages_seed: of the page table.
-        far: the pages lie at the far end of pools of which the largest has more than 2**31
+        far: the pages are at the far end of pools of which the largest has more than 2**31
             elements.
     """
 
@@ -108,8 +108,8 @@ class BenchMemory:
         return LayerView(0, 0, group, self._steps(0), k, v, self.pools, absent)
 
     def keep(self, slot: int, seed: int) -> None:
-        """Say of about half of the units of a request, other ones in each lane, that they lie in
-        the LRU buffer; before, none does.
+        """Mark about half of the units of a request, other ones in each lane, as being in the LRU
+        buffer; before, none is.
         """
         group, held = self.group, self.layer.held.unflatten(0, (self.requests, -1))
         generator = torch.Generator().manual_seed(seed)
@@ -122,7 +122,7 @@ class BenchMemory:
         return StepTensors(slots, held, high, appended, resident, self.page_table)
 
     def copy_page(self, slot: int, page: int, to_slot: int, poison: bool = False) -> None:
-        """Give page ``page`` of ``to_slot`` a free host page with what ``slot`` has there."""
+        """Copy page ``page`` of ``slot`` to a free host page, which ``to_slot`` gets for it."""
         source, target = int(self.page_table[slot, page]), self.free_pages.pop()
         for pages in self._pages(self.pools).values():
             pages[target] = pages[source]
@@ -131,7 +131,7 @@ class BenchMemory:
         self.page_table[to_slot, page] = target
 
     def _pages(self, pools: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those that are keyed by pages, as ``[host pages, keys per page, *shape]``."""
+        """Pools that are keyed by pages, as ``[host pages, keys per page, *shape]``."""
         grain = {spec.name: spec.grain for spec in self.spec.representations}
         return {
             name: pool.unflatten(0, (self.num_pages, -1))
@@ -197,7 +197,7 @@ def _shapes(stated: Capabilities, case: Case, requests: int) -> tuple[ModelShape
 
 
 def same_bits(first: Any, second: Any) -> bool:
-    """Whether two tensors, or two dicts of tensors, hold the same bytes."""
+    """Return True if two tensors, or two dicts of tensors, hold the same bytes."""
     if isinstance(first, Tensor):
         return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
     return all(same_bits(first[name], second[name]) for name in first)

@@ -1,5 +1,5 @@
-"""What the author of an algorithm tells the suite. Functions of an author are given the bench,
-an ``AlgorithmBench``, which stands in ``bench`` and asks for what is told here.
+"""Options of the algorithm suite, which the author of an algorithm sets. Functions of an author
+are given the bench, the ``AlgorithmBench`` of ``bench``, which reads these options.
 """
 
 from __future__ import annotations

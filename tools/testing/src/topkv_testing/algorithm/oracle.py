@@ -1,4 +1,4 @@
-"""Selections against the author's formula in float64. Part of the algorithm suite.
+"""Selections, compared with the author's formula in float64. Part of the algorithm suite.
 
 Reference and kernels are often written by one hand, with the same mistake in both. The oracle is
 the formula of the paper, from the keys alone.
@@ -46,7 +46,7 @@ def oracle_scores(bench: AlgorithmBench, slot: int, q: Tensor) -> Tensor:
 def require_best(
     bench: AlgorithmBench, slot: int, scores: Tensor, lanes: Sequence[Sequence[int]]
 ) -> None:
-    """What each lane selects scores no less than what it leaves out, up to ties.
+    """Assert that each lane selects the units of the largest scores, up to ties.
 
     Args:
         bench: the bench that selected.
@@ -76,7 +76,7 @@ def require_best(
 
 
 class OracleTests(KitTests):
-    """The formula, where the options have it."""
+    """Selections by the formula of the options, where they have one."""
 
     kind = "algorithm"
 
@@ -97,7 +97,7 @@ class OracleTests(KitTests):
         check()
 
     def test_long_selections_are_those_of_the_oracle(self, subject: Subject) -> None:
-        """Many queries over ``long_units``: what is rounded too early changes some of them."""
+        """Many queries over ``long_units``: rounding too early changes some of the selections."""
         _require_oracle(subject)
         if subject.tier.name == "interpret":
             pytest.skip("the kernels are compared with the reference, and the reference with this")

@@ -1,4 +1,4 @@
-"""What a selection must look like, and that it follows the keys. Part of the algorithm suite."""
+"""The form of a selection, and that it follows the keys. Part of the algorithm suite."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from topkv_testing.strategies import batches
 
 
 def assert_form(bench: AlgorithmBench, ids: Tensor, slots: Sequence[int]) -> None:
-    """Ids are written, unique, selectable, and as many as the budget allows."""
+    """Assert that ids are written, unique, selectable, and as many as the budget allows."""
     attends = "attends" in bench.subject.entry.capabilities.traits
     for slot, row in zip(slots, ids.tolist(), strict=True):
         for lane in row:
@@ -32,7 +32,7 @@ def assert_form(bench: AlgorithmBench, ids: Tensor, slots: Sequence[int]) -> Non
 
 
 def assert_lane(lane: Sequence[int], limit: int, attends: bool) -> None:
-    """One row of K ids, of which those below ``limit`` are selectable."""
+    """Assert the form of one row of K ids, of which those below ``limit`` are selectable."""
     assert UNWRITTEN not in lane, f"ids {lane} are not written completely"
     valid = [i for i in lane if i != -1]
     assert len(set(valid)) == len(valid), f"ids {lane} repeat a unit"
@@ -131,7 +131,7 @@ class SelectionTests(KitTests):
         check()
 
     def test_budgets_are_nested(self, subject: Subject) -> None:
-        """What a budget selects, a larger one selects too."""
+        """A larger budget selects all that a smaller one selects."""
         subject.require("nested")
 
         @examples(subject.tier, cpu=80, interpret=3, gpu=20)
@@ -180,7 +180,7 @@ class SelectionTests(KitTests):
         check()
 
     def test_same_input_gives_the_same_bits(self, subject: Subject) -> None:
-        """Twice in one instance, with other poison; and in another one, as on another rank."""
+        """Twice in one instance, with other poison; and in a second one, as on another rank."""
 
         @examples(subject.tier, cpu=60, interpret=3, gpu=20)
         @given(case=cases(subject, exact=False), data=st.data())

@@ -1,4 +1,4 @@
-"""The smallest sizes that an algorithm takes, found by asking it. Part of the algorithm suite.
+"""The smallest sizes that an algorithm takes, found by trying. Part of the algorithm suite.
 
 Where an author says nothing of sizes, requests are a few units long, and a few of them are
 selected. Some algorithms refuse that with their default parameters, and some then select the same
@@ -24,7 +24,7 @@ from topkv_testing.kit import Subject
 from topkv_testing.strategies import geometry, stated
 
 Values = Mapping[str, Sequence[Any]]
-"""By argument of ``strategies.geometries``, the most wanted first."""
+"""Values by argument of ``strategies.geometries``, the most wanted first."""
 
 FURTHER: Values = {
     "dims": (32, 64, 128),
@@ -32,17 +32,17 @@ FURTHER: Values = {
     "page_units": (8, 16, 32, 64, 128),
     "groups": (1,),
 }
-"""Tried where none of the values is taken that the suite wants. Of other arguments the first value
-stands for all."""
+"""Values to try where the algorithm takes none that the suite wants. For other arguments the first
+value stands for all."""
 
 STEPS = (0, 1, 2, 4)
-"""How far the K that are drawn are above the least."""
+"""Distances of the K that are drawn from the least K."""
 
 ROOM = 11
-"""So many units more than the least K has the longest request."""
+"""Units that the longest request has more than the least K."""
 
 MOST, ASKED = 1024, 64
-"""The largest K that is tried, and the largest with which it is asked whether the query counts."""
+"""The largest K that is tried, and the largest with which it is tried whether the query counts."""
 
 
 @frozen
@@ -69,7 +69,7 @@ class Sizes:
     point: Mapping[str, Any]
 
     def taken(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
-        """The values of an argument that it takes beside ``point``."""
+        """The values of an argument that the algorithm takes beside ``point``."""
         return [
             value
             for value in stated(self.capabilities, name, values)
@@ -77,7 +77,7 @@ class Sizes:
         ]
 
     def takes(self, point: Mapping[str, Any], select: int) -> bool:
-        """True if it takes a geometry and a K."""
+        """Return True if the algorithm takes a geometry and a K."""
         try:
             made(self.subject, self._case(point, select), self.subject.tier.impl, 1)
         except ConfigError:
@@ -85,7 +85,7 @@ class Sizes:
         return True
 
     def asks(self, point: Mapping[str, Any], select: int) -> bool:
-        """True if a query and its opposite select differently."""
+        """Return True if a query and its opposite select differently."""
         impls, case = self.subject.entry.impls, self._case(point, select)
         bench = AlgorithmBench(self.subject, case, impl=impls[0], requests=1)
         bench.prefill(0, case.tokens(0)[:-1])
@@ -132,7 +132,7 @@ def find(subject: Subject, wanted: Values, weights: str | None) -> Sizes:
 
 
 def _offered(sizes: Sizes, options: AlgorithmOptions, further: bool) -> dict[str, list[Any]]:
-    """Values to try: those of the author, those that are wanted, and further ones, among them the
+    """Values to try: the author's, those that the suite wants, and further ones, among them the
     entry's defaults."""
     defaults, found = sizes.subject.entry.defaults, dict[str, list[Any]]()
     unit = defaults.get("unit", 1)
@@ -146,8 +146,8 @@ def _offered(sizes: Sizes, options: AlgorithmOptions, further: bool) -> dict[str
 
 
 def _with_least(sizes: Sizes, select: int, options: AlgorithmOptions) -> Sizes:
-    """With the least K that is taken, where ``select`` is and its half is not; and with which the
-    query counts, where that is promised."""
+    """Return the sizes with the least K that is taken, between ``select``, which is, and its half,
+    which is not. Where it is promised that the query counts, it counts with this K."""
     low, high = select // 2, select
     while high - low > 1:
         middle = (low + high) // 2

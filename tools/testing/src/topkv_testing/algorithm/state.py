@@ -20,7 +20,7 @@ from topkv_testing.kit import KitTests, Subject, examples
 def assert_same(
     subject: Subject, first: AlgorithmBench, second: AlgorithmBench, slot: int, what: str
 ) -> None:
-    """Two benches hold the same for a slot: the bits where the entry states it, else the ids."""
+    """Assert that two benches agree on a slot: in bits where the entry states it, else in ids."""
     if "exact_update" in subject.entry.capabilities.traits:
         require_same(first.stored(slot), second.stored(slot), what)
     q = first.case.queries(2)
@@ -74,7 +74,7 @@ class StateTests(KitTests):
         check()
 
     def test_full_pages_do_not_depend_on_what_follows(self, subject: Subject) -> None:
-        """Nor on the queries of the prompt: what a prefix cache relies on."""
+        """Full pages depend on no later token and no query; a prefix cache relies on that."""
 
         @examples(subject.tier, cpu=60, interpret=5, gpu=20)
         @given(case=cases(subject), data=st.data())

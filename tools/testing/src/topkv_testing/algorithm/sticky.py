@@ -1,9 +1,9 @@
-"""What lies on the device: no matter, or worth a bonus where that is asked for. Part of the suite.
+"""Units on the device count like all others, or get a bonus if that is on. Part of the suite.
 
 ``sticky`` is the parameter of algorithms that offer a bonus (``topkv.ops.sticky``). With it on, a
 selection follows from the history of its request and from the size of the buffer. So a fork, a
-request that was rolled back and one that took another way to its length may select otherwise; what
-holds all the same stands here.
+request that was rolled back and one that took another way to its length may select otherwise.
+These tests look at what holds all the same.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from topkv_testing.algorithm.selection import assert_form
 from topkv_testing.kit import KitTests, Subject, examples
 
 SOME, MOST = 0.37, 1e6
-"""Bonuses: one that decides between neighbours, which no two scores on the grid of exact data
-differ by, and one that decides everything."""
+"""Bonuses: one that decides between neighbours, by which no two scores on the grid of exact data
+differ, and one that decides everything."""
 
 
 def with_bonus(case: Case, bonus: float) -> Case:
@@ -42,7 +42,7 @@ def require_sticky(subject: Subject) -> None:
 
 
 def on_device(bench: AlgorithmBench, slot: int) -> list[set[int]]:
-    """Selectable units of each lane of a request that lie in buffer or ring."""
+    """Selectable units of each lane of a request that are in buffer or ring."""
     group = bench.group
     newest = (bench.high(slot) - 1) // group.unit
     held = bench.layer.held.unflatten(0, (bench.requests, -1))[slot].tolist()
@@ -54,7 +54,7 @@ def on_device(bench: AlgorithmBench, slot: int) -> list[set[int]]:
 def filled(
     subject: Subject, case: Case, sizes: Sequence[int], impl: str | None = None
 ) -> AlgorithmBench:
-    """A request of each size by slot, of which other units lie on the device."""
+    """A bench with a request of each size by slot, each with other units on the device."""
     bench = AlgorithmBench(subject, case, impl=impl)
     for slot, size in enumerate(sizes):
         bench.prefill(slot, case.tokens(slot)[:size])
@@ -63,12 +63,12 @@ def filled(
 
 
 class StickyTests(KitTests):
-    """Selections beside what lies on the device."""
+    """Selections of algorithms that offer a bonus for units on the device, and of all others."""
 
     kind = "algorithm"
 
     def test_what_is_on_the_device_changes_nothing_unasked(self, subject: Subject) -> None:
-        """The same ids, whatever buffer and ring hold, unless the parameter ``sticky`` is set."""
+        """Ids stay, whatever buffer and ring hold, unless the parameter ``sticky`` is set."""
 
         @examples(subject.tier, cpu=60, interpret=3, gpu=20)
         @given(case=cases(subject), data=st.data())
@@ -141,7 +141,7 @@ class StickyTests(KitTests):
         check()
 
     def test_kernels_draw_what_the_reference_draws(self, subject: Subject) -> None:
-        """With a bonus, the same mass; decoded tokens and what was taken back included."""
+        """With a bonus, the same mass; also with decoded tokens and after a rollback."""
         require_sticky(subject)
         require_both(subject)
 

@@ -1,4 +1,4 @@
-"""What algorithms of single tokens do beyond the others. Part of the suite.
+"""Tests of algorithms that select single tokens. Part of the algorithm suite.
 
 Their selections can be regranulated (``SparseConfig.regranulate``): the group is then stored by
 larger units, and its ring, which is in those, is not shown.

@@ -25,7 +25,7 @@ def check_attend(
     truth: AttendInputs | None = None,
     host: bool = False,
 ) -> None:
-    """Attend and compare with the oracle over ``truth``, which is ``inputs`` unless given."""
+    """Attend and compare with the oracle over ``truth``, by default ``inputs``."""
     expected = (truth or inputs).expected(scale)
     out, lse = inputs.attend(backend, subject.tier.device, host)
     stated = subject.entry.capabilities.lse
@@ -33,7 +33,7 @@ def check_attend(
 
 
 def check_case(subject: Subject, case: AttendCase) -> None:
-    """``check_attend`` on a fresh instance."""
+    """Call ``check_attend`` on a fresh instance."""
     backend, model, _ = make_backend(subject, case.geometry, case.batch)
     check_attend(subject, backend, model.scale, case.make())
 
@@ -61,7 +61,7 @@ class AttendTests(KitTests):
         check()
 
     def test_ragged_lengths_in_every_layout(self, subject: Subject) -> None:
-        """No, one, all but one, all tokens of a unit, and one more; more columns than used."""
+        """Lengths of 0, 1, one unit less one, one unit, and one more; more columns than used."""
         for geometry in plain_geometries(subject):
             unit = geometry.unit
             lengths = (0, 1, max(unit - 1, 1), unit, unit + 1, 2 * unit + unit // 2 + 1)

@@ -1,4 +1,4 @@
-"""What the backend suite shares: shapes, guarded memory, the float64 oracle and its tolerance."""
+"""Shapes, guarded memory, the float64 oracle and its tolerance, for all of the backend suite."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from topkv_testing.strategies import Geometry, geometries
 from topkv_testing.tolerance import assert_as_good
 
 SENTINEL = -77
-"""Stands around results, and in integer results before a call."""
+"""Value around results, and in integer results before a call."""
 _GUARD = 256
 """Elements before and behind a guarded tensor; keeps it aligned."""
 _SCALE = 0.75
-"""Scale of the logits times ``D ** 0.5``: not 1, so that a scale of one's own is noticed."""
+"""Scale of the logits times ``D ** 0.5``: not 1, so that another scale is noticed."""
 
 
 @frozen
 class BackendOptions:
-    """What the suite draws from, within what the entry states.
+    """Values that the suite draws from, within what the entry states.
 
     Attributes:
         units: tokens of a unit; those outside ``capabilities.units`` are left out.
@@ -48,7 +48,7 @@ class BackendOptions:
 
 
 def rounded_sums(subject: Subject) -> bool:
-    """See ``BackendOptions``."""
+    """``rounded_sums`` of ``BackendOptions``."""
     return isinstance(subject.options, BackendOptions) and subject.options.rounded_sums
 
 
@@ -93,7 +93,7 @@ def backend_geometries(
 
 
 def plain_geometries(subject: Subject) -> list[Geometry]:
-    """The same few geometries in every run: each scope, two kv-heads, small and larger units."""
+    """A few fixed geometries: each scope, two kv-heads, small and larger units."""
     options, stated = _options(subject), subject.entry.capabilities
     low, high = stated.units or (1, 2**30)
     units = [unit for unit in options.units if low <= unit <= high]
@@ -119,7 +119,7 @@ def make_backend(
     ring: int = 2,
     residency: str = "sparse",
 ) -> tuple[Any, ModelShape, GroupShape]:
-    """An instance, and the shapes that it was made for.
+    """Make an instance; return it with the shapes that it was made for.
 
     Args:
         subject: the backend.
@@ -140,7 +140,7 @@ def make_backend(
 
 @frozen(eq=False)
 class Guarded:
-    """A tensor with memory of nobody's before and behind it.
+    """A tensor with memory before and behind it that nobody may write.
 
     Attributes:
         whole: all of the memory.
@@ -169,7 +169,7 @@ class Guarded:
         return made
 
     def assert_intact(self, what: str) -> None:
-        """Nothing was written around ``body``, whose guard is ``SENTINEL``."""
+        """Assert that nothing was written around ``body``, whose guard is ``SENTINEL``."""
         around = torch.cat([self.whole[:_GUARD], self.whole[-_GUARD:]])
         assert bool((around == SENTINEL).all()), f"memory around {what} was written"
 
@@ -191,7 +191,7 @@ def assert_unchanged(call: Callable[[], object], inputs: dict[str, Tensor]) -> N
 
 @frozen(eq=False)
 class Expected:
-    """What attention must give, and how far one may be from it.
+    """The true result of attention, and how far from it a backend may be.
 
     Attributes:
         out, lse: the truth, float64 ``[m, H, D]`` and ``[m, H]``.
@@ -211,7 +211,7 @@ class Expected:
     rounding: float
 
     def check(self, out: Tensor, lse: Tensor | None, rounded_sums: bool = False) -> None:
-        """Compare; a query that sees nothing must give exactly 0. ``lse`` None is not tested.
+        """Compare; a query that sees nothing must give exactly 0. ``lse`` is not tested if None.
 
         ``rounded_sums`` is that of ``BackendOptions``.
         """
@@ -224,7 +224,7 @@ class Expected:
 
 
 def expect(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Expected:
-    """The oracle.
+    """Compute the oracle.
 
     Args:
         q: ``[m, H, D]``.
@@ -251,7 +251,7 @@ def expect(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = 
 
 
 def joined(parts: Sequence[Expected]) -> Expected:
-    """The oracle of several lanes, each with one query, as one: ``[N, H, D]``."""
+    """Join the oracles of several lanes, each with one query: ``[N, H, D]``."""
     return Expected(
         torch.cat([part.out for part in parts]),
         torch.cat([part.lse for part in parts]),

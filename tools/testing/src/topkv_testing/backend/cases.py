@@ -1,4 +1,4 @@
-"""Inputs of ``attend``: units that lie scattered in a pool of which the rest is NaN."""
+"""Inputs of ``attend``: units that are scattered over a pool whose rest is NaN."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Views = tuple[Tensor, Tensor]
 
 @frozen
 class Layout:
-    """How keys and values lie in memory; only D is contiguous in all of them.
+    """A layout of keys and values in memory; only D is contiguous in all of them.
 
     Attributes:
         shapes: shapes of the pools for S slots, heads, unit and D.
@@ -107,7 +107,7 @@ class AttendInputs:
         return joined([expect(self.q[n], *self.listed(n), scale) for n in lanes])
 
     def permuted(self, order: Sequence[int]) -> AttendInputs:
-        """The same lanes in another order."""
+        """These inputs with their lanes in another order."""
         picked = list(order)
         return evolve(
             self,
@@ -118,12 +118,12 @@ class AttendInputs:
         )
 
     def attend(self, backend: Any, device: Any, host: bool = False) -> Views:
-        """Call ``attend`` between guards and see that it leaves alone what is not its own.
+        """Call ``attend`` between guards and check that it writes nothing but its results.
 
         Args:
             backend: the instance.
             device: where it runs.
-            host: K and V lie in pinned host memory.
+            host: K and V are in pinned host memory.
 
         Returns:
             ``out`` ``[N, heads, D]`` and ``lse`` ``[N, heads]`` on the CPU.
@@ -131,7 +131,7 @@ class AttendInputs:
         pools = [pool.pin_memory() if host else pool.to(device) for pool in self.pools]
         q = Guarded.of(spaced(self.q, self.lane_heads), float("nan"), device)
         heads = self.lane_heads * self.q.shape[2]
-        queries = q.body[:, :, :heads]  # rows lie further apart than their heads
+        queries = q.body[:, :, :heads]  # rows are further apart than their heads
         # A lane too many would look like one of length 1.
         table, sizes = Guarded.of(self.table, 0, device), Guarded.of(self.lengths, 1, device)
         out = result(queries.shape, self.q.dtype, device)

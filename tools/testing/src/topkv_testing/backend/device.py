@@ -1,4 +1,4 @@
-"""What kernels do beside their results: graphs, silence, wide addresses, host memory."""
+"""Kernels in graphs, without host syncs, at wide addresses and on host memory."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ class DecodeRun:
         self.lse = result(self.q.shape[:3], torch.float32, device)
 
     def set(self, rows: tuple[tuple[int, int], ...], seed: int) -> None:
-        """Another step: rows, counts and slots."""
+        """Write another step: rows, counts and slots."""
         lanes = len(rows) * self.case.geometry.lane_heads
         counts = tuple((17 * seed + 7 * lane) % (self.case.select + 1) for lane in range(lanes))
         self.case = evolve(self.case, requests=rows, counts=counts, seed=seed)
         self.case.fill(self.step)
 
     def decode(self) -> None:
-        """What a coordinator calls for one layer."""
+        """Call the hooks that a coordinator calls for one layer."""
         self.tables.attached = None
         self.backend.adapt_page_table(self.step.view, self.step.plan, self.tables)
         self.backend.attend(self.q, self.k, self.v, self.tables, self.out.body, self.lse.body)
@@ -104,7 +104,7 @@ class DecodeRun:
 
 
 class DeviceTests(KitTests):
-    """What a backend does on a CUDA device, and hardly elsewhere."""
+    """Behaviour of a backend that shows on a CUDA device, and hardly elsewhere."""
 
     kind = "backend"
 
@@ -198,7 +198,7 @@ class DeviceTests(KitTests):
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=random).to(geometry.dtype)
 
-        stride = 2**31 // 1024 * 10 + 2 * heads * dim  # tokens lie 20 million elements apart
+        stride = 2**31 // 1024 * 10 + 2 * heads * dim  # tokens are 20 million elements apart
         pool = torch.full((stride * tokens,), torch.nan, dtype=geometry.dtype, device=device).view(
             tokens, stride
         )[:, : 2 * heads * dim]
@@ -214,7 +214,7 @@ class DeviceTests(KitTests):
         wanted.check(out.body.cpu(), lse.body.cpu(), rounded_sums(subject))
 
     def test_reads_pinned_host_memory_in_place(self, subject: Subject) -> None:
-        """A streamed layer: its pages are its units, and K and V lie in host memory."""
+        """A streamed layer: its pages are its units, and K and V are in host memory."""
         if not subject.entry.capabilities.host_memory:
             pytest.skip(f"{subject.entry.name} does not state host_memory")
         _need_device(subject, "reading host memory")

@@ -1,4 +1,4 @@
-"""Inputs of ``adapt_page_table``, and what its spec says of them in plain Python."""
+"""Inputs of ``adapt_page_table``, and its spec in plain Python."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from topkv_testing.kit import Subject
 from topkv_testing.strategies import INT32, Geometry, seeds
 
 Lane = list[tuple[int, int]]
-"""What a lane attends: ``(global slot, tokens of the unit)`` in table order."""
+"""Units that a lane attends: ``(global slot, tokens of the unit)`` in table order."""
 
 
 def _ints(values: Sequence[Any], device: Any) -> Tensor:
@@ -114,7 +114,7 @@ class AdaptCase:
         return self.buffer + (length - 1) // self.geometry.unit % self.ring
 
     def lanes(self) -> list[Lane]:
-        """What each lane attends, by the sentence of the hook spec."""
+        """Units that each lane attends, as the hook spec has it."""
         g, lanes = self.geometry, []
         for lane, slots in enumerate(self.slots()):
             slot, length = self.requests[lane // g.lane_heads]

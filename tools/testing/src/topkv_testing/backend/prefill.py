@@ -50,7 +50,7 @@ class PrefillCase:
         geometry: of the layers; unit and scope mean nothing here.
         rows, keys: m and n.
         q_start, k_start: positions of the first query and key.
-        heads_first: the keys of a head lie together; else those of a token.
+        heads_first: the keys of a head stand together; else those of a token.
         seed: of the tensors.
     """
 

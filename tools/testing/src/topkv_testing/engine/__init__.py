@@ -4,5 +4,5 @@
 * ``bench``: an attached model, beside the oracle for it.
 * ``state``: whether a model is what it was before it was attached.
 
-What the suite plugs in is in ``topkv_testing.models.engine_doubles``.
+The selection and the observer of the suite are in ``topkv_testing.models.engine_doubles``.
 """

@@ -157,13 +157,13 @@ class Attached:
         assert_as_good(logits, torch.stack(truths), torch.stack(roughs), what, slack=2 * own)
 
     def _logits(self, prompt: list[int], new: list[int], dtype: torch.dtype) -> Tensor:
-        """Of the twin, for every token but the first."""
+        """Logits of the twin for every token but the first."""
         allowed = self.allowed(len(prompt), len(new))
         rest = prompt[1:] + new
         return self.bench.case.dense_logits(self.twin, prompt[:1], rest, dtype, allowed)
 
     def allowed(self, prompt: int, new: int) -> list[Tensor] | None:
-        """What each query may attend, None where that is everything before it."""
+        """Masks of what each query may attend, None where it may attend everything before it."""
         total = prompt + new - 1
         causal = torch.ones((total, total), dtype=torch.bool).tril()
         layers = []
@@ -180,7 +180,7 @@ class Attached:
         return None if all(bool((each == causal.to(each)).all()) for each in layers) else layers
 
     def assert_all_free(self) -> None:
-        """No request is left, no forward is open, and both tiers add up."""
+        """Assert that no request is left, no forward is open, and both tiers add up."""
         coordinator = self.coordinator
         slots, free = coordinator.config.max_requests, coordinator.requests.free
         assert free == slots, f"{slots - free} of {slots} request slots are still taken"
@@ -191,7 +191,7 @@ class Attached:
         assert coordinator.requests.free == slots, "a forward is still open: requests do not end"
 
     def assert_evicted(self, rows: int) -> None:
-        """More units were loaded for each request than its buffers can hold at a time."""
+        """Assert that each request loaded more units than its buffers can hold at a time."""
         most: dict[int, int] = {}
         for forward in self.watcher.ended:
             most |= forward.misses
@@ -201,7 +201,7 @@ class Attached:
         assert all(misses > room for misses in most.values()), f"{most} misses, {room} slots"
 
     def assert_appended(self, prompts: Sequence[int], steps: int) -> None:
-        """The last call appended prompts of these lengths, and one token in each step."""
+        """Assert that the last call appended prompts of these lengths, and a token a step."""
         lengths_of: dict[int, list[int]] = {}
         for forward in self.watcher.ended:
             for slot, length in forward.lengths.items():

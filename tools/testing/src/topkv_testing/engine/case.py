@@ -1,4 +1,4 @@
-"""What the engine suite asks of the author of an engine."""
+"""The part of the engine suite that the author of an engine writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from topkv_testing.engine.state import state_of
 
 
 class EngineCase(ABC):
-    """What only the author of an engine knows.
+    """Model and generation of an engine, written by its author.
 
     Attributes:
         tokens: token ids that prompts may hold; neither padding nor an end is among them.
@@ -28,14 +28,14 @@ class EngineCase(ABC):
         """A tiny random model of 2 layers or more and 128 positions or more, made anew.
 
         The same seed gives the same weights. Make them large, so that attention is sharp: the
-        suite refuses a model whose logits do not tell a selection from dense attention.
+        suite refuses a model whose logits under a selection are near those of dense attention.
         """
 
     @abstractmethod
     def generate(
         self, model: Any, prompts: list[list[int]], steps: int, chunk: int | None = None
     ) -> tuple[list[list[int]], Tensor]:
-        """Exactly ``steps`` greedy tokens for each prompt, attached or not, in one batch.
+        """Generate exactly ``steps`` greedy tokens for each prompt, attached or not, in one batch.
 
         Args:
             prompts: of different lengths; pad them as the engine wants it.
@@ -55,7 +55,7 @@ class EngineCase(ABC):
         dtype: torch.dtype,
         allowed: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Logits of ``new_tokens`` by one plain forward of a model that is not attached.
+        """Compute logits of ``new_tokens`` by one plain forward of a model that is not attached.
 
         Args:
             model: it stays as it is; compute in a copy.

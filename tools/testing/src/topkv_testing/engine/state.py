@@ -1,4 +1,4 @@
-"""Whether a model still is what it was before it was attached."""
+"""Changes of a model since before it was attached."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Machines that test topkv itself, with plugins or doubles in it: authors need none of them.
 
-A suite looks at one plugin; what is here lets a whole coordinator, its pools and its storage
+A suite looks at one plugin; these machines let a whole coordinator, its pools and its storage
 live through random histories beside a model. Tests and benchmarks of this repository call it.
 The kit takes three parts of it, of which authors see nothing: ``residency`` runs in
 ``TransferTests``, the coordinator of ``lifecycle_model`` in ``ObserverTests``, and ``fuzz_lanes``
@@ -17,6 +17,6 @@ in ``topkv_testing.fuzz``. Nothing here is public. Read ``lifecycle`` first.
 * ``dropping``, ``prefixes``, ``quotas``, ``engine_pages``: requests that give pages back, pages
   that outlive requests, tenants, and page ids of an engine.
 * ``storage``, ``storage_faults``, ``handed_over``: pages below host memory, storages that fail,
-  and what one process leaves to the next.
+  and requests that one process leaves to the next.
 * ``fuzz_lanes``: one group of many lanes. ``delays``: copies that come late.
 """

@@ -1,4 +1,4 @@
-"""Make a missing wait show: work on side streams starts late. Or leave a side stream out."""
+"""Delay work on side streams, so that a missing wait shows; or do without a side stream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from topkv.layers import LayerPath
 from topkv.loads import Loads
 
 CLOCK_HZ = 2_000_000_000
-"""No less than the clock of the multiprocessors of any GPU that this runs on."""
+"""Upper bound of the clock of the multiprocessors of any GPU that this runs on."""
 
 
 @define
@@ -30,9 +30,9 @@ def delayed_copies(seconds: float = 0.1) -> Iterator[Delays]:
     """Put a pause in front of whatever is queued under ``torch.cuda.stream(side_stream)``.
 
     Every copy on the offload stream then ends long after the call that queued it; who reads its
-    target without having waited reads what stood there before. The pause is queued on the side
+    target without having waited reads stale bytes. The pause is queued on the side
     stream alone. Run the code once without the delay first: the first run compiles kernels and
-    allocates pinned memory, both of which wait for the whole device and hide what is missing.
+    allocates pinned memory, both of which wait for the whole device and hide a missing one.
 
     Args:
         seconds: least length of each pause.
@@ -62,7 +62,7 @@ def delayed_copies(seconds: float = 0.1) -> Iterator[Delays]:
 
 
 def fetched_in_time(coordinator: SparseCoordinator) -> SparseCoordinator:
-    """Let the history of prompts be fetched when it is attended, on the stream that attends it.
+    """Fetch the history of prompts when it is attended, on the stream that attends it.
 
     Nothing overlaps then, and outputs are the same to the last bit.
     """
@@ -79,7 +79,7 @@ def fetched_in_time(coordinator: SparseCoordinator) -> SparseCoordinator:
 
 
 def loaded_in_time(coordinator: SparseCoordinator) -> SparseCoordinator:
-    """Let layers that share a selection load in their turn, on the stream that attends.
+    """Load layers that share a selection in their turn, on the stream that attends.
 
     Nothing overlaps then, and outputs are the same to the last bit.
     """

@@ -1,4 +1,4 @@
-"""Requests that give pages back: what is attended are the tokens that are left, all of them.
+"""Requests that give pages back: all tokens that are left are attended, and no others.
 
 ``run_dropping(on)`` draws lives of requests on a coordinator whose stage lets pages go, beside a
 plain list of the tokens that are left. Attention is that of float64 over the list, in sparse,
@@ -46,7 +46,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def worth(keys: Tensor, channel: int) -> np.ndarray:
-    """What each full page is worth, by loops, of ``keys [L, n, Hkv, D]`` that are left."""
+    """Score each full page of the remaining ``keys [L, n, Hkv, D]``, by loops."""
     keys = keys[..., channel]
     pages = keys.shape[1] // PAGE
     total = np.zeros(pages)
@@ -65,10 +65,10 @@ def worth(keys: Tensor, channel: int) -> np.ndarray:
 
 
 class Lives:
-    """A coordinator, and of each request the keys and values ``[2, L, n, Hkv, D]`` that are left.
+    """A coordinator beside the remaining keys and values ``[2, L, n, Hkv, D]`` of each request.
 
     Attributes:
-        dropped: tokens of each that were given back.
+        dropped: tokens of each request that were given back.
     """
 
     def __init__(self, on: Tier, first: int = 0, **options: Any) -> None:
@@ -81,7 +81,7 @@ class Lives:
         self.random = torch.Generator().manual_seed(7)
 
     def drop(self, slot: int) -> None:
-        """What the core is to do before a request decodes."""
+        """Drop the pages that the core has to drop before a request decodes."""
         length = self.left[slot].shape[2]
         if length < TOKENS + EVERY:
             return
@@ -97,13 +97,13 @@ class Lives:
         self.dropped[slot] += count * PAGE
 
     def begin(self) -> int:
-        """A request."""
+        """Begin a request."""
         slot = self.coordinator.request_begin()
         self.left[slot], self.dropped[slot] = torch.empty(2, LAYERS, 0, KV_HEADS, DIM), 0
         return slot
 
     def forward(self, tokens: dict[int, int], decode: bool) -> None:
-        """Rows of requests: chunks of ``tokens[slot]``, or a token each; outputs are compared."""
+        """Run chunks of ``tokens[slot]``, or a decode step of a token each; compare outputs."""
         for slot in tokens:
             if decode:
                 self.drop(slot)
@@ -134,7 +134,7 @@ class Lives:
             assert c.requests.dropped[slot] == self.dropped[slot]
 
     def compare(self, slot: int, layer: int, q: Tensor, out: Tensor, seen: int) -> None:
-        """A row with attention over the first ``seen`` tokens that are left."""
+        """Compare a row with attention over the first ``seen`` tokens that are left."""
         keys, values = self.left[slot][:, layer, :seen].double()
         for head in range(KV_HEADS):
             heads = slice(head * HEADS // KV_HEADS, (head + 1) * HEADS // KV_HEADS)
@@ -143,14 +143,14 @@ class Lives:
             torch.testing.assert_close(out[heads].double(), expected[0], rtol=0, atol=2e-5)
 
     def check(self) -> None:
-        """Pages are those of the tokens that are left, shared ones counted once."""
+        """Assert that the pages are those of the remaining tokens, shared ones counted once."""
         self.coordinator.check_integrity()
         held = {page for slot in self.left for page in self.coordinator.requests.pages.of(slot)}
         assert self.coordinator.manager.host.used == len(held)
         assert 0 not in held
 
     def close(self) -> None:
-        """End all requests; no page is held then."""
+        """End all requests, and assert that no page is held then."""
         for slot in [*self.left]:
             self.coordinator.request_end(slot)
             del self.left[slot]
@@ -159,7 +159,7 @@ class Lives:
 
 
 def act(lives: Lives, data: st.DataObject) -> None:
-    """One thing that may happen."""
+    """Draw one thing that may happen to a request, and do it."""
     if len(lives.left) < REQUESTS and data.draw(st.booleans(), "begin"):
         lives.forward({lives.begin(): data.draw(st.integers(1, 30), "prompt")}, decode=False)
         return

@@ -29,7 +29,7 @@ from topkv_testing.tiers import Tier
 
 PAGE, PAGES = 4, 29
 SHAPE = (LAYERS, 2, KV_HEADS, DIM)
-"""Of the keys and values of a token."""
+"""Shape of the keys and values of a token."""
 
 
 class BlockPool:
@@ -43,8 +43,8 @@ class BlockPool:
     Attributes:
         own, handed: the coordinators; the second gets its page ids from here.
         free: page ids that no request holds, in random order.
-        pages: of each slot.
-        seen: of each slot the tokens that it holds, keys and values ``[n, L, 2, Hkv, D]``.
+        pages: pages of each slot.
+        seen: keys and values ``[n, L, 2, Hkv, D]`` of the tokens of each slot.
     """
 
     def __init__(self, on: Tier, data: st.DataObject, options: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ class BlockPool:
         self.random = torch.Generator().manual_seed(data.draw(st.integers(0, 99), "seed"))
 
     def act(self) -> None:
-        """Do one thing."""
+        """Draw one action and do it."""
         if len(self.seen) < REQUESTS and self.data.draw(st.booleans(), "begin"):
             self.begin()
         elif self.seen:
@@ -71,18 +71,18 @@ class BlockPool:
                 self.cut(action)
 
     def check(self) -> None:
-        """Pages add up on both sides."""
+        """Assert that pages add up on both sides."""
         self.own.check_integrity()
         self.handed.check_integrity()
         held = {page for pages in self.pages.values() for page in pages}
         assert self.handed.manager.host.used == len(held)
 
     def slot(self) -> int:
-        """One of the requests."""
+        """Draw one of the requests."""
         return self.data.draw(st.sampled_from([*self.seen]), "slot")
 
     def begin(self) -> None:
-        """A request, which may begin with pages of another one's tokens."""
+        """Begin a request, perhaps with pages of another one's tokens."""
         donor = self.data.draw(st.sampled_from([None, *self.seen]), "donor")
         shared = 0 if donor is None else len(self.seen[donor]) // PAGE
         shared -= self.data.draw(st.integers(0, shared), "kept") if shared else 0
@@ -96,7 +96,7 @@ class BlockPool:
             self.seen[slot] = tokens
 
     def forward(self) -> None:
-        """A token or a chunk for some requests, with equal queries and selections."""
+        """Run a token or a chunk for some requests, with equal queries and selections."""
         slots = self.data.draw(st.lists(st.sampled_from([*self.seen]), min_size=1, unique=True))
         new: dict[int, Tensor] = {}
         decode = []
@@ -167,11 +167,11 @@ def run_forward(
     new: dict[int, Tensor],
     q: Tensor,
 ) -> Tensor:
-    """One forward of a coordinator on doubles, whose selections follow from its rows.
+    """Run one forward of a coordinator on doubles, whose selections follow from its rows.
 
     Args:
         chunks, decode: slots that append a chunk, and those that append a token.
-        new: of each slot the keys and values of its tokens, ``[n, L, 2, Hkv, D]``.
+        new: keys and values ``[n, L, 2, Hkv, D]`` of the new tokens of each slot.
         q: ``[L, rows, H, D]``, the decode rows first; zeros if it has no rows.
 
     Returns:

@@ -1,4 +1,4 @@
-"""One group of many lanes under fuzz: what the fuzzer draws, and what must come of it."""
+"""One group of many lanes under fuzz: the draws of the fuzzer, and the model beside them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FastLane(LaneModel):
         self.slot_of = {}
 
     def hold(self, units: Sequence[int]) -> None:
-        """Unit u into slot u of an empty buffer."""
+        """Put unit u into slot u of an empty buffer."""
         for unit in units:
             self.unit_in[unit], self.slot_of[unit] = unit, unit
 
@@ -55,14 +55,14 @@ class Violation(AssertionError):
 
 @define
 class Slot:
-    """What the fuzzer knows of a request.
+    """The fuzzer's state of a request.
 
     Attributes:
-        length: tokens; the ring has seen as many.
+        length: tokens, all of which the ring has seen.
         resident: the lane was restored with its buffer filled.
-        how: of its selections: 0 sliding, 1 jumping, 2 wild.
+        how: kind of its selections: 0 sliding, 1 jumping, 2 wild.
         overlap: share of a selection that stays in the next one.
-        ids: ``[layers, lane_heads, K]`` the last selection.
+        ids: the last selection, ``[layers, lane_heads, K]``.
         start: where the sliding window stands.
     """
 
@@ -106,7 +106,7 @@ class FuzzedGroup:
         self.slots = [self._begin(slot) for slot in range(group.max_requests)]
 
     def _begin(self, slot: int) -> Slot:
-        """A new owner of a slot, whose tokens are all on the host already."""
+        """Give a slot a new owner, whose tokens are all on the host already."""
         group, rng = self.group, self.rng
         short = (group.buffer_slots + 1) * group.unit
         most = group.max_units * group.unit
@@ -148,7 +148,7 @@ class FuzzedGroup:
         return state.resident and (state.length - 1) // self.group.unit <= self.group.buffer_slots
 
     def _grow(self, slot: int) -> None:
-        """Now and then a request ends, or grows; a lane that fits grows past its buffer only."""
+        """Now and then end or grow a request; a lane that fits grows past its buffer only."""
         state, group, rng = self.slots[slot], self.group, self.rng
         if rng.random() < 0.01:
             self.slots[slot] = self._begin(slot)
@@ -159,7 +159,7 @@ class FuzzedGroup:
             state.length = longer if longer <= most else state.length
 
     def _ids(self, state: Slot, layer: int) -> np.ndarray:
-        """``[lane_heads, K]``, of which a share is as in the step before."""
+        """Draw ids ``[lane_heads, K]``, of which a share is as in the step before."""
         group, rng = self.group, self.rng
         old, closed = state.ids[layer], max(1, (state.length - 1) // group.unit)
         if state.how == 0:
@@ -175,10 +175,10 @@ class FuzzedGroup:
         return ids
 
     def call(self) -> int:
-        """One plan and load of a random batch in one layer; returns its steps.
+        """Plan and load a random batch in one layer; return its steps.
 
         Raises:
-            Violation: something is not as the model has it.
+            Violation: the engine and the model disagree.
         """
         group, rng = self.group, self.rng
         layer = int(rng.integers(len(group.layers)))
@@ -242,7 +242,7 @@ class FuzzedGroup:
         return [places + tail, len(units), hosts + gap, taken + gap, len(misses)], misses
 
     def _check_memory(self, layer: int, loaded: list[tuple[int, int, int, int, int]]) -> None:
-        """Orders and maps of all rows of the layer, bytes of the slots just loaded."""
+        """Check orders and maps of all rows of the layer, and bytes of the slots just loaded."""
         store = self.bench.store
         for name, expected in (
             ("order", self.order),

@@ -1,6 +1,6 @@
 """Requests that one coordinator leaves in a storage and another one goes on with.
 
-Each run has a shelf of its own. What goes on must decode as the first would have, to the bit.
+Each run has a shelf of its own. The second must decode as the first would have, to the bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from topkv_testing.models.storage_doubles import SHELVES, Shelf
 from topkv_testing.tiers import Tier
 
 TOKENS = 13
-"""Of a prompt: three pages, and a part of a fourth."""
+"""Tokens of a prompt: three pages, and a part of a fourth."""
 
 _numbers = itertools.count()
 
@@ -43,11 +43,11 @@ def on_a_shelf(**options: Any) -> Iterator[tuple[Shelf, StoredSessions]]:
 
 
 def read_prompt(coordinator: SparseCoordinator, seed: int) -> tuple[int, Callable[..., Tensor]]:
-    """A request that has read a prompt and decoded a token.
+    """Make a request that has read a prompt and decoded a token.
 
     Returns:
-        Its slot, and what decodes three more for a slot, of another coordinator perhaps: their
-        outputs.
+        Its slot, and a function that decodes three more tokens for a slot, perhaps of another
+        coordinator, and returns their outputs.
     """
     random = torch.Generator().manual_seed(seed)
     rows = torch.randn((TOKENS + 4, *SHAPE), generator=random)
@@ -73,14 +73,14 @@ def leave(coordinator: SparseCoordinator, slot: int, place: StoredSession) -> No
 
 
 def take(coordinator: SparseCoordinator, place: StoredSession) -> int:
-    """The slot of a request that goes on."""
+    """Take over a request that goes on; return its slot."""
     found = place.read()
     assert found.document["of"] == "a test"
     return suspended.resume(coordinator, suspended.Suspended(**found.request(0)), found.blocks(0))
 
 
 def run_handed_over(on: Tier, **options: Any) -> None:
-    """Two requests change places, and others stand beside them."""
+    """Hand two requests over, to a coordinator that has another one."""
     with on_a_shelf() as (shelf, stored):
         first, second = make_coordinator(on, **options), make_coordinator(on, **options)
         lives = [read_prompt(first, seed) for seed in (1, 2)]
@@ -100,7 +100,7 @@ def run_handed_over(on: Tier, **options: Any) -> None:
 
 
 def run_damaged(on: Tier) -> None:
-    """One object after the other has a bit flipped, or is another one; nobody goes on with it."""
+    """Damage, swap or remove one object after the other: no coordinator goes on with it."""
     with on_a_shelf() as (shelf, stored):
         first, second = make_coordinator(on), make_coordinator(on)
         slot, _ = read_prompt(first, 1)
@@ -121,7 +121,7 @@ def run_damaged(on: Tier) -> None:
 
 
 def run_cut_short(on: Tier) -> None:
-    """The storage is full after each number of objects, or raises: nothing of it is left."""
+    """Fill the storage after each number of objects: nothing of the request is left in it."""
     with on_a_shelf() as (shelf, stored):
         first = make_coordinator(on)
         slot, go_on = read_prompt(first, 1)
@@ -140,7 +140,7 @@ def run_cut_short(on: Tier) -> None:
 
 
 def run_interrupted(on: Tier) -> None:
-    """An interrupt while the head is stored, which comes all the same: the name stays free."""
+    """Interrupt the storing of the head once it is stored: the name stays free."""
     with on_a_shelf() as (shelf, stored):
         ask: Any = stored.ask
 

@@ -85,7 +85,7 @@ class HostPoolMachine(RuleBasedStateMachine):
         self.leased(pages)
 
     def leased(self, pages: list[int]) -> None:
-        """Pages have found a new holder."""
+        """Count a new holder of these pages."""
         self.ever.update(pages)
 
     @precondition(lambda self: self.counts)
@@ -98,7 +98,7 @@ class HostPoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        """A holder gives back some of its pages; those that nobody else holds become free."""
+        """Give back some pages of a holder; pages that nobody else holds become free."""
         holder = data.draw(st.sampled_from(self.holders))
         pages = data.draw(st.lists(st.sampled_from(holder), unique=True)) if holder else []
         for page in pages:
@@ -108,7 +108,7 @@ class HostPoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), call=st.sampled_from(["share", "release"]))
     def refuse(self, data: st.DataObject, call: str) -> None:
-        """Page 0, pages that do not exist, and those that are free: a double free, say."""
+        """Calls on page 0, missing pages or free ones are refused: a double free, say."""
         held = self.counts
         wrong = [page for page in range(-1, self.total + 3) if page not in held]
         page = data.draw(st.sampled_from(wrong))
@@ -117,7 +117,7 @@ class HostPoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def find_corruption(self, data: st.DataObject) -> None:
-        """``check_integrity`` sees what is wrong, whatever it is."""
+        """``check_integrity`` finds every kind of corruption."""
         references, free = self.pool.references, self.pool._free
         held = sorted(self.counts)
         kept = references.copy(), list(free)
@@ -164,7 +164,7 @@ class HostPoolMachine(RuleBasedStateMachine):
 
 
 class HostKVPoolMachine(HostPoolMachine):
-    """The same over real memory: what is written to one page never shows in another."""
+    """The machine over real memory: a write to one page never shows in another."""
 
     @initialize(num_pages=st.integers(1, 12), layout=st.sampled_from(LAYOUTS))
     def start(self, num_pages: int, layout: str) -> None:  # type: ignore[override]

@@ -1,9 +1,9 @@
 """The lifecycle machine over latent rows, with a model's own indexer.
 
-The same lives as in ``lifecycle``, of a model with latent attention, whose rows are stored as they
+Lives as in ``lifecycle``, of a model with latent attention, whose rows are stored as they
 are or packed (``kv_format``). The sparse layers select by the indexer of ``models.indexed``, for
-prompts too; the second one has an index of its own or goes by the first one's selection. What they
-have to select is worked out here, from the index keys that the model beside keeps.
+prompts too; the second one has an index of its own or uses the first one's selection. The expected
+selections are worked out here, from the index keys that the model beside keeps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STEPS = {"cpu": 15, "interpret": 8, "gpu": 15}
 
 
 def best(q: Tensor, weights: Tensor, keys: Tensor, count: int) -> list[int]:
-    """The tokens of the largest index scores, of equal ones the first, in ascending order.
+    """Return the tokens of the largest index scores, of equal ones the first, in ascending order.
 
     Args:
         q: ``[H^I, D^I]``.
@@ -79,7 +79,7 @@ class LatentRequest(RequestModel):
 
 
 class LatentMachine(TokenLives):
-    """Latent rows, and what the indexer of each layer selects.
+    """Latent rows, and selections by the indexer of each layer.
 
     Attributes:
         packed: rows are stored as fp8.
@@ -148,7 +148,7 @@ class LatentMachine(TokenLives):
     @precondition(any_live)
     @rule(data=st.data(), tokens=st.integers(1, 17), steps=st.integers(1, 4))
     def sample(self, data: st.DataObject, tokens: int, steps: int) -> None:
-        """Several answers to one prompt: twins part at once, and both start warm."""
+        """Fork after a prompt: twins part at once, and both start warm."""
         slot = self.slot(data)
         self.prefill_alone(slot, tokens)
         twin = self.fork_request(slot)
@@ -160,7 +160,7 @@ class LatentMachine(TokenLives):
     # What goes in.
 
     def _inputs(self, todo: Forward) -> Given:
-        """Rows that nobody may read hold NaN. Integers in the index: sums are exact, many tie."""
+        """Draw inputs: NaN where nobody may read; integers in the index, so that many tie."""
         count, nan = todo.count, float("nan")
         q = self.random(LAYERS, count, HEADS, self.model.head_dim)
         rows = self.random(LAYERS, count, 1, self.model.head_dim)
@@ -192,11 +192,11 @@ class LatentMachine(TokenLives):
     # What the sparse layers select.
 
     def _source(self, layer: int) -> int:
-        """The layer whose index decides."""
+        """The layer whose index selects for a layer."""
         return 0 if self.shared else layer
 
     def _rows_of_ids(self, layer: int, rows: Sequence[list[int]]) -> Tensor:
-        """``[rows, 1, K]``, -1 behind the ids."""
+        """Ids as ``[rows, 1, K]``, -1 behind the last."""
         width = self._width(layer)
         padded = [ids + [-1] * (width - len(ids)) for ids in rows]
         return torch.tensor(padded, dtype=torch.int32).view(len(rows), 1, width)
@@ -228,7 +228,7 @@ class LatentMachine(TokenLives):
     def _best(
         self, source: int, slot: int, given: Given, row: int, own: slice, count: int
     ) -> list[int]:
-        """What a row selects of its request and of the rows ``own`` that it gets."""
+        """Tokens that a row selects of its request and of the rows ``own`` that it gets."""
         index = given.index[source]
         assert index is not None
         assert index.weights is not None  # of the layer that decides
@@ -236,7 +236,7 @@ class LatentMachine(TokenLives):
         return best(index.q[row], index.weights[row], keys, count)
 
     def _offer(self, ids: Mapping[int, Tensor]) -> None:
-        """Nothing: the algorithm works its ids out."""
+        """Do nothing: the algorithm works its ids out."""
 
     def _prompt_mask(self, layer: int, slot: int, given: Given, own: slice) -> Tensor:
         if layer not in self.groups:
@@ -261,13 +261,13 @@ class LatentMachine(TokenLives):
             assert torch.equal(keys, request.v[layer, : len(tokens), 0].double()), "index keys"
 
     def _check_state(self, slot: int, request: RequestModel, layer: int) -> None:
-        """The algorithm keeps nothing by slot."""
+        """Check nothing: the algorithm keeps nothing by slot."""
 
 
 def latent_machine(
     on: Tier, transfer: str = "zero_copy", registry: PluginRegistry | None = None
 ) -> type[LatentMachine]:
-    """See ``lifecycle_machine``; ``registry`` has to hold ``INDEXED`` too."""
+    """Return the machine; see ``lifecycle_machine``. ``registry`` has to hold ``INDEXED`` too."""
     values = {"on": on, "transfer": transfer, "registry": registry}
     return type(f"Latent_{on.name}", (LatentMachine,), values)
 

@@ -1,7 +1,7 @@
 """A state machine of the whole life of requests, on a transfer engine of your choice.
 
-A coordinator with two sparse layers, a resident and a streamed one decodes what hypothesis thinks
-of, on the doubles ``scripted`` and ``gather``. Beside it runs a model in plain Python: tokens of
+A coordinator with two sparse layers, a resident and a streamed one decodes what hypothesis draws,
+on the doubles ``scripted`` and ``gather``. Beside it runs a model in plain Python: tokens of
 each request, ordered LRU lists, numbered pages, attention in float64. After every call the two are
 compared: outputs, buffer order, maps, entries on both tiers, ring, representations, page tables,
 poison of freed memory. At the end everything is free.
@@ -74,7 +74,7 @@ class Lives(Calls, Forwards, Checks, RuleBasedStateMachine):
     # Helpers.
 
     def decode_alone(self, slot: int, **what: Any) -> None:
-        """One row, whose ids lie close together: every unit of the request is met often."""
+        """Decode one row, whose ids are close together: every unit of the request is met often."""
         unit = min(group.unit for group in self.groups.values())
         widest = self.live[slot].length // unit + 2
         self.forward(Forward(rows=[slot, -1], widest=widest, **what))
@@ -87,7 +87,7 @@ class Lives(Calls, Forwards, Checks, RuleBasedStateMachine):
     @precondition(any_live)
     @rule(data=st.data(), tokens=st.one_of(st.integers(0, 17), st.sampled_from([0, 1])))
     def prefill(self, data: st.DataObject, tokens: int) -> None:
-        """One chunk, or one for each of two requests; abort and end at any layer."""
+        """Append one chunk, or one for each of two requests; abort and end at any layer."""
         first, second = self.slot(data), self.slot(data)
         chunks = [(first, tokens)]
         if first != second:
@@ -98,7 +98,7 @@ class Lives(Calls, Forwards, Checks, RuleBasedStateMachine):
     def some_end(
         self, data: st.DataObject, chunks: list[tuple[int, int]], stop: int | None
     ) -> dict[int, int]:
-        """Now and then, a request that ends after some layer of the forward."""
+        """Draw, now and then, a request that ends after some layer of the forward."""
         layers = LAYERS if stop is None else stop
         if not layers or data.draw(st.integers(0, 3)):
             return {}
@@ -108,7 +108,7 @@ class Lives(Calls, Forwards, Checks, RuleBasedStateMachine):
     @precondition(any_live)
     @rule(data=st.data(), steps=st.integers(1, 9), widest=st.sampled_from([4, 12, 50]))
     def decode(self, data: st.DataObject, steps: int, widest: int) -> None:
-        """A ragged batch, padded anywhere; the last step may hold a chunk, stop, or end rows."""
+        """Decode a ragged padded batch; the last step may hold a chunk, stop, or end rows."""
         slots = data.draw(st.lists(st.sampled_from(sorted(self.live)), min_size=1, unique=True))
         padding = data.draw(st.integers(0, REQUESTS - len(slots)))
         rows = data.draw(st.permutations([*slots, *[-1] * padding]))
@@ -127,7 +127,7 @@ class Lives(Calls, Forwards, Checks, RuleBasedStateMachine):
     @precondition(any_live)
     @rule(data=st.data())
     def idle(self, data: st.DataObject) -> None:
-        """Some rows append nothing."""
+        """Run a step in which some rows append nothing."""
         rows = data.draw(st.permutations([*self.live, *[-1] * (REQUESTS - len(self.live))]))
         append = data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
         self.forward(Forward(rows, append))
@@ -158,7 +158,7 @@ class Lives(Calls, Forwards, Checks, RuleBasedStateMachine):
     @precondition(any_live)
     @rule(data=st.data(), steps=st.integers(0, 6))
     def fork(self, data: st.DataObject, steps: int) -> None:
-        """Twins that are given the same go on alike."""
+        """Fork: twins that are given the same inputs go on alike."""
         slot = self.slot(data, least=1)
         twin = self.fork_request(slot)
         if twin is None:

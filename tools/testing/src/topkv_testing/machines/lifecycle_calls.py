@@ -1,4 +1,4 @@
-"""The rules of the lifecycle machine that call what an engine calls between forwards."""
+"""Rules of the lifecycle machine for the calls that an engine makes between forwards."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from topkv_testing.models.cache_model import ceil_div
 
 
 def any_live(machine: Any) -> bool:
-    """There is a request to do something with."""
+    """Return True if there is a request."""
     return bool(machine.live)
 
 
 class Calls(Checks):
-    """Begin, end, reserve, roll back, truncate and fork; what is refused changes nothing."""
+    """Begin, end, reserve, roll back, truncate and fork; a refused call changes nothing."""
 
     def slot(self, data: st.DataObject, least: int = 0) -> int:
-        """A request of at least so many tokens."""
+        """Draw a request of at least ``least`` tokens."""
         fitting = [slot for slot, request in self.live.items() if request.length >= least]
         return data.draw(st.sampled_from(sorted(fitting or self.live)))
 
@@ -38,7 +38,7 @@ class Calls(Checks):
         request.dirty = True
 
     def fork_request(self, slot: int) -> int | None:
-        """The twin, or None where there is no room for it."""
+        """Fork a request; return the twin, or None where there is no room for it."""
         request = self.live[slot]
         for room, error in (
             (len(self.live) < REQUESTS, DeviceMemoryError),
@@ -66,13 +66,13 @@ class Calls(Checks):
     @precondition(any_live)
     @rule(data=st.data())
     def refusals(self, data: st.DataObject) -> None:
-        """What is asked for in vain changes nothing."""
+        """Make calls that may be refused: a refused call changes nothing."""
         self.reserve_for(self.slot(data), data.draw(st.integers(0, MOST_TOKENS)))
         self.admit(data.draw(st.integers(0, MOST_TOKENS + 1)), data.draw(st.integers(1, REQUESTS)))
         self.meddle(self.slot(data))
 
     def admit(self, tokens: int, count: int) -> None:
-        """What is admitted finds room; what is refused would not."""
+        """``can_admit`` agrees with the room that there is, with a reason for each shortage."""
         answer = self.coordinator.can_admit(tokens, count)
         short = [
             count > REQUESTS - len(self.live),
@@ -122,7 +122,7 @@ class Calls(Checks):
         self.pages.cut(slot, length)
 
     def meddle(self, slot: int) -> None:
-        """Calls that do not belong into an open forward are refused and change nothing."""
+        """Make calls that an open forward refuses: they change nothing."""
         coordinator = self.coordinator
         self.refused(RequestError, coordinator.forward_end, match="without forward_begin")
         self.refused(RequestError, coordinator.forward_begin, [slot, slot], match="twice")

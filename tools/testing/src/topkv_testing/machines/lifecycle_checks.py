@@ -1,4 +1,4 @@
-"""What must be in place after every call: the invariants of the lifecycle machine."""
+"""Invariants of the lifecycle machine, which hold after every call."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from topkv_testing.models.cache_model import RequestModel
 
 
 def poisoned(rows: Tensor) -> bool:
-    """Nothing has been written here since it was freed."""
+    """Return True if nothing was written to these rows since they were freed."""
     return bool((rows.isnan() if rows.is_floating_point() else rows == POISON).all())
 
 
 def hits_and_misses(report: TransferReport) -> dict[int, list[int]]:
-    """Both of each layer."""
+    """Hits and misses of each layer."""
     return {layer: [counts.hits, counts.misses] for layer, counts in report.layers.items()}
 
 
@@ -28,7 +28,7 @@ class Checks(Side):
     """Comparisons of the coordinator's memory with the model."""
 
     def check_counts(self) -> None:
-        """Slots, pages and page tables, and what the core says of itself."""
+        """Check slots, pages, page tables, and the counts that the core reports."""
         coordinator, manager = self.coordinator, self.coordinator.manager
         coordinator.check_integrity()
         assert manager.host.free == self.pages.free
@@ -48,7 +48,7 @@ class Checks(Side):
         assert hits_and_misses(coordinator.transfers_of()) == sums, "counts of all requests"
 
     def check_lanes(self) -> None:
-        """Order and maps of every lane."""
+        """Check order and maps of every lane."""
         for slot, request in self.live.items():
             assert self.coordinator.length(slot) == request.length
             for layer, group in self.groups.items():
@@ -62,7 +62,7 @@ class Checks(Side):
                 assert units == expected, f"units in the buffer of slot {slot}, layer {layer}"
 
     def check_tokens(self) -> None:
-        """Entries on both tiers, and representations, of every unit that they must hold."""
+        """Check entries on both tiers, and representations, of every unit that they must hold."""
         for slot, request in self.live.items():
             for layer in self.groups:
                 self._check_closed_units(slot, request, layer)
@@ -98,7 +98,7 @@ class Checks(Side):
         assert torch.equal(copies, truth[unit, head]), "device copies"
 
     def _check_representations(self, layer: int, request: RequestModel, hosts: Tensor) -> None:
-        """``hosts`` are the host ids of the closed units, in order."""
+        """Check representations; ``hosts`` are the host ids of the closed units, in order."""
         unit, count = self.groups[layer].unit, len(hosts)
         pools, keys = self.coordinator.layers[layer].view.pools, request.k[layer][: count * unit]
         if self.follows and layer == SPARSE[1]:
@@ -111,7 +111,7 @@ class Checks(Side):
             assert torch.equal(kept.cpu(), keys), "keys that a stage keeps"
 
     def _check_state(self, slot: int, request: RequestModel, layer: int) -> None:
-        """State that is keyed by slot."""
+        """Check state that is keyed by slot."""
         if self.follows and layer == SPARSE[1]:
             return
         turns = self.coordinator.layers[layer].view.pools["turns"]
@@ -129,7 +129,7 @@ class Checks(Side):
             assert torch.equal(held, rows[:, tokens]), f"ring, unit {unit}"
 
     def _check_pages(self, slot: int, request: RequestModel, layer: int) -> None:
-        """Dense layers hold every token in their pages."""
+        """Check that dense layers hold every token in their pages."""
         view, store = self._place(layer)
         pages = self.coordinator.requests.pages.of(slot)
         entries = store.entries[pages, view.index, 0, 0].cpu()  # [pages, Hkv, planes, tokens, D]
@@ -137,7 +137,7 @@ class Checks(Side):
         assert torch.equal(tokens, request.planes(layer)), "pages of a dense layer"
 
     def check_poison(self) -> None:
-        """Nothing was written to a page or a slot after it was freed."""
+        """Check that nothing was written to a page or a slot after it was freed."""
         manager, table = self.coordinator.manager, self.coordinator.requests.pages.table
         self.seen_pages |= set(table.flatten().tolist()) - {0}
         freed = [page for page in self.seen_pages if manager.host.references[page] == 0]

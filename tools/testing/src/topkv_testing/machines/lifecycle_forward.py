@@ -25,7 +25,7 @@ from topkv_testing.models.oracle import attention
 
 
 class Forwards(Side):
-    """One call, ``forward``: it does all that a forward does, on both sides."""
+    """``forward`` runs one forward on both sides, coordinator and model."""
 
     def forward(self, todo: Forward) -> list[Tensor] | None:
         """Run one forward, compare all that it computes, and move the model on.
@@ -101,7 +101,7 @@ class Forwards(Side):
         return out
 
     def _inputs(self, todo: Forward) -> Given:
-        """Rows that nobody may read hold NaN."""
+        """Draw inputs; rows that nobody may read hold NaN."""
         q = self.random(LAYERS, todo.count, HEADS, DIM)
         k, v = (self.random(LAYERS, todo.count, KV_HEADS, DIM) for _ in range(2))
         for row, slot in enumerate(todo.rows):
@@ -119,15 +119,15 @@ class Forwards(Side):
         return Given(q, k, v, kept)
 
     def _warm_ids(self, fresh: Sequence[int], todo: Forward) -> dict[int, Tensor]:
-        """What each sparse layer selects for the requests whose buffers are warmed."""
+        """Ids that each sparse layer selects for the requests whose buffers are warmed."""
         return self._ids(fresh, todo.widest)
 
     def _ids_of(self, todo: Forward, given: Given) -> dict[int, Tensor]:
-        """What each sparse layer selects for the decode rows."""
+        """Ids that each sparse layer selects for the decode rows."""
         return self._ids(todo.rows, todo.widest, todo.alike)
 
     def _ids(self, rows: Sequence[int], widest: int, alike: bool = False) -> dict[int, Tensor]:
-        """What each sparse layer selects: any ids at all, ``[rows, lane heads, K]``."""
+        """Draw ids for each sparse layer: any at all, ``[rows, lane heads, K]``."""
         chosen = {}
         for layer, group in self.groups.items():
             shape = (len(rows), group.lane_heads, group.select)
@@ -150,7 +150,7 @@ class Forwards(Side):
     def _select(
         self, layer: int, row: int, slot: int, ids: dict[int, Tensor], length: int
     ) -> Tensor:
-        """Which tokens each query head attends, bool ``[1, H, length]``; the lanes move on."""
+        """Mask of what each query head attends, bool ``[1, H, length]``; the lanes move on."""
         if layer not in self.groups:
             return torch.ones(1, HEADS, length, dtype=torch.bool)
         mask = torch.zeros(1, HEADS, length, dtype=torch.bool)
@@ -166,13 +166,13 @@ class Forwards(Side):
         return mask
 
     def _units(self, layer: int, ids: list[int]) -> list[int]:
-        """The units that a selection stands for, in the order in which the core takes them."""
+        """Units that a selection stands for, in the order in which the core takes them."""
         return ids
 
     def _compare(
         self, todo: Forward, outs: list[Tensor], given: Given, ids: dict[int, Tensor]
     ) -> None:
-        """Attention over the tokens that the model says are attended, in float64."""
+        """Compare with attention in float64 over the tokens that are attended by the model."""
         for layer, out in enumerate(outs):
             for row, slot in enumerate(todo.rows):
                 if slot < 0:
@@ -190,7 +190,7 @@ class Forwards(Side):
                 mask &= self._prompt_mask(layer, slot, given, own)
                 self._close_to_truth(layer, slot, out, given, own, own, mask)
 
-        for layer in self.groups:  # what shares a selection was planned with it, called or not
+        for layer in self.groups:  # sharing layers were planned with it, called or not
             if self._source(layer) < len(outs) <= layer:
                 for row, slot in enumerate(todo.rows):
                     if slot >= 0:
@@ -205,7 +205,7 @@ class Forwards(Side):
         return self.live[todo.rows[row]].length + (row in todo.appending)
 
     def _prompt_mask(self, layer: int, slot: int, given: Given, own: slice) -> Tensor:
-        """Which tokens the rows ``own`` of a prompt select, broadcast to ``[rows, tokens]``."""
+        """Mask of what the rows ``own`` of a prompt select, broadcast to ``[rows, tokens]``."""
         return torch.ones(1, 1, dtype=torch.bool)
 
     def _close_to_truth(
@@ -223,7 +223,7 @@ class Forwards(Side):
         torch.testing.assert_close(out[rows].double(), expected, rtol=1e-4, atol=1e-5)
 
     def _attended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[n, Hkv, D]`` of what is kept of them."""
+        """Keys and values ``[n, Hkv, D]`` of stored rows."""
         return k, v
 
     def _advance(self, todo: Forward, k: Tensor, v: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What the lifecycle machine stands on: a coordinator, and the model beside it."""
+"""A coordinator and the model beside it, for the lifecycle machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REQUESTS, MOST_TOKENS = 4, 48
 
 
 def doubles(*further: PluginEntry) -> PluginRegistry:
-    """A registry of the core's own plugins and the doubles, and of nothing that is installed."""
+    """Make a registry of the core's own plugins and the doubles, without installed ones."""
     return PluginRegistry([("topkv-doubles", "1", Entries(*further))])
 
 
@@ -38,7 +38,7 @@ def make_coordinator(
     model: ModelShape = MODEL,
     **options: Any,
 ) -> SparseCoordinator:
-    """Two sparse layers around a resident and a streamed one, on doubles.
+    """Make a coordinator on doubles: two sparse layers around a resident and a streamed one.
 
     Args:
         on: where it runs.
@@ -77,11 +77,11 @@ def make_coordinator(
 
 @frozen
 class Forward:
-    """What one forward is to do.
+    """Rows of one forward, and where it stops.
 
     Attributes:
         rows: slots of the decode rows, -1 for padded ones.
-        append: which of them append; all by default.
+        append: True for rows that append; by default all do.
         chunks: ``(slot, tokens)``.
         widest: ids are drawn below it.
         stop: layers after which it is dropped; None to carry it through.
@@ -110,12 +110,12 @@ class Forward:
 
 @frozen
 class Given:
-    """What the rows of a forward are given, on the CPU, layer by layer.
+    """Inputs of the rows of a forward, on the CPU, layer by layer.
 
     Attributes:
         q: ``[L, rows, H, D]``.
         k, v: ``[L, rows, Hkv, D]``.
-        kept: what ``RequestModel`` keeps of ``k`` and ``v``.
+        kept: ``k`` and ``v`` as ``RequestModel`` keeps them.
         index: the index of each layer, None where it has none.
     """
 
@@ -166,7 +166,7 @@ class Side:
         self.seen_pages: set[int] = set()
 
     def offered(self, host_format: str) -> str:
-        """The host format, or the plain one where the transfer engine states no other."""
+        """Return the host format, or the plain one where the transfer engine states no other."""
         entry = (self.registry or doubles()).get("transfer", self.transfer).entry
         known = entry.capabilities.host_formats if entry else ()
         return host_format if host_format in known else "model"
@@ -189,10 +189,10 @@ class Side:
         self.ended.append(self.live.pop(slot))
         del self.pages.held[slot]
 
-    # What must not change.
+    # State that must not change.
 
     def snapshot(self) -> list[Any]:
-        """Everything that a refused call must leave as it was."""
+        """Copy the state that a refused call must leave as it was."""
         requests, manager = self.coordinator.requests, self.coordinator.manager
         names = ("active", "length", "high", "resident", "dirty", "fresh", "settled", "prompt")
         state: list[Any] = [getattr(requests, name).copy() for name in names]
@@ -206,7 +206,7 @@ class Side:
     def refused(
         self, error: type[Exception], call: Any, *args: Any, match: str | None = None
     ) -> None:
-        """The call raises and changes nothing."""
+        """Assert that the call raises and changes nothing."""
         before = self.snapshot()
         with pytest.raises(error, match=match):
             call(*args)

@@ -12,7 +12,7 @@ from topkv_testing.machines.lifecycle_model import SPARSE, Forward, Given
 
 
 class TokenLives(Lives):
-    """Which units a selection stands for, and how many tokens they add, from Python's sets.
+    """Units that a selection stands for, and tokens that they add, from Python's sets.
 
     Attributes:
         extra: tokens that each live request has attended beyond its selections.
@@ -71,6 +71,6 @@ class TokenLives(Lives):
         return ids if unit == 1 else sorted({token // unit for token in ids if token >= 0})
 
     def _token_hosts(self, layer: int, hosts: Tensor) -> Tensor:
-        """Host ids of the tokens of units: there is a representation for each."""
+        """Host ids of the tokens of units: each token has a representation."""
         unit = self.groups[layer].unit
         return (hosts[:, None] * unit + torch.arange(unit, device=hosts.device)).flatten()

@@ -57,7 +57,7 @@ class Lives:
         self.random = torch.Generator().manual_seed(data.draw(st.integers(0, 99), "seed"))
 
     def make(self) -> PrefixCoordinator:
-        """The one that finds prefixes, in a pool that is too small for all."""
+        """Make the coordinator that finds prefixes, in a pool that is too small for all."""
         return make_kept(self.on, max_tokens=48, **self.options)
 
     def rows(self, slot: int, first: int) -> Tensor:
@@ -70,7 +70,7 @@ class Lives:
         return torch.cat(rows)
 
     def both(self, chunks: list[int], decode: list[int], first: dict[int, int]) -> bool:
-        """A forward on both; False if the pool is too small for it."""
+        """Run a forward on both; return False if the pool is too small for it."""
         new = {slot: self.rows(slot, first[slot]) for slot in (*decode, *chunks)}
         count = sum(map(len, new.values()))
         q = torch.randn(LAYERS, count, HEADS, DIM, generator=self.random)
@@ -115,7 +115,7 @@ class Lives:
             self.tokens[slot] = prompt[:length]
 
     def is_right(self, length: int, known: int) -> bool:
-        """Whether so many tokens can be found where so many were known."""
+        """Return True if ``length`` tokens may be found where ``known`` were known."""
         return length == known
 
     def decode(self) -> None:
@@ -143,7 +143,7 @@ class Lives:
                 getattr(coordinator, call)(slot, length)
             except RequestError:  # the ring does not reach back as far
                 refused.append(coordinator)
-        # The ring of a request that took pages over holds what it was filled with, so may less.
+        # The ring of a request that took pages over holds what it was filled with, maybe less.
         if refused == [self.kept]:
             self.kept.truncate(slot, length)
         elif refused == [self.plain]:
@@ -154,7 +154,7 @@ class Lives:
             self.decode()
 
     def rewrite(self) -> None:
-        """Publish, go back and on with other tokens, and begin with the old ones elsewhere."""
+        """Publish, roll back, go on with other tokens; begin another request with the old ones."""
         slot = self.slot()
         old = self.tokens[slot]
         self.kept.prefixes.publish(slot, old, self.salt[slot])
@@ -187,7 +187,7 @@ class Lives:
         self.kept.check_integrity()
 
     def further(self) -> list[Callable[[], None]]:
-        """What else may be done."""
+        """Further actions that may be drawn."""
         return []
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ def run_prefixes(
 
     Args:
         on: where they run.
-        lives_of: what is drawn.
+        lives_of: class of the lives.
         examples_of: how many on a CPU, and in the interpreter.
 
     Returns:
@@ -233,7 +233,7 @@ def run_prefixes(
 
 
 def run_again(on: Tier) -> None:
-    """A prompt that ends with a page comes again: its last page is computed, for its last row."""
+    """Repeat a prompt that ends with a page: its last page is computed, for its last row."""
     coordinator = make_kept(on)
     slot = coordinator.prefixes.begin([1] * 8)
     q = torch.ones(LAYERS, 8, HEADS, DIM)

@@ -1,4 +1,4 @@
-"""A scene of tenants: what is kept for each is its own, and no more than its quota."""
+"""A scene of tenants: pages kept for each are its own, and no more than its quota."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from topkv_testing.tiers import Tier
 
 
 def take(coordinator: PrefixCoordinator, tokens: Sequence[int]) -> int:
-    """A request of these tokens, which are published when it ends; how many of them it found."""
+    """Run a request of these tokens and publish them; return how many of them it found."""
     slot = coordinator.prefixes.begin(tokens)
     found = coordinator.length(slot)
     new = {slot: torch.ones(len(tokens) - found, *SHAPE)}
@@ -26,8 +26,8 @@ def take(coordinator: PrefixCoordinator, tokens: Sequence[int]) -> int:
 
 
 def run_quota_scene(on: Tier) -> None:
-    """Three pages are kept for one tenant, any number for another, and a running request holds
-    more than either."""
+    """Keep three pages for one tenant, any number for another, while a running request holds more
+    than either."""
     page = make_kept(on).manager.host
     size = page.bytes.numel() // page.num_pages
     coordinator = make_kept(on, host_quotas={"a": 3 * size + 1})

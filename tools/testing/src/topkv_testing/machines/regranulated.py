@@ -1,6 +1,6 @@
 """The lifecycle machine over selections of tokens that are stored and attended by larger units.
 
-The same lives as in ``lifecycle``; what the algorithm selects is any set of tokens.
+Lives are those of ``lifecycle``; the algorithm selects any set of tokens.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ COMPETING_TOKENS = evolve(
 
 
 class RegranulatedMachine(TokenLives):
-    """Tokens are selected, units of 2 or 4 are moved and attended."""
+    """Lives in which tokens are selected, and units of 2 or 4 are moved and attended."""
 
     @initialize(
         layout=st.sampled_from(LAYOUTS),
@@ -105,10 +105,10 @@ class RegranulatedMachine(TokenLives):
         )
         self.begin_request()
 
-    # What the algorithm selects.
+    # Selections of the algorithm.
 
     def _ids(self, rows: Sequence[int], widest: int, alike: bool = False) -> dict[int, Tensor]:
-        """Different tokens in any order, -1 anywhere, and now and then one that is far away."""
+        """Draw different tokens in any order, -1 anywhere, and now and then one far away."""
         chosen = {}
         for layer, group in self.groups.items():
             select, lanes = self._width(layer), (len(rows), group.lane_heads)
@@ -121,7 +121,7 @@ class RegranulatedMachine(TokenLives):
         return chosen
 
     def _check_representations(self, layer: int, request: RequestModel, hosts: Tensor) -> None:
-        """``hosts`` are the host ids of the closed units; there is a key for each token."""
+        """Check keys, one a token; ``hosts`` are the host ids of the closed units."""
         tokens = self._token_hosts(layer, hosts)
         sums = self.coordinator.layers[layer].view.pools["sums"][tokens].cpu()
         assert torch.equal(sums, request.k[layer][: len(tokens)]), "keys of tokens"
@@ -130,7 +130,7 @@ class RegranulatedMachine(TokenLives):
 def regranulated_machine(
     on: Tier, transfer: str = "zero_copy", registry: PluginRegistry | None = None
 ) -> type[RegranulatedMachine]:
-    """See ``lifecycle_machine``; ``registry`` has to hold ``SCRIPTED_TOKENS`` too."""
+    """Return the machine; see ``lifecycle_machine``. ``SCRIPTED_TOKENS`` must be registered."""
     values = {"on": on, "transfer": transfer, "registry": registry}
     return type(f"Regranulated_{on.name}", (RegranulatedMachine,), values)
 

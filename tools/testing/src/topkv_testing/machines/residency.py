@@ -70,14 +70,14 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     @rule(slot=st.integers(0, 2), resident=st.booleans(), units=st.integers(0, 7))
     def begin(self, slot: int, resident: bool, units: int) -> None:
-        """A request takes a slot, used before or not, with a prompt."""
+        """Begin a request with a prompt in a slot, used before or not."""
         self.cache.begin(slot, resident)
         self.cache.prefill(slot, units * self.cache.group.unit)
 
     @precondition(_any)
     @rule(data=st.data(), tokens=st.integers(1, 17))
     def prefill(self, data: st.DataObject, tokens: int) -> None:
-        """A chunk, longer than the ring or shorter than a unit."""
+        """Append a chunk, longer than the ring or shorter than a unit."""
         slot = self._slot(data)
         room = self.most - self.cache.requests[slot].length
         self.cache.prefill(slot, min(tokens, room))
@@ -91,7 +91,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         seed=strategies.seeds(),
     )
     def decode(self, data: st.DataObject, steps: int, how: str, overlap: float, seed: int) -> None:
-        """Some requests, in any order among padded rows; some of them append."""
+        """Decode some requests, in any order among padded rows; some of them append."""
         cache, group = self.cache, self.cache.group
         slots = data.draw(strategies.batches(sorted(cache.requests), group.max_requests))
         wants = data.draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots)))
@@ -115,7 +115,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     @precondition(_any)
     @rule(data=st.data(), back=st.integers(1, 9))
     def rollback(self, data: st.DataObject, back: int) -> None:
-        """Take tokens back as far as the ring reaches, and write a unit anew."""
+        """Roll tokens back as far as the ring reaches, and write a unit anew."""
         slot = self._slot(data)
         length = max(0, self.cache.requests[slot].length - back)
         if self.cache.can_roll_back(slot, length):
@@ -124,7 +124,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     @precondition(_any)
     @rule(data=st.data())
     def flush(self, data: st.DataObject) -> None:
-        """The open unit goes to the host ahead of time."""
+        """Flush the open unit to the host ahead of time."""
         self.cache.flush(self._slot(data))
 
     @precondition(_any)
@@ -138,7 +138,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     @precondition(_any)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        """The request goes; its slot is reset when the next one begins."""
+        """End a request; its slot is reset when the next one begins."""
         del self.cache.requests[self._slot(data)]
 
     @invariant()

@@ -1,7 +1,7 @@
 """Short lives of requests, driven by hand through the lifecycle machine.
 
-Each holds a place where random histories come by too seldom. ``run_scenario`` runs one; after
-each call everything is in place.
+Each is a situation that random histories meet too seldom. ``run_scenario`` runs one; after each
+call the invariants of the lifecycle machine are checked.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def a_prompt_fills_up_the_unit_that_decode_began(machine: Lives) -> None:
 
 
 def a_long_request_rolls_back_and_goes_on(machine: Lives) -> None:
-    """Behind its buffer, where the ring bound decides what is read from where."""
+    """Roll back behind the buffer, where the ring bound decides what is read from where."""
     machine.prefill_alone(0, 30)
     _decode(machine, 0, 5)
     for back in (1, 3, 2):
@@ -68,7 +68,7 @@ def a_long_request_rolls_back_and_goes_on(machine: Lives) -> None:
 
 
 def an_abort_at_the_edge_of_a_unit(machine: Lives) -> None:
-    """The token that is dropped has recycled a ring slot of a request that keeps its length."""
+    """Drop a token that has recycled a ring slot of a request that keeps its length."""
     unit = machine.groups[0].unit
     machine.prefill_alone(0, 6 * unit)
     for stop in (LAYERS, 1):
@@ -98,7 +98,7 @@ def twins_share_pages_and_part(machine: Lives) -> None:
 
 
 def requests_take_turns_in_a_slot(machine: Lives) -> None:
-    """What one request leaves behind, the next one must not see."""
+    """Nothing that one request leaves behind shows in the next one."""
     for tokens in (17, 2, 9):
         machine.prefill_alone(0, tokens)
         _decode(machine, 0, 3)
@@ -123,7 +123,7 @@ def the_last_page_goes_to_one_of_two(machine: Lives) -> None:
 
 
 def a_request_ends_while_others_decode(machine: Lives) -> None:
-    """After the first layer, in the step that fills its unit."""
+    """End a request after the first layer, in the step that fills its unit."""
     unit = machine.groups[0].unit
     other = machine.begin_request()
     machine.prefill_alone(0, 2 * unit - 1)
@@ -165,7 +165,7 @@ def copies_come_late(machine: Lives) -> None:
 
 
 def _lives(machine: Lives) -> None:
-    """Nothing between the forwards waits for the device; the checks come at the end."""
+    """Run forwards between which nothing waits for the device; the checks come at the end."""
     for tokens in (17, 8):
         machine.prefill_alone(0, tokens)
     for _ in range(6):
@@ -186,4 +186,4 @@ SCENARIOS: tuple[Scenario, ...] = (
     a_request_ends_while_others_decode,
     a_prompt_comes_in_chunks_beside_decode,
 )
-"""Those that run on every tier."""
+"""Scenarios that run on every tier."""

@@ -1,4 +1,4 @@
-"""Lives of requests over a storage: what is fetched, lost, damaged and left by earlier processes.
+"""Lives of requests over a storage: objects are fetched, lost, damaged, or of earlier processes.
 
 ``run_storage(on)`` draws lives as ``run_prefixes`` does, over a coordinator that ends and begins
 anew while its storage stays. Objects are flipped, cut, swapped and taken away, the storage fails,
@@ -33,7 +33,7 @@ DAMAGES = st.tuples(
     st.sampled_from(["flip", "cut", "swap", "drop", "header"]),
     st.integers(0, 2**16),
 )
-"""Which object, what happens to it, and where."""
+"""Damages: number of an object, what happens to it, and where."""
 
 _numbers = itertools.count()
 
@@ -73,7 +73,7 @@ class StoredLives(Lives):
         super().begin_with(prompt, salt)
 
     def is_right(self, length: int, known: int) -> bool:
-        """A call that failed may have been made again."""
+        """Return True if at least ``known`` tokens are found: a failed call may be made again."""
         return length >= known
 
     def act(self) -> None:
@@ -89,7 +89,7 @@ class StoredLives(Lives):
         return [self.fail, self.restart, self.restart, self.damage, self.damage]
 
     def restart(self) -> None:
-        """All requests end, and another coordinator goes on with the storage."""
+        """End all requests, and go on with another coordinator over the storage."""
         for slot in [*self.tokens]:
             self.kept.prefixes.publish(slot, self.tokens[slot], self.salt[slot])
             self.kept.request_end(slot)
@@ -100,14 +100,14 @@ class StoredLives(Lives):
         self.begin()
 
     def end_kept(self) -> None:
-        """Close it, with nothing held."""
+        """Close the coordinator, and assert that no page is held."""
         assert self.kept.manager.host.used == 0, "pages are held by nobody"
         self.found = 0
         self.kept.close()
         self.fetched += self.stored.counts.fetched
 
     def damage(self) -> None:
-        """Objects are not what they were, and another coordinator finds them."""
+        """Damage objects, and let another coordinator find them."""
         # What is there by now is up to threads: nothing that is drawn may depend on it.
         damages = self.data.draw(st.lists(DAMAGES, min_size=1, max_size=3), "damages")
         self.stored.wait()
@@ -131,7 +131,7 @@ class StoredLives(Lives):
         self.restart()
 
     def fail(self) -> None:
-        """Some of the next calls raise."""
+        """Make some of the next calls raise."""
         left = iter(
             self.data.draw(st.lists(st.booleans(), min_size=1, max_size=3), "calls that fail")
         )
@@ -176,8 +176,8 @@ def run_storage(on: Tier, cpu: int = 30, interpret: int = 1, **options: Any) -> 
 
 @contextmanager
 def scene(on: Tier, **storage: Any) -> Iterator[tuple[Shelf, Callable[..., Any], Tensor]]:
-    """A shelf, what makes coordinators over it, and keys and values ``[3, 12, L, 2, Hkv, D]`` of
-    three prompts."""
+    """Yield a shelf, a function that makes coordinators over it, and keys and values
+    ``[3, 12, L, 2, Hkv, D]`` of three prompts."""
     name = f"scene {next(_numbers)}"
     shelf = SHELVES.setdefault(name, Shelf())
     asked = {"name": "shelf", "params": {"shelf": name}, "least_tokens": 1, **storage}
@@ -208,9 +208,9 @@ def read(coordinator: PrefixCoordinator, tokens: list[int], rows: Tensor) -> tup
 
 
 def run_overtaken(on: Tier) -> None:
-    """A page is published, and written again before a thread has come to store it.
+    """Publish a page, and write it again before a thread has stored it.
 
-    Whoever looks for its first tokens later must not find the second.
+    A later request with its first tokens must not find the second ones.
     """
     gate = Event()
     with scene(on) as (shelf, make, rows):
@@ -238,7 +238,7 @@ def run_overtaken(on: Tier) -> None:
 
 
 def run_reloaded(on: Tier, damage: bool = False) -> None:
-    """A page is stored, damaged perhaps, and taken over by another coordinator."""
+    """Store a page, damage it perhaps, and let another coordinator take it over."""
     with scene(on) as (shelf, make, rows):
         writing = make()
         _, expected = read(writing, [1] * 12, rows[0])
@@ -251,7 +251,7 @@ def run_reloaded(on: Tier, damage: bool = False) -> None:
 
 
 def run_evicted(on: Tier) -> None:
-    """Pages leave the host pool when another prompt needs room, and come back."""
+    """Evict pages from the host pool for another prompt, and fetch them again."""
     with scene(on, write="write_back") as (_, make, rows):
         coordinator = make(max_tokens=16, max_request_tokens=16, max_requests=1)
         _, expected = read(coordinator, [1] * 12, rows[0])

@@ -1,4 +1,4 @@
-"""Storages that answer wrongly, and children of a fork: whoever waits for a thread goes on."""
+"""Storages that answer wrongly, and children of a fork: no caller waits for a thread for ever."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from topkv_testing.machines.storage import read, scene
 from topkv_testing.tiers import Tier
 
 LONGEST_S = 20
-"""Seconds for what takes a few thousandths of one, on a machine that has other work."""
+"""Seconds allowed for calls that take milliseconds, on a machine that has other work."""
 
 
 def in_time(do: Callable[[], object]) -> None:
-    """Do something that may hang, on a thread of its own."""
+    """Run something that may hang on a thread of its own, for ``LONGEST_S`` at most."""
     errors: list[BaseException] = []
 
     def job() -> None:
@@ -36,7 +36,7 @@ def in_time(do: Callable[[], object]) -> None:
 
 
 def in_a_child(life: Callable[[], object]) -> bool:
-    """True if a child of a fork lives through something in time."""
+    """Return True if a child of a fork ends ``life`` in time."""
     child = os.fork()
     if child == 0:
         with suppress(BaseException):
@@ -59,8 +59,8 @@ def _exit(*arguments: Any) -> Any:
 
 
 def run_answered_wrongly(on: Tier) -> None:
-    """One answer stands for all pages that are put, or the storage ends its thread: it has
-    failed, each time, and the coordinator can be closed."""
+    """A storage that gives one answer for all pages, or ends its thread, has failed each time, and
+    the coordinator can be closed."""
     for answer, said in ((_true, "put: TypeError: expected true or"), (_exit, "put: SystemExit")):
         with scene(on) as (_, make, rows):
             coordinator = make()

@@ -1,11 +1,11 @@
 """Doubles, which are small real plugins, and models of truth. Read ``oracle`` first.
 
-Which to take where a test needs
+Use, where a test needs
 
 * exact attention, or one lane's LRU buffer: ``attention`` and ``LaneModel`` of ``oracle``.
 * what a request holds, where its units are and which pages it owns: ``cache_model``.
 * every byte on both tiers below a transfer engine: ``topkv_testing.transfer.token_cache``.
-* an algorithm that selects what the test says: ``Scripted`` of ``doubles``.
+* an algorithm that selects the ids of the test: ``Scripted`` of ``doubles``.
 * a backend that attends as the formula reads: ``Gather`` of ``doubles``.
 * both of them, and plugins of its own, in a registry: ``Entries`` of ``doubles``.
 * an algorithm for a model with an indexer, or its scores in float64: ``indexed``.

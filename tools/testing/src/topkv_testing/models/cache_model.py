@@ -33,7 +33,7 @@ class Write:
 
 @define
 class PageModel:
-    """Which pages each request holds, by numbers of its own that never come back.
+    """The pages of each request, by numbers of the model that are used once.
 
     Attributes:
         total: pages that can be leased.
@@ -53,11 +53,11 @@ class PageModel:
         return self.total - len(set(itertools.chain(*self.held.values())))
 
     def reserve(self, needs: Sequence[tuple[int, int]]) -> bool:
-        """Pages for ``(slot, length)`` each, all or none; whether they are to be had."""
+        """Lease pages for each ``(slot, length)``, all or none; False where they run out."""
         return self._try([Write(slot, length, 0) for slot, length in needs], owned=False)
 
     def write(self, writes: Sequence[Write]) -> bool:
-        """Pages for all writes, those that are written being owned alone; all or none."""
+        """Lease pages for all writes, all or none; a page that is written has one owner."""
         return self._try(writes, owned=True)
 
     def _try(self, writes: Sequence[Write], owned: bool) -> bool:
@@ -98,7 +98,7 @@ class PageModel:
         del self.held[slot][ceil_div(length, self.page_tokens) :]
 
     def match(self, pages: Mapping[int, Sequence[int]]) -> None:
-        """Each slot holds as many real pages, shared with the same others, as the model says."""
+        """Assert that each slot holds as many real pages, shared alike, as in the model."""
         real: dict[int, int] = {}
         for slot, numbers in self.held.items():
             assert len(pages[slot]) == len(numbers), f"slot {slot} holds {len(pages[slot])} pages"
@@ -108,7 +108,7 @@ class PageModel:
 
 
 class RequestModel:
-    """The tokens of one request, layer by layer, and what its lanes must look like.
+    """The tokens of one request, layer by layer, and the expected state of its lanes.
 
     Args:
         model: heads and layers.
@@ -153,23 +153,23 @@ class RequestModel:
         return self.k.shape[1]
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Tokens ``[L, m, Hkv, D]``."""
+        """Append tokens ``[L, m, Hkv, D]``."""
         self.k, self.v = torch.cat([self.k, k], 1), torch.cat([self.v, v], 1)
         self.high = max(self.high, self.length)
 
     def cut(self, length: int) -> None:
-        """Take tokens back; a request that loses a part of its prompt is settled again."""
+        """Cut to ``length`` tokens; a request that loses a part of its prompt is settled again."""
         self.k, self.v = self.k[:, :length], self.v[:, :length]
         self.fresh |= length < self.prompt
 
     def settled(self) -> None:
-        """A decode step has found prompt tokens that no settle had seen."""
+        """Count a settle: a decode step has found prompt tokens that no settle had seen."""
         self.flushed()
         self.turns += 1
         self.fresh, self.prompt = False, self.length
 
     def twin(self) -> RequestModel:
-        """What a fork of this request must look like."""
+        """The expected state of a fork of this request."""
         twin = copy(self)
         twin.lanes = {place: LaneModel(lane.capacity) for place, lane in self.lanes.items()}
         twin.counts = {layer: [0, 0] for layer in self.groups}
@@ -189,7 +189,7 @@ class RequestModel:
         return self.fast and (self.high - 1) // group.unit <= group.buffer_slots
 
     def claim(self, first: int, end: int) -> None:
-        """Tokens ``first .. end`` were written: a lane that fits holds their units in place."""
+        """Note that ``first .. end`` were written: a lane that fits holds their units in place."""
         for (layer, _), lane in self.lanes.items():
             group = self.groups[layer]
             if first < end and self.fits(group):
@@ -198,13 +198,13 @@ class RequestModel:
                         lane.unit_in[unit] = unit
 
     def flushed(self) -> None:
-        """The open unit moves to the host, and to its place in a lane that fits."""
+        """Move the open unit to the host, and to its place in a lane that fits."""
         if self.dirty and self.length:
             self.claim(self.length - 1, self.length)
         self.dirty = False
 
     def closed(self) -> None:
-        """A decode step has ended; the units that it filled moved to the host."""
+        """End a decode step; the units that it filled moved to the host."""
         self.dirty = True
         for (layer, _), lane in self.lanes.items():
             group = self.groups[layer]
@@ -214,14 +214,14 @@ class RequestModel:
                 lane.unit_in[unit] = unit
 
     def restored(self) -> None:
-        """Ring and buffer were forgotten and filled from the host."""
+        """Forget ring and buffer, and fill them from the host."""
         self.high = self.length
         for lane in self.lanes.values():
             lane.reset()
         self.claim(0, self.length)
 
     def select(self, layer: int, head: int, ids: Sequence[int], length: int) -> list[int]:
-        """The selectable units that a lane attends at ``length`` tokens; its buffer moves on."""
+        """Select: the units that a lane attends at ``length`` tokens; its buffer moves on."""
         group = self.groups[layer]
         limit = length if self.selectable else max(0, (length - 1) // group.unit)
         if self.fits(group):

@@ -18,9 +18,9 @@ from topkv_testing.models.storage_doubles import SHELF
 
 
 class Scripted:
-    """Selects what a test puts into ``next_ids``, whatever it is, and nothing without it.
+    """Selects the ids that a test puts into ``next_ids``, whatever they are, else nothing.
 
-    Its representation is the sum of each unit's keys, so that a test can tell whether the
+    Its representation is the sum of each unit's keys, so that a test can check whether the
     representation of a unit is that of the keys which are there now. ``turns`` counts the
     settles of each request, to show that state keyed by slot follows a fork.
     """
@@ -92,7 +92,7 @@ class Scripted:
 class Gather:
     """Attention by gathering the listed tokens, in float64.
 
-    Of options it only remembers what it was asked for.
+    It remembers options that it was asked for, and does nothing else with them.
     """
 
     def __init__(self, setup: BackendSetup) -> None:
@@ -189,7 +189,7 @@ COMPETING = evolve(
     name="competing",
     capabilities=evolve(SCRIPTED.capabilities, tail="selectable"),
 )
-"""The same, whose newest token competes."""
+"""``SCRIPTED``, but the newest token competes."""
 
 GATHER = PluginEntry(
     "gather",
@@ -205,7 +205,7 @@ GATHER = PluginEntry(
 
 
 class Entries:
-    """The registration of both doubles and of further entries, as a package would do it."""
+    """Registers both doubles and further entries as a package would."""
 
     def __init__(self, *further: PluginEntry) -> None:
         self.entries = (SCRIPTED, COMPETING, GATHER, KEEP, KEEP_KEYS, RERANK, SHELF, *further)

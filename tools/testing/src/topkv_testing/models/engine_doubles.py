@@ -1,4 +1,4 @@
-"""A selection that roams, and an observer that remembers: what the engine suite plugs in.
+"""Plugins of the engine suite: a selection that roams, and an observer that remembers.
 
 The algorithm ``roving`` selects by length alone, so that an oracle knows every selection without a
 look at the engine, and still makes the buffer of every long request load and evict at every step.
@@ -22,7 +22,7 @@ HEAD_STEP, LAYER_STEP = 5, 3
 
 
 def roving_units(layer: int, head: int, length: int, unit: int, width: int) -> list[int]:
-    """What ``Roving`` selects, in plain Python."""
+    """Units that ``Roving`` selects, in plain Python."""
     closed = (length - 1) // unit
     start = length * width + HEAD_STEP * head + LAYER_STEP * layer
     return [(start + place) % closed for place in range(min(width, closed))]
@@ -34,9 +34,9 @@ class Fault:
 
     Attributes:
         error: what is raised.
-        decode: in a decode step, else while a prompt is appended.
+        decode: True to raise in a decode step, else while a prompt is appended.
         layer: model layer.
-        calls: it is raised in the call of that number, from 1.
+        calls: number of the call that raises, from 1.
     """
 
     error: BaseException
@@ -88,7 +88,7 @@ class Roving:
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     @hookimpl
     def retrieve_topk(
@@ -124,13 +124,13 @@ class Forward:
 
 
 class Watcher:
-    """An observer that keeps what it was told.
+    """An observer that keeps the reports of all forwards.
 
     Args:
-        setup: says nothing that it needs.
+        setup: not used.
 
     Attributes:
-        coordinator: asked for lengths and misses; set by the suite, None for nobody.
+        coordinator: asked for lengths and misses; set by the suite, None to ask none.
         began: ``(slots, prefill_tokens)`` of the forwards that began.
         ended: the forwards that ended.
     """
@@ -158,7 +158,7 @@ class Watcher:
 
 
 class BenchEntries:
-    """The registration of both, as a package would do it."""
+    """Registers ``Roving`` and ``Watcher`` as a package would."""
 
     @hookimpl
     def topkv_register_algorithms(self) -> list[PluginEntry]:

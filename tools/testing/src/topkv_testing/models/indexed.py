@@ -24,7 +24,7 @@ def index_scores(q: Tensor, weights: Tensor, k: Tensor) -> Tensor:
 
 
 class Indexed:
-    """Keeps index keys as they are; the K best tokens, of equal ones the first."""
+    """Keeps index keys as they are; selects the K best tokens, of equal ones the first."""
 
     def __init__(self, setup: AlgorithmSetup) -> None:
         self.model, self.group = setup.model, setup.group

@@ -1,4 +1,4 @@
-"""Oracles that know nothing of the implementation: an ordered buffer, and exact attention."""
+"""Oracles that share no code with the core: an ordered buffer, and exact attention."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class LaneModel:
     def select(
         self, ids: Sequence[int], limit: int, low: int
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """One plan: returns the distinct valid units and the ``(unit, slot)`` of each miss.
+        """Make one plan; return the distinct valid units and the ``(unit, slot)`` of each miss.
 
-        Units from ``low`` on lie in the ring and do not touch the buffer.
+        Units from ``low`` on are in the ring and do not touch the buffer.
         """
         units = list(dict.fromkeys(i for i in ids if 0 <= i < limit))
         buffered = [unit for unit in units if unit < low]

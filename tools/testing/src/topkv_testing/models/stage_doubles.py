@@ -16,11 +16,11 @@ from topkv.hooks.stage import Keeping, StageSetup, StageSpec
 from topkv.types import GroupShape, LayerView
 
 EVERY = 4
-"""Of so many places of what ``Offered`` offers, one is empty."""
+"""``Offered`` leaves one place in ``EVERY`` empty."""
 
 
 class Keep:
-    """Leaves what it is given."""
+    """Leaves all candidates."""
 
     def __init__(self, setup: StageSetup) -> None:
         self.setup = setup
@@ -37,7 +37,7 @@ class Keep:
 class Rerank:
     """Leaves the candidates with the largest product of a key and a query of their lane.
 
-    It keeps every key, as it came, and of equal units leaves the lower. ``widen`` is a parameter.
+    It keeps every key as it is, and of equal units leaves the lower. ``widen`` is a parameter.
     """
 
     def __init__(self, setup: StageSetup) -> None:
@@ -82,7 +82,7 @@ class Rerank:
         ids[:, : left.shape[1]] = left
 
     def _scores(self, layer: LayerView, q: Tensor, units: Tensor) -> Tensor:
-        """fp32 ``[N, K']``: of each unit the largest product of its keys and queries."""
+        """Score units, fp32 ``[N, K']``: the largest product of a key of the unit and a query."""
         group, lanes = self.group, self.group.lane_heads
         slots = layer.step.slots.clamp(min=0).repeat_interleave(lanes)[:, None, None]
         tokens = units[..., None] * group.unit + torch.arange(group.unit, device=q.device)
@@ -96,7 +96,7 @@ class Rerank:
 
 
 class KeepKeys(Rerank):
-    """Leaves what it is given, whatever it is, and keeps every key."""
+    """Leaves all candidates, whatever they are, and keeps every key."""
 
     @hookimpl
     def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
@@ -104,8 +104,8 @@ class KeepKeys(Rerank):
 
 
 class Heavy(Rerank):
-    """Lets those pages stay whose keys are large in one channel, another one for each page that
-    the position comes to: by the sum of their squares there, of a lane's heads.
+    """Scores pages by the sum of squares of their keys in one channel, over the heads of a lane;
+    the channel moves on with each page of the position.
 
     It keeps every key. Parameters are those of ``Keeping``.
     """
@@ -199,7 +199,7 @@ class Complete(Rerank):
 
 
 def products(bench: Any, slot: int, q: Tensor) -> Tensor:
-    """What ``Rerank`` scores units by, in float64 and of the keys themselves.
+    """Scores of ``Rerank``, in float64 and from the keys themselves.
 
     Args:
         bench: an ``AlgorithmBench``.
@@ -219,10 +219,10 @@ def products(bench: Any, slot: int, q: Tensor) -> Tensor:
 
 
 class Offered:
-    """An algorithm that offers the newest closed units, with gaps, or what a test says.
+    """An algorithm that offers the newest closed units, with gaps, or the units of a test.
 
     Attributes:
-        next_ids: int32 ``[N, K']`` what it offers; None for the newest units.
+        next_ids: units that it offers, int32 ``[N, K']``; None for the newest units.
     """
 
     def __init__(self, group: GroupShape) -> None:

@@ -15,13 +15,13 @@ from topkv.hooks.storage import OWNER_BYTES, Place, StorageSetup, StorageUsage
 
 @define
 class Shelf:
-    """What storages of one name hold together, and what is wrong with it.
+    """Objects that storages of one name share, and the faults of these storages.
 
     Attributes:
         objects: bytes by key.
         before: called with the name of each call and its keys before anything is done; may raise,
             and may block.
-        limit: objects it has room for.
+        limit: objects that there is room for.
         calls: how often each hook was called.
     """
 
@@ -33,11 +33,11 @@ class Shelf:
 
 
 SHELVES: dict[str, Shelf] = {}
-"""By the parameter ``shelf``. Who makes one takes it away."""
+"""Shelves by the parameter ``shelf``. A test that makes one takes it away."""
 
 
 class ShelfStorage:
-    """The contract is ``topkv.hooks.storage``. It is what a real one is, without a disk."""
+    """A storage over a shelf, without a disk; the contract is ``topkv.hooks.storage``."""
 
     def __init__(self, setup: StorageSetup) -> None:
         self.shelf = SHELVES.setdefault(setup.params["shelf"], Shelf())
@@ -88,7 +88,7 @@ class ShelfStorage:
         return self.quota_of(owner) if self.quota_of else None
 
     def _keep_quota(self, owner: bytes) -> None:
-        """Let what was put first of an owner go, until the rest is within its quota."""
+        """Delete the oldest objects of an owner until the rest is within its quota."""
         quota = self._quota(owner)
         own = {key: len(one) for key, one in self.shelf.objects.items() if key.startswith(owner)}
         over = 0 if quota is None else sum(own.values()) - quota
@@ -110,7 +110,7 @@ class ShelfStorage:
 
     @hookimpl
     def close(self) -> None:
-        """The shelf stays, for others."""
+        """Do nothing: the shelf stays, for others."""
 
 
 SHELF = PluginEntry(

@@ -1,4 +1,4 @@
-"""The estimates of ``correct``. Part of the stage suite."""
+"""Estimates of ``correct``. Part of the stage suite."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from topkv_testing.stage.oracles import exact_keys, stage_options_of
 
 
 def merged(bench: AlgorithmBench, slot: int, q: Tensor, before: Attended) -> tuple[Tensor, Tensor]:
-    """float64 ``[H, Dv]`` and ``[H]``: what was attended for the only row, with the estimate of
-    the options added for the units that were left out of each lane."""
+    """float64 ``[H, Dv]`` and ``[H]``: attention of the only row, with the estimate of the options
+    added for the units that were left out of each lane."""
     estimate = stage_options_of(bench.subject).estimate
     assert estimate is not None  # callers have asked
     weights, values = estimate(bench, slot, q)
@@ -32,7 +32,7 @@ def merged(bench: AlgorithmBench, slot: int, q: Tensor, before: Attended) -> tup
 
 
 class EstimateTests(KitTests):
-    """The formula of the estimate, where the options have it."""
+    """Corrections by the formula of the options, where they have one."""
 
     kind = "stage"
 

@@ -1,4 +1,4 @@
-"""What pages are worth. Part of the stage suite."""
+"""Scores of pages by ``keep``. Part of the stage suite."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from topkv_testing.stage.oracles import exact_keys, stage_options_of
 
 
 def keeper(bench: AlgorithmBench) -> tuple[Stage, LayerView]:
-    """The stage, and the layer as it sees it; skips stages that say nothing of pages."""
+    """The stage, and the layer as it sees it; skips stages without ``keep``."""
     for link in bench.algorithm.links:
         if link.spec.keeping is not None:
             return link.stage, link.view(bench.layer)
@@ -34,7 +34,7 @@ def worth(bench: AlgorithmBench, slot: int, dropped: int = 0) -> Tensor:
     """fp32 ``[lane_heads, pages]`` of the full pages of a request, on the CPU, poisoned before.
 
     Args:
-        dropped: tokens that it has given back before.
+        dropped: tokens that the request has given back before.
     """
     stage, view = keeper(bench)
     length = len(bench.keys[slot])
@@ -48,7 +48,7 @@ def worth(bench: AlgorithmBench, slot: int, dropped: int = 0) -> Tensor:
 
 
 def grown(bench: AlgorithmBench, case: Case, slot: int, data: st.DataObject) -> None:
-    """A request of at least two pages, the last tokens of which were decoded."""
+    """Make a request of at least two pages, the last tokens of which were decoded."""
     keeper(bench)
     least = min(2 * bench.group.page_tokens, case.most - 2)
     bench.prefill(slot, case.tokens(slot)[: data.draw(bench.lengths(case.most - 2, least))])
@@ -56,12 +56,12 @@ def grown(bench: AlgorithmBench, case: Case, slot: int, data: st.DataObject) -> 
 
 
 class KeepTests(KitTests):
-    """What pages are worth."""
+    """Scores of pages by ``keep``."""
 
     kind = "stage"
 
     def test_every_page_has_a_score_of_its_own_request(self, subject: Subject) -> None:
-        """Finite, whatever lies beside it: other host pages and other requests change no bit."""
+        """Scores are finite, and other host pages and other requests change no bit of them."""
 
         @examples(subject.tier, cpu=60, interpret=6, gpu=20)
         @given(case=cases(subject), data=st.data(), seed=st.integers(1, 9))
@@ -82,7 +82,7 @@ class KeepTests(KitTests):
         check()
 
     def test_pages_are_worth_what_the_formula_says(self, subject: Subject) -> None:
-        """In fp32, of random keys, whatever had been given back before."""
+        """In fp32, for random keys, whatever had been given back before."""
         told = stage_options_of(subject).worth
         if told is None:
             pytest.skip(f"{subject.entry.name}: the options do not say what pages are worth")
@@ -93,7 +93,7 @@ class KeepTests(KitTests):
             data=st.data(),
         )
         def check(case: Case, data: st.DataObject) -> None:
-            # Of two pages one lies above the mean and one below, whatever they are worth.
+            # Of two pages one is above the mean and one below, whatever they are worth.
             case = evolve(case, least_units=max(case.units, 4 * case.geometry.page_units))
             bench = AlgorithmBench(subject, case)
             keeper(bench)
@@ -110,7 +110,7 @@ class KeepTests(KitTests):
         check()
 
     def test_kernels_score_pages_as_the_reference_does(self, subject: Subject) -> None:
-        """Beside how far the pages of a lane are apart."""
+        """Equal up to rounding, relative to the largest score."""
         require_both(subject)
 
         @examples(subject.tier, cpu=30, interpret=6, gpu=20)

@@ -1,8 +1,9 @@
 """The meaning of a stage: formulas of its author in float64, and how they are compared.
 
-``keep``, ``correct`` and a pruning ``refine`` have no traits that would say what they promise, so
-that the author says it in full. Reference and kernels are often written by one hand, with the same
-mistake in both: a formula goes by the keys alone, and is written apart from the plugin's code.
+``keep``, ``correct`` and a pruning ``refine`` have no traits that would state what they promise,
+so that the author gives the whole formula. Reference and kernels are often written by one hand,
+with the same mistake in both: a formula uses the keys alone, and is written apart from the
+plugin's code.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ from topkv_testing.kit import Subject
 
 @frozen
 class Left:
-    """What is left of the candidates of a lane: those that rank highest, of equal ones the lowest
-    units.
+    """Candidates of a lane that are left: the highest ranks, of equal ones the lowest units.
 
     Attributes:
         rank: float64 ``[n]`` of the candidates, in their order.
-        counts: of how many there may be left: one number, or several where rounding decides.
+        counts: how many may be left: one number, or several where rounding decides.
     """
 
     rank: Tensor
@@ -63,7 +63,7 @@ class StageOptions(AlgorithmOptions):
 
 
 def stage_options_of(subject: Subject) -> StageOptions:
-    """The subject's options, those without formulas where it has none of a stage."""
+    """The subject's options; options without formulas where it has none of a stage."""
     options = subject.options
     return options if isinstance(options, StageOptions) else StageOptions()
 
@@ -83,12 +83,12 @@ def along_a_line(keys: Tensor) -> Tensor:
 
 
 def fewest(share: Tensor, p: float, most: int, near: float) -> Left:
-    """The fewest of the candidates that rank highest with which every query head has the share p,
-    at most K: a candidate ranks by the largest share that it has to a head.
+    """Leave as few of the highest candidates as give every query head the share p, at most K; the
+    rank of a candidate is its largest share of a head.
 
     Args:
         share: float64 ``[h, n]`` of each head, which sum up to 1.
-        p: all of them where it is 1.
+        p: share of each head; 1 leaves all candidates.
         most: K.
         near: by how much a sum of shares may be off.
     """
@@ -106,7 +106,7 @@ def fewest(share: Tensor, p: float, most: int, near: float) -> Left:
 
 
 def assert_left(told: Left, among: Sequence[int], kept: Sequence[int], near: float) -> None:
-    """Units that are left of a lane's candidates are those of the formula, up to rounding.
+    """Assert that the units left of a lane's candidates are those of the formula, up to rounding.
 
     Raises:
         AssertionError: another number is left, or one that ranks lower than one that is not.

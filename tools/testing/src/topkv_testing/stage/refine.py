@@ -1,4 +1,4 @@
-"""What is left of candidates. Part of the stage suite."""
+"""Candidates that ``refine`` leaves. Part of the stage suite."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from topkv_testing.stage.oracles import assert_left, exact_keys, stage_options_o
 from topkv_testing.strategies import seeds
 
 TURNS = 4
-"""How often one bench is asked: each time for other candidates, with other queries."""
+"""Calls on one bench, each with other candidates and other queries."""
 
 
 def candidates(bench: AlgorithmBench, rows: Sequence[int]) -> st.SearchStrategy[Tensor]:
@@ -43,7 +43,7 @@ def candidates(bench: AlgorithmBench, rows: Sequence[int]) -> st.SearchStrategy[
 def refine(
     bench: AlgorithmBench, q: Tensor, rows: Sequence[int], offered: Tensor
 ) -> list[list[int]]:
-    """ids of each lane, as they were written, of a stage that was given these candidates."""
+    """Refine these candidates; return the ids of each lane as they were written."""
     bench.algorithm.algorithm.next_ids = offered.to(bench.device)
     left = bench.retrieve(q, rows).flatten(0, 1)
     (given,) = (link.candidates[: len(offered)].cpu() for link in bench.algorithm.links)
@@ -54,7 +54,7 @@ def refine(
 
 
 def filled(bench: AlgorithmBench, case: Case, data: st.DataObject) -> None:
-    """Prompts in every slot; skips stages that refine nothing."""
+    """Append prompts in every slot; skip stages that refine nothing."""
     if bench.algorithm.links[0].candidates is None:
         pytest.skip(f"{bench.subject.entry.name} has no refine")
     for slot in range(bench.requests):
@@ -62,7 +62,7 @@ def filled(bench: AlgorithmBench, case: Case, data: st.DataObject) -> None:
 
 
 class RefineTests(KitTests):
-    """What is left of candidates."""
+    """Candidates that ``refine`` leaves."""
 
     kind = "stage"
 
@@ -89,7 +89,7 @@ class RefineTests(KitTests):
         check()
 
     def test_the_order_of_candidates_does_not_matter(self, subject: Subject) -> None:
-        """The same candidates at other places of their row leave the same units."""
+        """Candidates at other places of their row leave the same units."""
 
         @examples(subject.tier, cpu=60, interpret=4, gpu=20)
         @given(case=cases(subject), data=st.data(), seed=st.integers(0, 99))
@@ -134,7 +134,7 @@ class RefineTests(KitTests):
         check()
 
     def test_what_is_left_is_what_the_formula_leaves(self, subject: Subject) -> None:
-        """As many as it says, and those of the highest ranks; in fp32, in ragged batches."""
+        """As many as the formula leaves, of the highest ranks; in fp32, in ragged batches."""
         _require_left(subject)
 
         @examples(subject.tier, cpu=80, interpret=2, gpu=20)
@@ -152,7 +152,7 @@ class RefineTests(KitTests):
         check()
 
     def test_of_equal_candidates_the_lowest_are_left(self, subject: Subject) -> None:
-        """Keys that are all alike: as many as the formula says, from the lowest unit on."""
+        """Keys that are all alike: as many as the formula leaves, from the lowest unit on."""
         _require_left(subject)
 
         @examples(subject.tier, cpu=30, interpret=1, gpu=10)
@@ -172,7 +172,7 @@ class RefineTests(KitTests):
         check()
 
     def test_long_requests_leave_what_the_formula_leaves(self, subject: Subject) -> None:
-        """Of ``long_units``, and a quarter of them at most."""
+        """A request of ``long_units``, of which a quarter is left at most."""
         _require_left(subject)
 
         @examples(subject.tier, cpu=10, interpret=1, gpu=3)
@@ -193,7 +193,7 @@ def _require_left(subject: Subject) -> None:
 
 
 def _filled(bench: AlgorithmBench, case: Case, slot: int, length: int) -> None:
-    """A request whose last token was decoded."""
+    """Make a request whose last token was decoded."""
     keys = exact_keys(bench.subject, case.tokens(slot))[:length]
     bench.prefill(slot, keys[:-1])
     bench.append([slot], keys[-1:])
@@ -204,7 +204,7 @@ class Refined:
     """The candidates of a lane that are left.
 
     Attributes:
-        slot, lane: of which request, and which of its lanes.
+        slot, lane: the request, and one of its lanes.
         q: ``[1, H, D]``.
         among, kept: the candidates and what is left of them, in ascending order.
     """
@@ -217,7 +217,7 @@ class Refined:
 
 
 def _refined(bench: AlgorithmBench, case: Case, seed: int) -> Iterator[Refined]:
-    """Of each lane of all requests, several times, with random candidates and queries."""
+    """Refine random candidates with random queries, for all requests, several times."""
     generator, rows = torch.Generator().manual_seed(seed), list(range(bench.requests))
     lanes, width = bench.group.lane_heads, bench.algorithm.group.select
     for turn in range(TURNS):
@@ -225,7 +225,7 @@ def _refined(bench: AlgorithmBench, case: Case, seed: int) -> Iterator[Refined]:
         offered = torch.full((len(rows) * lanes, width), -1, dtype=torch.int32)
         for lane, places in enumerate(offered):
             units = torch.randperm(bench.selectable(lane // lanes), generator=generator)[:width]
-            # Of four lanes one has fewer of them, and anywhere.
+            # One lane in four has fewer candidates, at any places.
             count = len(units) if lane % 4 else 1 + seed % len(units)
             places[torch.randperm(width, generator=generator)[:count]] = units[:count].int()
         found = refine(bench, q, rows, offered)

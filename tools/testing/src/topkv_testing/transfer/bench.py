@@ -20,7 +20,7 @@ from topkv.transfer.eviction import LeastRecentlyUsed
 from topkv.types import GroupShape, LayerView, Plan, StepTensors
 
 SENTINEL = -77
-"""What every output of a plan holds before the call."""
+"""Value in every output of a plan before the call."""
 
 PLAN = ("slots", "count", "miss_hosts", "miss_slots", "misses")
 MAPS = ("unit_slot", "slot_unit", "order", "counters")
@@ -101,12 +101,12 @@ def random_tokens(shape: Sequence[int], dtype: torch.dtype, generator: torch.Gen
 class TransferBench:
     """One group, its store, and an engine; pages in random order, page 0 nobody's.
 
-    The host pool holds random bytes the device buffer NaN.
+    The host pool holds random bytes, the device buffer NaN.
 
     Args:
         make: factory of the engine, ``make(setup, impl)``.
         group: the group.
-        device: where the buffer lies; the host pool is pinned when that is a GPU.
+        device: where the buffer is; the host pool is pinned when that is a GPU.
         impl: ``"reference"`` or ``"triton"``.
         layout: of the host pool.
         seed: of page table and bytes.
@@ -217,8 +217,8 @@ class TransferBench:
         return {name: tensor[:lanes].tolist() for name, tensor in found.items()}
 
     def _check_misses(self, hosts: Tensor, slots: Tensor, misses: Tensor) -> None:
-        """The misses lie in pool and buffer, and -1 behind them: else ``load`` could go anywhere,
-        and take the process with it."""
+        """Assert that misses are inside pool and buffer, with -1 behind them: else ``load`` could
+        write anywhere, and end the process."""
         listed = torch.arange(slots.shape[1]) < misses[:, None]
         for what, found, most in (
             ("miss_hosts", hosts, self.num_pages * self.group.units_per_page),
@@ -231,7 +231,7 @@ class TransferBench:
             )
 
     def host_id(self, slot: int, unit: int) -> int:
-        """Where a unit of a request lies in the host pool."""
+        """Place of a unit of a request in the host pool."""
         per_page = self.group.units_per_page
         return self._page_lists[slot][unit // per_page] * per_page + unit % per_page
 
@@ -241,7 +241,7 @@ class TransferBench:
             torch.cuda.synchronize(self.device)
 
     def host_tokens(self, slot: int) -> Tensor:
-        """What the pages of a request hold, ``[L, tokens, Hkv, planes, D]``."""
+        """Tokens in the pages of a request, ``[L, tokens, Hkv, planes, D]``."""
         group = self.group
         self.finish()
         found = self.store.entries[self.pages[slot].to(self.store.entries.device)].cpu()
@@ -262,7 +262,7 @@ class TransferBench:
 
         Args:
             slots: requests whose device rows may change.
-            layers: in which layers, all by default.
+            layers: layers in which they may, all by default.
             pages_of: requests whose host pages may change.
         """
         store, group = self.store, self.group

@@ -1,4 +1,4 @@
-"""What the parts of the transfer suite share: benches from a subject, shapes, a fetch."""
+"""Benches of a subject, shapes and a fetch, for all parts of the transfer suite."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def shapes(draw: Callable[..., Any], tier: str) -> dict[str, Any]:
 
 
 def fetch(bench: TransferBench, layer: int, slot: int, start: int, count: int) -> torch.Tensor:
-    """``[count, Hkv, planes, D]`` on the CPU, through the engine; nothing else may change."""
+    """Fetch ``[count, Hkv, planes, D]`` through the engine; nothing else may change."""
     group = bench.group
     shape = (count, group.num_kv_heads, group.head_dim)
     k, v = (torch.empty(shape, dtype=group.dtype, device=bench.device) for _ in range(2))

@@ -1,4 +1,4 @@
-"""What only a GPU can show of a transfer engine: far addresses, and replays of a graph."""
+"""Transfer engines at far addresses and in replays of a graph, which only a GPU can show."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _far_slots(device: torch.device) -> int:
 
 
 def check_far_addresses(subject: Subject, host_format: str = "model") -> None:
-    """Use the last request of a large group: its rows and pages lie at the far ends.
+    """Use the last request of a large group: its rows and pages are at the far ends.
 
     One-byte elements, so that element offsets pass 2**31 as byte offsets do; coded entries have
     them on the host.
@@ -110,7 +110,7 @@ def _random_rows(step: int, generator: torch.Generator, slots: list[int]) -> lis
 
 
 def check_captured(subject: Subject, host_format: str = "model") -> None:
-    """The twin that replays a graph stays bitwise equal to the twin that is called."""
+    """Compare a twin that replays a graph with a twin that is called, bit for bit."""
     shape: dict[str, Any] = {"unit": 2, "select": 5, "slots": 8, "requests": 5, "units": 32}
     shape |= {"heads_per_lane": 2, "host_format": host_format}
     group = group_shape(dtype=torch.bfloat16, dim=8, **shape)
@@ -134,7 +134,7 @@ def check_captured(subject: Subject, host_format: str = "model") -> None:
         k.copy_(torch.randn(k.shape, generator=generator))
         for bench in (eager, captured):
             bench.put(rows)
-            if step == 0:  # what a resident row has closed lies in its buffer
+            if step == 0:  # units that a resident row has closed are in its buffer
                 bench.engine.restore(RESIDENT, 8, True)
         torch.cuda.synchronize()
         if step == 0:  # compiles; a captured call must not

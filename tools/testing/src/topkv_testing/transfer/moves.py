@@ -123,8 +123,8 @@ class MoveTests(KitTests):
         check()
 
     def test_a_unit_written_again_is_new_in_every_copy(self, subject: Subject) -> None:
-        """A lane outgrows its buffer, which goes on holding the first units; the newest of them
-        is taken back and written again, by decoding or by a chunk, and then selected."""
+        """A lane outgrows its buffer, which goes on holding the first units; the newest of these
+        is rolled back and written again, by decoding or by a chunk, and then selected."""
         for again, resident in itertools.product(("decode", "chunk"), (True, False)):
             cache = cache_of(subject, slots=4, ring=3, lane_heads=1, requests=2)
             cache.begin(1, resident)
@@ -174,8 +174,8 @@ class MoveTests(KitTests):
         check()
 
     def test_coded_entries_hold_what_was_rounded(self, subject: Subject) -> None:
-        """Rows that were rounded come back from coded entries bit for bit, by whatever way they
-        went there: offload, chunk or flush, load, fetch or restore."""
+        """Rounded rows come back from coded entries bit for bit, by every way there and back:
+        offload, chunk or flush; load, fetch or restore."""
         _require_coded(subject)
 
         @examples(subject.tier, cpu=20, interpret=4, gpu=20)
@@ -238,7 +238,7 @@ def _require_coded(subject: Subject) -> None:
 
 
 def check_append(bench: TransferBench, slots: list[int], states: list[tuple[int, bool]]) -> None:
-    """Append random tokens in layer 1 and compare all memory with what it should be."""
+    """Append random tokens in layer 1 and compare all memory with the expected bytes."""
     group, store = bench.group, bench.store
     heads, dim = group.num_kv_heads, group.head_dim
     # Rows and heads stand apart, as in slices of a fused projection.

@@ -1,4 +1,4 @@
-"""Part of ``topkv_testing.transfers``: who lies where, and in which order it is evicted."""
+"""Part of ``topkv_testing.transfers``: slots of units, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class PlanTests(KitTests):
         assert not cache.bench.plan.count.any(), "an id out of range was counted"
 
     def test_limits_are_those_of_the_row(self, subject: Subject) -> None:
-        """Selectable units are what ``limit`` says, closed units or all tokens."""
+        """Selectable units are those below ``limit``, closed units or all tokens."""
         bench = bench_of(subject, select=5, slots=5, unit=1, requests=3, lane_heads=1, layers=1)
         for limit in (0, 1, 8, 9, 10):
             bench.put([Row(0, 10, 10, limit=limit), Row(), Row(2, 10, 10, limit=10 - limit)])
@@ -114,7 +114,7 @@ class PlanTests(KitTests):
                 assert values == [empty] * (2 * batch), f"plan.{name} of padded rows: {values}"
 
     def test_result_does_not_depend_on_the_batch(self, subject: Subject) -> None:
-        """The same lanes in another order, among padding, in batches of another size."""
+        """Lanes get equal plans in another order, among padding, in batches of another size."""
         steps = 2 if subject.tier.name == "interpret" else 12
         generator = torch.Generator().manual_seed(7)
         orders = [[0, 1, 2], [2, -1, 0, -1, 1], [1, 0, 2, -1]]

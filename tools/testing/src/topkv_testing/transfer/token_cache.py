@@ -1,4 +1,4 @@
-"""What both tiers must hold, as plain Python: every token's bytes, one ordered buffer a lane."""
+"""The expected content of both tiers: bytes of every token, one ordered buffer a lane."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Request:
         tokens: ``[L, length, Hkv, planes, D]`` keys and values on the CPU.
         resident: as in ``StepTensors``.
         high: the largest length that the ring has seen.
-        on_host: so many of the first tokens are on the host.
+        on_host: number of first tokens that are on the host.
         dirty: decode has appended since the open unit was flushed.
     """
 
@@ -41,7 +41,7 @@ class Request:
 
 
 class TokenCache:
-    """Drives a bench as a coordinator would, and knows what must come of it.
+    """Drives a bench as a coordinator would, beside the expected state.
 
     Every call checks that it changed nothing of other requests; ``check`` compares the rest.
     """
@@ -55,10 +55,10 @@ class TokenCache:
         self.lanes = {row: LaneModel(self.group.buffer_slots) for row in rows}
         self.counters = {row: [0, 0] for row in rows}
 
-    # What follows from the lengths.
+    # State that follows from the lengths.
 
     def fits(self, request: Request) -> bool:
-        """LRU slot u holds unit u for every closed unit, so that the lane needs no plan."""
+        """Return True if slot u holds unit u for every closed unit: the lane needs no plan."""
         newest = (request.high - 1) // self.group.unit
         return request.resident and newest <= self.group.buffer_slots
 
@@ -71,7 +71,7 @@ class TokenCache:
         return [(layer, row) for layer in self.layers for row in range(lanes.start, lanes.stop)]
 
     def _hold(self, slot: int, units: Sequence[int], layers: Sequence[int] | None = None) -> None:
-        """A lane that fits keeps unit u in slot u."""
+        """Put unit u into slot u of each lane that fits."""
         if self.fits(self.requests[slot]):
             for layer, row in self._rows(slot):
                 for unit in units:
@@ -79,7 +79,7 @@ class TokenCache:
                         self.lanes[layer, row].unit_in[unit] = unit
 
     def _forget(self, slot: int) -> None:
-        """Everything but what was counted."""
+        """Reset the lanes of a request, but not the counters."""
         for row in self._rows(slot):
             self.lanes[row].reset()
 
@@ -93,7 +93,7 @@ class TokenCache:
     def _halves(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values as slices of one wider tensor: rows apart, heads and D contiguous.
 
-        Of one plane twice the same, as a coordinator gives it.
+        Both are the same slice where there is one plane, as a coordinator gives them.
         """
         both = tokens.transpose(1, 2).contiguous().to(self.bench.device)
         return both[:, 0], both[:, -1]
@@ -101,7 +101,7 @@ class TokenCache:
     # Calls.
 
     def begin(self, slot: int, resident: bool = False) -> None:
-        """A new request takes the slot, whoever had it."""
+        """Begin a request in a slot, whoever had it."""
         with self.bench.touching([slot]):
             self.bench.engine.reset(slot)
         self._forget(slot)
@@ -160,7 +160,7 @@ class TokenCache:
         return Row(slot, request.length, request.high, appended, request.resident)
 
     def select(self, layer: int, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> None:
-        """Plan and load the rows of the last ``put``; the plan has to be the model's."""
+        """Plan and load the rows of the last ``put``; the plan must be the model's."""
         plan = self.bench.run(layer, ids)
         for lane, wanted in enumerate(ids):
             batch, head = divmod(lane, self.group.lane_heads)
@@ -214,12 +214,12 @@ class TokenCache:
             request.dirty = False
 
     def can_roll_back(self, slot: int, length: int) -> bool:
-        """Whether the new tail is still in the ring."""
+        """Return True if the new tail is still in the ring."""
         low = self.low(self.requests[slot].high)
         return low == 0 or (length - 1) // self.group.unit >= low
 
     def rollback(self, slot: int, length: int) -> None:
-        """Take back the newest tokens: a change of length, which no engine is told."""
+        """Roll the newest tokens back: a change of length, which no engine sees."""
         request = self.requests[slot]
         request.tokens = request.tokens[:, :length]
         request.on_host = min(request.on_host, length)
@@ -237,10 +237,10 @@ class TokenCache:
         self._forget(slot)
         self._hold(slot, range(-(-length // self.group.unit)))
 
-    # What must hold after every call.
+    # Invariants after every call.
 
     def check(self) -> None:
-        """Maps follow the models; host, ring and held slots have the bytes of the tokens."""
+        """Check that maps follow the models; host, ring and held slots have the tokens' bytes."""
         self.check_maps()
         buffer = self.bench.store.buffer.cpu()
         for slot, request in self.requests.items():
@@ -252,7 +252,7 @@ class TokenCache:
             self._check_held(slot, request, buffer)
 
     def check_maps(self) -> None:
-        """Every lane of every layer: order, the two maps, and the counters."""
+        """Check every lane of every layer: order, the two maps, and the counters."""
         store = self.bench.store
         order, held, slot_of, counters = (
             tensor.tolist()
@@ -289,7 +289,7 @@ class TokenCache:
                 assert torch.equal(raw(kept), raw(true)), f"ring: slot {slot}, unit {unit}"
 
     def _check_held(self, slot: int, request: Request, buffer: Tensor) -> None:
-        """Closed units only: a copy of a unit that was opened again is mended when it closes."""
+        """Check closed units only: a copy of a reopened unit is written anew when it closes."""
         group = self.group
         for layer, row in self._rows(slot):
             for place, unit in enumerate(self.lanes[layer, row].unit_in):
