@@ -97,7 +97,7 @@ def measure(requests: int, tokens: int, tokens_per_cluster: int) -> dict[str, ob
 
 
 def read_gbs() -> float:
-    """What a sum over 2 GiB reads: the ceiling for ``score_gbs``."""
+    """Measure the GB/s that a sum over 2 GiB reads: the ceiling for ``score_gbs``."""
     source = torch.zeros(1 << 29, device="cuda")
     return source.numel() * 4 / per_call(source.sum) / 1e3
 

@@ -116,7 +116,7 @@ class Decoder:
         return self.coordinator.layers[layer].view.pools["state"][slot, :3].tolist()
 
     def check_dense(self, *slots):
-        """With a covering budget a step equals dense attention: no token twice, none missing."""
+        """Check that a step with a covering budget is dense attention: each token once."""
         q, kv = self.draw(len(slots))
         out = self.decode(*slots, data=(q, kv))
         for row, slot in enumerate(slots):

@@ -1,4 +1,4 @@
-"""What holds whatever the data: windows, empty clusters, the size of a query, bytes."""
+"""Properties that hold for any data: windows, empty clusters, the size of a query, bytes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def subject(on):
 
 
 def taken(bench, slot):
-    """What a request holds of each pool, on the CPU: the places that are taken."""
+    """Places of each pool that a request has taken, on the CPU."""
     pools = {name: pool[slot].cpu() for name, pool in bench.pools.items()}
     _, built, clusters, _ = pools["state"].tolist()
     members = built - bench.algorithm.settings.sinks
@@ -104,7 +104,7 @@ def test_an_empty_cluster_has_a_centroid_of_numbers(subject):
 
 
 def test_one_query_head_selects_by_direction_alone(subject):
-    """Without a group there is no mean of softmaxes: q times c > 0 selects what q selects."""
+    """No mean of softmaxes is taken without a group: q times c > 0 selects what q selects."""
 
     @examples(subject.tier, cpu=30, interpret=3)
     @given(case=cases(subject, groups=(1,)), exponent=st.sampled_from([-4, -1, 2, 6]))
@@ -144,7 +144,7 @@ def test_pools_have_the_bytes_of_the_readme(on, dtype, window, per_cluster):
 
 
 def test_chunks_of_a_prompt_do_not_matter(subject):
-    """Segments lie at fixed positions, whether chunks or the host tier bring their keys."""
+    """Segments are at fixed positions, whether chunks or the host tier bring their keys."""
 
     @examples(subject.tier, cpu=40, interpret=4)
     @given(
@@ -170,7 +170,7 @@ def test_chunks_of_a_prompt_do_not_matter(subject):
 
 
 def test_clusters_of_a_prefix_depend_on_what_follows(subject):
-    """Its segment ends where the prompt does: who takes a page over has to replay it."""
+    """A segment ends where the prompt does: whoever takes a page over has to replay it."""
 
     @examples(subject.tier, cpu=15, interpret=2)
     @given(case=cases(subject, keys=("normal",), exact=False))

@@ -1,4 +1,4 @@
-"""What is selected, against float64 scores of what is stored, and what it costs."""
+"""Selected tokens against float64 scores of what is stored, and the cost of selecting."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_any_rows(kernels, shape):
 
 @pytest.mark.parametrize("low", [-LARGEST, -1e38])
 def test_many_infinite_scores(kernels, low):
-    """A part of their bin ends behind the last of all keys."""
+    """A part of the bin of infinite scores ends behind the last of all keys."""
     random = np.random.default_rng(0)
     for columns, select, count in ((400, 50, 70), (2048, 300, 1500)):
         scores = aligned(1, columns, 0)
@@ -79,7 +79,7 @@ def tiny(steps) -> np.ndarray:
 
 def test_zeros_at_the_pivot(kernels):
     """The pivot falls on the key between 0 and the scores below, which is no score's, and just as
-    many as are wanted lie above, as lists that do not fit when they are merged."""
+    many as are wanted are above, as lists that do not fit when they are merged."""
     shape, select, random = Shape(2, 512, 4, 1024, 2048), 1022, np.random.default_rng(0)
     places, counts = np.unique(reference.places(4096, shape.samples), return_counts=True)
     order = random.permutation(len(places))
@@ -133,7 +133,7 @@ def run_rows(run, shape: Shape) -> None:
 
 
 def ends_well(run, shape: Shape) -> bool:
-    """Whether all rows are right, in a process that a faulty kernel may wreck."""
+    """Return True if all rows are right, in a process that a faulty kernel may wreck."""
     process = multiprocessing.get_context("fork").Process(target=run_rows, args=(run, shape))
     process.start()
     process.join()

@@ -40,7 +40,7 @@ def select_by(run, scores, lengths, select):
 
 
 def check(run, scores, lengths, select):
-    """What stands behind the length of a row is poison as well."""
+    """Compare with a sort; scores behind the length of a row are poison as well."""
     scores = torch.as_tensor(scores, dtype=torch.float32).clone()
     for row, length in zip(scores, lengths, strict=True):
         row[max(length, 0) :] = torch.inf
@@ -197,7 +197,7 @@ def test_any_number_of_rows(rows):
 
 
 def test_replays_follow_scores_and_lengths():
-    """In one graph with the kernel that makes the scores, behind which it starts early."""
+    """The graph has the kernel that makes the scores too, behind which the top-k starts early."""
     scores, source = torch.empty(5, 131072, device="cuda"), torch.randn(5, 131072, device="cuda")
     lengths = torch.full((5,), 131072, **INTS)
     run, ids = made(5, 131072, 2048), torch.full((5, 2048), POISON, **INTS)

@@ -1,4 +1,4 @@
-"""What the top-k says where it cannot serve, and its hook against the spec."""
+"""Reasons that the top-k gives where it cannot serve, and its hook against the spec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How rows are divided and sampled: any size finds room, and the room is enough."""
+"""Division and sampling of rows: any size finds room, and the room is enough."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def variants(
 
 
 def read_gbs() -> float:
-    """What a sum over 2 GiB reads: the bandwidth of the bound."""
+    """Measure the GB/s that a sum over 2 GiB reads: the bandwidth of the bound."""
     source = torch.zeros(1 << 29, device="cuda")
     return source.numel() * 4 / per_call(source.sum) / 1e3
 

@@ -26,7 +26,7 @@ from topkv_deepseek_dsa.launch import DeepSeekDSATriton  # noqa: E402
 MADE = {"reference": DeepSeekDSA, "triton": DeepSeekDSATriton}
 NAN = math.nan
 POISON = 0xFF
-"""As an e4m3 code, and four times as an fp32 scale, this is NaN."""
+"""Byte that is NaN as an e4m3 code, and four times as an fp32 scale."""
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def e4m3():
 
 
 def nearest(x, power_of_two=False):
-    """Codes, int64, and float64 scales: those of two equally near codes that are even."""
+    """Codes, int64, and float64 scales: of two equally near codes the even one."""
     most = x.float().abs().amax(-1).clamp(min=1e-4)
     scale = (most.double() / 448).float().double()
     if power_of_two:
@@ -203,7 +203,7 @@ class World:
         return self.formed(ids[:, 0], range(start + 1, start + len(q) + 1))
 
     def formed(self, ids, lengths):
-        """Checks that each row is ascending, complete and in range; returns sets."""
+        """Check that each row is ascending, complete and in range; return sets."""
         sets = []
         for row, length in zip(ids.tolist(), lengths, strict=True):
             valid = row[: min(length, self.group.select)]
@@ -223,7 +223,7 @@ class World:
         return first + at % 64 * self.dim, first + 64 * self.dim + at % 64 * 4
 
     def stored(self, slot, tokens):
-        """What the bytes of tokens are: uint8 ``[n, D]`` and fp32 ``[n]``, on the CPU."""
+        """Codes and scales of tokens as stored: uint8 ``[n, D]`` and fp32 ``[n]``, on the CPU."""
         flat = self.pool.view(-1)
         codes, scales = (x[:, None] for x in self.place(slot, tokens))
         codes = flat[(codes + torch.arange(self.dim)).to(self.device)].cpu()
@@ -264,14 +264,14 @@ class World:
         return weights.double() @ products.relu()
 
     def rough(self, slot, q, weights):
-        """The same by plain fp32."""
+        """Scores as in ``oracle``, by plain fp32."""
         products = self.rounded(q).float() @ self.decoded(slot).float().T
         return weights.float() @ products.relu()
 
     def slack(self, slot, q, weights):
-        """How much further off than fp32 sums a product of e4m3 on tensor cores may be.
+        """Error beyond that of fp32 sums that a product of e4m3 on tensor cores may have.
 
-        They line up the terms of a sum with the largest and keep some 14 bits of each.
+        Tensor cores line up the terms of a sum with the largest and keep some 14 bits of each.
         """
         kernels = isinstance(self.indexer, DeepSeekDSATriton)
         if not kernels or self.indexer.launcher.stored is not torch.float8_e4m3fn:

@@ -34,7 +34,7 @@ V32 = ModelShape(
 
 
 def params_of(checkpoint, **own):
-    """How keys are stored where a checkpoint recommends this, and a user sets ``own``."""
+    """Parameters of the keys, as a checkpoint recommends them and a user sets ``own``."""
     registry = PluginRegistry([("t", "1", Entries(*topkv_register_algorithms()))])
     config = SparseConfig(
         algorithm="deepseek_dsa", backend="gather", topk="radix", max_tokens=4096, **own
@@ -69,7 +69,7 @@ def test_keys_are_stored_as_deepseeks_code_stores_them(world, impl, device, enco
     wanted, scale = encode(rotated(w.keys[0]).float(), True)
     assert torch.equal(scales.double(), scale)
     assert torch.equal(scale.log2(), scale.log2().round())
-    # Sums in fp32 may round to the neighbour where a value lies between two codes.
+    # Sums in fp32 may round to the neighbour where a value is between two codes.
     assert (codes.long() == wanted).double().mean() > 0.999
 
 

@@ -1,4 +1,4 @@
-"""What the core relies on: hook names, refusals, the entry, and decoding inside a CUDA graph."""
+"""Contract with the core: hook names, refusals, the entry, and decoding inside a CUDA graph."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_models_without_an_indexer_are_refused(world):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("hadamard", [False, True])
 def test_a_graph_replays_update_and_retrieve(world, form, hadamard):
-    """At growing lengths and in other pages, from one capture."""
+    """One capture serves growing lengths and other pages."""
     w = world.filled("triton", "cuda", keys=form, hadamard=hadamard, heads=64, dim=128, select=40)
     slots, k = [0, 1, 2], w.random(3)[:, None].cuda()
     q, weights = (x.cuda() for x in w.queries(3))

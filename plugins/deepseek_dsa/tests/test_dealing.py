@@ -1,4 +1,4 @@
-"""How the tiles of a step are shared among programs: each goes to one, and none gets too many."""
+"""Division of a step's tiles among programs: each goes to one, and none gets too many."""
 
 from __future__ import annotations
 
@@ -108,20 +108,20 @@ def test_every_tile_is_dealt_once():
 @pytest.mark.parametrize("count", [1, 3, 16, 40])
 @pytest.mark.parametrize("share", [1, 43, 44, 800])
 def test_rows_that_are_alike(count, share):
-    """Of so many tiles a program and row, around what another wave of programs begins with; and of
-    more than there are waves for."""
+    """``share`` tiles a program and row: around the number that another wave of programs begins
+    with, and more than there are waves for."""
     running = 4
     check(share * running, running, [share * running * TILE] * count, [0] * count)
 
 
 def test_rows_far_below_their_capacity():
-    """Have as many programs as their tiles are for, not as the capacity is."""
+    """Such rows have as many programs as their tiles are for, not as the capacity is."""
     for tiles in (5, 40):
         check(2000, 16, [40 * TILE, tiles * TILE], [0, 0])
 
 
 def test_many_rows_are_divided():
-    """Not in two halves, say, for which there is a program and a half each."""
+    """Rows are not left in two halves, say, where there is a program and a half for each."""
     for rows, running in ((33, 66), (22, 44), (20, 16)):
         lengths = [86 * TILE] * (rows - 1) + [87 * TILE]
         assert check(87, running, lengths, [0] * rows) < 1.25
@@ -130,7 +130,7 @@ def test_many_rows_are_divided():
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 def test_every_tile_of_long_rows_is_dealt_once():
-    """Up to 2^20 tokens a row, where shares are rounded."""
+    """Rows have up to 2^20 tokens, where shares are rounded."""
 
     @settings(deadline=None, max_examples=150)
     @given(st.data(), st.sampled_from([128, 512, 2048, 16384]), st.sampled_from([264, 396, 792]))

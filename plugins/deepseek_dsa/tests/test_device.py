@@ -56,7 +56,7 @@ def test_long_requests(world, form, dtype, scale_format):
 
 
 def test_programs_of_many_tiles(world, form):
-    """As long requests have them: here few programs run at a time, also in several waves."""
+    """Programs have as many tiles as in long requests: few run at a time, in several waves too."""
     lengths = (16384, 9001, 2049, 2048, 12345)
     w = world.filled("triton", "cuda", keys=form, lengths=lengths, pages=256, requests=5, **SHAPE)
     for running in (8, 40):

@@ -1,4 +1,4 @@
-"""Index keys in the pool: their bytes, where they lie, and how they get there."""
+"""Index keys in the pool: their bytes, their places, and how they get there."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_fp32_keys_of_a_16_bit_model_are_rounded_once(world, impl, device, form)
 
 @pytest.mark.parametrize("page", [64, 192])
 def test_a_block_is_64_rows_of_codes_and_64_scales(world, encode, impl, device, page):
-    """As DeepGEMM reads it, for D = 128: a block is 8192 bytes of codes and 256 of scales."""
+    """A block is as DeepGEMM reads it, for D = 128: 8192 bytes of codes and 256 of scales."""
     w = world(impl, device, dim=128, page=page, pages=2)
     w.prefill(1, w.random(page))
     start = int(w.table[1, 0]) * page * 132

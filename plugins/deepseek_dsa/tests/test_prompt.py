@@ -11,7 +11,7 @@ from topkv_deepseek_dsa import algorithm
 
 
 def as_steps(w, start, q, weights):
-    """What decode steps select at positions from ``start`` on, of keys that are there already."""
+    """Select by decode steps at positions from ``start`` on, among keys that are there already."""
     sets = []
     for row in range(len(q)):
         w.rows([0])

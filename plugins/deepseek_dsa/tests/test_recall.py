@@ -1,4 +1,4 @@
-"""How many of the best tokens fp8 keys and queries find, by float64 scores of the unrounded ones.
+"""Recall of the best tokens by fp8 keys and queries, against float64 scores of unrounded ones.
 
 64 index heads of 128, 128 of 2048 tokens, 12 queries. Measured means: 0.97 of Gaussian keys and of
 keys with two channels 30 times as large, 0.94 (0.93 with ue8m0) of keys with a constant of 30 on
@@ -69,7 +69,7 @@ def test_fp8_finds_what_fp32_selects(world, kind, hadamard, least, scale_format)
 
 @pytest.mark.parametrize("hadamard", [False, True])
 def test_fp32_keys_find_all(world, hadamard):
-    """What is lost above is lost to the codes."""
+    """Codes alone cause the losses above."""
     make = {"dtype": torch.float32, "heads": 64, "dim": 128, "pages": 32, "select": 128}
     w = world("reference", "cpu", keys="bf16", requests=1, hadamard=hadamard, **make)
     assert recalls(w, gaussian) >= 0.999

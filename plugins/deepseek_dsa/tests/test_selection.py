@@ -1,4 +1,4 @@
-"""What the indexer selects, against float64 scores of what it keeps."""
+"""Selections of the indexer against float64 scores of the keys that it keeps."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_whole_numbers_are_selected_exactly(world, impl, device, form, ties):
 
 
 def test_permuted_heads_score_the_same(world, impl, device, form):
-    """Queries and weights alike; sums of whole numbers have no order."""
+    """Queries and weights are permuted alike; sums of whole numbers have no order."""
     w = world(impl, device, keys=form, heads=8, dim=32)
     keys, q, weights, _ = whole_case(w, 200, False)
     w.prefill(0, keys)
@@ -125,7 +125,7 @@ def test_weights_of_zero_select_the_lowest_tokens(world, impl, device, form):
 
 
 def test_negative_weights_never_select_padding(world, impl, device, form):
-    """Every score is negative, what stands behind the length is not."""
+    """Every score is negative; the numbers behind the length are not."""
     w = world.filled(impl, device, keys=form)
     q, weights = w.queries(3)
     q[:] = q.abs()
@@ -141,7 +141,7 @@ def test_negative_weights_never_select_padding(world, impl, device, form):
 
 @pytest.mark.parametrize("scale_format", ["fp32", "ue8m0"])
 def test_powers_of_two_select_the_same(world, impl, device, form, scale_format):
-    """Of queries, of weights, and of all keys."""
+    """Powers of two as factors of queries, of weights, and of all keys change no selection."""
 
     @given(seed=st.integers(0, 99), exponent=st.sampled_from([-3, -1, 1, 3]))
     @settings(deadline=None, max_examples=4)
@@ -167,7 +167,7 @@ def test_hadamard_keeps_the_ranking_in_fp32(world, impl, device):
     truth = plain.oracle(0, q[0, 0], weights[0])
     order = truth.argsort(descending=True)
     ranked = [scores_of(w, q, weights, [0])[0, :250].double() for w in (plain, turned)]
-    # Where float64 tells two neighbours apart by more than fp32 rounds, both do.
+    # Neighbours that differ by more than fp32 rounds in float64 are ordered alike by both.
     band = max((scores - truth).abs().max() for scores in ranked)
     assert band <= 2**-18 * truth.abs().max()
     apart = truth[order][:-1] - truth[order][1:] > 2 * band
@@ -202,7 +202,7 @@ def test_pages_may_lie_anywhere(world, impl, device, form):
 
 
 def test_rows_do_not_see_each_other(world, impl, device, form):
-    """Nor padded rows, whose queries are NaN, nor what lies behind a length."""
+    """Padded rows, whose queries are NaN, and what is behind a length are not seen either."""
     w = world.filled(impl, device, keys=form, requests=5, lengths=(250, 70, 5, 129, 64))
     q, weights = w.queries(5)
     alone = [w.retrieve(q[i : i + 1], weights[i : i + 1], [i])[0] for i in range(5)]

@@ -110,7 +110,7 @@ def truth(q, k, statistic):
 
 @pytest.fixture(scope="module")
 def spread(model, tokens):
-    """What five blocks, spread over the text, give."""
+    """Queries and keys of five blocks, spread over the text, by layer."""
     blocks = tokens.split(BLOCK)
     return activations(model, [blocks[i * len(blocks) // 5] for i in range(5)])
 

@@ -1,4 +1,4 @@
-"""Which channels: statistics in float64, and the choice among them."""
+"""Choice of channels, and its statistics in float64."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class TestChannelsOfThePrompt(AlgorithmTests):
 
 
 class TestChannelsOfAFile(StateTests, KernelTests):
-    """With a file a label depends on its key alone: what the kit says of that."""
+    """A label depends on its key alone where a file has the channels: the kit's tests of that."""
 
     kind = "algorithm"
 

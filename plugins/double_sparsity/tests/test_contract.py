@@ -1,4 +1,4 @@
-"""What the core relies on: hook names, and refusals with all their reasons."""
+"""Contract with the core: hook names, and refusals with all their reasons."""
 
 from __future__ import annotations
 

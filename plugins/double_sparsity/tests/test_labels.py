@@ -1,4 +1,4 @@
-"""What is kept of a key: its channels bit for bit, or 4-bit codes within half a scale."""
+"""Labels of keys: channels bit for bit, or 4-bit codes within half a scale."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLOATS = st.floats(-65000, 65000, width=32) | st.floats(-(2.0**-20), 2.0**-20, w
 
 
 def half_a_scale(x, decoded, scale):
-    """Whether each channel is off by half a scale at most, but for the rounding of fp32."""
+    """Return True if each channel is off by half a scale at most, but for the rounding of fp32."""
     slack = 2.0**-22 * x.double().abs().amax(-1, keepdim=True)
     return ((x.double() - decoded).abs() <= scale.double() / 2 + slack).all()
 

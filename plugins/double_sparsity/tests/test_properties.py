@@ -20,7 +20,7 @@ def grid(generator, *shape):
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("scope", ["kv_head", "shared"])
 def test_sinks_are_forced_and_the_best_of_the_others_follow(bench, tier, label, scope):
-    """As many as were asked for, however bad they are; beside them float64 decides."""
+    """All sinks that are asked for are forced, however bad; beside them float64 decides."""
 
     @examples(tier, cpu=20, interpret=3)
     @given(seed=st.integers(0, 999), sinks=st.integers(0, 5), length=st.integers(2, 40))

@@ -1,4 +1,4 @@
-"""What is selected, against float64."""
+"""Selected tokens against float64."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def assert_best(b, q, slot):
 
 
 def test_the_order_of_one_head_needs_no_normaliser(bench, tier):
-    """Logits so large that no softmax could tell them apart."""
+    """Logits are so large that no softmax could distinguish them."""
     b = bench(tier, group=1, channels=16, select=7)
     keys = torch.zeros(40, 2, 16)
     keys[:, :, 0] = 2.0**12 + torch.arange(40)[:, None] / 8
@@ -111,7 +111,7 @@ def test_a_sample_weighs_the_heads(bench, tier, monkeypatch, label, scope):
 
 @pytest.mark.parametrize("scope", ["kv_head", "shared"])
 def test_a_needle_outside_of_the_sample_is_found(bench, tier, monkeypatch, scope):
-    """One that no exponential holds beside the others, in either direction."""
+    """No exponential holds the needle's logit beside the others, in either direction."""
     monkeypatch.setattr(reference, "SAMPLE", 8)
     b = bench(tier, scope=scope, group=2, select=2, channels=16, kv_heads=1)
     keys = torch.randn(40, 1, 16, generator=b.case.generator(1))

@@ -25,7 +25,7 @@ class TestFiles(StorageTests):
 
 
 class TestLimited(StorageTests):
-    """With a limit that nothing reaches."""
+    """The storage has a limit that nothing reaches."""
 
     @pytest.fixture
     def plugin(self):

@@ -1,4 +1,4 @@
-"""Writers that are killed, disks that are full, two processes, and what the commands say of it."""
+"""Killed writers, full disks, two processes, and the commands' reports about them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ while True:
 
 @pytest.mark.slow
 def test_writers_that_are_killed_leave_whole_pages(tmp_path):
-    """Two hundred of them, in whatever they are at; forks of one process, which are quick."""
+    """Two hundred writers are killed at any moment; forks of one process, which are quick."""
     folder, draw, seen = str(tmp_path / "pages"), random.Random(1), 0
     pages = [page(number) for number in range(16)]
     storage = made(folder)
@@ -268,7 +268,7 @@ def place_of(size):
 
 
 def test_an_owner_loses_what_went_unused_longest(tmp_path):
-    """And is told what of a batch its quota has no room for."""
+    """The answer to a put says which pages of a batch the quota has no room for."""
     storage = limited(tmp_path, {"a": 4000})
     keys = [key_for("a", n) for n in range(4)]
     assert storage.put(keys, [place_of(900)] * 4) == [True] * 4
@@ -291,7 +291,7 @@ def test_one_object_more_than_half_a_quota_stays(tmp_path):
 
 
 def test_a_prompt_that_is_asked_for_is_used_in_order(tmp_path):
-    """Its last pages go first, in however many calls they were stored and are read."""
+    """The prompt's last pages go first, in however many calls they were stored and are read."""
     storage = limited(tmp_path, {"a": 8000})
     keys = [key_for("a", number) for number in range(6)]
     for at in (4, 2, 0):

@@ -1,4 +1,4 @@
-"""What the storage has not made is left alone: directories of others, and files in its own."""
+"""Directories of others, and others' files in the storage's own directory, are left alone."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tree(path):
 
 
 def git_objects(path):
-    """As ``git init`` and a commit leave them."""
+    """Write objects as ``git init`` and a commit leave them."""
     for name in ("info", "pack", "4b"):
         (path / name).mkdir()
     (path / "4b" / "825dc642cb6eb9a060e54bf8d69288fbee4904").write_bytes(b"x\x9c+)JMU0`\0")
@@ -66,7 +66,7 @@ def thesis(path):
 
 
 def sha256_files(path):
-    """Named as pages are, by somebody who names files by their content."""
+    """Write files named as pages are, by somebody who names files by their content."""
     (path / "ef").mkdir()
     (path / "ef" / FOREIGN).write_bytes(b"an image")
 
@@ -123,7 +123,7 @@ def test_others_in_its_own_directory_stay(tmp_path, others):
 
 
 def test_files_of_another_user_stay(tmp_path, monkeypatch):
-    """Which this one may not read, in whatever it looks at."""
+    """This user may not read such files, in whatever it looks at."""
     fill(made(tmp_path))
     (tmp_path / "new" / ("ab" * 16)).write_bytes(MAGIC)
     before = tree(tmp_path)
@@ -145,7 +145,7 @@ def test_files_of_another_user_stay(tmp_path, monkeypatch):
 
 
 def test_old_directories_are_known_by_what_they_hold(tmp_path):
-    """Those that a version without markers has made, with what dead writers left in them."""
+    """Old directories are of a version without markers, with what dead writers left in them."""
     fill(made(tmp_path))
     (tmp_path / owned.MARKER).unlink()
     (tmp_path / "lock").touch()
@@ -185,7 +185,7 @@ KINDS = ["pipe", "socket", "directory", "link", "device"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_file_is_waited_for_nowhere(tmp_path, kind, monkeypatch):
-    """Under the name of a key, of an unfinished file, and of a shelf."""
+    """The thing has the name of a key, of an unfinished file, or of a shelf."""
     monkeypatch.chdir(tmp_path)
     make, key = dict(entries(tmp_path))[kind], KEYS[1]
     storage = made(tmp_path)
@@ -237,7 +237,7 @@ def test_what_it_makes_is_private(tmp_path):
 
 
 def test_two_processes_claim_one_directory(tmp_path):
-    """At once, while it is empty or not there."""
+    """Both claim it at once, while it is empty or not there."""
     source = (
         "import os, sys, time; sys.path[:0] = [sys.argv[1]]\n"
         "from test_foreign import made\n"

@@ -3,7 +3,7 @@
     python plugins/flash_attention/benchmarks/attend.py --out flash_attention.jsonl
     python plugins/flash_attention/benchmarks/attend.py --batch 1 8 --unit 1 --splits 1 2 4 8
 
-Every lane attends to 2048 tokens that lie scattered, unit by unit, in a buffer of 4096. A cell is
+Every lane attends to 2048 tokens that are scattered, unit by unit, in a buffer of 4096. A cell is
 the median over replays of a graph that calls once for each of several input sets, which together
 are far larger than the L2 cache. ``us`` is ``attend``; ``library_us`` the library's call alone,
 which leaves the LSE in its own layout and empty lanes as they come; ``scheduled_us`` the same with
@@ -55,7 +55,7 @@ class Cell:
 
     @property
     def bytes(self) -> int:
-        """That the tokens of all lanes take."""
+        """Bytes of the tokens of all lanes."""
         row = 576 if self.latent else 2 * KV_HEADS * DIM
         return self.batch * TOKENS * row * 2
 
@@ -141,7 +141,7 @@ def bare(backend: FlashAttention, each: Inputs, splits: int = 0) -> Callable[[],
 
 
 def scheduled(backend: FlashAttention, each: Inputs, unit: int) -> Callable[[], object] | None:
-    """The same with ready metadata; None where the library has no such thing."""
+    """The library's call with ready metadata; None where the library has no such thing."""
     library = backend.library
     if not isinstance(library, FlashAttention3):
         return None
@@ -174,7 +174,7 @@ def scheduled(backend: FlashAttention, each: Inputs, unit: int) -> Callable[[], 
 
 
 def triton_calls(cell: Cell, sets: list[Inputs]) -> list[Callable[[], object]]:
-    """By triton_attention; none where it is not installed."""
+    """Calls of triton_attention; none where it is not installed."""
     if "triton_attention" not in {each.name for each in registry().records() if each.entry}:
         return []
     made = registry().create("backend", "triton_attention", cell.setup, "triton")
@@ -182,7 +182,7 @@ def triton_calls(cell: Cell, sets: list[Inputs]) -> list[Callable[[], object]]:
 
 
 def measure(cell: Cell, splits: list[int], replays: int) -> dict[str, object]:
-    """One line of the table."""
+    """Measure one line of the table."""
     backend = FlashAttention(cell.setup)
     sets = inputs(cell)
     time = partial(graph_us, repeats=replays)

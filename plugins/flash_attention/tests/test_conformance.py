@@ -18,7 +18,7 @@ UNITS, DIMS = (1, 2, 16, 64, 128), (64, 72, 96, 128, 192, 256)
 
 
 def found():
-    """What the first library that reads single tokens takes, and why there is none.
+    """Return the shapes that the first library that reads single tokens takes, or why none does.
 
     Without a device the tiers of the kit say so themselves.
     """

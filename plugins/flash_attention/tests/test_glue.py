@@ -1,4 +1,4 @@
-"""What goes on around the library: the kernel and the reference, against plain Python."""
+"""Code around the library: the kernel and the reference, against plain Python."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_empty_lanes_and_the_layout_of_the_lse(device, copy, heads, dim):
 @ON
 @pytest.mark.parametrize("copy", [True, False])
 def test_results_of_lanes_go_to_their_rows(device, copy):
-    """Rows of outputs and of the LSE lie further apart than their heads."""
+    """Rows of outputs and of the LSE are further apart than their heads."""
     lanes, heads, dim, each = 6, 3, 16, 2
     lengths = torch.tensor([3, 0, 1, 9, 2, 0], dtype=torch.int32, device=device)
     given_out = torch.randn(lanes, 1, heads, dim, device=device)

@@ -135,7 +135,7 @@ def test_capped_logits(place, softcap, scale, dim):
 @EACH
 @pytest.mark.parametrize("lanes", [1, 300, 1100])
 def test_any_batch(place, lanes):
-    """With splits and without; beyond the 992 sequences that one scheduling kernel takes."""
+    """Batches, split or not, exceed the 992 sequences that one scheduling kernel takes."""
     geometry = Geometry(1, 4, 128, 16, 1, "shared", torch.bfloat16)
     instance, model = grouped(place, geometry, lanes)
     inputs = AttendCase(geometry, tuple((97 * n + 31) % 90 for n in range(lanes)), 40).make()
@@ -187,7 +187,7 @@ def check_latent(q, stored, table, lengths, unit, out, lse):
 @pytest.mark.parametrize("heads", [128, 64, 16, 5])
 @pytest.mark.parametrize("unit", [1, 16, 64])
 def test_latent_decode_over_scattered_rows(place, heads, unit):
-    """With 128 heads and units of 64 too, where TMA would bring what lies behind a length."""
+    """Cases have 128 heads and units of 64 too, where TMA would bring what is behind a length."""
     instance, lengths = latent(place, heads, unit), (2048, 1, 0, 1000)
     q, stored, table = latent_case(heads, unit, lengths)
     out, lse = results(4, heads, 512)
@@ -234,7 +234,7 @@ def test_latent_replays_follow_lengths_and_tables(place):
 @pytest.mark.parametrize("scope", ["shared", "kv_head"])
 @pytest.mark.parametrize("unit", [1, 16, 256])
 def test_decode_never_waits(place, scope, unit):
-    """Nor does it move anything to the host: once compiled, only launches."""
+    """Nothing is moved to the host either: once compiled, decode is launches alone."""
     geometry = Geometry(2, 4, 128, unit, 1, scope, torch.bfloat16)
     instance, model = grouped(place, geometry, 8 // geometry.lane_heads)
     inputs = AttendCase(geometry, ragged(unit, 8)).make()
@@ -257,7 +257,7 @@ def test_decode_never_waits(place, scope, unit):
 @EACH
 @pytest.mark.parametrize("scope", ["shared", "kv_head"])
 def test_outputs_whose_rows_lie_apart(place, scope):
-    """Those of a padded projection: nothing is written between rows."""
+    """Outputs are of a padded projection: nothing is written between rows."""
     geometry = Geometry(2, 4, 128, 16, 1, scope, torch.bfloat16)
     batch = 8 // geometry.lane_heads
     instance, model = grouped(place, geometry, batch)

@@ -1,4 +1,4 @@
-"""What is recognised as a library, by presence and signatures alone; nothing is computed here."""
+"""Recognition of libraries, by presence and signatures alone; nothing is computed here."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def nowhere(monkeypatch):
 
 
 def offer(monkeypatch, name, **functions):
-    """A module that offers functions, and the packages that it lies in."""
+    """Install a module that offers functions, and the packages that it is in."""
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
         module = ModuleType(".".join(parts[:depth]))

@@ -1,4 +1,4 @@
-"""What the backend says where it cannot serve."""
+"""Refusals of the backend where it cannot serve."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """FlashInfer as it is documented, in float64 and one query at a time, for machines without it.
 
-What goes on around the library is tested against this: it takes the same arguments, keeps the
-documented conditions on them, and its log-sum-exps are to the base of 2. Only what the backend
-calls is here. That the library itself is as documented is for ``test_gpu`` to show.
+The code around the library is tested against this stand-in: it takes the library's arguments,
+keeps the documented conditions on them, and its log-sum-exps are to the base of 2. Only what the
+backend calls is here. That the library itself is as documented is for ``test_gpu`` to show.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ COLUMNS = (3, 11, 13, 14)
 
 
 class Schedule:
-    """What the library keeps of a plan under CUDA graphs: spans of ``LIMIT`` tokens as works.
+    """Plan as the library keeps one under CUDA graphs: spans of ``LIMIT`` tokens as works.
 
     Plan info and workspace are laid out as ``MLAPlan`` of ``scheduler.cuh`` lays them out.
     """
@@ -246,6 +246,6 @@ class Documented(FlashInfer):
 
 
 def documented(model, group, device, max_batch):
-    """The same by shapes."""
+    """Make the backend around the documented library for shapes."""
     setup = BackendSetup(model, group, torch.device(device), max_batch, model.group_size)
     return Documented(setup)

@@ -1,4 +1,4 @@
-"""What goes on around the library: kernels against plain Python, and the prompts' parts."""
+"""Code around the library: kernels against plain Python, and the prompts' parts."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_other_heads_and_dtypes(group, dim, dtype):
 
 @pytest.mark.parametrize(("softcap", "scale"), [(50.0, 0.0625), (50.0, 20.0), (0.5, 20.0)])
 def test_capped_logits(softcap, scale):
-    """In prompts and decode steps; dim 256 and 50 are Gemma 2's."""
+    """Logits are capped in prompts and decode steps; dim 256 and 50 are Gemma 2's."""
     made, _ = backend(geometry("shared", 16, dim=256), 1, 33, scale=scale, softcap=softcap)
     draw = torch.Generator("cuda").manual_seed(0)
     q, k, v = (
@@ -159,7 +159,7 @@ def test_replays_follow_lengths_and_tables(scope):
 
 
 def test_an_adapted_table_is_attended_as_its_copy_is():
-    """By the pages that were written along with it, or by those that ``attend`` copies."""
+    """Pages are those written along with the table, or those that ``attend`` copies."""
     g = geometry("kv_head", 16)
     made, _ = backend(g, 4, 65)
     case = AdaptCase(g, ((3, 900), (-1, 0), (0, 7), (5, 30)), (64, 0, 5, 64) * 2, 64, 65, 2, 8)

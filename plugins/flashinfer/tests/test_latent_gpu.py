@@ -87,7 +87,7 @@ def test_ragged_lanes_within_a_constant_plan(heads, unit):
 
 
 def test_rows_that_lie_apart():
-    """Those of a fused projection; nothing is written between rows."""
+    """Rows are of a fused projection; nothing is written between them."""
     made, group = backend(16, 512)
     lengths = [512, 1, 0, 100]
     q, rows, table, lists = case(16, group, lengths)

@@ -39,7 +39,7 @@ def rows_backend(heads, unit, select=3, lanes=4):
 
 @pytest.mark.parametrize(("softcap", "scale"), [(50.0, 0.1), (50.0, 20.0), (0.5, 20.0)])
 def test_capped_logits(softcap, scale):
-    """In prompts, whole and by a selection, and in decode steps; plain ones reach hundreds."""
+    """Logits are of prompts, whole and by a selection, and of steps; plain ones reach hundreds."""
     model = evolve(MODEL, softcap=softcap, scale=scale)
     made, draw = documented(model, GROUP, "cpu", 2), torch.Generator().manual_seed(0)
     q, k, v = (
@@ -140,7 +140,7 @@ def made_scale(dim):
 
 @pytest.mark.parametrize("latent_rows", [False, True])
 def test_an_adapted_table_is_attended_as_its_copy_is(latent_rows):
-    """Also where a plan is made in between, which writes where the pages lie."""
+    """A plan may be made in between, which writes where the pages are."""
     if latent_rows:
         made, group = (
             rows_backend(3, 1),

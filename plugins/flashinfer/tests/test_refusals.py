@@ -1,4 +1,4 @@
-"""What the backend says where it cannot serve, and its hooks against the specs."""
+"""Refusals of the backend where it cannot serve, and its hooks against the specs."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from topkv_testing.tolerance import assert_as_good
 
 PAGE, DIM, LATENT = 64, 576, 512
 SCALE = 0.75 * DIM**-0.5
-"""Not the library's default, so that a scale that is not handed on is noticed."""
+"""Scale other than the library's default, so that one that is not handed on is noticed."""
 
 
 def shapes(
@@ -31,7 +31,7 @@ def shapes(
 
 
 def setup_of(heads: int, lanes: int, device: str) -> BackendSetup:
-    """What a backend for resident layers is made with."""
+    """Setup that a backend for resident layers is made with."""
     return BackendSetup(*shapes(heads, lanes), torch.device(device), lanes, heads)
 
 

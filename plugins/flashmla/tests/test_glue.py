@@ -1,4 +1,4 @@
-"""What goes on around the library: kernels against the reference, and the reference itself."""
+"""Code around the library: kernels against the reference, and the reference itself."""
 
 from __future__ import annotations
 

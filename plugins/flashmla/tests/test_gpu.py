@@ -102,7 +102,7 @@ def test_decode_over_scattered_rows(kv_format, heads, unit):
 @pytest.mark.parametrize("kv_format", ["fp8", "model"])
 @pytest.mark.parametrize("heads", [128, 16])
 def test_rows_that_lie_apart(kv_format, heads):
-    """Those of a fused projection; nothing is written between rows."""
+    """Rows are of a fused projection; nothing is written between them."""
     made, group = backend(heads, kv_format, 512)
     lengths = [512, 1, 0, 100]
     q, stored, true, table = case(heads, kv_format, group, lengths)
@@ -143,7 +143,7 @@ def test_replays_follow_lengths_and_tables(kv_format):
 
 @pytest.mark.parametrize("kv_format", ["fp8", "model"])
 def test_lanes_that_are_not_split(kv_format):
-    """The library merges nothing then: what runs behind it must still come behind all of it."""
+    """The library merges nothing then: kernels behind it must still run behind all of it."""
     made, group = backend(128, kv_format, 63, lanes=140)
     lengths = [64, 1, 0, 33] * 35
     q, stored, true, table = case(128, kv_format, group, lengths)
@@ -193,7 +193,7 @@ def test_prompts(heads, selected):
 
 @pytest.mark.parametrize("kv_format", ["fp8", "model"])
 def test_a_graph_without_its_adapt_copies_the_table(kv_format):
-    """It replays after other tables were adapted."""
+    """The graph replays after other tables were adapted."""
     made, group = backend(64, kv_format, 96)
     rows = torch.randn(4 * group.slots, 1, 1, 576).bfloat16()
     stored = (encode_fp8(rows) if kv_format == "fp8" else rows).cuda()
@@ -222,7 +222,7 @@ def test_a_graph_without_its_adapt_copies_the_table(kv_format):
 @pytest.mark.parametrize("tail", [False, True])
 @pytest.mark.parametrize("kv_format", ["fp8", "model"])
 def test_an_adapted_table_is_attended_as_its_copy_is(kv_format, tail):
-    """By the indices that were written along with it, or by those that ``attend`` makes."""
+    """Indices are those written along with the table, or those that ``attend`` makes."""
     made, group = backend(128, kv_format, 96)
     generator = torch.Generator().manual_seed(0)
     stored = torch.randn(4 * group.slots, 1, 1, 576, generator=generator).bfloat16()

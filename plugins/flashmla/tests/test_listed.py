@@ -1,4 +1,4 @@
-"""What the library's sparse kernel is handed: indices, and queries in the shape that it takes.
+"""Arguments of the library's sparse kernel: indices, and queries in the shape that it takes.
 
 The library itself runs on a device alone (``test_gpu``). Here something in its place refuses what
 it refuses, and attends in float64 to the rows that the indices name.
@@ -72,7 +72,7 @@ def make(monkeypatch):
 @pytest.mark.parametrize("apart", [0, 2])
 @pytest.mark.parametrize("unit", [1, 16])
 def test_rows_of_the_table_are_attended(make, unit, apart, device):
-    """By the indices that were written along with it, or by those that ``attend`` makes."""
+    """Indices are those written along with the table, or those that ``attend`` makes."""
     geometry = Geometry(1, HEADS, 576, unit, 1, "shared", torch.bfloat16)
     made, random = make(unit, device), torch.Generator().manual_seed(0)
     slots = REQUESTS * (BUFFER + RING)

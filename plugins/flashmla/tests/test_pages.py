@@ -1,4 +1,4 @@
-"""Which layers take the library's dense decode, and what it is handed.
+"""Layers that take the library's dense decode, and the arguments of that.
 
 The library itself runs on a device alone (``test_pages_gpu``). Here something in its place refuses
 what it refuses, and attends in float64 to the pages that the table names.
@@ -101,7 +101,7 @@ def made(monkeypatch):
 @ON
 @pytest.mark.parametrize("heads", [3, 16])
 def test_what_the_library_is_handed(made, device, heads):
-    """One instance, so a holder that outlived its call would be met by other lengths."""
+    """One instance serves all: a holder that outlived its call would be met by other lengths."""
     serves = made(heads, 4)
     for seed, lengths in enumerate([(64, 0, 65, 1), (0, 63, 130, 64), (2, 0)]):
         case = PageCase.make(heads, lengths, width=5, pages=9, seed=seed)
@@ -113,7 +113,7 @@ def test_what_the_library_is_handed(made, device, heads):
 
 @ON
 def test_rows_that_lie_apart(made, device):
-    """Those of a fused projection. The library gets contiguous ones."""
+    """Rows are of a fused projection. The library gets contiguous ones."""
     case = PageCase.make(3, (64, 0, 65), width=5, pages=9)
     q, pool, table, counts = (x.to(device) for x in case.inputs)
     wide = torch.full((3, 1, 5, 576), torch.nan, dtype=q.dtype, device=device)
@@ -127,7 +127,7 @@ def test_rows_that_lie_apart(made, device):
 
 @ON
 def test_no_workspace_of_the_sparse_kernels(made, device):
-    """Indices of 32768 tokens for each lane are what dense layers no longer need."""
+    """Dense layers no longer need indices of 32768 tokens for each lane."""
     serves = made(16, 2)
     assert not hasattr(serves, "indices")
     assert not hasattr(serves, "queries")

@@ -1,4 +1,4 @@
-"""Which build is taken, by what its functions take: signatures alone, nothing is called."""
+"""Choice of a build by what its functions take: signatures alone, nothing is called."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""How well the entropy of attention is told from less than the keys, on real keys, on a CPU.
+"""Error of the entropy of attention estimated from less than the keys, on real keys, on a CPU.
 
     python plugins/head_sparsity/benchmarks/estimates.py --out FILE
 
 The small checkpoint of topkv-evaluation reads three prompts of 4096 bytes with planted facts and a
 question. Of the last ``ROWS`` rows, in layers 2 to 5, the entropy of attention over units of
-16 tokens, over its maximum, is compared with what is told of it: by means of runs of so many
+16 tokens, over its maximum, is compared with estimates of it: by means of runs of so many
 tokens, as they are (``bits`` 0) or in 4 bits; from all units, or from a tenth of them, those of
 the best keys, as candidates, and a sample of so many units beside them, or from the sample
 alone. ``correlation`` and ``error``, the mean absolute one, are over rows, query heads, layers
@@ -60,7 +60,7 @@ def activations() -> list[tuple[Tensor, Tensor]]:
 
 
 def worth_of(q: Tensor, k: Tensor, run: int, bits: int) -> Tensor:
-    """What units are worth by means of runs, ``[Hkv, G, ROWS, n / UNIT]``."""
+    """Worth of units by means of runs, ``[Hkv, G, ROWS, n / UNIT]``."""
     means = k.unflatten(1, (-1, run)).mean(2)
     if bits:
         means = reference.decode(*reference.encode(means), k.shape[-1])
@@ -69,7 +69,7 @@ def worth_of(q: Tensor, k: Tensor, run: int, bits: int) -> Tensor:
 
 
 def flatness(worth: Tensor, best: Tensor, size: int | None, offered: bool) -> Tensor:
-    """Of each query head and row, told by a sample and by candidates, where there are some."""
+    """Flatness of each query head and row, by a sample and by candidates, where there are some."""
     units = worth.shape[-1]
     nth = torch.arange(size or units)
     sampled = torch.zeros(units, dtype=torch.bool)

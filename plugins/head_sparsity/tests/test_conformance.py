@@ -35,7 +35,7 @@ def weighed(worth, among):
 
 def left(bench, slot, q, lane, among):
     """All candidates, or the share ``head_budget`` of K that rank first of a lane that is flat:
-    by means of runs of four keys, which lie where 4 bits keep them."""
+    by means of runs of four keys, which are where 4 bits keep them."""
     group, model = bench.group, bench.model
     params = {**bench.subject.entry.parameters, **bench.case.params}
     closed, few = bench.selectable(slot), math.ceil(params["head_budget"] * group.select)

@@ -1,4 +1,4 @@
-"""Which lanes are flat and what they keep, against the formula in float64 over what is stored."""
+"""Flat lanes and the candidates they keep, against the formula in float64 over what is stored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from topkv_testing.strategies import Geometry
 from topkv_testing.tiers import tier
 
 NEAR = 1e-5
-"""By so much entropies and shares in fp32 may be off."""
+"""Error that entropies and shares may have in fp32."""
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def subject(on):
 
 
 def worth_of(bench, slot, q, head):
-    """float64 ``[h, n]``: to each query head of a lane what each closed unit is worth."""
+    """Worth of each closed unit to each query head of a lane, float64 ``[h, n]``."""
     group, model = bench.group, bench.model
     stored = bench.stored(slot)
     codes, scale = (stored[f"stages[0].{name}"] for name in ("codes", "scale"))
@@ -47,7 +47,11 @@ def worth_of(bench, slot, q, head):
 
 
 def assert_left(bench, slot, q, head, among, left):
-    """What a lane keeps at its places; whether it is flat, None where rounding decides."""
+    """Check what a lane keeps at its places.
+
+    Returns:
+        True if the lane is flat, None where rounding decides.
+    """
     given_ = {**ENTRY.parameters, **bench.case.params}
     select, units = bench.group.select, [unit for unit in among if unit >= 0]
     closed, flatness = bench.selectable(slot), 0.0
@@ -71,7 +75,7 @@ def assert_left(bench, slot, q, head, among, left):
 
 @pytest.mark.slow
 def test_flat_lanes_keep_their_share_and_others_everything(subject):
-    """Of keys of any kind; in fp16, bf16 and fp32; in ragged batches with rows of padding."""
+    """Keys are of any kind, in fp16, bf16 and fp32, in ragged batches with rows of padding."""
     seen = []
 
     @examples(subject.tier, cpu=100, interpret=10, gpu=20)
@@ -98,7 +102,7 @@ def test_flat_lanes_keep_their_share_and_others_everything(subject):
 @pytest.mark.parametrize("factor", [0.99, 1.01])
 def test_more_units_than_the_sample_and_candidates_of_many_blocks(subject, factor):
     """The threshold is a hundredth off the flatness of the first lane. The second looks for a unit
-    that stands in no sample."""
+    that is in no sample."""
     geometry, needle = Geometry(2, 2, 12, 6, 4, "kv_head", torch.float32), 120
     case = Case(geometry, {}, 132, 2, "normal", 5, 200, 96.0, False)
     keys, q = case.tokens(1), case.queries(1)
@@ -135,7 +139,7 @@ def test_of_equal_units_the_lowest_are_kept(subject, share, count):
 
 
 def test_one_sharp_head_keeps_what_its_lane_is_given(subject):
-    """Though all others of its lane are flat."""
+    """All other heads of the lane are flat."""
     geometry = Geometry(1, 4, 16, 1, 2, "kv_head", torch.float32)
     case = Case(geometry, {"threshold": 0.6}, 4, 2, "constant", 1, 12, float("nan"))
     bench = AlgorithmBench(subject, case)
@@ -149,7 +153,7 @@ def test_one_sharp_head_keeps_what_its_lane_is_given(subject):
 
 
 def test_what_k_covers_is_left(subject):
-    """Lanes of one batch, each by its own closed units."""
+    """Lanes of one batch are judged each by its own closed units."""
     bench = AlgorithmBench(subject, constant(threshold=0.5, head_budget=0.1), requests=3)
     for slot, length in ((0, 20 * 4 + 1), (2, 21 * 4 + 1)):
         bench.prefill(slot, bench.case.tokens(slot)[:length])
@@ -177,7 +181,7 @@ def test_candidates_are_left_as_they_are(subject, threshold, share):
 
 @pytest.mark.parametrize("closed", [140])
 def test_rounding_makes_no_lane_flatter_than_flat(subject, closed):
-    """In fp32 the entropy of these counts of equal units is a little above its maximum."""
+    """The entropy of these counts of equal units is a little above its maximum in fp32."""
     case = evolve(constant(threshold=1), select=2, least_units=160)
     bench = AlgorithmBench(subject, case)
     bench.prefill(0, case.tokens(0)[: closed * 4 + 1])
@@ -209,7 +213,7 @@ def run(on, stages):
 
 @pytest.mark.slow
 def test_a_neutral_stage_changes_no_bit_of_a_decode(on):
-    """And one that is not changes some, and loads less."""
+    """A stage that is not neutral changes some, and loads less."""
     stage = {"name": "head_sparsity", "params": {"threshold": 1}}
     (one, counts), (two, same) = (run(on, stages) for stages in ([], [stage]))
     assert torch.equal(one, two)

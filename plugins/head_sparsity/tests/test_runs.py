@@ -27,7 +27,7 @@ def unpacked(codes, scale, dim):
 
 
 def test_no_channel_is_off_by_more_than_half_a_scale():
-    """From the mean of the tokens that are there, and of those alone."""
+    """Channels are compared with the mean of the tokens that are there, and of those alone."""
 
     @given(
         seed=st.integers(0, 99),
@@ -67,7 +67,7 @@ def test_no_channel_is_off_by_more_than_half_a_scale():
 @pytest.mark.parametrize("name", ["interpret", "gpu"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_kernels_write_what_the_reference_writes(name, dtype):
-    """Of a prompt and of a step, the same bits."""
+    """Bits are those of the reference, for a prompt and for a step."""
     on = tier(name)
     if on.missing:
         pytest.skip(on.missing)

@@ -70,7 +70,7 @@ def worth(keys, q, unit, stride, lane_heads, scale):
 
 
 def check_scores(on):
-    """Of prompts and of steps behind them, by every stride and length."""
+    """Check scores of prompts and of steps behind them, by every stride and length."""
 
     @settings(deadline=None, max_examples=40 if on.impl == "reference" else 8)
     @given(
@@ -126,7 +126,7 @@ def test_a_window_of_two_parts_is_the_mean_of_its_keys():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_kernels_write_what_the_reference_writes(on, dtype):
-    """Up to the order of a sum."""
+    """Values are equal up to the order of a sum."""
     if on.impl == "reference":
         pytest.skip("has no kernels")
     stored = []
@@ -159,7 +159,7 @@ def test_a_mean_is_the_same_token_by_token_and_at_once(on):
 
 
 def test_a_key_is_found_with_room_for_two():
-    """Its unit is selected, or that unit and the one before, which shares a window with it."""
+    """The key's unit is selected, maybe with the one before, which shares a window with it."""
     (on,) = (each for each in all_tiers() if each.name == "cpu")
 
     @settings(deadline=None, max_examples=30)

@@ -26,7 +26,7 @@ def by_tokens(keys, page, lanes):
 
 
 def worth(bench, slot, position):
-    """By direction alone: neither size nor position matter."""
+    """Worth of pages by direction alone: neither size nor position matter."""
     page = bench.group.page_tokens
     whole = len(bench.keys[slot]) // page * page
     return by_tokens(bench.keys[slot][:whole], page, bench.group.lane_heads), 1e-5

@@ -1,4 +1,4 @@
-"""What pages are worth, and which ones a long answer keeps."""
+"""Worth of pages, and the pages that a long answer keeps."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ START_S = 60.0
 
 
 def missing():
-    """Why there can be no store here; None where there can."""
+    """Return why there can be no store here; None where there can."""
     library, tried = MOONCAKE.first()
     if library is None:
         return f"{MOONCAKE.missing}; {'; '.join(tried)}"
@@ -57,7 +57,7 @@ class Cluster:
 
     @property
     def params(self):
-        """Of a storage over this store."""
+        """Parameters of a storage over this store."""
         return {"master": f"127.0.0.1:{self.port}", "admin": f"127.0.0.1:{self.admin}"}
 
     def _start(self, log, *command):
@@ -95,7 +95,7 @@ class Cluster:
         return holder
 
     def _wait(self, process, log, *ports):
-        """Until a process listens at its ports."""
+        """Wait until a process listens at its ports."""
         end = time.monotonic() + START_S
         for port in ports:
             while True:

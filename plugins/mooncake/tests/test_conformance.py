@@ -13,7 +13,7 @@ _numbers = itertools.count()
 
 @pytest.mark.slow
 class TestMooncake(StorageTests):
-    """Objects lie in another process."""
+    """Objects are in another process."""
 
     @pytest.fixture
     def plugin(self):
@@ -29,7 +29,7 @@ class TestMooncake(StorageTests):
 
 @pytest.mark.nightly
 class TestOwnMemory(StorageTests):
-    """Objects lie in this process, as long as the storage is open."""
+    """Objects are in this process, as long as the storage is open."""
 
     @pytest.fixture
     def plugin(self):

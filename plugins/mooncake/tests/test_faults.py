@@ -18,7 +18,7 @@ from topkv_mooncake import client as clients
 from topkv_mooncake.client import MooncakeError
 
 SOON_S = 60.0
-"""Until what must happen at last has happened; no test passes or fails by how long it took."""
+"""Seconds until what must happen at last has happened; no test depends on how long it took."""
 
 
 def until(condition):
@@ -50,7 +50,7 @@ def test_a_holder_that_is_killed_leaves_misses_and_another_one_serves(make_clust
 
 @pytest.mark.slow
 def test_a_batch_answers_for_objects_of_holders_that_are_there(make_cluster, caplog):
-    """And the others are told of."""
+    """Objects of a holder that is gone are misses, and the log names them."""
     cluster = make_cluster()
     first = cluster.hold()
     storage = made(cluster.params)
@@ -147,7 +147,7 @@ def test_nobody_is_there(make_cluster):
     ],
 )
 def test_parameters_that_are_wrong_are_refused(shared, params, reason):
-    """All at once, and before anybody is called."""
+    """Wrong parameters are named all at once, and before anybody is called."""
     with pytest.raises(ConfigError) as refused:
         made({"master": "127.0.0.1:1", **params})
     assert len(refused.value.reasons) == 1
@@ -187,7 +187,8 @@ def test_a_mooncake_that_lacks_something_is_refused_by_its_name(monkeypatch):
 
 
 def test_parts_in_the_pool_and_elsewhere(shared):
-    """Of one object; what stands beside them stays. Batches are cut at the registered memory."""
+    """Parts of one object are in both; bytes beside them stay. Batches are cut at the registered
+    memory."""
     pool = np.full(64 * 4096, 7, dtype=np.uint8)
     storage = made(shared.params, pool, size=8000, buffer=9000, namespace="parts")
     random = np.random.default_rng(3)

@@ -23,7 +23,7 @@ def start(what, params):
 
 
 def lived(params):
-    """What a process says of a life."""
+    """Run a life in a process, and return the found, fetched and stored counts and the outputs."""
     process = start("live", params)
     told, _ = process.communicate(timeout=300)
     assert process.returncode == 0
@@ -74,7 +74,7 @@ def test_writers_that_are_killed_leave_whole_pages_or_none(shared):
 
 
 def stored(cluster):
-    """Have a prompt stored, and return its outputs."""
+    """Store a prompt by a coordinator that then closes, and return its outputs."""
     first = coordinator(cluster.params)
     found, outputs = live(first)
     first.close()
@@ -112,7 +112,7 @@ def test_a_prompt_whose_master_is_gone_is_computed(make_cluster):
 
 
 def test_a_prompt_waits_for_a_silent_holder_as_long_as_its_policy_says(make_cluster):
-    """And the pages that the call may still write are given to nobody."""
+    """Pages that the call may still write are given to nobody."""
     cluster = make_cluster()
     holder = cluster.hold()
     expected = stored(cluster)

@@ -7,7 +7,7 @@ from torch.cuda import nvtx
 
 
 class Timeline:
-    """What a profiler would see.
+    """Ranges as a profiler would see them.
 
     Attributes:
         texts: of all ranges that were started, by their number.
@@ -29,7 +29,7 @@ class Timeline:
 
 @pytest.fixture
 def timeline(monkeypatch):
-    """What ranges are there."""
+    """Ranges that were started while the test ran."""
     timeline = Timeline()
     monkeypatch.setattr(nvtx, "mark", lambda text: None)
     monkeypatch.setattr(nvtx, "range_start", timeline.start)

@@ -14,7 +14,7 @@ from topkv_nvtx.ranges import describe
 
 
 def report(*slots, tokens=0):
-    """Of a forward that counts nothing."""
+    """Make the report of a forward that counts nothing."""
     nothing = TransferReport(0, 0, 0)
     return ForwardReport(
         slots, tokens, lambda: nothing, lambda: nothing, lambda: Occupancy(1, 0, 1, 0)

@@ -25,7 +25,7 @@ def drawn(seed, *shape):
 
 @pytest.mark.parametrize("dim", [12, 16, 64, 96])
 def test_rotation_keeps_products(dim):
-    """It is a Hadamard matrix, of 1 and -1 with orthogonal rows, behind signs of the channels."""
+    """A Hadamard matrix, of 1 and -1 with orthogonal rows, rotates behind signs of channels."""
     signs = reference.flips(dim)
     wide = len(signs)
     assert wide == max(16, 2 ** math.ceil(math.log2(dim)))
@@ -40,14 +40,14 @@ def test_rotation_keeps_products(dim):
 
 
 def estimates(q, k, outliers=4):
-    """Of queries ``[n, D]`` and keys ``[m, D]``, ``[n, m]``."""
+    """Estimates ``[n, m]`` of products of queries ``[n, D]`` and keys ``[m, D]``."""
     signs = reference.flips(k.shape[-1])
     kept = [rows[None] for rows in reference.encode(k[:, None], signs, outliers)]
     return reference.head_scores(q[:, None], *kept, signs)[:, 0]
 
 
 def codes_alone(q, k):
-    """The same of codes of whole keys."""
+    """Estimates by codes of whole keys, without outliers."""
     signs = reference.flips(k.shape[-1])
     z = reference.rotate(k, signs)
     factor = k.float().square().sum(-1) / z.abs().sum(-1)
@@ -55,7 +55,8 @@ def codes_alone(q, k):
 
 
 def test_a_query_along_the_key_is_estimated_exactly():
-    """Up to the rounding of the factor to bfloat16. Keys are of one size, and nothing leaves."""
+    """Exact is up to the rounding of the factor to bfloat16. Keys are of one size, and nothing
+    leaves."""
 
     @given(seed=st.integers(0, 99), dim=st.sampled_from([16, 64, 96]))
     @settings(deadline=None, max_examples=10)
@@ -144,7 +145,8 @@ def test_a_code_says_the_direction_and_the_factor_the_length():
 @pytest.mark.parametrize("name", ["interpret", "gpu"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_kernels_write_what_the_reference_writes(name, dtype):
-    """Of a prompt and of a step: the same bits, though they are signs of rounded sums."""
+    """Bits are those of the reference, for a prompt and a step, though they are signs of rounded
+    sums."""
     on = tier(name)
     if on.missing:
         pytest.skip(on.missing)

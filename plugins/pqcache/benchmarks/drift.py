@@ -1,4 +1,4 @@
-"""What codes find when the text goes elsewhere than the prompt did, on real keys, on a CPU.
+"""Recall of codes when the text goes elsewhere than the prompt did, on real keys, on a CPU.
 
     python plugins/pqcache/benchmarks/drift.py --out benchmarks/results/pqcache_drift.jsonl
 

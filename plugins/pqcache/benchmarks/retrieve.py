@@ -42,7 +42,7 @@ def per_call(call: Callable[[], object]) -> float:
 
 
 def once_ms(call: Callable[[], object]) -> float:
-    """Of the second of two calls, by events."""
+    """Milliseconds of the second of two calls, by events."""
     call()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -127,7 +127,7 @@ def sweep(tokens: int) -> Iterator[dict[str, object]]:
 
 
 def read_gbs() -> float:
-    """What a sum over 2 GiB reads: the ceiling for ``score_gbs``."""
+    """Measure the GB/s that a sum over 2 GiB reads: the ceiling for ``score_gbs``."""
     source = torch.zeros(1 << 29, device="cuda")
     return source.numel() * 4 / per_call(source.sum) / 1e3
 

@@ -25,7 +25,7 @@ def case_of(heads=2, dim=8, dtype=torch.float32, keys="normal", seed=0, units=64
 
 
 def held(bench, slot):
-    """What counts of a request's pools: codes, codebooks, and open keys."""
+    """The parts of a request's pools that count: codes, codebooks, and open keys."""
     starts, codes, centroids = codebooks(bench, slot)
     coded, places = int(bench.pools["state"][slot, 1]), bench.algorithm.places
     keys = bench.pools["keys"][slot].cpu()
@@ -39,7 +39,7 @@ def held(bench, slot):
 
 
 def cut_to(bench, length):
-    """What the core does to request 0 when it truncates it."""
+    """Truncate request 0 as the core does."""
     bench.keys[0], bench._high[0] = bench.keys[0][:length], length
     bench._settled[0] = min(bench._settled[0], length)
     bench.algorithm.truncated(bench.layer, 0, length)
@@ -56,7 +56,7 @@ def codebooks(bench, slot):
 
 
 def reconstructed(bench, slot):
-    """What the codes of a request stand for: keys fp32 ``[n, h, D]`` of the first n tokens."""
+    """Keys that the codes of a request stand for, fp32 ``[n, h, D]`` of the first n tokens."""
     starts, codes, centroids = codebooks(bench, slot)
     length = int(bench.pools["state"][slot, 1])
     book = torch.tensor([sum(start <= t for start in starts) - 1 for t in range(length)])

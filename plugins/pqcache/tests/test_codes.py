@@ -43,7 +43,7 @@ def test_a_score_is_q_times_the_reconstructed_key(seed, subvectors, bits):
 
 
 def test_a_key_is_put_together_of_its_own_centroids():
-    """Sub-vector by sub-vector, of the token's codebook and head."""
+    """Centroids are of the token's codebook and head, sub-vector by sub-vector."""
     subvectors, count, tokens = 2, 3, 11
     centroids = drawn(1, HEADS, BOOKS, subvectors, count, PART)
     generator = torch.Generator().manual_seed(2)
@@ -59,7 +59,7 @@ def test_a_key_is_put_together_of_its_own_centroids():
 
 @given(seed=seeds(), subvectors=st.integers(1, 3), count=st.sampled_from([1, 2, 5, 16, 256]))
 def test_a_code_is_the_nearest_centroid(seed, subvectors, count):
-    """Whatever is encoded at a time; and the lower of two that are alike."""
+    """Codes do not depend on how much is encoded at a time; of two equal ones the lower wins."""
     k = drawn(seed, 9, HEADS, subvectors * PART)
     centroids = drawn(seed + 1, HEADS, subvectors, count, PART)
     codes = reference.encode(k, centroids)
@@ -106,7 +106,7 @@ def test_the_error_of_a_score_is_bounded_by_that_of_the_key(subject):
 
 
 def test_few_different_keys_are_kept_exactly_and_so_is_the_top_k(subject):
-    """No more values than centroids: no error but the rounding of a mean, and the top-k of q.k."""
+    """Keys have no more values than centroids: all error is the rounding of a mean."""
 
     @examples(subject.tier, cpu=40, interpret=3)
     @given(case=cases(subject, keys=("normal",)), seed=seeds())
@@ -137,7 +137,7 @@ def test_few_different_keys_are_kept_exactly_and_so_is_the_top_k(subject):
 LENGTHS = (1, 2, 128, 129, 130, 1025, 2200)
 CODED = (0, 1, 0, 128, 129, 1024, 2150)
 STARTS = ([], [0], [], [0, 1, 2], [0, 127, 128], [0, 128, 1022, 1023], [0, 700, 1100, 2100])
-"""Beside the tiles of the kernel and its blocks; and where codes end and codebooks begin."""
+"""First tokens of codebooks: beside the kernel's tiles and blocks, and where codes end."""
 
 
 @pytest.mark.parametrize("name", ["interpret", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -183,7 +183,8 @@ def test_kernels_score_what_the_formula_says(name, scope, group, bits):
 
 @pytest.mark.parametrize("name", ["interpret", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_kernels_write_what_the_reference_writes(name):
-    """Of prompts, steps and windows: the same bits, though codes go by sums that are rounded."""
+    """Bits are those of the reference, for prompts, steps and windows, though codes follow from
+    rounded sums."""
     on = tier(name)
     if on.missing:
         pytest.skip(on.missing)

@@ -1,4 +1,4 @@
-"""What becomes of codebooks and open tokens: rollbacks, truncations, forks, no place left."""
+"""Codebooks and open tokens behind rollbacks, truncations and forks, and without a place left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from topkv_testing.kit import examples
 
 
 def test_a_window_that_is_rolled_back_leaves_nothing(subject):
-    """Nor its codebook: the request goes on as one that has never had it."""
+    """The window's codebook is gone too: the request goes on as one that has never had it."""
 
     @examples(subject.tier, cpu=40, interpret=3)
     @given(
@@ -45,7 +45,7 @@ def test_a_window_that_is_rolled_back_leaves_nothing(subject):
 
 
 def test_a_codebook_stays_while_one_of_its_tokens_is_left(subject):
-    """Their codes mean nothing without it; what follows is open."""
+    """Codes mean nothing without their codebook; what follows is open."""
     case = evolve(case_of(), ring=9)
     bench = AlgorithmBench(subject, case, requests=1)
     bench.prefill(0, case.tokens(0)[:12])
@@ -80,7 +80,7 @@ def test_open_tokens_that_are_taken_back_leave_the_others_open(subject):
 
 @pytest.mark.parametrize("length", [1, 19, 20, 21, 31, 32])
 def test_truncation_forgets_codebooks_of_which_no_token_is_left(subject, length):
-    """And with the tokens before the cut, those behind it are as they are in a new request."""
+    """Tokens behind the cut get codes and codebooks as in a new request."""
     case = case_of()
     used = AlgorithmBench(subject, case, requests=1)
     keys, others = case.tokens(0), case.tokens(1)
@@ -104,7 +104,8 @@ def test_truncation_forgets_codebooks_of_which_no_token_is_left(subject, length)
 
 @pytest.mark.parametrize("settled", [True, False])
 def test_a_fork_in_the_middle_of_a_window_changes_nothing_of_the_other(subject, settled):
-    """Nor one of a prompt that was not settled: both hold the same pages, and settle apart."""
+    """A fork of a prompt that was not settled changes nothing either: both requests hold the same
+    pages, and settle apart."""
 
     @examples(subject.tier, cpu=20, interpret=2)
     @given(case=cases(subject, exact=False), prompt=st.integers(8, 19), seed=st.integers(0, 9))

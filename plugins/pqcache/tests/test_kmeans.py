@@ -57,7 +57,7 @@ def test_first_centroids_are_vectors_and_none_comes_twice_while_others_are_left(
 
 @given(problem=problems(), iterations=st.integers(1, 5))
 def test_an_iteration_lowers_the_error(problem, iterations):
-    """Up to the rounding of centroids: a mean is the best centre of its members."""
+    """The error falls, up to the rounding of centroids: a mean is its members' best centre."""
     x, count, seed = problem
     before, after = (kmeans(x, count, i, seed) for i in (iterations - 1, iterations))
     slack = 1e-5 * x.double().square().sum((1, 2)) + 1e-30
@@ -84,7 +84,7 @@ def test_at_a_fixed_point_centroids_are_the_means_of_what_is_nearest(problem):
 
 @given(problem=problems(), iterations=st.integers(0, 4))
 def test_few_different_vectors_are_centroids_themselves(problem, iterations):
-    """Up to the rounding of a mean of equal numbers."""
+    """Centroids are exact up to the rounding of a mean of equal numbers."""
     x, count, seed = problem
     x = x[:, torch.arange(x.shape[1]) % count]  # at most as many as there are centroids
     centroids = kmeans(x, count, iterations, seed)

@@ -1,4 +1,4 @@
-"""When codebooks are trained, on what, and how the others are scored meanwhile."""
+"""Training of codebooks: when, on what, and how tokens without one are scored meanwhile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from topkv_testing.kit import examples
 
 @pytest.mark.parametrize("length", [8, 9, 19, 20, 21, 39, 40, 41, 59, 60, 61, 63])
 def test_a_prompt_is_cut_into_equal_parts_of_half_a_segment_or_more(subject, length):
-    """Lengths beside each edge; and each part has the centroids that it alone gives."""
+    """Lengths are beside each edge; each part has the centroids that it alone gives."""
     case = case_of()
     bench = AlgorithmBench(subject, case, requests=1)
     keys = case.tokens(0)[:length]
@@ -51,7 +51,7 @@ def test_a_prompt_is_cut_into_equal_parts_of_half_a_segment_or_more(subject, len
 
 
 def test_a_codebook_is_what_kmeans_makes_of_each_sub_vector(subject):
-    """Of each head alone, by the parameters; another seed, another codebook."""
+    """Each head has a codebook of its own, by the parameters; another seed gives another one."""
     case = case_of(bits=3, iterations=2)
     keys, made = case.tokens(0)[:20], []
     for seed in (0, 1):
@@ -85,7 +85,7 @@ def test_chunks_of_a_prompt_do_not_matter(subject):
 
 
 def test_a_full_window_of_decoded_tokens_gets_a_codebook_of_its_own(subject):
-    """Until then its tokens are open; older codes and codebooks stay."""
+    """Tokens of a window that is not full are open; older codes and codebooks stay."""
 
     @examples(subject.tier, cpu=30, interpret=3)
     @given(case=cases(subject, exact=False), prompt=st.integers(12, 19), windows=st.integers(1, 2))
@@ -115,7 +115,7 @@ def test_a_full_window_of_decoded_tokens_gets_a_codebook_of_its_own(subject):
 def test_decoded_tokens_that_drift_away_are_found_in_an_open_window_and_in_a_full_one(
     subject, shift
 ):
-    """Keys far from those of the prompt, whose centroids say nothing about them."""
+    """Keys are far from those of the prompt, whose centroids say nothing about them."""
     case = case_of(bits=3, segment=32)
     keys = case.tokens(0)[:45]
     keys[32:] += shift
@@ -145,7 +145,7 @@ def test_decoded_tokens_that_drift_away_are_found_in_an_open_window_and_in_a_ful
 
 
 def test_short_turns_stay_open_until_they_are_a_window(subject):
-    """Decoded tokens between them too; and nothing is lost of what came before."""
+    """Decoded tokens between turns stay open too; and nothing is lost of what came before."""
     case = case_of()
     bench = AlgorithmBench(subject, case, requests=1)
     keys = case.tokens(0)

@@ -25,7 +25,7 @@ def scraped(observer):
 
 
 def expected(told):
-    """The same from what the suite ran."""
+    """Samples as in ``scraped``, from the forwards that the suite ran."""
     ended = [forward for forward in told if forward.ended]
     looks = ended[: len(ended) // observers.EVERY * observers.EVERY]
     rows = [slot for forward in ended for slot in forward.slots if slot >= 0]

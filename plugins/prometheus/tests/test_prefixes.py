@@ -1,4 +1,4 @@
-"""What was found of prompts, by tenant, and what went to a storage."""
+"""Metrics of prompts that were found, by tenant, and of pages that went to a storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the device is asked, by whom, and what becomes of an observer that is gone."""
+"""Questions to the device: when, by whom; and the series of an observer that is gone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def observer():
 
 
 def misses(observer, layer):
-    """What a scrape in a thread of its own says."""
+    """Misses of a layer, by a scrape in a thread of its own."""
     said = []
 
     def scrape():

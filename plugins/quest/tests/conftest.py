@@ -122,7 +122,7 @@ class World:
             self.write_ring(slot, position, keys[position])
 
     def construct(self, slot, start, keys):
-        """Of keys on the device; values, queries and log-sum-exp are not read."""
+        """Construct from keys on the device; values, queries and log-sum-exp are not read."""
         nothing = torch.empty(0, device=self.device)
         self.quest.construct(self.layer, slot, start, keys, keys, nothing, nothing)
 
@@ -191,7 +191,7 @@ class World:
         return bounds * stored["scale"].double()[..., None, None] if "scale" in stored else bounds
 
     def magnitude(self, q, slot):
-        """The largest sum of absolute terms of any score: what fp32 sums round relative to."""
+        """The largest sum of absolute terms of any score: fp32 sums round relative to it."""
         largest = self.decoded(slot, self.closed(slot)).abs().amax((0, 2))
         largest = largest.repeat_interleave(self.model.group_size, 0)
         return (q[0].double().abs() * largest).sum(1).max() * self.model.scale

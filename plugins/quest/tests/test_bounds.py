@@ -1,4 +1,4 @@
-"""What Quest keeps: bounds that hold, that are tight, and that depend on the keys alone."""
+"""Bounds of Quest: they hold, are tight, and depend on the keys alone."""
 
 from __future__ import annotations
 

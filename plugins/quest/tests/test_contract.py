@@ -1,4 +1,4 @@
-"""What the core relies on: hook names, refusals, and decoding inside a CUDA graph."""
+"""Contract with the core: hook names, refusals, and decoding inside a CUDA graph."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_wrong_parameters_are_refused_together(world):
 
 
 def test_packed_rows_are_refused(world):
-    """The ring has them as they are stored, and a bound of bytes is none."""
+    """The ring has packed rows as they are stored, and bounds of their bytes bound nothing."""
     w = world("reference", "cpu", kv_heads=1)
     packed = evolve(w.group, head_dim=656, dtype=torch.uint8)
     setup = AlgorithmSetup(w.model, packed, w.quest.params, w.device, w._topk)

@@ -1,4 +1,4 @@
-"""What Quest selects, against float64 scores of what it keeps."""
+"""Selections of Quest against float64 scores of the bounds that it keeps."""
 
 from __future__ import annotations
 
@@ -38,8 +38,11 @@ def reference_raw(w, q, slots):
 
 
 def check_against_float64(w, slots, sums=0):
-    """Tensor cores cut the fp32 sum of each 16 products off instead of rounding it; ``sums`` says
-    how many there are, where they are more than a few."""
+    """Compare scores with float64.
+
+    Tensor cores cut the fp32 sum of each 16 products off instead of rounding it; ``sums`` says
+    how many sums there are, where they are more than a few.
+    """
     q = w.queries(len(slots))
     ids = w.retrieve(q, slots)
     raw, scores = raw_scores(w, q, slots)

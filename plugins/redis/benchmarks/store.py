@@ -1,6 +1,6 @@
 """Put and get through the storage, in GiB/s, over a server that runs.
 
-Objects lie in one host pool, as pages do, and their headers beside it. One line of JSON for each
+Objects are in one host pool, as pages are, and their headers beside it. One line of JSON for each
 number of threads; each figure is that of the fastest of ``--repeats`` rounds over fresh objects.
 """
 

@@ -1,4 +1,4 @@
-"""What these tests store: pages that follow from their numbers, and lives of coordinators.
+"""Content that these tests store: pages that follow from their numbers, lives of coordinators.
 
 Run as a program it is another process: it does what its first argument names to a store.
 """
@@ -40,7 +40,7 @@ QUERIES = torch.randn(LAYERS, 60, HEADS, DIM, generator=torch.Generator().manual
 
 
 def made(params, **further):
-    """A storage."""
+    """Make a storage."""
     nowhere = np.zeros(0, dtype=np.uint8)
     setup = StorageSetup({**ENTRY.parameters, **params, **further}, SIZE + HEADER, nowhere)
     return RedisStorage(setup)
@@ -59,7 +59,7 @@ def page(number, size=SIZE):
 
 
 def put(storage, *numbers):
-    """What a storage says to pages of these numbers."""
+    """Put pages of these numbers into a storage, and return its answers."""
     return [*storage.put([*map(key_of, numbers)], [page(number) for number in numbers])]
 
 
@@ -73,7 +73,7 @@ def read(storage, number, size=SIZE):
 
 
 def coordinator(params, **storage):
-    """One whose pages go to a store."""
+    """Make a coordinator whose pages go to a store."""
     asked = {"name": "redis", "params": params, "least_tokens": 1, **storage}
     options = {"prefix_cache": "all", "storage": asked}
     return make_coordinator(tier("cpu"), registry=doubles(ENTRY), **options)

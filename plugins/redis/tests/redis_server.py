@@ -34,7 +34,7 @@ class Server:
 
     @property
     def params(self):
-        """Of a storage over this server."""
+        """Parameters of a storage over this server."""
         return {"address": f"127.0.0.1:{self.port}" if self.port else f"unix:{self.path}"}
 
     def start(self):

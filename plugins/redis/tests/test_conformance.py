@@ -26,7 +26,7 @@ class TestRedis(StorageTests):
 
 
 class TestOverTcp(StorageTests):
-    """With a password, another database, and objects that expire long after the test."""
+    """The server has a password, another database, and objects that expire long after the test."""
 
     @pytest.fixture
     def plugin(self):

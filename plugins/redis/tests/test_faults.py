@@ -43,7 +43,7 @@ def test_a_server_that_is_killed_and_comes_back(make_server):
 
 
 def test_a_server_that_is_silent(make_server):
-    """For longer than it may be. What it says later is nobody's answer."""
+    """The server is silent for longer than it may be. Its later words are nobody's answer."""
     server = make_server()
     storage = made(server.params, timeout_s=0.3)
     assert put(storage, 1, 2) == [True, True]
@@ -130,7 +130,7 @@ def test_who_does_not_serve_is_told(make_server, monkeypatch):
 
 
 def test_an_answer_that_ends_early(shared):
-    """In the middle of a value: a miss of the whole batch, and no half of a page."""
+    """An end in the middle of a value fails the whole batch, and leaves no half of a page."""
     value = b"$%d\r\n" % (SIZE + 4096) + b"x" * 5000
     with answering(b"+PONG\r\n", value) as params:
         storage = made(params, timeout_s=1)

@@ -33,7 +33,7 @@ COUNT = len(PROMPT)
 
 
 def told(what, params):
-    """What another process says."""
+    """Run another process, and return what it prints."""
     command = [sys.executable, PROGRAM, what, json.dumps(params)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""What the estimate is: exact where units are uniform, bounded where they are not."""
+"""Error of the estimate: none where units are uniform, bounded where they are not."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_uniform_units_give_attention_to_everything(on, scope, variance):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_random_keys_come_nearer_to_attention_to_everything(on, dtype):
-    """Of keys that are alike within a unit, as those of neighbours are: a third of the error."""
+    """Keys are alike within a unit, as those of neighbours are: a third of the error is left."""
     case = case_of(unit=8, dtype=dtype, units=48, variance=True)
     base = case.tokens(0).float().unflatten(0, (-1, 8))
     keys = (base[:, :1] + 0.5 * base).flatten(0, 1).to(dtype)
@@ -95,7 +95,7 @@ def test_random_keys_come_nearer_to_attention_to_everything(on, dtype):
 
 
 def test_a_weight_lies_between_the_mean_and_the_maximum_of_the_logits():
-    """Of one channel, where channels cannot depend on each other."""
+    """Keys have one channel, where channels cannot depend on each other."""
 
     @given(
         seed=st.integers(0, 999),

@@ -8,7 +8,7 @@ import torch
 
 
 def votes(q, k, scale, first):
-    """What the queries of positions ``first ..`` give to all positions: a list of floats.
+    """Votes that the queries of positions ``first ..`` give to all positions: a list of floats.
 
     ``q [c, G, D]`` are the query heads of one lane, ``k [n, G, D]`` the key that each looks at.
     """
@@ -32,7 +32,7 @@ def top(values, count):
 
 
 def channels(q, count):
-    """Of query heads ``[G, D]`` of one kv-head: the channels that are read, ascending."""
+    """Channels that are read for query heads ``[G, D]`` of one kv-head, ascending."""
     return sorted(top(q.double().abs().sum(0).tolist(), count))
 
 

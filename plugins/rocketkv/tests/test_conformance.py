@@ -18,11 +18,11 @@ from topkv_testing.kit import examples
 (ENTRY,) = topkv_register_algorithms()
 
 PAGE_UNITS = 4
-"""Of every case: what ``by_key`` is given does not say."""
+"""Units of a page in every case: the pool that ``by_key`` gets does not say it."""
 
 
 def by_key(name, pool):
-    """Bounds are packed by page: channels in front, units behind."""
+    """Unpack bounds, which are packed by page: channels in front, units behind."""
     if name != "bounds":
         return pool
     heads, two, dim = pool.shape[1:]
@@ -99,11 +99,11 @@ OPTIONS = AlgorithmOptions(
 
 
 class TestRocketKV(AlgorithmTests):
-    """With the split's prompt budgets, so that prompts lose most of their tokens."""
+    """Prompt budgets are those of the split, so that prompts lose most of their tokens."""
 
     @pytest.fixture
     def plugin(self):
-        """Without ``sticky``: its tests want any unit drawn, and no bonus draws a dropped one."""
+        """Entry without ``sticky``: its tests want any unit drawn, and dropped ones never are."""
         parameters = {k: v for k, v in ENTRY.parameters.items() if k != "sticky"}
         return evolve(ENTRY, parameters=parameters)
 
@@ -112,7 +112,7 @@ class TestRocketKV(AlgorithmTests):
         return OPTIONS
 
     def test_a_prompt_over_pages_of_another_computes_its_tail_alone(self, subject):
-        """And keeps what it would keep if it had computed all of its tokens."""
+        """The prompt keeps the units that it would keep if it had computed all of its tokens."""
 
         @examples(subject.tier, cpu=60, interpret=5, gpu=20)
         @given(case=cases(subject), data=st.data())
@@ -132,7 +132,7 @@ class TestRocketKV(AlgorithmTests):
 
 @pytest.mark.slow
 class TestWholePrompts(AlgorithmTests):
-    """Prompts that are kept whole: what selects then attends like any other algorithm."""
+    """Prompts are kept whole: the plugin then selects like any other algorithm."""
 
     @pytest.fixture
     def plugin(self):

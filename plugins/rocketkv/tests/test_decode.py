@@ -123,7 +123,7 @@ def kept(chat, end, voters):
 
 
 def selected(chat, lanes, end, read=READ):
-    """What the newest token selects of the units that are kept, and of all that came since."""
+    """Units that the newest token selects, of those that are kept and all that came since."""
     closed = (chat.length - 1) // UNIT
     found = []
     for head, held in enumerate(lanes):
@@ -163,7 +163,7 @@ def test_turns_of_a_chat(tier):
 
 
 def test_a_fork_goes_on_as_its_origin(tier):
-    """And the next request of a slot knows nothing of the last."""
+    """The next request of a slot knows nothing of the last."""
     chat, twin = Chat(tier), Chat(tier)
     chat.prefill(60)
     twin.coordinator, twin.slot = chat.coordinator, chat.coordinator.fork(chat.slot)
@@ -182,7 +182,7 @@ def test_a_fork_goes_on_as_its_origin(tier):
 
 
 def test_the_budget_splits_itself(tier):
-    """Without a prompt budget and channels: sizes follow from the length of each prompt."""
+    """Sizes follow from the length of each prompt without a prompt budget and channels."""
     split = {"prompt_budget": None, "channels": None, "generated": 4}
     chat = Chat(tier, **split)
     chat.prefill(80)

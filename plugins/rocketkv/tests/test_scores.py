@@ -71,7 +71,7 @@ def test_a_head_of_the_other_sign_is_not_bounded():
 @given(seed=SEEDS, group=st.sampled_from([2, 4]))
 @settings(deadline=None, max_examples=40)
 def test_the_sum_of_a_group_is_the_bound_of_its_summed_query(seed, group):
-    """With all channels, and before the softmax: of the sum, though of no single head."""
+    """All channels are read, before the softmax: the sum is a bound, no single head's score is."""
     q, units = drawn(seed, group, 12), drawn(seed + 1, 6, 4, 12)
     summed = scored(q, units, 12).double().sum(0)
     expected = formulas.quest(q.double().sum(0, keepdim=True), units)[0]
@@ -81,7 +81,7 @@ def test_the_sum_of_a_group_is_the_bound_of_its_summed_query(seed, group):
 @given(seed=SEEDS, count=st.integers(1, 12), kind=st.sampled_from(["normal", "ties", "zero"]))
 @settings(deadline=None, max_examples=60)
 def test_the_channels_that_are_read_have_the_largest_queries(seed, count, kind):
-    """Of equal ones the lower."""
+    """The lower one of equal channels is read."""
     q = {"normal": drawn(seed, 3, 12), "ties": drawn(seed, 3, 12).round()}.get(kind)
     q = torch.zeros(3, 12) if q is None else q
     got = reference.best_channels(q[None, None], torch.tensor([count]))[0, 0]
@@ -98,7 +98,7 @@ def test_temperatures_are_those_of_sparq(seed, count):
 
 
 def test_kernels_score_and_read_what_the_formula_says(subject):
-    """Whatever the sizes of keys, units in a page, channels and strides, after drops."""
+    """Sizes of keys, units in a page, channels and strides are of any kind, after drops."""
     if subject.tier.impl == "reference":
         pytest.skip("the reference is compared with the formula above")
     params = {"window": 2, "kernel": 3, "generated": 0}

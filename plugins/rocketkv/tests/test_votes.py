@@ -1,4 +1,4 @@
-"""What a prompt keeps, against float64 votes over the full softmax."""
+"""Units that a prompt keeps, against float64 votes over the full softmax."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from topkv_testing.kit import subject_of
 from topkv_testing.tiers import all_tiers
 
 SALT = 62
-"""Of the prompt's queries in a bench."""
+"""Seed of the prompt's queries in a bench."""
 
 
 @pytest.fixture(
@@ -76,7 +76,7 @@ def values(case, keys, first):
 
 
 def assert_chosen(got, row, count):
-    """``got`` is the top-k of the oracle's votes, up to what fp32 cannot tell apart."""
+    """``got`` is the top-k of the oracle's votes, up to what fp32 cannot distinguish."""
     expected = set(formulas.top(row, count))
     assert len(got) == len(expected)
     for one, other in zip(sorted(got - expected), sorted(expected - got), strict=True):
@@ -130,8 +130,10 @@ def test_a_unit_stays_for_one_token_that_is_kept(subject):
 
 
 def test_a_later_prompt_votes_anew_over_everything(subject):
-    """What one turn dropped the next may keep; what was decoded in between is voted over too, and
-    queries of earlier turns have no vote, where the new prompt is shorter than the window too.
+    """Units that one turn dropped may be kept by the next.
+
+    Tokens decoded in between are voted over too, and queries of earlier turns have no vote, where
+    the new prompt is shorter than the window too.
     """
 
     @examples(subject, 40)

@@ -198,7 +198,7 @@ def outputs(on, factor, **options):
 
 
 def test_a_factor_that_leaves_nothing_out_changes_no_bit(on):
-    """Nor does a larger one change what is selected and loaded."""
+    """A larger factor does not change what is selected and loaded either."""
     (plain, counts), (same, again), (other, third) = (
         outputs(on, factor, budget=112) for factor in (None, 1e-200, FACTOR)
     )

@@ -38,7 +38,7 @@ class SnapKVTests(AlgorithmTests):
     """The kit, where what a request keeps follows from the end of its prompt."""
 
     def test_a_prompt_over_pages_of_another_computes_its_tail_alone(self, subject):
-        """And keeps what it would keep if it had computed all of its tokens."""
+        """The prompt keeps the tokens that it would keep if it had computed all of them."""
 
         @examples(subject.tier, cpu=60, interpret=5, gpu=20)
         @given(case=cases(subject), data=st.data())

@@ -1,4 +1,4 @@
-"""What decoding attends, turn after turn, through hooks and through the whole coordinator."""
+"""Tokens that decoding attends, turn after turn, through hooks and the whole coordinator."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_past_its_room_it_refuses_or_slides(tier):
 
 
 def test_a_prompt_within_the_cap_is_dense(tier):
-    """And leaves its free places to generated tokens, until the budget is spent."""
+    """The prompt leaves its free places to generated tokens, until the budget is spent."""
     for prompt in (1, 3, 4, 5, CAP):
         chat = Chat(make(tier, outgrow="slide"), seed=prompt)
         chat.prefill(prompt)
@@ -201,7 +201,7 @@ def test_forks_and_reused_slots(tier):
 
 @pytest.mark.parametrize("ada_max", [1, 1.5])
 def test_head_budgets_decode(tier, ada_max):
-    """Ragged lanes: their generated tokens follow at once."""
+    """Lanes are ragged: their generated tokens follow at once."""
     chat = Chat(make(tier, ada=True, ada_max=ada_max, outgrow="slide"))
     chat.prefill(20, 20)
     chat.decode()
@@ -239,7 +239,7 @@ class TestHooks:
         path.algorithm.construct(path.view, chat.slot, start, k, v, q, lse.to(chat.device))
 
     def test_a_later_prompt_votes_anew_over_everything(self, chat):
-        """Its own queries vote, as far as the window reaches, and those of before do not."""
+        """Queries of the later prompt vote, as far as the window reaches; earlier ones do not."""
         assert chat.kept() == oracle(chat, range(36, 40), 40)
         self.construct(chat, 41, 43)  # the window reaches back to a query of the first prompt
         assert self.settle(chat, 43) == oracle(chat, range(41, 43), 43)
@@ -265,7 +265,7 @@ class TestHooks:
             assert len(lane) == CAP
 
     def test_ids_end_where_the_request_does(self, chat):
-        """Taken back without a settle: nothing from the newest token on is selected."""
+        """Tokens are taken back without a settle: nothing from the newest token on is selected."""
         path = chat.coordinator.layers[0]
         kept, step = chat.kept(), path.view.step
         for length in (42, 41, 40, 39, 37, 20, 1):

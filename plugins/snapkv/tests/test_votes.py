@@ -1,4 +1,4 @@
-"""What SnapKV keeps against a float64 oracle over the full softmax."""
+"""Positions that SnapKV keeps, against a float64 oracle over the full softmax."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from topkv_testing.tolerance import assert_as_good
 
 DEFAULTS = {"kernel": 3, "pool": "max", "outgrow": "slide", "ada": False}
 SAFE = 0.2
-"""Of the mean budget, that AdaKV leaves to each head."""
+"""Share of the mean budget that AdaKV leaves to each head."""
 
 SALT = 62
-"""Of the prompt's queries in a bench."""
+"""Seed of the prompt's queries in a bench."""
 
 
 @pytest.fixture(
@@ -97,7 +97,7 @@ def top(values, count):
 
 
 def assert_chosen(got, values, count):
-    """``got`` is the top-k of the oracle's values, up to what fp32 cannot tell apart."""
+    """``got`` is the top-k of the oracle's values, up to what fp32 cannot distinguish."""
     expected = set(top(values, count))
     assert len(got) == len(expected)
     for one, other in zip(sorted(got - expected), sorted(expected - got), strict=True):
@@ -118,7 +118,7 @@ def cuts_of(data, length):
 
 
 def test_votes_are_the_softmax_mass_of_the_window(subject):
-    """Never negative, the whole row of every voter in all, whatever the blocks of history."""
+    """Votes are never negative, sum up to every voter's whole row, and do not depend on blocks."""
 
     @examples(subject, 40)
     @given(case=cases(subject), length=st.integers(6, 40), data=st.data())
@@ -165,7 +165,7 @@ def test_what_is_kept_is_the_best_and_the_window(subject):
 
 
 def test_without_pooling_it_is_top_k_of_the_votes(subject):
-    """kernel = 1, either pool: the same, and the best of the plain column sums."""
+    """Both kinds of pool keep the best of the plain column sums where kernel = 1."""
 
     @examples(subject, 20)
     @given(case=cases(subject, kernel=1), length=st.integers(20, 40))
@@ -224,7 +224,7 @@ def test_a_needle_is_kept_with_its_neighbours(subject):
 
 
 def test_ada_shares_the_budgets(subject):
-    """The sum, the floor and the widest head; and within each head the best."""
+    """Budgets have their sum, floor and widest head; each head keeps its best positions."""
 
     @examples(subject, 40)
     @given(data=st.data(), length=st.integers(12, 44), most=st.sampled_from([1, 1.5, 2]))

@@ -108,7 +108,7 @@ class Stream:
         return out, tokens
 
     def check(self, out, tokens):
-        """Against attention over the listed tokens."""
+        """Compare with attention over the listed tokens."""
         last = slice(self.length - 1, self.length)
         given = (self.q[last], self.k[tokens], self.v[tokens], MODEL.scale)
         rough = torch.nn.functional.scaled_dot_product_attention(
@@ -127,7 +127,7 @@ def shapes(draw):
 
 
 def test_decode_is_dense_attention_under_a_lambda_mask(tier):
-    """And what lies outside of the mask, NaN in keys and values, is never touched."""
+    """Tokens outside of the mask, NaN in keys and values, are never touched."""
 
     @settings(max_examples=40)
     @given(

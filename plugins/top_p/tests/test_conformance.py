@@ -14,7 +14,7 @@ from topkv_top_p.entry import topkv_register_stages
 
 def left(bench, slot, q, lane, among):
     """The fewest candidates that hold the share p of the attention to the candidates: q·k of the
-    keys themselves, which lie where 4 bits keep them, less one rounding to bfloat16."""
+    keys themselves, which are where 4 bits keep them, less one rounding to bfloat16."""
     group, model = bench.group, bench.model
     params = {**bench.subject.entry.parameters, **bench.case.params}
     keys = bench.keys[slot].double().unflatten(1, (group.lane_heads, -1))[:, lane]
@@ -26,7 +26,7 @@ def left(bench, slot, q, lane, among):
 
 
 NEAR = 0.02
-"""Of shares: logits are off by a hundred and twenty-eighth at most, where bfloat16 rounds."""
+"""Tolerance of shares: logits are off by 1 / 128 at most, where bfloat16 rounds."""
 
 OPTIONS = StageOptions(
     params=st.fixed_dictionaries(

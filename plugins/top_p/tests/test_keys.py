@@ -29,7 +29,7 @@ def unpacked(codes, meta, words, dim):
 
 
 def test_no_channel_is_off_by_more_than_half_a_scale():
-    """And the scale is a fifteenth of the range, but for the rounding of scale and zero."""
+    """The scale is a fifteenth of the range, but for the rounding of scale and zero."""
 
     @given(
         seed=st.integers(0, 99),
@@ -65,7 +65,7 @@ def test_no_channel_is_off_by_more_than_half_a_scale():
 @pytest.mark.parametrize("name", ["interpret", "gpu"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_kernels_write_what_the_reference_writes(name, dtype):
-    """Of a prompt and of a step, the same bits."""
+    """Bits are those of the reference, for a prompt and for a step."""
     on = tier(name)
     if on.missing:
         pytest.skip(on.missing)
@@ -97,8 +97,8 @@ def test_kernels_write_what_the_reference_writes(name, dtype):
 @pytest.mark.parametrize("size", [30, 300])
 @pytest.mark.parametrize("channels", [(31, 63), (3, 17), (5, 20, 61, 30)])
 def test_a_bias_in_few_channels_makes_no_copy_worse(channels, size):
-    """A bias of keys as Qwen2 has, which RoPE turns: logits err as they do without it, and would
-    err by more than five times as much if the whole key were copied."""
+    """Keys have a bias as Qwen2's do, which RoPE turns: logits err as they do without it, and
+    would err by more than five times as much if the whole key were copied."""
     generator = torch.Generator().manual_seed(7)
     drawn = torch.randn(1024, 64, generator=generator, dtype=torch.float64)
     q = torch.randn(16, 64, generator=generator, dtype=torch.float64)

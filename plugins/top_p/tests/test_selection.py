@@ -1,4 +1,4 @@
-"""What is kept, against the formula in float64 over what is stored."""
+"""Candidates that are kept, against the formula in float64 over what is stored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from topkv_top_p import launch
 from topkv_top_p.stage import TopP
 
 NEAR = 1e-5
-"""By so much sums and ranks in fp32 may be off."""
+"""Error that sums and ranks may have in fp32."""
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def subject(on):
 
 
 def shares(bench, slot, q, head, among):
-    """float64 ``[h, n]``: to each query head of a lane the share of each of these candidates."""
+    """Share of each of these candidates for each query head of a lane, float64 ``[h, n]``."""
     group, model = bench.group, bench.model
     stored = bench.stored(slot)
     kept = (stored[f"stages[0].{name}"] for name in ("codes", "meta", "outliers"))
@@ -51,7 +51,7 @@ def params(bench):
 
 
 def assert_kept(bench, share, among, kept):
-    """The first in the order of rank, up to the one with which every head has p, or K of them."""
+    """Check that the first by rank are kept, up to the one with which every head has p, or K."""
     p, most = params(bench)
     rank = dict(zip(among, share.amax(0).tolist(), strict=True))
     order = sorted(kept, key=lambda unit: (-rank[unit], unit))
@@ -74,7 +74,7 @@ def assert_kept(bench, share, among, kept):
 
 @pytest.mark.slow
 def test_what_is_kept_has_the_share_p_and_no_more_units_than_that_takes(subject):
-    """Of keys of any kind; in fp16, bf16 and fp32; in ragged batches with rows of padding."""
+    """Keys are of any kind, in fp16, bf16 and fp32, in ragged batches with rows of padding."""
 
     @examples(subject.tier, cpu=100, interpret=8, gpu=20)
     @given(case=cases(subject, exact=False), data=st.data())
@@ -99,7 +99,7 @@ def test_what_is_kept_has_the_share_p_and_no_more_units_than_that_takes(subject)
 
 @pytest.mark.parametrize("widen", [1, 3])
 def test_candidates_of_many_blocks(subject, widen, monkeypatch):
-    """Of both kernels; what is kept lies in all of them, and what is left over in none."""
+    """Candidates fill many blocks of both kernels, and some of each block are kept."""
     monkeypatch.setattr(launch, "TOKENS", 32)
     monkeypatch.setattr(launch, "PAIRS", 32)
     geometry = Geometry(2, 2, 12, 2, 4, "kv_head", torch.float32)
@@ -144,7 +144,7 @@ def test_a_larger_p_keeps_what_a_smaller_one_keeps(subject):
 
 @pytest.mark.slow
 def test_with_p_of_1_candidates_are_left_as_they_are(subject):
-    """At their places, without weight too, where there are no more than places."""
+    """Candidates stay at their places, also those without weight, where none has to go."""
 
     @examples(subject.tier, cpu=60, interpret=5, gpu=10)
     @given(case=cases(subject), data=st.data(), factor=st.sampled_from((1, 1000)))
@@ -166,7 +166,7 @@ def constant(**settings):
 
 @pytest.mark.parametrize(("p", "count"), [(0.5, 10), (0.51, 11), (0.05, 1), (0.95, 19)])
 def test_of_equal_units_the_lowest_are_kept(subject, p, count):
-    """As many as it takes exactly: weights of equal units are 1, and sums of them are exact."""
+    """Only as many units as needed are kept: weights of equal units are 1, their sums exact."""
     bench = AlgorithmBench(subject, evolve(constant(p=p, widen=1), select=20))
     bench.prefill(0, bench.case.tokens(0))
     offered = torch.arange(30, 10, -1, dtype=torch.int32)[None]
@@ -177,7 +177,7 @@ def test_of_equal_units_the_lowest_are_kept(subject, p, count):
 
 
 def test_no_more_are_kept_than_there_are_places(subject):
-    """They move up in the order in which they came; with p = 1 there are K of them."""
+    """Units move up in the order in which they came; with p = 1 there are K of them."""
     for p, most in ((1, 8), (0.95, 8), (0.25, 6)):
         bench = AlgorithmBench(subject, constant(p=p, widen=3))
         bench.prefill(0, bench.case.tokens(0))

@@ -94,7 +94,7 @@ class Life:
 
 
 def test_rows_attend_to_the_blocks_of_their_heads(on):
-    """In chunks that end anywhere, in steps, in a further prompt, and after a cut."""
+    """Rows are of chunks that end anywhere, of steps, of a further prompt, and after a cut."""
     heads, local = 3, 2
 
     @settings(max_examples=1 if on.name == "interpret" else 12, deadline=None)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parent))  # recorded lies beside the tests
+sys.path.append(str(Path(__file__).parent))  # recorded is beside the tests
 
 CUDA = torch.cuda.is_available()
 if not CUDA:

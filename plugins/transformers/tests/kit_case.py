@@ -1,4 +1,4 @@
-"""What the conformance kit asks of the author of an engine, for models of Transformers."""
+"""The case that the conformance kit asks an engine's author for, for Transformers' models."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ class Keep(LogitsProcessor):
 
 
 class TransformersCase(EngineCase):
-    """Of a function that makes a model: two layers or more, and weights far larger than a trained
-    model's, so that a key that is missed or read twice shows in the logits."""
+    """Case of a model that a function makes.
+
+    The model has two layers or more, and weights far larger than a trained model's, so that a key
+    that is missed or read twice shows in the logits.
+    """
 
     tokens = range(2, VOCABULARY)
     chunked = True

@@ -22,8 +22,8 @@ EXAMPLES = {"Granite", "Qwen3Moe", "Gemma3", "GptOss", "Gemma2", "Qwen3Next", "D
 """One of each group, which is tested wherever tests run."""
 
 CONTRARY = {"Jamba", "NemotronH"}
-"""What their stock models compute of a sequence at once is not what they decode, or compute of it
-in chunks: nothing but the stock model in the same calls says what is right."""
+"""Classes whose stock models give other logits for a sequence at once than in decode, or in
+chunks: nothing but the stock model in the same calls says what is right."""
 
 # Hidden size is heads times head dim.
 TIGHT = {
@@ -49,7 +49,7 @@ EXPERTS = {
     "n_group": 1,
     "topk_group": 1,
 }
-"""By the names that the classes have for them."""
+"""Options of experts, by the names that the classes have for them."""
 
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
@@ -75,18 +75,20 @@ MLA = {
     "qk_nope_head_dim": 24,
     "v_head_dim": 16,
 }
-"""Some classes take queries without a latent, values wider than keys, or another RoPE."""
+"""Options of latent attention. Some classes take queries without a latent, values wider than
+keys, or another RoPE."""
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "mscale_all_dim": 1.0}
 YARN |= {"mscale": 1.0, "original_max_position_embeddings": 20}
 
 GROWING = {**YARN, "llama_4_scaling_beta": 0.7}
-"""Queries grow with their position."""
+"""Options with which queries grow with their position."""
 
 CONV = {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 2}
 
 EAGER = {"query_pre_attn_scalar": 16, "attn_implementation": "eager"}
-"""The stock model caps so alone; that of 5.17 takes sdpa by itself, which does not."""
+"""Options with which alone the stock model caps; that of 5.17 takes sdpa by itself, which does
+not."""
 
 OWN = {
     "Gemma2": {"attn_logit_softcapping": 1.5, **EAGER},
@@ -124,7 +126,7 @@ OWN = {
     "Mellum": {"sliding_window": 7},
     "Qwen2Moe": {"sliding_window": 7},
 }
-"""What a class alone needs, or what makes it harder."""
+"""Options that one class alone needs, or that make it harder."""
 
 
 def names_of(*groups):

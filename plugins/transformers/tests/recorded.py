@@ -29,7 +29,7 @@ class OpRecorder(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls):
-        """What was compiled before is run, and not skipped."""
+        """Return True, so that code that was compiled before is run, and not skipped."""
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -45,7 +45,7 @@ class OpRecorder(TorchDispatchMode):
         return out
 
     def _remember(self, func, args):
-        """What stands where an operator writes that something before the recording has made."""
+        """Keep tensors of before the recording that an operator is going to write over."""
         writes = [each.alias_info and each.alias_info.is_write for each in func._schema.arguments]
         for each in tree_leaves([arg for arg, write in zip(args, writes, strict=False) if write]):
             if isinstance(each, torch.Tensor) and _place(each) not in self.made:
@@ -97,7 +97,7 @@ def _off():
 
 
 class Recorder:
-    """In place of ``topkv_transformers.capture.CudaRecorder``."""
+    """Recorder in place of ``topkv_transformers.capture.CudaRecorder``."""
 
     def __call__(self, body):
         recorder = OpRecorder()

@@ -39,7 +39,7 @@ def talk(tiny, check, model, cache, chunk=None):
 @pytest.mark.parametrize("chunk", [None, 9])
 @pytest.mark.parametrize(("topk", "local"), [(3, 1), (3, 2), (20, 1)])
 def test_tokens_are_those_of_the_stock_model(tiny, check, topk, local, chunk):
-    """It selects 3 of 8 blocks, or all; what topkv does to it is where keys and values lie."""
+    """The model selects 3 of 8 blocks, or all; topkv changes where keys and values are stored."""
     model = make(tiny, topk, local)
     sequences, logits = talk(tiny, check, model, DynamicCache(config=model.config), chunk)
     with topkv.attach(model, {"backend": "triton_attention", "max_tokens": 512}) as handle:
@@ -59,7 +59,7 @@ def test_tokens_are_those_of_the_stock_model(tiny, check, topk, local, chunk):
 
 
 def test_what_it_selects_shows(tiny, check):
-    """The same model with room for all blocks says something else."""
+    """A model with room for all blocks gives other logits."""
     few, all_of_them = (
         talk(tiny, check, model, DynamicCache(config=model.config))[1]
         for model in (make(tiny, 3), make(tiny, 20))

@@ -1,4 +1,4 @@
-"""What a recording that fails leaves behind of streams, allocator and forwards."""
+"""Streams, allocator and forwards behind a recording that fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SPARSE = {"budget": 32, "buffer": 48, "resident_fast_path": False}
 
 
 def test_a_failed_recording_leaves_the_device_as_it_was(tiny, recording):
-    """Of each number of rows; torch leaves a capture that cannot end with its stream current."""
+    """Recordings of each number of rows fail; torch leaves a capture's stream current then."""
     model, device = tiny.model(), tiny.device
     mlp = model.model.layers[1].mlp
 
@@ -33,7 +33,7 @@ def test_a_failed_recording_leaves_the_device_as_it_was(tiny, recording):
 
 
 def test_a_capture_that_cannot_end_gives_the_stream_back(monkeypatch):
-    """What ``torch.cuda.graph`` does, on streams and a graph that are told apart by name."""
+    """``torch.cuda.graph`` is run on streams and a graph that are distinguished by name."""
     current = ["the caller's"]
 
     class Switched:

@@ -72,7 +72,7 @@ def test_replayed_steps_are_those_of_python(tiny, recording, name, tokens, pads)
 
 @pytest.mark.parametrize("name", [*WINDOWS, *STATES])
 def test_caches_in_turn_forks_and_further_turns(tiny, recording, name):
-    """Whose windows a recording holds changes from step to step."""
+    """The cache whose windows a recording holds changes from step to step."""
     model = mixed(name, tiny.device)
     first, second = tiny.prompt(30, (0,)), tiny.prompt(25, (0,), seed=3)
 
@@ -98,7 +98,7 @@ def test_caches_in_turn_forks_and_further_turns(tiny, recording, name):
 
 
 def test_a_step_whose_head_fails_counts_as_it_does_in_python(tiny, recording):
-    """And a cache that goes back to before a step finds windows as they were."""
+    """A cache that goes back to before a step finds windows as they were."""
     model, prompt = mixed("Gemma3", tiny.device), tiny.prompt(30)
 
     def lived(settings):
@@ -223,7 +223,7 @@ BROKEN = {
 @pytest.mark.slow
 @pytest.mark.parametrize("what", BROKEN)
 def test_broken_windows_are_noticed(tiny, recording, monkeypatch, what):
-    """Or the test above would say little."""
+    """The test above fails with broken windows, or it would say little."""
     name, *broken = BROKEN[what]
     monkeypatch.setattr(*broken)
     with pytest.raises(AssertionError):
@@ -249,7 +249,7 @@ def test_windows_are_full_when_padding_has_left_them():
     ("begun", "steady"), [([], True), ([True], True), ([False, True], False), ([False], True)]
 )
 def test_states_are_steady_once_they_have_begun(begun, steady):
-    """Or have taken nothing of a prompt: some layers of mixed models keep a cache for nothing."""
+    """States that took nothing of a prompt are steady too: some layers keep an unused cache."""
 
     class Layer:
         pass

@@ -44,7 +44,7 @@ class Backend:
 
 @pytest.fixture
 def backend(monkeypatch):
-    """What compiles instead of inductor: it replaces operators by those they consist of."""
+    """Backend in place of inductor: it replaces operators by those they consist of."""
     backend = Backend()
     compiler = partial(torch.compile, fullgraph=True, dynamic=False, backend=backend)
     monkeypatch.setattr(compiled, "COMPILE", compiler)
@@ -65,7 +65,7 @@ def generated(model, prompt, settings, steps=16):
 
 
 def assert_near(ours, stock):
-    """Up to roundings that differ: 1e-4 of the largest logit. A key that is missed is far more."""
+    """Compare up to roundings that differ: 1e-4 of the largest logit. A missed key is far more."""
     assert (ours - stock).abs().max() <= 1e-4 * stock.abs().max()
 
 
@@ -97,7 +97,7 @@ def test_each_number_of_rows_is_compiled_once(tiny, recording, backend):
 
 
 def test_layers_that_differ_are_compiled_one_by_one(tiny, recording, backend):
-    """More of them than dynamo is set to compile of one function."""
+    """Such layers are more than dynamo is set to compile of one function."""
     model, prompt = tiny.model(layers=4), tiny.prompt(9)
     for number, layer in enumerate(model.model.layers):
         layer.input_layernorm.variance_epsilon = 0.1 + 0.1 * number
@@ -130,7 +130,7 @@ def rescale(model):
     ids=["write", "replace", "rescale"],
 )
 def test_a_changed_module_is_compiled_anew(tiny, recording, backend, change, graphs):
-    """Where that is needed: weights are no part of what is compiled."""
+    """Compiling anew is done where needed: weights are no part of what is compiled."""
 
     def talk(settings):
         model, prompt, told = tiny.model(), tiny.prompt(21), []
@@ -157,7 +157,7 @@ def test_a_changed_module_is_compiled_anew(tiny, recording, backend, change, gra
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_what_cannot_be_compiled_runs_as_it_is_and_says_so(tiny, recording, backend, layer):
-    """Also where a layer before it has appended its rows by then."""
+    """A layer before may have appended its rows by then."""
     model, prompt = tiny.model(), tiny.prompt(21, (0, 4))
     model.model.layers[1].input_layernorm.variance_epsilon = 0.1
     stock, logits, _ = generated(model, prompt, tiny.settings(**SPARSE))
@@ -299,7 +299,7 @@ def test_inductor_fuses_what_lies_between(tiny, check, recording, monkeypatch):
 
 @pytest.mark.parametrize("name", ["Flint", "Gemma2"])
 def test_sinks_and_softcaps_are_handed_on(tiny, recording, backend, name):
-    """Of classes whose layers slide as a rule, where all are full."""
+    """Classes are ones whose layers slide as a rule; here all are full."""
     if not hasattr(transformers, f"{name}ForCausalLM"):
         pytest.skip(f"this Transformers has no {name}")
     full = ["full_attention"] * 2

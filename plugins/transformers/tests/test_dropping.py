@@ -121,7 +121,7 @@ def test_a_cache_that_has_lost_tokens_is_cut_behind_them_alone(tiny, config):
 
 @pytest.mark.parametrize(("steps", "closed"), [(130, True), (40, False)])
 def test_a_call_that_fails_leaves_what_is_left_of_a_cache(tiny, config, steps, closed):
-    """Or closes it, if tokens that would be the newest ones are gone."""
+    """The cache is closed if tokens that would be the newest ones are gone."""
     model, ids = tiny.model(), tiny.prompt(PROMPT)["input_ids"]
 
     class Stop:

@@ -1,4 +1,4 @@
-"""What an attached model gives back, and leaves as it was."""
+"""Calls of an attached model: results, and the things that they leave as they were."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_detach_keeps_a_generate_that_was_set_before(tiny):
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_other_forwards_run_as_before(tiny, implementation):
-    """No cache, or the user's own: bit for bit what the stock model makes of it."""
+    """Forwards without a cache, or over the user's own, give the stock model's bits."""
     model, prompt = tiny.model(), tiny.prompt(12, (0, 3))
     model.set_attn_implementation(implementation)
 

@@ -1,4 +1,4 @@
-"""With a budget that covers the sequence, an attached model is the stock model."""
+"""An attached model is the stock model where the budget covers the sequence."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_direct_calls_of_the_model(tiny, check):
 
 
 def test_positional_arguments_and_gradients(tiny):
-    """In eval mode a forward with gradients enabled works, and builds no graph in the pools."""
+    """A forward in eval mode with gradients enabled works, and builds no graph in the pools."""
     model, prompt = tiny.model(), tiny.prompt(11)
     stock = model(**prompt).logits
     with topkv.attach(model, tiny.settings()) as handle:

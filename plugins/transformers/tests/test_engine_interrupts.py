@@ -33,7 +33,7 @@ PAIRS = [(action, call) for action, calls in REACHED_BY.items() for call in call
 
 
 class Cut:
-    """Raises from a call of the coordinator, before or after the call has done its work."""
+    """Patch that raises from a call of the coordinator, before or after the call does its work."""
 
     def __init__(self, coordinator, call, error=KeyboardInterrupt, late=False):
         self.coordinator, self.call, self.error, self.late = coordinator, call, error, late
@@ -146,7 +146,7 @@ def test_a_model_is_detached_after_a_cut_call(tiny, action, call):
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("name", [None, "Gemma3", "Qwen3Next"])
 def test_a_forward_that_is_cut_as_it_closes_was_or_was_not(tiny, name, late):
-    """By then it is in the books of the coordinator and of the cache: in both or in none."""
+    """The forward is in the books of both the coordinator and the cache, or in none."""
     model = model_of(name, tiny.device) if name else tiny.model()
     prompt = tiny.prompt(20, (0, 4))
     with topkv.attach(model, tiny.settings(**EAGER)) as handle, torch.no_grad():
@@ -197,7 +197,7 @@ def test_a_crop_that_is_cut_ends_alike_in_all_rows(tiny):
 
 
 def test_a_forward_that_was_dropped_from_within_is_told(tiny):
-    """Its tokens are not in the cache; to return logits as if they were would be wrong."""
+    """The forward's tokens are not in the cache; to return logits as if they were is wrong."""
     model, prompt = tiny.model(), tiny.prompt(20, (0, 4))
     with topkv.attach(model, tiny.settings(**EAGER)) as handle, torch.no_grad():
         talk = Talk(model, handle, prompt)

@@ -14,7 +14,7 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 
 def test_a_forward_with_gradients_on_runs(tiny, check):
-    """Who forgets no_grad gets the logits, and generate asks for nothing."""
+    """Whoever forgets no_grad gets the logits, and generate asks for nothing."""
     model, prompt = tiny.model(), tiny.prompt(12, (0, 3))
     stock, sequences = model(**prompt).logits, model.generate(**prompt, **GREEDY)
     with topkv.attach(model, tiny.settings()) as handle:
@@ -59,7 +59,7 @@ def test_gradients_of_what_lies_behind_attention_are_those_of_the_model(tiny):
 
 @pytest.mark.parametrize("attached_in", [True, False], ids=["attached_in", "attached_outside"])
 def test_inference_mode_may_come_and_go(tiny, check, attached_in):
-    """What lives as long as the handle is no inference tensor, wherever it was made."""
+    """Tensors that live as long as the handle are no inference tensors, wherever they are made."""
     model, prompt = tiny.model(), tiny.prompt(40, (0, 3))
     stock = model.generate(**prompt, **GREEDY)
     settings = tiny.settings(budget=24, buffer=32)  # also what only misses use
@@ -83,7 +83,7 @@ def test_inference_mode_may_come_and_go(tiny, check, attached_in):
 @pytest.mark.parametrize("algorithm", ["quest", "double_sparsity", "snapkv", "streaming_llm"])
 @pytest.mark.parametrize("direct", [True, False], ids=["forward", "generate"])
 def test_autocast_is_refused(tiny, check, algorithm, direct):
-    """It would hand over keys of another dtype than the cache has, or queries."""
+    """Autocast would hand over keys of another dtype than the cache has, or queries."""
     model, prompt = tiny.model(), tiny.prompt(12)
     stock = model.generate(**prompt, **GREEDY)
     unit = 4 if algorithm == "quest" else 1

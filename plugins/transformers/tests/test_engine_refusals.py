@@ -1,4 +1,4 @@
-"""What an attached model refuses: by name, with all reasons, and without losing anything."""
+"""Refusals of an attached model: by name, with all reasons, and without losing anything."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_masks_that_are_refused(tiny, check, name, direct):
 
 
 def test_a_turn_behind_a_row_that_has_ended(tiny, check):
-    """Its padding stands within the columns of the cache. Both ways that the error names work."""
+    """The turn's padding is within the cache's columns. Both ways that the error names work."""
     model, prompt = tiny.model(), tiny.prompt(12, (0, 3))
     end = model.generate(**prompt, **GREEDY)[0, 14].item()  # the first row ends, the other not
     options = {**GREEDY, "eos_token_id": end}

@@ -18,7 +18,7 @@ PROMPT = 4 * BUFFER + 13
 
 
 class Recorder:
-    """What each lane selected in each step, and what the plan made of it."""
+    """Recorder of the units that each lane selected in each step, and of counts of the plan."""
 
     def __init__(self, coordinator):
         self.coordinator = coordinator
@@ -52,7 +52,7 @@ class Recorder:
         self.counts.append((misses, filled))
 
     def allowed(self, prompt, columns, kv_heads):
-        """Of each layer bool ``[B, Hkv, columns, columns]``: what a query may attend."""
+        """Columns that a query may attend, for each layer bool ``[B, Hkv, columns, columns]``."""
         pads = (prompt["attention_mask"].cpu() == 0).sum(1).tolist()
         column = torch.arange(columns)
         causal = column[None] <= column[:, None]

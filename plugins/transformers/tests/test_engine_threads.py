@@ -142,7 +142,7 @@ def test_models_that_share_a_config_in_two_threads(tiny):
 
 
 def test_a_plain_call_of_another_thread_names_nothing(tiny, recording, monkeypatch):
-    """It began while a forward was open, and comes to its layers when that one has ended."""
+    """The plain call began while a forward was open, and comes to its layers behind the end."""
     model, prompt = tiny.model(), tiny.prompt(20)
     with torch.no_grad():
         plain = model.model(**prompt).last_hidden_state

@@ -1,4 +1,4 @@
-"""What is told of a checkpoint from its configuration, beside what attaching it then does."""
+"""Examinations of checkpoints by their configurations, beside what attaching them then does."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def told(*args):
 
 @pytest.mark.parametrize("name", ["Granite", "Qwen3Moe", "Gemma3", "GptOss", "DeepseekV3"])
 def test_bytes_are_those_of_the_stock_cache(tiny, tmp_path, name):
-    """Of all layers in the stock model, and of the full ones on the host."""
+    """Bytes are of all layers in the stock model, and of the full ones on the host."""
     settings = tiny.settings(dense_layers=[0])
     found = examine(written(tmp_path, name), settings, LENGTH, registry())
     model, cache = model_of(name), DynamicCache(config=config_of(name))
@@ -77,7 +77,7 @@ def test_the_command_tells_layers_and_bytes(tmp_path):
 
 
 def test_code_of_a_folder_does_not_run(tmp_path):
-    """Whoever says yes on standard input is not asked."""
+    """Nobody is asked on standard input, where a yes waits."""
     marker, folder = tmp_path / "it_ran", tmp_path / "model"
     written(folder, "Gemma3")
     code = f"open({str(marker)!r}, 'w')\nfrom transformers import LlamaConfig as Foreign\n"
@@ -176,7 +176,7 @@ def test_what_generate_refuses_of_its_own_settings(tmp_path):
 
 
 def test_versions_that_were_never_tested_are_named(tiny, tmp_path, monkeypatch):
-    """Once in a process where a model is attached, and by each doctor."""
+    """Versions are named once in a process where a model is attached, and by each doctor."""
     untested = {"topkv": ["torch 9"], "topkv-transformers": ["transformers 8"]}
     everywhere = ("topkv_transformers.engine", "topkv_cli.checkpoint", "topkv_cli.doctor")
     for module in everywhere:

@@ -160,7 +160,7 @@ def test_a_manifest_that_names_others_removes_none(tmp_path):
 
 @pytest.mark.parametrize("kind", ["file", "empty", "directory", "pipe", "device"])
 def test_a_manifest_that_is_not_topkvs_stays(tmp_path, kind):
-    """And nobody waits for it, neither to write nor to read."""
+    """Nobody waits for such a file, neither to write nor to read."""
     path = tmp_path / MANIFEST
     {
         "file": lambda: path.write_text("my notes"),

@@ -1,7 +1,7 @@
 """Random lives of caches of mixed models: chunks, tokens, copies, cuts, interrupts, ends.
 
-Whatever came before, a forward gives the logits of the stock model over all tokens at once. What a
-layer has forgotten cannot be cropped to, which is told, and changes nothing.
+Whatever came before, a forward gives the logits of the stock model over all tokens at once. A
+cache cannot be cropped to what a layer has forgotten; the error says so, and nothing changes.
 """
 
 from __future__ import annotations

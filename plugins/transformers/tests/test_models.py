@@ -84,8 +84,8 @@ def test_replayed_steps_of_latent_rows_are_those_of_python(tiny, check, recordin
 
 @pytest.mark.parametrize("sharp", [1, 40])
 def test_sinks_at_extremes_are_those_of_float64(tiny, check, sharp):
-    """In prompts and steps: heads that see nothing but their sink, and heads that see none of it;
-    the softmax of keys may itself be all on one key."""
+    """Heads see nothing but their sink, or none of it, in prompts and steps; the softmax of keys
+    may itself be all on one key."""
     model = model_of("GptOss", tiny.device, num_attention_heads=6, num_key_value_heads=2)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -227,7 +227,7 @@ def test_kinds_of_layers_that_are_not_known_are_refused():
 
 
 def test_a_softcap_is_never_ignored(tiny, monkeypatch):
-    """By a backend that lacks it, by layers left alone, or by a class that only states it."""
+    """Refused are backends without softcap, layers left alone, and classes that only state one."""
     case = TransformersCase(lambda: model_of("Gemma2"))
     bench = Bench(subject_of("transformers", "engine", tier("cpu"), case))
     with pytest.raises(ConfigError, match="does not cap attention logits"), bench.attached():

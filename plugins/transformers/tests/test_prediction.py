@@ -1,4 +1,4 @@
-"""What an attached model says of its steps: from which numbers, and who is told."""
+"""Predictions of an attached model's steps: from which numbers, and who gets them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def raising(error):
 
 
 def of_a_gpu(prediction, off=()):
-    """What ``tell`` looks at of a handle."""
+    """The parts of a handle that ``tell`` reads."""
     config = SimpleNamespace(device=torch.device("cuda"))
     capture = SimpleNamespace(off=list(off))
     return SimpleNamespace(config=config, capture=capture, prediction=prediction)

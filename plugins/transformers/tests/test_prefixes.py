@@ -208,7 +208,7 @@ def test_what_was_kept_gives_way_to_requests(tiny):
 
 
 def generated_by_stock_of(tiny, model, ids):
-    """By a copy of a model that is attached."""
+    """Generate by a copy of a model that is attached."""
     stock = tiny.model(config=model.config, layers=1)
     stock.load_state_dict(model.state_dict())
     return generated_by_stock(stock, ids)
@@ -240,7 +240,7 @@ def test_rope_that_depends_on_the_length_is_refused(tiny):
 
 
 def test_tenants_find_their_own_prompts_alone(tiny):
-    """And what is kept for one stays within its quota; answers are what they are without."""
+    """Pages that are kept for a tenant stay within its quota; answers are the same as without."""
     model, ids = tiny.model("qwen3"), tiny.prompt(150)["input_ids"]
     config = {**tiny.settings(dense_layers=[1]), "prefix_cache": "prompt"}
     with topkv.attach(model, {**config, "prefix_cache": "off"}) as handle:

@@ -53,7 +53,7 @@ def turn(model, cache, ids, mask, steps):
 @pytest.mark.parametrize("host_format", ["model", "fp8"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_it_goes_on_to_the_bit(tiny, tmp_path, algorithm, host_format, steps):
-    """In a model that is attached anew, after prompt and steps, for rows of any padding."""
+    """The model is attached anew, after prompt and steps, for rows of any padding."""
     model, prompt = tiny.model("qwen3", layers=3), tiny.prompt(75, (0, 30))
     settings = settings_of(tiny, algorithm, host_format=host_format)
     with topkv.attach(model, settings) as handle:
@@ -78,7 +78,7 @@ def test_it_goes_on_to_the_bit(tiny, tmp_path, algorithm, host_format, steps):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_it_goes_on_through_a_storage(tiny, tmp_path, algorithm):
-    """What was handed over is decoded by another model object, and stays until it is discarded."""
+    """Another model object decodes what was handed over, which stays until it is discarded."""
     model, prompt = tiny.model("qwen3", layers=3), tiny.prompt(75, (0, 30))
     settings = settings_of(tiny, algorithm)
     with (
@@ -131,7 +131,7 @@ def suspended(tiny, place, model=None, **changes):
 )
 def test_another_process_goes_on(tiny, tmp_path, kind, algorithm):
     tiny.model().save_pretrained(tmp_path / "model")
-    # Where weights lie in memory can decide which instructions multiply them, and so the last bit.
+    # Where weights are in memory can decide which instructions multiply them, and so the last bit.
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").to(tiny.model().device)
     with StoredSessions("files", {"path": tmp_path / "stored"}) as stored:
         place = tmp_path / "chat" if kind == "folder" else stored["chat"]

@@ -71,7 +71,7 @@ def test_other_channels_in_a_file_of_the_same_name_find_nothing(tiny, settings, 
 def test_a_reload_decodes_as_a_hit_in_host_memory(
     tiny, settings, tmp_path, algorithm, host_format
 ):
-    """To the bit, with a resident layer beside; the prompt ends within a page."""
+    """Logits agree to the bit, with a resident layer beside; the prompt ends within a page."""
     model, ids = tiny.model("qwen3", layers=3), tiny.prompt(150)["input_ids"]
     config = settings(dense_layers=[0], host_format=host_format, algorithm=algorithm)
     config |= ALGORITHMS[algorithm]

@@ -1,4 +1,4 @@
-"""Which models are refused, by name, with all reasons and what to do instead."""
+"""Refusals of models, by name, with all reasons and what to do instead."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def test_contents_are_those_of_the_host():
 
 
 def test_a_cache_belongs_to_the_model_that_filled_it(tiny, tmp_path):
-    """It is suspended before a change alone; also a cache of two states is nobody's."""
+    """A cache can be suspended before a change alone; a cache of two states is nobody's."""
     model, prompt = adapted(tiny.model()), tiny.prompt(40)
     with topkv.attach(model, tiny.settings()) as handle:
         for between in (False, True):

@@ -3,7 +3,7 @@
     python plugins/triton_attention/benchmarks/mla.py --out mla.jsonl
     python plugins/triton_attention/benchmarks/mla.py --sweep --batch 64 --heads 128
 
-Every request attends to 2048 tokens that lie scattered, row by row, in a buffer of 4096 slots. A
+Every request attends to 2048 tokens that are scattered, row by row, in a buffer of 4096 slots. A
 cell is the median over replays of a graph that calls once for each of several input sets, which
 together are far larger than the L2 cache. TFLOP/s counts both products, over 576 and 512 elements;
 GB/s counts every row once. Where FlashMLA is installed, it is timed on the same rows. Needs CUDA.
@@ -38,7 +38,7 @@ SCALE = (LATENT + ROPE) ** -0.5
 ROTATE_BYTES = 200_000_000
 """Bytes of rows that one graph reads at least; the L2 of an H200 holds 50 MB."""
 SLOTS = 4096
-"""Of the buffer of a request."""
+"""Slots of the buffer of a request."""
 SPLITS = (1, 2, 3, 4, 6, 8, 11, 16, 32)
 LIBRARIES = ("flash_mla", "sgl_flash_mla")
 """Modules that may hold FlashMLA's ``flash_mla_with_kvcache``."""
@@ -121,7 +121,7 @@ def attend_us(decode: LatentDecoder, sets: list[Inputs], replays: int) -> float:
 
 
 def library(cell: Cell, each: Inputs) -> Callable[[], object] | None:
-    """The same call by FlashMLA; None where it is not installed or does not offer the cell.
+    """The call of a cell by FlashMLA; None where it is not installed or does not offer the cell.
 
     Its sparse decode takes packed rows, and 64 or 128 heads.
     """
@@ -149,7 +149,7 @@ def library(cell: Cell, each: Inputs) -> Callable[[], object] | None:
 
 
 def launches(cell: Cell) -> list[LatentLaunch]:
-    """What ``--sweep`` tries. Blocks of 64 heads fill the registers of 8 warps."""
+    """Launches that ``--sweep`` tries. Blocks of 64 heads fill the registers of 8 warps."""
     made = []
     for heads, block in itertools.product((16, 32, 64), (16, 32, 64)):
         if heads > max(16, cell.heads) or (heads == 16 and cell.heads > 64):
@@ -160,7 +160,7 @@ def launches(cell: Cell) -> list[LatentLaunch]:
 
 
 def sweep(cell: Cell, sets: list[Inputs], replays: int) -> list[dict[str, object]]:
-    """Every combination with the splits that follow from it, then the best with others."""
+    """Measure every combination with the splits that follow from it, then the best with others."""
     found: list[tuple[float, LatentLaunch, int]] = []
 
     def attempt(launch: LatentLaunch, splits: int | None) -> None:
@@ -207,7 +207,7 @@ def record(
 
 
 def measure(cell: Cell, sets: list[Inputs], replays: int) -> list[dict[str, object]]:
-    """The cell with the constants that the backend would choose, and by the library."""
+    """Measure the cell with the constants that the backend would choose, and by the library."""
     decode = decoder(cell)
     splits = decode.split_count(cell.batch, cell.tokens)
     rows = [record(cell, attend_us(decode, sets, replays), decode.launch, splits)]
@@ -224,7 +224,7 @@ COLUMNS = (
 
 
 def show(row: dict[str, object] | None = None) -> None:
-    """One line of the table, or its head."""
+    """Print one line of the table, or its head."""
     print("  ".join(f"{name if row is None else row[name]!s:>10}" for name in COLUMNS), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Without a CUDA device the kernels run in Triton's interpreter; with one, on the device."""
+"""Kernels run in Triton's interpreter without a CUDA device, and with one on the device."""
 
 from __future__ import annotations
 

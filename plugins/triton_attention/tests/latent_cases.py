@@ -89,7 +89,7 @@ class LatentInputs:
     def attend(self, backend: Any, device: Any, latent: int) -> tuple[Tensor, Tensor]:
         """Call ``attend`` between guards; out ``[N, H, latent]`` and lse ``[N, H]``.
 
-        Rows of q and out lie further apart than their heads: 3 heads of NaN, and of ``SENTINEL``.
+        Rows of q and out are further apart than their heads: 3 heads of NaN, and of ``SENTINEL``.
         """
         pool, heads = self.pool.to(device), self.q.shape[2]
         q = Guarded.of(pad(self.q, (0, 0, 0, 3), value=math.nan), math.nan, device)
@@ -141,7 +141,7 @@ class LatentCase:
 
     @property
     def shapes(self) -> tuple[ModelShape, GroupShape]:
-        """What the backend is made for; the scale is not the usual one, so that it is noticed."""
+        """Shapes that the backend is made for; the scale is not the usual one, to be noticed."""
         dim = self.latent + self.rope
         model = ModelShape(
             1, self.heads, 1, dim, self.dtype, 0.75 * dim**-0.5, "mla", self.latent

@@ -1,4 +1,4 @@
-"""What is left out and what is not, in float64, and inputs of which some blocks matter little."""
+"""Rule of ``skip_softmax`` in float64, and inputs of which some blocks matter little."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEAR = 1e-4
 
 @frozen
 class Kept:
-    """What the rule leaves of one kv-head of one lane.
+    """Tokens of one kv-head of one lane that the rule keeps.
 
     Attributes:
         tokens: bool ``[length]``.
@@ -97,7 +97,7 @@ class SkipCase:
         return joined(parts)
 
     def poison(self):
-        """Values of what is left out become NaN and infinity."""
+        """Turn values of tokens that are left out into NaN and infinity."""
         _, values = self.inputs.views()
         for (where, place), heads in zip(self.inputs.tokens, self.each, strict=True):
             for head, found in enumerate(heads):

@@ -1,4 +1,4 @@
-"""What this backend says of ``adapt_page_table`` beyond the contract; see test_conformance.py."""
+"""Refusals of ``adapt_page_table`` beyond the contract; for that see test_conformance.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the backend refuses when it is made, and its hooks against the specs."""
+"""Refusals of the backend when it is made, and its hooks against the specs."""
 
 from __future__ import annotations
 

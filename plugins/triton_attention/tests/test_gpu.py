@@ -1,4 +1,4 @@
-"""What only a device can show: graphs, addresses beyond 2**31, host memory."""
+"""Cases that only a device can show: graphs, addresses beyond 2**31, host memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_graph_replay_follows_its_inputs(lane_heads):
     plan = Plan(ints(lanes, select), ints(lanes), empty, empty, empty)
     view = LayerView(0, 0, group, step, empty, empty)
     tables = Tables(ints(lanes, select + 1), ints(lanes))
-    # Rows lie further apart than their heads, as those of a fused projection do.
+    # Rows are further apart than their heads, as those of a fused projection are.
     q = torch.randn(batch, 1, HEADS + 2 * KV_HEADS, DIM, device="cuda").bfloat16()[:, :, :HEADS]
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device="cuda")
 

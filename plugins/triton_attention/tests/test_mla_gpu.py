@@ -31,7 +31,7 @@ def test_real_sizes(case, heads, unit):
 @both_formats
 @pytest.mark.parametrize("lanes", [1, 33, 130])
 def test_any_batch(case, lanes):
-    """With many splits, with few and with none."""
+    """Batches have many splits, few, or none."""
     lengths = tuple((97 * lane + 31) % 400 for lane in range(lanes))
     case = evolve(case, heads=64, lengths=lengths)
     case.check(case.backend("triton", CUDA), CUDA)

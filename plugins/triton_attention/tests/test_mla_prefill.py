@@ -181,7 +181,7 @@ def test_only_what_is_kept_has_influence(where):
 @every_tier
 @pytest.mark.parametrize("size", [(3, 1, 40, 32), (2, 1, 64, 64)])
 def test_selected_history_in_blocks_merges_to_the_whole(where, size):
-    """As the core streams history of a chunk whose rows have selected their tokens."""
+    """Blocks are as the core streams history of a chunk whose rows have selected their tokens."""
     case = Case(torch.float32, *size, 9, 40, 31, 0, 1.0)
     backend, scale = case.backend(where)
     q, pool, _ = case.make()

@@ -1,4 +1,4 @@
-"""What ``prefill`` of this backend does beyond the contract; see test_conformance.py."""
+"""``prefill`` of this backend beyond the contract; for that see test_conformance.py."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Called:
 
 @on_all
 def test_what_is_left_out_and_what_is_attended_are_those_of_the_formula(where):
-    """With NaN and infinity in the values of what is left out, and in rows of padding."""
+    """Values of what is left out are NaN and infinity, and so are rows of padding."""
     seen = []
 
     @examples(where, cpu=100, interpret=25, gpu=60)
@@ -120,7 +120,8 @@ def test_with_a_factor_of_nothing_no_bit_changes(where):
 
 @on_all
 def test_what_is_left_out_has_little_weight(where):
-    """Each key less than lambda of the largest; together delta, and the error 2 delta max|v|."""
+    """Each key that is left out weighs less than lambda of the largest; all together weigh delta,
+    and the error is 2 delta max|v| at most."""
 
     @examples(where, cpu=60, interpret=12, gpu=30)
     @given(case=skip_cases((torch.float32,)))
@@ -171,7 +172,7 @@ def test_a_larger_factor_leaves_out_no_less(where):
 @on_all
 @pytest.mark.parametrize("splits", [2, 3, 7])
 def test_splits_leave_out_a_part_of_what_one_run_would(where, splits):
-    """Token by token by the formula; and no more blocks by what runs."""
+    """The formula is compared token by token; the backend leaves out no more blocks."""
     fewer = 0
     for seed in range(12):
         sizes = (0.1, 1.0, 2.0)
@@ -191,7 +192,7 @@ def test_splits_leave_out_a_part_of_what_one_run_would(where, splits):
 
 @on_all
 def test_the_block_of_the_maximum_stays_whatever_the_factor(where):
-    """At every place; lambda is at most 1."""
+    """The block is at every place in turn; lambda is at most 1."""
     for place in range(5):
         case = make(GEOMETRY, [5 * TILE], [100], 1e12, seed=place)
         keys, _ = case.inputs.views()
@@ -212,7 +213,7 @@ def test_the_block_of_the_maximum_stays_whatever_the_factor(where):
 @on_all
 @pytest.mark.parametrize("loud", [0, 1, 2])
 def test_query_heads_of_a_kv_head_vote_together(where, loud):
-    """A block that one of them needs stays for all."""
+    """A block that one query head needs stays for all."""
     geometry = Geometry(1, 3, 64, 4, 1, "shared", torch.float32)
     case = make(geometry, [3 * TILE], [100], 1.0)
     keys, _ = case.inputs.views()
@@ -235,7 +236,7 @@ def test_query_heads_of_a_kv_head_vote_together(where, loud):
 
 @on_all
 def test_each_row_goes_by_the_length_of_its_own_request(where):
-    """Of the same keys less is left out in a row whose request is longer."""
+    """Less is left out of the same keys in a row whose request is longer."""
     one = make(GEOMETRY, [12 * TILE], [100], 10.0, seed=3, sizes=(0.3, 1.0))
     twice = make(GEOMETRY, [12 * TILE] * 2, [100, 100_000], 10.0, seed=3, sizes=(0.3, 1.0))
     keys, values = twice.inputs.views()
@@ -276,7 +277,7 @@ def test_tables_without_lengths_are_attended_to_as_a_whole(where):
 
 @on_all
 def test_the_option_reaches_what_attends(where):
-    """And ``adapt_page_table`` leaves the lengths for it; without the option neither happens."""
+    """``adapt_page_table`` also attaches lengths for it; without the option neither happens."""
     subject = subject_of("triton_attention", "backend", where)
     backend, model, group = make_backend(subject, GEOMETRY, 2)
     assert backend._adapt.__name__ == "adapt_page_table"

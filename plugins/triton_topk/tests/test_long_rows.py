@@ -49,7 +49,7 @@ def small(monkeypatch):
 
 @pytest.fixture
 def walks(monkeypatch):
-    """Rows that were walked so far, in a list; only the interpreter can tell."""
+    """Rows that were walked so far, in a list; only the interpreter can count them."""
     seen: list[None] = []
     if not CUDA:
         real = kernels.walk
@@ -67,7 +67,7 @@ def pivot(rows: int, columns: int, select: int) -> PivotTopK:
 
 
 def select_by_pivot(scores: Tensor, lengths: Tensor, ids: Tensor) -> None:
-    """With scratch of just this size, which starts as garbage."""
+    """Select with scratch of just this size, which starts as garbage."""
     work = pivot(*scores.shape, ids.shape[1])
     if work.scratch is not None:
         work.scratch.fill_(-7)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def parted(ones, others):
-    """Where the tokens of two answers part for the first time, or their number."""
+    """Position at which the tokens of two answers part first, or their number."""
     pairs = zip(ones.token_ids, others.token_ids, strict=True)
     return next((at for at, (one, other) in enumerate(pairs) if one != other), len(ones.token_ids))
 

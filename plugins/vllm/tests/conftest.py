@@ -39,7 +39,7 @@ LONGEST, CHUNK, PAGE, VOCABULARY = 512, 96, 32, 512
 """Tokens of a request, of a step, and of a page; ids of tokens."""
 
 STOCK = {"block_size": PAGE, "max_num_seqs": 4}
-"""What stock vLLM gets where topkv has names of its own; of its backends one knows float32."""
+"""Arguments of stock vLLM where topkv has names of its own; one of its backends knows float32."""
 
 if DEVICE == "cuda":
     STOCK["attention_backend"] = "TRITON_ATTN"
@@ -77,11 +77,11 @@ ON_GPU = {
     "kv_cache_memory_bytes": 2**27,
     "async_scheduling": False,  # steps of these tests are counted
 }
-"""Arguments there: many engines share it."""
+"""Arguments on a GPU: many engines share it."""
 
 
 def pytest_generate_tests(metafunc):
-    """With graphs and without, where there are any."""
+    """Run tests with graphs and without, where there are any."""
     if "graphs" in metafunc.fixturenames:
         kinds = [False, True] if DEVICE == "cuda" else [False]
         names = ["graphs" if kind else "eager" for kind in kinds]
@@ -137,7 +137,7 @@ def save_model():
 
 @pytest.fixture(scope="session")
 def model(save_model, tmp_path_factory):
-    """Where the model lies."""
+    """The folder of the model."""
     return save_model(tmp_path_factory.mktemp("model"))
 
 
@@ -172,7 +172,7 @@ class Served:
         self.engine.add_request(name, {"prompt_token_ids": prompt}, how)
 
     def step(self):
-        """One step of the engine."""
+        """Run one step of the engine."""
         before = {name: each.num_preemptions for name, each in self.scheduler.requests.items()}
         for output in self.engine.step():
             self.outputs[output.request_id] = output
@@ -183,7 +183,7 @@ class Served:
             self.preempted += request.num_preemptions - before.get(name, 0)
 
     def steps(self, number):
-        """Some steps."""
+        """Run some steps."""
         for _ in range(number):
             self.step()
 
@@ -195,14 +195,14 @@ class Served:
         assert all(request.num_preemptions for request in running)
 
     def run(self):
-        """Steps until every request has ended, and the worker has been told."""
+        """Run steps until every request has ended, and the worker knows."""
         while self.engine.has_unfinished_requests():
             self.step()
         self.engine.step()
         return self.tokens
 
     def answer(self, prompts, tokens=16, **options):
-        """What one request for each prompt generates; ``tokens`` of each, or of all alike."""
+        """Generate by one request for each prompt; ``tokens`` of each, or of all alike."""
         names = [f"answer-{next(self._numbers)}" for _ in prompts]
         many = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
         for name, prompt, most in zip(names, prompts, many, strict=True):
@@ -215,7 +215,7 @@ class Served:
 
     @property
     def session(self):
-        """Of the worker, where topkv serves."""
+        """The session of the worker, where topkv serves."""
         (session,) = self.llm.collective_rpc(lambda worker: worker.session)
         return session
 

@@ -1,6 +1,6 @@
 """vLLM as the engine suite of the conformance kit wants to see it: something to attach to.
 
-vLLM makes its models itself, so what stands for a model here is where its weights lie. It is
+vLLM makes its models itself, so the folder of its weights stands for a model here. A model is
 served by stock vLLM while it is not attached, and by an engine through topkv while it is.
 """
 
@@ -35,7 +35,7 @@ NUMBERS = count()
 
 @define(eq=False)
 class Model:
-    """Where weights lie, and who serves them; ``served`` is None for stock vLLM."""
+    """The folder of weights, and who serves them; ``served`` is None for stock vLLM."""
 
     path: str
     seed: int
@@ -44,7 +44,7 @@ class Model:
 
 @define(eq=False)
 class Handle:
-    """What ``attach`` gives."""
+    """Handle that ``attach`` gives."""
 
     model: Model
     coordinator: object
@@ -98,7 +98,7 @@ def looked_up_in(registry):
 
 
 class VllmCase(EngineCase):
-    """Of a folder that models are saved in, arguments of stock vLLM, and ``serve``, see above."""
+    """Case with a folder for models, arguments of stock vLLM, and ``serve``, see above."""
 
     tokens = range(2, VOCABULARY)
     chunked = True

@@ -1,4 +1,4 @@
-"""What tests of tensor parallel ranks do to them, each a process of its own."""
+"""Calls by which tests control tensor parallel ranks, each a process of its own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def use(engine, settings):
 
 
 def ranks_of(engine):
-    """What each rank holds and has counted."""
+    """Pages, slots and counts of each rank."""
 
     def told(worker):
         session = worker.session
@@ -61,7 +61,7 @@ def check_nothing_is_held(engine):
 
 
 def pools_of(engine):
-    """For each rank which ranks have its host pool: each writes where no request ever does."""
+    """Ranks that have the host pool of each rank: each writes where no request ever does."""
 
     def write(worker):
         worker.session.coordinator.manager.host.bytes[worker.rank] = 100 + worker.rank

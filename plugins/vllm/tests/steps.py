@@ -64,7 +64,7 @@ class Engine:
         self.computed, self.rows, self.random = {}, {}, torch.Generator().manual_seed(0)
 
     def run(self, tokens, finished=()):
-        """A step of these tokens of each request, and what its layers put out of their rows."""
+        """Run a step of these tokens of each request; return the outputs of its layers by row."""
         new = [name for name in tokens if name not in self.computed]
         old = [name for name in tokens if name in self.computed]
         first = {name: 1 + 4 * int(name) for name in tokens}
@@ -107,7 +107,7 @@ class Engine:
         return self.layers(tokens, self.names, pads)
 
     def layers(self, tokens, names, pads):
-        """All layers; rows of padding hold what would be seen anywhere."""
+        """Run all layers; rows of padding hold numbers that would be seen anywhere."""
         outputs = {}
         for layer in SHAPE.layers:
             rows = {
@@ -128,7 +128,7 @@ class Engine:
         return outputs
 
     def dummy(self, rows):
-        """A dummy run, which leaves its forward open."""
+        """Do a dummy run, which leaves its forward open."""
         assert self.session.forward(rows, rows) == rows
         self.layers({}, [], rows)
 
@@ -179,6 +179,6 @@ def collect(name, thing, found, deep=4):
 
 
 def same(ones, others):
-    """Whether tensors are alike to the bit."""
+    """Return True if tensors are alike to the bit."""
     assert ones.keys() == others.keys()
     return [name for name in ones if not torch.equal(ones[name], others[name])] == []

@@ -1,4 +1,4 @@
-"""What needs no vLLM: arguments, settings, versions, and the entry of the engine."""
+"""Tests that need no vLLM: arguments, settings, versions, and the entry of the engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_arguments_of_vllm_stand_above_defaults():
 
 
 def test_a_gpu_gets_a_worker_and_graphs_of_its_own(monkeypatch):
-    """Of all numbers of rows that vLLM rounds up to, and of the most."""
+    """Graphs are of all numbers of rows that vLLM rounds up to, and of the most."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     arguments = engine_args({"max_requests": 13})
     assert arguments["worker_cls"] == WORKERS["cuda"]

@@ -14,8 +14,8 @@ def test_one_request(served, stock, prompt):
 
 
 def test_prompts_of_all_lengths_at_a_time(served, stock, prompt):
-    """Of a token, a unit, a page, a chunk, a token more than that, and all that may be, which is
-    what the buffer holds; more than run at a time, and in steps that mix prompts with decoding."""
+    """Prompts are of a token, a unit, a page, a chunk, a token more, and up to the most, which is
+    what the buffer holds; they are more than run at a time, and steps mix them with decoding."""
     lengths = [1, 16, PAGE, CHUNK, CHUNK + 1, 2 * CHUNK + 1, LONGEST - 8, LONGEST - 1]
     prompts = [prompt(length) for length in lengths]
     engine = served()
@@ -61,8 +61,10 @@ ALGORITHMS = {
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_that_selects_everything(name, served, stock, prompt):
-    """With a preemption that begins in decode and ends in a prompt: what settles does it again.
-    And behind a life on random rows, which workers of a GPU begin with."""
+    """Tokens agree after random rows, with which workers of a GPU begin, and after a preemption.
+
+    The preemption begins in decode and ends in a prompt: algorithms that settle do so again.
+    """
     prompts = [prompt(length) for length in (150, 33, 5)]
     engine, expected = served(ALGORITHMS[name]), stock.answer(prompts)
     engine.session.warm_up()
@@ -79,7 +81,7 @@ def test_every_algorithm_that_selects_everything(name, served, stock, prompt):
 
 
 def test_a_small_budget_reads_the_host_pool(served, prompt):
-    """Selections that change: units are missed, and loaded."""
+    """Selections change: units are missed, and loaded."""
     engine = served({"budget": 128, "buffer": 128, "unit": 16, "max_requests": 2})
     ((tokens,),) = engine.answer([prompt(400)], 12)
     assert len(tokens) == 12

@@ -79,7 +79,7 @@ def test_a_mixture_of_experts(arguments, beside, tmp_path, prompt):
 
 
 def test_stock_vllm_beside_topkv_is_what_it_was(served, stock, prompt):
-    """In its attention backend too."""
+    """The attention backend of stock vLLM is its own too."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     engine = served()

@@ -23,14 +23,14 @@ SERVICE = COMPOSE["services"]["topkv"]
 
 
 def started():
-    """What the service would start."""
+    """Command line that the service would start."""
     result = CliRunner().invoke(serve, [*SERVICE["command"], "--dry-run"])
     assert result.exit_code == 0, result.output
     return json.loads(result.output)
 
 
 def test_the_service_starts_with_options_that_there_are():
-    """Those of the command by its help, and every other one by vLLM, where it is installed."""
+    """Options of the command are in its help; the next test asks vLLM for all others."""
     told = CliRunner().invoke(serve, ["--help"]).output
     line, model = started(), SERVICE["command"][0]
     assert line[2:5] == ["vllm.entrypoints.openai.api_server", "--model", model]
@@ -109,7 +109,7 @@ def test_the_page_shows_both_files():
 
 
 def options_of(words):
-    """Values by option; of JSON what it says."""
+    """Values by option; JSON is decoded."""
     pairs = dict(zip(words[::2], words[1::2], strict=True))
     return {name: json.loads(each) if "{" in each else each for name, each in pairs.items()}
 

@@ -1,4 +1,4 @@
-"""What stands above attention is what it is in stock vLLM."""
+"""Features of vLLM above attention work as in stock vLLM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def logprobs(output):
-    """Of a prompt or of generated tokens, position by position."""
+    """Log-probabilities of a prompt or of generated tokens, position by position."""
     return [each and {token: told.logprob for token, told in each.items()} for each in output]
 
 

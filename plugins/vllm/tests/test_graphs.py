@@ -52,7 +52,7 @@ def test_steps_that_decode_are_replayed_and_no_others(served, stock, graphs, pro
 
 @pytest.mark.gpu
 def test_a_dummy_run_between_steps_is_replayed_and_changes_nothing(served, stock, graphs, prompt):
-    """As an idle data-parallel rank has them: the graph finds no rows of the last step."""
+    """Dummy runs are those of an idle data-parallel rank: no rows of the last step are found."""
     if not graphs:
         pytest.skip("there are none")
     engine = served()
@@ -107,7 +107,7 @@ def test_asynchronous_scheduling(served, stock, prompt):
 
 
 def compiled():
-    """How many times each kernel of topkv was compiled in this process, by its arguments."""
+    """Compilations of each kernel of topkv in this process, by its arguments."""
     modules = [module for name, module in [*sys.modules.items()] if name.startswith("topkv")]
     kernels = {
         id(kernel): kernel
@@ -126,7 +126,7 @@ def compiled():
 
 @pytest.mark.gpu
 def test_no_request_waits_for_a_compiler(served, prompt):
-    """In a type that no other test has, so that nothing was compiled before."""
+    """The model is of a type that no other test has, so that nothing was compiled before."""
     engine = served(fresh=True, dtype="bfloat16", enable_prefix_caching=True)
     before = compiled()
     assert len(before) > 5

@@ -68,7 +68,7 @@ class Model:
 
     @torch.no_grad()
     def answer(self, prompt, tokens):
-        """What the stock model generates."""
+        """Tokens that the stock model generates."""
         ids = torch.tensor([prompt])
         mask = torch.ones_like(ids)
         out = self.stock.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
@@ -104,7 +104,7 @@ def arguments_of(model, **settings):
 
 @pytest.fixture
 def engine(served, indexed):
-    """It through vLLM."""
+    """The model through vLLM."""
     settings, more = arguments_of(indexed)
     return served(settings, **more)
 
@@ -114,7 +114,7 @@ def prompts_of(prompt, lengths, seed=0):
 
 
 def test_tokens_are_those_of_the_stock_model(engine, indexed, prompt):
-    """Beside each other, with selections far below the context."""
+    """Requests run beside each other, with selections far below the context."""
     if DEVICE == "cpu":
         engine.session.warm_up()  # as workers of a GPU begin
     lengths, tokens = (250, 1, 33, 16, 17, 100), (8, 30, 20, 12, 40, 16)
@@ -149,8 +149,8 @@ def test_preempted_requests_resume(engine, indexed, prompt):
 
 
 def test_prompts_in_chunks(engine, indexed, prompt, monkeypatch):
-    """As a GPU reads them, mixed with steps that decode; vLLM turns chunks of latent attention off
-    on a CPU, and its scheduler knows them all the same."""
+    """Chunks are mixed with steps that decode, as on a GPU; vLLM turns chunks of latent attention
+    off on a CPU, and its scheduler knows them all the same."""
     monkeypatch.setattr(engine.scheduler.scheduler_config, "enable_chunked_prefill", True)
     monkeypatch.setattr(engine.scheduler, "max_num_scheduled_tokens", 50)
     lengths, tokens = (170, 49, 2, 120), (6, 30, 20, 12)
@@ -233,7 +233,7 @@ def wide(indexed, tmp_path_factory):
 
 
 def off(model, prompt, told):
-    """How far log-probabilities of generated tokens are from the stock model's in float32, which
+    """Distance of log-probabilities of generated tokens from the stock model's in float32, which
     is given the same tokens."""
     tokens = [*prompt, *told.token_ids]
     with torch.no_grad():
@@ -246,7 +246,7 @@ def off(model, prompt, told):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", ["model", "fp8"])
 def test_flashmla_attends_as_the_kernels_of_triton_do(rows, wide, served, prompt):
-    """In bfloat16, where a rounding may select other tokens: both are as far from float32."""
+    """Both are as far from float32, in bfloat16, where a rounding may select other tokens."""
     prompts, medians = prompts_of(prompt, (250, 100, 33)), {}
     for backend in ("flashmla", "triton_attention"):
         settings, more = arguments_of(
@@ -268,7 +268,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_is_caught(mutant, latent, served, indexed, prompt, monkeypatch):
-    """By other tokens than those of the stock model."""
+    """Mutants generate other tokens than the stock model."""
     project = latent._project
 
     def mutated(impl, *rest):

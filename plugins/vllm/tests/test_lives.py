@@ -53,7 +53,7 @@ def test_arrivals_and_aborts_in_random_order(pages, served, stock, prompt):
 
 
 def test_prompts_fit_the_pool_together_and_what_they_generate_does_not(served, stock, prompt):
-    """Who is preempted resumes when there is room, steps later."""
+    """Preempted requests resume when there is room, steps later."""
     prompts = [prompt(length) for length in (100, 90, 110, 64)]
     engine = served(num_gpu_blocks_override=TIGHT)
     assert engine.answer(prompts, 70) == stock.answer(prompts, 70)
@@ -62,7 +62,7 @@ def test_prompts_fit_the_pool_together_and_what_they_generate_does_not(served, s
 
 
 def test_one_is_preempted_in_the_middle_of_its_prompt(served, stock, prompt):
-    """By others that decode and need its pages; it resumes steps later."""
+    """Others that decode need the request's pages; it resumes steps later."""
     engine = served(num_gpu_blocks_override=TIGHT)
     prompts = {"older": prompt(188), "long": prompt(250)}
     tokens = {"older": 80, "long": 4}
@@ -90,7 +90,7 @@ def test_one_is_preempted_in_the_middle_of_its_prompt(served, stock, prompt):
 
 @pytest.mark.parametrize("steps", range(1, 7))
 def test_all_are_preempted_and_resume_in_the_same_step(steps, served, stock, prompt):
-    """In chunk 1 of 3, between chunks, after the last, and in decode."""
+    """Requests are in chunk 1 of 3, between chunks, after the last, or in decode."""
     engine = served()
     prompts = {f"{n}-after-{steps}": prompt(length) for n, length in enumerate((200, 33, 150))}
     for name, each in prompts.items():
@@ -105,8 +105,8 @@ def test_all_are_preempted_and_resume_in_the_same_step(steps, served, stock, pro
     ("steps", "got"), [(0, 0), (1, 0), (2, 0), (3, 1), (5, 3), (8, 5)], ids=str
 )
 def test_one_is_aborted(steps, got, served, stock, prompt):
-    """While it waits, in chunk 1 of 3, in chunk 2, in the step of the last one, in decode, and
-    after its end; another one is not disturbed."""
+    """A request is aborted while it waits, in chunk 1 of 3, in chunk 2, in the step of the last
+    one, in decode, and after its end; another one is not disturbed."""
     engine = served()
     prompts = {f"gone-{steps}": prompt(CHUNK * 2 + 10), f"stays-{steps}": prompt(40)}
     gone, stays = prompts

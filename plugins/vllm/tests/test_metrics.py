@@ -44,7 +44,7 @@ def test_metrics_are_what_the_coordinator_counts(served, prompt, monkeypatch):
 
 
 def test_the_device_is_not_asked_in_every_step(served, prompt, monkeypatch):
-    """Once a second, and when no request is left."""
+    """The device is asked once a second, and when no request is left."""
     monkeypatch.setattr("topkv_vllm.counts.EVERY", 1e9)
     engine, asked = served(), []
     coordinator = engine.session.coordinator
@@ -55,7 +55,7 @@ def test_the_device_is_not_asked_in_every_step(served, prompt, monkeypatch):
 
 
 def test_counts_of_several_times_are_one_line(served):
-    """Of a front end's log; pages are those of the last."""
+    """The line is of a front end's log; pages are those of the last time."""
     from topkv_vllm.connector import TopkvConnector
 
     one = TopkvConnector.build_kv_connector_stats({"hits": 3, "misses": 1, "used_pages": 7})

@@ -28,7 +28,7 @@ def rewritten(function, old, new):
 
 
 def failure_of(test, *arguments):
-    """How a test fails; None if it passes. What does not run at all was seen by nobody."""
+    """Return how a test fails; None if it passes. A test that does not run has seen nothing."""
     try:
         test(*arguments)
     except (AttributeError, NameError, TypeError):
@@ -161,7 +161,7 @@ MUTANTS = {
 
 
 def owner_of(function):
-    """What a function is an attribute of."""
+    """Class or module that a function is an attribute of."""
     module = import_module(function.__module__)
     name = function.__qualname__.rpartition(".")[0]
     return getattr(module, name) if name else module

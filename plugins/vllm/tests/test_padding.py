@@ -19,7 +19,7 @@ from topkv_vllm.session import Session
 
 @pytest.mark.parametrize("pads", [1, 2])
 def test_padded_rows_change_nothing(pads):
-    """Over steps that decode, fill units and pages, mix with a prompt, and lose a request."""
+    """Steps decode, fill units and pages, mix with a prompt, and lose a request."""
     plain, padded = Engine(), Engine(pads)
     steps = [{"0": CHUNK, "1": 33}, {"0": 1, "1": CHUNK - 33}, *[{"0": 1, "1": 1}] * 20]
     steps += [{"0": 1, "1": 1, "2": CHUNK - 1}, {"0": 1, "1": 1, "2": 1}, {"0": 1, "1": 1, "2": 1}]
@@ -33,7 +33,8 @@ def test_padded_rows_change_nothing(pads):
 
 
 def test_a_dummy_run_changes_nothing():
-    """Between steps; its forward is open until the next one, which goes on as if it never was."""
+    """A dummy run comes between steps; its forward is open until the next step, which goes on as
+    if there had been none."""
     plain, other = Engine(), Engine()
     for number, tokens in enumerate([{"0": CHUNK, "1": CHUNK}, *[{"0": 1, "1": 1}] * 18]):
         before = other.state()
@@ -58,8 +59,8 @@ LIVES = [
 
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_in_any_order(seed):
-    """The runner decides it, anew in each step: a prompt's last token may lie between two that
-    decode. Longer chunks lie behind. What comes out is attention, and what is kept the same."""
+    """The runner decides the order anew in each step: a prompt's last token may be between two
+    that decode. Longer chunks are behind. Outputs are attention, the kept state is the same."""
     draw = random.Random(seed)
 
     def shuffled(names):
@@ -80,7 +81,7 @@ def test_rows_in_any_order(seed):
 
 @pytest.mark.parametrize("pads", [0, 1])
 def test_units_that_steps_fill_are_on_the_host(pads):
-    """Those of steps that only decode, which are offloaded by their last layer, and of others."""
+    """Some steps only decode: their last layer offloads the units. Other steps have prompts."""
     engine = Engine(pads, **COVERED)
     for tokens in LIVES:
         engine.run(tokens)
@@ -154,8 +155,8 @@ def test_a_layer_leaves_nothing_undefined_behind_the_rows(served):
 
 
 def test_a_step_with_a_prompt_of_one_token_is_not_replayed(served, prompt, monkeypatch):
-    """What model runner V1 asks before it takes a graph, here the one of a CPU, which has none;
-    for V2 ``test_graphs.py`` looks at replays."""
+    """Model runner V1 asks ``_is_uniform_decode`` before it takes a graph; here it is the runner
+    of a CPU, which has none. For V2 ``test_graphs.py`` looks at replays."""
     from topkv_vllm import gpu_worker
 
     engine, asked = served(), []

@@ -41,14 +41,14 @@ def hits(engine, name):
 
 
 def asked(engine, name, prompt, tokens=8):
-    """What one request generates, alone."""
+    """Tokens that one request generates, alone."""
     engine.add(name, prompt, tokens)
     engine.run()
     return engine.tokens[name][0]
 
 
 def test_prompts_that_begin_like_others(cached, stock, stock_cached, prompt):
-    """All but one page, the same again, another suffix, and one that ends with a page."""
+    """The first prompt comes again, with another suffix, cut at the end of a page, and longer."""
     engine, base = cached(), prompt(160)
     prompts = [base, base, base[:130] + prompt(60, 1), base[:96], base + prompt(200, 2)]
     expected = [tokens for (tokens,) in stock.answer(prompts, 8)]
@@ -64,7 +64,7 @@ def test_prompts_that_begin_like_others(cached, stock, stock_cached, prompt):
 
 
 def test_further_turns_find_what_was_generated(cached, stock, prompt):
-    """Pages that decode steps filled, with the representations that they made."""
+    """Pages that decode steps filled are found, with the representations of these steps."""
     engine, text, computed = cached(), prompt(70), 0
     for turn in range(3):
         got = asked(engine, f"turn-{turn}", text, 40)
@@ -81,7 +81,7 @@ def twins(prompt, name):
 
 
 def test_pages_that_a_step_is_about_to_fill_are_waited_for(cached, stock, prompt):
-    """A request that finds them begins a step later, and finds them whole."""
+    """A request that finds such pages begins a step later, and finds them whole."""
     engine, prompts = cached(), twins(prompt, "twin")
     for name, each in prompts.items():
         engine.add(name, each, 8)
@@ -97,8 +97,8 @@ def test_pages_that_a_step_is_about_to_fill_are_waited_for(cached, stock, prompt
 
 
 def test_vllm_finds_pages_that_the_same_step_fills(served, prompt):
-    """Why they are waited for: without that, vLLM schedules reader and writer at once. The core
-    refuses the step, for a page that others hold is not written."""
+    """Reader and writer are scheduled at once by vLLM without waiting, and the core refuses the
+    step: a page that others hold is not written."""
     engine, prompts = served(fresh=True, enable_prefix_caching=True), twins(prompt, "early")
     steps, schedule = [], engine.session.requests.schedule
     for name, each in prompts.items():
@@ -119,7 +119,7 @@ def test_vllm_finds_pages_that_the_same_step_fills(served, prompt):
 
 
 def test_a_page_that_a_decode_step_is_about_to_fill(cached, stock, prompt, monkeypatch):
-    """At each step of a request another one comes that begins with all that it has so far."""
+    """Another request comes at each step of one, and begins with all that this one has so far."""
     engine, base, late = cached({"max_requests": 8}), prompt(50), {}
     connector, answers = engine.scheduler.connector, []
     answer = connector.get_num_new_matched_tokens
@@ -141,7 +141,7 @@ def test_a_page_that_a_decode_step_is_about_to_fill(cached, stock, prompt, monke
     assert [*late] == [f"late-{length}" for length in (63, 64, 65, 95, 96, 97)]
     got = [[engine.tokens[name][0]] for name in late]
     assert got == stock.answer([*late.values()], 4)
-    # The forward that fills a page reads the last token of it, and waited for is that alone.
+    # The forward that fills a page reads the last token of it; only that forward is waited for.
     waits = [(name, found) for name, found, answer in answers if answer is None]
     assert waits == [("late-64", 64), ("late-96", 96)]
     assert [hits(engine, name) for name in late] == [32, 64, 64, 64, 96, 96]
@@ -149,7 +149,7 @@ def test_a_page_that_a_decode_step_is_about_to_fill(cached, stock, prompt, monke
 
 
 def test_pages_are_evicted_and_used_again(cached, stock, prompt):
-    """In a pool of one long prompt, others push out the first one's pages, and it comes back."""
+    """Other prompts push out the first one's pages in a pool of one long prompt; it comes back."""
     engine, base = cached(num_gpu_blocks_override=TIGHT), prompt(300)
     expected = [tokens for (tokens,) in stock.answer([base, prompt(400, 1)], 8)]
     assert asked(engine, "first", base) == expected[0]
@@ -165,7 +165,7 @@ def test_pages_are_evicted_and_used_again(cached, stock, prompt):
 
 
 def test_the_cache_is_reset(cached, stock, prompt):
-    """Between requests, and while some run, which are preempted and begin anew."""
+    """A reset comes between requests, and while some run: they are preempted and begin anew."""
     engine, base = cached(), prompt(150)
     expected = stock.answer([base], 12)
     assert [[asked(engine, "before", base, 12)]] == expected
@@ -220,7 +220,7 @@ def test_common_beginnings_in_random_order(pages, cached, stock, stock_cached, p
 
 
 def test_a_hit_reads_the_host_pool(cached, prompt):
-    """With a small budget the same tokens come from found pages and from computed ones."""
+    """Found pages and computed ones give the same tokens with a small budget."""
     settings = {"budget": 128, "buffer": 128, "unit": 16, "max_requests": 2}
     engine, base = cached(settings), prompt(400)
     first = asked(engine, "computed", base, 12)

@@ -34,7 +34,7 @@ ALGORITHMS = {
 
 @pytest.fixture(scope="module")
 def _ranks_end(engines):
-    """Their processes are not needed any longer than by this file."""
+    """End the ranks' processes behind this file, which alone needs them."""
     yield
     for key in [key for key in engines if "tensor_parallel_size" in key]:
         engines.pop(key).close()
@@ -54,8 +54,8 @@ def two(of_two):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_tokens_are_those_of_one_rank_and_of_stock(name, two, served, stock, prompt):
-    """Where everything is selected, and where little is: each kv-head selects on its rank what it
-    selects on one."""
+    """Tokens agree where everything is selected, and where little is: each kv-head selects on its
+    rank what it selects on one."""
     prompts, one = [prompt(length) for length in (250, 33, 130)], served()
     use(two, ALGORITHMS[name] | {"budget": 512})
     assert two.answer(prompts) == stock.answer(prompts)
@@ -156,7 +156,7 @@ def test_fewer_kv_heads_than_ranks(of_two, narrow, arguments, beside, stock, pro
 def test_ranks_of_bfloat16_part_only_where_two_tokens_are_as_good(
     of_two, served, arguments, beside, stock, prompt
 ):
-    """That is, closer than what two ranks of stock vLLM change at each of the two best tokens."""
+    """Two tokens are as good if closer than the change of each by two ranks of stock vLLM."""
     more, prompts = {"dtype": "bfloat16"}, [prompt(length, 7) for length in (250, 33, 130, 400)]
     stocks = []
     for number in (1, 2):

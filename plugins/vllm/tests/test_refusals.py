@@ -1,4 +1,4 @@
-"""What cannot be served is refused before a weight is loaded, with every reason at once."""
+"""Refusals of what cannot be served: before a weight is loaded, with every reason at once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_options_are_refused_together(served):
 
 
 def test_prefixes_and_storages_of_topkv_are_refused_beside_options(model, version):
-    """By name, with what to do instead, and before there is a worker that would load weights."""
+    """Settings are refused by name, with advice, and before a worker is there to load weights."""
     config = configured(model, kv_cache_dtype="fp8")
     config.additional_config["topkv"] |= {"prefix_cache": "all", "storage": {"name": "files"}}
     with pytest.raises(CapabilityError, match="cannot serve this through topkv") as caught:
@@ -136,7 +136,7 @@ def test_models_are_refused_by_their_configuration(reason, model, version, tmp_p
 
 
 def test_connectors_are_refused(model, version):
-    """Others than that of this package, and prefix caching without it."""
+    """Refused are connectors other than this package's, and prefix caching without that."""
     config = configured(model, enable_prefix_caching=True)
     check(config, version)
     config.kv_transfer_config.kv_connector = "ExampleConnector"

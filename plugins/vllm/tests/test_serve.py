@@ -119,7 +119,7 @@ def test_clients_stream_and_a_third_goes_away(kind, clients, server, stock, mode
 
 
 def test_a_client_disconnects_in_the_middle(server, stock, prompt):
-    """Without a word, in the middle of a stream, and while its prompt is read."""
+    """The client goes without a word, in the middle of a stream, or while its prompt is read."""
     before = server.metrics()["vllm:generation_tokens_total"]
     for wait in (b"data:", None):
         body = {"model": "tiny", "prompt": prompt(300), "max_tokens": 200, "stream": True}

@@ -45,8 +45,8 @@ def watch(coordinator, held, patch, named="execute"):
 
 
 def test_nothing_is_settled_within_a_step(monkeypatch):
-    """When a prompt turns to decode and once in a period, of those that the step has; requests
-    whose prompt is not through are left alone."""
+    """Requests of a step settle before it when their prompt turns to decode, and once in a period;
+    requests whose prompt is not through are left alone."""
     engine = Engine(pads=1, **SETTINGS)
     found = watch(engine.session.coordinator, engine, monkeypatch)
     known = []
@@ -61,7 +61,7 @@ def test_nothing_is_settled_within_a_step(monkeypatch):
 
 
 def test_it_settles_what_the_step_would_settle(monkeypatch):
-    """To the bit, the buffers that are warmed too."""
+    """State agrees to the bit, the buffers that are warmed too."""
     early, late = Engine(**SETTINGS), Engine(**SETTINGS)
     monkeypatch.setattr(late.session.requests, "settle", lambda: None)
     found = watch(late.session.coordinator, late, monkeypatch)
@@ -99,8 +99,8 @@ def test_an_exception_while_it_settles_drops_the_step(monkeypatch):
 
 
 def test_tokens_are_those_of_stock_vllm(served, stock, prompt, monkeypatch):
-    """And nothing is settled while vLLM's runner is at work, through arrivals, periods of decoding
-    and a preemption."""
+    """Nothing is settled while vLLM's runner is at work, through arrivals, periods of decoding and
+    a preemption."""
     params = {"tokens_per_cluster": 16, "window": 32, "sinks": 4}
     engine = served({"algorithm": "clusterkv", "unit": 1, "params": params})
     (runner,) = engine.llm.collective_rpc(lambda worker: worker.model_runner)

@@ -83,8 +83,8 @@ class ClusterKV:
 
     def _close_segments(self, layer: LayerView, slot: int, start: int, k: Tensor) -> None:
         """Cluster up to the end of the last segment that the chunk fills."""
-        # How many clusters there are follows from forks, cuts and windows of decode, of which the
-        # host is not told: behind other tokens it has to ask the device.
+        # The number of clusters follows from forks, cuts and windows of decode, which the host
+        # does not see: behind other tokens it has to ask the device.
         state = layer.pools["state"][slot]
         known = [0] * len(State) if start == 0 else state.tolist()
         first = max(known[State.WATERMARK], self.settings.sinks)
@@ -211,7 +211,7 @@ def only_query(q: Tensor) -> Tensor:
 
 
 def _write_clusters(layer: LayerView, slot: int, end: int, done: RequestClusters) -> None:
-    """Tokens up to ``end`` are clustered."""
+    """Store the clusters that are done, of tokens up to ``end``."""
     state = layer.pools["state"][slot]
     state[State.WATERMARK].fill_(end)
     state[State.BUILT].fill_(done.built)

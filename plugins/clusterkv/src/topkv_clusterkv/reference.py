@@ -13,7 +13,7 @@ from torch import Tensor
 
 @frozen
 class Reach:
-    """Who is where in each row; int64 ``[B]``.
+    """Bounds of the tokens that each row attends; int64 ``[B]``.
 
     Attributes:
         sinks: tokens ``0 .. sinks`` are attended.
@@ -31,7 +31,10 @@ class Reach:
 
 
 def reach(slots: Tensor, lengths: Tensor, watermark: Tensor, sinks: int) -> Reach:
-    """What the rows attend. Clusters may reach further than a request that was rolled back."""
+    """Return which tokens of each row are sinks, in clusters, and in the open window.
+
+    Clusters may reach further than a request that was rolled back.
+    """
     limit = torch.where(slots >= 0, lengths.long() - 1, 0).clamp(min=0)
     first = limit.clamp(max=sinks)
     return Reach(first, torch.maximum(torch.minimum(watermark.long(), limit), first), limit)

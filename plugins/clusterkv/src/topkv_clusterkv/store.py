@@ -1,4 +1,4 @@
-"""What ClusterKV keeps of a request in one layer, and how it grows. Cold.
+"""Clusters of a request in one layer: the pools that hold them, and how they grow. Cold.
 
 All pools are of grain request, ``[max_requests, *shape]``:
 
@@ -46,7 +46,7 @@ class State(IntEnum):
 
 
 SPARE = 8
-"""Windows more for which there are places: the end of every prompt makes clusters of its own."""
+"""Further windows that places are kept for: the end of every prompt makes clusters of its own."""
 
 
 @frozen
@@ -68,7 +68,7 @@ class Settings:
         return -(-tokens // self.tokens_per_cluster)
 
     def max_clusters(self, max_tokens: int) -> int:
-        """Those of a request of full windows, and of ``SPARE`` windows more.
+        """Clusters of a request of full windows, and of ``SPARE`` windows more.
 
         A segment that is not of whole clusters makes one more than its tokens would in windows.
         """

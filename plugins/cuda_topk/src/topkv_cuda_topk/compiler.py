@@ -44,7 +44,7 @@ class Libraries:
 
 @cache
 def find() -> tuple[Libraries | None, list[str]]:
-    """The libraries, None where anything is missing; and what was tried and found wanting."""
+    """Return the libraries, None where anything is missing; and what was tried and lacks what."""
     try:
         driver = import_module("cuda.bindings.driver")
         nvrtc = import_module("cuda.bindings.nvrtc")
@@ -63,13 +63,13 @@ def find() -> tuple[Libraries | None, list[str]]:
 
 
 def describe() -> list[str]:
-    """What is usable here, for ``topkv doctor``."""
+    """Return the libraries that are usable here, or what is missing, for ``topkv doctor``."""
     libraries, tried = find()
     return [f"ok, {libraries.name}" if libraries else f"{'; '.join(tried)}; {INSTALL}"]
 
 
 def taken(answer: Sequence[Any], module: Any) -> Any:
-    """What a call of ``module``, a library of ``cuda.bindings``, gave.
+    """Return the values of ``answer``, which a call of ``module`` of ``cuda.bindings`` gave.
 
     Raises:
         RuntimeError: the call failed, with the library's word for it.
@@ -177,7 +177,7 @@ class Kernel:
         return config
 
     def launch(self, scores: Tensor, lengths: Tensor, ids: Tensor) -> None:
-        """On the current stream; shapes as in ``topkv.hooks.topk``."""
+        """Launch on the current stream; shapes as in ``topkv.hooks.topk``."""
         (rows, columns), select, driver = scores.shape, ids.shape[1], self._driver
         with torch.cuda.device(scores.device):
             # A thread that has made no call of its own yet has no context.

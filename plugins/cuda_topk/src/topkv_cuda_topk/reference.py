@@ -1,4 +1,4 @@
-"""Where ``search.cuh`` draws samples of a row, for tests.
+"""Places at which ``search.cuh`` draws samples of a row, for tests.
 
 The selection itself has the reference of the core, ``topkv.ops.topk_reference``.
 """
@@ -12,11 +12,11 @@ WORD = (1 << 32) - 1
 
 
 def places(columns: int, samples: int) -> Tensor:
-    """Where rows of ``columns`` places for scores are sampled, int64 ``[samples]``.
+    """Places at which rows of ``columns`` scores are sampled, int64 ``[samples]``.
 
-    A place in each of ``samples`` equal parts. As a fraction of the columns in 32 bits its upper
-    bits are the part, and a hash of the part gives the lower ones. What lies behind the end of a
-    row is left out.
+    There is one in each of ``samples`` equal parts. As a fraction of the columns in 32 bits its
+    upper bits are the part, and a hash of the part gives the lower ones. Places behind the end of
+    a row are left out.
     """
     part = torch.arange(samples)
     mix = part * 0x9E3779B1 & WORD

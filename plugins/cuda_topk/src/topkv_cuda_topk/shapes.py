@@ -1,4 +1,4 @@
-"""How a row is divided among thread blocks, and how much room its candidates need."""
+"""Division of a row among thread blocks, and the room that its candidates need."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ SAMPLE_COST = 2.4
 """Time of a sample over that of room for a candidate, as measured on an H200."""
 
 PIVOT_SIGMAS, SLACK, ROOM_SIGMAS = 3.5, 16, 5.0
-"""How far on the safe side the pivot's rank among the samples lies, which part of that the search
-may end lower, and room for the error of the sample."""
+"""Distance of the pivot's rank among the samples from the expected one, on the safe side; which
+part of that the search may end lower; and room for the error of the sample."""
 
 
 @frozen
 class Shape:
-    """What the kernel is compiled for.
+    """Sizes that the kernel is compiled for.
 
     Attributes:
         cluster: thread blocks of a row.
@@ -60,12 +60,12 @@ class Shape:
 
     @property
     def columns(self) -> int:
-        """Longest row that it takes."""
+        """Longest row that the kernel takes."""
         return self.cluster * self.threads * self.items
 
     @property
     def definitions(self) -> list[str]:
-        """What the compiler is told."""
+        """Options that define the sizes for the compiler."""
         return [f"-D{name.upper()}={value}" for name, value in asdict(self).items()]
 
 

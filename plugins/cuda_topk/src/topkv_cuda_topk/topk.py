@@ -1,10 +1,10 @@
 """Exact top-k by one kernel in CUDA C++, with the results of ``topkv.ops.topk``: ``topk: cuda``.
 
 A cluster of thread blocks holds a row in its shared memory. A random sample gives a pivot that a
-few more than K scores exceed in all likelihood; these candidates are what the blocks of the
-cluster tell each other, and each block finds the K-th among all of them and writes the indices
-of its own part. Rows with too few or too many candidates are searched from shared memory. The
-sample decides the time, and nothing else.
+few more than K scores exceed in all likelihood. The blocks of the cluster exchange these
+candidates, and each block finds the K-th among all of them and writes the indices of its own
+part. Rows with too few or too many candidates are searched from shared memory. The sample decides
+the time, and nothing else.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CudaTopK:
             raise CapabilityError("the CUDA top-k cannot serve", reasons)
 
     def _make(self, rows: int, device: torch.device) -> list[str]:
-        """The kernel; or why there is none."""
+        """Make the kernel, or return the reasons why there is none."""
         count = torch.cuda.get_device_properties(device).multi_processor_count
         shape = shape_of(rows, self._columns, self._select, count)
         self._index = torch.cuda.current_device() if device.index is None else device.index
@@ -52,7 +52,7 @@ class CudaTopK:
 
     @staticmethod
     def _limits(columns: int, select: int) -> list[str]:
-        """Why these sizes cannot be served."""
+        """Return the reasons why these sizes cannot be served."""
         reasons = []
         if columns > MAX_COLUMNS:
             reasons.append(
@@ -70,7 +70,7 @@ class CudaTopK:
 
     @staticmethod
     def _machine(device: torch.device) -> list[str]:
-        """What device and libraries lack."""
+        """Return the reasons why this device or its libraries cannot serve."""
         reasons = []
         if device.type != "cuda":
             reasons.append(f"it needs a CUDA device, got {device}; leave topk at its default")

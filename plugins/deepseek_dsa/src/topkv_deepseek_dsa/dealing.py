@@ -1,4 +1,4 @@
-"""Which tiles of tokens a program of the score kernel has, in Triton.
+"""Division of a step's tiles of tokens among programs of the score kernel, in Triton.
 
 Only the device knows how long the requests of a step are, so each program works out its part.
 """
@@ -11,9 +11,10 @@ import triton.language as tl
 
 @triton.jit
 def _uniform(x, CUDA: tl.constexpr):
-    """The same number, of which the compiler then knows that all threads of a warp hold it.
+    """Return x unchanged, so that the compiler knows that all threads of a warp hold one value.
 
-    Of what a reduction gives it does not, and keeps loop counters in a register of each thread.
+    It does not know that of the result of a reduction, and would keep loop counters in a register
+    of each thread.
     """
     if CUDA:
         x = tl.inline_asm_elementwise(
@@ -37,7 +38,7 @@ def lengths_of(p_slots, p_lengths, rows, ROWS: tl.constexpr):
 
 @triton.jit
 def _blocks(tiles, share):
-    """Into how many blocks a row is divided that gets a program and ``share`` for each tile."""
+    """Number of blocks of a row that gets one program, and ``share`` more for each tile."""
     return tl.minimum((tiles * share).to(tl.int32) + 1, tiles)
 
 
@@ -54,13 +55,13 @@ def dealt(
     ROWS: tl.constexpr,
     CUDA: tl.constexpr,
 ):
-    """What this program scores, where all tiles are shared among programs.
+    """Return the row and the tiles that this program scores, of all tiles of a step.
 
-    They go to ``waves`` times as many programs as run at a time, ``running``, or once more for
-    every ``1 / rate`` tiles if that is more and the grid has so many. Every row gets one program,
-    and its share of the others rounded down: these are never more than there are, as what fp32
-    rounds up comes to less than one program for 2^20 of them. The programs of a row have blocks of
-    one size.
+    The tiles go to ``waves`` times as many programs as run at a time, ``running``, or once more
+    for every ``1 / rate`` tiles if that is more and the grid has so many programs. Every row gets
+    one program, and its share of the other programs rounded down: these are never more than there
+    are, as what fp32 rounds up comes to less than one program for 2^20 of them. The programs of a
+    row have blocks of one size.
 
     Returns:
         The row, ``rows`` or more for programs that are left over; which block of it; its tiles.

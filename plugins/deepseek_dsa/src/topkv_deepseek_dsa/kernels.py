@@ -1,4 +1,4 @@
-"""How tokens are scored, in Triton, beside ``reference.scores``.
+"""Kernels that score tokens, in Triton, beside ``reference.scores``.
 
 ``query_kernel`` brings the queries of a row into the format of the keys, once, where they are not
 in it; ``score_kernel`` multiplies them with tiles of keys. Names: ``p_`` pointers, ``s_`` strides
@@ -93,7 +93,7 @@ def _prefetch(
     FP8: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """Ask for the keys of ``COUNT`` tokens from ``start`` on that lie before ``end``."""
+    """Ask for the keys of ``COUNT`` tokens from ``start`` on that are before ``end``."""
     BYTES: tl.constexpr = DIM * p_keys.dtype.element_ty.primitive_bitwidth // 8
     t = start + tl.arange(0, COUNT)
     # Behind the end the first token is asked for again.
@@ -116,7 +116,7 @@ def _prefetch(
 def _places(p_pages, begin, t, length, PAGE: tl.constexpr, TILE: tl.constexpr):
     """Host rows of a tile of tokens ``t``, which begin with ``begin``."""
     if PAGE % TILE == 0:
-        # The keys of the tile lie in one page, and one look-up gives all addresses.
+        # The keys of the tile are in one page, and one look-up gives all addresses.
         page = tl.load(p_pages + begin // PAGE).to(tl.int64)
         return page * PAGE + begin % PAGE + tl.arange(0, TILE)
     page = tl.load(p_pages + t // PAGE, t < length, other=0)

@@ -1,4 +1,4 @@
-"""What a prompt and a step write, in Triton: index keys to the pool.
+"""Kernels that write the index keys of a prompt or a step to the pool, in Triton.
 
 Names: ``p_`` pointers, ``s_`` strides in elements. Pools are addressed by host row in 64 bit.
 ``p_scales`` is the fp8 pool read as fp32.
@@ -14,7 +14,7 @@ from topkv_deepseek_dsa.formats import codes_of, hadamard, load_fp32, scale_of, 
 
 @triton.jit
 def scale_at(at, DIM: tl.constexpr):
-    """Where the scales of rows ``at`` lie, in the pool read as fp32: behind their block."""
+    """Offsets of the scales of rows ``at`` in the pool read as fp32: behind their block."""
     return at // 64 * (16 * (DIM + 4)) + 16 * DIM + at % 64
 
 
@@ -26,8 +26,11 @@ def code_at(at, DIM: tl.constexpr):
 
 @triton.jit
 def write_keys(p_key, tensors, at, slot, head, valid, OPTIONS: tl.constexpr, D: tl.constexpr):
-    """Index keys to the pool. ``OPTIONS``: whether it is fp8, keys are turned by Hadamard's
-    matrix, scales are powers of two, and the pool is bfloat16; the logarithm of D."""
+    """Write index keys to the pool.
+
+    ``OPTIONS``: whether the pool is fp8, whether keys are turned by Hadamard's matrix, whether
+    scales are powers of two, whether the pool is bfloat16; and the logarithm of D.
+    """
     p_keys, p_scales = tensors
     KEY_BF16: tl.constexpr = p_key.dtype.element_ty == tl.int16
     d = tl.arange(0, D)[None, :]

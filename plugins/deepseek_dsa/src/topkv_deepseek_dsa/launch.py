@@ -29,8 +29,8 @@ RUNNING = {"fp8": 6, "bf16": 3, "fp32": 2}
 decides: on Hopper, with keys of 128 elements. Where it is another number, steps take longer."""
 
 TILES, WAVES = 44, 8
-"""A step has as many programs as run at a time, and as many again for every so many tiles that
-each would have; at most so many times."""
+"""``TILES``: a step has as many programs as run at a time, and as many again for every so many
+tiles that each would have; ``WAVES``: at most so many times as many."""
 
 ROW_PROGRAMS = 8
 """Programs that there are for each row of a step at least: a row gets a whole number of them."""
@@ -39,7 +39,7 @@ PROMPT_TILES = 11
 """Most tiles of a program where the rows are those of a prompt."""
 
 EARLY = True
-"""Whether kernels start early behind the one before, where the device can do that."""
+"""True if kernels start early behind the one before, where the device can do that."""
 
 AHEAD = 2
 """Tiles of keys that a program asks for while it waits for the queries; a power of two, or 0."""
@@ -59,12 +59,12 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def waves_of(rows: int, running: int) -> int:
-    """How many times what runs at a time the programs for ``rows`` rows are at least."""
+    """Least number of waves for ``rows`` rows; a wave is as many programs as run at a time."""
     return ROW_PROGRAMS * rows // running + 1
 
 
 def rate_of(running: int) -> float:
-    """How many times what runs at a time the programs of a step are, for each of its tiles."""
+    """Waves of programs for each tile of a step; a wave is as many programs as run at a time."""
     return 1 / (TILES * running)
 
 
@@ -141,7 +141,7 @@ class Launcher:
             "num_warps": warps,
         }
         self.early = EARLY and pdl.available(self.device)
-        # The same for any batch, or each size would be compiled, in the middle of a capture say.
+        # Equal for any batch, or each size would be compiled, in the middle of a capture say.
         self.together = int(triton.next_power_of_2(self.group.max_requests))
         # More than one for the interpreter, which would not see rows divided otherwise.
         self.running = 4
@@ -203,8 +203,8 @@ class Launcher:
         rows, pages = q.shape[0], layer.step.page_table
         keys, scales = self.pool(layer)
         q = q if q.stride(-1) == 1 else q.contiguous()
-        # Queries that are as the keys are read where they lie. What wrote them is somebody else's
-        # kernel then, behind which nothing is read before the wait.
+        # Queries of the keys' format are read where they are stored. Somebody else's kernel wrote
+        # them then, behind which nothing is read before the wait.
         direct = not self.settings.fp8 and not self.settings.hadamard and q.dtype == keys.dtype
         if direct:
             query, weight = q, weights
@@ -232,7 +232,7 @@ class Launcher:
     def _convert(
         self, q: Tensor, weights: Tensor, slots: Tensor, query: Tensor, weight: Tensor
     ) -> None:
-        """Queries in the format of the keys, and weights that hold their scales."""
+        """Write queries in the format of the keys, and weights that hold their scales."""
         kernels.query_kernel[(q.shape[0], triton.cdiv(self.settings.heads, QUERY_HEADS))](
             *(_bits(q), weights, _bits(query), weight, slots),
             *(q.stride(0), q.stride(1), weights.stride(0), weights.stride(1)),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 64
-"""Tokens whose fp8 keys lie together, their scales behind them."""
+"""Tokens whose fp8 keys are stored together, their scales behind them."""
 
 LARGEST = 448.0
 """Largest e4m3fn."""

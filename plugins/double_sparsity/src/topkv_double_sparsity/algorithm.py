@@ -1,4 +1,4 @@
-"""Double Sparsity: a few channels of a key tell which tokens are worth attending.
+"""Double Sparsity: a few channels of a key show which tokens are worth attending.
 
 Yang et al., "Post-Training Sparse Attention with Double Sparsity", arXiv 2408.07092.
 Differences from its code: selection per kv-head (or shared) by the mean of the query heads'
@@ -109,7 +109,7 @@ class DoubleSparsity:
         self._represent(layer, slot, start, k)
 
     def _represent(self, layer: LayerView, slot: int, start: int, k: Tensor) -> None:
-        """Labels of keys ``[m, Hkv, D]``, m > 0, from position ``start``."""
+        """Write labels of keys ``[m, Hkv, D]``, m > 0, from position ``start``."""
         tokens = start + torch.arange(k.shape[0], device=k.device)
         self._write(layer, torch.full_like(tokens, slot), tokens, k)
 
@@ -133,7 +133,7 @@ class DoubleSparsity:
         return q[:, 0] if q.stride(-1) == 1 else q[:, 0].contiguous()
 
     def _write(self, layer: LayerView, slots: Tensor, tokens: Tensor, keys: Tensor) -> None:
-        """Labels of keys ``[n, Hkv, D]`` to the pools."""
+        """Write labels of keys ``[n, Hkv, D]`` to the pools."""
         label = reference.gather(keys, self.channels(layer)[slots])
         at = host_ids(layer, slots, tokens)
         if self.settings.int4:

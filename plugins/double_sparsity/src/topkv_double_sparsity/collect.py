@@ -88,7 +88,7 @@ def _weight_reasons(found: dict[str, Any]) -> list[str]:
 
 
 def blocks_of(tokens: Tensor, block: int, samples: int) -> list[Tensor]:
-    """At most ``samples`` blocks of ``block`` tokens, spread evenly over ``tokens [n]``.
+    """Cut out at most ``samples`` blocks of ``block`` tokens, spread evenly over ``tokens [n]``.
 
     The last block of the text may be shorter.
     """

@@ -1,4 +1,4 @@
-"""How Double Sparsity scores, in Triton, beside ``reference.head_logits`` and ``lane_scores``.
+"""Kernels that score tokens, in Triton, beside ``reference.head_logits`` and ``lane_scores``.
 
 Labels are read once, but for a sample: ``sample_kernel`` finds the normaliser of each query
 head from it, and ``score_kernel`` writes one score for each lane and token.
@@ -117,7 +117,7 @@ def score_kernel(
         t = begin + tl.arange(0, TILE)
         in_t = t < closed
         if PAGE % TILE == 0:
-            # The labels of the tile lie in a row, and one address gives all of them.
+            # The labels of the tile are in a row, and one address gives all of them.
             page = tl.load(p_pages + slot * max_pages + begin // PAGE).to(tl.int64)
             at = page * PAGE + begin % PAGE + tl.arange(0, TILE)
         else:

@@ -28,9 +28,9 @@ BUNDLES = {
     (True, False): (16, 64),
     (True, True): (16, 64),
 }
-"""By whether labels are 4 bit and whether all kv-heads share a lane: most columns of a bundle, and
-most bytes of the labels of a token that it loads at once. 4-bit ones grow fourfold in registers,
-and for float32 models, which get a quarter of that, eightfold."""
+"""Most columns of a bundle, and most bytes of the labels of a token that a bundle loads at once;
+by whether labels are 4 bit and whether all kv-heads share a lane. 4-bit labels grow fourfold in
+registers, and for float32 models, which get a quarter of that, eightfold."""
 
 SCORING = {
     (False, False): (32, 8, 5, 1),
@@ -38,12 +38,12 @@ SCORING = {
     (True, False): (64, 4, 5, 1),
     (True, True): (64, 8, 5, 1),
 }
-"""The score kernel, by the same: tokens of a tile, tiles of a program, stages, warps. The look-up
-of the page is a stage of its own, as long as that of the labels: 5 stages keep two tiles of labels
-in flight, 3 keep one."""
+"""Tokens of a tile, tiles of a program, stages and warps of the score kernel, by the keys of
+``BUNDLES``. The look-up of the page is a stage of its own, as long as that of the labels: 5 stages
+keep two tiles of labels in flight, 3 keep one."""
 
 SAMPLE_TILE, SAMPLE_TILES, SAMPLE_STAGES, SAMPLE_WARPS = 64, 4, 3, 4
-"""The same of the sample kernel."""
+"""Tokens of a tile, tiles of a program, stages and warps of the sample kernel."""
 
 SPAN = SAMPLE_TILE * SAMPLE_TILES
 """Sampled tokens whose maximum and exponential sum are kept together."""
@@ -222,7 +222,7 @@ class DoubleSparsityTriton(KeptOfTokens, DoubleSparsity):
         )
 
     def keys(self, k: Tensor) -> Tensor:
-        """Keys whose elements are moved as they are, and those of bfloat16, as bits."""
+        """Keys, viewed as integers where labels are unchanged elements, or keys are bfloat16."""
         as_bits = not self.settings.int4 or self.model.dtype is torch.bfloat16
         k = super().keys(k)
         return k.view(_BITS[k.element_size()]) if as_bits else k
@@ -240,7 +240,7 @@ class DoubleSparsityTriton(KeptOfTokens, DoubleSparsity):
         self.construct_tokens(layer, slot, start, k)
 
     def _looked_at(self, layer: LayerView) -> tuple[Tensor, Tensor]:
-        """Channels and ranges as the kernels take them; those of labels as they are not read."""
+        """Channels and ranges as the kernels take them; ranges are read for 4-bit labels alone."""
         channels = self.channels(layer)
         return channels, self.ranges(layer) if self.settings.int4 else channels
 

@@ -80,8 +80,8 @@ def _gather(
     """Queries ``[BLOCK_K, BLOCK_H * BLOCK_G]`` of ``HEADS`` kv-heads, zero off the block diagonal.
 
     Row ``head * WORDS + word`` stands for the channel of code ``PART`` of a word of the label:
-    codes are the low and the high half of one byte or, of four, of two. By what divides a coded
-    channel, a power of two, its query is multiplied.
+    codes are the low and the high half of one byte or, of four, of two. A query is multiplied by
+    the power of two that divides the coded channel.
     """
     BYTES: tl.constexpr = max(PARTS // 2, 1)
     k, c = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_H * BLOCK_G)
@@ -155,7 +155,7 @@ def stored_query(
     PARTS: tl.constexpr,
     FP32: tl.constexpr,
 ):
-    """What block 0 of ``prepare_query`` stored."""
+    """Queries and column sums that block 0 of ``prepare_query`` stored."""
     at = tl.arange(0, BLOCK_K)[:, None] * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     p_mine = p_query + bundle * (PARTS * BLOCK_K * BLOCK_C)
     queries = ()
@@ -181,7 +181,7 @@ def _affine(
     PARTS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """What the sums of queries times codes are multiplied with, and what is added; ``by_head``.
+    """Factors of the sums of queries times codes, and what is added to these; as in ``by_head``.
 
     Scale and zero of a token and kv-head are read as one word.
     """

@@ -135,7 +135,7 @@ def head_logits(q: Tensor, channels: Tensor, labels: Tensor) -> Tensor:
 
 
 def sampled(closed: Tensor, width: int) -> Tensor:
-    """Which of tokens ``0 .. width - 1`` the normalisers see: bool ``[n, width]``.
+    """True for each of tokens ``0 .. width - 1`` that the normalisers see: bool ``[n, width]``.
 
     The middle one of every s tokens, with s the smallest power of two for which at most ``SAMPLE``
     are taken: all of them up to ``SAMPLE`` tokens. Depends on ``closed [n]`` alone.
@@ -149,12 +149,12 @@ def sampled(closed: Tensor, width: int) -> Tensor:
 
 
 def doublings(width: int) -> int:
-    """How often the stride of the sample of ``width`` tokens is doubled."""
+    """Number of times that the stride of the sample of ``width`` tokens is doubled."""
     return max(0, (-(-width // SAMPLE) - 1).bit_length())
 
 
 def lane_scores(logits: Tensor, closed: Tensor, lane_heads: int, sinks: int) -> Tensor:
-    """What a token is worth to the query heads of each lane, fp32 ``[n * lane_heads, U]``.
+    """Scores of tokens over the query heads of each lane, fp32 ``[n * lane_heads, U]``.
 
     ``log(sum over the heads g of exp(logit_g - lse_g))``, with ``lse_g`` the log-sum-exp of the
     head's logits over the sample: the order of the mean softmax, without its underflow, where
@@ -162,7 +162,7 @@ def lane_scores(logits: Tensor, closed: Tensor, lane_heads: int, sinks: int) -> 
     the only head of a lane needs none, and its scores are its logits.
 
     Args:
-        logits: fp32 ``[n, H, U]``, scaled; what stands behind ``closed`` has no influence.
+        logits: fp32 ``[n, H, U]``, scaled; logits behind ``closed`` have no influence.
         closed: ``[n]`` selectable tokens.
         lane_heads: lanes of a row.
         sinks: first tokens, which get +inf.

@@ -1,4 +1,4 @@
-"""How important a channel is: statistics of post-RoPE queries and keys, in float64."""
+"""Importance of channels: statistics of post-RoPE queries and keys, in float64."""
 
 from __future__ import annotations
 

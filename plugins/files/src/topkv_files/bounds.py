@@ -1,13 +1,14 @@
-"""How many bytes a directory may hold, of all objects or of those of one owner."""
+"""Limits of the bytes that a directory may hold, of all objects or of one owner's."""
 
 from __future__ import annotations
 
 LEFT = 0.9
-"""Of the limit is left when files were removed, so that not every write has to."""
+"""Share of the limit that is left after files were removed, so that not every write has to remove
+some."""
 
 LOOKS = 16
-"""How often a process looks at the whole directory while it writes as much as the limit: others
-write too."""
+"""Looks of a process at the whole directory while it writes as much as the limit: others write
+too."""
 
 
 class Bound:
@@ -27,7 +28,7 @@ class Bound:
         self.low, self._written = int(LEFT * limit) if low is None else low, 0
 
     def add(self, size: int) -> bool:
-        """Count bytes that were written; whether it is time to look at the directory."""
+        """Count bytes that were written; return True if it is time to look at the directory."""
         self.used += size
         self._written += size
         if self.used <= self.limit and self._written * LOOKS <= self.limit:

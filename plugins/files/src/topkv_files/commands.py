@@ -46,7 +46,7 @@ def _days(ctx: click.Context, param: click.Parameter, value: float | None) -> fl
 
 
 def _folder(path: Path) -> Folder:
-    """A directory of the storage. Nothing is made."""
+    """Open a directory of the storage. Nothing is made."""
     from topkv_files.folder import Folder
     from topkv_files.owned import ForeignError, check
 
@@ -58,7 +58,7 @@ def _folder(path: Path) -> Folder:
 
 
 def _owner(tenant: str | None) -> bytes:
-    """What the keys of a tenant begin with; of anybody's, if that is None."""
+    """Bytes that the keys of a tenant begin with; none if all tenants are meant (None)."""
     from topkv_prefixes.objects import owner_of
 
     try:

@@ -26,7 +26,7 @@ from topkv_files.bounds import Bound
 from topkv_files.owned import LOCK, NEW, PRIVATE_FILE
 
 MOST_PARTS = min(os.sysconf("SC_IOV_MAX"), 1024)
-"""Of one call to the system."""
+"""Most parts of a place that one call to the system takes."""
 
 REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.ENOENT)
 """The disk is full, or somebody has removed the new file."""
@@ -66,12 +66,12 @@ class Folder:
         return f"{self.path}/{name[-2:]}/{name}"  # keys of one owner begin alike
 
     def has(self, key: bytes) -> bool:
-        """Whether there is an object now."""
+        """Return True if the key has an object now."""
         return owned.is_file(self.path_of(key))
 
     def blocked(self, key: bytes) -> bool:
-        """True if something else than a file has its name, or than a directory that of its
-        shelf."""
+        """Return True if something else than a file has the name of the key's file, or something
+        else than a directory the name of its shelf."""
         path = self.path_of(key)
         return owned.is_other(os.path.dirname(path), stat.S_ISDIR) or owned.is_other(path)
 
@@ -94,7 +94,7 @@ class Folder:
 
     @staticmethod
     def _read_slowly(file: int, place: Sequence[np.ndarray]) -> bool:
-        """After a call that brought less than it was asked for."""
+        """Read the rest after a call that brought less than it was asked for."""
         at = 0
         for part in place:
             left = memoryview(part)
@@ -149,7 +149,7 @@ class Folder:
                 os.unlink(path)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """These were used just now, the first one last: a page is found by those before it."""
+        """Mark keys as used just now, the first one last: a page is found by those before it."""
         for key in reversed(keys):
             now = time.time_ns()  # the system's own stamps are alike for milliseconds
             with suppress(FileNotFoundError):
@@ -164,8 +164,8 @@ class Folder:
                 yield Held(key, file.path, found.st_size, found.st_mtime_ns)
 
     def let_go(self, held: Held) -> bool:
-        """Remove an object that was found in the directory; whether it is gone now. A file that
-        is no page, or is another user's, has come from elsewhere, and stays."""
+        """Remove an object that was found in the directory; return True if it is gone now. A file
+        that is no page, or is another user's, has come from elsewhere, and stays."""
         try:
             if not owned.is_page(held.path):
                 return False
@@ -199,14 +199,14 @@ class Folder:
             os.close(file)
 
     def shrink(self, bounds: Sequence[Bound], wait: bool = True) -> None:
-        """Where there is more than a bound allows, remove what went unused longest, down to its
-        ``low``. The newest object stays if it is within the limit.
+        """Remove objects that went unused longest where there is more than a bound allows, down to
+        its ``low``. The newest object stays if it is within the limit.
 
-        One process at a time does it.
+        One process at a time removes.
 
         Args:
-            bounds: that are to hold; each is told what is left.
-            wait: for another process that does it now; else this one leaves it to that.
+            bounds: that are to hold; each gets to know what is left.
+            wait: for another process that removes now; else this one leaves it to that one.
         """
         with self._alone(wait) as mine:
             held, gone = sorted(self.held(), key=lambda each: each.used), set[bytes]()
@@ -227,7 +227,7 @@ class Folder:
 
     @contextmanager
     def _alone(self, wait: bool) -> Iterator[bool]:
-        """Whether no other process shrinks the directory now."""
+        """Lock the directory for shrinking; yield True if no other process shrinks it now."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         file = os.open(self.path / LOCK, flags, PRIVATE_FILE)
         try:

@@ -1,4 +1,4 @@
-"""Whose a directory is, and which of its files: what the storage has not made is left alone.
+"""Ownership of directories and files: what the storage has not made is left alone.
 
 A directory that the storage has made, or found empty, has a marker. Nothing is written to or
 removed from another one, except those of earlier versions, which are known by what they hold. In

@@ -1,4 +1,4 @@
-"""What the commands read of a file."""
+"""Headers and bodies of files as the commands read them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def parts_of(held: Held) -> Iterator[np.ndarray]:
 
 
 def fingerprint_of(held: Held) -> str:
-    """Of what model and configuration a file says it is."""
+    """Fingerprint of the model and configuration in a file's header, or why it has none."""
     try:
         if not owned.is_page(held.path):
             return "foreign"
@@ -36,7 +36,7 @@ def fingerprint_of(held: Held) -> str:
 
 
 def problem_in(held: Held) -> str | None:
-    """Why a file is no page; None where it is one, or is gone."""
+    """Return why a file is no page; None where it is one, or is gone."""
     try:
         if not owned.is_page(held.path):
             return FOREIGN

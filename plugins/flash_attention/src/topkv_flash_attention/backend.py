@@ -1,9 +1,9 @@
-"""The backend: FlashAttention's kernels in place over units that lie scattered in a buffer.
+"""The backend: FlashAttention's kernels in place over units that are scattered in a buffer.
 
 A unit is a page of the library, and a lane a sequence of one query: where each kv-head selects for
 itself it has lanes of its own, so page tables need nothing further. A step is one call of the
 library, which writes the output where the caller wants it, and one small kernel behind it. Only
-where a row has several lanes and rows lie further apart than their heads, no view shows rows as
+where a row has several lanes and rows are further apart than their heads, no view shows rows as
 lanes: queries are then copied first, and outputs by the kernel behind.
 
 Scheduler metadata (how many parts each sequence is cut into) depends on the lengths, and each
@@ -72,7 +72,7 @@ class FlashAttention:
     ) -> None:
         """See ``topkv.hooks.backend.Backend.attend``.
 
-        Copies queries and outputs where a row has several lanes and rows lie apart.
+        Copies queries and outputs where a row has several lanes and rows are apart.
 
         Raises:
             ValueError: more lanes than ``max_batch`` allows.

@@ -40,7 +40,7 @@ SETTLED: Mapping[str, Any] = {
     "softcap": 0.0,
     "cp_world_size": 1,
 }
-"""What arguments of the operator are unless a call says otherwise."""
+"""Values of the operator's arguments unless a call gives others."""
 
 GIVEN = ("q", "k", "v", "seqused_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale")
 NEEDED = (*GIVEN, "q_v", "out", "page_table", "leftpad_k", "is_causal", "num_splits", "softcap")
@@ -82,7 +82,7 @@ class FlashAttention3:
         return cls(name, op, tuple(arguments), {**defaults, **SETTLED})
 
     def call(self, **given: Any) -> Any:
-        """The operator, by names of arguments."""
+        """Call the operator by names of arguments."""
         values = {**self.settled, **given}
         return self.op(*[values[name] for name in self.arguments])
 
@@ -116,7 +116,7 @@ class FlashAttention3:
     ) -> Result:
         unit, group = k.shape[2], q.main.shape[2] // k.shape[1]
         # Pages of a multiple of 64 tokens would come by TMA where more than 64 rows share them.
-        # TMA brings what lies behind the length as well, and 0 times NaN is NaN. An operator that
+        # TMA brings what is behind the length as well, and 0 times NaN is NaN. An operator that
         # is given left padding, of 0 here, copies row by row and fills with 0.
         pad = zeros if unit % 64 == 0 and group > 64 else None
         result = self.call(

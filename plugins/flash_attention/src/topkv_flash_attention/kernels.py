@@ -1,4 +1,4 @@
-"""What follows the library's kernels, in Triton; ``reference.finish`` says the same."""
+"""Kernel that follows the library's, in Triton; ``reference.finish`` has it in torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def finish_kernel(
 ):
     """Grid (lanes, blocks of a lane's heads): move the LSE; empty lanes get 0 and -inf.
 
-    Results lie by lane; what is written lies by row, the heads of its ``LANES`` lanes in order.
+    Results are read by lane and written by row, the heads of a row's ``LANES`` lanes in order.
 
     With ``COPY`` the outputs move too; else the library has written them to ``p_out`` itself.
     """

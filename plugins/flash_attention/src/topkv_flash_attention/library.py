@@ -1,4 +1,4 @@
-"""What the backend asks of a FlashAttention, whichever generation it is.
+"""Interface of the backend to a FlashAttention, whichever generation it is.
 
 All of them read keys and values as pages ``[pages, page, Hkv, D]`` of any strides but the last,
 so a unit is a page.
@@ -28,7 +28,7 @@ class Query:
 
 
 class Library(Protocol):
-    """What the backend calls.
+    """Interface of a FlashAttention library, as the backend calls it.
 
     Attributes:
         name: where it comes from, and its version where that is known.
@@ -44,7 +44,12 @@ class Library(Protocol):
     def refusals(
         self, model: ModelShape, group: GroupShape, capability: Capability | None
     ) -> list[str]:
-        """Why it cannot serve a group; ``capability`` of the device where there is one."""
+        """Reasons why the library cannot serve a group.
+
+        Args:
+            model, group: shapes.
+            capability: of the device, where there is one.
+        """
 
     def attend(
         self,
@@ -89,12 +94,12 @@ def by_pages(rows: Tensor) -> Tensor:
 
 
 def shown(capability: Capability) -> str:
-    """As NVIDIA writes it."""
+    """Return a compute capability as NVIDIA writes it."""
     return f"{capability[0]}.{capability[1]}"
 
 
 def head_refusals(model: ModelShape, most: int) -> list[str]:
-    """Of grouped-query attention."""
+    """Reasons why the head dim of grouped-query attention cannot be served."""
     if model.head_dim % 8 == 0 and model.head_dim <= most:
         return []
     return [f"head dims are multiples of 8 up to {most}, got {model.head_dim}"]

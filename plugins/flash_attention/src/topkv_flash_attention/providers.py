@@ -1,4 +1,4 @@
-"""Which FlashAttention is there: four places, looked at in this order.
+"""Search for a FlashAttention: four places, looked at in this order.
 
 1. ``flash_attn_interface``: upstream's FlashAttention-3 (the package ``flash_attn_3``).
 2. ``vllm``: the FlashAttention-3 that vLLM ships. The environment variable ``TOPKV_FA3_LIBRARY``
@@ -29,7 +29,7 @@ LIBRARY = "TOPKV_FA3_LIBRARY"
 
 
 def _version(package: str) -> str:
-    """Of an installed package, with a blank before it; empty where it says none."""
+    """Version of an installed package, with a blank before it; empty where it says none."""
     try:
         return f" {metadata.version(package)}"
     except metadata.PackageNotFoundError:
@@ -65,7 +65,7 @@ def _vllm() -> Library:
 
 
 def _vllm_file() -> Path:
-    """Where the library lies: as the environment says, else in an installed vLLM."""
+    """Path of vLLM's library: as the environment says, else in an installed vLLM."""
     named = os.environ.get(LIBRARY)
     if named:
         if not Path(named).is_file():

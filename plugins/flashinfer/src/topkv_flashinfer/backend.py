@@ -61,7 +61,7 @@ class FlashInfer:
     ) -> None:
         """See ``topkv.hooks.backend.Backend.attend``.
 
-        Copies queries where a row has several lanes and rows lie apart.
+        Copies queries where a row has several lanes and rows are apart.
 
         Raises:
             ValueError: more lanes than ``max_batch`` allows, or ``lse`` is not contiguous.

@@ -11,7 +11,7 @@ right for the tensor-core kernel (``fa2``; lines are those of FlashInfer 0.7.2):
 * it cuts a lane's chunk of the schedule to that length, at the beginning too (``prefill.cuh``
   3829), so that one behind the end has no token, no iteration, a result of 0 and a log-sum-exp of
   -inf, as a lane of length 0 has;
-* partial results of a single query lie at the place of their chunk, whatever the length (3872,
+* partial results of a single query are at the place of their chunk, whatever the length (3872,
   4333), and each planned chunk writes one;
 * what merges them takes -inf for nothing (``state.cuh`` 57), also where all are.
 
@@ -112,7 +112,7 @@ class Decode:
             small = torch.zeros(self._int_bytes, dtype=torch.uint8, device=self._device)
             planned.wrapper.reset_workspace_buffer(self._float, small)
             planned.wrapper.plan(*self._shape(lanes, width), **self._types())
-            tables.attached = None  # the plan has written where the pages lie
+            tables.attached = None  # the plan has written where the pages are
             plans.settle(self._device)
             self._plans[lanes, width] = planned
         return planned

@@ -1,4 +1,4 @@
-"""What lies between topkv's contract and FlashInfer's, in Triton; ``reference`` says the same."""
+"""Conversions between topkv's contract and FlashInfer's, in Triton; see ``reference``."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
@@ -35,7 +35,7 @@ def spread_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def natural_kernel(p_lse, count, FACTOR: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
-    """Log-sum-exps to the base of 2 become natural ones, in place."""
+    """Turn log-sum-exps to the base of 2 into natural ones, in place."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Latent attention: FlashInfer's MLA kernel for Hopper (``fa3``), over rows where they lie.
+"""Latent attention: FlashInfer's MLA kernel for Hopper (``fa3``), over rows in place.
 
 Its plan is a list of works, spans of tokens of a lane, in a workspace on the device; lengths are
 baked into it. Every lane is planned with as many pages as its table has columns, and before each
@@ -70,7 +70,7 @@ def works_of(info: Sequence[int], workspace: Tensor, lanes: int, width: int, uni
         lanes, width, unit: what was planned.
 
     Raises:
-        RuntimeError: what lies there is not what was planned.
+        RuntimeError: the workspace does not hold what was planned.
     """
     tokens = width * unit
     sizes = [int(number) for number in info]
@@ -105,7 +105,7 @@ def _problem(
     width: int,
     unit: int,
 ) -> str | None:
-    """Why these are not the works of a plan, None where they are."""
+    """Return why these are not the works of a plan, None where they are."""
     tokens = width * unit
     if not bool((length == tokens).all()):
         return f"lengths are not all {tokens}"
@@ -177,7 +177,7 @@ class Latent:
         if planned is None:
             plans.refuse_capture(self._device, lanes, width)
             planned = self._plans[lanes, width] = self._made(lanes, width)
-            tables.attached = None  # the plan has written where the pages lie
+            tables.attached = None  # the plan has written where the pages are
         return planned
 
     def _made(self, lanes: int, width: int) -> Planned:

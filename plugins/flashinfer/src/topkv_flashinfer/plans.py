@@ -1,4 +1,4 @@
-"""What the plans of both wrappers share."""
+"""Pages, widths and base of logarithms that the plans of both wrappers share."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Pages:
         return cls(ints(lanes * width), ints(lanes))
 
     def holds(self, lanes: int, width: int) -> bool:
-        """Whether there is room for such a table."""
+        """Return True if there is room for a table of these sizes."""
         return lanes * width <= self.indices.numel() and lanes <= self.last.numel()
 
     def fitting(self, lanes: int, width: int) -> Pages:
-        """This one, or another where such a table does not fit."""
+        """Return these pages, or others where such a table does not fit."""
         here = self.holds(lanes, width)
         return self if here else Pages.empty(lanes, width, self.last.device)
 
@@ -76,7 +76,7 @@ class Pages:
 
 
 def make_natural(lse: Tensor, early: bool) -> None:
-    """Log-sum-exps, contiguous, from base 2 to base e; ``early``: see ``topkv.ops.pdl``.
+    """Turn log-sum-exps, contiguous, from base 2 to base e; ``early``: see ``topkv.ops.pdl``.
 
     The library's last kernel is not launched early, so the one here may be.
     """
@@ -96,7 +96,7 @@ def table_width(group: GroupShape) -> int:
 
 
 def refuse_capture(device: torch.device, lanes: int, width: int) -> None:
-    """Planning is host work, so a capture must not be the first to see a shape.
+    """Refuse to plan while a CUDA graph is captured: planning is host work, which no graph holds.
 
     Raises:
         RuntimeError: a CUDA graph is being captured.

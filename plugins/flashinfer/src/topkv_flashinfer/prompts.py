@@ -135,7 +135,7 @@ class LatentPrompts:
                 self._selected(*mine, rows, start - k_start, keep[part])
 
     def _dense(self, q: Tensor, out: Tensor, lse: Tensor, rows: Tensor, ahead: int) -> None:
-        """Query i sees ``i + ahead + 1`` rows: its pages are the first ones."""
+        """Attend where query i sees ``i + ahead + 1`` rows: its pages are the first ones."""
         seen = (torch.arange(len(q)) + ahead + 1).clamp(0, len(rows))
         pages = -(-seen // PAGE)
         indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0))
@@ -146,7 +146,7 @@ class LatentPrompts:
     def _selected(
         self, q: Tensor, out: Tensor, lse: Tensor, rows: Tensor, ahead: int, keep: Tensor
     ) -> None:
-        """Each query has a list of rows, a page of one row each."""
+        """Attend where each query has a list of rows, a page of one row each."""
         last = torch.arange(len(q), device=q.device) + ahead
         mask = keep & (torch.arange(len(rows), device=q.device) <= last[:, None])
         seen = mask.sum(1).cpu()
@@ -163,7 +163,7 @@ class LatentPrompts:
         indices: Tensor,
         seen: Tensor,
     ) -> None:
-        """One query a lane over ``pages`` ``[P, unit, 576]``."""
+        """Attend with one query a lane over ``pages`` ``[P, unit, 576]``."""
         if not len(indices):
             out.zero_()
             lse.fill_(-torch.inf)
@@ -183,7 +183,7 @@ class LatentPrompts:
 
 
 def regions(queries: int, keys: int, ahead: int) -> tuple[int, int]:
-    """Where a causal chunk changes: ``blind`` queries see nothing, those from ``whole`` on all.
+    """Divide a causal chunk: ``blind`` queries see nothing, queries from ``whole`` on see all.
 
     Args:
         queries, keys: m and n.
@@ -200,6 +200,6 @@ def regions(queries: int, keys: int, ahead: int) -> tuple[int, int]:
 
 
 def near(x: Tensor) -> Tensor:
-    """The same values within the reach of 32-bit offsets: a copy of what lies further apart."""
+    """Return ``x`` itself, or a contiguous copy where 32-bit offsets do not reach all of it."""
     reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.contiguous() if reach >= NEAR else x

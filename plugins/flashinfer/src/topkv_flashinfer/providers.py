@@ -1,4 +1,4 @@
-"""What the installed FlashInfer offers: found by names and arguments, not by the version."""
+"""Parts of the installed FlashInfer, found by names and arguments, not by the version."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def version() -> str:
 
 
 def describe() -> list[str]:
-    """What is usable here, a line for each part."""
+    """Return what is usable here, a line for each part."""
     return [f"{name}: {line}" for name, part in PARTS.items() for line in part.describe()]
 
 
@@ -68,4 +68,4 @@ PARTS = {
         },
     ),
 }
-"""By kind of attention; each part is looked for in one place."""
+"""Parts of the library by kind of attention; each is looked for in one place."""

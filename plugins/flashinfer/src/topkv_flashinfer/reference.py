@@ -1,4 +1,4 @@
-"""What lies between topkv's contract and FlashInfer's, in torch."""
+"""Conversions between topkv's contract and FlashInfer's, in torch."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ PROMPT_ROWS = 2048
 
 
 class FlashMLA:
-    """Attention over latent rows that lie scattered in a buffer, for one group of layers.
+    """Attention over latent rows that are scattered in a buffer, for one group of layers.
 
     Args:
         setup: latent attention with rows of 512 + 64 elements, at most 128 heads; on a CUDA device
@@ -89,7 +89,7 @@ class FlashMLA:
     ) -> None:
         """See ``topkv.hooks.backend.Backend.attend``.
 
-        Copies queries whose rows lie further apart than their heads.
+        Copies queries whose rows are further apart than their heads.
 
         Raises:
             ValueError: more lanes than ``max_batch`` allows.

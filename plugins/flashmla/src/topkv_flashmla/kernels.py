@@ -1,4 +1,4 @@
-"""What lies between topkv's contract and FlashMLA's, in Triton; ``reference`` says the same."""
+"""Conversions between topkv's contract and FlashMLA's, in Triton; see ``reference``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Where FlashMLA's kernels come from: the first package that has what the backend calls.
+"""Search for FlashMLA's kernels: the first package that has what the backend calls.
 
-1. ``flash_mla``: DeepSeek's own package up to September 2026, and ``sgl-flash-mla``, which goes by
-   the same name and keeps the kernels of Hopper behind ``use_legacy=True``, where it was built
-   with them. DeepSeek's release of 2026-09-30 dropped them, and dense decode with them: there
-   ``is_fp8_kvcache`` is True unless said otherwise.
+1. ``flash_mla``: DeepSeek's own package up to September 2026, and ``sgl-flash-mla``, which has
+   the same module name and keeps the kernels of Hopper behind ``use_legacy=True``, where it was
+   built with them. DeepSeek's release of 2026-09-30 dropped them, and dense decode with them:
+   there ``is_fp8_kvcache`` is True unless said otherwise.
 2. ``vllm.third_party.flashmla``: the build that vLLM carries.
 """
 
@@ -51,7 +51,7 @@ def _load(name: str) -> Provider:
 
 
 def _lacking(module: Any) -> list[str]:
-    """What the signatures leave out."""
+    """Return what the backend needs and the signatures of a build do not have."""
     decode = inspect.signature(module.flash_mla_with_kvcache).parameters
     lacking = [f"argument {name} of decode" for name in ("indices",) if name not in decode]
     if not _has_hopper(module, decode):

@@ -1,4 +1,4 @@
-"""What lies between topkv's contract and FlashMLA's, in torch."""
+"""Conversions between topkv's contract and FlashMLA's, in torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the library's kernels take."""
+"""Shapes and devices that the library's kernels take."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ PAGE = 64
 
 
 def attends_by_pages(group: GroupShape) -> bool:
-    """Whether a group is for the library's dense decode: resident pages of 64 bfloat16 rows.
+    """Return True if the library's dense decode serves a group.
 
-    Every build with kernels for Hopper has it, so no build is asked: DeepSeek dropped both in
-    September 2026, and ``sgl-flash-mla`` keeps both behind one switch.
+    Such a group has resident pages of 64 bfloat16 rows. Every build with kernels for Hopper has
+    this decode, so no build is asked: DeepSeek dropped both in September 2026, and
+    ``sgl-flash-mla`` keeps both behind one switch.
     """
     return (group.residency, group.dtype, group.unit) == ("resident", torch.bfloat16, PAGE)
 
 
 def refusals(setup: BackendSetup) -> list[str]:
-    """Every reason why the library cannot serve a group, be it installed or not."""
+    """Return every reason why the library cannot serve a group, be it installed or not."""
     model, group, device = setup.model, setup.group, setup.device
     reasons = []
     if (model.attention, model.head_dim, model.out_dim) != ("mla", DIM, LATENT):

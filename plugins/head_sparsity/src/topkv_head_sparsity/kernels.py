@@ -1,4 +1,4 @@
-"""How flat lanes are, and what flat ones keep, in Triton, beside ``stage.HeadSparsity.refine``.
+"""Flatness of lanes, and what flat ones keep, in Triton, beside ``stage.HeadSparsity.refine``.
 
 Names: ``p_`` pointers, ``s_`` strides in elements. Pools are addressed by host id in 64 bit.
 Places are those of the candidates, then those of the sample.

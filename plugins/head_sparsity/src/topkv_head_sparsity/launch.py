@@ -1,4 +1,4 @@
-"""The same with kernels: launches, and the scratch that they share."""
+"""Launches of the head sparsity kernels, and their scratch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWN, BLOCK = 32, 128
 class HeadSparsityTriton(HeadSparsity):
     """Head sparsity in kernels, with every constant worked out once.
 
-    Scratch: what candidates and sample are worth, fp32 ``[max_requests, H, K' + SAMPLE]``.
+    Scratch: worth of candidates and sample, fp32 ``[max_requests, H, K' + SAMPLE]``.
     """
 
     def __init__(self, setup: StageSetup) -> None:

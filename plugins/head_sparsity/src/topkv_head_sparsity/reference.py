@@ -1,4 +1,4 @@
-"""How flat attention is, in plain torch: the formulas that the kernels are held to.
+"""Flatness of attention in plain torch: the formulas that the kernels are held to.
 
 A *run* is up to ``RUN`` successive tokens of a unit. Letters: n units, R runs of a unit, Hkv
 kv-heads, D head dim, N lanes, h query heads of a lane, P places: K' of candidates, then those of
@@ -25,7 +25,7 @@ def means(keys: Tensor, valid: Tensor) -> Tensor:
 
     Args:
         keys: ``[n, unit, Hkv, D]``.
-        valid: bool ``[n, unit]``; what lies in invalid places (NaN, say) has no influence.
+        valid: bool ``[n, unit]``; keys in invalid places (NaN, say) have no influence.
     """
     lacking = -keys.shape[1] % RUN
     there = torch.nn.functional.pad(valid, (0, lacking)).unflatten(1, (-1, RUN))
@@ -70,7 +70,7 @@ def sample(closed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weigh(worth: Tensor, offered: int, closed: Tensor) -> tuple[Tensor, Tensor]:
-    """How flat attention is, and what it sums up to.
+    """Return how flat attention is, and what it sums up to.
 
     A candidate stands for itself, and a unit of the sample for its share f of the closed units
     that are no candidates. With the weights w, 1 or f, attention to a unit is ``e^worth / Z``,
@@ -100,7 +100,7 @@ def weigh(worth: Tensor, offered: int, closed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def best(worth: Tensor, whole: Tensor, most: int) -> Tensor:
-    """Which candidates rank first, bool ``[N, K']``, ``most`` of them where there are as many.
+    """True for the candidates that rank first, bool ``[N, K']``, up to ``most`` of them.
 
     A candidate ranks by the largest share of a query head's attention that it has; of equal ones
     the lower unit comes first.

@@ -49,7 +49,7 @@ def _write_unit(
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Of the first ``tokens`` keys at ``p_key``; the others are not read."""
+    """Write codes and scales of the first ``tokens`` keys at ``p_key``; others are not read."""
     low = _means(p_key, s_token, tokens, WIDTH, BLOCK_R, BLOCK_W)
     high = _means(p_key + WIDTH, s_token, tokens, D - WIDTH, BLOCK_R, BLOCK_W)
     most = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
@@ -125,8 +125,8 @@ def update_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Program (row, kv-head): the open unit anew from the ring, or from the key itself where units
-    are of one token, which may have no ring."""
+    """Program (row, kv-head): write the open unit anew from the ring, or from the key itself where
+    units are of one token, which may have no ring."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     slot = tl.load(p_slots + row).to(tl.int64)

@@ -43,7 +43,7 @@ class HeadSparsity:
     """
 
     def __init__(self, setup: StageSetup) -> None:
-        """Raises ConfigError with all reasons."""
+        """Raise ConfigError with all reasons."""
         self.model, self.group = setup.model, setup.group
         reasons = []
         for name in ("threshold", "head_budget"):
@@ -110,11 +110,11 @@ class HeadSparsity:
 
     @staticmethod
     def _offered(others: Tensor, units: Tensor) -> Tensor:
-        """Which units of the sample are candidates, bool ``[N, SAMPLE]``."""
+        """True for units of the sample that are candidates, bool ``[N, SAMPLE]``."""
         return (others[:, :, None] == units[:, None]).any(2)
 
     def weigh(self, worth: Tensor, offered: int, closed: Tensor) -> tuple[Tensor, Tensor]:
-        """How flat lanes are, see ``reference.weigh``."""
+        """Return how flat lanes are, see ``reference.weigh``."""
         return reference.weigh(worth, offered, closed)
 
     def worth(self, layer: LayerView, q: Tensor, units: Tensor) -> Tensor:

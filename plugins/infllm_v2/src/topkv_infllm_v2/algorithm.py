@@ -26,8 +26,8 @@ class InfLLMv2(RankedUnits):
     largest sum of the windows that share a token with it. Kept as its logarithm. In a lane of one
     query head a window is worth its logit.
 
-    Of each ``stride`` tokens and kv-head it keeps their mean key, in the dtype of the model: the
-    mean of a window is that of its two halves, and what a page keeps depends on its keys alone.
+    The mean key of each ``stride`` tokens and kv-head is kept, in the dtype of the model: the mean
+    of a window is that of its two halves, and what a page keeps depends on its keys alone.
     The first ``sink_units`` units and the last ``recent_units`` closed ones are forced.
 
     Of equal scores the lower unit wins.
@@ -51,7 +51,7 @@ class InfLLMv2(RankedUnits):
 
     @property
     def parts(self) -> int:
-        """Of a unit."""
+        """Parts of a unit."""
         return self.group.unit // self.stride
 
     def representations(self) -> list[RepresentationSpec]:
@@ -66,7 +66,7 @@ class InfLLMv2(RankedUnits):
         before = (step.lengths - 1).clamp(min=0) * (step.slots >= 0)
         closed, parts = before // group.unit, before // self.stride
         unit = torch.arange(group.max_units, device=q.device)
-        # Whole parts may lie in the open unit; behind it stands no page, and unit 0 is read.
+        # Whole parts may be in the open unit; behind it stands no page, and unit 0 is read.
         there = unit * self.parts < parts[:, None]
         at = host_ids(layer, step.slots.clamp(min=0)[:, None], torch.where(there, unit, 0))
         means = layer.pools["means"][at].transpose(2, 3).flatten(1, 2)

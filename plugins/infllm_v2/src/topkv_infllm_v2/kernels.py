@@ -14,8 +14,7 @@ from topkv.ops.language import store
 
 @triton.jit
 def places(p_row, part, there, KV_HEADS, head, PARTS: tl.constexpr, UNITS_PER_PAGE: tl.constexpr):
-    """Rows of the pool at which the means of parts of a request lie, whose pages are at
-    ``p_row``."""
+    """Rows of the pool with the means of parts of a request, whose pages are at ``p_row``."""
     unit = part // PARTS
     page = tl.load(p_row + unit // UNITS_PER_PAGE, there, other=0).to(tl.int64)
     at = (page * UNITS_PER_PAGE + unit % UNITS_PER_PAGE) * KV_HEADS + head

@@ -1,4 +1,4 @@
-"""The same with kernels: launches, and the scratch that they share."""
+"""Launches of the InfLLM-v2 kernels, and their scratch."""
 
 from __future__ import annotations
 

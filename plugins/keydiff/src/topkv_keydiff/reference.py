@@ -16,7 +16,7 @@ def directions(k: Tensor, valid: Tensor) -> Tensor:
 
     Args:
         k: ``[n, unit, Hkv, D]``.
-        valid: bool ``[n, unit]``; what lies in invalid places (NaN, say) has no influence.
+        valid: bool ``[n, unit]``; keys in invalid places (NaN, say) have no influence.
     """
     keys = torch.where(valid[..., None, None], k.float(), 0.0)
     # The largest element first: squares of others would overflow, or vanish.
@@ -26,7 +26,7 @@ def directions(k: Tensor, valid: Tensor) -> Tensor:
 
 
 def difference(mean: Tensor) -> Tensor:
-    """How little the keys of each page are like those of all, fp32 ``[L, P]``: from -1 to 1.
+    """Return how unlike the keys of each page are to all keys, fp32 ``[L, P]``: from -1 to 1.
 
     With ``a = sum_j k_j / |k_j|`` over all tokens of the lane it is the mean of ``-cos(k, a)``
     over the tokens of the page and the heads of the lane; 0 where a is 0.

@@ -1,4 +1,4 @@
-"""Which pages stay of a long answer: those whose keys differ most from the others.
+"""KeyDiff as a stage: a long answer keeps the pages whose keys differ most from the others.
 
 KeyDiff (Park et al., arXiv 2504.15364), whole pages at a time. Differences from the paper are in
 the README.
@@ -36,7 +36,7 @@ class KeyDiff(KeepsUnits):
     """
 
     def __init__(self, setup: StageSetup) -> None:
-        """Raises ConfigError with all reasons."""
+        """Raise ConfigError with all reasons."""
         self.model, self.group = setup.model, setup.group
         reasons = [
             f"{name} must be an integer of {least} or more, got {value!r}"

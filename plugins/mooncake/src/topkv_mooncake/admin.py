@@ -1,4 +1,4 @@
-"""What a master tells over HTTP: the keys that it knows, and the sizes of their objects."""
+"""Questions to a master over HTTP: the keys that it knows, and the sizes of their objects."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from topkv_mooncake.client import MooncakeError
 TIMEOUT_S = 10.0
 
 AT_ONCE = 32
-"""Keys of one question, which stand in its address."""
+"""Keys of one question; they are part of its address."""
 
 
 def keys_of(where: tuple[str, int]) -> list[str]:
-    """All keys.
+    """Return all keys that the master knows.
 
     Raises:
         MooncakeError: nobody answers there, or not like a master.

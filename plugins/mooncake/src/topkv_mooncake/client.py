@@ -59,7 +59,7 @@ class Client:
         library: makes it.
         settings: of the storage.
         pool: the host pool, which is registered.
-        size: bytes of a buffer for what lies elsewhere.
+        size: bytes of a buffer for parts outside of the pool.
 
     Attributes:
         users: calls that are under way.

@@ -1,4 +1,4 @@
-"""Where Mooncake comes from. It is known by what it offers, not by its version."""
+"""Search for Mooncake. It is known by what it offers, not by its version."""
 
 from __future__ import annotations
 

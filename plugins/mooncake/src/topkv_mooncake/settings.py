@@ -12,7 +12,7 @@ from attrs import frozen
 from topkv.config.checks import byte_size, clean, must, need
 
 ADMIN_PORT = 9003
-"""Where a master answers questions over HTTP, unless it is told otherwise."""
+"""Port at which a master answers questions over HTTP, unless it is started with another one."""
 
 
 def address(value: Any) -> tuple[str, int]:
@@ -29,7 +29,7 @@ def _seconds(value: Any) -> float:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a text may stand in the lists of names that a master takes and gives."""
+    """Return True if a text may stand in the lists of names that a master takes and gives."""
     return isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9._-]+", value) is not None
 
 
@@ -50,7 +50,7 @@ CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "connect_s": _seconds,
 }
 OPTIONAL = ("host", "segment", "admin")
-"""Those that may be None."""
+"""Parameters that may be None."""
 
 
 @frozen
@@ -62,7 +62,7 @@ class Settings:
         host: by which others reach this process; None is found out.
         protocol, devices, metadata: of Mooncake's transfers.
         segment: bytes of memory of this process that are given to the store.
-        buffer: bytes of registered memory for what does not lie in the host pool, a call.
+        buffer: bytes of registered memory of a call, for what is not in the host pool.
         replicas: of an object.
         namespace: before all keys.
         connect_s: seconds to wait for the master when it is first called.
@@ -82,7 +82,7 @@ class Settings:
 
     @property
     def questions(self) -> tuple[str, int]:
-        """Where the master answers questions."""
+        """Host and port at which the master answers questions."""
         return self.admin or (self.master[0], ADMIN_PORT)
 
 

@@ -27,7 +27,7 @@ from topkv_mooncake.library import MOONCAKE
 from topkv_mooncake.settings import settings_of
 
 MOST_KEYS = 1024
-"""Of one call."""
+"""Most keys of one call."""
 
 MISFITS, UNKNOWN = (-600, -800), range(-999, -800)
 """Codes of places of another size, and those of masters that do not answer."""
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 class MooncakeStorage:
     """The contract is ``topkv.hooks.storage``.
 
-    What lies in the host pool is sent and received in place; the rest goes through registered
+    Parts in the host pool are sent and received in place; the rest goes through registered
     memory of the client.
 
     Args:
@@ -121,7 +121,7 @@ class MooncakeStorage:
         keys: Sequence[bytes],
         places: Sequence[Place],
     ) -> list[bool]:
-        """What a call answers, made in as many as the registered memory asks for."""
+        """Make a call in as many batches as the registered memory needs; return all answers."""
         names, done = self._names(keys), list[bool]()
         for some in self._cut(places):
             with self._clients.use() as client, client.buffer() as buffer:
@@ -175,7 +175,7 @@ class _Laid:
 
     Attributes:
         pointers, sizes: of the parts of each place, where they are sent from and received.
-        staged: of each place, parts that lie outside of the pool, and registered memory for them.
+        staged: of each place, parts outside of the pool, and registered memory for them.
     """
 
     pointers: list[list[int]] = field(factory=list)
@@ -220,7 +220,7 @@ def _within(part: np.ndarray, pool: np.ndarray) -> bool:
 def _failures(
     client: Client, names: Sequence[str], codes: Sequence[int], wanted: Sequence[int]
 ) -> list[int]:
-    """The codes of objects that are there, as far as anybody can tell, and did not come."""
+    """The codes of objects that are there, as far as anybody can know, and did not come."""
     bad: list[int] = []
     for name, code, size in zip(names, codes, wanted, strict=True):
         if code >= 0 or code in (ABSENT, NOT_READY):

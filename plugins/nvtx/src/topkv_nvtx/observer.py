@@ -12,8 +12,8 @@ from topkv_nvtx.ranges import PLACES
 class NvtxObserver:
     """The contract is ``topkv.hooks.observer``. It asks the device nothing.
 
-    A range is started and ended by its number, not pushed and popped: nobody tells an observer of
-    a forward that is dropped, and a pop that comes late would end somebody else's range.
+    A range is started and ended by its number, not pushed and popped: an observer does not learn
+    of a forward that is dropped, and a pop that comes late would end somebody else's range.
 
     Attributes:
         open: number of the range of the forward that began last, None after its end.

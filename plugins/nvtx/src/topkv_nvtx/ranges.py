@@ -35,5 +35,5 @@ PLACES = Places(
 
 
 def describe() -> list[str]:
-    """Whether it is usable here."""
+    """Return whether NVTX is usable here, or why not."""
     return PLACES.describe()

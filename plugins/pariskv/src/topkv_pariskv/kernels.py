@@ -1,4 +1,4 @@
-"""How codes are scored, in Triton, beside ``reference.head_scores``.
+"""Kernels that score codes, in Triton, beside ``reference.head_scores``.
 
 Names: ``p_`` pointers. Pools are addressed by host id in 64 bit.
 """

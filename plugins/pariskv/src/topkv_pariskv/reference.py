@@ -12,7 +12,7 @@ from torch import Tensor
 from topkv.ops.outliers import expand, pair_sum, split
 
 SEED = 42
-"""Of the signs of the rotation: pages outlive a process, so it is one for all."""
+"""Seed of the signs of the rotation, one for all: pages outlive a process."""
 
 BITS = 16
 """Coordinates whose signs a word of a code holds."""
@@ -45,7 +45,7 @@ def rotate(x: Tensor, signs: Tensor) -> Tensor:
 
 
 def encode(k: Tensor, signs: Tensor, outliers: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Code, factor and outliers of keys ``k [..., D]``, of which so many pairs may leave.
+    """Code, factor and outliers of keys ``k [..., D]``, which up to ``outliers`` pairs may leave.
 
     Returns:
         int16 ``[..., P / 16]``: bit j of word i says that coordinate ``16 i + j`` of the rotated

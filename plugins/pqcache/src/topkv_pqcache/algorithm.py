@@ -1,4 +1,4 @@
-"""PQCache: a key is a few numbers of centroids, and q·k a sum of what a table says of those.
+"""PQCache: a key is a few numbers of centroids, and q·k a sum of a table's entries for those.
 
 Zhang, Ji, Chen, Fu, Miao, Nie, Chen, Cui: "PQCache: Product Quantization-based KVCache for Long
 Context LLM Inference", SIGMOD 2025, arXiv 2407.12820. The README says what differs.
@@ -22,7 +22,7 @@ from topkv_pqcache.kmeans import kmeans
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_BITS = 8
-"""Of a code, which is a byte."""
+"""Most bits of a code, which is a byte."""
 
 BITS = {2: torch.int16, 4: torch.int32}
 """Integers of the size of a key's elements."""
@@ -49,8 +49,7 @@ class PQCache(ScoredUnits):
     Each of the m sub-vectors of a key is replaced by the nearest of ``2**bits`` centroids. A
     request has a codebook for each segment of a prompt and each window of decoded tokens, trained
     on it when it is settled. Tokens behind the last one, fewer than two windows, are *open*: they
-    are scored by their keys. What is made of the scores of a lane's query heads is said in
-    ``ScoredUnits.combine``.
+    are scored by their keys. ``ScoredUnits.combine`` combines the scores of a lane's query heads.
 
     Pools, all of grain request, because a settle changes codes, and a fork may hold the same
     pages: see the README. P codebooks, C centroids, U tokens, h kv-heads, W places:
@@ -117,7 +116,7 @@ class PQCache(ScoredUnits):
     def construct(
         self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
     ) -> None:
-        """Nothing: a prompt has no codebook before all of its keys are there, see ``settle``."""
+        """Do nothing: a prompt gets codebooks when all of its keys are there, see ``settle``."""
 
     @hookimpl
     def settle(
@@ -140,7 +139,11 @@ class PQCache(ScoredUnits):
     def _close(
         self, layer: LayerView, slot: int, books: int, pieces: Iterable[tuple[int, Tensor]]
     ) -> int:
-        """A codebook for each piece while there are places, then the last one; how many now."""
+        """Encode pieces, each by a codebook of its own, or the last one where places have run out.
+
+        Returns:
+            Codebooks of the request now.
+        """
         pools = layer.pools
         for start, keys in pieces:
             if books < self.books:
@@ -151,8 +154,8 @@ class PQCache(ScoredUnits):
         return books
 
     def _edges(self, first: int, length: int, books: int) -> list[int]:
-        """Where the tokens of each new codebook begin, and the length: equal parts of a segment
-        at most, and of half a segment or more unless there is one alone."""
+        """First tokens of each new codebook, and the length: equal parts of a segment at most, and
+        of half a segment or more unless there is one alone."""
         parts = min(-(-(length - first) // self.segment), max(1, self.books - books))
         return [first + (length - first) * part // parts for part in range(parts + 1)]
 

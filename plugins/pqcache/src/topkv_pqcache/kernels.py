@@ -1,4 +1,4 @@
-"""How codes are scored, in Triton, beside ``reference.table``, ``reference.coded_scores`` and
+"""Kernels that score codes, in Triton, beside ``reference.table``, ``reference.coded_scores`` and
 ``reference.open_scores``.
 
 Names: ``p_`` pointers, ``s_`` strides in elements. Pools are addressed by slot in 64 bit.

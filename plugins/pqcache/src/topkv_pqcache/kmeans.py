@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 WORDS = 0xFFFFFFFF
-"""32 bits."""
+"""Mask of 32 bits."""
 
 
 def race(count: int, vectors: int, seed: int, device: torch.device) -> Tensor:
     """One over exponential variates, fp32 ``[count, vectors]``, of at most a million.
 
-    ``argmax(weight * race[j])`` draws a vector by chances that go by weights. The numbers are a
-    hash of seed, row and place (the finaliser of MurmurHash3), the same for any number of vectors.
+    ``argmax(weight * race[j])`` draws a vector by chances in proportion to weights. The numbers
+    are a hash of seed, row and place (the finaliser of MurmurHash3), the same for any number of
+    vectors.
     """
     x = torch.arange(vectors, device=device)
     x = x + torch.arange(count, device=device)[:, None] * 0x27D4EB2F + seed * 0x165667B1 + 1

@@ -1,4 +1,4 @@
-"""The same with kernels: launches, and the scratch that they share."""
+"""Launches of the PQCache kernels, and their scratch."""
 
 from __future__ import annotations
 

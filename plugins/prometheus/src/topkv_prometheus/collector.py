@@ -1,4 +1,4 @@
-"""What Prometheus is shown: a collector in the default registry of ``prometheus_client``."""
+"""Collector of topkv's counts in the default registry of ``prometheus_client``."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ STORED = {
 
 @define(eq=False)
 class Counts:
-    """What one observer has gathered.
+    """Counts that one observer has gathered.
 
     Attributes:
         coordinator: number of its coordinator within the process.
         transfers: hits, misses and bytes of all requests, when they were looked at last.
         forwards: forwards that ended.
-        prompt_tokens: prompt tokens of those.
-        decoded_tokens: decode rows of those, without padded ones.
+        prompt_tokens: prompt tokens of these forwards.
+        decoded_tokens: decode rows of these forwards, without padded ones.
         occupancy: says how many pages and slots are held now; None before the first forward.
         others: further counters, ``prefixes`` of topkv-prefixes among them.
     """
@@ -138,7 +138,7 @@ class CountsCollector(Collector):
 
 
 def _prefixes(found: Mapping[str, Any]) -> Iterator[Metric]:
-    """Of prompts that begin like earlier ones, by coordinator."""
+    """Families of metrics of prompts that begin like earlier ones, by coordinator."""
     tenants = [
         ([name, tenant], counts)
         for name, each in found.items()

@@ -24,7 +24,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 class Quest(ScoredUnits):
     """Selects the closed units of the highest mean softmaxed bound.
 
-    Per unit and kv-head it keeps the channel-wise minimum m and maximum M of the keys. A query
+    Each unit and kv-head keeps the channel-wise minimum m and maximum M of the keys. A query
     head scores a unit with ``sum_i max(q_i m_i, q_i M_i)``, an upper bound of q·k for every key
     k in it; a lane ranks by ``combine``. Of latent attention a key is the row ``[latent | rope]``
     of a token, and queries are those that were absorbed into that space. The first ``sink_units``
@@ -91,7 +91,7 @@ def minmax(k: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
 
 @jit
 def write_bounds(k, v, valid, tokens, pools, at, OPTIONS: tl.constexpr, D: tl.constexpr):
-    """``Quest.represent`` of a unit."""
+    """Write bounds of a unit: ``Quest.represent``."""
     d = tl.arange(0, k.shape[1])
     in_d = d < D
     low = tl.where(in_d, tl.min(tl.where(valid, k, float("inf")), 0) + 0.0, 0.0)
@@ -197,5 +197,5 @@ class QuestKernels(UnitKernels, Quest):
 
     @property
     def options(self) -> tuple[bool, bool]:  # type: ignore[override]
-        """Whether bounds are bfloat16, and whether they are int8."""
+        """A pair: True if bounds are bfloat16, and True if they are int8."""
         return self.kept is torch.bfloat16, self.kept is torch.int8

@@ -1,6 +1,6 @@
 """A connection to a Redis server, as far as a storage needs one.
 
-Values are sent from the memory in which they lie, and received into the memory in which they are
+Values are sent from the memory that holds them, and received into the memory in which they are
 wanted: no library of Redis does that, and the protocol (RESP 2) is small.
 """
 
@@ -20,7 +20,7 @@ LINE = 1 << 16
 """Bytes of what is received at a time when a line is wanted."""
 
 MOST_PARTS = min(os.sysconf("SC_IOV_MAX"), 1024)
-"""Of one call to the system."""
+"""Most parts of memory that one call to the system takes."""
 
 
 class RedisError(RuntimeError):
@@ -80,7 +80,7 @@ class Connection:
         self._socket.close()
 
     def ask(self, commands: Sequence[Sequence[bytes | str]]) -> list[Any]:
-        """The answers to short commands.
+        """Return the answers to short commands.
 
         Raises:
             Refusal: one of them is an error; the others have been answered.
@@ -105,7 +105,7 @@ class Connection:
                 left[at] = left[at][count:]
 
     def answer(self) -> Any:
-        """The next answer: a text, an int, bytes, a list, None, or a ``Refusal``."""
+        """Return the next answer: a text, an int, bytes, a list, None, or a ``Refusal``."""
         line = self._line()
         kind, rest = line[:1], line[1:]
         if kind == b"+":
@@ -121,7 +121,7 @@ class Connection:
         raise RedisError(f"this is no answer of a Redis server: {line[:40]!r}")
 
     def answer_into(self, place: Sequence[np.ndarray]) -> bool:
-        """Whether the next answer is a value of exactly the bytes of a place, which has it then.
+        """Receive the next answer into a place; return True if it is a value of exactly its bytes.
 
         Raises:
             Refusal: it is an error.

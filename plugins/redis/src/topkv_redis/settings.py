@@ -31,7 +31,7 @@ def _seconds(value: Any) -> float:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a text has no character that means something in a pattern of Redis."""
+    """Return True if a text has no character that means something in a pattern of Redis."""
     return isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9._-]+", value) is not None
 
 
@@ -55,7 +55,7 @@ CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "timeout_s": _seconds,
 }
 OPTIONAL = ("username", "password", "expire_s")
-"""Those that may be None."""
+"""Parameters that may be None."""
 
 
 @frozen

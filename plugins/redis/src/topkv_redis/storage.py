@@ -13,7 +13,7 @@ from topkv_redis.connection import END, Connection, RedisError, Refusal, bulk, w
 from topkv_redis.settings import settings_of
 
 AT_ONCE = 8
-"""Values that are asked for before the first has come: so many lie ready in the server."""
+"""Values that are asked for before the first has come: so many are ready in the server."""
 
 SHORT = 1024
 """Commands that are sent before the first answer is read; those have a few bytes each."""
@@ -148,7 +148,7 @@ class RedisStorage:
     def _put(
         self, connection: Connection, keys: Sequence[bytes], places: Sequence[Place]
     ) -> list[bool]:
-        """Values that are there are not sent; one that comes meanwhile stays (``NX``)."""
+        """Send values that the server does not have; one that comes meanwhile stays (``NX``)."""
         done = self._present(connection, keys)
         for number, (key, place) in enumerate(zip(keys, places, strict=True)):
             if not done[number]:
@@ -156,7 +156,7 @@ class RedisStorage:
         return done
 
     def _set(self, connection: Connection, name: bytes, place: Place) -> bool:
-        """Whether a value is there now."""
+        """Send a value; return True if the server has one now, False if it is full."""
         size = sum(len(part) for part in place)
         expire = self._settings.expire_s
         options = ["NX"] if expire is None else ["NX", "EX", str(expire)]

@@ -28,7 +28,7 @@ def write_summary(k, v, valid, tokens, pools, at, OPTIONS: tl.constexpr, D: tl.c
 
 @triton.jit
 def _selected(p_ids, u, select, BLOCK_K: tl.constexpr):
-    """Which of the units ``u [n]`` are among the ``select`` ids of a lane."""
+    """True for units ``u [n]`` that are among the ``select`` ids of a lane."""
     held = tl.zeros_like(u)
     for first in range(0, select, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)

@@ -1,4 +1,4 @@
-"""The same with kernels: launches, and the scratch that they share."""
+"""Launches of the residual kernels, and their scratch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCK_K = 64
 class ResidualTriton(KeptByKernels, Residual):
     """The estimate in kernels, with every constant worked out once.
 
-    Scratch: of each query head and share of ``TILE_U * TILES`` units D + 2 numbers in fp32.
+    Scratch: D + 2 numbers in fp32 for each query head and share of ``TILE_U * TILES`` units.
     """
 
     represent_unit = kernels.write_summary
@@ -71,7 +71,7 @@ class ResidualTriton(KeptByKernels, Residual):
 
     @property
     def options(self) -> tuple[bool]:
-        """Whether the deviation of keys is kept."""
+        """A tuple of True if the deviation of keys is kept."""
         return (self.variance,)
 
     def _pools(self, layer: LayerView) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ def summary(k: Tensor, v: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor
 
     Args:
         k, v: ``[n, unit, Hkv, D]``.
-        valid: bool ``[n, unit]``; what lies in invalid places (NaN, say) has no influence.
+        valid: bool ``[n, unit]``; rows in invalid places (NaN, say) have no influence.
     """
     there = valid[..., None, None]
     count = there.sum(1)
@@ -27,12 +27,12 @@ def summary(k: Tensor, v: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def logits(q: Tensor, mean: Tensor, deviation: Tensor | None, unit: int, scale: float) -> Tensor:
-    """Logarithm of what the tokens of each unit weigh together, fp32 ``[N, H, U]``.
+    """Logarithm of the weight of the tokens of each unit together, fp32 ``[N, H, U]``.
 
     Over the tokens of a unit, ``log sum e^s = log u + log mean e^s``. The logits s of a query have
     the mean ``m = scale q.mean`` and, channels taken as independent, the variance
     ``t = scale^2 sum_d q_d^2 deviation_d^2``. Were they normal, ``log mean e^s`` would be
-    ``m + t / 2``. It is at least m (Jensen), and at most their maximum, which of u numbers lies at
+    ``m + t / 2``. It is at least m (Jensen), and at most their maximum, which of u numbers is at
     most ``sqrt(t (u - 1))`` above the mean (Samuelson): so ``m + min(t / 2, sqrt(t (u - 1)))``.
 
     Args:

@@ -39,7 +39,7 @@ class Residual(KeepsUnits):
     keeps_values = True
 
     def __init__(self, setup: StageSetup) -> None:
-        """Raises ConfigError with all reasons."""
+        """Raise ConfigError with all reasons."""
         self.model, self.group = setup.model, setup.group
         self.variance = setup.params["variance"]
         reasons = []

@@ -20,7 +20,7 @@ from topkv_rocketkv.split import channels, narrowing, sizes
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_CHANNELS = 256
-"""D whose queries and bounds a program of the kernels holds."""
+"""Largest D whose queries and bounds a program of the kernels holds."""
 
 SETTLED, UNREAD = range(2)
 """Columns of the pool ``state``: whether a settle came since the last prompt chunk; channels that
@@ -189,7 +189,7 @@ class RocketKV(ScoredUnits):
 
     @hookimpl
     def truncated(self, layer: LayerView, slot: int, length: int) -> None:
-        """What is written from here on is neither dropped nor was it a voter."""
+        """Forget drops and voters from position ``length`` on."""
         voters = layer.pools["voters"][slot]
         voters *= voters <= length
         layer.pools["dropped"][slot, :, length // self.group.unit :] = 0

@@ -1,4 +1,4 @@
-"""How bounds are scored, in Triton, beside ``reference.head_scores``.
+"""Kernels that score bounds, in Triton, beside ``reference.head_scores``.
 
 Names: ``p_`` pointers, ``s_`` strides in elements. Bounds are addressed by host page in 64 bit, as
 ``reference.by_page`` packs them.

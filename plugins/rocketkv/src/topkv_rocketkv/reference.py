@@ -17,7 +17,7 @@ nothing else has a maximum."""
 def by_page(pool: Tensor, per_page: int) -> Tensor:
     """Bounds as they are packed, seen as ``[pages, units of a page, Hkv, 2, D]``.
 
-    In memory a page is ``[Hkv, 2, D, units]``: one channel of all its units lies together, so that
+    In memory a page is ``[Hkv, 2, D, units]``: one channel of all its units is in one run, so that
     channels which a step does not ask for are not read.
     """
     heads, two, dim = pool.shape[1:]
@@ -27,7 +27,7 @@ def by_page(pool: Tensor, per_page: int) -> Tensor:
 def minmax(k: Tensor, valid: Tensor) -> Tensor:
     """Bounds ``[n, Hkv, 2, D]`` of keys ``[n, unit, Hkv, D]`` where ``valid [n, unit]``; exact.
 
-    What lies in invalid places (NaN, say) has no influence. Adding zero turns -0.0 into +0.0.
+    Keys in invalid places (NaN, say) have no influence. Adding zero turns -0.0 into +0.0.
     """
     valid = valid[..., None, None]
     low = torch.where(valid, k, float("inf")).amin(1)

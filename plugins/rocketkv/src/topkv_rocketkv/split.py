@@ -1,4 +1,4 @@
-"""How RocketKV divides a token budget between its two stages; plain arithmetic.
+"""Division of a token budget between RocketKV's two stages; plain arithmetic.
 
 The paper's budget t is what a step may read: keys and values of t / 2 tokens, and an index worth
 as much. Of a prompt of n tokens the first stage keeps about ``n / c^a`` with c = n / t, and the
@@ -14,7 +14,7 @@ from attrs import frozen
 
 @frozen
 class Split:
-    """What the paper makes of a budget.
+    """A budget as the paper divides it.
 
     Attributes:
         capacity: tokens of a request that are kept, the generated ones included.
@@ -32,7 +32,7 @@ class Split:
 
 
 def split(tokens: int, budget: int, dim: int, generated: int) -> Split:
-    """The paper's split.
+    """Divide a budget as the paper does.
 
     Args:
         tokens: n, of the prompt.
@@ -66,7 +66,7 @@ def channels(dim: int, chunk: int, spread: float) -> int:
 def sizes(
     tokens: int, attended: int, unit: int, dim: int, generated: int, window: int
 ) -> tuple[int, int]:
-    """What is kept of a prompt, and r, where chunks are the units of a group.
+    """Tokens that are kept of a prompt, and r, where chunks are the units of a group.
 
     Args:
         tokens: of the prompt.

@@ -1,4 +1,4 @@
-"""What this package offers to topkv."""
+"""Entry of the plugin, through which topkv finds the stage ``skip_softmax``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Skip Softmax as a stage: what a user may ask of attention. Attention itself is the backend's.
+"""Skip Softmax as a stage, which a user asks for; the backend's attention carries it out.
 
 Yuan et al., "BLASST: Dynamic Blocked Attention Sparsity via Softmax Thresholding", 2025,
 arXiv 2512.12087. Differences from it are in the README.
@@ -19,13 +19,13 @@ class SkipSoftmax:
     A backend that has it goes through the keys of a lane in blocks, in the order of its table.
     With m the largest logit of a query head so far, the block included, and L the length of the
     row's request in tokens, it leaves a block out of softmax and sum iff the largest logit of the
-    block is less than ``m + ln(min(1, factor / L))`` for every query head of the kv-head. What
-    lies in the values of such a block has no influence, and the log-sum-exp is that of what is
+    block is less than ``m + ln(min(1, factor / L))`` for every query head of the kv-head. The
+    values of such a block have no influence, and the log-sum-exp is that of the blocks that are
     left. The blocks, and parts that are gone through side by side, are the backend's own.
     """
 
     def __init__(self, setup: StageSetup) -> None:
-        """Raises ConfigError unless ``factor`` is a positive number."""
+        """Raise ConfigError unless ``factor`` is a positive number."""
         factor = setup.params["factor"]
         right = type(factor) in (int, float) and 0 < factor <= sys.float_info.max
         if not right:

@@ -1,4 +1,4 @@
-"""How StreamingLLM selects, in Triton, beside ``reference.kept_units``."""
+"""Kernel that selects for StreamingLLM, in Triton, beside ``reference.kept_units``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How candidates are weighed and pruned, in Triton, beside ``stage.TopP.refine``.
+"""Kernels that weigh and prune candidates, in Triton, beside ``stage.TopP.refine``.
 
 Names: ``p_`` pointers, ``s_`` strides in elements. Pools are addressed by host row in 64 bit.
 """
@@ -41,8 +41,8 @@ def worth_kernel(
     BLOCK_G: tl.constexpr,
     FP32: tl.constexpr,
 ):
-    """Program (row x kv-head, block of candidates): what candidates are worth to the query heads
-    of a kv-head, the log-sum-exp of the estimated logits of their tokens.
+    """Program (row x kv-head, block of candidates): write what candidates are worth to the query
+    heads of a kv-head, the log-sum-exp of the estimated logits of their tokens.
 
     ``FP32`` multiplies in fp32, for fp32 queries and for the interpreter, which has no bfloat16
     product.
@@ -98,7 +98,7 @@ def worth_kernel(
 
 @triton.jit
 def _places(p_weight, c, padded, HEADS: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Where weights of candidates ``c`` to the heads are, ``[C, G]``, and which ones there are."""
+    """Pointers ``[C, G]`` to the heads' weights of candidates ``c``, and which of these exist."""
     g = tl.arange(0, BLOCK_G)
     places = p_weight + g.to(tl.int64)[None, :] * padded + c[:, None]
     return places, (c < padded)[:, None] & (g < HEADS)[None, :]
@@ -106,7 +106,7 @@ def _places(p_weight, c, padded, HEADS: tl.constexpr, BLOCK_G: tl.constexpr):
 
 @triton.jit
 def _worth(p_worth, p_lane, c, candidates, padded, HEADS: tl.constexpr, BLOCK_G: tl.constexpr):
-    """What candidates ``c`` are worth ``[C, G]``, -inf where there is no unit."""
+    """Worth of candidates ``c``, ``[C, G]``, -inf where there is no unit."""
     unit = tl.load(p_lane + c, c < candidates, other=-1)
     places, inside = _places(p_worth, c, padded, HEADS, BLOCK_G)
     return tl.load(places, inside & (unit >= 0)[:, None], other=float("-inf"))
@@ -165,8 +165,8 @@ def _ranked(p_weight, p_rank, c, padded, HEADS: tl.constexpr, BLOCK_G: tl.conste
 
 @triton.jit
 def _kept(p_lane, c, candidates, rank, rank_bound, unit_bound, TIES: tl.constexpr):
-    """Which candidates ``c`` rank above a bound of 0 or more, or, with ``TIES``, at it and are
-    lower units than another."""
+    """True for candidates ``c`` whose rank is above ``rank_bound``, which is 0 or more, or, with
+    ``TIES``, equal to it while their unit is below ``unit_bound``."""
     keep = rank > rank_bound
     if TIES:
         unit = tl.load(p_lane + c, c < candidates, other=-1)
@@ -192,7 +192,7 @@ def _enough(
     BLOCK_C: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Whether what is kept by these bounds has every head's share, or is as many as may be.
+    """Return True if the candidates within these bounds hold every head's share, or are ``most``.
 
     The first block is given, others are read. Sums are added up thread by thread, and of all
     threads once: that is what takes time.

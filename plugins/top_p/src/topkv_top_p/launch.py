@@ -1,4 +1,4 @@
-"""The same with kernels: launches, and the scratch that they share."""
+"""Launches of the top-p kernels, and their scratch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PAIRS = 16384
 class TopPTriton(KeptOfTokens, TopP):
     """Top-p in kernels, with every constant worked out once.
 
-    Scratch: what candidates are worth and then weigh, fp32 ``[max_requests, H, K']``, and their
-    ranks, int32 ``[max_requests * lanes, K']``, with K' padded so that vectors can be read.
+    Scratch: worth and then weight of candidates, fp32 ``[max_requests, H, K']``, and their ranks,
+    int32 ``[max_requests * lanes, K']``, with K' padded so that vectors can be read.
     """
 
     represent_tokens = key_kernels.write_copies

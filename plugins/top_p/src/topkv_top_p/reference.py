@@ -53,8 +53,8 @@ def decode(codes: Tensor, meta: Tensor, words: Tensor, dim: int) -> Tensor:
 
 
 def kept(worth: Tensor, p: float, most: int) -> Tensor:
-    """Which candidates are kept, bool ``[N, K']``: the first ones in the order of ``rank``, until
-    every query head of the lane has the share p of its weight among them, and at most ``most``.
+    """True for candidates that are kept, bool ``[N, K']``: the first ones by rank, until every
+    query head of the lane has the share p of its weight among them, and at most ``most``.
 
     A candidate weighs ``exp(worth - peak)`` to a query head, with its largest worth as peak. Its
     rank is the largest share of a head's whole weight that it has; of equal ranks the lower unit

@@ -21,7 +21,7 @@ from topkv_top_p import reference
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 POOLS = ("codes", "meta", "outliers")
-"""In the order in which ``reference.encode`` makes what they hold."""
+"""Pools, in the order in which ``reference.encode`` makes their contents."""
 
 
 class TopP:
@@ -44,7 +44,7 @@ class TopP:
     """
 
     def __init__(self, setup: StageSetup) -> None:
-        """Raises ConfigError with all reasons."""
+        """Raise ConfigError with all reasons."""
         self.model, self.group = setup.model, setup.group
         self.p, self.widen = setup.params["p"], setup.params["widen"]
         self.outliers = setup.params["outliers"]
@@ -88,7 +88,7 @@ class TopP:
             pools[name][at] = torch.where(writes[:, None, None], rows, pools[name][at])
 
     def _rows(self, layer: LayerView, slots: Tensor | int, tokens: Tensor) -> Tensor:
-        """Where tokens lie in the pools."""
+        """Rows of tokens in the pools."""
         unit = self.group.unit
         return host_ids(layer, slots, tokens // unit) * unit + tokens % unit
 

@@ -1,7 +1,8 @@
 """A gate that the model was trained with: its block index says which blocks are worth attending.
 
 MiniMax-M3 projects index queries, a head for each kv-head, and one index key a token, and hands
-them down; this keeps the keys and selects blocks. Prompts select as well, as it was trained to.
+them down; this algorithm keeps the keys and selects blocks. Prompts select as well, as the model
+was trained to.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SCORE_BYTES = 64 << 20
 """Most bytes of the products of a block of prompt rows."""
 
 PROMPT_ROWS = 512
-"""Most rows of such a block, for which top-k has its scratch."""
+"""Most prompt rows of a block, for which top-k has its scratch."""
 
 
 class TrainedGate:
@@ -110,7 +111,7 @@ class TrainedGate:
             self._select(with_local(scores, ends, self.local), ends, ids[at].flatten(0, 1))
 
     def _select(self, scores: Tensor, ends: Tensor, ids: Tensor) -> None:
-        """Of scores ``[m, H, U]`` and ``ends [m]`` the best units ``ids [m * H, W]``."""
+        """Select the best ``ids [m * H, W]`` of the first ``ends [m]`` units by ``[m, H, U]``."""
         topk(scores.flatten(0, 1), self._each(ends), ids, impl="reference")
 
     def _each(self, ends: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def unit_scores(q: Tensor, keys: Tensor, unit: int) -> Tensor:
-    """Of each unit the best of its tokens, ``max over its t of q[i, h] . keys[i, t]``.
+    """Scores of units: the best of a unit's tokens, ``max over its t of q[i, h] . keys[i, t]``.
 
     Args:
         q: ``[m, H, D]``.

@@ -1,4 +1,4 @@
-"""Which algorithm a model recommends that selects for itself."""
+"""The algorithm that a model with an index of its own recommends."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from topkv.plugins import PluginRegistry
 
 
 def algorithm_of(registry: PluginRegistry, attention: str) -> Mapping[str, str]:
-    """The only algorithm installed that goes by a model's own index, as ``algorithm``; nothing
-    where there is none or a choice.
+    """The only installed algorithm that uses a model's own index, as ``algorithm``; nothing where
+    there is none, or a choice.
 
     Args:
         attention: of the model, ``"gqa"`` or ``"mla"``.

@@ -2,7 +2,7 @@
 
 An attention module hands its queries, and what the cache's ``update`` returned, to the function
 that the config names. The cache itself is not handed on, so ``TopkvLayer.update`` marks the key
-tensor with the open forward and the layer, and the function goes by the mark.
+tensor with the open forward and the layer, and the function reads the mark.
 
 The config names this function only while such a forward is open: every other forward runs
 what the model ran before it was attached.
@@ -34,7 +34,7 @@ SINKS = "s_aux"
 """The argument with a logit for each head that takes part in its softmax, and has no value."""
 
 PROJECTED = "block_indices"
-"""The argument with what ``blocks.project`` has made, where the model has an index of blocks."""
+"""The argument with the result of ``blocks.project``, where the model has an index of blocks."""
 
 SHARED = "two threads run models that share one config object; give each model a config of its own"
 
@@ -142,11 +142,11 @@ def _refuse(module: nn.Module, asked: list[str]) -> None:
 
 
 _open: dict[int, NamedAttention] = {}
-"""By the id of a config whose decoder calls ours now."""
+"""Named attention functions by the id of a config whose decoder calls ours now."""
 
 
 def _own_function(module: Any) -> Any:
-    """What attends in a layer that topkv leaves alone.
+    """The function that attends in a layer that topkv leaves alone.
 
     Raises:
         RequestError: the module is in no such layer.
@@ -182,7 +182,7 @@ def register() -> None:
 
 
 class NamedAttention:
-    """Which attention function a decoder calls: ours while a forward is open, else its own.
+    """The attention function that a decoder calls: ours while a forward is open, else its own.
 
     Args:
         decoder: the decoder.
@@ -209,7 +209,7 @@ class NamedAttention:
         config._attn_implementation = NAME
 
     def check(self) -> None:
-        """Raises RequestError if the decoder would call another function than ours."""
+        """Raise RequestError if the decoder would call another function than ours."""
         if self.decoder.config._attn_implementation != NAME:
             raise RequestError(
                 "the attention function was changed while a topkv forward is open: " + SHARED

@@ -66,7 +66,7 @@ class BlockIndex:
         cache: Any,
         position_ids: Tensor,
     ) -> Any:
-        """Over a ``TopkvCache`` as ``project``, over any other what the module selects."""
+        """Return ``project`` over a ``TopkvCache``, and over any other what the module selects."""
         if not isinstance(cache, TopkvCache):
             return self.original(hidden_states, position_embeddings, cache, position_ids)
         return project(self.module, hidden_states, position_embeddings)
@@ -78,8 +78,8 @@ def install(modules: list[Any]) -> list[BlockIndex]:
 
 
 def layer_refusals(modules: list[Any], on_meta: bool = False) -> list[str]:
-    """Why attention modules cannot be served. They are on one device, with real weights, or else
-    ``on_meta``, where none of them is run."""
+    """Reasons why attention modules cannot be served. The modules are on one device, with real
+    weights, or else ``on_meta``, where none of them is run."""
     own = [module.indexer for module in modules if module.indexer is not None]
     if not own:
         return ["no layer has an index, and its class is known to have one: nothing selects"]
@@ -96,7 +96,7 @@ def layer_refusals(modules: list[Any], on_meta: bool = False) -> list[str]:
 
 @torch.no_grad()
 def _projects_alike(module: Any, rows: int = 8) -> bool:
-    """Whether ``project`` makes the keys that the module itself makes, of noise."""
+    """Return True if ``project`` makes the keys that the module itself makes, of noise."""
     where = module.k_proj.weight
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn((1, rows, where.shape[1]), generator=generator).to(where)

@@ -33,7 +33,7 @@ class TopkvLayer(CacheLayerMixin):
         self.requests, self.state, self.index = requests, state, index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to make: the coordinator has allocated everything."""
+        """Do nothing: the coordinator has allocated everything."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -121,7 +121,7 @@ class TopkvCache(Cache):
         self.requests.release(self.state)
 
     def reset(self) -> None:
-        """The same as ``close``, by the name that Transformers uses."""
+        """End the requests, as ``close`` does; Transformers uses this name."""
         self.close()
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -1,8 +1,8 @@
 """Decode steps of a model, recorded once and replayed: a CUDA graph for each number of rows.
 
 A step of a decoder is hundreds of launches, and on a GPU Python takes longer to issue them than
-the GPU to run them. What a step reads lies at fixed addresses, ids and positions here, lengths,
-slots and pages in the coordinator; so one recording serves every cache and every call.
+the GPU to run them. All that a step reads is at fixed addresses, ids and positions here,
+lengths, slots and pages in the coordinator; so one recording serves every cache and every call.
 
 ``CapturedDecoder`` stands in for ``decoder.forward`` while a model is attached. Hooks on the
 decoder, the head, and all that ``generate`` does around them run as before.
@@ -48,7 +48,7 @@ DYNAMIC_ROPE = ("dynamic", "longrope")
 
 @define
 class CaptureReport:
-    """What an attached model has captured.
+    """Report of the decode steps that an attached model has captured.
 
     Attributes:
         off: every reason why no step is captured; empty where steps are.
@@ -154,7 +154,7 @@ class Step:
 class CapturedDecoder:
     """The ``forward`` of a decoder while its model is attached; replays what it can.
 
-    Of each number of rows the first step runs in Python, so that kernels are compiled and
+    The first step of each number of rows runs in Python, so that kernels are compiled and
     libraries set up; the second is recorded, which runs nothing, and replayed, as are all further
     ones. Recordings are dropped when the decoder's modules have changed.
 
@@ -162,7 +162,7 @@ class CapturedDecoder:
         decoder: the decoder.
         requests: of the model's caches.
         recorder: what records.
-        report: what is told of recordings.
+        report: where recordings are reported.
         compiles: whether layers are compiled in what is recorded, by the first step.
     """
 
@@ -207,7 +207,7 @@ class CapturedDecoder:
         return type(step.output)(last_hidden_state=hidden, **{CACHE: cache})
 
     def _serves(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call is a plain decode step, all of whose arguments a recording knows."""
+        """Return True for a plain decode step, all of whose arguments a recording knows."""
         forward, cache = self.requests.forward, kwargs.get(CACHE)
         if forward is None or forward.chunks is not None or torch.is_grad_enabled():
             return False

@@ -1,5 +1,5 @@
-"""The layers of a decode step through ``torch.compile``, so that what lies between matrix products
-and attention takes few kernels.
+"""The layers of a decode step through ``torch.compile``, so that all between matrix products and
+attention takes few kernels.
 
 All layers are one function of a layer and its inputs, which is compiled once for each number of
 rows, and once more for a layer that differs from those before it in more than its weights. Where a
@@ -71,7 +71,7 @@ def _like(
 
 
 def refusals(decoder: Any, config: LoweredConfig) -> list[str]:
-    """Why layers cannot be compiled even where steps are captured."""
+    """Reasons why layers cannot be compiled even where steps are captured."""
     reasons, layers = [], len(decoder.layers)
     if others := layers - config.model.num_layers:
         reasons.append(
@@ -103,7 +103,7 @@ class CompiledLayers:
             return type(layer).forward(layer, *args, **kwargs)
 
         # Dynamo keeps what it has compiled with the code, which others of this class would share,
-        # and keeps that code until it is told not to.
+        # and keeps that code until it is reset.
         run.__code__ = run.__code__.replace()
         self._compiled = COMPILE(run)
         weakref.finalize(self, reset_code, run.__code__).atexit = False

@@ -66,7 +66,7 @@ def lower_for(
 
 
 def check_compiled(model: PreTrainedModel, lowered: LoweredConfig) -> None:
-    """Raises CapabilityError if layers are to be compiled where steps are not captured."""
+    """Raise CapabilityError if layers are to be compiled where steps are not captured."""
     if lowered.compile:
         decoder = decoder_of(model)
         reasons = capture.refusals(decoder, lowered) + compiled.refusals(decoder, lowered)
@@ -80,7 +80,7 @@ PACKAGES = ("topkv", "topkv-transformers")
 
 @cache
 def warn_of_versions() -> None:
-    """Warn of what was never tested with this engine, once in a process."""
+    """Warn of versions that were never tested with this engine, once in a process."""
     for sentence in chain.from_iterable(map(never_tested, PACKAGES)):
         warnings.warn(
             f"{sentence}; compare with the stock model, or install one of those", stacklevel=4
@@ -107,8 +107,8 @@ class TransformersEngine:
         """See ``topkv.hooks.engine.Engine``.
 
         A dict ``topkv`` in the model's own config stands between topkv's defaults and ``config``,
-        as does what a model with an indexer was trained to select. What a step will take is told
-        to the logger ``topkv``, level ``INFO``. A ``UserWarning``, once in a process, names what
+        as does what a model with an indexer was trained to select. The logger ``topkv`` gets the
+        predicted time of a step, level ``INFO``. A ``UserWarning``, once in a process, names what
         is installed in a version that was never tested.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint can be attached, told from its ``config.json`` alone.
+"""Examination of a checkpoint by its ``config.json`` alone: if it can be attached, and its bytes.
 
 The model is made on the device ``meta``, so that its modules are there and none of its weights.
 """
@@ -33,7 +33,7 @@ LENGTH = 32768
 
 @frozen
 class Examination:
-    """What became of it.
+    """Result of an examination.
 
     Attributes:
         model: name of the class.
@@ -43,8 +43,8 @@ class Examination:
         positions: of the model; None where its configuration has no number.
         options: of its ``generation_config.json``, those that ``generate`` refuses unless they
             are given otherwise.
-        layers: of each layer of the model what is done with it: sparse, resident or streamed, by
-            the settings; "served" where there are none; else its kind, and that it is left alone.
+        layers: treatment of each layer of the model: sparse, resident or streamed, by the
+            settings; "served" where there are none; else its kind, and that it is left alone.
         bytes: of one request of the length that was asked for: on the ``device`` and the ``host``
             through topkv, and on the device in the stock model; empty without settings.
         not_counted: what ``bytes`` leaves out.
@@ -140,7 +140,7 @@ def _reasons(error: TopkvError) -> list[str]:
 
 
 def _without_settings(model: PreTrainedModel, length: int, registry: PluginRegistry) -> list[str]:
-    """Why no backend that is installed serves a model; empty if one does."""
+    """Reasons why no backend that is installed serves a model; empty if one does."""
     reasons = []
     every = list(range(shape_of(model).num_layers))
     for record in registry.usable("backend"):

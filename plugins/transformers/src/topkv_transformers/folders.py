@@ -128,7 +128,7 @@ class SessionFolder:
                 self._settle(path)
 
     def _settle_left(self, note: Path) -> None:
-        """Settle what a writer has left that is gone."""
+        """Settle the leftovers of a writer that is gone."""
         if LEFT.fullmatch(note.name) and note.is_file():
             with suppress(FileNotFoundError), note.open("rb") as file:  # or somebody else does
                 if FORM.startswith(file.read(len(FORM))) and _is_alone(file):
@@ -183,7 +183,7 @@ class SessionFolder:
 
 @frozen
 class FoundFolder:
-    """What a folder holds.
+    """The session that a folder holds.
 
     Attributes:
         folder: the folder.
@@ -256,7 +256,7 @@ def _is_alone(file: BinaryIO) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    """What stands in a folder outlives a loss of power."""
+    """Have the entries of a folder on the disk, so that they outlive a loss of power."""
     place = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(place)

@@ -88,7 +88,7 @@ class Forward:
 
 
 FIRST = "set the tokenizer's padding_side to 'left'"
-"""How a prompt gets the padding that is expected, and of a cache with tokens, a further turn."""
+"""Advice in errors on how a prompt gets its padding; ``LATER`` is that for a further turn."""
 
 LATER = (
     "a cache keeps each column that it was given, so also the padding behind a row that ended "
@@ -128,7 +128,7 @@ def left_padding(mask: Tensor, seen: int = 0) -> np.ndarray:
 
 
 def is_prefill(state: CacheState, columns: int) -> bool:
-    """Whether a forward of ``columns`` columns still belongs to the prompt."""
+    """Return True if a forward of ``columns`` columns still belongs to the prompt."""
     return (
         columns > 1
         or state.seen == 0
@@ -173,7 +173,7 @@ def open_forward(
 
 
 def _check_mask(state: CacheState, columns: int, mask: Tensor | None) -> None:
-    """What can be told from shapes alone, without a word from the device."""
+    """Check a mask by shapes alone, without a word from the device."""
     if mask is None:
         if state.seen and state.padding.any():
             raise RequestError(

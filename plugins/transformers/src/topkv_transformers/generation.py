@@ -1,4 +1,4 @@
-"""What ``generate`` of an attached model does before and after the real one."""
+"""``generate`` of an attached model: the work before and after the real one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from topkv_transformers.requests import CacheRequests
 from topkv_transformers.state import CacheState
 
 DEFAULT_NEW_TOKENS = 20
-"""What Transformers generates when no length is given."""
+"""Tokens that Transformers generates when no length is given."""
 
 # Options of ``generate``, the values that change nothing, and why others are refused.
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -72,7 +72,10 @@ def refused_options(option: Callable[[str], Any]) -> list[str]:
 
 
 def refused_defaults(config: Any) -> list[str]:
-    """The same of the ``generation_config`` of a checkpoint; each must be given otherwise."""
+    """Every option in a checkpoint's ``generation_config`` that topkv does not offer, and why.
+
+    Each of them must be given otherwise in a call.
+    """
     return refused_options(lambda name: None if name in _OURS else getattr(config, name, None))
 
 
@@ -187,8 +190,8 @@ class Call:
         state.padding, state.prompt = padding, columns
 
     def _stored_at_once(self, cache: TopkvCache, tokens: np.ndarray) -> np.ndarray:
-        """Of the tokens to come of each row, so many as are stored at a time: a stage may give
-        pages back as soon as the prompt is read."""
+        """Most tokens of each row that are stored at a time, of ``tokens`` to come: a stage may
+        give pages back as soon as the prompt is read."""
         coordinator = cache.requests.coordinator
         most = coordinator.dropping.most
         if most is None:

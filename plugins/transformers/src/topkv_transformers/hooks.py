@@ -33,7 +33,7 @@ def is_hooked(module: nn.Module | None) -> bool:
 
 
 def changes_inputs(model: nn.Module, decoder: nn.Module) -> list[str]:
-    """Why the decoder may see other inputs than a call of the model was given."""
+    """Reasons why the decoder may see other inputs than a call of the model was given."""
     ours = getattr(decoder, HANDLE, None)
     reasons = []
     for name, module in (("model", model), ("decoder", decoder)):

@@ -1,4 +1,4 @@
-"""What the indexer of a DSA model projects: queries, keys and weights, without its top-k.
+"""Projections of the indexer of a DSA model: queries, keys and weights, without its top-k.
 
 DeepSeek-AI, "DeepSeek-V3.2", 2025, section 2.1, as Transformers' ``DeepseekV32Indexer`` has it:
 LayerNorm on keys, RoPE on the first dims of queries and keys, neither Hadamard transform nor fp8.
@@ -73,7 +73,7 @@ class _Capture:
 
 @torch.no_grad()
 def rotation_of(indexer: nn.Module, rows: int = 8) -> Rotation | None:
-    """Which RoPE a module applies: run it on noise and compare its keys. None if neither fits."""
+    """Find the RoPE of a module: run it on noise and compare its keys. None if neither fits."""
     module: Any = indexer
     where = module.wk.weight
     generator = torch.Generator().manual_seed(0)

@@ -31,7 +31,7 @@ GROWING = "get_llama_4_attn_scale"
 
 
 def _called(module: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
-    """Those of some functions of its file that the ``forward`` of a module's class calls."""
+    """Functions of the given names, in the module class's file, that its ``forward`` calls."""
     kind = type(module)
     known = inspect.unwrap(kind.forward).__code__.co_names
     file = vars(sys.modules[kind.__module__])
@@ -137,7 +137,7 @@ class LatentAttention:
         return forward.pack(factors.expand(batch, -1, -1))
 
     def _expansions(self) -> tuple[Tensor, Tensor]:
-        """What makes keys ``[H, nope, latent]`` and values ``[H, v, latent]`` of a latent."""
+        """Weights of a latent's keys ``[H, nope, latent]`` and values ``[H, v, latent]``."""
         module = self.module
         sizes = [module.qk_nope_head_dim, module.v_head_dim]
         weight = module.kv_b_proj.weight.view(module.num_heads, sum(sizes), module.kv_lora_rank)

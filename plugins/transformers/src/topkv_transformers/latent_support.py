@@ -1,5 +1,5 @@
-"""Which models with latent attention can be attached, their geometry, and what goes without saying
-for those that select for themselves."""
+"""Models with latent attention: which can be attached, their geometry, and the defaults of those
+that select for themselves."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _INDEX_SIZES = ("n_heads", "head_dim", "qk_rope_head_dim", "index_topk", "softma
 
 
 def geometry(module: nn.Module) -> tuple[Any, ...]:
-    """What all attention layers must have in common."""
+    """Sizes that all attention layers must have in common."""
     return tuple(getattr(module, name, None) for name in _SIZES)
 
 
 def layer_refusals(modules: list[Any], on_meta: bool = False) -> list[str]:
-    """Why attention modules cannot be replaced. They are on one device, with real weights, or
-    else ``on_meta``, where none of them is run."""
+    """Reasons why attention modules cannot be replaced. The modules are on one device, with real
+    weights, or else ``on_meta``, where none of them is run."""
     reasons = []
     if any(rotary_of(module) is None for module in modules):
         names = sorted({type(module).__qualname__ for module in modules})
@@ -49,7 +49,7 @@ def layer_refusals(modules: list[Any], on_meta: bool = False) -> list[str]:
 
 
 def _plain(module: Any) -> bool:
-    """Whether ``kv_b_proj`` is its weight and nothing else."""
+    """Return True if ``kv_b_proj`` is its weight and nothing else."""
     up, heads = module.kv_b_proj, module.num_heads
     rows = heads * (module.qk_nope_head_dim + module.v_head_dim)
     return (

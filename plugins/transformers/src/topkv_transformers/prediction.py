@@ -69,7 +69,7 @@ def prediction(
 
 
 def tell(handle: Any) -> None:
-    """Tell the logger what a step will take, if it listens, on a GPU, which can be measured.
+    """Log how long a step will take, if the logger listens, on a GPU, which can be measured.
 
     Args:
         handle: an ``AttachedModel``.

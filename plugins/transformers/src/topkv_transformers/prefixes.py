@@ -27,7 +27,7 @@ NAMES |= {*PLAIN, *vars(GenerationConfig()), "cache", "past_key_values", "use_ca
 
 
 class Call(Protocol):
-    """What is asked of a call of ``generate``, see ``generation.Call``."""
+    """Interface to a call of ``generate``, see ``generation.Call``."""
 
     arguments: dict[str, Any]
     salt: bytes
@@ -193,7 +193,7 @@ class PromptPrefixes:
         if model is self._model:
             return
         self._found.forget(stored=False)
-        # The storage outlives this process, so that its pages are told apart by more.
+        # The storage outlives this process, so that more distinguishes its pages.
         if self._found.storage and not model.unsure:
             self._salt = self.requests.watch.digest().encode()
         self._model = model

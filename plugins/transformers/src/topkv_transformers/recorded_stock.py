@@ -3,8 +3,9 @@
 A window of Transformers counts on the host how much it holds, and makes new tensors in each step;
 linear states and convolutions are written in place. Neither is what a recording could read again
 for any cache. But once a window is full a step adds one token and forgets one, sees all that is
-there, and all tensors keep their shapes. So what stock layers hold lies at fixed addresses while a
-step runs, and is handed to its cache behind it; until windows are full Python issues the steps.
+there, and all tensors keep their shapes. So the tensors of stock layers are at fixed addresses
+while a step runs, and are handed to its cache behind it; until windows are full Python issues the
+steps.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from topkv_transformers.stock import StockLayers, in_place
 
 
 def are_steady(state: CacheState) -> bool:
-    """Whether a step leaves all shapes as they are, and sees all of each window and no padding."""
+    """Return True if a step changes no shape, and sees all of each window and no padding."""
     shortest = state.seen - int(state.padding.max(initial=0))
     return all(_is_steady(layer, shortest) for layer in state.stock)
 
@@ -37,14 +38,14 @@ def _is_steady(layer: Any, shortest: int) -> bool:
 
 
 def _with(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """What a layer has for attributes, with other tensors in their places."""
+    """A layer's attribute, with other tensors in the places of its own."""
     if isinstance(value, dict):
         return {name: _with(each, tensors) for name, each in value.items()}
     return next(tensors) if isinstance(value, Tensor) and value.ndim else value
 
 
 class FixedStock:
-    """What stock layers hold of one number of rows, where recordings find it.
+    """Tensors of stock layers for one number of rows, where recordings find them.
 
     Args:
         stand_in: layers of the cache that a recorded step appends to.
@@ -59,7 +60,7 @@ class FixedStock:
         self._given: list[Tensor] = []
 
     def take(self, state: CacheState) -> None:
-        """Hold what a cache holds; nothing is copied if that was given to it by the last step."""
+        """Hold the tensors of a cache; nothing is copied if the last step gave it these."""
         held = state.stock.tensors
         if not self.fixed:
             self.fixed = [each.clone() for each in held]

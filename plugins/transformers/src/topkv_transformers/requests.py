@@ -255,7 +255,7 @@ class CacheRequests:
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Have the turn, and keep it afterwards while a forward is open."""
+        """Take the turn, and keep it afterwards while a forward is open."""
         self.turn.enter()
         try:
             yield
@@ -297,7 +297,7 @@ class CacheRequests:
 
     @contextmanager
     def _naming_holders(self, state: CacheState) -> Iterator[None]:
-        """Have an error for want of room say which caches beside that of ``state`` hold some."""
+        """Add to an error for want of room which caches beside that of ``state`` hold some."""
         try:
             yield
         except OutOfMemory as error:

@@ -118,7 +118,7 @@ class AttachedModel:
         sessions.suspend(cache, where)
 
     def resume(self, where: sessions.Where) -> TopkvCache:
-        """A cache of what ``suspend`` wrote, in this process or another one. Pass it to
+        """Return a cache of what ``suspend`` wrote, in this process or another one. Pass it to
         ``generate`` with all ids so far. See ``sessions.resume``, for errors too."""
         self.requests.check_attached()
         return sessions.resume(self.requests, where)
@@ -146,8 +146,10 @@ class AttachedModel:
         bandwidth: float | None = None,
         memory: int | None = None,
     ) -> Prediction:
-        """What a captured step takes beside one over a cache that stays on the GPU, how many
-        requests fit either way, and from where on topkv is faster. ``print`` it.
+        """Predict the time of a captured step, beside one over a cache that stays on the GPU.
+
+        The prediction, which prints as text, also has how many requests fit either way, and from
+        where on topkv is faster.
 
         Args:
             context: tokens of each request; ``max_request_tokens`` by default.
@@ -227,7 +229,7 @@ class AttachedModel:
         return {**dict(zip(self._parameters, args, strict=False)), **kwargs}
 
     def _after(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """``output`` is None after an exception."""
+        """Close the forward; ``output`` is None after an exception."""
         completed = output is not None
         if self.requests.end_forward(completed):
             return

@@ -31,7 +31,7 @@ class Found(Protocol):
 
 
 class Place(Protocol):
-    """Where a session is, or is to be."""
+    """Place in which a session is, or is to be."""
 
     def write(self, document: Mapping[str, Any], rows: Rows) -> None: ...
 
@@ -82,7 +82,7 @@ def suspend(cache: TopkvCache, where: Where) -> None:
 
 
 def _why_of_another(cache: TopkvCache) -> list[str]:
-    """Why the rows of a cache may belong to another state of the model than that of now."""
+    """Reasons why the rows of a cache may belong to another state of the model than now."""
     model = cache.requests.watch.look()
     if cache.state.fed is not model:
         return [

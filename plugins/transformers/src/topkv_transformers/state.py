@@ -1,4 +1,4 @@
-"""What a cache knows of its rows: plain numbers, which its forwards read and write."""
+"""State of a cache's rows: plain numbers, which its forwards read and write."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class CacheState:
         self.known = np.zeros((len(slots), 0), dtype=np.int64)
 
     def feed(self, model: ModelState) -> None:
-        """A model in this state is about to append columns."""
+        """Note that a model in this state is about to append columns."""
         self.fed = model if not self.seen or self.fed is model else None
 
     def keep(self, columns: int) -> None:
-        """The first ``columns`` columns are left."""
+        """Keep the first ``columns`` columns alone."""
         self.seen, self.prompt = columns, min(self.prompt, columns)
         self.known = self.known[:, :columns]
 

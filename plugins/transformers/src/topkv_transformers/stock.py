@@ -27,7 +27,7 @@ STOCK = {"sliding_attention", "linear_attention", "conv", "mamba", "moe", "mlp"}
 
 
 def layer_types(config: Any) -> list[str]:
-    """What Transformers' own cache takes each layer of a model for."""
+    """Kind of each layer of a model, as Transformers' own cache sees it."""
     types = getattr(config, "layer_types", None)
     if types:
         return list(types)
@@ -54,7 +54,7 @@ class FreshLayers:
         self.config, self.copy = config, deepcopy(config)
 
     def check(self) -> None:
-        """Raises RequestError if the config names other layers than it did."""
+        """Raise RequestError if the config names other layers than it did."""
         before, now = _shown(self.copy), _shown(self.config)
         if before != now:
             raise RequestError(
@@ -96,11 +96,11 @@ class StockLayers:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What they hold on the device."""
+        """Tensors that the layers hold on the device."""
         return [each for layer in self for each in _tensors(vars(layer))]
 
     def keep(self) -> list[dict[str, Any]]:
-        """What they hold now, for one call of ``restore``. Waits for nothing."""
+        """Return what the layers hold now, for one call of ``restore``. Waits for nothing."""
         return [
             {name: _kept(value, in_place(layer)) for name, value in vars(layer).items()}
             for layer in self
@@ -116,7 +116,7 @@ class StockLayers:
         self.restore([vars(layer) for layer in self._make() if layer is not None])
 
     def check_crop(self) -> None:
-        """Raises CapabilityError if tokens cannot be taken back."""
+        """Raise CapabilityError if tokens cannot be taken back."""
         reasons = [
             f"layer {index} ({type(layer).__name__}) {why}; fork() the cache where you may "
             "want to go back to"
@@ -136,7 +136,7 @@ class StockLayers:
 
 
 def _why_forgotten(layer: Any) -> str:
-    """Why a layer cannot go back, empty if it can."""
+    """Return why a layer cannot go back, empty if it can."""
     if isinstance(layer, DynamicSlidingWindowLayer):
         passed = layer.get_seq_length() >= layer.sliding_window
         return f"has passed its window of {layer.sliding_window} tokens" if passed else ""
@@ -145,7 +145,7 @@ def _why_forgotten(layer: Any) -> str:
 
 
 def in_place(layer: Any) -> bool:
-    """Whether a layer writes into the tensors that it holds."""
+    """Return True if a layer writes into the tensors that it holds."""
     return hasattr(layer, "recurrent_states")
 
 

@@ -1,4 +1,4 @@
-"""Which models can be attached, and their geometry."""
+"""Models that can be attached, and their geometry."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 
 
 def is_latent(model: PreTrainedModel) -> bool:
-    """Whether a model has latent attention."""
+    """Return True if a model has latent attention."""
     return group_of(model) in LATENT
 
 
@@ -49,7 +49,7 @@ def refusals(model: object, on_meta: bool = False) -> list[str]:
     if group_of(model) is None:
         reasons.append(_unknown(model))
         if model.config.get_text_config() is not model.config:
-            return reasons  # what else could be asked for lies a level deeper
+            return reasons  # all else that could be asked for is a level deeper
     else:
         wrong = _module_refusals(model)
         if wrong:
@@ -69,7 +69,7 @@ def refusals(model: object, on_meta: bool = False) -> list[str]:
 
 
 def _inside(model: object) -> str:
-    """Where the model is within a wrapper, of PEFT say; empty if there is none."""
+    """Say where the model is within a wrapper, of PEFT say; empty if there is none."""
     modules = model.named_modules() if isinstance(model, nn.Module) else ()
     for place, module in modules:
         if isinstance(module, PreTrainedModel):
@@ -81,7 +81,7 @@ def _inside(model: object) -> str:
 
 
 def _place_refusals(model: PreTrainedModel, modules: list[nn.Module]) -> list[str]:
-    """Where the attention layers are, and whether somebody has attached them already."""
+    """Reasons against the devices of the attention layers, or that they are attached already."""
     reasons = []
     devices = {parameter.device for module in modules for parameter in module.parameters()}
     if len(devices) > 1 or torch.device("meta") in devices:
@@ -94,7 +94,7 @@ def _place_refusals(model: PreTrainedModel, modules: list[nn.Module]) -> list[st
 
 
 def _unknown(model: PreTrainedModel) -> str:
-    """Why a class is refused that is not listed, and how to go on."""
+    """Return why a class is refused that is not listed, and how to go on."""
     config, name = model.config.get_text_config(), type(model).__name__
     text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if config is not model.config and text in GROUPS:
@@ -113,7 +113,7 @@ def _unknown(model: PreTrainedModel) -> str:
 
 
 def _device_refusals(devices: set[torch.device]) -> list[str]:
-    """Kernels are launched on the current device, whatever their tensors lie on."""
+    """Refuse devices that are not current: kernels are launched on the current device alone."""
     cuda = {device.index for device in devices if device.type == "cuda"}
     if len(cuda) != 1 or cuda == {torch.cuda.current_device()}:
         return []
@@ -159,7 +159,7 @@ def _config_refusals(config: Any, group: str | None) -> list[str]:
 
 
 def _layer_refusals(config: Any) -> list[str]:
-    """Whether each layer is ours or may stand beside ours; there must be one of ours."""
+    """Refuse layers that are neither ours nor may stand beside ours, and models without ours."""
     types = layer_types(config)
     others = sorted(set(types) - STOCK - {FULL})
     if others:
@@ -261,14 +261,14 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Where the attention layers are."""
+    """The device of the attention layers."""
     return next(attention_modules(model)[0].parameters()).device
 
 
 def advice_of(model: PreTrainedModel, registry: PluginRegistry) -> Any:
-    """What a model recommends, with the keys of ``SparseConfig``; its own words beat ours.
+    """Settings that a model recommends, by names of ``SparseConfig``; its own words beat ours.
 
-    What is no mapping goes on as it was written, for ``lower`` to refuse.
+    A recommendation that is no mapping goes on as it was written, for ``lower`` to refuse.
     """
     advise = {"indexer": latent_support.advice, "blocks": blocks.advice}.get(group_of(model) or "")
     ours = advise(model.config, registry) if advise else {}

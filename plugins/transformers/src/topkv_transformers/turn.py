@@ -1,4 +1,4 @@
-"""Whose turn it is to use an attached model: that of one thread at a time."""
+"""Turns of threads to use an attached model: one thread at a time has it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Turn:
 
     @property
     def mine(self) -> bool:
-        """Whether this thread is the one."""
+        """True if it is this thread's turn."""
         return self._owner is threading.current_thread()
 
     def enter(self) -> None:
-        """Raises RequestError while it is another thread's turn; nothing has changed then."""
+        """Begin a call; raise RequestError in another thread's turn, with nothing changed."""
         with self._lock:
             owner = self._owner
             if owner is not None and not self.mine and owner.is_alive():

@@ -1,4 +1,4 @@
-"""All that is read of a model to tell one state of it from another.
+"""All that is read of a model to distinguish one state of it from another.
 
 Every module of a decoder is read with all of its attributes, and with those of lists, mappings,
 objects and further modules inside. Tensors are compared by where they are stored and by the count

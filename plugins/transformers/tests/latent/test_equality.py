@@ -55,7 +55,7 @@ def test_logits_are_those_of_the_stock_model(dsa, check, family, topk, chunk, pa
 
 @BOTH
 def test_selection_shows_in_the_logits(dsa, check, family):
-    """Or the test above would say nothing."""
+    """A selection changes logits, or the test above would say nothing."""
     prompt = dsa.prompt(45, SINGLE)
     few, all_ = (
         check.run(dsa.model(family, index_topk=topk), prompt, 1)[1] for topk in (8, EVERYTHING)
@@ -133,7 +133,7 @@ def test_scores_are_those_of_the_indexer(dsa, family, monkeypatch):
 
 @BOTH
 def test_bfloat16(dsa, check, family):
-    """As good as the stock model; everything is selected, for a rounding may change a choice."""
+    """Logits are as good as the stock model's; all is selected: rounding may change a choice."""
     model = dsa.model(family, index_topk=EVERYTHING, first_k_dense_replace=9).bfloat16()
     for layer in model.model.layers:
         if layer.self_attn.indexer is not None:

@@ -49,7 +49,7 @@ def plugins(dsa):
 @pytest.mark.parametrize("chunk", [None, 9], ids=["whole", "chunks"])
 @pytest.mark.parametrize(("device", "impl", "sizes"), PLACES)
 def test_logits_are_those_of_the_stock_model(plugins, check, device, impl, sizes, family, chunk):
-    """With index keys as the model makes them: the stock model does not quantize its own.
+    """Index keys are as the model makes them: the stock model does not quantize its own.
 
     Rows are attended as they are cached: sums of 576 products, where the stock model expands the
     rows and has sums of 80. On a GPU that is up to 2.7 times as far from the truth (24 models),

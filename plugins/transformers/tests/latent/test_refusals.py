@@ -1,4 +1,4 @@
-"""What a DSA model takes over, gives back, and refuses."""
+"""Attached DSA models: defaults that they take over, detaching, and refusals."""
 
 from __future__ import annotations
 

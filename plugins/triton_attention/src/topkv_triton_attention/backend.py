@@ -17,18 +17,19 @@ from topkv_triton_attention.mla_reference import latent_refusals
 from topkv_triton_attention.skip_reference import SkippingAttend
 
 HEAD_DIMS = (64, 96, 128, 256)
-"""Of grouped-query attention, as is ``MAX_GROUP``; for latent rows see ``mla_reference``."""
+"""Head dims of grouped-query attention; ``MAX_GROUP`` is its largest group. For latent rows see
+``mla_reference``."""
 MAX_GROUP = 16
 MAX_UNIT = 128
 
 SKIP = "skip_softmax"
-"""The option that this backend has, and what its factor is for: see ``skip_reference``."""
+"""Name of the option that this backend has; for its factor see ``skip_reference``."""
 
 Calls = tuple[Callable[..., None], Callable[..., None]]
 
 
 class TritonAttention:
-    """Attention over units that lie scattered in a buffer, for one group of layers, in torch.
+    """Attention over units that are scattered in a buffer, for one group of layers, in torch.
 
     Args:
         setup: grouped-query or latent attention; scratch is made for ``max_batch`` rows.
@@ -52,7 +53,7 @@ class TritonAttention:
         return refusals(setup)
 
     def _made(self, setup: BackendSetup) -> Calls:
-        """What ``attend`` and the hooks of prompts call."""
+        """Make the objects that ``attend`` and the hooks of prompts call."""
         model, most = setup.model, setup.max_batch
         prefill = reference.Prefill(model.scale, model.softcap)
         if is_latent(model):
@@ -112,7 +113,7 @@ class TritonAttention:
 
 
 def _adapt_with_lengths(layer: LayerView, plan: Plan, tables: Tables, impl: str) -> None:
-    """The page table, and along with it the lengths of the rows' requests."""
+    """Adapt the page table, and attach the lengths of the rows' requests to it."""
     adapt_page_table(layer, plan, tables, impl)
     tables.attached = layer.step.lengths
 
@@ -124,12 +125,12 @@ def skip_factor(setup: BackendSetup) -> float | None:
 
 
 def is_latent(model: ModelShape) -> bool:
-    """Whether rows are latent ones."""
+    """Return True if rows are latent ones."""
     return model.attention == "mla"
 
 
 def refusals(setup: BackendSetup) -> list[str]:
-    """Why a group cannot be served, on whatever device."""
+    """Return the reasons why a group cannot be served, on whatever device."""
     model, group = setup.model, setup.group
     reasons = latent_refusals(model, group) if is_latent(model) else _head_refusals(setup)
     if is_latent(model) and model.softcap is not None:

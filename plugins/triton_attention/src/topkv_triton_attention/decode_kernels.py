@@ -59,8 +59,8 @@ def absorbed(logits, v, top, total, acc, UPCAST: tl.constexpr):
 
 @triton.jit
 def matters(logits, top, limit, votes):
-    """Whether the largest logit of a query head that votes is not below its running maximum, the
-    block included, by more than ``-limit``."""
+    """Return True if a block of keys matters to a query head that votes: its largest logit is not
+    below the running maximum, the block included, by more than ``-limit``."""
     peak = tl.max(logits, 1)
     small = peak - tl.maximum(top, peak) < limit
     return tl.max((votes & ~small).to(tl.int32), 0) > 0
@@ -110,9 +110,12 @@ def attend_kernel(
     skipped_ptr=None,
     factor_log2=0.0,
 ):
-    """With SKIP a block whose logits all lie below the running maximum by more than
+    """Attend over one split of the tokens of a kv-head of a lane.
+
+    With SKIP a block whose logits all are below the running maximum by more than
     ``log2(factor / context)`` is left out, ``contexts`` being the lengths of the rows' requests;
-    with COUNT how many were is stored, ``[programs, splits]``."""
+    with COUNT how many were is stored, ``[programs, splits]``.
+    """
     row = (tl.program_id(0) // (LANES * KV_HEADS)).to(tl.int64)
     lane = (tl.program_id(0) // KV_HEADS).to(tl.int64)
     head = (tl.program_id(0) % KV_HEADS).to(tl.int64)

@@ -13,7 +13,7 @@ from topkv_triton_attention.prefill_launch import Prefiller
 
 
 class TritonAttentionKernels(TritonAttention):
-    """The same by kernels; on a CPU in Triton's interpreter alone."""
+    """``TritonAttention`` by kernels; on a CPU in Triton's interpreter alone."""
 
     impl = "triton"
 

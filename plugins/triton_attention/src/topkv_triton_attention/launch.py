@@ -17,15 +17,15 @@ from topkv_triton_attention.decode_kernels import attend_kernel, merge_kernel
 from topkv_triton_attention.reference import check_decode
 
 INTERPRETED = not isinstance(attend_kernel, triton.JITFunction)
-"""The kernels run in Triton's interpreter, on CPU tensors."""
+"""True if the kernels run in Triton's interpreter, on CPU tensors."""
 
 MAX_SPLITS = 64
 MIN_SPLIT_TOKENS = 128
-"""A shorter split costs more in the merge than it gains."""
+"""Tokens of the shortest split: a shorter one costs more in the merge than it gains."""
 MAX_WAVES = 4
-"""Splitting never makes more programs than this many times those that run at once."""
+"""Most programs that splitting makes, as a multiple of those that run at once."""
 _INTERPRETED_PROCESSORS = 8
-"""Few, but enough that short calls take the path with splits too."""
+"""Multiprocessors that the interpreter counts as: few, but enough for short calls to be split."""
 
 
 @frozen
@@ -44,7 +44,7 @@ class DecodeLaunch:
     resident: int
 
 
-# By padded head dim, and by whether consecutive tokens of a block lie in one run (unit > 1).
+# By padded head dim, and by whether consecutive tokens of a block are in one run (unit > 1).
 _DECODE = {
     (64, False): DecodeLaunch(64, 4, 3, 4),
     (64, True): DecodeLaunch(64, 4, 3, 4),
@@ -73,7 +73,7 @@ def split_count(
     least: int = MIN_SPLIT_TOKENS,
     waves: int = MAX_WAVES,
 ) -> int:
-    """How many splits each lane's tokens get; from shapes alone, so that a graph can hold it.
+    """Number of splits of each lane's tokens; from shapes alone, so that a graph can hold it.
 
     The fewest that keep the multiprocessors about as busy as any other number would.
 
@@ -223,13 +223,13 @@ class SkippingDecoder(Decoder):
 
 
 def factors(scale: float, softcap: float | None) -> tuple[float, float]:
-    """What kernels take for the scale, and for CAP: softmax goes by powers of two."""
+    """Arguments of kernels for the scale, and for CAP: softmax is computed by powers of two."""
     log2e = math.log2(math.e)
     return (scale * log2e, 0.0) if softcap is None else (scale / softcap, softcap * log2e)
 
 
 def upcast(q: Tensor) -> bool:
-    """Triton's interpreter multiplies the bits of bfloat16 as integers: there, go by fp32."""
+    """Return True where fp32 is needed: Triton's interpreter multiplies bfloat16's bits."""
     return INTERPRETED and q.dtype == torch.bfloat16
 
 

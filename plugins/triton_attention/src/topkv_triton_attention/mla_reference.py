@@ -17,7 +17,7 @@ from topkv_triton_attention import reference
 
 @frozen
 class LatentShape:
-    """What a stored row ``[latent | rope]`` is made of.
+    """Sizes and format of a stored row ``[latent | rope]``.
 
     Attributes:
         latent: elements of a value.
@@ -53,7 +53,7 @@ class LatentShape:
 
 
 def latent_refusals(model: ModelShape, group: GroupShape) -> list[str]:
-    """Why rows of a group cannot be read, besides its unit and dtype."""
+    """Return the reasons why rows of a group cannot be read, besides its unit and dtype."""
     shape = LatentShape.of(model, group)
     reasons = []
     if not (1 <= shape.latent <= 512 and 0 <= shape.rope <= 128):

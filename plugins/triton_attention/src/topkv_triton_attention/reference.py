@@ -65,7 +65,7 @@ class Attend:
         lse: Tensor,
         keep: Tensor | None = None,
     ) -> None:
-        """As the hook, but of the listed tokens those alone that ``keep`` has: bool
+        """Attend as the hook does, but only to the listed tokens that ``keep`` has: bool
         ``[N, heads_per_lane, W * unit]``, all if None."""
         check_decode(q, k, v, self.max_batch)
         if not len(q):

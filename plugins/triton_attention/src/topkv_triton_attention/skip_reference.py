@@ -71,7 +71,7 @@ class SkippingAttend(Attend):
         super().__call__(q, k, v, tables, out, lse, keep)
 
     def skips(self, q: Tensor, k: Tensor, tables: Tables) -> Tensor:
-        """Which blocks are left out: bool ``[N, heads_per_lane, splits, blocks of a split]``."""
+        """True where a block is left out: ``[N, heads_per_lane, splits, blocks of a split]``."""
         lanes, blocks = len(tables.table), self._blocks(tables, k.shape[2])
         queries = q.float().mul(self.scale).reshape(lanes, k.shape[1], -1, q.shape[-1])
         context = tables.attached.clamp(min=1).repeat_interleave(lanes // len(q))
@@ -90,7 +90,7 @@ class SkippingAttend(Attend):
         self, queries: Tensor, k: Tensor, tables: Tables, split: int, block: int
     ) -> tuple[Tensor, Tensor]:
         """fp32 ``[N, heads_per_lane, G, tile]`` of a block, -inf behind the end of the split; and
-        which of its tokens lie before that, ``[N, tile]``."""
+        which of its tokens are before that, ``[N, tile]``."""
         unit, run = k.shape[2], self._run(tables)[:, None]
         token = split * run + block * self.tile + torch.arange(self.tile, device=k.device)
         live = (token < split * run + run) & (token < tables.lengths[:, None])
@@ -111,8 +111,8 @@ class SkippingAttend(Attend):
         return (blocks + self.splits - 1) // self.splits * self.tile
 
     def _kept(self, keeps: Tensor, tables: Tables, unit: int) -> Tensor:
-        """The tokens of blocks that are kept, bool ``[N, heads_per_lane, W * unit]``; what lies
-        behind a lane has any."""
+        """True for tokens of blocks that are kept, bool ``[N, heads_per_lane, W * unit]``; tokens
+        behind the end of a lane have any value."""
         run = self._run(tables)[:, None].clamp(min=1)
         token = torch.arange(tables.table.shape[1] * unit, device=keeps.device)
         split = (token // run).clamp(max=self.splits - 1)

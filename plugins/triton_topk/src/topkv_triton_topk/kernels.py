@@ -129,7 +129,7 @@ def mark_kernel(
 
 @triton.jit
 def _listed(p_parts, slices, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
-    """Where the list has the candidates in order of index; its parts lie in any order."""
+    """Places of candidates in the list, in order of index; parts of the list are in any order."""
     part = tl.arange(0, 1 << LEVELS)
     start = tl.load(p_parts + 2 * part, part < slices, other=0)
     count = tl.load(p_parts + 2 * part + 1, part < slices, other=0)
@@ -156,7 +156,7 @@ def _select(keys, index, valid, p_ids, count, want):
 def _select_listed(
     p_pairs, p_parts, p_ids, slices, count, want, BLOCK: tl.constexpr, LEVELS: tl.constexpr
 ):
-    """Among what is above the pivot."""
+    """Select among the candidates above the pivot."""
     valid = tl.arange(0, BLOCK) < count
     pair = tl.load(p_pairs + _listed(p_parts, slices, BLOCK, LEVELS), valid, other=0)
     _select((pair >> 32).to(tl.uint32), pair.to(tl.int32), valid, p_ids, count, want)
@@ -164,7 +164,7 @@ def _select_listed(
 
 @triton.jit
 def _select_short(p_scores, p_ids, length, want, BLOCK: tl.constexpr):
-    """Among all of a row that fits a block."""
+    """Select among all of a row that fits a block."""
     index = tl.arange(0, BLOCK)
     valid = index < length
     keys = order_keys(tl.load(p_scores + index, valid, other=0.0), valid)

@@ -8,7 +8,7 @@ Three kernels, the first and last with one program per row, the second with one 
    it. Index and key of the elements above go to a list, in which a slice takes a part as large
    as it needs, in the order in which slices come to it.
 3. ``collect_kernel`` sees all slices of its row. With G above and E equal to the pivot:
-   - K <= G: the K best lie among the G. Read them in order of index and select.
+   - K <= G: the K best are among the G. Read them in order of index and select.
    - G < K <= G + E: the pivot is the K-th key. The G and the first K - G of the E, in order of
      index, are the result and come from the bits; any number of ties costs no more than this.
    - G + E < K, or G exceeds the list: the guess was bad. Walk the row from memory.
@@ -17,7 +17,7 @@ Three kernels, the first and last with one program per row, the second with one 
 The list holds a count of elements that only luck and the scores decide, but its size, all grids
 and all blocks depend on shapes alone. The one counter, of places taken in the list, is set to 0
 by the first kernel of every call; the order in which programs run decides where a part of the list
-lies and nothing else.
+is, and nothing else.
 
 Odds of the walk for a sample of independent draws: the number of sampled keys among the K best is
 about Poisson with mean m = SAMPLES * K / length. The pivot's rank in the sample is m + 3.5 sqrt(m)
@@ -40,10 +40,10 @@ SAMPLES, FEWEST_SAMPLES = 4096, 1024
 """Elements of a row that its pivot is drawn from, most and fewest; powers of two."""
 
 SURE = 64
-"""Fewer than ``SAMPLES`` are drawn where so many of them still lie among the K best."""
+"""Fewer than ``SAMPLES`` are drawn where so many of them are still among the K best."""
 
 PIVOT_SIGMAS = 3.5
-"""How far the pivot's rank in the sample stays on the safe side of the expected one."""
+"""Distance of the pivot's rank in the sample from the expected one, on the safe side."""
 
 ROOM_SIGMAS = 5.0
 """Room in the block of candidates for the error of the sample."""
@@ -74,7 +74,7 @@ PAD_BLOCK = 512
 """Ids per iteration where a program writes padding."""
 
 EARLY = True
-"""Whether to use programmatic dependent launch where the device has it."""
+"""True to use programmatic dependent launch where the device has it."""
 
 
 def need(samples: int, length: int, select: int) -> float:
@@ -103,7 +103,7 @@ def block_of(columns: int, select: int) -> int | None:
 
 
 def samples_of(columns: int, select: int) -> int:
-    """How many to draw: the fewest that make the pivot sure enough, and the block no larger."""
+    """Number of samples: the fewest that make the pivot sure enough, and the block no larger."""
     count, block = SAMPLES, candidate_block(columns, select)
     while count > FEWEST_SAMPLES and count * select >= 2 * SURE * columns:
         if _block(count // 2, columns, select) > block:
@@ -134,7 +134,7 @@ def scratch(rows: int, columns: int, block: int, device: torch.device) -> Tensor
 
 
 def topk(scores: Tensor, lengths: Tensor, ids: Tensor, block: int, work: Tensor) -> None:
-    """Launches, with room for ``block`` candidates from :func:`block_of`.
+    """Launch the kernels, with room for ``block`` candidates from :func:`block_of`.
 
     ``work`` is a :func:`scratch` of at least these rows, columns and candidates.
     """

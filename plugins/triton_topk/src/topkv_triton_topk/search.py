@@ -1,7 +1,7 @@
 """The search for the key of a rank among those that a program holds in registers.
 
 It keeps two thresholds: at least K keys reach the lower, fewer than K the higher. Each pass counts
-at two thresholds between them. One is where the K-th key would lie if the keys between were spread
+at two thresholds between them. One is where the K-th key would be if the keys between were spread
 evenly: on smooth scores it comes close at once. The other is the middle, so that a pass at least
 halves what is left, whatever the scores are: 6 to 11 passes on normal scores instead of the 20 of
 one bit a pass, about 20 where the K-th key has equals, and never more than 32.
@@ -47,7 +47,7 @@ def search(keys, valid, count, want, most):
     """Search among ``count`` valid keys of a block of at most 2**15, ``1 <= want <= count``.
 
     Returns ``low, low_count, high_count``. Ends when ``low_count``, the keys that reach ``low``,
-    lies within ``[want, most]``, or else when ``low`` is the key of rank ``want`` itself; then
+    is within ``[want, most]``, or else when ``low`` is the key of rank ``want`` itself; then
     ``high_count`` keys are larger.
     """
     low = tl.min(tl.where(valid, keys, 0xFFFFFFFF), 0)

@@ -1,4 +1,4 @@
-"""From a configuration of topkv to arguments of vLLM. Imports neither."""
+"""Arguments of vLLM from a configuration of topkv. Imports neither."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ WORKERS = {
     "cpu": "topkv_vllm.cpu_worker.TopkvCPUWorker",
     "cuda": "topkv_vllm.gpu_worker.TopkvGPUWorker",
 }
-"""By the device that vLLM runs on."""
+"""Worker classes by the device that vLLM runs on."""
 
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-"""What vLLM compiles and captures on a GPU: CUDA graphs of decode steps, and nothing else."""
+"""Compilation settings of vLLM on a GPU: CUDA graphs of decode steps, and nothing else."""
 
 CONNECTOR = {
     "kv_connector": "TopkvConnector",
     "kv_connector_module_path": "topkv_vllm.connector",
     "kv_role": "kv_producer",
 }
-"""Stands beside vLLM's scheduler, see ``topkv_vllm.connector``; it transfers nothing."""
+"""Connector beside vLLM's scheduler, see ``topkv_vllm.connector``; it transfers nothing."""
 
 OWNED = {
     "max_requests": "max_num_seqs",
@@ -44,11 +44,11 @@ KEPT = {
     "storage": "nothing keeps pages below vLLM's block pool; raise max_tokens, so that more of "
     "them stay in host memory, or decode through topkv.attach, which has storages",
 }
-"""Settings of topkv for who gives out pages, and why there is nothing for them to do here."""
+"""Settings of topkv for whoever gives out pages, and why they have nothing to do here."""
 
 
 def kept_reasons(stated: Mapping[str, Any]) -> list[str]:
-    """Why settings that are stated are refused, as those of who gives out pages."""
+    """Reasons against stated settings that are for whoever gives out pages."""
     reasons = [PAGES] * (stated.get("pages", "engine") != "engine")
     asked = [name for name in KEPT if stated.get(name) not in (None, "off")]
     return reasons + [f"{name} is not topkv's here: {KEPT[name]}; leave it out" for name in asked]
@@ -59,13 +59,13 @@ def engine_args(
 ) -> dict[str, Any]:
     """Arguments of ``vllm.LLM`` and ``vllm.EngineArgs`` with which it decodes through topkv.
 
-    What both name goes by the name of vLLM: ``max_requests`` becomes ``max_num_seqs``,
+    Settings that both have get vLLM's name: ``max_requests`` becomes ``max_num_seqs``,
     ``page_tokens`` becomes ``block_size`` and ``max_request_tokens`` becomes ``max_model_len``.
 
     Args:
         config: whatever ``SparseConfig.load`` takes; None for the defaults. ``max_tokens`` is what
             vLLM's block pool holds, in tokens of all requests together.
-        arguments: any others of vLLM; passed on. ``worker_cls`` tells for which device arguments
+        arguments: any others of vLLM; passed on. ``worker_cls`` says for which device arguments
             are made, one of ``WORKERS``; by default it is a GPU where torch sees one.
 
     Raises:
@@ -116,7 +116,7 @@ def _device_of(worker: str | None) -> str:
 
 
 def _graphs_of(most: int) -> dict[str, Any]:
-    """``GRAPHS``, of numbers of rows up to the most: vLLM would leave out what lies between the
+    """``GRAPHS``, of numbers of rows up to the most: vLLM would leave out the numbers between the
     last one that it knows and the most."""
     sizes = {most, *(size for size in (1, 2, 4, *range(8, 512, 8)) if size < most)}
     return {**GRAPHS, "cudagraph_capture_sizes": sorted(sizes)}

@@ -28,10 +28,10 @@ from topkv_vllm.session import Session
 
 @define
 class TopkvMetadata(AttentionMetadata):
-    """Of a forward.
+    """Metadata of a forward.
 
     Attributes:
-        rows: those of the open forward; 0 where there is none, and nothing attends.
+        rows: of the open forward; 0 where there is none, and nothing attends.
     """
 
     rows: int
@@ -143,14 +143,14 @@ class TopkvImpl(AttentionImpl[TopkvMetadata]):
 
 
 class TopkvBackend(AttentionBackend):
-    """What vLLM asks before it makes layers."""
+    """Answers to the questions of vLLM before it makes layers."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
 
     @staticmethod
     def get_name() -> str:
-        """A name of vLLM's own: it looks the backend up again by it."""
+        """Return a name of vLLM's own, by which vLLM looks the backend up again."""
         return "CUSTOM"
 
     @staticmethod
@@ -165,7 +165,7 @@ class TopkvBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """The placeholder of vLLM 0.32, which asks for it: one element a token."""
+        """Return the placeholder of vLLM 0.32, which asks for it: one element a token."""
         return replace(spec, num_head_slots=1, state_content_bytes=spec.dtype.itemsize)
 
     @staticmethod
@@ -176,11 +176,13 @@ class TopkvBackend(AttentionBackend):
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        """See ``AttentionBackend``; vLLM 0.27 asks it, of placeholders."""
+        """See ``AttentionBackend``; vLLM 0.27 asks for the shape of placeholders."""
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
 
 def placeholder(spec: Any) -> Any:
-    """The placeholder of vLLM 0.26 and 0.27, where a backend has no say: of each token one element
-    of keys and one of values, where there are values."""
+    """Make the placeholder of vLLM 0.26 and 0.27, where a backend has no say.
+
+    Each token has one element of keys, and one of values, where there are values.
+    """
     return replace(spec, num_kv_heads=1, head_size=1, head_size_v=1)

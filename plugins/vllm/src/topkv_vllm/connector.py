@@ -1,4 +1,4 @@
-"""What stands beside vLLM's scheduler: a request that finds pages waits until they are filled.
+"""Connector beside vLLM's scheduler: a request that finds pages waits until they are filled.
 
 vLLM's prefix cache knows a block as soon as a step is scheduled that will fill it. Its own layers
 write all keys and values of a step before they read any, so a second request may find the block in
@@ -52,7 +52,7 @@ class TopkvConnector(KVConnectorBase_V1, SupportsHMA):
         return (None if waits else 0), False
 
     def _fills(self, other: Request, request: Request, found: int) -> bool:
-        """Whether a request that runs has yet to fill one of the pages that another one found.
+        """Return True if a running request has yet to fill one of the pages that another found.
 
         Hashes of pages are chained: where the first page that it has yet to fill is another one's,
         so are those behind.
@@ -67,44 +67,44 @@ class TopkvConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: Any, num_external_tokens: int
     ) -> None:
-        """A request was admitted. See ``KVConnectorBase_V1``, here and below."""
+        """Take note of an admitted request. See ``KVConnectorBase_V1``, here and below."""
         self._admitted[request.request_id] = request
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
-        """Its blocks may be freed."""
+        """Let the blocks of a request be freed."""
         self._admitted.pop(request.request_id, None)
         return False, None
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
-        """Its blocks may be freed."""
+        """Let the blocks of a request be freed."""
         return self.request_finished(request, [])
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Nothing for the workers."""
+        """Return nothing for the workers."""
         return KVConnectorMetadata()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TopkvStats:
-        """What workers have counted, see ``topkv_vllm.metrics``."""
+        """Wrap the counts of workers, see ``topkv_vllm.metrics``."""
         return TopkvStats(data or {})
 
     @classmethod
     def build_prom_metrics(cls, *arguments: Any) -> TopkvPromMetrics:
-        """Shows it."""
+        """Make the metrics that show the counts of workers."""
         return TopkvPromMetrics(*arguments)
 
     def start_load_kv(self, forward_context: Any, **more: Any) -> None:
-        """Of workers; never called, as those below."""
+        """Do nothing: a hook of workers, and never called, as those below."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Of workers."""
+        """Do nothing: a hook of workers."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **more: Any
     ) -> None:
-        """Of workers."""
+        """Do nothing: a hook of workers."""
 
     def wait_for_save(self) -> None:
-        """Of workers."""
+        """Do nothing: a hook of workers."""

@@ -1,4 +1,4 @@
-"""What a worker has counted since it told that last: for metrics."""
+"""Counts of a worker since its last report: for metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Counts:
     """Counts of one coordinator.
 
     Args:
-        requests: those that it serves.
+        requests: that the coordinator serves.
     """
 
     def __init__(self, requests: Requests) -> None:
@@ -23,8 +23,10 @@ class Counts:
         self._before: dict[str, float] = {}
 
     def take(self) -> dict[str, float] | None:
-        """Counts since the last ones, and how many pages there are and are held; None if it is
-        too early to look, and requests are there, so that it will be asked again."""
+        """Return counts since the last ones, and how many pages there are and are held.
+
+        None if it is too early to look, and requests are there, so that it will be asked again.
+        """
         now = time.monotonic()
         if self._requests.held and now < self._told + EVERY:
             return None

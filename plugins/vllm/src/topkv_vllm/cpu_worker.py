@@ -28,7 +28,7 @@ class TopkvCPUWorker(TopkvWorker, CPUWorker):
 
 @contextmanager
 def _cpu_backend() -> Iterator[None]:
-    """While layers are made: vLLM asks nobody on a CPU but its own backend, by this name."""
+    """Put our backend in the place of vLLM's own, the only one on a CPU, while layers are made."""
     overridden = AttentionBackendEnum.CPU_ATTN.is_overridden()
     before = AttentionBackendEnum.CPU_ATTN.get_path()
     register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)

@@ -1,4 +1,7 @@
-"""What this package offers to topkv, and to vLLM, whose processes call ``vllm_register``."""
+"""Entry of the plugin, through which topkv finds the engine ``vllm``.
+
+Processes of vLLM call ``vllm_register``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
 
 BACKEND = "topkv_vllm.backend.TopkvBackend"
-"""Where vLLM finds the attention backend ``CUSTOM``."""
+"""Path by which vLLM finds the attention backend ``CUSTOM``."""
 
 
 @hookimpl
@@ -26,7 +29,7 @@ def topkv_register_engines() -> list[PluginEntry]:
 def vllm_register() -> None:
     """Give ``--attention-backend CUSTOM`` a meaning. Changes nothing for those who do not say it.
 
-    One that somebody else has registered before is left as it is; the worker tells.
+    A backend that somebody else has registered before is left as it is; the worker reports it.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

@@ -1,4 +1,4 @@
-"""From vLLM's configuration to the geometry and configuration of topkv."""
+"""Geometry and configuration of topkv from vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from topkv.types import IndexerShape, ModelShape
 
 
 def shape_of_config(vllm_config: Any) -> ModelShape:
-    """What the configuration of a model says of its attention layers, before any is there."""
+    """Shape of a model's attention layers by its configuration, before any layer is there."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if model.use_mla:
         return _latent_shape_of_config(model, parallel)

@@ -88,6 +88,6 @@ def _guard_v2(manager: Any, session: Session) -> None:
 
 
 def _guard_v1(runner: Any, session: Session) -> None:
-    """The same where model runner V1 chooses."""
+    """Let no step with a prompt be replayed where model runner V1 chooses."""
     uniform = runner._is_uniform_decode
     runner._is_uniform_decode = lambda **batch: uniform(**batch) and not session.prompts()

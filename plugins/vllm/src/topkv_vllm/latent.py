@@ -30,7 +30,7 @@ class LatentImpl(TopkvImpl):
 
     Args:
         kv_lora_rank: elements of a latent.
-        indexer: of the layer; None where it has none, or goes by that of the layer before it.
+        indexer: of the layer; None where it has none, or uses that of the layer before it.
         more: as of ``TopkvImpl``.
         mla: what vLLM's layer applies itself.
 
@@ -74,11 +74,11 @@ class LatentImpl(TopkvImpl):
         self.value_dim, self.indexer = kv_lora_rank, indexer
 
     def record_logical_topk_ready(self) -> None:
-        """vLLM 0.32 says that a selection stands in its buffer; here none does."""
+        """Do nothing: vLLM 0.32 says that a selection is in its buffer; here none is."""
 
 
 class LatentBackend(TopkvBackend):
-    """What vLLM asks before it makes layers of latent attention."""
+    """Answers to the questions of vLLM before it makes layers of latent attention."""
 
     @staticmethod
     def get_impl_cls() -> type[LatentImpl]:
@@ -97,7 +97,8 @@ class LatentBackend(TopkvBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """The placeholder; the same whether a layer has an indexer, for all share one group."""
+        """Return the placeholder, the same for all layers, with an indexer or without: they share
+        one group."""
         return replace(super().customize_spec(spec), is_index_group_leader=False)
 
     @staticmethod
@@ -108,13 +109,13 @@ class LatentBackend(TopkvBackend):
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        """See ``AttentionBackend``; vLLM 0.26 asks it, of placeholders without values."""
+        """See ``AttentionBackend``; vLLM 0.26 asks for placeholders, which have no values."""
         return (num_blocks, block_size, head_size)
 
 
 @contextmanager
 def latent_backend() -> Iterator[None]:
-    """While layers of latent attention are made: vLLM asks its platform for their backend."""
+    """Have vLLM's platform name ``LatentBackend`` while layers of latent attention are made."""
     name = f"{LatentBackend.__module__}.{LatentBackend.__qualname__}"
     current_platform.get_attn_backend_cls = lambda *_, **__: name
     try:
@@ -142,7 +143,7 @@ def attend_here(layer: Any) -> None:
 
 
 def indexer_shape(impls: list[Any]) -> IndexerShape | None:
-    """Of the indexers of a model; None where it has none."""
+    """Geometry of the indexers of a model; None where it has none."""
     own = tuple(number for number, impl in enumerate(impls) if impl.indexer is not None)
     if not own:
         return None
@@ -151,7 +152,7 @@ def indexer_shape(impls: list[Any]) -> IndexerShape | None:
 
 
 def _project(impl: LatentImpl, hidden: Tensor, qr: Tensor, positions: Tensor, rotary: Any) -> None:
-    """The ``forward`` of an indexer.
+    """Run the ``forward`` of an indexer.
 
     Args:
         impl: of its layer, which gets the index.
@@ -181,7 +182,7 @@ def _attend(
     output_shape: torch.Size | None = None,
     **_: Any,
 ) -> Tensor:
-    """The ``forward`` of a layer of latent attention.
+    """Run the ``forward`` of a layer of latent attention.
 
     Args:
         layer: vLLM's ``MLAAttention``.

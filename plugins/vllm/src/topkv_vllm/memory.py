@@ -1,4 +1,4 @@
-"""Whether the device buffers fit, before any is allocated."""
+"""Check that the device buffers fit, before any is allocated."""
 
 from __future__ import annotations
 

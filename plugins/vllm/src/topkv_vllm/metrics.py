@@ -1,6 +1,6 @@
 """Counts in vLLM's own metrics, on the way that it has for counts of KV connectors.
 
-A worker adds them to the output of a step, the scheduler to what it tells the front end, which
+A worker adds counts to the output of a step, the scheduler to its messages to the front end, which
 shows them at ``/metrics`` and in its log, from whatever process the worker runs in.
 """
 
@@ -30,20 +30,20 @@ GAUGES = {
 
 
 class TopkvStats(KVConnectorStats):
-    """What was counted in some time, by the names of ``COUNTERS`` and ``GAUGES``."""
+    """Counts of some time, by the names of ``COUNTERS`` and ``GAUGES``."""
 
     def reset(self) -> None:
-        """Nothing was counted."""
+        """Forget all counts."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """What another time or rank has counted is added."""
+        """Add the counts of another time or rank."""
         summed = {name: self.data.get(name, 0) + other.data.get(name, 0) for name in COUNTERS}
         self.data = {**self.data, **other.data, **summed}
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For a line of the log."""
+        """Return figures for a line of the log."""
         found = self.data.get("hits", 0) + self.data.get("misses", 0)
         return {
             "topkv hit rate": round(self.data.get("hits", 0) / max(1, found), 4),
@@ -52,12 +52,12 @@ class TopkvStats(KVConnectorStats):
         }
 
     def is_empty(self) -> bool:
-        """Nothing was told."""
+        """Return True if there are no counts."""
         return not self.data
 
 
 def with_counts(output: Any, counts: Mapping[str, float] | None) -> Any:
-    """A step's output, and counts with it if there are any."""
+    """Return a step's output, and counts with it if there are any."""
     if counts is not None:
         inner = getattr(output, "model_runner_output", None)  # tokens are on their way, V2
         inner = inner or getattr(output, "_model_runner_output", None)  # V1

@@ -28,7 +28,7 @@ from topkv.hooks.algorithm import AlgorithmSpec
 def rank_reasons(
     vllm_config: Any, lowered: LoweredConfig, specs: Sequence[AlgorithmSpec | None]
 ) -> list[str]:
-    """Why algorithms cannot select where each rank has some of the heads alone.
+    """Reasons why algorithms cannot select where each rank has some of the heads alone.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
@@ -54,7 +54,7 @@ def rank_reasons(
 
 
 def split_reasons(vllm_config: Any) -> list[str]:
-    """What the reasons of a rank are to be read with; nothing where there is one rank."""
+    """Note for readers of the reasons of one rank; nothing where there is one rank alone."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if ranks == 1:
         return []
@@ -68,7 +68,7 @@ def split_reasons(vllm_config: Any) -> list[str]:
 
 @contextmanager
 def host_file(vllm_config: Any) -> Iterator[int | None]:
-    """A file in memory that all ranks map that keep the same rows; None if no other one does.
+    """Open a file in memory that all ranks map that keep the same rows; None if no other one does.
 
     All ranks have to ask for it at a time. It lasts as long as it is mapped.
 
@@ -105,6 +105,6 @@ def host_file(vllm_config: Any) -> Iterator[int | None]:
 
 
 def kv_heads(vllm_config: Any) -> int:
-    """Of the whole model; latent attention has one row a token."""
+    """Number of kv-heads of the whole model; latent attention has one row a token."""
     model = vllm_config.model_config
     return 1 if model.use_mla else int(model.get_total_num_kv_heads())

@@ -1,4 +1,4 @@
-"""What is refused before a weight is loaded, with every reason at once."""
+"""Refusals before a weight is loaded, with every reason at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from topkv_vllm.ranks import rank_reasons, split_reasons
 from topkv_vllm.versions import TESTED, version_reasons
 
 PLAIN_ROPE = "-rotary_embedding"
-"""Among vLLM's ``custom_ops``: RoPE in PyTorch."""
+"""Value among vLLM's ``custom_ops``: RoPE in PyTorch."""
 
 REFUSED = "vLLM cannot serve this through topkv"
 
@@ -74,7 +74,7 @@ def settings_of(vllm_config: Any) -> tuple[SparseConfig, list[str]]:
 
 
 def _model_reasons(model: Any) -> list[str]:
-    """What a model is that is not served; its layers are looked at when they are made."""
+    """Reasons against a kind of model; its layers are looked at when they are made."""
     text = model.hf_text_config
     found = {
         "is an encoder-decoder": model.is_encoder_decoder,
@@ -137,7 +137,7 @@ def _option_reasons(config: Any) -> list[str]:
 
 
 def _latent_reasons(config: Any) -> list[str]:
-    """Why a model of latent attention is not served; nothing for others."""
+    """Reasons why a model of latent attention is not served; nothing for others."""
     if not config.model_config.use_mla:
         return []
     on_cpu = config.device_config.device_type == "cpu"

@@ -1,6 +1,6 @@
-"""The requests that a worker serves: which slot each has, and where its rows lie in a forward.
+"""The requests that a worker serves: which slot each has, and where its rows are in a forward.
 
-What is done follows from vLLM's ``SchedulerOutput`` alone, so that all ranks do the same. A
+Every action follows from vLLM's ``SchedulerOutput`` alone, so that all ranks do the same. A
 request has a slot from the step that schedules it until the first step after it has ended or was
 preempted: as many as vLLM lets run, ``max_num_seqs``.
 """
@@ -37,7 +37,7 @@ class Requests:
         coordinator: with ``pages: engine``.
 
     Attributes:
-        held: those that have a slot.
+        held: requests that have a slot.
         prompts: tokens of the prompt of each, kept while it is preempted.
         tokens: of each request of the step that is open, in the scheduler's order; empty between
             steps.
@@ -87,7 +87,7 @@ class Requests:
         self.tokens = step.num_scheduled_tokens
 
     def decodes(self, name: str) -> bool:
-        """Whether the rows of a request of the open step are one, behind its prompt."""
+        """Return True if a request of the open step has one row, behind its prompt."""
         return self.tokens[name] == 1 and self.computed[name] >= self.held[name].prefill
 
     def settle(self) -> None:
@@ -96,7 +96,7 @@ class Requests:
         self.coordinator.settle(rows)
 
     def has_prompts(self) -> bool:
-        """Whether rows of the open step belong to prompts."""
+        """Return True if rows of the open step belong to prompts."""
         return not all(self.decodes(name) for name in self.tokens)
 
     def pad(self, count: int) -> None:

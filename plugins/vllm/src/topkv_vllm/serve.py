@@ -21,7 +21,7 @@ READ = (*OWNED.values(), "attention_backend", "worker_cls", "kv_transfer_config"
 """Options of vLLM that this command writes, or reads when they are given."""
 
 OBJECTS = ("additional_config", "compilation_config")
-"""Those of them that are JSON objects."""
+"""Options of vLLM that are JSON objects."""
 
 
 class Pair(click.ParamType):
@@ -40,7 +40,7 @@ class Pair(click.ParamType):
 
 
 def command_line(model: str, config: Mapping[str, Any], more: Sequence[str]) -> list[str]:
-    """What starts vLLM's server.
+    """Command line that starts vLLM's server.
 
     Args:
         model: a directory, or a name that vLLM knows where to find.

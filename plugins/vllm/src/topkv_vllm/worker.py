@@ -1,6 +1,6 @@
-"""What the workers that vLLM runs for each rank have in common, whatever the device.
+"""Base of the workers that vLLM runs for each rank, whatever the device.
 
-``topkv_vllm.args.WORKERS`` names those of each device.
+``topkv_vllm.args.WORKERS`` names the workers of each device.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TopkvWorker(Worker):
         return self.model_runner.input_batch.req_ids  # type: ignore[no-any-return]
 
     def _prepare(self) -> None:
-        """What is to be done before memory is taken: kernels are compiled, say."""
+        """Do what must be done before memory is taken: compile kernels, say."""
 
     def load_model(self, **options: Any) -> None:
         """Load the model, whose layers then know the session, and find its geometry."""
@@ -81,7 +81,7 @@ class TopkvWorker(Worker):
         self.topkv_config = lowered_for(config, settings, shape)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        """What vLLM allocates of each layer, which is a placeholder."""
+        """Return what vLLM allocates for each layer, which is a placeholder."""
         specs: dict[str, Any] = super().get_kv_cache_spec()
         if hasattr(AttentionBackend, "customize_spec"):
             if not self.vllm_config.model_config.use_mla:  # vLLM asked the backend
@@ -90,8 +90,8 @@ class TopkvWorker(Worker):
         return {name: placeholder(spec) for name, spec in specs.items()}
 
     def determine_available_memory(self) -> int:
-        """As many bytes as make vLLM's block pool as large as the host pool, placeholders that
-        they are."""
+        """Return as many bytes as make vLLM's block pool, of placeholders, as large as the host
+        pool."""
         self._prepare()
         page = sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
         return self.topkv_config.num_pages * page
@@ -123,15 +123,15 @@ class TopkvWorker(Worker):
             self.session.allocate(evolve(config, host_file=file))
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """A step, between the begin and the end of the coordinator's forward."""
+        """Run a step, between the begin and the end of the coordinator's forward."""
         return self._counted(self.session.run(scheduler_output, super().execute_model))
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """The rest of a step."""
+        """Run the rest of a step."""
         return self._counted(super().sample_tokens(grammar_output))
 
     def _counted(self, output: Any) -> Any:
-        """An output with counts; there is none before tokens are sampled."""
+        """Return an output with counts; there is none before tokens are sampled."""
         counts = self.session.counts
         return output if counts is None or output is None else with_counts(output, counts.take())
 
