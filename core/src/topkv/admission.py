@@ -1,4 +1,4 @@
-"""Answers whether further requests would find room."""
+"""Answer to the question whether further requests would find room."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Admission:
 
 
 def admission(held: Requests, tokens: int, requests: int) -> Admission:
-    """Whether ``requests`` new requests of ``tokens`` tokens each would find room.
+    """Check whether ``requests`` new requests of ``tokens`` tokens each would find room.
 
     Buffers, rings, maps, representations and resident pages are allocated for ``max_requests`` and
     ``max_tokens`` when the coordinator is made, so what can run out are slots and pages.
 
     Args:
-        held: the requests that are there.
+        held: the requests that hold slots and pages now.
     """
     reasons, limit = [], held.config.max_request_tokens
     if requests > held.free:

@@ -1,4 +1,4 @@
-"""What the chunks of prompts find stored, fetched ahead of attention. Cold."""
+"""Stored history of prompt chunks, fetched ahead of attention. Cold."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Staged:
     """A block on its way to its place.
 
     Attributes:
-        number: of the block.
+        number: number of the block.
         k, v: ``[n, Hkv, D]`` as stored.
-        ready: when they are there; None on a CPU.
+        ready: event after which ``k`` and ``v`` are there; None on a CPU.
     """
 
     number: int
@@ -35,12 +35,12 @@ class Staged:
 
 
 class HistoryAhead:
-    """What the chunks of a forward find stored, fetched ahead on a stream of its own.
+    """Stored history of a forward's prompt chunks, fetched ahead on a stream of its own.
 
     All of it is stored when the forward begins, for a chunk adds nothing to its own history. So
     the blocks of all layers are one list, layer by layer, and in a layer chunk by chunk; while one
-    is attended the next is fetched, of the next layer too. A place is fetched into again when
-    what attends its block was queued; whoever asks for a block out of turn waits for its fetch.
+    is attended the next is fetched, of the next layer too. A place is reused once the attention
+    over its block was queued; whoever asks for a block out of turn waits for its fetch.
 
     Memory is that of ``PLACES`` blocks, from the beginning of a forward to its end.
 
@@ -100,7 +100,7 @@ class HistoryAhead:
                 self._fetch_ahead(number + PLACES)
 
     def end(self) -> None:
-        """Let go of the memory, behind what is still on its way to it."""
+        """Let go of the memory, once copies that are under way to it have ended."""
         if self._places:
             self._side.join()
         self._blocks, self._places, self._staged = [], [], [None] * PLACES

@@ -55,7 +55,7 @@ def chunk_units(group: GroupShape, start: int, rows: Tensor) -> tuple[Tensor, Te
 
 
 def appended_units(layer: LayerView) -> tuple[Tensor, Tensor, Tensor]:
-    """What ``update`` has to represent anew: the open unit of each row that appends.
+    """Open units of the rows that append, which ``update`` has to represent anew.
 
     Returns:
         int32 ``[B]`` request slots, -1 of rows that change nothing; int32 ``[B]`` logical units;
@@ -118,13 +118,13 @@ def ends_of(params: Mapping[str, Any], select: int) -> tuple[int, int]:
 
 
 class KeepsUnits(ABC):
-    """Keeps a representation of each unit: what algorithms and stages by units have in common.
+    """Base of algorithms and stages that keep a representation of each unit.
 
     A subclass says what is kept (``representations``) and how it is made of keys (``represent``).
     Nothing here waits for the device, and no shape depends on data.
 
     Attributes:
-        model, group: those of the setup.
+        model, group: as in the setup.
         keeps_values: ``represent`` gets values too.
     """
 
@@ -190,14 +190,14 @@ class KeepsUnits(ABC):
 class RankedUnits(KeepsUnits):
     """Selects the units of the best scores, by a representation of each unit's keys.
 
-    A subclass says besides what a unit is worth to the queries of a lane (``lane_scores``).
-    Selected are the K closed units that are worth most; of equal ones the lower unit wins. A
+    A subclass also scores units for the queries of a lane (``lane_scores``).
+    Selected are the K closed units of the highest scores; of equal ones the lower unit wins. A
     subclass whose methods wait for no device and have no shape that depends on data can be
     captured in a CUDA graph.
 
     Parameters that the entry may offer, each 0 where it does not: ``sink_units``, first units that
     every selection holds, and ``recent_units``, closed units before the open one, both as
-    ``ends_of`` reads them; and ``sticky``, what a unit is worth more if it is on the device
+    ``ends_of`` reads them; and ``sticky``, a bonus of units that are on the device
     (``topkv.ops.sticky``; offer it where the scores of lanes are natural logarithms, as they are
     unless ``combine`` is overridden).
 
@@ -207,7 +207,7 @@ class RankedUnits(KeepsUnits):
 
     Attributes:
         impl: ``"reference"`` or ``"triton"``; whose top-k selects.
-        model, group, params: those of the setup.
+        model, group, params: as in the setup.
         sink_units, recent_units: forced units at either end.
         sticky: bonus of resident units, in the units of ``lane_scores``: natural logarithms.
         work: scratch of the top-k, for all lanes; None for the reference.
@@ -279,9 +279,9 @@ class RankedUnits(KeepsUnits):
 
 
 class ScoredUnits(RankedUnits):
-    """The same for a representation that is scored for each query head and unit (``score``).
+    """``RankedUnits`` with a score for each query head and unit (``score``).
 
-    Scores of a lane are made of those of its query heads by ``combine``.
+    ``combine`` makes the scores of a lane from the scores of its query heads.
     """
 
     @abstractmethod

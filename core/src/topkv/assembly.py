@@ -39,8 +39,8 @@ class Plugins:
     """Instances of plugins, made for one configuration.
 
     Attributes:
-        algorithms, specs: of each group; None for a dense one.
-        backends: of each group.
+        algorithms, specs: algorithm and its spec of each group; None for a dense one.
+        backends: backend of each group.
         eviction: the eviction policy.
     """
 
@@ -108,7 +108,7 @@ class Tensors:
 
     Args:
         config, plugins: give the sizes.
-        device: where they lie; ``meta`` to count bytes before any is taken.
+        device: where the tensors are; ``meta`` to count bytes before any is taken.
         host_pool: class of the host pool where pages are the core's.
 
     Attributes:

@@ -1,7 +1,7 @@
-"""Retrieval ahead of time: a step attends to what the query of the step before it selects.
+"""Selection one step ahead: a step attends to what the query of the step before selected.
 
-What a layer is to attend to in a step is known when the step begins, and lies on the device: after
-its attention the layer selects for the next step, and copies what that will miss, on a stream
+The selection of a layer is known when a step begins, and is on the device: after its attention
+the layer selects for the next step, and copies the units that will be missed, on a stream
 beside the one that goes on with the model. Selections are a step old, so that outputs are other
 ones: queries of adjacent steps are alike, and how much that costs has to be measured. The unit
 that closed last is attended in any case, and so is the open one.
@@ -36,10 +36,10 @@ class Carrying(Own):
         config, view, lanes, algorithm, indexed: as of ``Own``.
 
     Attributes:
-        loads: what brings the units of the next step, see ``topkv.loads``.
+        loads: plans and loads of the next step, see ``topkv.loads``.
 
     Raises:
-        ConfigError: what is selected in a step is read after its attention.
+        ConfigError: the selection of a step is read after its attention.
     """
 
     loads: Loads
@@ -68,11 +68,11 @@ class Carrying(Own):
 
     @property
     def coming(self) -> Tensor:
-        """int32 ``[N, K - 1]`` what the rows of this step have selected for the next."""
+        """Selections of this step's rows for the next one, int32 ``[N, K - 1]``."""
         return self.carried.coming(self.view.index, len(self.lanes.ids))
 
     def in_plan(self) -> Tensor:
-        """int32 ``[N, K]`` the same in the width of a plan, until another layer asks. Hot."""
+        """Return ``coming`` as int32 ``[N, K]``, until another layer asks. Hot."""
         return self.carried.in_plan(self.view.index, len(self.lanes.ids))
 
     def select(self, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> None:
@@ -102,7 +102,7 @@ class Carrying(Own):
         self.keep()
 
     def keep(self) -> None:
-        """Keep what is coming, outside of steps, and take it."""
+        """Keep ``coming`` and take it, outside of steps."""
         self.carried.keep(self.view.step.slots, self.view.index)
         self._take()
 

@@ -1,4 +1,4 @@
-"""All that the attention of a prompt chunk leaves behind: its rows in their pages, represented."""
+"""Storage of prompt chunks: rows go to their pages, and units are represented."""
 
 from __future__ import annotations
 

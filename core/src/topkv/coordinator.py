@@ -45,9 +45,9 @@ class SparseCoordinator:
     Attributes:
         model, config: geometry and configuration.
         registry: where its plugins were looked up.
-        specs: of the algorithm of each group; None for a dense one.
+        specs: the algorithm's spec of each group; None for a dense one.
         layers: the path of each layer.
-        lanes, transfers: of each group.
+        lanes, transfers: lane buffers and transfer engine of each group.
         requests: state of every request.
         dropping: pages that requests give back while they generate.
         manager: memory of both tiers.
@@ -121,7 +121,7 @@ class SparseCoordinator:
 
         Raises:
             HostMemoryError: a page is missing; nothing has changed.
-            RequestError: a slot is unknown or named twice, a chunk lies over other rows or leaves
+            RequestError: a slot is unknown or named twice, a chunk overlaps other rows or leaves
                 a gap, a forward is open, or an algorithm has no room for another token after the
                 prompt.
         """
@@ -151,7 +151,7 @@ class SparseCoordinator:
         out: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """One layer: decode rows first, then the prefill chunks in order.
+        """Run one layer: decode rows first, then the prefill chunks in order.
 
         Args:
             layer: model layer number.
@@ -159,7 +159,7 @@ class SparseCoordinator:
             k, v: ``[rows, Hkv, D]`` post-RoPE keys, and values. Of latent attention the rows
                 ``[rows, 1, D]``, twice.
             index: of the model's own indexer for these rows; None where the layer has none. Only
-                algorithms that go by an indexer read it.
+                algorithms that select by an indexer read it.
             out: ``[rows, H, out_dim]`` to write to; made if None.
             sinks: fp32 ``[H]`` logits that take part in each softmax and have no value, of models
                 with learned attention sinks.
@@ -194,7 +194,7 @@ class SparseCoordinator:
 
     @staticmethod
     def _select(path: LayerPath, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> None:
-        """Append the new tokens, and let ``lanes.tables`` name what they attend to."""
+        """Append the new tokens, and list the units that they attend to in ``lanes.tables``."""
         lanes = path.lanes
         k, v = path.format.round(k, v, lanes.packed)
         path.transfer.append(path.view, *path.format.encode(k, v, lanes.packed))
@@ -286,7 +286,7 @@ class SparseCoordinator:
         requests.fresh[slots] = False
 
     def _warm(self, slots: np.ndarray) -> None:
-        """Load what the last query of each prompt selects, so that decoding starts with hits."""
+        """Load the selection of each prompt's last query, so that decoding starts with hits."""
         self._upload(slots, np.zeros(len(slots), np.int32))
         try:
             for path in self.layers:
@@ -309,7 +309,7 @@ class SparseCoordinator:
     def required_bytes(
         cls, config: LoweredConfig, registry: PluginRegistry | None = None
     ) -> MemoryReport:
-        """Bytes of a coordinator, none of them taken but scratch of plugins. Raises as it does."""
+        """Count the bytes that a coordinator takes; only scratch is taken. Raises as it does."""
         plugins = make_plugins(registry or default_registry(), config)
         return Tensors(config, plugins, torch.device("meta")).memory(plugins)
 
@@ -344,7 +344,7 @@ class SparseCoordinator:
         return int(self.requests.length[slot])
 
     def can_admit(self, tokens: int, requests: int = 1) -> Admission:
-        """Whether ``requests`` new requests of ``tokens`` tokens each would find room."""
+        """Check whether ``requests`` new requests of ``tokens`` tokens each would find room."""
         return admission(self.requests, tokens, requests)
 
     def reserve(self, slot: int, tokens: int) -> None:
@@ -381,11 +381,11 @@ class SparseCoordinator:
         self.requests.flush(slot)
 
     def memory(self) -> MemoryReport:
-        """Bytes on both tiers, counted from tensors."""
+        """Count the bytes on both tiers, from tensors."""
         return self._tensors.memory(self._plugins)
 
     def transfers_of(self, slots: Sequence[int] | None = None) -> TransferReport:
-        """What requests counted since they began, or all that ever were (None). Synchronizes."""
+        """Count transfers of requests since each began; of all requests for None. Synchronizes."""
         return count_transfers(self.manager.stores, slots)
 
     def check_integrity(self) -> None:

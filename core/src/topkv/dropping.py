@@ -25,8 +25,8 @@ from topkv.staged import Staged
 class Dropping:
     """Gives back the pages that are worth least of requests that have grown too long.
 
-    A page is one for all layers and heads. What it is worth is the mean, over all lanes of all
-    layers whose stages say so, of how many standard deviations its score lies above the mean of
+    A page is one for all layers and heads. Its worth is the mean, over all lanes of all
+    layers whose stages score it, of how many standard deviations its score is above the mean of
     all full pages. Of equal ones the older page goes.
 
     Args:
@@ -35,7 +35,7 @@ class Dropping:
         paths: of all layers.
 
     Attributes:
-        keeping: what the stages ask for; None where there are none, and nothing is ever dropped.
+        keeping: what the stages with ``keep`` state; None without any: nothing is ever dropped.
 
     Raises:
         ConfigError: stages ask for different things or for too few tokens, or pages are an
@@ -77,7 +77,7 @@ class Dropping:
             raise ConfigError(CONFIG_REFUSED, reasons)
 
     def _least_tokens(self, keeping: Keeping) -> int:
-        """So many that what always stays, in whole pages, never keeps a request from shrinking."""
+        """Return the least ``keeping.tokens`` with which a request can always shrink."""
         return -(-keeping.first // self.page) * self.page + keeping.recent + 2 * self.page
 
     @property
@@ -99,7 +99,7 @@ class Dropping:
                 self._drop(slot, pages)
 
     def _least(self, slot: int, keeping: Keeping) -> np.ndarray:
-        """Which pages of a request go, ascending."""
+        """Return the pages of a request that go, ascending."""
         length = int(self.requests.length[slot])
         first = -(-keeping.first // self.page)
         end = max(first, (length - keeping.recent) // self.page)
@@ -110,7 +110,7 @@ class Dropping:
         return np.sort(np.argsort(worth, kind="stable")[:count]) + first
 
     def _worth(self, slot: int, length: int) -> np.ndarray:
-        """fp64 ``[pages]`` what each closed page of a request is worth. Waits for the device."""
+        """Return the worth of each closed page, fp64 ``[pages]``. Waits for the device."""
         self.requests.pages.upload()
         position = length + int(self.requests.dropped[slot])
         total: Tensor | None = None

@@ -74,7 +74,7 @@ class Capabilities:
         lse: the backend returns the log-sum-exp.
         capture: every decode method can be captured in a CUDA graph. ``LoweredConfig.capturable``
             says whether that holds for all plugins of a configuration.
-        host_memory: the backend can read pages that lie in mapped host memory.
+        host_memory: the backend can read pages in mapped host memory.
         quotas: the storage keeps each owner of objects within its quota.
         tiers: of ``TIERS``, where the plugin runs.
         traits: of ``TRAITS``, what an algorithm promises.
@@ -101,7 +101,7 @@ class Capabilities:
 
     @property
     def single_tokens(self) -> bool:
-        """Whether an algorithm selects single tokens and nothing else.
+        """True if an algorithm selects single tokens and nothing else.
 
         Its selections can be regranulated: at unit 1 the open unit is the new token, so that it
         has no need of the ring, which a group of larger units does not show it.

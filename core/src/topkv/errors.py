@@ -1,6 +1,6 @@
 """Every error that topkv raises on purpose.
 
-A message says what was wrong, what was expected, what was got, whose it is, and how to mend
+A message says what was wrong, what was expected, what was got, whose it is, and how to fix
 it. Where several things are wrong at once, all of them are in one error.
 """
 
@@ -13,7 +13,7 @@ CONFIG_REFUSED = "the configuration is refused; nothing was allocated"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python or torch says that memory ran out; on a CPU torch has no type for it."""
+    """Return True if an error says that memory ran out; on a CPU torch has no type for it."""
     names = {cls.__name__ for cls in type(error).__mro__}
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or "allocate memory" in str(error)
 

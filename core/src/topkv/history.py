@@ -56,7 +56,7 @@ def open_unit(
 ) -> tuple[Tensor, Tensor]:
     """Keys and values ``[start % unit, Hkv, D]`` of the open unit before a chunk at ``start``.
 
-    A copy: a chunk longer than the ring overwrites the place that they are read from.
+    A copy: a chunk longer than the ring overwrites the ring slots that hold these rows.
 
     Args:
         unit: of the algorithm; 1 where selections are regranulated, and none is open then.

@@ -21,7 +21,7 @@ class LaneBuffers:
     Attributes (narrowed to the B rows of the forward, N = B * lane_heads):
         ids: int32 ``[N, K]`` the selected units.
         tokens: the selected tokens, where selections are regranulated; else None.
-        carried: what layers have selected for the next step, if they select ahead; else None.
+        carried: selections of layers for the next step, if they select ahead; else None.
         limit: int32 ``[B]`` selectable units.
         plans: of the layers whose loads are on their way at once.
         side: the stream that loads ahead, see ``topkv.loads``.
@@ -29,7 +29,7 @@ class LaneBuffers:
         lse: fp32 ``[B, 1, H]``.
         packed: of each plane ``[B, Hkv, dim]`` new tokens, where the token format packs or rounds
             them; else None.
-        prompts: by slot what the rows of its prompt chunk attend to, from the layer that selected
+        prompts: by slot the selection of its prompt chunk's rows, from the layer that selected
             last; None where they attend to all.
     """
 
@@ -79,7 +79,7 @@ class LaneBuffers:
             torch.index_select(table, 0, rows, out=self.tables.table)
 
     def end(self) -> None:
-        """Keep what the next step is to attend to, now that this one counts."""
+        """Keep the selections for the next step, now that this one counts."""
         if self.carried and self.step.batch:
             self.carried.keep(self.step.slots)
 

@@ -27,8 +27,8 @@ class LayerPath:
         algorithm, transfer, backend: of its group; no algorithm in a dense one.
         lanes: buffers of its group.
         format: how the keys and values of a token are stored.
-        selector: where its selection comes from; None in a dense layer.
-        loads: how it comes by the units of its selection; of no use in a dense layer.
+        selector: gives its selection; None in a dense layer.
+        loads: plans and loads the units of its selection; of no use in a dense layer.
         k_slots, v_slots: ``[slots, heads_per_lane, unit, D]`` views that the page table indexes.
     """
 
@@ -67,9 +67,9 @@ class Forward:
         appended: int32 ``[B]`` 1 where a row appends its token.
         chunks: the prompt chunks, whose rows follow the decode rows.
         called: layers whose ``attention`` was called; a graph that is replayed calls none.
-        attended: those of them that have run.
+        attended: called layers that have run.
         ending: slots whose requests end with the forward.
-        live, writers: int64, slots of decode rows: those that are not padded, those that append.
+        live, writers: int64, slots of decode rows that are not padded, and that append.
     """
 
     rows: np.ndarray
@@ -89,7 +89,7 @@ class Forward:
         self.appended = appends.astype(np.int32)
 
     def add_chunk(self, slot: int, tokens: int, row: int | None = None) -> None:
-        """Put the rows of a chunk behind those that are there, or at a row."""
+        """Put the rows of a chunk behind the rows so far, or at ``row``."""
         first = self.count if row is None else row
         self.chunks.append(Chunk(slot, slice(first, first + tokens)))
 

@@ -36,7 +36,7 @@ class Places(Generic[Library]):
     """Places that are tried for a library, in order.
 
     Attributes:
-        missing: text of the error where no place serves, with how to mend that.
+        missing: text of the error where no place serves, with how to fix that.
         loads: by name of a place, a function that returns the library or raises
             ``UnusableError``.
     """
@@ -45,7 +45,7 @@ class Places(Generic[Library]):
     loads: Mapping[str, Callable[[], Library]]
 
     def look(self) -> Iterator[tuple[str, Library | None, Sequence[str]]]:
-        """Each place, its library, and why there is none; looked at when it is asked for."""
+        """Yield each place, its library, and why there is none; looks when it is asked."""
         for place, load in self.loads.items():
             try:
                 library, reasons = load(), ()
@@ -102,7 +102,7 @@ class Places(Generic[Library]):
 
 
 def module_with(name: str, functions: Mapping[str, Sequence[str]]) -> ModuleType:
-    """A module that is known by what it offers, not by its version.
+    """Import a module that is known by what it offers, not by its version.
 
     Args:
         functions: by name, which may be dotted, the arguments that each must take.

@@ -1,9 +1,9 @@
-"""How a layer comes by the units of its selection: in its turn, or ahead of it.
+"""Plans and loads of a layer's selected units: in the layer's turn, or ahead of it.
 
 A layer that selects for itself plans and loads behind its selection. Layers that share it attend
-to the same units, so the same moment knows what they will miss: it is planned and copied at once,
-on a stream beside the one that attends, and each of them waits for its own. Nothing is guessed,
-and no bit of an output changes.
+to the same units, so at the same moment it is known what they will miss: that is planned and
+copied at once, on a stream beside the one that attends, and each of them waits for its own.
+Nothing is guessed, and no bit of an output changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from topkv.types import LayerView, Plan
 
 
 class Bound(Protocol):
-    """What is read of ``topkv.layers.LayerPath``."""
+    """Attributes of ``topkv.layers.LayerPath`` that this module reads."""
 
     view: LayerView
     transfer: Transfer
@@ -37,8 +37,8 @@ class Loads:
     """Plans and loads of one sparse layer, in its turn.
 
     Args:
-        path: of the layer.
-        number: which of ``LaneBuffers.plans`` is its own.
+        path: path of the layer.
+        number: number of its own plan among ``LaneBuffers.plans``.
     """
 
     def __init__(self, path: Bound, number: int = 0) -> None:
@@ -46,21 +46,21 @@ class Loads:
 
     @property
     def found(self) -> Plan:
-        """Where the units lie, as ``plan`` has left it."""
+        """Plan of the layer: places of the units, as ``plan`` has left them."""
         return self.path.lanes.plans[self.number]
 
     def plan(self) -> None:
-        """Find out where the units of ``lanes.ids`` lie, and which have to come. Hot."""
+        """Find the places of the units of ``lanes.ids``, and which have to be loaded. Hot."""
         lanes = self.path.lanes
         self.path.transfer.plan(self.path.view, lanes.ids, lanes.limit, self.found)
 
     def load(self) -> None:
-        """Let those that have to come be there for all that is queued behind. Hot."""
+        """Load the missing units, before all that is queued behind. Hot."""
         self.path.transfer.load(self.path.view, self.found)
 
 
 class LoadsAhead(Loads):
-    """Of a layer that shares a selection. What it misses is on its way when its turn comes.
+    """Loads of a layer that shares a selection: misses are on their way when its turn comes.
 
     Args:
         path, number: as of ``Loads``.
@@ -78,19 +78,19 @@ class LoadsAhead(Loads):
         self._side.mark(self._done)
 
     def plan(self) -> None:
-        """Nothing: ``begin`` has planned."""
+        """Do nothing: ``begin`` has planned."""
 
     def load(self) -> None:
         self._side.join(self._done)
 
 
 class SharedLoads(Loads):
-    """Of a layer that selects for itself and for others.
+    """Loads of a layer that selects for itself and for others.
 
     Args:
-        path: of the layer.
-        others: of the layers that share what it selects.
-        side: the stream that copies what they miss.
+        path: path of the layer.
+        others: loads of the layers that share its selection.
+        side: the stream that copies their misses.
     """
 
     def __init__(self, path: Bound, others: Sequence[LoadsAhead], side: SideStream) -> None:
@@ -105,10 +105,10 @@ class SharedLoads(Loads):
 
 
 class LoadsOfNext(Loads):
-    """Plans and loads of what a layer will attend to in the next step, see ``topkv.carrying``.
+    """Plans and loads of a layer's selection for the next step, see ``topkv.carrying``.
 
     Args:
-        path: of the layer, whose selector says what is to come.
+        path: path of the layer, whose selector has that selection.
     """
 
     def __init__(self, path: Bound) -> None:
@@ -123,9 +123,9 @@ class TimedLoads(Loads):
     """The loads of a layer, timed.
 
     Args:
-        loads: of the layer.
-        times: its own, see ``topkv.transfer.stalls``.
-        clock: of its device.
+        loads: loads of the layer.
+        times: times of the layer, see ``topkv.transfer.stalls``.
+        clock: clock of its device.
     """
 
     def __init__(self, loads: Loads, times: Tensor, clock: Clock) -> None:
@@ -145,8 +145,8 @@ def bind_loads(config: LoweredConfig, store: GroupStore, paths: Sequence[Bound])
     """Give ``loads`` to the layers of a group, timed if ``config`` wants that.
 
     Args:
-        store: of the group, which gets the tensor that stalls are counted in.
-        paths: of its layers, in order.
+        store: store of the group, which gets the tensor that stalls are counted in.
+        paths: paths of its layers, in order.
     """
     lanes = paths[0].lanes
     of = {path.view.layer: path for path in paths}

@@ -1,7 +1,7 @@
 """Memory of both tiers: the host pool, and per group device buffers, maps and representations.
 
-What is allocated here is allocated once, for ``max_requests`` and ``max_tokens``. Who holds which
-page of it is the business of ``topkv.requests``.
+All of it is allocated once, for ``max_requests`` and ``max_tokens``. ``topkv.requests`` knows
+which request holds which page.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SparseKVCacheManager:
     Args:
         config: a lowered configuration.
         specs: the algorithm's spec of each group, None for dense groups.
-        device: where buffers lie; ``meta`` gives tensors that have shapes and take no memory.
+        device: where buffers are; ``meta`` gives tensors that have shapes and take no memory.
         host_pool: class of the host pool where pages are not an engine's.
 
     Attributes:
@@ -76,7 +76,7 @@ class SparseKVCacheManager:
         ]
 
     def layer_views(self, index: int, step: StepTensors) -> list[tuple[LayerView, LayerView]]:
-        """For each layer of a group the view of transfer and backend, and that of the algorithm.
+        """Return two views of each layer of a group: for transfer and backend, and for algorithm.
 
         They differ where selections are regranulated, and the algorithm's is in tokens, or ahead.
         """
@@ -130,7 +130,7 @@ class SparseKVCacheManager:
             torch.cuda.synchronize(self.device)
 
     def check_integrity(self, holders: Sequence[Sequence[int]]) -> None:
-        """Counts add up on both tiers, and every map is what it claims to be. Slow; for tests.
+        """Check that counts add up on both tiers, and every map is consistent. Slow; for tests.
 
         Args:
             holders: the pages of each request.

@@ -1,4 +1,4 @@
-"""Parts of error messages: a value or an error in few words, and what a wrong name may mean."""
+"""Parts of error messages: a value or an error in few words, and names close to a wrong one."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ class Observers:
     Args:
         config: names them.
         registry: where they are looked up.
-        requests: counted when one asks.
+        requests: counted when an observer asks.
 
     Attributes:
-        named: those that have not raised, by whose they are.
+        named: observers that have not raised, by package and name.
         counts: further counters for their reports, which a package adds by a name of its own.
     """
 

@@ -39,12 +39,12 @@ class PageTable:
         self._changed: set[int] = set()
 
     def of(self, slot: int) -> list[int]:
-        """Host pages of a request, in order."""
+        """Return the host pages of a request, in order."""
         pages: list[int] = self.table[slot, : self.count[slot]].tolist()
         return pages
 
     def needed(self, tokens: int) -> int:
-        """Pages that ``tokens`` tokens take."""
+        """Return the number of pages that ``tokens`` tokens take."""
         return -(-tokens // self.page_tokens)
 
     def upload(self) -> None:
@@ -67,7 +67,7 @@ class PageTable:
                 pages = pages[count:]
 
     def without_page(self, slots: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """Those of the slots whose next token has no page, or one that others share.
+        """Return the slots whose next token has no page, or one that others share.
 
         Args:
             slots: int64 ``[B]``.
@@ -125,7 +125,7 @@ class PageTable:
         self.manager.poison(self.manager.host.release(behind))
 
     def _missing(self, slot: int, length: int) -> int:
-        """Pages that a request lacks to hold ``length`` tokens."""
+        """Count the pages that a request lacks to hold ``length`` tokens."""
         if length > self.limit:
             raise HostMemoryError(
                 f"a request of {length} tokens exceeds max_request_tokens = {self.limit}; "
@@ -134,7 +134,7 @@ class PageTable:
         return max(0, self.needed(length) - int(self.count[slot]))
 
     def _copies_needed(self, written: Sequence[tuple[int, int]]) -> int:
-        """Pages that ``own_page`` is going to lease for all of these ``(slot, index)``."""
+        """Count the pages that ``own_page`` will lease for all of these ``(slot, index)``."""
         held = (int(self.table[slot, at]) for slot, at in written if at < self.count[slot])
         references = self.manager.host.references
         return sum(min(n, int(references[page]) - 1) for page, n in Counter(held).items())

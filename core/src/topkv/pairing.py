@@ -1,4 +1,4 @@
-"""What goes with what, as far as only the instances of a group's plugins can tell."""
+"""Checks of plugins against each other that need their instances."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from topkv.plugins.contract import has_hook
 def pair_reasons(
     algorithm: Any, backend: object, names: tuple[str, str], group: LoweredGroup
 ) -> list[str]:
-    """Reasons against an algorithm with its backend that only the instances can give.
+    """Return reasons against an algorithm with its backend that only the instances can give.
 
     Args:
-        names: of the algorithm and the backend.
+        names: names of the algorithm and the backend.
         group: the group that they are for.
     """
     reasons = []

@@ -11,13 +11,13 @@ from topkv.types import Plan
 
 
 class Plans:
-    """Allocates them, and cuts them to the lanes of a forward.
+    """Allocates the plans of a group, and cuts them to the lanes of a forward.
 
     Args:
         group: a layer that selects for itself has one, and so has each that shares with it. If
             layers select ahead, the next step has one, too.
         lanes: most lanes of a forward.
-        device: where they lie.
+        device: where the plans are.
     """
 
     def __init__(self, group: LoweredGroup, lanes: int, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class Plans:
         ]
 
     def narrow(self, lanes: int) -> list[Plan]:
-        """The first ``lanes`` lanes of all of them."""
+        """Return the first ``lanes`` lanes of all plans."""
         return [
             Plan(*(each[:lanes] for each in astuple(plan, recurse=False))) for plan in self._plans
         ]

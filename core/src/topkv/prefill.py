@@ -25,8 +25,8 @@ class Prefill:
         paths: of all layers, in order.
 
     Attributes:
-        ahead: begins with a forward's chunks.
-        chunks: what is done with them behind attention.
+        ahead: fetches the history of a forward's chunks.
+        chunks: stores and represents chunks behind attention.
     """
 
     def __init__(self, config: LoweredConfig, requests: Requests, paths: list[LayerPath]) -> None:

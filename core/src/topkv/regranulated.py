@@ -1,7 +1,7 @@
 """Selectors of layers whose algorithm selects tokens and whose cache holds larger units.
 
-The selected tokens become the units that hold them (``topkv.ops.regranulate``). What a layer
-attends beyond its selection is counted.
+The selected tokens become the units that hold them (``topkv.ops.regranulate``). Tokens that a
+layer attends beyond its selection are counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from topkv.types import Index, LayerView
 
 
 class Regranulated(Own):
-    """The layer's algorithm selects tokens for it.
+    """Selector of a layer whose own algorithm selects tokens.
 
     Args:
         config, view, lanes, algorithm, indexed: as of ``Own``.
@@ -48,7 +48,7 @@ class Regranulated(Own):
 
 
 class SharedRegranulated(Selector):
-    """The layer before it selected tokens; this one attends to the extra tokens as well.
+    """Selector of a layer that shares the tokens of a layer before it, extra tokens included.
 
     Args:
         view, lanes, selects_prompts: as of ``Selector``.

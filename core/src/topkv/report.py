@@ -26,7 +26,7 @@ class MemoryReport:
             scratch of plugins.
         host: the host pool.
         host_used: leased pages of it.
-        left: what layers hold on the device that an engine leaves to the model itself; a
+        left: device bytes of layers that an engine leaves to the model itself; a
             coordinator knows of none.
     """
 
@@ -41,12 +41,12 @@ class MemoryReport:
 
     @property
     def device_kv(self) -> int:
-        """All keys and values on the device."""
+        """Bytes of all keys and values on the device."""
         return self.buffer + self.resident
 
     @property
     def device(self) -> int:
-        """All that lies on the device."""
+        """All bytes on the device."""
         ours = self.device_kv + self.representation + self.metadata + self.workspace
         return ours + self.left
 
@@ -64,7 +64,7 @@ class TransferReport:
         stall_ms: milliseconds that the device spent in loads which had something to load: the
             time that steps waited for the link. None where that is not known: unless the setting
             ``stall_times`` is on, and of single requests, whose misses are loaded together.
-        layers: by model layer the same of this layer alone; sparse layers, in order.
+        layers: by model layer, the counts of this layer alone; sparse layers, in order.
     """
 
     hits: int
@@ -83,7 +83,7 @@ class TransferReport:
 
 @frozen
 class Occupancy:
-    """What requests hold of what there is.
+    """Host pages and request slots, and how many of them requests hold.
 
     Attributes:
         pages, used_pages: host pages that requests can hold, and those that at least one holds.
@@ -98,12 +98,12 @@ class Occupancy:
 
 @frozen
 class Stats:
-    """What a coordinator has done so far, and what is held.
+    """Counts of a coordinator so far, and its occupancy.
 
     Attributes:
-        transfers: of all requests since it was made, those that have ended included, all together
+        transfers: counts of all requests since it was made, ended ones included, all together
             and by layer.
-        occupancy: now.
+        occupancy: pages and slots that are held now.
     """
 
     transfers: TransferReport
@@ -136,10 +136,10 @@ def count_memory(
 def count_transfers(
     stores: Sequence[GroupStore], slots: Sequence[int] | None = None
 ) -> TransferReport:
-    """Count what was loaded. Synchronizes.
+    """Count hits, misses and loaded bytes. Synchronizes.
 
     Args:
-        stores: of all groups.
+        stores: stores of all groups.
         slots: requests, counted since they began; None for all that there ever were.
     """
     layers = {}
@@ -169,5 +169,5 @@ def count_occupancy(requests: Requests) -> Occupancy:
 
 
 def count_stats(requests: Requests) -> Stats:
-    """Count everything that there ever was. Synchronizes."""
+    """Count the transfers of all requests that there ever were. Synchronizes."""
     return Stats(count_transfers(requests.manager.stores), count_occupancy(requests))

@@ -1,8 +1,8 @@
 """Requests: the slot and the pages of each, its length, and what is still to be done for it.
 
-The one owner of a request. Its state is arrays over all slots, so that a step handles all rows at
-once, and its pages in one table. Engines call this through ``SparseCoordinator``, which refuses
-most of it while a forward is open.
+``Requests`` is the one owner of a request. State is arrays over all slots, so that a step handles
+all rows at once, and pages are in one table. Engines call ``Requests`` through
+``SparseCoordinator``, which refuses most calls while a forward is open.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Requests:
         config: sizes.
         manager: the memory of both tiers.
         step: uploads step tensors and pages.
-        transfers: of each group.
+        transfers: transfer engine of each group.
         generated: most tokens that may follow a prompt.
-        shares_prefixes: whether a request can take over the pages of another one's prompt.
-        selectors: of all sparse layers.
+        shares_prefixes: True if a request can take over the pages of another one's prompt.
+        selectors: selectors of all sparse layers.
 
     Attributes:
         active: bool ``[R]`` the slot holds a request.
@@ -43,7 +43,7 @@ class Requests:
         settled: int32 ``[G, R]`` tokens that ``settle`` of a group has seen.
         prompt: int32 ``[R]`` tokens at the last settle that closed a prompt.
         dropped, firm: int32 ``[R]`` tokens that were given back, and the first one behind them.
-        pages: the pages of each.
+        pages: the pages of each request.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class Requests:
             self.dirty[slot] = False
 
     def restore(self, slot: int) -> None:
-        """Fill ring and, where the request fits, buffer from the host, which has all tokens."""
+        """Fill the ring and, where the request fits, the buffer from the host, which has all."""
         fast = self.config.resident_fast_path
         self.high[slot], self.resident[slot] = self.length[slot], fast
         self.pages.upload()
@@ -256,7 +256,7 @@ class Requests:
         self.step.upload(slots, self._counted(slots, appended), appended)
 
     def _counted(self, slots: np.ndarray, appended: np.ndarray) -> np.ndarray:
-        """Length, high and resident, int32 ``[3, B]``, with the tokens that rows append."""
+        """Return length, high and resident, int32 ``[3, B]``, with the tokens that rows append."""
         counted: np.ndarray = self._uploaded.take(slots, axis=1)
         length, high, _ = counted
         length += appended
@@ -281,7 +281,7 @@ class Requests:
         self.restore_all([*forward.live.tolist(), *(chunk.slot for chunk in forward.chunks)])
 
     def restore_all(self, slots: Iterable[int]) -> None:
-        """Believe nothing of the device about these requests: fill it from the host. Cold."""
+        """Refill ring and buffer of requests from the host: nothing on the device holds. Cold."""
         for slot in slots:
             self.flush(slot)
             self.restore(slot)

@@ -27,17 +27,17 @@ from topkv.types import Index, LayerView
 class Selector:
     """Base of all selectors, and the selector of a layer that shares.
 
-    Such a layer goes by the last layer of its group that selected, whose selection ``lanes`` still
-    hold. It keeps nothing of a request, so most of this does nothing.
+    Such a layer uses the selection of the last layer of its group that selected, which ``lanes``
+    still hold. It keeps nothing of a request, so most of this does nothing.
 
     Args:
         view: the layer in the units of the algorithm, see ``LoweredGroup.selected_as``.
         lanes: buffers of its group; selections go to ``lanes.ids``.
-        selects_prompts: whether prompt chunks attend to a selection too.
+        selects_prompts: True if prompt chunks attend to a selection too.
 
     Attributes:
-        settles: whether ``settle`` does anything.
-        settle_whole: whether it wants the history from position 0.
+        settles: True if ``settle`` does anything.
+        settle_whole: True if ``settle`` wants the history from position 0.
     """
 
     settles = settle_whole = False
@@ -51,7 +51,7 @@ class Selector:
         Args:
             q: ``[B, H, D]``.
             k, v: ``[B, Hkv, D]``.
-            index: of the rows, where the algorithm goes by the model's indexer.
+            index: index of the rows, where the algorithm selects by the model's indexer.
         """
         self._refuse(index)
 
@@ -81,7 +81,7 @@ class Selector:
     def select_prompt(
         self, slot: int, start: int, q: Tensor, k: Tensor, v: Tensor, index: Index | None
     ) -> Chosen | None:
-        """Represent a chunk and say what its rows see, if ``selects_prompts``; None: all. Cold."""
+        """Represent a chunk and return what its rows see; None where they see everything. Cold."""
         self._refuse(index)
         return self.lanes.prompts[slot]
 
@@ -92,10 +92,10 @@ class Selector:
         """Close a prompt or a period. Cold."""
 
     def truncated(self, slot: int, length: int) -> None:
-        """The request has lost its tokens from ``length`` on. Cold."""
+        """Follow a request that has lost its tokens from ``length`` on. Cold."""
 
     def kept(self) -> dict[str, Tensor]:
-        """What is kept of each request for ``warm``: its row, by slot."""
+        """Return the tensors that are kept for ``warm``: a row for each request, by slot."""
         return {}
 
     def _refuse(self, index: Index | None) -> None:
@@ -107,13 +107,13 @@ class Selector:
 
 
 class Own(Selector):
-    """The layer's algorithm selects for it.
+    """Selector of a layer whose own algorithm selects for it.
 
     Args:
         config: sizes.
         view, lanes: as of ``Selector``.
         algorithm: the algorithm of its group.
-        indexed: the algorithm goes by the model's indexer, not by its queries and keys.
+        indexed: the algorithm selects by the model's indexer, not by its queries and keys.
     """
 
     def __init__(

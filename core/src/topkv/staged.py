@@ -1,11 +1,10 @@
-"""Stages behind an algorithm: what the core calls is one algorithm again.
+"""Stages behind an algorithm, which together are one algorithm for the core.
 
 A group with stages gets a ``Staged`` instead of its algorithm. It has the hooks of an algorithm,
 asks the algorithm for more units than are attended, hands them from stage to stage, lets one
-correct what was attended, and one say what pages are worth. Little else knows of stages: pools
-follow from its spec, and what selects, warms or is regranulated calls it as it calls any
-algorithm. A group without stages has its algorithm itself, and so has one whose stages do nothing
-but stand for options of attention.
+correct the attention output, and one score pages. Little else knows of stages: pools follow from
+the spec of the ``Staged``, and selectors call it as they call any algorithm. A group without
+stages has its algorithm itself, and so has one whose stages only stand for options of attention.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from topkv.types import GroupShape, LayerView
 _PREFIX = "stages["
 
 ASKED = ("refine", "correct", "keep")
-"""What a stage may do behind an algorithm."""
+"""Hooks of a stage that are called behind an algorithm; a stage may have some of them."""
 
 
 @frozen(eq=False)
@@ -37,10 +36,10 @@ class Link:
     """One stage of a chain.
 
     Attributes:
-        stage, spec: the instance, and what it says.
-        group: as of its setup: ``select`` is what it leaves.
-        candidates: int32 ``[max_lanes, K']`` what it is given; None if it refines nothing.
-        prefix: of the names of its pools among those of the group.
+        stage, spec: the instance, and its spec.
+        group: the group of its setup: it leaves ``select`` units.
+        candidates: int32 ``[max_lanes, K']`` units that it is given; None if it refines nothing.
+        prefix: prefix of the names of its pools among those of the group.
     """
 
     stage: Stage
@@ -50,7 +49,7 @@ class Link:
     prefix: str
 
     def representations(self) -> list[RepresentationSpec]:
-        """Its pools, under names that are those of no other stage or algorithm."""
+        """Return the specs of its pools, under names that no other stage or algorithm uses."""
         return [evolve(spec, name=self.prefix + spec.name) for spec in self.spec.representations]
 
     def view(self, layer: LayerView) -> LayerView:
@@ -65,18 +64,18 @@ class Stages:
     """The stages of a group; of most groups none.
 
     Args:
-        group: as the last of them leaves it.
-        device: where they run.
+        group: the group as the last stage leaves it.
+        device: where the stages run.
 
     Attributes:
-        group: as the algorithm is to see it: it selects what the first stage is given.
+        group: the group for the algorithm, which selects the candidates of the first stage.
     """
 
     def __init__(self, group: GroupShape, device: torch.device) -> None:
         self.group, self.device, self._links = group, device, list[Link]()
 
     def put_first(self, stage: Stage, number: int) -> None:
-        """Put a stage before those that are here; it was made for ``group`` as it is now.
+        """Put a stage before the others; it was made for ``group`` as it is now.
 
         Raises:
             PluginError: it does nothing, asks for candidates that it does not refine, or has
@@ -101,7 +100,7 @@ class Stages:
         self._links.insert(0, Link(stage, spec, group, candidates, f"{_PREFIX}{number}]."))
 
     def behind(self, algorithm: Algorithm) -> Algorithm:
-        """The algorithm with these stages behind it; itself where there are none.
+        """Return the algorithm with these stages behind it; itself where there are none.
 
         Raises:
             ConfigError: it cannot have stages behind it.
@@ -110,7 +109,7 @@ class Stages:
 
 
 def make_stages(registry: PluginRegistry, config: LoweredConfig, group: LoweredGroup) -> Stages:
-    """The stages that a group names.
+    """Make the stages that a group names.
 
     Raises:
         ConfigError, PluginError: one of them refuses.
@@ -128,8 +127,8 @@ def make_stages(registry: PluginRegistry, config: LoweredConfig, group: LoweredG
 
 
 def _require_option(stage: Stage, asked: StageSettings) -> None:
-    """A stage with none of ``ASKED`` is never called: what it stands for is an option of
-    attention."""
+    """Refuse a stage with none of ``ASKED``, which is never called, unless it stands for an
+    option of attention."""
     reasons, lack = [], f"it has none of {', '.join(ASKED)}"
     if not asked.options:
         reasons.append(f"{lack}, and its entry names no option of attention")
@@ -194,7 +193,7 @@ class Staged:
         self._views: dict[int, tuple[LayerView, list[LayerView]]] = {}
 
     def _keep_refusals(self, keepers: Sequence[int]) -> list[str]:
-        """Why pages cannot be dropped; nothing where no stage wants that."""
+        """Return reasons why pages cannot be dropped; none where no stage wants that."""
         reasons = []
         if len(keepers) > 1:
             reasons.append(f"the stages {keepers} all say which pages stay; leave one of them")
@@ -211,7 +210,7 @@ class Staged:
         return reasons
 
     def keep(self, layer: LayerView, slot: int, length: int, position: int) -> Tensor:
-        """Scores of the full pages of a request, fp32 ``[lane_heads, pages]``. Cold."""
+        """Score the full pages of a request, fp32 ``[lane_heads, pages]``. Cold."""
         assert self._keeper is not None, "no stage has keep"
         view = self._seen(layer)[1][self._keeper]
         pages = length // (layer.group.unit * layer.group.units_per_page)
@@ -221,7 +220,7 @@ class Staged:
         return scores
 
     def spec(self) -> AlgorithmSpec:
-        """The algorithm's, with the pools of all stages."""
+        """Return the algorithm's spec, with the pools of all stages."""
         own = [pool for link in self.links for pool in link.representations()]
         kept = self.keeping or any(pool.grain == "request" for pool in own)
         pools = (*self._spec.representations, *own)
@@ -276,7 +275,7 @@ class Staged:
         self.algorithm.truncated(self._seen(layer)[0], slot, length)
 
     def _seen(self, layer: LayerView) -> tuple[LayerView, list[LayerView]]:
-        """A layer as the algorithm sees it, and as each stage does; made once."""
+        """Return the views of a layer for the algorithm and for each stage; made once."""
         found = self._views.get(layer.layer)
         if found is None or found[0].step is not layer.step:
             pools = {spec.name: layer.pools[spec.name] for spec in self._spec.representations}

@@ -1,4 +1,4 @@
-"""A stream beside the current one, and what waits for whom."""
+"""A stream beside the current one, and marks by which streams wait for each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ URGENT = -1
 
 
 def mark_of(device: torch.device) -> torch.cuda.Event | None:
-    """All that the current stream was given, for a thread that waits; None on a CPU."""
+    """Record all work of the current stream, for a thread that waits; None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(blocking=True)
@@ -38,10 +38,10 @@ class SideStream:
 
     @contextmanager
     def behind(self, *tensors: Tensor) -> Iterator[None]:
-        """Queue what is called within here, behind all that the current stream was given.
+        """Queue the work of this context behind all that the current stream was given.
 
         Args:
-            tensors: that are read within and may be let go of afterwards.
+            tensors: tensors that are read within and may be let go of afterwards.
         """
         if self._stream is not None:
             self._queued = True
@@ -52,11 +52,11 @@ class SideStream:
             yield
 
     def event(self) -> torch.cuda.Event | None:
-        """One for ``mark``, where marks are made again and again."""
+        """Make an event for ``mark``, where marks are made again and again; None on a CPU."""
         return None if self._stream is None else torch.cuda.Event()
 
     def mark(self, event: torch.cuda.Event | None = None) -> torch.cuda.Event | None:
-        """All that was queued so far, for ``join``; in an event of the caller's, or a new one."""
+        """Mark all that was queued so far, for ``join``; in the caller's event, or a new one."""
         return None if self._stream is None else self._stream.record_event(event)
 
     def join(self, mark: torch.cuda.Event | None = None) -> None:

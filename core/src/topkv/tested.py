@@ -1,7 +1,7 @@
 """Versions of other packages that tests ran with: the ranges that packages of topkv declare.
 
-They are written once, in each ``pyproject.toml``, and read from the metadata of what is installed.
-What pip does not hold a package to stands in its extra ``tested``.
+The ranges are written once, in each ``pyproject.toml``, and read from the metadata of installed
+packages. A range that pip is not to enforce stands in the extra ``tested`` of a package.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from importlib import metadata
 
 
 def never_tested(package: str) -> list[str]:
-    """Packages that are installed in a version that the tests of another never ran with.
+    """List installed packages whose version the tests of ``package`` never ran with.
 
     Args:
         package: name of a distribution.
@@ -21,7 +21,7 @@ def never_tested(package: str) -> list[str]:
     """
     try:
         requires, own = metadata.requires(package) or [], metadata.version(package)
-    except metadata.PackageNotFoundError:  # its sources are on the path, and nothing says more
+    except metadata.PackageNotFoundError:  # its sources are on the path, without metadata
         return []
     found = []
     for name, bounds in _ranges(requires).items():

@@ -38,7 +38,7 @@ class IndexerShape:
     layers: tuple[int, ...] | None = None
 
     def selects_for(self, layer: int) -> bool:
-        """Whether a layer has an indexer of its own."""
+        """Return True if a layer has an indexer of its own."""
         return self.layers is None or layer in self.layers
 
 
@@ -87,7 +87,7 @@ class ModelShape:
         softcap: attention logits s become ``softcap * tanh(s / softcap)``; None for plain ones.
         first_layer: number of the first one, where a process holds only a part of the model.
             Layer numbers are the model's everywhere.
-        total_layers: those of the whole model, by which a configuration counts; None where the
+        total_layers: layers of the whole model, by which a configuration counts; None where the
             last one here is the model's last.
     """
 
@@ -242,7 +242,7 @@ class LayerView:
         group: its group.
         step: the step tensors.
         ring_k, ring_v: ``[max_requests, lane_heads, T, heads_per_lane, unit, D]`` strided
-            views of the ring; unit u of a lane lies at ring position ``u % T``. Read only. The
+            views of the ring; unit u of a lane is at ring position ``u % T``. Read only. The
             same rows, as they are stored, where a group has one plane. Of 0 positions where
             selections are regranulated: the ring has other units than the algorithm selects.
         pools: representation pools of this layer by name (``RepresentationSpec``): grain unit

@@ -1,4 +1,4 @@
-"""Units by kernels, of which an author writes the device functions alone.
+"""Units by kernels: an author writes device functions, and everything else is here.
 
     class Mean(ScoredUnits):  # in torch: representations, represent, score
         ...
@@ -6,7 +6,7 @@
     class MeanKernels(UnitKernels, Mean):
         represent_unit, score_tile = mean_of, product  # functions of triton.jit
 
-``topkv.ops.unit_kernels`` says what the two are given. Everything else is here: launches, scratch,
+``topkv.ops.unit_kernels`` has the arguments of both. Everything else is launches, scratch,
 page look-up, the ring, masks, and the ranking of scores. ``KeptByKernels`` alone is for stages,
 and for algorithms that score in kernels of their own.
 """
@@ -35,13 +35,13 @@ NARROW: dict[str, int] = {"TILE_U": 32, "TILES": 4, "STAGES": 3, "num_warps": 1}
 they read 88 % of what an H200 reads at best."""
 
 WIDE: dict[str, int] = {"TILE_U": 64, "TILES": 2, "STAGES": 3, "num_warps": 8}
-"""The same of more heads or channels, of which ``WIDE_D`` are taken at a time."""
+"""Launch constants for more heads or channels; ``WIDE_D`` channels are taken at a time."""
 
 WIDE_D = 64
 
 
 class KeptByKernels(KeepsUnits):
-    """Mix-in before a ``KeepsUnits``: what is kept of units is written by kernels. Needs Triton.
+    """Mix-in before a ``KeepsUnits``: kernels write representations of units. Needs Triton.
 
     Attributes:
         represent_unit: device function, see ``topkv.ops.unit_kernels``.
@@ -125,7 +125,7 @@ class KeptByKernels(KeepsUnits):
 
 
 class KeptOfTokens:
-    """Mix-in: what is kept of single tokens is written by kernels. Needs Triton.
+    """Mix-in: kernels write representations of single tokens. Needs Triton.
 
     The class behind it has ``model`` and ``group``, whose units may be of any size.
 

@@ -38,7 +38,7 @@ def tiny(*args):
 
 
 def refused(result, *words):
-    """Exit status 2, one error on stderr, nothing on stdout."""
+    """Check exit status 2, one error on stderr, nothing on stdout."""
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
@@ -73,7 +73,7 @@ def model():
     return geometry.build(geometry.config_of("tiny", None, 1024), CPU, torch.float32)
 
 
-# What comes out of the command.
+# Output of the command.
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_a_picture_is_drawn(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-# What is measured.
+# Measurements.
 
 
 @pytest.mark.parametrize("fill", ["pool", "prompt"])
@@ -263,7 +263,7 @@ def test_a_filled_pool_is_what_a_prompt_of_random_keys_leaves(model):
         made.close()
 
 
-# What does not fit, or is refused.
+# Cells that do not fit, or are refused.
 
 
 def test_a_cell_without_memory_is_a_row(monkeypatch):

@@ -32,7 +32,7 @@ def selection(writer, length, *, heads=2, select=5, units=40, rate=9830, layer=3
 
 
 def changed(before, after):
-    """Units of each lane that were not there before."""
+    """Count the units of each lane that were not there before."""
     pairs = zip(before.tolist(), after.tolist(), strict=True)
     return [len(set(new) - set(old)) for old, new in pairs]
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show: replayed drift, the offloaded cache, times of kernels."""
+"""Tests that need a GPU: replayed drift, the offloaded cache, times of kernels."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def ints(*values):
 
 
 def table_of(generator, steps, heads, width, units):
-    """Distinct units of each step and lane, -1 in some columns."""
+    """Make distinct units of each step and lane, -1 in some columns."""
     order = torch.rand(steps, heads, units, generator=generator).argsort(-1)[..., :width]
     gone = torch.rand(steps, heads, width, generator=generator) < 0.1
     return order.masked_fill(gone, -1).to(torch.int32)

@@ -1,4 +1,4 @@
-"""Memory is looked at before weights are made: who takes too much of a container is killed."""
+"""Checks of memory before weights are made: who takes too much of a container is killed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETS = [word for name, value in SPARSE.items() for word in ("--set", f"{name}={v
 
 @pytest.fixture
 def left(monkeypatch):
-    """What is left of a control group."""
+    """Sets the memory that is left of a control group."""
 
     def leave(size):
         found = HostMemory(64 * GIB, size, size, "of the control group /a")

@@ -43,7 +43,7 @@ def check_times(row):
 
 @needs_vllm
 def test_stock_vllm_and_a_limit(tmp_path):
-    """Two requests exceed it, one does not; what does not fit is not even started."""
+    """Two requests exceed the limit, one does not; cells that do not fit are not started."""
     grid = ("--contestants", "dense", "--requests", "2,1", "--kv-limit", "3MiB")
     over, row = rows_of(tmp_path, *grid, "--engine-arg", "block_size=32")
     assert (over["requests"], over["status"]) == (2, "over the limit")

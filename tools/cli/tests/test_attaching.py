@@ -1,4 +1,4 @@
-"""What doctor says of attaching: measured here, with reasons read from the system."""
+"""Doctor on attaching: figures that are measured here, and reasons read from the system."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CORE = min(os.sched_getaffinity(0))
 
 @pytest.fixture
 def system(tmp_path, monkeypatch):
-    """Writes the files that a system tells about itself in; 80 MiB are available."""
+    """Writes the files in which a system reports on itself; 80 MiB are available."""
     for name in ("_SYS", "_PROC"):
         monkeypatch.setattr(probes, name, tmp_path)
     (tmp_path / "meminfo").write_text("MemTotal: 999999 kB\nMemAvailable: 81920 kB\n")

@@ -18,7 +18,7 @@ from topkv_cli.group import topkv as command
 
 @pytest.fixture(autouse=True)
 def plugins(monkeypatch, tmp_path):
-    """One that is fine, one without its module, and two whose modules fail."""
+    """Plugins: one that is fine, one without its module, and two whose modules fail."""
     package = tmp_path / "topkv_made"
     package.mkdir()
     (package / "__init__.py").write_text("")

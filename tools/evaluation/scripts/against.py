@@ -1,11 +1,11 @@
-"""An algorithm against each other one, on the same contexts.
+"""Comparison of one algorithm with each other one, on the same contexts.
 
     python tools/evaluation/scripts/against.py RESULTS --row double_sparsity --out FILE
 
 RESULTS are files of rows, or folders of ``grid.py`` and ``topkv eval``. Rows of the same model,
 tokens, budget and dense layers are compared on the tasks that both have, context by context.
-Prints for each its mean, and how much more that is than that of ``--row``, with 95 % intervals:
-of contexts, drawn again within their task 10,000 times, so that kinds keep their parts.
+Prints for each its mean, and its difference from the mean of ``--row``, with 95 % intervals: over
+contexts, drawn again within their task 10,000 times, so that kinds keep their parts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Where = tuple[str, int, float, str]
 
 
 def read(paths: Sequence[Path]) -> Iterator[Row]:
-    """Rows of files, and of the results in folders, those that were refused left out."""
+    """Read the rows of files, and of results in folders, without refused ones."""
     files = [file for path in paths for file in (path.rglob(RESULTS) if path.is_dir() else [path])]
     for file in sorted(files):
         raw = file.read_bytes()
@@ -38,7 +38,7 @@ def read(paths: Sequence[Path]) -> Iterator[Row]:
 
 
 def cells_of(rows: Iterator[Row]) -> dict[Where, dict[str, dict[str, Row]]]:
-    """Rows by model, tokens, budget in percent and dense layers; by algorithm; and by task."""
+    """Sort rows by model, tokens, budget in percent and dense layers; algorithm; and task."""
     found: dict[Where, dict[str, dict[str, Row]]] = {}
     for row in rows:
         layers = ",".join(map(str, row["dense_layers"]))
@@ -48,7 +48,7 @@ def cells_of(rows: Iterator[Row]) -> dict[Where, dict[str, dict[str, Row]]]:
 
 
 def drawn(tasks: Sequence[np.ndarray], seed: int = 0) -> np.ndarray:
-    """Means over contexts that were drawn again within their tasks; ``[DRAWS]``."""
+    """Return means over contexts that are drawn again within their tasks; ``[DRAWS]``."""
     generator = np.random.default_rng(seed)
     sums = [
         values[generator.integers(len(values), size=(DRAWS, len(values)))].sum(1)
@@ -64,7 +64,7 @@ def interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def compared(field: str, row: dict[str, Row], other: dict[str, Row]) -> Row | None:
-    """One algorithm beside ``row``; None if they share no task."""
+    """Compare one algorithm with ``row``; None if they share no task."""
     both = [word for word in row if word in other and row[word]["data"] == other[word]["data"]]
     if not both:
         return None

@@ -1,15 +1,14 @@
-"""The grid of the tables: all algorithms on the mixture of tasks, on questions to report on.
+"""Grid of the tables: all algorithms on the mixture of tasks, on questions to report on.
 
     python tools/evaluation/scripts/grid.py --model DIR --out benchmarks/results/eval/grid \\
         --processes 6 --minutes 8
 
-A call measures what is not there yet until its minutes are over, several tasks at a time on one
-device; calls add up. ``--minutes 0`` measures nothing. Each writes what there is anew:
+A call measures missing cells until its minutes are over, several tasks at a time on one device;
+calls add up. ``--minutes 0`` measures nothing. Each call writes all results anew:
 ``MODEL-LENGTH.jsonl.xz`` with a row for each task, algorithm, budget and set of dense layers,
 ``MODEL-LENGTH.all.jsonl.xz`` with a row over all tasks for each of the last three,
 ``MODEL-LENGTH.md`` with tables, and ``MODEL-LENGTH.svg`` with plots over bytes. Figures have four
-digits. Rows of ``kvpress_rows.py --out OUT/parts/MODEL-LENGTH/kvpress`` are taken up with the
-others.
+digits. Rows of ``kvpress_rows.py --out OUT/parts/MODEL-LENGTH/kvpress`` are included.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ ALGORITHMS = (
 BUDGETS, DENSE = "1%,2%,5%,10%", ("none", "0-1")
 WORDS = ("facts", *(f"ruler:{name}" for name in MADE), "near_keys", "walk")
 QUESTIONS, PER_CONTEXT = 15, 3
-"""Questions of each of the fourteen tasks: 210 of a cell; facts have five contexts."""
+"""Questions of each of the fourteen tasks, 210 in a cell; and of each context of facts."""
 
 MEANS = ("kl", "nll_change", "agreement", "recall", "exact_recall")
 BYTES = ("device_bytes_per_token", "link_bytes_per_token", "context_bytes")
@@ -60,7 +59,7 @@ class Job:
 
 
 def run_job(job: Job) -> str:
-    """Measure until ``until``, a cell more at most; what there is stays in the folder.
+    """Measure until ``until``, a cell more at most; results stay in the folder.
 
     Returns:
         A line that says how far it came.
@@ -84,7 +83,7 @@ def run_job(job: Job) -> str:
 
 
 def jobs_of(args: argparse.Namespace, parts: Path) -> list[Job]:
-    """A job for each task, set of dense layers and some algorithms, the longest answers first."""
+    """Make a job for each task, dense layers and some algorithms, the longest answers first."""
     until = time.time() + 60 * args.minutes
     words = sorted(args.tasks, key=lambda word: word not in ("walk", "ruler:cwe"))
     every = split_algorithms(args.algorithms)
@@ -115,10 +114,10 @@ def jobs_of(args: argparse.Namespace, parts: Path) -> list[Job]:
 
 
 def mixtures(rows: Sequence[Row]) -> list[Row]:
-    """A row over all tasks for each algorithm, budget and set of dense layers.
+    """Make a row over all tasks for each algorithm, budget and set of dense layers.
 
-    Right answers are of all questions together, the others means over tasks; a cell that is not
-    there or was refused for one of the tasks gets the names of these as ``lacks``.
+    Right answers are of all questions together, other figures means over tasks. ``lacks`` names
+    the tasks for which the cell is missing or was refused.
     """
     words = {row["family"] for row in rows}
     groups: dict[tuple[object, ...], list[Row]] = {}
@@ -152,7 +151,7 @@ def _mixture(label: object, group: Sequence[Row], words: set[str]) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Right answers by algorithm and budget, as Markdown."""
+    """Return a table of right answers by algorithm and budget, as Markdown."""
     shares = sorted({row["nominal_percent"] for row in rows if row["plugin"]})
     lines = [["algorithm", "dense layers", *(f"{share:g} %" for share in shares)]]
     lines.append(["---"] * len(lines[0]))
@@ -170,7 +169,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _shown(row: Row | None) -> str:
-    """Right answers in percent; of some tasks alone with how many are lacking."""
+    """Return right answers in percent, with the number of lacking tasks, if any."""
     if row is None or row.get("accuracy") is None:
         return "-"
     lacks = f" (without {len(row['lacks'])} tasks)" if row.get("lacks") else ""
@@ -197,7 +196,7 @@ def summarize(rows: Sequence[Row], target: Path) -> None:
 
 
 def _lines(rows: Sequence[Row]) -> str:
-    """JSON lines of the rows, whose figures are rounded; without keys, which resuming needs."""
+    """Return rows as JSON lines with rounded figures; without keys, which resuming needs."""
     short = [{name: _short(row[name]) for name in row if name != "key"} for row in rows]
     return "".join(json.dumps(row) + "\n" for row in short)
 
@@ -209,7 +208,7 @@ def _short(value: object) -> object:
 
 
 def gathered(parts: Path) -> list[Row]:
-    """All rows below a folder, each once: dense attention is measured for every job of a task."""
+    """Read all rows below a folder, each once: every job of a task measures dense attention."""
     rows: dict[str, Row] = {}
     for path in sorted(parts.glob(f"*/{RESULTS}")):
         rows |= {row["key"]: row for row in read_rows(path.parent)}

@@ -1,11 +1,11 @@
-"""kvpress's presses on the questions of ``topkv eval``: rows of the same table.
+"""Presses of kvpress on the questions of ``topkv eval``: rows of the same table.
 
     python tools/evaluation/scripts/kvpress_rows.py --tasks facts --contexts 4096 --out results/
 
 Takes the options of ``topkv eval`` that say what is asked, and adds to the ``results.jsonl`` of
 the folder that it names. A press sees the context alone, as an algorithm does with ``--question
-sparse``; what it throws away is gone for every question. Needs kvpress, which is installed without
-its pins: ``pip install --no-deps kvpress cachetools peft fire``.
+sparse``; tokens that it throws away are gone for every question. Needs kvpress, which is installed
+without its pins: ``pip install --no-deps kvpress cachetools peft fire``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from topkv_evaluation.eval.tasks import Question, Task
 from topkv_transformers.support import shape_of
 
 PRESSES = {"snapkv": "SnapKVPress", "streaming_llm": "StreamingLLMPress", "quest": "QuestPress"}
-"""By the name of topkv's plugin; what kvpress lacks is a row with the reason."""
+"""Presses by the name of topkv's plugin; a press that kvpress lacks is a row with the reason."""
 
 MISSING = (
     "kvpress is not installed; pip install --no-deps kvpress cachetools peft fire puts it beside"
@@ -43,10 +43,10 @@ MISSING = (
 
 
 def make_press(name: str, ratios: Sequence[float]) -> Any:
-    """A press that throws away the share ``ratios`` of the context in each layer.
+    """Make a press that throws away the share ``ratios`` of the context in each layer.
 
     Raises:
-        LookupError: kvpress has none of this name.
+        LookupError: kvpress has no press of this name.
     """
     import kvpress
 
@@ -62,7 +62,7 @@ class Pressed:
     """A model, one context in its cache after a press, and questions about it.
 
     Args:
-        model: of Transformers, not attached.
+        model: model of Transformers, not attached.
         context: token ids.
         press: None for dense attention.
     """
@@ -71,7 +71,7 @@ class Pressed:
         self.model, self.length = model, len(context)
         self.cache = DynamicCache()
         tokens = torch.tensor([context], device=model.device)
-        # Transformers no longer passes the positions on that kvpress tells a prompt by.
+        # Transformers no longer passes on the positions by which kvpress knows a prompt.
         place = {"cache_position": torch.arange(self.length, device=model.device)}
         if press is None:
             self.first = self._read(tokens, **place)[-1]
@@ -86,14 +86,14 @@ class Pressed:
         ).logits[0]
 
     def forget(self) -> None:
-        """What came behind the context."""
+        """Forget all tokens behind the context."""
         for layer, kept in zip(self.cache.layers, self.kept, strict=True):
             layer.keys, layer.values = layer.keys[:, :, :kept], layer.values[:, :, :kept]
 
     def feed(self, tokens: Sequence[int], begin: int = 0) -> Tensor:
-        """Logits ``[n, V]`` behind each of the tokens, which follow ``begin`` others.
+        """Return logits ``[n, V]`` behind each of the tokens, which follow ``begin`` others.
 
-        One by one where layers keep several lengths, which have no mask in common.
+        Tokens are fed one by one where layers keep several lengths, which have no mask in common.
         """
         size, found = len(tokens) if len({*self.kept}) == 1 else 1, []
         for first in range(0, len(tokens), size):
@@ -103,7 +103,7 @@ class Pressed:
         return torch.cat(found)
 
     def answer(self, question: Question) -> list[int]:
-        """Tokens that are generated greedily."""
+        """Generate the tokens of an answer greedily."""
         self.forget()
         logits = self.feed(question.tokens)[-1] if question.tokens else self.first
         written = [int(logits.argmax())][: question.new_tokens]
@@ -113,19 +113,19 @@ class Pressed:
         return written
 
     def targets(self, question: Question) -> Tensor:
-        """Logits before each of the question's targets, which are fed."""
+        """Feed a question's targets, and return the logits before each."""
         self.forget()
         return self.feed(question.forced)[-len(question.targets) :]
 
     def bytes_read(self, question: Question) -> int:
-        """Of a step at the end of the question, in all layers."""
+        """Return the bytes that a step at the end of the question reads, in all layers."""
         each = [layer.keys[:, :, :1].nbytes * 2 for layer in self.cache.layers]
         sizes = zip(each, self.kept, strict=True)
         return sum(size * (kept + len(question.tokens)) for size, kept in sizes)
 
 
 def measure(cell: Cell, grid: Grid, forced: Forced) -> Row:
-    """The row of a press at a budget; the logits of dense attention are kept in ``forced``."""
+    """Make the row of a press at a budget; ``forced`` keeps the logits of dense attention."""
     model, task, layers = grid.model, cell.task, shape_of(grid.model).num_layers
     answers: list[list[int]] = []
     compared: list[tuple[int, Compared]] = []
@@ -167,7 +167,7 @@ def measure(cell: Cell, grid: Grid, forced: Forced) -> Row:
 
 
 def rows_of(plan: Plan, budgets: str, dense: Sequence[str], done: set[str]) -> Iterator[Row]:
-    """A row for each press, budget and set of dense layers that is not done."""
+    """Yield a row for each press, budget and set of dense layers that is not done."""
     layers = shape_of(plan.grid.model).num_layers
     skipped = [read_dense_layers(text, layers) for text in dense]
     for task in {id(cell.task): cell.task for cell in plan.cells}.values():

@@ -1,4 +1,4 @@
-"""Right answers before and behind a change, of the same questions.
+"""Comparison of right answers before and after a change, of the same questions.
 
     python tools/evaluation/scripts/pairs.py BEFORE BEHIND --out FILE
 
@@ -25,7 +25,7 @@ Cell = tuple[str, str, float, str]
 
 
 def rows_of(folder: Path) -> dict[Cell, dict[str, Row]]:
-    """Rows by algorithm, model, budget in percent and dense layers, and by task."""
+    """Read rows by algorithm, model, budget in percent and dense layers, and by task."""
     found: dict[Cell, dict[str, Row]] = {}
     for path in sorted(folder.rglob(RESULTS)):
         for row in read_rows(path.parent):
@@ -38,7 +38,7 @@ def rows_of(folder: Path) -> dict[Cell, dict[str, Row]]:
 
 
 def pairs(before: dict[Cell, dict[str, Row]], behind: dict[Cell, dict[str, Row]]) -> list[Row]:
-    """One row for each cell that both have, over the tasks that both asked the same of."""
+    """Make a row for each cell of both, over the tasks with the same questions in both."""
     found = []
     for cell in sorted(before.keys() & behind.keys()):
         old, new = before[cell], behind[cell]
@@ -62,7 +62,7 @@ def pairs(before: dict[Cell, dict[str, Row]], behind: dict[Cell, dict[str, Row]]
 
 
 def mean(found: Sequence[Row], seed: int = 0) -> tuple[float, float, float]:
-    """Mean of the points over cells, and its 95 % interval over tasks."""
+    """Return the mean of the points over cells, and its 95 % interval over tasks."""
     words = sorted(set.intersection(*(set(row["tasks"]) for row in found)))
     table = np.array([[row["tasks"][word] for word in words] for row in found])
     of_tasks = table.mean(0)

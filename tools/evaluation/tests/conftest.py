@@ -1,4 +1,4 @@
-"""A package index of one test alone, for what evaluation fetches; and scripts as modules."""
+"""Fixtures: a package index of one test alone, for files to fetch; and scripts as modules."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Index:
     """A folder of wheels that pip finds packages in, and a cache of its own.
 
     Attributes:
-        cache: where what was fetched is kept.
+        cache: folder of fetched files.
     """
 
     def __init__(self, folder):
         self.folder, self.cache = folder, folder / "cache" / "topkv"
 
     def add(self, name, **members):
-        """Write a wheel with files; what it takes to be fetched."""
+        """Write a wheel with files; return what it takes to fetch the wheel."""
         path, info = self.path(name), f"{name}-1.0.dist-info"
         with zipfile.ZipFile(path, "w") as made:
             for member, data in members.items():
@@ -36,7 +36,7 @@ class Index:
         return fetched.Wheel(f"{name}==1.0", hashlib.sha256(path.read_bytes()).hexdigest(), 1)
 
     def path(self, name):
-        """The file of a wheel."""
+        """Return the file of a wheel."""
         return self.folder / f"{name}-1.0-py3-none-any.whl"
 
 

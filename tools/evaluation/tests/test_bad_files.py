@@ -106,5 +106,5 @@ def test_a_prompt_that_is_no_text_is_refused(tmp_path):
     refused((*GENERATE, "--prompt-file", file), "prompt", "UTF-8", str(file))
     stdin = io.BytesIO(b"caf" + LATIN)
     refused((*GENERATE, "--prompt-file", "-"), "prompt", "UTF-8", stdin=stdin)
-    # What Python makes of bytes of the command line that are no UTF-8.
+    # As Python decodes bytes of the command line that are no UTF-8.
     refused((*GENERATE, "--prompt", "caf\udce9"), "prompt", "UTF-8")

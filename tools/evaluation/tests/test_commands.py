@@ -38,7 +38,7 @@ def call(*args, stdin=None):
 
 
 def refused(result, *words):
-    """Exit status 2, one error on stderr, nothing on stdout."""
+    """Check exit status 2, one error on stderr, nothing on stdout."""
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     assert "error: " in result.stderr
@@ -202,7 +202,7 @@ def test_an_empty_prompt_is_refused():
 
 
 def select(lengths, width=4, unit=4, heads=2):
-    """Rows of ids that the window selects, lane 0 of each request."""
+    """Return rows of ids that the window selects, lane 0 of each request."""
     shape = GroupShape((0,), unit, heads, 1, 8, torch.float32, 64, 8, 64, width, width, 2)
     slots = torch.arange(len(lengths), dtype=torch.int32)
     lengths = torch.tensor(lengths, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The checkpoint of the mixture: what it is, and that it answers, through topkv too."""
+"""The checkpoint of the mixture: its record, and its answers, through topkv too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_BYTES = 8_000_000
 
 
 def evaluated(*arguments):
-    """The rows of a run of the command."""
+    """Run the command and return its rows."""
     told = map(str, ("eval", "--json", "--device", "cpu", "--impl", "reference", *arguments))
     result = CliRunner().invoke(topkv, [*told], catch_exceptions=False)
     assert result.exit_code == 0, result.stderr

@@ -56,7 +56,7 @@ def run(model, task, text, share, batch=32, dense=()):
 
 @contextmanager
 def logits_of_steps(model):
-    """``[B, V]`` of every forward of one column: answers forgive what logits do not."""
+    """Record logits ``[B, V]`` of each forward of one column, which differ sooner than answers."""
     steps = []
 
     def keep(module, args, output):
@@ -301,7 +301,7 @@ def test_a_gpu_sees_what_its_steps_attend_to():
 
 
 def test_the_command_says_what_it_will_do_and_a_line_a_cell():
-    """Before anything is computed, and without a terminal, which a log or a pipe is."""
+    """It says so before anything is computed, and without a terminal, as in a log or a pipe."""
     asked = ("--algorithms", "quest,snapkv:window=9", "--budgets", "5%", "--forced", "0")
     done = CliRunner().invoke(topkv, ["eval", *FAST, *asked])
     assert done.exit_code == 0, done.stderr

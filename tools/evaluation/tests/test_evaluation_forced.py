@@ -68,7 +68,7 @@ def choice(text):
 
 
 def measure(model, task, *cells, dense=()):
-    """Rows of the baseline and of algorithms with their shares."""
+    """Return rows of the baseline and of algorithms with their shares."""
     made = [Cell(task, None, 1.0, tuple(range(LAYERS)))]
     made += [Cell(task, choice(text), share, tuple(dense)) for text, share in cells]
     return [*run_cells(made, Grid(model, **GRID), lambda cell: None)]
@@ -108,7 +108,7 @@ def test_everything_equals_dense_and_a_shuffled_selection_is_far_off(model):
 
 
 def test_logits_are_those_of_the_stock_model(model):
-    """What is kept of dense attention, at every token of every reference."""
+    """Kept logits of dense attention, at every token of every reference."""
     task = tasks.retrieval_task(700, questions=3, per_context=2, seed=5)
     forced = Forced.of(task, 3)
     config = config_of(Cell(task, None, 1.0, tuple(range(LAYERS))), Grid(model, **GRID))
@@ -171,7 +171,7 @@ def test_plain_text_is_compared_and_not_asked(model, prompts, monkeypatch):
 
 
 def test_bytes_of_a_token(model):
-    """All of the cache, a share of it, and that share with the index beside."""
+    """Dense attention reads all of the cache, others a share, with or without an index."""
     task = tasks.retrieval_task(768, questions=4, seed=3)
     texts = (("streaming_llm", 0.1), ("exact", 0.1), ("streaming_llm:buffer=4096", 0.1))
     dense, window, exact, large = measure(model, task, *texts)

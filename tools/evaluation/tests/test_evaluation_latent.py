@@ -40,7 +40,7 @@ FAMILIES = {
 BOTH = pytest.mark.parametrize("family", FAMILIES)
 LAYERS, TOPK, LONGEST, INDEX_DIM, NEW = 4, 16, 160, 32, 5
 EXACT_KEYS = "deepseek_dsa:keys=bf16"
-"""Of the model's dtype: the stock model does not quantize its own."""
+"""Index keys in the model's dtype: the stock model does not quantize them."""
 
 
 def tiny(family, **options):
@@ -111,7 +111,7 @@ def stock_answers(model, task):
 
 @torch.no_grad()
 def stock_mass(model, prompt):
-    """Attention mass of all keys at the last token, and what was selected: of each layer.
+    """Return each layer's attention mass of all keys at the last token, and its selection.
 
     Written out in float64 with keys of every head, which topkv never makes; RoPE as a product of
     complex numbers. The selection is what the stock module's indexer returned.
@@ -122,7 +122,7 @@ def stock_mass(model, prompt):
         selections.append(output[0, -1].long())
 
     def attended(module, args, given, output):
-        # An indexer is called within its attention; a layer without one goes by the last one.
+        # An indexer is called within its attention; a layer without one uses the last result.
         found.append((_mass(module, given), selections[-1]))
 
     for layer in model.model.layers:
@@ -156,7 +156,7 @@ def _mass(module, given):
 
 
 def oracle(model, task):
-    """Held mass and that of the best tokens, means over questions and layers."""
+    """Return held mass and the mass of the best tokens, means over questions and layers."""
     held, best = [], []
     for question in task.questions:
         for mass, chosen in stock_mass(model, whole(task, question)):
@@ -190,7 +190,7 @@ def test_rows_in_fp8_are_decoded():
 @BOTH
 @pytest.mark.parametrize(("keys", "width"), [("bf16", 4 * INDEX_DIM), ("fp8", INDEX_DIM + 4)])
 def test_a_step_reads_the_index_of_the_layers_that_have_one(family, keys, width):
-    """In rows of 32 + 8 float32, each of which is key and value at once."""
+    """Counted in rows of 32 + 8 float32, each of which is key and value at once."""
     task = random_task((LONGEST,), questions=1)
     row = run(tiny(family), task, f"deepseek_dsa:keys={keys}")[1]
     share = {"deepseek": 1, "glm": 1 / 2}[family]

@@ -33,7 +33,7 @@ CHAT = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What a newcomer has: a random Qwen3 of two layers, a tokenizer of 600 tokens, a template."""
+    """A newcomer's model: a random Qwen3 of two layers, a tokenizer of 600 tokens, a template."""
     target = tmp_path_factory.mktemp("models") / "qwen3-tiny"
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -81,7 +81,7 @@ def out(folder, tmp_path_factory):
 
 
 class Page(HTMLParser):
-    """Tags, and what they would load from elsewhere."""
+    """Parser of tags, and of what they would load from elsewhere."""
 
     def __init__(self, text):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The script of the grid: cells by hand, runs that are cut off, what it reads and writes."""
+"""The script of the grid: cells by hand, runs that are cut off, files that it reads and writes."""
 
 from __future__ import annotations
 

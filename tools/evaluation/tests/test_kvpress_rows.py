@@ -1,7 +1,7 @@
 """The script that runs kvpress's presses: its own loop beside topkv's, with a press that it makes.
 
-kvpress itself is pinned to another Transformers and is not there; what stands for it here keeps
-what it is told to, so that rows can be compared with what is computed by hand.
+kvpress itself is pinned to another Transformers and is not there; its stand-in here keeps the
+tokens that a test names, so that rows can be compared with figures by hand.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from topkv_cli.group import topkv as command
 
-MODEL = ("--model", "no-such-folder")  # whoever loads it refuses that instead
+MODEL = ("--model", "no-such-folder")  # the loader would refuse that instead
 PROMPT = ("--prompt", "a", *MODEL)
 
 

@@ -1,4 +1,4 @@
-"""The text with planted facts: what a prompt promises, for any size and seed."""
+"""The text with planted facts: promises of a prompt, for any size and seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RULER's tasks beside RULER: its own texts by checksum, its scoring, and what must hold."""
+"""RULER's tasks beside RULER: its own texts by checksum, its scoring, and other properties."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ THEIRS = {
 
 
 def squad():
-    """Eight articles of five paragraphs, a question of each, and one that has no answer."""
+    """Return eight articles of five paragraphs, each with a question, and one without answer."""
     data = []
     for a in range(8):
         paragraphs = []
@@ -56,7 +56,7 @@ def squad():
 
 
 def hotpotqa():
-    """Twelve questions over ten documents each, of ninety that they share."""
+    """Return twelve questions over ten documents each, of ninety that they share."""
     return [
         {
             "question": f"Which {i}?",
@@ -84,7 +84,7 @@ def tasks(tmp_path_factory):
 
 
 def digest(samples):
-    """Of all that RULER's lines say."""
+    """Return a checksum of all that RULER's lines hold."""
     lines = [
         {
             "input": s.context + s.question,
@@ -104,7 +104,7 @@ def test_the_text_is_rulers(tasks, name):
 
 
 def test_templates_are_the_published_ones():
-    """Table 2 and appendix B of the paper, and ``constants.py``."""
+    """They stand in table 2 and appendix B of the paper, and in ``constants.py``."""
     (single,) = MADE["niah_single_1"](count, 1000, 1, 0)
     query = re.search(r"number for (\S+) mentioned", single.question)[1]
     assert single.context.startswith(

@@ -30,7 +30,7 @@ GIVEN = (
 
 
 def kl_of(share):
-    """KL of exact top-k in nats, from the queries, keys and values of a trained model."""
+    """Return the KL of exact top-k in nats, from queries, keys and values of a trained model."""
     told = ("eval", "--json", "--device", "cpu", "--impl", "reference", *GIVEN)
     result = CliRunner().invoke(topkv, [*told, "--algorithms", "exact", "--budgets", share])
     assert result.exit_code == 0, result.output

@@ -56,7 +56,7 @@ def folder(tmp_path_factory):
 
 
 def lost(losses, pattern):
-    """What a pattern loses, layer by layer."""
+    """Sum up the loss of a pattern, layer by layer."""
     total, source = 0.0, None
     for layer, part in enumerate(pattern):
         source = layer if part == "F" else source
@@ -87,7 +87,7 @@ def test_the_best_of_all_patterns_is_found():
 
 @pytest.mark.parametrize("pattern", ["FSSS", "FSFS", "FFSS", "FFFF"])
 def test_a_layer_goes_by_the_layer_that_the_core_takes(pattern):
-    """Seen in the ids that an attached model attends with."""
+    """The ids that an attached model attends with show that."""
     model = tiny()
     with attach(model, {**SETTINGS, "share": pattern}) as handle, torch.inference_mode():
         paths = recall.watch(handle.coordinator)
@@ -106,8 +106,8 @@ def test_a_layer_goes_by_the_layer_that_the_core_takes(pattern):
 
 
 def activations(model, tokens):
-    """Of every layer float64 queries ``[n, H, D]`` and keys ``[n, Hkv, D]`` behind RoPE, its
-    input and what its attention adds ``[n, hidden]``; in a forward of the stock model."""
+    """Run the stock model; return of each layer float64 queries ``[n, H, D]`` and keys
+    ``[n, Hkv, D]`` behind RoPE, its input and what its attention adds ``[n, hidden]``."""
     seen, hooks = {}, []
 
     def keep(name):
@@ -136,14 +136,14 @@ def activations(model, tokens):
 
 
 def selected(ids, tokens):
-    """Tokens of lane ``ids [K]`` and of the newest unit, as a set."""
+    """Return the tokens of lane ``ids [K]`` and of the newest unit, as a set."""
     units = {int(i) for i in ids if i >= 0} | {(tokens - 1) // UNIT}
     return {t for t in range(tokens) if t // UNIT in units}
 
 
 def check_masses_are_those_of_float64():
-    """Of a budget that holds all, so that the stock model makes the same queries; the selections
-    are then cut down to those of random ids, which is what the rest is given."""
+    """The budget holds all, so that the stock model makes the same queries; selections are then
+    replaced by random ids before masses are measured."""
     model, steps = tiny(), 3
     tokens = torch.randint(256, (1, 90), generator=torch.Generator().manual_seed(5))
     prompt = Prompt(tokens[0, :-steps].tolist(), tokens[0, -steps:].tolist(), first=1)
@@ -181,7 +181,7 @@ def test_masses_are_those_of_float64():
 
 
 def check_what_is_shared_is_what_loops_say():
-    """Prompts of unequal length: each counts as much as any other."""
+    """Prompts have unequal lengths, and each counts as much as any other."""
     generator, prompts = torch.Generator().manual_seed(1), []
     for queries in (2, 5, 3):
         held = torch.rand((queries, 3, 3, 2), generator=generator) + 0.01

@@ -13,7 +13,7 @@ from topkv_evaluation.share.similarity import Shared
 
 
 def rewritten(function, old, new):
-    """A function with one change of its source, which must have ``old`` once."""
+    """Compile a function with one change of its source, which must have ``old`` once."""
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(old) == 1, f"{old!r} must stand once in {function}; follow its change"
     made = {}

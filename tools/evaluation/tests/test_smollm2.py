@@ -1,4 +1,4 @@
-"""A Llama of a GGUF file, and what is fetched by its hash."""
+"""A Llama of a GGUF file, and files that are fetched by their hash."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FIELDS = {
 
 
 def words():
-    """The words of a byte-level tokenizer, with two merges and three words of control."""
+    """Return the words of a byte-level tokenizer, with two merges and three control words."""
     from tokenizers import pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

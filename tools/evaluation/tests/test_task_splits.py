@@ -48,7 +48,7 @@ def catalogue():
 @given(st.integers(0, splits.MOST - 1), st.integers(0, splits.MOST - 1),
        st.integers(0, splits.MOST - 1), st.integers(0, splits.MOST - 1))  # fmt: skip
 def test_seeds_of_the_splits_cannot_meet(one, other, contexts, more):
-    """Not even with what is counted on to them: contexts, and RULER's own 42."""
+    """They cannot meet even with the numbers that are added: contexts, and RULER's own 42."""
     tuning = splits.seed_of(splits.TUNING, one) + ruler.SEED + contexts
     reporting = splits.seed_of(splits.REPORTING, other) + more
     assert tuning < reporting + ruler.SEED < 2**32, "numpy's generators take 32 bits"
@@ -78,7 +78,7 @@ NAMED = {
 
 
 def test_nothing_else_names_the_reporting_split():
-    """So whatever chooses a default, in any package, can only have read the other one."""
+    """So every default of any package can only have been chosen by the other split."""
     found = set()
     for folder in ("core", "plugins", "tools", "examples", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -105,7 +105,7 @@ def test_the_splits_ask_other_questions(catalogue, word):
 
 
 def test_the_splits_predict_other_text(catalogue):
-    """Windows may overlap, what is predicted may not: here by the places of the whole haystack."""
+    """Windows may overlap, predicted tokens may not: here by the places of the whole haystack."""
     prompts = catalogue().prompts
     whole = prompts.encode(" ".join(tasks.haystack(1 << 30, once=True)))
     places = []

@@ -1,7 +1,7 @@
-"""The checkpoint whose indexer was trained: its answers through topkv, and what fp8 keys find.
+"""The checkpoint whose indexer was trained: answers through topkv, and recall of fp8 keys.
 
-Random indexers say little about either: their scores are those of noise, and no answer hangs on
-what they select.
+Random indexers say little about either: their scores are noise, and no answer depends on their
+selection.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.slow
 
 TOKENS, TOPK, LAYERS = 2048, 256, 6
 PROMPTS = {1500: 1, 1999: 2}
-"""Seeds by length."""
+"""Seeds of prompts by length."""
 
 
 @pytest.fixture(scope="module")
 def trained():
-    """As it is saved, in bfloat16."""
+    """The checkpoint as it is saved, in bfloat16."""
     found = AutoModelForCausalLM.from_pretrained(
         DSA_CHECKPOINT, dtype="auto", local_files_only=True
     )
@@ -45,7 +45,7 @@ def ids_of(document):
 
 
 def through_topkv(model, document, **params):
-    """The answer, whose question is decoded token by token, and what its steps selected."""
+    """Decode a question token by token; return the answer, and the selections of its steps."""
     room = len(document.tokens) + VALUE_DIGITS
     settings = {"algorithm": "deepseek_dsa", "backend": "triton_attention", "params": params}
     sizes = {"max_requests": 1, "max_tokens": room, "max_request_tokens": room}
@@ -84,14 +84,14 @@ def test_answers_are_right_and_those_of_the_stock_model(trained, stock, length, 
     assert document.distance > length // 3 > TOPK, "a window could hold the answer"
     answer, selected = through_topkv(trained, document, **params)
     assert answer == stock[length] == document.expected
-    # Of every step but the last digit's, and of one more selection that warms the buffer.
+    # Selections of every step but the last digit's, and one more that warms the buffer.
     steps = ASK_BYTES + VALUE_DIGITS - 1
     assert selected >= LAYERS * steps * TOPK
     assert selected <= LAYERS * (steps + 1) * TOPK
 
 
 def test_an_indexer_that_was_not_trained_finds_no_answer(trained):
-    """Or the test above would say nothing."""
+    """Without this the test above would say nothing."""
     model = copy.deepcopy(trained)
     generator = torch.Generator().manual_seed(0)
     for layer in model.model.layers:
@@ -102,14 +102,14 @@ def test_an_indexer_that_was_not_trained_finds_no_answer(trained):
     assert through_topkv(model, document, keys="bf16")[0] != document.expected
 
 
-# What fp8 keys find of what bfloat16 keys select.
+# Selections of fp8 keys beside those of bfloat16 keys.
 
 
 @pytest.fixture(scope="module")
 def recorded(trained):
-    """Of each layer the index of a held-out document, and its mask of late rows' best tokens.
+    """Index of a held-out document in each layer, and masks of late rows' best tokens.
 
-    The masks, bool ``[1024, 2048]``, are those of unrounded bfloat16 keys and queries.
+    The masks, bool ``[1024, 2048]``, are made of unrounded bfloat16 keys and queries.
     """
     calls, hooks = [], []
     for layer in trained.model.layers:
@@ -137,12 +137,12 @@ def recorded(trained):
 
 
 def late(rows):
-    """Those of the second half."""
+    """Return the rows of the second half."""
     return rows[TOKENS // 2 :]
 
 
 def best(values):
-    """bool ``[m, n]``: the 256 best tokens of late rows, of those that they may see."""
+    """Mask the 256 best tokens of late rows, of those that they may see, bool ``[m, n]``."""
     visible = torch.arange(TOKENS) <= torch.arange(TOKENS // 2, TOKENS)[:, None]
     chosen = values.masked_fill(~visible, -torch.inf).topk(TOPK).indices
     return torch.zeros_like(visible).scatter_(1, chosen, True)

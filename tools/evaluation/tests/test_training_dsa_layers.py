@@ -86,7 +86,7 @@ def test_dense_forward_is_that_of_transformers(
 
 
 def target_oracle(attention: Any, x: Tensor) -> Tensor:
-    """p [B, n, n] in float64 from the weights, rotations as products of complex numbers."""
+    """Return p [B, n, n] in float64 from the weights, rotations as complex products."""
     weights = {name: value.double() for name, value in attention.state_dict().items()}
     nope, rope, heads = (
         attention.qk_nope_head_dim,

@@ -54,7 +54,7 @@ def base(recipe: Any) -> Any:
 
 @pytest.fixture
 def gated(recipe: Any, base: Any) -> Any:
-    """Three blocks of eight tokens a row."""
+    """A model with indexes: three blocks of eight tokens a row."""
     return recipe.gate_model.with_index(base, BLOCK, 3)
 
 
@@ -64,7 +64,7 @@ def tokens() -> Tensor:
 
 
 def forward(recipe: Any, model: Any, tokens: Tensor, rows: Tensor) -> tuple[Tensor, Any]:
-    """Logits, and the layers of the training behind them."""
+    """Return logits, and the layers of the training that made them."""
     layers = [recipe.gate_model.GateLayer(layer, rows) for layer in model.model.layers]
     return recipe.retrieval_model.causal_logits(model, tokens, layers), layers
 
@@ -84,7 +84,7 @@ def test_training_attends_to_everything(recipe, base, gated, tokens) -> None:
     assert first.report is None
     assert not logits.requires_grad
     assert last.report.requires_grad
-    # What the model itself selects is no longer everything.
+    # The model itself no longer selects everything.
     assert (gated(tokens).logits - base(tokens).logits).abs().max() > 1e-3
 
 

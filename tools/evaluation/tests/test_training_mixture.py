@@ -71,7 +71,7 @@ def test_documents_have_their_length_and_ask(recipe: SimpleNamespace) -> None:
 
 
 def answers_of(text: bytes, marks: bytes) -> list[tuple[str, str]]:
-    """What stands before each answer, and the answer."""
+    """Return the text before each answer, and the answer."""
     found, begin = [], None
     for place, mark in enumerate([*marks, 0]):
         if mark and begin is None:
@@ -217,7 +217,7 @@ def test_a_run_in_many_calls_is_the_same_to_the_bit(recipe, whole, tmp_path) -> 
 
 
 def test_a_call_that_was_cut_off_makes_its_steps_again(recipe, whole, tmp_path) -> None:
-    """What was done after the last save is lost, and its lines of the curve with it."""
+    """Steps after the last save are lost, and their lines of the curve with them."""
     run = run_of(recipe, tmp_path)
     go(run, 0.0)
     lost = run_of(recipe, tmp_path)
@@ -328,7 +328,7 @@ def test_a_finished_run_is_a_checkpoint_with_its_card(recipe, tmp_path) -> None:
 
 
 def test_scores_are_those_of_generation(recipe) -> None:
-    """Of prompts of several lengths, padded: each answer is the one that it gets alone."""
+    """Prompts of several lengths are padded: each answer is the one that it gets alone."""
     torch.manual_seed(0)
     model = recipe.script.model_of("tiny", 512).eval()
     rng = random.Random(0)

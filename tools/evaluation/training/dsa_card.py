@@ -129,7 +129,7 @@ def _scores(record: Mapping[str, Any]) -> str:
 
 
 def write_dsa_card(folder: Path) -> str:
-    """The card as Markdown; every figure comes from the folder's ``training.json`` and curve.
+    """Return the card as Markdown; all figures are from ``training.json`` and the curve.
 
     Raises:
         KeyError: the record lacks something, scores for instance when the run was cut short.

@@ -1,4 +1,4 @@
-"""Index scores of DeepSeek Sparse Attention, what they select, and the loss that trains them.
+"""Index scores of DeepSeek Sparse Attention, their selection, and the loss that trains them.
 
 DeepSeek-AI, "DeepSeek-V3.2", 2025, sections 2.1 and 2.1.1. A row t scores the tokens s <= t,
 ``I[t, s] = sum_j w[t, j] relu(q[t, j] . k[s])``, and attends to the top-k of them. The target of
@@ -25,7 +25,7 @@ BLOCK_ELEMENTS = 1 << 28
 
 @dataclass(frozen=True)
 class IndexRows:
-    """What the indexer of a layer made of a batch; see ``topkv.types.Index``.
+    """Index of a layer for a batch; see ``topkv.types.Index``.
 
     Attributes:
         q: [B, n, H^I, D^I].
@@ -39,7 +39,7 @@ class IndexRows:
 
 
 def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """Scores [B, Q, n] fp32 of the rows of ``q`` and ``weights`` for the tokens of ``k``."""
+    """Return scores [B, Q, n] fp32 of the rows of ``q`` and ``weights`` for tokens of ``k``."""
     batch, rows, heads, _ = q.shape
     products = torch.relu(q.float().flatten(1, 2) @ k.float().mT)
     products = products.view(batch, rows, heads, -1)
@@ -53,7 +53,7 @@ def attention_mass(q: Tensor, k: Tensor, allowed: Tensor, scaling: float) -> Ten
     Args:
         q: [B, H, Q, d] and k: [B, H, n, d].
         allowed: [B or 1, Q, n] bool, at least one token in each row.
-        scaling: of the products.
+        scaling: factor of the products.
     """
     products = (q.float() * scaling) @ k.float().mT
     products = products.masked_fill(~allowed.unsqueeze(1), float("-inf"))
@@ -96,7 +96,7 @@ def positions(rows: slice, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def selections(index: IndexRows, topk: int, elements: int) -> list[Tensor]:
-    """Masks [B or 1, Q, end] bool of the blocks of rows; a block ends at token ``end``."""
+    """Return masks [B or 1, Q, end] bool of the blocks of rows; a block ends at ``end``."""
     batch, tokens, heads = index.weights.shape
     return [
         select(

@@ -58,13 +58,13 @@ def index_parameters(model: DeepseekV32ForCausalLM) -> list[nn.Parameter]:
 
 
 def other_parameters(model: DeepseekV32ForCausalLM) -> list[nn.Parameter]:
-    """Every parameter but those of the indexers."""
+    """Return every parameter but those of the indexers."""
     index = {id(parameter) for parameter in index_parameters(model)}
     return [parameter for parameter in model.parameters() if id(parameter) not in index]
 
 
 def set_learning(model: DeepseekV32ForCausalLM, *, index: bool, others: bool) -> None:
-    """Which of the two parts of a model the next stage changes."""
+    """Set which of the two parts of a model the next stage changes."""
     for parameter in index_parameters(model):
         parameter.requires_grad_(index)
     for parameter in other_parameters(model):
@@ -98,7 +98,7 @@ def project_heads(attention: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Heads:
 
 
 def project_index(indexer: Any, x: Tensor, q_resid: Tensor, cos: Tensor, sin: Tensor) -> IndexRows:
-    """What the indexer makes of detached inputs, in the dtype of its weights."""
+    """Run the indexer on detached inputs, in the dtype of its weights."""
     dtype = indexer.wk.weight.dtype
     cos, sin = (angles.expand(x.shape[0], -1, -1) for angles in (cos, sin))
     rows = (tensor.detach().flatten(0, 1).to(dtype) for tensor in (x, q_resid, cos, sin))
@@ -136,7 +136,7 @@ class DsaLayer(nn.Module):
     """A decoder layer of Transformers with another way to its attention.
 
     Args:
-        layer: whose weights it uses.
+        layer: layer whose weights it uses.
         topk: tokens that a row attends to, chosen by the index; None for dense attention.
         learn: leave the indexer's loss in ``self.loss`` after each pass.
         measure: leave [2] of ``index_recall`` for this k in ``self.recall`` after each pass.
@@ -159,7 +159,7 @@ class DsaLayer(nn.Module):
     def forward(
         self, hidden: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any
     ) -> Tensor:
-        """[B, n, hidden] to the same; ``position_embeddings`` are cos and sin [1, n, rope]."""
+        """Map [B, n, hidden] to the same; ``position_embeddings`` are cos and sin [1, n, rope]."""
         attention = self.layer.self_attn
         x = self.layer.input_layernorm(hidden)
         heads = project_heads(attention, x, *position_embeddings)
@@ -167,7 +167,7 @@ class DsaLayer(nn.Module):
             out = dense_attention(heads, attention.scaling)
         else:
             index = project_index(attention.indexer, x, heads.q_resid, *position_embeddings)
-            # Scores and targets in fp32: bf16 would tie tokens that the index tells apart.
+            # Scores and targets in fp32: bf16 would tie tokens that the index ranks.
             with torch.autocast(hidden.device.type, enabled=False):
                 out = self._attend(heads, index, attention.scaling)
         hidden = hidden + attention.o_proj(out.transpose(1, 2).flatten(2))

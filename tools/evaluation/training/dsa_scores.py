@@ -33,7 +33,7 @@ DSA_TINY_PLAN = Plan((192, 384), 8, 4, 2, 16, 768)
 def own_forward(
     model: DeepseekV32ForCausalLM, seed: int, length: int, rows: int
 ) -> dict[str, Any]:
-    """What the model's own ``forward`` answers, and how often its likeliest byte is ours."""
+    """Score the model's own ``forward``, and how often its likeliest byte is ours."""
     batch = BatchMaker(standard_library_text("held_out"), model.device, seed)(rows, length)
     own = model(batch.tokens, use_cache=False).logits
     ours = causal_logits(model, batch.tokens, dsa_layers(model, model.config.index_topk))
@@ -48,13 +48,13 @@ def own_forward(
 def evaluate_dsa(
     model: DeepseekV32ForCausalLM, seed: int, plan: Plan, topks: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Scores of dense attention and of each k, printed on the way; ``seed`` is of the training."""
+    """Score dense attention and each k, and print scores; ``seed`` is of the training."""
     held_out = standard_library_text("held_out")
     rows = []
     for length in plan.lengths:
         for topk in (None, *topks):
             layers = dsa_layers(model, topk)
-            # A new maker for each line: all of them get the same documents.
+            # A new maker for each line: all lines get the same documents.
             maker = BatchMaker(held_out, model.device, seed + 1)
             row: dict[str, Any] = {"length": length, "topk": topk}
             row["many"] = score_many(model, maker, length, plan, layers)

@@ -1,4 +1,4 @@
-"""The three stages of training a DSA model: what a step of each does, and for how long.
+"""The three stages of training a DSA model: their steps and schedules.
 
 DeepSeek-AI, "DeepSeek-V3.2", 2025, section 2.1.1, has the last two; there the dense model was
 trained before. Rates and lengths are those of a small model on one GPU, not the report's.
@@ -28,7 +28,7 @@ from transformers import DeepseekV32ForCausalLM
 
 TRAINED = ("dense", "warm-up", "sparse")
 COLUMNS = ("text_nats", "answer_nats", "exact", "index_kl")
-"""What a step reports; that of the dense stage lacks the last."""
+"""Columns of a step's report; in the dense stage the last one is missing."""
 INDEX_RATE = 3.0
 """Learning rate of the indexer in the sparse stage, as a multiple of that of the model."""
 
@@ -82,7 +82,7 @@ def sparse_step(
 def prepare(
     name: str, model: DeepseekV32ForCausalLM, topk: int, dense: Layers | None = None
 ) -> Take:
-    """Set what a stage trains, and return its step for ``follow``.
+    """Set the parameters that a stage trains, and return its step for ``follow``.
 
     Args:
         dense: compiled layers for the dense stage, else its own.
@@ -121,14 +121,14 @@ def prepare(
 def recall(
     model: DeepseekV32ForCausalLM, batch: Batch, attended: int | None, topk: int
 ) -> tuple[list[list[float]], float]:
-    """Attention mass that the index holds and that the best tokens hold, and exact answers.
+    """Measure the attention mass of the index and of the best tokens, and exact answers.
 
     Args:
         attended: tokens of a row in this pass, chosen by the index; None for all.
         topk: tokens of the selection that is measured.
 
     Returns:
-        Of each layer [held, best], and the share of exact answers of the pass.
+        [held, best] of each layer, and the share of exact answers of the pass.
     """
     layers = dsa_layers(model, attended, measure=topk)
     device = batch.tokens.device.type
@@ -141,13 +141,13 @@ def recall(
 def observer(
     name: str, model: DeepseekV32ForCausalLM, maker: BatchMaker, topk: int, tokens: int
 ) -> Callable[[int], Row]:
-    """What a line of the curve adds to the means of the steps, on text held out from training.
+    """Return a function of further columns of the curve, on text held out from training.
 
     ``index_mass`` and ``best_mass`` are means over layers and late rows, in the attention that
     the stage trains (dense before the sparse stage); ``sparse_exact`` is always of the top-k.
 
     Args:
-        tokens: in a batch to look at.
+        tokens: tokens of a batch to look at.
     """
 
     def observe(length: int) -> Row:

@@ -25,12 +25,12 @@ DENSE_LAYERS = 1
 
 
 def gate_config(sizes: dict[str, int], positions: int) -> MiniMaxM3VLTextConfig:
-    """Settings of a model of 256 bytes that attends to everything and has no index yet.
+    """Return settings of a model of 256 bytes that attends to everything, without an index.
 
     As in MiniMax-M3, half of the channels of a head are rotated, and MLPs are clamped SwiGLU.
 
     Args:
-        sizes: of a shape of ``train_mixture.SHAPES``.
+        sizes: sizes of a shape of ``train_mixture.SHAPES``.
         positions: tokens that it is made for.
     """
     half = sizes["head_dim"] // 2
@@ -58,11 +58,11 @@ def gate_config(sizes: dict[str, int], positions: int) -> MiniMaxM3VLTextConfig:
 
 
 def with_index(model: MiniMaxM3VLForCausalLM, block: int, blocks: int) -> MiniMaxM3VLForCausalLM:
-    """The same weights with an untrained index in each layer but the first; only it may learn.
+    """Add an untrained index to each layer but the first; only the indexes may learn.
 
     Args:
         block: tokens of a block.
-        blocks: that a row attends to in each kv-head.
+        blocks: blocks that a row attends to in each kv-head.
     """
     layers = model.config.num_hidden_layers
     config = type(model.config).from_dict(
@@ -91,7 +91,7 @@ def projected(attention: Any, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple
 
 
 def block_mass(q: Tensor, k: Tensor, rows: Tensor, scaling: float, block: int) -> Tensor:
-    """fp32 ``[B, Hkv, R, U]``: the attention of rows on each block, mean over a kv-head's queries.
+    """Return rows' attention on each block, fp32 ``[B, Hkv, R, U]``, mean of a kv-head's queries.
 
     Args:
         q, k: ``[B, H, n, D]`` and ``[B, Hkv, n, D]``; ``n`` is a multiple of ``block``.
@@ -105,17 +105,17 @@ def block_mass(q: Tensor, k: Tensor, rows: Tensor, scaling: float, block: int) -
 
 
 def block_scores(q: Tensor, k: Tensor, rows: Tensor, block: int) -> Tensor:
-    """fp32 ``[B, H, R, U]``: the best product of a row of ``q`` with the keys of each block."""
+    """Return the best product of rows of ``q`` with each block's keys, fp32 ``[B, H, R, U]``."""
     products = q[:, :, rows].float() @ k.float().mT
     later = torch.arange(k.shape[2], device=k.device) > rows[:, None]
     return products.masked_fill(later, float("-inf")).unflatten(-1, (-1, block)).amax(-1)
 
 
 def gate_loss(mass: Tensor, scores: Tensor, rows: Tensor, block: int) -> Tensor:
-    """Mean over rows of KL(attention || softmax of scores) times the mass, in nats.
+    """Return the mean over rows of KL(attention || softmax of scores) times the mass, in nats.
 
-    Both are of the blocks before the row's own, which is always attended: a row that finds all it
-    needs there teaches nothing. Rows have a block before them.
+    Attention and scores are of the blocks before the row's own, which is always attended: a row
+    that finds all it needs there teaches nothing. Rows have a block before them.
     """
     own = torch.arange(mass.shape[-1], device=mass.device) >= (rows // block)[:, None]
     mass = mass.masked_fill(own, 0.0)
@@ -125,8 +125,8 @@ def gate_loss(mass: Tensor, scores: Tensor, rows: Tensor, block: int) -> Tensor:
 
 
 def mass_held(mass: Tensor, scores: Tensor, rows: Tensor, block: int, blocks: int) -> Tensor:
-    """fp32 ``[2]``: mean mass of the blocks that scores select, and of the best; the row's own is
-    among both."""
+    """Return mean mass of the blocks that scores select, and of the best, fp32 ``[2]``; the row's
+    own block is among both."""
     own = torch.arange(mass.shape[-1], device=mass.device) == (rows // block)[:, None]
     most = min(blocks, mass.shape[-1])
     held = [
@@ -138,11 +138,11 @@ def mass_held(mass: Tensor, scores: Tensor, rows: Tensor, block: int, blocks: in
 
 class GateLayer(nn.Module):
     """A decoder layer that attends to everything, and leaves ``[3]`` in ``self.report``: loss,
-    mass that its index holds, and that the best blocks hold. The loss has a gradient.
+    mass of the blocks of its index, and mass of the best blocks. The loss has a gradient.
 
     Args:
-        layer: of Transformers, whose weights it uses.
-        rows: the next call's rows to look at, ``[R]``.
+        layer: layer of Transformers, whose weights it uses.
+        rows: rows to look at in the next call, ``[R]``.
     """
 
     def __init__(self, layer: nn.Module, rows: Tensor) -> None:
@@ -154,7 +154,7 @@ class GateLayer(nn.Module):
     def forward(
         self, hidden: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any
     ) -> Tensor:
-        """``[B, n, hidden]`` to the same; ``position_embeddings``: cos and sin ``[1, n, d]``."""
+        """Map ``[B, n, hidden]`` to the same; ``position_embeddings``: cos, sin ``[1, n, d]``."""
         attention = self.layer.self_attn
         with torch.no_grad():
             x = self.layer.input_layernorm(hidden)
@@ -172,7 +172,7 @@ class GateLayer(nn.Module):
         self, attention: Any, x: Tensor, angles: tuple[Tensor, Tensor], q: Tensor, k: Tensor
     ) -> Tensor:
         index, rows = attention.indexer, self.rows
-        # fp32: bf16 would tie blocks that the index tells apart.
+        # fp32: bf16 would tie blocks that the index ranks.
         with torch.autocast(x.device.type, enabled=False):
             index_q, index_k = project(index, x.float(), tuple(each.float() for each in angles))
             mass = block_mass(q, k, rows, attention.scaling, index.block_size)

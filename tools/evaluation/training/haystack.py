@@ -22,7 +22,7 @@ PAGES = (
 )
 TARGET = ROOT / "tools/evaluation/src/topkv_evaluation/tasks/data/haystack.txt.xz"
 FEWEST, MOST = 5, 80
-"""Words of a sentence; others are leftovers of tables and code."""
+"""Fewest and most words of a sentence; others are leftovers of tables and code."""
 
 BLOCKS = re.compile(r"```.*?```|~~~.*?~~~|<!--.*?-->", re.DOTALL)
 DROPPED = re.compile(r"\s*(\||#|    |!\[|\$|>|<)")
@@ -32,7 +32,7 @@ END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 
 
 def sentences(page: str) -> Iterator[str]:
-    """Sentences of a page of Markdown, without code, tables, headings and links."""
+    """Yield sentences of a page of Markdown, without code, tables, headings and links."""
     kept = [line for line in BLOCKS.sub("", page).splitlines() if not DROPPED.match(line)]
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.)\s)", "\n".join(kept)):
         text = LINK.sub(r"\1", MARK.sub("", paragraph)).replace("`", "").replace("**", "")

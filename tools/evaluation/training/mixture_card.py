@@ -56,7 +56,7 @@ seed. Another kind of device rounds differently and gives other weights.
 
 
 def write_card(record: Mapping[str, Any]) -> str:
-    """The card as Markdown; every figure in it comes from ``record``, a read ``training.json``."""
+    """Return the card as Markdown; every figure comes from ``record``, the ``training.json``."""
     config, plan = record["config"], record["plan"]
     stages = [
         [f"{s['length']}", f"{s['rows']}", f"{s['steps']}",

@@ -1,8 +1,8 @@
 """Documents of the mixture: contexts with things hidden in them, questions, and the answers.
 
-Each maker is given a generator of random numbers and the room in bytes, and returns pieces of
-text, of which some are answers. The texts of the tasks are those that ``topkv eval`` asks by; what
-is drawn into them is drawn anew, and more is asked about one context than a task asks.
+Each maker gets a generator of random numbers and the room in bytes, and returns pieces of text, of
+which some are answers. Templates are those of the tasks of ``topkv eval``; their contents are
+drawn anew, and there are more questions about a context than a task asks.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from topkv_evaluation.tasks import (
 from topkv_evaluation.tasks.words import compounds, single_words
 
 Piece = tuple[str, bool]
-"""Text, and whether it is an answer."""
+"""Text, and True if it is an answer."""
 
 Maker = Callable[[random.Random, int], list[Piece]]
 
 
 @lru_cache(maxsize=1)
 def code() -> str:
-    """The sources that the checkpoints are trained on."""
+    """Return the sources that the checkpoints are trained on."""
     return standard_library_text("train").tobytes().decode("ascii")
 
 
 @lru_cache(maxsize=1)
 def prose() -> tuple[str, ...]:
-    """Sentences of Python's own help texts: English that no task hides its needles in."""
+    """Return sentences of Python's help texts: English in which no task hides its needles."""
     from pydoc_data.topics import topics
 
     text = " ".join(topics[name] for name in sorted(topics))
@@ -47,7 +47,7 @@ def prose() -> tuple[str, ...]:
 
 
 def filler(rng: random.Random, room: int) -> str:
-    """``room`` characters of source code."""
+    """Draw ``room`` characters of source code."""
     start = rng.randrange(len(code()) - room + 1)
     return code()[start : start + room]
 
@@ -57,7 +57,7 @@ def size(pieces: Sequence[Piece]) -> int:
 
 
 def facts(rng: random.Random, room: int, every: int = 160) -> list[Piece]:
-    """Source code with facts and, behind each, its question: one for ``every`` bytes."""
+    """Make source code with facts and, behind each, its question: one for ``every`` bytes."""
     count = max(1, room // max(every, 56))
     keys = walk.places(count, rng)
     values = [str(rng.randint(10000, 99999)) for _ in keys]
@@ -83,12 +83,12 @@ def facts(rng: random.Random, room: int, every: int = 160) -> list[Piece]:
 
 
 def dense_facts(rng: random.Random, room: int) -> list[Piece]:
-    """Nothing but facts and questions."""
+    """Make nothing but facts and questions."""
     return facts(rng, room, 56)
 
 
 def lookup(rng: random.Random, room: int) -> list[Piece]:
-    """Pairs of keys and values, then all the keys again in another order.
+    """Make pairs of keys and values, then all the keys again in another order.
 
     Keys of one letter are learned first, and longer ones from there. Values are not as short:
     all but their first letter follow from the one before, which is learned before the rest.
@@ -107,7 +107,7 @@ def lookup(rng: random.Random, room: int) -> list[Piece]:
 
 
 def chains(rng: random.Random, room: int) -> list[Piece]:
-    """Variables that hold other ones, nothing between, and a short question for each value."""
+    """Make variables that hold other ones, without noise, and a short question for each value."""
     letters, digits = rng.choice((1, 2, 3, 5)), rng.choice((2, 5))
     left = _names(rng, min({1: 26, 2: 300}.get(letters, room), 10 + room // 6), letters)
     lines, asked, used = list[list[str]](), list[list[Piece]](), 0
@@ -129,7 +129,7 @@ def chains(rng: random.Random, room: int) -> list[Piece]:
 
 
 def merged(rng: random.Random, lines: Sequence[Sequence[str]]) -> str:
-    """Lines of several chains, each in its order."""
+    """Merge lines of several chains, each in its order."""
     order = [i for i, own in enumerate(lines) for _ in own]
     rng.shuffle(order)
     taken = [iter(own) for own in lines]
@@ -137,7 +137,7 @@ def merged(rng: random.Random, lines: Sequence[Sequence[str]]) -> str:
 
 
 def tracked(rng: random.Random, room: int) -> list[Piece]:
-    """RULER's variable tracking: a worked example if there is room, chains in noise, questions."""
+    """Make RULER's variable tracking: worked example if there is room, chains, questions."""
     pieces: list[Piece] = []
     if room >= 1800:
         pieces = [*_tracked(rng, 850, 3, 4, 1), ("\n\n", False)]
@@ -148,7 +148,7 @@ def tracked(rng: random.Random, room: int) -> list[Piece]:
 def _names(
     rng: random.Random, count: int, letters: int, alphabet: str = string.ascii_uppercase
 ) -> list[str]:
-    """Names that all differ."""
+    """Draw names that all differ."""
     found: dict[str, None] = {}
     while len(found) < count:
         found["".join(rng.choices(alphabet, k=letters))] = None
@@ -178,7 +178,7 @@ def _tracked(rng: random.Random, room: int, letters: int, hops: int, many: int) 
 
 
 def hidden(rng: random.Random, room: int) -> list[Piece]:
-    """RULER's needles: kinds of key and value, how many of each, and the haystack are drawn."""
+    """Make RULER's needles: kinds of key and value, numbers of each, and haystack are drawn."""
     kind = rng.choice(("numbers", "numbers", "uuids"))
     key = rng.choice(("words", "words", "uuids")) if room >= 1500 else "words"
     values = rng.choice((1, 1, 2, 4)) if room >= 1000 else rng.choice((1, 1, 2))
@@ -188,7 +188,7 @@ def hidden(rng: random.Random, room: int) -> list[Piece]:
 
 
 def near(rng: random.Random, room: int) -> list[Piece]:
-    """Needles whose keys differ in a letter."""
+    """Make needles whose keys differ in a letter."""
     return _needles(rng, room, "near", ("letters", "numbers"), 1, 1)
 
 
@@ -235,7 +235,7 @@ def _needles(
 
 
 def _other(facts: Sequence[str], chosen: Sequence[str]) -> int:
-    """The first statement that is not asked for."""
+    """Return the number of the first statement that is not asked for."""
     return next(
         i for i, fact in enumerate(facts) if not any(f" {name} is" in fact for name in chosen)
     )
@@ -248,7 +248,7 @@ def _drawn(kind: str, rng: random.Random) -> str:
 
 
 def _pieces(rng: random.Random, hay: str, spare: int, kinds: tuple[str, str]) -> list[str]:
-    """A haystack of up to ``spare`` bytes."""
+    """Make a haystack of up to ``spare`` bytes."""
     found = list[str]()
     start = rng.randrange(len(prose()))
     while hay != "near":
@@ -267,7 +267,7 @@ def _pieces(rng: random.Random, hay: str, spare: int, kinds: tuple[str, str]) ->
 
 
 def walked(rng: random.Random, room: int) -> list[Piece]:
-    """Walks through one ring of places, from several of them."""
+    """Make walks through one ring of places, from several places."""
     asks = max(1, room // 1500)
     tail, room = list[tuple[int, int]](), room - len(walk.CONTEXT)
     line = len(walk.LINE.format(place="aaaa", after="aaaa")) + 1
@@ -292,7 +292,7 @@ def walked(rng: random.Random, room: int) -> list[Piece]:
 
 
 def counted(rng: random.Random, room: int) -> list[Piece]:
-    """RULER's common words (without its worked example) and frequent words."""
+    """Make RULER's common words (without its worked example) and frequent words."""
     if rng.random() < 0.5:
         length = max(1, (room - 400) // 60)
         coded = ["".join(rng.choices(string.ascii_lowercase, k=6)) for _ in range(length + 3)]
@@ -312,7 +312,7 @@ def counted(rng: random.Random, room: int) -> list[Piece]:
 
 
 def plain(rng: random.Random, room: int) -> list[Piece]:
-    """Source code or prose."""
+    """Make source code or prose."""
     if rng.random() < 0.5:
         return [(filler(rng, room), False)]
     return [(" ".join(_pieces(rng, "text", room, ("words", "words"))), False)]
@@ -323,13 +323,13 @@ MAKERS: dict[str, Maker] = {
     "vt": tracked, "needles": hidden, "near_keys": near, "walk": walked, "counted": counted,
     "plain": plain,
 }  # fmt: skip
-"""By the names of a stage's weights."""
+"""Makers by the names of a stage's weights."""
 
 
 def document(kind: str, seed: str, length: int) -> tuple[bytes, bytes]:
-    """A document of exactly ``length`` bytes, and for each byte whether it is of an answer.
+    """Make a document of exactly ``length`` bytes, and a mark for each byte of an answer.
 
-    What a maker leaves over is source code in front; what does not fit is cut off there.
+    Room that a maker leaves is source code in front; a text that is too long is cut off there.
     """
     rng = random.Random(seed)
     pieces = MAKERS[kind](rng, length)

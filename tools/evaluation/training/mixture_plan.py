@@ -1,4 +1,4 @@
-"""What is trained on at each step: lengths, mixture, learning rate. No clock is asked."""
+"""Plan of the training at each step: lengths, mixture, learning rate. Uses no clock."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Stage:
     Attributes:
         length: bytes of a document.
         rows: documents of a batch.
-        steps: how many.
+        steps: number of steps.
         weights: kinds of documents and how often each is drawn.
     """
 
@@ -49,13 +49,13 @@ FURTHER = (
     Stage(8192, 16, 1200, WHOLE),
     Stage(16384, 8, 400, WHOLE),
 )
-"""For weights that can look back already: 131,072 tokens a step, 1.72 billion in all."""
+"""Stages for weights that can look back already: 131,072 tokens a step, 1.72 billion in all."""
 
 STANDARD = (Stage(512, 256, 2500, {"facts": 1}), *FURTHER)
-"""Facts first, which a model learns to look back by; 2.04 billion tokens."""
+"""Stages with facts first, from which a model learns to look back; 2.04 billion tokens."""
 
 LONG = (*STANDARD, Stage(32768, 4, 200, WHOLE))
-"""For a model that is asked of twice the context, too; 2.07 billion tokens."""
+"""Stages of a model that is asked about twice the context, too; 2.07 billion tokens."""
 
 TINY = (Stage(96, 4, 6, {"lookup": 1, "chains": 1}), Stage(192, 2, 6, {"facts": 1, "plain": 1}))
 
@@ -66,7 +66,7 @@ class Plan:
 
     Attributes:
         stages: in order.
-        seed: of all documents.
+        seed: seed of all documents.
         peak: learning rate after the warm-up.
         warmup: steps during which the rate rises from 0 to the peak.
         floor: the rate at the end as a share of the peak; a cosine leads there.
@@ -87,7 +87,7 @@ class Plan:
         return sum(stage.steps * stage.rows * stage.length for stage in self.stages)
 
     def scaled(self, by: float) -> Plan:
-        """The same with more or fewer steps in each stage."""
+        """Return the plan with ``by`` times the steps in each stage."""
         stages = (replace(stage, steps=max(1, round(by * stage.steps))) for stage in self.stages)
         return replace(self, stages=tuple(stages))
 
@@ -99,7 +99,7 @@ class Plan:
         raise IndexError("the plan has no such step")
 
     def reaches(self, stage: Stage) -> int:
-        """The step behind a stage."""
+        """Return the first step behind a stage."""
         return sum(each.steps for each in self.stages[: self.stages.index(stage) + 1])
 
     def rate(self, step: int) -> float:
@@ -110,7 +110,7 @@ class Plan:
 
 
 Batch = tuple[Tensor, Tensor, Tensor]
-"""Bytes [B, n] uint8, whether each is of an answer [B, n] bool, and kinds [B] int64."""
+"""Bytes [B, n] uint8, marks of answers [B, n] bool, and kinds [B] int64."""
 
 
 class Batches(Dataset[Batch]):

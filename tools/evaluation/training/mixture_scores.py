@@ -1,4 +1,4 @@
-"""What a model of the mixture scores: tasks of ``topkv eval``, dense, greedy, by length."""
+"""Scores of a model of the mixture: tasks of ``topkv eval``, dense, greedy, by length."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH = 16
 
 @torch.inference_mode()
 def right(model: PreTrainedModel, task: Task) -> float:
-    """Mean score of a task's questions."""
+    """Return the mean score of a task's questions."""
     total = 0.0
     for first in range(0, len(task.questions), BATCH):
         asked = task.questions[first : first + BATCH]
@@ -34,7 +34,7 @@ def right(model: PreTrainedModel, task: Task) -> float:
 
 
 def _generated(model: PreTrainedModel, task: Task, asked: Sequence[Question]) -> list[list[int]]:
-    """Tokens behind each question, all together: padded on the left."""
+    """Generate tokens behind each question, all together, padded on the left."""
     prompts = [[*task.contexts[q.context], *q.tokens] for q in asked]
     width = max(map(len, prompts))
     tokens = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
@@ -52,14 +52,14 @@ def scores(
     lengths: Sequence[int],
     questions: int,
 ) -> list[dict[str, Any]]:
-    """A row for each task and length.
+    """Make a row for each task and length.
 
     Args:
-        model: as saved.
-        folder: of its tokenizer.
-        words: of ``topkv eval --tasks``.
-        lengths: in tokens.
-        questions: of each.
+        model: model as saved.
+        folder: folder of its tokenizer.
+        words: words of ``topkv eval --tasks``.
+        lengths: lengths in tokens.
+        questions: questions of each task and length.
     """
     rows = []
     catalogue = Catalogue(model, folder, lengths, questions, per_context=questions)

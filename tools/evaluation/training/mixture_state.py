@@ -1,4 +1,4 @@
-"""A run on the disk: the whole state, from which it goes on to the bit, the weights, the curve."""
+"""State of a run on disk: all that it needs to go on to the bit, weights, and curve."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PART_BYTES = 15 << 20
 def save_state(
     folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, run: dict[str, Any]
 ) -> None:
-    """Write everything, so that an interrupt leaves the old or the new.
+    """Write everything, so that an interrupt leaves the old or the new state.
 
     Beside the whole state the weights are kept, in parts and with the number of steps, for
-    another machine that gets no more than them.
+    another machine that gets the weights alone.
     """
     folder.mkdir(parents=True, exist_ok=True)
     whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **run}
@@ -45,7 +45,7 @@ def save_state(
 
 
 def read_state(folder: Path, plan: Any, device: torch.device) -> dict[str, Any] | None:
-    """The whole state; if it is not there the weights and their step; else None.
+    """Read the whole state; if it is not there the weights and their step; else None.
 
     Raises:
         ValueError: it is of another plan, or the parts are of different steps.
@@ -86,7 +86,7 @@ def _parts(folder: Path) -> dict[str, Any] | None:
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:
-    """The lines of the curve so far."""
+    """Read the lines of the curve so far."""
     path = folder / CURVE
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

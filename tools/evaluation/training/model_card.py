@@ -109,7 +109,7 @@ def _scores(record: Mapping[str, Any]) -> str:
 
 
 def write_model_card(record: Mapping[str, Any]) -> str:
-    """The card as Markdown; every figure in it comes from ``record``, a read ``training.json``.
+    """Return the card as Markdown; every figure comes from ``record``, the ``training.json``.
 
     Raises:
         KeyError: the record lacks something, scores for instance when the run was cut short.

@@ -47,7 +47,7 @@ class BatchMaker:
     Args:
         text: [n] uint8, the text to draw from.
         device: where batches are made.
-        seed: of all that is drawn.
+        seed: seed of all draws.
     """
 
     def __init__(self, text: np.ndarray, device: torch.device, seed: int) -> None:
@@ -94,7 +94,7 @@ class BatchMaker:
         return torch.randint(low, high, shape, generator=self._rng, device=self._device)
 
     def _places(self, rows: int, length: int, pairs: int) -> tuple[Tensor, Tensor]:
-        """Starts [B, pairs] of facts and of their questions: no two statements overlap."""
+        """Draw starts [B, pairs] of facts and of their questions: no two statements overlap."""
         count = 2 * pairs
         slack = self._integers(0, length - count * FACT_BYTES + 1, rows, count).sort(dim=1).values
         starts = slack + torch.arange(count, device=self._device) * FACT_BYTES
@@ -104,7 +104,7 @@ class BatchMaker:
         return places[..., 0], places[..., 1]
 
     def _random_keys(self, rows: int, pairs: int) -> Tensor:
-        """Letters [B, pairs, 4] of keys that all differ within a row."""
+        """Draw letters [B, pairs, 4] of keys that all differ within a row."""
         step = 2 * self._integers(0, _KEYS // 2, rows, 1) + 1
         step = torch.where(step % 13 == 0, step + 2, step)
         index = self._integers(0, _KEYS, rows, 1) + step * torch.arange(pairs, device=self._device)
@@ -113,7 +113,7 @@ class BatchMaker:
         return number[..., None] // powers % 26 + ord("a")
 
     def _random_values(self, rows: int, pairs: int) -> Tensor:
-        """Digits [B, pairs, 5], the first not 0."""
+        """Draw digits [B, pairs, 5], the first not 0."""
         digits = self._integers(0, 10, rows, pairs, VALUE_DIGITS)
         digits[..., 0] = self._integers(1, 10, rows, pairs)
         return digits + ord("0")

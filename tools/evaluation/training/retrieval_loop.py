@@ -24,7 +24,7 @@ def say(text: str) -> None:
 
 
 def adamw(parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves the gains of the norms alone."""
+    """Make an AdamW that decays matrices and leaves the gains of the norms alone."""
     parameters = list(parameters)
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
@@ -56,9 +56,9 @@ class Progress:
     Reports are added up on the device and read only when a line is printed.
 
     Args:
-        columns: what the entries of a report are, in order.
-        observe: given the length of the sequences, measures more for a line.
-        sink: is given each row as well.
+        columns: names of the entries of a report, in order.
+        observe: measures more for a line, from the length of the sequences.
+        sink: called with each row as well.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ def follow(
     take: Callable[[Batch, float], Tensor],
     progress: Progress,
 ) -> tuple[int, float]:
-    """``take(batch, rate)`` until ``seconds`` have passed, at least once.
+    """Call ``take(batch, rate)`` until ``seconds`` have passed, at least once.
 
     Args:
         take: makes one step at a learning rate and returns its report, on the device.

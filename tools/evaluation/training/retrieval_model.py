@@ -1,4 +1,4 @@
-"""The model that is trained, its forward pass without masks, and how it is saved."""
+"""Model of the training, its forward pass without masks, and its checkpoint."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def retrieval_config(max_length: int, *, tiny: bool = False) -> LlamaConfig:
 
 
 def causal_logits(model: PreTrainedModel, tokens: Tensor, layers: Layers | None = None) -> Tensor:
-    """Logits [B, n, 256] of full causal attention over ``tokens`` [B, n], none of them padding.
+    """Return logits [B, n, 256] of full causal attention over ``tokens`` [B, n] without padding.
 
-    The same as ``model(tokens).logits``, without the look for packed sequences, which would wait
+    Equals ``model(tokens).logits``, without the look for packed sequences, which would wait
     for the device in every step. Under autocast the rotary angles are rounded to its dtype, as
     they are in the saved model.
 
@@ -86,7 +86,7 @@ def save_checkpoint(model: ModelT, folder: Path) -> ModelT:
 
 
 def _drop_layer_types(path: Path) -> None:
-    """Leave those of equal layers to Transformers, whose versions name them differently."""
+    """Drop types of equal layers, which versions of Transformers name differently."""
     values = json.loads(path.read_text())
     if len({*values.get("layer_types", ())}) == 1:
         del values["layer_types"]

@@ -1,4 +1,4 @@
-"""How long the sequences and how large the steps are at each moment of a training run."""
+"""Schedule of a training run: length of sequences and learning rate at each moment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Stage:
     Attributes:
         length: tokens of a sequence.
         rows: sequences in a batch.
-        share: of the run's time, between 0 and 1.
+        share: share of the run's time, between 0 and 1.
     """
 
     length: int
@@ -59,7 +59,7 @@ class Schedule:
             raise ValueError(f"the shares of the stages must add up to 1, got {total}")
 
     def stage(self, fraction: float) -> Stage:
-        """The stage at ``fraction`` of the time; the last one from its beginning on."""
+        """Return the stage at ``fraction`` of the time; the last one from its beginning on."""
         end = 0.0
         for stage in self.stages:
             end += stage.share
@@ -68,7 +68,7 @@ class Schedule:
         return self.stages[-1]
 
     def rate(self, fraction: float) -> float:
-        """The learning rate at ``fraction`` of the time."""
+        """Return the learning rate at ``fraction`` of the time."""
         if fraction < self.warmup:
             return self.peak * fraction / self.warmup
         along = min(1.0, (fraction - self.warmup) / (1 - self.warmup))

@@ -26,15 +26,15 @@ METHOD = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What to evaluate.
+    """Plan of an evaluation.
 
     Attributes:
         lengths: tokens of the documents.
         many: questions at each length in documents full of facts.
         prompts: prompts at each length with one question at the end.
-        facts: planted in each of these prompts.
+        facts: facts planted in each of these prompts.
         sinks: tokens at their start that stay free of facts.
-        tokens_at_once: bound of a forward pass.
+        tokens_at_once: most tokens of a forward pass.
     """
 
     lengths: tuple[int, ...]
@@ -50,7 +50,7 @@ TINY_PLAN = Plan((192, 384), 8, 4, 2, 16, 768)
 
 
 def nats(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Cross-entropy [B, n - 1] in fp32: entry i is that of token i + 1 given those before it."""
+    """Return cross-entropy [B, n - 1] in fp32: entry i is of token i + 1 given those before it."""
     rows, length = tokens.shape
     flat = cross_entropy(
         logits.flatten(0, 1).float(), tokens.roll(-1, 1).flatten(), reduction="none"
@@ -59,7 +59,7 @@ def nats(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def answer_hits(logits: Tensor, tokens: Tensor, answers: Tensor) -> Tensor:
-    """Whether each answer is the greedy one.
+    """Return which answers are the greedy ones.
 
     Args:
         logits: [B, n, vocab].
@@ -83,7 +83,7 @@ def score_many(
     plan: Plan,
     layers: Layers | None = None,
 ) -> dict[str, Any]:
-    """Exact answers with a question for every 160 bytes, and loss of the bytes, at ``length``."""
+    """Score answers to a question for every 160 bytes, and the loss of bytes, at ``length``."""
     rows = max(1, plan.tokens_at_once // length)
     hits: list[Tensor] = []
     losses: list[Tensor] = []
@@ -116,7 +116,7 @@ def score_prompts(
     plan: Plan,
     layers: Layers | None = None,
 ) -> dict[str, Any]:
-    """Exact answers to the one question at the end of prompts; the answer ends at ``length``."""
+    """Score exact answers to the question at the end of prompts; answers end at ``length``."""
     rows = max(1, plan.tokens_at_once // length)
     hits: list[Tensor] = []
     for first in range(0, plan.prompts, rows):
@@ -139,7 +139,7 @@ def score_prompts(
 
 
 def evaluate(model: PreTrainedModel, seed: int, plan: Plan) -> dict[str, Any]:
-    """Scores of a model, printed as a table on the way; ``seed`` is that of its training."""
+    """Score a model, and print scores as a table; ``seed`` is that of its training."""
     held_out = standard_library_text("held_out")
     maker = BatchMaker(held_out, model.device, seed + 1)
     seen = BatchMaker(standard_library_text("train"), model.device, seed + 2)

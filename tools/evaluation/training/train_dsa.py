@@ -40,12 +40,12 @@ CURVE, RECORD = "curve.jsonl", "training.json"
 
 
 def state_file(folder: Path, name: str) -> Path:
-    """Weights in fp32 as a stage left them; no part of the checkpoint."""
+    """Return the file of weights in fp32 as a stage left them; no part of the checkpoint."""
     return folder / f"{name}.pt"
 
 
 def build(args: argparse.Namespace) -> DeepseekV32ForCausalLM:
-    """A new model, or the one that an earlier process left where the first stage is not dense."""
+    """Make a new model, or read an earlier process's if the first stage is not dense."""
     lengths = [s.length for schedule in args.schedules.values() for s in schedule.stages]
     config = dsa_config(max(*lengths, *args.plan.lengths), args.topk, tiny=args.tiny)
     model = DeepseekV32ForCausalLM(config).to(args.device).train()
@@ -112,7 +112,7 @@ def settings(args: argparse.Namespace, model: DeepseekV32ForCausalLM) -> dict[st
 
 
 def attention_kernels(device: str) -> AbstractContextManager[None]:
-    """On a GPU only kernels whose choice follows from shapes, whatever torch's version prefers."""
+    """Allow only kernels whose choice follows from shapes, on a GPU, with any version of torch."""
     if not device.startswith("cuda"):
         return nullcontext()
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

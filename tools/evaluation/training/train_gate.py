@@ -5,7 +5,7 @@
         --base build/mixture-blocks/checkpoint --out build/gate
 
 The model is frozen; the indexes learn where its attention falls. The checkpoint, its curve and
-``training.json`` lie in ``--out`` then: a model that selects for itself, in prompts too.
+``training.json`` are in ``--out`` then: a model that selects for itself, in prompts too.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from transformers import MiniMaxM3VLForCausalLM
 STAGES = (Stage(2048, 32, 600, WHOLE), Stage(4096, 16, 600, WHOLE), Stage(8192, 8, 200, WHOLE))
 LINE_STEPS = 25
 REPORT = ("loss", "held", "best")
-"""Of a line: the loss, and of attention the mass that the selected blocks hold and that the best
-do; means over layers with an index, and over documents that were not trained on before."""
+"""Figures of a line: loss, attention mass of the selected blocks, and of the best blocks; means
+over layers with an index, and over documents that were not trained on before."""
 
 
 def some_rows(count: int, block: int, length: int, seed: int) -> Tensor:
-    """``[count]`` positions that have a block before them."""
+    """Draw positions ``[count]`` that have a block before them."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(block, length, (count,), generator=generator)
 
 
 def train(model: MiniMaxM3VLForCausalLM, plan: Plan, args: argparse.Namespace) -> list[Any]:
-    """All steps of the plan; returns the lines of the curve, each of the steps since the last."""
+    """Run all steps of the plan; return lines of the curve, each of the steps since the last."""
     learning = [p for p in model.parameters() if p.requires_grad]
     optimizer, device = adamw(learning, plan.peak), model.device
     loader = DataLoader(

@@ -3,7 +3,7 @@
     PYTHONPATH=tools/evaluation/src:core/src python tools/evaluation/training/train_mixture.py \\
         --shape small --minutes 8 --out build/mixture-small
 
-Every call goes on where the last one ended: the state lies in ``--out``. When the steps of the
+Every call goes on where the last one ended: the state is in ``--out``. When the steps of the
 plan are done it writes the checkpoint into ``--out/checkpoint``.
 """
 
@@ -55,23 +55,24 @@ SHAPES = {
     "tiny": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
              "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64},
 }  # fmt: skip
-"""In bfloat16 ``small`` has 8.8 MB, ``deep`` 7.7 MB. Those of ``BLOCKS`` are MiniMax-M3s without
-experts, to which ``train_gate.py`` gives indexes; the others are Llamas."""
+"""Sizes of models by shape. In bfloat16 ``small`` has 8.8 MB, ``deep`` 7.7 MB. Shapes of
+``BLOCKS`` are MiniMax-M3s without experts, to which ``train_gate.py`` gives indexes; the others
+are Llamas."""
 
 BLOCKS = ("blocks", "tiny-blocks")
 
 WIDTHS = (*SHAPES["small"], "vocab_size")
-"""What must be equal in weights to begin from."""
+"""Settings that must be equal in weights to begin from."""
 
 REPORT = ("text", "answer", *(f"{kind} right" for kind in KINDS), *KINDS)
-"""Sums of a line: losses, and by kind the shares of right answer bytes and their documents."""
+"""Sums in a line: losses, and by kind the shares of right answer bytes and their documents."""
 
 
 def model_of(shape: str, positions: int) -> PreTrainedModel:
-    """A model of 256 bytes with random weights.
+    """Make a model of 256 bytes with random weights.
 
     Args:
-        shape: of ``SHAPES``.
+        shape: one of ``SHAPES``.
         positions: tokens that it is made for.
     """
     if shape in BLOCKS:
@@ -91,7 +92,7 @@ def model_of(shape: str, positions: int) -> PreTrainedModel:
 
 
 def losses(model: PreTrainedModel, batch: Batch, layers: Layers) -> tuple[Tensor, Tensor]:
-    """The loss, and a report, see ``REPORT``.
+    """Return the loss, and a report, see ``REPORT``.
 
     The loss is the mean of all bytes and, beside it, the mean of the answers: that of each
     document counts alike, however long it is.
@@ -114,7 +115,7 @@ def losses(model: PreTrainedModel, batch: Batch, layers: Layers) -> tuple[Tensor
 
 
 def line_of(total: Tensor, steps: int, step: int, length: int, rate: float) -> dict[str, Any]:
-    """A line of the curve, from the sum of the reports of ``steps`` steps."""
+    """Make a line of the curve, from the sum of the reports of ``steps`` steps."""
     sums = dict(zip(REPORT, total.tolist(), strict=True))
     row = {"step": step, "length": length, "rate": round(rate, 7)}
     row |= {name: round(sums[name] / steps, 4) for name in REPORT[:2]}
@@ -144,9 +145,9 @@ class Training:
     """A run, from its beginning or from what ``folder`` holds of it.
 
     Args:
-        plan: what to do at each step.
-        shape: of ``SHAPES``.
-        folder: of state and curve.
+        plan: plan of the steps.
+        shape: one of ``SHAPES``.
+        folder: folder of state and curve.
         device: where it is trained.
         weights: folder of a checkpoint of this shape to begin from; random weights if None.
 
@@ -203,7 +204,7 @@ class Training:
         return ramp * self.plan.rate(self.step)
 
     def take(self, batch: Batch, layers: Layers) -> None:
-        """One step, and a line of the curve where one is due."""
+        """Take one step, and write a line of the curve where one is due."""
         rate = self.rate()
         set_rate(self.optimizer, rate)
         loss, report = losses(self.model, batch, layers)
@@ -219,7 +220,7 @@ class Training:
             say(json.dumps(row))
 
     def go(self, seconds: float, layers: Layers, workers: int) -> None:
-        """Steps until the plan or ``seconds`` end; the state is saved now and then."""
+        """Take steps until the plan or ``seconds`` end; the state is saved now and then."""
         began = saved = time.monotonic()
         before = self.seconds
         on_gpu = self.device.type == "cuda"
@@ -266,7 +267,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _compiled(run: Training, own: Layers) -> Layers | None:
-    """Compiled layers, for the shapes of the steps that are left; None if that fails."""
+    """Compile layers, for the shapes of the steps that are left; None if that fails."""
     left = {(s.length, s.rows): s for s in run.plan.stages if run.plan.reaches(s) > run.step}
     maker = BatchMaker(standard_library_text("train"), run.device, 0)
     return compiled_layers(run.model, SimpleNamespace(stages=[*left.values()]), maker, own)

@@ -49,7 +49,7 @@ def make_optimizer(model: PreTrainedModel, rate: float) -> torch.optim.AdamW:
 
 
 def losses(model: PreTrainedModel, batch: Batch, layers: Layers) -> tuple[Tensor, Tensor]:
-    """The loss, and [3] fp32: loss of all bytes, loss of the answers, share of exact answers."""
+    """Return the loss, and [3] fp32: loss of all bytes, of answers, share of exact answers."""
     device = batch.tokens.device.type
     with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
         logits = causal_logits(model, batch.tokens, layers)
@@ -63,7 +63,7 @@ def losses(model: PreTrainedModel, batch: Batch, layers: Layers) -> tuple[Tensor
 def step(
     model: PreTrainedModel, optimizer: torch.optim.AdamW, batch: Batch, layers: Layers
 ) -> Tensor:
-    """One update; returns what ``losses`` reports, on the device."""
+    """Make one update; return the report of ``losses``, on the device."""
     loss, report = losses(model, batch, layers)
     loss.backward()
     update(optimizer)
@@ -73,7 +73,7 @@ def step(
 def compiled_layers(
     model: PreTrainedModel, schedule: Schedule, maker: BatchMaker, layers: Layers
 ) -> Layers | None:
-    """Compiled decoder layers, made for every stage's shape; None, said aloud, if that fails."""
+    """Compile decoder layers for every stage's shape; None, with a message, if that fails."""
     began = time.monotonic()
     # One entry for each stage's shape and mode; beyond the limit layers would run uncompiled.
     torch._dynamo.config.recompile_limit = 64

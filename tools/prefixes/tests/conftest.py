@@ -1,4 +1,4 @@
-"""What the tests of prefixes and storages share."""
+"""Fixtures that the tests of prefixes and storages share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent))  # storage_driver lies beside the tests
+sys.path.append(str(Path(__file__).parent))  # storage_driver is beside the tests
 
 from storage_driver import Maker
 
@@ -45,7 +45,7 @@ def make():
 
 @pytest.fixture
 def shelf():
-    """What the storage double ``shelf`` holds under the name ``test``."""
+    """The content of the storage double ``shelf`` under the name ``test``."""
     SHELVES["test"] = shelf = Shelf()
     yield shelf
     SHELVES.clear()
@@ -53,7 +53,7 @@ def shelf():
 
 @pytest.fixture
 def make_stored(shelf):
-    """Coordinators over the shelf; what is given goes into the setting ``storage``."""
+    """Coordinators over the shelf; keywords go into the setting ``storage``."""
     made = Maker()
     yield made
     made.close()

@@ -20,7 +20,7 @@ class Maker:
         self.made = []
 
     def __call__(self, options=(), **storage):
-        """What is given goes into the setting ``storage``."""
+        """Make a coordinator; keywords go into the setting ``storage``."""
         storage = {"name": "shelf", "params": {"shelf": "test"}, "least_tokens": 1, **storage}
         options = {"prefix_cache": "all", "storage": storage, **dict(options)}
         self.made.append(make_coordinator(tier("cpu"), **options))
@@ -32,7 +32,7 @@ class Maker:
 
 
 def run(coordinator, tokens=PROMPT, salt=b"", steps=3):
-    """A prompt and some steps behind it, with what they find: the tokens and the outputs."""
+    """Run a prompt and some steps; return the number of found tokens, and the outputs."""
     slot = coordinator.prefixes.begin(tokens, salt)
     found = coordinator.length(slot)
     outputs, pages = [], (len(tokens) - 1) // 4 * 4
@@ -50,6 +50,6 @@ def run(coordinator, tokens=PROMPT, salt=b"", steps=3):
 
 
 def stored(coordinator):
-    """What went to the storage, when all has gone."""
+    """Wait until everything is stored, and return the storage's counts."""
     coordinator.prefixes.storage.wait()
     return coordinator.prefixes.counts.storage

@@ -74,7 +74,7 @@ class PublishedMachine(RuleBasedStateMachine):
 
     @rule(first=st.integers(0, 2), count=st.integers(1, 6))
     def find(self, first, count):
-        """What is found can be held again."""
+        """Pages that are found can be held again."""
         keys = [bytes([first, place]) for place in range(count)]
         known = [key in self.known for key in keys]
         there = keys[: known.index(False)] if False in known else keys

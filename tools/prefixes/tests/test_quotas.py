@@ -81,7 +81,7 @@ class QuotaMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def release(self, data):
-        """Those of the request's own tenants go that went unused longest, and nobody else's."""
+        """Pages of the request's own tenants go, the longest unused first, and nobody else's."""
         pages = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         owner = {page: tenant_in(key) for key, page in self.known.items()}
         others = {page for rest in self.held for page in rest}

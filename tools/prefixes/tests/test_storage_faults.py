@@ -196,7 +196,7 @@ def test_a_child_leaves_the_storage_to_its_parent(make_stored, shelf, write):
 
 
 def test_a_child_that_gets_pages_lets_go_of_them(make_stored, shelf):
-    """Those that a thread of its parent was to fill."""
+    """These are pages that a thread of its parent was to fill."""
     run(make_stored())
     stored(make_stored())
     coordinator, gate = make_stored(), threading.Event()

@@ -23,14 +23,15 @@ RUNNING = 2
 """Requests of a history that run at a time."""
 
 PAGES = 24, 28, 60
-"""Of host pools in which those always fit: a prompt, its answer and a copy take ten."""
+"""Pages of host pools in which ``RUNNING`` requests always fit: a prompt, its answer and a copy
+take ten."""
 
 HISTORIES = st.integers(0, 2**32).map(lambda seed: history_of(random.Random(seed)))
-"""Drawn evenly: most of what hypothesis likes to draw fits into any host pool."""
+"""Histories, drawn evenly: most that hypothesis likes to draw fit into any host pool."""
 
 
 def history_of(draw):
-    """Mostly long prompts, of which a few begin alike: where each turns, what it goes on with, and
+    """Draw mostly long prompts, of which a few begin alike: where each turns, how it goes on, and
     its tokens."""
     steps = []
     for _ in range(draw.randint(10, 20)):
@@ -55,13 +56,13 @@ def prompt_of(drawn):
 
 
 def unattended(backend, q, *others):
-    """Nobody looks at what is attended to."""
+    """Return zeros as attention: nobody looks at them."""
     return torch.zeros_like(q), q.new_zeros(q.shape[:2])
 
 
 @contextmanager
 def in_order(pages_a_call):
-    """Everything that threads do for a storage is done at once, in calls of few pages."""
+    """Do everything that threads do for a storage at once, in calls of few pages."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill, "chunk_attention", unattended)
         patch.setattr(Workers, "add", lambda self, job: job())
@@ -71,7 +72,7 @@ def in_order(pages_a_call):
 
 
 def coordinator_of(path, pages, objects=None, write="write_through", least=1):
-    """A coordinator of some host pages, over files of which some fit."""
+    """Make a coordinator of some host pages, over files of which some fit."""
     storage = None
     if objects is not None:
         size = OBJECT * objects
@@ -92,21 +93,21 @@ def coordinator_of(path, pages, objects=None, write="write_through", least=1):
 
 
 def sizes_of(asked, pages, objects=None, write="write_through", least=1):
-    """The same for the simulator."""
+    """Return the sizes of ``coordinator_of`` for the simulator."""
     return Sizes(asked.page_bytes * pages, (objects or 0) * OBJECT, write, least)
 
 
 OBJECT = 4096 + 1152
-"""Bytes of a stored page of these coordinators: a header, and what ``test_tiers`` compares with
-theirs."""
+"""Bytes of a stored page of these coordinators: a header and the page; ``test_tiers`` compares
+them with the coordinators' own."""
 
 
 class Life:
     """A coordinator that lives a history.
 
     Attributes:
-        told: of each prompt its tokens, those that were found, and pages that came from the
-            storage until then.
+        told: for each prompt its tokens, the found ones among them, and pages that came from
+            the storage until then.
     """
 
     def __init__(self, coordinator, settle=lambda: None):
@@ -123,7 +124,7 @@ class Life:
         return self.told
 
     def run(self, drawn, answer, salt):
-        """A prompt, and an answer behind it."""
+        """Run a prompt, and an answer behind it."""
         if len(self.running) == RUNNING:
             self.end()
         tokens, prefixes = prompt_of(drawn), self.coordinator.prefixes
@@ -155,7 +156,7 @@ class Life:
         self.coordinator.prefixes.fetch(prompt_of(drawn), b"")
 
     def fork(self):
-        """A request goes on twice."""
+        """Fork a request, and go on with both."""
         if not self.running:
             return
         if len(self.running) == RUNNING:
@@ -166,7 +167,7 @@ class Life:
         self.running.append((twin, [*tokens, 6], salt))
 
     def again(self, less):
-        """A request goes back, and on with other tokens."""
+        """Cut a request, and go on with other tokens."""
         if not self.running:
             return
         slot, tokens, salt = self.running.pop()

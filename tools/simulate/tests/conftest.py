@@ -1,8 +1,8 @@
-"""Where modules that tests share are found."""
+"""Path of modules that tests share."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent))  # asked_histories lies beside the tests
+sys.path.append(str(Path(__file__).parent))  # asked_histories is beside the tests

@@ -1,4 +1,4 @@
-"""What is recorded, what is refused, and that the coordinator is left as it was."""
+"""Recordings: their content, refusals, and a coordinator that is left as it was."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def choose(coordinator, units):
 
 
 def bound(coordinator):
-    """Everything that a recorder puts a wrapper in the place of."""
+    """List everything that a recorder replaces by wrappers."""
     return [*coordinator.transfers, *coordinator.requests.transfers] + [
         path.transfer for path in coordinator.layers
     ]
@@ -87,7 +87,7 @@ def test_the_coordinator_is_left_as_it_was(coordinator):
     assert all(one is other for one, other in zip(bound(coordinator), before, strict=True))
 
     class Dropped(Exception):
-        """What the user's own code raises."""
+        """An error of the user's own code."""
 
     with pytest.raises(Dropped), recording(coordinator):
         raise Dropped
@@ -133,7 +133,7 @@ def test_requests_that_are_there_are_refused(coordinator):
 
 
 def test_steps_that_come_past_are_refused(coordinator):
-    """As a graph would that was captured before: it launches kernels, and calls nobody."""
+    """Steps of a graph that was captured before launch kernels, and call nobody."""
     before = bound(coordinator)
     choose(coordinator, [0, 1, 2])
     slot = coordinator.request_begin()

@@ -34,12 +34,12 @@ PROMPT = 9
 
 
 def trace_of(shape, buffer, rows, events, ids, limits):
-    """A trace of one group, whose recorded counts nobody looks at.
+    """Make a trace of one group, whose recorded counts nobody looks at.
 
     Args:
         shape: options of ``group_shape``.
         buffer: slots that the trace says it was recorded with.
-        rows: of the file.
+        rows: rows of the file.
         events: the leading columns of each.
         ids: ``[R, L, H, K]``.
     """
@@ -225,7 +225,7 @@ def tiny_trace(width, filled, picks):
 
 
 def least_misses(picks, held, slots):
-    """Every way to evict, tried."""
+    """Return the fewest misses, by trying every way to evict."""
     if not picks:
         return 0
     wanted, rest = set(picks[0]), picks[1:]
@@ -263,7 +263,7 @@ def test_the_formula_of_an_installed_policy_is_the_plans(case):
 
 
 def test_belady_can_be_run_again():
-    """What it knows of the future begins anew with each buffer."""
+    """Its knowledge of the future begins anew with each buffer."""
     picks = [[unit] for unit in (0, 1, 2, 0, 1, 3, 0, 3, 1, 2)]
     again = Replayer(tiny_trace(1, 0, picks))
     first = again.run([2], BELADY)[0].misses.sum()

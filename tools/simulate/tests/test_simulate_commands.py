@@ -55,7 +55,7 @@ def refused(done, *words):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """By the command."""
+    """Record a trace by the command."""
     path = tmp_path_factory.mktemp("traces") / "shipped.npz"
     sizes = ("--tokens", TOKENS, "--steps", STEPS, "--budget", 128, "--buffer", 160)
     done = call("record", path, *sizes, "--device", "cpu")

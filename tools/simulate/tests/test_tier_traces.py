@@ -1,4 +1,4 @@
-"""Traces of requests that are made by hand: what files may say, and what is known to be found."""
+"""Traces of requests by hand: what files may hold, and hits that are known."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ STORED = PAGE + HEADER
 
 
 def request(*blocks, tokens=None, answer=0):
-    """A line of a file, as those of Mooncake."""
+    """Return a line of a file, as those of Mooncake."""
     tokens = len(blocks) * BLOCK if tokens is None else tokens
     told = {"timestamp": 0, "input_length": tokens, "output_length": answer}
     return {**told, "hash_ids": list(blocks)}
 
 
 def found(lines, pages, objects=0, write="write_through", setup=SETUP, **sizes):
-    """Tokens of each prompt that are in host memory and in the storage."""
+    """Return the tokens of each prompt that are in host memory and in the storage."""
     asked = of_requests(lines, setup)
     sizes = Sizes((pages + 1) * asked.page_bytes, objects * asked.object_bytes, write, **sizes)
     counts = Tiers(asked, sizes).run()
@@ -136,7 +136,7 @@ USES = st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=9)
 
 
 def best_of(uses, room):
-    """The most hits of asked pages, by trying whatever may be held after each use."""
+    """Return the most hits of asked pages, by trying whatever may be held after each use."""
     states = {frozenset(): 0}
     for page, asked in uses:
         after: dict[frozenset[int], int] = {}
@@ -246,7 +246,7 @@ def test_pages_that_do_not_divide_a_block_are_refused(tmp_path):
 
 
 def test_a_line_of_any_depth_is_refused(tmp_path):
-    """And what is said of one that is not too deep to read."""
+    """Each gives one short reason, also one that is not too deep to read."""
     path = tmp_path / "deep"
     for depth in (*range(5, 100, 30), *range(900, 1010), 100_000):
         path.write_text(json.dumps(request(1)) + "\n" + "[" * depth + "]" * depth + "\n")

@@ -1,4 +1,4 @@
-"""What is found in the tiers of the simulator is what a coordinator finds, token for token."""
+"""Tiers of the simulator find what a coordinator finds, token for token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from topkv_testing.machines.lifecycle_model import make_coordinator
 from topkv_testing.tiers import tier
 
 FEW = settings(phases=[Phase.explicit, Phase.generate])
-"""A history takes half a second."""
+"""Settings for few examples: a history takes half a second."""
 
 TIERS = st.tuples(
     st.sampled_from(PAGES),
@@ -40,11 +40,11 @@ TIERS = st.tuples(
     st.sampled_from(WRITES),
     st.sampled_from([1, 9]),
 )
-"""Host pages, stored pages, when they are written, and tokens for which nobody asks."""
+"""Host pages, stored pages, when they are written, and the setting ``least_tokens``."""
 
 
 def lived(history, sizes, settle=None):
-    """What a coordinator of these sizes found and did, and what it asked for."""
+    """Run a history on a coordinator of these sizes; return what it found, did and asked for."""
     with tempfile.TemporaryDirectory() as path:
         coordinator = coordinator_of(path, *sizes)
         storage = coordinator.prefixes.storage
@@ -64,7 +64,7 @@ def lived(history, sizes, settle=None):
 
 
 def replayed(asked, sizes):
-    """The same of the simulator."""
+    """Replay a trace in the simulator; return what it found and did."""
     tiers = Tiers(asked, sizes_of(asked, *sizes))
     counts = tiers.run()
     found = [a + b for a, b in zip(counts.host, counts.stored, strict=True)]
@@ -76,7 +76,7 @@ def replayed(asked, sizes):
 
 
 def same(history, recorded, other):
-    """Found, fetched, stored and evicted as the coordinator did, in these sizes and in others."""
+    """Check that the simulator does as the coordinator, in these sizes and in others."""
     told, done, asked = lived(history, recorded)
     assert asked.object_bytes == OBJECT
     assert replayed(asked, recorded)[:2] == ([each[:2] for each in told], done)
@@ -86,7 +86,7 @@ def same(history, recorded, other):
 
 
 def check_histories(count):
-    """In so many histories, and return what coordinators did in all of them."""
+    """Check so many histories, and return what coordinators did in all of them."""
     seen = [0] * 6
 
     @settings(FEW, max_examples=count)
@@ -111,7 +111,7 @@ def test_many_recorded_histories_are_found_as_they_were():
 
 
 def fresh_first(self, keys):
-    """The first pages of a call go first."""
+    """Mark keys as used so that the first pages of a call go first."""
     for key in keys:
         self.held[key] = None
         self.held.move_to_end(key)
@@ -144,7 +144,7 @@ def test_a_simulator_that_breaks_a_rule_is_noticed(name, monkeypatch):
 
 
 def test_threads_find_the_same():
-    """Nothing is done in order here, but that what was to be stored is, before all goes on."""
+    """Nothing is in order here, but pages to be stored are stored before all goes on."""
 
     @settings(FEW, max_examples=4)
     @given(HISTORIES, st.sampled_from([6, 20, 1000]), st.sampled_from(WRITES[:2]))

@@ -129,7 +129,7 @@ def test_other_archives_are_refused(tmp_path):
 
 
 def member(shape, version=(1, 0)):
-    """An array of a file, without its values."""
+    """Return an array of a file, without its values."""
     dictionary = f"{{'descr': '<i4', 'fortran_order': False, 'shape': {shape}, }}".encode()
     text = dictionary.ljust(117) + b"\n"
     size = struct.pack("<H" if version == (1, 0) else "<I", len(text))
@@ -159,7 +159,7 @@ def test_there_is_no_file(tmp_path):
 
 
 def refused(trace, tmp_path, header=None, **arrays):
-    """The reasons against a trace of which something is changed; None leaves an array out."""
+    """Return the reasons against a trace that was changed; None leaves an array out."""
     path = saved(trace, tmp_path)
     with np.load(path) as file:
         found = {name: file[name] for name in file.files}

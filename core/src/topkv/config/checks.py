@@ -11,12 +11,12 @@ from typing import Any
 from topkv.messages import close, shown
 
 MOST = 2**31 - 1
-"""Of anything that is counted: tensors of ids are int32."""
+"""Upper bound of every count: tensors of ids are int32."""
 
 MOST_BYTES = 2**63 - 1
 MOST_LAYERS = 2**16
 DEEPEST = 16
-"""Containers in containers, in the value of a parameter."""
+"""Most containers within containers in the value of a parameter."""
 
 Check = Callable[[Any], Any]
 
@@ -139,7 +139,7 @@ def near(name: object, known: Iterable[str]) -> str:
 def clean(
     values: Mapping[Any, Any], checks: Mapping[str, Check], reasons: list[str], where: str = ""
 ) -> dict[str, Any]:
-    """The values that are right, in lowered form; why the others are not goes to ``reasons``.
+    """Return the values that are right, in lowered form; reasons against others go to ``reasons``.
 
     Args:
         values: by key; None counts as not set.

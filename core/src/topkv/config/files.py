@@ -1,5 +1,8 @@
-"""Reading a configuration file. Nothing in it may be lost without a word, or grow when it is read:
-keys that are written twice, YAML aliases and endless nesting are refused."""
+"""Reading a configuration file.
+
+Keys that are written twice, YAML aliases and endless nesting are refused, so that nothing is lost
+without a word or grows when it is read.
+"""
 
 from __future__ import annotations
 

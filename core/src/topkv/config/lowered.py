@@ -28,10 +28,10 @@ class LoweredGroup:
         selected_as: the geometry that the algorithm's setup and views have: ``shape`` itself, or
             the same lanes in units of one token where selections are regranulated, or with one
             unit less to select where the newest is attended in any case.
-        indexed: the algorithm goes by the model's own indexer.
+        indexed: the algorithm selects by the model's own indexer.
         tail: ``"forced"``, or ``"selectable"`` where the newest token competes in selections.
         scope: ``"kv_head"`` or ``"shared"``; with a single kv-head the shape is the same.
-        stages: what stands behind the algorithm, in order, with every parameter.
+        stages: the stages behind the algorithm, in order, with every parameter.
         selecting: layers that select for themselves; the others share what was selected in the
             layer before them. None of a dense group.
         ahead: they select for the step that follows, see ``topkv.carrying``.
@@ -51,7 +51,7 @@ class LoweredGroup:
 
     @property
     def regranulated(self) -> bool:
-        """Whether tokens are selected, and the larger units that hold them stored and attended."""
+        """True if tokens are selected, and the larger units that hold them stored and attended."""
         return self.selected_as.unit != self.shape.unit
 
     @property
@@ -83,7 +83,7 @@ class LoweredConfig(Settings[Never, int | None]):
             for each request, and page 0, which is never leased.
         capturable: every plugin of every group states that its decode methods can be captured in
             a CUDA graph, so that an engine may capture a step.
-        host_file: descriptor of a file that the host pool lies in; None for memory of this process
+        host_file: descriptor of a file that holds the host pool; None for memory of this process
             alone. Processes that map one file must do the same to the same pages in the same
             steps, so the pages are an engine's. It is not needed once a coordinator is made.
         settings: every value with its origin.

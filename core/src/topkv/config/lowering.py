@@ -242,7 +242,7 @@ def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConf
 def _selecting(
     model: ModelShape, layers: Sequence[int], plan: LayerPlan, indexed: bool
 ) -> tuple[int, ...]:
-    """Those of a group's layers that select for themselves."""
+    """Return the layers of a group that select for themselves."""
     if not plan.sparse:
         return ()
     if indexed:
@@ -251,7 +251,7 @@ def _selecting(
 
 
 def _plugins(known: Resolver, plan: LayerPlan, lowered: LoweredConfig) -> list[Plugin]:
-    """The plugins that work for a group."""
+    """Return the plugins that work for a group."""
     names = {
         "algorithm": plan.algorithm,
         "backend": lowered.backend,
@@ -287,7 +287,7 @@ def _shape(lowered: LoweredConfig, layers: list[int], plan: LayerPlan) -> GroupS
 
 
 def _in_tokens(shape: GroupShape, select: int) -> GroupShape:
-    """The same lanes in units of one token, of which ``select`` are selected."""
+    """Return the shape with units of one token, of which ``select`` are selected."""
     return evolve(
         shape,
         unit=1,

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from topkv.config.stages import StageSettings
 
 READERS = ("algorithm", "stage", "backend")
-"""Kinds that look into rows; others move and evict them."""
+"""Kinds that read rows of keys and values; others move and evict rows."""
 
 SELECTING = ("algorithm", "stage")
-"""Kinds that go by the units that are selected; others by those that are stored."""
+"""Kinds whose unit is the selected one; others work in stored units."""
 
 
 @frozen(kw_only=True)
 class LayerPlan:
-    """What one layer does, by which its plugins are checked. Layers with equal plans are a group.
+    """Plan of one layer, by which its plugins are checked. Layers with equal plans are a group.
 
     Attributes:
         residency: ``"sparse"``, ``"resident"`` or ``"streamed"``.
@@ -42,8 +42,8 @@ class LayerPlan:
         share, ahead: which layers of a group select, and for which step, see ``LayerSettings``.
         tail: ``"forced"``, or ``"selectable"`` where the newest token competes in selections.
             Forced where they are regranulated: only the ring has the open unit.
-        regranulate: the user allows it. What comes of it is ``selects``.
-        single_tokens: the algorithm selects nothing else.
+        regranulate: the user allows regranulation; ``selects`` says whether it happens.
+        single_tokens: the algorithm selects single tokens only.
         settings: the values with their origins.
 
     The last three take no part in comparisons.
@@ -85,13 +85,13 @@ class LayerPlan:
 
 
 def refusals(entry: PluginEntry, plan: LayerPlan, attention: str) -> Iterator[tuple[str, str]]:
-    """Reasons of a plugin against the attention, scope and unit of a layer, whatever the model.
+    """Yield reasons of a plugin against attention, scope and unit of a layer, whatever the model.
 
     Args:
         attention: ``"gqa"`` or ``"mla"``.
 
     Yields:
-        Two texts: what the plugin takes; what it got, and how to change that.
+        Two texts: the values that the plugin takes; the one that it got, and how to change that.
     """
     kind, caps = entry.kind, entry.capabilities
     unit = plan.selects if kind in SELECTING else plan.unit
@@ -106,7 +106,7 @@ def refusals(entry: PluginEntry, plan: LayerPlan, attention: str) -> Iterator[tu
 
 
 def all_refusals(entry: PluginEntry, plan: LayerPlan, config: LoweredConfig) -> Iterator[str]:
-    """All reasons of a plugin against a layer: ``refusals``, and those of model and device."""
+    """Yield all reasons of a plugin against a layer: ``refusals``, then model and device."""
     model, caps = config.model, entry.capabilities
     dtype = str(model.dtype).removeprefix("torch.")
     pairs = (

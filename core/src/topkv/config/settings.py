@@ -70,13 +70,13 @@ class LayerSettings:
 
     buffer: int | None = setting(checks.count)
     """tokens of the LRU buffer of a lane; twice the budget by default. Has to hold a selection; of
-    a regranulated one each token may lie in a unit of its own."""
+    a regranulated one each token may be in a unit of its own."""
 
     params: Mapping[str, Any] | None = setting(checks.parameters)
     """parameters of the algorithm."""
 
     stages: Sequence[str | Mapping[str, Any] | StageSettings] | None = setting(stages.stages, ())
-    """what stands behind the algorithm and refines its selections, in order: names of plugins, or
+    """stages that refine the selections of the algorithm, in order: names of plugins, or
     mappings with the ``name`` of one and its ``params``. An override replaces the whole list."""
 
     share: str | None = setting(checks.pattern, "F")
@@ -85,8 +85,8 @@ class LayerSettings:
     selected, and keep nothing to select by. Layers of a model with an indexer share as it says."""
 
     ahead: bool | None = setting(checks.flag, False)
-    """attend to what the query of the step before has selected, so that a step waits neither for
-    its selection nor for copies: both run beside the model, for the next step. Approximate: a
+    """attend to the selection of the step before, so that a step waits neither for its own
+    selection nor for copies: both run beside the model, for the next step. Approximate: a
     selection is a step old. Units that closed since are attended."""
 
 
@@ -107,13 +107,13 @@ class Settings(Generic[Unset, Size]):
     """name of a plugin, for all layers; an algorithm of long rows may state another."""
 
     observers: Sequence[str] | Unset = setting(checks.plugins, ())
-    """names of plugins that are told of every forward."""
+    """names of plugins that are called at every forward."""
 
     dense_layers: Sequence[int] | Unset = setting(checks.layer_numbers, ())
     """layers that attend to everything."""
 
     dense_residency: str | Unset = setting(one_of(DENSE), "resident")
-    """where they keep their KV: ``"resident"`` or ``"streamed"``."""
+    """where dense layers keep their KV: ``"resident"`` or ``"streamed"``."""
 
     page_tokens: int | Unset = setting(checks.count, 64)
     """tokens of a page, the grain of allocation; ``max_request_tokens`` is rounded up to it."""
@@ -130,9 +130,9 @@ class Settings(Generic[Unset, Size]):
     plugins have to allow, or ``"off"``."""
 
     prefix_cache: str | Unset = setting(one_of(("off", "prompt", "all")), "off")
-    """whether the engine lets prompts take over the pages of earlier ones with the same first
-    tokens: ``"off"``; of ``"prompt"`` those that hold prompts, which attended to everything; of
-    ``"all"`` those of generated tokens too, as the next turn of a chat wants."""
+    """which pages of earlier requests with the same first tokens a prompt takes over: none with
+    ``"off"``; with ``"prompt"`` pages of prompts, which attended to everything; with ``"all"``
+    pages of generated tokens too, as the next turn of a chat wants."""
 
     storage: StorageSettings | Mapping[str, Any] | None = setting(storages.storage)
     """where pages go that prompts may take over later, in other processes too: a mapping with the
@@ -169,7 +169,7 @@ class Settings(Generic[Unset, Size]):
     """how sparse layers keep keys and values in host memory: ``"model"`` as the model makes them,
     or ``"fp8"``, a byte an element and a scale for each token and kv-head. The device keeps the
     model's dtype; each token is rounded once, when it comes, so what is attended does not depend
-    on where it lay. Grouped-query attention only."""
+    on the tier that it was on. Grouped-query attention only."""
 
     host_layout: str | Unset = setting(one_of(LAYOUTS), "page_head")
     """``"page_head"``, ``"page_first"`` or ``"layer_first"``."""

@@ -109,7 +109,7 @@ class Resolver:
         return Plugin(record.entry, record.who, origin, defaults)
 
     def under(self, defaults: Sources) -> None:
-        """From here on these hold where no stronger source says anything."""
+        """Let defaults hold from here on, wherever no stronger source says anything."""
         self.sources = {**defaults, **self.sources}
 
     def choose(self, kind: str) -> Setting | None:
@@ -121,7 +121,7 @@ class Resolver:
         known = {r.name for r in self.registry.records() if r.kind == kind and r.entry}
         if len(usable) == len(known) == 1:
             return Setting(kind, usable[0], ONLY)
-        # The registry knows what failed to load, and how to mend it.
+        # The registry knows what failed to load, and how to fix it.
         broken = "".join(f"; did not load: {why}" for why in self.registry.failed(kind))
         if len(known) > 1:
             names = ", ".join(sorted(known))

@@ -1,4 +1,4 @@
-"""The setting ``stages``: what stands behind the algorithm, in order, with its parameters."""
+"""The setting ``stages``: plugins behind the algorithm, in order, with their parameters."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The settings ``storage``: which one, what goes to it, and how long a prompt waits for it; and
-quotas, of it and of the host pool."""
+"""The setting ``storage``, and quotas of the storage and of the host pool."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from topkv.messages import shown
 
 WRITES = ("write_through", "write_through_selective", "write_back")
 ANYBODY = "*"
-"""Who has no quota of its own."""
+"""Name that stands for all tenants without a quota of their own."""
 
 FETCHES = ("timeout", "wait_complete", "best_effort")
 
@@ -26,7 +25,7 @@ def seconds(value: Any) -> float:
 
 
 def limit(value: Any) -> float:
-    """How long a call may take: not 0 seconds, after which every call would count as hung."""
+    """Check the time limit of a call: with 0 seconds every call would count as hung."""
     right = type(value) in (int, float) and 0 < value <= 86400
     need(right, "be a number of seconds above 0, at most a day", value)
     return float(value)
@@ -70,7 +69,7 @@ class StorageSettings:
             ``"best_effort"``, which takes what a prefetch has brought by then.
         wait_s, wait_s_per_1k: seconds of ``"timeout"``: the first, and the second for every 1,024
             tokens that were asked for.
-        least_tokens: for fewer nobody asks.
+        least_tokens: the storage is not asked for fewer tokens.
         limit_s: seconds after which a single call counts as hung, whatever the policy.
         queue: bytes of copies that may wait to be stored; what is beyond is not stored.
         quotas: most bytes of each tenant in it, ``"*"`` for those that are not named; None for any

@@ -13,12 +13,12 @@ index heads, see ``topkv.types.Index``. There is one index key a token, whatever
 ``update``, ``retrieve_topk`` and ``correct`` are hot: no host sync, no allocation that a CUDA
 graph cannot replay, no shape that depends on data, no Python per request. They run on the current
 stream. Padded rows (slot -1) read and write nothing but their own rows of ``ids``. Rows of
-queries, keys and values may lie at any stride; heads and the last dimension are adjacent.
+queries, keys and values may have any stride; heads and the last dimension are adjacent.
 
 Over the life of a request come ``construct`` for each prompt chunk, ``settle`` when a prompt
 turns to decode and at every full period, then ``update`` and ``retrieve_topk`` in each step, and
 ``correct`` behind its attention. A fork copies what is keyed by slot and shares full pages;
-``truncated`` tells of a rollback or a truncation.
+``truncated`` reports a rollback or a truncation.
 
 Not there yet, and refused: several queries a row (Q is 1). Pages are shared by forks, and by
 requests with equal first tokens where ``AlgorithmSpec.prefix`` allows it.
@@ -42,7 +42,7 @@ from topkv.types import GroupShape, LayerView, ModelShape
 
 @frozen
 class RepresentationSpec:
-    """One pool that an algorithm keeps to score units by; the core allocates it.
+    """One pool that an algorithm keeps to score units with; the core allocates it.
 
     Attributes:
         name: key in ``LayerView.pools``.
@@ -84,13 +84,13 @@ class AlgorithmSpec:
             have room for no more; the core refuses further ones. None for any number.
         ring_tokens: least tokens of the ring that ``update`` reads; 0 where two units do.
         prefix: what another request with the same first tokens may take over: ``"pages"``,
-            representations and all, because those of a page depend on its keys alone;
+            representations included, because those of a page depend on its keys alone;
             ``"replay"``, after ``construct`` has seen the keys again; ``"none"``.
         prompt_tail: last prompt tokens that must be computed all the same, for algorithms that
             look at the queries of a prompt's end.
-        heads: what a selection goes by: ``"own"``, what the heads of its lane say, and no others;
-            ``"all"``, what all heads of the layer say, which no rank of several has;
-            ``"none"``, places alone.
+        heads: heads that a selection depends on: ``"own"``, the heads of its lane and no others;
+            ``"all"``, all heads of the layer, which no rank of several has; ``"none"``, none:
+            it depends on places alone.
     """
 
     representations: tuple[RepresentationSpec, ...] = ()
@@ -219,7 +219,7 @@ class Algorithm(Protocol):
     @optional
     @hookspec
     def correct(self, layer: LayerView, q: Tensor, ids: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Fold an estimate of what was not attended into what was, in place. Hot.
+        """Correct the attention output in place by an estimate for units that were left out. Hot.
 
         With part and part_lse for the units that were left out, attention over both is
         ``(exp(lse) * out + exp(part_lse) * part) / (exp(lse) + exp(part_lse))``: the estimate
@@ -230,8 +230,8 @@ class Algorithm(Protocol):
             q: ``[B, Q, H, D]`` post-RoPE queries.
             ids: int32 ``[N, K]`` the selection as the last of algorithm and stages left it, only
                 read. Attended are its closed units, and the open one.
-            out: ``[B, Q, H, Dv]`` in the dtype of q, rows at any stride: what was attended. Where
-                nothing was left out, and in padded rows, it stays as it is, to the bit.
+            out: ``[B, Q, H, Dv]`` in the dtype of q, rows at any stride: the attention output.
+                Where nothing was left out, and in padded rows, it stays as it is, to the bit.
             lse: fp32 ``[B, Q, H]``, contiguous: its natural log-sum-exp, -inf in padded rows.
         """
 
@@ -265,8 +265,8 @@ class Algorithm(Protocol):
     @optional
     @hookspec
     def truncated(self, layer: LayerView, slot: int, length: int) -> None:
-        """A request has lost its tokens from ``length`` on, by rollback, truncation, or a forward
-        that was dropped. Cold.
+        """Follow a request that lost its tokens from ``length`` on, by rollback, truncation, or a
+        forward that was dropped. Cold.
 
         For algorithms that derive request state from decoded tokens. Representations of units need
         nothing: a unit that is written again is represented again.

@@ -4,7 +4,7 @@ The core makes one instance per group: ``factory(setup)`` with a ``BackendSetup`
 factory for each implementation. It may allocate scratch for at most ``max_batch`` decode rows
 when it is made, not later.
 
-K and V come as strided views ``[slots, heads_per_lane, unit, D]`` of the pool in which they lie,
+K and V come as strided views ``[slots, heads_per_lane, unit, D]`` of the pool that holds them,
 the device buffer or, for streamed layers, mapped host memory; only the last dimension is
 certain to be contiguous. The byte offset of an element may exceed 2**31.
 
@@ -37,9 +37,9 @@ class BackendSetup:
         max_batch: most decode rows of a step.
         group_size: query heads per kv-head that ``attend`` is called with: those of the model, and
             further ones that a stage of the group adds.
-        options: what stages of the group ask of decode attention, by name, each with the
-            parameters of its stage: no name but of ``Capabilities.options`` of the entry. What a
-            name asks for is said by the package of the stage. Of dense groups there are none.
+        options: options of decode attention that stages of the group ask for, by name, each with
+            the parameters of its stage: no name but of ``Capabilities.options`` of the entry. The
+            package of the stage says what a name means. Dense groups have none.
     """
 
     model: ModelShape
@@ -124,7 +124,7 @@ class Backend(Protocol):
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        """``prefill``, but a query sees only the keys that it has selected. Cold.
+        """Attend as ``prefill``, but a query sees only the keys that it has selected. Cold.
 
         Args:
             q, k, v, q_start, k_start, out, lse: as in ``prefill``.

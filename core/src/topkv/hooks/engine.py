@@ -1,4 +1,4 @@
-"""Hook specs of an engine integration, which ``factory(setup)`` gives of an ``EngineSetup``."""
+"""Hook specs of an engine integration, which ``factory(setup)`` makes from an ``EngineSetup``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Engine(Protocol):
 
     @hookspec
     def refusals(self, model: object) -> list[str]:
-        """Why this engine cannot serve the model; empty if it can. Changes nothing."""
+        """Return reasons why this engine cannot serve the model, if any. Changes nothing."""
 
     @hookspec
     def attach(self, model: object, config: Any) -> Any:

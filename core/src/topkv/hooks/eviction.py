@@ -52,7 +52,7 @@ class Eviction(Protocol):
         misses: Tensor,
         slots: int,
     ) -> Tensor:
-        """Position of each slot in the eviction order after the step; position 0 is evicted first.
+        """Return the position of each slot in the eviction order after the step; 0 goes first.
 
         Victims of the step are the ``misses`` stale slots of lowest ``stale_rank``; the i-th of
         them takes the i-th missing unit in selection order.

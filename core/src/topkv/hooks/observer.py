@@ -24,7 +24,7 @@ class ObserverSetup:
     """The argument of the factory of an observer.
 
     Attributes:
-        config: what the coordinator was made for.
+        config: the configuration of the coordinator.
     """
 
     config: LoweredConfig
@@ -32,7 +32,7 @@ class ObserverSetup:
 
 @frozen
 class ForwardReport:
-    """The rows of a forward, and what can be counted: nothing is, unless it is called.
+    """Rows of a forward, and functions that count; nothing is counted unless one is called.
 
     ``transfers`` and ``totals`` wait for the device and are to be called within the hook that got
     the report: another thread would disturb a CUDA graph that is being captured. A report keeps
@@ -64,8 +64,8 @@ class Observer(Protocol):
 
     @hookspec
     def before_forward(self, report: ForwardReport) -> None:
-        """A forward begins: nothing is computed yet."""
+        """Called when a forward begins: nothing is computed yet."""
 
     @hookspec
     def after_forward(self, report: ForwardReport) -> None:
-        """A forward has ended on the host; the device may still be at work."""
+        """Called when a forward has ended on the host; the device may still be at work."""

@@ -1,5 +1,7 @@
-"""Hook specs of a stage, which stands behind an algorithm: it refines what the algorithm selects,
-corrects what was attended for what was not selected, or says which pages a request may lose.
+"""Hook specs of a stage, which stands behind an algorithm.
+
+A stage refines what the algorithm selects, corrects the attention output for units that were not
+selected, or says which pages a request may lose.
 
 ``factory(setup)`` gives one instance per group for a ``StageSetup``; an entry names a factory for
 each implementation. The setting ``stages`` lists stages in the order in which they are asked. One
@@ -12,7 +14,7 @@ One with ``keep`` scores the pages of a request that has grown longer than ``Sta
 says, and the core gives back those that are worth least, in all layers at once
 (``topkv.dropping``). The others move up: units are numbered anew, and the request has fewer
 tokens. A group has one such stage at most, and an algorithm with ``settle``, ``truncated`` or
-pools of grain ``"request"`` cannot stand before it: what it keeps of a request goes by the old
+pools of grain ``"request"`` cannot stand before it: what it keeps of a request uses the old
 numbers.
 
 A stage may keep representations of its own, in pools like those of an algorithm, and then has
@@ -23,7 +25,7 @@ prefixes.
 
 ``update``, ``refine`` and ``correct`` are hot: no host sync, no allocation that a CUDA graph
 cannot replay, no shape that depends on data, no Python per request. They run on the current
-stream. Rows of queries, keys and values may lie at any stride; heads and the last dimension are
+stream. Rows of queries, keys and values may have any stride; heads and the last dimension are
 adjacent.
 
 A stage may also stand for an option of attention. Its entry names the option
@@ -33,10 +35,10 @@ factory of the stage is asked first, so that it checks the parameters for all ba
 that does nothing else has no ``refine``, no ``correct``, no representations, and no call in any
 step.
 
-A stage is not told which candidates its algorithm promises to select, such as sinks: one that
+A stage does not know which candidates its algorithm promises to select, such as sinks: one that
 should keep them has a parameter for it. Defaults of a stage's entry are not read.
 
-Not there yet, and refused: behind an algorithm that goes by the model's own indexer, or that
+Not there yet, and refused: stages behind an algorithm that uses the model's own indexer, or that
 selects for the rows of a prompt too (``retrieve_prompt``); ``correct`` where the algorithm selects
 tokens of larger units; ``keep`` where an engine gives out the pages. Stages that ask further
 queries (``queries``) or guess a selection (``predict``): there are no such hooks, and a class that
@@ -62,10 +64,10 @@ from topkv.types import GroupShape, LayerView, ModelShape
 
 @frozen
 class Keeping:
-    """How many tokens a request keeps, for a stage with ``keep``. Whole pages go.
+    """Numbers of tokens that a request keeps, for a stage with ``keep``. Whole pages go.
 
     Attributes:
-        tokens: that stay when pages are given back.
+        tokens: tokens that stay when pages are given back.
         every: pages are given back when a request that decodes has so many more.
         first: tokens at the beginning that always stay, rounded up to pages.
         recent: newest tokens that always stay.
@@ -158,12 +160,12 @@ class Stage(Protocol):
     @optional
     @hookspec
     def correct(self, layer: LayerView, q: Tensor, ids: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Fold an estimate of what was not attended into what was, in place. Hot.
+        """Correct the attention output in place by an estimate for units that were left out. Hot.
 
         Args:
             layer: the layer.
             q, out, lse: as in ``Algorithm.correct``.
-            ids: int32 ``[N, K]`` what the last stage left, -1 anywhere; only read.
+            ids: int32 ``[N, K]`` units that the last stage left, -1 anywhere; only read.
         """
 
     @optional
@@ -176,9 +178,9 @@ class Stage(Protocol):
         Args:
             layer: the layer. Host ids follow from ``layer.step.page_table[slot]``.
             slot: request slot.
-            length: tokens of the request, those that are left.
-            position: of the token that it decodes next, with those counted that were given back:
-                ``length`` or more. Keys that RoPE has rotated go by such positions.
+            length: tokens of the request that are left.
+            position: position of the token that it decodes next, given-back tokens included:
+                ``length`` or more. RoPE has rotated keys by such positions.
             scores: fp32 ``[lane_heads, pages]`` of its full pages, owned by the core, every
                 element to be written, finite: pages with high scores stay. The core compares the
                 scores of a lane with each other alone.

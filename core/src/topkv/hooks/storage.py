@@ -26,12 +26,12 @@ from attrs import frozen
 from topkv.hooks.discovery import hookspec
 
 OWNER_BYTES = 8
-"""The first bytes of a key say whose the object is: pages of one owner, which is a tenant, begin
-alike, in all processes and of all models. Keys of stored sessions begin at random: they are
+"""First bytes of a key, which say whose the object is: pages of one owner, which is a tenant,
+begin alike, in all processes and of all models. Keys of stored sessions begin at random: they are
 nobody's."""
 
 Place = Sequence[np.ndarray]
-"""Where an object lies in memory: the parts that it consists of, one behind the other. Each is
+"""Memory of an object: the parts that it consists of, one behind the other. Each is
 uint8, of one dimension and contiguous. The same object may be cut into other parts elsewhere."""
 
 
@@ -41,9 +41,9 @@ class StorageSetup:
 
     Attributes:
         params: every parameter of the entry, those that the user set among them.
-        object_bytes: of the largest object there will be.
-        memory: uint8, the host pool, in which most parts lie, for storages that register memory;
-            small parts lie elsewhere. It stays until ``close`` has returned.
+        object_bytes: bytes of the largest object there will be.
+        memory: uint8, the host pool, which holds most parts, for storages that register memory;
+            small parts are elsewhere. It stays until ``close`` has returned.
         quota_of: how many bytes the objects of an owner may have together; None for any number,
             and None instead of a function where nobody has a quota. Storages that do not say
             ``Capabilities(quotas=True)`` never get one.
@@ -57,10 +57,10 @@ class StorageSetup:
 
 @frozen
 class StorageUsage:
-    """What a storage holds.
+    """Bytes and objects that a storage holds.
 
     Attributes:
-        bytes, objects: now; other processes may be at work in it.
+        bytes, objects: numbers now; other processes may be at work in it.
     """
 
     bytes: int
@@ -72,9 +72,9 @@ class Storage(Protocol):
 
     @hookspec
     def exists(self, keys: Sequence[bytes]) -> int:
-        """How many of the first ``keys`` are there, up to the first that is not.
+        """Count the first ``keys`` that are there, up to the first that is not.
 
-        It is believed as a hint: what it counts may be gone a moment later. Asked once for all
+        The count is a hint: an object may be gone a moment later. Called once for all
         pages of a prompt, in order and before any of them is read, so it says what is used.
         """
 
@@ -112,11 +112,11 @@ class Storage(Protocol):
 
     @hookspec
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Let objects go, those of ``keys`` that are there."""
+        """Let go of the objects under ``keys`` that are there."""
 
     @hookspec
     def usage(self) -> StorageUsage:
-        """How much is held now, for people to read."""
+        """Return how much is held now, for people to read."""
 
     @hookspec
     def close(self) -> None:

@@ -25,7 +25,7 @@ class TopKSetup:
 
     Attributes:
         rows, columns, select: most rows and columns of scores, and K.
-        device: where they lie.
+        device: where the scores are.
     """
 
     rows: int

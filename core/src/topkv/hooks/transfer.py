@@ -1,4 +1,4 @@
-"""Hook specs of a transfer engine: who lies where, and what moves between the tiers.
+"""Hook specs of a transfer engine: places of units, and copies between the tiers.
 
 The core makes one instance per group:
 ``factory(setup)`` with a ``TransferSetup``; an entry names a factory for each implementation.

@@ -1,4 +1,4 @@
-"""Keys and values on both tiers: where they lie, and in which form.
+"""Keys and values on both tiers: their places and their form.
 
 Reading order: ``layout`` (the address of an entry in the host pool), ``token_format`` (the stored
 form of a token, packed by ``fp8_kernels``), ``host_pool`` (pages and leases, in memory of

@@ -11,7 +11,7 @@ from topkv.kv.host_pool import HostKVPool, PageAllocator
 
 
 class EnginePages(PageAllocator):
-    """Page ids that an engine gives out. Counted is how many requests hold each.
+    """Page ids that an engine gives out, with a count of the requests that hold each.
 
     An id may be handed over to any number of requests, at any time: which ids are free is the
     engine's business, and none is leased here.

@@ -83,7 +83,7 @@ def _bfloat16_bits(x):
 
 
 def encode_fp8(rows: Tensor, out: Tensor, latent: int, tile: int, rope: int) -> None:
-    """Rows ``[n, 1, latent + rope]`` to uint8 ``[n, 1, bytes]``, last dimensions contiguous."""
+    """Pack rows ``[n, 1, latent + rope]`` to uint8 ``[n, 1, bytes]``, last dims contiguous."""
     grid = (triton.cdiv(rows.shape[0], ROWS), latent // tile)
     encode_kernel[grid](
         *(rows, out, rows.shape[0], rows.stride(0), out.stride(0)),

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 _CODE = (type, ModuleType, FunctionType)
-"""Reaches the names of its module, and by them the whole process; it holds no tensors itself.
-So do objects of Triton, compiled and interpreted functions, which need not be installed."""
+"""Types that are not followed: they hold no tensors, but reach the names of their module and by
+them the whole process. So do functions of Triton, compiled and interpreted, which need not be
+installed."""
 
 _OPAQUE = (str, bytes, int, float, torch.device, torch.dtype, *_CODE)
 

@@ -1,4 +1,4 @@
-"""How keys and values of grouped-query attention lie in the host pool, and their coded form.
+"""Form of keys and values of grouped-query attention in the host pool, as they are or coded.
 
 ``host_format`` is ``"model"``, an entry as the device has it, or ``"fp8"``, a code for each
 element, and an exponent and four words for each row of D elements, one token's key or value of
@@ -59,7 +59,7 @@ STEP = 1 << 16
 
 
 def host_format_reasons(model: ModelShape, name: str) -> list[str]:
-    """Why a model's keys and values cannot lie in the host pool as ``name``; empty if they can."""
+    """Return reasons, if any, against a host pool of a model's keys and values as ``name``."""
     reasons = []
     if name != "model" and model.attention != "gqa":
         reasons.append(
@@ -102,7 +102,7 @@ def encode_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _steps(scaled: Tensor, codes: Tensor) -> Tensor:
-    """How many steps elements are above their codes in magnitude, int32, -7 to 7; 0 where codes
+    """Steps by which elements exceed their codes in magnitude, int32, -7 to 7; 0 where codes
     are below 8, or NaN."""
     magnitude = (codes & 0x7F).int()
     off = scaled.abs().view(torch.int32) - _normal_bits(magnitude)
@@ -156,14 +156,14 @@ class HostEntries(Protocol):
     """The entries of a group in the host pool, seen as rows."""
 
     def parts(self, entries: Tensor) -> Sequence[Tensor]:
-        """Views ``[..., heads_per_lane, planes, unit, n]`` of entries of ``GroupStore.entries``,
-        whatever lies in them for each row."""
+        """Return views ``[..., heads_per_lane, planes, unit, n]`` of entries of
+        ``GroupStore.entries``, one for each part of a row."""
 
     def encode(self, rows: Tensor) -> Sequence[Tensor]:
-        """For each part what ``[..., n]`` it holds of rows ``[..., D]``, which are rounded."""
+        """Return the parts ``[..., n]`` of rows ``[..., D]``, which are rounded."""
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """Rows ``[..., D]`` of their parts."""
+        """Return the rows ``[..., D]`` of parts."""
 
 
 class PlainEntries:
@@ -203,5 +203,5 @@ class CodedEntries:
 
 
 def host_entries(group: GroupShape) -> HostEntries:
-    """How the entries of a group lie in the host pool."""
+    """Return the form of a group's entries in the host pool."""
     return PlainEntries() if group.host_format == "model" else CodedEntries(group)

@@ -72,7 +72,7 @@ class HostMapping(mmap.mmap):
         return mapping
 
     def advise(self, huge: bool = True) -> None:
-        """Say what the memory is for, before it is touched.
+        """Give the system advice about the memory, before it is touched.
 
         Huge pages are asked for, or with ``huge=False`` declined; a system without them refuses
         that, and it is no error. Child processes do not inherit the memory: after a fork, the
@@ -96,7 +96,7 @@ class HostMapping(mmap.mmap):
         are at.
 
         Args:
-            cpus: cores to run on; a page lies on the NUMA node of the core that touches it, while
+            cpus: cores to run on; a page is on the NUMA node of the core that touches it, while
                 that has room, or where a policy of the process (``numactl``) says.
 
         Raises:
@@ -169,7 +169,7 @@ def unregister_unclosed() -> None:
 def cpus_near(device: torch.device) -> set[int]:
     """Cores of this process that are near a device: on the NUMA node of its PCI slot.
 
-    All cores that this process may use, where the system does not tell or none is near.
+    All cores that this process may use, where the system does not say or none is near.
     """
     allowed = os.sched_getaffinity(0)
     if device.type != "cuda":
@@ -182,7 +182,7 @@ def cpus_near(device: torch.device) -> set[int]:
 
 
 def threads_of(cpus: set[int]) -> int:
-    """How many threads touch a mapping on these cores."""
+    """Return the number of threads that touch a mapping on these cores."""
     return min(MOST_THREADS, len(cpus))
 
 
@@ -193,7 +193,7 @@ def huge_page_bytes() -> int | None:
 
 
 def chunks(address: int, size: int) -> list[tuple[int, int]]:
-    """Where each chunk of a mapping begins and ends, as offsets in bytes.
+    """Return begin and end of each chunk of a mapping, as offsets in bytes.
 
     Chunks end at addresses that are multiples of the size of huge pages: two threads in one huge
     page would both clear the whole of it.

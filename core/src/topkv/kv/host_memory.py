@@ -23,12 +23,13 @@ class HostMemory:
     maps anonymous memory, has many threads touch it in huge pages and registers it at once.
     Memory that is not registered stays untouched until somebody writes to it.
 
-    Touching decides where pages lie. The threads run on the cores near the GPU, so the memory is
-    on its NUMA node while that has room, and on other nodes for the rest; where the system does
-    not tell which cores are near, or this process may use none of them, the memory is spread over
-    the nodes whose cores it may use. A memory policy of the process (``numactl``) goes first.
+    Touching decides on which node pages are. The threads run on the cores near the GPU, so the
+    memory is on its NUMA node while that has room, and on other nodes for the rest; where the
+    system does not say which cores are near, or this process may use none of them, the memory is
+    spread over the nodes whose cores it may use. A memory policy of the process (``numactl``) goes
+    first.
 
-    Large pools tell how far they are through ``logging``, logger ``topkv``, level ``INFO``.
+    Large pools report how far they are through ``logging``, logger ``topkv``, level ``INFO``.
     After an interrupt nothing stays registered, and the pages are given back. Child processes do
     not inherit registered memory: reading it there is a segmentation fault.
 
@@ -87,12 +88,12 @@ class HostMemory:
 
     @property
     def registered(self) -> bool:
-        """Whether the device can reach the bytes."""
+        """True if the device can reach the bytes."""
         return self._map is not None and self._map.address != 0
 
     @property
     def numa_node(self) -> int | None:
-        """NUMA node of the first page, or None where the system does not tell."""
+        """NUMA node of the first page, or None where the system does not say."""
         if self.size == 0:
             return None
         return numa_node_of(self.bytes.data_ptr())

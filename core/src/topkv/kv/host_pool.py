@@ -14,7 +14,7 @@ from topkv.kv.layout import GroupLayout, lay_out
 from topkv.types import GroupShape
 
 POISON = 0xFF
-"""Every byte 0xFF is NaN in fp16, bf16 and fp32 alike."""
+"""Byte of poisoned memory: all bytes 0xFF are NaN in fp16, bf16 and fp32 alike."""
 
 
 class PageAllocator:
@@ -64,7 +64,7 @@ class PageAllocator:
         np.add.at(self.references, pages, 1)
 
     def withdraw(self, pages: Iterable[int]) -> None:
-        """These are about to be written: let nobody else find them. Here nobody does."""
+        """Let nobody find pages that are about to be written. Here nobody does."""
 
     def release(self, pages: Iterable[int]) -> list[int]:
         """Drop one reference of each page and return those that are free now."""
@@ -77,7 +77,7 @@ class PageAllocator:
         return freed
 
     def _give_back(self, page: int) -> bool:
-        """Let go of a page without holders. Returns whether it is free now."""
+        """Let go of a page without holders. Returns True if it is free now."""
         self._free.append(page)
         return True
 
@@ -134,7 +134,7 @@ class HostKVPool(PageAllocator):
         num_pages: pages, page 0 included.
         layout: ``"page_head"``, ``"page_first"`` or ``"layer_first"``.
         device: the device that attends; a GPU gets mapped, registered memory, ``meta`` none.
-        file: descriptor of a file that the pool lies in; None for memory of this process alone.
+        file: descriptor of a file that holds the pool; None for memory of this process alone.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class HostKVPool(PageAllocator):
 
 
 def entry_view(pool: Tensor, group: GroupShape, strides: GroupLayout, num_pages: int) -> Tensor:
-    """A group's entries as ``[pages, layers, lane_heads, units_per_page, *entry_shape]``; coded
+    """Entries of a group as ``[pages, layers, lane_heads, units_per_page, *entry_shape]``; coded
     ones as uint8 ``[..., host_entry_bytes]``.
     """
     dtype, shape, inner = group.dtype, [*group.entry_shape], [1]

@@ -2,8 +2,8 @@
 
 ``base + page * page_stride + layer * layer_stride + head * head_stride + unit * unit_stride``
 
-is its offset in bytes, with ``layer`` counted within its group, ``head`` a lane head and
-``unit`` within the page. From the outside in, ``page_head`` is ``[page, layer, head, unit]``,
+is the offset of an entry in bytes, with ``layer`` counted within its group, ``head`` a lane head
+and ``unit`` within the page. From the outside in, ``page_head`` is ``[page, layer, head, unit]``,
 ``page_first`` is ``[page, unit, layer, head]`` and ``layer_first`` ``[layer, page, head, unit]``.
 """
 

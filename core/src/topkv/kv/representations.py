@@ -21,9 +21,9 @@ class RepresentationPools:
     Args:
         group: ``LoweredGroup.selected_as``.
         specs: one for each pool.
-        num_pages: of the host pool.
-        device: where the pools lie.
-        layers: those of the group that keep something; all by default.
+        num_pages: pages of the host pool.
+        device: where the pools are.
+        layers: layers of the group that keep something; all by default.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Rows of ``topkv.kv.host_format`` in Triton: bit for bit the same."""
+"""Rows of ``topkv.kv.host_format`` in Triton, bit for bit."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
@@ -44,7 +44,7 @@ def encode_rows(x, LEAST: tl.constexpr, MOST: tl.constexpr, D: tl.constexpr):
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     finite = bits < 0x7F800000
     amax = tl.max(tl.where(finite, bits, 0), 1)  # bits of floats are ordered as they are
-    # 448 = 1.75 * 2 ** 8: what lies above 1.75 times a power carries into its exponent.
+    # 448 = 1.75 * 2 ** 8: all above 1.75 times a power carries into its exponent.
     exponent = ((amax + 0x1FFFFF) >> 23) - 135
     exponent = tl.minimum(tl.maximum(exponent, LEAST), MOST)
     inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -143,7 +143,7 @@ def round_kernel(
 def round_rows(
     k: Tensor, v: Tensor, k_out: Tensor, v_out: Tensor, exponents: tuple[int, int]
 ) -> None:
-    """Keys and values ``[n, Hkv, D]``, last dimension contiguous, to contiguous rounded ones.
+    """Round keys and values ``[n, Hkv, D]``, last dimension contiguous, to contiguous ones.
 
     Args:
         exponents: least and largest power of a scale.

@@ -1,4 +1,4 @@
-"""The step tensors: what changes from forward to forward, at fixed device addresses."""
+"""Step tensors: the values that change from forward to forward, at fixed device addresses."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class StepUploader:
     """Uploads one packed int32 block per forward, and page-table rows when they change.
 
     Args:
-        limits: unit of each group, and whether its algorithm lets the tail compete.
+        limits: unit of each group, and True where its algorithm lets the tail compete.
         max_batch: most decode rows of a forward.
         shape: of the page table, ``[max_requests, max_pages]``.
-        device: where they lie.
+        device: where the tensors are.
 
     Attributes:
         step: the step tensors, narrowed to the rows of the forward.

@@ -65,7 +65,7 @@ class GroupStore:
         num_pages: int,
         device: torch.device,
     ) -> GroupStore:
-        """A group whose pages lie in ``pool``, that of the host."""
+        """Make the store of a group whose pages are in ``pool``, the host pool."""
         layers, lanes, slots = len(group.layers), group.max_lanes, group.buffer_slots
         sparse = group.residency == "sparse"
 
@@ -94,7 +94,7 @@ class GroupStore:
 
     @classmethod
     def on_device(cls, group: GroupShape, num_pages: int, device: torch.device) -> GroupStore:
-        """A group whose pages lie on the device: resident layers, leased by page."""
+        """Make the store of a group whose pages are on the device: resident layers, by page."""
         (layout,), size = lay_out([group], "layer_first", num_pages)
         pool = torch.zeros(size, dtype=torch.uint8, device=device)
         return cls.on_host(group, layout, pool, num_pages, device)
@@ -133,7 +133,7 @@ class GroupStore:
         """Hits, misses and extra tokens of each layer. Synchronizes.
 
         Args:
-            slots: count what their requests did since they began; None for all that was ever done.
+            slots: count for their requests since these began; None for all that was ever done.
         """
         counted = torch.cat([self.counters, self.extra[..., None]], -1)
         if slots is not None:
@@ -167,7 +167,7 @@ class GroupStore:
         return sum(tensor.nbytes for tensor in (*maps, *counts) if tensor is not None)
 
     def check_maps(self) -> None:
-        """Order is a permutation; unit -> slot and slot -> unit are inverse; no stamp is left.
+        """Check that order is a permutation, the two maps are inverse, and no stamp is left.
 
         Raises:
             RequestError: with the first thing that is wrong.

@@ -67,7 +67,7 @@ class TokenFormat:
     def round(
         self, k: Tensor, v: Tensor, out: Sequence[Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values as the host format holds them, which is all that anybody sees.
+        """Round keys and values to what the host format holds, which is all that anybody sees.
 
         Args:
             k, v: ``[n, Hkv, D]`` in the model's dtype, last dimension contiguous.
@@ -89,7 +89,7 @@ class TokenFormat:
     def encode(
         self, k: Tensor, v: Tensor, out: Sequence[Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of n tokens, as ``append`` and ``store_chunk`` of a transfer take them.
+        """Encode n tokens' keys and values for ``append`` and ``store_chunk`` of a transfer.
 
         Args:
             k, v: ``[n, Hkv, D]`` in the model's dtype; ``v`` is not read where there is one plane.
@@ -114,11 +114,15 @@ class TokenFormat:
         return k, k
 
     def decode(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys ``[n, Hkv, D]`` and values of stored tokens, which ``fetch`` of a transfer returns.
+        """Decode stored tokens, as ``fetch`` of a transfer returns them, to keys and values.
 
         Args:
             k, v: ``[n, Hkv, dim]``, as stored.
-            dtype: of the result where tokens are packed; otherwise it is that of ``k`` and ``v``.
+            dtype: dtype of the result where tokens are packed; otherwise it is that of ``k`` and
+                ``v``.
+
+        Returns:
+            Keys ``[n, Hkv, D]``, and values.
         """
         if self.planes == 2:
             return k, v
@@ -128,7 +132,7 @@ class TokenFormat:
 
 
 def format_reasons(model: ModelShape, name: str) -> list[str]:
-    """Why a model's tokens cannot be stored in the format ``name``; empty where they can."""
+    """Return reasons, if any, why a model's tokens cannot be stored in the format ``name``."""
     latent = model.attention == "mla" and model.head_dim == LATENT + ROPE
     if name != "fp8" or (latent and model.out_dim == LATENT):
         return []
@@ -149,7 +153,7 @@ def scales(latent: Tensor) -> Tensor:
 
 
 def encode_fp8(rows: Tensor, out: Tensor | None = None) -> Tensor:
-    """Rows ``[..., 576]`` as uint8 ``[..., 656]``.
+    """Encode rows ``[..., 576]`` as uint8 ``[..., 656]``.
 
     Args:
         out: where to write; made if None.
@@ -167,7 +171,7 @@ def encode_fp8(rows: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def decode_fp8(rows: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """uint8 ``[..., 656]`` as rows ``[..., 576]``."""
+    """Decode uint8 ``[..., 656]`` to rows ``[..., 576]``."""
     codes = rows[..., :LATENT].contiguous().view(torch.float8_e4m3fn).float()
     scale = rows[..., LATENT : ROW_BYTES - 2 * ROPE].contiguous().view(torch.float32)
     latent = codes.unflatten(-1, (-1, TILE)) * scale.unsqueeze(-1)

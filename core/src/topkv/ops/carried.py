@@ -1,7 +1,7 @@
 """Selections that are carried from one step to the next, by request.
 
-A step keeps what it has selected for the next one, which may have its rows in another order. What
-is taken then names the newest unit that can be selected, too: nobody could select it before.
+A step keeps its selections for the next one, which may have its rows in another order. A selection
+that is taken also names the newest unit that can be selected: nobody could select it before.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from topkv.types import GroupShape
 
 
 class Carried:
-    """What the layers of a group have selected for their requests' next step.
+    """Selections of a group's layers for the next step of their requests.
 
     Args:
-        group: of K selected units, of which K - 1 are selected ahead.
+        group: group with K selected units, of which K - 1 are selected ahead.
         requests: most rows of a step, and requests.
-        device: where the tensors lie.
+        device: where the tensors are.
         impl: ``"reference"`` or ``"triton"``.
 
     Attributes:
-        kept: int32 ``[L, M, K - 1]`` by lane of a request.
+        kept: int32 ``[L, M, K - 1]`` units by lane of a request.
     """
 
     def __init__(self, group: GroupShape, requests: int, device: torch.device, impl: str) -> None:
@@ -37,28 +37,28 @@ class Carried:
         self._heads, self._impl = group.lane_heads, impl
 
     def coming(self, layer: int, lanes: int) -> Tensor:
-        """int32 ``[N, K - 1]`` what the rows of this step select for the next one, to be written.
+        """Return the tensor to write selections for the next step to, int32 ``[N, K - 1]``.
 
         Args:
             layer: number within the group.
-            lanes: N, those of the rows.
+            lanes: N, lanes of the rows.
         """
         return self._coming[layer, :lanes]
 
     def in_plan(self, layer: int, lanes: int) -> Tensor:
-        """int32 ``[N, K]`` the same in the width of a plan, until the next call. Hot."""
+        """Return ``coming`` in the width of a plan, int32 ``[N, K]``, until the next call. Hot."""
         planned = self._planned[:lanes]
         planned[:, :-1] = self._coming[layer, :lanes]
         return planned
 
     def keep(self, slots: Tensor, layer: int | None = None) -> None:
-        """Keep what is coming of ``slots [B]``, of one layer or all. Hot."""
+        """Keep ``coming`` of ``slots [B]``, of one layer or all. Hot."""
         of = slice(None) if layer is None else slice(layer, layer + 1)
         coming = self._coming[of, : len(slots) * self._heads]
         keep(coming, slots, self.kept[of], impl=self._impl)
 
     def take(self, layer: int, slots: Tensor, limit: Tensor, ids: Tensor) -> None:
-        """See ``take``, of a layer. Hot."""
+        """Take the kept selections of a layer; see the function ``take``. Hot."""
         take(self.kept[layer], slots, limit, ids, impl=self._impl)
 
 
@@ -93,7 +93,7 @@ def keep(ids: Tensor, slots: Tensor, kept: Tensor, *, impl: str) -> None:
 def take(kept: Tensor, slots: Tensor, limit: Tensor, ids: Tensor, *, impl: str) -> None:
     """Take what the step before has kept for each row, and the unit that closed last.
 
-    That is ``limit - 1``. Units from ``limit`` on, which a request that was cut has lost, are
+    That unit is ``limit - 1``. Units from ``limit`` on, which a request that was cut has lost, are
     left to ``plan``.
 
     No host sync, no allocation by the kernel; may be captured in a CUDA graph.
@@ -125,7 +125,7 @@ def take(kept: Tensor, slots: Tensor, limit: Tensor, ids: Tensor, *, impl: str) 
 
 
 def _heads(ids: Tensor, slots: Tensor, kept: Tensor, impl: str, wanted: torch.Size) -> int:
-    """Lanes of a row. ``wanted`` is the shape of ``kept`` without its lanes."""
+    """Check arguments, return lanes of a row. ``wanted``: shape of ``kept`` without lanes."""
     if impl not in ("reference", "triton"):
         raise ValueError(f"carried: impl must be 'reference' or 'triton', got {impl!r}")
     (lanes, requests), rows = (x.shape[-2] for x in (ids, kept)), len(slots)

@@ -49,7 +49,7 @@ def keep_kernel(
     LANE_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (lane, layer)."""
+    """Keep selections. Program (lane, layer)."""
     lane, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(p_slots + lane // LANE_HEADS).to(tl.int64)
     k = tl.arange(0, BLOCK)
@@ -71,7 +71,7 @@ def take_kernel(
     LANE_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (lane)."""
+    """Take selections. Program (lane)."""
     lane = tl.program_id(0).to(tl.int64)
     slot = tl.load(p_slots + lane // LANE_HEADS).to(tl.int64)
     newest = tl.load(p_limit + lane // LANE_HEADS) - 1

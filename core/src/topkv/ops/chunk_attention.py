@@ -17,7 +17,7 @@ MASK_BYTES = 256 << 20
 
 @frozen
 class Chosen:
-    """All that the rows of a prompt chunk see, where they do not see everything.
+    """Selection of a prompt chunk's rows, where they do not see everything.
 
     Attributes:
         ids: int32 ``[m, lane_heads, W]`` units, -1 anywhere.
@@ -28,7 +28,7 @@ class Chosen:
     unit: int
 
     def keep(self, rows: slice, lane: int, first: int, count: int) -> Tensor:
-        """bool ``[rows, count]``: which of the positions ``first ..`` some rows of a lane see."""
+        """Mask the positions ``first ..`` that rows of a lane see, bool ``[rows, count]``."""
         ids = self.ids[rows, lane].long()
         tokens = ids[..., None] * self.unit + torch.arange(self.unit, device=ids.device)
         place = torch.where(ids[..., None] >= 0, tokens - first, -1).flatten(1)
@@ -110,8 +110,8 @@ def attend_selected(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """``prefill_selected`` of as many rows at a time as their masks have room for, and of one lane
-    of heads at a time.
+    """Call ``prefill_selected`` for as many rows at a time as their masks have room for, and for
+    one lane of heads at a time.
 
     A mask of a whole prompt over itself would grow with the square of its length.
 

@@ -1,4 +1,4 @@
-"""Two partial results of attention folded into one, in Triton."""
+"""Kernel that folds two partial results of attention into one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROWS = 16
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """See ``topkv.ops.chunk_attention.merge``; all contiguous."""
+    """Launch; see ``topkv.ops.chunk_attention.merge``. All tensors are contiguous."""
     rows, dim = lse.numel(), out.shape[-1]
     if rows:
         merge_kernel[(triton.cdiv(rows, ROWS),)](

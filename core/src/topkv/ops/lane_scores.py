@@ -2,8 +2,8 @@
 
 A kernel of the algorithm writes ``HeadScores.raw``, and of each block of units the maximum and the
 exponential sum, which ``lane_scores_kernels.fold`` keeps while the scores are in registers.
-``HeadScores.lanes`` makes of them what ``RankedUnits.combine`` says, which is its reference: the
-log of the sum of the softmaxes of a lane's query heads.
+``HeadScores.lanes`` combines them into scores of lanes: the log of the sum of the softmaxes of a
+lane's query heads. Its reference is ``RankedUnits.combine``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 from topkv.types import GroupShape, ModelShape, StepTensors
 
 AT_ONCE = 2048
-"""Scores, of all heads together, of one program. Half as many programs of twice as many scores
-took 1 to 2 us more in each of five cells from 1 x 32K to 16 x 128K on an H200."""
+"""Scores that one program writes, of all heads together. Half as many programs of twice as many
+scores took 1 to 2 us more in each of five cells from 1 x 32K to 16 x 128K on an H200."""
 
 
 class HeadScores:
@@ -24,7 +24,7 @@ class HeadScores:
     Needs Triton. Memory may be on a CPU, for its interpreter.
 
     Args:
-        model, group: of the algorithm.
+        model, group: as in the setup of the algorithm.
         block: units whose maximum and exponential sum are kept together.
         device: of the scratch.
 
@@ -63,10 +63,10 @@ class HeadScores:
         }
 
     def lanes(self, step: StepTensors, sinks: int = 0, recent: int = 0) -> tuple[Tensor, Tensor]:
-        """Scores that a top-k ranks, of what a kernel has written for the rows of a step. Hot.
+        """Make the scores that a top-k ranks from the head scores of a step's rows. Hot.
 
         Args:
-            step: whose lengths and slots hold.
+            step: the step, with the lengths and slots of its rows.
             sinks, recent: units at either end of the closed ones that get +inf.
 
         Returns:

@@ -1,4 +1,4 @@
-"""The kernel of ``HeadScores.lanes``, and what a kernel that scores keeps of a block.
+"""Kernel of ``HeadScores.lanes``, and the function with which kernels sum up blocks of scores.
 
 Names: ``p_`` pointers.
 """
@@ -12,10 +12,10 @@ import triton.language as tl
 
 @triton.jit
 def fold(peak, mass, scores, inside):
-    """Maximum ``[G]`` and exponential sum ``[G]`` of a block, with another tile of scores in it.
+    """Add a tile of scores to the maximum ``[G]`` and the exponential sum ``[G]`` of a block.
 
-    Begins with -inf and 0. ``scores [U, G]`` count where ``inside [U]`` says so; of the first tile
-    one has to.
+    These begin with -inf and 0. ``scores [U, G]`` count where ``inside [U]`` says so; one of the
+    first tile has to.
     """
     scores = tl.where(inside[:, None], scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 0))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 RATIO = 8.0
-"""A pair that leaves is larger than so many times the mean magnitude of the other channels."""
+"""Factor by which a pair that leaves exceeds the mean magnitude of the other channels."""
 
 MOST_CHANNELS = 1024
 """A word has 9 bits for the number of a pair."""
@@ -28,7 +28,7 @@ LEAST, MOST = -64, 63
 
 
 def refusals(name: str, pairs: object, dim: int) -> list[str]:
-    """Why the parameter ``name`` cannot be N for keys of D channels; empty if it can."""
+    """Return reasons, if any, why the parameter ``name`` cannot be N for keys of D channels."""
     reasons, (least, most) = [], PAIRS
     if type(pairs) is not int or not least <= pairs <= most:
         reasons.append(f"{name} must be an integer of {least} to {most}, got {pairs!r}")
@@ -46,7 +46,7 @@ def pair_sum(x: Tensor) -> Tensor:
 
 
 def split(rows: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
-    """The pairs that outweigh the others of each row, and what is left.
+    """Split rows into the pairs that outweigh the others, and the rest.
 
     A pair is as large as the larger of its channels. Of the N largest, of equal ones the lower,
     those leave that are larger than ``RATIO / D`` times the sum of the magnitudes of all other
@@ -82,9 +82,9 @@ def split(rows: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
 
 
 def expand(words: Tensor, dim: int) -> Tensor:
-    """The channels that left rows of ``dim`` channels, fp32 ``[..., dim]``, of words ``[..., N]``.
+    """Expand words ``[..., N]`` to rows of the channels that left, fp32 ``[..., dim]``, else 0.
 
-    Of anything else than words it makes anything.
+    Anything else than words gives arbitrary values.
     """
     half = (dim + 1) // 2
     pair, power = (words & 511).long().clamp(max=half - 1), (words >> 9 & 127) + LEAST

@@ -1,4 +1,4 @@
-"""``topkv.ops.outliers`` in Triton: words and rests are the same bits.
+"""``topkv.ops.outliers`` in Triton, bit for bit.
 
 Called by kernels that are launched without fused multiply-adds. Names: ``p_`` pointers.
 """

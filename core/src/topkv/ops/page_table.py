@@ -29,7 +29,7 @@ class Listing:
 def adapt_page_table(
     layer: LayerView, plan: Plan, tables: Tables, impl: str, listing: Listing | None = None
 ) -> None:
-    """See ``topkv.hooks.backend.Backend.adapt_page_table``.
+    """Fill the page table; see ``topkv.hooks.backend.Backend.adapt_page_table``.
 
     Args:
         impl: ``"reference"`` or ``"triton"``.
@@ -56,7 +56,7 @@ def adapt_page_table(
 
 
 def _has_tail(table: Tensor, plan: Plan) -> bool:
-    """Whether ``table`` has a column for the tail unit beside the K of the plan."""
+    """Return True if ``table`` has a column for the tail unit beside the K of the plan."""
     extra = table.shape[1] - plan.slots.shape[1]
     if extra not in (0, 1):
         raise ValueError(

@@ -25,10 +25,10 @@ _CAPABILITY = (9, 0)
 
 
 def available(device: torch.device) -> bool:
-    """Whether the device can start a kernel early."""
+    """Return True if the device can start a kernel early."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CAPABILITY
 
 
 def options(early: bool) -> dict[str, Any]:
-    """Launch options of a kernel that may start early; none where ``early`` is False."""
+    """Return the launch options of a kernel that may start early; none if ``early`` is False."""
     return {"launch_pdl": True} if early else {}

@@ -14,8 +14,8 @@ from topkv.types import GroupShape
 
 
 def scratch(lanes: int, units: int, device: torch.device) -> Tensor:
-    """Scratch of ``regranulate``, uint8 ``[lanes, units]``. Make it once; calls that share it must
-    not overlap.
+    """Make scratch of ``regranulate``, uint8 ``[lanes, units]``. Make it once; calls that share it
+    must not overlap.
     """
     return torch.zeros((lanes, units), dtype=torch.uint8, device=device)
 
@@ -120,7 +120,7 @@ class TokenSelection:
         group: with the larger units.
         select: K', tokens that the algorithm selects.
         max_batch: most rows of a forward.
-        device: where everything lies.
+        device: where the tensors are.
         impl: ``"reference"`` or ``"triton"``.
 
     Attributes (narrowed to the N lanes of the forward):
@@ -159,7 +159,7 @@ class TokenSelection:
         torch.add(first, self._heads, out=self.lane_rows.view(-1, heads))
 
     def regranulate(self, closed: Tensor, ids: Tensor) -> None:
-        """List the units that hold what was selected. Hot.
+        """List the units that hold the selected tokens. Hot.
 
         Args:
             closed: int32 ``[B]`` closed units.

@@ -1,4 +1,4 @@
-"""Sticky selection: units that lie on the device already are worth a bonus.
+"""Sticky selection: units that are on the device already get a bonus.
 
 Ids near rank K are often interchangeable, and one that has to be fetched costs a load. With a
 bonus d, in scores that are logarithms, an absent unit is preferred to a resident one only if it is
@@ -24,11 +24,11 @@ def refusals(bonus: object) -> list[str]:
 
 
 def resident(layer: LayerView) -> Tensor:
-    """Which units lie on the device, bool ``[N, group.max_units]``, with N lanes of the step.
+    """Return the units on the device, bool ``[N, group.max_units]``, with N lanes of the step.
 
-    Those in the LRU buffer of the lane, by ``layer.held``, and those in the ring, by what the
-    length of the request has reached. Where selections are regranulated, tokens of stored units
-    that do. What it says of units behind the tail and of padded rows means nothing.
+    These are units in the LRU buffer of the lane, by ``layer.held``, and units in the ring, by the
+    largest length of the request so far. Where selections are regranulated, a token counts by its
+    stored unit. Values of units behind the tail and of padded rows mean nothing.
     """
     group, step = layer.group, layer.step
     each, rows = _units_of_stored(layer), step.slots.clamp(min=0).long()

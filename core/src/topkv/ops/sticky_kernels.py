@@ -49,7 +49,7 @@ def sticky_kernel(
     T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (lane, block of units); stored units have ``TOKENS`` tokens."""
+    """Add the bonus. Program (lane, block of units); stored units have ``TOKENS`` tokens."""
     lane = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
     row = lane // LANE_HEADS

@@ -38,7 +38,7 @@ def construct_tokens_kernel(
     D: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Program (ROWS tokens of the chunk, kv-head); ``p_pages`` is the page row of the request."""
+    """Represent a chunk. Program (ROWS tokens, kv-head); ``p_pages``: page row of the request."""
     nth = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1).to(tl.int64)
     valid = nth < tokens
@@ -68,7 +68,7 @@ def update_tokens_kernel(
     D: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Program (ROWS rows, kv-head): the token that each row appended."""
+    """Represent the token that each row appended. Program (ROWS rows, kv-head)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1).to(tl.int64)
     inside = row < batch

@@ -23,7 +23,7 @@ class RadixTopK:
 
     @hookimpl
     def topk(self, scores: Tensor, lengths: Tensor, ids: Tensor) -> None:
-        """See ``topkv.hooks.topk``."""
+        """Write the indices of the K largest scores; see ``topkv.hooks.topk``."""
         self._kernels.topk(scores, lengths, ids)
 
 
@@ -33,7 +33,7 @@ def topk(
     """Write the indices of the K largest scores of each row, in ascending index order.
 
     Of equal scores the one with the lower index wins. Only the first ``lengths[n]`` scores
-    of a row count; what lies behind them (NaN, say) has no influence. NaN among them counts as
+    of a row count; what is behind them (NaN, say) has no influence. NaN among them counts as
     -inf; -inf is the lowest score and may still be selected; -0.0 equals +0.0; +inf wins. A row
     of K scores or fewer yields all of its indices, padded with -1 on the right.
 

@@ -1,6 +1,6 @@
 """Exact top-k in Triton by radix select: the bits of the K-th key, from the highest down.
 
-A score becomes a 32-bit key of the same order. Counting the keys that reach a threshold tells the
+A score becomes a 32-bit key of the same order. Counting the keys that reach a threshold gives the
 next bits of the K-th, until as many as K reach it or it is the K-th key itself. One prefix sum
 then gives every selected element its place, so that ids come out in ascending order and of the
 keys that equal the K-th those of lowest index are taken.
@@ -30,7 +30,7 @@ WALK_BLOCK = 8192
 
 @triton.jit
 def order_keys(score, valid):
-    """uint32 of the order of the scores; 0, which no score maps to, where not valid.
+    """Return uint32 keys in the order of the scores; 0, which no score maps to, where not valid.
 
     Integer arithmetic alone: float comparisons may flush subnormals to zero.
     """
@@ -54,7 +54,7 @@ def cut(low, low_count, high_count, want):
 
 @triton.jit
 def place(keys, threshold, budget, above_before, equal_before):
-    """For each element of a block whether it is taken and its column in the result.
+    """Return for each element of a block if it is taken, and its column in the result.
 
     ``above_before`` and ``equal_before`` count the elements of earlier blocks above and at the
     threshold; ``budget`` of those at it are taken.
@@ -132,7 +132,7 @@ def walk(p_scores, p_ids, length, want, BLOCK: tl.constexpr):
 
 @triton.jit
 def _all(p_ids, length, K, BLOCK: tl.constexpr):
-    """Every element of a row of at most K, and -1 behind them."""
+    """Write every index of a row of at most K elements, and -1 behind them."""
     lane = tl.arange(0, BLOCK)
     for start in range(0, K, BLOCK):
         at = start + lane
@@ -147,7 +147,7 @@ def _row(p_scores, length, BLOCK: tl.constexpr):
 
 @triton.jit
 def _best(score, p_ids, length, K, BLOCK: tl.constexpr):
-    """The K best of the first ``length`` scores of a block; ``length > K``."""
+    """Write the K best of the first ``length`` scores of a block; ``length > K``."""
     index = tl.arange(0, BLOCK)
     valid = index < length
     keys = order_keys(score, valid)
@@ -170,7 +170,7 @@ def select_kernel(
     BLOCK_K: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """A row of at most ``BLOCK`` columns.
+    """Select from a row of at most ``BLOCK`` columns.
 
     There are as many columns as the longest request may ever need. A shorter one takes the time of
     the least of three blocks that holds it.
@@ -198,7 +198,7 @@ def select_kernel(
 
 @triton.jit(do_not_specialize=["columns", "K"])
 def walk_kernel(p_scores, p_lengths, p_ids, s_scores, s_ids, columns, K, BLOCK: tl.constexpr):
-    """A row of any length, and any K."""
+    """Select from a row of any length, with any K."""
     n = tl.program_id(0).to(tl.int64)
     p_scores += n * s_scores
     p_ids += n * s_ids
@@ -210,7 +210,7 @@ def walk_kernel(p_scores, p_lengths, p_ids, s_scores, s_ids, columns, K, BLOCK: 
 
 
 def topk(scores: Tensor, lengths: Tensor, ids: Tensor) -> None:
-    """Launches, for rows of any length; the contract stands in :func:`topkv.ops.topk.topk`."""
+    """Launch, for rows of any length; the contract stands in :func:`topkv.ops.topk.topk`."""
     rows, columns = scores.shape
     sizes = {
         "s_scores": scores.stride(0),

@@ -105,7 +105,7 @@ def construct_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (unit of the chunk, kv-head); ``p_pages`` is the page row of the request."""
+    """Represent a chunk. Program (unit, kv-head); ``p_pages`` is the page row of the request."""
     nth = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     at = places(p_pages, first_unit + nth, nth >= 0, UNITS_PER_PAGE) * KV_HEADS + head
@@ -144,8 +144,10 @@ def update_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (row, kv-head): the open unit anew, from the rings, whose strides are the same; for
-    units of one token from the new rows, whose stride of rows is ``s_slot``."""
+    """Represent each row's open unit anew. Program (row, kv-head).
+
+    Reads the rings, whose strides are the same; for units of one token the new rows, whose stride
+    of rows is ``s_slot``."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     slot = tl.load(p_slots + row).to(tl.int64)
@@ -196,12 +198,12 @@ def score_kernel(
     BLOCK_D: tl.constexpr,
     FP32: tl.constexpr,
 ):
-    """Program (row x kv-head x block of its query heads, block of units): scaled scores, and the
-    maximum and the exponential sum of the block.
+    """Write scaled scores, and the maximum and the exponential sum of each block of units.
 
-    A program pipelines ``TILES`` tiles. Queries stay in registers where ``BLOCK_D`` holds all
-    channels; else they come with the pools, ``BLOCK_D`` channels at a time. ``FP32`` multiplies in
-    fp32, for fp32 queries and for the interpreter, which has no bfloat16 product.
+    Program (row x kv-head x block of its query heads, block of units). A program pipelines
+    ``TILES`` tiles. Queries stay in registers where ``BLOCK_D`` holds all channels; else they come
+    with the pools, ``BLOCK_D`` channels at a time. ``FP32`` multiplies in fp32, for fp32 queries
+    and for the interpreter, which has no bfloat16 product.
     """
     WIDE: tl.constexpr = BLOCK_D < D
     PARTS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G

@@ -69,9 +69,9 @@ def check_instance(instance: object, spec_module: ModuleType, who: str) -> None:
     """Check that an instance implements every hook of a kind, and no other.
 
     Args:
-        instance: what a factory made.
+        instance: the object that a factory made.
         spec_module: one of the modules of ``topkv.hooks``.
-        who: whose it is, for the error.
+        who: package and plugin, for the error.
 
     Raises:
         PluginError: with all reasons: a hook without a method, a method that is not marked with
@@ -98,5 +98,5 @@ def check_instance(instance: object, spec_module: ModuleType, who: str) -> None:
 
 
 def has_hook(instance: object, name: str) -> bool:
-    """Whether an instance implements an optional hook."""
+    """Return True if an instance implements an optional hook."""
     return getattr(instance, name, None) is not None

@@ -26,7 +26,7 @@ def reasons(entry: PluginEntry, kind: str, hook: str) -> list[str]:
         found += _wrong(entry.capabilities, _CAPABILITIES, "capabilities.")
     unit = entry.defaults.get("unit", 1) if _is_mapping(entry.defaults) else 1
     if type(unit) is not int or abs(unit) >= 2**31:
-        # Read without a model to see what goes with what; ``lower`` checks all of them.
+        # Read without a model, to see which plugins fit together; ``lower`` checks all of them.
         found.append(f"defaults['unit'] must be an int, got {shown(unit)}")
     return found
 
@@ -66,7 +66,7 @@ _is_place = _matches(r"[\w.]+:\w+")
 
 
 def is_api(value: Any) -> bool:
-    """Whether a value has the form of a hook API."""
+    """Return True if a value has the form of a hook API."""
     parts = value if isinstance(value, tuple) and len(value) == 2 else ("",)
     return all(type(part) is int and 0 <= part < 2**16 for part in parts)
 

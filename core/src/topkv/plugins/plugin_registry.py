@@ -36,11 +36,11 @@ class PluginRegistry:
         self._records = find(installed() if plugins is None else plugins)
 
     def records(self) -> list[PluginRecord]:
-        """Everything that was found, broken or not, by kind, name and package."""
+        """Return every plugin that was found, broken or not, by kind, name and package."""
         return list(self._records)
 
     def usable(self, kind: str) -> list[PluginRecord]:
-        """Everything of a kind that can be used, by name."""
+        """Return every plugin of a kind that can be used, by name."""
         return [record for record in self._records if record.kind == kind and not record.problem]
 
     def get(self, kind: str, name: str) -> PluginRecord:
@@ -109,7 +109,7 @@ class PluginRegistry:
         return instance
 
     def factory(self, record: PluginRecord, impl: str = "reference") -> Any:
-        """Import what makes instances of a usable plugin.
+        """Import the factory of a usable plugin.
 
         Raises:
             PluginError: it has no such implementation, or does not import.
@@ -145,7 +145,7 @@ class PluginRegistry:
 
 
 def _remedy(record: PluginRecord, path: str, error: BaseException) -> str:
-    """How to fix an import that failed: of a missing library, by its name."""
+    """Return how to fix an import that failed; a missing library is named."""
     missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
     needed = (missing or "").partition(".")[0]
     if not needed or needed == path.partition(".")[0]:

@@ -42,7 +42,7 @@ class PluginRecord:
         kind: None if it did not load.
         package: distribution that it comes from.
         version: of the distribution.
-        problem: why it cannot be used and how to mend it; None if it can.
+        problem: why it cannot be used and how to fix it; None if it can.
         point: ``"package:entry point"`` that it comes from, as ``TOPKV_BLOCK`` names it.
     """
 
@@ -65,7 +65,7 @@ class PluginRecord:
         return f"{self.package} {self.version} ({self.label})"
 
     def broken(self, why: str) -> PluginRecord:
-        """The same with a problem that only the author of the package can mend."""
+        """Return this record with a problem that only the author of the package can fix."""
         mend = f"this is for the author of {self.package} to mend"
         return evolve(self, problem=f"{why}; {mend}")
 
@@ -82,14 +82,14 @@ def installed() -> list[tuple[str, str, EntryPoint]]:
 
 
 def aside() -> redirect_stdout[TextIO]:
-    """Send to stderr what code of a package prints while it loads: stdout may be JSON that
-    somebody reads.
+    """Send the prints of a package to stderr while it loads: stdout may be JSON that somebody
+    reads.
     """
     return redirect_stdout(sys.stderr)
 
 
 def blocked(package: str, name: str) -> bool:
-    """Whether ``TOPKV_BLOCK`` names an entry point, alone or behind its package and a colon."""
+    """Return True if ``TOPKV_BLOCK`` names an entry point, as ``point`` or ``package:point``."""
     words = {word.strip() for word in os.environ.get(BLOCK, "").split(",")}
     return name in words or f"{package}:{name}" in words
 

@@ -1,6 +1,8 @@
-"""How kernels see entries of the host pool: as the device has them, or coded
-(``topkv.kv.host_format``). The kernels that copy take functions of one kind and are compiled for
-them, so that a copy as it is has nothing of the codes.
+"""Device functions that read and write entries of the host pool, plain or coded.
+
+Plain entries are as the device has them; ``topkv.kv.host_format`` says what coded ones are. The
+kernels that copy take functions of one kind and are compiled for them, so that plain copies have
+no code for coded entries.
 
 ``p_entry + at`` points to the first of BLOCK elements in a row of D, ``[n]``; ``live`` says which
 of them are meant, ``mask`` which elements ``[n, BLOCK]``, of which ``d`` are the numbers.
@@ -16,14 +18,14 @@ from topkv.kv.row_kernels import decode_rows, encode_rows
 
 @triton.jit
 def read_plain(p_entry, at, d, live, mask, SIZE: tl.constexpr, D: tl.constexpr):
-    """Elements as they lie there."""
+    """Read elements as they are."""
     p_data = (p_entry + at)[:, None] + d[None, :]
     return tl.load(p_data, mask, other=0, cache_modifier=".cg")
 
 
 @triton.jit
 def decode_plain(data, at, d, DTYPE: tl.constexpr, D: tl.constexpr):
-    """What ``read_plain`` gave."""
+    """Return the elements of ``read_plain`` unchanged."""
     return data
 
 
@@ -40,13 +42,13 @@ def write_plain(
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """Elements as they are."""
+    """Write elements as they are."""
     tl.store((p_entry + at)[:, None] + d[None, :], x, mask)
 
 
 @triton.jit
 def _behind(p_entry, at, SIZE: tl.constexpr, D: tl.constexpr):
-    """Where the words and exponents of rows are, behind the SIZE codes of an entry."""
+    """Return pointers to the words and exponents of rows, behind the SIZE codes of an entry."""
     p_words = p_entry + (SIZE + 7) // 8 * 8
     p_exponents = p_words + SIZE // D * 8
     return p_words.to(tl.pointer_type(tl.int64), bitcast=True) + at // D, p_exponents + at // D
@@ -54,7 +56,7 @@ def _behind(p_entry, at, SIZE: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def read_coded(p_entry, at, d, live, mask, SIZE: tl.constexpr, D: tl.constexpr):
-    """Codes, and the words and exponents of their rows."""
+    """Read codes, and the words and exponents of their rows."""
     codes = read_plain(p_entry, at, d, live, mask, SIZE, D)
     p_words, p_exponents = _behind(p_entry, at, SIZE, D)
     # All warps of a program read the same few: the link is asked once, and the L1 cache then.
@@ -64,7 +66,7 @@ def read_coded(p_entry, at, d, live, mask, SIZE: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def decode_coded(data, at, d, DTYPE: tl.constexpr, D: tl.constexpr):
-    """What ``read_coded`` gave, in the dtype of the device."""
+    """Decode the result of ``read_coded`` to the dtype of the device."""
     codes, words, exponents = data
     nth = (at % D).to(tl.int32)[:, None] + d[None, :]
     return decode_rows(codes, words[:, None], exponents[:, None], nth, DTYPE, D)
@@ -83,7 +85,7 @@ def write_coded(
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """Whole rows, coded; what is masked out of ``x`` is 0."""
+    """Code and write whole rows; ``x`` is 0 where it is masked out."""
     codes, words, exponents = encode_rows(x.to(tl.float32), LEAST, MOST, D)
     write_plain(p_entry, at, d, codes, live, mask, SIZE, D, LEAST, MOST)
     p_words, p_exponents = _behind(p_entry, at, SIZE, D)

@@ -13,13 +13,13 @@ from topkv.hooks.eviction import EvictionSetup
 
 
 class LeastRecentlyUsed:
-    """Evict what was selected longest ago.
+    """Evicts the units that were selected longest ago.
 
     Afterwards the order is [stale | loaded in selection order | hits in their previous order].
     """
 
     def __init__(self, setup: EvictionSetup) -> None:
-        """Nothing depends on the setup."""
+        """Ignore the setup: nothing depends on it."""
 
     @hookimpl
     def new_position(
@@ -38,7 +38,7 @@ class LeastRecentlyUsed:
 
     @property
     def new_position_kernel(self) -> object:
-        """The same formula for the Triton plan."""
+        """Formula of ``new_position`` as a ``triton.jit`` function, for the plan in Triton."""
         from topkv.transfer.kernels import lru_new_position
 
         return lru_new_position
@@ -48,8 +48,8 @@ def require_kernel(policy: Any, who: str) -> None:
     """Refuse a policy that kernels cannot call.
 
     Args:
-        policy: what a factory of the kind ``eviction`` made.
-        who: whose it is, for the error.
+        policy: the object that a factory of the kind ``eviction`` made.
+        who: package and plugin, for the error.
 
     Raises:
         PluginError: it has no ``new_position_kernel``.

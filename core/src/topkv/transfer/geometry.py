@@ -26,11 +26,11 @@ class ZeroCopyTransfer:
         setup: see ``topkv.hooks.transfer``, where the contracts of all hooks stand.
 
     Attributes:
-        store, layers, eviction: of the setup.
+        store, layers, eviction: as in the setup.
         group: shapes of the group.
-        host: how its entries lie in the host pool.
+        host: form of its entries in the host pool.
         step: the step tensors, the same ones in all of its layers.
-        sparse: whether the group has a ring and a buffer; the pages of others lie on the device.
+        sparse: True if the group has a ring and a buffer; the pages of others are on the device.
     """
 
     def __init__(self, setup: TransferSetup) -> None:
@@ -43,19 +43,19 @@ class ZeroCopyTransfer:
         self.sparse = self.group.residency == "sparse"
 
     def ring_low(self, high: int) -> int:
-        """The first unit that is in the ring of a request whose length has reached ``high``."""
+        """Return the first unit in the ring of a request whose length has reached ``high``."""
         return max(0, (high - 1) // self.group.unit - self.group.ring_slots + 1)
 
     def ring_slot(self, unit: Units) -> Units:
-        """The slot of units that are in the ring."""
+        """Return the slot of units that are in the ring."""
         return self.group.buffer_slots + unit % self.group.ring_slots
 
     def fits(self, high: int, resident: bool) -> bool:
-        """Whether LRU slot u holds unit u for every closed unit u that left the ring."""
+        """Return True if LRU slot u holds unit u for every closed unit u that left the ring."""
         return resident and (high - 1) // self.group.unit <= self.group.buffer_slots
 
     def host_places(self, slot: int, units: Tensor) -> tuple[Tensor, Tensor]:
-        """Places of units of a request in the host pool. Waits for the device.
+        """Return the places of a request's units in the host pool. Waits for the device.
 
         Args:
             slot: request slot.

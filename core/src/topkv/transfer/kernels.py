@@ -1,4 +1,4 @@
-"""Triton kernels of the transfer engine: who lies where, and the bytes of the misses.
+"""Triton kernels of the transfer engine: places of units, and copies of the misses.
 
 Each has its counterpart in ``reference.py``. Names: ``p_`` pointers, ``s_`` strides. Address
 arithmetic is 64 bit: lane rows times slots times entry bytes soon exceed 2**31.
@@ -17,7 +17,7 @@ UNSELECTED = tl.constexpr(2**31 - 1)
 def lru_new_position(
     position, stale, stale_rank, hit_rank, stale_count, misses, slots: tl.constexpr
 ):
-    """[stale | loaded in selection order | hits in their previous order]."""
+    """Return the order [stale | loaded in selection order | hits in their previous order]."""
     loaded = stale & (stale_rank < misses)
     kept = tl.where(stale, stale_rank - misses, stale_count + hit_rank)
     return tl.where(loaded, stale_count - misses + stale_rank, kept)
@@ -35,10 +35,10 @@ def write_counts(p_slots, p_miss_hosts, p_miss_slots, p_count, p_misses, k, in_k
 
 @triton.jit
 def first_of_equals(p_stamp, p_unit_slot, k, held, unit, present, absent):
-    """Of equal ids the first wins, whatever the order in which threads run.
+    """Return True for the first of equal ids, whatever the order in which threads run.
 
-    What is present is claimed through its slot's stamp, which also marks the slot as hit; what is
-    absent through the inverse map itself, by numbers far below every slot.
+    A unit that is present is claimed through its slot's stamp, which also marks the slot as hit;
+    one that is absent through the inverse map itself, by numbers far below every slot.
     """
     tl.atomic_min(p_stamp + held, k, mask=present, sem="relaxed", scope="cta")
     tl.atomic_min(p_unit_slot + unit, k - CLAIM, mask=absent, sem="relaxed", scope="cta")
@@ -88,7 +88,7 @@ def plan_kernel(
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per lane; see ``ReferenceTransfer.plan``.
+    """Plan, one program per lane; see ``ReferenceTransfer.plan``.
 
     A step is a chain of dependent reads, each a few hundred nanoseconds, so what does not depend
     on the chain is read first, and two counts share one scan.
@@ -181,7 +181,7 @@ def plan_kernel(
 
 @triton.jit
 def place_in_lines(p_entry, i, SPAN: tl.constexpr, WORDS: tl.constexpr, BYTES: tl.constexpr):
-    """Which word of an entry the i-th of SPAN places is, below 0 or WORDS and above for none.
+    """Return the word of an entry at the i-th of SPAN places; for none below 0 or WORDS and above.
 
     The link moves lines of 128 bytes, and warps that share one ask for it twice. So where entries
     begin within a line, they are walked from its beginning on.
@@ -217,10 +217,12 @@ def load_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (lanes, splits). Lanes of the GPU walk the missed entries laid end to end, a word of
-    WIDTH elements each, so that short entries use the link as well as long ones. An entry has
-    WORDS of them in SPAN places, see ``place_in_lines``. Strides are in 16 bytes, and what is
-    copied as it is in int32: so the compiler sees that every access is aligned.
+    """Load missed entries. Grid (lanes, splits).
+
+    Lanes of the GPU walk the missed entries laid end to end, a word of WIDTH elements each, so
+    that short entries use the link as well as long ones. An entry has WORDS words in SPAN places,
+    see ``place_in_lines``. Strides are in 16 bytes, and plain copies are in int32: so the compiler
+    sees that every access is aligned.
 
     PDL (programmatic dependent launch): the programs are in place before the plan has ended, and
     wait for it here. What the plan does not write can be read before.
@@ -292,9 +294,10 @@ def offload_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (lanes, layers): the unit that the step filled goes from the ring to the host, and to
-    its LRU slot if it has one, ROWS rows of D elements. FORCE moves the open unit, filled or not.
-    Strides of host memory in 16 bytes, ``s_buffer_layer`` in rows.
+    """Copy the unit that the step filled from the ring to the host, and to its LRU slot if any.
+
+    Grid (lanes, layers). A unit is ROWS rows of D elements. FORCE moves the open unit, filled or
+    not. Strides of host memory in 16 bytes, ``s_buffer_layer`` in rows.
     """
     ALIGNED: tl.constexpr = 128 // p_pool.dtype.element_ty.primitive_bitwidth
     lane = tl.program_id(0).to(tl.int64)

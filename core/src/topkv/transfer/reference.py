@@ -179,21 +179,21 @@ class ReferenceTransfer(ZeroCopyTransfer):
                 entry.copy_(entries[head])
 
     def _host_ids(self, slot: int, units: Tensor) -> Tensor:
-        """The host ids of logical units."""
+        """Return the host ids of logical units."""
         per_page = self.group.units_per_page
         return self.step.page_table[slot, units // per_page] * per_page + units % per_page
 
     def _host_entries(self, layer: LayerView, slot: int, unit: int) -> Tensor:
-        """The entries of a unit in the host pool, ``[lane_heads, *entry_shape]`` or coded."""
+        """Return a unit's entries in the host pool, ``[lane_heads, *entry_shape]`` or coded."""
         page, within = divmod(unit, self.group.units_per_page)
         return self.store.entries[int(self.step.page_table[slot, page]), layer.index, :, within]
 
     def _ring_entries(self, layer: LayerView, slot: int, unit: int) -> Tensor:
-        """The entries ``[lane_heads, *entry_shape]`` of a unit in the ring."""
+        """Return a unit's entries in the ring, ``[lane_heads, *entry_shape]``."""
         return self.store.buffer[layer.index, self.store.lanes_of(slot), self.ring_slot(unit)]
 
     def _hold_resident(self, layer: LayerView, slot: int, units: Tensor, fits: bool) -> None:
-        """Give units u of a request that fits their slots u."""
+        """Copy units u to slots u of a request that fits."""
         if fits:
             store, index, lanes = self.store, layer.index, self.store.lanes_of(slot)
             kept = units[units < self.group.buffer_slots].to(store.unit_slot.device)
@@ -203,7 +203,7 @@ class ReferenceTransfer(ZeroCopyTransfer):
     def _lru_entries(
         self, layer: LayerView, slot: int, unit: int, fits: bool
     ) -> list[tuple[int, Tensor]]:
-        """The entries in the LRU buffer of a unit that is written again, each with its lane head.
+        """Return LRU entries of a unit that is written again, each with its lane head.
 
         A lane that fits gets its unit u in slot u here. In others an old copy has to follow, or a
         unit that was rolled back would come back with the tokens that were rejected.

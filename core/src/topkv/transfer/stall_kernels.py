@@ -18,13 +18,13 @@ def device_ns(p_now):
 
 @triton.jit
 def stall_begin_kernel(p_times, p_now, NOW: tl.constexpr):
-    """One program: note the time at which a load begins."""
+    """Note the time at which a load begins. One program."""
     tl.store(p_times, NOW(p_now))
 
 
 @triton.jit
 def stall_end_kernel(p_times, p_misses, lanes, p_now, NOW: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: add what has passed since, if any of the lanes missed anything."""
+    """Add the time that has passed since, if any of the lanes missed anything. One program."""
     now = NOW(p_now)
     missed = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, lanes, BLOCK):

@@ -1,6 +1,6 @@
-"""How long each layer waits for the link: its loads between two looks at a clock.
+"""Times that each layer waits for the link: its loads between two looks at a clock.
 
-What attends to a layer needs all of its misses, so a step stands still while they are loaded.
+Attention of a layer needs all of its misses, so a step stands still while they are loaded.
 Off unless the setting ``stall_times`` asks for it: the two looks are launches of their own, a few
 microseconds a layer, and the load no longer starts while its plan still runs. The clock of a GPU
 may tick only once a microsecond: sums of many loads are right, a single one is coarse.
@@ -15,21 +15,21 @@ from torch import Tensor
 
 
 class Clock(Protocol):
-    """Looks at the time on the device, in its order of work. Neither call waits for it.
+    """Reads the time on the device, in its order of work. Neither call waits for the device.
 
     ``times``, here and below, are int64 ``[2]`` of a layer on the device, in nanoseconds: when
     its last load began, and how long all of those took that had something to load.
     """
 
     def begin(self, times: Tensor) -> None:
-        """A load is about to begin."""
+        """Note that a load is about to begin."""
 
     def end(self, times: Tensor, misses: Tensor) -> None:
-        """It has ended; ``misses`` are int32 ``[N]``, those of the lanes."""
+        """Note that the load has ended; ``misses`` are int32 ``[N]``, by lane."""
 
 
 class HostClock:
-    """For CPUs, which have done a thing when its call returns."""
+    """Clock of CPUs, which have done a thing when its call returns."""
 
     def begin(self, times: Tensor) -> None:
         times[0] = perf_counter_ns()
@@ -41,10 +41,10 @@ class HostClock:
 
 
 class DeviceClock:
-    """For GPUs: a kernel for each look, which a CUDA graph replays.
+    """Clock of GPUs: a kernel for each look, which a CUDA graph replays.
 
     Args:
-        now: the ``triton.jit`` function that tells the time; that of the device by default.
+        now: the ``triton.jit`` function that returns the time; that of the device by default.
     """
 
     BLOCK = 256

@@ -34,7 +34,7 @@ def append_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (B, Hkv). The new token goes to the ring (RING) or to its page. Strides in elements."""
+    """Append the new token to the ring (RING) or its page. Grid (B, Hkv). Strides in elements."""
     batch = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     slot = tl.load(p_step_slots + batch).to(tl.int64)
@@ -59,7 +59,7 @@ def append_kernel(
 
 @triton.jit
 def _store_planes(p_entry, d, k, v, mask, plane, PLANES: tl.constexpr):
-    """Rows to their entries: keys, and values a ``plane`` further on if there are two."""
+    """Write rows to their entries: keys, and values a ``plane`` further on if there are two."""
     tl.store(p_entry[:, None] + d[None, :], k, mask)
     if PLANES == 2:
         tl.store((p_entry + plane)[:, None] + d[None, :], v, mask)
@@ -102,7 +102,7 @@ def store_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (token blocks, Hkv): a prefill chunk to its pages, the ring and LRU slots.
+    """Store a prefill chunk in its pages, the ring and LRU slots. Grid (token blocks, Hkv).
 
     Units below ``claim_below`` take the LRU slot of their own number. Strides of host memory in
     its elements.
@@ -166,9 +166,10 @@ def fetch_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (programs): history from its pages to packed ``[tokens, Hkv, D]``. The programs share
-    the blocks of tokens of all heads, so that few of them can do it beside other kernels. Strides
-    of host memory in its elements.
+    """Copy history from its pages to packed ``[tokens, Hkv, D]``. Grid (programs).
+
+    The programs share the blocks of tokens of all heads, so that few of them can do it beside
+    other kernels. Strides of host memory in its elements.
     """
     SIZE: tl.constexpr = HEADS_PER_LANE * PLANES * UNIT * D
     DTYPE: tl.constexpr = p_k.dtype.element_ty

@@ -1,6 +1,6 @@
 """The transfer engine by kernels: grids, strides and block sizes, one launch a hook.
 
-No hot hook makes a tensor. What each kernel has to do stands in ``reference.py``.
+No hot hook makes a tensor. ``reference.py`` shows what each kernel has to do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FETCH_PROGRAMS = 32
 takes the place of one that attends."""
 
 LINE_BYTES = 128
-"""What the link moves at a time."""
+"""Bytes that the link moves at a time."""
 
 TOKEN_BLOCK = 64
 """Most tokens per program of the prefill kernels."""
@@ -46,8 +46,8 @@ class LayerMemory:
     """Views of one layer, made once: making one costs as much as a launch.
 
     Attributes:
-        unit_slot, slot_unit, order, stamp, counters, buffer: of the store, without their first
-            dimension.
+        unit_slot, slot_unit, order, stamp, counters, buffer: tensors of the store, without
+            their first dimension.
         buffer_words: ``buffer`` as int32; where entries are coded, ``buffer``.
         host, host_words: the host pool from the layer's first entry on, in the group's dtype and
             as int32; where entries are coded, bytes.
@@ -82,7 +82,7 @@ def strides_of(layout: GroupLayout, size: int) -> dict[str, int]:
 
 @frozen
 class Copies:
-    """Which entries of the host pool the kernels see, and in which pieces.
+    """Form of the host pool's entries for the kernels, and the pieces in which they are copied.
 
     Attributes:
         load, offload, store, fetch: arguments of the kernels of these names.
@@ -103,8 +103,8 @@ def _span(layout: GroupLayout, words: int, size: int) -> int:
 
 
 def copies_of(group: GroupShape, layout: GroupLayout) -> Copies:
-    """Entries that both tiers hold alike move in words of 16 bytes, as they are; coded ones are
-    packed and unpacked row by row.
+    """Choose how entries are copied: those that both tiers hold alike as they are, in words of
+    16 bytes; coded ones packed and unpacked row by row.
     """
     if group.host_format == "model":
         read, decode = entry_kernels.read_plain, entry_kernels.decode_plain
@@ -115,7 +115,7 @@ def copies_of(group: GroupShape, layout: GroupLayout) -> Copies:
         write, (least, most) = entry_kernels.write_coded, EXPONENTS[group.dtype]
         heads, planes, unit, dim = group.entry_shape
         rows, block, warps = heads * planes * unit, 16, 8
-        width = min(16, dim & -dim)  # a word lies within a row
+        width = min(16, dim & -dim)  # a word is within a row
     words, size = rows * dim // width, width * (4 if group.host_format == "model" else 1)
     reads: dict[str, Any] = {"READ": read, "DECODE": decode}
     writes: dict[str, Any] = {"WRITE": write, "LEAST": least, "MOST": most}

@@ -1,4 +1,4 @@
-"""The time of each step of ``generate``, taken where it hands a token to its streamer."""
+"""Clock of the steps of ``generate``, which looks where a token goes to the streamer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Clock(BaseStreamer):
 
     Args:
         warmup: decode steps that are not counted.
-        steps: decode steps behind them that are.
-        marks: by number of decode steps that are done, what is called then; its time is not
-            counted.
+        steps: counted decode steps behind them.
+        marks: functions by the number of decode steps after which each is called; their time is
+            not counted.
 
     Attributes:
         first: seconds from the start to the first token; NaN before it.
-        seconds: of each step that is counted.
+        seconds: seconds of each counted step.
     """
 
     def __init__(self, warmup: int, steps: int, marks: Mapping[int, Callable[[], Any]]) -> None:
@@ -33,7 +33,7 @@ class Clock(BaseStreamer):
         self._last = 0.0
 
     def start(self) -> None:
-        """``generate`` is about to be called."""
+        """Note the time: ``generate`` is about to be called."""
         self._last = perf_counter()
 
     def put(self, value: Any) -> None:
@@ -50,9 +50,9 @@ class Clock(BaseStreamer):
         self._last = perf_counter()
 
     def end(self) -> None:
-        """Nothing is left over."""
+        """Do nothing at the end of a stream."""
 
     def milliseconds(self) -> dict[str, float]:
-        """Median, 10th and 90th percentile of the steps."""
+        """Return median, 10th and 90th percentile of the steps."""
         low, median, high = np.percentile(self.seconds, (10, 50, 90)) * 1e3
         return {"median": float(median), "p10": float(low), "p90": float(high)}

@@ -18,12 +18,12 @@ from topkv.errors import ConfigError
 MODELS = ("llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "tiny")
 CONTESTANTS = ("dense", "offloaded", "topkv-resident", "topkv")
 COMPILED = "topkv-compiled"
-"""A further one, on a GPU alone."""
+"""A further contestant, on a GPU alone."""
 DTYPES = ("float16", "bfloat16", "float32")
 
 
 class Numbers(click.ParamType):
-    """Whole numbers of 1 and more, with commas between them, each once."""
+    """Parameter type: whole numbers of 1 and more, with commas between them, each once."""
 
     name = "n,n"
 
@@ -40,7 +40,7 @@ class Numbers(click.ParamType):
 
 
 class Names(click.ParamType):
-    """Contestants with commas between them, in any order, each once."""
+    """Parameter type: contestants with commas between them, in any order, each once."""
 
     name = "name,name"
 
@@ -55,7 +55,7 @@ class Names(click.ParamType):
 
 
 class DriftType(click.ParamType):
-    """A share, a file, or none."""
+    """Parameter type: a share, a file, or none."""
 
     name = "share|trace.npz|none"
 
@@ -76,7 +76,7 @@ class DriftType(click.ParamType):
 
 
 class Pair(click.ParamType):
-    """``KEY=VALUE``, the value as JSON or else as text."""
+    """Parameter type: ``KEY=VALUE``, the value as JSON or else as text."""
 
     name = "key=value"
 
@@ -150,8 +150,8 @@ def bench(json_file: Path | None, plot_file: Path | None, profile: bool, **given
     """Decode with random weights: caches on the GPU, offloaded, and topkv.
 
     Weights that were never trained select nearly at random, so the selection of topkv is written
-    over by one whose drift is stated; what the algorithm costs stays in. Every cell is one call of
-    generate. Cells that do not fit, or are refused, are rows with the reason.
+    over by one whose drift is stated; the algorithm still runs and costs its time. Every cell is
+    one call of generate. Cells that do not fit, or are refused, are rows with the reason.
     """
     _check(given["model"], given["config_path"], json_file, plot_file)
     if given["engine_args"] and given["engine"] != "vllm":
@@ -180,7 +180,7 @@ def bench(json_file: Path | None, plot_file: Path | None, profile: bool, **given
 
 
 def _bench(options: Any) -> Any:
-    """What runs the grid."""
+    """Make the object that runs the grid."""
     if options.engine == "vllm":
         from topkv_bench.vllm_bench import VllmBench
 
@@ -193,7 +193,7 @@ def _bench(options: Any) -> Any:
 def _check(
     model: str | None, config_path: Path | None, json_file: Path | None, plot_file: Path | None
 ) -> None:
-    """Refuse what would be found out only when all is measured."""
+    """Refuse options whose mistakes would show only when all is measured."""
     if (model is None) == (config_path is None):
         raise click.UsageError("give the geometry by --model or by --config, one of the two")
     reasons = [
@@ -240,7 +240,7 @@ def _options(
 
 
 def _device(name: str | None) -> Any:
-    """The device that was named, checked; else the GPU if there is one."""
+    """Return the device that was named, checked; else the GPU if there is one."""
     import torch
 
     if name is None:

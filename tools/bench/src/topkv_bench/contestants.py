@@ -1,4 +1,4 @@
-"""What is compared: Transformers' caches on the GPU and offloaded, and topkv."""
+"""Contestants of the bench: Transformers' caches on the GPU and offloaded, and topkv."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from topkv_transformers.examine import window_bytes
 from topkv_transformers.support import advice_of, refusals, shape_of
 
 NAMES = ("dense", "offloaded", "topkv-resident", "topkv", "topkv-compiled")
-"""Transformers' dynamic cache on the device, the same offloaded to the host, topkv with all layers
-resident, topkv as it was configured, and with its steps captured and compiled."""
+"""Names of contestants: Transformers' dynamic cache on the device, this cache offloaded to the
+host, topkv with all layers resident, topkv as it was configured, and with its steps captured and
+compiled."""
 
 ROOM = ("max_requests", "max_tokens", "max_request_tokens")
 """Settings that follow from contexts and requests."""
@@ -37,10 +38,10 @@ class Cell:
         contestant: one of ``NAMES``.
         context: tokens of each prompt.
         requests: rows of the batch.
-        new_tokens: that each row generates.
-        pool: whether caches are filled without prompts.
-        drift: of topkv's selections, or a trace; None for the algorithm's own.
-        config: of topkv, without ``ROOM``.
+        new_tokens: tokens that each row generates.
+        pool: True if caches are filled without prompts.
+        drift: drift of topkv's selections, or a trace; None for the algorithm's own.
+        config: configuration of topkv, without ``ROOM``.
     """
 
     contestant: str
@@ -53,17 +54,17 @@ class Cell:
 
     @property
     def columns(self) -> int:
-        """Tokens that ``generate`` is given; of a filled cache one is left to begin with."""
+        """Tokens that ``generate`` is given; one more than the context behind a filled cache."""
         return self.context + int(self.pool)
 
     @property
     def tokens(self) -> int:
-        """That a request reaches."""
+        """Tokens that a request reaches."""
         return self.columns + self.new_tokens
 
     @property
     def sparse_config(self) -> SparseConfig:
-        """What topkv is attached with."""
+        """Configuration that topkv is attached with."""
         room: dict[str, Any] = {
             "max_requests": self.requests,
             "max_tokens": self.requests * self.tokens,
@@ -80,16 +81,16 @@ class Contestant(Protocol):
     """A model that is ready to decode in one way, until ``close``."""
 
     def cache(self, filled: bool) -> Any:
-        """A new cache, empty or with the context of every request."""
+        """Make a new cache, empty or with the context of every request."""
 
     def held(self, cache: Any) -> dict[str, int]:
-        """Bytes by tier; ``device`` and ``host`` are the sums that are compared."""
+        """Return bytes by tier; ``device`` and ``host`` are the sums that are compared."""
 
     def moved(self, cache: Any) -> TransferReport | None:
-        """What was loaded since the cache began, if somebody counts."""
+        """Return the loads since the cache began; None if nobody counts them."""
 
     def facts(self) -> dict[str, Any]:
-        """What results depend on, beside the cell."""
+        """Return all that results depend on, beside the cell."""
 
     def close(self) -> None:
         """Leave the model as it was."""
@@ -99,8 +100,8 @@ class Dynamic:
     """Stock ``generate``: keys and values in a ``DynamicCache``, on the device or offloaded.
 
     Args:
-        model: not attached.
-        cell: what is measured.
+        model: the model, not attached.
+        cell: the cell to measure.
     """
 
     def __init__(self, model: PreTrainedModel, cell: Cell) -> None:
@@ -132,11 +133,11 @@ class Dynamic:
         return {}
 
     def close(self) -> None:
-        """The model was not changed."""
+        """Do nothing: the model was not changed."""
 
 
 class Topkv:
-    """The model attached, its selections drifting if the cell says so. Arguments as above."""
+    """The attached model, whose selections drift if the cell says so. Arguments as ``Dynamic``."""
 
     def __init__(self, model: PreTrainedModel, cell: Cell) -> None:
         self.model, self.cell = model, cell
@@ -153,7 +154,7 @@ class Topkv:
 
     @property
     def coordinator(self) -> SparseCoordinator:
-        """Of the attached model."""
+        """Coordinator of the attached model."""
         coordinator: SparseCoordinator = self.handle.coordinator
         return coordinator
 
@@ -192,7 +193,7 @@ def enter(model: PreTrainedModel, cell: Cell) -> Contestant:
     """Make a contestant ready.
 
     Raises:
-        TopkvError: it is refused, or there is no room for it.
+        TopkvError: the cell is refused, or there is no room for it.
     """
     transformers = cell.contestant in ("dense", "offloaded")
     return Dynamic(model, cell) if transformers else Topkv(model, cell)
@@ -207,20 +208,20 @@ class Expected:
 
 
 def expected(model: PreTrainedModel, cell: Cell, device: torch.device) -> Expected | None:
-    """Bytes that a cell will hold, before anything is taken; None if unknown.
+    """Return the bytes that a cell will hold, before anything is taken; None if unknown.
 
-    The offloaded cache holds two layers on the device, that of the moment and the next.
+    The offloaded cache holds two layers on the device, the current one and the next.
 
     Args:
         model: may be on the device ``meta``, without weights.
-        cell: what is to be measured.
+        cell: the cell to measure.
         device: where the model is to run.
 
     Raises:
         ConfigError, PluginError: topkv's configuration is wrong.
     """
     if refusals(model, on_meta=model.device.type == "meta"):
-        return None  # then what its layers keep is not known either
+        return None  # then the bytes of its layers are not known either
     shape, windows = shape_of(model), cell.requests * window_bytes(model, cell.tokens)
     if cell.contestant.startswith("topkv"):
         lowered = lower(
@@ -243,13 +244,13 @@ def expected(model: PreTrainedModel, cell: Cell, device: torch.device) -> Expect
 
 
 def expected_bytes(model: PreTrainedModel, cell: Cell) -> int | None:
-    """Bytes on the device of the model."""
+    """Return the bytes of a cell on the device of the model."""
     found = expected(model, cell, model.device)
     return None if found is None else found.device
 
 
 def clear(device: torch.device) -> None:
-    """Give back what a contestant has left, and count peaks anew."""
+    """Give back the memory that a contestant has left, and count peaks anew."""
     gc.collect()  # hooks and handles refer to each other
     if device.type == "cuda":
         torch.cuda.synchronize(device)

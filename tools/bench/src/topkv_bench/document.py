@@ -1,4 +1,4 @@
-"""What ``--json`` writes: the rows, and all that they depend on."""
+"""Document that ``--json`` writes: the rows, and all that they depend on."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from topkv_bench.vllm_bench import VllmBench
 
 SCHEMA = 1
-"""Raised when a key changes its meaning or goes."""
+"""Version of the document, which rises when a key changes its meaning or goes."""
 
 
 def document(
     bench: Bench | VllmBench, rows: Sequence[Row], command: Sequence[str]
 ) -> dict[str, Any]:
-    """All of a run as one object.
+    """Return all of a run as one object.
 
     Args:
-        bench: that ran.
-        rows: that are done.
+        bench: the bench that ran.
+        rows: rows that are done.
         command: arguments of the process.
     """
     options = bench.options
@@ -70,14 +70,14 @@ def document(
 
 
 def versions() -> dict[str, str | None]:
-    """Of everything that times depend on."""
+    """Return the versions of everything that times depend on."""
     found = {name: version(name) for name in ("torch", "transformers", "triton")}
     python = platform.python_version()
     return {"topkv": topkv.__version__, **found, "python": python, "cuda": torch.version.cuda}
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
-    """What the model runs on."""
+    """Return facts about the device that the model runs on."""
     facts: dict[str, Any] = {"type": device.type, "machine": platform.machine()}
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
@@ -86,7 +86,7 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Of the checkout that topkv is imported from; None where it is installed."""
+    """Return the commit of the checkout that topkv is imported from; None if installed."""
     folder, name = Path(topkv.__file__).parent, Path(topkv.__file__).name
     try:
         # A package inside somebody else's checkout is none of theirs.
@@ -100,5 +100,5 @@ def commit() -> str | None:
 
 
 def jsonable(value: Any) -> Any:
-    """For ``json.dumps``: what it does not know."""
+    """Convert a value that ``json.dumps`` does not know."""
     return attrs.asdict(value) if attrs.has(type(value)) else str(value)

@@ -34,16 +34,16 @@ from topkv.selectors import Own
 from topkv_bench import recorded
 
 SCALE = 2**16
-"""What a drift of 1 is as a whole number: steps are counted exactly at any length."""
+"""A drift of 1 as a whole number, so that steps are counted exactly at any length."""
 
 
 def rate_of(drift: float) -> int:
-    """A drift between 0 and 1 in parts of ``SCALE``."""
+    """Return a drift between 0 and 1 in parts of ``SCALE``."""
     return round(drift * SCALE)
 
 
 def effective(drift: float, select: int, units: int) -> float:
-    """Share of a full selection that a step replaces.
+    """Return the share of a full selection that a step replaces.
 
     Less than ``drift`` where fewer than two units fall to some columns: those cannot move. 0 where
     all units fit a selection.
@@ -53,7 +53,7 @@ def effective(drift: float, select: int, units: int) -> float:
 
 
 def mixed(number: Tensor) -> Tensor:
-    """32 bits that depend on all of the lower 32 of an int64: shifts and two products."""
+    """Mix the lower 32 bits of an int64 to 32 bits, by shifts and two products."""
     number = number & 0xFFFFFFFF
     number = number ^ (number >> 16)
     number = (number * 0x21F0AAAD) & 0xFFFFFFFF
@@ -102,12 +102,12 @@ def write(
 
 
 class DriftingSelector:
-    """A selector whose selection is written over; everything else is that of the one inside.
+    """A selector whose selection is written over; all else is the inner selector's.
 
     Args:
-        path: the layer.
+        path: path of the layer.
         selector: its selector, which selects for itself.
-        over: writes over ids, of slots, lengths and limits.
+        over: writes over ids; takes slots, lengths and limits too.
     """
 
     def __init__(self, path: LayerPath, selector: Own, over: Callable[..., None]) -> None:
@@ -117,12 +117,12 @@ class DriftingSelector:
         return getattr(self.selector, name)
 
     def select(self, *arguments: Any) -> None:
-        """Let the algorithm select, and write over what it left. Hot."""
+        """Let the algorithm select, and write over its ids. Hot."""
         self.selector.select(*arguments)
         self._over()
 
     def warm(self) -> None:
-        """The same by the last query of each prompt, so that decoding begins with hits."""
+        """Select by the last query of each prompt, so that decoding begins with hits."""
         self.selector.warm()
         self._over()
 
@@ -135,11 +135,11 @@ class DriftingSelector:
 
 
 class DriftingAhead(DriftingSelector):
-    """The same of a selector that selects for the next step: what it keeps is written over.
+    """A ``DriftingSelector`` that selects for the next step: kept selections are written over.
 
     Args:
         path, over: as of ``DriftingSelector``.
-        selector: one of ``topkv.carrying``. Calls this for what it retrieves from now on.
+        selector: one of ``topkv.carrying``, which calls this object after each retrieval.
     """
 
     def __init__(self, path: LayerPath, selector: Carrying, over: Callable[..., None]) -> None:
@@ -148,11 +148,11 @@ class DriftingAhead(DriftingSelector):
         selector.retrieve = self._over_next  # type: ignore[method-assign]
 
     def select(self, *arguments: Any) -> None:
-        """Take what the step before has kept. Hot."""
+        """Take the selection that the step before has kept. Hot."""
         self.selector.select(*arguments)
 
     def warm(self) -> None:
-        """Select as ever, which comes by ``_over_next``."""
+        """Select as ever; ``_over_next`` writes over the result."""
         self.selector.warm()
 
     def _over_next(self, q: Tensor) -> None:
@@ -162,11 +162,11 @@ class DriftingAhead(DriftingSelector):
 
 @frozen
 class Drift:
-    """What a drift means for the layers that it was put over.
+    """A drift as it takes effect in a model's layers.
 
     Attributes:
         stated: as it was asked for: a share, or the path of a trace.
-        effective: the least over groups, see ``effective``; of a trace its ``replaced``.
+        effective: the least over groups, see ``effective``; ``replaced`` of a trace.
         layers: number of layers whose selection is written over.
     """
 
@@ -184,7 +184,7 @@ def drifting(coordinator: SparseCoordinator, drift: float | str, context: int) -
     algorithm leaves -1, -1 stays, but a recorded selection replaces these too.
 
     Args:
-        coordinator: between forwards. What was captured inside is no longer valid afterwards.
+        coordinator: between forwards. Graphs captured inside are no longer valid afterwards.
         drift: between 0 and 1, or the path of a trace.
         context: tokens of every prompt; shorter requests keep what was selected.
 
@@ -222,7 +222,7 @@ def drifting(coordinator: SparseCoordinator, drift: float | str, context: int) -
 
 
 def _writer(coordinator: SparseCoordinator, name: str) -> Callable[..., None]:
-    """``drift.write`` or ``recorded.write``, as kernels where the coordinator has kernels."""
+    """Choose ``drift.write`` or ``recorded.write``, as kernels if the coordinator has kernels."""
     if coordinator.config.impl == "triton":
         from topkv_bench import drift_kernels, recorded_kernels
 
@@ -238,8 +238,8 @@ def _recorded(
     select: int,
     units: int,
 ) -> tuple[float, Callable[..., None]]:
-    """The share that a trace replaces in a step, and what writes the selections of its layer at
-    ``depth``, between 0 and 1."""
+    """Return the share that a trace replaces in a step, and a function that writes the selections
+    of its layer at ``depth``, between 0 and 1."""
     found, group = recorded.load(trace), coordinator.config.groups[path.lanes.index]
     lanes = group.shape.lane_heads
     copies, stretch = found.copies(select, units)
@@ -257,5 +257,5 @@ def _recorded(
 
 
 def selectable(group: LoweredGroup, tokens: int) -> int:
-    """Units of a request of ``tokens`` tokens that a selection of the group may name."""
+    """Return how many units of a request of ``tokens`` tokens a selection can name."""
     return tokens if group.tail == "selectable" else (tokens - 1) // group.shape.unit

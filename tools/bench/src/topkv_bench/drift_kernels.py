@@ -19,7 +19,7 @@ def write(
     units: int,
     rate: int,
 ) -> None:
-    """Launches; arguments are those of ``topkv_bench.drift.write``."""
+    """Launch; arguments are those of ``topkv_bench.drift.write``."""
     lanes, select = ids.shape
     if not lanes:
         return
@@ -32,7 +32,7 @@ def write(
 
 @triton.jit
 def mixed(number):
-    """32 bits of an int64 that depend on all of its lower 32; see ``drift.mixed``."""
+    """Mix the lower 32 bits of an int64 to 32 bits; see ``drift.mixed``."""
     number = number & 0xFFFFFFFF
     number = number ^ (number >> 16)
     number = (number * 0x21F0AAAD) & 0xFFFFFFFF
@@ -55,7 +55,7 @@ def drift_kernel(
     rate,
     BLOCK: tl.constexpr,
 ):
-    """One program per lane and block of columns; each column goes by its own number alone."""
+    """Write over ids. One program per lane and block of columns, which are independent."""
     lane = tl.program_id(0).to(tl.int64)
     row, head = lane // lane_heads, lane % lane_heads
     slot = tl.load(p_slots + row).to(tl.int64)

@@ -1,7 +1,7 @@
 """Caches of random keys and values, filled without a prompt: decoding is all that is measured.
 
-A long prompt takes minutes where its tokens take no time to copy. What a step costs depends on how
-much there is to attend to and on what changes, not on what the keys say.
+A long prompt takes minutes, and copying as many tokens takes no time. The cost of a step depends
+on how much there is to attend to and on what changes, not on the values of keys.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def refuse_latent(attention: str) -> None:
     """Refuse latent rows, which a model makes together with what its indexer keeps.
 
     Raises:
-        CapabilityError: this is no grouped-query attention.
+        CapabilityError: the attention is not grouped-query attention.
     """
     if attention != "gqa":
         raise CapabilityError(
@@ -55,10 +55,10 @@ def fill_layer(
 
     Args:
         layer: the layer, empty.
-        update: what appends keys and values ``[rows, Hkv, tokens, D]`` to it.
+        update: function that appends keys and values ``[rows, Hkv, tokens, D]`` to it.
 
     Raises:
-        CapabilityError: it keeps a state, which random keys would not make.
+        CapabilityError: the layer keeps a state, which random keys would not make.
     """
     if not isinstance(layer, DynamicLayer):
         kind = type(layer).__name__

@@ -86,7 +86,7 @@ GEOMETRIES: Mapping[str, Mapping[str, Any]] = {
     "gpt-oss-20b": _GPT_OSS,
     "tiny": _TINY,
 }
-"""What ``config.json`` of the model says of its shape. Frequencies of Llama's positions are not
+"""Shapes by name, from ``config.json`` of each model. Frequencies of Llama's positions are not
 stretched, which costs nothing and changes no time."""
 
 _DROPPED = ("auto_map", "quantization_config", "torch_dtype", "dtype")
@@ -94,13 +94,13 @@ _DROPPED = ("auto_map", "quantization_config", "torch_dtype", "dtype")
 
 
 def config_of(name: str | None, path: Path | None, positions: int) -> PreTrainedConfig:
-    """The configuration of a geometry.
+    """Return the configuration of a geometry.
 
     Args:
         name: one of ``GEOMETRIES``, or None.
         path: a ``config.json`` or the directory that holds one, where there is no name. Nothing
             is downloaded, and no code that it names is run.
-        positions: that a request reaches; a model of fewer gets as many.
+        positions: positions that a request reaches; a model with fewer gets as many.
 
     Raises:
         ConfigError: the file is no configuration of a causal language model.
@@ -134,13 +134,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The modules of a model without weights."""
+    """Make the modules of a model, without weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def build(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of small normal weights, made where it is to run.
+    """Make a model of small normal weights on the device where it is to run.
 
     No token ends a text, so that every request generates as many as it was asked for.
     """

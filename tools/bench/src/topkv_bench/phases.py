@@ -1,9 +1,9 @@
-"""Where the time of a step goes: topkv's phases beside everything else that the model does.
+"""Time of a step by phase: topkv's phases beside everything else that the model does.
 
 While a few steps are profiled, the calls of each layer's path stand in ranges named after their
-phase. Host time of a phase is that of its ranges. Device time is that of the kernels that were
-launched inside, which the profiler shows as ranges of the device too; a kernel outside of them,
-of a captured graph say, goes by its name. What is left is the model's own.
+phase. Host time of a phase is the time of its ranges. Device time is the time of the kernels that
+were launched inside, which the profiler shows as ranges of the device too; a kernel outside of
+them, of a captured graph say, is assigned by its name. The rest is the model's own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from topkv.plugins import registry
 
 PHASES = ("append", "select", "plan", "load", "adapt", "attend", "offload")
 MODEL = "model"
-"""Everything that is no phase: products, norms, the loop of ``generate``."""
+"""Name of everything that is no phase: products, norms, the loop of ``generate``."""
 
 _RANGE = "topkv."
 _CALLS = {
@@ -33,7 +33,7 @@ _CALLS = {
     "selector": {"select": "select"},
     "backend": {"adapt_page_table": "adapt", "attend": "attend"},
 }
-"""By part of a layer's path: its calls in a step, and their phases."""
+"""Calls of a step and their phases, by part of a layer's path."""
 
 _CORE = {
     "append_kernel": "append",
@@ -54,7 +54,7 @@ _CORE = {
     "walk_kernel": "select",
     "drift_kernel": "select",
 }
-"""Kernels of the core, and of a stated drift, which stands behind the algorithm."""
+"""Phases of kernels of the core, and of a stated drift, which runs behind the algorithm."""
 
 
 @frozen
@@ -67,7 +67,7 @@ class Span:
 
 
 class Ranged:
-    """An object some of whose methods run in ranges; everything else is its own."""
+    """Wrapper of an object, some of whose methods run in ranges."""
 
     def __init__(self, target: Any, calls: Mapping[str, str]) -> None:
         self._target = target
@@ -91,7 +91,7 @@ class Profile:
     """Profiles steps between ``start`` and ``stop``, both between forwards.
 
     Args:
-        coordinator: whose phases are told apart; None where there is none.
+        coordinator: coordinator with the phases; None where there is none.
         device: where the model runs.
     """
 
@@ -139,7 +139,7 @@ class Profile:
 
         All three are under the profiler, which makes the host slower.
         """
-        # What takes no time is no work: marks of the profiler itself.
+        # Events without a duration are no work: marks of the profiler itself.
         events = [event for event in self._profile.events() or () if event.time_range.elapsed_us()]
         host = {
             phase: sum(
@@ -167,7 +167,7 @@ def _per_step(microseconds: Mapping[str, float], steps: int) -> dict[str, float]
 
 
 def device_times(spans: Iterable[Span], names: Mapping[str, str]) -> dict[str, float]:
-    """Time of the kernels of each phase, in microseconds.
+    """Sum up the time of the kernels of each phase, in microseconds.
 
     Args:
         spans: kernels and copies, and the ranges among them, which do not overlap each other.
@@ -190,7 +190,7 @@ def device_times(spans: Iterable[Span], names: Mapping[str, str]) -> dict[str, f
 
 
 def kernel_phases(coordinator: SparseCoordinator) -> dict[str, str]:
-    """Phases of Triton kernels by name: those of the core, and all that stand in the packages of
+    """Return phases of Triton kernels by name: kernels of the core, and all in the packages of
     the plugins that select and attend. Kernels of libraries are not known by name."""
     config, names = coordinator.config, dict[str, str]()
     packages = {_package(path.backend): "attend" for path in coordinator.layers}

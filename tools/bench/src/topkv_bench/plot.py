@@ -1,4 +1,4 @@
-"""Tokens a second and bytes on the device over requests. Needs matplotlib, the extra ``plot``."""
+"""Picture of tokens a second and device bytes over requests. Needs matplotlib, extra ``plot``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from topkv_bench.runs import OK
 
 
 def cannot_draw(path: Path) -> list[str]:
-    """Why no picture can be written to a path, if so."""
+    """Return reasons, if any, why no picture can be written to a path."""
     if find_spec("matplotlib") is None:
         return ["--plot needs matplotlib; pip install 'topkv-bench[plot]', or leave it out"]
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -23,7 +23,7 @@ def cannot_draw(path: Path) -> list[str]:
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
-    """A column of two panels for each context, a line for each contestant.
+    """Draw a column of two panels for each context, a line for each contestant.
 
     Args:
         document: see ``topkv_bench.document``.

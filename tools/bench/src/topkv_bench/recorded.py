@@ -1,8 +1,8 @@
-"""Selections that a model made, written over those of an algorithm: what ``topkv record`` wrote.
+"""Selections of a trace by ``topkv record``, written over the selections of an algorithm.
 
 A trace says which of U units every layer and lane of a model selected, K of them in each of T
 steps. It serves a geometry of other layers, lanes and contexts: a layer takes the selections of
-the layer of the trace that lies as deep, a lane those of the lane at the same share of the way,
+the layer of the trace at the same depth, a lane those of the lane at the same share of the way,
 and where the context has s times the units, unit u stands for units ``s u .. s u + c - 1``, with c
 as often as K goes into the columns of a selection. So the share of a selection that a step
 replaces is that of the trace, layer by layer. Steps go to the end of the trace and back again,
@@ -37,7 +37,7 @@ class Recorded:
 
     @classmethod
     def of(cls, ids: Tensor, units: int) -> Recorded:
-        """Count what is replaced; arguments as the attributes."""
+        """Count replaced units; arguments as the attributes."""
         new = 0
         for layer in ids.unbind(1):
             held = torch.zeros(*layer.shape[:2], units + 1, dtype=torch.bool)
@@ -46,8 +46,8 @@ class Recorded:
         return cls(ids, units, new / max(1, int((ids[1:] >= 0).sum())))
 
     def copies(self, select: int, units: int) -> tuple[int, int]:
-        """Number of selections of the trace that fill ``select`` columns, and number of ``units``
-        units that one of the trace stands for.
+        """Return the number of the trace's selections that fill ``select`` columns, and the number
+        of ``units`` that one unit of the trace stands for.
 
         Raises:
             ConfigError: the trace selects more than the columns, or a larger share of its units.
@@ -69,7 +69,7 @@ class Recorded:
 
 @cache
 def load(path: str) -> Recorded:
-    """The selections of a trace of one request and one group of layers.
+    """Load the selections of a trace of one request and one group of layers.
 
     Raises:
         ConfigError: topkv-simulate is not installed, or the trace is of another kind.

@@ -20,7 +20,7 @@ def write(
     copies: int,
     stretch: int,
 ) -> None:
-    """Launches; arguments are those of ``topkv_bench.recorded.write``."""
+    """Launch; arguments are those of ``topkv_bench.recorded.write``."""
     lanes, select = ids.shape
     if not lanes:
         return
@@ -49,7 +49,7 @@ def recorded_kernel(
     stretch,
     BLOCK: tl.constexpr,
 ):
-    """One program per lane and block of columns."""
+    """Write over ids. One program per lane and block of columns."""
     lane = tl.program_id(0).to(tl.int64)
     row, head = lane // heads, lane % heads
     slot = tl.load(p_slots + row).to(tl.int64)

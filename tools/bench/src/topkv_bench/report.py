@@ -1,4 +1,4 @@
-"""What ``topkv bench`` shows: times and bytes, what fits a limit, where the time goes."""
+"""Output of ``topkv bench``: times and bytes, requests that fit a limit, times by phase."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GIB = 2**30
 
 
 def show(document: dict[str, Any], console: Console) -> None:
-    """Tables of a document, and the reason of each row that has no figures."""
+    """Print tables of a document, and the reason of each row without figures."""
     # A narrow terminal, a file or a pipe must not cut figures off.
     console.width = max(console.width, WIDTH)
     rows: list[Row] = document["rows"]
@@ -78,7 +78,7 @@ def _gib(size: int) -> str:
 
 
 def _profiles(rows: Sequence[Row], console: Console) -> None:
-    """A table of host times, and of device times where there is a device, by phase."""
+    """Print a table of host times, and of device times where there is a device, by phase."""
     profiled = [row for row in rows if row.get("profile")]
     for name, title in (("device_ms", "device"), ("host_ms", "host")):
         found = [row for row in profiled if name in row["profile"]]

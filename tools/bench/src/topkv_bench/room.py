@@ -1,4 +1,4 @@
-"""Memory that cells need beside the weights, and what of it there is, before any is taken."""
+"""Memory that cells need beside the weights, and free memory, before any is taken."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Room:
 
     @classmethod
     def of(cls, device: torch.device) -> Room:
-        """The room of this machine, now."""
+        """Measure the room of this machine, now."""
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
         return cls(device, host_memory(), free)
 
     def lack(self, weights: int, caches: Expected) -> str | None:
-        """Why weights and caches do not fit; None if they do. What forwards need comes on top.
+        """Return why weights and caches do not fit; None if they do. Forwards need more on top.
 
         Args:
-            weights: bytes.
-            caches: of a cell; nothing for the weights alone.
+            weights: bytes of the weights.
+            caches: bytes of the caches of a cell; zeros for the weights alone.
         """
         here = weights + caches.device
         if self.free is None:
@@ -54,7 +54,7 @@ class Room:
 
 
 def weights_of(skeleton: PreTrainedModel) -> int:
-    """Bytes of the parameters and buffers of a model, which may have none of them yet."""
+    """Return bytes of a model's parameters and buffers, which need not be allocated yet."""
     held = (*skeleton.parameters(), *skeleton.buffers())
     return sum(tensor.nbytes for tensor in held)
 

@@ -1,4 +1,4 @@
-"""The grid of measurements, one after the other, each in a memory that the last one has left."""
+"""The grid of measurements, one after the other, each in memory that the one before freed."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ from topkv_prediction.probe import rates
 from topkv_transformers.support import refusals
 
 OK, OVER, NO_MEMORY, REFUSED = "ok", "over the limit", "out of memory", "refused"
-"""What becomes of a cell."""
+"""States of a cell."""
 
 RATES = "bandwidth", "link"
-"""The rates that ``topkv_prediction.probe.rates`` measures, in its order."""
+"""Names of the rates of ``topkv_prediction.probe.rates``, in its order."""
 
 Row = dict[str, Any]
 
 
 @attrs.frozen(kw_only=True)
 class Options:
-    """What was asked for.
+    """Options of the command.
 
     Attributes:
         model, config_path: a named geometry, or the path of a ``config.json``.
-        contestants: of ``NAMES``.
+        contestants: some of ``NAMES``.
         contexts, requests: the grid.
         fill: ``"prompt"``, or ``"pool"`` for caches that are filled without one.
-        drift: of topkv's selections, or a trace; None for the algorithm's own.
-        steps, warmup: decode steps that are counted, and those before them.
+        drift: drift of topkv's selections, or a trace; None for the algorithm's own.
+        steps, warmup: decode steps that are counted, and steps before them.
         profiled: decode steps behind them that are profiled.
         kv_limit: bytes on the device for keys, values and what topkv keeps beside them.
         chunk: tokens of a prompt that a forward takes.
-        settings: of topkv.
-        device, dtype: of model and cache.
+        settings: settings of topkv.
+        device, dtype: device and dtype of model and cache.
         engine: ``"transformers"`` or ``"vllm"``.
         engine_args: further arguments of vLLM.
     """
@@ -88,7 +88,7 @@ class Options:
     engine_args: Mapping[str, Any] = attrs.Factory(dict)
 
     def cells(self) -> list[Cell]:
-        """The grid: contexts, then requests, then contestants."""
+        """Return the grid: contexts, then requests, then contestants."""
         return [
             Cell(
                 contestant=name,
@@ -106,7 +106,7 @@ class Options:
 
 
 def settings_of(config: SparseConfig, pairs: Mapping[str, Any]) -> SparseConfig:
-    """The settings of a file with those of single options over them.
+    """Return the settings of a file, with single options over them.
 
     Raises:
         ConfigError: some are unknown or wrong, or follow from the grid.
@@ -123,10 +123,10 @@ def settings_of(config: SparseConfig, pairs: Mapping[str, Any]) -> SparseConfig:
 
 
 def limit_of(text: str) -> int:
-    """Bytes of a text such as ``16GiB``.
+    """Return the bytes of a text such as ``16GiB``.
 
     Raises:
-        ConfigError: it is no size.
+        ConfigError: the text is no size.
     """
     try:
         size: int = byte_size(text)
@@ -147,7 +147,7 @@ def _built(config: PreTrainedConfig, options: Options) -> PreTrainedModel:
 
 
 def _rates(device: torch.device) -> dict[str, float] | None:
-    """Those of a GPU; None where it has no room left to measure them."""
+    """Measure ``RATES`` of a GPU; None where it has no room left for that."""
     if device.type != "cuda":
         return None
     try:
@@ -159,7 +159,7 @@ def _rates(device: torch.device) -> dict[str, float] | None:
 
 
 def link(moved: Sequence[Any], steps: int) -> Row:
-    """Hits and bytes over the timed steps, of what was counted before and after them."""
+    """Return hits and bytes of the timed steps, from counts before and after them."""
     before, after = moved
     if after is None:
         return {"hit_rate": None, "link_bytes_per_step": None}
@@ -175,17 +175,17 @@ class Bench:
     """Runs the cells of a grid over one model.
 
     Args:
-        options: what was asked for.
+        options: options of the command.
 
     Attributes:
-        model: of random weights.
-        weights_bytes: of its parameters.
+        model: model of random weights.
+        weights_bytes: bytes of its parameters.
 
     Raises:
         ConfigError, PluginError: no model can be made, or topkv's configuration is wrong; no cell
             was run.
-        HostMemoryError, DeviceMemoryError: the weights, or all cells with them, do not fit; looked
-            at before weights are made, for who takes too much of a container is killed.
+        HostMemoryError, DeviceMemoryError: the weights, or all cells with them, do not fit. This
+            is checked before weights are made: a container kills a process that takes too much.
     """
 
     def __init__(self, options: Options) -> None:
@@ -199,10 +199,10 @@ class Bench:
         self.rates = _rates(options.device)
 
     def _lacks(self, skeleton: PreTrainedModel) -> list[str | None]:
-        """Of each cell, why it does not fit this machine; its settings are judged, too.
+        """Return why each cell does not fit this machine, or None; checks its settings, too.
 
         Raises:
-            HostMemoryError, DeviceMemoryError: none of them does.
+            HostMemoryError, DeviceMemoryError: no cell fits.
         """
         device = self.options.device
         room, weights = Room.of(device), weights_of(skeleton)
@@ -222,7 +222,7 @@ class Bench:
         return lacks
 
     def facts(self) -> dict[str, Any]:
-        """What results depend on, of the model."""
+        """Facts about the model that results depend on."""
         return {
             "class": type(self.model).__name__,
             "parameters": self.model.num_parameters(),
@@ -232,7 +232,7 @@ class Bench:
         }
 
     def run(self) -> Iterator[Row]:
-        """A row for each cell, as soon as it is done."""
+        """Yield a row for each cell, as soon as it is done."""
         for cell, lack in zip(self.cells, self.lacks, strict=True):
             yield self._row(cell, lack)
 
@@ -278,7 +278,7 @@ class Bench:
             contestant.close()
 
     def _warm_up(self, contestant: Contestant, cell: Cell) -> None:
-        """Compile what a prompt of several chunks and a step need, over a cache of its own."""
+        """Compile kernels for a prompt of several chunks and a step, over a cache of its own."""
         columns = min(cell.context, 2 * self.options.chunk)
         self._generate(contestant.cache(filled=False), cell.requests, columns, 3, None)
 
@@ -326,7 +326,7 @@ class Bench:
         return row
 
     def _predicted(self, contestant: Any, cell: Cell, hit_rate: float | None) -> float:
-        """Milliseconds that the model of ``topkv_prediction`` says of a step of the middle."""
+        """Predict the milliseconds of a step of the middle by ``topkv_prediction``."""
         middle = cell.columns + self.options.warmup + self.options.steps // 2
         rate = 1.0 if hit_rate is None else hit_rate
         found = contestant.handle.prediction(middle, cell.requests, hit_rate=rate, **self.rates)
@@ -334,7 +334,7 @@ class Bench:
         return time
 
     def _peak(self) -> int | None:
-        """Most bytes beside the weights since the cell began; of a GPU alone."""
+        """Return the most bytes beside the weights since the cell began; of a GPU alone."""
         if self.options.device.type != "cuda":
             return None
         return torch.cuda.max_memory_allocated(self.options.device) - self.weights_bytes
@@ -361,8 +361,8 @@ class Bench:
 
 
 def within_limit(rows: list[Row], limit: int) -> list[Row]:
-    """Of each contestant and context, the row of most requests whose device bytes stay within a
-    limit; those of which no row does are left out."""
+    """Return for each contestant and context the row of most requests whose device bytes stay
+    within a limit; those without such a row are left out."""
     best: dict[tuple[str, int], Row] = {}
     for row in rows:
         key = row["contestant"], row["context"]

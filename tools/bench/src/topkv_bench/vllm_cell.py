@@ -1,7 +1,7 @@
 """One cell through vLLM, in a process of its own: ``python -m topkv_bench.vllm_cell ASKED FILE``.
 
-The engine core runs in this very process, so that a step is a call, and what topkv has counted can
-be read. ``ASKED`` is what ``topkv_bench.vllm_bench`` hands over; the row is written to ``FILE``.
+The engine core runs in this very process, so that a step is a call, and topkv's counts can be
+read. ``ASKED`` is what ``topkv_bench.vllm_bench`` hands over; the row is written to ``FILE``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
-os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would stand above what a cell needs
+os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would beat the sizes of a cell
 
 import attrs
 import torch
@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 
 def arguments_of(asked: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of vLLM; nothing is shared between prompts, and nothing is compiled on a CPU."""
+    """Make vLLM's arguments; prompts share nothing, and nothing is compiled on a CPU."""
     common = {
         "model": asked["model"],
         "load_format": "dummy",
@@ -63,7 +63,7 @@ def arguments_of(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def expected_bytes(config: Any, asked: dict[str, Any]) -> int:
-    """Bytes that a cell will hold on the device, before weights are there.
+    """Return the bytes that a cell will hold on the device, before weights are there.
 
     Raises:
         CapabilityError: topkv refuses the model or its settings.
@@ -75,14 +75,14 @@ def expected_bytes(config: Any, asked: dict[str, Any]) -> int:
 
 
 def _block_bytes(config: Any) -> int:
-    """Of a block of stock vLLM, keys and values of all layers."""
+    """Return the bytes of a block of stock vLLM, keys and values of all layers."""
     shape = shape_of_config(config)
     row = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
     return int(shape.num_layers * config.cache_config.block_size * row)
 
 
 def row_of(asked: dict[str, Any]) -> Row:
-    """The row of a cell: measured, over the limit, out of memory or refused."""
+    """Return the row of a cell: measured, over the limit, out of memory or refused."""
     try:
         arguments = arguments_of(asked)
         config = EngineArgs(**arguments).create_engine_config()
@@ -111,7 +111,7 @@ def row_of(asked: dict[str, Any]) -> Row:
 
 @contextmanager
 def drifts(asked: dict[str, Any]) -> Iterator[list[Any]]:
-    """Have selections drift from the moment on in which a coordinator is made, which is before
+    """Have selections drift from the moment in which a coordinator is made, which is before
     anything is captured."""
     with ExitStack() as stack:
         made, allocate = list[Any](), Session.allocate
@@ -131,11 +131,11 @@ class Engine:
     """A running engine.
 
     Args:
-        arguments: of ``vllm.LLM``.
+        arguments: arguments of ``vllm.LLM``.
 
     Attributes:
-        llm: of vLLM.
-        coordinator: of its worker; None in stock vLLM.
+        llm: the ``vllm.LLM``.
+        coordinator: coordinator of its worker; None in stock vLLM.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ class Engine:
         self._words = self.engine.model_config.get_vocab_size()
 
     def add(self, requests: int, tokens: int, most: int) -> set[str]:
-        """Hand over random prompts; their names."""
+        """Hand over random prompts; return their names."""
         how = SamplingParams(max_tokens=most, temperature=0, ignore_eos=True, detokenize=False)
         names = {next(self._names) for _ in range(requests)}
         for name in names:
@@ -155,11 +155,11 @@ class Engine:
         return names
 
     def step(self) -> set[str]:
-        """Names of the requests that a step gave a token."""
+        """Run a step; return the names of the requests that it gave a token."""
         return {output.request_id for output in self.engine.step()}
 
     def run_out(self) -> None:
-        """Steps until nothing is left, and the worker has been told."""
+        """Run steps until nothing is left and the worker knows that."""
         while self.engine.has_unfinished_requests():
             self.step()
         self.step()
@@ -171,7 +171,7 @@ def _measured(asked: dict[str, Any], arguments: dict[str, Any], made: list[Any])
     try:
         row: Row = {"attach_seconds": perf_counter() - began}
         engine.add(asked["requests"], min(asked["context"], 2 * asked["chunk"]), 3)
-        engine.run_out()  # what is compiled or loaded at first is not measured
+        engine.run_out()  # compiling and loading at first is not measured
         row |= _generated(engine, asked)
         if made and made[0].layers:
             row["drift"] = attrs.asdict(made[0])
@@ -181,7 +181,7 @@ def _measured(asked: dict[str, Any], arguments: dict[str, Any], made: list[Any])
 
 
 def _generated(engine: Engine, asked: dict[str, Any]) -> Row:
-    """Prompts, then steps in which every request decodes, each timed from output to output."""
+    """Run prompts, then steps in which every request decodes, timed from output to output."""
     coordinator, requests = engine.coordinator, asked["requests"]
     moved: list[Any] = []
 
@@ -220,7 +220,7 @@ def _generated(engine: Engine, asked: dict[str, Any]) -> Row:
 
 
 def _held(engine: Engine) -> dict[str, int]:
-    """Bytes by tier: of topkv as it counts them, of stock vLLM all blocks of its pool."""
+    """Return bytes by tier: topkv's own counts, or all blocks of stock vLLM's pool."""
     if engine.coordinator is not None:
         report = engine.coordinator.memory()
         return attrs.asdict(report) | {"device": report.device}

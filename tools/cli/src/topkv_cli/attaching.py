@@ -1,4 +1,4 @@
-"""What attaching a model would take here, and why: a part of a host pool, made and let go."""
+"""Time that attaching a model would take here, measured with a part of a host pool."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     import torch
 
 _PROBE = 1 << 30
-"""Bytes that are measured at most; less where an eighth of the free memory is less."""
+"""Most bytes that are measured; less where an eighth of the free memory is less."""
 
 _GIB = 1 << 30
 
 
 def attaching(pool: int | None = None) -> dict[str, Any]:
-    """Seconds to touch and register a GiB of host memory, and what decides about them.
+    """Measure the seconds to touch and register a GiB of host memory, and say what decides them.
 
     Args:
-        pool: bytes of a host pool to tell the seconds of.
+        pool: bytes of a host pool whose seconds are asked for.
     """
     import torch
 
@@ -56,7 +56,7 @@ def measure(size: int, device: torch.device, cpus: set[int], huge: bool) -> dict
 
     Returns:
         seconds per GiB to ``map``, ``touch`` and ``register`` (None where ``device`` is no GPU),
-        and ``nodes``, the NUMA nodes that chunks lie on.
+        and ``nodes``, the NUMA nodes that chunks are on.
     """
     import torch
 
@@ -90,7 +90,7 @@ def measure(size: int, device: torch.device, cpus: set[int], huge: bool) -> dict
 
 
 def _why(pool: int | None, available: int, gpu: bool) -> list[str]:
-    """One sentence for each thing that decides about the time, or is in the way of it."""
+    """Return a sentence for each thing that decides the time, or makes it longer."""
     from topkv.kv.host_mapping import MOST_THREADS
 
     near = "near the GPU " if gpu else ""

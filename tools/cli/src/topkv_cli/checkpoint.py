@@ -1,4 +1,4 @@
-"""What ``topkv doctor --model`` tells of a checkpoint."""
+"""Report of ``topkv doctor --model`` on a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ def examined(
     algorithm: str | None,
     backend: str | None,
 ) -> dict[str, Any]:
-    """What the engine of Transformers says of a checkpoint, as JSON has it.
+    """Return the report of the engine of Transformers on a checkpoint, fit for JSON.
 
     Args:
         model: the folder of ``config.json``.
         length: tokens of a request; None for what the engine takes.
         settings: a file of ``SparseConfig``.
-        algorithm, backend: stand above what it says; with neither nor a file, no bytes are told.
+        algorithm, backend: beat what the file says; with neither nor a file, no bytes are
+            reported.
 
     Raises:
         PluginError: topkv-transformers is not installed.

@@ -1,4 +1,4 @@
-"""``topkv doctor``: what this machine offers, and what stands in the way."""
+"""``topkv doctor``: reports what this machine offers, and what stands in the way."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from topkv_cli.plugins import as_dict, failing
 
 
 def diagnose(pool: int | None = None) -> dict[str, Any]:
-    """Everything that doctor knows; what cannot be found out says why.
+    """Return everything that doctor knows, or why it cannot be found out.
 
     Args:
-        pool: bytes of a host pool to tell the time of.
+        pool: bytes of a host pool whose time is asked for.
     """
     report = {name: probes.attempt(probe) for name, probe in probes.PROBES.items()}
     packages = {"topkv", *(record.package for record in registry().records())}
@@ -46,8 +46,9 @@ def diagnose(pool: int | None = None) -> dict[str, Any]:
 
 
 def _not_importing() -> list[dict[str, Any]]:
-    """Plugins of which an implementation does not import, kernels aside where Triton is missing,
-    which stands in the report already."""
+    """List plugins of which an implementation does not import.
+
+    Kernels are left out where Triton is missing, which the report says already."""
     found = []
     for record in registry().records():
         broken = failing(record)
@@ -118,8 +119,8 @@ def command(
 ) -> None:
     """Show versions, devices, memory, NUMA nodes, what plugins say, and those that do not load.
 
-    What attaching a model takes is measured: a gibibyte of host memory, or an eighth of what is
-    free, is made as a host pool is made, and let go.
+    The time that attaching a model takes is measured: a gibibyte of host memory, or an eighth of
+    what is free, is made as a host pool is made, and let go.
 
     With --model that is left out, and a checkpoint looked at instead: what would be refused and
     why, what is done with each layer, and, with an algorithm and a backend, the bytes on both

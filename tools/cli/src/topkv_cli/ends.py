@@ -1,4 +1,4 @@
-"""How a command ends where it fails: one message on stderr and an exit status."""
+"""End of a command that fails: one message on stderr and an exit status."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Errors become one message on stderr and an exit status; a traceback only if asked for.
+    """Turn errors into one message on stderr and an exit status; a traceback only if asked for.
 
-    2: what topkv refuses, and what the system refuses (``OSError``: a full disk, a directory that
-    cannot be written). 1: everything else, which nobody expected. A reader that has closed the
+    Status 2: topkv or the system refuses (``OSError``: a full disk, a directory that cannot be
+    written). Status 1: everything else, which nobody expected. A reader that has closed the
     pipe is no error: click ends the command without a word, with status 1.
     """
     if sys.stdout is None:
@@ -47,7 +47,7 @@ def told() -> Iterator[None]:
 
 
 def _let_go_of_full_stdout() -> None:
-    """Or Python tries to write the rest once more at exit, and changes the status."""
+    """Drop a full stdout, or Python writes the rest once more at exit and changes the status."""
     try:
         sys.stdout.flush()
     except OSError:

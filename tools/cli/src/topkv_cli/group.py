@@ -3,7 +3,8 @@
 An entry point of group ``topkv.commands`` whose name is the command and whose value is
 ``"module:click_command"`` adds one. Its module is imported for the list of commands too, so it
 should import torch only where the command runs. A command that does not import says why when it is
-called. A command may raise any error of ``topkv.errors``: the group tells it (``topkv_cli.ends``).
+called. A command may raise any error of ``topkv.errors``: the group prints it
+(``topkv_cli.ends``).
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ ELSEWHERE = {
     "storage": "topkv-files[cli]",
     "tiers": "topkv-simulate",
 }
-"""Commands of this project's other packages, with what brings them; a test reads it there."""
+"""Commands of this project's other packages, and the package of each; a test compares both."""
 
 
 class LazyGroup(click.Group):
-    """A group that imports a command only to run or list it, and tells what it raises."""
+    """A group that imports a command only to run or list it, and prints its errors."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         with told():
@@ -66,7 +67,7 @@ class LazyGroup(click.Group):
 
 
 def _missing(name: str) -> click.Command | None:
-    """A command that says what to do to have it; None for one that nobody of us brings."""
+    """Return a command that says how to get it; None if no package of ours brings it."""
     what = f"there is no command {name!r} here"
     left_out = [point for point in entry_points(group=COMMANDS) if point.name == name]
     if left_out:
@@ -79,7 +80,7 @@ def _missing(name: str) -> click.Command | None:
 
 
 def _offered() -> dict[str, list[EntryPoint]]:
-    """Whose commands there are by name, less those that ``TOPKV_BLOCK`` names."""
+    """Return the entry points of commands by name, without those that ``TOPKV_BLOCK`` names."""
     offered: dict[str, list[EntryPoint]] = {}
     for point in sorted(entry_points(group=COMMANDS), key=_package):
         if not blocked(_distribution(point), point.name):

@@ -1,4 +1,4 @@
-"""What goes with what, read from the entries alone: neither torch nor a plugin's code is imported.
+"""Which plugins fit together, read from entries alone: imports neither torch nor a plugin's code.
 
 A cell is an algorithm with a backend, a kind of attention, a unit and a scope. ``lower`` asks the
 same check (``topkv.config.negotiation``) and, beyond it, about sizes, dtypes and heads of a model.
@@ -16,7 +16,7 @@ from topkv.entries import TIERS, PluginEntry
 from topkv.plugins import PluginRecord
 
 UNITS = (1, 16, 64)
-"""Units that are asked about, beside the one that an algorithm has by default."""
+"""Units of the matrix, beside the default unit of each algorithm."""
 
 SHAPES = (("gqa", "kv_head"), ("gqa", "shared"), ("mla", "shared"))
 """Kinds of attention and scopes. Latent rows have one kv-head: its scope is the shared one."""
@@ -28,8 +28,8 @@ class Cell:
 
     Attributes:
         tiers: where both plugins run, and so where it is tested; empty where it is refused.
-        reasons: why it is refused, each with the plugin that does.
-        regranulated: where it runs all the same if the user allows ``regranulate``, empty if there
+        reasons: why it is refused, each with the plugin that refuses.
+        regranulated: tiers where it runs if the user allows ``regranulate``, empty if there
             is no such tier; None where that does not help.
     """
 
@@ -51,7 +51,7 @@ class Cell:
 
 
 def matrix(records: Iterable[PluginRecord]) -> list[Cell]:
-    """Every cell of the entries that are usable, by algorithm, attention, scope, unit, backend."""
+    """Return the cells of all usable entries, by algorithm, attention, scope, unit, backend."""
     entries = [record.entry for record in records if record.entry and not record.problem]
     algorithms = sorted((e for e in entries if e.kind == "algorithm"), key=lambda e: e.name)
     backends = sorted((e for e in entries if e.kind == "backend"), key=lambda e: e.name)
@@ -75,7 +75,7 @@ def matrix(records: Iterable[PluginRecord]) -> list[Cell]:
 def _regranulates(
     algorithm: PluginEntry, backend: PluginEntry, attention: str, scope: str, unit: int
 ) -> bool:
-    """Whether the algorithm may select the tokens of units that the backend takes."""
+    """Return True if the algorithm can select the tokens of units that the backend takes."""
     refusals = (
         *_refusals(algorithm, attention, scope, 1),
         *_refusals(backend, attention, scope, unit),
@@ -89,16 +89,16 @@ def _refusals(entry: PluginEntry, attention: str, scope: str, unit: int) -> list
 
 
 def _runs(entry: PluginEntry, tier: str) -> bool:
-    """Whether a plugin states a tier and the implementation that runs there."""
+    """Return True if a plugin states a tier and the implementation that runs there."""
     impl = "reference" if tier == "cpu" else "triton"
     return tier in entry.capabilities.tiers and impl in entry.impls
 
 
 def rows_of(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a table: a row for each algorithm, attention, scope and unit that it takes,
-    if need be by regranulation.
+    """Return head and rows of a table: a row for each algorithm, attention, scope and unit that it
+    takes, if need be by regranulation.
 
-    What an algorithm refuses for itself no backend can mend; ``matrix`` has it.
+    Combinations that an algorithm itself refuses, whatever the backend, are in ``matrix`` alone.
     """
     backends = sorted({cell.backend for cell in cells})
     rows: dict[tuple[str, str, str, int], dict[str, Cell]] = {}
@@ -114,7 +114,7 @@ def rows_of(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
 
 
 def _is_open(cell: Cell) -> bool:
-    """Whether the algorithm itself does not stand in the way."""
+    """Return True if the algorithm itself does not refuse the cell."""
     own = f"{cell.algorithm} "
     return cell.regranulated is not None or not any(text.startswith(own) for text in cell.reasons)
 

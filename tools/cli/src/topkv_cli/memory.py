@@ -14,19 +14,19 @@ from attrs import frozen
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 UNLIMITED = 2**60
-"""Bytes from which on a limit is none: version 1 writes a number that no machine has."""
+"""Bytes from which on a limit counts as none: version 1 writes a number that no machine has."""
 
 
 @frozen
 class HostMemory:
-    """Memory that there is.
+    """Memory of this machine, and how much of it this process may take.
 
     Attributes:
         total: bytes of the system.
         available: bytes that can be taken before somebody is killed or pages are swapped.
         limit: bytes of the control group that decides about ``available``; None where the system
             itself does.
-        whose: what decides, for messages.
+        whose: name of what decides, for messages.
     """
 
     total: int
@@ -36,7 +36,7 @@ class HostMemory:
 
 
 def host_memory(proc: Path = PROC, groups: Path = GROUPS) -> HostMemory:
-    """Look it up, in the files of Linux.
+    """Look memory up in the files of Linux.
 
     Args:
         proc, groups: where the system shows processes, and control groups of either version.
@@ -50,7 +50,7 @@ def host_memory(proc: Path = PROC, groups: Path = GROUPS) -> HostMemory:
 
 
 def meminfo(path: Path) -> dict[str, int]:
-    """Bytes by name from a meminfo file of the system or of a NUMA node."""
+    """Read bytes by name from a meminfo file of the system or of a NUMA node."""
     sizes = {}
     for line in path.read_text().splitlines():
         name, _, rest = line.partition(":")
@@ -60,7 +60,7 @@ def meminfo(path: Path) -> dict[str, int]:
 
 
 def _limits(proc: Path, groups: Path) -> Iterator[tuple[Path, int, int]]:
-    """Control groups that this process is in, with a limit each and what is left of it."""
+    """Yield the control groups of this process that have a limit, with it and what is left."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -82,7 +82,7 @@ def _limits(proc: Path, groups: Path) -> Iterator[tuple[Path, int, int]]:
 
 
 def _limit(folder: Path, most: str, used: str, cached: str) -> Iterator[tuple[Path, int, int]]:
-    """The limit of one group, if it has any; its page cache gives way before anybody is killed."""
+    """Yield the limit of a group, if any; page cache gives way before anybody is killed."""
     try:
         limit = int((folder / most).read_text())
         usage = int((folder / used).read_text())

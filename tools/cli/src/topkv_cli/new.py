@@ -38,8 +38,8 @@ def command(name: str, kind: str, output: Path | None) -> None:
 
 
 def stands_in_for(name: str) -> list[str]:
-    """What a package of that name would be taken for: pip replaces a distribution by another of
-    its name, and a plugin whose name another package offers is used for neither."""
+    """Return reasons, if any, why a new package cannot have this name: pip replaces a distribution
+    by another of its name, and a plugin name that two packages offer is used for neither."""
     name, reasons = canonical(name), []
     dist = default_root(name)
     with suppress(metadata.PackageNotFoundError):

@@ -1,4 +1,4 @@
-"""``topkv plugins``: what is installed, without importing torch."""
+"""``topkv plugins``: lists what is installed, without importing torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from topkv_cli.matrix import Cell, matrix, rows_of
 
 
 def as_dict(record: PluginRecord) -> dict[str, Any]:
-    """A record as JSON shows it."""
+    """Return a record as JSON shows it."""
     entry = record.entry
     return {
         "name": record.name,
@@ -36,8 +36,9 @@ def as_dict(record: PluginRecord) -> dict[str, Any]:
 
 
 def missing(record: PluginRecord) -> dict[str, str]:
-    """Why factories of a usable plugin cannot be imported, by implementation: of those whose
-    module is not there at all, which is seen without importing it, nor torch."""
+    """Find implementations of a usable plugin whose module is missing, and say why.
+
+    Neither the module nor torch is imported for that."""
     paths = record.entry.factories.items() if record.entry and not record.problem else ()
     return {impl: why for impl, path in paths if (why := _absent(path.partition(":")[0]))}
 
@@ -51,7 +52,7 @@ def _absent(module: str) -> str | None:
 
 
 def failing(record: PluginRecord) -> dict[str, str]:
-    """Why factories of a usable plugin do not import, by implementation; imports all of them."""
+    """Import every factory of a usable plugin; return reasons of failures by implementation."""
     found = {}
     for impl in record.entry.impls if record.entry and not record.problem else ():
         try:
@@ -65,7 +66,7 @@ _USUAL = attrs.asdict(Capabilities())
 
 
 def _takes(entry: PluginEntry | None) -> str:
-    """What decides whether a plugin can be used, in a few words."""
+    """Sum up in a few words what a plugin needs to be usable."""
     if entry is None:
         return ""
     told, words = entry.capabilities, []
@@ -82,7 +83,7 @@ def _takes(entry: PluginEntry | None) -> str:
 
 
 def _all(entry: PluginEntry) -> list[str]:
-    """What differs from the usual, a line for each; JSON shows everything."""
+    """List capabilities that differ from the usual, a line for each; JSON shows everything."""
     lines = []
     for name, value in attrs.asdict(entry.capabilities).items():
         if value != _USUAL[name]:
@@ -98,10 +99,10 @@ def _show(
     verbose: bool,
     console: Console,
 ) -> None:
-    """A table of all, with their capabilities below if asked for, then what does not load.
+    """Print a table of all plugins, capabilities if asked for, then what does not load.
 
     Args:
-        broken: of each record the factories that do not import, and why.
+        broken: for each record the factories that do not import, and why.
     """
     table = Table(box=None, pad_edge=False)
     for head in ("name", "kind", "package"):
@@ -154,8 +155,8 @@ def _show_matrix(cells: list[Cell], as_json: bool, markdown: bool) -> None:
 def command(as_json: bool, as_matrix: bool, markdown: bool, verbose: bool, check: bool) -> None:
     """List what is installed, and what does not load and why.
 
-    Implementations are imported when they are used; without --check one is told from here whose
-    module is not there, and not one that fails when it is imported.
+    Implementations are imported when they are used. Without --check this finds one whose module
+    is missing, but not one that fails when it is imported.
     """
     if as_matrix or markdown:
         _show_matrix(matrix(registry().records()), as_json, markdown)

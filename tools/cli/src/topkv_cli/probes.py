@@ -1,4 +1,4 @@
-"""What ``topkv doctor`` looks at. Each probe stands alone: one that fails says so in its place."""
+"""Probes of ``topkv doctor``. Each stands alone: one that fails says so in its place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PROC = Path("/proc")
 
 
 def attempt(probe: Callable[[], Any]) -> Any:
-    """The result of a probe, or why it has none."""
+    """Return the result of a probe, or why it has none."""
     try:
         return probe()
     except (Exception, SystemExit) as error:
@@ -31,14 +31,14 @@ def _version(module: str) -> str:
 
 
 def host_memory() -> dict[str, Any]:
-    """Memory that can be taken, and the control group that limits it, if one does."""
+    """Return the memory that can be taken, and the control group that limits it, if any."""
     found = memory.host_memory(_PROC, _SYS / "fs/cgroup")
     sizes = {"total_bytes": found.total, "available_bytes": found.available}
     return sizes if found.limit is None else sizes | {"limit_bytes": found.limit}
 
 
 def numa_nodes() -> list[dict[str, Any]]:
-    """Memory of each NUMA node."""
+    """Return the memory of each NUMA node."""
     nodes = []
     for path in sorted((_SYS / "devices/system/node").glob("node[0-9]*")):
         sizes = memory.meminfo(path / "meminfo")
@@ -50,14 +50,14 @@ def numa_nodes() -> list[dict[str, Any]]:
 
 
 def pinned_limit() -> dict[str, Any]:
-    """``ulimit -l``; unlimited is None."""
+    """Return ``ulimit -l``; unlimited is None."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
     return {"unlimited": unlimited, "limit_bytes": None if unlimited else soft}
 
 
 def huge_pages() -> dict[str, Any]:
-    """Who gets transparent huge pages: always, madvise or never; None where there are none."""
+    """Return who gets transparent huge pages: always, madvise or never; None without any."""
     folder = _SYS / "kernel/mm/transparent_hugepage"
     if not folder.exists():
         return {"enabled": None, "page_bytes": None}
@@ -67,7 +67,7 @@ def huge_pages() -> dict[str, Any]:
 
 
 def numa_node_of_pci(domain: int, bus: int, device: int) -> int | None:
-    """NUMA node of a PCI device; None where the system knows none (-1) or has no such file."""
+    """Return a PCI device's NUMA node; None if the system knows none (-1) or has no file."""
     address = f"{domain:04x}:{bus:02x}:{device:02x}.0"
     path = _SYS / "bus/pci/devices" / address / "numa_node"
     node = int(path.read_text()) if path.exists() else -1
@@ -79,7 +79,7 @@ def _numa_node_of(about: Any) -> int | None:
 
 
 def devices() -> list[dict[str, Any]]:
-    """The CUDA devices; an empty list on a machine without."""
+    """Return the CUDA devices; an empty list on a machine without any."""
     import torch
 
     found = []
@@ -100,7 +100,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def triton_state() -> dict[str, Any]:
-    """Triton, which kernels need and references do not."""
+    """Report on Triton, which kernels need and references do not."""
     if find_spec("triton") is None:
         return {
             "version": "not installed; kernels need it (pip install triton), references do not"
@@ -128,7 +128,7 @@ def host_register() -> dict[str, Any]:
 
 
 def read_rates() -> dict[str, Any]:
-    """GB/s at which kernels of the GPU read its memory and that of the host."""
+    """Measure the GB/s at which kernels of the GPU read its memory and the host's."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,7 +1,7 @@
 """The package that ``topkv new`` writes: files of ``template/`` with a few names put in.
 
-Templates are ``string.Template`` texts whose names end in ``.tmpl``. Those of a kind lie in a
-folder of its name, and stand in for a common one of the same name.
+Templates are ``string.Template`` texts whose names end in ``.tmpl``. Templates of a kind are in a
+folder of its name, and replace a common template of the same name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KINDS = {
     "observer": "Counts of forwards, an observer for topkv",
     "storage": "Pages in the memory of the process, a storage for topkv",
 }
-"""What can be started, and what the reference that comes along is."""
+"""Kinds of plugins, and a summary of the reference that the new package of each kind has."""
 
 LONGEST = 20
 """Characters of a name: with it every rendered line stays within 99 columns."""
@@ -45,10 +45,10 @@ _FILES = {
     "tests/conftest.py": "conftest.py",
     "tests/test_conformance.py": "test_conformance.py",
 }
-"""Path in the package, and its template."""
+"""Template of each path in the package."""
 
 _FURTHER = {"eviction": {"src/$package/kernels.py": "kernels.py"}}
-"""The same, of one kind alone."""
+"""Further paths and templates of single kinds."""
 
 _PARTS = ("method", "reference", "kernels")
 """Parts of the README."""
@@ -58,17 +58,17 @@ _SETTINGS = {
     "stage": '"stages": ["$name"]',
     "storage": '"storage": {"name": "$name"}, "prefix_cache": "all"',
 }
-"""How a configuration names a plugin of a kind, where not as the kind itself."""
+"""Settings by which a configuration names a plugin, for kinds without one of their name."""
 
 _DOUBLES = {"algorithm": "scripted", "stage": "keep", "backend": "gather", "storage": "shelf"}
 """Plugins of the conformance kit, which stand beside the one under test."""
 
 
 def render(name: str, kind: str) -> dict[str, str]:
-    """The texts of a new package by path, relative to its root.
+    """Return the texts of a new package by path, relative to its root.
 
     Args:
-        name: of the plugin, such as ``"mean_keys"``; its package is then ``topkv-mean-keys``.
+        name: name of the plugin, such as ``"mean_keys"``; its package is then ``topkv-mean-keys``.
         kind: one of ``KINDS``.
 
     Raises:
@@ -111,7 +111,7 @@ def write(texts: Mapping[str, str], root: Path) -> None:
 
 
 def default_root(name: str) -> str:
-    """Directory of a package by default: the name of its distribution."""
+    """Return the default directory of a package: the name of its distribution."""
     return f"topkv-{name.replace('_', '-')}"
 
 
@@ -165,7 +165,7 @@ def _name_reasons(name: str) -> list[str]:
 
 
 def _taken(name: str, kind: str) -> list[str]:
-    """Whether somebody else offers a plugin of that kind and name: then neither could be used."""
+    """Return reasons, if another package has this kind and name: neither could be used then."""
     module = name.replace("-", "_")
     if module == _DOUBLES.get(kind):
         return [f"the conformance kit has {kind} {module!r} of its own; choose another name"]

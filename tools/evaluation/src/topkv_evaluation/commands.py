@@ -23,7 +23,7 @@ class ModelFolder(click.ParamType):
     name = "path"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Path:
-        """The directory."""
+        """Return the directory."""
         from topkv_evaluation import smollm2
 
         return smollm2.folder() if value == smollm2.NAME else Path(value)
@@ -102,7 +102,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def device_or_default(device: str | None) -> str:
-    """The device that was named, checked; else the GPU if there is one."""
+    """Return the device that was named, checked; else the GPU if there is one."""
     import torch
 
     if device is None:

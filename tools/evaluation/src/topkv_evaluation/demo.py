@@ -2,7 +2,7 @@
 
 All three read the context with dense attention, in chunks. Then every token of the question and of
 the answer is one decode step: dense, over the selection of an algorithm, or over a window of
-the same budget. The fact lies outside the window, so only a good selection finds it.
+the same budget. The fact is outside the window, so only a good selection finds it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Advance = Callable[[str, int], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user chose; None leaves a choice to the defaults of topkv and its plugins."""
+    """Options of the user; None leaves a choice to the defaults of topkv and its plugins."""
 
     tokens: int = 12288
     algorithm: str | None = "quest"
@@ -54,7 +54,7 @@ class Settings:
     seed: int = 0
 
     def sparse(self, **changes: Any) -> SparseConfig:
-        """All layers sparse, and room for one request of exactly this length."""
+        """Make settings: all layers sparse, and room for one request of exactly this length."""
         values = asdict(self)
         names = ("algorithm", "backend", "budget", "buffer", "unit", "impl")
         chosen = {name: values[name] for name in names} | changes
@@ -64,13 +64,13 @@ class Settings:
 
 @dataclass
 class Run:
-    """One way to the answer.
+    """Result of one way to the answer.
 
     Attributes:
         answer: the digits.
-        steps_per_second: decode steps, of the question and of the answer.
-        facts: what else was measured.
-        stats: of all that was done, and of what was held at the end; empty for dense attention.
+        steps_per_second: decode steps a second, of the question and of the answer.
+        facts: other measured figures.
+        stats: counts of the run, and what was held at its end; empty for dense attention.
     """
 
     answer: str
@@ -129,7 +129,7 @@ def _sparse(
 
 
 def demo_prompt(settings: Settings) -> Document:
-    """The prompt; no fact lies where the window of the same budget would hold it.
+    """Make the prompt; no fact is where the window of the same budget would hold it.
 
     Raises:
         ConfigError: the prompt is too short for that.
@@ -142,12 +142,12 @@ def demo_prompt(settings: Settings) -> Document:
 
 
 def load_checkpoint(device: str) -> PreTrainedModel:
-    """The checkpoint that comes with this package, in the dtype that it is saved in."""
+    """Load the checkpoint of this package, in the dtype that it is saved in."""
     return load_model(CHECKPOINT).to(device).eval()
 
 
 def run_demo(settings: Settings, advance: Advance) -> dict[str, Any]:
-    """Answer the question three times; what ``topkv demo --json`` prints.
+    """Answer the question three times; return what ``topkv demo --json`` prints.
 
     Raises:
         TopkvError: the settings are refused.

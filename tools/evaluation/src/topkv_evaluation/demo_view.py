@@ -1,4 +1,4 @@
-"""What ``topkv demo`` shows without ``--json``."""
+"""Output of ``topkv demo`` without ``--json``."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _what_happened(result: dict[str, Any]) -> str:
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Question, answers, memory, and one sentence."""
+    """Print question, answers, memory, and one sentence."""
     lines = (
         f"{result['context_tokens']} tokens of source code with planted facts",
         f"question  {result['question']}",

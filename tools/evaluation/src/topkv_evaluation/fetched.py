@@ -24,8 +24,8 @@ class Wheel:
 
     Attributes:
         requirement: name and version, ``name==1.0``.
-        sha256: of the file.
-        megabytes: of the download.
+        sha256: hash of the file.
+        megabytes: size of the download.
     """
 
     requirement: str
@@ -34,22 +34,22 @@ class Wheel:
 
     @property
     def name(self) -> str:
-        """A name for folders: package and the begin of the hash."""
+        """A name for folders: package and the beginning of the hash."""
         return f"{self.requirement.partition('=')[0]}-{self.sha256[:12]}"
 
 
 def cache() -> Path:
-    """Directory of what was fetched for this user; it may be missing."""
+    """Return the directory of fetched files of this user; it may be missing."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "topkv"
 
 
 def kept(name: str, make: Callable[[Path, Path], None]) -> Path:
-    """A folder of the cache, which is made if it is not there, all of it or nothing.
+    """Return a folder of the cache, which is made if it is not there, all of it or nothing.
 
     Args:
-        name: of the folder.
-        make: called with a folder for what comes and goes, and with the one to make.
+        name: name of the folder.
+        make: called with a temporary folder, and with the folder to make.
     """
     target = cache() / name
     if target.is_dir():
@@ -70,7 +70,7 @@ def download(wheel: Wheel, folder: Path) -> zipfile.ZipFile:
     """Let pip download a wheel and check its hash, and open it.
 
     Args:
-        wheel: what to download.
+        wheel: the wheel to download.
         folder: where it is written.
 
     Raises:

@@ -28,14 +28,14 @@ PREFILL_CHUNK = 2048
 
 @dataclass(frozen=True)
 class Job:
-    """A model directory, a prompt, and what decodes it.
+    """A model directory, a prompt, and options of decoding.
 
     Attributes:
         model: directory with config, weights and tokenizer.
-        config: what the user set; room for one request of this length is added if it is not.
+        config: settings of the user; room for one request of this length is added if not set.
         dtype: name of a dtype, or "auto" for that of the checkpoint.
         stream: where the text goes as it comes; None for nowhere.
-        trust_remote_code: whether Python code that the directory names may run.
+        trust_remote_code: True if Python code that the directory names may run.
     """
 
     model: Path
@@ -49,7 +49,7 @@ class Job:
 
 
 class Writer(TextStreamer):
-    """Streams text, and keeps the time of the first and the last new token."""
+    """Streamer that writes text, and keeps the time of the first and the last new token."""
 
     def __init__(self, tokenizer: Any, stream: TextIO | None) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -71,13 +71,13 @@ class Writer(TextStreamer):
 
     @property
     def steps_per_second(self) -> float | None:
-        """Decode steps; None if there was none, since the first token comes from the prefill."""
+        """Decode steps a second; None without any, since the prefill gives the first token."""
         seconds = self.last - self.first
         return (self.tokens - 1) / seconds if self.tokens > 1 and seconds > 0 else None
 
 
 def load(job: Job) -> tuple[PreTrainedModel, Any]:
-    """Model and tokenizer from a local directory.
+    """Load model and tokenizer from a local directory.
 
     Raises:
         ConfigError: the directory holds no model, or no tokenizer, that can be loaded.
@@ -116,10 +116,10 @@ def _fit(job: Job, prompt_tokens: int, positions: int | None) -> SparseConfig:
 
 
 def run_generate(job: Job, tell: Any) -> dict[str, Any]:
-    """Generate greedily; what ``topkv generate --json`` prints.
+    """Generate greedily, and return what ``topkv generate --json`` prints.
 
     Args:
-        job: what to do.
+        job: the job.
         tell: called with one line before the prompt is read.
 
     Raises:

@@ -25,21 +25,21 @@ LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Names of Transformers by those of GGUF, of a layer."""
+"""Names of a layer's tensors in Transformers, by their names in GGUF."""
 
 TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-"""Names of Transformers by those of GGUF, of tensors outside of layers."""
+"""Names of tensors outside of layers in Transformers, by their names in GGUF."""
 
 CONTROL = 3
 """Type of tokens such as the end of a text, in ``tokenizer.ggml.token_type``."""
 
 
 def name_of(tensor: str) -> str:
-    """The name in Transformers of a tensor in a GGUF file."""
+    """Return the name in Transformers of a tensor in a GGUF file."""
     if tensor in TOP:
         return TOP[tensor]
     _, layer, kind, _ = tensor.split(".")
@@ -47,7 +47,7 @@ def name_of(tensor: str) -> str:
 
 
 def halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a projection ``[heads * D, columns]`` in the order of Transformers.
+    """Return rows of a projection ``[heads * D, columns]`` in the order of Transformers.
 
     llama.cpp interleaves the two halves of the channels that a head rotates; Transformers lays one
     behind the other.
@@ -62,7 +62,7 @@ def convert(path: Path, folder: Path) -> None:
 
     Args:
         path: GGUF file of a Llama, weights in any of its formats, and a byte-level BPE tokenizer.
-        folder: is made.
+        folder: folder to make.
     """
     from gguf import GGUFReader
     from gguf.quants import dequantize
@@ -88,7 +88,7 @@ def convert(path: Path, folder: Path) -> None:
 
 
 def config_of(values: dict[str, Any], tied: bool) -> LlamaConfig:
-    """The configuration that the fields of a GGUF file give."""
+    """Make the configuration from the fields of a GGUF file."""
     return LlamaConfig(
         architectures=["LlamaForCausalLM"],
         dtype="float32",
@@ -110,7 +110,7 @@ def config_of(values: dict[str, Any], tied: bool) -> LlamaConfig:
 
 
 def tokenizer_of(values: dict[str, Any], config: LlamaConfig) -> PreTrainedTokenizerFast:
-    """The tokenizer of a GGUF file, with single digits as SmolLM2's."""
+    """Make the tokenizer of a GGUF file, with single digits as SmolLM2's."""
     words, kinds = values["tokenizer.ggml.tokens"], values["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in values["tokenizer.ggml.merges"]]
     ids = {word: number for number, word in enumerate(words)}

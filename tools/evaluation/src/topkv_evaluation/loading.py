@@ -19,27 +19,27 @@ CODE = (
 
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
-"""Names of dtypes; auto is that of the checkpoint."""
+"""Names of dtypes; auto is the checkpoint's dtype."""
 
 
 def dtype_of(name: str) -> torch.dtype | str:
-    """The dtype of a name, or "auto" for Transformers to look it up."""
+    """Return the dtype of a name, or "auto" for Transformers to look it up."""
     return name if name == "auto" else getattr(torch, name)
 
 
 MOST = 8
-"""Weights that a refusal names: those of a layer or so. The others are alike."""
+"""Most weights that a refusal names, about those of a layer. The others are alike."""
 
 
 def load_model(
     folder: Path, *, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The model of a local directory, on the CPU.
+    """Load the model of a local directory, on the CPU.
 
     Args:
-        folder: with configuration and weights, all of those that the configuration asks for.
-        dtype: of the weights; "auto" is that of the checkpoint.
-        trust_remote_code: whether Python code that the directory names may run.
+        folder: directory with configuration, and all weights that the configuration asks for.
+        dtype: dtype of the weights; "auto" is the checkpoint's.
+        trust_remote_code: True if Python code that the directory names may run.
 
     Raises:
         ConfigError: there is no such directory, no model in it can be loaded, its weights are not
@@ -70,7 +70,7 @@ def load_model(
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a local directory; arguments and errors as of ``load_model``."""
+    """Load the tokenizer of a local directory; arguments and errors as of ``load_model``."""
     with _loading("tokenizer", folder, trust_remote_code):
         return AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code

@@ -1,4 +1,4 @@
-"""What an attached model holds and has moved, as the commands show it."""
+"""Memory and transfers of an attached model, as the commands show them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from topkv_transformers.session import AttachedModel
 
 
 def settings_of(handle: AttachedModel) -> dict[str, Any]:
-    """The settings that results depend on.
+    """Return the settings that results depend on.
 
-    Budget, buffer and unit, in tokens, are those of the first sparse layers; 0 if all are dense.
+    Budget, buffer and unit, in tokens, are of the first sparse layers; 0 if all are dense.
     """
     config = handle.config
     sparse = [group for group in config.groups if group.shape.residency == "sparse"]
@@ -34,7 +34,7 @@ def settings_of(handle: AttachedModel) -> dict[str, Any]:
 
 
 def measured(handle: AttachedModel, slots: Sequence[int]) -> dict[str, Any]:
-    """Bytes counted from tensors, and what the requests in ``slots`` have loaded so far."""
+    """Count bytes of tensors, and the loads of requests in ``slots`` so far."""
     memory, moved = handle.memory(), handle.coordinator.transfers_of(slots)
     return {
         "device_kv_bytes": memory.device_kv,
@@ -48,7 +48,7 @@ def measured(handle: AttachedModel, slots: Sequence[int]) -> dict[str, Any]:
 
 
 def stats_of(handle: AttachedModel) -> dict[str, Any]:
-    """``handle.stats()`` as the commands print it: each sparse layer, and what is held."""
+    """Return ``handle.stats()`` as the commands print it: sparse layers, and what is held."""
     stats = handle.stats()
     layers = [
         {

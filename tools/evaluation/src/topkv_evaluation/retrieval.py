@@ -112,10 +112,10 @@ def _in_part(name: str, part: Part) -> bool:
 
 @lru_cache(maxsize=3)
 def standard_library_text(part: Part = "all") -> np.ndarray:
-    """Sources of Python's standard library, ASCII files alone, in order of their path.
+    """Return sources of Python's standard library, ASCII files alone, in order of their path.
 
-    The same for every installation of one version of Python. About one file in sixteen, chosen by
-    the checksum of its path, is held out from training.
+    The text is the same for every installation of one version of Python. About one file in
+    sixteen, chosen by the checksum of its path, is held out from training.
 
     Args:
         part: "train", "held_out" or "all".
@@ -142,7 +142,7 @@ def standard_library_text(part: Part = "all") -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def pinned_text() -> np.ndarray:
-    """The held-out part of the standard library of Python 3.11.7, the same everywhere.
+    """Return the held-out part of the standard library of Python 3.11.7, the same everywhere.
 
     Returns:
         [n] uint8, read-only; 490 kB of ASCII.
@@ -152,12 +152,12 @@ def pinned_text() -> np.ndarray:
 
 
 def ask(key: str) -> str:
-    """The question for ``key``, to append to a prompt; the next five tokens are the answer."""
+    """Return the question for ``key``, to append to a prompt; the next five tokens answer it."""
     return ASK.format(key=key)
 
 
 def random_facts(rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
-    """``count`` pairs (key, value) with keys that all differ."""
+    """Draw ``count`` pairs (key, value) with keys that all differ."""
     numbers = rng.choice(26**KEY_LETTERS, size=count, replace=False)
     values = rng.integers(10 ** (VALUE_DIGITS - 1), 10**VALUE_DIGITS, size=count)
     letters = (numbers[:, None] // 26 ** np.arange(KEY_LETTERS)) % 26 + ord("a")
@@ -175,9 +175,9 @@ def make_prompt(
     recent: int | None = None,
     text: np.ndarray | None = None,
 ) -> Document:
-    """A prompt of exactly ``tokens`` tokens: text, facts between its lines, a question at the end.
+    """Make a prompt of exactly ``tokens`` tokens: text, facts between its lines, then a question.
 
-    Where the lines are too few for the facts, these lie anywhere. No fact lies in the first
+    Where the lines are too few for the facts, these are anywhere. No fact is in the first
     ``sinks`` or the last ``recent`` tokens, so neither attention sinks nor a recent window hold
     an answer. The same arguments give the same prompt.
 
@@ -189,7 +189,7 @@ def make_prompt(
             None: a random one.
         sinks: tokens at the start that stay free of facts.
         recent: tokens at the end that stay free of facts; a third of the prompt if None.
-        text: [n] uint8 ASCII, n >= tokens; that of ``pinned_text`` if None.
+        text: [n] uint8 ASCII, n >= tokens; ``pinned_text`` if None.
 
     Raises:
         ValueError: the facts do not fit, or a number is out of its range.
@@ -252,12 +252,12 @@ def _text_window(rng: np.random.Generator, length: int, text: np.ndarray | None)
 
 
 def exact_match(answer: str, expected: str) -> bool:
-    """Whether ``answer`` begins with the expected digits; what follows them is free."""
+    """Return True if ``answer`` begins with the expected digits; any text may follow."""
     return answer[: len(expected)] == expected
 
 
 def accuracy(answers: Iterable[str], expected: Iterable[str]) -> float:
-    """Share of exact matches, between 0 and 1.
+    """Return the share of exact matches, between 0 and 1.
 
     Raises:
         ValueError: no answers, or not as many answers as expected ones.

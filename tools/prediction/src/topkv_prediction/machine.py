@@ -1,4 +1,4 @@
-"""How fast a GPU and its link are, and what a captured step costs beside its bytes."""
+"""Rates of a GPU and its link, and costs of a captured step beside its bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ GIGABYTE = 1e9
 
 
 def bytes_ms(size: float, rate: float) -> float:
-    """Milliseconds that bytes take.
+    """Return the milliseconds that bytes take.
 
     Args:
         size: bytes.
@@ -29,11 +29,11 @@ class Machine:
     Attributes:
         memory: GB/s at which kernels read device memory.
         link: GB/s at which kernels read host memory.
-        step_us: of a step: what the host does before and behind its graph.
-        dense_us: of a layer that attends to everything.
-        sparse_us: of a sparse layer: append, selection, plan, load, table and attention.
-        column_ns: of a sparse layer for each unit of a context that is scored and ranked.
-        model_us: of a layer of the model beside attention, whose small kernels fill no GPU.
+        step_us: cost of a step on the host, before and behind its graph.
+        dense_us: cost of a layer that attends to everything.
+        sparse_us: cost of a sparse layer: append, selection, plan, load, table and attention.
+        column_ns: cost of a sparse layer for each unit of a context that is scored and ranked.
+        model_us: cost of a model layer beside attention, whose small kernels fill no GPU.
     """
 
     memory: float
@@ -45,5 +45,5 @@ class Machine:
     model_us: float = 105.0
 
     def model_ms(self, weights: int, layers: int) -> float:
-        """Milliseconds of all that is not attention, in a step that reads ``weights`` bytes."""
+        """Return a step's milliseconds without attention, if it reads ``weights`` bytes."""
         return bytes_ms(weights, self.memory) + layers * self.model_us / 1e3

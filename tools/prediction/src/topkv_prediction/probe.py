@@ -21,10 +21,10 @@ CALLS = 5
 
 
 def rates(device: torch.device) -> tuple[float, float]:
-    """GB/s at which kernels read device memory, and host memory.
+    """Measure the GB/s at which kernels read device memory, and host memory.
 
-    The first is that of a plain sum, the second that of a copy, times ``KERNEL_SHARE``. Takes up
-    to 1 GiB of the device for that long. Waits for the device; not to be called within a forward.
+    The first is the rate of a plain sum, the second that of a copy, times ``KERNEL_SHARE``. Takes
+    up to 1 GiB of the device meanwhile. Waits for the device; not to be called within a forward.
 
     Raises:
         CapabilityError: the device is no GPU.
@@ -46,7 +46,7 @@ def rates(device: torch.device) -> tuple[float, float]:
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """The shortest of a few calls, on the device."""
+    """Return the seconds of the shortest of a few calls, on the device."""
     times: list[float] = []
     with torch.cuda.device(device):
         for _ in range(1 + CALLS):

@@ -1,4 +1,4 @@
-"""Answers to users: how long a step takes either way, what fits, and from where on topkv pays."""
+"""Predictions for users: time of a step either way, what fits, and from where on topkv pays."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Prediction:
     """A decode step of topkv beside that of a cache which stays on the GPU, both captured.
 
     Attributes:
-        context, requests, hit_rate: what was asked for.
+        context, requests, hit_rate: as they were asked for.
         topkv: milliseconds of a step as configured.
-        resident: of one over a cache that stays on the GPU.
+        resident: milliseconds of a step over a cache that stays on the GPU.
         held: bytes that a request of this context holds.
         memory: bytes on the device for caches; None where nobody said.
         topkv_full, resident_full: tokens a second of as many requests as ``memory`` holds.
@@ -70,7 +70,7 @@ class Prediction:
 
     @property
     def verdict(self) -> str:
-        """Which is faster, unless that is closer than the model is good for at its best."""
+        """Words for which one is faster, unless the difference is within the model's error."""
         ratio = self.topkv.ms / self.resident.ms
         if abs(ratio - 1) <= ERROR:
             return f"about as fast, within {ERROR:.0%}"
@@ -115,7 +115,7 @@ def predict(
     hit_rate: float = HIT_RATE,
     memory: int | None = None,
 ) -> Prediction:
-    """Ask a model of steps.
+    """Predict with a model of steps.
 
     Args:
         model: of a configuration on a machine.
@@ -130,7 +130,7 @@ def predict(
     check(context=context, requests=requests, hit_rate=hit_rate, memory=memory)
 
     def longer(tokens: float, rows: float, rate: float) -> float:
-        """Milliseconds that a step of topkv takes more."""
+        """Return the milliseconds that a step of topkv takes more."""
         return model.topkv(tokens, rows, rate).ms - model.resident(tokens, rows).ms
 
     held = model.held(context)
@@ -186,8 +186,8 @@ _WANTED: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 
 def _falls_below(longer: Callable[[float], float], low: float) -> int | None:
-    """The first whole number behind which a function that is linear from ``low`` on is negative;
-    None if there is none up to ``FARTHEST``."""
+    """Return the first whole number behind which a function that is linear from ``low`` on is
+    negative; None if there is none up to ``FARTHEST``."""
     slope = (longer(low + FARTHEST) - longer(low)) / FARTHEST
     if slope >= 0:
         return None
@@ -196,7 +196,7 @@ def _falls_below(longer: Callable[[float], float], low: float) -> int | None:
 
 
 def _least_rate(longer: Callable[[float], float]) -> float | None:
-    """The hit rate at which a function that is linear in it and falls comes down to 0."""
+    """Return the hit rate at which a function that falls linearly with it is 0."""
     most, least = longer(0.0), longer(1.0)
     if least > 0:
         return None

@@ -15,13 +15,13 @@ from topkv.types import GroupShape
 from topkv_prediction.machine import Machine, bytes_ms
 
 LONG = 8192
-"""Tokens of a row above which it takes hardly longer to rank: those who select single tokens bring
-a top-k for long rows along."""
+"""Tokens of a row above which ranking takes hardly longer: algorithms that select single tokens
+bring a top-k for long rows along."""
 
 
 @frozen
 class StepTime:
-    """Milliseconds of a step by what they go into.
+    """Milliseconds of a step by part.
 
     Attributes:
         model: everything that is not attention.
@@ -82,14 +82,15 @@ class StepModel:
         model_ms: float = 0.0,
         registry: PluginRegistry | None = None,
     ) -> StepModel:
-        """The same of a configuration that is only lowered: nothing is allocated but scratch of
-        plugins. Raises what ``SparseCoordinator`` does for plugins that do not fit."""
+        """Make the model from a lowered configuration: allocates nothing but scratch of plugins.
+
+        Raises what ``SparseCoordinator`` does for plugins that do not fit."""
         plugins = make_plugins(registry or default_registry(), config)
         manager = Tensors(config, plugins, torch.device("meta")).manager
         return cls(manager, machine, model_ms)
 
     def topkv(self, context: float, requests: float, hit_rate: float) -> StepTime:
-        """A step as configured.
+        """Predict a step as configured.
 
         Above ``covered`` and ``LONG`` it is linear in each of the arguments.
 
@@ -120,7 +121,7 @@ class StepModel:
         return self._time(fixed, device, link)
 
     def resident(self, context: float, requests: float) -> StepTime:
-        """A step over a cache that stays on the GPU, captured in the same way."""
+        """Predict a step over a cache that stays on the GPU, captured in the same way."""
         layers = sum(len(group.shape.layers) for group, _ in self.groups)
         fixed = self.machine.step_us + layers * self.machine.dense_us
         return self._time(fixed, requests * context * self._rows(), 0.0)
@@ -131,11 +132,11 @@ class StepModel:
         return StepTime(self.model_ms, fixed_us / 1e3, *times)
 
     def _rows(self) -> int:
-        """Bytes of a token in all layers."""
+        """Return the bytes of a token in all layers."""
         return sum(len(g.shape.layers) * _row(g.shape) for g, _ in self.groups)
 
     def held(self, context: int) -> Held:
-        """Bytes of a request; of those on the device, what all requests share is left out."""
+        """Return the bytes of a request; device bytes that all requests share are left out."""
         pages = -(-context // self.page_tokens)
         tokens = pages * self.page_tokens
         device, host = 4 * pages, 0
@@ -153,7 +154,7 @@ class StepModel:
 
 
 def _ranked(context: float, group: LoweredGroup, pools: RepresentationPools) -> float:
-    """Units that are scored and ranked, as far as a step takes longer for them."""
+    """Return the number of units that are scored and ranked, where they cost time."""
     if _index(pools) == 0:
         return 0.0  # it selects by other means
     if group.selected_as.unit == 1:
@@ -162,12 +163,12 @@ def _ranked(context: float, group: LoweredGroup, pools: RepresentationPools) -> 
 
 
 def _row(shape: GroupShape) -> int:
-    """Bytes of the keys and values of a token in a layer, on the device."""
+    """Return the bytes of a token's keys and values in a layer, on the device."""
     return shape.lane_heads * shape.entry_bytes // shape.unit
 
 
 def _index(pools: RepresentationPools) -> float:
-    """Bytes of the representations of a token in all layers, all of which scoring reads."""
+    """Return the bytes of a token's representations in all layers; scoring reads all."""
     size = 0.0
     for spec in pools.specs:
         if spec.grain != "request":
@@ -177,13 +178,13 @@ def _index(pools: RepresentationPools) -> float:
 
 
 def _per_request(pools: RepresentationPools) -> int:
-    """Bytes of representations that are kept by request, in all layers."""
+    """Return the bytes of representations that are kept by request, in all layers."""
     return sum(
         pools.pools[spec.name][:, 0].nbytes for spec in pools.specs if spec.grain == "request"
     )
 
 
 def _lane_bytes(shape: GroupShape, units: int) -> int:
-    """Bytes of a lane in all layers: its buffer, ring and maps, see ``topkv.kv.store``."""
+    """Return the bytes of a lane in all layers: buffer, ring and maps, see ``topkv.kv.store``."""
     maps = 4 * units + 8 * shape.buffer_slots + 48
     return len(shape.layers) * (shape.slots * (shape.entry_bytes + 4) + maps)

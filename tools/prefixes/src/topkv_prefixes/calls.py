@@ -1,7 +1,7 @@
-"""Threads that call a storage, and when it is left alone.
+"""Threads that call a storage, and leave it alone for a while when it fails.
 
 Threads do not outlive a fork: a child leaves the storages of its parent alone, whose connections
-and files it shares. What waits for a thread there is told so by ``forked``.
+and files it shares. Code that waits for a thread there looks at ``forked``.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from topkv.hooks.storage import Storage, StorageUsage
 from topkv.messages import raised, shown
 
 FAILURES, FIRST_PAUSE, LONGEST_PAUSE = 3, 1.0, 60.0
-"""Calls of a hook in a row that fail until a storage is left alone, and seconds for which it then
-is: at first, doubled each time that it fails again, and at last."""
+"""Failed calls of a hook in a row after which a storage is left alone; and the seconds of that at
+first, which double each time that it fails again, and at most."""
 
 logger = logging.getLogger(__name__)
 
 
 @define
 class StorageCounts:
-    """What went to a storage and came from it.
+    """Counts of a storage: pages that went there and came from there, and calls that failed.
 
     Attributes:
-        found: tokens of prompts whose pages came from it.
-        fetched, fetched_bytes: pages that came from it and were right, and their bytes.
-        stored, stored_bytes: pages that it took, and their bytes.
+        found: tokens of prompts whose pages came from the storage.
+        fetched, fetched_bytes: pages that came from the storage and were right, and their bytes.
+        stored, stored_bytes: pages that the storage took, and their bytes.
         damaged: pages that came and were not what they should be.
         late: prompts that did not wait until all of their pages had come.
         failed: calls that raised, hung or gave a wrong answer.
@@ -56,14 +56,14 @@ class StorageCounts:
 
 
 def answer_of(hook: str, arguments: Sequence[Any], answer: Any) -> Any:
-    """An answer of a storage, in the form that the contract has.
+    """Check the answer of a storage, and return it in the form of the contract.
 
     Args:
-        hook, arguments: what was asked.
-        answer: what came.
+        hook, arguments: the call.
+        answer: the value that the call returned.
 
     Raises:
-        TypeError: it has another form.
+        TypeError: the answer has another form.
     """
     if hook == "exists" and isinstance(answer, Integral) and not isinstance(answer, bool):
         return int(answer)
@@ -98,18 +98,18 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class Calls:
-    """Calls a storage and remembers how that went. Any thread.
+    """Calls a storage and remembers how that went. Any thread may use it.
 
     Args:
-        storage: what is called.
+        storage: the storage.
         limit: seconds after which a call counts as hung.
         who: plugin, version and name of the storage, for people.
 
     Attributes:
         changed: guards ``counts``, and is notified whenever a call has ended.
-        counts: what was done.
-        reason: what failed last, for people; None if nothing did.
-        forked: this is a child of the process that the storage is of.
+        counts: counts so far.
+        reason: the last failure, for people; None if nothing failed.
+        forked: True in a child of the process that opened the storage.
     """
 
     def __init__(self, storage: Storage, limit: float, who: str) -> None:
@@ -123,7 +123,7 @@ class Calls:
         _of_this_process.add(self)
 
     def __call__(self, hook: str, *arguments: Any) -> Any:
-        """The answer of a hook; None if it raised, or gave a wrong one."""
+        """Call a hook and return its answer; None if it raised, or gave a wrong one."""
         with self.changed:
             self._since[get_ident()] = time.monotonic()
         result, error = None, None
@@ -140,13 +140,13 @@ class Calls:
         return result
 
     def failed(self, error: BaseException) -> None:
-        """A job of a thread has failed, and not in a hook."""
+        """Count a job of a thread that has failed, and not in a hook."""
         with self.changed:
             self._judge("a thread", f"a thread: {raised(error)}")
             self.changed.notify_all()
 
     def leave_to_parent(self) -> None:
-        """This is a child now, whoever held the lock at the fork."""
+        """Turn away from the storage, in a child, whoever held the lock at the fork."""
         self.changed, self.forked = Condition(), True
         self._since.clear()
         self.reason = f"{self._who} is left to the process that this one was forked from"
@@ -172,8 +172,8 @@ class Calls:
 
     @property
     def available(self) -> bool:
-        """True while it is worth asking: it did not fail lately, no call hangs, and there are
-        threads to ask."""
+        """True while the storage may be called: it did not fail lately, no call hangs, and there
+        are threads to call it."""
         now = time.monotonic()
         with self.changed:
             hangs = any(now - since > self._limit for since in self._since.values())
@@ -188,11 +188,11 @@ class Workers:
     """Threads that do jobs, the oldest first. They end with the process, whatever they wait for.
 
     Args:
-        count: how many.
-        failed: called with what a job raises, which ends no thread; logs it by default.
+        count: number of threads.
+        failed: called with the error of a job, which ends no thread; logs the error by default.
 
     Attributes:
-        forked: this is a child of the process that the threads are of.
+        forked: True in a child of the process that has the threads.
     """
 
     def __init__(self, count: int, failed: Callable[[BaseException], None] = _log) -> None:
@@ -204,21 +204,21 @@ class Workers:
             Thread(target=self._work, name="topkv storage", daemon=True).start()
 
     def add(self, job: Callable[[], None]) -> None:
-        """Have a job done, unless this is closed."""
+        """Queue a job, unless the workers are closed."""
         with self._changed:
             if not self._closed:
                 self._jobs.append(job)
                 self._changed.notify()
 
     def close(self) -> None:
-        """Begin no further job. Who is at work ends alone."""
+        """Begin no further job. Jobs that have begun end by themselves."""
         with self._changed:
             self._closed = True
             self._jobs.clear()
             self._changed.notify_all()
 
     def leave_to_parent(self) -> None:
-        """This is a child now, without the threads, whoever held the lock at the fork."""
+        """Close, in a child that lacks the threads, whoever held the lock at the fork."""
         self._changed, self.forked = Condition(), True
         self._busy = 0
         self.close()

@@ -9,10 +9,10 @@ from topkv_prefixes.calls import StorageCounts
 
 @define
 class TenantCounts:
-    """What was found so far for one tenant.
+    """Counters of one tenant so far.
 
     Attributes:
-        asked, found: tokens of its requests, and those of them that were taken over.
+        asked, found: tokens of its requests, and how many of them were taken over.
         kept, kept_bytes: pages in host memory that no request holds and that it can find.
         evicted: pages that were kept for it and given out again, whether for its quota or for want
             of room.
@@ -27,16 +27,16 @@ class TenantCounts:
 
 @define
 class PrefixCounts:
-    """What was found so far.
+    """Counters of all prompts so far.
 
     Attributes:
-        asked, found: tokens of requests that began by their tokens, and those of them that were
+        asked, found: tokens of requests that began by their tokens, and how many of them were
             taken over.
         kept: pages that no request holds and that can be found.
         evicted: pages that were kept and given out again.
-        storage: what of it went to a storage and came from there; None without one.
-        tenants: the same for each tenant, see ``Prefixes.tenant``; "" for requests of none. Of
-            those for whom nothing is kept, a few more than requests can run are remembered.
+        storage: counts of the storage; None without one.
+        tenants: counters of each tenant, see ``Prefixes.tenant``; "" for requests of none. Of
+            tenants that keep nothing, a few more than requests can run are remembered.
     """
 
     asked: int = 0

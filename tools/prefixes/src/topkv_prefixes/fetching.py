@@ -18,7 +18,7 @@ from topkv_prefixes.pages import PrefixKVPool
 from topkv_prefixes.places import PagePlaces
 
 BATCH_BYTES, MOST_PAGES = 128 << 20, 128
-"""Of a call. The thread that runs forwards has work with each, whatever it brings."""
+"""Most bytes and pages of a call. Each call costs the thread that runs forwards some work."""
 
 AT_ONCE, ASIDE = 12, 2
 """Calls for one prompt that are begun or wait for a thread: more than there are threads while
@@ -27,13 +27,13 @@ somebody waits for the prompt, few while others decode."""
 
 @define
 class Shared:
-    """What all fetches of a coordinator share.
+    """Objects that all fetches of a coordinator share.
 
     Attributes:
         manager, host: the memory of both tiers, and its host pool.
-        places: where the bytes of a page lie.
-        calls, readers: how a storage is called, and by which threads.
-        fingerprint: of the coordinator's pages.
+        places: places of the bytes of a page.
+        calls, readers: calls to the storage, and the threads that make them.
+        fingerprint: fingerprint of the coordinator's pages.
     """
 
     manager: SparseKVCacheManager
@@ -49,7 +49,7 @@ class Shared:
         return min(MOST_PAGES, max(1, BATCH_BYTES // self.places.object_bytes))
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give pages back that were lent. What is free then may hold half a page."""
+        """Give back pages that were lent. Pages that are free then may be half written."""
         self.manager.poison(self.host.take_back(pages))
 
 
@@ -59,11 +59,12 @@ class Batch:
 
     Attributes:
         pages: leased, and written by the call.
-        keys: in the storage, and ``names`` in the host pool.
-        rows: for headers, and for parts that lie elsewhere.
-        left: when the device touches no page any more for who held it last; None on a CPU.
-        begun: a thread is at it.
-        dropped: no thread shall begin.
+        keys: keys in the storage; ``names`` are those in the host pool.
+        rows: memory for headers, and for parts outside of the host pool.
+        left: event after which the device no longer touches a page for its last holder; None on
+            a CPU.
+        begun: True once a thread has begun the call.
+        dropped: True if no thread is to begin.
         good: which pages are right, when the call has ended.
     """
 
@@ -85,13 +86,14 @@ class Fetch:
     published as they come, and held until ``release``.
 
     Attributes:
-        shared: of all fetches.
-        keys: in the storage of the pages that the host lacks, and ``names`` in the host pool.
-        most: pages that may be leased.
-        count: how many there are, None while nobody knows.
+        shared: objects of all fetches.
+        keys: keys in the storage of the pages that the host lacks; ``names`` are those in the
+            host pool.
+        most: most pages that may be leased.
+        count: pages that the storage has, None while nobody knows.
         landed: pages that came.
-        news: something has happened since ``advance``.
-        stragglers: batches that a thread is still at although nobody waits for them.
+        news: True if something has happened since ``advance``.
+        stragglers: batches whose thread still runs although nobody waits for them.
     """
 
     shared: Shared
@@ -108,20 +110,20 @@ class Fetch:
     _batches: deque[Batch] = field(factory=deque)
 
     def hold(self, pages: Sequence[int]) -> None:
-        """Keep pages from being given out, those before the missing ones say."""
+        """Keep pages from being given out, such as pages before the missing ones."""
         self.shared.host.share(pages)
         self.shared.host.lend(pages)
         self.held.extend(pages)
 
     def begin(self) -> None:
-        """Ask what there is."""
+        """Have a thread ask the storage how many pages it has."""
         self.shared.readers.add(self._probe)
 
     def advance(self, at_once: int = ASIDE) -> bool:
         """Publish what has come, ask for more, and return whether nothing more will come.
 
         Args:
-            at_once: calls that may be under way, ``AT_ONCE`` for who waits for it.
+            at_once: most calls under way, ``AT_ONCE`` if somebody waits for the fetch.
         """
         self.news = False
         if self.shared.calls.forked:
@@ -137,7 +139,7 @@ class Fetch:
         return not self._batches and self._asked >= self.count
 
     def stop(self) -> None:
-        """Wait for nothing more. What a thread is at stays leased until ``tidy``."""
+        """Wait for nothing more. Pages of a call that runs stay leased until ``tidy``."""
         self._stopped = True
         while self._batches:
             batch = self._batches.popleft()
@@ -150,7 +152,7 @@ class Fetch:
         self.tidy()
 
     def tidy(self) -> bool:
-        """Give back what nobody writes any more; whether that is all."""
+        """Give back the pages that no thread writes any more; return True if none is left."""
         for batch in [*self.stragglers]:
             # Asked once, for its thread may end at any time; in a child it has.
             if batch.good is not None or self.shared.calls.forked:
@@ -159,7 +161,7 @@ class Fetch:
         return not self.stragglers
 
     def release(self) -> None:
-        """Stop, and hold nothing: what has landed is kept as other pages without holders are."""
+        """Stop, and hold nothing: landed pages are kept as other pages without holders are."""
         self.stop()
         held, self.held = self.held, []
         self.shared.release(held)
@@ -227,7 +229,7 @@ class Fetch:
     def _checked(
         self, batch: Batch, places: Sequence[Sequence[np.ndarray]], done: Sequence[bool]
     ) -> list[bool]:
-        """Which of the pages are what they should be."""
+        """Return which pages of a batch are right, by header and checksum."""
         shared, good, damaged = self.shared, [], []
         for key, (header, *body), there in zip(batch.keys, places, done, strict=False):
             wrong = there and problem_of(header, body, key, shared.fingerprint)

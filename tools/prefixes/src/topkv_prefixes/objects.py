@@ -1,8 +1,8 @@
 """The form of a stored page: a header of 4096 bytes, and the bytes of the page behind it.
 
-The header has the version of this form, the key, what the bytes depend on, their number and
-checksum, and a checksum of itself. What differs from what is expected in any of them is no page.
-Imports no torch, so that commands can look at what is stored.
+The header has the version of this form, the key, a fingerprint of what the bytes depend on, their
+number and checksum, and a checksum of itself. An object with another value in any of them is no
+page. Imports no torch, so that commands can look at what is stored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from topkv.hooks.storage import OWNER_BYTES
 
 MAGIC, VERSION = b"topkv-pg", 1
 HEADER = 4096
-"""Bytes of the header, so that what follows lies as disks and network cards want it."""
+"""Bytes of the header, so that the page behind it is aligned for disks and network cards."""
 
 SLICE = 1 << 20
 """Bytes that are hashed at a time; other threads have a turn in between."""
@@ -28,12 +28,12 @@ _SEAL = 16
 
 
 def owner_of(tenant: str) -> bytes:
-    """What the keys of a tenant's pages begin with."""
+    """Return the bytes that the keys of a tenant's pages begin with."""
     return hashlib.sha256(b"topkv tenant " + tenant.encode()).digest()[:OWNER_BYTES]
 
 
 def digest_of(parts: Iterable[np.ndarray]) -> bytes:
-    """XXH3 of 128 bits over parts, one behind the other. Finds damage, not forgery."""
+    """Return XXH3 of 128 bits over parts, one behind the other. Finds damage, not forgery."""
     found = xxhash.xxh3_128()
     for part in parts:
         for at in range(0, len(part), SLICE):
@@ -62,7 +62,7 @@ def write_header(
 def problem_of(
     header: np.ndarray, body: Sequence[np.ndarray], key: bytes, fingerprint: bytes | None
 ) -> str | None:
-    """Why header and parts are not the page that they should be; None where they are.
+    """Return why header and parts are not the expected page; None where they are.
 
     Args:
         header, body: as of ``write_header``.
@@ -88,6 +88,6 @@ def problem_of(
 
 
 def fingerprint_in(header: np.ndarray) -> bytes:
-    """The fingerprint that a header states, which may be damaged."""
+    """Return the fingerprint that a header states, which may be damaged."""
     found: bytes = _FIELDS.unpack(header[: _FIELDS.size].tobytes())[5]
     return found

@@ -1,4 +1,4 @@
-"""A storage that somebody opens by its name, asks, and waits for."""
+"""A storage that is opened by its name, and whose calls are waited for."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class OpenedStorage:
     """A storage of its own, apart from that of any coordinator. Any thread; close it at the end.
 
     Args:
-        name, params: of the plugin, as of the setting ``storage``.
-        object_bytes: of the largest object there will be.
+        name, params: name and parameters of the plugin, as of the setting ``storage``.
+        object_bytes: bytes of the largest object there will be.
         limit_s: seconds after which a call counts as hung, above 0 and at most a day.
         registry: where the plugin is found; what is installed by default.
 
     Attributes:
-        name: of the plugin.
+        name: name of the plugin.
 
     Raises:
         ConfigError: a parameter is wrong, or the plugin refuses it.
@@ -68,14 +68,15 @@ class OpenedStorage:
         weakref.finalize(self, self._workers.close)
 
     def ask(self, head: str, hook: str, *arguments: Any) -> Any:
-        """What a hook returns, called on a thread of its own.
+        """Call a hook on a thread of its own, and return its answer.
 
         Args:
-            head: of errors.
+            head: first line of errors.
 
         Raises:
-            StorageError: it raises, gives a wrong answer, or takes longer than it may, after which
-                nothing is asked any more; or this is a child of the process that has opened it.
+            StorageError: the hook raises, gives a wrong answer, or takes longer than it may, after
+                which nothing is asked any more; or this is a child of the process that has opened
+                the storage.
         """
         if self._hung or self._closed or self._workers.forked:
             why = self._hung and f"a call to it hangs ({self._hung}); make another one"

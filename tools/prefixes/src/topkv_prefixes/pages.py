@@ -20,12 +20,12 @@ from topkv.kv.host_pool import HostKVPool, PageAllocator
 
 
 def page_keys(tokens: Sequence[int] | np.ndarray, page_tokens: int, salt: bytes) -> list[bytes]:
-    """A key for each full page of ``tokens``: SHA-256 over its ids and the key of the page before.
+    """Make a key for each full page of ``tokens``: SHA-256 over its ids and the key before.
 
     Args:
         tokens: ids from position 0 on.
         page_tokens: tokens of a page.
-        salt: what else keys and values depend on; begins the chain.
+        salt: anything else that keys and values depend on; begins the chain.
     """
     ids = np.ascontiguousarray(tokens, dtype="<i8")
     key, keys = hashlib.sha256(b"topkv-page-1" + salt).digest(), []
@@ -36,7 +36,7 @@ def page_keys(tokens: Sequence[int] | np.ndarray, page_tokens: int, salt: bytes)
 
 
 def tenant_in(key: bytes) -> bytes:
-    """Whom a page is kept for: the name that stands behind the hash, if any."""
+    """Return the tenant whom a page is kept for: the name behind the hash, if any."""
     return key[hashlib.sha256().digest_size :]
 
 
@@ -47,13 +47,13 @@ class PrefixPages(PageAllocator):
     first, and nobody else's. What requests hold counts for nobody.
 
     Args:
-        arguments: of the allocator that it is put before, see ``PrefixKVPool``.
+        arguments: arguments of the allocator that this class extends, see ``PrefixKVPool``.
 
     Attributes:
         on_evict: called with the pages that are about to be given out and were kept until then,
             and their keys.
-        tenant_of: whose the page of a key is.
-        limit_of: the most pages that are kept for a tenant; None for any number.
+        tenant_of: returns the tenant of a key.
+        limit_of: returns the most pages that are kept for a tenant; None for any number.
         on_short: called when fewer pages are free than are asked for; may give some back.
         evicted: pages that were kept and given out.
         written: int64 ``[num_pages]`` how often a page was withdrawn. As long as that stays, the
@@ -87,15 +87,15 @@ class PrefixPages(PageAllocator):
 
     @property
     def tenants(self) -> int:
-        """For how many tenants pages are kept."""
+        """Number of tenants for whom pages are kept."""
         return len(self._kept_for)
 
     def kept_for(self, tenant: bytes) -> int:
-        """Those of them that are kept for a tenant."""
+        """Count the pages that are kept for a tenant."""
         return len(self._kept_for.get(tenant, ()))
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The pages of the first keys, as far as there are any."""
+        """Return the pages of the first keys, up to the first key without one."""
         pages: list[int] = []
         for key in keys:
             if key not in self._page_of:
@@ -104,7 +104,7 @@ class PrefixPages(PageAllocator):
         return pages
 
     def publish(self, pages: Iterable[int], keys: Iterable[bytes]) -> None:
-        """Let pages be found by their keys. Of pages with equal keys the first is found.
+        """Let pages be found by their keys; the first of pages with equal keys is found.
 
         Args:
             pages: leased ones, full, whose every copy to the host is under way. Nobody writes
@@ -134,7 +134,7 @@ class PrefixPages(PageAllocator):
         return kept
 
     def lease(self, count: int) -> list[int]:
-        """See ``PageAllocator``; pages that are kept go when no others are left."""
+        """Lease as ``PageAllocator``; pages that are kept go when no others are left."""
         if count > self.free:
             self.on_short()
         missing = count - len(self._free)
@@ -143,8 +143,8 @@ class PrefixPages(PageAllocator):
         return super().lease(count)
 
     def release(self, pages: Iterable[int]) -> list[int]:
-        """See ``PageAllocator``; pages that are kept are not among those that are free now, nor
-        are those that a tenant loses for them, which ``on_evict`` is told."""
+        """Release as ``PageAllocator``; the result holds neither pages that are kept, nor pages
+        that a tenant loses for them, with which ``on_evict`` is called."""
         pages = list(pages)
         tenants = {self.tenant_of(self._key_of[page]) for page in pages if page in self._key_of}
         # The last ones first, so that no page goes before those that can only be found by it.
@@ -156,7 +156,7 @@ class PrefixPages(PageAllocator):
         return freed
 
     def _evict(self, pages: list[int]) -> None:
-        """Let pages go that are kept."""
+        """Let go of kept pages."""
         keys = [self._key_of[page] for page in pages]
         self.withdraw(pages)
         self.evicted += len(pages)
@@ -169,7 +169,7 @@ class PrefixPages(PageAllocator):
         return False
 
     def _hold(self, page: int) -> None:
-        """Keep a page no longer for whom it was kept."""
+        """Stop keeping a page, which somebody holds now."""
         tenant = self.tenant_of(self._key_of[page])
         del self._kept[page], self._kept_for[tenant][page]
         if not self._kept_for[tenant]:
@@ -180,7 +180,7 @@ class PrefixPages(PageAllocator):
             super()._check_shareable(page)
 
     def share(self, pages: Iterable[int]) -> None:
-        """See ``PageAllocator``; pages that are kept can be held again."""
+        """Share as ``PageAllocator``; pages that are kept can be held again."""
         pages = list(pages)
         super().share(pages)
         for page in pages:
@@ -188,11 +188,11 @@ class PrefixPages(PageAllocator):
                 self._hold(page)
 
     def published(self) -> dict[bytes, int]:
-        """Every page that can be found, by its key."""
+        """Return every page that can be found, by its key."""
         return dict(self._page_of)
 
     def lend(self, pages: Iterable[int]) -> None:
-        """These were leased or shared for somebody else than a request."""
+        """Mark pages that were leased or shared for somebody else than a request."""
         self.lent.extend(pages)
 
     def take_back(self, pages: Iterable[int]) -> list[int]:
@@ -203,7 +203,7 @@ class PrefixPages(PageAllocator):
         return self.release(pages)
 
     def check_integrity(self, holders: Sequence[Sequence[int]]) -> None:
-        """See ``PageAllocator``; what is lent is held too."""
+        """Check as ``PageAllocator``; lent pages are held too."""
         super().check_integrity([*holders, self.lent])
 
     def _free_problems(self) -> list[str]:
@@ -234,7 +234,7 @@ class PrefixKVPool(PrefixPages, HostKVPool):
     on_close: Callable[[], None] | None = None
 
     def close(self) -> None:
-        """See ``HostKVPool``."""
+        """Call ``on_close``, then close as ``HostKVPool``."""
         try:
             if self.on_close is not None:
                 self.on_close()

@@ -1,7 +1,7 @@
-"""Where the bytes of a page lie: runs of the host pool, and rows of other tensors.
+"""Places of the bytes of a page: runs of the host pool, and rows of other tensors.
 
 The host pool is read and written in place, by any thread. Pages of resident layers and
-representations lie on the device in many small pieces; the thread that runs forwards copies them
+representations are on the device in many small pieces; the thread that runs forwards copies them
 to and from rows of host memory.
 """
 
@@ -24,7 +24,7 @@ from topkv_prefixes.objects import HEADER
 
 
 def layout_of(config: LoweredConfig, manager: SparseKVCacheManager) -> dict[str, Any]:
-    """What the tensors of a request depend on, weights apart: geometry, formats, algorithms."""
+    """Everything but weights that a request's tensors depend on: geometry, formats, algorithms."""
     model = config.model
     groups = [
         {
@@ -55,9 +55,9 @@ def layout_of(config: LoweredConfig, manager: SparseKVCacheManager) -> dict[str,
 
 
 def fingerprint_of(config: LoweredConfig, manager: SparseKVCacheManager) -> bytes:
-    """A hash over all that the bytes of a page depend on, tokens, weights and tenants apart.
+    """Hash all that the bytes of a page depend on but tokens, weights and tenants.
 
-    Files that parameters of algorithms and stages name count with what they hold.
+    Files that parameters of algorithms and stages name count by their content.
     """
     files = [
         hashlib.sha256(Path(value).read_bytes()).hexdigest()
@@ -78,15 +78,15 @@ def fingerprint_of(config: LoweredConfig, manager: SparseKVCacheManager) -> byte
 
 
 class PagePlaces:
-    """The bytes of pages.
+    """Places of the bytes of pages.
 
     Args:
         manager: the memory of both tiers.
 
     Attributes:
         pool: uint8, the host pool.
-        staged_bytes: bytes of a page that do not lie in it.
-        object_bytes: of a stored page, its header included.
+        staged_bytes: bytes of a page outside of the host pool.
+        object_bytes: bytes of a stored page, its header included.
     """
 
     def __init__(self, manager: SparseKVCacheManager) -> None:
@@ -120,15 +120,15 @@ class PagePlaces:
         return zip(manager.host.layouts, on_host, strict=True)
 
     def runs(self, page: int) -> list[np.ndarray]:
-        """The parts of a page in the host pool."""
+        """Return the parts of a page in the host pool."""
         starts = [(first + page * size, size) for first, size in self._runs]
         return [self.pool[start : start + size] for start, size in starts]
 
     def rows(self, count: int, pinned: bool = False) -> Tensor:
-        """Host memory for headers and staged parts, uint8 ``[count, HEADER + staged_bytes]``.
+        """Make memory for headers and staged parts, uint8 ``[count, HEADER + staged_bytes]``.
 
         Args:
-            count: of pages.
+            count: number of pages.
             pinned: for ``unstage``, so that the host need not wait for the device.
         """
         pinned &= self._device.type == "cuda"
@@ -136,12 +136,12 @@ class PagePlaces:
         return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
     def place(self, page: int, row: np.ndarray) -> list[np.ndarray]:
-        """All parts of a page: its header in a row, the host pool, the rest of the row."""
+        """Return all parts of a page: its header in a row, the host pool, the rest of the row."""
         staged = [row[HEADER:]] if self.staged_bytes else []
         return [row[:HEADER], *self.runs(page), *staged]
 
     def stage(self, pages: Sequence[int], rows: Tensor) -> None:
-        """Copy what does not lie in the host pool to rows. Waits for the device."""
+        """Copy the parts outside of the host pool to rows. Waits for the device."""
         index = torch.tensor(pages, device=self._device)
         at = HEADER
         for tensor, size in zip(self._others, self._sizes, strict=True):
@@ -150,7 +150,7 @@ class PagePlaces:
             at += size
 
     def unstage(self, pages: Sequence[int], rows: Tensor) -> None:
-        """Copy it back from rows, behind what the current stream was given; nobody waits."""
+        """Copy these parts back from rows, behind the current stream's work; nobody waits."""
         index, at = torch.tensor(pages), HEADER
         if rows.is_pinned():
             index = index.pin_memory()

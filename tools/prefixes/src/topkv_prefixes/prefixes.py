@@ -1,6 +1,6 @@
 """Prompts that begin like earlier ones: a request takes over the pages that another left behind.
 
-What a page holds depends on its tokens and all before them, so that pages are found by those
+A page depends on its tokens and all tokens before them, and is found by these
 (``topkv_prefixes.pages``). Engines call ``Prefixes`` between forwards:
 
     coordinator = PrefixCoordinator(config)
@@ -37,11 +37,11 @@ from topkv_prefixes.pages import PrefixKVPool, page_keys, tenant_in
 from topkv_prefixes.tier import StorageTier
 
 Tokens = Sequence[int] | np.ndarray
-"""Ids of a request from position 0 on. An engine may give others than the model's vocabulary has,
-for what is no text, as long as equal ids mean equal keys and values."""
+"""Ids of a request from position 0 on. For input that is no text an engine may give ids outside of
+the model's vocabulary, as long as equal ids mean equal keys and values."""
 
 IDLE_TENANTS = 32
-"""Tenants that keep nothing, of whom counts are remembered, beside those of running requests."""
+"""Tenants without kept pages whose counts are remembered, beside those of running requests."""
 
 
 class Prefixes:
@@ -72,7 +72,7 @@ class Prefixes:
             f"{name} keeps more of a prompt than what stands in its pages"
             for name in dict.fromkeys(keeping)
         ]
-        self._recent: OrderedDict[str, None] = OrderedDict()  # tenants, who asked last behind
+        self._recent: OrderedDict[str, None] = OrderedDict()  # tenants, the latest last
         self._tenant: ContextVar[str] = ContextVar("tenant", default="")
         if isinstance(host, PrefixKVPool):
             self._host = host
@@ -94,7 +94,7 @@ class Prefixes:
 
     @property
     def counts(self) -> PrefixCounts:
-        """What was found so far, and what is kept now."""
+        """Counters so far, and pages that are kept now."""
         if not self.off:
             self._counts.kept, self._counts.evicted = self._host.kept, self._host.evicted
             for name, each in list(self._counts.tenants.items()):  # any thread may look
@@ -103,16 +103,16 @@ class Prefixes:
         return self._counts
 
     def tenant(self, name: str) -> AbstractContextManager[None]:
-        """Prompts of this thread or task meanwhile are those of a tenant.
+        """Attribute prompts of this thread or task meanwhile to a tenant.
 
-        They find pages of the same tenant alone. What is kept for it stays within its quota, see
-        the setting ``host_quotas``; what its requests hold is not counted.
+        They find pages of the same tenant alone. Pages that are kept for it stay within its quota,
+        see the setting ``host_quotas``; pages that its requests hold are not counted.
 
         Args:
-            name: of the tenant; "" for none.
+            name: name of the tenant; "" for none.
 
         Raises:
-            RequestError: it is no text, or one that UTF-8 does not have.
+            RequestError: the name is no text, or one that UTF-8 does not have.
         """
         if not is_text(name):
             raise RequestError(
@@ -130,11 +130,11 @@ class Prefixes:
             self._tenant.reset(before)
 
     def length(self, tokens: Tokens, salt: bytes = b"") -> int:
-        """Tokens that a request of these would take over: whole pages, never all of them.
+        """Count the tokens that a request would take over: whole pages, never all tokens.
 
         Args:
-            tokens: of the prompt.
-            salt: what else keys and values depend on: adapters, weights.
+            tokens: tokens of the prompt.
+            salt: anything else that keys and values depend on: adapters, weights.
         """
         return len(self._find(tokens, salt)) * self.requests.config.page_tokens
 
@@ -143,8 +143,8 @@ class Prefixes:
 
         Args:
             tokens, salt: as of ``length``.
-            most: no page behind these first tokens; all that are found by default. Who cannot go
-                on at the end of a page truncates the request then.
+            most: no page behind these first tokens; all that are found by default. An engine that
+                cannot go on at the end of a page truncates the request then.
 
         Returns:
             The slot. Its length says how many tokens it has.
@@ -165,7 +165,7 @@ class Prefixes:
         return slot
 
     def fetch(self, tokens: Tokens, salt: bytes = b"") -> None:
-        """Have the pages of a prompt in host memory that a storage keeps, as ``begin`` does, too.
+        """Bring pages of a prompt from a storage to host memory, as ``begin`` does too.
 
         Waits as long as the setting ``storage`` says. Without a storage nothing happens.
         """
@@ -178,16 +178,16 @@ class Prefixes:
             self.storage.prefetch(self._keys(tokens, salt))
 
     def poll(self) -> int:
-        """Take what was prefetched and has come, between forwards, and return for how many
-        prompts more is to come."""
+        """Take prefetched pages that have come, between forwards, and return for how many prompts
+        more pages are to come."""
         return self.storage.tidy() if self.storage else 0
 
     def publish(self, slot: int, tokens: Tokens, salt: bytes = b"") -> None:
         """Let others find the full pages of a request.
 
         Args:
-            slot: of the request, which goes on as before.
-            tokens: its first ones; no page behind them is published.
+            slot: slot of the request, which goes on as before.
+            tokens: its first tokens; no page behind them is published.
             salt: as of ``length``.
 
         Raises:
@@ -213,8 +213,8 @@ class Prefixes:
         """Let nothing be found that was published so far, after weights have changed say.
 
         Args:
-            stored: nothing of what a storage holds either. Who has a salt that tells weights
-                apart finds only the pages of its own there, and can leave them.
+            stored: forget the pages of a storage too. Not needed with a salt for each set of
+                weights, which finds only pages of its own.
         """
         if not self.off:
             self.requests.manager.poison(self._host.forget())
@@ -225,21 +225,21 @@ class Prefixes:
         return [] if self.off else self._host.find(self._keys(tokens, salt))
 
     def _keys(self, tokens: Tokens, salt: bytes) -> list[bytes]:
-        """Of the pages of a prompt that may be found."""
+        """Make the keys of a prompt's pages that may be found."""
         if self.off:
             return []
         known = tokens[: max(0, len(tokens) - self.tail)]
         return self._keys_of(known, salt)
 
     def _keys_of(self, tokens: Tokens, salt: bytes) -> list[bytes]:
-        """Of all full pages, with the tenant behind each: nobody else finds them."""
+        """Make the keys of all full pages, each with the tenant: nobody else finds these."""
         tenant = self._tenant.get().encode()
         keys = page_keys(tokens, self.requests.config.page_tokens, salt)
         return [key + tenant for key in keys]
 
     def _counts_of(self, tenant: str) -> TenantCounts:
-        """What was counted for a tenant. Of those that keep nothing, the ones that asked longest
-        ago are forgotten."""
+        """Return the counters of a tenant. Of tenants that keep nothing, the ones that asked
+        longest ago are forgotten."""
         known, recent = self._counts.tenants, self._recent
         counts = known.setdefault(tenant, TenantCounts())
         recent[tenant] = None

@@ -1,12 +1,13 @@
-"""Sessions in a storage: a request goes on in another process, which reads the same storage.
+"""Sessions in a storage, so that a request goes on in another process.
 
     with StoredSessions("files", {"path": "sessions"}) as stored:
         stored["request 17"].write({}, [(state.as_dict(), blocks)])  # of suspended.suspend
 
 A session is cut into objects of at most ``PIECE`` bytes, each behind a header with checksums (see
 ``topkv_prefixes.objects``). A manifest, an object too, lists tensors and numbers; a head, which is
-stored last and whose key follows from the name, leads to it. So who finds a head finds a whole
-session, unless the storage has lost something since: that is noticed before anything is used.
+stored last and whose key follows from the name, leads to the manifest. So a head means that the
+session is whole, unless the storage has lost something since, which is noticed before anything is
+used.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from topkv_prefixes.objects import HEADER, problem_of, write_header
 from topkv_prefixes.opened import OpenedStorage
 
 PIECE = 8 << 20
-"""Bytes of an object, at most, its header apart."""
+"""Most bytes of an object, without its header."""
 
 AT_ONCE = 4
 """Objects of a call."""
 
 FORM = b"topkv session 1"
 FINGERPRINT = hashlib.sha256(FORM).digest()
-_HEAD = Struct("<Q16s")  # bytes of the manifest, and what tells its session from others
+_HEAD = Struct("<Q16s")  # bytes of the manifest, and the id of its session
 
 Rows = Iterable[tuple[Mapping[str, Any], Iterable[Mapping[str, Tensor]]]]
 """Requests of a session: the numbers of each, fit for JSON, and its tensors block by block."""
@@ -50,7 +51,7 @@ class StoredSessions(OpenedStorage):
     """Sessions in a storage, by name. Any thread; close it at the end.
 
     Args:
-        name, params: of the plugin, as of the setting ``storage``.
+        name, params: name and parameters of the plugin, as of the setting ``storage``.
         limit_s: seconds after which a call to the storage counts as hung.
         registry: where the plugin is found; what is installed by default.
 
@@ -69,7 +70,7 @@ class StoredSessions(OpenedStorage):
         super().__init__(name, params, HEADER + PIECE, limit_s, registry)
 
     def __getitem__(self, name: str) -> StoredSession:
-        """The session of a name, whether or not there is one."""
+        """Return the session of a name, stored or not."""
         return StoredSession(self, name)
 
 
@@ -78,7 +79,7 @@ class StoredSession:
     """A session of a storage.
 
     Attributes:
-        sessions: those of the storage.
+        sessions: all sessions of the storage.
         name: any text that is not empty.
     """
 
@@ -98,7 +99,7 @@ class StoredSession:
         """Store a session.
 
         Args:
-            document: what else belongs to it, fit for JSON.
+            document: anything else that belongs to it, fit for JSON.
             rows: its requests; a block is let go of before the next is asked for.
 
         Raises:
@@ -132,7 +133,7 @@ class StoredSession:
             raise
 
     def read(self) -> FoundSession:
-        """The session; its blocks are read when they are asked for.
+        """Read the session; its blocks are read when they are asked for.
 
         Raises:
             StorageError: there is none, it is damaged, or the storage fails.
@@ -157,7 +158,7 @@ class StoredSession:
         try:
             found = self.read()
         except StorageError as error:
-            # Nobody finds what is left of it, which goes when the storage makes room.
+            # Nobody finds the objects that are left, which go when the storage makes room.
             asking("delete", [key])
             raise asking.error(
                 f"its head is removed, and what it led to is lost: {error}"
@@ -166,7 +167,7 @@ class StoredSession:
         asking("delete", [found.asking.key(number) for number in range(found.objects)])
 
     def _is(self, asking: _Asking) -> bool:
-        """True if the head that is there leads to the session that is asked about."""
+        """Return True if the head that is there leads to the session that is asked about."""
         try:
             return bool(self._head(asking)[1] == asking.ident)
         except StorageError:
@@ -181,12 +182,12 @@ class StoredSession:
 
 @frozen
 class FoundSession:
-    """What a storage holds of a session.
+    """A session that was found in a storage.
 
     Attributes:
-        asking: how it is asked for.
-        document: what was given, and ``rows``: of each its numbers, ``request``, and what its
-            ``parts`` are, see ``_Asking.put_row``.
+        asking: calls to the storage about it.
+        document: the document that was written, and ``rows``: for each row its numbers
+            (``request``) and its ``parts``, see ``_Asking.put_row``.
     """
 
     asking: _Asking
@@ -194,18 +195,18 @@ class FoundSession:
 
     @property
     def objects(self) -> int:
-        """How many there are beside the head."""
+        """Number of objects beside the head."""
         parts: list[dict[str, int]] = [
             part for row in self.document["rows"] for part in row["parts"]
         ]
         return 1 + sum(part["objects"] for part in parts)
 
     def request(self, row: int) -> dict[str, Any]:
-        """The numbers of a row."""
+        """Return the numbers of a row."""
         return dict(self.document["rows"][row]["request"])
 
     def blocks(self, row: int) -> Iterator[dict[str, Tensor]]:
-        """The tensors of a row, block by block.
+        """Yield the tensors of a row, block by block.
 
         Raises:
             StorageError: objects are missing or damaged, or the storage fails.
@@ -228,9 +229,9 @@ class _Asking:
     """Calls to the storage about one session.
 
     Attributes:
-        sessions: who makes them.
-        head: of errors.
-        ident: tells the objects of this session from those of others.
+        sessions: makes the calls.
+        head: first line of errors.
+        ident: id of this session, which is in the keys of its objects.
     """
 
     sessions: StoredSessions
@@ -244,13 +245,13 @@ class _Asking:
         return StorageError(self.head, reasons)
 
     def key(self, number: int) -> bytes:
-        """Of an object: the manifest is number 0."""
+        """Return the key of an object by its number; the manifest is number 0."""
         return hashlib.sha256(FORM + self.ident + number.to_bytes(8, "big")).digest()
 
     def put_row(
         self, row: tuple[Mapping[str, Any], Iterable[Mapping[str, Tensor]]], kept: list[bytes]
     ) -> dict[str, Any]:
-        """Store the blocks of a request, and return what the manifest says of it.
+        """Store the blocks of a request, and return its entry of the manifest.
 
         Args:
             kept: gets the keys of all objects.
@@ -307,7 +308,7 @@ def _key_of_name(name: str) -> bytes:
 
 
 def _pieces(block: Mapping[str, Tensor]) -> list[list[np.ndarray]]:
-    """The memory of contiguous tensors, one behind the other, in parts of objects."""
+    """Cut the memory of contiguous tensors, one behind the other, into parts of objects."""
     pieces: list[list[np.ndarray]] = []
     room = 0
     for tensor in block.values():

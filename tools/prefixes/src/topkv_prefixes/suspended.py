@@ -1,10 +1,10 @@
-"""A request taken out of a coordinator, and put into another one: everything that it consists of.
+"""Requests that are taken out of a coordinator, and put into another one.
 
-``suspend`` gives its numbers and its tensors, block by block, in the form that any storage takes:
-names and tensors on a CPU. ``resume`` makes a request of them that goes on as the first one would
-have, to the bit. Which bytes come back, and whether they are those, is the storage's business.
+``suspend`` gives the numbers and the tensors of a request, block by block, in the form that any
+storage takes: names and tensors on a CPU. ``resume`` makes a request of them that goes on as the
+first one would have, to the bit. That the right bytes come back is the storage's business.
 
-Device buffers are not among them: they are filled from the host pool again.
+Device buffers are not among the tensors: they are filled from the host pool again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from topkv_prefixes.places import layout_of
 Tensors = Mapping[str, Tensor]
 
 BLOCK_BYTES = 128 << 20
-"""Bytes of a block, at most, unless a single page has more."""
+"""Most bytes of a block, unless a single page has more."""
 
 
 @define
@@ -31,7 +31,7 @@ class Suspended:
     """The numbers of a request, all of them fit for JSON.
 
     Attributes:
-        layout: what a coordinator must have in common with the first one, see
+        layout: all that another coordinator must have in common with the first one, see
             ``topkv_prefixes.places.layout_of``.
         length: tokens.
         prompt, fresh, settled, dropped, firm: see ``topkv.requests.Requests``.
@@ -52,10 +52,10 @@ class Suspended:
 def suspend(
     coordinator: SparseCoordinator, slot: int
 ) -> tuple[Suspended, Iterator[dict[str, Tensor]]]:
-    """Everything that a request consists of. It stays, and must not change meanwhile.
+    """Return everything that a request consists of. It stays, and must not change meanwhile.
 
     Returns:
-        Its numbers; and its tensors, copies on a CPU: a block of what is keyed by slot, and then
+        Its numbers; and its tensors, copies on a CPU: a block of tensors keyed by slot, and then
         blocks of pages in order.
 
     Raises:
@@ -136,7 +136,7 @@ def _blocks(coordinator: SparseCoordinator, slot: int) -> Iterator[dict[str, Ten
 
 
 def _places(coordinator: SparseCoordinator, slot: int) -> Iterator[dict[str, tuple[Tensor, Any]]]:
-    """Where the tensors of each block lie: a tensor, and the part of it."""
+    """Yield the places of each block's tensors: a tensor, and the part of it."""
     manager = coordinator.manager
     first: dict[str, tuple[Tensor, Any]] = {}
     for layer, path in zip(coordinator.model.layers, coordinator.layers, strict=True):

@@ -30,13 +30,13 @@ from topkv_prefixes.pages import PrefixKVPool, tenant_in
 from topkv_prefixes.places import PagePlaces, fingerprint_of
 
 READERS, WRITERS = max(2, min(8, (os.cpu_count() or 2) // 2)), 1
-"""Threads. One alone copies 2 to 5 GB a second out of the system's page cache."""
+"""Threads that read and write. One copies 2 to 5 GB a second from the system's page cache."""
 
 REMEMBERED = 1 << 18
-"""Keys that are known to be stored, or were seen once, at most."""
+"""Most keys that are known to be stored, and most that were seen once."""
 
 POLL_S = 0.1
-"""How often somebody who waits looks whether a call hangs."""
+"""Seconds between two checks, while somebody waits, whether a call hangs."""
 
 
 def check_quotas(quotas: Mapping[str, int], page: int) -> None:
@@ -51,7 +51,7 @@ def check_quotas(quotas: Mapping[str, int], page: int) -> None:
 
 
 def quotas_by_owner(quotas: Mapping[str, int]) -> Callable[[bytes], int | None]:
-    """What each owner may have in a storage, of bytes by tenant."""
+    """Return a function of the bytes that an owner may have in a storage, from tenants' quotas."""
     named = {owner_of(tenant): size for tenant, size in quotas.items() if tenant != ANYBODY}
     return lambda owner: named.get(owner, quotas.get(ANYBODY))
 
@@ -67,7 +67,7 @@ class StorageTier:
         who: plugin, version and name of the storage, for people.
 
     Attributes:
-        counts: what was done so far.
+        counts: counts of the storage so far.
         epoch: goes into all keys, so that with another one nothing stored before is found.
     """
 
@@ -108,17 +108,17 @@ class StorageTier:
 
     @property
     def reason(self) -> str | None:
-        """What failed last."""
+        """The last failure, for people; None if nothing failed."""
         return self._calls.reason
 
-    # What prompts get.
+    # From the storage to prompts.
 
     @contextmanager
     def bring(self, names: Sequence[bytes]) -> Iterator[None]:
-        """Have the pages of a prompt in the host pool, as many as the policy waits for.
+        """Bring the pages of a prompt to the host pool, as many as the policy waits for.
 
         Args:
-            names: keys of its pages in the host pool. Those that are there stay meanwhile.
+            names: keys of its pages in the host pool. Pages that are there stay meanwhile.
         """
         self.tidy()
         fetch = self._joined(names)
@@ -140,7 +140,7 @@ class StorageTier:
             fetch.advance()
 
     def tidy(self) -> int:
-        """Publish what has come, and return how many prompts pages are on their way for."""
+        """Publish pages that came; return the number of prompts whose pages are on their way."""
         for name, fetch in list(self._under_way.items()):
             if fetch.advance():
                 del self._under_way[name]
@@ -149,7 +149,7 @@ class StorageTier:
         return len(self._under_way)
 
     def _end(self, fetch: Fetch) -> None:
-        """Count what a fetch has brought, and let its pages go."""
+        """Count the pages that a fetch has brought, and let them go."""
         self._calls.counts.found += fetch.landed * self._manager.config.page_tokens
         for key in fetch.keys[: fetch.landed]:
             self._remember(self._stored, key)
@@ -160,7 +160,7 @@ class StorageTier:
         self._stopped = [each for each in self._stopped if not each.tidy()]
 
     def _joined(self, names: Sequence[bytes], most: int | None = None) -> Fetch | None:
-        """The fetch that is under way for these pages, or a new one; None if there is no need."""
+        """Return the fetch that is under way for these pages, or a new one; None if not needed."""
         found = self._host.find(names)
         missing = names[len(found) :]
         tokens = len(missing) * self._manager.config.page_tokens
@@ -193,10 +193,10 @@ class StorageTier:
             with changed:
                 changed.wait_for(lambda: fetch.news, min(left, POLL_S))
 
-    # What goes there.
+    # From the host pool to the storage.
 
     def published(self, pages: Sequence[int], names: Sequence[bytes]) -> None:
-        """Pages were published, or found again: store those that the policy wants stored."""
+        """Store pages that were published or found again, if the policy wants that."""
         self.tidy()
         if self._settings.write == "write_back":
             return
@@ -206,7 +206,7 @@ class StorageTier:
         self._store(chosen)
 
     def evicted(self, pages: Sequence[int], names: Sequence[bytes]) -> None:
-        """Pages are about to be given out, and still hold what they held."""
+        """Store pages that are about to be given out and still hold their bytes."""
         if self._settings.write == "write_back" and not self._closed:
             self._store(zip(pages, names, strict=True), whole=True)
 
@@ -307,7 +307,7 @@ class StorageTier:
                 among.popitem(last=False)
 
     def _key(self, name: bytes) -> bytes:
-        """Under which a page is stored: whose it is, and all that it depends on."""
+        """Return the key of a stored page: its owner, and a hash of all that it depends on."""
         owner = owner_of(tenant_in(name).decode())
         rest = hashlib.sha256(self._shared.fingerprint + self.epoch + name).digest()
         return owner + rest[len(owner) :]
@@ -318,18 +318,18 @@ class StorageTier:
     # The end.
 
     def give_way(self) -> None:
-        """Pages are missing: stop what was begun ahead."""
+        """Stop prefetches, because pages are missing."""
         while self._under_way:
             self._end(self._under_way.popitem()[1])
 
     def wait(self) -> None:
-        """Until all is stored that was to be, or the storage is left alone."""
+        """Wait until all pages that were to be stored are, or the storage is left alone."""
         while self._writers.left and self._calls.available:
             with self._calls.changed:
                 self._calls.changed.wait(0.01)
 
     def close(self) -> None:
-        """Store what is left to store, and let go of the storage. Idempotent.
+        """Store the pages that are left to store, and let go of the storage. Idempotent.
 
         A call that hangs is left behind with its memory, which stays as long as it does. A child
         of a fork leaves the storage to its parent.
@@ -348,7 +348,7 @@ class StorageTier:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Close the storage, on a thread too, and warn of what fails or hangs."""
+        """Close the storage, on a thread too, and warn if that fails or hangs."""
         hung, failed = self._hung(self._readers, self._writers), self.counts.failed
         if not hung and not self._calls.forked:
             closer = Workers(1, self._calls.failed)
@@ -364,7 +364,7 @@ class StorageTier:
             warnings.warn(problem, RuntimeWarning, stacklevel=3)
 
     def _hung(self, *workers: Workers) -> int:
-        """Jobs that do not end."""
+        """Count the jobs that do not end."""
         until = time.monotonic() + self._settings.limit_s
         while (left := sum(each.left for each in workers)) and time.monotonic() < until:
             time.sleep(0.001)

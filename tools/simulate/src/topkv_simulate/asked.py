@@ -26,10 +26,10 @@ BLOCK = 512
 """Tokens of a hash in the public traces of Mooncake."""
 
 LONGEST_LINE = 1 << 26
-"""Characters: ids of several million tokens."""
+"""Characters of the longest line: ids of several million tokens."""
 
 MOST_REASONS = 8
-"""Of one file that are told."""
+"""Most reasons against one file that an error lists."""
 
 
 class AskedError(ReasonsError):
@@ -37,14 +37,14 @@ class AskedError(ReasonsError):
 
 
 class DOES(StrEnum):
-    """What an event is, and what stands behind it. Pages are lists of numbers.
+    """Kinds of events, and the values of each. Pages are lists of numbers.
 
     FETCH: tokens, pages: a storage was asked for the pages of a prompt. BEGIN: slot, tokens of the
     prompt, its pages that may be found. LEASE: pages to spare, ``[slot, tokens]`` each: requests
     hold pages for so many tokens. COPY: slot, place: a request has a page of its own there. FORK:
-    slot, slot of another one, pages: it holds the first ones of that. CUT: slot, place: pages from
-    there on are written. SHRINK: slot, pages that are kept, 0 at the end. PUBLISH: slot, pages.
-    FORGET: whether those in a storage are forgotten too.
+    slot, slot of another request, pages: the first holds the other's first pages. CUT: slot,
+    place: pages from there on are written. SHRINK: slot, pages that are kept, 0 at the end.
+    PUBLISH: slot, pages. FORGET: 1 if pages in a storage are forgotten too, else 0.
     """
 
     FETCH = "fetch"
@@ -69,7 +69,7 @@ SHAPES = {
     DOES.PUBLISH: "cp",
     DOES.FORGET: "c",
 }
-"""Of what stands behind each: a count, pages, or a list of slots and tokens."""
+"""Values of each event, a letter each: c a count, p pages, l a list of slots and tokens."""
 
 
 @frozen(eq=False)
@@ -78,10 +78,10 @@ class Asked:
 
     Attributes:
         page_tokens: tokens of a page.
-        page_bytes: of a page in host memory.
-        object_bytes: of a page in a storage.
-        slots: requests that run at a time, at most.
-        longest: tokens of the longest request, at most.
+        page_bytes: bytes of a page in host memory.
+        object_bytes: bytes of a page in a storage.
+        slots: most requests that run at a time.
+        longest: most tokens of the longest request.
         events: what happened, in order, see ``DOES``.
     """
 
@@ -103,12 +103,12 @@ class Asked:
         """Read a recorded trace, or a file of requests.
 
         Args:
-            path: of the file.
-            setup: what a file of requests does not say.
+            path: path of the file.
+            setup: sizes that a file of requests does not state.
 
         Raises:
-            AskedError: with what is wrong in which line.
-            OSError: it cannot be read.
+            AskedError: with the line and the mistake of each reason.
+            OSError: the file cannot be read.
         """
         found, reasons = list[Any](), list[str]()
         try:
@@ -138,7 +138,7 @@ class Asked:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Lines of a text, one after another: a device may have no end.
+    """Yield the lines of a text, one after another: a device may have no end.
 
     Raises:
         UnicodeDecodeError: it is no text.
@@ -159,12 +159,12 @@ SIZES = ("page_tokens", "page_bytes", "object_bytes", "slots", "longest")
 
 @frozen
 class Setup:
-    """What a file of requests does not say.
+    """Sizes that a file of requests does not state.
 
     Attributes:
         page_tokens: tokens of a page; a block must be whole pages.
-        token_bytes: of a token's keys and values in host memory.
-        requests: how many run at a time. One ends when the one so many behind it begins.
+        token_bytes: bytes of a token's keys and values in host memory.
+        requests: requests that run at a time. One ends when the one ``requests`` behind it begins.
     """
 
     page_tokens: int = BLOCK
@@ -173,7 +173,7 @@ class Setup:
 
 
 def of_requests(lines: Sequence[Mapping[str, Any]], setup: Setup) -> Asked:
-    """Events of requests that come one by one, each with its whole prompt.
+    """Make events of requests that come one by one, each with its whole prompt.
 
     Their answers take pages, and are not found: the trace does not say what is in them.
 
@@ -205,7 +205,7 @@ def of_requests(lines: Sequence[Mapping[str, Any]], setup: Setup) -> Asked:
 def _pages_of(
     line: Mapping[str, Any], page: int, numbers: dict[Any, int]
 ) -> tuple[int, list[int]]:
-    """Tokens of a prompt, and the numbers of its full pages."""
+    """Count the tokens of a prompt, and number its full pages."""
     names: list[Any]
     if "token_ids" in line:
         tokens = np.asarray(line["token_ids"], dtype=np.int64)
@@ -218,7 +218,7 @@ def _pages_of(
 
 
 def _recorded_reasons(lines: list[Any]) -> Iterator[str]:
-    """What is wrong with a recorded trace; none where it can be replayed."""
+    """Yield reasons against a recorded trace; none if it can be replayed."""
     header, events = lines[0], lines[1:]
     if header.get("version") != VERSION:
         found = shown(header.get("version"))
@@ -234,7 +234,7 @@ def _recorded_reasons(lines: list[Any]) -> Iterator[str]:
             continue
         shape, values = SHAPES[DOES(event[0])], event[1:]
         right = len(shape) == len(values) and all(map(_fits, shape, values))
-        # What FETCH and LEASE count is no slot.
+        # The counts of FETCH and LEASE are no slots.
         slots = [] if event[0] in (DOES.FETCH, DOES.LEASE, DOES.FORGET) else values[:1]
         if event[0] == DOES.FORK:
             slots = values[:2]
@@ -246,7 +246,7 @@ def _recorded_reasons(lines: list[Any]) -> Iterator[str]:
 
 
 def _request_reasons(lines: list[Any], setup: Setup) -> Iterator[str]:
-    """What is wrong with a file of requests; none where it can be replayed."""
+    """Yield reasons against a file of requests; none if it can be replayed."""
     hashed = [line for line in lines if isinstance(line, dict) and "token_ids" not in line]
     if hashed and BLOCK % setup.page_tokens:
         yield (

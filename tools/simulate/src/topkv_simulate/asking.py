@@ -1,4 +1,4 @@
-"""Records what prompts ask for, for ``topkv_simulate.asked``.
+"""Recorder of what prompts ask for, which makes traces of ``topkv_simulate.asked``.
 
 Calls of ``coordinator.prefixes`` and those that change which pages a request holds are wrapped.
 The core knows nothing of it, and nothing waits for the device.
@@ -28,11 +28,11 @@ def asking(coordinator: SparseCoordinator) -> Iterator[Asking]:
             model.generate(**inputs)
         recorder.trace().save(Path("requests.jsonl"))
 
-    What ``prefetch`` begins is not recorded: what it brings is counted where a prompt begins.
+    Calls of ``prefetch`` are not recorded: their pages are counted where a prompt begins.
 
     Args:
-        coordinator: with ``prefix_cache``, without requests and before it keeps a page: what it
-            keeps already would not be there for other sizes.
+        coordinator: with ``prefix_cache``, without requests and before it keeps a page: pages that
+            it keeps already would not be there for other sizes.
 
     Raises:
         CapabilityError: prefixes are not kept, with every reason.
@@ -44,7 +44,7 @@ def asking(coordinator: SparseCoordinator) -> Iterator[Asking]:
 
 
 class Asking:
-    """What was recorded so far; see ``asking``."""
+    """Recorder of the events so far; see ``asking``."""
 
     def __init__(self, coordinator: SparseCoordinator) -> None:
         self.coordinator, self.prefixes = coordinator, coordinator.prefixes
@@ -70,7 +70,7 @@ class Asking:
         self._begins = False
 
     def trace(self) -> Asked:
-        """Everything that was recorded so far."""
+        """Return everything that was recorded so far."""
         config, manager = self.coordinator.config, self.coordinator.manager
         return Asked(
             config.page_tokens,
@@ -87,7 +87,7 @@ class Asking:
 
     @contextmanager
     def wrapped(self) -> Iterator[None]:
-        """Tell every call, and leave the coordinator as it was."""
+        """Record every call, and leave the coordinator as it was at the end."""
         wrappers: list[tuple[Any, str, Callable[..., Any]]] = [
             (self.prefixes, "fetch", self._fetch),
             (self.prefixes, "begin", self._begin),
@@ -113,7 +113,7 @@ class Asking:
     def _named(self, keys: Sequence[bytes]) -> list[int]:
         return [self._numbers.setdefault(key, len(self._numbers)) for key in keys]
 
-    # Each is given what it wraps, and its arguments.
+    # Each gets the method that it wraps, and the arguments.
 
     def _fetch(self, call: Any, tokens: Any, salt: bytes = b"") -> None:
         self._tell(DOES.FETCH, len(tokens), self._named(self.prefixes._keys(tokens, salt)))
@@ -163,7 +163,7 @@ class Asking:
             self._tell(DOES.FORK, slot, self._holder(slot, pages), len(pages))
 
     def _holder(self, twin: int, pages: Sequence[int]) -> int:
-        """Who else holds these pages, first of all."""
+        """Return the first other request that holds these pages."""
         slots = range(self.coordinator.config.max_requests)
         found = (each for each in slots if self.pages.of(each)[: len(pages)] == list(pages))
         return next(each for each in found if each != twin)

@@ -17,7 +17,7 @@ from topkv_simulate.options import Number
 
 
 def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
-    """``"512,1024"`` as numbers."""
+    """Parse ``"512,1024"`` as numbers."""
     if value is None:
         return None
     parts = [part.strip() for part in value.split(",")]
@@ -62,8 +62,8 @@ def simulate(
 ) -> None:
     """Replay the selections of TRACE, a file of topkv record, over buffers and policies.
 
-    Counts are exact: the buffer of the recording is replayed first, and must hit and miss what the
-    coordinator did.
+    Counts are exact: the buffer of the recording is replayed first, and must give the hits and
+    misses of the coordinator.
     """
     plot_can_be_drawn(plot)
     with redirect_stdout(sys.stderr):  # plugins may print
@@ -148,8 +148,8 @@ def _result(curve: Any, points: Any, best: Any, link: Any, gain: float) -> dict[
 def record(trace: Path, config_file: Path | None, **options: Any) -> None:
     """Decode the end of a text, and write what was selected to TRACE.
 
-    Each token is given, whatever the model would have said. Needs topkv-evaluation. To record
-    other lives of requests, see topkv_simulate.recorder.
+    Each token is the text's, whatever the model would have said. Needs topkv-evaluation. To record
+    other runs of requests, see topkv_simulate.recorder.
     """
     with redirect_stdout(sys.stderr):
         from topkv_simulate.record import Job, run

@@ -13,7 +13,7 @@ from topkv_simulate.replay import Replayer
 from topkv_simulate.trace import ROW, TraceError
 
 MULTIPLES = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Default buffers, in widths of the widest selection."""
+"""Default buffers, as multiples of the widest selection."""
 
 
 @frozen(eq=False)
@@ -49,7 +49,7 @@ class Point:
         return self.hits / (self.hits + self.misses)
 
     def as_dict(self, link: float | None, requests: int) -> dict[str, Any]:
-        """What ``topkv simulate --json`` prints of it; arguments as of ``load_ms``."""
+        """Return the point as ``topkv simulate --json`` prints it; arguments as of ``load_ms``."""
         shown = {
             "buffer_tokens": self.buffer,
             "policy": self.policy,
@@ -65,11 +65,11 @@ class Point:
         return shown if link is None else {**shown, "load_ms": self.load_ms(link, requests)}
 
     def load_ms(self, link: float, requests: int) -> float:
-        """Milliseconds that the loads of a mean step take: bytes over bandwidth, nothing else.
+        """Return the milliseconds of a mean step's loads: bytes over bandwidth, nothing else.
 
         Args:
             link: GB/s, of 10^9 bytes.
-            requests: that decode together, each with the mean of the trace.
+            requests: requests that decode together, each with the mean of the trace.
         """
         return bytes_ms(requests * float(self.bytes.mean()), link)
 
@@ -103,18 +103,18 @@ class Curve:
 
     @property
     def recorded(self) -> list[int]:
-        """Tokens of the buffers of the recording, of each group."""
+        """Tokens of the recording's buffer, of each group."""
         return [shape.buffer_slots * shape.unit for shape in self.shapes]
 
     def totals(self) -> dict[str, int]:
-        """What the coordinator counted in the recording, of steps and of warming."""
+        """Return the coordinator's counts in the recording, of steps and of warming."""
         counts = sum(group.counts.sum((0, 1, 2), dtype=np.int64) for group in self.trace.groups)
         hits, misses = counts.tolist()
         return {"steps": int(self._steps.sum()), "hits": hits, "misses": misses}
 
     def buffers(self) -> list[int]:
-        """The recorded buffers and multiples of the selection, up to one that holds the longest
-        request."""
+        """Return the recorded buffers and multiples of the selection, up to one that holds the
+        longest request."""
         widest = max(shape.unit for shape in self.shapes)
         longest = int(self.trace.rows[:, ROW.high].max())
         sizes = [-(-int(self.least * factor) // widest) * widest for factor in MULTIPLES]
@@ -122,10 +122,10 @@ class Curve:
         return sorted({*sizes[: enough + 1], *(b for b in self.recorded if b >= self.least)})
 
     def at(self, buffer: int, policy: str) -> Point:
-        """One point.
+        """Return the point of a buffer and a policy.
 
         Args:
-            buffer: tokens of a lane, the same in all groups; what is left of a unit is not used.
+            buffer: tokens of a lane, the same in all groups; a part of a unit is not used.
             policy: see ``Replayer.run``.
         """
         if (buffer, policy) not in self._points:
@@ -149,13 +149,13 @@ class Curve:
         return Point(buffer, policy, hits, misses, loaded, layers, device)
 
     def recommend(self, buffers: Sequence[int], policy: str, gain: float) -> int | None:
-        """The smallest buffer that it does not pay to double.
+        """Return the smallest buffer that it does not pay to double.
 
         Args:
-            buffers: to choose from, tokens.
-            policy: who is evicted.
+            buffers: sizes to choose from, in tokens.
+            policy: name of the policy.
             gain: doubling pays if it spares at least this share of the selected units for each
-                selection that what it adds could hold, because that is what it takes in memory.
+                selection that the added memory could hold.
 
         Returns:
             None if doubling the largest still pays.

@@ -1,4 +1,4 @@
-"""Numbers that options take."""
+"""Parameter type of options that take numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The curve of ``topkv simulate`` as a picture, and what all pictures are.
+"""Picture of the curve of ``topkv simulate``, and the function that writes all pictures.
 
 Needs matplotlib, the extra ``plot``.
 """
@@ -14,11 +14,11 @@ from topkv_simulate.curve import Curve, Point
 
 
 def draw(curve: Curve, points: Sequence[Point], best: int | None, path: Path) -> None:
-    """Misses over buffers, a line a policy; the recorded and the recommended buffer are marked.
+    """Draw misses over buffers, a line for each policy; marks recorded and recommended buffer.
 
     Args:
-        curve: of the trace.
-        points: what is drawn.
+        curve: curve of the trace.
+        points: points to draw.
         best: the recommended buffer, if there is one.
         path: of the picture, whose ending names its format; overwritten.
 

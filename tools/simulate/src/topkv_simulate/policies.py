@@ -1,4 +1,4 @@
-"""Eviction policies of the simulator: LRU, the best there is, and any that is installed.
+"""Eviction policies of the simulator: LRU, the optimal one, and any that is installed.
 
 A policy sees the lanes of B rows at once, ``[B, N, C]``, C slots by eviction order, coldest first.
 """
@@ -14,13 +14,13 @@ NEVER = 2**31 - 1
 
 
 class LeastRecentlyUsed:
-    """[stale | loaded in selection order | hits in their previous order]."""
+    """The LRU order: [stale | loaded in selection order | hits in their previous order]."""
 
     def begin(self) -> None:
         """Forget everything: a trace begins."""
 
     def reordered(self, held: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """The eviction order before victims are chosen.
+        """Return the eviction order before victims are chosen.
 
         Args:
             held: int32 ``[B, N, C]`` units by the order of the last step.
@@ -31,7 +31,7 @@ class LeastRecentlyUsed:
     def new_position(
         self, stale: np.ndarray, before: np.ndarray, misses: np.ndarray
     ) -> np.ndarray:
-        """Where each slot stands after the step, see ``topkv.hooks.eviction``.
+        """Return the position of each slot after the step, see ``topkv.hooks.eviction``.
 
         Args:
             stale: bool ``[B, N, C]`` not selected in this step.
@@ -45,20 +45,22 @@ class LeastRecentlyUsed:
         return target
 
     def used(self, rows: slice, slots: np.ndarray, units: np.ndarray) -> None:
-        """A round is over.
+        """Note that a round is over.
 
         Args:
-            rows: of the trace.
+            rows: rows of the trace.
             slots: ``[B]`` their requests.
-            units: int32 ``[B, N, K]`` what they wanted.
+            units: int32 ``[B, N, K]`` units that they wanted.
         """
 
 
 class Belady(LeastRecentlyUsed):
-    """Evict what is selected again last: no policy misses less (Belady 1966). It knows the future.
+    """Evicts the unit that is selected again last: no policy misses less (Belady 1966).
+
+    The policy knows the future.
 
     Args:
-        trace: what was recorded.
+        trace: the recorded trace.
         units: int32 ``[R, N, K]`` wanted units of the group.
         free: unit of free slots.
     """
@@ -92,7 +94,7 @@ class Installed(LeastRecentlyUsed):
     """The torch formula of an installed eviction policy, one lane at a time.
 
     Args:
-        name: of the policy.
+        name: name of the policy.
     """
 
     def __init__(self, name: str) -> None:
@@ -121,7 +123,7 @@ class Installed(LeastRecentlyUsed):
 
 
 def policy_of(name: str, trace: Trace, units: np.ndarray, free: int) -> LeastRecentlyUsed:
-    """The policy of a name, for one group; arguments as of ``Belady``.
+    """Make the policy of a name, for one group; other arguments as of ``Belady``.
 
     Raises:
         PluginError: no such policy is installed.

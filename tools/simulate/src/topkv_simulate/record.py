@@ -1,4 +1,4 @@
-"""Records the end of a text, decoded token by token through an attached model."""
+"""Recorder of the end of a text, decoded token by token through an attached model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def record_text(handle: Any, tokens: Tensor, steps: int) -> Trace:
     """Read a text into an attached model and record what its last tokens select.
 
     Args:
-        handle: what ``topkv.attach(..., engine="transformers")`` gave, with no requests yet and
+        handle: handle of ``topkv.attach(..., engine="transformers")``, with no requests yet and
             room for the text.
         tokens: int64 ``[1, n]`` on the model's device.
         steps: last tokens, each of which is one decode step; at least two tokens are before them.
@@ -35,7 +35,7 @@ def record_text(handle: Any, tokens: Tensor, steps: int) -> Trace:
     prompt = tokens.shape[1] - steps
     with recording(handle.coordinator) as recorder, torch.inference_mode():
         cache = handle.new_cache()
-        # Of alike sizes: a last chunk of one token would be a decode step.
+        # Chunks of alike sizes: a last chunk of one token would be a decode step.
         for chunk in torch.tensor_split(tokens[:, :prompt], -(-prompt // CHUNK), dim=1):
             handle.model(chunk, past_key_values=cache, logits_to_keep=1)
         for token in tokens[:, prompt:].split(1, dim=1):
@@ -62,8 +62,9 @@ class Job:
     trust_remote_code: bool = False
 
     def config(self, tokens: int) -> SparseConfig:
-        """With room for one request of this length, where nothing else was set. Not captured: a
-        graph cannot be recorded from."""
+        """Return the settings, with room for one request of this length if no room was set.
+
+        Steps are not captured: replays of a graph cannot be recorded."""
         if self.config_file is None:
             written = DEFAULTS
         else:
@@ -74,7 +75,7 @@ class Job:
 
 
 def run(job: Job) -> Trace:
-    """Do what a job says.
+    """Record the trace of a job.
 
     Raises:
         ConfigError: topkv-evaluation is not installed, or the text is too short.
@@ -107,7 +108,7 @@ def run(job: Job) -> Trace:
 
 
 def _tokens(job: Job, folder: Path, loading: Any) -> Tensor:
-    """int64 ``[1, n]``."""
+    """Return the tokens of the text, int64 ``[1, n]``."""
     if job.text is not None:
         try:
             text = job.text.read_text(encoding="utf-8")

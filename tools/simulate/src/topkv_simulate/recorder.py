@@ -1,4 +1,4 @@
-"""Records what a coordinator selects, for ``topkv_simulate.trace``.
+"""Recorder of what a coordinator selects, which makes traces of ``topkv_simulate.trace``.
 
 The transfer engine of each sparse group is wrapped: every selection goes through its ``plan``, and
 everything else that changes a buffer through its other hooks. The core knows nothing of it.
@@ -36,7 +36,7 @@ def recording(coordinator: SparseCoordinator) -> Iterator[Recorder]:
         recorder.trace().save(Path("trace.npz"))
 
     Args:
-        coordinator: without requests: what a buffer holds already is not known for other sizes.
+        coordinator: one without requests: what a buffer holds already is unknown for other sizes.
 
     Raises:
         CapabilityError: all layers are dense, so there is nothing to record.
@@ -72,10 +72,10 @@ class _Round:
 
 
 class Recorder:
-    """What was recorded so far; see ``recording``.
+    """Recorder of a coordinator; see ``recording``.
 
     Args:
-        coordinator: what is recorded.
+        coordinator: the recorded coordinator.
     """
 
     def __init__(self, coordinator: SparseCoordinator) -> None:
@@ -120,7 +120,7 @@ class Recorder:
             path.transfer = self.coordinator.transfers[path.lanes.index]
 
     def trace(self) -> Trace:
-        """Everything that was recorded. Before the recording has ended, what there is so far."""
+        """Return everything that was recorded so far."""
         rows = [each.rows for each in self._rounds]
         config, model = self.coordinator.config, self.coordinator.model
         shape = {
@@ -183,12 +183,12 @@ class Recorder:
                 "recorded, in CUDA graphs that were captured before, say; record eagerly"
             )
 
-    # What the wrappers tell.
+    # Calls of the wrappers.
 
     def planned(
         self, group: int, layer: LayerView, ids: Tensor, limit: Tensor, plan: Plan
     ) -> None:
-        """A plan was made; its counts stand in ``plan``."""
+        """Record a plan that was made, with the counts in ``plan``."""
         forward, found = self.coordinator.forward, self._round
         if found is None or found.forward is not forward or layer.layer in found.layers:
             found = self._begin(forward, layer.step)
@@ -218,23 +218,23 @@ class Recorder:
         return self._round
 
     def closed(self, step: StepTensors) -> None:
-        """The rows' tokens are offloaded where they filled a unit."""
+        """Record that rows' tokens are offloaded where they filled a unit."""
         columns = (step.slots, step.lengths, step.high, step.appended, step.resident)
         for slot, length, high, appended, resident in torch.stack(columns, 1).tolist():
             if slot >= 0 and length > 0 and appended and resident:
                 self._events.append((KIND.CLOSE, slot, length - 1, length, high, 1))
 
     def written(self, slot: int, start: int, end: int, high: int, resident: bool) -> None:
-        """Tokens went to their pages, and to the buffer where the lane fits."""
+        """Record tokens that went to their pages, and to the buffer where the lane fits."""
         if start < end:
             self._events.append((KIND.WRITE, slot, start, end, high, int(resident)))
 
     def forgotten(self, slot: int) -> None:
-        """The buffer of a request was forgotten, in all groups."""
+        """Record that the buffer of a request was forgotten, in all groups."""
         self._events.append((KIND.RESET, slot, 0, 0, 0, 0))
 
     def forgets(self, group: int, slot: int) -> None:
-        """The buffer of a request is about to be forgotten in a group."""
+        """Check the counts of a request whose buffer is about to be forgotten in a group."""
         self._compare(slot, [group])
 
     def _compare(self, slot: int, groups: Sequence[int]) -> None:
@@ -247,9 +247,9 @@ class Recorder:
 
 
 class _Recorded:
-    """A transfer engine whose calls are told to a recorder; all else goes to the engine itself.
+    """A transfer engine that reports calls to a recorder; all else goes to the engine itself.
 
-    What concerns all groups alike is told by the first alone, and chunks by its first layer.
+    Calls that concern all groups alike are reported by the first group, chunks by its first layer.
     """
 
     def __init__(self, engine: Any, recorder: Recorder, group: int) -> None:
@@ -262,7 +262,7 @@ class _Recorded:
         return getattr(self.engine, name)
 
     def plan(self, layer: LayerView, ids: Tensor, limit: Tensor, out: Plan) -> None:
-        """See ``topkv.hooks.transfer.Transfer``, here and below."""
+        """Plan and report; hooks here and below are those of ``topkv.hooks.transfer.Transfer``."""
         if ids.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RequestError(CAPTURED)
         self.engine.plan(layer, ids, limit, out)

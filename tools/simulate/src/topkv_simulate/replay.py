@@ -1,6 +1,6 @@
-"""Replays a trace through buffers of any size: what the plan does, for all lanes at once.
+"""Replay of a trace through buffers of any size: the work of the plan, for all lanes at once.
 
-``topkv.transfer.reference`` says the same one lane at a time. Slots have no numbers here: a lane
+``topkv.transfer.reference`` does the same one lane at a time. Slots have no numbers here: a lane
 is the list of its units by eviction order, coldest first.
 """
 
@@ -17,12 +17,12 @@ from topkv_simulate.trace import EVENT, KIND, ROW, Geometry, Group, Trace, Trace
 
 @frozen(eq=False)
 class Wanted:
-    """What the layers of a group want from a buffer, the same for any size of it.
+    """Units that the layers of a group want from a buffer, whatever its size.
 
     N = L * H lanes of a request. A free slot holds unit ``free``, which nobody selects.
 
     Attributes:
-        geometry: of the group.
+        geometry: geometry of the group.
         units: int32 ``[R, N, K]`` distinct selected units that have left the ring, in selection
             order; ``free`` where there is none.
         ring: int64 ``[R, N]`` selected units that are in the ring.
@@ -35,7 +35,7 @@ class Wanted:
 
     @classmethod
     def of(cls, trace: Trace, group: Group) -> Wanted:
-        """From ids of any kind, as the plan reads them."""
+        """Make the wanted units from ids of any kind, as the plan reads them."""
         geometry, free = group.geometry, group.geometry.max_units
         rows, layers, heads, width = group.ids.shape
         ids = group.ids.reshape(rows, layers * heads, width)
@@ -54,7 +54,7 @@ class Wanted:
 
 @frozen(eq=False)
 class Counts:
-    """Selected units that were there, and those that had to be loaded, of one group.
+    """Counts of one group: selected units that were there, and that had to be loaded.
 
     Attributes:
         hits, misses: int64 ``[R, L, H]``.
@@ -68,14 +68,14 @@ class Lanes:
     """The buffers of all lanes of a group. S slots of requests, C buffer slots.
 
     Args:
-        trace: whose rows are replayed.
-        wanted: of the group.
+        trace: trace whose rows are replayed.
+        wanted: wanted units of the group.
         slots: C, at least K.
-        policy: who is evicted.
+        policy: the eviction policy.
 
     Attributes:
         held: int32 ``[S, N, C]`` units by eviction order, coldest first; ``free`` in free slots.
-        present: bool ``[S, N, units + 1]`` whether a unit is held.
+        present: bool ``[S, N, units + 1]``, True where a unit is held.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Lanes:
         self.hits, self.misses = (np.zeros(wanted.units.shape[:2], np.int64) for _ in range(2))
 
     def write(self, event: np.ndarray) -> None:
-        """Tokens were stored: a lane that fits has unit u in slot u, which is position u."""
+        """Apply a WRITE: a lane that fits has unit u in slot u, which is position u."""
         geometry = self.wanted.geometry
         kind, slot, start, end, high, resident = event.tolist()
         if not geometry.fits(high, resident, self.slots):
@@ -102,11 +102,11 @@ class Lanes:
         self.present[slot][:, units] = True
 
     def reset(self, slot: int) -> None:
-        """Everything is forgotten."""
+        """Forget the buffers of a slot."""
         self.held[slot], self.present[slot] = self.free, False
 
     def plan(self, rows: slice) -> None:
-        """One round: count, then move the buffers of the lanes that do not fit."""
+        """Run one round: count, then move the buffers of the lanes that do not fit."""
         table = self.trace.rows[rows]
         slots, units = table[:, ROW.slot], self.wanted.units[rows]
         there = np.take_along_axis(self.present[slots], units, -1)
@@ -120,7 +120,7 @@ class Lanes:
         self.policy.used(rows, slots, units)
 
     def _move(self, slots: np.ndarray, units: np.ndarray, missing: np.ndarray) -> None:
-        """``units`` and ``missing`` are ``[B, N, K]``."""
+        """Load missing units and evict; ``units`` and ``missing`` are ``[B, N, K]``."""
         held = self.policy.reordered(self.held[slots], slots)
         selected = np.zeros_like(self.present[slots])
         np.put_along_axis(selected, units, True, -1)
@@ -144,7 +144,7 @@ class Lanes:
         self.present[slots] = present
 
     def run(self) -> Counts:
-        """Everything that happened, in order."""
+        """Replay all events in order, and return the counts."""
         rounds = self.trace.rows[:, ROW.round]
         first = np.searchsorted(rounds, np.arange(len(self.trace.events) + 1)).tolist()
         for event in self.trace.events:
@@ -162,7 +162,7 @@ class Replayer:
     """Replays one trace, several times; what does not depend on the buffer is worked out once.
 
     Args:
-        trace: what was recorded.
+        trace: the recorded trace.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -171,10 +171,10 @@ class Replayer:
         self._policies: dict[tuple[str, int], Any] = {}
 
     def run(self, slots: list[int], policy: str) -> list[Counts]:
-        """Hits and misses of every row, layer and lane.
+        """Return hits and misses of every row, layer and lane.
 
         Args:
-            slots: of the buffer, for each group; at least the width of its selection.
+            slots: buffer slots of each group; at least the width of its selection.
             policy: ``"belady"``, or the name of an eviction policy that is installed.
 
         Raises:
@@ -200,7 +200,7 @@ class Replayer:
         return found
 
     def check(self) -> None:
-        """Replay what was recorded as it was, and compare every count with the coordinator's.
+        """Replay the trace in its own sizes, and compare every count with the coordinator's.
 
         Raises:
             TraceError: with the layers that differ.

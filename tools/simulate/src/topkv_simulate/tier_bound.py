@@ -1,4 +1,4 @@
-"""How many tokens any policy could find in so many pages, if it knew what will be asked."""
+"""Upper bound of the tokens that any policy finds in so many pages."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from topkv_simulate.asked import DOES, Asked
 
 
 def most_found(asked: Asked, capacities: Sequence[int]) -> list[int]:
-    """The most tokens of prompts that tiers of so many pages together can find.
+    """Return the most tokens of prompts that tiers of so many pages together can find.
 
-    A page that is asked for was asked for or published before, and was kept since then. As many
-    such spans as overlap nowhere more often than there is room are kept by dropping, wherever
-    there are too many, the one that lasts longest (Belady 1966). Prompts find only what stands
-    without a hole at their beginning, and running requests hold pages, so this is no policy, and
-    none finds more.
+    A page that is found was asked for or published before, and was kept since then: a span of
+    events. Where more spans overlap than there is room for, the one that lasts longest is dropped,
+    which keeps as many as possible (Belady 1966). Prompts find only pages without a hole before
+    them, and running requests hold pages, so this is no policy, and none finds more.
 
     Args:
         asked: the trace.
@@ -28,13 +27,13 @@ def most_found(asked: Asked, capacities: Sequence[int]) -> list[int]:
     for at in range(len(uses) - 1, -1, -1):
         page, counts = uses[at]
         until[at] = last.get(page, -1)
-        last[page] = at if counts else -1  # what is published needs not have been kept
+        last[page] = at if counts else -1  # a page that is published need not have been kept
     return [asked.page_tokens * _packed(until, capacity) for capacity in capacities]
 
 
 def _packed(until: Sequence[int], capacity: int) -> int:
-    """Spans ``at .. until[at]``, none where it is -1, that fit into so many places."""
-    kept: set[int] = set()  # ends of those that are open
+    """Count spans ``at .. until[at]`` that fit into so many places; -1 is no span."""
+    kept: set[int] = set()  # ends of the open spans
     latest: list[int] = []
     found = 0
     for at, end in enumerate(until):
@@ -50,8 +49,8 @@ def _packed(until: Sequence[int], capacity: int) -> int:
 
 
 def _uses(asked: Asked) -> Iterator[tuple[Any, bool]]:
-    """Pages in the order in which they were asked for or published, and whether they were asked
-    for."""
+    """Yield pages in the order in which they were asked for or published, with True if they were
+    asked for."""
     for kind, *values in asked.events:
         if kind in (DOES.BEGIN, DOES.PUBLISH):
             for page in values[-1]:

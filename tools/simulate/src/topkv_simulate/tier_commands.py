@@ -18,7 +18,7 @@ from topkv_simulate.options import Number
 
 
 def _gigabytes(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
-    """``"16,32"`` as bytes."""
+    """Parse ``"16,32"`` GB as bytes."""
     try:
         found = sorted({round(float(part) * 1e9) for part in value.split(",")})
     except (ValueError, OverflowError):
@@ -95,7 +95,7 @@ def tiers(trace: Path, within: float, plot: Path | None, as_json: bool, **option
 
     TRACE is a recording of topkv_simulate.asking, or has a line of JSON for each request:
     input_length and hash_ids of blocks of 512 tokens, as in the public traces of Mooncake, or
-    token_ids; and output_length. What is found is exact, times are bytes and tokens over the rates
+    token_ids; and output_length. Found tokens are exact, times are bytes and tokens over the rates
     that are given.
     """
     plot_can_be_drawn(plot)

@@ -15,11 +15,11 @@ from topkv_simulate.tiers import Counts, Sizes, Tiers, pages_in
 
 @frozen
 class Speeds:
-    """What a first token waits for.
+    """Speeds that decide when a first token comes.
 
     Attributes:
-        prefill: tokens a second that are computed of a prompt.
-        read: GB/s (10^9 bytes) that the storage gives; None where there is none.
+        prefill: tokens of a prompt that are computed in a second.
+        read: GB/s (10^9 bytes) that the storage gives; None without a storage.
     """
 
     prefill: float
@@ -31,11 +31,11 @@ class TierPoint:
     """Two sizes and a policy, over all prompts of a trace.
 
     Attributes:
-        sizes: of the tiers.
-        counts: what was found.
-        first_ms: float64 ``[prompts]`` until all of a prompt was there: pages from the storage,
-            then the tokens that were computed.
-        most: tokens that no policy finds more of in as many pages.
+        sizes: sizes of the tiers.
+        counts: tokens that were found, and pages that were moved.
+        first_ms: float64 ``[prompts]`` milliseconds until all of a prompt was there: pages from
+            the storage, then the tokens that were computed.
+        most: most tokens that any policy finds in as many pages.
         asked: the trace.
     """
 
@@ -47,11 +47,11 @@ class TierPoint:
 
     @property
     def tokens(self) -> int:
-        """Of all prompts."""
+        """Tokens of all prompts."""
         return sum(self.counts.asked)
 
     def share(self, tokens: int) -> float:
-        """Of all tokens of prompts."""
+        """Return the share of ``tokens`` in all tokens of prompts."""
         return tokens / self.tokens
 
     @property
@@ -60,7 +60,7 @@ class TierPoint:
         return float(np.percentile(self.first_ms, 95, method="higher"))
 
     def as_dict(self) -> dict[str, Any]:
-        """What ``topkv tiers --json`` prints of it."""
+        """Return the point as ``topkv tiers --json`` prints it."""
         counts, asked = self.counts, self.asked
         host, stored = sum(counts.host), sum(counts.stored)
         return {
@@ -83,7 +83,7 @@ class TierPoint:
 
 
 def max_tokens(asked: Asked, host: int) -> int:
-    """The setting that makes a host pool of no more than so many bytes."""
+    """Return the setting ``max_tokens`` that makes a host pool of at most ``host`` bytes."""
     return max(0, pages_in(asked, host) - 1 - asked.slots) * asked.page_tokens
 
 
@@ -122,10 +122,10 @@ def _first_ms(asked: Asked, counts: Counts, speeds: Speeds) -> np.ndarray:
 
 
 def recommend(points: Sequence[TierPoint], within: float) -> TierPoint:
-    """The smallest host pool, and the smallest storage below it, that come close to the best.
+    """Return the smallest host pool, with the smallest storage, that comes close to the best.
 
     Args:
-        points: to choose from.
+        points: points to choose from.
         within: share by which the mean first token may come later than that of the best.
     """
     best = min(float(point.first_ms.mean()) for point in points)

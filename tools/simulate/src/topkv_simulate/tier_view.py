@@ -1,4 +1,4 @@
-"""What ``topkv tiers`` shows without ``--json``, and its picture."""
+"""Output of ``topkv tiers`` without ``--json``, and its picture."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ COLUMNS = (
 def show(
     points: Sequence[TierPoint], best: TierPoint, speeds: Speeds, within: float, console: Console
 ) -> None:
-    """The table, what its columns are, and the sizes that suffice.
+    """Print the table, the meaning of its columns, and the sizes that suffice.
 
     Args:
-        points: in the order of the rows.
-        best: recommended.
-        speeds: that were given.
+        points: points in the order of the rows.
+        best: the recommended point.
+        speeds: the given speeds.
         within: see ``recommend``, in %.
     """
     console.width = max(console.width, 128)  # a pipe must not cut figures off
@@ -97,11 +97,11 @@ def _lines(point: TierPoint, best: TierPoint, speeds: Speeds, within: float) -> 
 
 
 def draw(points: Sequence[TierPoint], best: TierPoint, path: Path) -> None:
-    """Mean first token over the host pool, a line for each storage and policy.
+    """Draw the mean first token over the host pool, a line for each storage and policy.
 
     Args:
-        points: what is drawn.
-        best: recommended, which is marked.
+        points: points to draw.
+        best: the recommended point, which is marked.
         path: of the picture, whose ending names its format; overwritten.
 
     Raises:

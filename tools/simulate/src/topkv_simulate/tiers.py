@@ -1,8 +1,8 @@
-"""Replays a trace of requests over two tiers: pages in host memory, and a storage below.
+"""Replay of a trace of requests over two tiers: pages in host memory, and a storage below.
 
-The host tier is the project's own, ``PrefixPages`` under ``PageTable``, without the bytes. What
-goes to the storage and comes from there is what ``topkv_prefixes.tier`` does with ``fetch:
-wait_complete``, one call behind the other, and the storage makes room as ``topkv-files`` does.
+The host tier is the project's own, ``PrefixPages`` under ``PageTable``, without the bytes. Pages
+go to the storage and come from there as in ``topkv_prefixes.tier`` with ``fetch: wait_complete``,
+one call behind the other, and the storage makes room as ``topkv-files`` does.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from topkv_prefixes.tier import REMEMBERED
 from topkv_simulate.asked import DOES, Asked, AskedError
 
 MOST_HOST_PAGES = 1 << 26
-"""A list of them takes 2.5 GB."""
+"""Most pages of a host pool: a list of them takes 2.5 GB."""
 
 LEFT = 0.9
-"""Of its limit is left in a storage that has made room."""
+"""Share of its limit that a storage still holds once it has made room."""
 
 
 @frozen
 class Sizes:
-    """Two tiers.
+    """Sizes of two tiers.
 
     Attributes:
         host: bytes of the host pool.
         storage: bytes of the storage; 0 where there is none.
         write: when pages go there, one of ``WRITES``.
-        least_tokens: for fewer nobody asks the storage.
+        least_tokens: the storage is not asked for fewer tokens.
     """
 
     host: int
@@ -48,16 +48,17 @@ class Sizes:
 
 @define
 class Counts:
-    """What was found, in tokens, and what went over to and from the storage, in pages.
+    """Tokens that were found, and pages that went to and from the storage.
 
     Attributes:
         asked: tokens of each prompt.
-        host, stored: those of them that were in host memory, and that came from the storage.
-        fetched: pages that came from there, those too that nobody took over.
-        written: pages that it took.
-        dropped: pages that it had no room for, even while they came.
+        host, stored: tokens of each prompt that were in host memory, and that came from the
+            storage.
+        fetched: pages that came from the storage, taken over by a request or not.
+        written: pages that the storage took.
+        dropped: pages that the storage had no room for, even while they came.
         evicted: pages that were kept in host memory and given out again.
-        removed: pages that it let go.
+        removed: pages that the storage let go.
     """
 
     asked: list[int] = field(factory=list)
@@ -71,33 +72,33 @@ class Counts:
 
 
 class Stored:
-    """What a storage holds, as ``topkv-files`` does under a limit.
+    """Pages of a storage, which keeps its limit as ``topkv-files`` does.
 
     Args:
         limit: bytes that it has room for.
         size: bytes of a page.
-        counts: where is told what it does.
+        counts: counts that it adds to.
     """
 
     def __init__(self, limit: int, size: int, counts: Counts) -> None:
         self.limit, self.size, self.counts = limit, size, counts
-        self.held: OrderedDict[Any, None] = OrderedDict()  # what went unused longest first
+        self.held: OrderedDict[Any, None] = OrderedDict()  # longest unused first
 
     def exists(self, keys: Sequence[Any]) -> int:
-        """How many of the first keys are there, which are used now."""
+        """Count the first keys that are there, and mark them as used now."""
         found = self.get(keys)
         self._touch(keys[:found])
         return found
 
     def get(self, keys: Sequence[Any]) -> int:
-        """How many of the first keys are there."""
+        """Count the first keys that are there."""
         for count, key in enumerate(keys):
             if key not in self.held:
                 return count
         return len(keys)
 
     def put(self, keys: Sequence[Any]) -> list[bool]:
-        """Take some, make room, and say which of them are there then."""
+        """Take keys, make room, and return which of them are there then."""
         self._touch(keys)
         if len(self.held) * self.size > self.limit:
             while self.held and len(self.held) * self.size > self._low():
@@ -106,7 +107,7 @@ class Stored:
         return [key in self.held for key in keys]
 
     def _low(self) -> int:
-        """What is left when something went; a last object may have the whole limit."""
+        """Return the bytes to shrink to; a last object may have the whole limit."""
         return self.limit if len(self.held) == 1 else int(LEFT * self.limit)
 
     def _touch(self, keys: Sequence[Any]) -> None:
@@ -116,14 +117,14 @@ class Stored:
 
 
 class Tiers:
-    """Host pool and storage through a trace.
+    """Host pool and storage, run through a trace.
 
     Args:
         asked: the trace.
         sizes: of both tiers.
 
     Attributes:
-        counts: what was found so far.
+        counts: counts so far.
 
     Raises:
         AskedError: the host pool has no page, or it or the trace is too large to replay.
@@ -177,7 +178,7 @@ class Tiers:
         }
 
     def run(self) -> Counts:
-        """Everything that happened.
+        """Replay all events, and return the counts.
 
         Raises:
             AskedError: requests that ran at a time do not fit into the host tier together.
@@ -192,7 +193,7 @@ class Tiers:
         self.counts.evicted = self.host.evicted
         return self.counts
 
-    # What requests do, as ``topkv_prefixes.prefixes`` has it.
+    # Calls of requests, as in ``topkv_prefixes.prefixes``.
 
     def _begin(self, slot: int, tokens: int, names: Sequence[int]) -> None:
         held = self._bring(names)
@@ -219,10 +220,10 @@ class Tiers:
         self._fetched.clear()
         self._epoch += stored
 
-    # What goes between the tiers, as ``topkv_prefixes.tier`` has it.
+    # Pages between the tiers, as in ``topkv_prefixes.tier``.
 
     def _bring(self, names: Sequence[int]) -> list[int]:
-        """Fetch what the host lacks, and return pages that are held until ``_release``."""
+        """Fetch pages that the host lacks; return pages that are held until ``_release``."""
         if self.storage is None:
             return []
         found = self.host.find(names)
@@ -298,7 +299,7 @@ class Tiers:
 
 
 def pages_in(asked: Asked, host: int) -> int:
-    """Pages of a host pool of so many bytes, page 0 among them, which nobody holds."""
+    """Return the pages of a host pool of so many bytes, page 0 included, which nobody holds."""
     return host // asked.page_bytes
 
 

@@ -1,6 +1,6 @@
-"""A trace: what the decode rows of a coordinator selected, and what else moved their buffers.
+"""A trace: selections of a coordinator's decode rows, and all else that moved their buffers.
 
-In the file, an npz, stand::
+The file, an npz, holds::
 
     header      JSON: format, version, settings, and the geometry of each group
     rows        int32 [R, 7]   every decode row of every round, see ``ROW``
@@ -60,11 +60,12 @@ class EVENT(IntEnum):
 
 
 class KIND(IntEnum):
-    """What an event is.
+    """Kinds of events.
 
-    PLAN: the rows of a round are planned, which ``slot`` names. WRITE: tokens ``start .. end`` of
-    a request were stored, so a lane that fits its buffer holds their units from now on. CLOSE: the
-    same, if the last of them fills its unit. RESET: the buffer of a request is forgotten.
+    PLAN: the rows of the round that ``slot`` names are planned. WRITE: tokens ``start .. end`` of
+    a request were stored, so a lane that fits its buffer holds their units from now on. CLOSE:
+    like WRITE, if the last of the tokens fills its unit. RESET: the buffer of a request is
+    forgotten.
     """
 
     PLAN = 0
@@ -74,7 +75,7 @@ class KIND(IntEnum):
 
 
 class TraceError(ReasonsError):
-    """A trace cannot be read, or does not say what it ought to."""
+    """A trace cannot be read, or lacks something."""
 
 
 @frozen
@@ -96,17 +97,17 @@ class Geometry:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Geometry:
-        """From a header that was checked."""
+        """Make the geometry from a header that was checked."""
         values = {field.name: group[field.name] for field in fields(cls)}
         return cls(**{**values, "layers": tuple(group["layers"])})
 
     def ring_low(self, high: np.ndarray) -> np.ndarray:
-        """The first unit in the ring, of requests whose length has reached ``high``."""
+        """Return the first unit in the ring, of requests whose length has reached ``high``."""
         low: np.ndarray = np.maximum(0, (high - 1) // self.unit - self.ring_slots + 1)
         return low
 
     def fits(self, high: Any, resident: Any, slots: int) -> Any:
-        """Whether slot u of a buffer of ``slots`` holds unit u for every closed unit u."""
+        """Return True if slot u of a buffer of ``slots`` holds unit u for every closed unit u."""
         return np.logical_and(resident, (high - 1) // self.unit <= slots)
 
 
@@ -205,7 +206,7 @@ _HEADERS: dict[tuple[int, int], Callable[..., Any]] = {
 
 
 def _read(path: Path) -> tuple[Any, dict[str, np.ndarray]]:
-    """Header and arrays of a file; raises whatever ``_DAMAGED`` names."""
+    """Read header and arrays of a file; raises whatever ``_DAMAGED`` names."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ValueError("it is no regular file")
     with path.open("rb") as opened:
@@ -218,8 +219,8 @@ def _read(path: Path) -> tuple[Any, dict[str, np.ndarray]]:
 
 
 def _check_sizes(archive: zipfile.ZipFile) -> None:
-    """Raise ValueError where arrays are larger than what stands in the file, or than the memory
-    of this machine, before any is made."""
+    """Raise ValueError where arrays are larger than their data in the file, or than the memory of
+    this machine, before any is made."""
     total = 0
     for info in archive.infolist():
         with archive.open(info) as member:

@@ -1,4 +1,4 @@
-"""What ``topkv simulate`` shows without ``--json``."""
+"""Output of ``topkv simulate`` without ``--json``."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def show(
     gain: float,
     console: Console,
 ) -> None:
-    """The table, what it was checked against, and the buffer that pays.
+    """Print the table, the counts that it was checked against, and the buffer that pays.
 
     Args:
-        curve: of the trace.
-        points: in the order of the rows.
+        curve: curve of the trace.
+        points: points in the order of the rows.
         best: recommended buffer, tokens.
         link: GB/s or None, and how many requests share it.
         gain: see ``Curve.recommend``, in %.

@@ -14,8 +14,8 @@ from topkv_transformers.session import AttachedModel
 
 
 def groups_of(task: Task, batch: int) -> Iterator[list[Question]]:
-    """Questions of contexts that are held at a time: as many contexts as have ``batch`` questions
-    together, or one."""
+    """Yield questions of contexts that are held at a time: as many contexts as have ``batch``
+    questions together, or one."""
     group: list[Question] = []
     for _, each in groupby(task.questions, lambda question: question.context):
         about = [*each]
@@ -66,7 +66,7 @@ def read_contexts(
 
 
 def fork_rows(handle: AttachedModel, parents: Sequence[TopkvCache]) -> TopkvCache:
-    """One cache with a fork of each of the caches, which have one row each, as its rows.
+    """Make a cache whose rows are forks of the caches, which have one row each.
 
     Rows may differ in length: the coordinator knows each, and positions are the caller's to give.
     """
@@ -92,18 +92,18 @@ def decode(
     ended: Callable[[Tensor], bool] | None = None,
     eager: int = -1,
 ) -> list[list[int]]:
-    """Feed rows what they are given token by token, then their own best tokens, all together.
+    """Feed the given tokens of rows one by one, then their own best tokens, all rows together.
 
     Args:
         handle: the attached model.
-        cache: of as many rows.
+        cache: cache of as many rows.
         starts: tokens that each row holds.
         given: at least one token a row, of any number.
         steps: forwards; a row that is done goes on until the last one is.
         before_step: called with the number of the step.
         after_step: called with the number of the step and its logits ``[B, V]``.
-        ended: whether ``[steps so far, B]`` best tokens are enough; None for never.
-        eager: the number of a step that is issued by Python, so that it can be watched.
+        ended: returns True if ``[steps so far, B]`` best tokens are enough; None for never.
+        eager: number of a step that is issued by Python, so that it can be watched.
 
     Returns:
         The best token behind every step, of each row.

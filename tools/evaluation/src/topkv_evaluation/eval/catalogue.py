@@ -1,4 +1,4 @@
-"""From the words of ``--tasks`` to tasks: planted facts, plain text, RULER's, and files."""
+"""Tasks by the words of ``--tasks``: planted facts, plain text, RULER's, and files."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ KNOWN = (
 
 @dataclass(frozen=True)
 class Catalogue:
-    """What tasks are made with.
+    """Makes tasks for a model.
 
     Attributes:
-        model: not attached.
-        folder: of its tokenizer, which is loaded only where a task needs it.
+        model: the model, not attached.
+        folder: folder of its tokenizer, which is loaded only where a task needs it.
         lengths: tokens of contexts that are made; files bring their own.
-        questions: of each task and length, at most.
+        questions: most questions of each task and length.
         per_context: planted facts of a context.
-        seed: of what is drawn, below ``splits.MOST``.
-        split: of the questions, which changes what the seed gives; files have none.
-        depths: in percent, where needles are asked for; None for where the task puts them.
-        chat: whether a chat template is used where the tokenizer has one.
-        scoring: instead of that of a file's format; None for that.
-        trust_remote_code: whether Python code of the tokenizer may run.
+        seed: seed of all draws, below ``splits.MOST``.
+        split: split of the questions, which changes what the seed gives; files have none.
+        depths: places of the asked needles in percent; None for where the task puts them.
+        chat: True if a chat template is used where the tokenizer has one.
+        scoring: replaces the scoring of a file's format; None keeps it.
+        trust_remote_code: True if Python code of the tokenizer may run.
     """
 
     model: PreTrainedModel
@@ -67,7 +67,7 @@ class Catalogue:
 
     @cached_property
     def prompts(self) -> Prompts:
-        """Of the model's tokenizer."""
+        """Prompts of the model's tokenizer."""
         tokenizer = load_tokenizer(self.folder, trust_remote_code=self.trust_remote_code)
         return Prompts.of(tokenizer, self.chat)
 
@@ -77,13 +77,13 @@ class Catalogue:
         return stops_of(self.prompts.tokenizer, self.model)
 
     def tasks(self, words: Sequence[str]) -> list[Task]:
-        """The tasks in the order of the words, those that are made once for each length.
+        """Make the tasks in the order of the words, by length where they have one.
 
         Args:
-            words: of ``read_words``.
+            words: words from ``read_words``.
 
         Raises:
-            ConfigError: one of them cannot be made.
+            ConfigError: a task cannot be made.
         """
         return [task for word in words for task in self._of(word)]
 
@@ -106,7 +106,7 @@ class Catalogue:
         ]
 
     def _made(self, word: str, length: int, depth: int | None = None) -> Task:
-        """One task that is made by length."""
+        """Make a task of a length."""
         if word == FACTS:
             self._check_bytes()
             seed = seed_of(self.split, self.seed)
@@ -149,12 +149,12 @@ SEVERAL = {
     RULER: [f"{RULER}:{name}" for name in ruler.MADE],
     TEXTS: [f"{TEXTS}:{kind}" for kind in KINDS],
 }
-"""Words that stand for several."""
+"""Words that stand for several others."""
 
 
 def _split(spec: str) -> list[str]:
-    """The words of one option; ``ruler`` is all eleven of its tasks that need no file, ``texts``
-    is all kinds of texts."""
+    """Split an option into words; ``ruler`` is all eleven of its tasks that need no file,
+    ``texts`` all kinds of texts."""
     words = [word for word in map(str.strip, spec.split(",")) if word]
     # A file may have a comma in its name.
     words = [spec] if Path(spec).is_file() else words
@@ -162,10 +162,10 @@ def _split(spec: str) -> list[str]:
 
 
 def read_words(specs: Sequence[str]) -> list[str]:
-    """``"text,ruler:vt"`` as words, each of which names a task.
+    """Read ``"text,ruler:vt"`` as words, each of which names a task.
 
     Raises:
-        ConfigError: with all words that name none.
+        ConfigError: with all words that name no task.
     """
     words = [word for spec in specs for word in _split(spec)]
     reasons = [reason for word in words if (reason := _wrong(word))]
@@ -175,12 +175,12 @@ def read_words(specs: Sequence[str]) -> list[str]:
 
 
 def has_length(word: str) -> bool:
-    """Whether a task is made by length, and not read from a file."""
+    """Return True if a task is made by length, not read from a file."""
     return word in (FACTS, TEXT, *own.OWN) or word.startswith((f"{RULER}:", f"{TEXTS}:"))
 
 
 def _wrong(word: str) -> str | None:
-    """Why a word names no task; None if it does."""
+    """Return why a word names no task; None if it names one."""
     family, _, rest = word.partition(":")
     if word in (FACTS, TEXT, *own.OWN, *SEVERAL[TEXTS], *SEVERAL[RULER]):
         return None

@@ -32,11 +32,11 @@ class Grid:
     """Everything that the cells have in common.
 
     Attributes:
-        model: not attached.
+        model: the model, not attached.
         backend, impl: as in ``SparseConfig``.
         batch: questions that are decoded together.
-        forced: questions of a task whose logits are compared, at most.
-        name: by which results of the model are known again.
+        forced: most questions of a task whose logits are compared.
+        name: name of the model in results.
     """
 
     model: PreTrainedModel
@@ -86,7 +86,7 @@ def cells_of(
     dense: Sequence[tuple[int, ...]],
     layers: int,
 ) -> list[Cell]:
-    """The dense baseline of each task, then its cells."""
+    """Make the dense baseline of each task, then its cells."""
     cells = []
     for task in tasks:
         cells.append(Cell(task, None, 1.0, tuple(range(layers))))
@@ -100,7 +100,7 @@ def cells_of(
 
 
 def room_for(task: Task, batch: int, page: int) -> dict[str, int]:
-    """Sizes of a ``SparseConfig``: contexts that are held at a time, and what forks append.
+    """Return sizes of a ``SparseConfig`` for the contexts held at a time and for their forks.
 
     Args:
         task: contexts and questions.
@@ -123,7 +123,7 @@ def room_for(task: Task, batch: int, page: int) -> dict[str, int]:
 
 
 def config_of(cell: Cell, grid: Grid) -> SparseConfig:
-    """Settings of a cell with room for its task."""
+    """Return the settings of a cell, with room for its task."""
     choice = cell.choice
     room = room_for(cell.task, grid.batch, max(PAGE, choice.unit) if choice else PAGE)
     options: dict[str, Any] = {}
@@ -170,7 +170,7 @@ def run_cells(
 
 
 def _logits_of_dense(cell: Cell, grid: Grid, forced: Forced, prefills: Prefills) -> None:
-    """Those of the forced questions alone, in a task of their own."""
+    """Make dense attention's logits of the forced questions, in a task of their own."""
     alone = replace(cell.task, questions=tuple(replace(q, new_tokens=0) for q in forced.questions))
     baseline = Cell(alone, None, 1.0, tuple(range(shape_of(grid.model).num_layers)))
     known = Forced(alone.questions)
@@ -185,7 +185,7 @@ def _reason(error: Exception) -> str:
 
 
 def described(cell: Cell, grid: Grid) -> Row:
-    """What a row says before anything has run; ``key`` tells it from every other one."""
+    """Return the fields of a row that are known before the run; each row has another ``key``."""
     choice, context = cell.choice, cell.task.length
     row = {
         "algorithm": cell.label,

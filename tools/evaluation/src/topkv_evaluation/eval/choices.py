@@ -1,4 +1,4 @@
-"""What the command's words mean: algorithms with parameters, budgets, dense layers."""
+"""Options of the command as objects: algorithms with parameters, budgets, dense layers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Choice:
     """One algorithm of a comparison.
 
     Attributes:
-        label: name of the row: what stands before ``@``, or all that was written.
-        name: of the plugin.
+        label: name of the row: the text before ``@``, or all that was written.
+        name: name of the plugin.
         unit: tokens of a unit.
         settings: further settings of ``SparseConfig``.
         params: parameters of the algorithm.
@@ -38,19 +38,19 @@ class Choice:
     params: Mapping[str, Any] = field(default_factory=dict)
 
     def budget(self, share: float, context: int) -> int:
-        """``share`` of the context, rounded up to whole units."""
+        """Return ``share`` of the context, rounded up to whole units."""
         # A product such as 0.05 * 16384 * (1 + 1e-16) must not gain a unit.
         units = ceil(round(share * context, 6) / self.unit)
         return max(1, units) * self.unit
 
     def buffer(self, budget: int, reach: int) -> int:
-        """Tokens of the LRU buffer: twice the budget, but no more than a request can reach."""
+        """Return the buffer's tokens: twice the budget, but no more than a request can reach."""
         wanted = self.settings.get("buffer", max(2 * budget, LEAST_BUFFER))
         return int(min(-(-wanted // self.unit) * self.unit, max(reach, budget)))
 
 
 def split_algorithms(text: str) -> list[str]:
-    """``"a:x=1,y=2,b"`` as ``["a:x=1,y=2", "b"]``: a part without a name goes on."""
+    """Split ``"a:x=1,y=2,b"`` into ``["a:x=1,y=2", "b"]``: a part without a name goes on."""
     parts: list[str] = []
     for piece in filter(None, (piece.strip() for piece in text.split(","))):
         goes_on = "=" in piece and ":" not in piece.split("=", 1)[0]
@@ -62,7 +62,7 @@ def split_algorithms(text: str) -> list[str]:
 
 
 def installed(text: str, registry: PluginRegistry) -> str:
-    """Those of a list of algorithms whose packages are there; all where none is."""
+    """Keep the algorithms of a list whose packages are there; all where none is."""
     names = {record.name for record in registry.usable("algorithm")}
     names |= {EXACT} if ALL_CHANNELS in names else set()
     parts = split_algorithms(text)
@@ -77,7 +77,7 @@ def _value(text: str) -> Any:
 
 
 def read_stages(text: str, registry: PluginRegistry) -> list[dict[str, Any]]:
-    """``"top_p/p=0.95/widen=2+other"`` as the setting ``stages``: in order, with parameters.
+    """Read ``"top_p/p=0.95/widen=2+other"`` as the setting ``stages``, with parameters.
 
     Raises:
         PluginError: there is no such stage, or it has no such parameter; with every reason.
@@ -106,7 +106,7 @@ def read_stages(text: str, registry: PluginRegistry) -> list[dict[str, Any]]:
 
 
 def read_algorithms(texts: Sequence[str], head_dim: int, registry: PluginRegistry) -> list[Choice]:
-    """Algorithms by name, each with its parameters: ``row@name:key=value,key=value``.
+    """Read algorithms, each with its parameters: ``row@name:key=value,key=value``.
 
     ``row@`` names the row of the comparison and may be left out.
 
@@ -160,7 +160,7 @@ def read_algorithms(texts: Sequence[str], head_dim: int, registry: PluginRegistr
 
 
 def read_budgets(text: str) -> list[float]:
-    """``"1%,2.5%"`` as shares.
+    """Read ``"1%,2.5%"`` as shares.
 
     Raises:
         ConfigError: one of them is no percentage above 0 and up to 100.
@@ -183,7 +183,7 @@ def read_budgets(text: str) -> list[float]:
 
 
 def read_depths(text: str | None) -> list[int] | None:
-    """``"0,50,100"`` as percentages; None for none.
+    """Read ``"0,50,100"`` as percentages; None for none.
 
     Raises:
         ConfigError: one of them is no whole number from 0 to 100.
@@ -199,7 +199,7 @@ def read_depths(text: str | None) -> list[int] | None:
 
 
 def read_contexts(text: str) -> list[int]:
-    """``"8192,16384"`` as integers.
+    """Read ``"8192,16384"`` as integers.
 
     Raises:
         ConfigError: one of them is no positive integer.
@@ -214,7 +214,7 @@ def read_contexts(text: str) -> list[int]:
 
 
 def read_dense_layers(text: str, layers: int) -> tuple[int, ...]:
-    """``"none"``, or layers as in ``"0-1"``, ``"0,5"`` or ``"4-"``.
+    """Read ``"none"``, or layers as in ``"0-1"``, ``"0,5"`` or ``"4-"``.
 
     Raises:
         ConfigError: it is none of these, or names a layer that the model does not have.

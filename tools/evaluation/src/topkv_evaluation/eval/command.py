@@ -142,7 +142,7 @@ def evaluate(
 
     A context is read once, with dense attention (by its indexer's selection, if the model has
     one); every token of a question and of its answer is a sparse decode step over a fork of it.
-    What an algorithm cannot do is a row with the reason.
+    A case that an algorithm refuses is a row with the reason.
     """
     console = Console(stderr=True)
     with answering() as stdout:
@@ -173,7 +173,7 @@ def evaluate(
 
 
 def _run(plan: Any, results: Any, console: Console, stats: bool) -> None:
-    """Run the cells that are not there yet, and keep each as soon as it is done."""
+    """Run the missing cells, and keep each as soon as it is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     columns += (TextColumn("questions"), TimeElapsedColumn(), TimeRemainingColumn())
     sizes = {key: len(cell.task.questions) for key, cell in plan.keyed().items()}
@@ -199,7 +199,7 @@ def _run(plan: Any, results: Any, console: Console, stats: bool) -> None:
             if not stats:
                 row.pop("stats", None)
             results.add(row)
-            # A cell that is refused has answered none of its own.
+            # A refused cell has answered no question.
             gone += sizes[row["key"]]
             progress.update(shown, completed=gone)
             line = lines.of(row)
@@ -208,17 +208,17 @@ def _run(plan: Any, results: Any, console: Console, stats: bool) -> None:
 
 
 class Lines:
-    """A line for each cell that is done, with the time that those take which are left.
+    """Makes a line for each finished cell, with the time that the others will take.
 
     Args:
-        cells: that are to be run.
+        cells: cells that are to be run.
     """
 
     def __init__(self, cells: int) -> None:
         self.cells, self.done, self.began = cells, 0, perf_counter()
 
     def of(self, row: dict[str, Any]) -> str:
-        """The line of the next cell."""
+        """Return the line of the next cell."""
         self.done += 1
         seconds = (perf_counter() - self.began) / self.done * (self.cells - self.done)
         minutes = f"{seconds // 60:.0f}:{seconds % 60:02.0f}"
@@ -231,7 +231,7 @@ class Lines:
 
 
 def _found(row: dict[str, Any]) -> str:
-    """Right answers; of plain text, which has none, the divergence from dense attention."""
+    """Return right answers, or for plain text the divergence from dense attention."""
     if row["correct"] is None:
         return "nothing compared" if row["kl"] is None else f"KL {row['kl']:.4f}"
     return f"{row['correct']:g} of {row['questions']} right"

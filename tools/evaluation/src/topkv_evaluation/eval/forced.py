@@ -18,7 +18,7 @@ class Compared:
     Attributes:
         kl: KL divergence of the logits from those of dense attention, in nats.
         nll: negative log-likelihood of the reference, in nats a token.
-        nll_change: that minus the one of dense attention.
+        nll_change: ``nll`` minus that of dense attention.
         agreement: share of the tokens where both have the same best one.
     """
 
@@ -29,7 +29,7 @@ class Compared:
 
 
 def compare(logits: Tensor, dense: Tensor, targets: Sequence[int]) -> Compared:
-    """Logits and log-probabilities of dense attention, ``[positions, V]``, of the same tokens.
+    """Compare logits with dense attention's log-probabilities, both ``[positions, V]``.
 
     In float64: differences of near equal distributions are what is looked for.
     """
@@ -44,10 +44,10 @@ def compare(logits: Tensor, dense: Tensor, targets: Sequence[int]) -> Compared:
 
 @dataclass
 class Forced:
-    """Some questions of a task whose references are fed, and what dense attention says to them.
+    """Some questions of a task whose references are fed, with dense attention's logits.
 
     Attributes:
-        questions: those that are looked at, spread over the task.
+        questions: questions to compare, spread over the task.
         dense: log-probabilities ``[targets, V]`` in float32 on the CPU, by question.
     """
 
@@ -56,14 +56,14 @@ class Forced:
 
     @classmethod
     def of(cls, task: Task, most: int) -> Forced:
-        """At most ``most`` questions of those that have a reference."""
+        """Choose at most ``most`` questions that have a reference."""
         fit = [question for question in task.questions if question.targets]
         stride = -(-len(fit) // most) if most else len(fit) + 1
         return cls(tuple(dict.fromkeys(fit[::stride])) if most else ())
 
     @property
     def known(self) -> bool:
-        """Whether the logits of dense attention are there."""
+        """True if the logits of dense attention are there."""
         return len(self.dense) == len(self.questions)
 
     def keep(self, question: Question, logits: Tensor) -> Compared:

@@ -12,7 +12,7 @@ RESAMPLES = 2000
 
 
 def wilson(correct: float, total: int, confidence: float = 0.95) -> tuple[float, float]:
-    """The score interval of Wilson (1927) for a share of independent trials.
+    """Return the score interval of Wilson (1927) for a share of independent trials.
 
     Unlike the normal approximation it stays within 0 and 1, and has a width at 0 % and 100 %.
 
@@ -41,17 +41,17 @@ def wilson(correct: float, total: int, confidence: float = 0.95) -> tuple[float,
 def bootstrap(
     values: Sequence[tuple[int, float]], confidence: float = 0.95
 ) -> tuple[float, float] | None:
-    """The percentile interval of a mean (Efron, 1979), with contexts drawn and not questions.
+    """Return the percentile interval of a mean (Efron, 1979), drawing contexts, not questions.
 
     Questions about one context share its text, so they are drawn together. The draws are the same
     every time.
 
     Args:
-        values: the context of each question, and what was measured at it.
+        values: the context of each question, and its measured value.
         confidence: between 0 and 1.
 
     Returns:
-        None if there are fewer than two contexts: nothing says how these differ.
+        None if there are fewer than two contexts, whose spread is unknown then.
     """
     contexts = sorted({context for context, _ in values})
     if len(contexts) < 2:
@@ -68,12 +68,12 @@ def bootstrap(
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """Of none of them None."""
+    """Return the mean of values; None if there are none."""
     return sum(values) / len(values) if values else None
 
 
 def by_context(values: Sequence[tuple[int, float]]) -> list[float]:
-    """The mean of each context, in their order."""
+    """Return the mean of each context, in their order."""
     of: dict[int, list[float]] = {}
     for context, value in values:
         of.setdefault(context, []).append(value)
@@ -81,7 +81,7 @@ def by_context(values: Sequence[tuple[int, float]]) -> list[float]:
 
 
 def spread(name: str, values: Sequence[tuple[int, float]]) -> dict[str, float | None]:
-    """A mean over questions and its interval over contexts, by the names of a row's fields."""
+    """Return a mean over questions and its interval over contexts, by a row's field names."""
     interval = bootstrap(values)
     low, high = interval or (None, None)
     average = mean([value for _, value in values])

@@ -1,4 +1,4 @@
-"""The report of ``topkv eval``: one file that opens offline, with tables and pictures in it.
+"""Report of ``topkv eval``: one file that opens offline, with tables and pictures in it.
 
 ``python -m topkv_evaluation.eval.page DIR`` writes it anew from the results of a folder.
 """
@@ -108,7 +108,7 @@ def write(rows: Sequence[Row], path: Path) -> None:
 
     Args:
         rows: as in ``results.jsonl``.
-        path: of the file; overwritten.
+        path: path of the file; overwritten.
     """
     models = list(dict.fromkeys(row["model"] for row in rows))
     sections: dict[tuple[str, ...], list[Row]] = {}

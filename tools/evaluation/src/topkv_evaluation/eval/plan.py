@@ -1,4 +1,4 @@
-"""From the options of ``topkv eval`` to its cells, checked before anything is computed."""
+"""Cells of ``topkv eval`` from its options, checked before anything is computed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CPU_BATCH = 32
 
 @dataclass(frozen=True)
 class Options:
-    """What the user wrote; see ``topkv eval --help``. No algorithms: those for the model."""
+    """Options of the user; see ``topkv eval --help``. Without algorithms, the model's defaults."""
 
     algorithms: Sequence[str] = ()
     model: Path | None = None
@@ -98,7 +98,7 @@ class Plan:
             named = options.algorithms or (usual,)
             return [text.replace("{steps}", str(steps)) for text in named]
 
-        # Those by default; tasks may take long to make.
+        # Default algorithms; tasks may take long to make.
         read_algorithms(chosen(LEAST_STEPS), shape.head_dim, registry())
         tasks = _tasks(options, model)
         _check_positions(model, tasks)
@@ -111,11 +111,11 @@ class Plan:
         return cls(options, grid, cells_of(tasks, choices, shares, dense, layers))
 
     def keyed(self) -> dict[str, Cell]:
-        """The cells by the key of their rows."""
+        """Return the cells by the key of their rows."""
         return {described(cell, self.grid)["key"]: cell for cell in self.cells}
 
     def announced(self, done: Container[str]) -> str:
-        """The plan in a line."""
+        """Return the plan in a line."""
         left = [cell for key, cell in self.keyed().items() if key not in done]
         tasks = [*{id(cell.task): cell.task for cell in left}.values()]
         contexts = sum(len(task.contexts) for task in tasks)
@@ -130,7 +130,7 @@ class Plan:
     def run(
         self, done: Container[str], begin: Callable[[Cell], None], advance: Advance
     ) -> Iterator[Row]:
-        """Rows of the cells whose keys are not done; see ``cells.run_cells``."""
+        """Run the cells whose keys are not done; see ``cells.run_cells``."""
         left = [cell for key, cell in self.keyed().items() if key not in done]
         return run_cells(left, self.grid, begin, advance)
 
@@ -145,14 +145,14 @@ class Plan:
             raise ConfigError("no cell of the comparison could run", dict.fromkeys(refused))
 
     def settings(self) -> dict[str, Any]:
-        """The options, for people who want to run it again."""
+        """Return the options, for people who want to repeat the run."""
         values = {name: value for name, value in asdict(self.options).items() if value is not None}
         values |= {name: str(values[name]) for name in ("model",) if name in values}
         return values | {"batch": self.grid.batch}
 
 
 def _check_words(options: Options) -> None:
-    """Refuse what is wrong whatever the model is, before it is loaded."""
+    """Refuse options that are wrong for any model, before one is loaded."""
     require_plugins(SparseConfig(backend=options.backend), registry())
     if options.algorithms:
         named = [text.replace("{steps}", str(LEAST_STEPS)) for text in options.algorithms]
@@ -174,8 +174,8 @@ def _load(options: Options) -> PreTrainedModel:
 
 
 def usual_contexts(model: PreTrainedModel) -> list[int]:
-    """``CONTEXT`` if the model has positions for it, with questions and answers; else the largest
-    power of two that leaves it as many again."""
+    """Return ``CONTEXT`` if the model has positions for it, with questions and answers; else the
+    largest power of two that leaves it as many again."""
     positions = getattr(model.config, "max_position_embeddings", None) or 2 * CONTEXT
     fits = positions >= CONTEXT + CONTEXT // 8
     return [CONTEXT if fits else 1 << (positions // 2).bit_length() - 1]

@@ -1,4 +1,4 @@
-"""What was measured over bytes, as pictures. Needs matplotlib, which the extra ``plot`` brings."""
+"""Pictures of results over bytes. Needs matplotlib, which the extra ``plot`` brings."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Metric:
-    """One panel.
+    """Metric of one panel.
 
     Attributes:
         name: field of a row.
         low, high: fields of its interval.
-        label: of the axis.
-        scale: what values are multiplied by.
+        label: label of the axis.
+        scale: factor of the values.
     """
 
     name: str
@@ -41,18 +41,18 @@ X, X_LABEL = "device_bytes_per_token", "KiB read from device memory for a token"
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Return True if matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def label_of(row: Row) -> str:
-    """Algorithm and dense layers of a row."""
+    """Return algorithm and dense layers of a row."""
     dense = show_ranges(row["dense_layers"]) or "none"
     return row["algorithm"] if dense == "none" else f"{row['algorithm']}, layers {dense} dense"
 
 
 def lines_of(rows: Sequence[Row], metric: str) -> dict[str, list[Row]]:
-    """Rows that have a metric, by algorithm and dense layers, bytes ascending; no baseline."""
+    """Sort rows with a metric by algorithm and dense layers, bytes ascending; no baseline."""
     lines: dict[str, list[Row]] = {}
     for row in rows:
         if row["plugin"] is not None and row.get(metric) is not None:
@@ -63,7 +63,7 @@ def lines_of(rows: Sequence[Row], metric: str) -> dict[str, list[Row]]:
 
 
 def svg(rows: Sequence[Row]) -> str:
-    """The rows of one task as an SVG element: a panel for each metric that one of them has.
+    """Draw the rows of one task as an SVG element: a panel for each metric of a row.
 
     Returns:
         Text that stands in a page of HTML as it is; empty if nothing was measured.
@@ -103,7 +103,7 @@ def _written(figure: Any) -> str:
 
 
 def swept(rows: Sequence[Row]) -> dict[tuple[str, ...], list[Row]]:
-    """Rows of needles at depths, by model, family, algorithm, dense layers and budget."""
+    """Sort rows of needles at depths by model, family, algorithm, dense layers and budget."""
     found: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if row.get("depth") is not None and row.get("accuracy") is not None:
@@ -114,7 +114,7 @@ def swept(rows: Sequence[Row]) -> dict[tuple[str, ...], list[Row]]:
 
 
 def map_svg(rows: Sequence[Row]) -> str:
-    """Right answers by length and depth as an SVG element: a panel for each of ``swept``.
+    """Draw right answers by length and depth as an SVG element: a panel for each of ``swept``.
 
     Returns:
         Text as ``svg`` returns it; empty if no needle was asked for at depths.
@@ -138,7 +138,7 @@ def map_svg(rows: Sequence[Row]) -> str:
 
 
 def _draw_map(panel: Any, rows: Sequence[Row]) -> None:
-    """Lengths to the right, depths downwards, in each field the right answers in percent."""
+    """Draw a panel: lengths to the right, depths downwards, right answers in percent."""
     lengths, depths = (sorted({row[name] for row in rows}) for name in ("length", "depth"))
     held = {(row["depth"], row["length"]): 100 * row["accuracy"] for row in rows}
     fields = [[held.get((depth, length), float("nan")) for length in lengths] for depth in depths]

@@ -23,12 +23,12 @@ from topkv_transformers.cache import TopkvCache
 from topkv_transformers.session import AttachedModel
 
 SHARE = 4
-"""Of the host memory that is free, one part in so many is for what is kept."""
+"""Prefills are kept in at most one part in ``SHARE`` of the free host memory."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a chunk's attention in one layer leaves behind, see ``ChunkStore.keep``, on the CPU."""
+    """Arguments of ``ChunkStore.keep`` for a chunk in one layer, on the CPU."""
 
     q: Tensor
     stored: tuple[Tensor, Tensor]
@@ -44,8 +44,8 @@ class Read:
     """A context that was read.
 
     Attributes:
-        chunks: of each its layers, in order.
-        best: the best token behind it.
+        chunks: layers of each chunk, in order.
+        best: the best token behind the context.
     """
 
     chunks: tuple[tuple[Kept, ...], ...]
@@ -56,7 +56,7 @@ class Prefills:
     """The contexts of one task at a time.
 
     Args:
-        limit: bytes that are kept at most; by default a part of the host memory that is free.
+        limit: most bytes that are kept; by default a part of the free host memory.
 
     Attributes:
         forwards: contexts that the model has read so far.
@@ -72,11 +72,11 @@ class Prefills:
     def read(
         self, handle: AttachedModel, task: Task, index: int, chunk: int
     ) -> tuple[TopkvCache, int]:
-        """A cache of one row that holds a context of a task, and the best token behind it.
+        """Return a cache of one row with a context of a task, and the best token behind it.
 
         Args:
             handle: the attached model.
-            task: of the context.
+            task: task of the context.
             index: number of the context.
             chunk: tokens of a forward.
         """
@@ -109,8 +109,8 @@ def _bytes(read: Read) -> int:
 
 
 def shares(handle: AttachedModel) -> bool:
-    """Whether what layers are given of a context is the same in every cell: each layer is served
-    by topkv, attends to all of the context, and stores it as the model makes it."""
+    """Return True if layers get the same of a context in every cell: each layer is served by
+    topkv, attends to all of the context, and stores it as the model makes it."""
     coordinator, config = handle.coordinator, handle.config
     selectors = [path.selector for path in coordinator.layers if path.selector]
     return (
@@ -123,11 +123,11 @@ def shares(handle: AttachedModel) -> bool:
 
 @contextmanager
 def recording(handle: AttachedModel, most: int) -> Iterator[list[list[Kept]]]:
-    """Keep what the layers are given meanwhile, by chunk; nothing if that takes too much.
+    """Keep the arguments of layers meanwhile, by chunk; nothing if that takes too much.
 
     Args:
-        handle: whose prefill is recorded.
-        most: bytes.
+        handle: the attached model, whose prefill is recorded.
+        most: most bytes.
     """
     store, layers = handle.coordinator.prefill.chunks, len(handle.coordinator.layers)
     keep, chunks, taken = store.keep, [], 0
@@ -164,7 +164,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def replay(handle: AttachedModel, read: Read) -> TopkvCache:
-    """A cache of one row whose request holds a context that was read before."""
+    """Return a cache of one row whose request holds a context that was read before."""
     coordinator, cache = handle.coordinator, handle.new_cache()
     handle.requests.begin(cache.state, 1)
     (slot,) = cache.slots

@@ -1,4 +1,4 @@
-"""What a selection holds of the attention mass, and what it reads to be found.
+"""Attention mass that selections hold, and bytes that are read to find them.
 
 Both are taken from one decode step of the running model: the queries and ids that every sparse
 layer attends with, and the names of the representation pools that the plugins look at.
@@ -27,7 +27,7 @@ from topkv.types import GroupShape, LayerView, Tables
 
 
 class _NamesRead(dict[str, Tensor]):
-    """Pools of a layer that remember which of them were asked for."""
+    """Pools of a layer, with the names of pools that were asked for."""
 
     def __init__(self, pools: Any) -> None:
         super().__init__(pools)
@@ -43,13 +43,13 @@ class _NamesRead(dict[str, Tensor]):
 
 
 class _Watched:
-    """What is noted of an algorithm or a stage; all else goes to it.
+    """Wrapper of an algorithm or a stage that notes its reads; all else goes to the original.
 
     Attributes:
         watched: the algorithm or stage.
-        armed: whether the next steps are noted.
-        names: of the pools that such steps have read.
-        corrects: such a step has read what stands for the units that were left out.
+        armed: True if the next steps are noted.
+        names: names of the pools that such steps have read.
+        corrects: True if such a step has corrected for the units that were left out.
     """
 
     def __init__(self, watched: Any) -> None:
@@ -80,12 +80,12 @@ class _Watched:
 
 
 class WatchedAlgorithm(_Watched):
-    """An algorithm of which is noted what it reads."""
+    """An algorithm whose reads are noted."""
 
     def retrieve_topk(
         self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
     ) -> None:
-        """See ``topkv.hooks.algorithm.Algorithm``."""
+        """Select, noting reads; see ``topkv.hooks.algorithm.Algorithm``."""
         with self._noting(layer) if self.armed else nullcontext():
             self.watched.retrieve_topk(layer, q, weights, ids)
 
@@ -94,12 +94,12 @@ class WatchedAlgorithm(_Watched):
         self.armed = armed
 
     def read(self, view: LayerView, length: int) -> float:
-        """Bytes of representations that a noted step read for a request of ``length`` tokens."""
+        """Return representation bytes that a noted step read for a request of this length."""
         return index_bytes(view, self.watched.spec().representations, self.names, length)
 
 
 class WatchedStage(_Watched):
-    """A stage of which is noted what it reads, and of how many units.
+    """A stage whose reads are noted, and the number of units that it reads of.
 
     Attributes:
         units: candidates of a lane, the mean of the noted step.
@@ -108,7 +108,7 @@ class WatchedStage(_Watched):
     units = 0.0
 
     def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
-        """See ``topkv.hooks.stage.Stage``."""
+        """Refine, noting reads; see ``topkv.hooks.stage.Stage``."""
         if self.armed:
             self.units = float((candidates >= 0).sum(1).float().mean())
         with self._noting(layer) if self.armed else nullcontext():
@@ -116,12 +116,13 @@ class WatchedStage(_Watched):
 
 
 class WatchedStages:
-    """An algorithm with stages behind it, each of which is watched by itself: the algorithm reads
-    what stands for the request, a stage what stands for its candidates, and one that corrects
-    what stands for the request less what is attended, which is counted as the whole.
+    """An algorithm with stages behind it, each of which is watched by itself.
+
+    The algorithm reads representations of the request, a stage those of its candidates. A stage
+    that corrects reads those of all units that are not attended, which is counted as all units.
 
     Args:
-        staged: what the group has.
+        staged: the algorithm of the group.
     """
 
     def __init__(self, staged: Staged) -> None:
@@ -138,7 +139,7 @@ class WatchedStages:
             part.armed = armed
 
     def read(self, view: LayerView, length: int) -> float:
-        """See ``WatchedAlgorithm``."""
+        """Return the bytes that were read, as ``WatchedAlgorithm.read``."""
         total = self.first.read(view, length)
         for link in self.links:
             offered = min(round(link.stage.units * link.group.unit), length)
@@ -154,7 +155,7 @@ class Seen:
 
     Attributes:
         q: ``[B, H, D]`` queries of the attention, whatever the algorithm was asked with.
-        ids: int32 ``[N, K]`` logical ids; those of the layer before, where that one's are shared.
+        ids: int32 ``[N, K]`` logical ids, of the layer before where its selection is shared.
     """
 
     q: Tensor
@@ -162,7 +163,7 @@ class Seen:
 
 
 class WatchedBackend:
-    """A backend of which is noted what it attends with; all else goes to the backend itself."""
+    """A backend whose queries are noted; all else goes to the backend itself."""
 
     def __init__(self, backend: Any, lanes: LaneBuffers) -> None:
         self.backend, self.lanes = backend, lanes
@@ -175,14 +176,14 @@ class WatchedBackend:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, out: Tensor, lse: Tensor
     ) -> None:
-        """See ``topkv.hooks.backend.Backend``."""
+        """Attend, noting queries and ids; see ``topkv.hooks.backend.Backend``."""
         self.backend.attend(q, k, v, tables, out, lse)
         if self.armed:
             self.seen = Seen(q[:, 0].clone(), self.lanes.ids.clone())
 
 
 def watch(coordinator: SparseCoordinator) -> list[LayerPath]:
-    """Let every sparse layer be watched; their paths, by layer."""
+    """Watch every sparse layer, and return their paths, by layer."""
     paths = [path for path in coordinator.layers if path.algorithm]
     for path in paths:
         watching = WatchedStages if isinstance(path.algorithm, Staged) else WatchedAlgorithm
@@ -201,13 +202,13 @@ def arm(paths: Sequence[LayerPath], armed: bool) -> None:
 
 
 def chosen_tokens(ids: Tensor, unit: int, tail: bool, tokens: int) -> Tensor:
-    """Which tokens lanes attend to.
+    """Return which tokens lanes attend to.
 
     Args:
-        ids: ``[lanes, K]`` logical ids; those out of range count for nothing.
+        ids: ``[lanes, K]`` logical ids; ids out of range count for nothing.
         unit: tokens of a unit.
-        tail: the newest unit is attended besides.
-        tokens: n, of the request.
+        tail: True if the newest unit is attended besides.
+        tokens: n, tokens of the request.
 
     Returns:
         bool ``[lanes, n]``.
@@ -222,13 +223,13 @@ def chosen_tokens(ids: Tensor, unit: int, tail: bool, tokens: int) -> Tensor:
 
 
 def lane_mass(q: Tensor, k: Tensor, lanes: int, scale: float) -> Tensor:
-    """Softmax mass of every token, fp32 ``[lanes, n]``: of a lane the mean of its query heads.
+    """Return the softmax mass of each token, fp32 ``[lanes, n]``: the mean of a lane's heads.
 
     Args:
         q: ``[H, D]``.
         k: ``[n, Hkv, D]`` all keys that the query may attend.
-        lanes: among which the heads are divided.
-        scale: of the logits.
+        lanes: number of lanes among which the heads are divided.
+        scale: factor of the logits.
     """
     keys = k.float().permute(1, 2, 0)  # [Hkv, D, n]
     logits = q.float().view(len(keys), -1, q.shape[-1]) @ keys * scale
@@ -236,15 +237,15 @@ def lane_mass(q: Tensor, k: Tensor, lanes: int, scale: float) -> Tensor:
 
 
 def held_mass(mass: Tensor, chosen: Tensor, budget: int) -> tuple[float, float]:
-    """Softmax mass of the selected tokens, and of the best ``budget`` ones, mean of all heads.
+    """Return the softmax mass of the selected tokens, and of the best ``budget`` ones.
 
-    The best are chosen per lane, by the mean over its query heads: no selection of as many
-    tokens a lane holds more.
+    Both are means of all heads. The best are chosen per lane, by the mean over its query heads:
+    no selection of as many tokens a lane holds more.
 
     Args:
-        mass: of ``lane_mass``.
-        chosen: of ``chosen_tokens``.
-        budget: tokens.
+        mass: result of ``lane_mass``.
+        chosen: result of ``chosen_tokens``.
+        budget: tokens of the budget.
     """
     best = mass.topk(min(budget, mass.shape[1]), -1).values
     return float((mass * chosen).sum(-1).mean()), float(best.sum(-1).mean())
@@ -252,11 +253,11 @@ def held_mass(mass: Tensor, chosen: Tensor, budget: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Look:
-    """What the sparse layers did for one row of a step.
+    """Figures of the sparse layers for one row of a step.
 
     Attributes:
-        held, best: of ``held_mass``, means over the layers.
-        attended_bytes: keys and values that were attended to, of all sparse layers.
+        held, best: results of ``held_mass``, means over the layers.
+        attended_bytes: bytes of keys and values that were attended to, of all sparse layers.
     """
 
     held: float
@@ -271,14 +272,14 @@ def recall_of(
     rows: Sequence[int],
     budget: int,
 ) -> list[Look]:
-    """A look at rows of a step that was watched.
+    """Look at rows of a step that was watched.
 
     Args:
         coordinator: between two forwards.
-        paths: of ``watch``.
+        paths: result of ``watch``.
         slots: request slot of each row of the step.
         rows: the rows to look at.
-        budget: tokens.
+        budget: tokens of the budget.
     """
     looks = []
     for row in rows:
@@ -290,7 +291,7 @@ def recall_of(
 
 
 def mass_of(path: LayerPath, coordinator: SparseCoordinator, slot: int, row: int) -> Tensor:
-    """``lane_mass`` of a row of a step that was watched."""
+    """Return ``lane_mass`` of a row of a step that was watched."""
     seen, model = path.backend.seen, coordinator.model
     length = coordinator.length(slot)
     # One block: the whole history, decoded where the rows are packed.
@@ -299,7 +300,7 @@ def mass_of(path: LayerPath, coordinator: SparseCoordinator, slot: int, row: int
 
 
 def chosen_of(path: LayerPath, coordinator: SparseCoordinator, slot: int, row: int) -> Tensor:
-    """``chosen_tokens`` of a row of a step that was watched."""
+    """Return ``chosen_tokens`` of a row of a step that was watched."""
     group = path.view.group
     lanes = slice(row * group.lane_heads, (row + 1) * group.lane_heads)
     tail = coordinator.config.groups[path.lanes.index].tail == "forced"
@@ -318,10 +319,10 @@ def _look_at(
 def index_bytes(
     view: LayerView, pools: Iterable[RepresentationSpec], names: set[str], length: int
 ) -> float:
-    """Bytes of those ``pools`` that are among ``names``, for ``length`` tokens, in one layer.
+    """Count the bytes of ``pools`` with ``names`` for ``length`` tokens, in one layer.
 
     Counted from the tensors. Of grain unit and token: the places of the request's tokens; of
-    grain request: all that is allotted for it, so what a step reads at most.
+    grain request: all that is allotted for it, the most that a step can read.
     """
     total = 0.0
     for item in pools:
@@ -339,25 +340,25 @@ def _read_of(path: LayerPath, length: int) -> float:
 
 
 def index_read(paths: Sequence[LayerPath], length: int) -> float:
-    """Bytes of representations that the watched step read for a request, of all sparse layers."""
+    """Return representation bytes that the watched step read for a request, in all layers."""
     return sum(_read_of(path, length) for path in paths)
 
 
 def index_tokens(paths: Sequence[LayerPath], length: int) -> float:
-    """The same in stored tokens, a layer."""
+    """Return ``index_read`` in stored tokens, mean of the layers."""
     rows = [row_bytes(path.view.group) for path in paths]
     tokens = [_read_of(path, length) / row for path, row in zip(paths, rows, strict=True)]
     return sum(tokens) / len(tokens)
 
 
 def row_bytes(group: GroupShape) -> float:
-    """Bytes of the keys and values of a token in a layer, on the device."""
+    """Return the bytes of a token's keys and values in a layer, on the device."""
     return group.lane_heads * group.entry_bytes / group.unit
 
 
 def dense_read(coordinator: SparseCoordinator, length: int, residencies: Sequence[str]) -> float:
-    """Bytes of keys and values that layers of these residencies hold of a request: what they read
-    in a step if they are dense."""
+    """Return the bytes of a request's keys and values in layers of these residencies: what they
+    read in a step if they are dense."""
     shapes = [group.shape for group in coordinator.config.groups]
     return sum(
         len(shape.layers) * row_bytes(shape) * length

@@ -1,4 +1,4 @@
-"""What ``topkv eval`` shows without ``--json``: a table for each context."""
+"""Output of ``topkv eval`` without ``--json``: a table for each context."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """Tables by task, then the reasons of refused cells, each once."""
+    """Print tables by task, then the reasons of refused cells, each once."""
     # A narrow terminal, a file or a pipe must not cut figures off.
     console.width = max(console.width, WIDTH)
     for task in dict.fromkeys(row["task"] for row in rows):

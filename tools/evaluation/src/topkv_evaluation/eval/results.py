@@ -1,4 +1,4 @@
-"""``results.jsonl``: a line as soon as a cell is done, so that a run goes on where it ended."""
+"""File ``results.jsonl``: a line for each cell when it is done, so that a run can be resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """The rows of a folder, refused ones included; none if it has no results yet.
+    """Read the rows of a folder, refused ones included; none if it has no results yet.
 
     A last line that was cut off while it was written is left out.
 
@@ -47,13 +47,13 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 class Results:
-    """What has been measured, in a folder or nowhere.
+    """Rows that have been measured, in a folder or nowhere.
 
     Args:
         folder: made if it is not there; None for nowhere.
 
     Attributes:
-        rows: by key, those of other runs into the folder too.
+        rows: rows by key, other runs into the folder included.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -66,7 +66,7 @@ class Results:
         self._write([*self.rows.values()])  # without a line that was cut off
 
     def done(self) -> set[str]:
-        """Keys of what was measured; what was refused is tried again."""
+        """Return the keys of measured rows; refused ones are tried again."""
         return {key for key, row in self.rows.items() if "refused" not in row}
 
     def _write(self, rows: Sequence[Row]) -> None:

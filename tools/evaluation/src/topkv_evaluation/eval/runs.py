@@ -1,4 +1,4 @@
-"""One cell: contexts read, questions decoded over forks, what came of it counted."""
+"""Run of one cell: contexts are read, questions decoded over forks, and results counted."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from topkv_transformers.cache import TopkvCache
 from topkv_transformers.session import AttachedModel
 
 PAIRED = ("kl", "nll_change")
-"""Fields of which rows keep the mean of each context, so that cells are compared by context."""
+"""Fields whose mean of each context rows keep, so that cells are compared by context."""
 
 CHUNK = {"cuda": 8192}
 CPU_CHUNK = 1024
 SAMPLES = 8
-"""Questions whose attention mass is looked at, about."""
+"""About so many questions are sampled for their attention mass."""
 
 Row = dict[str, Any]
 Advance = Callable[[int], None]
@@ -42,15 +42,15 @@ class Run:
         task: contexts and questions.
         budget: attended tokens of a lane; the longest context where all layers are dense.
         batch: questions that are decoded together.
-        forced: whose logits are compared, if any; those of dense attention are kept in it where
-            all layers are dense.
+        forced: questions whose logits are compared, if any; where all layers are dense it keeps
+            their logits.
         prefills: contexts that another cell has read; by default each is read anew.
 
     Attributes:
         answers: tokens of each answer so far.
-        looks: of sampled questions, their contexts and what their selections held; none if all
-            layers are dense.
-        compared: of forced questions, their contexts and how their logits differ.
+        looks: contexts of sampled questions and looks at their selections; none if all layers
+            are dense.
+        compared: contexts of forced questions and differences of their logits.
         read: bytes read from device memory for a token, of each sampled question.
     """
 
@@ -92,7 +92,7 @@ class Run:
                 advance(len(questions))
 
     def _read_contexts(self, group: Sequence[Question]) -> dict[int, tuple[TopkvCache, int]]:
-        """Of each context its cache, and the best token behind it."""
+        """Return the cache of each context, and the best token behind it."""
         chunk = CHUNK.get(self.handle.model.device.type, CPU_CHUNK)
         parents = {}
         for index in dict.fromkeys(question.context for question in group):
@@ -143,7 +143,7 @@ class Run:
         rows.close()
 
     def _count(self, rows: TopkvCache, steps: int) -> None:
-        """Add what was moved for rows that are done."""
+        """Add the transfers of rows that are done."""
         moved = self.coordinator.transfers_of(rows.slots)
         self.moved += Counter(
             hits=moved.hits,
@@ -153,7 +153,7 @@ class Run:
         )
 
     def _look(self, contexts: Sequence[int], cache: TopkvCache, rows: Sequence[int]) -> None:
-        """What the selections held, and what they had to read, after the step of a probe."""
+        """Note what selections held and read, after the step of a probe."""
         looks = []
         if self.paths:
             what = (self.coordinator, self.paths, cache.slots, rows, self.budget)
@@ -173,7 +173,7 @@ class Run:
     ) -> None:
         """Feed the references, and compare the logits before them with those of dense attention.
 
-        Nothing is compared where those are not known; if all layers are dense, they are kept.
+        Nothing is compared where the latter are unknown; if all layers are dense, they are kept.
         """
         dense = not self.paths
         if not questions or not (dense or self.forced.known):
@@ -201,7 +201,7 @@ class Run:
             self.compared.append((question.context, compared))
 
     def row(self) -> Row:
-        """What was measured, see the README for the names."""
+        """Return the measured fields of the row, see the README for the names."""
         task, context = self.task, self.task.length
         memory = self.coordinator.memory()
         units = self.moved["hits"] + self.moved["misses"]
@@ -239,7 +239,7 @@ class Run:
 
 
 def scores_of(task: Task, answers: Sequence[Sequence[int]]) -> Row:
-    """How right the tokens are that were generated for each question of a task."""
+    """Score the tokens that were generated for each question of a task."""
     pairs = zip(task.questions, answers, strict=True)
     scores = [task.score(q, answer) for q, answer in pairs if q.answers]
     if not scores:
@@ -254,7 +254,7 @@ def scores_of(task: Task, answers: Sequence[Sequence[int]]) -> Row:
 
 
 def differences_of(compared: Sequence[tuple[int, Compared]]) -> Row:
-    """Of forced questions by context; beside itself dense attention differs in nothing."""
+    """Sum up differences of forced questions by context; of dense attention they are zero."""
     fields = ("kl", "nll", "nll_change", "agreement")
     each = [(context, astuple(one)) for context, one in compared]
     row: Row = {"forced_questions": len(each)}

@@ -22,7 +22,7 @@ from topkv_evaluation.tasks.texts import text_of, windows
 from topkv_evaluation.tasks.words import haystack
 
 SLACK = 2
-"""Tokens that an answer may be longer than the tokenizer makes it on its own."""
+"""Tokens by which an answer may be longer than the tokenizer makes it on its own."""
 
 MOST_FORCED = 32
 """Tokens of the right answer that are fed when logits are compared."""
@@ -31,7 +31,7 @@ TEXT_TOKENS = 64
 """Tokens of plain text that are predicted behind a context."""
 
 TURN = 512
-"""Tokens of the haystack that one split predicts some of, before the other's turn."""
+"""Tokens of the haystack in which one split predicts, before the other's turn."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Question:
 
     Attributes:
         context: number of its context in the task.
-        tokens: of the question; none where its context ends with it.
+        tokens: tokens of the question; none where its context ends with it.
         new_tokens: tokens that are generated for the answer; 0 where nothing is asked.
         answers: right ones, as the scoring of the task wants them.
         reference: tokens of a right answer, which are fed when logits are compared; may be empty.
@@ -54,19 +54,19 @@ class Question:
 
     @property
     def forced(self) -> tuple[int, ...]:
-        """What is fed when logits are compared: each but those of the question predicts one of
-        ``targets``."""
+        """Tokens that are fed when logits are compared: the question's, then the reference's but
+        the last, each of which predicts one of ``targets``."""
         return (*self.tokens, *self.reference[:-1])
 
     @property
     def targets(self) -> tuple[int, ...]:
-        """The tokens that sparse steps predict: the first one comes from the context, if that
-        ends with the question."""
+        """Tokens that sparse steps predict: the context gives the first one, if it ends with the
+        question."""
         return self.reference if self.tokens else self.reference[1:]
 
     @property
     def steps(self) -> int:
-        """Decode steps, at most: the last token of the answer is never fed."""
+        """Most decode steps: the last token of the answer is never fed."""
         return max(len(self.tokens) + self.new_tokens - 1, len(self.forced))
 
 
@@ -113,13 +113,13 @@ class Task:
         return found.hexdigest()[:16]
 
     def score(self, question: Question, tokens: Sequence[int]) -> float:
-        """How right generated tokens are, 0 to 1, up to the first one that ends an answer."""
+        """Score generated tokens from 0 to 1, up to the first one that ends an answer."""
         ends = [place for place, token in enumerate(tokens) if token in self.stop]
         text = self.decode(tokens[: ends[0]] if ends else tokens)
         return SCORINGS[self.scoring](text, question.answers)
 
     def with_questions_read(self) -> Task:
-        """The same with every question at the end of a context of its own, read with it."""
+        """Return the task with each question at the end of a context of its own, read with it."""
         contexts = tuple((*self.contexts[q.context], *q.tokens) for q in self.questions)
         questions = tuple(
             replace(question, context=place, tokens=())
@@ -133,15 +133,15 @@ def _of_bytes(tokens: Sequence[int]) -> str:
 
 
 def retrieval_task(length: int, questions: int, per_context: int = 25, seed: int = 0) -> Task:
-    """Documents of exactly ``length`` tokens with planted facts, each of which is asked for once.
+    """Make documents of exactly ``length`` tokens with planted facts, each asked for once.
 
-    No fact lies in the first 256 tokens or in the last third, see ``retrieval.make_prompt``.
+    No fact is in the first 256 tokens or in the last third, see ``retrieval.make_prompt``.
 
     Args:
         length: tokens of a context.
         questions: in all, spread evenly over the contexts.
         per_context: most questions about a context, and so most facts in it.
-        seed: of the first context; the others count on from it.
+        seed: seed of the first context; the others count on from it.
 
     Raises:
         ConfigError: so many facts do not fit into a context.
@@ -173,7 +173,7 @@ def retrieval_task(length: int, questions: int, per_context: int = 25, seed: int
 def text_task(
     length: int, questions: int, prompts: Prompts, seed: int = 0, split: str = TUNING
 ) -> Task:
-    """Plain text to go on with: nothing is asked, so only logits are compared.
+    """Make a task of plain text: nothing is asked, so only logits are compared.
 
     Windows of the haystack of the package, ``length`` tokens each, at places that the seed
     draws; the 64 tokens behind a window are predicted. They are of another part of the haystack
@@ -205,7 +205,7 @@ def text_task(
 
 
 def texts_task(kind: str, length: int, questions: int, prompts: Prompts, split: str) -> Task:
-    """Text of a kind to go on with, see ``tasks.texts``; otherwise as ``text_task``.
+    """Make a task of text of a kind, see ``tasks.texts``; otherwise as ``text_task``.
 
     Raises:
         ConfigError: the split has fewer tokens of that kind, or they cannot be fetched.
@@ -216,7 +216,7 @@ def texts_task(kind: str, length: int, questions: int, prompts: Prompts, split: 
 
 
 def _continued(name: str, tokens: Sequence[int], starts: Sequence[int], length: int) -> Task:
-    """Windows of a text, behind each of which the next tokens are predicted."""
+    """Make a task of windows of a text, behind each of which the next tokens are predicted."""
     asked = [
         Question(place, (tokens[start + length],), 0,
                  reference=tuple(tokens[start + length + 1 :][:TEXT_TOKENS]))
@@ -229,7 +229,7 @@ def _continued(name: str, tokens: Sequence[int], starts: Sequence[int], length: 
 def sample_task(
     name: str, samples: Sequence[Sample], scoring: str, prompts: Prompts, stop: frozenset[int]
 ) -> Task:
-    """Samples as tokens. Those that have the same context share it.
+    """Make a task of samples as tokens. Samples with the same context share it.
 
     Raises:
         ConfigError: a context or a question has no token.
@@ -258,7 +258,7 @@ def sample_task(
 
 
 def _reference(sample: Sample, scoring: str, prompts: Prompts) -> tuple[int, ...]:
-    """The right answer as it would go on: all where all are wanted, else the first one."""
+    """Return the right answer's tokens: all answers where all are wanted, else the first."""
     joined = scoring in ("all", "order")
     text = ", ".join(sample.answers) if joined else sample.answers[0]
     before = sample.question + sample.prefix
@@ -268,7 +268,7 @@ def _reference(sample: Sample, scoring: str, prompts: Prompts) -> tuple[int, ...
 
 
 def stops_of(tokenizer: Any, model: Any) -> frozenset[int]:
-    """Token ids that end an answer, by the tokenizer and by the generation settings."""
+    """Return token ids that end an answer, by tokenizer and generation settings."""
     found = [getattr(tokenizer, "eos_token_id", None)]
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     found += named if isinstance(named, list) else [named]

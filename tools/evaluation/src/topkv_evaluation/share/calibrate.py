@@ -38,18 +38,19 @@ REFUSED = "no layers can share a selection"
 
 @dataclass(frozen=True)
 class Job:
-    """What is calibrated, and by which prompts.
+    """Model, settings and prompts of a calibration.
 
     Attributes:
         config: settings of the user; sizes are those of one prompt meanwhile.
         model: directory of model and tokenizer; None for the checkpoint of this package.
-        tasks, text: of ``prompts.questions`` and ``prompts.pieces``; the first without a text.
-        tokens: of a context, or of a piece of the text with the tokens that are decoded.
-        prompts: most of them, of each task.
+        tasks, text: tasks of ``prompts.questions``, used without a text; path of
+            ``prompts.pieces``.
+        tokens: tokens of a context, or of a piece of the text with the tokens that are decoded.
+        prompts: most prompts of each task.
         steps: tokens of a piece of the text that are decoded.
         selecting: layers that should select; None for one of four.
-        device: for the model.
-        trust_remote_code: whether Python code that the directory names may run.
+        device: device of the model.
+        trust_remote_code: True if Python code that the directory names may run.
     """
 
     config: SparseConfig
@@ -70,10 +71,10 @@ class Job:
 
 
 def calibrate(job: Job, advance: Advance = lambda prompts: None) -> dict[str, Any]:
-    """What ``topkv share --json`` prints.
+    """Calibrate, and return what ``topkv share --json`` prints.
 
     Args:
-        job: what to do.
+        job: the job.
         advance: called with 1 behind each prompt.
 
     Raises:
@@ -93,7 +94,7 @@ def calibrate(job: Job, advance: Advance = lambda prompts: None) -> dict[str, An
     _check_positions(model, room)
     model = model.to(job.device).eval()
     with torch.inference_mode():
-        # What cannot share is told by the core, before anything is computed.
+        # The core refuses layers that cannot share, before anything is computed.
         with attach(model, _settings(job, "FS", room), engine="transformers"):
             pass
         with attach(model, _settings(job, "F", room), engine="transformers") as handle:
@@ -116,13 +117,13 @@ def _prompts(job: Job, model: PreTrainedModel) -> list[Prompt]:
 
 
 def _settings(job: Job, share: str, room: int) -> SparseConfig:
-    """For one prompt at a time; a replayed graph could not be watched."""
+    """Return settings for one prompt at a time; a replayed graph could not be watched."""
     size = {"max_requests": 1, "max_tokens": room, "max_request_tokens": None}
     return evolve(job.config, share=share, capture="off", compile=None, **size)
 
 
 def _layers(handle: AttachedModel) -> tuple[int, ...]:
-    """The sparse layers, which are one group and all select."""
+    """Return the sparse layers, which are one group and all select."""
     groups = [group for group in handle.config.groups if group.shape.residency == "sparse"]
     named = " and ".join(show_ranges(group.shape.layers) for group in groups)
     if not groups:
@@ -143,7 +144,7 @@ def _layers(handle: AttachedModel) -> tuple[int, ...]:
 def _decoded(
     handle: AttachedModel, prompts: Sequence[Prompt], layers: Sequence[int], advance: Advance
 ) -> Iterator[Decoded]:
-    """What was seen of each prompt."""
+    """Decode each prompt, and yield what was seen of it."""
     paths = recall.watch(handle.coordinator)
     with effects_of(handle.model) as effects:
         for prompt in prompts:
@@ -156,7 +157,7 @@ def _decoded(
 
 
 def _held(handle: AttachedModel, paths: Sequence[LayerPath], prompt: Prompt) -> Iterator[Tensor]:
-    """``held_in`` behind each step of a prompt that counts."""
+    """Yield ``held_in`` behind each step of a prompt that counts."""
     device = handle.model.device
     cache, _ = read_context(handle, prompt.start, CHUNK.get(device.type, CPU_CHUNK))
     recall.arm(paths, True)
@@ -199,7 +200,7 @@ def _result(
 
 
 def _rows(table: Tensor) -> list[list[float | None]]:
-    """By the layer that selects and the one that shares; null where that comes before it."""
+    """Make rows by selecting layer, then sharing layer; null where the latter comes first."""
     return [
         [None if s < f else value for s, value in enumerate(row)]
         for f, row in enumerate(table.tolist())

@@ -73,11 +73,11 @@ def share(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Find which layers should select, and which should attend to what a layer before them has.
+    """Find which layers should select, and which should share the selection of a layer before.
 
     Questions and right answers are decoded with every layer selecting for itself, by your
-    settings. What each layer would hold of its attention mass by the selection of another one,
-    and how much its attention does, say which pattern loses least for each number of selecting
+    settings. The attention mass that each layer would hold with the selection of another one,
+    and the effect of its attention, say which pattern loses least for each number of selecting
     layers. By default quest over triton_attention.
     """
     if out is not None and not out.parent.is_dir():

@@ -1,4 +1,4 @@
-"""How far the attention of each layer turns the residual stream of a Transformers model."""
+"""Effects of layers: how far the attention of each turns a model's residual stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what each pair of layers loses by sharing to the patterns that lose least in all."""
+"""Patterns of sharing that lose least in all, from the loss of each pair of layers."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Sequence
 
 
 def best_patterns(losses: Sequence[Sequence[float]]) -> list[str]:
-    """For each number of selecting layers, one to all of them, the pattern that loses least.
+    """Return the pattern that loses least for each number of selecting layers, from one on.
 
     A layer shares with the nearest selecting one before it, so a pattern is a row of runs, each
     of which begins with a layer that selects; the first layer always does. The best pattern of
     n runs up to a layer is the best one of n - 1 runs up to an earlier layer, and one run more.
 
     Args:
-        losses: ``losses[f][s]`` is what layer s loses where it attends to what layer f has
-            selected, for f <= s.
+        losses: ``losses[f][s]`` is the loss of layer s with the selection of layer f, for
+            f <= s.
 
     Returns:
-        Values of the setting ``share``, as long as there are layers. Of equal ones the first by
-        alphabet: that which selects sooner.
+        Values of the setting ``share``, a letter for each layer. Of equally good ones the first
+        by alphabet, which selects sooner.
     """
     count, found = len(losses), []
     best = {0: (0.0, "")}  # by layers that are behind: what they lose, and their pattern
@@ -35,5 +35,5 @@ def best_patterns(losses: Sequence[Sequence[float]]) -> list[str]:
 
 
 def sources_of(pattern: str) -> list[int]:
-    """The layer whose selection each layer attends to: itself, or the nearest before it."""
+    """Return the layer whose selection each layer uses: itself, or the nearest before it."""
     return [pattern.rindex("F", 0, layer + 1) for layer in range(len(pattern))]

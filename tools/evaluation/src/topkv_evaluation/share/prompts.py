@@ -1,4 +1,4 @@
-"""What ``topkv share`` calibrates by: questions with their answers, or pieces of a text."""
+"""Prompts for ``topkv share``: questions with their answers, or pieces of a text."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Prompt:
     """One prompt, as token ids.
 
     Attributes:
-        start: what is read at once.
-        fed: what is decoded behind it, token by token; none of it is generated.
+        start: tokens that are read at once.
+        fed: tokens that are decoded behind, one by one; none of them is generated.
         first: the first of ``fed`` whose query counts.
     """
 
@@ -27,18 +27,18 @@ class Prompt:
 
     @property
     def length(self) -> int:
-        """Tokens of all of it."""
+        """Tokens of the whole prompt."""
         return len(self.start) + len(self.fed)
 
 
 def questions(catalogue: Catalogue, words: Sequence[str]) -> list[Prompt]:
-    """Questions as ``topkv eval`` makes them to choose by.
+    """Make questions as ``topkv eval`` makes them to choose by.
 
     The queries that count are those that predict a right answer.
 
     Args:
-        catalogue: what tasks are made with.
-        words: of tasks, as of ``topkv eval --tasks``; none for planted facts.
+        catalogue: catalogue that makes the tasks.
+        words: words of ``topkv eval --tasks``; none for planted facts.
 
     Raises:
         ConfigError: a word names no task, or a task cannot be made, or has no answers.
@@ -59,7 +59,7 @@ def questions(catalogue: Catalogue, words: Sequence[str]) -> list[Prompt]:
 
 
 def pieces(path: Path, tokenizer: Any, tokens: int, steps: int, most: int) -> list[Prompt]:
-    """Pieces of ``tokens`` tokens of a text, spread evenly over it; the last ``steps`` count.
+    """Cut pieces of ``tokens`` tokens, evenly spread, from a text; the last ``steps`` count.
 
     Raises:
         ConfigError: the text cannot be read, or has fewer tokens.

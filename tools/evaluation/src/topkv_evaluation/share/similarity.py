@@ -1,4 +1,4 @@
-"""What a layer finds of its attention mass in the selection of a layer before it."""
+"""Attention mass that a layer finds in the selection of a layer before it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from topkv.layers import LayerPath
 from topkv_evaluation.eval import recall
 
 TINY = 1e-30
-"""Of a mass that has vanished nothing can be found, and no ratio is NaN."""
+"""Lower bound of a mass that ratios are taken of, so that no ratio is NaN where it vanishes."""
 
 
 def held_in(coordinator: SparseCoordinator, paths: Sequence[LayerPath], slot: int) -> Tensor:
-    """Softmax mass of each layer in the tokens that each layer attended to, after a step.
+    """Return each layer's softmax mass in the tokens that each layer attended to, after a step.
 
-    Lane h of one layer goes by lane h of the other, as where the selection is shared.
+    Lane h of one layer uses the tokens of lane h of the other, as where the selection is shared.
 
     Args:
         coordinator: between two forwards.
-        paths: of ``recall.watch``, of one group whose layers all select; the step was watched.
-        slot: of the request, the only one of the step.
+        paths: paths of ``recall.watch``, of one group whose layers all select; the step was
+            watched.
+        slot: slot of the request, the only one of the step.
 
     Returns:
-        fp32 ``[F, S, lanes]``: of layer S in the selection of layer F, its newest unit included.
+        fp32 ``[F, S, lanes]``: mass of layer S in the selection of layer F, newest unit included.
     """
     coordinator.flush(slot)
     chosen = torch.stack([recall.chosen_of(path, coordinator, slot, 0) for path in paths])
@@ -37,11 +38,11 @@ def held_in(coordinator: SparseCoordinator, paths: Sequence[LayerPath], slot: in
 
 @dataclass(frozen=True)
 class Decoded:
-    """What was seen of the queries of a prompt that count.
+    """Measurements of a prompt's queries that count.
 
     Attributes:
-        held: of each ``held_in``.
-        effects: of each ``effects.effects_of``, by layer that is sparse.
+        held: ``held_in`` of each query.
+        effects: ``effects.effects_of`` of each query, by sparse layer.
     """
 
     held: list[Tensor]
@@ -50,7 +51,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Shared:
-    """What sharing leaves, by the layer F that selects and the layer S that shares.
+    """Mass that sharing leaves, by the layer F that selects and the layer S that shares.
 
     Attributes:
         similarity: ``[F, S]``, mass of S in the selection of F over its mass in its own, of the
@@ -67,7 +68,7 @@ class Shared:
 
     @classmethod
     def of(cls, prompts: Sequence[Decoded]) -> Shared:
-        """From all prompts, each of which has at least one query."""
+        """Average over all prompts, each of which has at least one query."""
         held = [torch.stack(prompt.held) for prompt in prompts]  # [queries, F, S, lanes]
         owns = [each.diagonal(dim1=1, dim2=2).mT[:, None] for each in held]
         ratios = [each / own.clamp_min(TINY) for each, own in zip(held, owns, strict=True)]
@@ -77,5 +78,5 @@ class Shared:
         return cls(*(torch.stack(each).mean(0) for each in (least, mass, effects)))
 
     def losses(self) -> Tensor:
-        """``[F, S]``: what S does not find, weighed by its effect."""
+        """Return the mass that S does not find, weighed by its effect, ``[F, S]``."""
         return (1 - self.similarity) * self.effect

@@ -1,4 +1,4 @@
-"""What ``topkv share`` shows without ``--json``."""
+"""Output of ``topkv share`` without ``--json``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """What each pair of layers would share, the best patterns, and the setting."""
+    """Print the mass that each pair of layers would share, the best patterns, and the setting."""
     layers = [str(layer) for layer in result["layers"]]
     console.width = max(console.width, 8 * len(layers) + 8)  # a pipe must not cut figures off
     console.print(Text("of its own mass, what a layer (column) finds in the selection of another"))
@@ -48,7 +48,7 @@ def _similarities(layers: Sequence[str], result: dict[str, Any]) -> Iterator[tup
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> Table:
-    """Figures to the right, the first ``left`` columns to the left."""
+    """Make a table: figures to the right, the first ``left`` columns to the left."""
     table = Table(*head, box=None, pad_edge=False)
     for column in table.columns[left:]:
         column.justify = "right"

@@ -20,17 +20,17 @@ PREFIX = " Answer: The top 10 words that appear most often in the list are:"
 ESTIMATE = 4096
 STEP = 10
 SHORT = 4096
-"""Below so many tokens lists are shorter and less lopsided."""
+"""Tokens below which lists are shorter and less lopsided."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How often words are listed.
+    """Counts of words in a list.
 
     Attributes:
         often: times that each of the common words stands in the list.
-        seldom: times that each of the others does.
-        worked: the same of the worked example, behind the number of its words.
+        seldom: times that each of the others stands there.
+        worked: number of words of the worked example, then both counts for it.
     """
 
     often: int = 30
@@ -55,7 +55,7 @@ class CommonWords:
     shape: Shape = Shape()
 
     def __call__(self, count: Count, length: int, samples: int, seed: int) -> list[Sample]:
-        """Samples of at most ``length`` tokens, generated ones included; see ``sample.Count``."""
+        """Make samples of at most ``length`` tokens with generated ones; see ``sample.Count``."""
         shape, least = self.shape, total_of(self._maker(self.shape, seed), count)
         if length < SHORT or least(self.common) > length:
             shape = BRIEF
@@ -66,7 +66,7 @@ class CommonWords:
         return [fitted(make, count, length, size, STEP, self.common) for _ in range(samples)]
 
     def _maker(self, shape: Shape, seed: int) -> Make:
-        """Makes a sample with a list of so many words; draws follow from the seed."""
+        """Return a maker of samples with a list of so many words; draws follow from the seed."""
         rng, words = random.Random(seed), [*single_words()]
         random.Random(seed).shuffle(words)
 
@@ -88,5 +88,5 @@ class CommonWords:
 
 
 def numbered(words: Sequence[str]) -> str:
-    """``"1. word 2. word"``."""
+    """Number words: ``"1. word 2. word"``."""
     return " ".join(f"{place}. {word}" for place, word in enumerate(words, start=1))

@@ -31,7 +31,7 @@ STEP = 10
 
 @dataclass(frozen=True)
 class Item:
-    """A question, its answers, and numbers of the documents that it needs and of those near it."""
+    """A question, its answers, and numbers of documents that it needs and that are near it."""
 
     query: str
     answers: tuple[str, ...]
@@ -52,8 +52,8 @@ class Documents:
     texts: tuple[str, ...]
 
     def __call__(self, count: Count, length: int, samples: int, seed: int) -> list[Sample]:
-        """Samples of at most ``length`` tokens, generated ones included, one a question of the
-        file from its start; fewer than ``samples`` if it has no more."""
+        """Make samples of at most ``length`` tokens, generated ones included, one a question of
+        the file from its start; fewer than ``samples`` if it has no more."""
         rng = random.Random(seed)
 
         def of(item: Item) -> Make:
@@ -72,7 +72,7 @@ class Documents:
     def _sample(self, item: Item, size: int, rng: random.Random, seed: int) -> Sample:
         needed, near = [*item.documents], [*item.near]
         if size >= len(self.texts):
-            # As RULER: all of them, again from the start where they are too few.
+            # As RULER: all documents, again from the start where they are too few.
             chosen = [i % len(self.texts) for i in range(size)]
         elif size - len(needed) > len(near):
             beside = {*needed, *near}
@@ -125,11 +125,11 @@ FILES: Mapping[str, tuple[Read, str]] = {
     "qa_1": (_of_squad, "SQuAD's dev-v2.0.json"),
     "qa_2": (_of_hotpotqa, "HotpotQA's hotpot_dev_distractor_v1.json"),
 }
-"""Of each task how its file is read, and which one it is."""
+"""Reader and file of each task."""
 
 
 def read_documents(name: str, path: Path) -> Documents:
-    """The data set of RULER's ``qa_1`` or ``qa_2``.
+    """Read the data set of RULER's ``qa_1`` or ``qa_2``.
 
     Raises:
         ConfigError: the file cannot be read, or is not of that data set.

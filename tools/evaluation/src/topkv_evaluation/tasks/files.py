@@ -13,18 +13,18 @@ from topkv_evaluation.tasks.longbench import OTHERS, PROMPTS
 from topkv_evaluation.tasks.sample import Sample
 
 AS_ANSWER = 0
-"""``Sample.new_tokens``: as many as the longest right answer has, and a few more."""
+"""Value of ``Sample.new_tokens``: as many as the longest right answer has, and a few more."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """What a line of a format must hold, and what is made of it.
+    """Format of a file: the fields of a line, and the function that makes a sample of them.
 
     Attributes:
         texts: fields with a text, none of them empty.
         answers: field with the right answers, a text or a list of texts.
-        scoring: how its answers are scored unless the user says otherwise.
-        sample: of a line whose fields are as they should be, with its answers.
+        scoring: scoring of its answers unless the user chooses another.
+        sample: makes a sample of a line whose fields are right, with its answers.
     """
 
     texts: tuple[str, ...]
@@ -61,15 +61,15 @@ FORMATS = {
     "RULER": Format(("input",), ("outputs",), "all", _ruler),
     "LongBench": Format(("context", "input"), ("answers",), "f1", _longbench),
 }
-"""The formats by name; a file is of the one whose fields its first line has."""
+"""Formats by name; a file has the format whose fields its first line has."""
 
 
 def read_file(path: Path, most: int) -> tuple[list[Sample], str]:
-    """The first questions of a file, and the name of the scoring of its format.
+    """Read the first questions of a file, and the name of the scoring of its format.
 
     Args:
-        path: lines of JSON objects, all of one format.
-        most: questions.
+        path: file with lines of JSON objects, all of one format.
+        most: most questions.
 
     Raises:
         ConfigError: it cannot be read, or a line is not of its format; with every reason.

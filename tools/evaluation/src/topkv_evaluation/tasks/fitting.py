@@ -8,19 +8,19 @@ from topkv.errors import ConfigError
 from topkv_evaluation.tasks.sample import Count, Sample
 
 Make = Callable[[int], Sample]
-"""A sample with a haystack of so many pieces; it draws, so no two are alike."""
+"""Makes a sample with a haystack of so many pieces; it draws, so no two are alike."""
 
 Total = Callable[[int], int]
-"""Tokens of such a sample, those that are generated included."""
+"""Returns the tokens of such a sample, generated ones included."""
 
 
 def too_short(length: int, why: str) -> ConfigError:
-    """The error of a length that holds no sample."""
+    """Make the error of a length that holds no sample."""
     return ConfigError(f"no sample of {length} tokens can be made", [why])
 
 
 def total_of(make: Make, count: Count) -> Total:
-    """Tokens of a fresh sample of a size."""
+    """Return a function that counts the tokens of a fresh sample of a size."""
 
     def total(size: int) -> int:
         sample = make(size)
@@ -41,14 +41,14 @@ def _largest(total: Total, most: int, low: int, high: int) -> int | None:
 
 
 def largest_size(total: Total, most: int, step: int, bound: int, least: int) -> int:
-    """The largest size whose sample has at most ``most`` tokens, by bisection.
+    """Find the largest size whose sample has at most ``most`` tokens, by bisection.
 
-    RULER begins at ``step``, and what does not fit then is made in vain. Here sizes down to
+    RULER begins at ``step``, and makes samples in vain if that does not fit. Here sizes down to
     ``least`` are tried before a length is refused.
 
     Args:
         total: called with sizes from ``least`` on.
-        most: tokens, generated ones included.
+        most: most tokens, generated ones included.
         step: the size that RULER begins with, in pieces of the haystack.
         bound: the largest size that is tried; two steps if that is more.
         least: the smallest size of which a sample can be made.
@@ -64,7 +64,7 @@ def largest_size(total: Total, most: int, step: int, bound: int, least: int) -> 
 
 
 def fitted(make: Make, count: Count, most: int, size: int, step: int, least: int) -> Sample:
-    """A sample of this size, or the next smaller one that fits: some draws are longer than others.
+    """Make a sample of this size, or the next smaller one that fits: some draws are longer.
 
     Raises:
         ConfigError: none does.

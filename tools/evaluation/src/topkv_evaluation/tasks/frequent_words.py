@@ -26,7 +26,7 @@ PREFIX = (
 )
 NOISE = "..."
 ZETA = math.pi**2 / 6
-"""zeta(2): the exponent of the law is 2."""
+"""Value of zeta(2): the exponent of the law is 2."""
 LETTERS, TOKENS_A_WORD, ASKED = 6, 50, 3
 
 
@@ -35,7 +35,7 @@ class FrequentWords:
     """Words of six letters, one for every fifty tokens; the commonest of all is dots."""
 
     def __call__(self, count: Count, length: int, samples: int, seed: int) -> list[Sample]:
-        """Samples of at most ``length`` tokens, generated ones included; see ``sample.Count``."""
+        """Make samples of at most ``length`` tokens with generated ones; see ``sample.Count``."""
         rng, room = random.Random(seed), length - NEW_TOKENS
         if room // TOKENS_A_WORD <= ASKED + 1:
             least = (ASKED + 2) * TOKENS_A_WORD + NEW_TOKENS

@@ -17,10 +17,10 @@ PASSAGES = f"Answer the question based on the given passages. {SHORT}"
 
 @dataclass(frozen=True)
 class Prompt:
-    """How a data set is asked.
+    """Prompt of a data set.
 
     Attributes:
-        before, after: what stands before the context, and between it and the end of the prompt.
+        before, after: texts before the context, and between it and the end of the prompt.
         new_tokens: tokens that are generated.
     """
 

@@ -1,4 +1,4 @@
-"""Needles among keys that are nearly theirs: what a selector has to tell apart by one letter."""
+"""Needles among keys that are nearly theirs: a selector has to see a difference of one letter."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class NearKeys:
     stands in the prompt once.
 
     Attributes:
-        depth: where the asked one stands, in percent of the needles; None for anywhere.
+        depth: place of the asked needle, in percent of the needles; None for anywhere.
     """
 
     depth: int | None = None
 
     def at(self, depth: int) -> NearKeys:
-        """The same with the asked needle at a depth."""
+        """Return the task with the asked needle at a depth."""
         return replace(self, depth=depth)
 
     def __call__(self, count: Count, length: int, samples: int, seed: int) -> list[Sample]:
-        """Samples of at most ``length`` tokens, generated ones included; see ``sample.Count``."""
+        """Make samples of at most ``length`` tokens with generated ones; see ``sample.Count``."""
         rng = random.Random(seed)
 
         def make(size: int) -> Sample:
@@ -72,7 +72,7 @@ class NearKeys:
 
 
 def near(key: str, count: int, rng: random.Random) -> list[str]:
-    """``count`` keys that differ from ``key`` in as few letters as that needs; all differ."""
+    """Draw ``count`` distinct keys that differ from ``key`` in as few letters as possible."""
     found: dict[str, None] = {}
     seeds = [key]
     while len(found) < count:

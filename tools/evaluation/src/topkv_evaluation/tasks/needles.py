@@ -27,7 +27,7 @@ DEPTHS = tuple(round(100 * place / 39) for place in range(40))
 
 @dataclass(frozen=True)
 class Needles:
-    """What is hidden, and in what.
+    """Needles of a task, and their haystack.
 
     Attributes:
         haystack: ``"noise"``, one sentence again and again; ``"text"``; or ``"needles"``, others.
@@ -35,9 +35,9 @@ class Needles:
         keys: needles with a key of their own.
         values: needles of each key; all are asked for.
         queries: keys that are asked for at once.
-        depth: where the asked one stands, in percent of the haystack, if one is asked for; None
+        depth: place of the asked needle, in percent of the haystack, if one is asked for; None
             for RULER's draw.
-        digits: of a number; RULER's have seven.
+        digits: digits of a number; RULER's have seven.
     """
 
     haystack: str
@@ -50,7 +50,7 @@ class Needles:
     digits: int = 7
 
     def at(self, depth: int) -> Needles:
-        """The same with the asked needle at a depth."""
+        """Return the task with the asked needle at a depth."""
         return replace(self, depth=depth)
 
     @property
@@ -59,7 +59,7 @@ class Needles:
         return max(self.keys, self.queries) * self.values
 
     def __call__(self, count: Count, length: int, samples: int, seed: int) -> list[Sample]:
-        """Samples of at most ``length`` tokens, generated ones included; see ``sample.Count``."""
+        """Make samples of at most ``length`` tokens with generated ones; see ``sample.Count``."""
         rng = random.Random(seed)
 
         def make(size: int) -> Sample:
@@ -74,7 +74,7 @@ class Needles:
 
 
 def drawn(kind: str, rng: random.Random, digits: int = 7) -> str:
-    """A key or a value; ``digits`` are those of a number."""
+    """Draw a key or a value; a number has ``digits`` digits."""
     if kind == "numbers":
         return str(rng.randint(10 ** (digits - 1), 10**digits - 1))
     if kind == "words":
@@ -111,14 +111,14 @@ def _sample(what: Needles, size: int, rng: random.Random, seed: int) -> Sample:
 
 
 def in_singular(texts: Sequence[str]) -> list[str]:
-    """The templates for one answer."""
+    """Return the templates for one answer."""
     for plural, singular in (("Some", "A"), ("are all", "is"), ("are", "is")):
         texts = [text.replace(plural, singular) for text in texts]
     return [*texts]
 
 
 def place_of(depth: int, pieces: Sequence[str]) -> int:
-    """How many of the pieces stand before a needle at a depth, in percent of their letters."""
+    """Count the pieces before a needle at a depth, in percent of their letters."""
     ends = [0, *accumulate(map(len, pieces))]
     wanted = ends[-1] * depth / 100
     return min(range(len(ends)), key=lambda place: abs(ends[place] - wanted))
@@ -149,7 +149,7 @@ def _pieces(what: Needles, size: int, rng: random.Random) -> list[str]:
 
 
 def _swept(what: Needles, asked: str, others: list[str], size: int, rng: random.Random) -> str:
-    """Needles between the pieces, ``asked`` at its depth of all of them."""
+    """Put needles between the pieces, ``asked`` at its depth of all of them."""
     pieces = _pieces(what, size, rng)
     for needle in others:
         pieces.insert(rng.randint(0, len(pieces)), needle)
@@ -158,7 +158,7 @@ def _swept(what: Needles, asked: str, others: list[str], size: int, rng: random.
 
 
 def spread(needles: list[str], sentences: list[str], rng: random.Random) -> str:
-    """Needles between sentences, each at a depth of its own, all of it joined by spaces."""
+    """Put needles between sentences, each at a depth of its own, and join all by spaces."""
     drawn = rng.sample(DEPTHS, len(needles))
     places = sorted(int(len(sentences) * (depth / 100)) for depth in drawn)
     pieces, last = [], 0

@@ -1,4 +1,4 @@
-"""Tasks beside RULER's, and which tasks promise what."""
+"""Tasks beside RULER's, and sets of tasks with a property."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OWN: Mapping[str, Generator] = {
     "lookup": Lookup(),
     "copy": Copy(),
 }
-"""By the word of ``--tasks``."""
+"""Generators by the word of ``--tasks``."""
 
 SCORINGS: Mapping[str, str] = {
     "near_keys": "all",
@@ -36,10 +36,10 @@ SWEPT: Mapping[str, Needles | NearKeys] = {
     "near_keys": OWN["near_keys"],  # type: ignore[dict-item]
     "four_digits": OWN["four_digits"],  # type: ignore[dict-item]
 }
-"""Those that ask for one needle, which can stand at a depth that is asked for."""
+"""Tasks that ask for one needle, which can stand at a depth that is asked for."""
 
 ONCE = frozenset(
     {f"ruler:{name}" for name, task in MADE.items() if isinstance(task, Needles)}
     | {"near_keys", "four_digits", "lookup"}
 )
-"""Those of whose answers each stands in the prompt once: what holds it cannot be elsewhere."""
+"""Tasks whose answers stand in the prompt once each, so that only one place holds an answer."""

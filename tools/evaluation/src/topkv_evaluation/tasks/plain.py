@@ -22,7 +22,7 @@ class Lookup:
     """A list of names with numbers of four digits, one of which is asked for."""
 
     def __call__(self, count: Count, length: int, samples: int, seed: int) -> list[Sample]:
-        """Samples of at most ``length`` tokens, generated ones included; see ``sample.Count``."""
+        """Make samples of at most ``length`` tokens with generated ones; see ``sample.Count``."""
         rng = random.Random(seed)
 
         def make(size: int) -> Sample:
@@ -45,15 +45,15 @@ class Copy:
     """A text, of which a sentence is to be said again.
 
     Attributes:
-        begin: words of the sentence that are given.
-        words: words behind them that are scored, in order.
+        begin: number of given words at the beginning of the sentence.
+        words: number of words behind them that are scored, in order.
     """
 
     begin: int = 5
     words: int = 8
 
     def __call__(self, count: Count, length: int, samples: int, seed: int) -> list[Sample]:
-        """Samples of at most ``length`` tokens, generated ones included; see ``sample.Count``."""
+        """Make samples of at most ``length`` tokens with generated ones; see ``sample.Count``."""
         rng, every = random.Random(seed), haystack(1 << 30, once=True)
 
         def make(size: int) -> Sample:

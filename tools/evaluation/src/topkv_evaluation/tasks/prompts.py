@@ -1,4 +1,4 @@
-"""From the text of a sample to tokens, with the chat template of a tokenizer that has one."""
+"""Tokens of samples, with the chat template of a tokenizer that has one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from topkv_evaluation.tasks.sample import Sample
 
 @dataclass(frozen=True)
 class Prompts:
-    """How samples are written for a model.
+    """Writes samples for a model.
 
     Context and question are turned into tokens apart, so that the context can be read once for
     many questions; special tokens go before contexts alone.
 
     Attributes:
-        tokenizer: of Transformers.
-        chat: whether prompts are a turn of its chat template.
+        tokenizer: tokenizer of Transformers.
+        chat: True if prompts are a turn of its chat template.
     """
 
     tokenizer: Any
@@ -26,11 +26,11 @@ class Prompts:
 
     @classmethod
     def of(cls, tokenizer: Any, chat: bool = True) -> Prompts:
-        """With the chat template, if the tokenizer has one and ``chat`` allows it."""
+        """Make prompts with the chat template, if the tokenizer has one and ``chat`` allows it."""
         return cls(tokenizer, chat and getattr(tokenizer, "chat_template", None) is not None)
 
     def texts(self, sample: Sample) -> tuple[str, str]:
-        """What comes before the question, and the question with all behind it.
+        """Return the text before the question, and the question with all behind it.
 
         Raises:
             ConfigError: the chat template changes the question beyond recognition.
@@ -50,15 +50,15 @@ class Prompts:
         return written[:place], written[place:] + sample.prefix
 
     def tokens(self, sample: Sample) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Token ids of the context, and of the question with all behind it."""
+        """Return token ids of the context, and of the question with all behind it."""
         context, question = self.texts(sample)
         first = self.tokenizer(context, add_special_tokens=not self.chat)["input_ids"]
         return tuple(first), self.encode(question)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text that goes on; no special tokens."""
+        """Return token ids of a text that continues another; no special tokens."""
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def count(self, sample: Sample) -> int:
-        """Tokens of the whole prompt; see ``sample.Count``."""
+        """Count the tokens of the whole prompt; see ``sample.Count``."""
         return sum(map(len, self.tokens(sample)))

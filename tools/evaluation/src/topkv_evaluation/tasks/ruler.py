@@ -11,7 +11,7 @@ from topkv_evaluation.tasks.sample import Count, Sample
 from topkv_evaluation.tasks.tracking import Chain
 
 SEED = 42
-"""RULER's; seeds of a run count on from it."""
+"""RULER's seed; seeds of a run count on from it."""
 
 Generator = Callable[[Count, int, int, int], list[Sample]]
 """Called with a count of tokens, the length, how many samples, and the seed."""
@@ -29,17 +29,17 @@ MADE: Mapping[str, Generator] = {
     "cwe": CommonWords(),
     "fwe": FrequentWords(),
 }
-"""The eleven that need no data set."""
+"""Generators of the eleven tasks that need no data set."""
 
 OWN_TEXT = frozenset(
     name for name, task in MADE.items() if isinstance(task, Needles) and task.haystack == "text"
 )
-"""Those whose haystack is not RULER's: essays that nobody may pass on."""
+"""Tasks with another haystack than RULER's, whose essays nobody may pass on."""
 
 READ = ("qa_1", "qa_2")
-"""The two that read SQuAD and HotpotQA."""
+"""Tasks that read SQuAD and HotpotQA."""
 
 
 def scoring_of(name: str) -> str:
-    """Name of the scoring of a task, see ``scoring.SCORINGS``."""
+    """Return the name of a task's scoring, see ``scoring.SCORINGS``."""
     return "contains" if name in READ else "all"

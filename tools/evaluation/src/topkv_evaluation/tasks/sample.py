@@ -1,4 +1,4 @@
-"""One question with all that it is asked with."""
+"""Samples: a question with its whole prompt and its answers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt in three parts, and what should follow it.
+    """A prompt in three parts, and its right answers.
 
     Attributes:
-        context: what is read first, instructions included.
-        question: what the user's turn ends with.
-        prefix: how the answer begins; it is given, behind the template of a chat.
-        answers: the right ones; how many of them are wanted is a matter of the scoring.
+        context: text that is read first, instructions included.
+        question: end of the user's turn.
+        prefix: given beginning of the answer, behind the template of a chat.
+        answers: right answers; the scoring says how many of them are wanted.
         new_tokens: tokens that are generated.
     """
 
@@ -26,9 +26,9 @@ class Sample:
 
     @property
     def prompt(self) -> str:
-        """All of it, as a model without a chat template reads it."""
+        """The whole prompt, as a model without a chat template reads it."""
         return self.context + self.question + self.prefix
 
 
 Count = Callable[[Sample], int]
-"""Tokens of a prompt as the model is fed with it, without those that are generated."""
+"""Returns the tokens of a prompt as the model reads it, without generated ones."""

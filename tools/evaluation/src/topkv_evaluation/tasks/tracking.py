@@ -1,4 +1,4 @@
-"""RULER's variable tracking: which variables hold a value, by a chain of assignments in noise."""
+"""RULER's variable tracking: variables that hold a value, by a chain of assignments in noise."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PREFIX = (
 )
 EXAMPLE_VALUE = "12345"
 EXAMPLE_TOKENS, EXAMPLE_STEP = 500, 5
-"""The worked example before each question has at most so many tokens."""
+"""Most tokens of the worked example before each question, and the step of its search."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Chain:
     hops: int = 4
 
     def __call__(self, count: Count, length: int, samples: int, seed: int) -> list[Sample]:
-        """Samples of at most ``length`` tokens, generated ones included; see ``sample.Count``."""
+        """Make samples of at most ``length`` tokens with generated ones; see ``sample.Count``."""
         rng, numbers = random.Random(seed), np.random.RandomState(seed)
         example = self._example(count, rng)
         shown = f"{example.prompt} {' '.join(example.answers)}\n"
@@ -56,7 +56,7 @@ class Chain:
         return [fitted(make, count, length, size, step, least) for _ in range(samples)]
 
     def _example(self, count: Count, rng: random.Random) -> Sample:
-        """A short one with its answer; nothing is generated for it."""
+        """Make a short worked example with its answer; nothing is generated for it."""
 
         def make(size: int) -> Sample:
             return replace(self._sample(size, rng, EXAMPLE_VALUE, 3), new_tokens=0)
@@ -71,7 +71,7 @@ class Chain:
         return fitted(make, count, most, size, step, least)
 
     def _renamed(self, shown: str, rng: random.Random, numbers: np.random.RandomState) -> str:
-        """The example with other variables and another value, so that nothing can be copied."""
+        """Rename the example's variables and value, so that nothing can be copied."""
         for name in shown.strip().split()[-self.hops - 1 :]:
             shown = shown.replace(name, _name(rng, len(name)))
         return shown.replace(EXAMPLE_VALUE, str(numbers.randint(10000, 99999)))

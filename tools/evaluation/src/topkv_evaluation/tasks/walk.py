@@ -1,4 +1,4 @@
-"""Long generation: a walk from place to place, each of which only the prompt tells."""
+"""Long generation: a walk from place to place, where only the prompt says the next place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Walk:
     """A ring of places in an order of its own, one line for each, the lines in any order.
 
     Every step of the answer needs another line of the prompt, by the place that was written
-    before: what a long generation attends to cannot be known when it begins.
+    before: the lines that a long generation attends to cannot be known when it begins.
 
     Attributes:
         steps: places that are asked for.
@@ -30,7 +30,7 @@ class Walk:
     steps: int = 32
 
     def __call__(self, count: Count, length: int, samples: int, seed: int) -> list[Sample]:
-        """Samples of at most ``length`` tokens, generated ones included; see ``sample.Count``."""
+        """Make samples of at most ``length`` tokens with generated ones; see ``sample.Count``."""
         rng, least = random.Random(seed), self.steps + 1
 
         def make(size: int) -> Sample:
@@ -58,7 +58,7 @@ class Walk:
 
 
 def places(count: int, rng: random.Random) -> list[str]:
-    """Names of four letters that all differ."""
+    """Draw names of four letters that all differ."""
     numbers = rng.sample(range(26**LETTERS), count)
     return ["".join(_letter(number // 26**i) for i in range(LETTERS)) for number in numbers]
 

@@ -1,6 +1,6 @@
-"""What the tasks are made of: words, and a text to hide things in. All of it is package data.
+"""Material of the tasks: words, and a text to hide things in. All of it is package data.
 
-The lists are those of wonderwords 3.0.1 (MIT; its license lies beside them), from which RULER
+The lists are those of wonderwords 3.0.1 (MIT; its license is beside them), from which RULER
 takes its words. The haystack is prose of topkv's own documentation, a sentence a line.
 """
 
@@ -24,12 +24,12 @@ def _lines(name: str) -> tuple[str, ...]:
 
 @lru_cache
 def single_words() -> tuple[str, ...]:
-    """All nouns, adjectives and verbs, sorted."""
+    """Return all nouns, adjectives and verbs, sorted."""
     return tuple(sorted({*_lines("nouns"), *_lines("adjectives"), *_lines("verbs")}))
 
 
 class Compounds(Sequence[str]):
-    """Every ``adjective-noun``, sorted, without the six million strings.
+    """Sequence of every ``adjective-noun``, sorted, without the six million strings.
 
     An adjective and those that go on from it with a hyphen (``old``, ``old-fashioned``) have their
     compounds between each other, so such ones are listed together.
@@ -64,7 +64,7 @@ class Compounds(Sequence[str]):
 
 @lru_cache
 def compounds() -> Compounds:
-    """The one sequence of them."""
+    """Return the one sequence of compounds."""
     return Compounds()
 
 
@@ -74,8 +74,9 @@ def _sentences() -> tuple[tuple[str, ...], ...]:
 
 
 def haystack(words: int, once: bool = False) -> list[str]:
-    """The first ``words`` words of the haystack as sentences, the last one cut off; begun again
-    from the start where it is too short, unless it should be there only ``once``."""
+    """Return the first ``words`` words of the haystack as sentences, the last one cut off.
+
+    A haystack that is too short is begun again, unless it should be there only ``once``."""
     sentences: list[str] = []
     while words > 0:
         for sentence in _sentences():
