@@ -17,7 +17,7 @@ CORE = ROOT / "core" / "src" / "topkv"
 def known_tests():
     """Names of tests by file name, with and without its folder; the kit has methods of suites."""
     found = {}
-    for folder in ("core", "plugins", "tests", "tools/testing"):
+    for folder in ("core", "plugins", "tests", "tools/testing", "tools/prefixes"):
         for path in (ROOT / folder).rglob("*.py"):
             if ".venv" not in path.parts and {"tests", "topkv_testing"} & {*path.parts}:
                 names = {
@@ -54,6 +54,9 @@ def test_every_hazard_has_a_row():
     assert numbers == set(range(1, 57))
 
 
+JIT = ("triton.jit", "jit")
+
+
 def kernels_in(folder):
     """Names of kernels, and of functions of kernels, by file: of Triton, and files of CUDA."""
     found = {str(path.relative_to(folder)): set() for path in folder.rglob("*.cu")}
@@ -62,7 +65,7 @@ def kernels_in(folder):
             node.name
             for node in ast.parse(path.read_text("utf-8")).body
             if isinstance(node, ast.FunctionDef)
-            and any(ast.unparse(mark).startswith("triton.jit") for mark in node.decorator_list)
+            and any(ast.unparse(mark).startswith(JIT) for mark in node.decorator_list)
         }
         if names:
             found[str(path.relative_to(folder))] = names

@@ -15,6 +15,7 @@ from topkv.coordinator import SparseCoordinator
 from topkv.errors import CapabilityError, RequestError
 from topkv_prefixes.pages import page_keys
 from topkv_prefixes.places import PagePlaces
+from topkv_prefixes.prefixes import PrefixCoordinator
 from topkv_simulate.asked import DOES, Asked
 
 
@@ -47,10 +48,9 @@ class Asking:
     """Recorder of the events so far; see ``asking``."""
 
     def __init__(self, coordinator: SparseCoordinator) -> None:
-        self.coordinator, self.prefixes = coordinator, coordinator.prefixes
-        self.requests, self.pages = coordinator.requests, coordinator.requests.pages
-        off = list(self.prefixes.off)
-        if coordinator.config.prefix_cache == "off" and not off:
+        kept, policy = isinstance(coordinator, PrefixCoordinator), coordinator.config.prefix_cache
+        off = list(coordinator.prefixes.off) if kept else ["no PrefixCoordinator keeps its pages"]
+        if policy == "off":
             off = ["prefix_cache is 'off'; set it to 'prompt' or 'all'"]
         if not coordinator.manager.host.bytes.numel():
             off.append("all layers lie on the device, and the host pool has no bytes")
@@ -58,6 +58,8 @@ class Asking:
             off.append("host_quotas are not replayed; leave them out")
         if off:
             raise CapabilityError("nothing can be recorded", off)
+        self.coordinator, self.prefixes = coordinator, coordinator.prefixes
+        self.requests, self.pages = coordinator.requests, coordinator.requests.pages
         there = int(self.requests.active.sum()), self.prefixes.counts.kept
         if any(there):
             raise RequestError(
