@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.lifecycle import LifecycleMutant
-from topkv import prefixes
+from topkv_prefixes import prefixes
 from topkv_prefixes.pages import PrefixPages, page_keys
 from topkv_testing.machines.prefixes import run_again, run_prefixes
 from topkv_testing.machines.quotas import run_quota_scene

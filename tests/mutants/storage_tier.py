@@ -7,8 +7,7 @@ import time
 from threading import get_ident
 
 from tests.mutants.lifecycle import LifecycleMutant, nothing
-from topkv import prefixes
-from topkv_prefixes import calls, fetching, stored
+from topkv_prefixes import calls, fetching, prefixes, stored
 from topkv_prefixes.calls import Calls
 from topkv_prefixes.opened import OpenedStorage
 from topkv_prefixes.pages import PrefixPages
