@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 from plugins.infllm_v2.tests.test_windows import check_scores, check_writing
 from tests.mutants.lifecycle import LifecycleMutant
 from topkv import hookimpl
-from topkv_infllm_v2 import kernels, reference
+from topkv_infllm_v2 import reference
 from topkv_infllm_v2.algorithm import InfLLMv2
 from topkv_infllm_v2.launch import InfLLMv2Triton
 
@@ -57,13 +57,12 @@ def shifted(keys, valid, stride):
 @hookimpl
 def first_part_alone(self, layer, k, v):
     """A step writes the first part of the open unit, and no other."""
-    group, step, ring = self.group, layer.step, layer.ring_k
-    kernels.update_kernel[(step.batch, group.num_kv_heads, 1)](
-        *(ring, layer.pools["means"], step.slots, step.lengths, step.appended),
-        *(step.page_table, step.page_table.stride(0), *ring.stride()[:5]),
+    group, step, ring = self.group, layer.step, self._rows(layer.ring_k)
+    self.kernels.update_kernel[(step.batch, group.num_kv_heads, 1)](
+        *(ring, ring, self._written(layer), step.slots, step.lengths, step.appended),
+        *(step.page_table, step.page_table.stride(0), *layer.ring_k.stride()[:5]),
         HEADS_PER_LANE=group.heads_per_lane,
         T=group.ring_slots,
-        UNIT=group.unit,
         **self.writing,
     )
 

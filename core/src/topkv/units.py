@@ -46,9 +46,11 @@ class KeptByKernels(KeepsUnits):
     Attributes:
         represent_unit: device function, see ``topkv.ops.unit_kernels``.
         options: constants for device functions, numbers in a tuple; ``()`` here.
+        unit_parts: equal parts of a unit, each of which is represented by itself; 1 here.
     """
 
     represent_unit: ClassVar[Any]
+    unit_parts: int = 1
 
     def __init__(self, setup: AlgorithmSetup | StageSetup) -> None:
         super().__init__(setup)  # type: ignore[call-arg]  # of the class behind it
@@ -68,9 +70,10 @@ class KeptByKernels(KeepsUnits):
         }
         self.writing = self.geometry | {
             "REPRESENT": type(self).represent_unit,
+            "PARTS": self.unit_parts,
             "VALUES": self.keeps_values,
             "AS_BITS": self.as_bits,
-            "BLOCK_T": max(2, triton.next_power_of_2(group.unit)),
+            "BLOCK_T": max(2, triton.next_power_of_2(group.unit // self.unit_parts)),
             "BLOCK_D": max(16, triton.next_power_of_2(group.head_dim)),
             "num_warps": 4 if group.head_dim <= NARROW_D else 8,
         }
@@ -98,7 +101,7 @@ class KeptByKernels(KeepsUnits):
         group, keys = self.group, self._rows(k)
         values = self._rows(v) if self.keeps_values else keys
         units = -(-k.shape[0] // group.unit)
-        self.kernels.construct_kernel[(units, group.num_kv_heads)](
+        self.kernels.construct_kernel[(units, group.num_kv_heads, self.unit_parts)](
             *(keys, values, self._written(layer), layer.step.page_table[slot]),
             *(start // group.unit, k.shape[0], *keys.stride()[:2], *values.stride()[:2]),
             **self.writing,
@@ -115,7 +118,7 @@ class KeptByKernels(KeepsUnits):
             strides = keys.stride()[:5]
         if self.as_bits:
             keys, values = keys.view(torch.int16), values.view(torch.int16)
-        self.kernels.update_kernel[(step.batch, group.num_kv_heads)](
+        self.kernels.update_kernel[(step.batch, group.num_kv_heads, self.unit_parts)](
             *(keys, values, self._written(layer), step.slots, step.lengths, step.appended),
             *(step.page_table, step.page_table.stride(0), *strides),
             HEADS_PER_LANE=group.heads_per_lane,

@@ -6,7 +6,8 @@
         stores what is kept of the unit whose rows of the pools are ``at``. ``k`` and ``v`` are
         fp32 ``[BLOCK_T, BLOCK_D]`` keys and values, 0 where ``valid`` is False; ``v`` are the keys
         again unless the class says that it keeps something of values. ``tokens`` of them are
-        there.
+        there. A class with ``unit_parts`` gets one part of a unit at a time, of which maybe no
+        token is there; ``at`` then counts parts of heads.
 
     score(scores, q, pools, at, d, inside, OPTIONS, D)
         adds to ``scores [TILE_U, BLOCK_G]`` what units are worth to query heads by the channels
@@ -96,6 +97,7 @@ def construct_kernel(
     s_v_head,
     KV_HEADS: tl.constexpr,
     UNIT: tl.constexpr,
+    PARTS: tl.constexpr,
     UNITS_PER_PAGE: tl.constexpr,
     REPRESENT: tl.constexpr,
     OPTIONS: tl.constexpr,
@@ -105,13 +107,16 @@ def construct_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Represent a chunk. Program (unit, kv-head); ``p_pages`` is the page row of the request."""
+    """Represent a chunk. Program (unit, kv-head, part); ``p_pages`` of the request."""
     nth = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(2)
+    SPAN: tl.constexpr = UNIT // PARTS
     at = places(p_pages, first_unit + nth, nth >= 0, UNITS_PER_PAGE) * KV_HEADS + head
+    first = nth * UNIT + part * SPAN
     _represent(
-        *(p_k + nth * UNIT * s_k + head * s_k_head, p_v + nth * UNIT * s_v + head * s_v_head),
-        *(s_k, s_v, tl.minimum(tokens - nth * UNIT, UNIT), pools, at),
+        *(p_k + first * s_k + head * s_k_head, p_v + first * s_v + head * s_v_head),
+        *(s_k, s_v, tl.minimum(tokens - first, SPAN), pools, at * PARTS + part),
         *(REPRESENT, OPTIONS, VALUES, AS_BITS, D, BLOCK_T, BLOCK_D),
     )
 
@@ -135,6 +140,7 @@ def update_kernel(
     T: tl.constexpr,
     KV_HEADS: tl.constexpr,
     UNIT: tl.constexpr,
+    PARTS: tl.constexpr,
     UNITS_PER_PAGE: tl.constexpr,
     REPRESENT: tl.constexpr,
     OPTIONS: tl.constexpr,
@@ -144,12 +150,14 @@ def update_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Represent each row's open unit anew. Program (row, kv-head).
+    """Represent each row's open unit anew. Program (row, kv-head, part).
 
     Reads the rings, whose strides are the same; for units of one token the new rows, whose stride
     of rows is ``s_slot``."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(2)
+    SPAN: tl.constexpr = UNIT // PARTS
     slot = tl.load(p_slots + row).to(tl.int64)
     newest = tl.load(p_lengths + row) - 1
     if (slot < 0) | (newest < 0) | (tl.load(p_appended + row) == 0):
@@ -161,8 +169,10 @@ def update_kernel(
     else:
         start = slot * s_slot + (head // HEADS_PER_LANE) * s_lane
         start += (unit % T).to(tl.int64) * s_unit + (head % HEADS_PER_LANE) * s_head
+        start += (part * SPAN).to(tl.int64) * s_token
+    tokens = tl.minimum(newest % UNIT + 1 - part * SPAN, SPAN)
     _represent(
-        *(p_k + start, p_v + start, s_token, s_token, newest % UNIT + 1, pools, at),
+        *(p_k + start, p_v + start, s_token, s_token, tokens, pools, at * PARTS + part),
         *(REPRESENT, OPTIONS, VALUES, AS_BITS, D, BLOCK_T, BLOCK_D),
     )
 

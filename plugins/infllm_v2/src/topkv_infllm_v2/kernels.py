@@ -23,14 +23,9 @@ def places(p_row, part, there, KV_HEADS, head, PARTS: tl.constexpr, UNITS_PER_PA
 
 @triton.jit
 def write_means(k, v, valid, tokens, pools, at, OPTIONS: tl.constexpr, D: tl.constexpr):
-    """``reference.part_means`` of a unit, whose parts of ``OPTIONS[0]`` tokens are ``OPTIONS[1]``;
-    keys that are not there count as 0."""
-    STRIDE: tl.constexpr = OPTIONS[0]
-    PARTS: tl.constexpr = OPTIONS[1]
-    t, d = tl.arange(0, k.shape[0]), tl.arange(0, k.shape[1])
-    for part in tl.static_range(PARTS):
-        mean = tl.sum(tl.where((t // STRIDE == part)[:, None], k, 0.0), 0) / STRIDE
-        store(pools[0] + (at * PARTS + part) * D + d, mean, d < D)
+    """``reference.part_means`` of a part, of ``OPTIONS[0]`` tokens."""
+    d = tl.arange(0, k.shape[1])
+    store(pools[0] + at * D + d, tl.sum(k, 0) / OPTIONS[0], d < D)
 
 
 @triton.jit

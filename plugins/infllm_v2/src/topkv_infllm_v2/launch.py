@@ -58,9 +58,13 @@ class InfLLMv2Triton(KeptByKernels, InfLLMv2):
         self.pooling = parts | {"LANE_HEADS": group.lane_heads, "UNIT": group.unit}
 
     @property
-    def options(self) -> tuple[int, int]:
-        """Tokens of a part, and parts of a unit."""
-        return self.stride, self.parts
+    def options(self) -> tuple[int]:
+        """Tokens of a part."""
+        return (self.stride,)
+
+    @property
+    def unit_parts(self) -> int:  # type: ignore[override]
+        return self.parts
 
     def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         group, step, heads = self.group, layer.step, self.heads
