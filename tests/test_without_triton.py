@@ -89,7 +89,7 @@ def test_references_import_and_kernels_say_what_they_need(factories):
     for name, told in factories.items():
         assert not told or (NEEDED in told and name.endswith(" triton")), f"{name}: {told}"
     hint = NEEDED + ", or set impl to 'reference'"
-    assert factories["topkv-quest algorithm quest triton"].endswith(hint)
+    assert factories["topkv-double-sparsity algorithm double_sparsity triton"].endswith(hint)
 
 
 def test_a_package_declares_triton_where_nothing_of_it_runs_without(factories):

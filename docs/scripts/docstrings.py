@@ -12,6 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "core" / "src" / "topkv"
+PREFIXES = ROOT / "tools" / "prefixes" / "src" / "topkv_prefixes"
 KIT = ROOT / "tools" / "testing" / "src" / "topkv_testing"
 
 

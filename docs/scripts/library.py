@@ -9,6 +9,7 @@ from pathlib import Path
 from docstrings import (
     CORE,
     KIT,
+    PREFIXES,
     ROOT,
     class_of,
     function,
@@ -20,18 +21,19 @@ from docstrings import (
 )
 
 LIBRARY = (
-    "algorithms",
-    "libraries",
-    "ops",
-    "plugins.contract",
-    "errors",
-    "report",
-    "kv.layout",
-    "kv.store",
-    "transfer.geometry",
-    "transfer.reference",
-    "transfer.triton",
-    "storage.objects",
+    "topkv.algorithms",
+    "topkv.units",
+    "topkv.libraries",
+    "topkv.ops",
+    "topkv.plugins.contract",
+    "topkv.errors",
+    "topkv.report",
+    "topkv.kv.layout",
+    "topkv.kv.store",
+    "topkv.transfer.geometry",
+    "topkv.transfer.reference",
+    "topkv.transfer.triton",
+    "topkv_prefixes.objects",
 )
 """Modules that are public for authors, see ``docs/stability.md``; of a folder all that launch."""
 
@@ -129,10 +131,9 @@ def functions() -> str:
         "([Kernels and the kit](../kernels.md)). Exact top-k is called with the scratch that "
         "`topk` of [`AlgorithmSetup`](hooks.md#algorithmsetup) makes once.",
     ]
-    for path in _modules():
-        module = ".".join(path.relative_to(CORE).with_suffix("").parts)
+    for module, path in _modules():
         tree = tree_of(path)
-        parts += [f"## `topkv.{module}`", plain(ast.get_docstring(tree) or "")]
+        parts += [f"## `{module}`", plain(ast.get_docstring(tree) or "")]
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and is_public(node):
                 parts += class_of(node)
@@ -141,16 +142,18 @@ def functions() -> str:
     return "\n\n".join([*parts, ""])
 
 
-def _modules() -> Iterator[Path]:
-    """Files of ``LIBRARY``; kernels and references stand behind the functions of their folder."""
+def _modules() -> Iterator[tuple[str, Path]]:
+    """Names and files of ``LIBRARY``; kernels and references stand behind the functions of their
+    folder."""
     for name in LIBRARY:
-        place = CORE.joinpath(*name.split("."))
+        package, *inside = name.split(".")
+        place = {"topkv": CORE, "topkv_prefixes": PREFIXES}[package].joinpath(*inside)
         if not place.is_dir():
-            yield place.with_suffix(".py")
+            yield name, place.with_suffix(".py")
             continue
         for path in sorted(place.glob("*.py")):
             if not path.stem.endswith(("_kernels", "_reference", "__init__")):
-                yield path
+                yield f"{name}.{path.stem}", path
 
 
 # The kit.
