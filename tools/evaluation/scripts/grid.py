@@ -47,6 +47,12 @@ QUESTIONS, PER_CONTEXT = 15, 3
 
 MEANS = ("kl", "nll_change", "agreement", "recall", "exact_recall")
 BYTES = ("device_bytes_per_token", "link_bytes_per_token", "context_bytes")
+LEFT_OUT = {
+    *("key", "seconds", "decode_seconds", "index_tokens", "with_index_percent"),
+    *("nll_low", "nll_high", "recall_low", "recall_high", "agreement_low", "agreement_high"),
+}
+"""Fields that results lack: times of a device that processes share, what follows from others, and
+intervals that nobody reads."""
 
 
 @dataclass(frozen=True)
@@ -196,8 +202,8 @@ def summarize(rows: Sequence[Row], target: Path) -> None:
 
 
 def _lines(rows: Sequence[Row]) -> str:
-    """Return rows as JSON lines with rounded figures; without keys, which resuming needs."""
-    short = [{name: _short(row[name]) for name in row if name != "key"} for row in rows]
+    """Return rows as JSON lines with rounded figures, without ``LEFT_OUT``."""
+    short = [{name: _short(row[name]) for name in row if name not in LEFT_OUT} for row in rows]
     return "".join(json.dumps(row) + "\n" for row in short)
 
 
