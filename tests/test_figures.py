@@ -284,6 +284,50 @@ def test_the_table_of_texts_is_that_of_the_raw_numbers():
             assert cell == f"{100 * share:.{digits}f} %"
 
 
+SAME = {"pariskv": "paris_4_8", "pqcache": "pq_4_8"}
+"""Names at 2048 tokens of defaults that were chosen later."""
+
+
+def test_the_table_of_longer_texts_is_that_of_the_raw_numbers():
+    texts = {n: figures.read(figures.TEXTS.replace("2048", str(n))) for n in (2048, 4096, 8128)}
+    titles = {name: title for title, name in ROWS_OF_TEXTS.items()}
+    titles |= {name: titles[other] for name, other in SAME.items()}
+    _, *rows = rows_of(PAGES["choosing.md"].read_text("utf-8"), "| | 2 % of 2K")
+    names = {titles[name]: name for name in {row["algorithm"] for row in texts[8128]} - {"dense"}}
+    assert {title for title, *_ in rows} == names.keys()
+    for title, *cells in rows:
+        name, found = names[title], []
+        for share in (2, 5):
+            for length, every in texts.items():
+                own = SAME.get(name, name) if length == 2048 else name
+                each = [r for r in every if (r["algorithm"], r["nominal_percent"]) == (own, share)]
+                assert sum(len(row["kl_contexts"]) for row in each) == 40
+                found.append(f"{sum(row['kl'] for row in each) / 4:.4f}")
+        for byte, digits in (("device", 1), ("link", 2)):
+            parts = [row[f"{byte}_bytes_per_token"] / row["context_bytes"] for row in each]
+            found.append(f"{100 * sum(parts) / 4:.{digits}f} %")
+        assert cells == found
+
+
+def test_the_table_of_needles_is_that_of_the_raw_numbers():
+    rows = figures.read(figures.TEXTS.replace("/texts/", "/needles/"))
+    titles = {name: title for title, name in ROWS_OF_TEXTS.items()}
+    titles |= {name: titles[other] for name, other in SAME.items()}
+    found: dict[str, dict[float, str]] = {}
+    for row in rows:
+        assert row["questions"] == 40
+        if row["plugin"] is None:
+            assert row["correct"] == 40
+        else:
+            cells = found.setdefault(titles[row["algorithm"]], {})
+            cells[row["nominal_percent"]] = f"{row['correct']:.0f}"
+    text = PAGES["choosing.md"].read_text("utf-8").partition("### Answers of the real model")[2]
+    _, *table = rows_of(text, "| | 1 %")
+    assert {title: cells for title, *cells in table} == {
+        title: [cells[share] for share in (1, 2, 5, 10)] for title, cells in found.items()
+    }
+
+
 def test_the_table_of_the_readme_is_that_of_texts():
     page = (ROOT / "README.md").read_text("utf-8")
     _, *whole = rows_of(PAGES["choosing.md"].read_text("utf-8"), "| | 1 % | 2 % | 5 %")

@@ -20,6 +20,7 @@ COLOURS = (
     "#2a9d9d",
     "#c49a00",
     "#7d6b5d",
+    "#222222",
 )
 TEXTS = "eval/texts/smollm2-bcc81830d10c-2048.jsonl.xz"
 Row = dict[str, Any]
@@ -183,6 +184,7 @@ MODELS = {"checkpoint": "6 layers, 64 channels", "deep_checkpoint": "8 layers, 1
 
 NAMES = {
     "exact": "exact top-k",
+    "ds_p95w2": "Double Sparsity, `top_p` 0.95 of twice",
     "pariskv": "ParisKV",
     "double_sparsity": "Double Sparsity",
     "pqcache": "PQCache",
@@ -213,7 +215,8 @@ def by_bytes(folder: str, lines: dict[str, str], measure: str, what: str) -> Any
             line = [r for r in rows if (r["algorithm"], r["dense_layers"]) == (algorithm, [])]
             places = [100 * row[f"{measure}_bytes_per_token"] / whole for row in line]
             share = [100 * row["accuracy"] for row in line]
-            panel.plot(places, share, "o-", ms=4, color=colour, label=label)
+            plain = label.replace("`", "")
+            panel.plot(places, share, "o-", ms=4, color=colour, label=plain)
         panel.set_xscale("log")
         panel.set_title(title, fontsize=10)
         panel.set_xlabel(f"{what}, % of keys and values")
@@ -248,7 +251,7 @@ def texts() -> Any:
     for panel, (byte, what) in zip(
         panels, {"device": "from GPU memory", "link": "over the link"}.items(), strict=True
     ):
-        for colour, (algorithm, label) in zip(COLOURS, lines.items(), strict=True):
+        for colour, (algorithm, label) in zip(COLOURS, lines.items(), strict=False):
             line = [cells[algorithm, share] for share in (1, 2, 5, 10)]
             bytes_ = f"{byte}_bytes_per_token"
             places = [sum(100 * r[bytes_] / r["context_bytes"] for r in of) / 4 for of in line]
