@@ -309,6 +309,46 @@ def test_the_table_of_longer_texts_is_that_of_the_raw_numbers():
         assert cells == found
 
 
+def kl_of(rows, name, dense=()):
+    """KL over the kinds of text at 5 %, and what is read from GPU memory in percent."""
+    each = [
+        row
+        for row in rows
+        if row["algorithm"] == name and row["dense_layers"] == [*dense]
+        if row["nominal_percent"] == 5
+    ]
+    assert sum(len(row["kl_contexts"]) for row in each) == 40
+    read = sum(row["device_bytes_per_token"] / row["context_bytes"] for row in each)
+    return sum(row["kl"] for row in each) / 4, f"{25 * read:.1f} %"
+
+
+def test_the_table_of_dense_layers_is_that_of_the_raw_numbers():
+    none, dense = (
+        figures.read(figures.TEXTS.replace("/texts/", f"/{folder}/"))
+        for folder in ("texts", "texts_dense")
+    )
+    names = {ROWS_OF_TEXTS[title]: title for title in ROWS_OF_TEXTS}
+    _, *rows = rows_of(PAGES["choosing.md"].read_text("utf-8"), "| | none dense")
+    for name in ("exact", "ds_p95w2", "double_sparsity", "pariskv", "quest"):
+        (alone, least), (first, _), (both, most) = (
+            kl_of(none, SAME.get(name, name)),
+            kl_of(dense, name, [0]),
+            kl_of(dense, name, [0, 1]),
+        )
+        cells = [f"{kl:.4f}" for kl in (alone, first, both)]
+        assert [names[SAME.get(name, name)], *cells, least, most] in rows
+    assert len(rows) == 5
+
+
+def test_stages_on_the_real_model_are_those_of_the_raw_numbers():
+    text = PAGES["choosing.md"].read_text("utf-8")
+    rows = figures.read(figures.TEXTS.replace("/texts/", "/texts_stages/"))
+    for name in ("ds_ahead", "ds_FS"):
+        assert f"({kl_of(rows, name)[0]:.4f})" in text
+    for name, base in (("quest_ahead", "quest"), ("quest_FS", "quest"), ("quest_heads7", "quest")):
+        assert f"{kl_of(rows, name)[0] - kl_of(rows, base)[0]:.4f} (" in text
+
+
 def test_the_table_of_needles_is_that_of_the_raw_numbers():
     rows = figures.read(figures.TEXTS.replace("/texts/", "/needles/"))
     titles = {name: title for title, name in ROWS_OF_TEXTS.items()}
