@@ -1,6 +1,7 @@
 """Likelihood, under dense attention, of long text that a model samples with sparse attention.
 
     python benchmarks/long_text.py --out long_text.jsonl
+    python benchmarks/long_text.py --compare long_text.jsonl
 
 ``topkv eval`` gives a model the right text, token by token; here it goes on with its own, so that
 errors may add up. SmolLM2 reads windows of four kinds of text with dense attention and samples
@@ -8,6 +9,8 @@ errors may add up. SmolLM2 reads windows of four kinds of text with dense attent
 dense attention (``dense``). Dense attention then reads all of it once. ``nll`` is the mean
 negative log-likelihood of the sampled tokens in nats, ``quarters`` that of each quarter of the
 text, and ``texts`` that of each window. A model that goes astray samples tokens of low likelihood.
+``--compare`` measures nothing: it prints the difference of each row from ``dense``, window by
+window, with a 95 % interval over windows.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import topkv
 from topkv.plugins import registry
 from topkv_evaluation import smollm2
 from topkv_evaluation.eval.choices import read_algorithms, split_algorithms
+from topkv_evaluation.eval.intervals import spread
 from topkv_evaluation.tasks.splits import REPORTING
 from topkv_evaluation.tasks.texts import KINDS, text_of, windows
 
@@ -64,7 +68,7 @@ def likelihood(model: Any, texts: Tensor, begin: int) -> Tensor:
 
 
 def row_of(model: Any, prompts: Tensor, tokens: int, seed: int) -> Row:
-    """Sample behind all prompts at once; ``texts`` has a mean for each quarter of each text."""
+    """Sample behind all prompts at once; ``sampled`` holds prompts and what came behind them."""
     torch.manual_seed(seed)
     begun = perf_counter()
     texts = model.generate(
@@ -121,6 +125,16 @@ def measure(options: argparse.Namespace, name: str) -> Row:
     }
 
 
+def compared(rows: list[Row]) -> list[Row]:
+    """Differences of ``nll`` from that of dense attention, ``more``, and their intervals."""
+    (dense,) = (row for row in rows if row["algorithm"] == "dense")
+    found = []
+    for row in rows:
+        more = [a - b for a, b in zip(row["texts"], dense["texts"], strict=True)]
+        found.append({"algorithm": row["algorithm"], **spread("more", [*enumerate(more)])})
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -132,7 +146,12 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=4, help="windows of each kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="append JSON lines here")
+    parser.add_argument("--compare", type=Path, help="rows that were measured before")
     options = parser.parse_args()
+    if options.compare:
+        rows = [json.loads(line) for line in options.compare.read_text("utf-8").splitlines()]
+        print("\n".join(json.dumps(row) for row in compared(rows)))
+        return
     for name in split_algorithms(options.algorithms):
         row = {"budget": options.budget, "seed": options.seed, **measure(options, name)}
         print(json.dumps(row), flush=True)

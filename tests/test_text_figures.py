@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from tests.docs_blocks import PAGES, ROOT
 from tests.test_figures import figures, rows_of
 
@@ -135,6 +137,43 @@ def test_the_table_of_needles_is_that_of_the_raw_numbers():
     assert {title: cells for title, *cells in table} == {
         title: [cells[share] for share in (1, 2, 5, 10)] for title, cells in found.items()
     }
+
+
+def test_differences_of_sampled_texts_are_those_of_the_raw_numbers():
+    sys.path.append(str(ROOT / "benchmarks"))
+    import long_text
+
+    rows = figures.read("long_text.jsonl")
+    text = PAGES["choosing.md"].read_text("utf-8").partition("### Long generation")[2]
+    assert f"has {rows[0]['nll']:.2f} nats" in text
+    found = {row["algorithm"]: row for row in long_text.compared(rows)}
+    for name in ("quest", "pariskv", "double_sparsity", "ds_p95w2", "exact"):
+        more, low, high = (found[name][f"more{end}"] for end in ("", "_low", "_high"))
+        assert f"by {more:.2f} ({low:.2f} to {high:.2f})" in text
+    apart = {name for name, row in found.items() if row["more_low"] > 0 or row["more_high"] < 0}
+    assert apart == {"quest", "pariskv"}
+
+
+def test_the_answers_of_the_readme_are_those_of_the_raw_numbers():
+    (line,) = (
+        part
+        for part in (ROOT / "README.md").read_text("utf-8").split("\n\n")
+        if "**Answers**" in part
+    )
+    line = " ".join(line.split())
+    rows = [figures.read(f"eval/grid/{model}-4096.all.jsonl.xz") for model in figures.MODELS]
+    titles = {"dense": "dense attention", "exact": "exact top-k", "pariskv": "ParisKV"}
+    titles |= {"quest": "Quest", "ds_p95w2": "Double Sparsity with `top_p`"}
+    for name, title in titles.items():
+        shares = [
+            100 * row["accuracy"]
+            for each in rows
+            for row in each
+            if (row["algorithm"] == name and row["dense_layers"] == [])
+            or name == row["algorithm"] == "dense"
+            if row["nominal_percent"] == (100 if name == "dense" else 5)
+        ]
+        assert f"{title} {shares[0]:.1f} / {shares[1]:.1f}" in line
 
 
 def test_the_table_of_the_readme_is_that_of_texts():

@@ -64,12 +64,13 @@ def interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def compared(field: str, row: dict[str, Row], other: dict[str, Row]) -> Row | None:
-    """Compare one algorithm with ``row``; None if they share no task."""
-    both = [word for word in row if word in other and row[word]["data"] == other[word]["data"]]
+    """Compare one algorithm with ``row``; None if they share no task with values by context."""
+    name = f"{field}_contexts"
+    shared = [word for word in row if word in other and row[word]["data"] == other[word]["data"]]
+    both = [word for word in shared if row[word].get(name) and other[word].get(name)]
     if not both:
         return None
-    mine, its = ([np.array(each[word][f"{field}_contexts"]) for word in both]
-                 for each in (row, other))  # fmt: skip
+    mine, its = ([np.array(each[word][name]) for word in both] for each in (row, other))
     more = [b - a for a, b in zip(mine, its, strict=True)]
     total = sum(map(len, its))
     low, high = interval(drawn(its))

@@ -25,6 +25,7 @@ ROWS = [
     row("other", "prose", [9.0, 1.0, 2.0], data="another"),
     row("dense", "prose", [0.0, 0.0, 0.0], plugin=None),
     row("gone", "prose", None, refused="why"),
+    row("older", "prose", None),
     row("mine", "prose", [7.0, 7.0, 7.0], nominal_percent=1.0),
 ]
 
