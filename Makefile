@@ -109,7 +109,7 @@ dist: $(VENV)/.packaging
 	$(BIN)/python -m tests.packaging.dist
 
 # What the demo needs and no more; where the environment of the tests is there, that serves.
-DEMO := core tools/cli tools/evaluation tools/prediction tools/prefixes plugins/quest plugins/triton_attention plugins/transformers
+DEMO := core tools/authoring tools/cli tools/evaluation tools/prediction tools/prefixes plugins/quest plugins/triton_attention plugins/transformers
 READY := $(or $(wildcard $(VENV)/.installed),$(VENV)/.demo)
 
 $(VENV)/.demo: constraints.txt $(DEMO:%=%/pyproject.toml)

@@ -32,7 +32,7 @@ import sticky
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import topkv.ops.sticky
+import topkv_authoring.sticky
 import topkv_double_sparsity.algorithm
 from topkv import attach
 from topkv.config import SparseConfig
@@ -93,7 +93,7 @@ def record(
     prompts, tokens = len(documents), documents.shape[1] - sticky.STEPS
     config = SparseConfig(**sticky.settings(args, bonus, prompts, tokens, args.recorded))
     single = args.algorithm == "double_sparsity"
-    module = topkv_double_sparsity.algorithm if single else topkv.ops.sticky
+    module = topkv_double_sparsity.algorithm if single else topkv_authoring.sticky
     with (
         torch.inference_mode(),
         attach(model, config, engine="transformers") as handle,

@@ -12,12 +12,20 @@ from tests.docs_blocks import PAGES, ROOT, table_under
 PAGE = PAGES["hazards.md"].read_text("utf-8")
 KERNELS = PAGES["kernels.md"].read_text("utf-8")
 CORE = ROOT / "core" / "src" / "topkv"
+AUTHORING = ROOT / "tools" / "authoring" / "src" / "topkv_authoring"
 
 
 def known_tests():
     """Names of tests by file name, with and without its folder; the kit has methods of suites."""
     found = {}
-    for folder in ("core", "plugins", "tests", "tools/testing", "tools/prefixes"):
+    for folder in (
+        "core",
+        "plugins",
+        "tests",
+        "tools/testing",
+        "tools/prefixes",
+        "tools/authoring",
+    ):
         for path in (ROOT / folder).rglob("*.py"):
             if ".venv" not in path.parts and {"tests", "topkv_testing"} & {*path.parts}:
                 names = {
@@ -86,14 +94,17 @@ def assert_references(cell, folder):
         assert name in set(defined_in(folder / file)), f"{file} has no {name}"
 
 
-def test_every_kernel_of_the_core_has_a_row():
-    _, *rows = table_under(KERNELS, "Of the core")
+@pytest.mark.parametrize(
+    ("heading", "sources"), [("Of the core", CORE), ("Of topkv-authoring", AUTHORING)]
+)
+def test_every_kernel_of_a_library_has_a_row(heading, sources):
+    _, *rows = table_under(KERNELS, heading)
     told = {}
     for file, kernels, _, reference, compared in rows:
         told.setdefault(file.strip("`"), set()).update(re.findall(r"`(\w+)`", kernels))
-        assert_references(reference, CORE)
+        assert_references(reference, sources)
         assert re.search(NAMED, compared), f"{kernels}: no test"
-    found = kernels_in(CORE)
+    found = kernels_in(sources)
     launched = {
         file: {name for name in names if name.endswith("_kernel")} for file, names in found.items()
     }

@@ -12,8 +12,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "core" / "src" / "topkv"
-PREFIXES = ROOT / "tools" / "prefixes" / "src" / "topkv_prefixes"
 KIT = ROOT / "tools" / "testing" / "src" / "topkv_testing"
+SOURCES = {
+    "topkv": CORE,
+    "topkv_authoring": ROOT / "tools" / "authoring" / "src" / "topkv_authoring",
+    "topkv_prefixes": ROOT / "tools" / "prefixes" / "src" / "topkv_prefixes",
+}
 
 
 def plain(text: str) -> str:

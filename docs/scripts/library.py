@@ -9,8 +9,8 @@ from pathlib import Path
 from docstrings import (
     CORE,
     KIT,
-    PREFIXES,
     ROOT,
+    SOURCES,
     class_of,
     function,
     is_public,
@@ -21,9 +21,7 @@ from docstrings import (
 )
 
 LIBRARY = (
-    "topkv.algorithms",
-    "topkv.units",
-    "topkv.libraries",
+    "topkv_authoring",
     "topkv.ops",
     "topkv.plugins.contract",
     "topkv.errors",
@@ -147,7 +145,7 @@ def _modules() -> Iterator[tuple[str, Path]]:
     folder."""
     for name in LIBRARY:
         package, *inside = name.split(".")
-        place = {"topkv": CORE, "topkv_prefixes": PREFIXES}[package].joinpath(*inside)
+        place = SOURCES[package].joinpath(*inside)
         if not place.is_dir():
             yield name, place.with_suffix(".py")
             continue

@@ -6,7 +6,7 @@ import torch
 from attrs import evolve
 
 from topkv import hookimpl
-from topkv.algorithms import host_ids
+from topkv_authoring.selectors import host_ids
 from topkv_quest.quest import Quest, QuestKernels
 
 

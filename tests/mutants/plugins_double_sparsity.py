@@ -6,7 +6,7 @@ import torch
 from attrs import evolve
 
 from topkv import hookimpl
-from topkv.algorithms import host_ids
+from topkv_authoring.selectors import host_ids
 from topkv_double_sparsity import reference, statistics
 from topkv_double_sparsity.algorithm import DoubleSparsity
 from topkv_double_sparsity.launch import DoubleSparsityTriton

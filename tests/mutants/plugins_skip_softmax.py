@@ -9,7 +9,7 @@ from attrs import evolve
 
 from topkv import hookimpl
 from topkv.hooks.stage import StageSpec
-from topkv.ops.page_table import adapt_page_table
+from topkv_authoring.page_table import adapt_page_table
 from topkv_skip_softmax.stage import SkipSoftmax
 from topkv_triton_attention.backend import TritonAttention
 from topkv_triton_attention.launch import SkippingDecoder

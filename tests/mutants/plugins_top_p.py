@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from topkv import hookimpl
-from topkv.ops.outliers import split
+from topkv_authoring.outliers import split
 from topkv_top_p import reference
 from topkv_top_p.launch import TopPTriton
 from topkv_top_p.stage import TopP

@@ -29,6 +29,7 @@ PACKAGES = (
     "plugins/triton_attention",
     "plugins/transformers",
     "tools/cli",
+    "tools/authoring",
     "tools/prediction",
     "tools/prefixes",
     "tools/evaluation",

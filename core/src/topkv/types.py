@@ -250,7 +250,7 @@ class LayerView:
             ``[num_host_units * unit, *shape]``, grain request ``[max_requests, *shape]``
             indexed by slot.
         held: int32 ``[max_requests * lane_heads, stored units]`` LRU slot of each stored unit,
-            -1 where absent. Read only; ``topkv.ops.sticky`` adds those that are in the ring.
+            -1 where absent. Read only; ``topkv_authoring.sticky`` adds those that are in the ring.
     """
 
     layer: int

@@ -16,8 +16,8 @@ if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from topkv.hooks.backend import BackendSetup  # noqa: E402
-from topkv.libraries import Places  # noqa: E402
 from topkv.types import GroupShape, ModelShape, Tables  # noqa: E402
+from topkv_authoring.libraries import Places  # noqa: E402
 from topkv_flash_attention import backend, providers  # noqa: E402
 from topkv_testing.backend.cases import AttendCase, by_lane  # noqa: E402
 from topkv_testing.oracle import attention  # noqa: E402

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from topkv.hooks.backend import BackendSetup
-from topkv.ops.page_table import adapt_page_table
 from topkv.types import GroupShape, ModelShape, Tables
+from topkv_authoring.page_table import adapt_page_table
 from topkv_flashinfer import plans, providers
 from topkv_flashinfer.backend import FlashInfer
 from topkv_testing.backend.plans import StepInputs

@@ -27,8 +27,8 @@ import torch
 
 from topkv.hooks.backend import BackendSetup
 from topkv.kv.token_format import encode_fp8
-from topkv.ops.page_table import adapt_page_table
 from topkv.types import GroupShape, ModelShape, Tables
+from topkv_authoring.page_table import adapt_page_table
 from topkv_flashmla.backend import FlashMLA
 from topkv_flashmla.support import LATENT, PAGE
 from topkv_testing.backend.plans import StepInputs

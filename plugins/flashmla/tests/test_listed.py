@@ -17,8 +17,8 @@ if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from topkv.hooks.backend import BackendSetup  # noqa: E402
-from topkv.libraries import Places  # noqa: E402
 from topkv.types import GroupShape, ModelShape, Tables  # noqa: E402
+from topkv_authoring.libraries import Places  # noqa: E402
 from topkv_flashmla import backend, providers  # noqa: E402
 from topkv_testing.backend.plans import AdaptCase, StepInputs  # noqa: E402
 from topkv_testing.oracle import attention  # noqa: E402

@@ -16,8 +16,8 @@ if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from plugins.flashmla.tests.page_cases import PageCase, setup_of, shapes  # noqa: E402
-from topkv.libraries import Places  # noqa: E402
 from topkv.types import Tables  # noqa: E402
+from topkv_authoring.libraries import Places  # noqa: E402
 from topkv_flashmla import backend, providers  # noqa: E402
 from topkv_flashmla.support import attends_by_pages  # noqa: E402
 from topkv_testing.oracle import attention  # noqa: E402

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topkv.ops.outliers import expand
+from topkv_authoring.outliers import expand
 from topkv_pariskv import reference
 from topkv_testing.algorithm.bench import AlgorithmBench
 from topkv_testing.algorithm.case import Case

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from topkv.algorithms import ends_of
-from topkv.ops.outliers import split
+from topkv_authoring.outliers import split
+from topkv_authoring.selectors import ends_of
 from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
 
 

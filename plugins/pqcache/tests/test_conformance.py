@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from topkv.algorithms import ends_of
+from topkv_authoring.selectors import ends_of
 from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.top_p.tests.test_conformance import ENTRY
-from topkv.ops.outliers import expand
+from topkv_authoring.outliers import expand
 from topkv_testing.algorithm.bench import AlgorithmBench
 from topkv_testing.algorithm.case import Case
 from topkv_testing.differences import require_same

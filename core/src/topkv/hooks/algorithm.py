@@ -3,8 +3,8 @@
 The core makes one instance per group: ``factory(setup)`` with an ``AlgorithmSetup``; an entry
 names a factory for each implementation. An instance keeps no state of a request: all of that lives
 in the representation pools of ``spec``, which the core allocates and passes as ``layer.pools``.
-``topkv.algorithms.ScoredUnits`` implements this page for algorithms that score units by what they
-keep of them, and leaves three methods to the author.
+``ScoredUnits`` of the package ``topkv-authoring`` implements this page for algorithms that score
+units by what they keep of them, and leaves three methods to the author.
 
 Of a model with an indexer (``capabilities.needs_index``, ``ModelShape.indexer``) keys are index
 keys ``[.., 1, D^I]``, queries index queries ``[.., H^I, D^I]``, and ``weights`` those of the

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from topkv.algorithms import ScoredUnits
 from topkv.hooks.algorithm import RepresentationSpec
-from topkv.ops.language import jit, store, tl
-from topkv.units import UnitKernels
+from topkv_authoring.language import jit, store, tl
+from topkv_authoring.selectors import ScoredUnits
+from topkv_authoring.units import UnitKernels
 
 
 def digest_of(keys: Tensor, valid: Tensor) -> Tensor:

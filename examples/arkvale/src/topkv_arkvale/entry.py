@@ -1,4 +1,4 @@
-"""What this package offers to topkv."""
+"""Entry of this package, read by topkv."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from topkv_authoring.selectors import ScoredUnits
 from torch import Tensor
 
-from topkv.algorithms import ScoredUnits
 from topkv.hooks.algorithm import RepresentationSpec
 
 

@@ -1,4 +1,4 @@
-"""What this package offers to topkv. Imports neither torch nor triton."""
+"""Entry of this package, read by topkv; imports neither torch nor triton."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from topkv import hookimpl
-from topkv.algorithms import host_ids
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
-from topkv.ops.sticky import prefer_resident
 from topkv.ops.topk import topk
 from topkv.types import LayerView
+from topkv_authoring.selectors import host_ids
+from topkv_authoring.sticky import prefer_resident
 from topkv_deepseek_dsa import reference
 from topkv_deepseek_dsa.parameters import settings_of
 

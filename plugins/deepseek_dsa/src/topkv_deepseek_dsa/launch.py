@@ -10,10 +10,10 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.ops import pdl
-from topkv.ops.sticky import prefer_resident
 from topkv.ops.topk import topk
 from topkv.types import GroupShape, LayerView, ModelShape
-from topkv.units import KeptOfTokens
+from topkv_authoring.sticky import prefer_resident
+from topkv_authoring.units import KeptOfTokens
 from topkv_deepseek_dsa import kernels, key_kernels
 from topkv_deepseek_dsa.algorithm import PROMPT_ROWS, DeepSeekDSA, blocks
 from topkv_deepseek_dsa.parameters import Settings

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
-from topkv.ops.sticky import prefer_resident
 from topkv.ops.topk import topk
 from topkv.types import GroupShape, LayerView, ModelShape
-from topkv.units import KeptOfTokens
+from topkv_authoring.sticky import prefer_resident
+from topkv_authoring.units import KeptOfTokens
 from topkv_double_sparsity import kernels, label_kernels, reference, sample_kernels
 from topkv_double_sparsity.algorithm import DoubleSparsity
 from topkv_double_sparsity.parameters import Settings

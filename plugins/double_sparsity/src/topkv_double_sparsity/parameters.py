@@ -9,8 +9,8 @@ import torch
 from attrs import frozen
 
 from topkv.errors import ConfigError
-from topkv.ops import sticky
 from topkv.types import GroupShape, ModelShape
+from topkv_authoring import sticky
 from topkv_double_sparsity.calibration import (
     DEFAULT_STATISTIC,
     PROMPT_STATISTICS,

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.hooks.backend import BackendSetup
-from topkv.ops.page_table import adapt_page_table
 from topkv.types import LayerView, Plan, Tables
+from topkv_authoring.page_table import adapt_page_table
 from topkv_flash_attention import kernels, providers, reference
 from topkv_flash_attention.library import LATENT, Query
 

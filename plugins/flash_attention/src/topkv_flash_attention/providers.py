@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from topkv.libraries import BROKEN, Places, UnusableError, in_one_line, module_with
+from topkv_authoring.libraries import BROKEN, Places, UnusableError, in_one_line, module_with
 from topkv_flash_attention.hopper import FlashAttention3
 from topkv_flash_attention.library import Library
 from topkv_flash_attention.others import FlashAttention2, FlashAttention4

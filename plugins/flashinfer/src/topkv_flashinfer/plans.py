@@ -10,8 +10,8 @@ from attrs import frozen
 from torch import Tensor
 
 from topkv.ops import pdl
-from topkv.ops.page_table import Listing, adapt_page_table
 from topkv.types import GroupShape, LayerView, Plan, Tables
+from topkv_authoring.page_table import Listing, adapt_page_table
 from topkv_flashinfer import kernels
 
 LN2 = math.log(2.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import frozen
 
-from topkv.libraries import Places, module_with
+from topkv_authoring.libraries import Places, module_with
 
 
 @frozen

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.hooks.backend import BackendSetup
-from topkv.ops.page_table import Listing, adapt_page_table
 from topkv.types import LayerView, Plan, Tables
+from topkv_authoring.page_table import Listing, adapt_page_table
 from topkv_flashmla import kernels, providers, reference
 from topkv_flashmla.support import DIM, LATENT, attends_by_pages, refusals
 

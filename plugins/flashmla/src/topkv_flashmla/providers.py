@@ -16,7 +16,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from topkv.libraries import Places, UnusableError, module_with
+from topkv_authoring.libraries import Places, UnusableError, module_with
 
 MODULES = ("flash_mla", "vllm.third_party.flashmla.flash_mla_interface")
 FUNCTIONS = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd", "get_mla_metadata")

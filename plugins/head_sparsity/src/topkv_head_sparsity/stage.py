@@ -12,11 +12,17 @@ import torch
 from torch import Tensor
 
 from topkv import hookimpl
-from topkv.algorithms import appended_units, chunk_units, host_ids, open_units, write_units
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.hooks.stage import StageSetup, StageSpec
 from topkv.types import LayerView
+from topkv_authoring.selectors import (
+    appended_units,
+    chunk_units,
+    host_ids,
+    open_units,
+    write_units,
+)
 from topkv_head_sparsity import reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

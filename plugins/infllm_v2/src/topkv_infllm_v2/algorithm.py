@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from topkv.algorithms import RankedUnits, host_ids
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.types import LayerView
+from topkv_authoring.selectors import RankedUnits, host_ids
 from topkv_infllm_v2 import reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

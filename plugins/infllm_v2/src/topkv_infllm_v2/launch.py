@@ -8,9 +8,9 @@ import triton
 from torch import Tensor
 
 from topkv.hooks.algorithm import AlgorithmSetup
-from topkv.ops.lane_scores import HeadScores
 from topkv.types import LayerView
-from topkv.units import KeptByKernels
+from topkv_authoring.lane_scores import HeadScores
+from topkv_authoring.units import KeptByKernels
 from topkv_infllm_v2 import kernels
 from topkv_infllm_v2.algorithm import InfLLMv2
 

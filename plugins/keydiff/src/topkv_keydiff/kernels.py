@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from topkv.ops.language import store
-from topkv.units import KeptByKernels
+from topkv_authoring.language import store
+from topkv_authoring.units import KeptByKernels
 from topkv_keydiff.stage import KeyDiff
 
 

@@ -11,11 +11,11 @@ from attrs import fields
 from torch import Tensor
 
 from topkv import hookimpl
-from topkv.algorithms import KeepsUnits
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.hooks.stage import Keeping, StageSetup, StageSpec
 from topkv.types import LayerView
+from topkv_authoring.selectors import KeepsUnits
 from topkv_keydiff import reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import frozen
 
-from topkv.libraries import BROKEN, Places, UnusableError, in_one_line
+from topkv_authoring.libraries import BROKEN, Places, UnusableError, in_one_line
 
 MODULE, CLASS = "mooncake.store", "MooncakeDistributedStore"
 

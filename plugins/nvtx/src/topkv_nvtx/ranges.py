@@ -6,7 +6,7 @@ import torch
 from attrs import frozen
 from torch.cuda import nvtx
 
-from topkv.libraries import Places, UnusableError, in_one_line
+from topkv_authoring.libraries import Places, UnusableError, in_one_line
 
 
 @frozen

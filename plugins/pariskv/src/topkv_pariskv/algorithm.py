@@ -13,9 +13,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from topkv.algorithms import ScoredUnits
 from topkv.hooks.algorithm import AlgorithmSetup, RepresentationSpec
-from topkv.ops import outliers
+from topkv_authoring import outliers
+from topkv_authoring.selectors import ScoredUnits
 from topkv_pariskv import reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -25,9 +25,9 @@ class ParisKV(ScoredUnits):
     """Selects the tokens of the highest mean softmaxed estimate of q·k, kept as its logarithm.
 
     Of a key the few pairs of channels that outweigh all others, if it has such, are kept by
-    themselves (``topkv.ops.outliers``), o, and of the rest r one bit for each coordinate of the
-    rotated rest z, its sign, and the factor ``|r|^2 / |z|_1``. A query head estimates q·k by q·o
-    and factor times ``sum_i sign(z_i) rotate(q)_i``, which is exact for a query that is parallel
+    themselves (``topkv_authoring.outliers``), o, and of the rest r one bit for each coordinate of
+    the rotated rest z, its sign, and the factor ``|r|^2 / |z|_1``. A query head estimates q·k by
+    q·o and factor times ``sum_i sign(z_i) rotate(q)_i``, which is exact for a query parallel
     to r. What is made of the estimates of a lane's query heads is said in
     ``ScoredUnits.combine``.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from topkv.ops.outliers_kernels import pair_sum, split
+from topkv_authoring.outliers_kernels import pair_sum, split
 
 
 @triton.jit

@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from topkv.ops.lane_scores_kernels import fold
-from topkv.ops.outliers_kernels import products
+from topkv_authoring.lane_scores_kernels import fold
+from topkv_authoring.outliers_kernels import products
 
 
 @triton.jit

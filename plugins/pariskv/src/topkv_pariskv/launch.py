@@ -9,9 +9,9 @@ import triton
 from torch import Tensor
 
 from topkv.hooks.algorithm import AlgorithmSetup
-from topkv.ops.lane_scores import HeadScores
 from topkv.types import LayerView
-from topkv.units import KeptOfTokens
+from topkv_authoring.lane_scores import HeadScores
+from topkv_authoring.units import KeptOfTokens
 from topkv_pariskv import code_kernels, kernels, reference
 from topkv_pariskv.algorithm import ParisKV
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from topkv.ops.outliers import expand, pair_sum, split
+from topkv_authoring.outliers import expand, pair_sum, split
 
 SEED = 42
 """Seed of the signs of the rotation, one for all: pages outlive a process."""
@@ -49,7 +49,7 @@ def encode(k: Tensor, signs: Tensor, outliers: int) -> tuple[Tensor, Tensor, Ten
 
     Returns:
         int16 ``[..., P / 16]``: bit j of word i says that coordinate ``16 i + j`` of the rotated
-        rest z is negative, with r as what ``topkv.ops.outliers`` leaves of a key; bfloat16
+        rest z is negative, with r as what ``topkv_authoring.outliers`` leaves of a key; bfloat16
         ``[...]``: ``|r|^2 / |z|_1``, 0 for a rest of zeros, with the sign bit set where something
         left the key; and int32 ``[..., N]``: the words of what left.
     """

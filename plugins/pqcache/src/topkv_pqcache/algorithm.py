@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from topkv import hookimpl
-from topkv.algorithms import ScoredUnits
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History, RepresentationSpec
 from topkv.types import LayerView
+from topkv_authoring.selectors import ScoredUnits
 from topkv_pqcache import reference
 from topkv_pqcache.kmeans import kmeans
 

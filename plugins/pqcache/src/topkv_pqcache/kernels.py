@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from topkv.ops.lane_scores_kernels import fold
+from topkv_authoring.lane_scores_kernels import fold
 from topkv_pqcache.algorithm import State
 
 STATE = tl.constexpr(len(State))

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
-from topkv.ops.lane_scores import HeadScores
 from topkv.types import LayerView
+from topkv_authoring.lane_scores import HeadScores
 from topkv_pqcache import code_kernels, kernels
 from topkv_pqcache.algorithm import BITS, PQCache
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from topkv.algorithms import ScoredUnits
 from topkv.hooks.algorithm import RepresentationSpec
-from topkv.ops.language import jit, tl
-from topkv.units import UnitKernels
+from topkv_authoring.language import jit, tl
+from topkv_authoring.selectors import ScoredUnits
+from topkv_authoring.units import UnitKernels
 
 METADATA = ("bf16", "int8")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

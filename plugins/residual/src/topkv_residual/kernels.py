@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from topkv.ops.language import store
+from topkv_authoring.language import store
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.hooks.stage import StageSetup
 from topkv.types import LayerView
-from topkv.units import KeptByKernels
+from topkv_authoring.units import KeptByKernels
 from topkv_residual import kernels
 from topkv_residual.stage import Residual
 

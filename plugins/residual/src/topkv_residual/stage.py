@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from topkv import hookimpl
-from topkv.algorithms import KeepsUnits, host_ids
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.hooks.stage import StageSetup, StageSpec
 from topkv.types import LayerView
+from topkv_authoring.selectors import KeepsUnits, host_ids
 from topkv_residual import reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
-from topkv.ops.lane_scores import HeadScores
 from topkv.types import LayerView
-from topkv.units import KeptByKernels
+from topkv_authoring.lane_scores import HeadScores
+from topkv_authoring.units import KeptByKernels
 from topkv_rocketkv import kernels, reference
 from topkv_rocketkv.algorithm import UNREAD, RocketKV
 

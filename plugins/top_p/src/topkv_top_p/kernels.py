@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from topkv.ops.outliers_kernels import products as outliers
+from topkv_authoring.outliers_kernels import products as outliers
 
 
 @triton.jit

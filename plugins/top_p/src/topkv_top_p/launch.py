@@ -11,7 +11,7 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.hooks.stage import StageSetup
 from topkv.types import LayerView
-from topkv.units import KeptOfTokens
+from topkv_authoring.units import KeptOfTokens
 from topkv_top_p import kernels, key_kernels
 from topkv_top_p.stage import TopP
 

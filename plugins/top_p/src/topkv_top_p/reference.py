@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from topkv.ops.outliers import expand, split
+from topkv_authoring.outliers import expand, split
 
 STEP = 1 << 16
 """One unit in the last place of bfloat16, in the bits of float32."""
@@ -24,7 +24,7 @@ def bf16_up(x: Tensor) -> Tensor:
 def encode(k: Tensor, outliers: int) -> tuple[Tensor, Tensor, Tensor]:
     """The 4-bit copy of keys ``k [..., D]``, of each token and kv-head for itself.
 
-    It is of what ``topkv.ops.outliers`` leaves of a key, of which at most so many pairs leave.
+    It is of what ``topkv_authoring.outliers`` leaves of a key; at most so many pairs leave it.
     ``zero`` is the smallest channel, rounded down, and ``scale`` a fifteenth of the range from
     there, rounded up, so that no channel is off by more than half a scale (and fp32 rounding).
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from topkv import hookimpl
-from topkv.algorithms import host_ids
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.hooks.stage import StageSetup, StageSpec
-from topkv.ops import outliers
 from topkv.types import LayerView
+from topkv_authoring import outliers
+from topkv_authoring.selectors import host_ids
 from topkv_top_p import reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -28,7 +28,7 @@ class TopP:
     """Keeps of each lane the smallest set of candidates with the share p of the attention.
 
     Of every token and kv-head it has a copy of the key in 4 bits a channel, besides the few
-    channels that outweigh all others (``topkv.ops.outliers``), from which it
+    channels that outweigh all others (``topkv_authoring.outliers``), from which it
     estimates logits s, q·k times the logit scale. To query head g a candidate c is worth the
     log-sum-exp of the logits of its tokens, and has the share ``softmax_c(worth_gc)`` among the
     candidates. Candidates are ranked by the largest share that they have to a query head of the

@@ -12,7 +12,7 @@ from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.ops.topk import topk
 from topkv.types import LayerView
-from topkv.units import KeptOfTokens
+from topkv_authoring.units import KeptOfTokens
 from topkv_trained_gate import kernels
 from topkv_trained_gate.algorithm import PROMPT_ROWS, TrainedGate
 

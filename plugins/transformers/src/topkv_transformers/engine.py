@@ -15,7 +15,7 @@ from topkv.config import LoweredConfig, SparseConfig, lower
 from topkv.errors import CONFIG_REFUSED, CapabilityError, ConfigError
 from topkv.hooks.engine import EngineSetup
 from topkv.plugins import PluginRegistry
-from topkv.tested import never_tested
+from topkv_authoring.tested import never_tested
 from topkv_prefixes.prefixes import PrefixCoordinator
 from topkv_transformers import capture, compiled
 from topkv_transformers.prediction import tell

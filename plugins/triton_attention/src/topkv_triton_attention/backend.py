@@ -10,8 +10,8 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.errors import CapabilityError
 from topkv.hooks.backend import BackendSetup
-from topkv.ops.page_table import adapt_page_table
 from topkv.types import LayerView, ModelShape, Plan, Tables
+from topkv_authoring.page_table import adapt_page_table
 from topkv_triton_attention import mla_reference, reference
 from topkv_triton_attention.mla_reference import latent_refusals
 from topkv_triton_attention.skip_reference import SkippingAttend

@@ -11,7 +11,7 @@ from topkv.config import SparseConfig
 from topkv.config.layers import show_ranges
 from topkv.errors import ConfigError, PluginError
 from topkv.plugins import registry
-from topkv.tested import never_tested
+from topkv_authoring.tested import never_tested
 
 
 def examined(

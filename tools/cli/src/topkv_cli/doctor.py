@@ -17,7 +17,7 @@ from rich.text import Text
 from topkv.config.checks import byte_size
 from topkv.entries import KINDS
 from topkv.plugins import registry
-from topkv.tested import never_tested
+from topkv_authoring.tested import never_tested
 from topkv_cli import probes
 from topkv_cli.attaching import attaching
 from topkv_cli.plugins import as_dict, failing

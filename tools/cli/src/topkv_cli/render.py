@@ -115,11 +115,17 @@ def default_root(name: str) -> str:
     return f"topkv-{name.replace('_', '-')}"
 
 
+_ON_AUTHORING = {"algorithm", "backend", "stage"}
+"""Kinds whose template stands on ``topkv-authoring``."""
+
+
 def _names(name: str, kind: str) -> dict[str, str]:
     module = name.replace("-", "_")
     camel = "".join(part.capitalize() for part in module.split("_"))
     major, minor = map(int, __version__.split(".")[:2])
     below = f"{major}.{minor + 1}" if major == 0 else f"{major + 1}"
+    spread = f">={major}.{minor},<{below}"
+    needed = ("topkv", "topkv-authoring") if kind in _ON_AUTHORING else ("topkv",)
     return {
         "name": module,
         "kind": kind,
@@ -128,7 +134,8 @@ def _names(name: str, kind: str) -> dict[str, str]:
         "package": f"topkv_{module}",
         "cls": f"{camel}{kind.capitalize()}",
         "summary": KINDS[kind],
-        "range": f">={major}.{minor},<{below}",
+        "range": spread,
+        "depends": ", ".join(f'"{each}{spread}"' for each in needed),
         "hook_api": str(HOOK_API),
     }
 

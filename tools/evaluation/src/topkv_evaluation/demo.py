@@ -18,10 +18,10 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from topkv import attach
 from topkv.config import SparseConfig
-from topkv.config.named import require_plugins
 from topkv.errors import ConfigError
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
+from topkv_cli.named import require_plugins
 from topkv_evaluation import CHECKPOINT, window
 from topkv_evaluation.loading import load_model
 from topkv_evaluation.measured import measured, settings_of, stats_of

@@ -14,9 +14,9 @@ from transformers.generation import TextStreamer
 
 from topkv import attach
 from topkv.config import SparseConfig
-from topkv.config.named import require_plugins
 from topkv.errors import CapabilityError, RequestError
 from topkv.plugins import registry
+from topkv_cli.named import require_plugins
 from topkv_evaluation.loading import dtype_of, load_model, load_tokenizer
 from topkv_evaluation.measured import measured, settings_of, stats_of
 from topkv_transformers.engine import lower_for

@@ -19,9 +19,9 @@ from lm_eval.models.utils import (
 from tqdm import tqdm
 
 from topkv.config import SparseConfig
-from topkv.config.named import require_plugins
 from topkv.errors import CapabilityError, ConfigError
 from topkv.plugins import registry
+from topkv_cli.named import require_plugins
 from topkv_evaluation.commands import device_or_default
 from topkv_evaluation.eval.choices import read_dense_layers
 from topkv_evaluation.loading import DTYPES, dtype_of, load_model, load_tokenizer

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from topkv import attach
 from topkv.config import SparseConfig
-from topkv.config.named import require_plugins
 from topkv.errors import ConfigError
 from topkv.plugins import registry
+from topkv_cli.named import require_plugins
 from topkv_simulate.recorder import recording
 from topkv_simulate.trace import Trace
 

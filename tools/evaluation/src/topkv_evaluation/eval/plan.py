@@ -10,9 +10,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from topkv.config import SparseConfig
-from topkv.config.named import require_plugins
 from topkv.errors import CapabilityError, ConfigError
 from topkv.plugins import registry
+from topkv_cli.named import require_plugins
 from topkv_evaluation import CHECKPOINT
 from topkv_evaluation.eval import ALGORITHMS, BUDGETS, INDEXED, LEAST_STEPS, QUESTIONS
 from topkv_evaluation.eval.catalogue import BYTES, FACTS, RULER, Catalogue, has_length, read_words

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from topkv import attach
 from topkv.config import SparseConfig
 from topkv.config.layers import show_ranges
-from topkv.config.named import require_plugins
 from topkv.errors import CapabilityError, ConfigError
 from topkv.layers import LayerPath
 from topkv.plugins import registry
+from topkv_cli.named import require_plugins
 from topkv_evaluation import CHECKPOINT
 from topkv_evaluation.eval import recall
 from topkv_evaluation.eval.batches import read_context

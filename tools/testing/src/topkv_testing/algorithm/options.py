@@ -11,7 +11,7 @@ from attrs import field, frozen
 from hypothesis import strategies as st
 from torch import Tensor
 
-from topkv.algorithms import ends_of
+from topkv_authoring.selectors import ends_of
 from topkv_testing.kit import Subject
 
 
@@ -23,7 +23,7 @@ class AlgorithmOptions:
         params: strategy of parameter dicts; what a dict leaves out has the entry's default.
         promised: ``(length, bench) -> units`` that every selection of a request of that length
             holds, such as sinks. None for what the parameters ``sink_units`` and ``recent_units``
-            of ``topkv.algorithms.RankedUnits`` force: nothing, where the entry has neither.
+            of ``topkv_authoring.selectors.RankedUnits`` force: nothing, where it has neither.
         geometry: keyword arguments of ``strategies.geometries``, such as ``{"units": (4,)}``;
             ``groups`` and ``dims`` are those of the index where the entry says ``needs_index``.
             What they leave out is as small as the algorithm takes it with its default parameters.

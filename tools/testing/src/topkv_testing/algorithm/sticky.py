@@ -1,8 +1,8 @@
 """Units on the device count like all others, or get a bonus if that is on. Part of the suite.
 
-``sticky`` is the parameter of algorithms that offer a bonus (``topkv.ops.sticky``). With it on, a
-selection follows from the history of its request and from the size of the buffer. So a fork, a
-request that was rolled back and one that took another way to its length may select otherwise.
+``sticky`` is the parameter of algorithms that offer a bonus (``topkv_authoring.sticky``). With it
+on, a selection follows from the history of its request and from the size of the buffer. So a fork,
+a request that was rolled back and one that took another way to its length may select otherwise.
 These tests look at what holds all the same.
 """
 

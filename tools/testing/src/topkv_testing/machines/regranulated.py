@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
 from torch import Tensor
 
-from topkv.algorithms import host_ids
 from topkv.entries import Capabilities, PluginEntry
 from topkv.hooks.discovery import hookimpl
 from topkv.kv.layout import LAYOUTS
 from topkv.plugins import PluginRegistry
 from topkv.types import LayerView
+from topkv_authoring.selectors import host_ids
 from topkv_testing.kit import examples
 from topkv_testing.machines.lifecycle import STEPS
 from topkv_testing.machines.lifecycle_model import doubles

@@ -8,12 +8,12 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from topkv.algorithms import host_ids
 from topkv.entries import Capabilities, PluginEntry
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
 from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import Keeping, StageSetup, StageSpec
 from topkv.types import GroupShape, LayerView
+from topkv_authoring.selectors import host_ids
 
 EVERY = 4
 """``Offered`` leaves one place in ``EVERY`` empty."""

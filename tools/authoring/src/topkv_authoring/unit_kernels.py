@@ -1,6 +1,6 @@
 """Kernels around an algorithm's own device functions: page look-up, ring, masks and ranking once.
 
-``topkv.units`` launches them. An author writes two device functions, each beside its torch:
+``topkv_authoring.units`` launches them. An author writes two functions, each beside its torch:
 
     represent(k, v, valid, tokens, pools, at, OPTIONS, D)
         stores what is kept of the unit whose rows of the pools are ``at``. ``k`` and ``v`` are
@@ -18,8 +18,8 @@
 and a third, ``finish(scores, pools, at, inside, OPTIONS, D)``, returns the scores once all
 channels are in; ``inside [TILE_U]``. ``at`` counts heads of units: the row of a pool begins at
 ``at`` times the elements that its specification has for one head. ``pools`` is a tuple of pointers
-in the order of ``representations``; ``topkv.ops.language.store`` writes to them. Those of bfloat16
-are int16 to ``represent``: their bits, since a cast rounds in another way in the interpreter.
+in the order of ``representations``; ``language.store`` writes to them. Those of bfloat16 are int16
+to ``represent``: their bits, since a cast rounds in another way in the interpreter.
 
 Names: ``p_`` pointers, ``s_`` strides in elements. Pools are addressed by host id in 64 bit.
 """
@@ -30,7 +30,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from topkv.ops.lane_scores_kernels import fold
+from topkv_authoring.lane_scores_kernels import fold
 
 
 @triton.jit

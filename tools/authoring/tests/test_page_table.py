@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.ops.page_table import Listing, adapt_page_table
 from topkv.types import GroupShape, Tables
+from topkv_authoring.page_table import Listing, adapt_page_table
 from topkv_testing.backend.bench import SENTINEL
 from topkv_testing.backend.plans import AdaptCase, StepInputs
 from topkv_testing.kit import examples

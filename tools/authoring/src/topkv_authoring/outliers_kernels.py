@@ -1,4 +1,4 @@
-"""``topkv.ops.outliers`` in Triton, bit for bit.
+"""``topkv_authoring.outliers`` in Triton, bit for bit.
 
 Called by kernels that are launched without fused multiply-adds. Names: ``p_`` pointers.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from topkv.ops import outliers
+from topkv_authoring import outliers
 
 RATIO = tl.constexpr(outliers.RATIO)
 LEAST = tl.constexpr(outliers.LEAST)

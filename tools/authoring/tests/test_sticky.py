@@ -15,9 +15,9 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from core.tests.test_algorithms import ENTRY  # noqa: E402
-from topkv.ops.sticky import prefer_resident, refusals, resident  # noqa: E402
+from tools.authoring.tests.test_selectors import ENTRY  # noqa: E402
 from topkv.types import GroupShape, LayerView, StepTensors  # noqa: E402
+from topkv_authoring.sticky import prefer_resident, refusals, resident  # noqa: E402
 from topkv_testing.machines.lifecycle_model import (  # noqa: E402
     DIM,
     HEADS,

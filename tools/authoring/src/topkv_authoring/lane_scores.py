@@ -74,7 +74,7 @@ class HeadScores:
         """
         import triton
 
-        from topkv.ops.lane_scores_kernels import lanes_kernel
+        from topkv_authoring.lane_scores_kernels import lanes_kernel
 
         lanes = step.batch * self.lane_heads
         if lanes:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from topkv.tested import never_tested
+from topkv_authoring.tested import never_tested
 
 RANGES = [
     "transformers<5.25,>=5.17",
@@ -32,8 +32,8 @@ def installed(monkeypatch, **versions):
         version(name)
         return RANGES
 
-    monkeypatch.setattr("topkv.tested.metadata.version", version)
-    monkeypatch.setattr("topkv.tested.metadata.requires", requires)
+    monkeypatch.setattr("topkv_authoring.tested.metadata.version", version)
+    monkeypatch.setattr("topkv_authoring.tested.metadata.requires", requires)
     return never_tested("engine")
 
 

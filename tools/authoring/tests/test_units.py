@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from topkv.algorithms import ScoredUnits
 from topkv.entries import Capabilities, PluginEntry
 from topkv.hooks.algorithm import RepresentationSpec
-from topkv.ops.language import jit, tl
-from topkv.units import UnitKernels
+from topkv_authoring.language import jit, tl
+from topkv_authoring.selectors import ScoredUnits
+from topkv_authoring.units import UnitKernels
 from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
 
 FACTOR = 2

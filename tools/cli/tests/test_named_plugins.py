@@ -8,10 +8,10 @@ import pytest
 
 from topkv import hookimpl
 from topkv.config import SparseConfig
-from topkv.config.named import require_plugins
 from topkv.entries import PluginEntry
 from topkv.errors import ConfigError
 from topkv.plugins import PluginRegistry
+from topkv_cli.named import require_plugins
 
 BACKEND = SimpleNamespace(
     topkv_register_backends=hookimpl(lambda: [PluginEntry("there", "backend", "a:b")])

@@ -50,7 +50,7 @@ def adapt_page_table(
     if impl == "reference":
         _adapt(layer, plan, table, lengths, tail, listing)
         return
-    from topkv.ops import page_table_kernels
+    from topkv_authoring import page_table_kernels
 
     page_table_kernels.adapt(layer, plan, table, lengths, tail, listing)
 

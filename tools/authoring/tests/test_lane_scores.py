@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.algorithms import ScoredUnits
-from topkv.ops.lane_scores import HeadScores
 from topkv.types import GroupShape, ModelShape, StepTensors
+from topkv_authoring.lane_scores import HeadScores
+from topkv_authoring.selectors import ScoredUnits
 from topkv_testing.tiers import tier
 
 PAGE, PAGES, KV_HEADS = 16, 5, 2

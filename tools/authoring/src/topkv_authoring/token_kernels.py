@@ -1,6 +1,6 @@
 """Kernels around a device function that represents tokens, with page look-up and masks once.
 
-``topkv.units.KeptOfTokens`` launches them. An author writes one function, beside its torch:
+``units.KeptOfTokens`` launches them. An author writes one function, beside its torch:
 
     represent(p_key, tensors, at, slot, head, valid, OPTIONS, D)
         stores what is kept of tokens: ``p_key [ROWS]`` are pointers to the D adjacent elements of

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from topkv.ops.page_table import Listing
 from topkv.types import LayerView, Plan
+from topkv_authoring.page_table import Listing
 
 MAX_BLOCK = 1024
 

@@ -16,9 +16,9 @@ from topkv.errors import ConfigError, PluginError
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
 from topkv.hooks.discovery import hookimpl
 from topkv.messages import whose
-from topkv.ops import sticky
 from topkv.ops.topk import topk
 from topkv.types import GroupShape, LayerView, ModelShape
+from topkv_authoring import sticky
 
 
 def host_ids(layer: LayerView, slots: Tensor | int, units: Tensor | int) -> Tensor:
@@ -182,7 +182,7 @@ class KeepsUnits(ABC):
         if got is None or tuple(got.shape) != shape:
             given = None if got is None else list(got.shape)
             raise PluginError(
-                f"{whose(type(self))} does not keep the contract of topkv.algorithms",
+                f"{whose(type(self))} does not keep the contract of topkv_authoring.selectors",
                 [f"{method} must give {list(shape)}{what}, got {given}"],
             )
 
@@ -198,8 +198,8 @@ class RankedUnits(KeepsUnits):
     Parameters that the entry may offer, each 0 where it does not: ``sink_units``, first units that
     every selection holds, and ``recent_units``, closed units before the open one, both as
     ``ends_of`` reads them; and ``sticky``, a bonus of units that are on the device
-    (``topkv.ops.sticky``; offer it where the scores of lanes are natural logarithms, as they are
-    unless ``combine`` is overridden).
+    (``topkv_authoring.sticky``; offer it where the scores of lanes are natural logarithms, as they
+    are unless ``combine`` is overridden).
 
     A class with kernels inherits from the reference and sets ``impl = "triton"``: the top-k is
     then the one that the configuration names. It may override ``construct``, ``update`` and

@@ -8,11 +8,11 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.algorithms import ScoredUnits, ends_of, host_ids
 from topkv.entries import Capabilities, PluginEntry
 from topkv.errors import ConfigError, PluginError
 from topkv.hooks.algorithm import AlgorithmSetup, RepresentationSpec
 from topkv.types import GroupShape, LayerView, StepTensors
+from topkv_authoring.selectors import ScoredUnits, ends_of, host_ids
 from topkv_testing.algorithm.bench import AlgorithmBench
 from topkv_testing.algorithm.case import Case
 from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests

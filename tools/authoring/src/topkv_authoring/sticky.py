@@ -68,7 +68,7 @@ def prefer_resident(
         selectable = torch.arange(units, device=scores.device) < counts[:, None]
         scores[:, :units] += bonus * (selectable & resident(layer))
         return
-    from topkv.ops import sticky_kernels
+    from topkv_authoring import sticky_kernels
 
     sticky_kernels.prefer_resident(layer, scores, counts, bonus, _units_of_stored(layer))
 

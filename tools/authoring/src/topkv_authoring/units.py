@@ -6,7 +6,7 @@
     class MeanKernels(UnitKernels, Mean):
         represent_unit, score_tile = mean_of, product  # functions of triton.jit
 
-``topkv.ops.unit_kernels`` has the arguments of both. Everything else is launches, scratch,
+``topkv_authoring.unit_kernels`` has the arguments of both. Everything else is launches, scratch,
 page look-up, the ring, masks, and the ranking of scores. ``KeptByKernels`` alone is for stages,
 and for algorithms that score in kernels of their own.
 """
@@ -20,12 +20,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from topkv.algorithms import KeepsUnits, ScoredUnits
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import StageSetup
-from topkv.ops.lane_scores import HeadScores
 from topkv.types import GroupShape, LayerView, ModelShape
+from topkv_authoring.lane_scores import HeadScores
+from topkv_authoring.selectors import KeepsUnits, ScoredUnits
 
 NARROW_G, NARROW_D = 64, 256
 """Query heads of a kv-head, and channels, whose queries a program keeps in registers."""
@@ -44,7 +44,7 @@ class KeptByKernels(KeepsUnits):
     """Mix-in before a ``KeepsUnits``: kernels write representations of units. Needs Triton.
 
     Attributes:
-        represent_unit: device function, see ``topkv.ops.unit_kernels``.
+        represent_unit: device function, see ``topkv_authoring.unit_kernels``.
         options: constants for device functions, numbers in a tuple; ``()`` here.
         unit_parts: equal parts of a unit, each of which is represented by itself; 1 here.
     """
@@ -56,7 +56,7 @@ class KeptByKernels(KeepsUnits):
         super().__init__(setup)  # type: ignore[call-arg]  # of the class behind it
         import triton
 
-        from topkv.ops import unit_kernels
+        from topkv_authoring import unit_kernels
 
         self.kernels, group = unit_kernels, self.group
         self.names = [spec.name for spec in self.representations()]
@@ -133,7 +133,7 @@ class KeptOfTokens:
     The class behind it has ``model`` and ``group``, whose units may be of any size.
 
     Attributes:
-        represent_tokens: device function, see ``topkv.ops.token_kernels``.
+        represent_tokens: device function, see ``topkv_authoring.token_kernels``.
         options: constants for it, numbers in a tuple.
         rows: tokens of a program, of a prompt and of a step.
         writing: keywords of the launches, ``num_warps`` say.
@@ -166,7 +166,7 @@ class KeptOfTokens:
         """Represent keys ``[m, Hkv, D]`` of a request from position ``start``."""
         if k.shape[0] == 0:
             return
-        from topkv.ops.token_kernels import construct_tokens_kernel
+        from topkv_authoring.token_kernels import construct_tokens_kernel
 
         keys = self.keys(k)
         construct_tokens_kernel[(-(-k.shape[0] // self.rows[0]), k.shape[1])](
@@ -178,7 +178,7 @@ class KeptOfTokens:
 
     def update_tokens(self, layer: LayerView, k: Tensor) -> None:
         """Represent the keys ``[B, Hkv, D]`` that rows appended. Hot."""
-        from topkv.ops.token_kernels import update_tokens_kernel
+        from topkv_authoring.token_kernels import update_tokens_kernel
 
         step, keys = layer.step, self.keys(k)
         update_tokens_kernel[(-(-step.batch // self.rows[1]), k.shape[1])](

@@ -11,7 +11,7 @@ import triton.language as tl
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from topkv.ops import outliers, outliers_kernels
+from topkv_authoring import outliers, outliers_kernels
 from topkv_testing.strategies import KEYS, key_kinds
 from topkv_testing.tiers import tier
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topkv.errors import CapabilityError
-from topkv.libraries import Places, UnusableError, module_with
+from topkv_authoring.libraries import Places, UnusableError, module_with
 
 # For each place: reasons why it cannot be loaded, and why its library does not serve.
 REASONS = st.lists(st.sampled_from(["old", "broken", "other device"]), max_size=2)
