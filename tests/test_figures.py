@@ -212,28 +212,6 @@ def test_the_tables_of_calibrated_sharing_are_those_of_the_raw_numbers():
         ]
 
 
-def test_the_table_of_selecting_ahead_is_that_of_the_raw_numbers():
-    page = (ROOT / "docs/how.md").read_text("utf-8")
-    found = {
-        (row["family"], row["algorithm"], row["nominal_percent"]): row
-        for row in figures.read("eval/ahead_cpu.jsonl.xz")
-    }
-    _, *table = rows_of(page, "| algorithm, unit, budget | right of 40, ahead")
-    assert len(table) == 4
-    for what, *written in table:
-        name, unit, budget = what.split(", ")
-        pair = (name.strip("`"), f"{name.strip('`')[0]}_ahead")
-        facts, text = (
-            [found.get((family, each, float(budget.split()[0]))) for each in pair]
-            for family in ("facts", "text")
-        )
-        assert [row["unit"] for row in facts] == 2 * [int(unit)]
-        right, kl = (
-            ", ".join(f"{row[key]:{form}}" for row in facts)
-            for key, form in (("correct", ".0f"), ("kl", ".3f"))
-        )
-        kl_text = ", ".join(f"{row['kl']:.3f}" for row in text) if all(text) else "-"
-        assert written == [right, kl, kl_text]
 
 
 def test_the_table_of_locality_is_that_of_the_raw_numbers():

@@ -109,8 +109,6 @@ CASES = {
     "sharing": SHARING,
     "sharing-timed": {**SHARING, "stall_times": True},
     "sharing-regranulated": {**TOKENS, "share": "FSS"},
-    "ahead": {"ahead": True},
-    "ahead-timed": {"ahead": True, "layers": {"3": "streamed"}, "stall_times": True},
 }
 
 

@@ -37,11 +37,7 @@ class Driver:
         self.slots.append(self.call("request_begin"))
 
     def forward(self, decode=(), chunks=(), layers=range(LAYERS), drop=False):
-        """Run one forward, whose layers are called in this order.
-
-        Args:
-            drop: end it by ``forward_abort``; ``"offloaded"``: as a captured step may be.
-        """
+        """Run one forward, whose layers are called in this order."""
         if isinstance(self.call("forward_begin", list(decode), list(chunks)), str):
             return
         self.select(len(decode))
@@ -54,8 +50,6 @@ class Driver:
                 given = q.to(device, copy=True), k.to(device), v.to(device)
                 outputs.append(each.attention(layer, *given))
                 given[0].fill_(float("nan"))  # a model may write over it
-        if drop == "offloaded":
-            self.call("offload")
         self.call("forward_abort" if drop else "forward_end")
         for each in self.coordinators:
             for layer in SPARSE:
@@ -66,9 +60,8 @@ class Driver:
         for layer in SPARSE:
             ids = torch.randint(-1, 20, (rows * KV_HEADS, 3), generator=self.random).int()
             for each in self.coordinators:
-                path = each.layers[layer]
-                some = ids[:, : path.selector.view.group.select]  # one less, if ahead
-                path.algorithm.next_ids[layer] = some.to(each.config.device)
+                chosen = each.layers[layer].algorithm.next_ids
+                chosen[layer] = ids.to(each.config.device)
 
     def compare(self):
         first, *others = ([out.cpu() for out in outputs] for outputs in self.outputs)

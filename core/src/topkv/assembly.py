@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from attrs import frozen
 
-from topkv.carrying import Carrying
 from topkv.config import LoweredConfig, LoweredGroup
 from topkv.errors import CONFIG_REFUSED, ConfigError, DeviceMemoryError
 from topkv.hooks.algorithm import Algorithm, AlgorithmSetup, AlgorithmSpec
@@ -177,7 +176,7 @@ def _selector(
         return Selector(view, lanes, prompts)
     if tokens:
         return Regranulated(config, view, lanes, algorithm, group.indexed, tokens, extra)
-    return (Carrying if group.ahead else Own)(config, view, lanes, algorithm, group.indexed)
+    return Own(config, view, lanes, algorithm, group.indexed)
 
 
 def allocate(

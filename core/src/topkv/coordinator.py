@@ -215,8 +215,7 @@ class SparseCoordinator:
 
     def offload(self) -> None:
         """Copy the units that this step's decode rows filled to the host. Capturable."""
-        for lanes, transfer in zip(self.lanes, self.transfers, strict=True):
-            lanes.side.join()  # nothing is on its way when a step has ended
+        for transfer in self.transfers:
             transfer.offload()
 
     def forward_end(self, offloaded: bool = False) -> None:
@@ -234,8 +233,6 @@ class SparseCoordinator:
         check_end(forward, self.model)
         if len(forward.rows) and not offloaded:
             self.offload()
-        for lanes in self.lanes:
-            lanes.end()
         if forward.chunks:
             self.prefill.join()
         self.requests.advance(forward)

@@ -63,11 +63,6 @@ class Dropping:
             )
         if found and config.pages == "engine":
             reasons.append("pages are given back by stages, and here they are an engine's")
-        if found and any(group.ahead for group in config.groups):
-            reasons.append(
-                "pages are given back by stages, and those behind are numbered anew, so that what "
-                "layers have selected ahead would name others; leave ahead or those stages out"
-            )
         reasons += [
             f"{asked} leaves no page to choose from; tokens must be at least {least}"
             for asked, least in ((each, self._least_tokens(each)) for each in found)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from topkv.config import LoweredConfig
 from topkv.kv.step import StepUploader
-from topkv.ops.carried import Carried
 from topkv.ops.chunk_attention import Chosen
 from topkv.ops.regranulate import TokenSelection
 from topkv.plans import Plans
@@ -21,7 +20,6 @@ class LaneBuffers:
     Attributes (narrowed to the B rows of the forward, N = B * lane_heads):
         ids: int32 ``[N, K]`` the selected units.
         tokens: the selected tokens, where selections are regranulated; else None.
-        carried: selections of layers for the next step, if they select ahead; else None.
         limit: int32 ``[B]`` selectable units.
         plans: of the layers whose loads are on their way at once.
         side: the stream that loads ahead, see ``topkv.loads``.
@@ -54,7 +52,6 @@ class LaneBuffers:
             self.tokens = TokenSelection(
                 group, lowered.selected_as.select, max_batch, device, config.impl
             )
-        self.carried = Carried(group, max_batch, device, config.impl) if lowered.ahead else None
         self._ids = ints(lanes, group.select)
         self._plans, self.side = Plans(lowered, lanes, device), SideStream(device)
         self._table = ints(lanes, width)
@@ -77,11 +74,6 @@ class LaneBuffers:
         if not self.sparse and batch:
             rows, table = self.uploader.table_rows, self.step.page_table
             torch.index_select(table, 0, rows, out=self.tables.table)
-
-    def end(self) -> None:
-        """Keep the selections for the next step, now that this one counts."""
-        if self.carried and self.step.batch:
-            self.carried.keep(self.step.slots)
 
     def _narrow(self, batch: int) -> None:
         lanes = batch * self.group.lane_heads

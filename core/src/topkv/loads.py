@@ -9,7 +9,7 @@ Nothing is guessed, and no bit of an output changes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ class Bound(Protocol):
     view: LayerView
     transfer: Transfer
     lanes: LaneBuffers
-    selector: Any
     loads: Loads
 
 
@@ -104,21 +103,6 @@ class SharedLoads(Loads):
                 each.begin()
 
 
-class LoadsOfNext(Loads):
-    """Plans and loads of a layer's selection for the next step, see ``topkv.carrying``.
-
-    Args:
-        path: path of the layer, whose selector has that selection.
-    """
-
-    def __init__(self, path: Bound) -> None:
-        super().__init__(path, 1)
-
-    def plan(self) -> None:
-        view, limit = self.path.view, self.path.lanes.limit
-        self.path.transfer.plan(view, self.path.selector.in_plan(), limit, self.found)
-
-
 class TimedLoads(Loads):
     """The loads of a layer, timed.
 
@@ -155,8 +139,6 @@ def bind_loads(config: LoweredConfig, store: GroupStore, paths: Sequence[Bound])
         of[first].loads = SharedLoads(of[first], ahead, lanes.side) if ahead else Loads(of[first])
         for each in ahead:
             each.path.loads = each
-        if config.groups[lanes.index].ahead:
-            of[first].selector.loads = LoadsOfNext(of[first])
     if config.stall_times and lanes.sparse:
         device = store.counters.device
         clock: Clock = DeviceClock() if device.type == "cuda" else HostClock()

@@ -14,8 +14,7 @@ class Plans:
     """Allocates the plans of a group, and cuts them to the lanes of a forward.
 
     Args:
-        group: a layer that selects for itself has one, and so has each that shares with it. If
-            layers select ahead, the next step has one, too.
+        group: a layer that selects for itself has one, and so has each that shares with it.
         lanes: most lanes of a forward.
         device: where the plans are.
     """
@@ -33,7 +32,7 @@ class Plans:
                 miss_slots=ints(lanes, select),
                 misses=ints(lanes),
             )
-            for _ in range(max(map(len, group.turns), default=0) + group.ahead)
+            for _ in range(max(map(len, group.turns), default=0))
         ]
 
     def narrow(self, lanes: int) -> list[Plan]:

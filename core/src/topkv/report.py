@@ -56,8 +56,7 @@ class TransferReport:
     """Counts of ``plan`` and ``load``.
 
     Attributes:
-        hits, misses: units found in buffer or ring, and units that had to be loaded. With the
-            setting ``ahead`` a selection counts twice: when it is loaded, and when it is attended.
+        hits, misses: units found in buffer or ring, and units that had to be loaded.
         loaded_bytes: bytes that crossed the link for the misses.
         extra: tokens attended beyond the selections, in closed units of which regranulation took
             all for some of their tokens; of every lane and layer.

@@ -2,7 +2,7 @@
 
 The decode path calls ``select`` and then reads the selected units from ``lanes.ids``:
 
-* ``Own``: the layer's algorithm, where it selects for itself (``topkv.carrying``: a step ahead),
+* ``Own``: the layer's algorithm, where it selects for itself,
 * ``Selector``: a layer before it, where the model's indexer leaves the layer out,
 * ``topkv.regranulated`` has both for algorithms that select tokens of larger units.
 

@@ -13,6 +13,7 @@ from topkv.config.storages import StorageSettings
 from topkv.errors import ConfigError, HostMemoryError
 from topkv_prefixes import calls, fetching
 from topkv_prefixes.fetching import Fetch
+from topkv_prefixes.places import fingerprint_of
 from topkv_testing.machines.engine_pages import run_forward
 from topkv_testing.machines.lifecycle_model import make_coordinator
 from topkv_testing.machines.storage import (
@@ -115,6 +116,15 @@ def test_tenants_and_what_was_forgotten_find_nothing(make):
     kept = make()
     kept.prefixes.forget(stored=False)
     assert run(kept)[0] == 28
+
+
+def test_pages_of_shared_selections_are_others():
+    found = set()
+    for share in ("F", "FS"):
+        coordinator = make_coordinator(tier("cpu"), layers={"0-": "scripted"}, share=share)
+        found.add(fingerprint_of(coordinator.config, coordinator.manager))
+        coordinator.close()
+    assert len(found) == 2
 
 
 def test_a_prompt_that_may_not_wait_is_computed(make, shelf):

@@ -26,15 +26,13 @@ class LoweredGroup:
         params: every parameter of the algorithm.
         budget: attended tokens of a lane; 0 for dense layers.
         selected_as: the geometry that the algorithm's setup and views have: ``shape`` itself, or
-            the same lanes in units of one token where selections are regranulated, or with one
-            unit less to select where the newest is attended in any case.
+            the same lanes in units of one token where selections are regranulated.
         indexed: the algorithm selects by the model's own indexer.
         tail: ``"forced"``, or ``"selectable"`` where the newest token competes in selections.
         scope: ``"kv_head"`` or ``"shared"``; with a single kv-head the shape is the same.
         stages: the stages behind the algorithm, in order, with every parameter.
         selecting: layers that select for themselves; the others share what was selected in the
             layer before them. None of a dense group.
-        ahead: they select for the step that follows, see ``topkv.carrying``.
     """
 
     shape: GroupShape
@@ -47,7 +45,6 @@ class LoweredGroup:
     scope: str
     stages: tuple[StageSettings, ...] = ()
     selecting: tuple[int, ...] = ()
-    ahead: bool = False
 
     @property
     def regranulated(self) -> bool:

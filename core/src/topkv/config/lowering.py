@@ -17,7 +17,6 @@ from topkv.config.negotiation import LayerPlan, all_refusals
 from topkv.config.plans import Plans, plan_layers
 from topkv.config.settings import CHECKS, DEFAULTS, SHARED, SparseConfig
 from topkv.config.sizes import (
-    ahead_reasons,
     group_reasons,
     host_reasons,
     impl_reasons,
@@ -194,8 +193,6 @@ def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConf
         shape = selected_as = _shape(lowered, layers, plan)
         if plan.selects != plan.unit:
             selected_as = _in_tokens(shape, plan.chosen(lowered.max_request_tokens))
-        elif plan.ahead:
-            selected_as = evolve(shape, select=shape.select - 1)
         indexed = known.plugin("algorithm", plan.algorithm).capabilities.needs_index
         group = LoweredGroup(
             shape=shape,
@@ -208,7 +205,6 @@ def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConf
             scope=plan.scope,
             stages=plan.stages,
             selecting=_selecting(model, layers, plan, indexed),
-            ahead=plan.ahead,
         )
         groups.append(group)
         where = f"(layers {show_ranges(layers)}"
@@ -219,7 +215,6 @@ def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConf
         known.reasons += [f"{why} {where})" for why in group_reasons(group, plan.buffer, lowered)]
         known.reasons += sharing_reasons(model, group)
         known.reasons += [f"{why} {where})" for why in option_reasons(group.stages)]
-        known.reasons += [f"{why} {where})" for why in ahead_reasons(group)]
         if group.stages and group.indexed:
             known.reasons.append(
                 "stages are given queries and keys, and the algorithm goes by the model's own "

@@ -39,7 +39,7 @@ class LayerPlan:
             regranulated.
         params: complete.
         stages: behind the algorithm, with complete parameters.
-        share, ahead: which layers of a group select, and for which step, see ``LayerSettings``.
+        share: which layers of a group select, see ``LayerSettings``.
         tail: ``"forced"``, or ``"selectable"`` where the newest token competes in selections.
             Forced where they are regranulated: only the ring has the open unit.
         regranulate: the user allows regranulation; ``selects`` says whether it happens.
@@ -60,7 +60,6 @@ class LayerPlan:
     params: Mapping[str, Any] = field(factory=dict)
     stages: tuple[StageSettings, ...] = ()
     share: str = "F"
-    ahead: bool = False
     regranulate: bool = field(default=False, eq=False)
     single_tokens: bool = field(default=False, eq=False)
     settings: tuple[Setting, ...] = field(default=(), eq=False)

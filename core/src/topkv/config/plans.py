@@ -136,7 +136,7 @@ def sparse_plan(known: Resolver, rule: Sources) -> LayerPlan:
     params = _params(known, plugin, sources if of_base else rule)
     stages = pick(sources, "stages")
     stages = evolve(stages, value=tuple(_stage(known, asked) for asked in stages.value))
-    share, ahead = pick(sources, "share"), pick(sources, "ahead")
+    share = pick(sources, "share")
     whole = not tokens or unit.value == 1
     return LayerPlan(
         residency="sparse",
@@ -150,10 +150,9 @@ def sparse_plan(known: Resolver, rule: Sources) -> LayerPlan:
         params={name: param.value for name, param in params.items()},
         stages=stages.value,
         share=share.value,
-        ahead=ahead.value,
         regranulate=allowed.value,
         single_tokens=capabilities.single_tokens,
-        settings=(unit, allowed, scope, budget, buffer, *params.values(), stages, share, ahead),
+        settings=(unit, allowed, scope, budget, buffer, *params.values(), stages, share),
     )
 
 

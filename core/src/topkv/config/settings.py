@@ -84,11 +84,6 @@ class LayerSettings:
     of them, ``"FSSS"`` the first of four. The others attend to what the layer before them has
     selected, and keep nothing to select by. Layers of a model with an indexer share as it says."""
 
-    ahead: bool | None = setting(checks.flag, False)
-    """attend to the selection of the step before, so that a step waits neither for its own
-    selection nor for copies: both run beside the model, for the next step. Approximate: a
-    selection is a step old. Units that closed since are attended."""
-
 
 @frozen(kw_only=True)
 class Settings(Generic[Unset, Size]):
@@ -210,8 +205,8 @@ class SparseConfig(Settings[None, int | str | None], LayerSettings):
         overrides(_metadata(LayerSettings, "check"))
     )
     """overrides by layer range: ``{"0-1": "resident", "2-": "quest", "5": {...}}``; a mapping
-    takes residency, algorithm, scope, unit, regranulate, budget, buffer, params, stages, share and
-    ahead. Where several name a layer, what is written later wins. They beat ``dense_layers``."""
+    takes residency, algorithm, scope, unit, regranulate, budget, buffer, params, stages and share.
+    Where several name a layer, what is written later wins. They beat ``dense_layers``."""
 
     def as_dict(self) -> dict[str, Any]:
         """The settings that are not None, by name, as the user wrote them."""

@@ -148,34 +148,6 @@ def sharing_reasons(model: ModelShape, group: LoweredGroup) -> Iterator[str]:
             )
 
 
-def ahead_reasons(group: LoweredGroup) -> Iterator[str]:
-    """Reasons against selecting for the next step, where ``ahead`` is set."""
-    if not group.ahead:
-        return
-    if len(group.selecting) < len(group.shape.layers):
-        yield (
-            "ahead is for layers that select for themselves, and some of these share what one "
-            "before them selects; leave ahead or share out"
-        )
-    if group.indexed:
-        yield (
-            "ahead goes by the query of the step before, and the algorithm by the model's own "
-            "indexer; leave ahead out"
-        )
-    if group.shape.select < 2:
-        yield (
-            f"ahead attends to the unit that closed last in any case, so budget must be at least "
-            f"{3 * group.shape.unit} (one selected, that unit and the tail), got {group.budget}"
-        )
-    if group.regranulated:
-        yield "ahead carries stored units, and the algorithm selects tokens of them; leave it out"
-    elif group.tail != "forced":
-        yield (
-            "ahead attends to the open unit in any case, and the algorithm selects it; leave "
-            "ahead out"
-        )
-
-
 def host_reasons(size: int, config: LoweredConfig) -> Iterator[str]:
     """The reason against a host pool of ``size`` bytes, where the user allows fewer."""
     limit = config.host_memory

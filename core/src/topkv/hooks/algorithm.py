@@ -203,9 +203,6 @@ class Algorithm(Protocol):
     ) -> None:
         """Select. Hot.
 
-        With the setting ``ahead`` this runs on a stream of its own, beside ``update`` of other
-        layers: what it writes, scratch too, ``update`` neither reads nor writes.
-
         Args:
             layer: the layer. Selectable are closed units ``0 .. (length - 1) // unit - 1`` of each
                 row (``0 .. length - 1`` where the tail is selectable).

@@ -144,7 +144,7 @@ class Stage(Protocol):
     @optional
     @hookspec
     def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
-        """Choose among candidates. Hot. With ``ahead``, as of ``Algorithm.retrieve_topk``.
+        """Choose among candidates. Hot.
 
         Args:
             layer: the layer; ``layer.group.select`` is K.

@@ -58,9 +58,6 @@ class Transfer(Protocol):
     def plan(self, layer: LayerView, ids: Tensor, limit: Tensor, out: Plan) -> None:
         """Resolve logical ids to slots, choose victims, list the misses.
 
-        With the setting ``ahead``, plans and loads of a layer for the next step run beside calls
-        for other layers, so that scratch is each layer's own.
-
         Drops -1, ids out of ``0 <= id < limit`` and all but the first of equal ids. Ids in the
         ring resolve to it. Hits are stamped before victims are chosen; no slot that is
         selected in this step is evicted in it. Afterwards the order of a lane is

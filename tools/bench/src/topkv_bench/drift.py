@@ -27,7 +27,6 @@ from attrs import frozen
 from torch import Tensor
 
 from topkv import SparseCoordinator
-from topkv.carrying import Carrying
 from topkv.config import LoweredGroup
 from topkv.layers import LayerPath
 from topkv.selectors import Own
@@ -127,37 +126,8 @@ class DriftingSelector:
         self._over()
 
     def _over(self) -> None:
-        self._write_to(self.lanes.ids)
-
-    def _write_to(self, ids: Tensor) -> None:
-        step = self.lanes.step
-        self._write(ids, step.slots, step.lengths, self.lanes.limit)
-
-
-class DriftingAhead(DriftingSelector):
-    """A ``DriftingSelector`` that selects for the next step: kept selections are written over.
-
-    Args:
-        path, over: as of ``DriftingSelector``.
-        selector: one of ``topkv.carrying``, which calls this object after each retrieval.
-    """
-
-    def __init__(self, path: LayerPath, selector: Carrying, over: Callable[..., None]) -> None:
-        super().__init__(path, selector, over)
-        self._retrieve = selector.retrieve
-        selector.retrieve = self._over_next  # type: ignore[method-assign]
-
-    def select(self, *arguments: Any) -> None:
-        """Take the selection that the step before has kept. Hot."""
-        self.selector.select(*arguments)
-
-    def warm(self) -> None:
-        """Select as ever; ``_over_next`` writes over the result."""
-        self.selector.warm()
-
-    def _over_next(self, q: Tensor) -> None:
-        self._retrieve(q)
-        self._write_to(self.selector.coming)
+        lanes = self.lanes
+        self._write(lanes.ids, lanes.step.slots, lanes.step.lengths, lanes.limit)
 
 
 @frozen
@@ -195,7 +165,7 @@ def drifting(coordinator: SparseCoordinator, drift: float | str, context: int) -
     shares, overs = [], []
     for number, path in enumerate(layers):
         group = coordinator.config.groups[path.lanes.index]
-        units, select = selectable(group, context), group.shape.select - group.ahead
+        units, select = selectable(group, context), group.shape.select
         if isinstance(drift, str):
             depth = number / len(layers)
             share, over = _recorded(drift, coordinator, path, depth, select, units)
@@ -211,14 +181,12 @@ def drifting(coordinator: SparseCoordinator, drift: float | str, context: int) -
         overs.append(over)
     replaced = [(path, path.selector) for path in layers]
     for (path, selector), over in zip(replaced, overs, strict=True):
-        kind = DriftingAhead if isinstance(selector, Carrying) else DriftingSelector
-        path.selector = kind(path, selector, over)  # type: ignore[arg-type, assignment]
+        path.selector = DriftingSelector(path, selector, over)  # type: ignore[arg-type, assignment]
     try:
         yield Drift(drift, min(shares, default=0.0), len(replaced))
     finally:
         for path, selector in replaced:
             path.selector = selector
-            vars(selector).pop("retrieve", None)
 
 
 def _writer(coordinator: SparseCoordinator, name: str) -> Callable[..., None]:

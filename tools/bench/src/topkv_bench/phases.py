@@ -49,8 +49,6 @@ _CORE = {
     "score_kernel": "select",
     "lanes_kernel": "select",
     "select_kernel": "select",
-    "take_kernel": "select",
-    "keep_kernel": "select",
     "walk_kernel": "select",
     "drift_kernel": "select",
 }

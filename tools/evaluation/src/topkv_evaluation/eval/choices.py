@@ -13,7 +13,7 @@ from topkv.errors import ConfigError, PluginError
 from topkv.plugins import PluginRegistry
 
 EXACT, ALL_CHANNELS = "exact", "double_sparsity"
-SETTINGS = ("unit", "scope", "buffer", "eviction", "host_format", "stages", "share", "ahead")
+SETTINGS = ("unit", "scope", "buffer", "eviction", "host_format", "stages", "share")
 """Keys behind an algorithm that set topkv, unless the algorithm has a parameter of that name."""
 
 LEAST_BUFFER = 256

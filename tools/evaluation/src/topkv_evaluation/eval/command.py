@@ -77,8 +77,8 @@ from topkv_evaluation.tasks.splits import MOST, STARTS, TUNING
     show_default=f"those installed of {ALGORITHMS.format(steps=LEAST_STEPS)}; "
     "deepseek_dsa alone, or trained_gate as well, if the model has an indexer",
     help="name:key=value,key=value,name; keys: parameters, unit, scope, buffer, eviction, "
-    "host_format, share, ahead, stages (NAME/key=value+NAME). ROW@name:... names its row; {steps} "
-    "is what the longest question needs.",
+    "host_format, share, stages (NAME/key=value+NAME). ROW@name:... names its row; {steps} is "
+    "what the longest question needs.",
 )
 @click.option(
     "--contexts",
