@@ -277,10 +277,9 @@ class SparseCoordinator:
                     self.prefill.settle(path, slot, since, int(length))
             requests.settled[groups, slot] = requests.length[slot]
         slots = slots[fresh]
-        requests.prompt[slots] = requests.length[slots]
+        requests.fresh[slots], requests.prompt[slots] = False, requests.length[slots]
         if len(slots):
             self._warm(slots)
-        requests.fresh[slots] = False
 
     def _warm(self, slots: np.ndarray) -> None:
         """Load the selection of each prompt's last query, so that decoding starts with hits."""

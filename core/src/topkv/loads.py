@@ -89,7 +89,8 @@ class SharedLoads(Loads):
     Args:
         path: path of the layer.
         others: loads of the layers that share its selection.
-        side: the stream that copies their misses.
+        side: the stream that copies their misses. All plans of a group write the same stamps, so
+            the next layer that selects waits for all of them.
     """
 
     def __init__(self, path: Bound, others: Sequence[LoadsAhead], side: SideStream) -> None:

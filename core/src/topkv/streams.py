@@ -32,7 +32,7 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
-        self.device, self._stream, self._queued = device, None, False
+        self.device, self._stream = device, None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device, priority=priority)
 
@@ -44,7 +44,6 @@ class SideStream:
             tensors: tensors that are read within and may be let go of afterwards.
         """
         if self._stream is not None:
-            self._queued = True
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             for tensor in tensors:
                 tensor.record_stream(self._stream)
@@ -60,12 +59,7 @@ class SideStream:
         return None if self._stream is None else self._stream.record_event(event)
 
     def join(self, mark: torch.cuda.Event | None = None) -> None:
-        """Let the current stream wait for a mark, or for all that was queued since it last did.
-
-        If that was nothing it does nothing: a graph may be captured, in which the stream has no
-        part.
-        """
-        if self._stream is None or (mark is None and not self._queued):
-            return
-        torch.cuda.current_stream(self.device).wait_event(mark or self._stream.record_event())
-        self._queued &= mark is not None
+        """Let the current stream wait for a mark, or for all that was queued."""
+        if self._stream is not None:
+            mark = mark or self._stream.record_event()
+            torch.cuda.current_stream(self.device).wait_event(mark)

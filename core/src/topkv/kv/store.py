@@ -32,7 +32,7 @@ class GroupStore:
         unit_slot: int32 ``[L, M, max_units]`` LRU slot of a logical unit, -1 where absent.
         slot_unit: int32 ``[L, M, C]`` logical unit in a slot, -1 where free.
         order: int32 ``[L, M, C]`` slots by eviction order, coldest first.
-        stamp: int32 ``[L, M, C + T]`` scratch of a plan, ``UNSELECTED`` between plans.
+        stamp: int32 ``[M, C + T]`` scratch of a plan, ``UNSELECTED`` between plans.
         counters: int64 ``[L, M, 2]`` units that were hit and missed since the store was made.
             Plans add to it and nothing takes away from it.
         extra: int64 ``[L, M]`` tokens that were attended beyond the selections since then, because
@@ -86,7 +86,7 @@ class GroupStore:
             unit_slot=ints(layers, lanes if sparse else 0, group.max_units),
             slot_unit=ints(layers, lanes, slots),
             order=identity.expand(layers, lanes, slots).contiguous(),
-            stamp=ints(layers, lanes if sparse else 0, group.slots, fill=UNSELECTED),
+            stamp=ints(lanes, group.slots, fill=UNSELECTED),
             counters=ints(layers, lanes if sparse else 0, 2, fill=0, dtype=torch.int64),
             extra=ints(layers, lanes if sparse else 0, fill=0, dtype=torch.int64),
             before=ints(layers, lanes if sparse else 0, 3, fill=0, dtype=torch.int64),

@@ -99,4 +99,4 @@ class ZeroCopyTransfer:
         store.order[:, lanes] = torch.arange(
             self.group.buffer_slots, dtype=torch.int32, device=store.order.device
         )
-        store.stamp[:, lanes] = UNSELECTED
+        store.stamp[lanes] = UNSELECTED

@@ -46,8 +46,8 @@ class LayerMemory:
     """Views of one layer, made once: making one costs as much as a launch.
 
     Attributes:
-        unit_slot, slot_unit, order, stamp, counters, buffer: tensors of the store, without
-            their first dimension.
+        unit_slot, slot_unit, order, counters, buffer: tensors of the store, without their first
+            dimension.
         buffer_words: ``buffer`` as int32; where entries are coded, ``buffer``.
         host, host_words: the host pool from the layer's first entry on, in the group's dtype and
             as int32; where entries are coded, bytes.
@@ -57,7 +57,6 @@ class LayerMemory:
         self.unit_slot = store.unit_slot[index]
         self.slot_unit = store.slot_unit[index]
         self.order = store.order[index]
-        self.stamp = store.stamp[index]
         self.counters = store.counters[index]
         self.buffer = store.buffer[index]
         first = store.layout.base + index * store.layout.layer_stride
@@ -217,7 +216,7 @@ class TritonTransfer(ZeroCopyTransfer):
             memory.unit_slot,
             memory.slot_unit,
             memory.order,
-            memory.stamp,
+            self.store.stamp,
             memory.counters,
             out.slots,
             out.count,
