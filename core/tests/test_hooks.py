@@ -12,7 +12,7 @@ from topkv.hooks.discovery import OPTIONAL
 from topkv.plugins.contract import spec_functions
 
 EXPECTED = {
-    (2, 5): {
+    (2, 6): {
         "algorithm.spec": "self",
         "algorithm.construct": "self layer slot start k v q lse",
         "algorithm.settle": "self layer slot since length history",
@@ -46,6 +46,7 @@ EXPECTED = {
         "topk.topk": "self scores lengths ids",
         "engine.refusals": "self model",
         "engine.attach": "self model config",
+        "observer.bind_layers": "self layers",
         "observer.before_forward": "self report",
         "observer.after_forward": "self report",
         "storage.exists": "self keys",
@@ -68,6 +69,7 @@ OPTIONAL_HOOKS = {
     "stage.correct",
     "stage.keep",
     "backend.prefill_selected",
+    "observer.bind_layers",
 }
 
 SETUPS = {

@@ -13,6 +13,7 @@ from topkv import hookimpl
 from topkv.coordinator import SparseCoordinator
 from topkv.entries import PluginEntry
 from topkv.errors import PluginError
+from topkv.loads import Loads
 from topkv.report import Occupancy
 from topkv_testing.machines.lifecycle_model import (
     DIM,
@@ -67,7 +68,54 @@ class FailsAtOnce(Keeps):
         raise KeyError("slots")
 
 
-OFFERED = {"keeps": Keeps, "fails": Fails, "fails-at-once": FailsAtOnce}
+class Binds(Keeps):
+    """Notes the layers that it is bound to, and how often each has loaded."""
+
+    @hookimpl
+    def bind_layers(self, layers):
+        self.bound = [path.view.layer for path in layers]
+        self.loaded = dict.fromkeys(self.bound, 0)
+        for path in layers:
+            path.loads = Noted(path.loads, self.loaded)
+        return lambda: dict(self.loaded)
+
+
+class Noted(Loads):
+    """The loads of a layer, whose number is kept."""
+
+    def __init__(self, loads, loaded):
+        super().__init__(loads.path, loads.number)
+        self._loads, self._loaded = loads, loaded
+
+    def load(self):
+        self._loads.load()
+        self._loaded[self.path.view.layer] += 1
+
+
+class BindsWithoutCounter(Keeps):
+    """Binds to layers and counts nothing."""
+
+    @hookimpl
+    def bind_layers(self, layers):
+        self.bound = [path.view.layer for path in layers]
+
+
+class FailsToBind(Keeps):
+    """Raises when it is bound to layers."""
+
+    @hookimpl
+    def bind_layers(self, layers):
+        raise OSError("no clock")
+
+
+OFFERED = {
+    "keeps": Keeps,
+    "fails": Fails,
+    "fails-at-once": FailsAtOnce,
+    "binds": Binds,
+    "binds-without-counter": BindsWithoutCounter,
+    "fails-to-bind": FailsToBind,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -260,6 +308,35 @@ def test_counters_that_a_package_adds_are_asked_when_somebody_asks(made):
     (report,) = keeps.reports
     assert not asked
     assert [report.counts["mine"]() for _ in range(2)] == [1, 2]
+    coordinator.close()
+
+
+def test_one_that_binds_to_sparse_layers_loads_with_them_and_may_count(made):
+    coordinator = make("keeps", "binds", "binds-without-counter")
+    keeps, binds, without = made
+    assert binds.bound == without.bound == sorted(SPARSE)
+    slot = coordinator.request_begin()
+    forward(coordinator, prefill=[(slot, 22)])
+    (report,) = keeps.reports
+    assert report.counts.keys() == {"binds"}
+    assert report.counts["binds"]() == dict.fromkeys(SPARSE, 0)
+    forward(coordinator, decode=[slot], select=[0, 3])  # warmed, then decoded
+    assert report.counts["binds"]() == binds.loaded == dict.fromkeys(SPARSE, 2)
+    coordinator.close()
+
+
+def test_one_that_cannot_bind_is_left_out_before_the_first_forward(made):
+    coordinators = []
+    told = warned(lambda: coordinators.append(make("fails-to-bind", "keeps")))
+    assert told == [
+        "topkv-doubles 1 (observer 'fails-to-bind') failed in bind_layers and is left out from "
+        "now on: OSError: no clock"
+    ]
+    (coordinator,) = coordinators
+    failing, keeps = made
+    forward(coordinator, prefill=[(coordinator.request_begin(), 5)])
+    assert (len(failing.begun), len(keeps.begun)) == (0, 1)
+    assert not coordinator.observers.counts
     coordinator.close()
 
 

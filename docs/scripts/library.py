@@ -26,6 +26,7 @@ LIBRARY = (
     "topkv.plugins.contract",
     "topkv.errors",
     "topkv.report",
+    "topkv.loads",
     "topkv.kv.layout",
     "topkv.kv.store",
     "topkv.transfer.geometry",

@@ -7,6 +7,7 @@ from typing import ClassVar
 from tests.mutants.harness import Mutant, told_of
 from topkv.entries import PluginEntry
 from topkv.hooks.discovery import hookimpl
+from topkv.loads import Loads
 from topkv_testing.observers import ObserverOptions, ObserverTests
 
 OPTIONS = ObserverOptions(
@@ -60,6 +61,30 @@ class SharesItsSums(Sums):
         self.misses = self.shared
 
 
+class CannotBind(Sums):
+    """It raises when it is bound to the layers."""
+
+    @hookimpl
+    def bind_layers(self, layers):
+        raise RuntimeError("it has no clock")
+
+
+class LoadsNothing(Sums):
+    """It puts loads around those of a layer, and forgets to call them."""
+
+    @hookimpl
+    def bind_layers(self, layers):
+        for path in layers:
+            path.loads = Unloaded(path)
+
+
+class Unloaded(Loads):
+    """Loads of a layer that are planned and never done."""
+
+    def load(self):
+        """Do nothing."""
+
+
 def _mutant(broken: type, test: str) -> Mutant:
     clean, entry = (
         PluginEntry(cls.__name__.lower(), "observer", f"{__name__}:{cls.__name__}")
@@ -72,5 +97,7 @@ def _mutant(broken: type, test: str) -> Mutant:
 MUTANTS = [
     _mutant(CountsTooEarly, "it_gathers_what_forwards_were"),
     _mutant(NeedsARow, "forwards_are_the_same_without_it"),
+    _mutant(CannotBind, "it_gathers_what_forwards_were"),
+    _mutant(LoadsNothing, "forwards_are_the_same_without_it"),
     _mutant(SharesItsSums, "each_coordinator_has_its_own"),
 ]

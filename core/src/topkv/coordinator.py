@@ -98,7 +98,8 @@ class SparseCoordinator:
             selectors=[path.selector for path in self.layers if path.selector],
         )
         self.prefill = Prefill(self.config, self.requests, self.layers)
-        self.observers = Observers(config, registry, self.requests)
+        sparse = [path for path in self.layers if path.selector]
+        self.observers = Observers(config, registry, self.requests, sparse)
         self.dropping = Dropping(config, self.requests, self.layers)
         periods = [[(spec and spec.settle_period) or 2**31 - 1] for spec in plugins.specs]
         self._settle_periods, self._settles_later = np.array(periods), min(periods) < [2**31 - 1]

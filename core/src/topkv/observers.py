@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from topkv.config import LoweredConfig
 from topkv.hooks.observer import ForwardReport, Observer, ObserverSetup
-from topkv.layers import Forward
+from topkv.layers import Forward, LayerPath
 from topkv.plugins import PluginRegistry
+from topkv.plugins.contract import has_hook
 from topkv.report import count_occupancy, count_transfers
 from topkv.requests import Requests
 
@@ -22,22 +23,32 @@ class Observers:
         config: names them.
         registry: where they are looked up.
         requests: counted when an observer asks.
+        layers: paths of the sparse layers.
 
     Attributes:
         named: observers that have not raised, by package and name.
-        counts: further counters for their reports, which a package adds by a name of its own.
+        counts: further counters for their reports, which an observer has returned, or a package
+            adds by a name of its own.
     """
 
     def __init__(
-        self, config: LoweredConfig, registry: PluginRegistry, requests: Requests
+        self,
+        config: LoweredConfig,
+        registry: PluginRegistry,
+        requests: Requests,
+        layers: Sequence[LayerPath],
     ) -> None:
         self._requests = requests
         self.counts: dict[str, Callable[[], Any]] = {}
         setup = ObserverSetup(config)
-        self.named: dict[str, Observer] = {
-            registry.get("observer", name).who: registry.create("observer", name, setup)
-            for name in config.observers
-        }
+        self.named: dict[str, Observer] = {}
+        for name in config.observers:
+            who = registry.get("observer", name).who
+            self.named[who] = registry.create("observer", name, setup)
+            if has_hook(self.named[who], "bind_layers"):
+                counter = self._call(who, "bind_layers", layers)
+                if counter is not None:
+                    self.counts[name] = counter
 
     def tell(self, hook: str, forward: Forward) -> None:
         """Call a hook of each observer with the report of a forward.
@@ -59,14 +70,19 @@ class Observers:
             occupancy=partial(count_occupancy, self._requests),
             counts=self.counts,
         )
-        for who, observer in list(self.named.items()):
-            try:
-                getattr(observer, hook)(report)
-            except Exception as error:
-                del self.named[who]
-                warnings.warn(
-                    f"{who} failed in {hook} and is left out from now on: "
-                    f"{type(error).__name__}: {error}",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
+        for who in list(self.named):
+            self._call(who, hook, report)
+
+    def _call(self, who: str, hook: str, argument: object) -> Any:
+        """Call a hook of an observer; None if it raised."""
+        try:
+            return getattr(self.named[who], hook)(argument)
+        except Exception as error:
+            del self.named[who]
+            warnings.warn(
+                f"{who} failed in {hook} and is left out from now on: "
+                f"{type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            return None

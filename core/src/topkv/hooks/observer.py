@@ -1,21 +1,22 @@
 """Hook specs of observers, which a configuration names in ``observers``.
 
 ``factory(setup)`` gives one for an ``ObserverSetup``. It is called once per forward and never per
-layer. One that raises is left out from then on, with a warning that names its package; the forward
-goes on.
+layer; ``bind_layers`` is for those that measure within a layer. One that raises is left out from
+then on, with a warning that names its package; the forward goes on.
 
 ``topkv_testing.observers.ObserverTests`` of topkv-testing tests one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from attrs import Factory, frozen
 
 from topkv.config import LoweredConfig
-from topkv.hooks.discovery import hookspec
+from topkv.hooks.discovery import hookspec, optional
+from topkv.layers import LayerPath
 from topkv.report import Occupancy, TransferReport
 
 
@@ -48,7 +49,8 @@ class ForwardReport:
         occupancy: host pages and request slots that are held when it is called, at any time and
             in any thread.
         counts: further counters by the names of the packages that add them, such as
-            ``"prefixes"`` of topkv-prefixes; each is called likewise.
+            ``"prefixes"`` of topkv-prefixes, and those of observers by their names, see
+            ``bind_layers``; each is called likewise.
     """
 
     slots: tuple[int, ...]
@@ -61,6 +63,23 @@ class ForwardReport:
 
 class Observer(Protocol):
     """Watches forwards."""
+
+    @optional
+    @hookspec
+    def bind_layers(self, layers: Sequence[LayerPath]) -> Callable[[], Any] | None:
+        """Bind to the layers of a coordinator. Called once, before any forward.
+
+        An observer may put a ``topkv.loads.Loads`` of its own around ``path.loads``. Its ``plan``
+        and ``load`` are hot: a graph replays what they queue, so they neither wait for the device
+        nor allocate. What makes an observer raise comes before it changes the first layer.
+
+        Args:
+            layers: paths of the sparse layers, in order. An observer may go by their ``view``,
+                ``lanes`` and ``loads``.
+
+        Returns:
+            A counter, which reports have in ``counts`` under the name of the observer, or None.
+        """
 
     @hookspec
     def before_forward(self, report: ForwardReport) -> None:

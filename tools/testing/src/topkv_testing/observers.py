@@ -123,6 +123,9 @@ class Watched:
         subject: the observer.
         named: True if the configuration names it.
 
+    Raises:
+        AssertionError: the observer raised in ``bind_layers``.
+
     Attributes:
         told: every forward so far.
         outputs: output of every layer that was attended so far.
@@ -137,6 +140,9 @@ class Watched:
         self.told: list[Told] = []
         self.outputs: list[Tensor] = []
         self.observer: Any = next(iter(self.coordinator.observers.named.values()), None)
+        if named and self.observer is None:
+            self.coordinator.close()
+            raise AssertionError("bind_layers raised, see the warning")
         self.slots = [self.coordinator.request_begin() for _ in range(3)]
         for slot, tokens in zip(self.slots, PROMPTS, strict=False):
             self._watch([], [(slot, tokens)], [], dropped=False)
