@@ -212,8 +212,6 @@ def test_the_tables_of_calibrated_sharing_are_those_of_the_raw_numbers():
         ]
 
 
-
-
 def test_the_table_of_locality_is_that_of_the_raw_numbers():
     names = {"Quest": "quest", "Double Sparsity": "double_sparsity", "ParisKV": "pariskv"}
     rows = figures.read("locality.jsonl.xz")

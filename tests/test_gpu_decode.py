@@ -99,15 +99,18 @@ STICKY = {"params": {"sticky": 0.5}}
 SHARING = {"share": "FSS", "layers": {"3": "streamed"}}
 """Loads that are ahead, on a stream beside the one that is captured."""
 
+TIMED = {"observers": ["stalls"]}
+"""Looks at a clock around each load, which are captured with it."""
+
 CASES = {
     "units": {},
     "regranulated": TOKENS,
     "sticky": STICKY,
     "sticky-regranulated": {**TOKENS, **STICKY},
     "coded": {"host_format": "fp8"},
-    "timed": {"stall_times": True},
+    "timed": TIMED,
     "sharing": SHARING,
-    "sharing-timed": {**SHARING, "stall_times": True},
+    "sharing-timed": {**SHARING, **TIMED},
     "sharing-regranulated": {**TOKENS, "share": "FSS"},
 }
 
@@ -168,14 +171,16 @@ def test_captured_replays_equal_eager_bitwise(options, scope):
 
 def test_stalls_grow_with_each_replay_that_missed_and_with_no_other():
     """By layer, in one graph: the clock is read by kernels, and nobody waits for the device."""
-    coordinator = make(stall_times=True)
+    coordinator = make(**TIMED)
+    stalls = coordinator.observers.counts["stalls"]
     slots, inputs = prefill(coordinator, [PROMPT, 500]), Inputs()
     rows = [*slots, -1, -1]
 
     def counted():
         coordinator.forward_end(offloaded=True)
-        layers = coordinator.transfers_of().layers
-        return {n: (each.misses, each.stall_ms) for n, each in layers.items()}
+        layers, waited = coordinator.transfers_of().layers, stalls()
+        assert waited.keys() == layers.keys()
+        return {n: (each.misses, waited[n]) for n, each in layers.items()}
 
     coordinator.forward_begin(decode=rows)
     inputs.run(coordinator)  # kernels are compiled

@@ -62,7 +62,7 @@ def compared(on, broken=contextlib.nullcontext, late=contextlib.nullcontext, **o
 
 
 @pytest.mark.parametrize("name", TIERS)
-@pytest.mark.parametrize("options", [{}, {"buffer": 24}, {"stall_times": True}])
+@pytest.mark.parametrize("options", [{}, {"buffer": 24}])
 def test_outputs_are_those_of_loads_in_time(name, options):
     on = tier(name)
     if on.missing:

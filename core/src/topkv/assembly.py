@@ -224,5 +224,5 @@ def connect(
                     v_slots=v_slots,
                 )
             )
-        bind_loads(config, store, paths[-len(views) :])
+        bind_loads(config, paths[-len(views) :])
     return transfers, sorted(paths, key=lambda path: path.view.layer)

@@ -11,15 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
 from topkv.config import LoweredConfig
 from topkv.hooks.transfer import Transfer
-from topkv.kv.store import GroupStore
 from topkv.lanes import LaneBuffers
 from topkv.streams import SideStream
-from topkv.transfer.stalls import Clock, DeviceClock, HostClock
 from topkv.types import LayerView, Plan
 
 
@@ -104,33 +99,11 @@ class SharedLoads(Loads):
                 each.begin()
 
 
-class TimedLoads(Loads):
-    """The loads of a layer, timed.
+def bind_loads(config: LoweredConfig, paths: Sequence[Bound]) -> None:
+    """Give ``loads`` to the layers of a group.
 
     Args:
-        loads: loads of the layer.
-        times: times of the layer, see ``topkv.transfer.stalls``.
-        clock: clock of its device.
-    """
-
-    def __init__(self, loads: Loads, times: Tensor, clock: Clock) -> None:
-        super().__init__(loads.path, loads.number)
-        self._loads, self._times, self._clock = loads, times, clock
-
-    def plan(self) -> None:
-        self._loads.plan()
-
-    def load(self) -> None:
-        self._clock.begin(self._times)
-        self._loads.load()
-        self._clock.end(self._times, self.found.misses)
-
-
-def bind_loads(config: LoweredConfig, store: GroupStore, paths: Sequence[Bound]) -> None:
-    """Give ``loads`` to the layers of a group, timed if ``config`` wants that.
-
-    Args:
-        store: store of the group, which gets the tensor that stalls are counted in.
+        config: says which of them share a selection.
         paths: paths of its layers, in order.
     """
     lanes = paths[0].lanes
@@ -140,9 +113,3 @@ def bind_loads(config: LoweredConfig, store: GroupStore, paths: Sequence[Bound])
         of[first].loads = SharedLoads(of[first], ahead, lanes.side) if ahead else Loads(of[first])
         for each in ahead:
             each.path.loads = each
-    if config.stall_times and lanes.sparse:
-        device = store.counters.device
-        clock: Clock = DeviceClock() if device.type == "cuda" else HostClock()
-        store.stall_ns = torch.zeros((len(paths), 2), dtype=torch.int64, device=device)
-        for path, times in zip(paths, store.stall_ns, strict=True):
-            path.loads = TimedLoads(path.loads, times, clock)

@@ -60,9 +60,6 @@ class TransferReport:
         loaded_bytes: bytes that crossed the link for the misses.
         extra: tokens attended beyond the selections, in closed units of which regranulation took
             all for some of their tokens; of every lane and layer.
-        stall_ms: milliseconds that the device spent in loads which had something to load: the
-            time that steps waited for the link. None where that is not known: unless the setting
-            ``stall_times`` is on, and of single requests, whose misses are loaded together.
         layers: by model layer, the counts of this layer alone; sparse layers, in order.
     """
 
@@ -70,7 +67,6 @@ class TransferReport:
     misses: int
     loaded_bytes: int
     extra: int = 0
-    stall_ms: float | None = None
     layers: Mapping[int, TransferReport] = field(factory=dict)
 
     @property
@@ -145,18 +141,15 @@ def count_transfers(
     for store in stores:
         if store.group.residency == "sparse":
             size = store.group.host_entry_bytes
-            counted = zip(store.group.layers, store.counts(slots), store.stalls(), strict=True)
-            for layer, (hits, misses, extra), stall in counted:
-                stall = None if slots is not None else stall
-                layers[layer] = TransferReport(hits, misses, misses * size, extra, stall)
+            counted = zip(store.group.layers, store.counts(slots), strict=True)
+            for layer, (hits, misses, extra) in counted:
+                layers[layer] = TransferReport(hits, misses, misses * size, extra)
     each = layers.values()
-    stalls = [layer.stall_ms for layer in each if layer.stall_ms is not None]
     return TransferReport(
         hits=sum(layer.hits for layer in each),
         misses=sum(layer.misses for layer in each),
         loaded_bytes=sum(layer.loaded_bytes for layer in each),
         extra=sum(layer.extra for layer in each),
-        stall_ms=sum(stalls) if stalls else None,
         layers=dict(sorted(layers.items())),
     )
 

@@ -6,6 +6,7 @@ import gc
 import threading
 
 import pytest
+from attrs import evolve
 from prometheus_client import REGISTRY, generate_latest
 
 from topkv.hooks.observer import ForwardReport, ObserverSetup
@@ -64,14 +65,28 @@ def test_series_begin_at_0_and_vanish_with_their_observer():
     coordinator.close()
 
 
-def test_stalls_are_shown_where_they_are_measured():
-    for options, shown in (({}, False), ({"stall_times": True}, True)):
-        coordinator = make_coordinator(tier("cpu"), **options)
-        observer = PrometheusObserver(ObserverSetup(coordinator.config))
-        own = {"coordinator": str(observer.counts.coordinator), "layer": str(SPARSE[0])}
-        name = "topkv_stall_seconds_total"
-        assert REGISTRY.get_sample_value(name, own) == (0 if shown else None)
-        layer = TransferReport(1, 2, 3, stall_ms=250.0 if shown else None)
-        observer.counts.transfers = TransferReport(1, 2, 3, layers={SPARSE[0]: layer})
-        assert REGISTRY.get_sample_value(name, own) == (0.25 if shown else None)
-        coordinator.close()
+@pytest.mark.parametrize("shown", [True, False])
+def test_stalls_are_shown_where_they_are_measured(shown):
+    """Another observer counts them, and is asked when the device is asked for the rest."""
+    coordinator = make_coordinator(tier("cpu"))
+    names, asked, totals = ("stalls",) if shown else (), [], coordinator.transfers_of()
+    observer = PrometheusObserver(ObserverSetup(evolve(coordinator.config, observers=names)))
+    own = {"coordinator": str(observer.counts.coordinator), "layer": str(SPARSE[0])}
+
+    def seconds():
+        return REGISTRY.get_sample_value("topkv_stall_seconds_total", own)
+
+    def waited():
+        asked.append(observer.counts.forwards)
+        return {SPARSE[0]: 250.0}
+
+    counts = {"stalls": waited} if shown else {}
+    held = Occupancy(4, 2, 3, 1)
+    report = ForwardReport((), 0, lambda: totals, lambda: totals, lambda: held, counts)
+    for _ in range(EVERY):
+        assert seconds() == (0 if shown else None)
+        observer.before_forward(report)
+        observer.after_forward(report)
+    assert asked == ([EVERY] if shown else [])
+    assert seconds() == (0.25 if shown else None)
+    coordinator.close()

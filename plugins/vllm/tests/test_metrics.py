@@ -19,19 +19,20 @@ def shown():
     }
 
 
-SPARSE = {"budget": 128, "buffer": 128, "unit": 16, "max_requests": 2, "stall_times": True}
+SPARSE = {"budget": 128, "buffer": 128, "unit": 16, "max_requests": 2, "observers": ["stalls"]}
 
 
 def test_metrics_are_what_the_coordinator_counts(served, prompt, monkeypatch):
     monkeypatch.setattr("topkv_vllm.counts.EVERY", 0.0)
     engine = served(SPARSE, disable_log_stats=False)
-    begun = engine.session.coordinator.transfers_of()  # what warmed up is in no metric
+    waited = engine.session.coordinator.observers.counts["stalls"]
+    begun, idle = engine.session.coordinator.transfers_of(), waited()  # what warmed up is in none
     engine.answer([prompt(400), prompt(200)], 12)
     metrics, report = shown(), engine.session.coordinator.transfers_of()
     assert metrics["hits_total"] == report.hits - begun.hits > 0
     assert metrics["misses_total"] == report.misses - begun.misses > 0
     assert metrics["loaded_bytes_total"] == report.loaded_bytes - begun.loaded_bytes > 0
-    stalled = report.stall_ms - (begun.stall_ms or 0)
+    stalled = sum(waited().values()) - sum(idle.values())
     assert metrics["stall_seconds_total"] == pytest.approx(stalled / 1e3)
     config = engine.session.coordinator.config
     assert metrics["pages"] == config.num_pages - 1

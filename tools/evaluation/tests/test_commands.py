@@ -138,6 +138,16 @@ def test_stalls_are_a_column_where_they_were_measured(stalls, shown):
     assert last.split() == ["all", "6", "2", "75.0%", "128", *([shown] if shown else [])]
 
 
+def test_stalls_are_told_where_the_observer_is_on(question, tmp_path):
+    file = tmp_path / "sparse.json"
+    file.write_text(json.dumps({"observers": ["stalls"]}), encoding="utf-8")
+    sizes = ("--config", str(file), "--budget", "256", "--buffer", "256")
+    told = generate(*sizes, "--json", "--stats", prompt=("--prompt", question.text))
+    assert told.exit_code == 0, told.stderr
+    layers = json.loads(told.stdout)["stats"]["layers"]
+    assert [layer["stall_ms"] > 0 for layer in layers] == [layer["misses"] > 0 for layer in layers]
+
+
 def test_generate_streams_text(question, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text(question.text, encoding="utf-8")

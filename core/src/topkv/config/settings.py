@@ -181,10 +181,6 @@ class Settings(Generic[Unset, Size]):
     poison: bool | Unset = setting(checks.flag, False)
     """fill freed memory with NaN."""
 
-    stall_times: bool | Unset = setting(checks.flag, False)
-    """measure how long each layer waits for its misses (``TransferReport.stall_ms``); costs two
-    small launches a sparse layer."""
-
     prefill_block_tokens: int | Unset = setting(checks.count, 16384)
     """tokens of history that a prefill streams at a time: a multiple of ``page_tokens``, to which
     the default is rounded. The device holds two such blocks of a layer."""

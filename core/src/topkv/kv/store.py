@@ -39,7 +39,6 @@ class GroupStore:
             they were regranulated.
         before: int64 ``[L, M, 3]`` what ``counters`` and ``extra`` were when the request of the
             lane began.
-        stall_ns: int64 ``[L, 2]`` if loads are timed, else None: see ``topkv.transfer.stalls``.
     """
 
     group: GroupShape
@@ -54,7 +53,6 @@ class GroupStore:
     counters: Tensor
     extra: Tensor
     before: Tensor
-    stall_ns: Tensor | None = None
 
     @classmethod
     def on_host(
@@ -143,12 +141,6 @@ class GroupStore:
         found: list[list[int]] = counted.sum(1).tolist()
         return found
 
-    def stalls(self) -> list[float | None]:
-        """Milliseconds that loads of each layer took; None where none is timed. Synchronizes."""
-        if self.stall_ns is None:
-            return [None] * len(self.group.layers)
-        return [nanoseconds / 1e6 for nanoseconds in self.stall_ns[:, 1].tolist()]
-
     def poison_pages(self, pages: list[int]) -> None:
         """Fill the entries of freed pages with NaN, packed rows with bytes that decode to it."""
         floating = self.entries.dtype.is_floating_point
@@ -163,8 +155,8 @@ class GroupStore:
     def metadata_bytes(self) -> int:
         """Maps, order and scratch."""
         maps = (self.unit_slot, self.slot_unit, self.order, self.stamp)
-        counts = (self.counters, self.extra, self.before, self.stall_ns)
-        return sum(tensor.nbytes for tensor in (*maps, *counts) if tensor is not None)
+        counts = (self.counters, self.extra, self.before)
+        return sum(tensor.nbytes for tensor in (*maps, *counts))
 
     def check_maps(self) -> None:
         """Check that order is a permutation, the two maps are inverse, and no stamp is left.

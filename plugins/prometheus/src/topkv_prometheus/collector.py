@@ -31,7 +31,7 @@ LAYERS = {
 }
 """Counters by coordinator and layer: attributes of ``topkv.report.TransferReport``."""
 
-STALLS = "Seconds that steps waited for loads; shown where stall_times is on"
+STALLS = "Seconds that steps waited for loads; shown where the observer stalls is on"
 
 HELD = {
     "pages": "Host pages that requests can hold",
@@ -76,6 +76,8 @@ class Counts:
     Attributes:
         coordinator: number of its coordinator within the process.
         transfers: hits, misses and bytes of all requests, when they were looked at last.
+        stalls: milliseconds that steps waited for loads, by layer, then; empty where nobody has
+            timed them.
         forwards: forwards that ended.
         prompt_tokens: prompt tokens of these forwards.
         decoded_tokens: decode rows of these forwards, without padded ones.
@@ -85,6 +87,7 @@ class Counts:
 
     coordinator: int
     transfers: TransferReport
+    stalls: Mapping[int, float] = Factory(dict)
     forwards: int = 0
     prompt_tokens: int = 0
     decoded_tokens: int = 0
@@ -125,9 +128,9 @@ class CountsCollector(Collector):
             labels = (*OF, "layer")
             yield _family(CounterMetricFamily, f"topkv_{name}", text, labels, layers, name)
         counter = CounterMetricFamily("topkv_stall_seconds", STALLS, labels=(*OF, "layer"))
-        for labels, report in layers:
-            if report.stall_ms is not None:
-                counter.add_metric(labels, report.stall_ms / 1e3)
+        for name, each in by.items():
+            for layer, waited in each.stalls.items():
+                counter.add_metric([name, str(layer)], waited / 1e3)
         yield counter
         held = [([name], each.occupancy()) for name, each in by.items() if each.occupancy]
         for name, text in HELD.items():

@@ -26,9 +26,10 @@ class PrometheusObserver:
         groups = [group.shape for group in setup.config.groups]
         sparse = [group.layers for group in groups if group.residency == "sparse"]
         # A series that begins at 0 shows its first step as an increase.
-        zero = TransferReport(0, 0, 0, stall_ms=0.0 if setup.config.stall_times else None)
-        nothing = dict.fromkeys(sorted(sum(sparse, ())), zero)
+        nothing = dict.fromkeys(sorted(sum(sparse, ())), TransferReport(0, 0, 0))
         self.counts = Counts(next(_NUMBERS), TransferReport(0, 0, 0, layers=nothing))
+        if "stalls" in setup.config.observers:
+            self.counts.stalls = dict.fromkeys(nothing, 0.0)
         COLLECTOR.watch(self.counts)
 
     @hookimpl
@@ -43,3 +44,5 @@ class PrometheusObserver:
         counts.decoded_tokens += sum(slot >= 0 for slot in report.slots)
         if counts.forwards % EVERY == 0:
             counts.transfers = report.totals()
+            if stalls := report.counts.get("stalls"):
+                counts.stalls = stalls()

@@ -32,11 +32,12 @@ class Counts:
             return None
         self._told, coordinator = now, self._requests.coordinator
         report, held = coordinator.transfers_of(), count_occupancy(coordinator.requests)
+        stalls = coordinator.observers.counts.get("stalls", dict)  # milliseconds by layer
         total = {
             "hits": report.hits,
             "misses": report.misses,
             "loaded_bytes": report.loaded_bytes,
-            "stall_seconds": (report.stall_ms or 0.0) / 1e3,
+            "stall_seconds": sum(stalls().values()) / 1e3,
         }
         since = {name: value - self._before.get(name, 0) for name, value in total.items()}
         self._before = total

@@ -21,7 +21,7 @@ COUNTERS = {
     "hits": "Selected units that topkv found on the device.",
     "misses": "Selected units that topkv loaded from host memory.",
     "loaded_bytes": "Bytes that topkv loaded from host memory.",
-    "stall_seconds": "Seconds that steps waited for those loads, if stall_times is on.",
+    "stall_seconds": "Seconds that steps waited for those loads, if the observer stalls is on.",
 }
 GAUGES = {
     "pages": "Pages of topkv's host pool.",

@@ -50,6 +50,7 @@ def measured(handle: AttachedModel, slots: Sequence[int]) -> dict[str, Any]:
 def stats_of(handle: AttachedModel) -> dict[str, Any]:
     """Return ``handle.stats()`` as the commands print it: sparse layers, and what is held."""
     stats = handle.stats()
+    stalls = handle.coordinator.observers.counts.get("stalls", dict)()
     layers = [
         {
             "layer": layer,
@@ -57,7 +58,7 @@ def stats_of(handle: AttachedModel) -> dict[str, Any]:
             "misses": report.misses,
             "hit_rate": report.hit_rate,
             "loaded_bytes": report.loaded_bytes,
-            "stall_ms": report.stall_ms,
+            "stall_ms": stalls.get(layer),
         }
         for layer, report in stats.transfers.layers.items()
     ]

@@ -20,7 +20,7 @@ def _cells(
 def show_stats(stats: dict[str, Any], console: Console) -> None:
     """Print a line for each sparse layer and their sums, then the pages and slots that are held.
 
-    Waits of layers for the link are shown where they were measured (``stall_times``).
+    Waits of layers for the link are shown where they were measured (observer ``stalls``).
 
     Args:
         stats: result of ``measured.stats_of``.

@@ -1,9 +1,8 @@
-"""Times that each layer waits for the link: its loads between two looks at a clock.
+"""Clocks of devices, which are looked at before and after each load.
 
-Attention of a layer needs all of its misses, so a step stands still while they are loaded.
-Off unless the setting ``stall_times`` asks for it: the two looks are launches of their own, a few
-microseconds a layer, and the load no longer starts while its plan still runs. The clock of a GPU
-may tick only once a microsecond: sums of many loads are right, a single one is coarse.
+The two looks are launches of their own, a few microseconds a layer, and the load no longer starts
+while its plan still runs. The clock of a GPU may tick only once a microsecond: sums of many loads
+are right, a single one is coarse.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ class DeviceClock:
     """Lanes whose misses are looked at together."""
 
     def __init__(self, now: Any = None) -> None:
-        from topkv.transfer import stall_kernels  # the reference works without Triton
+        from topkv_stalls import kernels  # the other clock works without Triton
 
-        self._kernels = stall_kernels
-        self._now = stall_kernels.device_ns if now is None else now
+        self._kernels = kernels
+        self._now = kernels.device_ns if now is None else now
 
     def begin(self, times: Tensor) -> None:
         self._kernels.stall_begin_kernel[(1,)](times, times, NOW=self._now, num_warps=1)

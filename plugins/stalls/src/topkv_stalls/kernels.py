@@ -1,4 +1,4 @@
-"""Kernels that read the clock of the device before and after a load, see ``stalls.py``.
+"""Kernels that read the clock of the device before and after a load, see ``clocks.py``.
 
 Both are launched plainly, so the one before a load starts when the plan has ended, and the one
 behind it when all of its bytes are there. A CUDA graph replays them like any other kernel.

@@ -1,4 +1,4 @@
-"""Times of loads: each layer has its own, 0 where nothing was missed; off by default."""
+"""Times of loads: each layer has its own, 0 where nothing was missed."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import time
 
 import pytest
 import torch
-import triton
-import triton.language as tl
-from hypothesis import given
-from hypothesis import strategies as st
 
-from topkv.loads import TimedLoads
-from topkv.transfer.stalls import DeviceClock, HostClock
+from core.tests import test_loads
+from topkv_stalls.entry import topkv_register_observers
+from topkv_stalls.observer import TimedLoads
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
     KV_HEADS,
     LAYERS,
     SPARSE,
+    doubles,
     make_coordinator,
 )
 from topkv_testing.tiers import tier
 
 MISSED, HELD = (0, 1, 2), (3, 4, 5)
 """Units of a lane whose buffer holds five, and whose newest two are in the ring."""
+
+TIMED = {"registry": doubles(*topkv_register_observers()), "observers": ["stalls"]}
 
 TIERS = [
     pytest.param("cpu"),
@@ -72,7 +72,7 @@ def decode(coordinator, slots, units):
 
 
 def stalls(coordinator):
-    return {n: each.stall_ms for n, each in coordinator.transfers_of().layers.items()}
+    return coordinator.observers.counts["stalls"]()
 
 
 @pytest.mark.parametrize("name", TIERS)
@@ -80,7 +80,7 @@ def test_a_layer_that_missed_has_waited_and_no_other(name):
     on = tier(name)
     if on.missing:
         pytest.skip(on.missing)
-    coordinator, slots = prompted(on, stall_times=True)
+    coordinator, slots = prompted(on, **TIMED)
     first, last = SPARSE[0], SPARSE[-1]
     assert stalls(coordinator) == dict.fromkeys(SPARSE, 0.0)
     decode(coordinator, slots, dict.fromkeys(SPARSE, MISSED))
@@ -92,14 +92,14 @@ def test_a_layer_that_missed_has_waited_and_no_other(name):
     twice = stalls(coordinator)
     assert twice[first] == once[first]
     assert twice[last] > once[last]
-    report = coordinator.transfers_of()
-    assert report.stall_ms == sum(twice.values())
-    assert coordinator.transfers_of(slots).stall_ms is None  # they are loaded together
+    for slot in slots:
+        coordinator.request_end(slot)
+    assert stalls(coordinator) == twice
     coordinator.close()
 
 
 def test_what_passes_within_a_load_is_counted_to_its_layer():
-    coordinator, slots = prompted(tier("cpu"), stall_times=True)
+    coordinator, slots = prompted(tier("cpu"), **TIMED)
     slow, quick = SPARSE[0], SPARSE[-1]
     engine = coordinator.layers[slow].transfer
     load = engine.load
@@ -116,9 +116,9 @@ def test_what_passes_within_a_load_is_counted_to_its_layer():
     coordinator.close()
 
 
-def test_nobody_is_timed_unless_it_is_asked_for():
+def test_outputs_and_counts_are_those_without_it():
     plain, slots = prompted(tier("cpu"))
-    watched, _ = prompted(tier("cpu"), stall_times=True)
+    watched, _ = prompted(tier("cpu"), **TIMED)
     for coordinator in (plain, watched):
         for path in coordinator.layers:
             if path.view.layer in SPARSE:
@@ -128,44 +128,29 @@ def test_nobody_is_timed_unless_it_is_asked_for():
             decode(each, slots, dict.fromkeys(SPARSE, units)) for each in (plain, watched)
         )
         assert all(map(torch.equal, mine, theirs))
-    assert plain.transfers_of().misses == watched.transfers_of().misses > 0
-    assert plain.transfers_of().stall_ms is None
-    assert stalls(plain) == dict.fromkeys(SPARSE)
-    more = watched.memory().metadata - plain.memory().metadata
-    assert more == 16 * len(SPARSE)
+    assert watched.transfers_of().misses > 0
+    assert plain.transfers_of() == watched.transfers_of()
+    assert "stalls" not in plain.observers.counts
     watched.check_integrity()
     for coordinator in (plain, watched):
         coordinator.close()
 
 
-@triton.jit
-def given_ns(p_now):
-    """Stands in for the clock of a device: its time is stored behind those of the layer."""
-    return tl.load(p_now + 2)
-
-
-def test_the_kernels_add_what_the_host_adds(monkeypatch):
-    """Equal over any misses of any number of lanes; the clock of both is set by hand."""
-    on = tier("interpret")
+@pytest.mark.parametrize("name", [TIERS[0], TIERS[-1]])
+@pytest.mark.parametrize(
+    "compared",
+    [
+        pytest.param(test_loads.compared, id="shared"),
+    ],
+)
+def test_layers_whose_copies_are_ahead_attend_to_the_same(name, compared):
+    on = tier(name)
     if on.missing:
         pytest.skip(on.missing)
-    few = st.lists(st.integers(0, 2), min_size=1, max_size=3)
-    hits = st.sampled_from([0, 1, 254, 255, 256, 300, 520]).map(lambda count: [0] * count)
-    lanes = st.builds(lambda before, missed, after: before + missed + after, hits, few, hits)
-    looks = st.tuples(lanes, st.integers(0, 2**60), st.integers(0, 2**40))
+    compared(on, **TIMED)
 
-    @given(st.lists(looks, max_size=4))
-    def run(program):
-        times, expected = torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-        kernels, host = DeviceClock(now=given_ns), HostClock()
-        for lanes, began, took in program:
-            misses = torch.tensor(lanes, dtype=torch.int32)
-            for look, now in (("begin", began), ("end", began + took)):
-                times[2] = now
-                monkeypatch.setattr("topkv.transfer.stalls.perf_counter_ns", lambda now=now: now)
-                rest = () if look == "begin" else (misses,)
-                getattr(kernels, look)(times, *rest)
-                getattr(host, look)(expected, *rest)
-        assert torch.equal(times[:2], expected)
 
-    run()
+def test_a_model_without_sparse_layers_has_no_times():
+    coordinator = make_coordinator(tier("cpu"), layers={"0-": "resident"}, **TIMED)
+    assert stalls(coordinator) == {}
+    coordinator.close()

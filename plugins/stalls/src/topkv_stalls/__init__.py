@@ -1,0 +1,1 @@
+"""An observer of topkv that times how long each layer waits for its loads."""
