@@ -6,8 +6,8 @@ import pytest
 from hypothesis import strategies as st
 
 from topkv_testing.algorithms import AlgorithmOptions
+from topkv_testing.fixtures import on as on
 from topkv_testing.kit import subject_of
-from topkv_testing.tiers import all_tiers
 
 OPTIONS = AlgorithmOptions(
     params=st.fixed_dictionaries(
@@ -22,18 +22,6 @@ OPTIONS = AlgorithmOptions(
     selects=(3, 5),
     units=64,
 )
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(each, id=each.name, marks=[pytest.mark.gpu] * (each.name == "gpu"))
-        for each in all_tiers()
-    ]
-)
-def on(request):
-    if request.param.missing:
-        pytest.skip(f"tier {request.param.name!r}: {request.param.missing}")
-    return request.param
 
 
 @pytest.fixture

@@ -11,22 +11,10 @@ sys.path.append(str(Path(__file__).parent))  # storage_driver is beside the test
 
 from storage_driver import Maker
 
+from topkv_testing.fixtures import on as on
 from topkv_testing.machines.lifecycle_model import make_coordinator
 from topkv_testing.models.storage_doubles import SHELVES, Shelf
-from topkv_testing.tiers import all_tiers, tier
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(each, id=each.name, marks=[pytest.mark.gpu] * (each.name == "gpu"))
-        for each in all_tiers()
-    ]
-)
-def on(request):
-    """Each tier that this machine has."""
-    if request.param.missing:
-        pytest.skip(f"tier {request.param.name!r}: {request.param.missing}")
-    return request.param
+from topkv_testing.tiers import tier
 
 
 @pytest.fixture
