@@ -94,9 +94,7 @@ def assert_references(cell, folder):
         assert name in set(defined_in(folder / file)), f"{file} has no {name}"
 
 
-@pytest.mark.parametrize(
-    ("heading", "sources"), [("Of the core", CORE), ("Of topkv-authoring", AUTHORING)]
-)
+@pytest.mark.parametrize(("heading", "sources"), [("Core", CORE), ("topkv-authoring", AUTHORING)])
 def test_every_kernel_of_a_library_has_a_row(heading, sources):
     _, *rows = table_under(KERNELS, heading)
     told = {}
@@ -114,7 +112,7 @@ def test_every_kernel_of_a_library_has_a_row(heading, sources):
 
 
 def test_every_kernel_of_the_plugins_has_a_row():
-    _, *rows = table_under(KERNELS, "Of the plugins")
+    _, *rows = table_under(KERNELS, "Plugins")
     told = {}
     for plugin, files, reference, compared in rows:
         name = re.match(r"\[(\w+)\]", plugin)[1]
@@ -133,7 +131,7 @@ def test_every_kernel_of_the_plugins_has_a_row():
 
 
 def test_what_is_measured_is_there():
-    _, *rows = table_under(KERNELS, "What is measured")
+    _, *rows = table_under(KERNELS, "Measurements")
     for _, scripts, results in rows:
         for script in re.findall(r"`([\w/]+\.py)`", scripts):
             assert (ROOT / script).is_file(), script

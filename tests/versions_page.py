@@ -71,7 +71,7 @@ def _pins() -> dict[str, str]:
 
 
 def _range(folder: str, name: str) -> str:
-    """Range from all lines of a ``pyproject.toml`` that name a package, as ``never_tested`` reads it."""
+    """Range from all lines of a ``pyproject.toml`` that name a package, as ``never_tested``."""
     project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text("utf-8"))["project"]
     extras = project.get("optional-dependencies", {}).get("tested", [])
     found = [

@@ -125,7 +125,7 @@ def functions() -> str:
     parts = [
         "# Library",
         "What a plugin may call beside what its hooks are given, module by module. "
-        "[What stays as it is](../stability.md) says what of it is public. Each operation takes "
+        "[Stability](../stability.md) says what of it is public. Each operation takes "
         '`impl`: `"reference"` is torch, `"triton"` the kernel of the same formula '
         "([Kernels and the kit](../kernels.md)). Exact top-k is called with the scratch that "
         "`topk` of [`AlgorithmSetup`](hooks.md#algorithmsetup) makes once.",

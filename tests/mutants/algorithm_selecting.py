@@ -124,7 +124,7 @@ class SlotDict(Quest):
 
 
 class HighTies(Quest):
-    """Of equal scores the higher unit wins."""
+    """The higher unit wins among equal scores."""
 
     @hookimpl
     def retrieve_topk(self, layer, q, weights, ids):

@@ -15,7 +15,7 @@ from topkv_testing.stages import AlgorithmOptions, StageTests
 
 
 class CountsTwice(Complete):
-    """What is attended is taken for left out."""
+    """Takes attended units for left out."""
 
     @hookimpl
     def correct(self, layer, q, ids, out, lse):

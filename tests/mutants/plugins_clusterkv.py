@@ -19,7 +19,7 @@ def _with(layer, **pools):
 
 
 class CutsFront(ClusterKV):
-    """Of the cluster that does not fit whole, takes the last members instead of the first."""
+    """Takes the last members of the cluster that does not fit whole, instead of the first."""
 
     @hookimpl
     def retrieve_topk(self, layer, q, weights, ids):

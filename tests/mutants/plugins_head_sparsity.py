@@ -43,7 +43,7 @@ class FlatToOneHead(HeadSparsity):
 
 
 class GoesByTheSampleAlone(HeadSparsity):
-    """What the selector has found does not count for how flat a lane is."""
+    """Leaves out what the selector has found when it weighs how flat a lane is."""
 
     def weigh(self, worth, offered, closed):
         others = worth.clone()
@@ -106,7 +106,7 @@ class DropsWhatKCovers(HeadSparsity):
 
 
 class MovesUp(HeadSparsity):
-    """What is kept moves to the front."""
+    """Moves kept units to the front."""
 
     @hookimpl
     def refine(self, layer, q, candidates, ids):

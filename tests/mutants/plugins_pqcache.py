@@ -153,7 +153,7 @@ class KeepsCodebooks(PQCache):
 
 
 class CodesBehindTheEnd(PQCache):
-    """What was cut off still counts as tokens with codes."""
+    """Counts tokens that were cut off as tokens with codes."""
 
     @hookimpl
     def truncated(self, layer, slot, length):

@@ -21,7 +21,7 @@ class ForgetsDecoded(Residual):
 
 
 class CountsTwice(Residual):
-    """What was attended is added once more."""
+    """Adds attended units once more."""
 
     @hookimpl
     def correct(self, layer, q, ids, out, lse):

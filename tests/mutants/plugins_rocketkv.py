@@ -46,7 +46,7 @@ class OldVotersStay(RocketKV):
 
 
 class DroppedForGood(RocketKV):
-    """What an earlier prompt dropped no later one can keep."""
+    """Drops for later prompts what an earlier prompt dropped."""
 
     @hookimpl
     def settle(self, layer, slot, since, length, history):

@@ -92,7 +92,7 @@ class EnoughForOneHead(_Kept):
 
 
 class HigherOfEquals(_Kept):
-    """Of equal ranks the higher unit is kept."""
+    """Keeps the higher unit of equal ranks."""
 
     @staticmethod
     def kept(worth, p, most):
@@ -125,7 +125,7 @@ class DropsTheWeightless(TopP):
 
 
 class MovesUp(TopP):
-    """What is kept moves to the front even where every candidate has its place."""
+    """Moves kept units to the front even where every candidate has its place."""
 
     @hookimpl
     def refine(self, layer, q, candidates, ids):

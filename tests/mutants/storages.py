@@ -18,7 +18,7 @@ OPTIONS = StorageOptions(lambda: {"shelf": f"mutants {next(_numbers)}"}, reopens
 
 
 class KeepsViews(ShelfStorage):
-    """What was put is the memory that it was put from."""
+    """Keeps the memory that an object was put from."""
 
     def _put(self, key, place):
         if len(place) > 1:
@@ -77,7 +77,7 @@ class AnswersForAll(ShelfStorage):
 
 
 class SaysWhetherAllAreThere(ShelfStorage):
-    """What exists is a yes or no."""
+    """Answers yes or no for what exists."""
 
     @hookimpl
     def exists(self, keys):
@@ -93,7 +93,7 @@ class CountsInSilence(ShelfStorage):
 
 
 class CountsAll(ShelfStorage):
-    """What exists is counted beyond the first hole."""
+    """Counts what exists beyond the first hole."""
 
     @hookimpl
     def exists(self, keys):
@@ -118,7 +118,7 @@ class OneScratch(ShelfStorage):
 
 
 class KeepsDeleted(ShelfStorage):
-    """What was deleted is there."""
+    """Keeps what was deleted."""
 
     @hookimpl
     def delete(self, keys):
@@ -140,7 +140,7 @@ class CountsPuts(ShelfStorage):
 
 
 class ForgetsAtTheEnd(ShelfStorage):
-    """What was stored goes when it is closed, although others may have it open."""
+    """Deletes what was stored when it is closed, although others may have it open."""
 
     @hookimpl
     def close(self):
@@ -172,7 +172,7 @@ class AnyoneLoses(ShelfStorage):
 
 
 class CountsItsOwn(ShelfStorage):
-    """What another one has stored for an owner is not counted."""
+    """Leaves out what another one has stored for an owner."""
 
     def __init__(self, setup):
         super().__init__(setup)

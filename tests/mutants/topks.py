@@ -25,7 +25,7 @@ class Sorted:
 
 
 class HigherIndexWins(Sorted):
-    """Of equal scores the higher index wins."""
+    """The higher index wins among equal scores."""
 
     @hookimpl
     def topk(self, scores, lengths, ids):

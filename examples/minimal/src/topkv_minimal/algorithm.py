@@ -37,5 +37,5 @@ class MinimalAlgorithm(ScoredUnits):
         return torch.einsum("bhgd,buhd->bhgu", grouped, kept["mean"]).flatten(1, 2)
 
     def combine(self, scores: Tensor) -> Tensor:
-        """Of query heads ``[B, lane_heads, H / lane_heads, U]``: the largest."""
+        """The largest score of the query heads ``[B, lane_heads, H / lane_heads, U]``."""
         return scores.amax(2)

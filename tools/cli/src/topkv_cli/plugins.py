@@ -148,7 +148,12 @@ def _show_matrix(cells: list[Cell], as_json: bool, markdown: bool) -> None:
 
 @click.command("plugins")
 @click.option("--json", "as_json", is_flag=True, help="JSON alone on stdout.")
-@click.option("--matrix", "as_matrix", is_flag=True, help="What goes with what, and where tested.")
+@click.option(
+    "--matrix",
+    "as_matrix",
+    is_flag=True,
+    help="Pairs of plugins, and where they are tested.",
+)
 @click.option("--markdown", is_flag=True, help="The matrix as a table in Markdown.")
 @click.option("--verbose", is_flag=True, help="Also hook API and capabilities of each.")
 @click.option("--check", is_flag=True, help="Import every implementation, and torch with them.")
