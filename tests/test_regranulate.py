@@ -188,12 +188,13 @@ def test_every_token_in_a_unit_of_its_own_finds_room():
         def __getattr__(self, name):
             return getattr(algorithm, name)
 
-        def retrieve_topk(self, layer, q, weights, ids):
-            ids.copy_(torch.tensor(spread, dtype=torch.int32).expand(ids.shape).flip(1))
+        def retrieve_topk(self, layer, q, weights, out):
+            out.ids.copy_(torch.tensor(spread, dtype=torch.int32).expand(out.ids.shape).flip(1))
+            return out
 
     run.coordinator.layers[0].selector.algorithm = Spread()
     run.step()
-    assert run.coordinator.lanes[0].ids.tolist() == [list(range(SELECT))] * 2
+    assert run.coordinator.lanes[0].selection.ids.tolist() == [list(range(SELECT))] * 2
     assert run.extra == 2 * 3 * SELECT
     run.coordinator.close()
 

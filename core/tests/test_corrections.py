@@ -145,7 +145,7 @@ class OwnCorrection(Scripted):
     """Doubles the output of attention, which shows in every element."""
 
     @hookimpl
-    def correct(self, layer, q, ids, out, lse):
+    def correct(self, layer, q, selection, out, lse):
         out.mul_(2)
 
 

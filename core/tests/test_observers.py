@@ -87,8 +87,11 @@ class Noted(Loads):
         super().__init__(loads.path, loads.number)
         self._loads, self._loaded = loads, loaded
 
-    def load(self):
-        self._loads.load()
+    def plan(self, selection):
+        return self._loads.plan(selection)
+
+    def load(self, plan):
+        self._loads.load(plan)
         self._loaded[self.path.view.layer] += 1
 
 
@@ -151,7 +154,7 @@ def forward(coordinator, decode=(), prefill=(), select=()):
     for layer in range(LAYERS):
         if layer in SPARSE:
             path = coordinator.layers[layer]
-            ids = torch.full_like(path.lanes.ids, -1)
+            ids = torch.full_like(path.lanes.selection.ids, -1)
             ids[:, : len(select)] = torch.tensor(select, dtype=torch.int32)
             path.algorithm.next_ids[layer] = ids
         coordinator.attention(layer, tokens(HEADS), tokens(KV_HEADS), tokens(KV_HEADS))

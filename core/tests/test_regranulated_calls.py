@@ -157,7 +157,7 @@ def test_the_open_unit_is_attended_and_listed_once(tail):
     lanes, algorithm = coordinator.layers[0].lanes, coordinator.layers[0].algorithm
     algorithm.next_ids[0] = torch.tensor([[13, 12, 7, -1, 5], [3, 0, 1, 2, 11]]).int()
     forward(1, decode=[slot])
-    assert lanes.ids.tolist() == [[1, -1, -1, -1, -1], [0, 2, -1, -1, -1]]
+    assert lanes.selection.ids.tolist() == [[1, -1, -1, -1, -1], [0, 2, -1, -1, -1]]
     assert lanes.tables.table.shape[1] == SELECT + 1
     assert lanes.tables.lengths.tolist() == [UNIT + 2, 2 * UNIT + 2]
     assert coordinator.transfers_of([slot]).extra == (4 - 2) + (8 - 5)

@@ -30,7 +30,7 @@ from topkv.plugins import registry as default_registry
 from topkv.prefill import Prefill
 from topkv.report import MemoryReport, TransferReport, count_transfers
 from topkv.requests import Requests
-from topkv.types import Index
+from topkv.types import Index, Selection
 
 
 class SparseCoordinator:
@@ -183,8 +183,8 @@ class SparseCoordinator:
         batch = len(forward.rows)
         if batch:
             own = None if index is None else index.rows(slice(0, batch))
-            self._select(path, q[:batch], k[:batch], v[:batch], own)
-            self._attend(path, q[:batch], out[:batch], sinks)
+            selection = self._select(path, q[:batch], k[:batch], v[:batch], own)
+            self._attend(path, selection, q[:batch], out[:batch], sinks)
         for chunk in forward.chunks:
             if chunk.tokens:
                 rows = chunk.rows
@@ -194,23 +194,33 @@ class SparseCoordinator:
         return out
 
     @staticmethod
-    def _select(path: LayerPath, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> None:
-        """Append the new tokens, and list the units that they attend to in ``lanes.tables``."""
+    def _select(
+        path: LayerPath, q: Tensor, k: Tensor, v: Tensor, index: Index | None
+    ) -> Selection | None:
+        """Append the new tokens; return the units that they attend to, loaded. None for all."""
         lanes = path.lanes
         k, v = path.format.round(k, v, lanes.packed)
         path.transfer.append(path.view, *path.format.encode(k, v, lanes.packed))
-        if path.selector:
-            path.selector.select(q, k, v, index)  # to lanes.ids
-            path.loads.plan()
-            path.loads.load()
-            path.backend.adapt_page_table(path.view, path.loads.found, lanes.tables)
+        if not path.selector:
+            return None
+        selection = path.selector.select(q, k, v, index)
+        plan = path.loads.plan(selection)
+        path.loads.load(plan)
+        path.backend.adapt_page_table(path.view, plan, lanes.tables)
+        return selection
 
     @staticmethod
-    def _attend(path: LayerPath, q: Tensor, out: Tensor, sinks: Tensor | None) -> None:
+    def _attend(
+        path: LayerPath,
+        selection: Selection | None,
+        q: Tensor,
+        out: Tensor,
+        sinks: Tensor | None,
+    ) -> None:
         lanes, queries, rows = path.lanes, q.unsqueeze(1), out.unsqueeze(1)
         path.backend.attend(queries, path.k_slots, path.v_slots, lanes.tables, rows, lanes.lse)
-        if path.selector:
-            path.selector.correct(queries, rows, lanes.lse)
+        if path.selector and selection:
+            path.selector.correct(selection, queries, rows, lanes.lse)
         if sinks is not None:
             add_sinks(rows, lanes.lse, sinks)
 
@@ -288,9 +298,7 @@ class SparseCoordinator:
         try:
             for path in self.layers:
                 if path.selector:
-                    path.selector.warm()
-                    path.loads.plan()
-                    path.loads.load()
+                    path.loads.load(path.loads.plan(path.selector.warm()))
         except BaseException:
             for lanes in self.lanes:
                 lanes.side.join()

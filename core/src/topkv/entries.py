@@ -71,6 +71,8 @@ class Capabilities:
         dtypes: names of torch dtypes, such as ``"bfloat16"``.
         head_dims: head dims that are supported.
         max_group: largest number of query heads that share one kv-head.
+        queries: most queries of a row, of an algorithm, a stage or a backend; its factory may
+            refuse as many for some models.
         lse: the backend returns the log-sum-exp.
         capture: every decode method can be captured in a CUDA graph. ``LoweredConfig.capturable``
             says whether that holds for all plugins of a configuration.
@@ -92,6 +94,7 @@ class Capabilities:
     dtypes: tuple[str, ...] | None = None
     head_dims: tuple[int, ...] | None = None
     max_group: int | None = None
+    queries: int | None = 1
     lse: bool = True
     capture: bool = True
     host_memory: bool = False

@@ -11,14 +11,15 @@ from topkv.ops.chunk_attention import Chosen
 from topkv.ops.regranulate import TokenSelection
 from topkv.plans import Plans
 from topkv.streams import SideStream
-from topkv.types import Tables
+from topkv.types import Selection, Tables
 
 
 class LaneBuffers:
     """Selection, plan, page table and LSE of one group, shared by its layers.
 
     Attributes (narrowed to the B rows of the forward, N = B * lane_heads):
-        ids: int32 ``[N, K]`` the selected units.
+        room: memory for a selection.
+        selection: of the layer that selected last.
         tokens: the selected tokens, where selections are regranulated; else None.
         limit: int32 ``[B]`` selectable units.
         plans: of the layers whose loads are on their way at once.
@@ -77,7 +78,8 @@ class LaneBuffers:
 
     def _narrow(self, batch: int) -> None:
         lanes = batch * self.group.lane_heads
-        self.ids, self.lse = self._ids[:lanes], self._lse[:batch]
+        self.room = self.selection = Selection(self._ids[:lanes])
+        self.lse = self._lse[:batch]
         lengths = self._lengths[:lanes] if self.sparse else self.step.lengths
         self.tables = Tables(self._table[:lanes], lengths)
         self.packed = None if self._packed is None else self._packed[:, :batch].unbind()

@@ -13,7 +13,7 @@ from topkv.hooks.algorithm import Algorithm
 from topkv.lanes import LaneBuffers
 from topkv.ops.regranulate import TokenSelection
 from topkv.selectors import Own, Selector
-from topkv.types import Index, LayerView
+from topkv.types import Index, LayerView, Selection
 
 
 class Regranulated(Own):
@@ -38,13 +38,17 @@ class Regranulated(Own):
         super().__init__(config, view, lanes, algorithm, indexed)
         self.tokens, self.extra = tokens, extra
 
-    def select(self, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> None:
-        super().select(q, k, v, index)
+    def select(self, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> Selection:
+        selection = super().select(q, k, v, index)
         self.tokens.count(self.extra)
+        return selection
 
-    def _retrieve(self, queries: Tensor, weights: Tensor | None) -> None:
-        self.algorithm.retrieve_topk(self.view, queries, weights, self.tokens.ids)
-        self.tokens.regranulate(self.lanes.limit, self.lanes.ids)
+    def _retrieve(self, queries: Tensor, weights: Tensor | None) -> Selection:
+        tokens, lanes = Selection(self.tokens.ids), self.lanes
+        self.algorithm.retrieve_topk(self.view, queries, weights, tokens)
+        self.tokens.regranulate(lanes.limit, lanes.room.ids)
+        lanes.selection = lanes.room
+        return lanes.room
 
 
 class SharedRegranulated(Selector):
@@ -66,6 +70,7 @@ class SharedRegranulated(Selector):
         super().__init__(view, lanes, selects_prompts)
         self.tokens, self.extra = tokens, extra
 
-    def select(self, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> None:
-        super().select(q, k, v, index)
+    def select(self, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> Selection:
+        selection = super().select(q, k, v, index)
         self.tokens.count(self.extra)
+        return selection

@@ -23,7 +23,7 @@ from topkv.hooks.algorithm import Algorithm, AlgorithmSpec, History, Representat
 from topkv.hooks.stage import Stage, StageSetup, StageSpec
 from topkv.plugins import PluginRegistry
 from topkv.plugins.contract import has_hook
-from topkv.types import GroupShape, LayerView
+from topkv.types import GroupShape, LayerView, Selection
 
 _PREFIX = "stages["
 
@@ -38,14 +38,15 @@ class Link:
     Attributes:
         stage, spec: the instance, and its spec.
         group: the group of its setup: it leaves ``select`` units.
-        candidates: int32 ``[max_lanes, K']`` units that it is given; None if it refines nothing.
+        candidates: memory for the K' units that it is given, of all lanes; None if it refines
+            nothing.
         prefix: prefix of the names of its pools among those of the group.
     """
 
     stage: Stage
     spec: StageSpec
     group: GroupShape
-    candidates: Tensor | None
+    candidates: Selection | None
     prefix: str
 
     def representations(self) -> list[RepresentationSpec]:
@@ -93,7 +94,9 @@ class Stages:
         if refines:
             self.group = evolve(group, select=min(spec.widen * group.select, group.max_units))
             shape = (group.max_lanes, self.group.select)
-            candidates = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+            candidates = Selection(torch.full(shape, -1, dtype=torch.int32, device=self.device))
+            if spec.reads_scores:
+                candidates.scores = torch.zeros(shape, device=self.device)
         elif spec.widen > 1:
             reason = f"spec() says widen={spec.widen}, and it has no refine; say 1"
             raise PluginError(who, [reason])
@@ -180,6 +183,7 @@ class Staged:
                 "what was not attended is corrected for more than once, by the stages "
                 f"{correcting} (-1 is the algorithm itself); leave one of them"
             )
+        refused += self._order_refusals()
         if refused:
             raise ConfigError(CONFIG_REFUSED, refused)
         if correcting:
@@ -207,6 +211,26 @@ class Staged:
                 f"stage keeps of a request goes by the old numbers ({', '.join(numbered)}); take "
                 "another algorithm, or leave the stage out"
             )
+        return reasons
+
+    def _order_refusals(self) -> list[str]:
+        """Return reasons of stages whose candidates have no scores, or another order."""
+        reasons, before = [], "the algorithm"
+        given: AlgorithmSpec | StageSpec = self._spec
+        for number, link in enumerate(self.links):
+            wanted, who = link.spec, f"stage {number} ({type(link.stage).__name__})"
+            if wanted.reads_scores and not given.scores:
+                reasons.append(
+                    f"{who} reads the scores of its candidates, and {before} gives none; take "
+                    "another algorithm, or leave the stage out"
+                )
+            if wanted.reads_order not in ("any", given.order):
+                reasons.append(
+                    f"{who} needs candidates in the order {wanted.reads_order!r}, and {before} "
+                    f"gives {given.order!r}; take another algorithm, or leave the stage out"
+                )
+            if link.candidates is not None:
+                before, given = who, wanted
         return reasons
 
     def keep(self, layer: LayerView, slot: int, length: int, position: int) -> Tensor:
@@ -245,26 +269,29 @@ class Staged:
                 link.stage.update(view, k, v)
 
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
         own, views = self._seen(layer)
-        given, stages = list[Tensor](), list[tuple[Stage, LayerView]]()
+        rooms, stages = list[Selection](), list[tuple[Stage, LayerView]]()
         for link, view in zip(self.links, views, strict=True):
             if link.candidates is not None:
-                given.append(link.candidates[: len(ids)])
+                rooms.append(_narrowed(link.candidates, len(out.ids)))
                 stages.append((link.stage, view))
-        left = [*given, ids]
-        self.algorithm.retrieve_topk(own, q, weights, left[0])
-        for (stage, view), candidates, after in zip(stages, given, left[1:], strict=True):
-            stage.refine(view, q, candidates, after)
+        rooms.append(out)
+        selection = self.algorithm.retrieve_topk(own, q, weights, rooms[0])
+        for (stage, view), room in zip(stages, rooms[1:], strict=True):
+            selection = stage.refine(view, q, selection, room)
+        return selection
 
-    def _correct(self, layer: LayerView, q: Tensor, ids: Tensor, out: Tensor, lse: Tensor) -> None:
+    def _correct(
+        self, layer: LayerView, q: Tensor, selection: Selection, out: Tensor, lse: Tensor
+    ) -> None:
         own, views = self._seen(layer)
         if self._corrector < 0:
-            self.algorithm.correct(own, q, ids, out, lse)
+            self.algorithm.correct(own, q, selection, out, lse)
         else:
             at = self._corrector
-            self.links[at].stage.correct(views[at], q, ids, out, lse)
+            self.links[at].stage.correct(views[at], q, selection, out, lse)
 
     def _settle(
         self, layer: LayerView, slot: int, since: int, length: int, history: History
@@ -282,3 +309,8 @@ class Staged:
             own = evolve(layer, group=self.group, pools=pools)
             found = self._views[layer.layer] = own, [link.view(layer) for link in self.links]
         return found
+
+
+def _narrowed(room: Selection, lanes: int) -> Selection:
+    """Return the first lanes of memory for a selection."""
+    return Selection(room.ids[:lanes], None if room.scores is None else room.scores[:lanes])

@@ -231,9 +231,9 @@ def selections(**options):
     algorithm = coordinator.layers[0].algorithm
     select = algorithm.retrieve_topk
 
-    def note(layer, q, weights, ids):
-        select(layer, q, weights, ids)
-        found.append(ids.clone())
+    def note(layer, q, weights, out):
+        found.append(select(layer, q, weights, out).ids.clone())
+        return out
 
     algorithm.retrieve_topk = note
     for tokens in (14, *[1] * 9):

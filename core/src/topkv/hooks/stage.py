@@ -54,12 +54,12 @@ from typing import Any, Protocol
 
 import torch
 from attrs import field, frozen
-from attrs.validators import ge
+from attrs.validators import ge, in_
 from torch import Tensor
 
-from topkv.hooks.algorithm import RepresentationSpec
+from topkv.hooks.algorithm import ORDERS, RepresentationSpec
 from topkv.hooks.discovery import hookspec, optional
-from topkv.types import GroupShape, LayerView, ModelShape
+from topkv.types import GroupShape, LayerView, ModelShape, Selection
 
 
 @frozen
@@ -89,11 +89,20 @@ class StageSpec:
             ``K' = min(widen * K, group.max_units)`` candidates; 1 for one that only drops some,
             or has no ``refine``.
         keeping: when ``keep`` is asked, and what stays; None without it.
+        reads_scores: ``refine`` reads the scores of its candidates. The core refuses the stage
+            behind an algorithm or a stage that gives none.
+        reads_order: order of the candidates that ``refine`` needs, of
+            ``topkv.hooks.algorithm.ORDERS``; the core refuses candidates of another one.
+        scores, order: of what ``refine`` leaves, as in ``AlgorithmSpec``.
     """
 
     representations: tuple[RepresentationSpec, ...] = ()
     widen: int = field(default=1, validator=ge(1))
     keeping: Keeping | None = None
+    reads_scores: bool = False
+    reads_order: str = field(default="any", validator=in_(ORDERS))
+    scores: bool = False
+    order: str = field(default="any", validator=in_(ORDERS))
 
 
 @frozen
@@ -106,12 +115,14 @@ class StageSetup:
             regranulated. ``group.select`` is K, the width of what this stage leaves.
         params: every parameter of the entry, with the values that hold here.
         device: where it will run.
+        max_queries: most queries Q of a row, see ``topkv.hooks.algorithm``.
     """
 
     model: ModelShape
     group: GroupShape
     params: Mapping[str, Any]
     device: torch.device
+    max_queries: int = 1
 
 
 class Stage(Protocol):
@@ -143,29 +154,36 @@ class Stage(Protocol):
 
     @optional
     @hookspec
-    def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
+    def refine(
+        self, layer: LayerView, q: Tensor, candidates: Selection, out: Selection
+    ) -> Selection:
         """Choose among candidates. Hot.
 
         Args:
             layer: the layer; ``layer.group.select`` is K.
             q: ``[B, Q, H, D]`` post-RoPE queries.
-            candidates: int32 ``[N, K']`` logical units as the algorithm, or the stage before, left
-                them: unique in a row, in any order, -1 anywhere, all -1 in padded rows. Owned by
-                the core, and only read. Lane ``b * lane_heads + head``.
-            ids: int32 ``[N, K]``, owned by the core, every element to be written: some of the
-                row's candidates, each once, -1 anywhere, all -1 in padded rows. Which ones does
-                not depend on the order of the candidates: each top-k has an order of its own.
+            candidates: K' units as the algorithm, or the stage before, left them, with scores
+                where ``StageSpec.reads_scores``. Only read.
+            out: memory for K units, owned by the core; ``scores`` where the spec says that there
+                are some and the next stage reads them, else None.
+
+        Returns:
+            Some of the row's candidates, each once: ``out``, or tensors of its own as in
+            ``Algorithm.retrieve_topk``. Which ones does not depend on the order of the
+            candidates, unless ``StageSpec.reads_order`` asks for one: each top-k has an order of
+            its own.
         """
 
     @optional
     @hookspec
-    def correct(self, layer: LayerView, q: Tensor, ids: Tensor, out: Tensor, lse: Tensor) -> None:
+    def correct(
+        self, layer: LayerView, q: Tensor, selection: Selection, out: Tensor, lse: Tensor
+    ) -> None:
         """Correct the attention output in place by an estimate for units that were left out. Hot.
 
         Args:
             layer: the layer.
-            q, out, lse: as in ``Algorithm.correct``.
-            ids: int32 ``[N, K]`` units that the last stage left, -1 anywhere; only read.
+            q, selection, out, lse: as in ``Algorithm.correct``.
         """
 
     @optional

@@ -35,6 +35,7 @@ class ScriptedTokens(Scripted):
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        k = k[:, 0]
         step = layer.step
         for batch in range(step.batch):
             slot, length = int(step.slots[batch]), int(step.lengths[batch])

@@ -11,7 +11,7 @@ from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History, Repres
 from topkv.hooks.backend import BackendSetup
 from topkv.hooks.discovery import hookimpl
 from topkv.kv.token_format import decode_fp8
-from topkv.types import LayerView, Plan, Tables
+from topkv.types import LayerView, Plan, Selection, Tables
 from topkv_testing.models.oracle import attention
 from topkv_testing.models.stage_doubles import KEEP, KEEP_KEYS, RERANK
 from topkv_testing.models.storage_doubles import SHELF
@@ -75,13 +75,14 @@ class Scripted:
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
         chosen = self.next_ids.get(layer.layer)
         if chosen is None:
-            ids.fill_(-1)
+            out.ids.fill_(-1)
         else:
-            ids.copy_(chosen)
+            out.ids.copy_(chosen)
+        return out
 
     def host_id(self, layer: LayerView, slot: int, unit: int) -> int:
         per_page = self.group.units_per_page
