@@ -124,7 +124,8 @@ class Tensors:
         device: torch.device,
         host_pool: type[HostKVPool] = HostKVPool,
     ) -> None:
-        self.manager = SparseKVCacheManager(config, plugins.specs, device, host_pool)
+        keeps_state = has_hook(plugins.eviction, "new_state")
+        self.manager = SparseKVCacheManager(config, plugins.specs, device, host_pool, keeps_state)
         try:
             self._allocate(config, plugins, device)
         except BaseException:

@@ -32,6 +32,8 @@ class GroupStore:
         unit_slot: int32 ``[L, M, max_units]`` LRU slot of a logical unit, -1 where absent.
         slot_unit: int32 ``[L, M, C]`` logical unit in a slot, -1 where free.
         order: int32 ``[L, M, C]`` slots by eviction order, coldest first.
+        state: int32 ``[L, M, C]`` of each slot, in eviction order, where the eviction policy keeps
+            one; else ``[L, M, 0]``.
         stamp: int32 ``[M, C + T]`` scratch of a plan, ``UNSELECTED`` between plans.
         counters: int64 ``[L, M, 2]`` units that were hit and missed since the store was made.
             Plans add to it and nothing takes away from it.
@@ -49,6 +51,7 @@ class GroupStore:
     unit_slot: Tensor
     slot_unit: Tensor
     order: Tensor
+    state: Tensor
     stamp: Tensor
     counters: Tensor
     extra: Tensor
@@ -62,8 +65,13 @@ class GroupStore:
         pool: Tensor,
         num_pages: int,
         device: torch.device,
+        keeps_state: bool = False,
     ) -> GroupStore:
-        """Make the store of a group whose pages are in ``pool``, the host pool."""
+        """Make the store of a group whose pages are in ``pool``, the host pool.
+
+        Args:
+            keeps_state: the eviction policy keeps a number for each slot.
+        """
         layers, lanes, slots = len(group.layers), group.max_lanes, group.buffer_slots
         sparse = group.residency == "sparse"
 
@@ -84,6 +92,7 @@ class GroupStore:
             unit_slot=ints(layers, lanes if sparse else 0, group.max_units),
             slot_unit=ints(layers, lanes, slots),
             order=identity.expand(layers, lanes, slots).contiguous(),
+            state=ints(layers, lanes, slots if keeps_state else 0, fill=0),
             stamp=ints(lanes, group.slots, fill=UNSELECTED),
             counters=ints(layers, lanes if sparse else 0, 2, fill=0, dtype=torch.int64),
             extra=ints(layers, lanes if sparse else 0, fill=0, dtype=torch.int64),
@@ -154,7 +163,7 @@ class GroupStore:
     @property
     def metadata_bytes(self) -> int:
         """Maps, order and scratch."""
-        maps = (self.unit_slot, self.slot_unit, self.order, self.stamp)
+        maps = (self.unit_slot, self.slot_unit, self.order, self.state, self.stamp)
         counts = (self.counters, self.extra, self.before)
         return sum(tensor.nbytes for tensor in (*maps, *counts))
 

@@ -165,7 +165,9 @@ class TransferBench:
             pool = self._random_bytes(size)
             if self.device.type == "cuda":
                 pool = pool.pin_memory()
-        store = GroupStore.on_host(group, strides, pool, self.num_pages, self.device)
+        store = GroupStore.on_host(
+            group, strides, pool, self.num_pages, self.device, keeps_state=True
+        )
         store.buffer.view(torch.uint8).fill_(POISON)
         return store
 
