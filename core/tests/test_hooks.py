@@ -41,8 +41,9 @@ EXPECTED = {
         "transfer.restore": "self slot length resident",
         "transfer.reset": "self slot",
         "eviction.new_position": (
-            "self position stale stale_rank hit_rank stale_count misses slots"
+            "self position stale stale_rank hit_rank stale_count misses slots state"
         ),
+        "eviction.new_state": "self state stale stale_rank misses slots",
         "topk.topk": "self scores lengths ids",
         "engine.refusals": "self model",
         "engine.attach": "self model config",
@@ -69,13 +70,14 @@ OPTIONAL_HOOKS = {
     "stage.correct",
     "stage.keep",
     "backend.prefill_selected",
+    "eviction.new_state",
     "observer.bind_layers",
 }
 
 SETUPS = {
-    "algorithm": ("AlgorithmSetup", "model group params device topk"),
-    "stage": ("StageSetup", "model group params device"),
-    "backend": ("BackendSetup", "model group device max_batch group_size options"),
+    "algorithm": ("AlgorithmSetup", "model group params device topk max_queries"),
+    "stage": ("StageSetup", "model group params device max_queries"),
+    "backend": ("BackendSetup", "model group device max_batch group_size options max_queries"),
     "transfer": ("TransferSetup", "store layers eviction"),
     "eviction": ("EvictionSetup", "device"),
     "topk": ("TopKSetup", "rows columns select device"),

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from topkv.admission import Admission, admission
 from topkv.assembly import Tensors, allocate, connect, make_plugins
-from topkv.checks import check_begin, check_end, check_held, check_idle, check_reserve, check_rows
+from topkv.checks import (
+    check_begin,
+    check_end,
+    check_held,
+    check_idle,
+    check_replaced,
+    check_reserve,
+    check_rows,
+)
 from topkv.config import LoweredConfig
 from topkv.dropping import Dropping
 from topkv.errors import DeviceMemoryError, RequestError, TopkvError, is_out_of_memory
@@ -94,6 +102,7 @@ class SparseCoordinator:
             step=tensors.uploader,
             transfers=self.transfers,
             generated=plugins.least("generated"),
+            undo=plugins.least("undo"),
             shares_prefixes=all(spec.prefix == "pages" for spec in plugins.specs if spec),
             selectors=[path.selector for path in self.layers if path.selector],
         )
@@ -331,6 +340,13 @@ class SparseCoordinator:
     def request_add_pages(self, slot: int, pages: Sequence[int]) -> None:
         """Give a request further pages of an engine, see ``Requests.add_pages``."""
         self.requests.add_pages(slot, pages)
+
+    def request_replace_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        """Let a request hold other pages of an engine with the same tokens, see
+        ``Requests.replace_pages``."""
+        check_idle(self.forward, "request_replace_pages")
+        check_replaced(self.requests, slot, first, pages)
+        self.requests.replace_pages(slot, first, pages)
 
     def request_end(self, slot: int) -> None:
         """Give back everything that the request holds; also for abort.

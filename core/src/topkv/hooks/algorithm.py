@@ -97,6 +97,9 @@ class AlgorithmSpec:
             ``"replay"``, after ``construct`` has seen the keys again; ``"none"``.
         prompt_tail: last prompt tokens that must be computed all the same, for algorithms that
             look at the queries of a prompt's end.
+        undo: most tokens that ``truncated`` can take back where the algorithm accumulates over
+            steps, what each token was attended, say. The core refuses to take back more. None for
+            any number, as of algorithms that make what they keep of keys anew.
         scores: selections have scores where a stage reads them, see ``topkv.types.Selection``.
         order: order of the ids of a selection: ``"any"``; ``"score"``, best first; ``"unit"``,
             ascending. Entries of -1 stand behind all others unless it is ``"any"``.
@@ -112,6 +115,7 @@ class AlgorithmSpec:
     ring_tokens: int = field(default=0, validator=ge(0))
     prefix: str = field(default="pages", validator=in_(("pages", "replay", "none")))
     prompt_tail: int = field(default=0, validator=ge(0))
+    undo: int | None = field(default=None, validator=or_none(ge(0)))
     scores: bool = False
     order: str = field(default="any", validator=in_(ORDERS))
     heads: str = field(default="own", validator=in_(("own", "all", "none")))
@@ -292,7 +296,10 @@ class Algorithm(Protocol):
         forward that was dropped. Cold.
 
         For algorithms that derive request state from decoded tokens. Representations of units need
-        nothing: a unit that is written again is represented again.
+        nothing: a unit that is written again is represented again. One that accumulates over steps
+        keeps what it had before each of the last ``AlgorithmSpec.undo`` tokens, in a pool of grain
+        ``"request"`` by position, and goes back to it here. A step that was dropped has
+        accumulated for the token behind ``length``, too.
 
         Args:
             layer: the layer.
