@@ -109,8 +109,7 @@ class AlgorithmSetup:
 
     Attributes:
         model: geometry of the attention layers.
-        group: the group as the algorithm sees it: in units of one token where its selections are
-            regranulated.
+        group: the group as the algorithm sees it: in units of one token where a stage regrains.
         params: every parameter of the entry, with the values that hold here.
         device: where it will run.
         topk: ``topk(rows, columns, select)`` makes exact top-k with its scratch, for at most
@@ -193,8 +192,8 @@ class Algorithm(Protocol):
             k, v: ``[B, Hkv, D]`` post-RoPE keys, and values, of the new tokens.
 
         Recomputes the open unit from the ring. An algorithm that takes units of one token alone
-        has it in ``k``, and no ring where the core regranulates its selections: its
-        ``layer.group`` is then in tokens, whatever the units are that are stored and attended.
+        has it in ``k``, and no ring where a stage regrains its selections: its ``layer.group``
+        is then in tokens, whatever the units are that are stored and attended.
         """
 
     @hookspec

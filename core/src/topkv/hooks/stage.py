@@ -35,12 +35,18 @@ factory of the stage is asked first, so that it checks the parameters for all ba
 that does nothing else has no ``refine``, no ``correct``, no representations, and no call in any
 step.
 
+A stage whose entry says ``regrains`` turns tokens into units, so that an algorithm of single
+tokens goes with larger units that are stored, moved and attended: candidates of its ``refine`` are
+tokens, ``ids`` the closed units of ``layer.group`` that hold them. It is the last one, does
+nothing else, and its ``layer`` shows neither ring nor pools. The buffer has room for a unit of
+each token, so no token needs to be lost.
+
 A stage does not know which candidates its algorithm promises to select, such as sinks: one that
 should keep them has a parameter for it. Defaults of a stage's entry are not read.
 
 Not there yet, and refused: stages behind an algorithm that uses the model's own indexer, or that
-selects for the rows of a prompt too (``retrieve_prompt``); ``correct`` where the algorithm selects
-tokens of larger units; ``keep`` where an engine gives out the pages. Stages that ask further
+selects for the rows of a prompt too (``retrieve_prompt``), except one that regrains; ``correct``
+where one regrains; ``keep`` where an engine gives out the pages. Stages that ask further
 queries (``queries``) or guess a selection (``predict``): there are no such hooks, and a class that
 marks one of them is refused.
 
@@ -102,8 +108,9 @@ class StageSetup:
 
     Attributes:
         model: geometry of the attention layers.
-        group: the group as the algorithm sees it: in units of one token where its selections are
-            regranulated. ``group.select`` is K, the width of what this stage leaves.
+        group: the group as the algorithm sees it, in units of one token where a stage behind this
+            one regrains; of that stage as it is stored. ``group.select`` is K, the width of what
+            this stage leaves.
         params: every parameter of the entry, with the values that hold here.
         device: where it will run.
     """
@@ -149,12 +156,14 @@ class Stage(Protocol):
         Args:
             layer: the layer; ``layer.group.select`` is K.
             q: ``[B, Q, H, D]`` post-RoPE queries.
-            candidates: int32 ``[N, K']`` logical units as the algorithm, or the stage before, left
-                them: unique in a row, in any order, -1 anywhere, all -1 in padded rows. Owned by
-                the core, and only read. Lane ``b * lane_heads + head``.
+            candidates: int32 ``[N, K']`` logical units, or tokens for a stage that regrains, as
+                the algorithm, or the stage before, left them: unique in a row, in any order, -1
+                anywhere, all -1 in padded rows. Owned by the core, and only read. Lane
+                ``b * lane_heads + head``.
             ids: int32 ``[N, K]``, owned by the core, every element to be written: some of the
-                row's candidates, each once, -1 anywhere, all -1 in padded rows. Which ones does
-                not depend on the order of the candidates: each top-k has an order of its own.
+                row's candidates, or of the units that hold them, each once, -1 anywhere, all -1
+                in padded rows. Which ones does not depend on the order of the candidates: each
+                top-k has an order of its own.
         """
 
     @optional

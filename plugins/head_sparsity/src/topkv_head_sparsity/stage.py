@@ -84,7 +84,7 @@ class HeadSparsity:
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        # There is no ring where selections are regranulated: units are then of one token.
+        # There is no ring where a stage regrains: units are then of one token.
         keys = k[:, None] if self.group.unit == 1 else open_units(layer, layer.ring_k)
         slots, units, valid = appended_units(layer)
         self._write(layer, slots, units, keys, valid)

@@ -158,7 +158,7 @@ class KeepsUnits(ABC):
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
         rows, rings = (k, v)[: 1 + self.keeps_values], (layer.ring_k, layer.ring_v)
-        # There is no ring where selections are regranulated: units are then of one token.
+        # There is no ring where a stage regrains: units are then of one token.
         held = (
             row[:, None] if self.group.unit == 1 else open_units(layer, ring)
             for row, ring in zip(rows, rings, strict=False)

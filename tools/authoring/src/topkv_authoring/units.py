@@ -111,7 +111,7 @@ class KeptByKernels(KeepsUnits):
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
         group, step = self.group, layer.step
         keys, values = layer.ring_k, layer.ring_v
-        if group.unit == 1:  # there is no ring where selections are regranulated
+        if group.unit == 1:  # there is no ring where a stage regrains
             keys, values = k, v
             strides: tuple[int, ...] = (k.stride(0), 0, 0, k.stride(1), 0)
         else:

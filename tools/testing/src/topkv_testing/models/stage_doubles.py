@@ -34,6 +34,21 @@ class Keep:
         ids.copy_(candidates)
 
 
+class ToUnits(Keep):
+    """Turns tokens into the closed units that hold them, ascending, and loses none."""
+
+    @hookimpl
+    def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
+        group, absent = self.setup.group, self.setup.group.max_units
+        closed = (layer.step.lengths - 1).clamp(min=0) // group.unit * (layer.step.slots >= 0)
+        units = torch.where(candidates < 0, absent, candidates // group.unit)
+        inside = units < closed.repeat_interleave(group.lane_heads)[:, None]
+        units = torch.where(inside, units, absent).sort(1).values
+        units[:, 1:][units[:, 1:] == units[:, :-1]] = absent
+        units = units.sort(1).values[:, : ids.shape[1]]
+        ids.copy_(torch.where(units < absent, units, -1))
+
+
 class Rerank:
     """Leaves the candidates with the largest product of a key and a query of their lane.
 
@@ -278,6 +293,13 @@ KEEP = PluginEntry(
     "stage",
     "topkv_testing.models.stage_doubles:Keep",
     capabilities=Capabilities(attention=("gqa", "mla")),
+)
+
+TO_UNITS = PluginEntry(
+    "to_units",
+    "stage",
+    "topkv_testing.models.stage_doubles:ToUnits",
+    capabilities=Capabilities(attention=("gqa", "mla"), regrains=True),
 )
 
 RERANK = PluginEntry(
