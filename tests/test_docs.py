@@ -282,7 +282,7 @@ def test_what_plugins_import_is_documented():
                     if f"### `{name}`\n" not in section and f"`{name}`" not in intro
                 ]
                 missing |= {f"{node.module}.{name} of {path.name}" for name in lacking}
-    assert "### `regranulate`\n" in page
+    assert "### `topk`\n" in page
     assert not missing
 
 

@@ -175,9 +175,8 @@ def test_it_is_refused_where_single_tokens_of_units_are_selected():
         Life(
             registry=doubles(TOKENS_ALONE, COMPLETE),
             algorithm="tokens",
-            regranulate=True,
             buffer=16,
-            stages=["complete"],
+            stages=["complete", "to_units"],
         )
 
 

@@ -140,7 +140,7 @@ def test_the_same_object_twice_is_a_problem_of_both():
 
 @pytest.mark.parametrize(
     ("api", "mend"),
-    [((3, 0), "a topkv that speaks 3.0"), ((2, 7), "speaks 2.7"), ((1, 1), "a newer topkv-w")],
+    [((3, 0), "a topkv that speaks 3.0"), ((2, 8), "speaks 2.8"), ((1, 1), "a newer topkv-w")],
 )
 def test_a_wrong_hook_api_is_refused_before_the_factory_is_imported(api, mend):
     late = PluginEntry("w", "observer", "does.not.exist:Late", hook_api=api)

@@ -25,7 +25,6 @@ from topkv.memory import SparseKVCacheManager
 from topkv.pairing import pair_reasons
 from topkv.plugins import PluginRegistry
 from topkv.plugins.contract import has_hook
-from topkv.regranulated import Regranulated, SharedRegranulated
 from topkv.report import MemoryReport, count_memory
 from topkv.selectors import Own, Selector
 from topkv.staged import make_stages
@@ -146,9 +145,7 @@ class Tensors:
         self.views: dict[int, tuple[LayerView, Selector | None]] = {}
         for index, lanes in enumerate(self.lanes):
             for view, selecting in self.manager.layer_views(index, self.uploader.step):
-                extra = self.manager.stores[index].extra[view.index]
-                algorithm = plugins.algorithms[index]
-                selector = _selector(config, index, selecting, algorithm, lanes, extra)
+                selector = _selector(config, index, selecting, plugins.algorithms[index], lanes)
                 self.views[view.layer] = (view, selector)
 
     def memory(self, plugins: Plugins) -> MemoryReport:
@@ -163,20 +160,13 @@ def _selector(
     view: LayerView,
     algorithm: Algorithm | None,
     lanes: LaneBuffers,
-    extra: torch.Tensor,
 ) -> Selector | None:
     """The selector of a layer; None in a dense one."""
     group = config.groups[index]
     if algorithm is None:
         return None
-    tokens = lanes.tokens  # None where it selects stored units
     if view.layer not in group.selecting:
-        prompts = has_hook(algorithm, "retrieve_prompt")
-        if tokens:
-            return SharedRegranulated(view, lanes, prompts, tokens, extra)
-        return Selector(view, lanes, prompts)
-    if tokens:
-        return Regranulated(config, view, lanes, algorithm, group.indexed, tokens, extra)
+        return Selector(view, lanes, has_hook(algorithm, "retrieve_prompt"))
     return Own(config, view, lanes, algorithm, group.indexed)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-HOOK_API = (2, 6)
+HOOK_API = (2, 7)
 """(major, minor) of the hook specs of this core. A plugin of the same major and of a minor that
 is not newer loads; every other is refused before its code is imported."""
 
@@ -68,6 +68,8 @@ class Capabilities:
         options: of attention, by name. Those that a backend has; those that a stage asks of the
             backend of its group, which gets the parameters of the stage under each name
             (``topkv.hooks.backend.BackendSetup``).
+        regrains: the stage turns tokens into units: the algorithm and the stages before it select
+            single tokens, and its ``refine`` leaves the larger units that hold them.
         dtypes: names of torch dtypes, such as ``"bfloat16"``.
         head_dims: head dims that are supported.
         max_group: largest number of query heads that share one kv-head.
@@ -91,6 +93,7 @@ class Capabilities:
     tail: str = "forced"
     softcap: bool = False
     options: tuple[str, ...] = ()
+    regrains: bool = False
     dtypes: tuple[str, ...] | None = None
     head_dims: tuple[int, ...] | None = None
     max_group: int | None = None
@@ -106,8 +109,8 @@ class Capabilities:
     def single_tokens(self) -> bool:
         """True if an algorithm selects single tokens and nothing else.
 
-        Its selections can be regranulated: at unit 1 the open unit is the new token, so that it
-        has no need of the ring, which a group of larger units does not show it.
+        A stage that regrains may stand behind it: at unit 1 the open unit is the new token, so
+        that it has no need of the ring, which a group of larger units does not show it.
         """
         return self.units == (1, 1)
 

@@ -80,7 +80,7 @@ class SparseKVCacheManager:
     def layer_views(self, index: int, step: StepTensors) -> list[tuple[LayerView, LayerView]]:
         """Return two views of each layer of a group: for transfer and backend, and for algorithm.
 
-        They are one, unless selections are regranulated: then the algorithm's is in tokens.
+        They are one, unless a stage regrains: then the algorithm's is in tokens.
         """
         store, pools = self.stores[index], self.representations[index]
         group, views = self.config.groups[index], []
@@ -88,7 +88,7 @@ class SparseKVCacheManager:
             rings, held = store.ring_views(place), store.unit_slot[place]
             own = pools.of_layer(layer)
             view = selecting = LayerView(layer, place, store.group, step, *rings, own, held)
-            if group.regranulated:
+            if group.regrained:
                 none = view.ring_k[:, :, :0, :, :1]
                 selecting = evolve(view, group=group.selected_as, ring_k=none, ring_v=none)
             views.append((view, selecting))

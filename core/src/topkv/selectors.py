@@ -3,8 +3,7 @@
 The decode path calls ``select``, which returns the selection, of one of:
 
 * ``Own``: the layer's algorithm, where it selects for itself,
-* ``Selector``: a layer before it, where the model's indexer leaves the layer out,
-* ``topkv.regranulated`` has both for algorithms that select tokens of larger units.
+* ``Selector``: a layer before it, where the layer shares, or the model's indexer leaves it out.
 
 Selectors also represent prompts, and keep the last query of each, by which the buffer is warmed
 when the prompt turns to decode.
@@ -129,8 +128,8 @@ class Own(Selector):
         super().__init__(view, lanes, has_hook(algorithm, "retrieve_prompt"))
         self.algorithm, self.indexed = algorithm, indexed
         # Rows of a prompt list the unit that they are in, which steps are given by the core.
-        forced = config.groups[lanes.index].tail == "forced" and lanes.tokens is None
-        self.width = view.group.select + forced
+        group = config.groups[lanes.index]
+        self.width = view.group.select + (group.tail == "forced" and not group.regrained)
         self.settles = has_hook(algorithm, "settle")
         self._corrects = has_hook(algorithm, "correct")
         self.settle_whole = algorithm.spec().settle_whole

@@ -38,8 +38,8 @@ class Link:
     Attributes:
         stage, spec: the instance, and its spec.
         group: the group of its setup: it leaves ``select`` units.
-        candidates: memory for the K' units that it is given, of all lanes; None if it refines
-            nothing.
+        candidates: memory for the K' units or tokens that it is given, of all lanes; None if it
+            refines nothing.
         prefix: prefix of the names of its pools among those of the group.
     """
 
@@ -75,12 +75,17 @@ class Stages:
     def __init__(self, group: GroupShape, device: torch.device) -> None:
         self.group, self.device, self._links = group, device, list[Link]()
 
-    def put_first(self, stage: Stage, number: int) -> None:
+    def put_first(self, stage: Stage, number: int, tokens: GroupShape | None = None) -> None:
         """Put a stage before the others; it was made for ``group`` as it is now.
 
+        Args:
+            stage: the stage.
+            number: its place in the setting.
+            tokens: the group in tokens, for what stands before a stage that regrains; else None.
+
         Raises:
-            PluginError: it does nothing, asks for candidates that it does not refine, or has
-                ``keep`` and does not say what stays.
+            PluginError: it does nothing, asks for candidates that it does not refine, has
+                ``keep`` and does not say what stays, or regrains and does more than that.
         """
         spec, group, candidates = stage.spec(), self.group, None
         refines, who = has_hook(stage, "refine"), f"stage {number} ({type(stage).__name__})"
@@ -91,15 +96,19 @@ class Stages:
                 f"spec() says keeping={spec.keeping}; say what stays if it has keep, else None"
             )
             raise PluginError(who, [reason])
-        if refines:
+        if tokens:
+            _require_refine_alone(stage, spec, who)
+            self.group = tokens
+        elif refines:
             self.group = evolve(group, select=min(spec.widen * group.select, group.max_units))
+        elif spec.widen > 1:
+            reason = f"spec() says widen={spec.widen}, and it has no refine; say 1"
+            raise PluginError(who, [reason])
+        if refines:
             shape = (group.max_lanes, self.group.select)
             candidates = Selection(torch.full(shape, -1, dtype=torch.int32, device=self.device))
             if spec.reads_scores:
                 candidates.scores = torch.zeros(shape, device=self.device)
-        elif spec.widen > 1:
-            reason = f"spec() says widen={spec.widen}, and it has no refine; say 1"
-            raise PluginError(who, [reason])
         self._links.insert(0, Link(stage, spec, group, candidates, f"{_PREFIX}{number}]."))
 
     def behind(self, algorithm: Algorithm) -> Algorithm:
@@ -117,16 +126,31 @@ def make_stages(registry: PluginRegistry, config: LoweredConfig, group: LoweredG
     Raises:
         ConfigError, PluginError: one of them refuses.
     """
-    made = Stages(group.selected_as, config.device)
+    made = Stages(group.shape, config.device)
     # From the last to the first: what one is given, the one before it leaves.
     for number, asked in reversed(list(enumerate(group.stages))):
         setup = StageSetup(config.model, made.group, dict(asked.params), config.device)
         stage = registry.create("stage", asked.name, setup, config.impl)
-        if any(has_hook(stage, hook) for hook in ASKED):
-            made.put_first(stage, number)
+        if asked.regrains or any(has_hook(stage, hook) for hook in ASKED):
+            made.put_first(stage, number, group.selected_as if asked.regrains else None)
         else:
             _require_option(stage, asked)
     return made
+
+
+def _require_refine_alone(stage: Stage, spec: StageSpec, who: str) -> None:
+    """Refuse a stage that regrains and does anything but refine: the core keys the pools of a
+    group by tokens then, and what is attended by units."""
+    hooks = (*ASKED, "construct", "update")
+    found = [hook for hook in hooks if has_hook(stage, hook)]
+    if found != ["refine"] or spec != StageSpec():
+        raise PluginError(
+            who,
+            [
+                "its entry says that it turns tokens into units, which takes refine alone and the "
+                f"spec StageSpec(); it has {', '.join(found)} and {spec}"
+            ],
+        )
 
 
 def _require_option(stage: Stage, asked: StageSettings) -> None:
@@ -168,7 +192,9 @@ class Staged:
             for spec in self._spec.representations
             if spec.name.startswith(_PREFIX)
         ]
-        if has_hook(algorithm, "retrieve_prompt"):
+        selects_prompts = has_hook(algorithm, "retrieve_prompt")
+        # One that regrains leaves everything that was selected, and prompts attend to tokens.
+        if selects_prompts and any(link.group.unit == group.unit for link in links):
             refused.append(
                 "the algorithm selects for the rows of a prompt too (retrieve_prompt), and stages "
                 "refine the selections of decode steps alone; leave stages out"
@@ -188,6 +214,8 @@ class Staged:
             raise ConfigError(CONFIG_REFUSED, refused)
         if correcting:
             self._corrector, self.correct = correcting[0], self._correct  # -1: the algorithm
+        if selects_prompts:
+            self.retrieve_prompt = self._retrieve_prompt
         if has_hook(algorithm, "settle"):
             self.settle = self._settle
         if has_hook(algorithm, "truncated"):
@@ -292,6 +320,17 @@ class Staged:
         else:
             at = self._corrector
             self.links[at].stage.correct(views[at], q, selection, out, lse)
+
+    def _retrieve_prompt(
+        self,
+        layer: LayerView,
+        slot: int,
+        start: int,
+        q: Tensor,
+        weights: Tensor | None,
+        ids: Tensor,
+    ) -> None:
+        self.algorithm.retrieve_prompt(self._seen(layer)[0], slot, start, q, weights, ids)
 
     def _settle(
         self, layer: LayerView, slot: int, since: int, length: int, history: History

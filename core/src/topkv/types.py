@@ -246,7 +246,7 @@ class LayerView:
         ring_k, ring_v: ``[max_requests, lane_heads, T, heads_per_lane, unit, D]`` strided
             views of the ring; unit u of a lane is at ring position ``u % T``. Read only. The
             same rows, as they are stored, where a group has one plane. Of 0 positions where
-            selections are regranulated: the ring has other units than the algorithm selects.
+            a stage regrains: the ring has other units than the algorithm selects.
         pools: representation pools of this layer by name (``RepresentationSpec``): grain unit
             ``[num_host_units, *shape]`` indexed by host id, grain token
             ``[num_host_units * unit, *shape]``, grain request ``[max_requests, *shape]``

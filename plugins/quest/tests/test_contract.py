@@ -19,8 +19,8 @@ def test_one_instance_serves_the_hooks_by_their_names(world, impl, device):
     check_instance(w.quest, hooks, "quest")
     for name in ("settle", "retrieve_prompt", "truncated"):
         assert not has_hook(w.quest, name)
+    ids = torch.zeros(2, 3).int()
     with pytest.raises(ValueError, match="at most 1 queries a row"):
-        ids = torch.zeros(2, 3).int()
         w.quest.retrieve_topk(w.layer, torch.zeros(1, 2, 4, 12), None, Selection(ids))
 
 

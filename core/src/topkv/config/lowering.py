@@ -33,7 +33,7 @@ from topkv.config.sources import (
     pick,
     with_origin,
 )
-from topkv.config.stages import option_reasons
+from topkv.config.stages import option_reasons, regrain_reasons
 from topkv.config.storages import StorageSettings
 from topkv.errors import CONFIG_REFUSED, ConfigError
 from topkv.kv.host_format import host_format_reasons
@@ -215,7 +215,9 @@ def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConf
         known.reasons += [f"{why} {where})" for why in group_reasons(group, plan.buffer, lowered)]
         known.reasons += sharing_reasons(model, group)
         known.reasons += [f"{why} {where})" for why in option_reasons(group.stages)]
-        if group.stages and group.indexed:
+        stated = (plan.unit, plan.algorithm, plan.single_tokens)
+        known.reasons += [f"{why} {where})" for why in regrain_reasons(group.stages, *stated)]
+        if group.indexed and not all(stage.regrains for stage in group.stages):
             known.reasons.append(
                 "stages are given queries and keys, and the algorithm goes by the model's own "
                 f"indexer; leave stages out {where})"

@@ -120,9 +120,10 @@ def sparse_plan(known: Resolver, rule: Sources) -> LayerPlan:
     capabilities = plugin.capabilities
     written = {**known.written, **rule}
     sources = {**plugin.defaults, **written}
-    allowed = pick(written, "regranulate")  # for users to allow, not for plugins
+    stages = pick(sources, "stages")
+    stages = evolve(stages, value=tuple(_stage(known, asked) for asked in stages.value))
     unit = pick(sources, "unit")
-    tokens = allowed.value and capabilities.single_tokens
+    tokens = capabilities.single_tokens and any(stage.regrains for stage in stages.value)
     if tokens and "unit" not in written:
         unit = _readable(known, unit)
     budget = pick(sources, "budget")
@@ -134,10 +135,7 @@ def sparse_plan(known: Resolver, rule: Sources) -> LayerPlan:
     # Those that the user sets for all layers are the base algorithm's.
     of_base = base is not None and algorithm == base.value
     params = _params(known, plugin, sources if of_base else rule)
-    stages = pick(sources, "stages")
-    stages = evolve(stages, value=tuple(_stage(known, asked) for asked in stages.value))
     share = pick(sources, "share")
-    whole = not tokens or unit.value == 1
     return LayerPlan(
         residency="sparse",
         algorithm=algorithm,
@@ -146,13 +144,12 @@ def sparse_plan(known: Resolver, rule: Sources) -> LayerPlan:
         budget=budget.value,
         buffer=buffer.value,
         selects=1 if tokens else unit.value,
-        tail=capabilities.tail if whole else "forced",
+        tail="forced" if tokens else capabilities.tail,
         params={name: param.value for name, param in params.items()},
         stages=stages.value,
         share=share.value,
-        regranulate=allowed.value,
         single_tokens=capabilities.single_tokens,
-        settings=(unit, allowed, scope, budget, buffer, *params.values(), stages, share),
+        settings=(unit, scope, budget, buffer, *params.values(), stages, share),
     )
 
 
@@ -193,8 +190,9 @@ def _stage(known: Resolver, asked: StageSettings) -> StageSettings:
         for name in asked.params
         if name not in names
     ]
-    options = plugin.capabilities.options
-    return evolve(asked, params={**names, **asked.params}, options=options)
+    told = plugin.capabilities
+    params = {**names, **asked.params}
+    return evolve(asked, params=params, options=told.options, regrains=told.regrains)
 
 
 def _alike(plans: Mapping[int, LayerPlan]) -> Plans:

@@ -55,22 +55,13 @@ class LayerSettings:
     unit: int | None = setting(checks.count, 16)
     """tokens selected and moved together, a power of two."""
 
-    regranulate: bool | None = setting(checks.flag, False)
-    """where the algorithm selects single tokens, store, move and attend them by the ``unit`` that
-    you set, or else by the smallest that the backend takes. Each selected token brings its whole
-    unit along, and the open unit is always attended; what this adds to the selection is counted
-    (``TransferReport.extra``). Changes nothing where the algorithm takes the unit itself.
-    Selections of several tokens are not regranulated: their algorithms recompute the open unit
-    from the ring, and no view shows a ring of one unit as one of another."""
-
     budget: int | None = setting(checks.count, 2048)
-    """attended tokens of a lane: sinks, window and tail included. Where selections are
-    regranulated it bounds the selected tokens and the tail unit, not the tokens that come along.
-    """
+    """attended tokens of a lane: sinks, window and tail included. Where a stage turns tokens into
+    units it bounds the selected tokens and the tail unit, not the tokens that come along."""
 
     buffer: int | None = setting(checks.count)
-    """tokens of the LRU buffer of a lane; twice the budget by default. Has to hold a selection; of
-    a regranulated one each token may be in a unit of its own."""
+    """tokens of the LRU buffer of a lane; twice the budget by default. Has to hold a selection;
+    where a stage turns tokens into units each token may be in a unit of its own."""
 
     params: Mapping[str, Any] | None = setting(checks.parameters)
     """parameters of the algorithm."""
@@ -201,7 +192,7 @@ class SparseConfig(Settings[None, int | str | None], LayerSettings):
         overrides(_metadata(LayerSettings, "check"))
     )
     """overrides by layer range: ``{"0-1": "resident", "2-": "quest", "5": {...}}``; a mapping
-    takes residency, algorithm, scope, unit, regranulate, budget, buffer, params, stages and share.
+    takes residency, algorithm, scope, unit, budget, buffer, params, stages and share.
     Where several name a layer, what is written later wins. They beat ``dense_layers``."""
 
     def as_dict(self) -> dict[str, Any]:

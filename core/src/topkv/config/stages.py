@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from attrs import field, frozen
@@ -21,11 +21,13 @@ class StageSettings:
         name: of the plugin.
         params: of the plugin; every one of them once lowered.
         options: of attention that the plugin asks of the backend; known once lowered.
+        regrains: it turns tokens into units; known once lowered.
     """
 
     name: str
     params: Mapping[str, Any] = field(factory=dict)
     options: tuple[str, ...] = ()
+    regrains: bool = False
 
     def __repr__(self) -> str:
         told = ", ".join(f"{name}={value!r}" for name, value in sorted(self.params.items()))
@@ -44,6 +46,27 @@ def option_reasons(asked: Iterable[StageSettings]) -> Iterator[str]:
         if count > 1:
             names = ", ".join(repr(name) for each, name in found if each == option)
             yield f"option {option!r} of attention is set by {count} stages, {names}; leave one"
+
+
+def regrain_reasons(
+    asked: Sequence[StageSettings], unit: int, algorithm: str | None, single_tokens: bool
+) -> Iterator[str]:
+    """Reasons against a stage that regrains: it is the last one, behind an algorithm that selects
+    single tokens, and its units are larger."""
+    for place, stage in enumerate(asked):
+        if not stage.regrains:
+            continue
+        behind = ", ".join(repr(each.name) for each in asked[place + 1 :])
+        who = f"stage {stage.name!r} turns tokens into units"
+        if behind:
+            yield f"{who}, so no stage can stand behind it, got {behind}; list it last, once"
+        if algorithm and not single_tokens:
+            yield (
+                f"{who}, and algorithm {algorithm!r} does not select single tokens alone; leave "
+                "the stage out"
+            )
+        elif unit == 1:
+            yield f"{who} of several tokens, got unit 1; set a larger unit, or leave it out"
 
 
 MOST = 8

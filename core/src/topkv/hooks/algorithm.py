@@ -127,8 +127,7 @@ class AlgorithmSetup:
 
     Attributes:
         model: geometry of the attention layers.
-        group: the group as the algorithm sees it: in units of one token where its selections are
-            regranulated.
+        group: the group as the algorithm sees it: in units of one token where a stage regrains.
         params: every parameter of the entry, with the values that hold here.
         device: where it will run.
         max_queries: most queries Q of a row.
@@ -214,9 +213,9 @@ class Algorithm(Protocol):
                 ``appended`` on are padding.
 
         Recomputes the units that got tokens from the ring, which has them all. An algorithm that
-        takes units of one token alone has them in ``k``, and no ring where the core regranulates
-        its selections: its ``layer.group`` is then in tokens, whatever the units are that are
-        stored and attended.
+        takes units of one token alone has them in ``k``, and no ring where a stage regrains its
+        selections: its ``layer.group`` is then in tokens, whatever the units are that are stored
+        and attended.
         """
 
     @hookspec

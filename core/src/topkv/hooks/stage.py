@@ -35,12 +35,18 @@ factory of the stage is asked first, so that it checks the parameters for all ba
 that does nothing else has no ``refine``, no ``correct``, no representations, and no call in any
 step.
 
+A stage whose entry says ``regrains`` turns tokens into units, so that an algorithm of single
+tokens goes with larger units that are stored, moved and attended: candidates of its ``refine`` are
+tokens, ``ids`` the closed units of ``layer.group`` that hold them. It is the last one, does
+nothing else, and its ``layer`` shows neither ring nor pools. The buffer has room for a unit of
+each token, so no token needs to be lost.
+
 A stage does not know which candidates its algorithm promises to select, such as sinks: one that
 should keep them has a parameter for it. Defaults of a stage's entry are not read.
 
 Not there yet, and refused: stages behind an algorithm that uses the model's own indexer, or that
-selects for the rows of a prompt too (``retrieve_prompt``); ``correct`` where the algorithm selects
-tokens of larger units; ``keep`` where an engine gives out the pages. Stages that ask further
+selects for the rows of a prompt too (``retrieve_prompt``), except one that regrains; ``correct``
+where one regrains; ``keep`` where an engine gives out the pages. Stages that ask further
 queries (``queries``) or guess a selection (``predict``): there are no such hooks, and a class that
 marks one of them is refused.
 
@@ -111,8 +117,9 @@ class StageSetup:
 
     Attributes:
         model: geometry of the attention layers.
-        group: the group as the algorithm sees it: in units of one token where its selections are
-            regranulated. ``group.select`` is K, the width of what this stage leaves.
+        group: the group as the algorithm sees it, in units of one token where a stage behind this
+            one regrains; of that stage as it is stored. ``group.select`` is K, the width of what
+            this stage leaves.
         params: every parameter of the entry, with the values that hold here.
         device: where it will run.
         max_queries: most queries Q of a row, see ``topkv.hooks.algorithm``.
@@ -162,16 +169,16 @@ class Stage(Protocol):
         Args:
             layer: the layer; ``layer.group.select`` is K.
             q: ``[B, Q, H, D]`` post-RoPE queries.
-            candidates: K' units as the algorithm, or the stage before, left them, with scores
-                where ``StageSpec.reads_scores``. Only read.
+            candidates: K' units, or tokens for a stage that regrains, as the algorithm, or the
+                stage before, left them, with scores where ``StageSpec.reads_scores``. Only read.
             out: memory for K units, owned by the core; ``scores`` where the spec says that there
                 are some and the next stage reads them, else None.
 
         Returns:
-            Some of the row's candidates, each once: ``out``, or tensors of its own as in
-            ``Algorithm.retrieve_topk``. Which ones does not depend on the order of the
-            candidates, unless ``StageSpec.reads_order`` asks for one: each top-k has an order of
-            its own.
+            Some of the row's candidates, or of the units that hold them, each once: ``out``, or
+            tensors of its own as in ``Algorithm.retrieve_topk``. Which ones does not depend on the
+            order of the candidates, unless ``StageSpec.reads_order`` asks for one: each top-k has
+            an order of its own.
         """
 
     @optional

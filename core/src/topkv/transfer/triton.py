@@ -47,8 +47,8 @@ class LayerMemory:
     """Views of one layer, made once: making one costs as much as a launch.
 
     Attributes:
-        unit_slot, slot_unit, order, state, counters, buffer: tensors of the store, without their first
-            dimension.
+        unit_slot, slot_unit, order, state, counters, buffer: tensors of the store, without their
+            first dimension.
         buffer_words: ``buffer`` as int32; where entries are coded, ``buffer``.
         host, host_words: the host pool from the layer's first entry on, in the group's dtype and
             as int32; where entries are coded, bytes.

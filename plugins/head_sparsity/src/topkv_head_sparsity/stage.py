@@ -84,7 +84,7 @@ class HeadSparsity:
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        # There is no ring where selections are regranulated: units are then of one token.
+        # There is no ring where a stage regrains: units are then of one token.
         slots, units, valid = appended_units(layer)
         keys = k if self.group.unit == 1 else ring_units(layer, layer.ring_k, slots, units)
         self._write(layer, slots, units, keys, valid)

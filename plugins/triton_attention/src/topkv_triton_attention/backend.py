@@ -79,8 +79,9 @@ class TritonAttention:
         """See ``topkv.hooks.backend.Backend.attend``.
 
         Raises:
-            CapabilityError: the dtype of q is not that of k and v.
-            ValueError: more rows than ``max_batch`` allows, or queries than ``max_queries``.
+            CapabilityError: the dtype of q is not that of k and v, or more queries than
+                ``max_queries`` allows.
+            ValueError: more rows than ``max_batch`` allows.
         """
         self._attend(q, k, v, tables, out, lse)
 

@@ -22,13 +22,13 @@ def check_decode(q: Tensor, k: Tensor, v: Tensor, max_batch: int, max_queries: i
     """Refuse what ``attend`` does not offer.
 
     Raises:
-        CapabilityError: mixed dtypes.
-        ValueError: more rows, or queries of a row, than the backend was made for.
+        CapabilityError: more queries of a row than the backend was made for, or mixed dtypes.
+        ValueError: more rows than the backend was made for.
     """
     if q.shape[1] > max_queries:
-        raise ValueError(
-            f"attend: q {list(q.shape)} has {q.shape[1]} queries a row, the backend was made for "
-            f"{max_queries}; raise max_queries when you make it"
+        raise CapabilityError(
+            f"triton_attention: attend was made for {max_queries} queries a row",
+            [f"got q {list(q.shape)}, [B, Q, H, D]; raise max_queries when you make it"],
         )
     if q.dtype != k.dtype or k.dtype != v.dtype:
         raise CapabilityError(

@@ -193,7 +193,7 @@ class KeepsUnits(ABC):
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
         rows, rings = (k, v)[: 1 + self.keeps_values], (layer.ring_k, layer.ring_v)
         slots, units, valid = appended_units(layer, k.shape[1])
-        # There is no ring where selections are regranulated: units are then of one token.
+        # There is no ring where a stage regrains: units are then of one token.
         held = (
             row.flatten(0, 1)[:, None]
             if self.group.unit == 1
@@ -320,7 +320,8 @@ class RankedUnits(KeepsUnits):
         """Queries ``[B, Q, H, D]`` as ``lane_scores`` gets them."""
         if q.shape[1] == 1:
             return q[:, 0]
-        return q.unflatten(2, (self.group.num_kv_heads, -1)).transpose(1, 2).flatten(1, 3)
+        heads: Tensor = q.unflatten(2, (self.group.num_kv_heads, -1)).transpose(1, 2).flatten(1, 3)
+        return heads
 
     @abstractmethod
     def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:

@@ -111,7 +111,7 @@ class KeptByKernels(KeepsUnits):
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
         group, step = self.group, layer.step
         keys, values = layer.ring_k, layer.ring_v
-        if group.unit == 1:  # there is no ring where selections are regranulated
+        if group.unit == 1:  # there is no ring where a stage regrains
             keys, values = k, v
             strides: tuple[int, ...] = (k.stride(0), 0, k.stride(1), k.stride(2), 0)
         else:
@@ -236,7 +236,7 @@ class UnitKernels(KeptByKernels, ScoredUnits):
         self.scoring = []
         for queries in range(1, setup.max_queries + 1):
             each = model.group_size * queries
-            constants = {
+            constants: dict[str, Any] = {
                 "SCORE": type(self).score_tile,
                 "FINISH": type(self).finish_tile or self.kernels.kept,
                 "GROUP": each,

@@ -13,7 +13,7 @@ from topkv.hooks.discovery import hookimpl
 from topkv.kv.token_format import decode_fp8
 from topkv.types import LayerView, Plan, Selection, Tables
 from topkv_testing.models.oracle import attention
-from topkv_testing.models.stage_doubles import KEEP, KEEP_KEYS, RERANK
+from topkv_testing.models.stage_doubles import KEEP, KEEP_KEYS, RERANK, TO_UNITS
 from topkv_testing.models.storage_doubles import SHELF
 
 
@@ -209,7 +209,8 @@ class Entries:
     """Registers both doubles and further entries as a package would."""
 
     def __init__(self, *further: PluginEntry) -> None:
-        self.entries = (SCRIPTED, COMPETING, GATHER, KEEP, KEEP_KEYS, RERANK, SHELF, *further)
+        stages = (KEEP, KEEP_KEYS, RERANK, TO_UNITS)
+        self.entries = (SCRIPTED, COMPETING, GATHER, *stages, SHELF, *further)
 
     def _of_kind(self, kind: str) -> list[PluginEntry]:
         return [entry for entry in self.entries if entry.kind == kind]

@@ -37,6 +37,24 @@ class Keep:
         return out
 
 
+class ToUnits(Keep):
+    """Turns tokens into the closed units that hold them, ascending, and loses none."""
+
+    @hookimpl
+    def refine(
+        self, layer: LayerView, q: Tensor, candidates: Selection, out: Selection
+    ) -> Selection:
+        group, absent = self.setup.group, self.setup.group.max_units
+        closed = (layer.step.lengths - 1).clamp(min=0) // group.unit * (layer.step.slots >= 0)
+        units = torch.where(candidates.ids < 0, absent, candidates.ids // group.unit)
+        inside = units < closed.repeat_interleave(group.lane_heads)[:, None]
+        units = torch.where(inside, units, absent).sort(1).values
+        units[:, 1:][units[:, 1:] == units[:, :-1]] = absent
+        units = units.sort(1).values[:, : out.ids.shape[1]]
+        out.ids.copy_(torch.where(units < absent, units, -1))
+        return out
+
+
 class Rerank:
     """Leaves the candidates with the largest product of a key and a query of their lane.
 
@@ -291,6 +309,13 @@ KEEP = PluginEntry(
     "stage",
     "topkv_testing.models.stage_doubles:Keep",
     capabilities=Capabilities(attention=("gqa", "mla")),
+)
+
+TO_UNITS = PluginEntry(
+    "to_units",
+    "stage",
+    "topkv_testing.models.stage_doubles:ToUnits",
+    capabilities=Capabilities(attention=("gqa", "mla"), regrains=True),
 )
 
 RERANK = PluginEntry(

@@ -144,7 +144,7 @@ class TransferBench:
             LayerView(layer, index, group, self.step, *rings[index])
             for index, layer in enumerate(group.layers)
         ]
-        policy = LeastRecentlyUsed(EvictionSetup(device))
+        policy: Any = LeastRecentlyUsed(EvictionSetup(device))
         self.engine = make(TransferSetup(self.store, self.views, policy), impl)
         lanes = group.max_requests * group.lane_heads
         wide, flat = (lanes, max(1, group.select)), (lanes,)
