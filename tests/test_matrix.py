@@ -155,7 +155,7 @@ class Run:
 
     def selection(self):
         """Ids that the algorithm has selected in this step."""
-        return self.coordinator.lanes[0].ids
+        return self.coordinator.lanes[0].selection.ids
 
     def expected(self):
         """Attention of the newest token over what its step has selected, and the tail."""

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topkv_deepseek_dsa import algorithm
 from topkv.types import Selection
+from topkv_deepseek_dsa import algorithm
 
 
 def as_steps(w, start, q, weights):

@@ -233,7 +233,7 @@ class UnitKernels(KeptByKernels, ScoredUnits):
         sizes = WIDE if wide else NARROW
         block = sizes["TILE_U"] * sizes["TILES"]
         self.heads = HeadScores(model, group, block, setup.device, setup.max_queries)
-        self.scoring = []
+        self.scoring: list[dict[str, Any]] = []
         for queries in range(1, setup.max_queries + 1):
             each = model.group_size * queries
             constants: dict[str, Any] = {

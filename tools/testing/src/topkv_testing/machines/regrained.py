@@ -138,8 +138,8 @@ class RegrainedMachine(TokenLives):
         """Compare, and look at the units that the last sparse layer has left in its lanes."""
         super()._compare(todo, outs, given, ids)
         layer = SPARSE[-1]
-        unit, lanes = self.groups[layer].unit, self.coordinator.layers[layer].lanes
-        left = lanes.selection.ids.tolist()
+        unit, buffers = self.groups[layer].unit, self.coordinator.layers[layer].lanes
+        left = buffers.selection.ids.tolist()
         if layer >= len(outs) or unit == 1:
             return
         for row, slot in enumerate(todo.rows):
