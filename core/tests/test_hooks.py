@@ -12,7 +12,7 @@ from topkv.hooks.discovery import OPTIONAL
 from topkv.plugins.contract import spec_functions
 
 EXPECTED = {
-    (2, 6): {
+    (2, 7): {
         "algorithm.spec": "self",
         "algorithm.construct": "self layer slot start k v q lse",
         "algorithm.settle": "self layer slot since length history",
@@ -49,12 +49,8 @@ EXPECTED = {
         "observer.bind_layers": "self layers",
         "observer.before_forward": "self report",
         "observer.after_forward": "self report",
-        "storage.exists": "self keys",
-        "storage.get": "self keys places",
-        "storage.put": "self keys places",
-        "storage.delete": "self keys",
-        "storage.usage": "self",
-        "storage.close": "self",
+        "keeper.host_pool": "self",
+        "keeper.bind": "self coordinator",
     }
 }
 
@@ -81,7 +77,7 @@ SETUPS = {
     "topk": ("TopKSetup", "rows columns select device"),
     "engine": ("EngineSetup", "registry"),
     "observer": ("ObserverSetup", "config"),
-    "storage": ("StorageSetup", "params object_bytes memory quota_of"),
+    "keeper": ("KeeperSetup", "params config registry"),
 }
 
 

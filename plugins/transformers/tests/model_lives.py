@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 import topkv
 from topkv.errors import CapabilityError
+from topkv_testing.machines.kept import keeping
 
 SALTS = (None, "a")
 HOW = ("fresh", "fresh", "chunks", "kept", "other history", "rendered", "direct")
@@ -204,7 +205,7 @@ class Life:
 
     def elsewhere(self, number, words, salt, further):
         """Another process asks with a model that is alike, or has changed further."""
-        if "storage" not in self.settings:
+        if "storage" not in self.settings["pages"]["params"]:
             return
         changes = [*self.changes, *([further] if further else [])]
         ids = self.prompt(*words)[0].tolist()
@@ -228,11 +229,11 @@ class Life:
 
 def settings_of(tiny, storage, policy, path):
     """Settings under which everything is attended, and all pages are kept."""
-    settings = tiny.settings(prefix_cache=policy, max_requests=3, max_tokens=1600)
+    pages = keeping(keep=policy)
     if storage:
         below = {"name": "files", "params": {"path": str(path)}, "least_tokens": 1}
-        settings["storage"] = {**below, "fetch": "wait_complete"}
-    return settings
+        pages["params"]["storage"] = {**below, "fetch": "wait_complete"}
+    return tiny.settings(pages=pages, max_requests=3, max_tokens=1600)
 
 
 def live(tiny, actions, storage, policy, counts, kind="values of every kind"):

@@ -208,7 +208,7 @@ def test_lives_of_mixed_caches(tiny, check, name):
 def test_pages_alone_hold_no_prefix_and_no_session(tiny, tmp_path):
     model = model_of("Gemma3", tiny.device)
     with pytest.raises(CapabilityError, match="layers keep states of their own"):
-        topkv.attach(model, tiny.settings(prefix_cache="prompt"))
+        topkv.attach(model, tiny.settings(pages="prefixes"))
     with topkv.attach(model, tiny.settings()) as handle:
         cache = handle.new_cache()
         prompt = tiny.prompt(20)

@@ -16,6 +16,7 @@ from torch import nn
 
 import topkv
 from topkv.errors import CapabilityError, RequestError
+from topkv_testing.machines.kept import keeping
 from topkv_transformers import contents
 from topkv_transformers.contents import contents_of
 from topkv_transformers.watch import ModelWatch
@@ -138,8 +139,8 @@ def test_what_cannot_be_watched_is_named(tiny):
         (reason,) = watched(model).look().unsure
         assert why in reason
         assert f"layers.0.self_attn.k_proj.{name}" in reason
-        with pytest.raises(CapabilityError, match="prefix_cache: all cannot be served") as refused:
-            topkv.attach(model, tiny.settings(prefix_cache="all"))
+        with pytest.raises(CapabilityError, match="pages: prefixes cannot be served") as refused:
+            topkv.attach(model, tiny.settings(pages=keeping()))
         assert reason in refused.value.reasons
         assert not hasattr(model.model, "_topkv_handle")
 
@@ -174,7 +175,7 @@ def test_objects_of_many_kinds_are_read_once_and_without_end(tiny):
 @pytest.mark.parametrize("where", ["inside", "decoder", "model", "replaced"])
 def test_hooks_that_may_change_keys_make_a_state_unsure(tiny, where):
     model = adapted(tiny.model())
-    with topkv.attach(model, tiny.settings(prefix_cache="all")) as handle:
+    with topkv.attach(model, tiny.settings(pages=keeping())) as handle:
         look = handle.requests.watch.look
         assert look().unsure == []
         if where == "replaced":
@@ -228,7 +229,7 @@ def test_a_cache_belongs_to_the_model_that_filled_it(tiny, tmp_path):
 
 def test_salts_part_prompts_and_are_checked(tiny):
     model, prompt = tiny.model(), tiny.prompt(40)
-    with topkv.attach(model, tiny.settings(prefix_cache="all")) as handle:
+    with topkv.attach(model, tiny.settings(pages=keeping())) as handle:
         found = []
         for salt in (None, "a", b"a", "b", "a", ""):
             before = handle.prefixes.counts.found

@@ -11,10 +11,10 @@ from attrs import evolve
 from torch import nn
 from transformers import PreTrainedModel
 
+from topkv import SparseCoordinator
 from topkv.errors import CapabilityError, RequestError
 from topkv.report import MemoryReport, Stats, count_stats
 from topkv_prediction.report import Prediction
-from topkv_prefixes.prefixes import PrefixCoordinator
 from topkv_transformers import attention, blocks, capture, sessions
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.generation import generate
@@ -49,7 +49,7 @@ class AttachedModel:
         prefixes: what prompts of ``generate`` take over from earlier ones.
     """
 
-    def __init__(self, model: PreTrainedModel, coordinator: PrefixCoordinator) -> None:
+    def __init__(self, model: PreTrainedModel, coordinator: SparseCoordinator) -> None:
         self.model = model
         self.coordinator = coordinator
         self.config = coordinator.config

@@ -29,7 +29,7 @@ def _gigabytes(ctx: click.Context, param: click.Parameter, value: str) -> list[i
 
 
 def _writes(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
-    from topkv.config.storages import WRITES
+    from topkv_prefixes.settings import WRITES
 
     names = list(dict.fromkeys(part.strip() for part in value.split(",")))
     if not {*names} <= {*WRITES}:
