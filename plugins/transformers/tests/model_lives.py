@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 import topkv
 from topkv.errors import CapabilityError
+from topkv_prefixes.stored import StoredSessions
 from topkv_testing.machines.kept import keeping
 
 SALTS = (None, "a")
@@ -193,15 +194,15 @@ class Life:
         """The kept cache is suspended and resumed, unless the model has changed."""
         if self.cache is None or not self.cache.get_seq_length():
             return
-        where = self.folder / str(number)
-        try:
-            self.handle.suspend(self.cache, where)
-        except CapabilityError:
-            assert not self.sound
-            self.counts.refused += 1
-            return
-        assert self.sound
-        self.cache = self.handle.resume(where)
+        with StoredSessions("files", {"path": self.folder / "sessions", "sync": False}) as stored:
+            try:
+                self.handle.suspend(self.cache, stored[str(number)])
+            except CapabilityError:
+                assert not self.sound
+                self.counts.refused += 1
+                return
+            assert self.sound
+            self.cache = self.handle.resume(stored[str(number)])
 
     def elsewhere(self, number, words, salt, further):
         """Another process asks with a model that is alike, or has changed further."""

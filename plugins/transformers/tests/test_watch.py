@@ -16,6 +16,7 @@ from torch import nn
 
 import topkv
 from topkv.errors import CapabilityError, RequestError
+from topkv_prefixes.stored import StoredSessions
 from topkv_testing.machines.kept import keeping
 from topkv_transformers import contents
 from topkv_transformers.contents import contents_of
@@ -213,7 +214,10 @@ def test_contents_are_those_of_the_host():
 def test_a_cache_belongs_to_the_model_that_filled_it(tiny, tmp_path):
     """A cache can be suspended before a change alone; a cache of two states is nobody's."""
     model, prompt = adapted(tiny.model()), tiny.prompt(40)
-    with topkv.attach(model, tiny.settings()) as handle:
+    with (
+        StoredSessions("files", {"path": tmp_path}) as stored,
+        topkv.attach(model, tiny.settings()) as handle,
+    ):
         for between in (False, True):
             cache = handle.new_cache()
             model(prompt["input_ids"], past_key_values=cache)
@@ -222,9 +226,9 @@ def test_a_cache_belongs_to_the_model_that_filled_it(tiny, tmp_path):
                 model(prompt["input_ids"][:, :1], past_key_values=cache)
                 change(model, "flag", 0)
             with pytest.raises(CapabilityError, match="have changed since the cache was filled"):
-                handle.suspend(cache, tmp_path)
+                handle.suspend(cache, stored["chat"])
             change(model, "flag", 0)
-        assert not [*tmp_path.iterdir()]
+        assert not [*tmp_path.glob("??/*")]
 
 
 def test_salts_part_prompts_and_are_checked(tiny):
