@@ -50,12 +50,8 @@ EXPECTED = {
         "observer.bind_layers": "self layers",
         "observer.before_forward": "self report",
         "observer.after_forward": "self report",
-        "storage.exists": "self keys",
-        "storage.get": "self keys places",
-        "storage.put": "self keys places",
-        "storage.delete": "self keys",
-        "storage.usage": "self",
-        "storage.close": "self",
+        "keeper.host_pool": "self",
+        "keeper.bind": "self coordinator",
     }
 }
 
@@ -83,7 +79,7 @@ SETUPS = {
     "topk": ("TopKSetup", "rows columns select device"),
     "engine": ("EngineSetup", "registry"),
     "observer": ("ObserverSetup", "config"),
-    "storage": ("StorageSetup", "params object_bytes memory quota_of"),
+    "keeper": ("KeeperSetup", "params config registry"),
 }
 
 

@@ -9,6 +9,7 @@ Requests begin, end, grow and fork between forwards: ``topkv.requests``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,6 @@ from topkv.checks import (
 from topkv.config import LoweredConfig
 from topkv.dropping import Dropping
 from topkv.errors import DeviceMemoryError, RequestError, TopkvError, is_out_of_memory
-from topkv.kv.host_pool import HostKVPool
 from topkv.layers import Forward, LayerPath
 from topkv.memory import SparseKVCacheManager
 from topkv.observers import Observers
@@ -47,8 +47,6 @@ class SparseCoordinator:
     Args:
         config: a lowered configuration (``topkv.config.lower``).
         registry: where plugins are looked up; the process-wide registry by default.
-        host_pool: class of the host pool where pages are the core's. A subclass may keep full
-            pages that nobody holds, as topkv-prefixes does.
 
     Attributes:
         model, config: geometry and configuration.
@@ -59,6 +57,8 @@ class SparseCoordinator:
         requests: state of every request.
         dropping: pages that requests give back while they generate.
         manager: memory of both tiers.
+        keeper: finds pages that no request holds, as ``Keeper.bind`` of the plugin that the
+            setting ``pages`` names gave it; None where nobody keeps any.
         step: the step tensors.
         forward: the open forward, or None.
 
@@ -67,17 +67,12 @@ class SparseCoordinator:
         HostMemoryError, DeviceMemoryError: a tier is too small; nothing is left allocated.
     """
 
-    def __init__(
-        self,
-        config: LoweredConfig,
-        registry: PluginRegistry | None = None,
-        host_pool: type[HostKVPool] = HostKVPool,
-    ) -> None:
+    def __init__(self, config: LoweredConfig, registry: PluginRegistry | None = None) -> None:
         self._manager: SparseKVCacheManager | None = None
         self.registry = registry or default_registry()
         try:
             with torch.inference_mode(False):  # outside of it no inference tensor can be written
-                self._assemble(config, self.registry, host_pool)
+                self._assemble(config, self.registry)
         except BaseException as error:
             self.close()
             if isinstance(error, TopkvError) or not is_out_of_memory(error):
@@ -86,13 +81,11 @@ class SparseCoordinator:
                 f"the device buffers do not fit: {error}; lower buffer, max_requests or max_tokens"
             ) from error
 
-    def _assemble(
-        self, config: LoweredConfig, registry: PluginRegistry, host_pool: type[HostKVPool]
-    ) -> None:
+    def _assemble(self, config: LoweredConfig, registry: PluginRegistry) -> None:
         self.model, self.config = config.model, config
         self._plugins = plugins = make_plugins(registry, config)
         self.specs = plugins.specs
-        self._tensors = tensors = allocate(config, plugins, host_pool)
+        self._tensors = tensors = allocate(config, plugins)
         self.manager = self._manager = tensors.manager
         self.lanes, self.step = tensors.lanes, tensors.uploader.step
         self.transfers, self.layers = connect(registry, config, plugins, tensors)
@@ -113,6 +106,7 @@ class SparseCoordinator:
         periods = [[(spec and spec.settle_period) or 2**31 - 1] for spec in plugins.specs]
         self._settle_periods, self._settles_later = np.array(periods), min(periods) < [2**31 - 1]
         self.forward: Forward | None = None
+        self.keeper: Any = plugins.keeper.bind(self) if plugins.keeper else None
 
     def forward_begin(
         self,

@@ -24,8 +24,9 @@ KINDS = (
     "topk",
     "engine",
     "observer",
-    "storage",
+    "keeper",
 )
+"""Kinds of the core. Packages may bring further ones (``topkv.plugins.kinds``)."""
 
 IMPLS = ("reference", "triton")
 
@@ -79,7 +80,6 @@ class Capabilities:
         capture: every decode method can be captured in a CUDA graph. ``LoweredConfig.capturable``
             says whether that holds for all plugins of a configuration.
         host_memory: the backend can read pages in mapped host memory.
-        quotas: the storage keeps each owner of objects within its quota.
         tiers: of ``TIERS``, where the plugin runs.
         traits: of ``TRAITS``, what an algorithm promises.
     """
@@ -101,7 +101,6 @@ class Capabilities:
     lse: bool = True
     capture: bool = True
     host_memory: bool = False
-    quotas: bool = False
     tiers: tuple[str, ...] = TIERS
     traits: tuple[str, ...] = ()
 
@@ -126,7 +125,7 @@ class PluginEntry:
     Attributes:
         name: what users write: letters, digits, ``_``, ``-`` and ``.``. Of two packages that offer
             a name of the same kind, neither gets it.
-        kind: one of ``KINDS``.
+        kind: one of ``KINDS``, or one that an installed package brings.
         factories: ``"module:attribute"`` by implementation (``IMPLS``), imported only when
             somebody asks for this one; a single text stands for all implementations. Each takes
             one argument, the setup of its kind (``topkv.hooks``).

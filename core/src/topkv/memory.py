@@ -27,7 +27,7 @@ class SparseKVCacheManager:
         config: a lowered configuration.
         specs: the algorithm's spec of each group, None for dense groups.
         device: where buffers are; ``meta`` gives tensors that have shapes and take no memory.
-        host_pool: class of the host pool where pages are not an engine's.
+        host_pool: class of the host pool, where pages are not an engine's.
         keeps_state: the eviction policy keeps a number for each slot.
 
     Attributes:

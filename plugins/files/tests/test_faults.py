@@ -17,11 +17,11 @@ import pytest
 from click.testing import CliRunner
 
 from topkv.errors import ConfigError
-from topkv.hooks.storage import OWNER_BYTES, StorageSetup
 from topkv_files import folder as folders
 from topkv_files.commands import storage as command
 from topkv_files.storage import FilesStorage
 from topkv_prefixes.objects import HEADER, MAGIC, owner_of, problem_of, write_header
+from topkv_prefixes.storage import OWNER_BYTES, StorageSetup
 
 SIZE = 3000
 """Bytes of the pages of these tests."""

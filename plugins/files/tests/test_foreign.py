@@ -15,11 +15,11 @@ import pytest
 from click.testing import CliRunner
 
 from topkv.errors import ConfigError
-from topkv.hooks.storage import StorageSetup
 from topkv_files import owned
 from topkv_files.commands import storage as command
 from topkv_files.storage import FilesStorage
 from topkv_prefixes.objects import HEADER, MAGIC, write_header
+from topkv_prefixes.storage import StorageSetup
 
 KEYS = [number.to_bytes(4, "big") * 8 for number in range(8)]
 FOREIGN = "ef" * 32

@@ -33,8 +33,7 @@ from topkv.config.sources import (
     pick,
     with_origin,
 )
-from topkv.config.stages import option_reasons, regrain_reasons
-from topkv.config.storages import StorageSettings
+from topkv.config.stages import Named, option_reasons, regrain_reasons
 from topkv.errors import CONFIG_REFUSED, ConfigError
 from topkv.kv.host_format import host_format_reasons
 from topkv.kv.layout import lay_out
@@ -74,11 +73,6 @@ def lower(
     plans = plan_layers(known, model)
     lowered = _settle(known, plans, model, torch.device(device), max_positions)
     lowered = _group(known, plans, lowered)
-    residencies = {group.shape.residency for group in lowered.groups}
-    if lowered.host_quotas and residencies == {"resident"}:
-        reasons.append(
-            "host_quotas limit nothing where all layers lie on the device; leave them out"
-        )
     if reasons:
         raise ConfigError(CONFIG_REFUSED, dict.fromkeys(reasons))
     return lowered
@@ -134,17 +128,7 @@ def _settle(
     values["max_request_tokens"] = -(-request // page) * page
     lowered = LoweredConfig(**values, device=device, model=model, num_pages=num_pages)
     reasons += format_reasons(model, lowered.kv_format)
-    if lowered.pages == "engine" and lowered.prefix_cache != "off":
-        reasons.append(
-            f"prefix_cache must be 'off' where pages is 'engine', got {lowered.prefix_cache!r}: "
-            "an engine that gives out pages keeps prefixes itself"
-        )
-    if lowered.host_quotas and lowered.prefix_cache == "off":
-        reasons.append(
-            "host_quotas limit what prefix_cache keeps, and that is 'off'; set it to 'prompt' or "
-            "'all', or leave them out"
-        )
-    lowered = _store(known, lowered)
+    lowered = _keep(known, lowered)
     reasons += host_format_reasons(model, lowered.host_format)
     if lowered.prefill_block_tokens % page:
         reasons.append(
@@ -154,26 +138,15 @@ def _settle(
     return lowered
 
 
-def _store(known: Resolver, lowered: LoweredConfig) -> LoweredConfig:
-    """Give the storage, if there is one, all parameters of its plugin."""
-    asked = lowered.storage
-    if not isinstance(asked, StorageSettings):
+def _keep(known: Resolver, lowered: LoweredConfig) -> LoweredConfig:
+    """Give the keeper of pages, if there is one, all parameters of its plugin."""
+    asked = lowered.pages
+    if not isinstance(asked, Named):
         return lowered
-    if lowered.pages == "engine":
+    plugin = known.plugin("keeper", asked.name)
+    if plugin.entry is None:
         known.reasons.append(
-            f"storage must not be set where pages is 'engine', got {asked.name!r}: an engine that "
-            "gives out pages keeps what is below them itself"
-        )
-    elif lowered.prefix_cache == "off":
-        known.reasons.append(
-            "storage keeps the pages that prefix_cache finds, and that is 'off'; set it to "
-            "'prompt' or 'all'"
-        )
-    plugin = known.plugin("storage", asked.name)
-    if asked.quotas and not plugin.capabilities.quotas:
-        known.reasons.append(
-            f"storage: quotas must be left out, for {plugin.who} keeps none; choose a storage "
-            "that does, or bound all tenants together by its own parameters"
+            f"pages must be 'core', 'engine' or a keeper that can be used, got {shown(asked.name)}"
         )
     names = plugin.entry.parameters if plugin.entry else asked.params
     known.reasons += [
@@ -181,7 +154,7 @@ def _store(known: Resolver, lowered: LoweredConfig) -> LoweredConfig:
         for name in asked.params
         if name not in names
     ]
-    return evolve(lowered, storage=evolve(asked, params={**names, **asked.params}))
+    return evolve(lowered, pages=evolve(asked, params={**names, **asked.params}))
 
 
 def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConfig:

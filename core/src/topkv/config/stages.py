@@ -1,4 +1,5 @@
-"""The setting ``stages``: plugins behind the algorithm, in order, with their parameters."""
+"""Plugins that a setting names with their parameters: ``stages`` behind the algorithm, in order,
+and ``pages`` of a keeper."""
 
 from __future__ import annotations
 
@@ -14,18 +15,36 @@ from topkv.messages import shown
 
 
 @frozen
-class StageSettings:
-    """One entry of the setting ``stages``, checked.
+class Named:
+    """A plugin and its parameters, checked.
 
     Attributes:
         name: of the plugin.
         params: of the plugin; every one of them once lowered.
-        options: of attention that the plugin asks of the backend; known once lowered.
-        regrains: it turns tokens into units; known once lowered.
     """
 
     name: str
     params: Mapping[str, Any] = field(factory=dict)
+
+    def __str__(self) -> str:
+        """Tell people what is set, but nothing of mappings: there may be a password in one."""
+        plain = {
+            name: "..." if isinstance(value, Mapping) else repr(value)
+            for name, value in sorted(self.params.items())
+        }
+        return f"{self.name}({', '.join(f'{name}={value}' for name, value in plain.items())})"
+
+
+@frozen(repr=False)
+class StageSettings(Named):
+    """One entry of the setting ``stages``, checked.
+
+    Attributes:
+        name, params: as of ``Named``.
+        options: of attention that the plugin asks of the backend; known once lowered.
+        regrains: it turns tokens into units; known once lowered.
+    """
+
     options: tuple[str, ...] = ()
     regrains: bool = False
 
@@ -81,19 +100,35 @@ def stages(value: Any) -> tuple[StageSettings, ...]:
     need(listed, "be a list of names, or of mappings such as {'name': 'rerank'}", value)
     need(len(value) <= MOST, f"name at most {MOST} stages", value)
     reasons: list[str] = []
-    found = [_stage(item, f"[{number}]", reasons) for number, item in enumerate(value)]
-    good = tuple(stage for stage in found if stage)
+    found = [_named(item, f"[{number}]", reasons) for number, item in enumerate(value)]
+    good = tuple(StageSettings(**each) for each in found if each)
     if reasons:
         raise Refused(reasons, good)
     return good
 
 
-def _stage(item: Any, where: str, reasons: list[str]) -> StageSettings | None:
-    if isinstance(item, StageSettings):
-        return item
+def pages(value: Any) -> str | Named:
+    """A check of the setting ``pages``: gives a plugin unless the core or an engine is meant."""
+    if isinstance(value, Named):
+        return value
+    if value in ("core", "engine"):
+        return str(value)
+    right = isinstance(value, str) or (isinstance(value, Mapping) and "name" in value)
+    need(right, "be 'core', 'engine', the name of a plugin, or a mapping with name", value)
+    reasons: list[str] = []
+    found = _named(value, ":", reasons)
+    if reasons:
+        raise Refused(reasons, "core")
+    return Named(**found)
+
+
+def _named(item: Any, where: str, reasons: list[str]) -> dict[str, Any]:
+    """The name of a plugin and its parameters; empty where the name is wrong."""
+    if isinstance(item, Named):
+        return {"name": item.name, "params": item.params}
     asked = {"name": item} if isinstance(item, str) else item
     if not isinstance(asked, Mapping) or "name" not in asked:
         reasons.append(f"{where} must be a name or a mapping with name, got {shown(item)}")
-        return None
+        return {}
     values = clean(asked, _KEYS, reasons, f"{where} ")
-    return StageSettings(**values) if "name" in values else None
+    return values if "name" in values else {}

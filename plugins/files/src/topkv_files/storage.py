@@ -12,10 +12,10 @@ from typing import Any
 from topkv import hookimpl
 from topkv.config.checks import byte_size
 from topkv.errors import ConfigError
-from topkv.hooks.storage import OWNER_BYTES, Place, StorageSetup, StorageUsage
 from topkv_files import owned
 from topkv_files.bounds import Bound
 from topkv_files.folder import Folder
+from topkv_prefixes.storage import OWNER_BYTES, Place, StorageSetup, StorageUsage
 
 
 def _path_of(given: Any) -> Path:
@@ -35,7 +35,7 @@ def _path_of(given: Any) -> Path:
 
 
 class FilesStorage:
-    """The contract is ``topkv.hooks.storage``. Threads share nothing but counts of bytes.
+    """The contract is ``topkv_prefixes.storage``. Threads share nothing but counts of bytes.
 
     Args:
         setup: ``params``: ``path`` of the directory, whose ``~`` is a home directory; ``limit``,

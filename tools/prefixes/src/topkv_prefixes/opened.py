@@ -11,14 +11,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from topkv.config import checks
-from topkv.config.storages import limit
 from topkv.errors import ConfigError, StorageError
-from topkv.hooks.storage import Storage, StorageSetup
-from topkv.messages import raised, shown
+from topkv.messages import raised
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as installed
 from topkv_prefixes.calls import Workers, answer_of
+from topkv_prefixes.settings import limit, storage_of
+from topkv_prefixes.storage import Storage, StorageSetup
 
 
 class OpenedStorage:
@@ -48,21 +47,15 @@ class OpenedStorage:
     ) -> None:
         self.name, self._limit = name, limit_s
         known = registry or installed()
-        record = known.get("storage", name)
-        self._who, entry = record.who, record.entry
-        names, given = entry.parameters if entry else {}, dict(params or {})
-        reasons = [
-            f"unknown parameter {shown(each)}; {checks.near(each, names)}"
-            for each in given
-            if each not in names
-        ]
+        self._who = known.get("storage", name).who
+        _, complete, reasons = storage_of(known, name, params or {})
         try:
             limit(limit_s)
         except ValueError as error:
             reasons.append(f"limit_s {error}")
         if reasons:
             raise ConfigError(f"storage {name!r} cannot be opened", reasons)
-        setup = StorageSetup({**names, **given}, object_bytes, np.zeros(0, dtype=np.uint8))
+        setup = StorageSetup(complete, object_bytes, np.zeros(0, dtype=np.uint8))
         self._storage: Storage = known.create("storage", name, setup)
         self._workers, self._hung, self._closed = Workers(1), "", False
         weakref.finalize(self, self._workers.close)

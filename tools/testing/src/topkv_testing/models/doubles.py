@@ -12,6 +12,7 @@ from topkv.hooks.backend import BackendSetup
 from topkv.hooks.discovery import hookimpl
 from topkv.kv.token_format import decode_fp8
 from topkv.types import LayerView, Plan, Selection, Tables
+from topkv_prefixes.entry import topkv_register_keepers
 from topkv_testing.models.oracle import attention
 from topkv_testing.models.stage_doubles import KEEP, KEEP_KEYS, RERANK, TO_UNITS
 from topkv_testing.models.storage_doubles import SHELF
@@ -211,6 +212,7 @@ class Entries:
     def __init__(self, *further: PluginEntry) -> None:
         stages = (KEEP, KEEP_KEYS, RERANK, TO_UNITS)
         self.entries = (SCRIPTED, COMPETING, GATHER, *stages, SHELF, *further)
+        self.entries += tuple(topkv_register_keepers())
 
     def _of_kind(self, kind: str) -> list[PluginEntry]:
         return [entry for entry in self.entries if entry.kind == kind]
@@ -242,6 +244,10 @@ class Entries:
     @hookimpl
     def topkv_register_stages(self) -> list[PluginEntry]:
         return self._of_kind("stage")
+
+    @hookimpl
+    def topkv_register_keepers(self) -> list[PluginEntry]:
+        return self._of_kind("keeper")
 
     @hookimpl
     def topkv_register_storages(self) -> list[PluginEntry]:
