@@ -37,6 +37,7 @@ def _mutant(broken: type[Quest], test: str, tiers: tuple[str, ...] = ("cpu",)) -
 
 ANYWHERE = ("cpu", "interpret")
 REMEMBERS = "an_instance_remembers_nothing"
+AS_REFERENCE = "kernels_select_what_the_reference_selects"
 
 MUTANTS = [
     _mutant(selecting.NextUnit, "ids_are_well_formed", ANYWHERE),
@@ -79,7 +80,9 @@ MUTANTS = [
     _mutant(writing.DependsOnQueries, "full_pages_do_not_depend_on_what_follows", ANYWHERE),
     _mutant(selecting.DenseStride, "strides_of_queries_do_not_matter", ANYWHERE),
     _mutant(writing.KernelForgetsNewest, "decode_builds_what_a_prompt_builds", ("interpret",)),
-    _mutant(selecting.KernelUnscaled, "kernels_select_what_the_reference_selects", ("interpret",)),
+    _mutant(selecting.KernelUnscaled, AS_REFERENCE, ("interpret",)),
+    _mutant(selecting.KernelLeavesAChannelOut, AS_REFERENCE, ("interpret",)),
+    _mutant(selecting.KernelWeighsHeads, AS_REFERENCE, ("interpret",)),
     _mutant(selecting.KernelAllSlots, "slots_and_host_pages_do_not_matter", ("interpret",)),
     _mutant(sticky.Unasked, "what_is_on_the_device_changes_nothing_unasked", ANYWHERE),
     _mutant(sticky.PrefersAbsent, "a_bonus_draws_what_is_on_the_device", ANYWHERE),

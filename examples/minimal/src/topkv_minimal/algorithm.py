@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from topkv_authoring.selectors import ScoredUnits
 from torch import Tensor
 
 from topkv.hooks.algorithm import RepresentationSpec
+from topkv_authoring.selectors import ScoredUnits
 
 
 class MinimalAlgorithm(ScoredUnits):

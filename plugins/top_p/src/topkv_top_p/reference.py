@@ -8,17 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from topkv_authoring.bounds import bf16_up
 from topkv_authoring.outliers import expand, split
-
-STEP = 1 << 16
-"""One unit in the last place of bfloat16, in the bits of float32."""
-
-
-def bf16_up(x: Tensor) -> Tensor:
-    """fp32 ``x`` to the smallest bfloat16 value that is not below it, as fp32."""
-    bits = x.contiguous().view(torch.int32)
-    whole = bits & -STEP
-    return torch.where((bits > 0) & (whole != bits), whole + STEP, whole).view(torch.float32)
 
 
 def encode(k: Tensor, outliers: int) -> tuple[Tensor, Tensor, Tensor]:
