@@ -280,8 +280,8 @@ class UnitKernels(KeptByKernels, ScoredUnits):
                 cls.__name__,
                 [
                     f"prepare_query needs a query at once, up to {NARROW_D} channels and "
-                    f"{NARROW_G} query heads of a kv-head, got {group.head_dim} and {most}; choose "
-                    "impl 'reference', or another algorithm"
+                    f"{NARROW_G} query heads of a kv-head, got {group.head_dim} and {most}; "
+                    "choose impl 'reference', or another algorithm"
                 ],
             )
         sizes = WIDE if wide else NARROW
