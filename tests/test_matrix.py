@@ -63,8 +63,8 @@ def supported():
 
 def lacking(cell):
     """Reason why the library of a backend is missing; empty if it is there, or none is called."""
-    told = registry().doctor(registry().get("backend", cell.backend))
-    return [] if any(": ok" in line for line in told) else told
+    reported = registry().doctor(registry().get("backend", cell.backend))
+    return [] if any(": ok" in line for line in reported) else reported
 
 
 def model_of(cell):
@@ -225,8 +225,8 @@ def test_lowering_answers_as_the_matrix(cell, regranulate):
         reasons = []
     except ConfigError as error:
         reasons = error.reasons
-    mended = regranulate and cell.regranulated is not None
-    assert bool(reasons) == bool(cell.reasons and not mended), reasons
+    fixed = regranulate and cell.regranulated is not None
+    assert bool(reasons) == bool(cell.reasons and not fixed), reasons
 
 
 def test_the_page_of_the_docs_is_the_matrix():

@@ -233,7 +233,7 @@ def test_a_package_that_would_stand_in_for_another_is_refused(
     assert new("attrs", "--kind", kind, "--output", tmp_path / "made").exit_code == 0
 
 
-def test_every_reason_is_told_at_once():
+def test_every_reason_is_reported_at_once():
     with pytest.raises(ConfigError) as refused:
         render("Topkv" * 9, "engine")
     assert len(refused.value.reasons) == 3

@@ -74,15 +74,15 @@ def called(coordinator):
     """Record calls of the transfer engine in order: name and layer."""
     calls, engine = [], coordinator.layers[FIRST].transfer
 
-    def told(name, call):
-        def tell(view, *arguments):
+    def reported(name, call):
+        def noting(view, *arguments):
             calls.append((name, view.layer))
             return call(view, *arguments)
 
-        return tell
+        return noting
 
     for name in ("append", "plan", "load"):
-        setattr(engine, name, told(name, getattr(engine, name)))
+        setattr(engine, name, reported(name, getattr(engine, name)))
     return calls
 
 

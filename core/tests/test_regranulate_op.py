@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_refused():
         return {"unit": 2, "impl": "reference", **made, **changes}
 
     regranulate(**tensors())
-    for changes, told in (
+    for changes, reported in (
         ({"impl": "cuda"}, "impl must be"),
         ({"ids": torch.zeros(4, 4, dtype=torch.int32)}, "6 tokens may lie in 5 units"),
         ({"extra": torch.zeros(4, dtype=torch.int32)}, "must be of"),
@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_refused():
         ({"work": torch.zeros(3, 5, dtype=torch.uint8)}, "work of N lanes"),
         ({"ids": torch.zeros(5, 4, dtype=torch.int32).T}, "stride 1"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=reported):
             regranulate(**tensors(**changes))
 
 

@@ -131,8 +131,8 @@ def test_units_of_several_tokens_are_not_regranulated(units):
 
 
 def test_the_buffer_holds_a_unit_for_each_token():
-    told = refused(unit=16, regranulate=True, budget=46, buffer=256)
-    assert told == [
+    reported = refused(unit=16, regranulate=True, budget=46, buffer=256)
+    assert reported == [
         "buffer must hold the selection: 30 units of 16 tokens (regranulated, each of 30 tokens "
         "may lie in one of its own), got 256 tokens = 16 units; raise buffer to 480 or lower "
         "budget (layers 0-3)"
@@ -165,7 +165,7 @@ def test_ids_of_tokens_stay_below_the_limit():
     assert low(**sizes, units=(64, 64))
 
 
-def test_the_matrix_tells_where_it_helps():
+def test_the_matrix_says_where_it_helps():
     def cells(**changes):
         entries = Entries(Capabilities(**changes), Capabilities(units=(16, 64)), {"unit": 1})
         records = PluginRegistry([("topkv-fake", "0.3", entries)]).records()

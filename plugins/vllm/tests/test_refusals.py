@@ -19,8 +19,8 @@ def refused(served, *reasons, error=CapabilityError, settings=None, **arguments)
         patch.setattr("topkv_vllm.worker.TopkvWorker.load_model", None)
         with pytest.raises(error, match="cannot serve this through topkv") as caught:
             served(settings, **arguments)
-    told = "\n".join(caught.value.reasons)
-    assert all(reason in told for reason in reasons), told
+    reported = "\n".join(caught.value.reasons)
+    assert all(reason in reported for reason in reasons), reported
     return caught.value.reasons
 
 
@@ -42,11 +42,11 @@ def test_prefixes_and_storages_of_topkv_are_refused_beside_options(model, versio
     config.additional_config["topkv"] |= {"prefix_cache": "all", "storage": {"name": "files"}}
     with pytest.raises(CapabilityError, match="cannot serve this through topkv") as caught:
         check(config, version)
-    told = dict(zip(("dtype", "prefixes", "storage"), caught.value.reasons, strict=True))
-    assert "kv_cache_dtype fp8" in told["dtype"]
-    assert told["prefixes"].startswith("prefix_cache is not topkv's here")
-    assert "say enable_prefix_caching=True instead" in told["prefixes"]
-    assert told["storage"].startswith("storage is not topkv's here")
+    reported = dict(zip(("dtype", "prefixes", "storage"), caught.value.reasons, strict=True))
+    assert "kv_cache_dtype fp8" in reported["dtype"]
+    assert reported["prefixes"].startswith("prefix_cache is not topkv's here")
+    assert "say enable_prefix_caching=True instead" in reported["prefixes"]
+    assert reported["storage"].startswith("storage is not topkv's here")
 
 
 def test_a_pool_smaller_than_a_request_is_refused_with_both_numbers(served):

@@ -18,7 +18,7 @@ from topkv.plugins import PluginRegistry
 from topkv_authoring.tested import never_tested
 from topkv_prefixes.prefixes import PrefixCoordinator
 from topkv_transformers import capture, compiled
-from topkv_transformers.prediction import tell
+from topkv_transformers.prediction import report
 from topkv_transformers.session import AttachedModel
 from topkv_transformers.stock import covering_window
 from topkv_transformers.support import advice_of, decoder_of, device_of, refusals, shape_of
@@ -130,7 +130,7 @@ class TransformersEngine:
                 raise CapabilityError(
                     f"prefix_cache: {lowered.prefix_cache} cannot be served", reasons
                 )
-            tell(handle)
+            report(handle)
         except BaseException:
             handle.detach()
             raise

@@ -77,15 +77,15 @@ class SessionFolder:
             self._settle_left(note)
         name = uuid.uuid4().hex
         with self._noted(name) as note:
-            told = []
+            reported = []
             for number, (request, blocks) in enumerate(rows):
                 parts = [
                     _write_part(self.path / f"{name}-{number}-{at}.safetensors", block)
                     for at, block in enumerate(blocks)
                 ]
-                told.append({"request": request, "parts": parts})
+                reported.append({"request": request, "parts": parts})
             _sync(self.path)
-            body = json.dumps({**document, "rows": told}).encode()
+            body = json.dumps({**document, "rows": reported}).encode()
             new = self.path / f"{name}.{MANIFEST}"
             _write_file(new, f"{HEAD} {zlib.crc32(body)}\n".encode() + body)
             self._check()

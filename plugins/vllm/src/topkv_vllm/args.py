@@ -40,7 +40,7 @@ PAGES = "pages: the engine gives them out; leave it out"
 KEPT = {
     "prefix_cache": "vLLM finds pages again by itself; say enable_prefix_caching=True instead",
     "host_quotas": "vLLM keeps pages by itself, whoever they are for; the cache_salt of requests "
-    "tells tenants apart there",
+    "separates tenants there",
     "storage": "nothing keeps pages below vLLM's block pool; raise max_tokens, so that more of "
     "them stay in host memory, or decode through topkv.attach, which has storages",
 }

@@ -66,9 +66,9 @@ def matrix(records: Iterable[PluginRecord]) -> list[Cell]:
                 for reason in _refusals(entry, attention, scope, unit)
             )
             tiers = tuple(t for t in TIERS if all(_runs(e, t) for e in both))
-            mended = reasons and _regranulates(algorithm, backend, attention, scope, unit)
+            fixed = reasons and _regranulates(algorithm, backend, attention, scope, unit)
             what = (algorithm.name, backend.name, attention, scope, unit)
-            cells.append(Cell(*what, () if reasons else tiers, reasons, tiers if mended else None))
+            cells.append(Cell(*what, () if reasons else tiers, reasons, tiers if fixed else None))
     return cells
 
 

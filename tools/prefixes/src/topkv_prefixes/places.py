@@ -65,7 +65,7 @@ def fingerprint_of(config: LoweredConfig, manager: SparseKVCacheManager) -> byte
         for _, value in sorted(params.items())
         if isinstance(value, (str, Path)) and Path(value).is_file()
     ]
-    told = {
+    reported = {
         "topkv": topkv.__version__,
         "layout": layout_of(config, manager),
         "model": repr(config.model),
@@ -73,7 +73,7 @@ def fingerprint_of(config: LoweredConfig, manager: SparseKVCacheManager) -> byte
         "prefix_cache": config.prefix_cache,
         "files": files,
     }
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).digest()
+    return hashlib.sha256(json.dumps(reported, sort_keys=True).encode()).digest()
 
 
 class PagePlaces:
