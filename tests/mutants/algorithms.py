@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.mutants import algorithm_selecting as selecting
 from tests.mutants import algorithm_sticky as sticky
 from tests.mutants import algorithm_writing as writing
-from tests.mutants.harness import Mutant, mutated, told_of
+from tests.mutants.harness import Mutant, mutated, name_of
 from topkv.entries import PluginEntry
 from topkv_quest.entry import topkv_register_algorithms
 from topkv_quest.quest import Quest, QuestKernels
@@ -32,7 +32,7 @@ OPTIONS = AlgorithmOptions(
 
 def _mutant(broken: type[Quest], test: str, tiers: tuple[str, ...] = ("cpu",)) -> Mutant:
     entry = mutated(QUEST, broken, QuestKernels)
-    return Mutant(told_of(broken), AlgorithmTests, f"test_{test}", entry, QUEST, tiers, OPTIONS)
+    return Mutant(name_of(broken), AlgorithmTests, f"test_{test}", entry, QUEST, tiers, OPTIONS)
 
 
 ANYWHERE = ("cpu", "interpret")

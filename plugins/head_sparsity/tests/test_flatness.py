@@ -229,8 +229,8 @@ def test_wrong_parameters_are_refused_with_every_reason(subject):
     wrong = {"threshold": True, "head_budget": 0}
     with pytest.raises(ConfigError) as error:
         HeadSparsity(StageSetup(model, bench.group, wrong, bench.device))
-    told = "\n".join(error.value.reasons)
+    reported = "\n".join(error.value.reasons)
     for part in ("threshold must be a number above 0 and at most 1, got True",
                  "head_budget must be a number above 0 and at most 1, got 0",
                  "float64", "softcap"):  # fmt: skip
-        assert part in told
+        assert part in reported

@@ -199,7 +199,7 @@ def test_all_that_is_wrong_is_said_at_once(subject):
     bad = {"subvectors": 3, "bits": 9, "window": 40, "segment": 50, "iterations": -1, "seed": 0.5}
     with pytest.raises(ConfigError) as refused:
         AlgorithmBench(subject, evolve(case_of(), params={**PARAMS, **bad}), requests=1)
-    told = str(refused.value)
+    reported = str(refused.value)
     for part in (
         "subvectors must divide the head dim, 8, got 3; set one of [1, 2, 4, 8]",
         "bits must be at most 8, got 9; raise subvectors",
@@ -207,7 +207,7 @@ def test_all_that_is_wrong_is_said_at_once(subject):
         "iterations must be an integer of 0 or more, got -1",
         "seed must be an integer of 0 or more, got 0.5",
     ):
-        assert part in told
+        assert part in reported
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -275,7 +275,7 @@ def test_wrong_parameters_are_refused_with_every_reason(subject):
     setup = StageSetup(model, bench.group, {"p": 0, "widen": 1.5, "outliers": 9}, bench.device)
     with pytest.raises(ConfigError) as error:
         TopP(setup)
-    told = "\n".join(error.value.reasons)
+    reported = "\n".join(error.value.reasons)
     for part in ("p must be a number above 0 and at most 1, got 0", "widen must be an integer",
                  "outliers must be an integer of 1 to 8", "float64", "softcap"):  # fmt: skip
-        assert part in told
+        assert part in reported

@@ -15,7 +15,7 @@ from topkv_authoring.outliers import expand, split
 def encode(k: Tensor, outliers: int) -> tuple[Tensor, Tensor, Tensor]:
     """The 4-bit copy of keys ``k [..., D]``, of each token and kv-head for itself.
 
-    It is of what ``topkv_authoring.outliers`` leaves of a key; at most so many pairs leave it.
+    It is of what ``topkv_authoring.outliers`` leaves of a key; at most this many pairs leave it.
     ``zero`` is the smallest channel, rounded down, and ``scale`` a fifteenth of the range from
     there, rounded up, so that no channel is off by more than half a scale (and fp32 rounding).
 
