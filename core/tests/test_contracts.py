@@ -50,7 +50,7 @@ class Reported(Scripted):
     @hookimpl
     def update(self, layer, k, v):
         super().update(layer, k, v)
-        self.values.append((int(layer.step.lengths[0]) - 1, v.clone()))
+        self.values.append((int(layer.step.lengths[0]) - 1, v[0].clone()))
 
 
 class FarSighted(Scripted):

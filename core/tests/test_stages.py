@@ -228,9 +228,12 @@ def test_buffers_are_warmed_by_what_stages_leave(monkeypatch):
     asked, refine = [], Keep.refine
     life = Life(stages=["keep"])
     stage = life.path(0).algorithm.links[0].stage  # that of the group
-    monkeypatch.setattr(
-        stage, "refine", lambda *call: (asked.append(call[0].layer), refine(stage, *call))
-    )
+
+    def noted(layer, *call):
+        asked.append(layer.layer)
+        return refine(stage, layer, *call)
+
+    monkeypatch.setattr(stage, "refine", noted)
     life.forward(PROMPT)
     assert asked == []
     life.coordinator.settle([life.slot])

@@ -51,9 +51,8 @@ def lived(history, sizes, settle=None):
         storage = coordinator.keeper.storage
         try:
             with asking(coordinator) as recorder:
-                reported = Life(coordinator, settle(storage) if settle else lambda: None).live(
-                    history
-                )
+                life = Life(coordinator, settle(storage) if settle else lambda: None)
+                reported = life.live(history)
             counts = coordinator.keeper.counts
             done = [counts.asked, counts.found, counts.evicted]
             if storage:

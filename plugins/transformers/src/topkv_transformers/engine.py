@@ -17,6 +17,7 @@ from topkv.hooks.engine import EngineSetup
 from topkv.plugins import PluginRegistry
 from topkv_authoring.tested import never_tested
 from topkv_transformers import capture, compiled
+from topkv_transformers.prediction import report
 from topkv_transformers.session import AttachedModel
 from topkv_transformers.stock import covering_window
 from topkv_transformers.support import advice_of, decoder_of, device_of, refusals, shape_of
