@@ -296,7 +296,7 @@ def test_the_help_says_which_kind_has_kernels():
     assert "device functions beside the reference" in " ".join(new("--help").stdout.split())
 
 
-def test_every_reason_is_told_at_once():
+def test_every_reason_is_reported_at_once():
     with pytest.raises(ConfigError) as refused:
         render("Topkv" * 9, "engine")
     assert len(refused.value.reasons) == 3

@@ -104,10 +104,10 @@ def test_the_backend_says_by_what_unit_where_nobody_does():
 @pytest.mark.parametrize("units", [(1, 64), (16, 16), (4, 4), (2, 8), None])
 def test_it_is_refused_where_more_than_single_tokens_are_selected(units):
     """Their algorithms recompute the open unit from the ring, which is in other units."""
-    told = refused(units=units, unit=16, stages=TURNS)
+    reported = refused(units=units, unit=16, stages=TURNS)
     who = "stage 'turns' turns tokens into units, and algorithm 'picks' does not select single"
-    assert f"{who} tokens alone; leave the stage out (layers 0-3)" in told
-    assert not any(ADVICE in text for text in told)
+    assert f"{who} tokens alone; leave the stage out (layers 0-3)" in reported
+    assert not any(ADVICE in text for text in reported)
 
 
 def test_it_is_refused_where_units_are_tokens():
@@ -115,17 +115,17 @@ def test_it_is_refused_where_units_are_tokens():
     for options in ({}, {"unit": 1}):
         (only,) = refused(**options, stages=TURNS, reads=None)
         assert "turns tokens into units of several tokens, got unit 1; set a larger" in only
-    told = refused(unit=1, stages=TURNS)
-    assert "(backend 'reads') takes units of 16 to 64 tokens, got 1: change unit (" in told[0]
+    reported = refused(unit=1, stages=TURNS)
+    assert "(backend 'reads') takes units of 16 to 64 tokens, got 1: change unit (" in reported[0]
 
 
 @pytest.mark.parametrize(
     "stages", [["turns", "drops"], ["turns", "turns"], ["turns", "drops"] * 2]
 )
 def test_it_is_the_last_stage_and_the_only_one(stages):
-    told = refused(unit=16, stages=stages)
+    reported = refused(unit=16, stages=stages)
     behind = ", ".join(map(repr, stages[1:]))
-    assert f"no stage can stand behind it, got {behind}; list it last, once (layers" in told[0]
+    assert f"no stage can stand behind it, got {behind}; list it last, once (layers" in reported[0]
     assert group_of(unit=16, stages=["drops", "turns"]).regrained
 
 
@@ -152,13 +152,13 @@ def test_an_indexer_selects_tokens_too():
 def test_no_other_stage_stands_behind_an_indexer():
     model = ModelShape(2, 8, 1, 64, torch.bfloat16, 0.1, "mla", 56, IndexerShape(4, 32))
     options = {"model": model, "needs_index": True, "scope": "shared", "unit": 16}
-    told = refused(**options, stages=["drops", "turns"])
-    assert any("goes by the model's own indexer; leave stages out" in text for text in told)
+    reported = refused(**options, stages=["drops", "turns"])
+    assert any("uses the model's own indexer; leave stages out" in text for text in reported)
 
 
 def test_the_buffer_holds_a_unit_for_each_token():
-    told = refused(unit=16, stages=TURNS, budget=46, buffer=256)
-    assert told == [
+    reported = refused(unit=16, stages=TURNS, budget=46, buffer=256)
+    assert reported == [
         "buffer must hold the selection: 30 units of 16 tokens (each of 30 tokens may "
         "lie in one of its own), got 256 tokens = 16 units; raise buffer to 480 or lower "
         "budget (layers 0-3)"

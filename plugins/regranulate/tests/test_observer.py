@@ -33,7 +33,7 @@ class TestExtraTokens(ObserverTests):
     @pytest.fixture
     def options(self):
         """Nothing is counted where nobody turns tokens into units."""
-        return ObserverOptions(says=lambda observer: observer.tokens(), oracle=lambda told: {})
+        return ObserverOptions(says=lambda observer: observer.tokens(), oracle=lambda reported: {})
 
 
 class Run:

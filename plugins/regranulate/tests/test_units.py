@@ -38,7 +38,7 @@ def expected(tokens, closed, unit, width):
 
 
 def lengths_of(closed, unit, open_tokens=0):
-    """Tokens of requests with so many closed units; 0 of those that have none."""
+    """Tokens of requests with these numbers of closed units; 0 of those that have none."""
     return [unit * units + 1 + open_tokens % unit if units else 0 for units in closed]
 
 

@@ -12,9 +12,9 @@ class Entries:
     """An algorithm of single tokens, a backend of larger units, and a stage between them."""
 
     def __init__(self, stage, **algorithm):
-        told = Capabilities(**algorithm)
+        reported = Capabilities(**algorithm)
         self.algorithm = PluginEntry(
-            "picks", "algorithm", "x:Y", capabilities=told, defaults={"unit": 1}
+            "picks", "algorithm", "x:Y", capabilities=reported, defaults={"unit": 1}
         )
         self.backend = PluginEntry(
             "reads", "backend", "x:Y", capabilities=Capabilities(units=(16, 64))

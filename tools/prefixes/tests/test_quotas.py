@@ -131,7 +131,7 @@ def test_a_tenant_above_its_quota_loses_its_own_pages(on):
     run_quota_scene(on)
 
 
-def test_counts_are_told_by_tenant_and_add_up():
+def test_counts_are_reported_by_tenant_and_add_up():
     coordinator = make_kept(tier("cpu"))
     prefixes = coordinator.keeper
     page = coordinator.manager.host.bytes.numel() // coordinator.manager.host.num_pages

@@ -35,8 +35,8 @@ from topkv_testing.tiers import tier
 def test_a_setting_that_is_wrong_is_refused(storage, reason):
     with pytest.raises(ConfigError) as refused:
         make_kept(tier("cpu"), {"storage": storage})
-    (told,) = refused.value.reasons
-    assert told.startswith(f"prefixes: {reason}")
+    (reported,) = refused.value.reasons
+    assert reported.startswith(f"prefixes: {reason}")
 
 
 def test_all_that_is_wrong_is_refused_together_and_before_anything_is_allocated(monkeypatch):
@@ -44,16 +44,18 @@ def test_all_that_is_wrong_is_refused_together_and_before_anything_is_allocated(
     storage = {"name": "shelves", "write": "behind", "quotas": {"a": 0}}
     with pytest.raises(ConfigError) as refused:
         make_kept(tier("cpu"), {"keep": "some", "storage": storage, "quotas": {}})
-    told = dict(each.removeprefix("prefixes: ").split(" ", 1) for each in refused.value.reasons)
-    assert [*told] == ["keep", "storage:", "quotas"]
-    told = [each for each in refused.value.reasons if "storage" in each]
-    assert len(told) == 3
+    reported = dict(
+        each.removeprefix("prefixes: ").split(" ", 1) for each in refused.value.reasons
+    )
+    assert [*reported] == ["keep", "storage:", "quotas"]
+    reported = [each for each in refused.value.reasons if "storage" in each]
+    assert len(reported) == 3
 
 
 def test_passwords_of_storages_are_shown_to_nobody():
     storage = {"name": "shelf", "params": {"shelf": "swordfish"}}
     coordinator = make_kept(tier("cpu"), {"storage": storage})
-    told = coordinator.config.describe()
-    assert "prefixes(keep='all', storage=...)" in told
-    assert "swordfish" not in told
+    reported = coordinator.config.describe()
+    assert "prefixes(keep='all', storage=...)" in reported
+    assert "swordfish" not in reported
     coordinator.close()

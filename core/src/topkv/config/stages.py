@@ -27,7 +27,7 @@ class Named:
     params: Mapping[str, Any] = field(factory=dict)
 
     def __str__(self) -> str:
-        """Tell people what is set, but nothing of mappings: there may be a password in one."""
+        """Show the parameters, but no mapping among them: there may be a password in one."""
         plain = {
             name: "..." if isinstance(value, Mapping) else repr(value)
             for name, value in sorted(self.params.items())

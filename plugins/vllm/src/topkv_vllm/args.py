@@ -37,7 +37,7 @@ OWNED = {
 
 PAGES = (
     "pages: the engine gives them out, keeps and finds them; leave it out, and say "
-    "enable_prefix_caching=True to have them found again. The cache_salt of requests tells "
+    "enable_prefix_caching=True to have them found again. The cache_salt of requests separates "
     "tenants apart. Nothing keeps pages below vLLM's block pool: raise max_tokens, so that more "
     "of them stay in host memory, or decode through topkv.attach, which has storages"
 )

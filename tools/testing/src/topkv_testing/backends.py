@@ -19,11 +19,11 @@ from topkv_testing.backend.attend import AttendTests
 from topkv_testing.backend.bench import BackendOptions
 from topkv_testing.backend.device import DeviceTests
 from topkv_testing.backend.prefill import PrefillTests
-from topkv_testing.backend.queries import QueriesTests
+from topkv_testing.backend.queries import CausalTests
 from topkv_testing.backend.tables import TableTests
 
 __all__ = ["BackendOptions", "BackendTests"]
 
 
-class BackendTests(AttendTests, QueriesTests, TableTests, PrefillTests, DeviceTests):
+class BackendTests(AttendTests, CausalTests, TableTests, PrefillTests, DeviceTests):
     """Every test of a backend."""

@@ -26,7 +26,7 @@ def with_queries(inputs: AttendInputs, counts: list[int], most: int) -> AttendIn
     return evolve(inputs, q=q.to(inputs.q.dtype), queries=queries)
 
 
-class QueriesTests(KitTests):
+class CausalTests(KitTests):
     """Rows of several queries, whose newest tokens are seen causally."""
 
     kind = "backend"
