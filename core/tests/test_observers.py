@@ -10,8 +10,9 @@ import torch
 from attrs import evolve
 
 from topkv import hookimpl
+from topkv.config.stages import ObserverSettings
 from topkv.coordinator import SparseCoordinator
-from topkv.entries import PluginEntry
+from topkv.entries import NoParameters, PluginEntry
 from topkv.errors import PluginError
 from topkv.loads import Loads
 from topkv.report import Occupancy
@@ -136,7 +137,8 @@ def make(*names):
     )
     plain = make_coordinator(CPU, registry=registry)
     plain.close()
-    return SparseCoordinator(evolve(plain.config, observers=names), registry)
+    observers = tuple(ObserverSettings(name, NoParameters()) for name in names)
+    return SparseCoordinator(evolve(plain.config, observers=observers), registry)
 
 
 def forward(coordinator, decode=(), prefill=(), select=()):

@@ -8,7 +8,8 @@ import torch
 from attrs import evolve
 
 from topkv import SparseCoordinator
-from topkv.entries import PluginEntry
+from topkv.config.stages import ObserverSettings
+from topkv.entries import NoParameters, PluginEntry
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import StageSpec
@@ -71,7 +72,7 @@ def test_observers_see_what_is_found_when_they_ask():
     registry = doubles(PluginEntry("keeps", "observer", f"{__name__}:Keeps"))
     plain = make_coordinator(CPU, registry=registry, prefix_cache="all")
     plain.close()
-    config = evolve(plain.config, observers=("keeps",))
+    config = evolve(plain.config, observers=(ObserverSettings("keeps", NoParameters()),))
     coordinator = PrefixCoordinator(config, registry)
     prefixes = coordinator.prefixes
     for found, tokens in ((0, [1] * 8), (4, [1] * 8), (0, [2] * 8)):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from topkv.config.checks import clean, near
+from topkv.config.checks import clean
 from topkv.config.layers import show_ranges
 from topkv.config.lowered import LoweredConfig, LoweredGroup
 from topkv.config.negotiation import LayerPlan, all_refusals
@@ -155,7 +155,7 @@ def _settle(
 
 
 def _store(known: Resolver, lowered: LoweredConfig) -> LoweredConfig:
-    """Give the storage, if there is one, all parameters of its plugin."""
+    """Give the storage, if there is one, the parameters of its plugin."""
     asked = lowered.storage
     if not isinstance(asked, StorageSettings):
         return lowered
@@ -175,13 +175,8 @@ def _store(known: Resolver, lowered: LoweredConfig) -> LoweredConfig:
             f"storage: quotas must be left out, for {plugin.who} keeps none; choose a storage "
             "that does, or bound all tenants together by its own parameters"
         )
-    names = plugin.entry.parameters if plugin.entry else asked.params
-    known.reasons += [
-        f"unknown parameter {shown(name)} of {plugin.who}; {near(name, names)}"
-        for name in asked.params
-        if name not in names
-    ]
-    return evolve(lowered, storage=evolve(asked, params={**names, **asked.params}))
+    params = known.params(plugin, asked.params, "(storage)")
+    return evolve(lowered, storage=evolve(asked, params=params))
 
 
 def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConfig:

@@ -61,7 +61,7 @@ class StorageSettings:
 
     Attributes:
         name: of the plugin.
-        params: of the plugin.
+        params: of the plugin: a mapping of those that are set, or the instance once lowered.
         write: when pages go to it: ``"write_through"`` when they are published,
             ``"write_through_selective"`` when they are published or found for the second time,
             ``"write_back"`` when the host pool gives them up, or the coordinator is closed.
@@ -77,7 +77,7 @@ class StorageSettings:
     """
 
     name: str = _key(checks.plugin, "")
-    params: Mapping[str, Any] = _key(checks.parameters, {})
+    params: Any = _key(checks.parameters, {})  # noqa: RUF009  (it gives a field)
     write: str = _key(one_of(WRITES), "write_through")
     fetch: str = _key(one_of(FETCHES), "timeout")
     wait_s: float = _key(seconds, 1.0)

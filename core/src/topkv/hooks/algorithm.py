@@ -26,7 +26,7 @@ requests with equal first tokens where ``AlgorithmSpec.prefix`` allows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -111,7 +111,7 @@ class AlgorithmSetup:
         model: geometry of the attention layers.
         group: the group as the algorithm sees it: in units of one token where its selections are
             regranulated.
-        params: every parameter of the entry, with the values that hold here.
+        params: instance of ``PluginEntry.parameters`` with the values that hold here.
         device: where it will run.
         topk: ``topk(rows, columns, select)`` makes exact top-k with its scratch, for at most
             ``rows`` x ``columns`` scores, of the implementation that the configuration names.
@@ -120,7 +120,7 @@ class AlgorithmSetup:
 
     model: ModelShape
     group: GroupShape
-    params: Mapping[str, Any]
+    params: Any
     device: torch.device
     topk: Callable[[int, int, int], TopK]
 

@@ -49,7 +49,6 @@ marks one of them is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -104,13 +103,13 @@ class StageSetup:
         model: geometry of the attention layers.
         group: the group as the algorithm sees it: in units of one token where its selections are
             regranulated. ``group.select`` is K, the width of what this stage leaves.
-        params: every parameter of the entry, with the values that hold here.
+        params: instance of ``PluginEntry.parameters`` with the values that hold here.
         device: where it will run.
     """
 
     model: ModelShape
     group: GroupShape
-    params: Mapping[str, Any]
+    params: Any
     device: torch.device
 
 

@@ -11,11 +11,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from topkv.config import checks
+from topkv.config.checks import Refused
 from topkv.config.storages import limit
+from topkv.entries import NoParameters
 from topkv.errors import ConfigError, StorageError
 from topkv.hooks.storage import Storage, StorageSetup
-from topkv.messages import raised, shown
+from topkv.messages import raised
+from topkv.parameters import make
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as installed
 from topkv_prefixes.calls import Workers, answer_of
@@ -50,19 +52,18 @@ class OpenedStorage:
         known = registry or installed()
         record = known.get("storage", name)
         self._who, entry = record.who, record.entry
-        names, given = entry.parameters if entry else {}, dict(params or {})
-        reasons = [
-            f"unknown parameter {shown(each)}; {checks.near(each, names)}"
-            for each in given
-            if each not in names
-        ]
+        reasons, made = list[str](), NoParameters()
+        try:
+            made = make(entry.parameters if entry else NoParameters, params or {}, self._who)
+        except Refused as error:
+            reasons += error.reasons
         try:
             limit(limit_s)
         except ValueError as error:
             reasons.append(f"limit_s {error}")
         if reasons:
             raise ConfigError(f"storage {name!r} cannot be opened", reasons)
-        setup = StorageSetup({**names, **given}, object_bytes, np.zeros(0, dtype=np.uint8))
+        setup = StorageSetup(made, object_bytes, np.zeros(0, dtype=np.uint8))
         self._storage: Storage = known.create("storage", name, setup)
         self._workers, self._hung, self._closed = Workers(1), "", False
         weakref.finalize(self, self._workers.close)

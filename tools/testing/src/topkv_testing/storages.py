@@ -129,10 +129,10 @@ class Bench:
         options = subject.options or StorageOptions()
         self.params = options.params() if params is None else params
         memory = np.zeros(self.most, dtype=np.uint8)
-        params, quota_of = {**subject.entry.parameters, **self.params}, None
+        made, quota_of = subject.params(self.params), None
         if quotas is not None:
             quota_of = quotas.get
-        self.storage: Storage = subject.make(StorageSetup(params, self.most, memory, quota_of))
+        self.storage: Storage = subject.make(StorageSetup(made, self.most, memory, quota_of))
         self.objects: dict[bytes, bytes] = {}
 
     def ask(self, hook: str, *arguments: Any) -> Any:

@@ -40,6 +40,9 @@ class BenchMemory:
         pages_seed: of the page table.
         far: the pages are at the far end of pools of which the largest has more than 2**31
             elements.
+
+    Attributes:
+        params: of the instance.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class BenchMemory:
         self.subject, self.case = subject, case
         self.device, self.requests = subject.tier.device, requests
         try:
+            self.params = subject.params(case.params)
             self.model, self.group, self.algorithm = made(subject, case, impl, requests)
         except ConfigError:
             if currently_in_test_context():
@@ -156,7 +160,7 @@ def made(
         made: TopK = PluginRegistry([]).create("topk", "radix", setup, "triton")
         return made
 
-    params = {**subject.entry.parameters, **case.params}
+    params = subject.params(case.params)
     return model, group, subject.make(AlgorithmSetup(model, group, params, device, topk), impl)
 
 
