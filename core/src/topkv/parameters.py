@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from inspect import getdoc
 from os import PathLike, fsdecode
 from types import NoneType, UnionType
@@ -95,23 +96,27 @@ def make(cls: type, given: Mapping[str, Any], who: str) -> Any:
 def _typed(hint: Any, value: Any) -> Any:
     """A value as its annotation has it; raises ValueError with what it must be."""
     kind, inside = get_origin(hint), get_args(hint)
-    if kind in (Union, UnionType):
-        for each in inside:
-            try:
-                return _typed(each, value)
-            except ValueError:
-                continue
-    elif kind is tuple and isinstance(value, (list, tuple)):
-        items = inside[:1] * len(value) if inside[-1] is ... else inside
-        if len(items) == len(value):
+    with suppress(ValueError):  # of a part, which the words for the whole say too
+        if kind in (Union, UnionType):
+            return _first(inside, value)
+        if kind is tuple and isinstance(value, (list, tuple)):
+            items = inside[:1] * len(value) if inside[-1] is ... else inside
             return tuple(_typed(*pair) for pair in zip(items, value, strict=True))
-    elif type(value) is hint:
+    if type(value) is hint:
         return value
-    elif hint is float and type(value) is int and abs(value) < 2**1000:
+    if hint is float and type(value) is int and abs(value) < 2**1000:
         return float(value)
-    elif hint is str and isinstance(value, PathLike):
+    if hint is str and isinstance(value, PathLike):
         return fsdecode(value)
     raise ValueError(f"must be {_words(hint)}")
+
+
+def _first(hints: tuple[Any, ...], value: Any) -> Any:
+    """A value as the first annotation that takes it has it; raises ValueError if none does."""
+    for each in hints:
+        with suppress(ValueError):
+            return _typed(each, value)
+    raise ValueError
 
 
 def _words(hint: Any) -> str:
@@ -180,17 +185,23 @@ def _instance_reasons(cls: type) -> list[str]:
     """Reasons against the instance with all defaults."""
     try:
         made = cls()
-        if made != cls():
-            return ["must have instances that are equal where their fields are"]
         make(cls, values(made), cls.__name__)
-        hash(made)
     except Refused as error:
         return [f"must have defaults that it takes itself: {reason}" for reason in error.reasons]
     except Exception as error:
-        return [f"must have defaults that do not change: {raised(error)}"]
+        return [f"must have defaults that it takes itself: {_text(error)}"]
+    if not _is_frozen(made):
+        return [f"must be frozen, and {cls.__name__} is not"]
+    try:
+        same = hash(made) == hash(cls()) and made == cls()
+    except TypeError as error:
+        return [f"must have defaults that do not change: {error}"]
+    return [] if same else ["must have instances that are equal where their fields are"]
+
+
+def _is_frozen(made: Any) -> bool:
     try:
         made.topkv = None  # frozen classes refuse any name, others with slots this one
     except AttributeError as error:
-        if isinstance(error, FrozenInstanceError):
-            return []
-    return [f"must be frozen, and {cls.__name__} is not"]
+        return isinstance(error, FrozenInstanceError)
+    return False

@@ -19,7 +19,7 @@ class LabelParams:
         channels: r, channels of a label; None for half of them.
         label: of ``"int4"``, 4 bit with a scale and a zero, or ``"bf16"``, the keys' own dtype.
         calibration: path of the file that says which channels; None to choose from each prompt.
-        statistic: by which channels are chosen; of the file, or by default ``"activation"``.
+        statistic: by which channels are chosen; of the file, or by default ``"qk_span"``.
         pair_channels: channels c and c + D/2 are taken or left together.
         sink_tokens: first tokens, which every selection holds.
         sticky: bonus of tokens that are on the device, in natural logarithms.
