@@ -9,16 +9,16 @@ from attrs import Attribute
 from attrs.validators import ge, gt, le, lt
 
 BONUS = [ge(0), lt(math.inf)]
-"""Of ``sticky``, in natural logarithms (``topkv_authoring.sticky``)."""
+"""Validators of ``sticky``, in natural logarithms (``topkv_authoring.sticky``)."""
 
 SHARE = [gt(0), le(1)]
-"""Of a share of something."""
+"""Validators of a share of something."""
 
 PAIRS = [ge(1), le(8)]
-"""Of the pairs of channels that leave a key (``topkv_authoring.outliers``)."""
+"""Validators of the pairs of channels that leave a key (``topkv_authoring.outliers``)."""
 
 
 def odd(_: object, __: Attribute[Any], value: int) -> None:
-    """Of a kernel: raise ValueError unless it has a middle."""
+    """Validator of a kernel: raise ValueError unless it has a middle."""
     if value % 2 == 0:
         raise ValueError("must be odd, so that it has a middle")
