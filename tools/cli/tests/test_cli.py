@@ -28,9 +28,9 @@ KEYS = {
     "kind",
     "package",
     "version",
+    "hook_api",
     "capabilities",
     "parameters",
-    "capabilities",
     "problem",
     "not_importing",
 }
