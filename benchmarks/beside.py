@@ -40,7 +40,7 @@ class Steps(BaseStreamer):
         self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
-        found = self.handle.coordinator.prefixes
+        found = self.handle.coordinator.keeper
         if len(self.times) >= self.busy and not found.poll():
             found.forget(stored=False)
             self.handle.prefixes.prefetch(self.ids)
@@ -63,7 +63,7 @@ def measure(model: Any, options: argparse.Namespace) -> dict[str, Any]:
     config = {
         "algorithm": "quest", "backend": "triton_attention", "budget": options.budget,
         "max_requests": 1, "max_request_tokens": room, "max_tokens": 4 * room,
-        "prefix_cache": "prompt", "storage": {"name": "files", "params": below},
+        "pages": {"name": "prefixes", "params": {"storage": {"name": "files", "params": below}}},
     }  # fmt: skip
 
     def tokens(count: int) -> torch.Tensor:
@@ -76,7 +76,7 @@ def measure(model: Any, options: argparse.Namespace) -> dict[str, Any]:
     with topkv.attach(model, config) as handle:
         other = tokens(options.context)
         generate(other, 2)
-        storage = handle.coordinator.prefixes.storage
+        storage = handle.coordinator.keeper.storage
         storage.wait()
         generate(tokens(options.context), options.steps)  # kernels and graphs are there
         storage.wait()

@@ -42,7 +42,7 @@ class Resident:
             rows = rows.reshape(TOKENS, *path.k_slots.shape[1:])
             pool = rows.repeat(len(slots), 1, 1, 1)
             path.transfer, path.k_slots, path.v_slots = self, pool, pool
-            path.loads.found.count.fill_(SELECT)
+            path.lanes.plans[path.loads.number].count.fill_(SELECT)
             self.pools[path.view.layer] = pool
         coordinator.transfers = []
 

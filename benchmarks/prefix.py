@@ -2,7 +2,7 @@
 
     python benchmarks/prefix.py --context 32768 131072 --out benchmarks/results/prefix.jsonl
 
-Through ``model.generate`` with ``prefix_cache: prompt``: a model of random weights (``--model``,
+Through ``model.generate`` with ``pages: prefixes``: a model of random weights (``--model``,
 as in ``topkv bench``) reads a prompt of ``--context`` tokens, generates one token and ends.
 ``cold`` is a prompt of other tokens, ``again`` one whose tokens but the last ``--new`` were read
 before. With ``--storage NAME`` pages go to that storage, and ``stored`` is a prompt that was read
@@ -48,7 +48,7 @@ def seconds(model: Any, ids: torch.Tensor) -> float:
 
 def stored(model: Any, handle: Any, ids: torch.Tensor) -> float:
     """Seconds of one call of ``generate`` for a prompt whose pages only the storage has."""
-    prefixes = handle.coordinator.prefixes
+    prefixes = handle.coordinator.keeper
     prefixes.storage.wait()
     prefixes.forget(stored=False)
     return seconds(model, ids)
@@ -56,16 +56,20 @@ def stored(model: Any, handle: Any, ids: torch.Tensor) -> float:
 
 def measure(model: Any, config: dict[str, Any], context: int, options: argparse.Namespace) -> dict:
     room = {"max_tokens": 2 * context, "max_request_tokens": context, "max_requests": 1}
+    kept: dict[str, Any] = {"keep": "prompt"}
     vocabulary, times = model.config.vocab_size, {"cold": [], "again": []}
     if options.storage:
         below = {"name": options.storage, "params": dict(options.param)}
-        room["storage"] = {**below, "write": "write_through", "fetch": "wait_complete"}
+        below |= {"write": "write_through", "fetch": "wait_complete"}
+        kept["storage"] = below
         times["stored"] = []
+
+    pages = {"name": "prefixes", "params": kept}
 
     def tokens(count: int) -> torch.Tensor:
         return torch.randint(0, vocabulary, (1, count), device=model.device)
 
-    with topkv.attach(model, {**config, **room, "prefix_cache": "prompt"}) as handle:
+    with topkv.attach(model, {**config, **room, "pages": pages}) as handle:
         seconds(model, tokens(context))  # kernels are compiled
         for _ in range(options.repeats):
             ids = tokens(context)

@@ -173,8 +173,8 @@ def cell(
     coordinator.forward_begin(decode=slots)
 
     def select() -> None:
-        path.algorithm.update(path.view, k, v)
-        path.algorithm.retrieve_topk(path.view, q.unsqueeze(1), None, path.lanes.ids)
+        path.algorithm.update(path.view, k[:, None], v[:, None])
+        path.algorithm.retrieve_topk(path.view, q.unsqueeze(1), None, path.lanes.room)
 
     score = scorer(path, q)
     staged = isinstance(path.algorithm, Staged)

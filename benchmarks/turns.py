@@ -63,11 +63,12 @@ def settings(arm: str, options: argparse.Namespace) -> dict[str, Any]:
     config = {"algorithm": "quest", "backend": "triton_attention", "budget": options.budget}
     config |= {"max_requests": 1, "max_request_tokens": room, "host_format": options.host_format}
     config |= {"max_tokens": room * (1 + options.kept)}
-    if arm != "none":
-        config["prefix_cache"] = "all"
+    kept: dict[str, Any] = {"keep": "all"}
     if arm == "files":
         below = {"path": str(options.storage / f"{time.time_ns()}"), "sync": False}
-        config["storage"] = {"name": "files", "params": below, "fetch": "wait_complete"}
+        kept["storage"] = {"name": "files", "params": below, "fetch": "wait_complete"}
+    if arm != "none":
+        config["pages"] = {"name": "prefixes", "params": kept}
     return config
 
 
@@ -108,7 +109,7 @@ def measure(model: Any, arm: str, options: argparse.Namespace) -> dict[str, Any]
         counts = handle.prefixes.counts
         row = {"arm": arm, "prompt_tokens": said_tokens, "found": counts.found - before}
         if counts.storage:
-            handle.coordinator.prefixes.storage.wait()
+            handle.coordinator.keeper.storage.wait()
             row["storage"] = asdict(counts.storage)
     return {
         **row,

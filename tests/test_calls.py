@@ -121,7 +121,12 @@ def test_padded_rows_are_as_the_page_says(make):
     coordinator.forward_begin(decode=[-1, slot])
     out = attend(coordinator)[0]
     lanes, heads = coordinator.layers[0].lanes, coordinator.layers[0].view.group.lane_heads
-    names = {"step": coordinator.step, "ids": lanes.ids, "limit": lanes.limit, "out": out}
+    names = {
+        "step": coordinator.step,
+        "ids": lanes.selection.ids,
+        "limit": lanes.limit,
+        "out": out,
+    }
     names |= {"plan": lanes.plans[0], "tables": lanes.tables, "lse": lanes.lse}
     for name, value, _ in table_under(PAGE, "Rows")[1:]:
         tensor = eval(name.strip("`"), names)

@@ -86,7 +86,8 @@ def rows_of(slots, step):
 
 TOKENS = {
     "algorithm": "double_sparsity",
-    "regranulate": True,
+    "stages": ["regranulate"],
+    "observers": ["regranulate"],
     "budget": 16 + 12,
     "buffer": 12 * 16,
     "dense_layers": [],
@@ -155,13 +156,16 @@ def test_captured_replays_equal_eager_bitwise(options, scope):
         assert inputs.out.isfinite().all()
 
     for one, other in zip(eager.manager.stores, captured.manager.stores, strict=True):
-        for name in ("buffer", "unit_slot", "slot_unit", "order", "counters", "extra", "entries"):
+        for name in ("buffer", "unit_slot", "slot_unit", "order", "counters", "entries"):
             left, right = getattr(one, name), getattr(other, name)
             assert torch.equal(left.cpu().nan_to_num(), right.cpu().nan_to_num()), name
     report = captured.transfers_of([slots[0]])
     sticky = "sticky" in options.get("params", {})  # a bonus is there to miss less
     assert report.misses > (STEPS // 8 if sticky else STEPS)
-    assert (report.extra > STEPS) == ("regranulate" in options)
+    if "stages" in options:
+        extra = captured.observers.counts["regranulate"]()
+        assert extra == eager.observers.counts["regranulate"]()
+        assert min(extra.values()) > STEPS
     assert eager.length(slots[0]) == PROMPT + STEPS
     eager.check_integrity()
     captured.check_integrity()

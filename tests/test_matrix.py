@@ -148,11 +148,14 @@ class Run:
             given = [None if x is None else x.to(self.on.device) for x in astuple(part)]
             index = Index(*given)
         out = self.coordinator.attention(0, q, k, v, index).cpu()
-        lanes = self.coordinator.lanes[0]
-        self.selected = (lanes.tokens or lanes).ids.cpu().tolist() if decode else None
+        self.selected = self.selection().cpu().tolist() if decode else None
         self.coordinator.forward_end()
         self.length += count
         return out
+
+    def selection(self):
+        """Ids that the algorithm has selected in this step."""
+        return self.coordinator.lanes[0].selection.ids
 
     def expected(self):
         """Attention of the newest token over what its step has selected, and the tail."""
@@ -201,9 +204,9 @@ def test_every_pair_has_an_answer():
     assert any(cell.state == "supported" for cell in CELLS)
 
 
-@pytest.mark.parametrize("regranulate", [False, True])
+@pytest.mark.parametrize("stage", [None, "regranulate"])
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.state != "untested"], ids=str)
-def test_lowering_answers_as_the_matrix(cell, regranulate):
+def test_lowering_answers_as_the_matrix(cell, stage):
     """Entries are read in two places: without torch for people, with a model for a coordinator."""
     config = SparseConfig(
         algorithm=cell.algorithm,
@@ -211,7 +214,7 @@ def test_lowering_answers_as_the_matrix(cell, regranulate):
         backend=cell.backend,
         unit=cell.unit,
         scope=cell.scope,
-        regranulate=regranulate,
+        stages=[stage] if stage and cell.stage else [],
         budget=5 * max(cell.unit, 4),
         buffer=1024,
         page_tokens=max(64, cell.unit),
@@ -225,8 +228,8 @@ def test_lowering_answers_as_the_matrix(cell, regranulate):
         reasons = []
     except ConfigError as error:
         reasons = error.reasons
-    mended = regranulate and cell.regranulated is not None
-    assert bool(reasons) == bool(cell.reasons and not mended), reasons
+    helped = stage is not None and cell.stage == stage
+    assert bool(reasons) == bool(cell.reasons and not helped), reasons
 
 
 def test_the_page_of_the_docs_is_the_matrix():

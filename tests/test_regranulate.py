@@ -22,11 +22,11 @@ BACKEND = "triton_attention"
 
 def cases():
     """Cells that regranulation helps, and those of unit 4, each on its tiers."""
-    cells = [cell for cell in CELLS if cell.regranulated]
+    cells = [cell for cell in CELLS if cell.behind]
     cells += [evolve(cell, unit=4) for cell in cells if (cell.backend, cell.unit) == (BACKEND, 16)]
     found = []
     for cell in cells:
-        for on in map(tier, cell.regranulated):
+        for on in map(tier, cell.behind):
             marks = [pytest.mark.gpu] if on.name == "gpu" else []
             if on.missing:
                 marks.append(pytest.mark.skip(reason=f"tier {on.name!r}: {on.missing}"))
@@ -42,8 +42,13 @@ class Regranulated(Run):
 
     def __init__(self, cell, on, **options):
         sizes = {"budget": cell.unit + SELECT, "buffer": cell.unit * SELECT}
-        super().__init__(cell, on, **{"regranulate": True, **sizes, **options})
+        super().__init__(cell, on, **{"stages": ["regranulate"], **sizes, **options})
         self.extra = 0
+        self.link = self.coordinator.layers[0].algorithm.links[-1]
+
+    def selection(self):
+        lanes = len(self.coordinator.lanes[0].selection.ids)
+        return self.link.candidates.ids[:lanes]
 
     def chosen(self, ids):
         """Tokens of closed units that the algorithm selected."""
@@ -65,8 +70,10 @@ class Regranulated(Run):
         """Decode one token, and compare its output and the count of extra tokens."""
         band = 1e-4 if self.model.dtype is torch.float32 else 3e-2
         (out,) = self.forward(1, decode=True)
+        self.extra = 0
         torch.testing.assert_close(out.double(), self.expected(), rtol=band, atol=band)
-        assert self.coordinator.transfers_of([self.slot]).extra == self.extra
+        lanes = len(self.coordinator.lanes[0].selection.ids)
+        assert int(self.link.stage.extra[0, :lanes].sum()) == self.extra
 
 
 @pytest.mark.slow
@@ -88,7 +95,7 @@ def test_units_of_the_selected_tokens_are_attended(cell, on):
 
 def test_a_cell_whose_library_is_missing_is_skipped_by_its_name(monkeypatch):
     monkeypatch.setattr(test_matrix, "lacking", lambda cell: ["some_library: not installed"])
-    (cell, *_) = (cell for cell in CELLS if cell.regranulated and cell.backend != BACKEND)
+    (cell, *_) = (cell for cell in CELLS if cell.behind and cell.backend != BACKEND)
     with pytest.raises(pytest.skip.Exception, match=f"{cell.backend}: some_library: not"):
         Regranulated(cell, tier("gpu"))
 
@@ -97,7 +104,7 @@ def of(algorithm):
     """The cell of an algorithm at unit 4 with scope of its own."""
     (cell, *_) = (
         cell for cell in CELLS
-        if (cell.algorithm, cell.backend) == (algorithm, BACKEND) and cell.regranulated
+        if (cell.algorithm, cell.backend) == (algorithm, BACKEND) and cell.behind
     )  # fmt: skip
     return evolve(cell, unit=4)
 
@@ -136,8 +143,7 @@ def test_twins_and_what_was_taken_back(algorithm):
     assert run.length == taken
     twin = run.coordinator.fork(run.slot)
     run.coordinator.request_end(run.slot)
-    assert run.coordinator.transfers_of([run.slot]).extra == 0, "the counts of an ended request"
-    run.slot, run.extra = twin, 0
+    run.slot = twin
     for _ in range(4):
         run.step()
     run.coordinator.check_integrity()
@@ -181,19 +187,20 @@ def test_every_token_in_a_unit_of_its_own_finds_room():
     """As many units as tokens: the widest that a selection can be."""
     run = Regranulated(of("double_sparsity"), tier("cpu"), most=80)
     run.forward(run.most - STEPS, decode=False)
-    algorithm = run.coordinator.layers[0].algorithm
+    algorithm = run.coordinator.layers[0].algorithm.algorithm
     spread = [*range(3, 4 * SELECT, 4)]
 
     class Spread:
         def __getattr__(self, name):
             return getattr(algorithm, name)
 
-        def retrieve_topk(self, layer, q, weights, ids):
-            ids.copy_(torch.tensor(spread, dtype=torch.int32).expand(ids.shape).flip(1))
+        def retrieve_topk(self, layer, q, weights, out):
+            out.ids.copy_(torch.tensor(spread, dtype=torch.int32).expand(out.ids.shape).flip(1))
+            return out
 
-    run.coordinator.layers[0].selector.algorithm = Spread()
+    run.coordinator.layers[0].algorithm.algorithm = Spread()
     run.step()
-    assert run.coordinator.lanes[0].ids.tolist() == [list(range(SELECT))] * 2
+    assert run.coordinator.lanes[0].selection.ids.tolist() == [list(range(SELECT))] * 2
     assert run.extra == 2 * 3 * SELECT
     run.coordinator.close()
 

@@ -26,7 +26,7 @@ tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
 asked = make_prompt(1500)
 prompt = tokenizer(asked.text, return_tensors="pt")
 settings = {"algorithm": "quest", "backend": "triton_attention", "budget": 256, "max_tokens": 2048}
-for more in ({}, {"prefix_cache": "all", "host_format": "fp8"}):
+for more in ({}, {"pages": "prefixes", "host_format": "fp8"}):
     handle = topkv.attach(model, {**settings, **more})
     print(tokenizer.decode(model.generate(**prompt, max_new_tokens=5)[0, -5:]) == asked.expected)
     print(handle.memory().device_kv > 0)

@@ -21,7 +21,7 @@ from config_cases import (
 from topkv.config import LoweredConfig, SparseConfig
 from topkv.config.checks import byte_size
 from topkv.config.settings import CHECKS, DEFAULTS, SHARED
-from topkv.config.stages import ObserverSettings
+from topkv.config.stages import Named
 from topkv.entries import Capabilities, NoParameters
 from topkv.plugins import PluginRegistry
 
@@ -140,7 +140,7 @@ def test_observers_are_those_that_are_asked_for():
     assert origin(low(registry=registry), "observers") == ((), "topkv default")
     assert low(registry=registry).observers == ()
     lowered = low(registry=registry, observers=["other", "counts"])
-    named = tuple(ObserverSettings(name, NoParameters()) for name in ("other", "counts"))
+    named = tuple(Named(name, NoParameters()) for name in ("other", "counts"))
     assert origin(lowered, "observers") == (named, "user")
     assert lowered.observers == named
     assert lowered.capturable  # they have no part in a decode step

@@ -59,6 +59,10 @@ class Entries:
     def topkv_register_topks(self):
         return self.others["topk"]
 
+    @hookimpl
+    def topkv_register_stages(self):
+        return [PluginEntry("turns", "stage", "x:Y", capabilities=Capabilities(regrains=True))]
+
 
 KINDS = ("algorithm", "backend", "transfer", "eviction", "topk")
 ITS = dict.fromkeys(("transfer", "eviction", "topk"), "its")
@@ -101,8 +105,8 @@ def test_the_bound_is_that_of_the_op():
         ({"unit": 16, "max_request_tokens": 2**24}, True),
         ({"unit": 16, "max_request_tokens": 2**24 + 1}, False),
         # The algorithm is given tokens, whatever the unit of the group.
-        ({"algorithm": "tokens", "unit": 16, "regranulate": True, "max_tokens": 2**20}, True),
-        ({"algorithm": "tokens", "unit": 16, "regranulate": True, "max_tokens": 2**21}, False),
+        ({"algorithm": "tokens", "unit": 16, "stages": ["turns"], "max_tokens": 2**20}, True),
+        ({"algorithm": "tokens", "unit": 16, "stages": ["turns"], "max_tokens": 2**21}, False),
         # Dense layers rank nothing.
         ({"dense_layers": [0, 1], "max_request_tokens": 2**24}, True),
     ],
@@ -122,12 +126,13 @@ def test_a_request_has_no_more_units_than_a_row_has_scores(options, fits):
 @given(
     unit=st.sampled_from([1, 2, 16, 64]),
     tokens=st.integers(1, 2**26),
-    regranulate=st.booleans(),
+    turns=st.booleans(),
 )
-def test_whatever_is_accepted_can_be_ranked(unit, tokens, regranulate):
-    options = {"algorithm": "tokens" if regranulate else "units", "regranulate": regranulate}
+def test_whatever_is_accepted_can_be_ranked(unit, tokens, turns):
+    turns = turns and unit > 1
+    options = {"algorithm": "tokens", "stages": ["turns"]} if turns else {"algorithm": "units"}
     sizes = {"unit": unit, "max_request_tokens": tokens, "budget": 128, "buffer": 128 * 64}
-    if -(-tokens // 64) * 64 // (1 if regranulate else unit) > MAX_COLUMNS:
+    if -(-tokens // 64) * 64 // (1 if turns else unit) > MAX_COLUMNS:
         assert any(ROWS in reason for reason in refused(**options, **sizes))
     else:
         lowered = low(**options, **sizes)

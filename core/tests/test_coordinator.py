@@ -122,7 +122,7 @@ def test_a_tail_that_competes_takes_its_share_of_the_budget():
     coordinator = make(unit=1, budget=8, buffer=8, ring_tokens=3, algorithm="competing")
     lanes = coordinator.layers[0].lanes
     coordinator.forward_begin(decode=[-1])
-    assert lanes.tables.table.shape[1] == lanes.ids.shape[1] == 8
+    assert lanes.tables.table.shape[1] == lanes.selection.ids.shape[1] == 8
     coordinator.forward_end()
     coordinator.close()
     with pytest.raises(ConfigError, match="raise buffer to 8 or"):

@@ -145,7 +145,7 @@ class OwnCorrection(Scripted):
     """Doubles the output of attention, which shows in every element."""
 
     @hookimpl
-    def correct(self, layer, q, ids, out, lse):
+    def correct(self, layer, q, selection, out, lse):
         out.mul_(2)
 
 
@@ -175,9 +175,8 @@ def test_it_is_refused_where_single_tokens_of_units_are_selected():
         Life(
             registry=doubles(TOKENS_ALONE, COMPLETE),
             algorithm="tokens",
-            regranulate=True,
             buffer=16,
-            stages=["complete"],
+            stages=["complete", "to_units"],
         )
 
 

@@ -31,7 +31,7 @@ class Bare:
 
 @triton.jit
 def _behind_the_lane(
-    position, stale, stale_rank, hit_rank, stale_count, misses, slots: tl.constexpr
+    position, stale, stale_rank, hit_rank, stale_count, misses, slots: tl.constexpr, state
 ):
     return position + 1
 

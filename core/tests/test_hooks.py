@@ -12,20 +12,20 @@ from topkv.hooks.discovery import OPTIONAL
 from topkv.plugins.contract import spec_functions
 
 EXPECTED = {
-    (2, 6): {
+    (2, 7): {
         "algorithm.spec": "self",
         "algorithm.construct": "self layer slot start k v q lse",
         "algorithm.settle": "self layer slot since length history",
         "algorithm.update": "self layer k v",
-        "algorithm.retrieve_topk": "self layer q weights ids",
-        "algorithm.correct": "self layer q ids out lse",
+        "algorithm.retrieve_topk": "self layer q weights out",
+        "algorithm.correct": "self layer q selection out lse",
         "algorithm.retrieve_prompt": "self layer slot start q weights ids",
         "algorithm.truncated": "self layer slot length",
         "stage.spec": "self",
         "stage.construct": "self layer slot start k v q lse",
         "stage.update": "self layer k v",
-        "stage.refine": "self layer q candidates ids",
-        "stage.correct": "self layer q ids out lse",
+        "stage.refine": "self layer q candidates out",
+        "stage.correct": "self layer q selection out lse",
         "stage.keep": "self layer slot length position scores",
         "backend.adapt_page_table": "self layer plan tables",
         "backend.attend": "self q k v tables out lse",
@@ -41,20 +41,17 @@ EXPECTED = {
         "transfer.restore": "self slot length resident",
         "transfer.reset": "self slot",
         "eviction.new_position": (
-            "self position stale stale_rank hit_rank stale_count misses slots"
+            "self position stale stale_rank hit_rank stale_count misses slots state"
         ),
+        "eviction.new_state": "self state stale stale_rank misses slots",
         "topk.topk": "self scores lengths ids",
         "engine.refusals": "self model",
         "engine.attach": "self model config",
         "observer.bind_layers": "self layers",
         "observer.before_forward": "self report",
         "observer.after_forward": "self report",
-        "storage.exists": "self keys",
-        "storage.get": "self keys places",
-        "storage.put": "self keys places",
-        "storage.delete": "self keys",
-        "storage.usage": "self",
-        "storage.close": "self",
+        "keeper.host_pool": "self",
+        "keeper.bind": "self coordinator",
     }
 }
 
@@ -69,19 +66,20 @@ OPTIONAL_HOOKS = {
     "stage.correct",
     "stage.keep",
     "backend.prefill_selected",
+    "eviction.new_state",
     "observer.bind_layers",
 }
 
 SETUPS = {
-    "algorithm": ("AlgorithmSetup", "model group params device topk"),
-    "stage": ("StageSetup", "model group params device"),
-    "backend": ("BackendSetup", "model group device max_batch group_size options"),
+    "algorithm": ("AlgorithmSetup", "model group params device topk max_queries"),
+    "stage": ("StageSetup", "model group params device max_queries"),
+    "backend": ("BackendSetup", "model group device max_batch group_size options max_queries"),
     "transfer": ("TransferSetup", "store layers eviction"),
     "eviction": ("EvictionSetup", "device"),
     "topk": ("TopKSetup", "rows columns select device"),
     "engine": ("EngineSetup", "registry"),
     "observer": ("ObserverSetup", "config"),
-    "storage": ("StorageSetup", "params object_bytes memory quota_of"),
+    "keeper": ("KeeperSetup", "params config registry"),
 }
 
 

@@ -348,6 +348,6 @@ def test_an_algorithm_knows_the_width_of_its_selection():
     request.forward(decode=[0])
     coordinator = request.coordinator
     for path in coordinator.layers:
-        assert path.algorithm.group.select == path.lanes.ids.shape[1] == 7
+        assert path.algorithm.group.select == path.lanes.selection.ids.shape[1] == 7
         assert path.algorithm.group == path.view.group
     coordinator.close()

@@ -124,7 +124,7 @@ def test_as_many_have_plans_of_their_own_as_are_on_their_way(share):
     for side in [*share * 4][: len(numbers)]:
         expected.append(0 if side == "F" else expected[-1] + 1)
     assert numbers == expected
-    own = {path.loads.found.slots.data_ptr() for path in coordinator.layers}
+    own = {path.lanes.plans[path.loads.number].slots.data_ptr() for path in coordinator.layers}
     assert len(own) == len(coordinator.lanes[0].plans) == max(expected) + 1
     coordinator.forward_abort()
     coordinator.close()

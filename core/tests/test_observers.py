@@ -10,7 +10,7 @@ import torch
 from attrs import evolve
 
 from topkv import hookimpl
-from topkv.config.stages import ObserverSettings
+from topkv.config.stages import Named
 from topkv.coordinator import SparseCoordinator
 from topkv.entries import NoParameters, PluginEntry
 from topkv.errors import PluginError
@@ -88,8 +88,11 @@ class Noted(Loads):
         super().__init__(loads.path, loads.number)
         self._loads, self._loaded = loads, loaded
 
-    def load(self):
-        self._loads.load()
+    def plan(self, selection):
+        return self._loads.plan(selection)
+
+    def load(self, plan):
+        self._loads.load(plan)
         self._loaded[self.path.view.layer] += 1
 
 
@@ -137,7 +140,7 @@ def make(*names):
     )
     plain = make_coordinator(CPU, registry=registry)
     plain.close()
-    observers = tuple(ObserverSettings(name, NoParameters()) for name in names)
+    observers = tuple(Named(name, NoParameters()) for name in names)
     return SparseCoordinator(evolve(plain.config, observers=observers), registry)
 
 
@@ -153,7 +156,7 @@ def forward(coordinator, decode=(), prefill=(), select=()):
     for layer in range(LAYERS):
         if layer in SPARSE:
             path = coordinator.layers[layer]
-            ids = torch.full_like(path.lanes.ids, -1)
+            ids = torch.full_like(path.lanes.selection.ids, -1)
             ids[:, : len(select)] = torch.tensor(select, dtype=torch.int32)
             path.algorithm.next_ids[layer] = ids
         coordinator.attention(layer, tokens(HEADS), tokens(KV_HEADS), tokens(KV_HEADS))
@@ -228,8 +231,8 @@ def test_a_report_counts_transfers_of_its_decode_rows(made):
 
 
 def sums(report):
-    """Hits, misses, bytes and extra tokens."""
-    return report.hits, report.misses, report.loaded_bytes, report.extra
+    """Hits, misses and bytes."""
+    return report.hits, report.misses, report.loaded_bytes
 
 
 def test_counts_of_layers_add_up(made):
@@ -262,10 +265,10 @@ def test_what_a_request_has_counted_outlives_dropped_and_cut_tokens():
     assert coordinator.transfers_of([one]) == counts
     twin = coordinator.fork(one)
     assert coordinator.transfers_of([one]) == counts
-    assert sums(coordinator.transfers_of([twin])) == (0, 0, 0, 0)
+    assert sums(coordinator.transfers_of([twin])) == (0, 0, 0)
     coordinator.request_end(one)
     assert coordinator.request_begin() == one
-    assert sums(coordinator.transfers_of([one])) == (0, 0, 0, 0)
+    assert sums(coordinator.transfers_of([one])) == (0, 0, 0)
     coordinator.close()
 
 

@@ -171,7 +171,7 @@ def test_options_and_arguments_are_told_at_once():
 def test_the_cores_own_plugins_keep_their_contract():
     policy = PluginRegistry([]).create("eviction", "lru", EvictionSetup(torch.device("cpu")))
     check_instance(policy, eviction, "topkv")
-    assert list(spec_functions(eviction)) == ["new_position"]
+    assert list(spec_functions(eviction)) == ["new_position", "new_state"]
 
 
 def test_a_static_method_and_an_attribute_are_found():

@@ -82,7 +82,7 @@ def life(share, **options):
                 path.algorithm.next_ids[layer] = torch.stack(ids).int()
             out = coordinator.attention(layer, q[layer], k[layer], v[layer])
             if decode:
-                chosen = path.lanes.ids.clone()
+                chosen = path.lanes.selection.ids.clone()
                 outs.append(out)
                 seen.append(chosen)
                 check(out, q[layer], keys[layer], values[layer], chosen)

@@ -117,7 +117,11 @@ class Life:
             if decode:
                 self.outs.append(out)
             if layer in offered:
-                seen[layer] = rows[0][layer], offered[layer], self.path(layer).lanes.ids.tolist()
+                seen[layer] = (
+                    rows[0][layer],
+                    offered[layer],
+                    self.path(layer).lanes.selection.ids.tolist(),
+                )
         c.forward_end()
         for layer in SPARSE:
             if self.offers:
@@ -129,7 +133,7 @@ class Life:
         heads = q[0].double().unflatten(0, (KV_HEADS, -1))[lane]
         keys = self.keys[layer, :, lane].double()
         worth = {u: float((keys[u * UNIT : u * UNIT + UNIT] @ heads.T).max()) for u in among}
-        select = self.path(layer).lanes.ids.shape[1]
+        select = self.path(layer).lanes.selection.ids.shape[1]
         return sorted(worth, key=lambda unit: (-worth[unit], unit))[:select]
 
 
@@ -147,7 +151,7 @@ def test_a_rerank_leaves_the_best_candidates_through_the_life_of_a_request():
     life.forward(PROMPT)
     for _ in range(STEPS):
         check_step(life)
-    assert life.path(0).loads.found.slots.shape[1] == 3  # K' ends before the plan
+    assert life.path(0).lanes.plans[0].slots.shape[1] == 3  # K' ends before the plan
     twin = life.coordinator.fork(life.slot)
     kept = life.keys
     for _ in range(2):
@@ -174,16 +178,16 @@ def run(**options):
     return torch.cat(life.outs), counts
 
 
-@pytest.mark.parametrize("tokens", [False, True], ids=["units", "regranulated"])
+@pytest.mark.parametrize("tokens", [False, True], ids=["units", "tokens"])
 def test_a_neutral_stage_changes_no_bit(tokens):
     registry = doubles(TOKENS_ALONE)
-    options = {"algorithm": "tokens", "regranulate": True, "buffer": 16} if tokens else {}
+    options = {"algorithm": "tokens", "buffer": 16} if tokens else {}
+    last = ["to_units"] if tokens else []
     (one, counts), (two, again), (three, third) = (
-        run(registry=registry, stages=stages, **options)
+        run(registry=registry, stages=[*stages, *last], **options)
         for stages in ((), ["keep"], ["keep", "keep"])
     )
     assert counts.hits + counts.misses > 20
-    assert bool(counts.extra) == tokens
     assert torch.equal(one, two)
     assert torch.equal(one, three)
     assert counts == again == third
@@ -203,7 +207,7 @@ def test_stages_of_some_layers_make_a_group_of_their_own(make):
 def test_widths_multiply_from_the_last_stage_and_end_at_the_units_of_a_request(make):
     rerank = {"name": "rerank_exact", "params": {"widen": 2}}
     links = make(stages=[rerank, "keep", rerank]).layers[0].algorithm.links
-    assert [link.candidates.shape[1] for link in links] == [12, 6, 6]
+    assert [link.candidates.ids.shape[1] for link in links] == [12, 6, 6]
     assert [link.group.select for link in links] == [6, 6, 3]
     wide = make(stages=[{"name": "rerank_exact", "params": {"widen": 1000}}])
     assert wide.layers[0].algorithm.group.select == 48 // UNIT
@@ -214,7 +218,7 @@ def test_what_stages_hold_is_counted(make):
     pool = staged.manager.representations[0].pools["stages[0].keys"]
     before, now = bare.memory(), staged.memory()
     assert now.representation == before.representation + pool.nbytes
-    held = staged.layers[0].algorithm.links[0].candidates.nbytes
+    held = staged.layers[0].algorithm.links[0].candidates.ids.nbytes
     assert now.workspace == before.workspace + held
     counted = SparseCoordinator.required_bytes(staged.config, doubles())
     assert (counted.representation, counted.workspace) == (now.representation, now.workspace)

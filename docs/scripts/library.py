@@ -32,6 +32,7 @@ LIBRARY = (
     "topkv.transfer.geometry",
     "topkv.transfer.reference",
     "topkv.transfer.triton",
+    "topkv_prefixes.entry",
     "topkv_prefixes.objects",
 )
 """Modules that are public for authors, see ``docs/stability.md``; of a folder all that launch."""

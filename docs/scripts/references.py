@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import library
-from docstrings import CORE, KIT, ROOT, class_of, function, marks, plain, table, tree_of
+from docstrings import CORE, KIT, ROOT, SOURCES, class_of, function, marks, plain, table, tree_of
 
 KINDS = {
     "discovery": "Registration",
@@ -24,7 +24,7 @@ KINDS = {
     "engine": "Engine integration",
     "observer": "Observer",
     "stage": "Stage",
-    "storage": "Storage",
+    "keeper": "Keeper",
 }
 """Modules of ``topkv.hooks`` in the order of the page, and their titles."""
 
@@ -67,17 +67,19 @@ def plugin_readmes() -> dict[str, Path]:
 
 
 def hook_reference() -> str:
-    """A section for each kind of plugin, with every hook spec of ``topkv.hooks``."""
+    """A section for each kind of plugin, with every hook spec: of the core, and of prefixes."""
     api = re.search(r"HOOK_API = \((\d+), (\d+)\)", (CORE / "entries.py").read_text("utf-8"))
     assert api
     parts = [
         "# Hooks",
-        "Made from the hook specs in `core/src/topkv/hooks`; hook API "
+        "Made from the hook specs in `core/src/topkv/hooks`, and that of storages in "
+        "`topkv_prefixes.storage`; hook API "
         f"{api[1]}.{api[2]}. Types and letters (B, H, Hkv, N, K, C, T) are those of "
         "[Types](types.md); [Order of calls](../calls.md) says when each hook is called.",
     ]
     for module, title in KINDS.items():
         parts += _kind(CORE / "hooks" / f"{module}.py", title)
+    parts += _kind(SOURCES["topkv_prefixes"] / "storage.py", "Storage")
     return "\n\n".join([*parts, ""])
 
 

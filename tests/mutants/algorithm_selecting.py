@@ -16,19 +16,21 @@ class NextUnit(Quest):
     """Off by one: selects the unit behind the one that scored."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
-        super().retrieve_topk(layer, q, weights, ids)
-        ids += (ids >= 0).int()
+    def retrieve_topk(self, layer, q, weights, out):
+        super().retrieve_topk(layer, q, weights, out)
+        out.ids += (out.ids >= 0).int()
+        return out
 
 
 class MeanQuery(Quest):
     """Averages the queries of a group before scoring, which loses the bound."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
+    def retrieve_topk(self, layer, q, weights, out):
         grouped = q.unflatten(2, (self.model.num_kv_heads, -1))
         mean = grouped.float().mean(3, keepdim=True).to(q.dtype)
-        super().retrieve_topk(layer, mean.expand_as(grouped).flatten(2, 3), weights, ids)
+        super().retrieve_topk(layer, mean.expand_as(grouped).flatten(2, 3), weights, out)
+        return out
 
 
 class FirstHeadDecides(Quest):
@@ -52,9 +54,10 @@ class Duplicates(Quest):
     """The best unit twice."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
-        super().retrieve_topk(layer, q, weights, ids)
-        ids[:, -1] = ids[:, 0]
+    def retrieve_topk(self, layer, q, weights, out):
+        super().retrieve_topk(layer, q, weights, out)
+        out.ids[:, -1] = out.ids[:, 0]
+        return out
 
 
 class OpenUnitSelectable(Quest):
@@ -75,10 +78,11 @@ class Unwritten(Quest):
     """Writes the valid ids and leaves what stands behind them."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
-        kept = ids.clone()
-        super().retrieve_topk(layer, q, weights, ids)
-        ids.copy_(torch.where(ids < 0, kept, ids))
+    def retrieve_topk(self, layer, q, weights, out):
+        kept = out.ids.clone()
+        super().retrieve_topk(layer, q, weights, out)
+        out.ids.copy_(torch.where(out.ids < 0, kept, out.ids))
+        return out
 
 
 class IgnoresPageTable(Quest):
@@ -127,10 +131,11 @@ class HighTies(Quest):
     """The higher unit wins among equal scores."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
+    def retrieve_topk(self, layer, q, weights, out):
         scores, closed = self.lane_scores(layer, q[:, 0])
         scores += torch.arange(scores.shape[1], device=scores.device) * 1e-6
-        topk(scores, closed, ids, impl="reference")
+        topk(scores, closed, out.ids, impl="reference")
+        return out
 
 
 class DriftingTies(Quest):
@@ -139,12 +144,13 @@ class DriftingTies(Quest):
     calls = 0
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
+    def retrieve_topk(self, layer, q, weights, out):
         self.calls += 1
         scores, closed = self.lane_scores(layer, q[:, 0])
         units = torch.arange(scores.shape[1], device=scores.device)
         scores += (units * self.calls % 7) * 1e-3
-        topk(scores, closed, ids, impl="reference")
+        topk(scores, closed, out.ids, impl="reference")
+        return out
 
 
 class NegatesEverySeventh(Quest):
@@ -194,9 +200,10 @@ class MissesOne(Quest):
     """Selects one unit less than the budget has."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
-        super().retrieve_topk(layer, q, weights, ids)
-        ids[:, -1] = -1
+    def retrieve_topk(self, layer, q, weights, out):
+        super().retrieve_topk(layer, q, weights, out)
+        out.ids[:, -1] = -1
+        return out
 
 
 class FirstQueryForAll(Quest):
@@ -210,9 +217,10 @@ class DenseStride(Quest):
     """Takes queries for contiguous, whatever their strides."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
+    def retrieve_topk(self, layer, q, weights, out):
         plain = q.as_strided(q.shape, torch.empty(q.shape).stride())
-        super().retrieve_topk(layer, plain, weights, ids)
+        super().retrieve_topk(layer, plain, weights, out)
+        return out
 
 
 class KernelUnscaled(QuestKernels):
@@ -226,9 +234,10 @@ class KernelAllSlots(QuestKernels):
     """The kernels find the page table of the row, not that of its slot."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
+    def retrieve_topk(self, layer, q, weights, out):
         step = layer.step
         rows = torch.arange(step.batch, dtype=torch.int32, device=step.slots.device)
         layer.step = evolve(step, slots=torch.where(step.slots < 0, step.slots, rows))
-        super().retrieve_topk(layer, q, weights, ids)
+        super().retrieve_topk(layer, q, weights, out)
         layer.step = step
+        return out

@@ -21,8 +21,9 @@ class _OtherView(Quest):
     """Selects by another view of the layer."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
-        super().retrieve_topk(self.seen(layer), q, weights, ids)
+    def retrieve_topk(self, layer, q, weights, out):
+        super().retrieve_topk(self.seen(layer), q, weights, out)
+        return out
 
 
 class PrefersAbsent(_OtherView):

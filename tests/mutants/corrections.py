@@ -9,6 +9,7 @@ from tests.mutants.harness import Mutant, told_of
 from topkv.entries import PluginEntry
 from topkv.hooks.algorithm import AlgorithmSpec
 from topkv.hooks.discovery import hookimpl
+from topkv.types import Selection
 from topkv_testing.algorithms import AlgorithmTests
 from topkv_testing.models.stage_doubles import COMPLETE, Complete, Everything
 from topkv_testing.stages import AlgorithmOptions, StageTests
@@ -18,33 +19,33 @@ class CountsTwice(Complete):
     """Takes attended units for left out."""
 
     @hookimpl
-    def correct(self, layer, q, ids, out, lse):
-        super().correct(layer, q, torch.full_like(ids, -1), out, lse)
+    def correct(self, layer, q, selection, out, lse):
+        super().correct(layer, q, Selection(torch.full_like(selection.ids, -1)), out, lse)
 
 
 class GoesByTheFirstLane(Complete):
     """Every lane is corrected for what the first has not attended."""
 
     @hookimpl
-    def correct(self, layer, q, ids, out, lse):
-        super().correct(layer, q, ids[:1].expand_as(ids), out, lse)
+    def correct(self, layer, q, selection, out, lse):
+        super().correct(layer, q, Selection(selection.ids[:1].expand_as(selection.ids)), out, lse)
 
 
 class ReadsTheFirstPlaces(Complete):
     """It stops at the first empty place of a selection."""
 
     @hookimpl
-    def correct(self, layer, q, ids, out, lse):
-        ended = (ids < 0).cumsum(1) > 0
-        super().correct(layer, q, ids.masked_fill(ended, -1), out, lse)
+    def correct(self, layer, q, selection, out, lse):
+        ended = (selection.ids < 0).cumsum(1) > 0
+        super().correct(layer, q, Selection(selection.ids.masked_fill(ended, -1)), out, lse)
 
 
 class WritesPadding(Complete):
     """Padded rows become 0, and their LSE too."""
 
     @hookimpl
-    def correct(self, layer, q, ids, out, lse):
-        super().correct(layer, q, ids, out, lse)
+    def correct(self, layer, q, selection, out, lse):
+        super().correct(layer, q, selection, out, lse)
         there = (layer.step.slots >= 0)[:, None, None]
         lse.copy_(torch.where(there, lse, 0.0))
 
@@ -53,9 +54,9 @@ class LosesMass(Complete):
     """The LSE is that of what was left out alone."""
 
     @hookimpl
-    def correct(self, layer, q, ids, out, lse):
+    def correct(self, layer, q, selection, out, lse):
         before = lse.clone()
-        super().correct(layer, q, ids, out, lse)
+        super().correct(layer, q, selection, out, lse)
         left = lse.double().exp() - before.double().exp()
         lse.copy_(torch.where(left > 0, left.log(), before.double()))
 
@@ -64,34 +65,36 @@ class SortsTheSelection(Complete):
     """It writes to what it is given."""
 
     @hookimpl
-    def correct(self, layer, q, ids, out, lse):
-        super().correct(layer, q, ids, out, lse)
-        ids.copy_(ids.sort(1).values)
+    def correct(self, layer, q, selection, out, lse):
+        super().correct(layer, q, selection, out, lse)
+        selection.ids.copy_(selection.ids.sort(1).values)
 
 
 class BatchesQueries(Complete):
     """Every row is corrected by the mean query of the batch."""
 
     @hookimpl
-    def correct(self, layer, q, ids, out, lse):
-        super().correct(layer, q.nan_to_num().mean(0, keepdim=True).expand_as(q), ids, out, lse)
+    def correct(self, layer, q, selection, out, lse):
+        super().correct(
+            layer, q.nan_to_num().mean(0, keepdim=True).expand_as(q), selection, out, lse
+        )
 
 
 class WaitsForTheDevice(Complete):
     """It asks whether there is anything to do."""
 
     @hookimpl
-    def correct(self, layer, q, ids, out, lse):
+    def correct(self, layer, q, selection, out, lse):
         if (layer.step.slots >= 0).any().item():
-            super().correct(layer, q, ids, out, lse)
+            super().correct(layer, q, selection, out, lse)
 
 
 class OtherKernels(Complete):
     """Kernels leave the LSE as it is."""
 
     @hookimpl
-    def correct(self, layer, q, ids, out, lse):
-        super().correct(layer, q, ids, out, lse.clone())
+    def correct(self, layer, q, selection, out, lse):
+        super().correct(layer, q, selection, out, lse.clone())
 
 
 class Completing(Complete):
@@ -111,16 +114,16 @@ class CompletingTwice(Completing):
     """An algorithm adds what is attended too."""
 
     @hookimpl
-    def correct(self, layer, q, ids, out, lse):
-        super().correct(layer, q, torch.full_like(ids, -1), out, lse)
+    def correct(self, layer, q, selection, out, lse):
+        super().correct(layer, q, Selection(torch.full_like(selection.ids, -1)), out, lse)
 
 
 class CompletesTheFirstLane(Completing):
     """An algorithm takes every lane for the first."""
 
     @hookimpl
-    def correct(self, layer, q, ids, out, lse):
-        super().correct(layer, q, ids[:1].expand_as(ids), out, lse)
+    def correct(self, layer, q, selection, out, lse):
+        super().correct(layer, q, Selection(selection.ids[:1].expand_as(selection.ids)), out, lse)
 
 
 def _of_algorithm(broken: type, test: str) -> Mutant:

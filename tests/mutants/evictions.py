@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from attrs import evolve
 
 from tests.mutants.harness import Mutant, told_of
 from topkv.entries import PluginEntry
@@ -14,7 +15,7 @@ from topkv_testing.evictions import EvictionTests
 
 
 @triton.jit
-def _fifo(position, stale, stale_rank, hit_rank, stale_count, misses, slots: tl.constexpr):
+def _fifo(position, stale, stale_rank, hit_rank, stale_count, misses, slots: tl.constexpr, state):
     victim = stale & (stale_rank < misses)
     gone = tl.minimum(stale_rank, misses)
     return tl.where(victim, slots - misses + stale_rank, position - gone)
@@ -22,7 +23,7 @@ def _fifo(position, stale, stale_rank, hit_rank, stale_count, misses, slots: tl.
 
 @triton.jit
 def _fifo_of_blocks(
-    position, stale, stale_rank, hit_rank, stale_count, misses, slots: tl.constexpr
+    position, stale, stale_rank, hit_rank, stale_count, misses, slots: tl.constexpr, state
 ):
     victim = stale & (stale_rank < misses)
     gone = tl.minimum(stale_rank, misses)
@@ -31,7 +32,7 @@ def _fifo_of_blocks(
 
 @triton.jit
 def _one_victim_too_many(
-    position, stale, stale_rank, hit_rank, stale_count, misses, slots: tl.constexpr
+    position, stale, stale_rank, hit_rank, stale_count, misses, slots: tl.constexpr, state
 ):
     loaded = stale & (stale_rank <= misses)
     kept = tl.where(stale, stale_rank - misses, stale_count + hit_rank)
@@ -40,7 +41,7 @@ def _one_victim_too_many(
 
 @triton.jit
 def _victims_stay_cold(
-    position, stale, stale_rank, hit_rank, stale_count, misses, slots: tl.constexpr
+    position, stale, stale_rank, hit_rank, stale_count, misses, slots: tl.constexpr, state
 ):
     return tl.where(stale, stale_rank, stale_count + hit_rank)
 
@@ -54,10 +55,62 @@ class FirstInFirstOut:
         """Nothing depends on the setup."""
 
     @hookimpl
-    def new_position(self, position, stale, stale_rank, hit_rank, stale_count, misses, slots):
+    def new_position(
+        self, position, stale, stale_rank, hit_rank, stale_count, misses, slots, state
+    ):
         victim = stale & (stale_rank < misses)
         gone = torch.minimum(stale_rank, misses)
         return torch.where(victim, slots - misses + stale_rank, position - gone)
+
+
+@triton.jit
+def _counted(state, stale, stale_rank, misses, slots: tl.constexpr):
+    return tl.where(stale & (stale_rank < misses), 1, tl.where(stale, state, state + 1))
+
+
+@triton.jit
+def _never_reset(state, stale, stale_rank, misses, slots: tl.constexpr):
+    return tl.where(stale, state, state + 1)
+
+
+@triton.jit
+def _by_count(
+    position, stale, stale_rank, hit_rank, stale_count, misses, slots: tl.constexpr, state
+):
+    mine = (state * slots + position)[:, None]
+    other = (state * slots + position)[None, :]
+    before = (other < mine) & (position < slots)[None, :]
+    return tl.sum(before.to(tl.int32), 1)
+
+
+class LeastFrequentlyUsed:
+    """Slots stand by the number of times that their units were selected, then as they stood."""
+
+    new_position_kernel = _by_count
+    new_state_kernel = _counted
+
+    def __init__(self, setup):
+        """Nothing depends on the setup."""
+
+    @hookimpl
+    def new_state(self, state, stale, stale_rank, misses, slots):
+        loaded = stale & (stale_rank < misses)
+        return torch.where(loaded, 1, torch.where(stale, state, state + 1)).int()
+
+    @hookimpl
+    def new_position(
+        self, position, stale, stale_rank, hit_rank, stale_count, misses, slots, state
+    ):
+        order = torch.argsort(state * slots + position, stable=True)
+        target = torch.empty_like(order)
+        target[order] = position.to(order)
+        return target
+
+
+class KernelNeverForgets(LeastFrequentlyUsed):
+    """The kernel lets a loaded unit go on from the count of the unit that it takes the slot of."""
+
+    new_state_kernel = _never_reset
 
 
 class TakesTheBlockForTheBuffer(FirstInFirstOut):
@@ -70,9 +123,11 @@ class HitsKeepTheirPlaces(LeastRecentlyUsed):
     """Hits keep their places while the others move up: two slots in one place."""
 
     @hookimpl
-    def new_position(self, position, stale, stale_rank, hit_rank, stale_count, misses, slots):
+    def new_position(
+        self, position, stale, stale_rank, hit_rank, stale_count, misses, slots, state
+    ):
         new = super().new_position(
-            position, stale, stale_rank, hit_rank, stale_count, misses, slots
+            position, stale, stale_rank, hit_rank, stale_count, misses, slots, state
         )
         return torch.where(stale, new, position)
 
@@ -81,7 +136,9 @@ class CountsVictimsFromOne(LeastRecentlyUsed):
     """One slot too many goes behind the stale ones: off by one."""
 
     @hookimpl
-    def new_position(self, position, stale, stale_rank, hit_rank, stale_count, misses, slots):
+    def new_position(
+        self, position, stale, stale_rank, hit_rank, stale_count, misses, slots, state
+    ):
         loaded = stale & (stale_rank <= misses)
         kept = torch.where(stale, stale_rank - misses, stale_count + hit_rank)
         return torch.where(loaded, stale_count - misses + stale_rank, kept)
@@ -103,9 +160,11 @@ class OneSlotTooWide(FirstInFirstOut):
     """Victims go behind the end of the order, where there is no slot."""
 
     @hookimpl
-    def new_position(self, position, stale, stale_rank, hit_rank, stale_count, misses, slots):
+    def new_position(
+        self, position, stale, stale_rank, hit_rank, stale_count, misses, slots, state
+    ):
         return super().new_position(
-            position, stale, stale_rank, hit_rank, stale_count, misses, slots + 1
+            position, stale, stale_rank, hit_rank, stale_count, misses, slots + 1, state
         )
 
 
@@ -115,9 +174,11 @@ class TurnsRound(FirstInFirstOut):
     calls = 0
 
     @hookimpl
-    def new_position(self, position, stale, stale_rank, hit_rank, stale_count, misses, slots):
+    def new_position(
+        self, position, stale, stale_rank, hit_rank, stale_count, misses, slots, state
+    ):
         new = super().new_position(
-            position, stale, stale_rank, hit_rank, stale_count, misses, slots
+            position, stale, stale_rank, hit_rank, stale_count, misses, slots, state
         )
         self.calls += 1
         return new.roll(self.calls % 3)
@@ -128,6 +189,7 @@ def _entry(policy: type) -> PluginEntry:
 
 
 CLEAN = _entry(FirstInFirstOut)
+COUNTS = _entry(LeastFrequentlyUsed)
 
 
 def _mutant(broken: type, test: str, *tiers: str) -> Mutant:
@@ -147,4 +209,5 @@ MUTANTS = [
     _mutant(TakesTheBlockForTheBuffer, _PLANS, "interpret"),
     _mutant(KernelCountsVictimsFromOne, _PLANS, "interpret"),
     _mutant(KernelLeavesVictimsCold, _PLANS, "interpret"),
+    evolve(_mutant(KernelNeverForgets, _PLANS, "interpret"), clean=COUNTS),
 ]

@@ -58,8 +58,9 @@ class FirstWeightsForAll(Indexed):
     """Every row of a step has the weights of the first one."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
-        super().retrieve_topk(layer, q, weights[:1].nan_to_num().expand_as(weights), ids)
+    def retrieve_topk(self, layer, q, weights, out):
+        super().retrieve_topk(layer, q, weights[:1].nan_to_num().expand_as(weights), out)
+        return out
 
 
 class WritesIdleRows(Indexed):
@@ -77,11 +78,12 @@ class NewestWaits(Indexed):
     """The newest token can be selected from the next step on."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
+    def retrieve_topk(self, layer, q, weights, out):
         step = layer.step
         layer.step = evolve(step, lengths=(step.lengths - 1).clamp(min=0))
-        super().retrieve_topk(layer, q, weights, ids)
+        super().retrieve_topk(layer, q, weights, out)
         layer.step = step
+        return out
 
 
 class RingForIndex(Indexed):
@@ -92,7 +94,7 @@ class RingForIndex(Indexed):
         step, ring = layer.step, layer.ring_k
         place = (step.lengths.long() - 1).clamp(min=0) % self.group.ring_slots
         rows = ring[step.slots.long().clamp(min=0), 0, place, 0, 0]
-        super().update(layer, rows[:, None, : k.shape[-1]], v)
+        super().update(layer, rows[:, None, None, : k.shape[-1]], v)
 
 
 OPTIONS = AlgorithmOptions(hidden_needles=True, head_needles=True)

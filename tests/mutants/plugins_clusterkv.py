@@ -22,24 +22,26 @@ class CutsFront(ClusterKV):
     """Takes the last members of the cluster that does not fit whole, instead of the first."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
+    def retrieve_topk(self, layer, q, weights, out):
         members = layer.pools["members"].clone()
         counts = layer.pools["state"][:, 2].tolist()
         for slot, count in enumerate(counts):
             for head, ends in enumerate(layer.pools["ends"][slot, :, :count].tolist()):
                 for start, end in zip([0, *ends], ends, strict=False):
                     members[slot, head, start:end] = members[slot, head, start:end].flip(0)
-        super().retrieve_topk(_with(layer, members=members), q, weights, ids)
+        super().retrieve_topk(_with(layer, members=members), q, weights, out)
+        return out
 
 
 class ForgetsOpenWindow(ClusterKV):
     """Attends no token that is in no cluster yet."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
+    def retrieve_topk(self, layer, q, weights, out):
         state = layer.pools["state"].clone()
         state[:, 0] = CLUSTERED
-        super().retrieve_topk(_with(layer, state=state), q, weights, ids)
+        super().retrieve_topk(_with(layer, state=state), q, weights, out)
+        return out
 
 
 class ClustersLate(ClusterKV):
@@ -112,10 +114,11 @@ class AddsHeadsUp(ClusterKV):
     """Averages a group's queries before it scores, instead of its softmaxes after."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
+    def retrieve_topk(self, layer, q, weights, out):
         grouped = q.unflatten(2, (self.model.num_kv_heads, -1))
         mean = grouped.float().mean(3, keepdim=True).to(q.dtype)
-        super().retrieve_topk(layer, mean.expand_as(grouped).flatten(2, 3), weights, ids)
+        super().retrieve_topk(layer, mean.expand_as(grouped).flatten(2, 3), weights, out)
+        return out
 
 
 class KernelUnscaled(ClusterKVTriton):

@@ -44,7 +44,7 @@ class LabelsFromRing(DoubleSparsity):
         step = layer.step
         newest = (step.lengths - 1).clamp(min=0).long() % self.group.ring_slots
         ring = layer.ring_k[step.slots.clamp(min=0).long(), :, newest]
-        super().update(layer, ring[:, :, :, 0].flatten(1, 2), v)
+        super().update(layer, ring[:, None, :, :, 0].flatten(2, 3), v)
 
 
 class ScaleForZero(DoubleSparsity):
@@ -92,13 +92,14 @@ class ForgetsTheDivisor(DoubleSparsity):
     """Queries meet large channels of 4-bit labels as they were divided."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
+    def retrieve_topk(self, layer, q, weights, out):
         own = self.ranges
         self.ranges = lambda layer: own(layer) * 0 + 1
         try:
-            super().retrieve_topk(layer, q, weights, ids)
+            super().retrieve_topk(layer, q, weights, out)
         finally:
             del self.ranges
+        return out
 
 
 class ForgetsSinks(DoubleSparsity):
@@ -126,13 +127,14 @@ class HeadsOfNeighbours(DoubleSparsity):
     """Finds the channels of a kv-head where those of its neighbour stand, queries alone."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
+    def retrieve_topk(self, layer, q, weights, out):
         own = self.channels
         self.channels = lambda layer: own(layer).roll(1, 1)
         try:
-            super().retrieve_topk(layer, q, weights, ids)
+            super().retrieve_topk(layer, q, weights, out)
         finally:
             del self.channels
+        return out
 
 
 class KernelForgetsTheDivisor(DoubleSparsityTriton):

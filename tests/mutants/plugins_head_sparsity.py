@@ -11,6 +11,7 @@ from plugins.head_sparsity.tests import test_conformance as kit
 from plugins.head_sparsity.tests import test_flatness, test_runs
 from tests.mutants import plugins
 from topkv import hookimpl
+from topkv.types import Selection
 from topkv_head_sparsity.launch import BLOCK, HeadSparsityTriton
 from topkv_head_sparsity.stage import HeadSparsity
 from topkv_testing.kit import subject_of
@@ -97,21 +98,23 @@ class DropsWhatKCovers(HeadSparsity):
     """A lane of no more closed units than K may be flat too."""
 
     @hookimpl
-    def refine(self, layer, q, candidates, ids):
+    def refine(self, layer, q, candidates, out):
         whole, self.group = self.group, evolve(self.group, select=1)
         try:
-            super().refine(layer, q, candidates, ids)
+            super().refine(layer, q, candidates, out)
         finally:
             self.group = whole
+        return out
 
 
 class MovesUp(HeadSparsity):
     """Moves kept units to the front."""
 
     @hookimpl
-    def refine(self, layer, q, candidates, ids):
-        super().refine(layer, q, candidates, ids)
-        ids.copy_(ids.gather(1, (ids < 0).int().sort(dim=1, stable=True).indices))
+    def refine(self, layer, q, candidates, out):
+        super().refine(layer, q, candidates, out)
+        out.ids.copy_(out.ids.gather(1, (out.ids < 0).int().sort(dim=1, stable=True).indices))
+        return out
 
 
 class ExceedsTheMaximum(HeadSparsity):
@@ -136,31 +139,34 @@ class KernelSkipsTheLastBlock(HeadSparsityTriton):
     """The kernel drops every candidate behind its first block."""
 
     @hookimpl
-    def refine(self, layer, q, candidates, ids):
-        front = torch.where(torch.arange(candidates.shape[1]) < BLOCK, candidates, -1)
-        super().refine(layer, q, front.contiguous(), ids)
+    def refine(self, layer, q, candidates, out):
+        front = torch.where(torch.arange(candidates.ids.shape[1]) < BLOCK, candidates.ids, -1)
+        super().refine(layer, q, Selection(front.contiguous()), out)
+        return out
 
 
 class KernelHigherOfEquals(HeadSparsityTriton):
     """The kernel takes the highest unit that is dropped instead of the lowest that is kept."""
 
     @hookimpl
-    def refine(self, layer, q, candidates, ids):
-        super().refine(layer, q, candidates, ids)
-        dropped = torch.where(ids < 0, candidates, -1).amax(1, keepdim=True)
-        lowest = ids.masked_fill(ids < 0, self.group.max_units).amin(1, keepdim=True)
-        left = torch.where((ids == lowest) & (dropped >= 0), -1, ids)
-        ids.copy_(torch.where(candidates == dropped, dropped, left))
+    def refine(self, layer, q, candidates, out):
+        super().refine(layer, q, candidates, out)
+        dropped = torch.where(out.ids < 0, candidates.ids, -1).amax(1, keepdim=True)
+        lowest = out.ids.masked_fill(out.ids < 0, self.group.max_units).amin(1, keepdim=True)
+        left = torch.where((out.ids == lowest) & (dropped >= 0), -1, out.ids)
+        out.ids.copy_(torch.where(candidates.ids == dropped, dropped, left))
+        return out
 
 
 class KernelOfOneHead(HeadSparsityTriton):
     """The kernel asks the first query head of a lane alone whether it is flat."""
 
     @hookimpl
-    def refine(self, layer, q, candidates, ids):
+    def refine(self, layer, q, candidates, out):
         first = q.unflatten(2, (self.group.lane_heads, -1))[:, :, :, :1]
         heads = q.shape[2] // self.group.lane_heads
-        super().refine(layer, first.expand(-1, -1, -1, heads, -1).flatten(2, 3), candidates, ids)
+        super().refine(layer, first.expand(-1, -1, -1, heads, -1).flatten(2, 3), candidates, out)
+        return out
 
 
 ANYWHERE, INTERPRETED = ("cpu", "interpret"), ("interpret",)

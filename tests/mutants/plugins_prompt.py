@@ -66,25 +66,27 @@ class Evicts(SnapKV):
     """A generated token takes the place of one that was kept."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
-        super().retrieve_topk(layer, q, weights, ids)
+    def retrieve_topk(self, layer, q, weights, out):
+        super().retrieve_topk(layer, q, weights, out)
         prompt = layer.pools["turn"][layer.step.slots.clamp(min=0).long(), 0]
         grown = (layer.step.lengths - 1 > prompt) & (layer.step.slots >= 0)
         grown = grown.repeat_interleave(self.group.lane_heads)
-        moved = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -1)], 1)
-        ids.copy_(torch.where(grown[:, None], moved, ids))
+        moved = torch.cat([out.ids[:, 1:], torch.full_like(out.ids[:, :1], -1)], 1)
+        out.ids.copy_(torch.where(grown[:, None], moved, out.ids))
+        return out
 
 
 class RowForSlot(SnapKV):
     """Looks up what was kept by the number of the row, not by its slot."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
+    def retrieve_topk(self, layer, q, weights, out):
         step = layer.step
         rows = torch.arange(step.batch, dtype=torch.int32, device=step.slots.device)
         layer.step = evolve(step, slots=torch.where(step.slots < 0, step.slots, rows))
-        super().retrieve_topk(layer, q, weights, ids)
+        super().retrieve_topk(layer, q, weights, out)
         layer.step = step
+        return out
 
 
 class TailTooShort(SnapKV):
@@ -116,19 +118,21 @@ class LateWindow(StreamingLLM):
     """Off by one: the newest closed unit is not in the window yet."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
+    def retrieve_topk(self, layer, q, weights, out):
         step, unit = layer.step, self.group.unit
         layer.step = evolve(step, lengths=(step.lengths - unit).clamp(min=0))
-        super().retrieve_topk(layer, q, weights, ids)
+        super().retrieve_topk(layer, q, weights, out)
         layer.step = step
+        return out
 
 
 class WindowInTokens(StreamingLLM):
     """Counts the open unit as if it held one token: the window reaches a unit too far."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
+    def retrieve_topk(self, layer, q, weights, out):
         step, unit = layer.step, self.group.unit
         layer.step = evolve(step, lengths=step.lengths + (unit - 1) * (step.lengths > 0).int())
-        super().retrieve_topk(layer, q, weights, ids)
+        super().retrieve_topk(layer, q, weights, out)
         layer.step = step
+        return out

@@ -8,6 +8,7 @@ import torch
 from attrs import evolve
 
 from topkv import hookimpl
+from topkv.types import Selection
 from topkv_residual.launch import BLOCK_K, TILE_U, TILES, ResidualTriton
 from topkv_residual.stage import Residual
 
@@ -24,18 +25,18 @@ class CountsTwice(Residual):
     """Adds attended units once more."""
 
     @hookimpl
-    def correct(self, layer, q, ids, out, lse):
-        super().correct(layer, q, torch.full_like(ids, -1), out, lse)
+    def correct(self, layer, q, selection, out, lse):
+        super().correct(layer, q, Selection(torch.full_like(selection.ids, -1)), out, lse)
 
 
 class CountsTheOpenUnit(Residual):
     """The open unit, which is always attended, is added once more."""
 
     @hookimpl
-    def correct(self, layer, q, ids, out, lse):
+    def correct(self, layer, q, selection, out, lse):
         longer = layer.step.lengths + self.group.unit * (layer.step.slots >= 0)
         step = evolve(layer.step, lengths=longer)
-        super().correct(evolve(layer, step=step), q, ids, out, lse)
+        super().correct(evolve(layer, step=step), q, selection, out, lse)
 
 
 class WeighsAsOneToken(Residual):
@@ -49,10 +50,10 @@ class AddsKeys(Residual):
     """Mean keys are added in the place of mean values."""
 
     @hookimpl
-    def correct(self, layer, q, ids, out, lse):
+    def correct(self, layer, q, selection, out, lse):
         means = layer.pools["means"]
         pools = {**layer.pools, "means": means[..., :1, :].expand_as(means)}
-        super().correct(evolve(layer, pools=pools), q, ids, out, lse)
+        super().correct(evolve(layer, pools=pools), q, selection, out, lse)
 
 
 class KernelOfMeansAlone(ResidualTriton):
@@ -67,16 +68,16 @@ class KernelSkipsTheLastShare(ResidualTriton):
     """The kernel sees no units behind the first share."""
 
     @hookimpl
-    def correct(self, layer, q, ids, out, lse):
+    def correct(self, layer, q, selection, out, lse):
         step = layer.step
         short = evolve(step, lengths=step.lengths.clamp(max=TILE_U * TILES * self.group.unit))
-        super().correct(evolve(layer, step=short), q, ids, out, lse)
+        super().correct(evolve(layer, step=short), q, selection, out, lse)
 
 
 class KernelSkipsTheLastIds(ResidualTriton):
     """The kernel compares units with the first block of ids alone."""
 
     @hookimpl
-    def correct(self, layer, q, ids, out, lse):
-        front = torch.where(torch.arange(ids.shape[1]) < BLOCK_K, ids, -1)
-        super().correct(layer, q, front, out, lse)
+    def correct(self, layer, q, selection, out, lse):
+        front = torch.where(torch.arange(selection.ids.shape[1]) < BLOCK_K, selection.ids, -1)
+        super().correct(layer, q, Selection(front), out, lse)

@@ -32,8 +32,9 @@ class StandsBehind(SkipSoftmax):
         return StageSpec()
 
     @hookimpl
-    def refine(self, layer, q, candidates, ids):
-        ids.copy_(candidates)
+    def refine(self, layer, q, candidates, out):
+        out.ids.copy_(candidates.ids)
+        return out
 
 
 class LooksAhead(SkippingAttend):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from topkv import hookimpl
+from topkv.types import Selection
 from topkv_authoring.outliers import split
 from topkv_top_p import reference
 from topkv_top_p.launch import TopPTriton
@@ -24,24 +25,26 @@ class KeepsTooLittle(TopP):
     """It stops before the share is reached."""
 
     @hookimpl
-    def refine(self, layer, q, candidates, ids):
+    def refine(self, layer, q, candidates, out):
         whole, self.p = self.p, self.p if self.p == 1 else self.p * 0.8
         try:
-            super().refine(layer, q, candidates, ids)
+            super().refine(layer, q, candidates, out)
         finally:
             self.p = whole
+        return out
 
 
 class KeepsTooMuch(TopP):
     """It keeps on after the share is reached."""
 
     @hookimpl
-    def refine(self, layer, q, candidates, ids):
+    def refine(self, layer, q, candidates, out):
         whole, self.p = self.p, 1 - (1 - self.p) / 2
         try:
-            super().refine(layer, q, candidates, ids)
+            super().refine(layer, q, candidates, out)
         finally:
             self.p = whole
+        return out
 
 
 class UnscaledLogits(TopP):
@@ -66,12 +69,13 @@ class _Kept(TopP):
         raise NotImplementedError
 
     @hookimpl
-    def refine(self, layer, q, candidates, ids):
+    def refine(self, layer, q, candidates, out):
         reference.kept, whole = self.kept, reference.kept
         try:
-            super().refine(layer, q, candidates, ids)
+            super().refine(layer, q, candidates, out)
         finally:
             reference.kept = whole
+        return out
 
 
 _kept = reference.kept
@@ -116,21 +120,23 @@ class DropsTheWeightless(TopP):
     """With p = 1 candidates without weight are dropped."""
 
     @hookimpl
-    def refine(self, layer, q, candidates, ids):
+    def refine(self, layer, q, candidates, out):
         whole, self.p = self.p, min(self.p, 1 - 1e-9)
         try:
-            super().refine(layer, q, candidates, ids)
+            super().refine(layer, q, candidates, out)
         finally:
             self.p = whole
+        return out
 
 
 class MovesUp(TopP):
     """Moves kept units to the front even where every candidate has its place."""
 
     @hookimpl
-    def refine(self, layer, q, candidates, ids):
-        super().refine(layer, q, candidates, ids)
-        ids.copy_(ids.gather(1, (ids < 0).int().sort(dim=1, stable=True).indices))
+    def refine(self, layer, q, candidates, out):
+        super().refine(layer, q, candidates, out)
+        out.ids.copy_(out.ids.gather(1, (out.ids < 0).int().sort(dim=1, stable=True).indices))
+        return out
 
 
 class KernelCutsCodesOff(TopPTriton):
@@ -159,21 +165,25 @@ class KernelSkipsTheLastBlock(TopPTriton):
     """The kernel sees no candidates behind its first block."""
 
     @hookimpl
-    def refine(self, layer, q, candidates, ids):
+    def refine(self, layer, q, candidates, out):
         block = self.weighing["BLOCK_C"]
-        front = torch.where(torch.arange(candidates.shape[1]) < block, candidates, -1)
-        super().refine(layer, q, front.contiguous(), ids)
+        front = torch.where(torch.arange(candidates.ids.shape[1]) < block, candidates.ids, -1)
+        super().refine(layer, q, Selection(front.contiguous()), out)
+        return out
 
 
 class KernelHigherOfEquals(TopPTriton):
     """The kernel takes the highest unit that is dropped instead of the lowest that is kept."""
 
     @hookimpl
-    def refine(self, layer, q, candidates, ids):
-        super().refine(layer, q, candidates, ids)
-        dropped = torch.where(torch.isin(candidates, ids), -1, candidates).amax(1, keepdim=True)
-        lowest = ids.masked_fill(ids < 0, self.group.max_units).amin(1, keepdim=True)
-        ids.copy_(torch.where((ids == lowest) & (dropped >= 0), dropped, ids))
+    def refine(self, layer, q, candidates, out):
+        super().refine(layer, q, candidates, out)
+        dropped = torch.where(torch.isin(candidates.ids, out.ids), -1, candidates.ids).amax(
+            1, keepdim=True
+        )
+        lowest = out.ids.masked_fill(out.ids < 0, self.group.max_units).amin(1, keepdim=True)
+        out.ids.copy_(torch.where((out.ids == lowest) & (dropped >= 0), dropped, out.ids))
+        return out
 
 
 class KernelForgetsTheLeast(TopPTriton):
@@ -188,10 +198,11 @@ class KernelSharesOfOneHead(TopPTriton):
     """The kernel goes by the first query head of a lane alone."""
 
     @hookimpl
-    def refine(self, layer, q, candidates, ids):
+    def refine(self, layer, q, candidates, out):
         first = q.unflatten(2, (self.group.lane_heads, -1))[:, :, :, :1]
         heads = q.shape[2] // self.group.lane_heads
-        super().refine(layer, first.expand(-1, -1, -1, heads, -1).flatten(2, 3), candidates, ids)
+        super().refine(layer, first.expand(-1, -1, -1, heads, -1).flatten(2, 3), candidates, out)
+        return out
 
 
 class KernelCodesWholeKeys(TopPTriton):

@@ -59,9 +59,10 @@ class AnswersInReverse(TrainedGate):
     """The first kv-head gets what the last one selects, and so on."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
-        super().retrieve_topk(layer, q, weights, ids)
-        ids.copy_(ids.unflatten(0, (-1, self.heads)).flip(1).flatten(0, 1))
+    def retrieve_topk(self, layer, q, weights, out):
+        super().retrieve_topk(layer, q, weights, out)
+        out.ids.copy_(out.ids.unflatten(0, (-1, self.heads)).flip(1).flatten(0, 1))
+        return out
 
 
 class PromptsInReverse(TrainedGate):

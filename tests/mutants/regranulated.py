@@ -1,63 +1,106 @@
-"""Mutants of regranulation: of its formula, and of its use in the coordinator."""
+"""Mutants of the stage ``regranulate``, and of the rules of the core for stages that regrain."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from attrs import evolve
 
 from tests.mutants.lifecycle import LifecycleMutant, Run
-from topkv.config import plans
-from topkv.memory import SparseKVCacheManager
-from topkv.ops import regranulate as ops
+from topkv.config import lowering, plans
+from topkv.errors import ConfigError
+from topkv.hooks.discovery import hookimpl
+from topkv.types import Selection
+from topkv_regranulate.entry import topkv_register_stages
+from topkv_regranulate.stage import Regranulate
 from topkv_testing.machines import scenarios
-from topkv_testing.machines.regranulated import regranulated_machine
+from topkv_testing.machines.lifecycle_model import doubles, make_coordinator
+from topkv_testing.machines.regrained import (
+    SCRIPTED_TOKENS,
+    RegrainedMachine,
+    regrained_machine,
+)
 from topkv_testing.tiers import Tier
+
+
+class Regranulated(RegrainedMachine):
+    """The machine, with the stage of the package."""
+
+    stage = "regranulate"
+    further = tuple(topkv_register_stages())
 
 
 def scenario(play: scenarios.Scenario, **start: Any) -> Run:
     """One short life of requests whose selections are regranulated."""
 
     def run(on: Tier) -> None:
-        scenarios.run_scenario(play, on, make=regranulated_machine, **{"fast": False, **start})
+        make = partial(regrained_machine, base=Regranulated)
+        scenarios.run_scenario(play, on, make=make, **{"fast": False, **start})
 
     return run
 
 
-_regranulate = ops.regranulate
+def refused_out_of_order(on: Tier) -> None:
+    """A stage behind one that turns tokens into units is refused."""
+    sizes = {"unit": 4, "budget": 8, "buffer": 16, "ring_tokens": 8}
+    with pytest.raises(ConfigError, match="no stage can stand behind it"):
+        make_coordinator(
+            on,
+            registry=doubles(SCRIPTED_TOKENS),
+            algorithm="scripted_tokens",
+            stages=["to_units", "keep"],
+            **sizes,
+        )
 
 
-def units_repeat(tokens, closed, ids, extra, work, *, unit, impl):
+_refine = Regranulate.refine
+
+
+@hookimpl
+def units_repeat(self, layer, q, candidates, out):
     """A unit is listed once for each of its tokens, as far as there is room."""
-    _regranulate(tokens, closed, ids, extra, work, unit=unit, impl=impl)
-    end = closed.repeat_interleave(len(tokens) // max(1, len(closed)))[:, None] * unit
-    counted = (tokens >= 0) & (tokens < end)
-    listed = torch.where(counted, tokens // unit, 2**31 - 1).sort(1).values[:, : ids.shape[1]]
-    ids.fill_(-1)
-    ids[:, : listed.shape[1]] = torch.where(listed < 2**31 - 1, listed, -1)
-    extra.copy_((ids >= 0).sum(1) * unit - counted.sum(1))
+    unit = self.group.unit
+    closed = (layer.step.lengths - 1).clamp(min=0) // unit
+    end = closed.repeat_interleave(self.group.lane_heads)[:, None] * unit
+    counted = (candidates.ids >= 0) & (candidates.ids < end)
+    listed = torch.where(counted, candidates.ids // unit, 2**31 - 1).sort(1).values
+    listed = listed[:, : out.ids.shape[1]]
+    out.ids.fill_(-1)
+    out.ids[:, : listed.shape[1]] = torch.where(listed < 2**31 - 1, listed, -1)
+    return out
 
 
-def open_unit_is_listed(tokens, closed, ids, extra, work, *, unit, impl):
-    """Tokens of the tail unit, which is attended anyway, count and list it."""
-    more = closed + (closed > 0).int()
-    _regranulate(tokens, more, ids, extra, work, unit=unit, impl=impl)
+@hookimpl
+def open_unit_is_listed(self, layer, q, candidates, out):
+    """Tokens of the tail unit, which is attended anyway, list it."""
+    lengths = layer.step.lengths
+    more = lengths + self.group.unit * (lengths > 1)
+    self.list_units(candidates.ids, more, out.ids, self.extra[layer.index, : len(out.ids)])
+    return out
 
 
-def units_stand_as_selected(tokens, closed, ids, extra, work, *, unit, impl):
+@hookimpl
+def units_stand_as_selected(self, layer, q, candidates, out):
     """Units come in the order of their first tokens, not in ascending order."""
-    _regranulate(tokens, closed, ids, extra, work, unit=unit, impl=impl)
-    for lane, row in enumerate(tokens.tolist()):
-        held = set(ids[lane].tolist()) - {-1}
-        first = [unit_id for unit_id in dict.fromkeys(t // unit for t in row) if unit_id in held]
+    _refine(self, layer, q, candidates, out)
+    ids = out.ids
+    for lane, row in enumerate(candidates.ids.tolist()):
+        held, tokens = set(ids[lane].tolist()) - {-1}, [token for token in row if token >= 0]
+        units = dict.fromkeys(token // self.group.unit for token in tokens)
+        first = [unit for unit in units if unit in held]
         ids[lane, : len(first)] = torch.tensor(first, dtype=torch.int32, device=ids.device)
+    return out
 
 
-def last_token_is_lost(tokens, closed, ids, extra, work, *, unit, impl):
+@hookimpl
+def last_token_is_lost(self, layer, q, candidates, out):
     """The last token of each selection is dropped."""
-    without = torch.cat([tokens[:, :-1], torch.full_like(tokens[:, :1], -1)], 1)
-    _regranulate(without, closed, ids, extra, work, unit=unit, impl=impl)
+    ids = candidates.ids
+    without = torch.cat([ids[:, :-1], torch.full_like(ids[:, :1], -1)], 1)
+    return _refine(self, layer, q, Selection(without), out)
 
 
 def tail_competes(known, rule):
@@ -69,44 +112,33 @@ def tail_competes(known, rule):
 _plan = plans.sparse_plan
 
 
-def counts_outlive_their_request(self, slot):
-    """Extra tokens of a request are those of the one before it, too."""
-    kept = [store.before.clone() for store in self.stores]
-    _forget(self, slot)
-    for store, before in zip(self.stores, kept, strict=True):
-        store.before.copy_(before)
-
-
-_forget = SparseKVCacheManager.forget_slot
-
 LONG = scenario(scenarios.a_long_request_rolls_back_and_goes_on)
 EDGE = scenario(scenarios.a_prompt_fills_up_the_unit_that_decode_began, unit=4)
-TURNS = scenario(scenarios.requests_take_turns_in_a_slot)
 COMPETES = scenario(scenarios.a_long_request_rolls_back_and_goes_on, tail="selectable", spare=2)
 
 MUTANTS = [
     LifecycleMutant(
         "a unit is listed once for each of its tokens",
-        *(ops, "regranulate", units_repeat, LONG, ("cpu", "interpret")),
+        *(Regranulate, "refine", units_repeat, LONG, ("cpu", "interpret")),
     ),
     LifecycleMutant(
         "the open unit is listed among the closed ones",
-        *(ops, "regranulate", open_unit_is_listed, EDGE, ("cpu", "interpret")),
+        *(Regranulate, "refine", open_unit_is_listed, EDGE, ("cpu", "interpret")),
     ),
     LifecycleMutant(
         "units stand in the order of their tokens",
-        *(ops, "regranulate", units_stand_as_selected, LONG),
+        *(Regranulate, "refine", units_stand_as_selected, LONG),
     ),
     LifecycleMutant(
         "the last token of a selection is lost",
-        *(ops, "regranulate", last_token_is_lost, LONG),
+        *(Regranulate, "refine", last_token_is_lost, LONG),
     ),
     LifecycleMutant(
         "a tail that competes is not forced where units are larger",
         *(plans, "sparse_plan", tail_competes, COMPETES),
     ),
     LifecycleMutant(
-        "extra tokens outlive their request",
-        *(SparseKVCacheManager, "forget_slot", counts_outlive_their_request, TURNS),
+        "a stage may stand behind one that regrains",
+        *(lowering, "regrain_reasons", lambda *args: (), refused_out_of_order),
     ),
 ]

@@ -134,17 +134,18 @@ class Signs:
     @hookimpl
     def update(self, layer, k, v):
         step = layer.step
-        self._write(layer, step.slots, step.lengths, step.appended, k)
+        self._write(layer, step.slots, step.lengths, step.appended, k[:, 0])
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
+    def retrieve_topk(self, layer, q, weights, out):
         q = q[:, 0]
         scores = (self._kernel_scores if self.impl == "triton" else self._scores)(layer, q)
         step = layer.step
         closed = (step.lengths - 1).clamp(min=0) * (step.slots >= 0)
         closed = closed.repeat_interleave(self.group.lane_heads).int()
         work = self.work if self.impl == "triton" else None
-        topk(scores, closed, ids, impl=self.impl, work=work)
+        topk(scores, closed, out.ids, impl=self.impl, work=work)
+        return out
 
     def _write(self, layer, slots, places, written, k):
         """Write keys ``[n, Hkv, D]`` of ``slots`` to the tokens at lengths ``places``."""

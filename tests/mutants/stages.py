@@ -18,65 +18,72 @@ class TakesOthers(Rerank):
     """Where too few candidates are there it takes unit 0."""
 
     @hookimpl
-    def refine(self, layer, q, candidates, ids):
-        super().refine(layer, q, candidates, ids)
+    def refine(self, layer, q, candidates, out):
+        super().refine(layer, q, candidates, out)
         there = (layer.step.slots >= 0).repeat_interleave(self.group.lane_heads)
-        ids.copy_(torch.where(there[:, None], ids.clamp(min=0), ids))
+        out.ids.copy_(torch.where(there[:, None], out.ids.clamp(min=0), out.ids))
+        return out
 
 
 class Repeats(Rerank):
     """The last place repeats the first."""
 
     @hookimpl
-    def refine(self, layer, q, candidates, ids):
-        super().refine(layer, q, candidates, ids)
-        ids[:, -1] = ids[:, 0]
+    def refine(self, layer, q, candidates, out):
+        super().refine(layer, q, candidates, out)
+        out.ids[:, -1] = out.ids[:, 0]
+        return out
 
 
 class LeavesPlaces(Rerank):
     """Places that nothing is left for hold what they held."""
 
     @hookimpl
-    def refine(self, layer, q, candidates, ids):
-        before = ids.clone()
-        super().refine(layer, q, candidates, ids)
-        ids.copy_(torch.where(ids < 0, before, ids))
+    def refine(self, layer, q, candidates, out):
+        before = out.ids.clone()
+        super().refine(layer, q, candidates, out)
+        out.ids.copy_(torch.where(out.ids < 0, before, out.ids))
+        return out
 
 
 class WritesCandidates(Rerank):
     """It sorts its candidates in place."""
 
     @hookimpl
-    def refine(self, layer, q, candidates, ids):
-        super().refine(layer, q, candidates, ids)
-        candidates.copy_(candidates.sort(1).values)
+    def refine(self, layer, q, candidates, out):
+        super().refine(layer, q, candidates, out)
+        candidates.ids.copy_(candidates.ids.sort(1).values)
+        return out
 
 
 class TakesTheFirst(Rerank):
     """It leaves the candidates that stand first."""
 
     @hookimpl
-    def refine(self, layer, q, candidates, ids):
-        ids.copy_(candidates[:, : ids.shape[1]])
+    def refine(self, layer, q, candidates, out):
+        out.ids.copy_(candidates.ids[:, : out.ids.shape[1]])
+        return out
 
 
 class ReadsTheFirstLane(Rerank):
     """All lanes get what is left in lane 0 of the first row."""
 
     @hookimpl
-    def refine(self, layer, q, candidates, ids):
-        super().refine(layer, q, candidates, ids)
-        ids.copy_(ids[:1].expand_as(ids))
+    def refine(self, layer, q, candidates, out):
+        super().refine(layer, q, candidates, out)
+        out.ids.copy_(out.ids[:1].expand_as(out.ids))
+        return out
 
 
 class SelectsForPadding(Rerank):
     """Padded rows get unit 0."""
 
     @hookimpl
-    def refine(self, layer, q, candidates, ids):
-        super().refine(layer, q, candidates, ids)
+    def refine(self, layer, q, candidates, out):
+        super().refine(layer, q, candidates, out)
         padded = (layer.step.slots < 0).repeat_interleave(self.group.lane_heads)
-        ids[:, 0] = torch.where(padded, 0, ids[:, 0])
+        out.ids[:, 0] = torch.where(padded, 0, out.ids[:, 0])
+        return out
 
 
 class TakesTheWorst(Rerank):
@@ -150,19 +157,21 @@ class KeysBySlot(Rerank):
         super().update(evolve(layer, pools={"keys": self.kept}), k, v)
 
     @hookimpl
-    def refine(self, layer, q, candidates, ids):
-        super().refine(evolve(layer, pools={"keys": self.kept}), q, candidates, ids)
+    def refine(self, layer, q, candidates, out):
+        super().refine(evolve(layer, pools={"keys": self.kept}), q, candidates, out)
+        return out
 
 
 class ReadsOnTheHost(Rerank):
     """It asks the host whether there is anything to do."""
 
     @hookimpl
-    def refine(self, layer, q, candidates, ids):
-        if (candidates >= 0).any().item():
-            super().refine(layer, q, candidates, ids)
+    def refine(self, layer, q, candidates, out):
+        if (candidates.ids >= 0).any().item():
+            super().refine(layer, q, candidates, out)
         else:
-            ids.fill_(-1)
+            out.ids.fill_(-1)
+        return out
 
 
 class OtherKernels(Rerank):

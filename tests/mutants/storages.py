@@ -9,7 +9,7 @@ from attrs import evolve
 
 from tests.mutants.harness import Mutant, told_of
 from topkv.hooks.discovery import hookimpl
-from topkv.hooks.storage import StorageUsage
+from topkv_prefixes.storage import StorageUsage
 from topkv_testing.models.storage_doubles import SHELF, ShelfParams, ShelfStorage
 from topkv_testing.storages import StorageOptions, StorageTests
 

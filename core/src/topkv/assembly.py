@@ -9,10 +9,12 @@ import torch
 from attrs import frozen
 
 from topkv.config import LoweredConfig, LoweredGroup
+from topkv.config.stages import Named
 from topkv.errors import CONFIG_REFUSED, ConfigError, DeviceMemoryError
 from topkv.hooks.algorithm import Algorithm, AlgorithmSetup, AlgorithmSpec
 from topkv.hooks.backend import Backend, BackendSetup
 from topkv.hooks.eviction import Eviction, EvictionSetup
+from topkv.hooks.keeper import Keeper, KeeperSetup
 from topkv.hooks.topk import TopK, TopKSetup
 from topkv.hooks.transfer import Transfer, TransferSetup
 from topkv.kv.host_pool import HostKVPool
@@ -25,7 +27,6 @@ from topkv.memory import SparseKVCacheManager
 from topkv.pairing import pair_reasons
 from topkv.plugins import PluginRegistry
 from topkv.plugins.contract import has_hook
-from topkv.regranulated import Regranulated, SharedRegranulated
 from topkv.report import MemoryReport, count_memory
 from topkv.selectors import Own, Selector
 from topkv.staged import make_stages
@@ -41,12 +42,14 @@ class Plugins:
         algorithms, specs: algorithm and its spec of each group; None for a dense one.
         backends: backend of each group.
         eviction: the eviction policy.
+        keeper: keeps pages that no request holds; None where nobody does.
     """
 
     algorithms: list[Algorithm | None]
     specs: list[AlgorithmSpec | None]
     backends: list[Backend]
     eviction: Eviction
+    keeper: Keeper | None = None
 
     def least(self, number: str) -> int:
         """Smallest value of a spec's attribute over all groups, 2**31 - 1 if none states it."""
@@ -69,6 +72,10 @@ def make_plugins(registry: PluginRegistry, config: LoweredConfig) -> Plugins:
         made: Backend = registry.create("backend", config.backend, setup, impl)
         return made
 
+    keeper: Keeper | None = None
+    if isinstance(config.pages, Named):
+        asked = KeeperSetup(config.pages.params, config, registry)
+        keeper = registry.create("keeper", config.pages.name, asked)
     algorithms = [_make_algorithm(registry, config, group) for group in config.groups]
     backends = [backend(group) for group in config.groups]
     reasons = []
@@ -82,7 +89,7 @@ def make_plugins(registry: PluginRegistry, config: LoweredConfig) -> Plugins:
     eviction = registry.create("eviction", config.eviction, EvictionSetup(device), impl)
     if impl == "triton":
         require_kernel(eviction, registry.get("eviction", config.eviction).who)
-    return Plugins(algorithms, specs, backends, eviction)
+    return Plugins(algorithms, specs, backends, eviction, keeper)
 
 
 def _make_algorithm(
@@ -108,7 +115,6 @@ class Tensors:
     Args:
         config, plugins: give the sizes.
         device: where the tensors are; ``meta`` to count bytes before any is taken.
-        host_pool: class of the host pool where pages are the core's.
 
     Attributes:
         manager: host pool, buffers, maps, representations.
@@ -117,14 +123,10 @@ class Tensors:
         views: by layer number, the view of transfer and backend, and the selector.
     """
 
-    def __init__(
-        self,
-        config: LoweredConfig,
-        plugins: Plugins,
-        device: torch.device,
-        host_pool: type[HostKVPool] = HostKVPool,
-    ) -> None:
-        self.manager = SparseKVCacheManager(config, plugins.specs, device, host_pool)
+    def __init__(self, config: LoweredConfig, plugins: Plugins, device: torch.device) -> None:
+        pool = plugins.keeper.host_pool() if plugins.keeper else HostKVPool
+        keeps_state = has_hook(plugins.eviction, "new_state")
+        self.manager = SparseKVCacheManager(config, plugins.specs, device, pool, keeps_state)
         try:
             self._allocate(config, plugins, device)
         except BaseException:
@@ -145,9 +147,7 @@ class Tensors:
         self.views: dict[int, tuple[LayerView, Selector | None]] = {}
         for index, lanes in enumerate(self.lanes):
             for view, selecting in self.manager.layer_views(index, self.uploader.step):
-                extra = self.manager.stores[index].extra[view.index]
-                algorithm = plugins.algorithms[index]
-                selector = _selector(config, index, selecting, algorithm, lanes, extra)
+                selector = _selector(config, index, selecting, plugins.algorithms[index], lanes)
                 self.views[view.layer] = (view, selector)
 
     def memory(self, plugins: Plugins) -> MemoryReport:
@@ -162,26 +162,17 @@ def _selector(
     view: LayerView,
     algorithm: Algorithm | None,
     lanes: LaneBuffers,
-    extra: torch.Tensor,
 ) -> Selector | None:
     """The selector of a layer; None in a dense one."""
     group = config.groups[index]
     if algorithm is None:
         return None
-    tokens = lanes.tokens  # None where it selects stored units
     if view.layer not in group.selecting:
-        prompts = has_hook(algorithm, "retrieve_prompt")
-        if tokens:
-            return SharedRegranulated(view, lanes, prompts, tokens, extra)
-        return Selector(view, lanes, prompts)
-    if tokens:
-        return Regranulated(config, view, lanes, algorithm, group.indexed, tokens, extra)
+        return Selector(view, lanes, has_hook(algorithm, "retrieve_prompt"))
     return Own(config, view, lanes, algorithm, group.indexed)
 
 
-def allocate(
-    config: LoweredConfig, plugins: Plugins, host_pool: type[HostKVPool] = HostKVPool
-) -> Tensors:
+def allocate(config: LoweredConfig, plugins: Plugins) -> Tensors:
     """Make all tensors, if the device may hold them.
 
     Raises:
@@ -194,7 +185,7 @@ def allocate(
             f"device_memory allows {config.device_memory}; lower buffer, max_requests or "
             "max_tokens, take a coarser unit, or raise device_memory"
         )
-    return Tensors(config, plugins, config.device, host_pool)
+    return Tensors(config, plugins, config.device)
 
 
 def connect(

@@ -153,3 +153,27 @@ def check_held(requests: Requests, pages: Sequence[int], length: int) -> None:
             "an algorithm keeps more of a prompt than what stands in its pages, so that no "
             f"other request can take over {length} tokens; begin with none"
         )
+
+
+def check_replaced(requests: Requests, slot: int, first: int, pages: Sequence[int]) -> None:
+    """Refuse to replace pages that are not full, or not an engine's.
+
+    Raises:
+        RequestError: with the reason.
+    """
+    requests.check(slot)
+    full = int(requests.length[slot]) // requests.config.page_tokens
+    if requests.config.pages != "engine":
+        raise RequestError(
+            "pages are the core's, and no engine gives them out; set pages to 'engine'"
+        )
+    if not 0 <= first <= first + len(pages) <= full:
+        raise RequestError(
+            f"pages {first} to {first + len(pages)} of slot {slot} cannot be replaced: its "
+            f"{int(requests.length[slot])} tokens fill {full} pages; replace those alone"
+        )
+    if not requests.shares_prefixes:
+        raise RequestError(
+            "an algorithm keeps more of a prompt than what stands in its pages, so that no other "
+            "page can stand for one; keep both"
+        )

@@ -9,6 +9,7 @@ Requests begin, end, grow and fork between forwards: ``topkv.requests``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +17,18 @@ from torch import Tensor
 
 from topkv.admission import Admission, admission
 from topkv.assembly import Tensors, allocate, connect, make_plugins
-from topkv.checks import check_begin, check_end, check_held, check_idle, check_reserve, check_rows
+from topkv.checks import (
+    check_begin,
+    check_end,
+    check_held,
+    check_idle,
+    check_replaced,
+    check_reserve,
+    check_rows,
+)
 from topkv.config import LoweredConfig
 from topkv.dropping import Dropping
 from topkv.errors import DeviceMemoryError, RequestError, TopkvError, is_out_of_memory
-from topkv.kv.host_pool import HostKVPool
 from topkv.layers import Forward, LayerPath
 from topkv.memory import SparseKVCacheManager
 from topkv.observers import Observers
@@ -30,7 +38,7 @@ from topkv.plugins import registry as default_registry
 from topkv.prefill import Prefill
 from topkv.report import MemoryReport, TransferReport, count_transfers
 from topkv.requests import Requests
-from topkv.types import Index
+from topkv.types import Index, Selection
 
 
 class SparseCoordinator:
@@ -39,8 +47,6 @@ class SparseCoordinator:
     Args:
         config: a lowered configuration (``topkv.config.lower``).
         registry: where plugins are looked up; the process-wide registry by default.
-        host_pool: class of the host pool where pages are the core's. A subclass may keep full
-            pages that nobody holds, as topkv-prefixes does.
 
     Attributes:
         model, config: geometry and configuration.
@@ -51,6 +57,8 @@ class SparseCoordinator:
         requests: state of every request.
         dropping: pages that requests give back while they generate.
         manager: memory of both tiers.
+        keeper: finds pages that no request holds, as ``Keeper.bind`` of the plugin that the
+            setting ``pages`` names gave it; None where nobody keeps any.
         step: the step tensors.
         forward: the open forward, or None.
 
@@ -59,17 +67,12 @@ class SparseCoordinator:
         HostMemoryError, DeviceMemoryError: a tier is too small; nothing is left allocated.
     """
 
-    def __init__(
-        self,
-        config: LoweredConfig,
-        registry: PluginRegistry | None = None,
-        host_pool: type[HostKVPool] = HostKVPool,
-    ) -> None:
+    def __init__(self, config: LoweredConfig, registry: PluginRegistry | None = None) -> None:
         self._manager: SparseKVCacheManager | None = None
         self.registry = registry or default_registry()
         try:
             with torch.inference_mode(False):  # outside of it no inference tensor can be written
-                self._assemble(config, self.registry, host_pool)
+                self._assemble(config, self.registry)
         except BaseException as error:
             self.close()
             if isinstance(error, TopkvError) or not is_out_of_memory(error):
@@ -78,13 +81,11 @@ class SparseCoordinator:
                 f"the device buffers do not fit: {error}; lower buffer, max_requests or max_tokens"
             ) from error
 
-    def _assemble(
-        self, config: LoweredConfig, registry: PluginRegistry, host_pool: type[HostKVPool]
-    ) -> None:
+    def _assemble(self, config: LoweredConfig, registry: PluginRegistry) -> None:
         self.model, self.config = config.model, config
         self._plugins = plugins = make_plugins(registry, config)
         self.specs = plugins.specs
-        self._tensors = tensors = allocate(config, plugins, host_pool)
+        self._tensors = tensors = allocate(config, plugins)
         self.manager = self._manager = tensors.manager
         self.lanes, self.step = tensors.lanes, tensors.uploader.step
         self.transfers, self.layers = connect(registry, config, plugins, tensors)
@@ -94,6 +95,7 @@ class SparseCoordinator:
             step=tensors.uploader,
             transfers=self.transfers,
             generated=plugins.least("generated"),
+            undo=plugins.least("undo"),
             shares_prefixes=all(spec.prefix == "pages" for spec in plugins.specs if spec),
             selectors=[path.selector for path in self.layers if path.selector],
         )
@@ -104,6 +106,7 @@ class SparseCoordinator:
         periods = [[(spec and spec.settle_period) or 2**31 - 1] for spec in plugins.specs]
         self._settle_periods, self._settles_later = np.array(periods), min(periods) < [2**31 - 1]
         self.forward: Forward | None = None
+        self.keeper: Any = plugins.keeper.bind(self) if plugins.keeper else None
 
     def forward_begin(
         self,
@@ -183,8 +186,8 @@ class SparseCoordinator:
         batch = len(forward.rows)
         if batch:
             own = None if index is None else index.rows(slice(0, batch))
-            self._select(path, q[:batch], k[:batch], v[:batch], own)
-            self._attend(path, q[:batch], out[:batch], sinks)
+            selection = self._select(path, q[:batch], k[:batch], v[:batch], own)
+            self._attend(path, selection, q[:batch], out[:batch], sinks)
         for chunk in forward.chunks:
             if chunk.tokens:
                 rows = chunk.rows
@@ -194,23 +197,33 @@ class SparseCoordinator:
         return out
 
     @staticmethod
-    def _select(path: LayerPath, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> None:
-        """Append the new tokens, and list the units that they attend to in ``lanes.tables``."""
+    def _select(
+        path: LayerPath, q: Tensor, k: Tensor, v: Tensor, index: Index | None
+    ) -> Selection | None:
+        """Append the new tokens; return the units that they attend to, loaded. None for all."""
         lanes = path.lanes
         k, v = path.format.round(k, v, lanes.packed)
         path.transfer.append(path.view, *path.format.encode(k, v, lanes.packed))
-        if path.selector:
-            path.selector.select(q, k, v, index)  # to lanes.ids
-            path.loads.plan()
-            path.loads.load()
-            path.backend.adapt_page_table(path.view, path.loads.found, lanes.tables)
+        if not path.selector:
+            return None
+        selection = path.selector.select(q, k, v, index)
+        plan = path.loads.plan(selection)
+        path.loads.load(plan)
+        path.backend.adapt_page_table(path.view, plan, lanes.tables)
+        return selection
 
     @staticmethod
-    def _attend(path: LayerPath, q: Tensor, out: Tensor, sinks: Tensor | None) -> None:
+    def _attend(
+        path: LayerPath,
+        selection: Selection | None,
+        q: Tensor,
+        out: Tensor,
+        sinks: Tensor | None,
+    ) -> None:
         lanes, queries, rows = path.lanes, q.unsqueeze(1), out.unsqueeze(1)
         path.backend.attend(queries, path.k_slots, path.v_slots, lanes.tables, rows, lanes.lse)
-        if path.selector:
-            path.selector.correct(queries, rows, lanes.lse)
+        if path.selector and selection:
+            path.selector.correct(selection, queries, rows, lanes.lse)
         if sinks is not None:
             add_sinks(rows, lanes.lse, sinks)
 
@@ -288,9 +301,7 @@ class SparseCoordinator:
         try:
             for path in self.layers:
                 if path.selector:
-                    path.selector.warm()
-                    path.loads.plan()
-                    path.loads.load()
+                    path.loads.load(path.loads.plan(path.selector.warm()))
         except BaseException:
             for lanes in self.lanes:
                 lanes.side.join()
@@ -323,6 +334,13 @@ class SparseCoordinator:
     def request_add_pages(self, slot: int, pages: Sequence[int]) -> None:
         """Give a request further pages of an engine, see ``Requests.add_pages``."""
         self.requests.add_pages(slot, pages)
+
+    def request_replace_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        """Let a request hold other pages of an engine with the same tokens, see
+        ``Requests.replace_pages``."""
+        check_idle(self.forward, "request_replace_pages")
+        check_replaced(self.requests, slot, first, pages)
+        self.requests.replace_pages(slot, first, pages)
 
     def request_end(self, slot: int) -> None:
         """Give back everything that the request holds; also for abort.

@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-HOOK_API = (2, 6)
+HOOK_API = (2, 7)
 """(major, minor) of the hook specs of this core. A plugin of the same major and of a minor that
 is not newer loads; every other is refused before its code is imported."""
 
@@ -24,8 +24,9 @@ KINDS = (
     "topk",
     "engine",
     "observer",
-    "storage",
+    "keeper",
 )
+"""Kinds of the core. Packages may bring further ones (``topkv.plugins.kinds``)."""
 
 IMPLS = ("reference", "triton")
 
@@ -68,14 +69,17 @@ class Capabilities:
         options: of attention, by name. Those that a backend has; those that a stage asks of the
             backend of its group, which gets the parameters of the stage under each name
             (``topkv.hooks.backend.BackendSetup``).
+        regrains: the stage turns tokens into units: the algorithm and the stages before it select
+            single tokens, and its ``refine`` leaves the larger units that hold them.
         dtypes: names of torch dtypes, such as ``"bfloat16"``.
         head_dims: head dims that are supported.
         max_group: largest number of query heads that share one kv-head.
+        queries: most queries of a row, of an algorithm, a stage or a backend; its factory may
+            refuse as many for some models.
         lse: the backend returns the log-sum-exp.
         capture: every decode method can be captured in a CUDA graph. ``LoweredConfig.capturable``
             says whether that holds for all plugins of a configuration.
         host_memory: the backend can read pages in mapped host memory.
-        quotas: the storage keeps each owner of objects within its quota.
         tiers: of ``TIERS``, where the plugin runs.
         traits: of ``TRAITS``, what an algorithm promises.
     """
@@ -89,13 +93,14 @@ class Capabilities:
     tail: str = "forced"
     softcap: bool = False
     options: tuple[str, ...] = ()
+    regrains: bool = False
     dtypes: tuple[str, ...] | None = None
     head_dims: tuple[int, ...] | None = None
     max_group: int | None = None
+    queries: int | None = 1
     lse: bool = True
     capture: bool = True
     host_memory: bool = False
-    quotas: bool = False
     tiers: tuple[str, ...] = TIERS
     traits: tuple[str, ...] = ()
 
@@ -103,8 +108,8 @@ class Capabilities:
     def single_tokens(self) -> bool:
         """True if an algorithm selects single tokens and nothing else.
 
-        Its selections can be regranulated: at unit 1 the open unit is the new token, so that it
-        has no need of the ring, which a group of larger units does not show it.
+        A stage that regrains may stand behind it: at unit 1 the open unit is the new token, so
+        that it has no need of the ring, which a group of larger units does not show it.
         """
         return self.units == (1, 1)
 
@@ -125,7 +130,7 @@ class PluginEntry:
     Attributes:
         name: what users write: letters, digits, ``_``, ``-`` and ``.``. Of two packages that offer
             a name of the same kind, neither gets it.
-        kind: one of ``KINDS``.
+        kind: one of ``KINDS``, or one that an installed package brings.
         factories: ``"module:attribute"`` by implementation (``IMPLS``), imported only when
             somebody asks for this one; a single text stands for all implementations. Each takes
             one argument, the setup of its kind (``topkv.hooks``).

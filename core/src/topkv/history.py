@@ -59,7 +59,7 @@ def open_unit(
     A copy: a chunk longer than the ring overwrites the ring slots that hold these rows.
 
     Args:
-        unit: of the algorithm; 1 where selections are regranulated, and none is open then.
+        unit: of the algorithm; 1 where a stage regrains, and none is open then.
     """
     ring_unit, filled = divmod(start, unit)
     at = ring_unit % path.view.group.ring_slots

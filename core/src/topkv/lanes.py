@@ -8,18 +8,17 @@ from torch import Tensor
 from topkv.config import LoweredConfig
 from topkv.kv.step import StepUploader
 from topkv.ops.chunk_attention import Chosen
-from topkv.ops.regranulate import TokenSelection
 from topkv.plans import Plans
 from topkv.streams import SideStream
-from topkv.types import Tables
+from topkv.types import Selection, Tables
 
 
 class LaneBuffers:
     """Selection, plan, page table and LSE of one group, shared by its layers.
 
     Attributes (narrowed to the B rows of the forward, N = B * lane_heads):
-        ids: int32 ``[N, K]`` the selected units.
-        tokens: the selected tokens, where selections are regranulated; else None.
+        room: memory for a selection.
+        selection: of the layer that selected last.
         limit: int32 ``[B]`` selectable units.
         plans: of the layers whose loads are on their way at once.
         side: the stream that loads ahead, see ``topkv.loads``.
@@ -47,11 +46,6 @@ class LaneBuffers:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self.tokens: TokenSelection | None = None
-        if lowered.regranulated:
-            self.tokens = TokenSelection(
-                group, lowered.selected_as.select, max_batch, device, config.impl
-            )
         self._ids = ints(lanes, group.select)
         self._plans, self.side = Plans(lowered, lanes, device), SideStream(device)
         self._table = ints(lanes, width)
@@ -69,15 +63,14 @@ class LaneBuffers:
         batch = self.step.batch
         if batch != self._batch:
             self._narrow(batch)
-        if self.tokens:
-            self.tokens.begin(self.step.slots)
         if not self.sparse and batch:
             rows, table = self.uploader.table_rows, self.step.page_table
             torch.index_select(table, 0, rows, out=self.tables.table)
 
     def _narrow(self, batch: int) -> None:
         lanes = batch * self.group.lane_heads
-        self.ids, self.lse = self._ids[:lanes], self._lse[:batch]
+        self.room = self.selection = Selection(self._ids[:lanes])
+        self.lse = self._lse[:batch]
         lengths = self._lengths[:lanes] if self.sparse else self.step.lengths
         self.tables = Tables(self._table[:lanes], lengths)
         self.packed = None if self._packed is None else self._packed[:, :batch].unbind()

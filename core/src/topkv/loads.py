@@ -15,7 +15,7 @@ from topkv.config import LoweredConfig
 from topkv.hooks.transfer import Transfer
 from topkv.lanes import LaneBuffers
 from topkv.streams import SideStream
-from topkv.types import LayerView, Plan
+from topkv.types import LayerView, Plan, Selection
 
 
 class Bound(Protocol):
@@ -38,19 +38,16 @@ class Loads:
     def __init__(self, path: Bound, number: int = 0) -> None:
         self.path, self.number = path, number
 
-    @property
-    def found(self) -> Plan:
-        """Plan of the layer: places of the units, as ``plan`` has left them."""
-        return self.path.lanes.plans[self.number]
+    def plan(self, selection: Selection) -> Plan:
+        """Find the places of selected units, and which have to be loaded. Hot."""
+        path, lanes = self.path, self.path.lanes
+        found = lanes.plans[self.number]
+        path.transfer.plan(path.view, selection.ids, lanes.limit, found)
+        return found
 
-    def plan(self) -> None:
-        """Find the places of the units of ``lanes.ids``, and which have to be loaded. Hot."""
-        lanes = self.path.lanes
-        self.path.transfer.plan(self.path.view, lanes.ids, lanes.limit, self.found)
-
-    def load(self) -> None:
-        """Load the missing units, before all that is queued behind. Hot."""
-        self.path.transfer.load(self.path.view, self.found)
+    def load(self, plan: Plan) -> None:
+        """Load the missing units of a plan, before all that is queued behind. Hot."""
+        self.path.transfer.load(self.path.view, plan)
 
 
 class LoadsAhead(Loads):
@@ -65,16 +62,16 @@ class LoadsAhead(Loads):
         super().__init__(path, number)
         self._side, self._done = side, side.event()
 
-    def begin(self) -> None:
+    def begin(self, selection: Selection) -> None:
         """Plan and queue the copies, on ``side``. Hot."""
-        super().plan()
-        super().load()
+        super().load(super().plan(selection))
         self._side.mark(self._done)
 
-    def plan(self) -> None:
-        """Do nothing: ``begin`` has planned."""
+    def plan(self, selection: Selection) -> Plan:
+        """Return the plan that ``begin`` has made of the same selection."""
+        return self.path.lanes.plans[self.number]
 
-    def load(self) -> None:
+    def load(self, plan: Plan) -> None:
         self._side.join(self._done)
 
 
@@ -92,11 +89,15 @@ class SharedLoads(Loads):
         super().__init__(path)
         self._others, self._side = others, side
 
-    def load(self) -> None:
-        super().load()
+    def plan(self, selection: Selection) -> Plan:
+        self._selection = selection
+        return super().plan(selection)
+
+    def load(self, plan: Plan) -> None:
+        super().load(plan)
         with self._side.behind():  # its own misses have the link first
             for each in self._others:
-                each.begin()
+                each.begin(self._selection)
 
 
 def bind_loads(config: LoweredConfig, paths: Sequence[Bound]) -> None:

@@ -27,7 +27,8 @@ class SparseKVCacheManager:
         config: a lowered configuration.
         specs: the algorithm's spec of each group, None for dense groups.
         device: where buffers are; ``meta`` gives tensors that have shapes and take no memory.
-        host_pool: class of the host pool where pages are not an engine's.
+        host_pool: class of the host pool, where pages are not an engine's.
+        keeps_state: the eviction policy keeps a number for each slot.
 
     Attributes:
         groups: the shape of each group.
@@ -42,6 +43,7 @@ class SparseKVCacheManager:
         specs: Sequence[AlgorithmSpec | None],
         device: torch.device,
         host_pool: type[HostKVPool] = HostKVPool,
+        keeps_state: bool = False,
     ) -> None:
         self.config, self.device = config, device
         self.groups: list[GroupShape] = [group.shape for group in config.groups]
@@ -49,18 +51,18 @@ class SparseKVCacheManager:
         pool = EngineKVPool if config.pages == "engine" else host_pool
         self.host = pool(on_host, config.num_pages, config.host_layout, device, config.host_file)
         try:
-            self._allocate(specs)
+            self._allocate(specs, keeps_state)
         except BaseException:
             self.close()
             raise
 
-    def _allocate(self, specs: Sequence[AlgorithmSpec | None]) -> None:
+    def _allocate(self, specs: Sequence[AlgorithmSpec | None], keeps_state: bool) -> None:
         config, device, layouts = self.config, self.device, iter(self.host.layouts)
         self.stores = [
             GroupStore.on_device(group, config.num_pages, device)
             if group.residency == "resident"
             else GroupStore.on_host(
-                group, next(layouts), self.host.bytes, config.num_pages, device
+                group, next(layouts), self.host.bytes, config.num_pages, device, keeps_state
             )
             for group in self.groups
         ]
@@ -78,7 +80,7 @@ class SparseKVCacheManager:
     def layer_views(self, index: int, step: StepTensors) -> list[tuple[LayerView, LayerView]]:
         """Return two views of each layer of a group: for transfer and backend, and for algorithm.
 
-        They are one, unless selections are regranulated: then the algorithm's is in tokens.
+        They are one, unless a stage regrains: then the algorithm's is in tokens.
         """
         store, pools = self.stores[index], self.representations[index]
         group, views = self.config.groups[index], []
@@ -86,7 +88,7 @@ class SparseKVCacheManager:
             rings, held = store.ring_views(place), store.unit_slot[place]
             own = pools.of_layer(layer)
             view = selecting = LayerView(layer, place, store.group, step, *rings, own, held)
-            if group.regranulated:
+            if group.regrained:
                 none = view.ring_k[:, :, :0, :, :1]
                 selecting = evolve(view, group=group.selected_as, ring_k=none, ring_v=none)
             views.append((view, selecting))

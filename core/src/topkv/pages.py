@@ -118,6 +118,15 @@ class PageTable:
         self.manager.host.share(pages)
         self.write(slot, first, pages)
 
+    def replace(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        """Let a slot hold other pages in place of those from column ``first`` on."""
+        row = self.table[slot, first : first + len(pages)]
+        old: list[int] = row.tolist()
+        self.manager.host.share(pages)
+        row[:] = pages
+        self._changed.add(slot)
+        self.manager.poison(self.manager.host.release(old))
+
     def shrink(self, slot: int, keep: int) -> None:
         """Release the pages behind the first ``keep``; those that are free now are poisoned."""
         behind = self.of(slot)[keep:]

@@ -18,7 +18,7 @@ def pair_reasons(
         group: the group that they are for.
     """
     reasons = []
-    if has_hook(algorithm, "correct") and (group.regranulated or group.indexed):
+    if has_hook(algorithm, "correct") and (group.regrained or group.indexed):
         reasons.append(
             f"{names[0]} selects single tokens of units that are attended whole, and what is "
             "corrected for (correct) is what no attended unit holds; leave that stage out, or "

@@ -2,7 +2,8 @@
 
 A field of the class is a parameter: its annotation says the type, its validator which values are
 taken, its default what holds where nobody sets it, and ``Attributes:`` in the docstring of the
-class what it means. Neither torch nor triton is imported here.
+class what it means. A field of a further such class is a mapping of parameters for people.
+Neither torch nor triton is imported here.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from inspect import getdoc
+from itertools import repeat
 from os import PathLike, fsdecode
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -73,12 +75,15 @@ def make(cls: type, given: Mapping[str, Any], who: str) -> Any:
             reasons.append(f"{unknown}; {near(name, known)}")
             continue
         try:
-            typed = _typed(hints[name], value)
+            typed = _typed(hints[name], value, f"{name} of {who}")
             _validate(known[name], typed)
             good[name] = typed
-        except ValueError as error:
+        except Refused as error:  # of a mapping of parameters
+            reasons += error.reasons
+            good[name] = error.good
+        except (TypeError, ValueError) as error:
             text, got = str(error), shown(value)
-            if not known[name].repr:  # a secret, which must not be shown
+            if known[name].repr is not True:  # a secret, or one in it, must not be shown
                 text, got = f"must be {_words(hints[name])} that it takes", type(value).__name__
             got = "" if "got " in text else f", got {got}"
             reasons.append(f"parameter {name} of {who} {text}{got}")
@@ -93,30 +98,36 @@ def make(cls: type, given: Mapping[str, Any], who: str) -> Any:
     return made
 
 
-def _typed(hint: Any, value: Any) -> Any:
-    """A value as its annotation has it; raises ValueError with what it must be."""
+def _typed(hint: Any, value: Any, who: str) -> Any:
+    """A value as its annotation has it; raises TypeError with what it must be, and Refused with
+    what is wrong in a mapping of parameters."""
     kind, inside = get_origin(hint), get_args(hint)
-    with suppress(ValueError):  # of a part, which the words for the whole say too
+    with suppress(TypeError):  # of a part, which the words for the whole say too
         if kind in (Union, UnionType):
-            return _first(inside, value)
+            return _first(inside, value, who)
         if kind is tuple and isinstance(value, (list, tuple)):
             items = inside[:1] * len(value) if inside[-1] is ... else inside
-            return tuple(_typed(*pair) for pair in zip(items, value, strict=True))
+            if len(items) == len(value):
+                return tuple(map(_typed, items, value, repeat(who)))
+        if kind is Mapping and isinstance(value, Mapping):
+            return {_typed(inside[0], key, who): each for key, each in value.items()}
+    if has(hint) and isinstance(value, Mapping):
+        return make(hint, value, who)
     if type(value) is hint:
         return value
     if hint is float and type(value) is int and abs(value) < 2**1000:
         return float(value)
     if hint is str and isinstance(value, PathLike):
         return fsdecode(value)
-    raise ValueError(f"must be {_words(hint)}")
+    raise TypeError(f"must be {_words(hint)}")
 
 
-def _first(hints: tuple[Any, ...], value: Any) -> Any:
-    """A value as the first annotation that takes it has it; raises ValueError if none does."""
+def _first(hints: tuple[Any, ...], value: Any, who: str) -> Any:
+    """A value as the first annotation that takes it has it; raises TypeError if none does."""
     for each in hints:
-        with suppress(ValueError):
-            return _typed(each, value)
-    raise ValueError
+        with suppress(TypeError):
+            return _typed(each, value, who)
+    raise TypeError
 
 
 def _words(hint: Any) -> str:
@@ -127,6 +138,10 @@ def _words(hint: Any) -> str:
     if kind is tuple:
         words = ", ".join(_words(each) for each in inside if each is not ...)
         return f"a list, each {words}" if inside[-1] is ... else f"a list of {words}"
+    if kind is Mapping:
+        return f"a mapping, each key {_words(inside[0])}"
+    if has(hint) and not class_reasons(hint):
+        return f"a mapping of {', '.join(each.name for each in fields(hint))}"
     return _WORDS[hint]
 
 
@@ -175,8 +190,8 @@ def class_reasons(cls: Any) -> list[str]:
             _words(hints.get(each.name))
         except (KeyError, IndexError):
             found.append(
-                f"must have fields of bool, int, float, str, None, tuples and unions of them, and "
-                f"{each.name} is {shown(hints.get(each.name))}"
+                "must have fields of bool, int, float, str, None, such classes, and tuples, unions "
+                f"and mappings of them, and {each.name} is {shown(hints.get(each.name))}"
             )
     return found or _instance_reasons(cls)
 

@@ -58,15 +58,12 @@ class TransferReport:
     Attributes:
         hits, misses: units found in buffer or ring, and units that had to be loaded.
         loaded_bytes: bytes that crossed the link for the misses.
-        extra: tokens attended beyond the selections, in closed units of which regranulation took
-            all for some of their tokens; of every lane and layer.
         layers: by model layer, the counts of this layer alone; sparse layers, in order.
     """
 
     hits: int
     misses: int
     loaded_bytes: int
-    extra: int = 0
     layers: Mapping[int, TransferReport] = field(factory=dict)
 
     @property
@@ -142,14 +139,13 @@ def count_transfers(
         if store.group.residency == "sparse":
             size = store.group.host_entry_bytes
             counted = zip(store.group.layers, store.counts(slots), strict=True)
-            for layer, (hits, misses, extra) in counted:
-                layers[layer] = TransferReport(hits, misses, misses * size, extra)
+            for layer, (hits, misses) in counted:
+                layers[layer] = TransferReport(hits, misses, misses * size)
     each = layers.values()
     return TransferReport(
         hits=sum(layer.hits for layer in each),
         misses=sum(layer.misses for layer in each),
         loaded_bytes=sum(layer.loaded_bytes for layer in each),
-        extra=sum(layer.extra for layer in each),
         layers=dict(sorted(layers.items())),
     )
 

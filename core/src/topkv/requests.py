@@ -30,6 +30,7 @@ class Requests:
         step: uploads step tensors and pages.
         transfers: transfer engine of each group.
         generated: most tokens that may follow a prompt.
+        undo: most tokens that can be taken back.
         shares_prefixes: True if a request can take over the pages of another one's prompt.
         selectors: selectors of all sparse layers.
 
@@ -53,11 +54,13 @@ class Requests:
         step: StepUploader,
         transfers: Sequence[Transfer],
         generated: int,
+        undo: int,
         shares_prefixes: bool,
         selectors: Sequence[Selector],
     ) -> None:
         self.config, self.manager, self.step = config, manager, step
-        self.transfers, self.selectors, self.generated = transfers, selectors, generated
+        self.transfers, self.selectors = transfers, selectors
+        self.generated, self.undo = generated, undo
         self.shares_prefixes = shares_prefixes
         slots = config.max_requests
         self.active, self.dirty, self.fresh = np.zeros((3, slots), dtype=bool)
@@ -118,6 +121,20 @@ class Requests:
         self.check(slot)
         if pages:
             self.pages.add(slot, pages)
+
+    def replace_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        """Let a request hold other pages of an engine in place of full ones, from page ``first``
+        of the request on.
+
+        An engine whose prefix cache has found the same tokens twice keeps one of both. Keys,
+        values and representations of the pages are those of the same first tokens, so buffers and
+        maps stay as they are. The old pages are let go.
+
+        Raises:
+            RequestError: the ids are not the engine's to give out; nothing has changed.
+        """
+        self.check(slot)
+        self.pages.replace(slot, first, pages)
 
     def end(self, slot: int) -> None:
         """Give back everything that a request holds.
@@ -230,6 +247,12 @@ class Requests:
         self.check(slot)
         if not 0 <= length <= self.length[slot]:
             raise RequestError(f"length must be between 0 and {self.length[slot]}, got {length}")
+        lost = int(self.length[slot]) - length
+        if lost > self.undo:
+            raise RequestError(
+                f"an algorithm can take back the last {self.undo} tokens of what it has "
+                f"accumulated, and {lost} were asked for; begin the request anew"
+            )
 
     def _cut(self, slot: int, length: int) -> None:
         """Shorten a request; one that loses a part of its prompt is settled again later."""

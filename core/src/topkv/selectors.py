@@ -1,10 +1,9 @@
 """Selectors: one for each sparse layer, bound to it when a coordinator is put together.
 
-The decode path calls ``select`` and then reads the selected units from ``lanes.ids``:
+The decode path calls ``select``, which returns the selection, of one of:
 
 * ``Own``: the layer's algorithm, where it selects for itself,
-* ``Selector``: a layer before it, where the model's indexer leaves the layer out,
-* ``topkv.regranulated`` has both for algorithms that select tokens of larger units.
+* ``Selector``: a layer before it, where the layer shares, or the model's indexer leaves it out.
 
 Selectors also represent prompts, and keep the last query of each, by which the buffer is warmed
 when the prompt turns to decode.
@@ -21,7 +20,7 @@ from topkv.hooks.algorithm import Algorithm, History
 from topkv.lanes import LaneBuffers
 from topkv.ops.chunk_attention import Chosen
 from topkv.plugins.contract import has_hook
-from topkv.types import Index, LayerView
+from topkv.types import Index, LayerView, Selection
 
 
 class Selector:
@@ -32,7 +31,7 @@ class Selector:
 
     Args:
         view: the layer in the units of the algorithm, see ``LoweredGroup.selected_as``.
-        lanes: buffers of its group; selections go to ``lanes.ids``.
+        lanes: buffers of its group, which keep the last selection.
         selects_prompts: True if prompt chunks attend to a selection too.
 
     Attributes:
@@ -45,8 +44,8 @@ class Selector:
     def __init__(self, view: LayerView, lanes: LaneBuffers, selects_prompts: bool) -> None:
         self.view, self.lanes, self.selects_prompts = view, lanes, selects_prompts
 
-    def select(self, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> None:
-        """Follow the new token of each row and select for it. Hot.
+    def select(self, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> Selection:
+        """Follow the new token of each row and return the units selected for it. Hot.
 
         Args:
             q: ``[B, H, D]``.
@@ -54,8 +53,9 @@ class Selector:
             index: index of the rows, where the algorithm selects by the model's indexer.
         """
         self._refuse(index)
+        return self.lanes.selection
 
-    def correct(self, q: Tensor, out: Tensor, lse: Tensor) -> None:
+    def correct(self, selection: Selection, q: Tensor, out: Tensor, lse: Tensor) -> None:
         """Correct ``out [B, 1, H, Dv]`` and ``lse [B, 1, H]`` for what was not attended. Hot."""
 
     def construct(
@@ -85,8 +85,9 @@ class Selector:
         self._refuse(index)
         return self.lanes.prompts[slot]
 
-    def warm(self) -> None:
+    def warm(self) -> Selection:
         """Select by the last query of each row's prompt. The rows append nothing."""
+        return self.lanes.selection
 
     def settle(self, slot: int, since: int, length: int, history: History) -> None:
         """Close a prompt or a period. Cold."""
@@ -127,8 +128,8 @@ class Own(Selector):
         super().__init__(view, lanes, has_hook(algorithm, "retrieve_prompt"))
         self.algorithm, self.indexed = algorithm, indexed
         # Rows of a prompt list the unit that they are in, which steps are given by the core.
-        forced = config.groups[lanes.index].tail == "forced" and lanes.tokens is None
-        self.width = view.group.select + forced
+        group = config.groups[lanes.index]
+        self.width = view.group.select + (group.tail == "forced" and not group.regrained)
         self.settles = has_hook(algorithm, "settle")
         self._corrects = has_hook(algorithm, "correct")
         self.settle_whole = algorithm.spec().settle_whole
@@ -140,14 +141,15 @@ class Own(Selector):
             self._last_weights = weights
         self._last_queries = torch.zeros((requests, heads, dim), dtype=model.dtype, device=device)
 
-    def select(self, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> None:
+    def select(self, q: Tensor, k: Tensor, v: Tensor, index: Index | None) -> Selection:
         queries, keys, weights = self._inputs(q, k, index)
-        self.algorithm.update(self.view, keys, v)
-        self._retrieve(queries.unsqueeze(1), weights)
+        self.algorithm.update(self.view, keys.unsqueeze(1), v.unsqueeze(1))
+        weights = None if weights is None else weights.unsqueeze(1)
+        return self._retrieve(queries.unsqueeze(1), weights)
 
-    def correct(self, q: Tensor, out: Tensor, lse: Tensor) -> None:
+    def correct(self, selection: Selection, q: Tensor, out: Tensor, lse: Tensor) -> None:
         if self._corrects:
-            self.algorithm.correct(self.view, q, self.lanes.ids, out, lse)
+            self.algorithm.correct(self.view, q, selection, out, lse)
 
     def construct(
         self,
@@ -180,10 +182,12 @@ class Own(Selector):
         self.lanes.prompts[slot] = chosen
         return chosen
 
-    def warm(self) -> None:
+    def warm(self) -> Selection:
         slots, weights = self.view.step.slots, self._last_weights
         queries = self._last_queries.index_select(0, slots).unsqueeze(1)
-        self._retrieve(queries, None if weights is None else weights.index_select(0, slots))
+        if weights is not None:
+            weights = weights.index_select(0, slots).unsqueeze(1)
+        return self._retrieve(queries, weights)
 
     def settle(self, slot: int, since: int, length: int, history: History) -> None:
         self.algorithm.settle(self.view, slot, since, length, history)
@@ -209,5 +213,9 @@ class Own(Selector):
             )
         return index.q, index.k.unsqueeze(1), index.weights
 
-    def _retrieve(self, queries: Tensor, weights: Tensor | None) -> None:
-        self.algorithm.retrieve_topk(self.view, queries, weights, self.lanes.ids)
+    def _retrieve(self, queries: Tensor, weights: Tensor | None) -> Selection:
+        """Select; layers that share find the selection in ``lanes``."""
+        lanes = self.lanes
+        found = self.algorithm.retrieve_topk(self.view, queries, weights, lanes.room)
+        lanes.selection = found
+        return found

@@ -23,7 +23,7 @@ from topkv.hooks.algorithm import Algorithm, AlgorithmSpec, History, Representat
 from topkv.hooks.stage import Stage, StageSetup, StageSpec
 from topkv.plugins import PluginRegistry
 from topkv.plugins.contract import has_hook
-from topkv.types import GroupShape, LayerView
+from topkv.types import GroupShape, LayerView, Selection
 
 _PREFIX = "stages["
 
@@ -38,14 +38,15 @@ class Link:
     Attributes:
         stage, spec: the instance, and its spec.
         group: the group of its setup: it leaves ``select`` units.
-        candidates: int32 ``[max_lanes, K']`` units that it is given; None if it refines nothing.
+        candidates: memory for the K' units or tokens that it is given, of all lanes; None if it
+            refines nothing.
         prefix: prefix of the names of its pools among those of the group.
     """
 
     stage: Stage
     spec: StageSpec
     group: GroupShape
-    candidates: Tensor | None
+    candidates: Selection | None
     prefix: str
 
     def representations(self) -> list[RepresentationSpec]:
@@ -74,12 +75,17 @@ class Stages:
     def __init__(self, group: GroupShape, device: torch.device) -> None:
         self.group, self.device, self._links = group, device, list[Link]()
 
-    def put_first(self, stage: Stage, number: int) -> None:
+    def put_first(self, stage: Stage, number: int, tokens: GroupShape | None = None) -> None:
         """Put a stage before the others; it was made for ``group`` as it is now.
 
+        Args:
+            stage: the stage.
+            number: its place in the setting.
+            tokens: the group in tokens, for what stands before a stage that regrains; else None.
+
         Raises:
-            PluginError: it does nothing, asks for candidates that it does not refine, or has
-                ``keep`` and does not say what stays.
+            PluginError: it does nothing, asks for candidates that it does not refine, has
+                ``keep`` and does not say what stays, or regrains and does more than that.
         """
         spec, group, candidates = stage.spec(), self.group, None
         refines, who = has_hook(stage, "refine"), f"stage {number} ({type(stage).__name__})"
@@ -90,13 +96,19 @@ class Stages:
                 f"spec() says keeping={spec.keeping}; say what stays if it has keep, else None"
             )
             raise PluginError(who, [reason])
-        if refines:
+        if tokens:
+            _require_refine_alone(stage, spec, who)
+            self.group = tokens
+        elif refines:
             self.group = evolve(group, select=min(spec.widen * group.select, group.max_units))
-            shape = (group.max_lanes, self.group.select)
-            candidates = torch.full(shape, -1, dtype=torch.int32, device=self.device)
         elif spec.widen > 1:
             reason = f"spec() says widen={spec.widen}, and it has no refine; say 1"
             raise PluginError(who, [reason])
+        if refines:
+            shape = (group.max_lanes, self.group.select)
+            candidates = Selection(torch.full(shape, -1, dtype=torch.int32, device=self.device))
+            if spec.reads_scores:
+                candidates.scores = torch.zeros(shape, device=self.device)
         self._links.insert(0, Link(stage, spec, group, candidates, f"{_PREFIX}{number}]."))
 
     def behind(self, algorithm: Algorithm) -> Algorithm:
@@ -114,16 +126,31 @@ def make_stages(registry: PluginRegistry, config: LoweredConfig, group: LoweredG
     Raises:
         ConfigError, PluginError: one of them refuses.
     """
-    made = Stages(group.selected_as, config.device)
+    made = Stages(group.shape, config.device)
     # From the last to the first: what one is given, the one before it leaves.
     for number, asked in reversed(list(enumerate(group.stages))):
         setup = StageSetup(config.model, made.group, asked.params, config.device)
         stage = registry.create("stage", asked.name, setup, config.impl)
-        if any(has_hook(stage, hook) for hook in ASKED):
-            made.put_first(stage, number)
+        if asked.regrains or any(has_hook(stage, hook) for hook in ASKED):
+            made.put_first(stage, number, group.selected_as if asked.regrains else None)
         else:
             _require_option(stage, asked)
     return made
+
+
+def _require_refine_alone(stage: Stage, spec: StageSpec, who: str) -> None:
+    """Refuse a stage that regrains and does anything but refine: the core keys the pools of a
+    group by tokens then, and what is attended by units."""
+    hooks = (*ASKED, "construct", "update")
+    found = [hook for hook in hooks if has_hook(stage, hook)]
+    if found != ["refine"] or spec != StageSpec():
+        raise PluginError(
+            who,
+            [
+                "its entry says that it turns tokens into units, which takes refine alone and the "
+                f"spec StageSpec(); it has {', '.join(found)} and {spec}"
+            ],
+        )
 
 
 def _require_option(stage: Stage, asked: StageSettings) -> None:
@@ -165,7 +192,9 @@ class Staged:
             for spec in self._spec.representations
             if spec.name.startswith(_PREFIX)
         ]
-        if has_hook(algorithm, "retrieve_prompt"):
+        selects_prompts = has_hook(algorithm, "retrieve_prompt")
+        # One that regrains leaves everything that was selected, and prompts attend to tokens.
+        if selects_prompts and any(link.group.unit == group.unit for link in links):
             refused.append(
                 "the algorithm selects for the rows of a prompt too (retrieve_prompt), and stages "
                 "refine the selections of decode steps alone; leave stages out"
@@ -180,10 +209,13 @@ class Staged:
                 "what was not attended is corrected for more than once, by the stages "
                 f"{correcting} (-1 is the algorithm itself); leave one of them"
             )
+        refused += self._order_refusals()
         if refused:
             raise ConfigError(CONFIG_REFUSED, refused)
         if correcting:
             self._corrector, self.correct = correcting[0], self._correct  # -1: the algorithm
+        if selects_prompts:
+            self.retrieve_prompt = self._retrieve_prompt
         if has_hook(algorithm, "settle"):
             self.settle = self._settle
         if has_hook(algorithm, "truncated"):
@@ -207,6 +239,26 @@ class Staged:
                 f"stage keeps of a request goes by the old numbers ({', '.join(numbered)}); take "
                 "another algorithm, or leave the stage out"
             )
+        return reasons
+
+    def _order_refusals(self) -> list[str]:
+        """Return reasons of stages whose candidates have no scores, or another order."""
+        reasons, before = [], "the algorithm"
+        given: AlgorithmSpec | StageSpec = self._spec
+        for number, link in enumerate(self.links):
+            wanted, who = link.spec, f"stage {number} ({type(link.stage).__name__})"
+            if wanted.reads_scores and not given.scores:
+                reasons.append(
+                    f"{who} reads the scores of its candidates, and {before} gives none; take "
+                    "another algorithm, or leave the stage out"
+                )
+            if wanted.reads_order not in ("any", given.order):
+                reasons.append(
+                    f"{who} needs candidates in the order {wanted.reads_order!r}, and {before} "
+                    f"gives {given.order!r}; take another algorithm, or leave the stage out"
+                )
+            if link.candidates is not None:
+                before, given = who, wanted
         return reasons
 
     def keep(self, layer: LayerView, slot: int, length: int, position: int) -> Tensor:
@@ -245,26 +297,40 @@ class Staged:
                 link.stage.update(view, k, v)
 
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
         own, views = self._seen(layer)
-        given, stages = list[Tensor](), list[tuple[Stage, LayerView]]()
+        rooms, stages = list[Selection](), list[tuple[Stage, LayerView]]()
         for link, view in zip(self.links, views, strict=True):
             if link.candidates is not None:
-                given.append(link.candidates[: len(ids)])
+                rooms.append(_narrowed(link.candidates, len(out.ids)))
                 stages.append((link.stage, view))
-        left = [*given, ids]
-        self.algorithm.retrieve_topk(own, q, weights, left[0])
-        for (stage, view), candidates, after in zip(stages, given, left[1:], strict=True):
-            stage.refine(view, q, candidates, after)
+        rooms.append(out)
+        selection = self.algorithm.retrieve_topk(own, q, weights, rooms[0])
+        for (stage, view), room in zip(stages, rooms[1:], strict=True):
+            selection = stage.refine(view, q, selection, room)
+        return selection
 
-    def _correct(self, layer: LayerView, q: Tensor, ids: Tensor, out: Tensor, lse: Tensor) -> None:
+    def _correct(
+        self, layer: LayerView, q: Tensor, selection: Selection, out: Tensor, lse: Tensor
+    ) -> None:
         own, views = self._seen(layer)
         if self._corrector < 0:
-            self.algorithm.correct(own, q, ids, out, lse)
+            self.algorithm.correct(own, q, selection, out, lse)
         else:
             at = self._corrector
-            self.links[at].stage.correct(views[at], q, ids, out, lse)
+            self.links[at].stage.correct(views[at], q, selection, out, lse)
+
+    def _retrieve_prompt(
+        self,
+        layer: LayerView,
+        slot: int,
+        start: int,
+        q: Tensor,
+        weights: Tensor | None,
+        ids: Tensor,
+    ) -> None:
+        self.algorithm.retrieve_prompt(self._seen(layer)[0], slot, start, q, weights, ids)
 
     def _settle(
         self, layer: LayerView, slot: int, since: int, length: int, history: History
@@ -282,3 +348,8 @@ class Staged:
             own = evolve(layer, group=self.group, pools=pools)
             found = self._views[layer.layer] = own, [link.view(layer) for link in self.links]
         return found
+
+
+def _narrowed(room: Selection, lanes: int) -> Selection:
+    """Return the first lanes of memory for a selection."""
+    return Selection(room.ids[:lanes], None if room.scores is None else room.scores[:lanes])

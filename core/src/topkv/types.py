@@ -1,7 +1,7 @@
 """Tensors and shapes that core and plugins hand each other.
 
-Letters: B rows of the padded decode batch, L layers, H q-heads, Hkv kv-heads, D head dim,
-N = B * lane_heads lanes, K selected units, C buffer slots, T ring slots.
+Letters: B rows of the padded decode batch, Q most queries of a row, L layers, H q-heads, Hkv
+kv-heads, D head dim, N = B * lane_heads lanes, K selected units, C buffer slots, T ring slots.
 
 Three index spaces, never mixed and named apart everywhere:
 
@@ -213,7 +213,9 @@ class StepTensors:
         lengths: ``[B]`` tokens of the request, those appended in this step included.
         high: ``[B]`` the largest length that the ring has seen. Units
             ``max(0, (high - 1) // unit - T + 1) .. (length - 1) // unit`` are in the ring.
-        appended: ``[B]`` 1 where the row appends a token in this step, else 0.
+        appended: ``[B]`` tokens that the row appends in this step, 0 to Q: those at positions
+            ``lengths - appended ..``. A row has ``max(appended, 1)`` queries, of its newest
+            positions in order; those behind them are padding, of any bits.
         resident: ``[B]`` 1 where LRU slot u holds unit u for every closed unit below
             C, as long as ``(high - 1) // unit <= C``.
         page_table: ``[max_requests, max_pages]`` host page of each page of a request; 0,
@@ -244,7 +246,7 @@ class LayerView:
         ring_k, ring_v: ``[max_requests, lane_heads, T, heads_per_lane, unit, D]`` strided
             views of the ring; unit u of a lane is at ring position ``u % T``. Read only. The
             same rows, as they are stored, where a group has one plane. Of 0 positions where
-            selections are regranulated: the ring has other units than the algorithm selects.
+            a stage regrains: the ring has other units than the algorithm selects.
         pools: representation pools of this layer by name (``RepresentationSpec``): grain unit
             ``[num_host_units, *shape]`` indexed by host id, grain token
             ``[num_host_units * unit, *shape]``, grain request ``[max_requests, *shape]``
@@ -261,6 +263,22 @@ class LayerView:
     ring_v: Tensor
     pools: Mapping[str, Tensor] = field(factory=dict)
     held: Tensor = field(factory=lambda: torch.empty((0, 0), dtype=torch.int32))
+
+
+@define
+class Selection:
+    """Units that each lane attends to, and what they are worth where somebody reads that.
+
+    Attributes:
+        ids: int32 ``[N, K]`` logical units, unique in a row, -1 anywhere, all -1 in padded rows.
+            Lane ``b * lane_heads + head``.
+        scores: fp32 ``[N, K]``, in the algorithm's own scale: of two units of a row the one of
+            the higher score is worth more. +inf for forced units, -inf where the id is -1. None
+            where nobody reads them.
+    """
+
+    ids: Tensor
+    scores: Tensor | None = None
 
 
 @define
@@ -291,6 +309,8 @@ class Tables:
         table: int32 ``[N, W]``; K + 1 columns where the core appends the tail, K where the newest
             token competes, all pages of a request in dense layers.
         lengths: int32 ``[N]`` attended tokens.
+        queries: int32 ``[B]`` queries of each row, 1 to Q; None where Q is 1. Of a row's list of
+            ``lengths[n]`` tokens its query i sees all but the newest ``queries - 1 - i``.
         attached: an object that ``adapt_page_table`` leaves for ``attend`` to read; None in dense
             layers, whose table the core fills.
     """
@@ -298,3 +318,4 @@ class Tables:
     table: Tensor
     lengths: Tensor
     attached: Any = None
+    queries: Tensor | None = None

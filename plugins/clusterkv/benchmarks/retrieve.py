@@ -19,7 +19,7 @@ import torch
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopKSetup
 from topkv.ops.topk import RadixTopK
-from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
+from topkv.types import GroupShape, LayerView, ModelShape, Selection, StepTensors
 from topkv_clusterkv.entry import ClusterParams
 from topkv_clusterkv.launch import ClusterKVTriton
 from topkv_testing.timing import graph_us
@@ -89,7 +89,9 @@ def measure(requests: int, tokens: int, tokens_per_cluster: int) -> dict[str, ob
         "score_us": round(score, 2),
         "take_us": round(per_call(lambda: algorithm.take(layer, SELECT)), 2),
         "expand_us": round(per_call(lambda: algorithm.expand(layer, ids)), 2),
-        "retrieve_us": round(per_call(lambda: algorithm.retrieve_topk(layer, q, None, ids)), 2),
+        "retrieve_us": round(
+            per_call(lambda: algorithm.retrieve_topk(layer, q, None, Selection(ids))), 2
+        ),
         "update_us": round(per_call(lambda: algorithm.update(layer, new, new)), 2),
         "score_gbs": round(moved / score / 1e3, 1),
     }

@@ -89,7 +89,7 @@ class Decoder:
             for row, slot in enumerate(slots):
                 part = kv[layer][row * count : (row + 1) * count]
                 self.held[slot][layer] = torch.cat([self.held[slot][layer], part])
-            ids = self.coordinator.layers[layer].lanes.ids
+            ids = self.coordinator.layers[layer].lanes.selection.ids
             self.selected[layer] = ids.cpu().view(-1, KV_HEADS, ids.shape[1]).tolist()
         return torch.stack(outs)
 

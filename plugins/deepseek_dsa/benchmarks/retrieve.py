@@ -24,7 +24,7 @@ import torch
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopK, TopKSetup
 from topkv.plugins import registry
-from topkv.types import GroupShape, IndexerShape, LayerView, ModelShape, StepTensors
+from topkv.types import GroupShape, IndexerShape, LayerView, ModelShape, Selection, StepTensors
 from topkv_deepseek_dsa import launch
 from topkv_deepseek_dsa.entry import IndexerParams, topkv_register_algorithms
 from topkv_deepseek_dsa.launch import DeepSeekDSATriton
@@ -128,7 +128,7 @@ def measure(
     bound = moved / bandwidth / 1e3
 
     def select() -> None:
-        algorithm.retrieve_topk(layer, q[:, None], weights, ids)
+        algorithm.retrieve_topk(layer, q[:, None], weights[:, None], Selection(ids))
 
     taken = per_call(select)
     chosen, others = ids.clone(), {}

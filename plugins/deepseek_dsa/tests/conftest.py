@@ -22,7 +22,7 @@ if not CUDA:
 from topkv.hooks.algorithm import AlgorithmSetup  # noqa: E402
 from topkv.hooks.topk import TopKSetup  # noqa: E402
 from topkv.ops.topk import RadixTopK  # noqa: E402
-from topkv.types import GroupShape, IndexerShape, LayerView, ModelShape, StepTensors  # noqa: E402
+from topkv.types import GroupShape, IndexerShape, LayerView, ModelShape, Selection, StepTensors  # noqa: E402
 from topkv_deepseek_dsa.algorithm import DeepSeekDSA  # noqa: E402
 from topkv_deepseek_dsa.launch import DeepSeekDSATriton  # noqa: E402
 
@@ -192,13 +192,15 @@ class World:
     def update(self, keys):
         """Follow the tokens ``[B, D]`` of rows that are set."""
         nothing = torch.empty(0, device=self.device)
-        self.indexer.update(self.layer, keys[:, None].to(self.device), nothing)
+        self.indexer.update(self.layer, keys[:, None, None].to(self.device), nothing)
 
     def retrieve(self, q, weights, slots):
         """ids ``[B, K]`` from a poisoned result, checked for form, as sets."""
         self.rows(slots)
         ids = torch.full((len(slots), self.group.select), -7, dtype=torch.int32).to(self.device)
-        self.indexer.retrieve_topk(self.layer, q.to(self.device), weights.to(self.device), ids)
+        self.indexer.retrieve_topk(
+            self.layer, q.to(self.device), weights[:, None].to(self.device), Selection(ids)
+        )
         lengths = [len(self.keys[slot]) if slot >= 0 else 0 for slot in slots]
         return self.formed(ids, lengths)
 

@@ -10,7 +10,7 @@ import torch
 
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import Algorithm
-from topkv.types import IndexerShape
+from topkv.types import IndexerShape, Selection
 from topkv_deepseek_dsa.entry import IndexerParams, topkv_register_algorithms
 
 HOOKS = ("spec", "construct", "update", "retrieve_topk", "retrieve_prompt")
@@ -46,15 +46,15 @@ def test_other_shapes_than_the_indexers_are_refused(world, impl, device):
     ids = torch.zeros(3, 8, dtype=torch.int32, device=device)
     w.rows([0, 1, 2])
     for wrong, given_weights, match in (
-        (q[:, :, :2], weights, "expected q of the indexer"),
-        (q.expand(3, 2, 4, 16), weights, "expected q of the indexer"),
-        (q, weights[:, :2], "expected weights of the indexer"),
+        (q[:, :, :2], weights[:, None], "expected q of the indexer"),
+        (q.expand(3, 2, 4, 16), weights[:, None], "expected q of the indexer"),
+        (q, weights[:, None, :2], "expected weights of the indexer"),
         (q, None, "weights of the model's indexer, got None"),
     ):
         with pytest.raises(ValueError, match=match):
-            w.indexer.retrieve_topk(w.layer, wrong, given_weights, ids)
+            w.indexer.retrieve_topk(w.layer, wrong, given_weights, Selection(ids))
     with pytest.raises(ValueError, match="expected k of the indexer"):
-        w.indexer.update(w.layer, q[:, :, :2], q)
+        w.indexer.update(w.layer, q[:, :, None, :2], q)
     with pytest.raises(ValueError, match="expected k of the indexer"):
         w.indexer.construct(w.layer, 0, 0, q[:, 0], q, q, weights)
     with pytest.raises(ValueError, match="expected weights of the indexer"):
@@ -108,8 +108,8 @@ def test_a_graph_replays_update_and_retrieve(world, form, hadamard):
     step = w.layer.step
 
     def decode():
-        w.indexer.update(w.layer, k, k)
-        w.indexer.retrieve_topk(w.layer, q, weights, ids)
+        w.indexer.update(w.layer, k[:, None], k[:, None])
+        w.indexer.retrieve_topk(w.layer, q, weights[:, None], Selection(ids))
 
     decode()
     graph = torch.cuda.CUDAGraph()

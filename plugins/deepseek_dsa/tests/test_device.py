@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from topkv.types import Selection
 from topkv_deepseek_dsa import launch
 
 pytestmark = [
@@ -125,5 +126,5 @@ def test_a_prompt_is_its_steps(world, form):
         w.layer.step.lengths.fill_(3940 + row + 1)
         ids = torch.full((1, 2048), -7, dtype=torch.int32, device="cuda")
         one = q[row : row + 1].cuda(), weights[row : row + 1].cuda()
-        w.indexer.retrieve_topk(w.layer, *one, ids)
+        w.indexer.retrieve_topk(w.layer, *one, Selection(ids))
         assert w.formed(ids, [3940 + row + 1]) == [sets[row]]

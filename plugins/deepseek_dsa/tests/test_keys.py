@@ -155,7 +155,7 @@ def test_keys_may_lie_at_any_stride(world, impl, device, form):
         each.rows([0, 1, 2])
         each.layer.step.lengths.fill_(41)
         each.layer.step.appended.fill_(1)
-        each.indexer.update(each.layer, given_keys, given_keys)
+        each.indexer.update(each.layer, given_keys[:, None], given_keys[:, None])
     assert torch.equal(bits(w), bits(fresh))
 
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from topkv.types import Selection
 from topkv_deepseek_dsa import algorithm
 
 
@@ -18,7 +19,10 @@ def as_steps(w, start, q, weights):
         w.layer.step.lengths.fill_(start + row + 1)
         ids = torch.full((1, w.group.select), -7, dtype=torch.int32).to(w.device)
         w.indexer.retrieve_topk(
-            w.layer, q[row, None, None].to(w.device), weights[row, None].to(w.device), ids
+            w.layer,
+            q[row, None, None].to(w.device),
+            weights[row, None, None].to(w.device),
+            Selection(ids),
         )
         sets += w.formed(ids, [start + row + 1])
     return sets

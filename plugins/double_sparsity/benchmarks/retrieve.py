@@ -22,7 +22,7 @@ import torch
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopK, TopKSetup
 from topkv.plugins import registry
-from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
+from topkv.types import GroupShape, LayerView, ModelShape, Selection, StepTensors
 from topkv_double_sparsity import launch
 from topkv_double_sparsity.entry import LabelParams, topkv_register_algorithms
 from topkv_double_sparsity.launch import DoubleSparsityTriton
@@ -113,7 +113,9 @@ def measure(
         **params,
         "update_us": round(per_call(lambda: algorithm.update(layer, k, v)), 2),
         "score_us": round(score, 2),
-        "retrieve_us": round(per_call(lambda: algorithm.retrieve_topk(layer, q, None, ids)), 2),
+        "retrieve_us": round(
+            per_call(lambda: algorithm.retrieve_topk(layer, q, None, Selection(ids))), 2
+        ),
         "score_gbs": round(moved / score / 1e3, 1),
     }
 

@@ -17,12 +17,12 @@ import pytest
 from click.testing import CliRunner
 
 from topkv.errors import ConfigError
-from topkv.hooks.storage import OWNER_BYTES, StorageSetup
 from topkv_files import folder as folders
 from topkv_files.commands import storage as command
 from topkv_files.entry import topkv_register_storages
 from topkv_files.storage import FilesStorage
 from topkv_prefixes.objects import HEADER, MAGIC, owner_of, problem_of, write_header
+from topkv_prefixes.storage import OWNER_BYTES, StorageSetup
 from topkv_testing.kit import params_of
 
 SIZE = 3000

@@ -15,12 +15,12 @@ import pytest
 from click.testing import CliRunner
 
 from topkv.errors import ConfigError
-from topkv.hooks.storage import StorageSetup
 from topkv_files import owned
 from topkv_files.commands import storage as command
 from topkv_files.entry import topkv_register_storages
 from topkv_files.storage import FilesStorage
 from topkv_prefixes.objects import HEADER, MAGIC, write_header
+from topkv_prefixes.storage import StorageSetup
 from topkv_testing.kit import params_of
 
 KEYS = [number.to_bytes(4, "big") * 8 for number in range(8)]

@@ -21,7 +21,7 @@ import torch
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopK, TopKSetup
 from topkv.plugins import registry
-from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
+from topkv.types import GroupShape, LayerView, ModelShape, Selection, StepTensors
 from topkv_infllm_v2.entry import topkv_register_algorithms
 from topkv_infllm_v2.launch import InfLLMv2Triton
 from topkv_testing.timing import graph_us
@@ -79,7 +79,9 @@ def measure(requests: int, tokens: int, scope: str, read: float) -> dict[str, ob
         "scope": scope,
         "update_us": round(per_call(lambda: algorithm.update(layer, k, k)), 2),
         "score_us": round(score, 2),
-        "retrieve_us": round(per_call(lambda: algorithm.retrieve_topk(layer, q, None, ids)), 2),
+        "retrieve_us": round(
+            per_call(lambda: algorithm.retrieve_topk(layer, q, None, Selection(ids))), 2
+        ),
         "bound_us": round(bound, 2),
         "times_bound": round(score / bound, 2),
     }

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from topkv.hooks.storage import StorageSetup
 from topkv_mooncake.entry import topkv_register_storages
 from topkv_mooncake.storage import MooncakeStorage
+from topkv_prefixes.storage import StorageSetup
 
 HEADER = 4096
 (ENTRY,) = topkv_register_storages()

@@ -11,14 +11,15 @@ import sys
 import numpy as np
 import torch
 
-from topkv.hooks.storage import StorageSetup
 from topkv_mooncake.entry import topkv_register_storages
 from topkv_mooncake.storage import MooncakeStorage
 from topkv_prefixes.objects import HEADER, problem_of, write_header
+from topkv_prefixes.storage import StorageSetup
 from topkv_prefixes.stored import StoredSessions
 from topkv_testing.kit import params_of
 from topkv_testing.machines.engine_pages import SHAPE, run_forward
 from topkv_testing.machines.handed_over import take
+from topkv_testing.machines.kept import make_kept
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -76,13 +77,12 @@ def read(storage, number, size=SIZE):
 def coordinator(params, **storage):
     """Make a coordinator whose pages go to a store."""
     asked = {"name": "mooncake", "params": params, "least_tokens": 1, **storage}
-    options = {"prefix_cache": "all", "storage": asked}
-    return make_coordinator(tier("cpu"), registry=doubles(ENTRY), **options)
+    return make_kept(tier("cpu"), {"storage": asked}, registry=doubles(ENTRY))
 
 
 def live(coordinator, steps=3):
     """A prompt and some steps behind it: the tokens that were found, and the outputs."""
-    slot = coordinator.prefixes.begin(PROMPT)
+    slot = coordinator.keeper.begin(PROMPT)
     found = coordinator.length(slot)
     outputs, pages = [], (len(PROMPT) - 1) // 4 * 4
     for end in [pages, *range(len(PROMPT), len(PROMPT) + 1 + steps)]:
@@ -93,7 +93,7 @@ def live(coordinator, steps=3):
         chunks, decode = ([slot], []) if end <= len(PROMPT) else ([], [slot])
         out = run_forward(coordinator, chunks, decode, new, QUERIES[:, first:end])
         outputs.append(out[:, -1])
-    coordinator.prefixes.publish(slot, PROMPT)
+    coordinator.keeper.publish(slot, PROMPT)
     coordinator.request_end(slot)
     coordinator.check_integrity()
     return found, torch.stack(outputs[-1 - steps :])
@@ -101,7 +101,7 @@ def live(coordinator, steps=3):
 
 def plain():
     """The outputs of a coordinator without a storage."""
-    without = make_coordinator(tier("cpu"), prefix_cache="all")
+    without = make_kept(tier("cpu"))
     try:
         return live(without)[1]
     finally:
@@ -123,7 +123,7 @@ def _live(params):
     one = coordinator(params, fetch="wait_complete")
     found, outputs = live(one)
     one.close()
-    counts = one.prefixes.counts.storage
+    counts = one.keeper.counts.storage
     print(json.dumps([found, counts.found, counts.stored, outputs.tolist()]), flush=True)
 
 

@@ -89,11 +89,11 @@ def test_prompts_and_requests_share_a_store(shared, begun):
     paged = coordinator(params)
     own = paged.request_begin()
     run_forward(paged, [own], [], {own: ROWS[:COUNT]}, QUERIES[:, :COUNT])
-    paged.prefixes.publish(own, PROMPT)
+    paged.keeper.publish(own, PROMPT)
     with sessions_of(params) as stored:
         leave(here, slot, stored["request"])
         torch.testing.assert_close(
             go_on(here, take(here, stored["request"])), go_on(paged, own), rtol=0, atol=0
         )
     paged.close()
-    assert paged.prefixes.counts.storage.stored == 7
+    assert paged.keeper.counts.storage.stored == 7

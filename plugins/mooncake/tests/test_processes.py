@@ -79,7 +79,7 @@ def stored(cluster):
     found, outputs = live(first)
     first.close()
     assert found == 0
-    assert first.prefixes.counts.storage.stored == 7
+    assert first.keeper.counts.storage.stored == 7
     return outputs
 
 
@@ -92,9 +92,9 @@ def test_a_prompt_whose_holder_is_gone_is_computed(make_cluster):
     found, outputs = live(second)
     assert found == 0
     equal(outputs, expected)
-    second.prefixes.storage.wait()
-    assert second.prefixes.counts.storage.failed > 0
-    assert "-800 (the transfer failed" in second.prefixes.storage.reason
+    second.keeper.storage.wait()
+    assert second.keeper.counts.storage.failed > 0
+    assert "-800 (the transfer failed" in second.keeper.storage.reason
     second.close()
 
 
@@ -108,7 +108,7 @@ def test_a_prompt_whose_master_is_gone_is_computed(make_cluster):
     assert found == 0
     equal(outputs, expected)
     second.close()
-    assert "-900 (the master does not answer)" in second.prefixes.storage.reason
+    assert "-900 (the master does not answer)" in second.keeper.storage.reason
 
 
 def test_a_prompt_waits_for_a_silent_holder_as_long_as_its_policy_says(make_cluster):
@@ -122,7 +122,7 @@ def test_a_prompt_waits_for_a_silent_holder_as_long_as_its_policy_says(make_clus
     found, outputs = live(second)
     assert found == 0
     equal(outputs, expected)
-    counts = second.prefixes.counts.storage
+    counts = second.keeper.counts.storage
     assert (counts.late, counts.fetched) == (1, 0)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -23,7 +23,7 @@ import torch
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopK, TopKSetup
 from topkv.plugins import registry
-from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
+from topkv.types import GroupShape, LayerView, ModelShape, Selection, StepTensors
 from topkv_pariskv import launch
 from topkv_pariskv.entry import topkv_register_algorithms
 from topkv_testing.timing import graph_us
@@ -98,7 +98,9 @@ def measure(requests: int, tokens: int, scope: str, outliers: bool) -> dict[str,
         "outliers": outliers,
         "update_us": round(per_call(lambda: algorithm.update(layer, k, k)), 2),
         "score_us": round(score, 2),
-        "retrieve_us": round(per_call(lambda: algorithm.retrieve_topk(layer, q, None, ids)), 2),
+        "retrieve_us": round(
+            per_call(lambda: algorithm.retrieve_topk(layer, q, None, Selection(ids))), 2
+        ),
         "score_gbs": round(moved / score / 1e3, 1),
     }
 

@@ -24,7 +24,7 @@ import torch
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopK, TopKSetup
 from topkv.plugins import registry
-from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
+from topkv.types import GroupShape, LayerView, ModelShape, Selection, StepTensors
 from topkv_pqcache import launch
 from topkv_pqcache.entry import topkv_register_algorithms
 from topkv_testing.timing import graph_us
@@ -106,7 +106,9 @@ def measure(requests: int, tokens: int, scope: str) -> dict[str, object]:
         "scope": scope,
         "update_us": round(per_call(lambda: algorithm.update(layer, k, k)), 2),
         "score_us": round(score, 2),
-        "retrieve_us": round(per_call(lambda: algorithm.retrieve_topk(layer, q, None, ids)), 2),
+        "retrieve_us": round(
+            per_call(lambda: algorithm.retrieve_topk(layer, q, None, Selection(ids))), 2
+        ),
         "score_gbs": round(moved * requests / score / 1e3, 1),
         "train_ms": round(once_ms(lambda: algorithm.train(whole)), 2),
         "encode_ms": round(once_ms(lambda: algorithm.encode(layer, 0, 0, 0, whole)), 2),

@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY
 from topkv.hooks.observer import ObserverSetup
 from topkv_prometheus.entry import PrometheusParams
 from topkv_prometheus.observer import PrometheusObserver
-from topkv_testing.machines.lifecycle_model import make_coordinator
+from topkv_testing.machines.kept import make_kept
 from topkv_testing.machines.quotas import take
 from topkv_testing.models.storage_doubles import SHELVES, Shelf
 from topkv_testing.tiers import tier
@@ -24,7 +24,7 @@ def shelf():
 @pytest.fixture
 def watched(shelf):
     """A coordinator over a storage, and what was scraped of it: by name, and tenant if any."""
-    coordinator = make_coordinator(tier("cpu"), prefix_cache="all", storage=shelf)
+    coordinator = make_kept(tier("cpu"), {"storage": shelf})
     observer = PrometheusObserver(ObserverSetup(coordinator.config, PrometheusParams()))
     coordinator.observers.named = {"topkv-prometheus": observer}
 
@@ -50,10 +50,10 @@ def test_prefixes_are_shown_by_tenant_and_stores_by_coordinator(watched):
     coordinator, scraped = watched
     take(coordinator, [3] * 9)
     for found in (0, 8):
-        with coordinator.prefixes.tenant("acme"):
+        with coordinator.keeper.tenant("acme"):
             assert take(coordinator, [3] * 9) == found
-    coordinator.prefixes.storage.wait()
-    counts, seen = coordinator.prefixes.counts, scraped()
+    coordinator.keeper.storage.wait()
+    counts, seen = coordinator.keeper.counts, scraped()
     page = coordinator.manager.host.bytes.numel() // coordinator.manager.host.num_pages
     for tenant, numbers in {"": (9, 0, 0, 2, 2 * page), "acme": (18, 8, 0, 2, 2 * page)}.items():
         names = ("asked_tokens_total", "found_tokens_total", "evicted_pages_total", "kept_pages",

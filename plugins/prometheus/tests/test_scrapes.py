@@ -9,7 +9,7 @@ import pytest
 from attrs import evolve
 from prometheus_client import REGISTRY, generate_latest
 
-from topkv.config.stages import ObserverSettings
+from topkv.config.stages import Named
 from topkv.entries import NoParameters
 from topkv.hooks.observer import ForwardReport, ObserverSetup
 from topkv.report import Occupancy, TransferReport
@@ -75,7 +75,7 @@ def test_series_begin_at_0_and_vanish_with_their_observer():
 def test_stalls_are_shown_where_they_are_measured(shown):
     """Another observer counts them, and is asked when the device is asked for the rest."""
     coordinator = make_coordinator(tier("cpu"))
-    named = (ObserverSettings("stalls", NoParameters()),) if shown else ()
+    named = (Named("stalls", NoParameters()),) if shown else ()
     asked, totals = [], coordinator.transfers_of()
     config = evolve(coordinator.config, observers=named)
     observer = PrometheusObserver(ObserverSetup(config, PrometheusParams(every=EVERY)))

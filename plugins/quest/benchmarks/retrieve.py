@@ -19,7 +19,7 @@ import torch
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopKSetup
 from topkv.ops.topk import RadixTopK
-from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
+from topkv.types import GroupShape, LayerView, ModelShape, Selection, StepTensors
 from topkv_quest.entry import QuestParams
 from topkv_quest.quest import QuestKernels
 from topkv_testing.timing import graph_us
@@ -75,7 +75,9 @@ def measure(requests: int, tokens: int, metadata: str, scope: str) -> dict[str, 
         "scope": scope,
         "update_us": round(per_call(lambda: quest.update(layer, k, k)), 2),
         "score_us": round(score, 2),
-        "retrieve_us": round(per_call(lambda: quest.retrieve_topk(layer, q, None, ids)), 2),
+        "retrieve_us": round(
+            per_call(lambda: quest.retrieve_topk(layer, q, None, Selection(ids))), 2
+        ),
         "score_gbs": round(moved / score / 1e3, 1),
     }
 

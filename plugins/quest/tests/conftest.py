@@ -21,7 +21,7 @@ if not CUDA:
 from topkv.hooks.algorithm import AlgorithmSetup  # noqa: E402
 from topkv.hooks.topk import TopKSetup  # noqa: E402
 from topkv.ops.topk import RadixTopK  # noqa: E402
-from topkv.types import GroupShape, LayerView, ModelShape, StepTensors  # noqa: E402
+from topkv.types import GroupShape, LayerView, ModelShape, Selection, StepTensors  # noqa: E402
 from topkv_quest.quest import Quest, QuestKernels  # noqa: E402
 
 NAN = math.nan
@@ -160,7 +160,7 @@ class World:
 
     def update(self, keys):
         keys = keys.to(self.device)
-        self.quest.update(self.layer, keys, keys)
+        self.quest.update(self.layer, keys[:, None], keys[:, None])
 
     def retrieve(self, q, slots):
         """ids ``[B, lane_heads, K]`` from a poisoned result, checked for form."""
@@ -168,7 +168,7 @@ class World:
         lanes, select = self.group.lane_heads, self.group.select
         ids = torch.full((len(slots) * lanes, select), -POISON, dtype=torch.int32)
         ids = ids.to(self.device)
-        self.quest.retrieve_topk(self.layer, q.to(self.device), None, ids)
+        self.quest.retrieve_topk(self.layer, q.to(self.device), None, Selection(ids))
         ids = ids.cpu().view(len(slots), lanes, select)
         for row, slot in enumerate(slots):
             closed = self.closed(slot) if slot >= 0 else 0

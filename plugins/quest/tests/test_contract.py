@@ -10,6 +10,7 @@ import topkv.hooks.algorithm as hooks
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.plugins.contract import check_instance, has_hook
+from topkv.types import Selection
 from topkv_quest.quest import Quest
 
 
@@ -18,8 +19,9 @@ def test_one_instance_serves_the_hooks_by_their_names(world, impl, device):
     check_instance(w.quest, hooks, "quest")
     for name in ("settle", "retrieve_prompt", "truncated"):
         assert not has_hook(w.quest, name)
-    with pytest.raises(ValueError, match="one query per row"):
-        w.quest.retrieve_topk(w.layer, torch.zeros(1, 2, 4, 12), None, torch.zeros(2, 3).int())
+    ids = torch.zeros(2, 3).int()
+    with pytest.raises(ValueError, match="at most 1 queries a row"):
+        w.quest.retrieve_topk(w.layer, torch.zeros(1, 2, 4, 12), None, Selection(ids))
 
 
 def test_wrong_parameters_are_refused_together(world):
@@ -53,8 +55,8 @@ def test_a_graph_replays_update_and_retrieve(world, metadata, scope):
     step = w.layer.step
 
     def decode():
-        w.quest.update(w.layer, k, k)
-        w.quest.retrieve_topk(w.layer, q, None, ids)
+        w.quest.update(w.layer, k[:, None], k[:, None])
+        w.quest.retrieve_topk(w.layer, q, None, Selection(ids))
 
     decode()
     graph = torch.cuda.CUDAGraph()

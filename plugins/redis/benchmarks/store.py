@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from topkv.hooks.storage import StorageSetup
+from topkv_prefixes.storage import StorageSetup
 from topkv_redis.entry import topkv_register_storages
 from topkv_redis.storage import RedisStorage
 

@@ -78,14 +78,14 @@ def test_a_prompt_whose_server_fails_is_computed(make_server, fault):
     first = coordinator(server.params)
     _, expected = live(first)
     first.close()
-    assert first.prefixes.counts.storage.stored == 7
+    assert first.keeper.counts.storage.stored == 7
     wait = {"wait_s": 0.5, "wait_s_per_1k": 0, "limit_s": 1}
     second = coordinator({**server.params, "timeout_s": 20}, **wait)
     getattr(server, fault)()
     found, outputs = live(second)
     assert found == 0
     equal(outputs, expected)
-    counts = second.prefixes.counts.storage
+    counts = second.keeper.counts.storage
     assert counts.fetched == 0
     assert counts.late if fault == "suspend" else counts.failed
     with warnings.catch_warnings():

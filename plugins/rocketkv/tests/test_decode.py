@@ -95,7 +95,9 @@ class Chat:
         self.coordinator.forward_begin([self.slot])
         out = self._run(1)
         newest, closed = self.length - 1, (self.length - 1) // UNIT
-        lanes = [[i for i in row if i >= 0] for row in self.coordinator.lanes[0].ids.tolist()]
+        lanes = [
+            [i for i in row if i >= 0] for row in self.coordinator.lanes[0].selection.ids.tolist()
+        ]
         for head, units in enumerate(lanes):
             assert sorted(set(units)) == units
             tokens = [unit * UNIT + i for unit in units for i in range(UNIT)]

@@ -30,7 +30,11 @@ SELECTORS = {
     "quest and top_p": {"stages": [{"name": "top_p", "params": {"p": 0.9}}]},
     "streaming_llm": {"algorithm": "streaming_llm"},
     "pariskv": {"algorithm": "pariskv", "unit": 1, "budget": 257},
-    "pariskv, regranulated": {"algorithm": "pariskv", "regranulate": True, "buffer": 4176},
+    "pariskv, regranulated": {
+        "algorithm": "pariskv",
+        "stages": ["regranulate"],
+        "buffer": 4176,
+    },
 }
 """Settings by what is to be seen of them."""
 
@@ -48,7 +52,7 @@ def on(request):
 
 
 def configured(on, backend="triton_attention", factor=FACTOR, **options):
-    """A dense layer and a sparse one, the stage last of those that options name."""
+    """A dense layer and a sparse one, the stage before those that options name."""
     ours = [{"name": "skip_softmax", "params": {"factor": factor}}] if factor else []
     settings = {
         "algorithm": "quest",
@@ -63,7 +67,7 @@ def configured(on, backend="triton_attention", factor=FACTOR, **options):
         "dense_layers": [0],
         "poison": True,
         **options,
-        "stages": [*options.get("stages", []), *ours],
+        "stages": [*ours, *options.get("stages", [])],
     }
     return lower(SparseConfig(**settings), MODEL, device=on.device, registry=registry())
 
@@ -116,7 +120,7 @@ class Run:
     def listed(self, row, lane):
         """Tokens in the order of the page table."""
         group = self.coordinator.lanes[1].group
-        ids = self.coordinator.lanes[1].ids[row * group.lane_heads + lane].tolist()
+        ids = self.coordinator.lanes[1].selection.ids[row * group.lane_heads + lane].tolist()
         closed = (self.lengths[row] - 1) // group.unit
         units = [unit for unit in dict.fromkeys(ids) if 0 <= unit < closed]
         tokens = [unit * group.unit + i for unit in units for i in range(group.unit)]

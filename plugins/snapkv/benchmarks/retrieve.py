@@ -21,7 +21,7 @@ import torch
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopKSetup
 from topkv.ops.topk import RadixTopK
-from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
+from topkv.types import GroupShape, LayerView, ModelShape, Selection, StepTensors
 from topkv_snapkv.entry import SnapParams
 from topkv_snapkv.kernels import SnapKVTriton
 from topkv_testing.timing import graph_us
@@ -84,7 +84,7 @@ def measure(requests: int, tokens: int, budget: int, ada: bool) -> dict[str, obj
         snapkv.settle(layer, slot, 0, tokens, history())
     ids = torch.empty(requests * KV_HEADS, select, **INTS)
     q = queries[:requests, None]
-    calls = [lambda: snapkv.retrieve_topk(layer, q, None, ids)] * CALLS
+    calls = [lambda: snapkv.retrieve_topk(layer, q, None, Selection(ids))] * CALLS
     taken = graph_us(*calls, repeats=REPEATS)
     return {
         "requests": requests,

@@ -96,7 +96,7 @@ class Chat:
         return out, lanes
 
     def selected(self):
-        ids = self.coordinator.lanes[0].ids.tolist()
+        ids = self.coordinator.lanes[0].selection.ids.tolist()
         for row in ids:
             valid = [i for i in row if i >= 0]
             assert valid == sorted(set(valid))
@@ -271,11 +271,13 @@ class TestHooks:
         kept, step = chat.kept(), path.view.step
         for length in (42, 41, 40, 39, 37, 20, 1):
             step.lengths.fill_(length)
-            path.lanes.ids.fill_(-77)
-            path.algorithm.retrieve_topk(path.view, chat.q[:1, None], None, path.lanes.ids)
+            path.lanes.selection.ids.fill_(-77)
+            path.algorithm.retrieve_topk(path.view, chat.q[:1, None], None, path.lanes.room)
             expected = [[i for i in (*lane, 40, 41) if i < length - 1] for lane in kept]
             chat.length = length
-            assert [[i for i in row if i >= 0] for row in path.lanes.ids.tolist()] == expected
+            assert [
+                [i for i in row if i >= 0] for row in path.lanes.selection.ids.tolist()
+            ] == expected
 
     def test_part_of_the_history_is_refused(self, chat):
         with pytest.raises(ValueError, match="from position 0"):

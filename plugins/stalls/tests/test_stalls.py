@@ -62,7 +62,7 @@ def decode(coordinator, slots, units):
     for layer in range(LAYERS):
         path = coordinator.layers[layer]
         if layer in SPARSE:
-            ids = torch.full_like(path.lanes.ids, -1)
+            ids = torch.full_like(path.lanes.selection.ids, -1)
             chosen = torch.tensor(units[layer], dtype=torch.int32)
             ids[:, : len(chosen)] = chosen
             path.algorithm.next_ids[layer] = ids

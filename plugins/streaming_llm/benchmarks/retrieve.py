@@ -16,7 +16,7 @@ import torch
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopKSetup
 from topkv.ops.topk import RadixTopK
-from topkv.types import GroupShape, LayerView, ModelShape, StepTensors
+from topkv.types import GroupShape, LayerView, ModelShape, Selection, StepTensors
 from topkv_streaming_llm.entry import StreamingParams
 from topkv_streaming_llm.launch import StreamingLLMTriton
 from topkv_testing.timing import graph_us
@@ -46,7 +46,7 @@ def measure(requests: int, budget: int, unit: int, scope: str) -> dict[str, obje
     layer = LayerView(0, 0, group, step, nothing, nothing)
     q = torch.randn(requests, 1, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     ids = torch.empty(requests * lanes, select, **INTS)
-    calls = [lambda: algorithm.retrieve_topk(layer, q, None, ids)] * CALLS
+    calls = [lambda: algorithm.retrieve_topk(layer, q, None, Selection(ids))] * CALLS
     taken = graph_us(*calls, repeats=REPEATS)
     return {
         "requests": requests,

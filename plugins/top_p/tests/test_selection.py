@@ -221,7 +221,9 @@ def run(on, stages):
             out = made.attention(layer, q[layer], k[layer], v[layer])
             if count == 1:
                 outs.append(out.cpu())
-                chosen.append(made.layers[layer].lanes.ids.tolist() if layer in (0, 3) else None)
+                chosen.append(
+                    made.layers[layer].lanes.selection.ids.tolist() if layer in (0, 3) else None
+                )
         made.forward_end()
     counts = made.transfers_of()
     made.close()

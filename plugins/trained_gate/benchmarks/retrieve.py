@@ -21,7 +21,7 @@ import torch
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopK, TopKSetup
 from topkv.plugins import registry
-from topkv.types import GroupShape, IndexerShape, LayerView, ModelShape, StepTensors
+from topkv.types import GroupShape, IndexerShape, LayerView, ModelShape, Selection, StepTensors
 from topkv_testing.timing import graph_us
 from topkv_trained_gate.entry import topkv_register_algorithms
 from topkv_trained_gate.launch import PROMPT_ROWS, TrainedGateTriton
@@ -78,7 +78,9 @@ def measure(requests: int, tokens: int, read: float) -> dict[str, object]:
         "tokens": tokens,
         "update_us": round(per_call(lambda: algorithm.update(layer, k, k)), 2),
         "score_us": round(score, 2),
-        "retrieve_us": round(per_call(lambda: algorithm.retrieve_topk(layer, q, None, ids)), 2),
+        "retrieve_us": round(
+            per_call(lambda: algorithm.retrieve_topk(layer, q, None, Selection(ids))), 2
+        ),
         "bound_us": round(bound, 2),
         "times_bound": round(score / bound, 2),
     }

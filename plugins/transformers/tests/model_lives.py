@@ -25,6 +25,8 @@ from hypothesis import strategies as st
 
 import topkv
 from topkv.errors import CapabilityError
+from topkv_prefixes.stored import StoredSessions
+from topkv_testing.machines.kept import keeping
 
 SALTS = (None, "a")
 HOW = ("fresh", "fresh", "chunks", "kept", "other history", "rendered", "direct")
@@ -192,19 +194,19 @@ class Life:
         """The kept cache is suspended and resumed, unless the model has changed."""
         if self.cache is None or not self.cache.get_seq_length():
             return
-        where = self.folder / str(number)
-        try:
-            self.handle.suspend(self.cache, where)
-        except CapabilityError:
-            assert not self.sound
-            self.counts.refused += 1
-            return
-        assert self.sound
-        self.cache = self.handle.resume(where)
+        with StoredSessions("files", {"path": self.folder / "sessions", "sync": False}) as stored:
+            try:
+                self.handle.suspend(self.cache, stored[str(number)])
+            except CapabilityError:
+                assert not self.sound
+                self.counts.refused += 1
+                return
+            assert self.sound
+            self.cache = self.handle.resume(stored[str(number)])
 
     def elsewhere(self, number, words, salt, further):
         """Another process asks with a model that is alike, or has changed further."""
-        if "storage" not in self.settings:
+        if "storage" not in self.settings["pages"]["params"]:
             return
         changes = [*self.changes, *([further] if further else [])]
         ids = self.prompt(*words)[0].tolist()
@@ -228,11 +230,11 @@ class Life:
 
 def settings_of(tiny, storage, policy, path):
     """Settings under which everything is attended, and all pages are kept."""
-    settings = tiny.settings(prefix_cache=policy, max_requests=3, max_tokens=1600)
+    pages = keeping(keep=policy)
     if storage:
         below = {"name": "files", "params": {"path": str(path)}, "least_tokens": 1}
-        settings["storage"] = {**below, "fetch": "wait_complete"}
-    return settings
+        pages["params"]["storage"] = {**below, "fetch": "wait_complete"}
+    return tiny.settings(pages=pages, max_requests=3, max_tokens=1600)
 
 
 def live(tiny, actions, storage, policy, counts, kind="values of every kind"):

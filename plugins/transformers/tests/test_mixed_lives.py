@@ -22,6 +22,7 @@ from model_cases import model_of
 
 import topkv
 from topkv.errors import CapabilityError
+from topkv_prefixes.stored import StoredSessions
 
 pytestmark = pytest.mark.slow
 
@@ -208,11 +209,14 @@ def test_lives_of_mixed_caches(tiny, check, name):
 def test_pages_alone_hold_no_prefix_and_no_session(tiny, tmp_path):
     model = model_of("Gemma3", tiny.device)
     with pytest.raises(CapabilityError, match="layers keep states of their own"):
-        topkv.attach(model, tiny.settings(prefix_cache="prompt"))
+        topkv.attach(model, tiny.settings(pages="prefixes"))
     with topkv.attach(model, tiny.settings()) as handle:
         cache = handle.new_cache()
         prompt = tiny.prompt(20)
         model.generate(**prompt, past_key_values=cache, do_sample=False, max_new_tokens=2)
-        with pytest.raises(CapabilityError, match="cannot be suspended"):
-            handle.suspend(cache, tmp_path)
+        with (
+            StoredSessions("files", {"path": tmp_path}) as stored,
+            pytest.raises(CapabilityError, match="cannot be suspended"),
+        ):
+            handle.suspend(cache, stored["chat"])
         assert cache.slots

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import topkv
 from topkv.errors import CapabilityError, HostMemoryError
+from topkv_testing.machines.kept import keeping
 
 SPARSE = {"budget": 32, "buffer": 48, "resident_fast_path": False}
 
@@ -47,9 +48,9 @@ def test_a_conversation_computes_what_is_new(tiny, policy, sparse):
     more = [tiny.prompt(n, seed=n)["input_ids"] for n in (5, 33, 17)]
     config = tiny.settings(**sparse, dense_layers=[1], max_requests=2)
     told, found = [], []
-    for prefix_cache in ("off", policy):
+    for pages in ("core", keeping(keep=policy)):
         turns, said = [], ids
-        with topkv.attach(model, {**config, "prefix_cache": prefix_cache}) as handle:
+        with topkv.attach(model, {**config, "pages": pages}) as handle:
             for further in more:
                 turns.append(generated(model, said, steps=20))
                 found.append(handle.prefixes.counts.found)
@@ -68,7 +69,7 @@ def test_a_conversation_computes_what_is_new(tiny, policy, sparse):
 def test_the_stock_model_where_the_budget_covers_everything(tiny):
     model, ids = tiny.model(), tiny.prompt(90)["input_ids"]
     stock = generated_by_stock(model, ids)
-    with topkv.attach(model, tiny.settings(prefix_cache="prompt")) as handle:
+    with topkv.attach(model, tiny.settings(pages="prefixes")) as handle:
         for _ in range(3):
             close(generated(model, ids), stock)
         assert handle.prefixes.counts.found == 2 * 80
@@ -85,8 +86,8 @@ def test_every_algorithm_that_is_served_selects_as_without(tiny, algorithm):
     config = {**tiny.settings(**SPARSE, dense_layers=[0]), "algorithm": algorithm, "unit": 1}
     config |= {"params": params, "budget": 64, "buffer": 64}
     told = []
-    for prefix_cache in ("off", "prompt"):
-        with topkv.attach(model, {**config, "prefix_cache": prefix_cache}) as handle:
+    for pages in ("core", "prefixes"):
+        with topkv.attach(model, {**config, "pages": pages}) as handle:
             generated(model, ids, steps=4)
             told.append(generated(model, other, steps=20))
             found = handle.prefixes.counts.found
@@ -127,7 +128,7 @@ def test_any_batches_of_prompts_that_begin_alike(tiny):
     def check(calls, several):
         nonlocal found
         several = several if max(map(len, calls)) < 3 else 1
-        with topkv.attach(model, tiny.settings(prefix_cache="all", max_requests=4)) as handle:
+        with topkv.attach(model, tiny.settings(pages=keeping(), max_requests=4)) as handle:
             for rows in calls:
                 prompts = [base[:same] + [5] * other for same, other in rows]
                 widest = max(map(len, prompts))
@@ -155,7 +156,7 @@ def test_any_batches_of_prompts_that_begin_alike(tiny):
 
 def test_weights_that_change_make_all_be_forgotten(tiny):
     model, ids = tiny.model(), tiny.prompt(50)["input_ids"]
-    with topkv.attach(model, tiny.settings(prefix_cache="all")) as handle:
+    with topkv.attach(model, tiny.settings(pages=keeping())) as handle:
         generated(model, ids)
         with torch.no_grad():
             model.model.layers[0].self_attn.k_proj.weight *= -1.5
@@ -172,7 +173,7 @@ def test_calls_whose_keys_depend_on_more_are_computed(tiny):
     model, prompt = tiny.model(), tiny.prompt(50)
     ids = prompt["input_ids"]
     embeds = model.get_input_embeddings()(ids).detach()
-    with topkv.attach(model, tiny.settings(prefix_cache="all")) as handle:
+    with topkv.attach(model, tiny.settings(pages=keeping())) as handle:
         for _ in range(2):
             model.generate(inputs_embeds=embeds, do_sample=False, max_new_tokens=3)
             generated(model, ids, output_hidden_states=True)
@@ -191,7 +192,7 @@ def test_calls_whose_keys_depend_on_more_are_computed(tiny):
 def test_what_was_kept_gives_way_to_requests(tiny):
     """A pool that one long prompt fills serves other prompts all the same."""
     model = tiny.model(layers=1)
-    config = tiny.settings(prefix_cache="all", max_tokens=160, max_requests=1)
+    config = tiny.settings(pages=keeping(), max_tokens=160, max_requests=1)
     with topkv.attach(model, {**config, "max_request_tokens": 160}) as handle:
         for seed in range(4):
             generated(model, tiny.prompt(100, seed=seed)["input_ids"])
@@ -223,10 +224,10 @@ def generated_by_stock_of(tiny, model, ids):
     ],
 )
 def test_algorithms_that_cannot_are_refused_by_name(tiny, algorithm, params, reason):
-    config = {**tiny.settings(prefix_cache="prompt"), "algorithm": algorithm, "params": params}
+    config = {**tiny.settings(pages="prefixes"), "algorithm": algorithm, "params": params}
     config |= {"unit": 1} if algorithm != "quest" else {}
     model = tiny.model()
-    with pytest.raises(CapabilityError, match="prefix_cache: prompt cannot be served") as refused:
+    with pytest.raises(CapabilityError, match="pages: prefixes cannot be served") as refused:
         topkv.attach(model, config)
     assert any(reason in each for each in refused.value.reasons)
     assert not hasattr(model.model, "_topkv_handle")
@@ -236,18 +237,19 @@ def test_rope_that_depends_on_the_length_is_refused(tiny):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = tiny.model(rope_parameters=rope)
     with pytest.raises(CapabilityError, match="depend on the whole length"):
-        topkv.attach(model, tiny.settings(prefix_cache="all"))
+        topkv.attach(model, tiny.settings(pages=keeping()))
 
 
 def test_tenants_find_their_own_prompts_alone(tiny):
     """Pages that are kept for a tenant stay within its quota; answers are the same as without."""
     model, ids = tiny.model("qwen3"), tiny.prompt(150)["input_ids"]
-    config = {**tiny.settings(dense_layers=[1]), "prefix_cache": "prompt"}
-    with topkv.attach(model, {**config, "prefix_cache": "off"}) as handle:
+    config = tiny.settings(dense_layers=[1])
+    with topkv.attach(model, config) as handle:
         stock = generated(model, ids)
         host = handle.coordinator.manager.host
         page, size = handle.config.page_tokens, host.bytes.numel() // host.num_pages
-    with topkv.attach(model, {**config, "host_quotas": {"b": size}}) as handle:
+    config["pages"] = keeping(keep="prompt", quotas={"b": size})
+    with topkv.attach(model, config) as handle:
         for name, found in (("a", 0), ("a", 149 // page * page), ("b", 0), ("b", page), ("", 0)):
             before = handle.prefixes.counts.found
             with handle.prefixes.tenant(name):

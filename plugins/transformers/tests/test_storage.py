@@ -41,7 +41,8 @@ def settings(tiny, tmp_path):
     def settings(storage=(), **options):
         asked = {"name": "files", "params": {"path": str(tmp_path / "pages")}, "least_tokens": 16}
         asked |= {"fetch": "wait_complete", **dict(storage)}
-        return {**tiny.settings(**SPARSE), "prefix_cache": "prompt", "storage": asked, **options}
+        pages = {"name": "prefixes", "params": {"storage": asked}}
+        return {**tiny.settings(**SPARSE), "pages": pages, **options}
 
     return settings
 
@@ -115,7 +116,7 @@ def test_what_was_prefetched_is_taken_without_waiting(tiny, settings):
     with topkv.attach(model, settings({"fetch": "best_effort"})) as handle:
         generated(model, tiny.prompt(30, seed=3)["input_ids"])
         handle.prefixes.prefetch(ids)
-        while handle.coordinator.prefixes.poll():
+        while handle.coordinator.keeper.poll():
             pass
         generated(model, ids)
         assert handle.prefixes.counts.storage.found == 64
@@ -145,7 +146,7 @@ def test_a_write_that_leaves_no_trace_is_noticed_when_all_is_forgotten(tiny, set
     model, ids = tiny.model(), tiny.prompt(70)["input_ids"]
     with topkv.attach(model, settings()) as handle:
         generated(model, ids)
-        handle.coordinator.prefixes.storage.wait()
+        handle.coordinator.keeper.storage.wait()
         model.model.layers[0].self_attn.k_proj.weight.data[0, 0] += 1
         handle.prefixes.forget()
         generated(model, ids)

@@ -16,6 +16,8 @@ from torch import nn
 
 import topkv
 from topkv.errors import CapabilityError, RequestError
+from topkv_prefixes.stored import StoredSessions
+from topkv_testing.machines.kept import keeping
 from topkv_transformers import contents
 from topkv_transformers.contents import contents_of
 from topkv_transformers.watch import ModelWatch
@@ -138,8 +140,8 @@ def test_what_cannot_be_watched_is_named(tiny):
         (reason,) = watched(model).look().unsure
         assert why in reason
         assert f"layers.0.self_attn.k_proj.{name}" in reason
-        with pytest.raises(CapabilityError, match="prefix_cache: all cannot be served") as refused:
-            topkv.attach(model, tiny.settings(prefix_cache="all"))
+        with pytest.raises(CapabilityError, match="pages: prefixes cannot be served") as refused:
+            topkv.attach(model, tiny.settings(pages=keeping()))
         assert reason in refused.value.reasons
         assert not hasattr(model.model, "_topkv_handle")
 
@@ -174,7 +176,7 @@ def test_objects_of_many_kinds_are_read_once_and_without_end(tiny):
 @pytest.mark.parametrize("where", ["inside", "decoder", "model", "replaced"])
 def test_hooks_that_may_change_keys_make_a_state_unsure(tiny, where):
     model = adapted(tiny.model())
-    with topkv.attach(model, tiny.settings(prefix_cache="all")) as handle:
+    with topkv.attach(model, tiny.settings(pages=keeping())) as handle:
         look = handle.requests.watch.look
         assert look().unsure == []
         if where == "replaced":
@@ -212,7 +214,10 @@ def test_contents_are_those_of_the_host():
 def test_a_cache_belongs_to_the_model_that_filled_it(tiny, tmp_path):
     """A cache can be suspended before a change alone; a cache of two states is nobody's."""
     model, prompt = adapted(tiny.model()), tiny.prompt(40)
-    with topkv.attach(model, tiny.settings()) as handle:
+    with (
+        StoredSessions("files", {"path": tmp_path}) as stored,
+        topkv.attach(model, tiny.settings()) as handle,
+    ):
         for between in (False, True):
             cache = handle.new_cache()
             model(prompt["input_ids"], past_key_values=cache)
@@ -221,14 +226,14 @@ def test_a_cache_belongs_to_the_model_that_filled_it(tiny, tmp_path):
                 model(prompt["input_ids"][:, :1], past_key_values=cache)
                 change(model, "flag", 0)
             with pytest.raises(CapabilityError, match="have changed since the cache was filled"):
-                handle.suspend(cache, tmp_path)
+                handle.suspend(cache, stored["chat"])
             change(model, "flag", 0)
-        assert not [*tmp_path.iterdir()]
+        assert not [*tmp_path.glob("??/*")]
 
 
 def test_salts_part_prompts_and_are_checked(tiny):
     model, prompt = tiny.model(), tiny.prompt(40)
-    with topkv.attach(model, tiny.settings(prefix_cache="all")) as handle:
+    with topkv.attach(model, tiny.settings(pages=keeping())) as handle:
         found = []
         for salt in (None, "a", b"a", "b", "a", ""):
             before = handle.prefixes.counts.found

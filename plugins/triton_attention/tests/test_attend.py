@@ -61,7 +61,7 @@ def test_refuses_what_it_does_not_offer(where):
     tables = Tables(inputs.table.to(where.device), inputs.lengths.to(where.device))
     q = inputs.q.to(where.device)
     for wrong, error, reason in (
-        (q.expand(-1, 2, -1, -1), CapabilityError, "one query per row"),
+        (q.expand(-1, 2, -1, -1), CapabilityError, "made for 1 queries a row"),
         (q.half(), CapabilityError, "share a dtype"),
         (q.repeat(2, 1, 1, 1), ValueError, "max_batch"),
     ):

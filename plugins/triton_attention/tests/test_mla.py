@@ -173,7 +173,7 @@ def test_refuses_what_it_does_not_offer(where, case):
     good = case.make()
     two, many = good.q.expand(-1, 2, -1, -1), good.q.repeat(2, 1, 1, 1)
     for changed, error, reason in (
-        ({"q": two}, CapabilityError, "one query per row"),
+        ({"q": two}, CapabilityError, "made for 1 queries a row"),
         ({"pool": good.pool.double()}, CapabilityError, r"uint8|share a dtype"),
         ({"q": many}, ValueError, "max_batch"),
     ):

@@ -84,22 +84,15 @@ def test_settings_that_vllm_decides_are_refused():
 
 def test_what_an_engine_with_pages_of_its_own_keeps_itself_is_refused_by_name():
     """``engine_args`` and a command line of vLLM's own give the same reasons, all at once."""
-    config = {"prefix_cache": "all", "storage": {"name": "files"}, "pages": "core"}
-    config["host_quotas"] = {"*": "1GiB"}
+    config = {"pages": {"name": "prefixes", "params": {"storage": {"name": "files"}}}}
     with pytest.raises(ConfigError) as caught:
         engine_args(config)
     _, reasons = settings_of(SimpleNamespace(additional_config={"topkv": config}))
     assert list(caught.value.reasons) == reasons
-    pages, prefixes, quotas, storage = reasons
-    assert quotas.startswith("host_quotas is not topkv's here")
+    (pages,) = reasons
     assert pages.startswith("pages: the engine gives them out")
-    assert prefixes.startswith("prefix_cache is not topkv's here")
-    assert "say enable_prefix_caching=True instead; leave it out" in prefixes
-    assert storage.startswith("storage is not topkv's here")
-    assert "raise max_tokens" in storage
-    off = {"prefix_cache": "off"}
-    assert engine_args(off)["additional_config"] == {"topkv": off}
-    assert settings_of(SimpleNamespace(additional_config={"topkv": off}))[1] == []
+    assert "say enable_prefix_caching=True" in pages
+    assert "raise max_tokens" in pages
 
 
 def test_versions_that_were_not_tested_are_refused():

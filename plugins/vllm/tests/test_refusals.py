@@ -39,14 +39,13 @@ def test_options_are_refused_together(served):
 def test_prefixes_and_storages_of_topkv_are_refused_beside_options(model, version):
     """Settings are refused by name, with advice, and before a worker is there to load weights."""
     config = configured(model, kv_cache_dtype="fp8")
-    config.additional_config["topkv"] |= {"prefix_cache": "all", "storage": {"name": "files"}}
+    config.additional_config["topkv"] |= {"pages": "prefixes"}
     with pytest.raises(CapabilityError, match="cannot serve this through topkv") as caught:
         check(config, version)
-    told = dict(zip(("dtype", "prefixes", "storage"), caught.value.reasons, strict=True))
-    assert "kv_cache_dtype fp8" in told["dtype"]
-    assert told["prefixes"].startswith("prefix_cache is not topkv's here")
-    assert "say enable_prefix_caching=True instead" in told["prefixes"]
-    assert told["storage"].startswith("storage is not topkv's here")
+    dtype, pages = caught.value.reasons
+    assert "kv_cache_dtype fp8" in dtype
+    assert pages.startswith("pages: the engine gives them out")
+    assert "say enable_prefix_caching=True" in pages
 
 
 def test_a_pool_smaller_than_a_request_is_refused_with_both_numbers(served):

@@ -236,11 +236,12 @@ def selections(**options):
     coordinator = make_coordinator(tier("cpu"), registry=doubles(entry), **sizes, **options)
     generator, slot, found = torch.Generator().manual_seed(0), coordinator.request_begin(), []
     algorithm = coordinator.layers[0].algorithm
+    algorithm = getattr(algorithm, "algorithm", algorithm)  # before a stage
     select = algorithm.retrieve_topk
 
-    def note(layer, q, weights, ids):
-        select(layer, q, weights, ids)
-        found.append(ids.clone())
+    def note(layer, q, weights, out):
+        found.append(select(layer, q, weights, out).ids.clone())
+        return out
 
     algorithm.retrieve_topk = note
     for tokens in (14, *[1] * 9):
@@ -256,13 +257,12 @@ def selections(**options):
 
 
 def test_single_tokens_are_represented_without_a_ring():
-    """An algorithm of regranulated selections sees no ring: the new token is its unit."""
+    """An algorithm before a stage that regrains sees no ring: the new token is its unit."""
     plain = selections(unit=1, budget=1 + SELECT, buffer=2 * SELECT)
-    regranulated = selections(
-        unit=UNIT, regranulate=True, budget=UNIT + SELECT, buffer=UNIT * SELECT
-    )
-    assert len(plain) == len(regranulated) > 9
-    for one, other in zip(plain, regranulated, strict=True):
+    sizes = {"budget": UNIT + SELECT, "buffer": UNIT * SELECT}
+    regrained = selections(unit=UNIT, stages=["to_units"], **sizes)
+    assert len(plain) == len(regrained) > 9
+    for one, other in zip(plain, regrained, strict=True):
         assert torch.equal(one, other)
     assert max(int(ids.max()) for ids in plain) > 14, "no decoded token was selected"
 

@@ -223,7 +223,7 @@ def decode(on, steps=9, **options):
     sizes = {"algorithm": ENTRY.name, "budget": 16, "buffer": 16, "ring_tokens": 8}
     sizes |= {"unit": 4, "max_request_tokens": 128, "max_tokens": 256, **options}
     single = evolve(STICKY, capabilities=evolve(STICKY.capabilities, units=(1, 1)))
-    entry = single if "regranulate" in options else STICKY
+    entry = single if "stages" in options else STICKY
     coordinator = make_coordinator(tier(on), registry=doubles(entry), **sizes)
     generator, slot, misses = torch.Generator().manual_seed(0), coordinator.request_begin(), []
     for tokens in (90, *[1] * steps):
@@ -244,7 +244,7 @@ def decode(on, steps=9, **options):
 
 
 @pytest.mark.parametrize("on", ["cpu", "interpret"])
-@pytest.mark.parametrize("sizes", [{}, {"regranulate": True, "buffer": 48}])
+@pytest.mark.parametrize("sizes", [{}, {"stages": ["to_units"], "buffer": 48}])
 def test_a_large_bonus_fetches_nothing_once_the_buffer_is_warm(on, sizes):
     """Units that the first step has loaded fill the budget of every later step."""
     plain, some, large = (

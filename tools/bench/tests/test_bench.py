@@ -166,7 +166,7 @@ class Watch(BaseStreamer):
 
     def put(self, value):
         if self.lanes.step.batch:
-            self.ids.append(self.lanes.ids.tolist())
+            self.ids.append(self.lanes.selection.ids.tolist())
             self.attended.append(self.lanes.tables.lengths.tolist())
             self.lengths.append(self.lanes.step.lengths.tolist())
 

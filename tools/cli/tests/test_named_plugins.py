@@ -23,7 +23,7 @@ NAMED = {
     "transfer": "four",
     "stages": ["five", {"name": "six", "params": {"a": 1}}],
     "observers": ["seven"],
-    "storage": {"name": "eight"},
+    "pages": {"name": "eight"},
     "layers": {"0-1": "resident", "2": "nine", "3-": {"stages": ["ten"], "algorithm": "eleven"}},
 }
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from topkv.hooks.algorithm import AlgorithmSetup
-from topkv.types import GroupShape, LayerView, StepTensors
+from topkv.types import GroupShape, LayerView, Selection, StepTensors
 from topkv_cli.group import topkv
 from topkv_evaluation.demo import CHECKPOINT
 from topkv_evaluation.retrieval import make_prompt
@@ -220,7 +220,7 @@ def select(lengths, width=4, unit=4, heads=2):
     empty = torch.empty(0)
     ids = torch.full((len(lengths) * heads, width), 99, dtype=torch.int32)
     window = Window(AlgorithmSetup(None, shape, {}, torch.device("cpu"), None))
-    window.retrieve_topk(LayerView(0, 0, shape, step, empty, empty), empty, None, ids)
+    window.retrieve_topk(LayerView(0, 0, shape, step, empty, empty), empty, None, Selection(ids))
     assert torch.equal(ids[::heads], ids[1::heads])
     return [sorted(unit for unit in row if unit >= 0) for row in ids[::heads].tolist()]
 

@@ -35,14 +35,15 @@ class Shuffled(Window):
     """Selects closed units at random, whatever the query asks."""
 
     @hookimpl
-    def retrieve_topk(self, layer, q, weights, ids):
+    def retrieve_topk(self, layer, q, weights, out):
         closed = (layer.step.lengths - 1).clamp(min=0) // self.group.unit
         closed = closed.repeat_interleave(self.group.lane_heads)
         generator = torch.Generator().manual_seed(layer.layer)
-        for row, count in zip(ids, closed.tolist(), strict=True):
+        for row, count in zip(out.ids, closed.tolist(), strict=True):
             drawn = torch.randperm(count, generator=generator)[: len(row)]
             row.fill_(-1)
             row[: len(drawn)] = drawn.to(row)
+        return out
 
 
 def with_shuffled():

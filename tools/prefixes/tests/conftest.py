@@ -12,18 +12,19 @@ sys.path.append(str(Path(__file__).parent))  # storage_driver is beside the test
 from storage_driver import Maker
 
 from topkv_testing.fixtures import on as on
-from topkv_testing.machines.lifecycle_model import make_coordinator
+from topkv_testing.machines.kept import make_kept
 from topkv_testing.models.storage_doubles import SHELVES, Shelf
 from topkv_testing.tiers import tier
 
 
 @pytest.fixture
 def make():
-    """Coordinators on a CPU with two sparse layers around a resident and a streamed one."""
+    """Coordinators that keep pages, on a CPU: two sparse layers around a resident and a streamed
+    one."""
     made = []
 
-    def make(**options):
-        made.append(make_coordinator(tier("cpu"), **options))
+    def make(params=(), **options):
+        made.append(make_kept(tier("cpu"), params, **options))
         return made[-1]
 
     yield make
@@ -41,7 +42,7 @@ def shelf():
 
 @pytest.fixture
 def make_stored(shelf):
-    """Coordinators over the shelf; keywords go into the setting ``storage``."""
+    """Coordinators over the shelf; keywords go into the parameter ``storage``."""
     made = Maker()
     yield made
     made.close()

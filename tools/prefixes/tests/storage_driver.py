@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from topkv_testing.machines.engine_pages import SHAPE, run_forward
-from topkv_testing.machines.lifecycle_model import DIM, HEADS, LAYERS, make_coordinator
+from topkv_testing.machines.kept import make_kept
+from topkv_testing.machines.lifecycle_model import DIM, HEADS, LAYERS
 from topkv_testing.tiers import tier
 
 PROMPT = list(range(100, 130))
@@ -19,11 +20,11 @@ class Maker:
     def __init__(self):
         self.made = []
 
-    def __call__(self, options=(), **storage):
-        """Make a coordinator; keywords go into the setting ``storage``."""
+    def __call__(self, options=(), params=(), **storage):
+        """Make a coordinator; keywords go into the parameter ``storage``."""
         storage = {"name": "shelf", "params": {"shelf": "test"}, "least_tokens": 1, **storage}
-        options = {"prefix_cache": "all", "storage": storage, **dict(options)}
-        self.made.append(make_coordinator(tier("cpu"), **options))
+        params = {"storage": storage, **dict(params)}
+        self.made.append(make_kept(tier("cpu"), params, **dict(options)))
         return self.made[-1]
 
     def close(self):
@@ -33,7 +34,7 @@ class Maker:
 
 def run(coordinator, tokens=PROMPT, salt=b"", steps=3):
     """Run a prompt and some steps; return the number of found tokens, and the outputs."""
-    slot = coordinator.prefixes.begin(tokens, salt)
+    slot = coordinator.keeper.begin(tokens, salt)
     found = coordinator.length(slot)
     outputs, pages = [], (len(tokens) - 1) // 4 * 4
     for end in [pages, *range(len(tokens), len(tokens) + 1 + steps)]:
@@ -43,7 +44,7 @@ def run(coordinator, tokens=PROMPT, salt=b"", steps=3):
         new = {slot: ROWS[first:end]}
         chunks, decode = ([slot], []) if end <= len(tokens) else ([], [slot])
         outputs.append(run_forward(coordinator, chunks, decode, new, QUERIES[:, first:end])[:, -1])
-    coordinator.prefixes.publish(slot, tokens, salt)
+    coordinator.keeper.publish(slot, tokens, salt)
     coordinator.request_end(slot)
     coordinator.check_integrity()
     return found, torch.stack(outputs[-1 - steps :])
@@ -51,5 +52,5 @@ def run(coordinator, tokens=PROMPT, salt=b"", steps=3):
 
 def stored(coordinator):
     """Wait until everything is stored, and return the storage's counts."""
-    coordinator.prefixes.storage.wait()
-    return coordinator.prefixes.counts.storage
+    coordinator.keeper.storage.wait()
+    return coordinator.keeper.counts.storage

@@ -8,13 +8,13 @@ import torch
 from attrs import evolve
 
 from topkv import SparseCoordinator
-from topkv.config.stages import ObserverSettings
+from topkv.config.stages import Named
 from topkv.entries import NoParameters, PluginEntry
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import StageSpec
-from topkv_prefixes.prefixes import PrefixCoordinator, Prefixes
 from topkv_testing.machines.dropping import OPTIONS
+from topkv_testing.machines.kept import make_kept
 from topkv_testing.machines.lifecycle_model import doubles, make_coordinator
 from topkv_testing.machines.quotas import take
 from topkv_testing.models.stage_doubles import Keep
@@ -25,8 +25,8 @@ CPU = tier("cpu")
 
 def test_a_stage_that_gives_pages_back_ends_the_sharing_of_prefixes():
     """Pages that moved up are found by no chain of keys."""
-    coordinator = make_coordinator(CPU, prefix_cache="all", **OPTIONS)
-    assert coordinator.prefixes.off
+    coordinator = make_kept(CPU, **OPTIONS)
+    assert coordinator.keeper.off
     coordinator.close()
 
 
@@ -40,15 +40,22 @@ class Counting(Keep):
 
 def test_a_stage_that_keeps_something_of_a_request_ends_the_sharing_of_prefixes(make):
     entry = PluginEntry("counting", "stage", f"{__name__}:Counting")
-    kept = {"prefix_cache": "all"}
-    assert not make(stages=["rerank_exact"], **kept).prefixes.off
-    assert make(registry=doubles(entry), stages=["counting"], **kept).prefixes.off
+    assert not make(stages=["rerank_exact"]).keeper.off
+    assert make(registry=doubles(entry), stages=["counting"]).keeper.off
 
 
-def test_a_pool_that_keeps_nothing_says_so():
-    coordinator = make_coordinator(CPU)
-    assert Prefixes(coordinator).off == ["the coordinator was made without host_pool=PrefixKVPool"]
-    coordinator.close()
+def test_a_configuration_alone_says_who_keeps_pages():
+    """Any coordinator of it keeps them; without the setting nobody does."""
+    for pages, found in (("prefixes", 8), ({"name": "prefixes"}, 8), ("core", None)):
+        made = make_coordinator(CPU, pages=pages)
+        coordinator = SparseCoordinator(made.config, made.registry)
+        made.close()
+        if found is None:
+            assert coordinator.keeper is None
+        else:
+            assert coordinator.config.pages.params.keep == "prompt"
+            assert [take(coordinator, [1] * 12) for _ in range(2)] == [0, found]
+        coordinator.close()
 
 
 class Keeps:
@@ -70,11 +77,11 @@ class Keeps:
 
 def test_observers_see_what_is_found_when_they_ask():
     registry = doubles(PluginEntry("keeps", "observer", f"{__name__}:Keeps"))
-    plain = make_coordinator(CPU, registry=registry, prefix_cache="all")
+    plain = make_kept(CPU, registry=registry)
     plain.close()
-    config = evolve(plain.config, observers=(ObserverSettings("keeps", NoParameters()),))
-    coordinator = PrefixCoordinator(config, registry)
-    prefixes = coordinator.prefixes
+    config = evolve(plain.config, observers=(Named("keeps", NoParameters()),))
+    coordinator = SparseCoordinator(config, registry)
+    prefixes = coordinator.keeper
     for found, tokens in ((0, [1] * 8), (4, [1] * 8), (0, [2] * 8)):
         with prefixes.tenant("a"):
             before = prefixes.counts.found
@@ -85,6 +92,6 @@ def test_observers_see_what_is_found_when_they_ask():
     tenant = counts.tenants["a"]
     assert (tenant.asked, tenant.found, tenant.kept) == (24, 4, 4)
     coordinator.close()
-    without = SparseCoordinator(config, registry)
+    without = SparseCoordinator(evolve(config, pages="core"), registry)
     assert not without.observers.counts
     without.close()

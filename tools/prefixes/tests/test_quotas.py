@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 from topkv.errors import ConfigError, RequestError
 from topkv_prefixes.pages import PrefixPages, tenant_in
 from topkv_prefixes.prefixes import IDLE_TENANTS
-from topkv_testing.machines.lifecycle_model import make_coordinator
+from topkv_testing.machines.kept import make_kept
 from topkv_testing.machines.quotas import run_quota_scene, take
 from topkv_testing.tiers import tier
 
@@ -127,8 +127,8 @@ def test_a_tenant_above_its_quota_loses_its_own_pages(on):
 
 
 def test_counts_are_told_by_tenant_and_add_up():
-    coordinator = make_coordinator(tier("cpu"), prefix_cache="all")
-    prefixes = coordinator.prefixes
+    coordinator = make_kept(tier("cpu"))
+    prefixes = coordinator.keeper
     page = coordinator.manager.host.bytes.numel() // coordinator.manager.host.num_pages
     with prefixes.tenant("a"):
         take(coordinator, [1] * 12)
@@ -148,32 +148,32 @@ def test_counts_are_told_by_tenant_and_add_up():
 
 
 def test_tenants_stay_apart_where_an_error_ends_one():
-    coordinator = make_coordinator(tier("cpu"), prefix_cache="all")
-    with pytest.raises(KeyError), coordinator.prefixes.tenant("a"):
+    coordinator = make_kept(tier("cpu"))
+    with pytest.raises(KeyError), coordinator.keeper.tenant("a"):
         raise KeyError
     take(coordinator, [1] * 12)
-    assert coordinator.prefixes.length([1] * 12) == 8
-    with coordinator.prefixes.tenant("a"):
-        assert coordinator.prefixes.length([1] * 12) == 0
+    assert coordinator.keeper.length([1] * 12) == 8
+    with coordinator.keeper.tenant("a"):
+        assert coordinator.keeper.length([1] * 12) == 0
     coordinator.close()
 
 
 @pytest.mark.parametrize(
     ("quotas", "reasons"),
     [
-        ("4GiB", ["host_quotas must be a mapping of tenants such as {'acme': '4GiB'"]),
-        ({}, ["host_quotas must be a mapping of tenants"]),
-        ({3: "4GiB"}, ["host_quotas must be a mapping of tenants"]),
+        ("4GiB", ["prefixes: quotas must be a mapping of tenants such as {'acme': '4GiB'"]),
+        ({}, ["prefixes: quotas must be a mapping of tenants"]),
+        ({3: "4GiB"}, ["prefixes: quotas must be a mapping of tenants"]),
         (
             {"a": "much", "b": 0, "c": 5},
-            ["host_quotas: 'a' must be a positive", "host_quotas: 'b' must"],
+            ["prefixes: quotas: 'a' must be a positive", "prefixes: quotas: 'b' must"],
         ),
     ],
     ids=str,
 )
 def test_quotas_that_are_wrong_are_refused_together(quotas, reasons):
     with pytest.raises(ConfigError) as refused:
-        make_coordinator(tier("cpu"), prefix_cache="all", host_quotas=quotas)
+        make_kept(tier("cpu"), {"quotas": quotas})
     assert len(refused.value.reasons) == len(reasons)
     for told, expected in zip(refused.value.reasons, reasons, strict=True):
         assert told.startswith(expected), told
@@ -181,27 +181,20 @@ def test_quotas_that_are_wrong_are_refused_together(quotas, reasons):
 
 def test_quotas_of_nothing_are_refused():
     with pytest.raises(ConfigError, match="where all layers lie on the device"):
-        make_coordinator(
-            tier("cpu"), prefix_cache="all", host_quotas={"a": 9}, layers={"0-3": "resident"}
-        )
-
-
-def test_quotas_without_prefixes_are_refused():
-    with pytest.raises(ConfigError, match="host_quotas limit what prefix_cache keeps"):
-        make_coordinator(tier("cpu"), host_quotas={"a": "4GiB"})
+        make_kept(tier("cpu"), {"quotas": {"a": 9}}, layers={"0-3": "resident"})
 
 
 @pytest.mark.parametrize("name", [None, 3, b"acme", "\ud800", "a\udfff"], ids=ascii)
 def test_a_tenant_that_is_no_text_is_refused_at_once(make, name):
-    coordinator = make(prefix_cache="all")
+    coordinator = make()
     with pytest.raises(RequestError, match="a tenant must be a text that UTF-8 has, '' for none"):
-        coordinator.prefixes.tenant(name)
+        coordinator.keeper.tenant(name)
 
 
 def test_tenants_that_keep_nothing_are_forgotten(make):
     """The ones that asked longest ago, and nobody for whom pages are kept."""
-    coordinator = make(prefix_cache="all", max_requests=2)
-    prefixes, most = coordinator.prefixes, IDLE_TENANTS + 2
+    coordinator = make(max_requests=2)
+    prefixes, most = coordinator.keeper, IDLE_TENANTS + 2
 
     def ask(name, tokens):
         with prefixes.tenant(name):

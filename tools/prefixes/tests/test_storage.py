@@ -9,8 +9,7 @@ import pytest
 import torch
 from storage_driver import PROMPT, QUERIES, ROWS, run, stored
 
-from topkv.config.storages import StorageSettings
-from topkv.errors import ConfigError, HostMemoryError
+from topkv.errors import HostMemoryError
 from topkv_prefixes import calls, fetching
 from topkv_prefixes.fetching import Fetch
 from topkv_prefixes.places import fingerprint_of
@@ -90,19 +89,21 @@ def test_what_leaves_the_host_is_stored(make, shelf):
     run(coordinator, [*range(40)])  # needs their pages
     counts = stored(coordinator)
     assert 0 < counts.stored < 7 + 10
-    assert coordinator.prefixes.counts.evicted == counts.stored
+    assert coordinator.keeper.counts.evicted == counts.stored
     found, warm = run(coordinator)
     assert found > 0
     torch.testing.assert_close(warm, cold, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
-    "options", [{"page_tokens": 8}, {"host_format": "fp8"}, {"prefix_cache": "prompt"}], ids=str
+    ("options", "params"),
+    [({"page_tokens": 8}, {}), ({"host_format": "fp8"}, {}), ({}, {"keep": "prompt"})],
+    ids=str,
 )
-def test_another_configuration_finds_nothing(make, options):
+def test_another_configuration_finds_nothing(make, options, params):
     run(make())
     stored(make())
-    assert run(make(options))[0] == 0
+    assert run(make(options, params))[0] == 0
 
 
 def test_tenants_and_what_was_forgotten_find_nothing(make):
@@ -111,10 +112,10 @@ def test_tenants_and_what_was_forgotten_find_nothing(make):
     stored(first)
     other = make()
     assert run(other, salt=b"x")[0] == 0
-    other.prefixes.forget()
+    other.keeper.forget()
     assert run(other, PROMPT)[0] == 0
     kept = make()
-    kept.prefixes.forget(stored=False)
+    kept.keeper.forget(stored=False)
     assert run(kept)[0] == 28
 
 
@@ -122,7 +123,7 @@ def test_pages_of_shared_selections_are_others():
     found = set()
     for share in ("F", "FS"):
         coordinator = make_coordinator(tier("cpu"), layers={"0-": "scripted"}, share=share)
-        found.add(fingerprint_of(coordinator.config, coordinator.manager))
+        found.add(fingerprint_of(coordinator.config, coordinator.manager, "all"))
         coordinator.close()
     assert len(found) == 2
 
@@ -143,17 +144,17 @@ def test_a_prompt_that_may_not_wait_is_computed(make, shelf):
     _, outputs = run(late)
     assert time.monotonic() - since < 30  # and not until the gate opens
     assert began.is_set()
-    counts = late.prefixes.counts.storage
+    counts = late.keeper.counts.storage
     assert (counts.late, counts.found) == (1, 0)
     host = late.manager.host
     assert len(host.lent) == 7  # a thread may still write them
     gate.set()
-    while late.prefixes.poll() or host.lent:
+    while late.keeper.poll() or host.lent:
         pass
     assert host.used == 0
     late.check_integrity()
     shelf.before = lambda call, keys: None
-    torch.testing.assert_close(outputs, run(make({"prefix_cache": "prompt"}))[1], rtol=0, atol=0)
+    torch.testing.assert_close(outputs, run(make(params={"keep": "prompt"}))[1], rtol=0, atol=0)
 
 
 def test_a_thread_may_end_while_pages_are_tidied_up(make):
@@ -172,7 +173,7 @@ def test_a_thread_may_end_while_pages_are_tidied_up(make):
     host = coordinator.manager.host
     pages = host.lease(3)
     host.lend(pages)
-    fetch = Fetch(coordinator.prefixes.storage._shared, [], [], 0, stragglers=[Batch(pages)])
+    fetch = Fetch(coordinator.keeper.storage._shared, [], [], 0, stragglers=[Batch(pages)])
     assert not fetch.tidy()
     assert host.lent
     assert fetch.tidy()
@@ -185,9 +186,9 @@ def test_who_waits_for_nothing_takes_what_was_prefetched(make, shelf):
     stored(make())
     coordinator = make(fetch="best_effort")
     assert run(coordinator, PROMPT[:13])[0] == 0
-    coordinator.prefixes.forget(stored=False)
-    coordinator.prefixes.prefetch(PROMPT)
-    while coordinator.prefixes.poll():
+    coordinator.keeper.forget(stored=False)
+    coordinator.keeper.prefetch(PROMPT)
+    while coordinator.keeper.poll():
         time.sleep(0.001)
     assert run(coordinator)[0] == 28
 
@@ -203,36 +204,36 @@ def test_what_nobody_waits_for_leaves_most_threads_alone(make, shelf, monkeypatc
     shelf.before = lambda call, keys: gate.wait(60) if call == "get" else None
     coordinator = make(fetch="timeout", wait_s=0.05, wait_s_per_1k=0)
     host = coordinator.manager.host
-    coordinator.prefixes.prefetch(PROMPT)
+    coordinator.keeper.prefetch(PROMPT)
     while not host.lent:
-        assert coordinator.prefixes.poll() == 1
+        assert coordinator.keeper.poll() == 1
     for _ in range(3):
-        assert coordinator.prefixes.poll() == 1
+        assert coordinator.keeper.poll() == 1
         assert len(asked) == len(host.lent) == 2
-    slot = coordinator.prefixes.begin(PROMPT)
+    slot = coordinator.keeper.begin(PROMPT)
     assert len(asked) == 7
     gate.set()
     coordinator.request_end(slot)
-    while coordinator.prefixes.poll() or host.lent:
+    while coordinator.keeper.poll() or host.lent:
         pass
 
 
 def test_what_is_prefetched_for_a_tenant_is_its_own(make):
     """Whoever looks when it comes, and within its quota."""
     first = make()
-    with first.prefixes.tenant("x"):
+    with first.keeper.tenant("x"):
         run(first)
         stored(first)
     host = first.manager.host
     size = host.bytes.numel() // host.num_pages
-    coordinator = make({"host_quotas": {"x": 3 * size}})
-    with coordinator.prefixes.tenant("x"):
-        coordinator.prefixes.prefetch(PROMPT)
-    while coordinator.prefixes.poll():
+    coordinator = make(params={"quotas": {"x": 3 * size}})
+    with coordinator.keeper.tenant("x"):
+        coordinator.keeper.prefetch(PROMPT)
+    while coordinator.keeper.poll():
         time.sleep(0.001)
     assert run(coordinator)[0] == 0
-    with coordinator.prefixes.tenant("x"):
-        assert coordinator.prefixes.length(PROMPT) == 12
+    with coordinator.keeper.tenant("x"):
+        assert coordinator.keeper.length(PROMPT) == 12
         assert run(coordinator)[0] == 28
 
 
@@ -242,11 +243,11 @@ def test_a_prefetch_gives_way_to_requests(make, shelf):
     gate = threading.Event()
     shelf.before = lambda call, keys: gate.wait(60) if call == "exists" else None
     coordinator = make({"max_tokens": 32, "max_requests": 1, "max_request_tokens": 32})
-    coordinator.prefixes.prefetch(PROMPT)
+    coordinator.keeper.prefetch(PROMPT)
     gate.set()
     host = coordinator.manager.host
     while not host.lent:
-        coordinator.prefixes.poll()
+        coordinator.keeper.poll()
     slot = coordinator.request_begin()
     coordinator.reserve(slot, 32)
     with pytest.raises(HostMemoryError):
@@ -276,10 +277,10 @@ def test_a_storage_that_fails_is_left_alone(make, shelf, monkeypatch, caplog, ca
         assert found in (0, 28)
         torch.testing.assert_close(outputs, expected, rtol=0, atol=0)
         stored(coordinator)
-        coordinator.prefixes.forget(stored=False)
+        coordinator.keeper.forget(stored=False)
     assert 1 <= len(asked) <= calls.FAILURES
-    assert "the cable is out" in coordinator.prefixes.storage.reason
-    assert coordinator.prefixes.counts.storage.failed == len(asked)
+    assert "the cable is out" in coordinator.keeper.storage.reason
+    assert coordinator.keeper.counts.storage.failed == len(asked)
     told = [record for record in caplog.records if record.name.startswith("topkv")]
     assert len(told) == (len(asked) == calls.FAILURES)
     for record in told:
@@ -314,7 +315,7 @@ def test_what_exists_is_believed_as_a_hint(make, shelf, monkeypatch, lie):
     stored(make())
     coordinator = make()
     told = lambda keys: len(keys) if lie == "all" else lie  # noqa: E731
-    monkeypatch.setattr(coordinator.prefixes.storage._storage, "exists", told)
+    monkeypatch.setattr(coordinator.keeper.storage._storage, "exists", told)
     for key in sorted(shelf.objects)[:1]:
         del shelf.objects[key]
     assert run(coordinator)[0] <= 28
@@ -332,7 +333,7 @@ def test_a_page_that_is_written_while_it_is_stored_is_not_stored(make, shelf):
     shelf.before = before
     slot = coordinator.request_begin()
     run_forward(coordinator, [slot], [], {slot: ROWS[:30]}, QUERIES[:, :30])
-    coordinator.prefixes.publish(slot, PROMPT)
+    coordinator.keeper.publish(slot, PROMPT)
     assert begun.wait(60)
     coordinator.truncate(slot, 14)  # the checksums are made
     run_forward(coordinator, [slot], [], {slot: ROWS[40:56]}, QUERIES[:, :16])
@@ -352,42 +353,10 @@ def test_an_interrupt_leaks_nothing(make, shelf, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(coordinator.prefixes.storage._calls.changed, "wait_for", interrupt)
+        patch.setattr(coordinator.keeper.storage._calls.changed, "wait_for", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(coordinator)
     while coordinator.manager.host.lent:
-        coordinator.prefixes.poll()
+        coordinator.keeper.poll()
     assert coordinator.manager.host.used == 0
     assert run(coordinator)[0] == 28
-
-
-@pytest.mark.parametrize(
-    ("storage", "reason"),
-    [
-        ("shelf", "storage must be a mapping such as"),
-        ({}, "storage: name is missing"),
-        ({"name": "shelf", "write": "behind"}, "storage: write must be one of 'write_through'"),
-        ({"name": "shelf", "wait": 3}, "storage: unknown key 'wait'; did you mean 'wait_s'"),
-        ({"name": "shelf", "quotas": {"a": "much"}}, "storage: quotas: 'a' must be"),
-        ({"name": "shelf", "quotas": []}, "storage: quotas must be a mapping of tenants"),
-        ({"name": "shelf", "limit_s": 0}, "storage: limit_s must be a number of seconds above 0"),
-        ({"name": "shelf", "quotas": {"\ud800": 1}}, "storage: quotas: '\\ud800' must be a name"),
-        ({"name": "shelf", "wait_s": -1}, "storage: wait_s must be a number of seconds"),
-        ({"name": "shelves"}, "unknown storage 'shelves': installed of kind storage: shelf"),
-        ({"name": "shelf", "params": {"board": 1}}, "unknown parameter 'board' of topkv-doubles"),
-    ],
-    ids=str,
-)
-def test_a_setting_that_is_wrong_is_refused(storage, reason):
-    with pytest.raises(ConfigError) as refused:
-        make_coordinator(tier("cpu"), prefix_cache="all", storage=storage)
-    assert any(each.startswith(reason) for each in refused.value.reasons), refused.value.reasons
-
-
-def test_a_storage_without_prefixes_is_refused():
-    storage = {"name": "shelf"}
-    with pytest.raises(ConfigError, match="storage keeps the pages that prefix_cache finds"):
-        make_coordinator(tier("cpu"), storage=storage)
-    with pytest.raises(ConfigError, match="storage must not be set where pages is 'engine'"):
-        make_coordinator(tier("cpu"), storage=storage, pages="engine")
-    assert StorageSettings(name="files").write == "write_through"

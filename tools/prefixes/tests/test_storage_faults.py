@@ -11,9 +11,9 @@ import torch
 from storage_driver import PROMPT, run, stored
 
 from topkv.errors import StorageError
-from topkv.hooks.storage import StorageUsage
 from topkv_prefixes import calls, fetching, tier
 from topkv_prefixes.calls import Workers, answer_of
+from topkv_prefixes.storage import StorageUsage
 from topkv_testing.machines.handed_over import on_a_shelf, run_interrupted
 from topkv_testing.machines.storage_faults import (
     in_a_child,
@@ -63,19 +63,19 @@ def test_a_wrong_answer_has_failed_and_nobody_waits(make_stored, shelf, monkeypa
     expected = run(make_stored())[1]
     stored(make_stored())
     coordinator = make_stored(fetch="wait_complete")
-    monkeypatch.setattr(coordinator.prefixes.storage._storage, hook, WRONG[wrong])
+    monkeypatch.setattr(coordinator.keeper.storage._storage, hook, WRONG[wrong])
     salt = b"x" if hook == "put" else b""
     found = []
     in_time(lambda: found.append(run(coordinator, salt=salt)))
     ((_, outputs),) = found
     torch.testing.assert_close(outputs, expected, rtol=0, atol=0)
     in_time(lambda: stored(coordinator))
-    counts = coordinator.prefixes.counts.storage
+    counts = coordinator.keeper.counts.storage
     assert counts.failed == 1
     assert counts.found == (28 if hook == "put" and not salt else 0)
     assert counts.dropped == (7 if hook == "put" else 0)
-    assert coordinator.prefixes.storage.reason.startswith("topkv-doubles ")
-    assert f"(storage 'shelf'): {hook}: " in coordinator.prefixes.storage.reason
+    assert coordinator.keeper.storage.reason.startswith("topkv-doubles ")
+    assert f"(storage 'shelf'): {hook}: " in coordinator.keeper.storage.reason
     in_time(coordinator.close)
 
 
@@ -89,13 +89,13 @@ def test_what_fails_in_a_thread_beside_hooks_is_counted(make_stored, shelf, monk
     for number in range(3):
         salt = bytes([number]) if module is tier else b""
         in_time(partial(run, coordinator, salt=salt))
-        coordinator.prefixes.forget(stored=False)
+        coordinator.keeper.forget(stored=False)
         in_time(lambda: stored(coordinator))
-    counts = coordinator.prefixes.counts.storage
+    counts = coordinator.keeper.counts.storage
     assert counts.failed == 3
     assert counts.found == 0
-    assert "a thread: MemoryError: no room for a checksum" in coordinator.prefixes.storage.reason
-    assert not coordinator.prefixes.storage._calls.available
+    assert "a thread: MemoryError: no room for a checksum" in coordinator.keeper.storage.reason
+    assert not coordinator.keeper.storage._calls.available
     in_time(coordinator.close)
 
 
@@ -103,16 +103,16 @@ def test_what_fails_in_a_thread_beside_hooks_is_counted(make_stored, shelf, monk
 def test_a_close_that_fails_is_told(make_stored, shelf, monkeypatch, how):
     coordinator = make_stored()
     run(coordinator)
-    monkeypatch.setattr(coordinator.prefixes.storage._storage, "close", raising(how))
+    monkeypatch.setattr(coordinator.keeper.storage._storage, "close", raising(how))
     with pytest.warns(RuntimeWarning, match=rf"{WHO}: close: {type(how).__name__}"):
         coordinator.close()
-    assert coordinator.prefixes.counts.storage.failed == 1
+    assert coordinator.keeper.counts.storage.failed == 1
     assert len(shelf.objects) == 7
 
 
 def test_a_close_that_hangs_is_left_behind(make_stored, shelf, monkeypatch):
     coordinator, gate = make_stored(limit_s=0.2), threading.Event()
-    monkeypatch.setattr(coordinator.prefixes.storage._storage, "close", lambda: gate.wait(60))
+    monkeypatch.setattr(coordinator.keeper.storage._storage, "close", lambda: gate.wait(60))
     with pytest.warns(RuntimeWarning, match="1 calls hang and are left behind"):
         coordinator.close()
     gate.set()
@@ -164,12 +164,12 @@ def test_a_child_leaves_the_storage_to_its_parent(make_stored, shelf, write):
         gate.wait(60)
 
     shelf.before = before
-    coordinator.prefixes.prefetch(PROMPT)
+    coordinator.keeper.prefetch(PROMPT)
     assert begun.wait(60)
     held, locked = threading.Event(), threading.Event()
 
     def hold():
-        with coordinator.prefixes.storage._calls.changed:
+        with coordinator.keeper.storage._calls.changed:
             locked.set()
             held.wait(60)
 
@@ -178,13 +178,13 @@ def test_a_child_leaves_the_storage_to_its_parent(make_stored, shelf, write):
     assert locked.wait(60)
 
     def life():
-        assert coordinator.prefixes.poll() == 0
+        assert coordinator.keeper.poll() == 0
         assert not coordinator.manager.host.lent
         found, outputs = run(coordinator)
         assert found == 0
         torch.testing.assert_close(outputs, expected, rtol=0, atol=0)
-        assert coordinator.prefixes.storage.reason.endswith("this one was forked from")
-        coordinator.prefixes.storage._storage.close = raising(AssertionError)
+        assert coordinator.keeper.storage.reason.endswith("this one was forked from")
+        coordinator.keeper.storage._storage.close = raising(AssertionError)
         coordinator.close()
 
     assert in_a_child(life)
@@ -201,12 +201,12 @@ def test_a_child_that_gets_pages_lets_go_of_them(make_stored, shelf):
     stored(make_stored())
     coordinator, gate = make_stored(), threading.Event()
     shelf.before = lambda call, keys: gate.wait(60) if call == "get" else None
-    coordinator.prefixes.prefetch(PROMPT)
+    coordinator.keeper.prefetch(PROMPT)
     while not coordinator.manager.host.lent:
-        coordinator.prefixes.poll()
+        coordinator.keeper.poll()
 
     def life():
-        assert coordinator.prefixes.poll() == 0
+        assert coordinator.keeper.poll() == 0
         assert coordinator.manager.host.used == 0
         coordinator.check_integrity()
         coordinator.close()
@@ -246,11 +246,11 @@ def test_scenes(on, run):
 def test_the_pause_of_a_storage_that_answers_wrongly(make_stored, shelf, monkeypatch, caplog):
     monkeypatch.setattr(calls, "FIRST_PAUSE", 3600.0)
     coordinator = make_stored()
-    monkeypatch.setattr(coordinator.prefixes.storage._storage, "put", lambda *arguments: True)
+    monkeypatch.setattr(coordinator.keeper.storage._storage, "put", lambda *arguments: True)
     for number in range(6):
         run(coordinator, salt=bytes([number]))
         in_time(lambda: stored(coordinator))
-    assert coordinator.prefixes.counts.storage.failed == calls.FAILURES
+    assert coordinator.keeper.counts.storage.failed == calls.FAILURES
     (told,) = (record.getMessage() for record in caplog.records)
     assert told.startswith("topkv-doubles ")
     assert "put: TypeError: expected true or false for each key, got True, of 7 keys" in told

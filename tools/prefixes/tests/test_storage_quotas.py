@@ -6,11 +6,11 @@ import pytest
 from attrs import evolve
 from storage_driver import PROMPT, run, stored
 
-from topkv.entries import Capabilities
 from topkv.errors import ConfigError
 from topkv_prefixes import fetching
 from topkv_prefixes.objects import owner_of
-from topkv_testing.machines.lifecycle_model import doubles, make_coordinator
+from topkv_testing.machines.kept import make_kept
+from topkv_testing.machines.lifecycle_model import doubles
 from topkv_testing.models.storage_doubles import SHELF
 from topkv_testing.tiers import tier
 
@@ -29,7 +29,7 @@ def test_tenants_stay_within_their_quotas(make, shelf):
     shelf.objects.clear()
     coordinator = make(quotas={"a": 3 * size, "*": 5 * size})
     for tenant in ("b", "a", "c", "", "a"):
-        with coordinator.prefixes.tenant(tenant):
+        with coordinator.keeper.tenant(tenant):
             for first in (100, 200):
                 run(coordinator, list(range(first, first + 30)))
                 stored(coordinator)
@@ -53,14 +53,14 @@ def test_the_first_pages_of_a_prompt_are_stored_last(make, shelf, monkeypatch):
     run(coordinator)
     stored(coordinator)
     kept = [*shelf.objects]
-    names = coordinator.prefixes._keys(PROMPT, b"")
-    keys = coordinator.prefixes.storage._keys(names)[: len(kept)]
+    names = coordinator.keeper._keys(PROMPT, b"")
+    keys = coordinator.keeper.storage._keys(names)[: len(kept)]
     assert kept == [key for at in range(len(keys) - 1 - (len(keys) - 1) % 2, -1, -2)
                     for key in keys[at : at + 2]]  # fmt: skip
 
 
 def test_quotas_want_a_storage_that_keeps_them(make):
-    plain = evolve(SHELF, name="plain", capabilities=Capabilities(tiers=("cpu",)))
+    plain = evolve(SHELF, name="plain", quotas=False)
     storage = {"name": "plain", "quotas": {"a": "1GiB"}}
     with pytest.raises(ConfigError, match="quotas must be left out"):
-        make_coordinator(tier("cpu"), registry=doubles(plain), prefix_cache="all", storage=storage)
+        make_kept(tier("cpu"), {"storage": storage}, registry=doubles(plain))

@@ -16,6 +16,7 @@ from topkv_prefixes.calls import Workers
 from topkv_simulate import tiers as simulated
 from topkv_simulate.tiers import Sizes
 from topkv_testing.machines.engine_pages import SHAPE, run_forward
+from topkv_testing.machines.kept import keeping
 from topkv_testing.machines.lifecycle_model import DIM, HEADS, LAYERS, doubles, make_coordinator
 from topkv_testing.tiers import tier
 
@@ -87,8 +88,7 @@ def coordinator_of(path, pages, objects=None, write="write_through", least=1):
         tier("cpu"),
         registry=doubles(*topkv_register_storages()),
         max_tokens=(pages - 5) * 4,
-        prefix_cache="all",
-        storage=storage,
+        pages=keeping(storage=storage),
     )
 
 
@@ -127,7 +127,7 @@ class Life:
         """Run a prompt, and an answer behind it."""
         if len(self.running) == RUNNING:
             self.end()
-        tokens, prefixes = prompt_of(drawn), self.coordinator.prefixes
+        tokens, prefixes = prompt_of(drawn), self.coordinator.keeper
         slot = prefixes.begin(tokens, salt)
         counts = prefixes.counts.storage
         found = self.coordinator.length(slot)
@@ -148,12 +148,12 @@ class Life:
 
     def end(self):
         slot, tokens, salt = self.running.pop(0)
-        self.coordinator.prefixes.publish(slot, tokens, salt)
+        self.coordinator.keeper.publish(slot, tokens, salt)
         self.settle()
         self.coordinator.request_end(slot)
 
     def fetch(self, drawn):
-        self.coordinator.prefixes.fetch(prompt_of(drawn), b"")
+        self.coordinator.keeper.fetch(prompt_of(drawn), b"")
 
     def fork(self):
         """Fork a request, and go on with both."""
@@ -177,4 +177,4 @@ class Life:
         self.running.append((slot, [*tokens[:length], 7, 7], salt))
 
     def forget(self, stored):
-        self.coordinator.prefixes.forget(stored)
+        self.coordinator.keeper.forget(stored)

@@ -148,7 +148,12 @@ def test_steps_that_come_past_are_refused(coordinator):
             forward(coordinator, 9, prefill=[(slot, 9)])
             coordinator.forward_begin(decode=[slot])
             attend(coordinator, 1)
-            engine.plan(path.view, path.lanes.ids, path.lanes.limit, path.loads.found)
+            engine.plan(
+                path.view,
+                path.lanes.selection.ids,
+                path.lanes.limit,
+                path.lanes.plans[path.loads.number],
+            )
             coordinator.forward_end()
             if ends:
                 coordinator.request_end(slot)

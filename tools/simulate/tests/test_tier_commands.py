@@ -64,16 +64,16 @@ def test_what_generate_finds_is_replayed(tmp_path):
         "max_requests": 2,
         "max_tokens": 208,
         "page_tokens": 16,
-        "prefix_cache": "all",
-        "storage": {
-            "name": "files",
-            "params": {"path": str(tmp_path / "pages"), "limit": "1GiB", "sync": False},
-            "least_tokens": 16,
-            "fetch": "wait_complete",
-        },
     }
+    storage = {
+        "name": "files",
+        "params": {"path": str(tmp_path / "pages"), "limit": "1GiB", "sync": False},
+        "least_tokens": 16,
+        "fetch": "wait_complete",
+    }
+    config["pages"] = {"name": "prefixes", "params": {"keep": "all", "storage": storage}}
     with attach(model, config, engine="transformers") as handle:
-        storage = handle.coordinator.prefixes.storage
+        storage = handle.coordinator.keeper.storage
         with asking(handle.coordinator) as recorder:
             chats = list(torch.randint(3, 64, (2, 1, 90)))
             for turn in range(3):

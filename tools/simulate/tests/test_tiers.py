@@ -20,14 +20,15 @@ from asked_histories import (
     sizes_of,
 )
 
-from topkv.config.storages import WRITES
 from topkv.errors import CapabilityError, RequestError
 from topkv_prefixes.pages import PrefixPages
+from topkv_prefixes.settings import WRITES
 from topkv_simulate import tiers as simulated
 from topkv_simulate.asked import Asked, Setup
 from topkv_simulate.asking import asking
 from topkv_simulate.tier_bound import most_found
 from topkv_simulate.tiers import Stored, Tiers
+from topkv_testing.machines.kept import keeping
 from topkv_testing.machines.lifecycle_model import make_coordinator
 from topkv_testing.tiers import tier
 
@@ -47,11 +48,11 @@ def lived(history, sizes, settle=None):
     """Run a history on a coordinator of these sizes; return what it found, did and asked for."""
     with tempfile.TemporaryDirectory() as path:
         coordinator = coordinator_of(path, *sizes)
-        storage = coordinator.prefixes.storage
+        storage = coordinator.keeper.storage
         try:
             with asking(coordinator) as recorder:
                 told = Life(coordinator, settle(storage) if settle else lambda: None).live(history)
-            counts = coordinator.prefixes.counts
+            counts = coordinator.keeper.counts
             done = [counts.asked, counts.found, counts.evicted]
             if storage:
                 storage.wait()
@@ -183,20 +184,20 @@ def test_a_recording_goes_through_a_file(tmp_path):
 
 
 def test_recording_begins_where_nothing_is_kept_and_leaves_nothing_behind():
-    with pytest.raises(CapabilityError, match="prefix_cache is 'off'"), asking(plain()):
+    with pytest.raises(CapabilityError, match="set pages to 'prefixes'"), asking(plain()):
         pass
     with pytest.raises(CapabilityError, match="all layers lie on the device"):
-        asking(plain(prefix_cache="all", layers={"0-3": "resident"})).__enter__()
-    with pytest.raises(CapabilityError, match="host_quotas are not replayed"):
-        asking(plain(prefix_cache="all", host_quotas={"*": "1GiB"})).__enter__()
-    coordinator = plain(prefix_cache="all")
-    before = {*vars(coordinator.prefixes)}, {*vars(coordinator.requests.pages)}
+        asking(plain(pages="prefixes", layers={"0-3": "resident"})).__enter__()
+    with pytest.raises(CapabilityError, match="quotas are not replayed"):
+        asking(plain(pages=keeping(quotas={"*": "1GiB"}))).__enter__()
+    coordinator = plain(pages="prefixes")
+    before = {*vars(coordinator.keeper)}, {*vars(coordinator.requests.pages)}
     with pytest.raises(RequestError, match="holds no request"), asking(coordinator):
         cut_short(coordinator)
-    assert ({*vars(coordinator.prefixes)}, {*vars(coordinator.requests.pages)}) == before
+    assert ({*vars(coordinator.keeper)}, {*vars(coordinator.requests.pages)}) == before
     with pytest.raises(RequestError, match="0 requests and 5 kept pages"), asking(coordinator):
         pass
-    coordinator.prefixes.forget()
+    coordinator.keeper.forget()
     slot = coordinator.request_begin()
     with pytest.raises(RequestError, match="1 requests and 0 kept"), asking(coordinator):
         pass

@@ -26,7 +26,7 @@ class LoweredGroup:
         params: of the algorithm, an instance of ``PluginEntry.parameters``.
         budget: attended tokens of a lane; 0 for dense layers.
         selected_as: the geometry that the algorithm's setup and views have: ``shape`` itself, or
-            the same lanes in units of one token where selections are regranulated.
+            the same lanes in units of one token where a stage regrains.
         indexed: the algorithm selects by the model's own indexer.
         tail: ``"forced"``, or ``"selectable"`` where the newest token competes in selections.
         scope: ``"kv_head"`` or ``"shared"``; with a single kv-head the shape is the same.
@@ -47,7 +47,7 @@ class LoweredGroup:
     selecting: tuple[int, ...] = ()
 
     @property
-    def regranulated(self) -> bool:
+    def regrained(self) -> bool:
         """True if tokens are selected, and the larger units that hold them stored and attended."""
         return self.selected_as.unit != self.shape.unit
 
@@ -108,7 +108,7 @@ class LoweredConfig(Settings[Never, int | None]):
         groups = []
         for group in self.groups:
             shape = group.shape
-            unit = f"{shape.unit} of tokens" if group.regranulated else shape.unit
+            unit = f"{shape.unit} of tokens" if group.regrained else shape.unit
             names = (show_ranges(shape.layers), shape.residency, group.algorithm or "dense")
             sizes = (shape.lane_heads, shape.select, shape.buffer_slots, shape.ring_slots)
             groups.append((*names, unit, *sizes))

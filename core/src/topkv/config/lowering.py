@@ -33,8 +33,7 @@ from topkv.config.sources import (
     pick,
     with_origin,
 )
-from topkv.config.stages import option_reasons
-from topkv.config.storages import StorageSettings
+from topkv.config.stages import Named, option_reasons, regrain_reasons
 from topkv.errors import CONFIG_REFUSED, ConfigError
 from topkv.kv.host_format import host_format_reasons
 from topkv.kv.layout import lay_out
@@ -73,15 +72,10 @@ def lower(
     known = Resolver(registry, reasons, _written(config, checkpoint, reasons))
     plans = plan_layers(known, model)
     lowered = _settle(known, plans, model, torch.device(device), max_positions)
-    lowered = _group(known, plans, lowered)
-    residencies = {group.shape.residency for group in lowered.groups}
-    if lowered.host_quotas and residencies == {"resident"}:
-        reasons.append(
-            "host_quotas limit nothing where all layers lie on the device; leave them out"
-        )
+    lowered = _keep(known, _group(known, plans, lowered))
     if reasons:
         raise ConfigError(CONFIG_REFUSED, dict.fromkeys(reasons))
-    return lowered
+    return evolve(lowered, settings=tuple(known.settings.values()))
 
 
 def _written(config: SparseConfig, checkpoint: Any, reasons: list[str]) -> Sources:
@@ -134,17 +128,6 @@ def _settle(
     values["max_request_tokens"] = -(-request // page) * page
     lowered = LoweredConfig(**values, device=device, model=model, num_pages=num_pages)
     reasons += format_reasons(model, lowered.kv_format)
-    if lowered.pages == "engine" and lowered.prefix_cache != "off":
-        reasons.append(
-            f"prefix_cache must be 'off' where pages is 'engine', got {lowered.prefix_cache!r}: "
-            "an engine that gives out pages keeps prefixes itself"
-        )
-    if lowered.host_quotas and lowered.prefix_cache == "off":
-        reasons.append(
-            "host_quotas limit what prefix_cache keeps, and that is 'off'; set it to 'prompt' or "
-            "'all', or leave them out"
-        )
-    lowered = _store(known, lowered)
     reasons += host_format_reasons(model, lowered.host_format)
     if lowered.prefill_block_tokens % page:
         reasons.append(
@@ -154,29 +137,20 @@ def _settle(
     return lowered
 
 
-def _store(known: Resolver, lowered: LoweredConfig) -> LoweredConfig:
-    """Give the storage, if there is one, the parameters of its plugin."""
-    asked = lowered.storage
-    if not isinstance(asked, StorageSettings):
+def _keep(known: Resolver, lowered: LoweredConfig) -> LoweredConfig:
+    """Give the keeper of pages, if there is one, the parameters of its plugin."""
+    asked = lowered.pages
+    if not isinstance(asked, Named):
         return lowered
-    if lowered.pages == "engine":
+    plugin, keeper = known.named("keeper", asked, "(pages)")
+    if plugin.entry is None:
         known.reasons.append(
-            f"storage must not be set where pages is 'engine', got {asked.name!r}: an engine that "
-            "gives out pages keeps what is below them itself"
+            f"pages must be 'core', 'engine' or a keeper that can be used, got {shown(asked.name)}"
         )
-    elif lowered.prefix_cache == "off":
-        known.reasons.append(
-            "storage keeps the pages that prefix_cache finds, and that is 'off'; set it to "
-            "'prompt' or 'all'"
-        )
-    plugin = known.plugin("storage", asked.name)
-    if asked.quotas and not plugin.capabilities.quotas:
-        known.reasons.append(
-            f"storage: quotas must be left out, for {plugin.who} keeps none; choose a storage "
-            "that does, or bound all tenants together by its own parameters"
-        )
-    params = known.params(plugin, asked.params, "(storage)")
-    return evolve(lowered, storage=evolve(asked, params=params))
+    elif hasattr(keeper.params, "settled"):  # see ``topkv.hooks.keeper``
+        keeper = evolve(keeper, params=keeper.params.settled(known, lowered))
+    known.keep(evolve(known.settings["pages"], value=keeper))
+    return evolve(lowered, pages=keeper)
 
 
 def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConfig:
@@ -210,7 +184,9 @@ def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConf
         known.reasons += [f"{why} {where})" for why in group_reasons(group, plan.buffer, lowered)]
         known.reasons += sharing_reasons(model, group)
         known.reasons += [f"{why} {where})" for why in option_reasons(group.stages)]
-        if group.stages and group.indexed:
+        stated = (plan.unit, plan.algorithm, plan.single_tokens)
+        known.reasons += [f"{why} {where})" for why in regrain_reasons(group.stages, *stated)]
+        if group.indexed and not all(stage.regrains for stage in group.stages):
             known.reasons.append(
                 "stages are given queries and keys, and the algorithm goes by the model's own "
                 f"indexer; leave stages out {where})"
@@ -225,8 +201,7 @@ def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConf
     _, size = lay_out(on_host, lowered.host_layout, lowered.num_pages)
     known.keep(Setting("host_pool_bytes", size, COMPUTED))
     known.reasons += host_reasons(size, lowered)
-    settings = tuple(known.settings.values())
-    return evolve(lowered, groups=tuple(groups), capturable=capturable, settings=settings)
+    return evolve(lowered, groups=tuple(groups), capturable=capturable)
 
 
 def _selecting(

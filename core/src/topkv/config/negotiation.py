@@ -35,18 +35,17 @@ class LayerPlan:
         scope: ``"shared"`` for dense layers.
         unit: tokens; 0 for dense layers, which are read page by page, until pages have a size.
         budget, buffer: tokens; 0 for dense layers.
-        selects: tokens of a unit that the algorithm selects: ``unit``, or 1 where selections are
-            regranulated.
+        selects: tokens of a unit that the algorithm selects: ``unit``, or 1 where a stage
+            regrains.
         params: an instance of ``PluginEntry.parameters``.
         stages: behind the algorithm, with instances of theirs.
         share: which layers of a group select, see ``LayerSettings``.
         tail: ``"forced"``, or ``"selectable"`` where the newest token competes in selections.
-            Forced where they are regranulated: only the ring has the open unit.
-        regranulate: the user allows regranulation; ``selects`` says whether it happens.
+            Forced where a stage regrains: only the ring has the open unit.
         single_tokens: the algorithm selects single tokens only.
         settings: the values with their origins.
 
-    The last three take no part in comparisons.
+    The last two take no part in comparisons.
     """
 
     residency: str
@@ -60,7 +59,6 @@ class LayerPlan:
     params: Any = field(factory=NoParameters)
     stages: tuple[StageSettings, ...] = ()
     share: str = "F"
-    regranulate: bool = field(default=False, eq=False)
     single_tokens: bool = field(default=False, eq=False)
     settings: tuple[Setting, ...] = field(default=(), eq=False)
 
@@ -100,8 +98,10 @@ def refusals(entry: PluginEntry, plan: LayerPlan, attention: str) -> Iterator[tu
     low, high = caps.units or (unit, unit)
     if not low <= unit <= high:
         change = f"change {'unit' if plan.sparse else 'page_tokens'}"
-        mend = _regranulation(kind, plan, too_small=unit < low)
-        yield f"takes units of {low} to {high} tokens", f"got {unit}: {change}{mend}"
+        lacks = plan.single_tokens and not any(stage.regrains for stage in plan.stages)
+        if lacks and (unit < low or kind != "backend"):
+            change += ", or add a stage that turns tokens into units"
+        yield f"takes units of {low} to {high} tokens", f"got {unit}: {change}"
 
 
 def all_refusals(entry: PluginEntry, plan: LayerPlan, config: LoweredConfig) -> Iterator[str]:
@@ -147,14 +147,3 @@ def _unless_in(
 ) -> Iterator[tuple[str, str]]:
     if offered is not None and value not in offered:  # None offers any
         yield f"takes {name} {', '.join(map(str, offered)) or 'none'}", f"got {value}"
-
-
-def _regranulation(kind: str, plan: LayerPlan, too_small: bool) -> str:
-    """The end of a reason against a unit: whether ``regranulate`` would help; may be empty."""
-    if not plan.sparse or kind not in READERS or kind == "stage":
-        return ""
-    if plan.single_tokens:
-        helps = not plan.regranulate and (kind == "algorithm" or too_small)
-        return ", or allow it: regranulate=True" if helps else ""
-    vain = plan.regranulate and kind == "algorithm"
-    return "; regranulate is for algorithms that select single tokens" if vain else ""

@@ -120,9 +120,10 @@ def sparse_plan(known: Resolver, rule: Sources) -> LayerPlan:
     capabilities = plugin.capabilities
     written = {**known.written, **rule}
     sources = {**plugin.defaults, **written}
-    allowed = pick(written, "regranulate")  # for users to allow, not for plugins
+    stages = pick(sources, "stages")
+    stages = evolve(stages, value=tuple(_stage(known, each, stages) for each in stages.value))
     unit = pick(sources, "unit")
-    tokens = allowed.value and capabilities.single_tokens
+    tokens = capabilities.single_tokens and any(stage.regrains for stage in stages.value)
     if tokens and "unit" not in written:
         unit = _readable(known, unit)
     budget = pick(sources, "budget")
@@ -134,10 +135,7 @@ def sparse_plan(known: Resolver, rule: Sources) -> LayerPlan:
     # Those that the user sets for all layers are the base algorithm's.
     of_base = base is not None and algorithm == base.value
     params, set_params = _params(known, plugin, sources if of_base else rule)
-    stages = pick(sources, "stages")
-    stages = evolve(stages, value=tuple(_stage(known, each, stages) for each in stages.value))
     share = pick(sources, "share")
-    whole = not tokens or unit.value == 1
     return LayerPlan(
         residency="sparse",
         algorithm=algorithm,
@@ -146,13 +144,12 @@ def sparse_plan(known: Resolver, rule: Sources) -> LayerPlan:
         budget=budget.value,
         buffer=buffer.value,
         selects=1 if tokens else unit.value,
-        tail=capabilities.tail if whole else "forced",
+        tail="forced" if tokens else capabilities.tail,
         params=params,
         stages=stages.value,
         share=share.value,
-        regranulate=allowed.value,
         single_tokens=capabilities.single_tokens,
-        settings=(unit, allowed, scope, budget, buffer, *set_params, stages, share),
+        settings=(unit, scope, budget, buffer, *set_params, stages, share),
     )
 
 
@@ -178,18 +175,18 @@ def _params(known: Resolver, plugin: Plugin, sources: Sources) -> tuple[Any, lis
 
 def _stage(known: Resolver, asked: StageSettings, stages: Setting) -> StageSettings:
     """A stage with the parameters of its plugin."""
-    plugin = known.plugin("stage", asked.name)
-    params = known.params(plugin, asked.params, f"({stages.origin}: stages)")
-    return evolve(asked, params=params, options=plugin.capabilities.options)
+    plugin, stage = known.named("stage", asked, f"({stages.origin}: stages)")
+    told = plugin.capabilities
+    return evolve(stage, options=told.options, regrains=told.regrains)
 
 
 def _observe(known: Resolver) -> None:
     """Keep the observers, with the parameters of their plugins, and let their defaults hold."""
     asked, found = pick(known.sources, "observers"), []
     for each in asked.value:
-        plugin = known.plugin("observer", each.name)
+        plugin, observer = known.named("observer", each, "(observers)")
         known.under(plugin.defaults)
-        found.append(evolve(each, params=known.params(plugin, each.params, "(observers)")))
+        found.append(observer)
     known.keep(evolve(asked, value=tuple(found)))
 
 

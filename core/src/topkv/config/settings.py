@@ -11,12 +11,11 @@ from typing import Any, Generic, TypeVar
 
 from attrs import field, fields, frozen
 
-from topkv.config import checks, stages, storages
+from topkv.config import checks, stages
 from topkv.config.checks import clean, one_of
 from topkv.config.files import read
 from topkv.config.layers import DENSE, overrides
-from topkv.config.stages import StageSettings
-from topkv.config.storages import StorageSettings
+from topkv.config.stages import Named, StageSettings
 from topkv.entries import IMPLS, SCOPES
 from topkv.errors import ConfigError
 from topkv.kv.host_format import HOST_FORMATS
@@ -55,22 +54,13 @@ class LayerSettings:
     unit: int | None = setting(checks.count, 16)
     """tokens selected and moved together, a power of two."""
 
-    regranulate: bool | None = setting(checks.flag, False)
-    """where the algorithm selects single tokens, store, move and attend them by the ``unit`` that
-    you set, or else by the smallest that the backend takes. Each selected token brings its whole
-    unit along, and the open unit is always attended; what this adds to the selection is counted
-    (``TransferReport.extra``). Changes nothing where the algorithm takes the unit itself.
-    Selections of several tokens are not regranulated: their algorithms recompute the open unit
-    from the ring, and no view shows a ring of one unit as one of another."""
-
     budget: int | None = setting(checks.count, 2048)
-    """attended tokens of a lane: sinks, window and tail included. Where selections are
-    regranulated it bounds the selected tokens and the tail unit, not the tokens that come along.
-    """
+    """attended tokens of a lane: sinks, window and tail included. Where a stage turns tokens into
+    units it bounds the selected tokens and the tail unit, not the tokens that come along."""
 
     buffer: int | None = setting(checks.count)
-    """tokens of the LRU buffer of a lane; twice the budget by default. Has to hold a selection; of
-    a regranulated one each token may be in a unit of its own."""
+    """tokens of the LRU buffer of a lane; twice the budget by default. Has to hold a selection;
+    where a stage turns tokens into units each token may be in a unit of its own."""
 
     params: Mapping[str, Any] | None = setting(checks.parameters)
     """parameters of the algorithm."""
@@ -103,7 +93,7 @@ class Settings(Generic[Unset, Size]):
 
     observers: Sequence[Any] | Unset = setting(stages.observers, ())
     """plugins that are called at every forward: names, or mappings with the ``name`` of one and
-    its ``params``; ``topkv.config.stages.ObserverSettings`` once lowered."""
+    its ``params``; ``topkv.config.stages.Named`` once lowered."""
 
     dense_layers: Sequence[int] | Unset = setting(checks.layer_numbers, ())
     """layers that attend to everything."""
@@ -114,9 +104,11 @@ class Settings(Generic[Unset, Size]):
     page_tokens: int | Unset = setting(checks.count, 64)
     """tokens of a page, the grain of allocation; ``max_request_tokens`` is rounded up to it."""
 
-    pages: str | Unset = setting(one_of(("core", "engine")), "core")
+    pages: str | Mapping[str, Any] | Named | Unset = setting(stages.pages, "core")
     """who gives out page ids: ``"core"``, or ``"engine"`` where an engine manages blocks of its
-    own and hands their ids over (``SparseCoordinator.request_begin``, ``request_add_pages``)."""
+    own and hands their ids over (``SparseCoordinator.request_begin``, ``request_add_pages``). A
+    plugin that keeps the core's pages when no request holds them, for others to take over, is
+    named instead, or given as a mapping with the ``name`` of one and its ``params``."""
 
     ring_tokens: int | Unset = setting(checks.count)
     """tokens of the ring of a lane, at least two units."""
@@ -124,22 +116,6 @@ class Settings(Generic[Unset, Size]):
     capture: str | Unset = setting(one_of(("off", "auto")), "auto")
     """``"auto"`` where the engine may record decode steps on a GPU and replay them, which its
     plugins have to allow, or ``"off"``."""
-
-    prefix_cache: str | Unset = setting(one_of(("off", "prompt", "all")), "off")
-    """which pages of earlier requests with the same first tokens a prompt takes over: none with
-    ``"off"``; with ``"prompt"`` pages of prompts, which attended to everything; with ``"all"``
-    pages of generated tokens too, as the next turn of a chat wants."""
-
-    storage: StorageSettings | Mapping[str, Any] | None = setting(storages.storage)
-    """where pages go that prompts may take over later, in other processes too: a mapping with the
-    ``name`` of a plugin and its ``params``, and ``write``, ``fetch``, ``wait_s``,
-    ``wait_s_per_1k``, ``least_tokens``, ``limit_s``, ``queue`` and ``quotas``, which the page on
-    prefixes explains. Nowhere by default; needs ``prefix_cache``."""
-
-    host_quotas: Mapping[str, int | str] | None = setting(storages.quotas)
-    """how much may be kept in host memory for each tenant (``Prefixes.tenant``), of pages that no
-    request holds: a mapping of names to bytes or a text such as ``"4GiB"``, with ``"*"`` for those
-    that it does not name. Who has no quota keeps what room there is; needs ``prefix_cache``."""
 
     compile: bool | Unset = setting(checks.flag, False)
     """have the engine compile the layers of the decode steps that it captures, which fuses their
@@ -202,7 +178,7 @@ class SparseConfig(Settings[None, int | str | None], LayerSettings):
         overrides(_metadata(LayerSettings, "check"))
     )
     """overrides by layer range: ``{"0-1": "resident", "2-": "quest", "5": {...}}``; a mapping
-    takes residency, algorithm, scope, unit, regranulate, budget, buffer, params, stages and share.
+    takes residency, algorithm, scope, unit, budget, buffer, params, stages and share.
     Where several name a layer, what is written later wins. They beat ``dense_layers``."""
 
     def as_dict(self) -> dict[str, Any]:

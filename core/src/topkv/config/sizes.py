@@ -95,9 +95,9 @@ def _selection_reasons(group: LoweredGroup, buffer: int, config: LoweredConfig) 
     unit, select, slots = shape.unit, shape.select, shape.buffer_slots
     page, ring = config.page_tokens, config.ring_tokens
     least, least_named, scattered = unit + selected_as.unit, "two units", ""
-    if group.regranulated:
+    if group.regrained:
         least_named = "a unit and a token"
-        scattered = f" (regranulated, each of {budget - unit} tokens may lie in one of its own)"
+        scattered = f" (each of {budget - unit} tokens may lie in one of its own)"
     if unit & (unit - 1):
         yield f"unit must be a power of two, got {unit}"
     elif page % unit:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from attrs import Factory, define, field, frozen
+from attrs import Factory, define, evolve, field, frozen
 
 from topkv.config.checks import Refused, clean
 from topkv.config.settings import CHECKS, DEFAULTS
+from topkv.config.stages import N
 from topkv.entries import Capabilities, NoParameters, PluginEntry
 from topkv.errors import PluginError
 from topkv.parameters import make
@@ -120,8 +121,13 @@ class Resolver:
         try:
             return make(plugin.entry.parameters, given, plugin.who)
         except Refused as error:
-            self.reasons += [f"{reason} {where}" for reason in error.reasons]
+            self.reasons += [f"{reason} {where}".rstrip() for reason in error.reasons]
             return error.good
+
+    def named(self, kind: str, asked: N, where: str) -> tuple[Plugin, N]:
+        """A plugin that a setting names, and the setting with all parameters of it."""
+        plugin = self.plugin(kind, asked.name)
+        return plugin, evolve(asked, params=self.params(plugin, asked.params or {}, where))
 
     def under(self, defaults: Sources) -> None:
         """Let defaults hold from here on, wherever no stronger source says anything."""

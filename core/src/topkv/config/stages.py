@@ -1,9 +1,10 @@
-"""The settings ``stages`` and ``observers``: plugins in order, with their parameters."""
+"""Plugins that settings name with their parameters: ``stages`` behind the algorithm, in order,
+``observers``, and ``pages`` of a keeper."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from attrs import field, frozen
@@ -14,8 +15,8 @@ from topkv.messages import shown
 
 
 @frozen(repr=False)
-class ObserverSettings:
-    """One entry of the setting ``observers``, checked.
+class Named:
+    """A plugin and its parameters, checked.
 
     Attributes:
         name: of the plugin.
@@ -26,24 +27,26 @@ class ObserverSettings:
     params: Any = field(factory=dict)
 
     def __repr__(self) -> str:
-        if not isinstance(self.params, Mapping):
-            return f"{self.name}({str(self.params).partition('(')[2]}"
-        given = ", ".join(f"{name}={value!r}" for name, value in sorted(self.params.items()))
-        return f"{self.name}({given})"
+        if isinstance(self.params, Mapping):  # there may be a password in one
+            return f"{self.name}({', '.join(f'{name}=...' for name in sorted(self.params))})"
+        return f"{self.name}({str(self.params).partition('(')[2]}"
+
+
+N = TypeVar("N", bound=Named)
 
 
 @frozen(repr=False)
-class StageSettings(ObserverSettings):
+class StageSettings(Named):
     """One entry of the setting ``stages``, checked.
 
     Attributes:
+        name, params: as of ``Named``.
         options: of attention that the plugin asks of the backend; known once lowered.
+        regrains: it turns tokens into units; known once lowered.
     """
 
     options: tuple[str, ...] = ()
-
-
-Settings = TypeVar("Settings", bound=ObserverSettings)
+    regrains: bool = False
 
 
 def options_of(asked: Iterable[StageSettings]) -> dict[str, Any]:
@@ -60,6 +63,27 @@ def option_reasons(asked: Iterable[StageSettings]) -> Iterator[str]:
             yield f"option {option!r} of attention is set by {count} stages, {names}; leave one"
 
 
+def regrain_reasons(
+    asked: Sequence[StageSettings], unit: int, algorithm: str | None, single_tokens: bool
+) -> Iterator[str]:
+    """Reasons against a stage that regrains: it is the last one, behind an algorithm that selects
+    single tokens, and its units are larger."""
+    for place, stage in enumerate(asked):
+        if not stage.regrains:
+            continue
+        behind = ", ".join(repr(each.name) for each in asked[place + 1 :])
+        who = f"stage {stage.name!r} turns tokens into units"
+        if behind:
+            yield f"{who}, so no stage can stand behind it, got {behind}; list it last, once"
+        if algorithm and not single_tokens:
+            yield (
+                f"{who}, and algorithm {algorithm!r} does not select single tokens alone; leave "
+                "the stage out"
+            )
+        elif unit == 1:
+            yield f"{who} of several tokens, got unit 1; set a larger unit, or leave it out"
+
+
 MOST = 8
 """Stages of a group, and observers of a coordinator."""
 
@@ -71,26 +95,39 @@ def stages(value: Any) -> tuple[StageSettings, ...]:
     return _listed(value, StageSettings)
 
 
-def observers(value: Any) -> tuple[ObserverSettings, ...]:
+def observers(value: Any) -> tuple[Named, ...]:
     """A check: gives the observers in order, or raises ``Refused`` with every reason."""
-    found = _listed(value, ObserverSettings)
+    found = _listed(value, Named)
     need(len({each.name for each in found}) == len(found), "name each plugin once", value)
     return found
 
 
-def _listed(value: Any, cls: type[Settings]) -> tuple[Settings, ...]:
+def _listed(value: Any, cls: type[N]) -> tuple[N, ...]:
     listed = isinstance(value, (list, tuple))
     need(listed, "be a list of names, or of mappings with name and params", value)
     need(len(value) <= MOST, f"name at most {MOST} plugins", value)
     reasons: list[str] = []
-    found = [_plugin(item, cls, f"[{number}]", reasons) for number, item in enumerate(value)]
+    found = [_named(item, cls, f"[{number}]", reasons) for number, item in enumerate(value)]
     good = tuple(each for each in found if each)
     if reasons:
         raise Refused(reasons, good)
     return good
 
 
-def _plugin(item: Any, cls: type[Settings], where: str, reasons: list[str]) -> Settings | None:
+def pages(value: Any) -> str | Named:
+    """A check of the setting ``pages``: gives a plugin unless the core or an engine is meant."""
+    if value in ("core", "engine"):
+        return str(value)
+    right = isinstance(value, (str, Named)) or (isinstance(value, Mapping) and "name" in value)
+    need(right, "be 'core', 'engine', the name of a plugin, or a mapping with name", value)
+    reasons: list[str] = []
+    found = _named(value, Named, ":", reasons)
+    if found is None or reasons:
+        raise Refused(reasons, "core")
+    return found
+
+
+def _named(item: Any, cls: type[N], where: str, reasons: list[str]) -> N | None:
     if isinstance(item, cls):
         return item
     asked = {"name": item} if isinstance(item, str) else item

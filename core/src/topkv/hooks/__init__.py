@@ -1,7 +1,7 @@
 """Hook specs: the methods that a plugin of each kind implements.
 
 Each kind has a page: ``algorithm`` (read it first), ``backend``, ``transfer``, ``eviction``,
-``topk``, ``engine``, ``observer``, ``storage``, and ``stage`` for stages behind an
+``topk``, ``engine``, ``observer``, ``keeper``, and ``stage`` for stages behind an
 algorithm. A page holds the argument of the kind's factory, such as ``AlgorithmSetup``, and a
 Protocol whose marked methods are the specs. ``discovery`` has the marks ``hookspec`` and
 ``hookimpl``, and the hooks by which a package returns its entries

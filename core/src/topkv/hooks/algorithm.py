@@ -20,8 +20,14 @@ turns to decode and at every full period, then ``update`` and ``retrieve_topk`` 
 ``correct`` behind its attention. A fork copies what is keyed by slot and shares full pages;
 ``truncated`` reports a rollback or a truncation.
 
-Not there yet, and refused: several queries a row (Q is 1). Pages are shared by forks, and by
-requests with equal first tokens where ``AlgorithmSpec.prefix`` allows it.
+A row may verify several drafted tokens at once: it appends up to Q of them, and has a query for
+each (``StepTensors.appended``). An algorithm states the largest Q that it takes
+(``Capabilities.queries``) and gets the largest of the configuration (``max_queries``). All queries
+of a row share one selection a lane, made as if they were further query heads of the lane; tokens
+that are rejected are rolled back, see ``truncated``.
+
+Pages are shared by forks, and by requests with equal first tokens where ``AlgorithmSpec.prefix``
+allows it.
 """
 
 from __future__ import annotations
@@ -37,7 +43,10 @@ from torch import Tensor
 
 from topkv.hooks.discovery import hookspec, optional
 from topkv.hooks.topk import TopK
-from topkv.types import GroupShape, LayerView, ModelShape
+from topkv.types import GroupShape, LayerView, ModelShape, Selection
+
+ORDERS = ("any", "score", "unit")
+"""Orders of the ids of a selection, see ``AlgorithmSpec``."""
 
 
 @frozen
@@ -88,6 +97,12 @@ class AlgorithmSpec:
             ``"replay"``, after ``construct`` has seen the keys again; ``"none"``.
         prompt_tail: last prompt tokens that must be computed all the same, for algorithms that
             look at the queries of a prompt's end.
+        undo: most tokens that ``truncated`` can take back where the algorithm accumulates over
+            steps, what each token was attended, say. The core refuses to take back more. None for
+            any number, as of algorithms that make what they keep of keys anew.
+        scores: selections have scores where a stage reads them, see ``topkv.types.Selection``.
+        order: order of the ids of a selection: ``"any"``; ``"score"``, best first; ``"unit"``,
+            ascending. Entries of -1 stand behind all others unless it is ``"any"``.
         heads: heads that a selection depends on: ``"own"``, the heads of its lane and no others;
             ``"all"``, all heads of the layer, which no rank of several has; ``"none"``, none:
             it depends on places alone.
@@ -100,6 +115,9 @@ class AlgorithmSpec:
     ring_tokens: int = field(default=0, validator=ge(0))
     prefix: str = field(default="pages", validator=in_(("pages", "replay", "none")))
     prompt_tail: int = field(default=0, validator=ge(0))
+    undo: int | None = field(default=None, validator=or_none(ge(0)))
+    scores: bool = False
+    order: str = field(default="any", validator=in_(ORDERS))
     heads: str = field(default="own", validator=in_(("own", "all", "none")))
 
 
@@ -109,10 +127,10 @@ class AlgorithmSetup:
 
     Attributes:
         model: geometry of the attention layers.
-        group: the group as the algorithm sees it: in units of one token where its selections are
-            regranulated.
+        group: the group as the algorithm sees it: in units of one token where a stage regrains.
         params: instance of ``PluginEntry.parameters`` with the values that hold here.
         device: where it will run.
+        max_queries: most queries Q of a row.
         topk: ``topk(rows, columns, select)`` makes exact top-k with its scratch, for at most
             ``rows`` x ``columns`` scores, of the implementation that the configuration names.
             Pass it to ``topkv.ops.topk.topk``. Calls that share one must not overlap.
@@ -123,6 +141,7 @@ class AlgorithmSetup:
     params: Any
     device: torch.device
     topk: Callable[[int, int, int], TopK]
+    max_queries: int = 1
 
 
 class History(Protocol):
@@ -184,38 +203,48 @@ class Algorithm(Protocol):
 
     @hookspec
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        """Follow the token that each decode row appended. Hot.
+        """Follow the tokens that each decode row appended. Hot.
 
         Args:
             layer: the layer; the open unit of a row is ring position
                 ``((length - 1) // unit) % T`` and holds ``(length - 1) % unit + 1`` tokens, the
-                new one included. Rows with ``appended == 0`` change nothing.
-            k, v: ``[B, Hkv, D]`` post-RoPE keys, and values, of the new tokens.
+                new ones included. Rows with ``appended == 0`` change nothing.
+            k, v: ``[B, Q, Hkv, D]`` post-RoPE keys, and values, of the new tokens; those from
+                ``appended`` on are padding.
 
-        Recomputes the open unit from the ring. An algorithm that takes units of one token alone
-        has it in ``k``, and no ring where the core regranulates its selections: its
-        ``layer.group`` is then in tokens, whatever the units are that are stored and attended.
+        Recomputes the units that got tokens from the ring, which has them all. An algorithm that
+        takes units of one token alone has them in ``k``, and no ring where a stage regrains its
+        selections: its ``layer.group`` is then in tokens, whatever the units are that are stored
+        and attended.
         """
 
     @hookspec
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
         """Select. Hot.
 
         Args:
             layer: the layer. Selectable are closed units ``0 .. (length - 1) // unit - 1`` of each
-                row (``0 .. length - 1`` where the tail is selectable).
+                row (``0 .. length - 1`` where the tail is selectable); of a row that appends
+                several tokens ``0 .. (length - appended) // unit - 1``, for the others are
+                attended anyway.
             q: ``[B, Q, H, D]`` post-RoPE queries.
-            weights: fp32 ``[B, H^I]`` of a model whose indexer has weights, else None.
-            ids: int32 ``[N, K]``, owned by the core, every element to be written: logical unit
-                ids, unique in a row, -1 anywhere, all -1 in padded rows. Lane
-                ``b * lane_heads + head``.
+            weights: fp32 ``[B, Q, H^I]`` of a model whose indexer has weights, else None.
+            out: memory for the selection, owned by the core: ``ids`` int32 ``[N, K]``, and
+                ``scores`` fp32 ``[N, K]`` where the spec says that there are some and a stage
+                reads them, else None.
+
+        Returns:
+            The selection, every element defined: ``out``, or tensors of its own of the same
+            shapes, which nobody writes until the next call for a layer of the group.
         """
 
     @optional
     @hookspec
-    def correct(self, layer: LayerView, q: Tensor, ids: Tensor, out: Tensor, lse: Tensor) -> None:
+    def correct(
+        self, layer: LayerView, q: Tensor, selection: Selection, out: Tensor, lse: Tensor
+    ) -> None:
         """Correct the attention output in place by an estimate for units that were left out. Hot.
 
         With part and part_lse for the units that were left out, attention over both is
@@ -225,8 +254,8 @@ class Algorithm(Protocol):
         Args:
             layer: the layer.
             q: ``[B, Q, H, D]`` post-RoPE queries.
-            ids: int32 ``[N, K]`` the selection as the last of algorithm and stages left it, only
-                read. Attended are its closed units, and the open one.
+            selection: as the last of algorithm and stages left it, only read. Attended are its
+                closed units, and the open one.
             out: ``[B, Q, H, Dv]`` in the dtype of q, rows at any stride: the attention output.
                 Where nothing was left out, and in padded rows, it stays as it is, to the bit.
             lse: fp32 ``[B, Q, H]``, contiguous: its natural log-sum-exp, -inf in padded rows.
@@ -266,7 +295,10 @@ class Algorithm(Protocol):
         forward that was dropped. Cold.
 
         For algorithms that derive request state from decoded tokens. Representations of units need
-        nothing: a unit that is written again is represented again.
+        nothing: a unit that is written again is represented again. One that accumulates over steps
+        keeps what it had before each of the last ``AlgorithmSpec.undo`` tokens, in a pool of grain
+        ``"request"`` by position, and goes back to it here. A step that was dropped has
+        accumulated for the token behind ``length``, too.
 
         Args:
             layer: the layer.

@@ -35,6 +35,7 @@ class BackendSetup:
         group: the group.
         device: where it will run.
         max_batch: most decode rows of a step.
+        max_queries: most queries Q of a row.
         group_size: query heads per kv-head that ``attend`` is called with: those of the model, and
             further ones that a stage of the group adds.
         options: options of decode attention that stages of the group ask for, by name, each with
@@ -49,6 +50,7 @@ class BackendSetup:
     max_batch: int
     group_size: int
     options: Mapping[str, Any] = field(factory=dict)
+    max_queries: int = 1
 
 
 class Backend(Protocol):
@@ -82,7 +84,10 @@ class Backend(Protocol):
 
         Args:
             q: ``[B, Q, H, D]`` queries, rows at any stride. Lane ``b * lane_heads + h`` has the
-                heads ``h * (H / lane_heads) ..``; those of one kv-head are adjacent. Q is 1.
+                heads ``h * (H / lane_heads) ..``; those of one kv-head are adjacent. Where Q is
+                larger than 1, query i of row b sees the first
+                ``lengths[n] - (tables.queries[b] - 1 - i)`` tokens of its lane's list, and queries
+                from ``tables.queries[b]`` on are padding, of any bits.
             k, v: ``[slots, heads_per_lane, unit, D]`` strided views.
             tables: ``table`` int32 ``[N, W]`` indices into the first dimension of ``k`` and ``v``;
                 ``lengths`` int32 ``[N]``: the first ``lengths[n]`` tokens of the units in table
@@ -91,7 +96,8 @@ class Backend(Protocol):
             out: ``[B, Q, H, Dv]`` in the dtype of q, rows at any stride, owned by the caller.
             lse: fp32 ``[B, Q, H]``, contiguous: natural log-sum-exp of the scaled logits.
 
-        A lane of length 0 gives ``out`` 0 and ``lse`` -inf. Every element is written. What the
+        A lane of length 0 gives ``out`` 0 and ``lse`` -inf, and so does a query that is padding.
+        Every element is written. What the
         buffers hold behind ``lengths`` (NaN, say) has no influence.
         """
 

@@ -17,6 +17,12 @@ nor triton and implements the hooks of the kinds that it offers::
             )
         ]
 
+The hook of a kind is named after it and returns ``list[PluginEntry]``:
+``topkv_register_algorithms``,
+``topkv_register_backends``, ``topkv_register_transfers``, ``topkv_register_evictions``,
+``topkv_register_topks``, ``topkv_register_engines``, ``topkv_register_observers``,
+``topkv_register_stages``, ``topkv_register_keepers``. A kind of another package is named likewise.
+
 ``topkv new NAME --kind algorithm`` writes such a package.
 """
 
@@ -26,8 +32,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pluggy
-
-from topkv.entries import PluginEntry
 
 Spec = TypeVar("Spec", bound=Callable[..., Any])
 
@@ -41,48 +45,3 @@ def optional(spec: Spec) -> Spec:
     """Mark a hook spec that an instance may leave out."""
     setattr(spec, OPTIONAL, True)
     return spec
-
-
-@hookspec
-def topkv_register_algorithms() -> list[PluginEntry]:  # type: ignore[empty-body]
-    """Selection algorithms; factories follow ``topkv.hooks.algorithm``."""
-
-
-@hookspec
-def topkv_register_backends() -> list[PluginEntry]:  # type: ignore[empty-body]
-    """Attention backends; factories follow ``topkv.hooks.backend``."""
-
-
-@hookspec
-def topkv_register_transfers() -> list[PluginEntry]:  # type: ignore[empty-body]
-    """Transfer engines; factories follow ``topkv.hooks.transfer``."""
-
-
-@hookspec
-def topkv_register_evictions() -> list[PluginEntry]:  # type: ignore[empty-body]
-    """Eviction policies; factories follow ``topkv.hooks.eviction``."""
-
-
-@hookspec
-def topkv_register_topks() -> list[PluginEntry]:  # type: ignore[empty-body]
-    """Implementations of exact top-k; factories follow ``topkv.hooks.topk``."""
-
-
-@hookspec
-def topkv_register_engines() -> list[PluginEntry]:  # type: ignore[empty-body]
-    """Engine integrations; factories follow ``topkv.hooks.engine``."""
-
-
-@hookspec
-def topkv_register_observers() -> list[PluginEntry]:  # type: ignore[empty-body]
-    """Observers; factories follow ``topkv.hooks.observer``."""
-
-
-@hookspec
-def topkv_register_stages() -> list[PluginEntry]:  # type: ignore[empty-body]
-    """Stages; factories follow ``topkv.hooks.stage``."""
-
-
-@hookspec
-def topkv_register_storages() -> list[PluginEntry]:  # type: ignore[empty-body]
-    """Storages; factories follow ``topkv.hooks.storage``."""

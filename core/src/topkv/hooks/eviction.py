@@ -10,8 +10,9 @@ of C elements. The kernel gets blocks that are padded to a power of two, so that
 C: it takes C from ``slots``. Lanes behind C are neither stale nor hit, and what a policy gives for
 them is not used.
 
-A policy sees ranks alone. Scores of the selection, parameters, and state of a slot that outlives a
-step have no place: what they save is in ``benchmarks/results/eviction.log.xz``, and does not pay.
+A policy may keep one int32 for each slot from step to step, a count or a mark, say: it then has
+``new_state``, and ``new_state_kernel`` beside it. Scores of the selection have no place: what they
+save is in ``benchmarks/results/eviction.log.xz``, and does not pay.
 
 ``topkv_testing.evictions.EvictionTests`` of topkv-testing tests a policy.
 """
@@ -24,7 +25,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from topkv.hooks.discovery import hookspec
+from topkv.hooks.discovery import hookspec, optional
 
 
 @frozen
@@ -51,6 +52,7 @@ class Eviction(Protocol):
         stale_count: Tensor,
         misses: Tensor,
         slots: int,
+        state: Tensor,
     ) -> Tensor:
         """Return the position of each slot in the eviction order after the step; 0 goes first.
 
@@ -65,8 +67,28 @@ class Eviction(Protocol):
             stale_count: stale slots of the lane, a tensor of no dimension.
             misses: victims of the lane, likewise; never more than ``stale_count``.
             slots: C, an int; a ``tl.constexpr`` in the kernel.
+            state: int32 ``[C]`` what ``new_state`` has just given; zeros without it.
 
         Returns:
             ``[C]`` a permutation of ``0 .. C - 1``. What is none loses slots or holds them twice,
             and attention reads other units than were selected: nothing on the way checks it.
+        """
+
+    @optional
+    @hookspec
+    def new_state(
+        self, state: Tensor, stale: Tensor, stale_rank: Tensor, misses: Tensor, slots: int
+    ) -> Tensor:
+        """Return the state of each slot after the step.
+
+        The core moves it to the slot's new position, and begins with zeros when a request begins
+        or its buffer is filled anew. Lanes that hold all of their units are not asked.
+
+        Args:
+            state: int32 ``[C]`` of each slot before the step, 0 at first.
+            stale, stale_rank, misses, slots: as in ``new_position``. A slot that is no victim and
+                not stale was hit; a victim holds another unit from now on.
+
+        Returns:
+            int32 ``[C]``.
         """

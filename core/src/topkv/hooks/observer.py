@@ -77,7 +77,7 @@ class Observer(Protocol):
 
         Args:
             layers: paths of the sparse layers, in order. An observer may go by their ``view``,
-                ``lanes`` and ``loads``.
+                ``algorithm``, ``lanes`` and ``loads``.
 
         Returns:
             A counter, which reports have in ``counts`` under the name of the observer, or None.

@@ -35,12 +35,18 @@ factory of the stage is asked first, so that it checks the parameters for all ba
 that does nothing else has no ``refine``, no ``correct``, no representations, and no call in any
 step.
 
+A stage whose entry says ``regrains`` turns tokens into units, so that an algorithm of single
+tokens goes with larger units that are stored, moved and attended: candidates of its ``refine`` are
+tokens, ``ids`` the closed units of ``layer.group`` that hold them. It is the last one, does
+nothing else, and its ``layer`` shows neither ring nor pools. The buffer has room for a unit of
+each token, so no token needs to be lost.
+
 A stage does not know which candidates its algorithm promises to select, such as sinks: one that
 should keep them has a parameter for it. Defaults of a stage's entry are not read.
 
 Not there yet, and refused: stages behind an algorithm that uses the model's own indexer, or that
-selects for the rows of a prompt too (``retrieve_prompt``); ``correct`` where the algorithm selects
-tokens of larger units; ``keep`` where an engine gives out the pages. Stages that ask further
+selects for the rows of a prompt too (``retrieve_prompt``), except one that regrains; ``correct``
+where one regrains; ``keep`` where an engine gives out the pages. Stages that ask further
 queries (``queries``) or guess a selection (``predict``): there are no such hooks, and a class that
 marks one of them is refused.
 
@@ -53,12 +59,12 @@ from typing import Any, Protocol
 
 import torch
 from attrs import field, frozen
-from attrs.validators import ge
+from attrs.validators import ge, in_
 from torch import Tensor
 
-from topkv.hooks.algorithm import RepresentationSpec
+from topkv.hooks.algorithm import ORDERS, RepresentationSpec
 from topkv.hooks.discovery import hookspec, optional
-from topkv.types import GroupShape, LayerView, ModelShape
+from topkv.types import GroupShape, LayerView, ModelShape, Selection
 
 
 @frozen
@@ -88,11 +94,20 @@ class StageSpec:
             ``K' = min(widen * K, group.max_units)`` candidates; 1 for one that only drops some,
             or has no ``refine``.
         keeping: when ``keep`` is asked, and what stays; None without it.
+        reads_scores: ``refine`` reads the scores of its candidates. The core refuses the stage
+            behind an algorithm or a stage that gives none.
+        reads_order: order of the candidates that ``refine`` needs, of
+            ``topkv.hooks.algorithm.ORDERS``; the core refuses candidates of another one.
+        scores, order: of what ``refine`` leaves, as in ``AlgorithmSpec``.
     """
 
     representations: tuple[RepresentationSpec, ...] = ()
     widen: int = field(default=1, validator=ge(1))
     keeping: Keeping | None = None
+    reads_scores: bool = False
+    reads_order: str = field(default="any", validator=in_(ORDERS))
+    scores: bool = False
+    order: str = field(default="any", validator=in_(ORDERS))
 
 
 @frozen
@@ -101,16 +116,19 @@ class StageSetup:
 
     Attributes:
         model: geometry of the attention layers.
-        group: the group as the algorithm sees it: in units of one token where its selections are
-            regranulated. ``group.select`` is K, the width of what this stage leaves.
+        group: the group as the algorithm sees it, in units of one token where a stage behind this
+            one regrains; of that stage as it is stored. ``group.select`` is K, the width of what
+            this stage leaves.
         params: instance of ``PluginEntry.parameters`` with the values that hold here.
         device: where it will run.
+        max_queries: most queries Q of a row, see ``topkv.hooks.algorithm``.
     """
 
     model: ModelShape
     group: GroupShape
     params: Any
     device: torch.device
+    max_queries: int = 1
 
 
 class Stage(Protocol):
@@ -142,29 +160,36 @@ class Stage(Protocol):
 
     @optional
     @hookspec
-    def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
+    def refine(
+        self, layer: LayerView, q: Tensor, candidates: Selection, out: Selection
+    ) -> Selection:
         """Choose among candidates. Hot.
 
         Args:
             layer: the layer; ``layer.group.select`` is K.
             q: ``[B, Q, H, D]`` post-RoPE queries.
-            candidates: int32 ``[N, K']`` logical units as the algorithm, or the stage before, left
-                them: unique in a row, in any order, -1 anywhere, all -1 in padded rows. Owned by
-                the core, and only read. Lane ``b * lane_heads + head``.
-            ids: int32 ``[N, K]``, owned by the core, every element to be written: some of the
-                row's candidates, each once, -1 anywhere, all -1 in padded rows. Which ones does
-                not depend on the order of the candidates: each top-k has an order of its own.
+            candidates: K' units, or tokens for a stage that regrains, as the algorithm, or the
+                stage before, left them, with scores where ``StageSpec.reads_scores``. Only read.
+            out: memory for K units, owned by the core; ``scores`` where the spec says that there
+                are some and the next stage reads them, else None.
+
+        Returns:
+            Some of the row's candidates, or of the units that hold them, each once: ``out``, or
+            tensors of its own as in ``Algorithm.retrieve_topk``. Which ones does not depend on the
+            order of the candidates, unless ``StageSpec.reads_order`` asks for one: each top-k has
+            an order of its own.
         """
 
     @optional
     @hookspec
-    def correct(self, layer: LayerView, q: Tensor, ids: Tensor, out: Tensor, lse: Tensor) -> None:
+    def correct(
+        self, layer: LayerView, q: Tensor, selection: Selection, out: Tensor, lse: Tensor
+    ) -> None:
         """Correct the attention output in place by an estimate for units that were left out. Hot.
 
         Args:
             layer: the layer.
-            q, out, lse: as in ``Algorithm.correct``.
-            ids: int32 ``[N, K]`` units that the last stage left, -1 anywhere; only read.
+            q, selection, out, lse: as in ``Algorithm.correct``.
         """
 
     @optional

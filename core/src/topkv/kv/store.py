@@ -32,13 +32,12 @@ class GroupStore:
         unit_slot: int32 ``[L, M, max_units]`` LRU slot of a logical unit, -1 where absent.
         slot_unit: int32 ``[L, M, C]`` logical unit in a slot, -1 where free.
         order: int32 ``[L, M, C]`` slots by eviction order, coldest first.
+        state: int32 ``[L, M, C]`` of each slot, in eviction order, where the eviction policy keeps
+            one; else ``[L, M, 0]``.
         stamp: int32 ``[M, C + T]`` scratch of a plan, ``UNSELECTED`` between plans.
         counters: int64 ``[L, M, 2]`` units that were hit and missed since the store was made.
             Plans add to it and nothing takes away from it.
-        extra: int64 ``[L, M]`` tokens that were attended beyond the selections since then, because
-            they were regranulated.
-        before: int64 ``[L, M, 3]`` what ``counters`` and ``extra`` were when the request of the
-            lane began.
+        before: int64 ``[L, M, 2]`` what ``counters`` were when the request of the lane began.
     """
 
     group: GroupShape
@@ -49,9 +48,9 @@ class GroupStore:
     unit_slot: Tensor
     slot_unit: Tensor
     order: Tensor
+    state: Tensor
     stamp: Tensor
     counters: Tensor
-    extra: Tensor
     before: Tensor
 
     @classmethod
@@ -62,8 +61,13 @@ class GroupStore:
         pool: Tensor,
         num_pages: int,
         device: torch.device,
+        keeps_state: bool = False,
     ) -> GroupStore:
-        """Make the store of a group whose pages are in ``pool``, the host pool."""
+        """Make the store of a group whose pages are in ``pool``, the host pool.
+
+        Args:
+            keeps_state: the eviction policy keeps a number for each slot.
+        """
         layers, lanes, slots = len(group.layers), group.max_lanes, group.buffer_slots
         sparse = group.residency == "sparse"
 
@@ -84,10 +88,10 @@ class GroupStore:
             unit_slot=ints(layers, lanes if sparse else 0, group.max_units),
             slot_unit=ints(layers, lanes, slots),
             order=identity.expand(layers, lanes, slots).contiguous(),
+            state=ints(layers, lanes, slots if keeps_state else 0, fill=0),
             stamp=ints(lanes, group.slots, fill=UNSELECTED),
             counters=ints(layers, lanes if sparse else 0, 2, fill=0, dtype=torch.int64),
-            extra=ints(layers, lanes if sparse else 0, fill=0, dtype=torch.int64),
-            before=ints(layers, lanes if sparse else 0, 3, fill=0, dtype=torch.int64),
+            before=ints(layers, lanes if sparse else 0, 2, fill=0, dtype=torch.int64),
         )
 
     @classmethod
@@ -124,16 +128,15 @@ class GroupStore:
     def forget_counts(self, slot: int) -> None:
         """Let the next request of a slot begin to count at 0. Can be called again."""
         lanes = self.lanes_of(slot)
-        self.before[:, lanes, :2] = self.counters[:, lanes]
-        self.before[:, lanes, 2] = self.extra[:, lanes]
+        self.before[:, lanes] = self.counters[:, lanes]
 
     def counts(self, slots: Sequence[int] | None = None) -> list[list[int]]:
-        """Hits, misses and extra tokens of each layer. Synchronizes.
+        """Hits and misses of each layer. Synchronizes.
 
         Args:
             slots: count for their requests since these began; None for all that was ever done.
         """
-        counted = torch.cat([self.counters, self.extra[..., None]], -1)
+        counted = self.counters
         if slots is not None:
             rows = range(self.group.max_lanes)
             lanes = [row for slot in slots for row in rows[self.lanes_of(slot)]]
@@ -154,9 +157,8 @@ class GroupStore:
     @property
     def metadata_bytes(self) -> int:
         """Maps, order and scratch."""
-        maps = (self.unit_slot, self.slot_unit, self.order, self.stamp)
-        counts = (self.counters, self.extra, self.before)
-        return sum(tensor.nbytes for tensor in (*maps, *counts))
+        maps = (self.unit_slot, self.slot_unit, self.order, self.state, self.stamp)
+        return sum(tensor.nbytes for tensor in (*maps, self.counters, self.before))
 
     def check_maps(self) -> None:
         """Check that order is a permutation, the two maps are inverse, and no stamp is left.

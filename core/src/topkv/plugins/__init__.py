@@ -5,9 +5,10 @@ What a package writes is public and stands elsewhere: its entries in ``topkv.ent
 that return them in ``topkv.hooks.discovery``, those of each kind in ``topkv.hooks``.
 
 Reading order: ``plugin_registry`` (plugins by kind and name, and how an instance is made),
-``records`` (packages are asked, and their answers become records), ``entry_checks`` (what an entry
-may hold), ``contract`` (an instance against the specs of its kind), ``project`` (packages that may
-be missing), ``builtin`` (what the core itself offers). Nothing here imports torch or triton.
+``kinds`` (those that there are), ``records`` (packages are asked, and their answers become
+records), ``entry_checks`` (what an entry may hold), ``contract`` (an instance against the specs of
+its kind), ``project`` (packages that may be missing), ``builtin`` (what the core itself offers).
+Nothing here imports torch or triton.
 """
 
 from __future__ import annotations

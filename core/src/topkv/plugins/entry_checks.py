@@ -121,7 +121,8 @@ _CAPABILITIES: dict[str, Check] = {
     "dtypes": _or_none(_NAMES),
     "head_dims": _or_none((_tuple_of(_is_count), "a tuple of positive ints")),
     "max_group": _or_none((_is_count, "a positive int")),
+    "queries": _or_none((_is_count, "a positive int")),
     "tiers": _some_of(TIERS),
     "traits": _some_of(TRAITS),
-    **dict.fromkeys(("needs_index", "softcap", "lse", "capture", "host_memory", "quotas"), _FLAG),
+    **dict.fromkeys(("needs_index", "softcap", "lse", "capture", "host_memory"), _FLAG),
 }

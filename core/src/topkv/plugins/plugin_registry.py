@@ -10,11 +10,11 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from topkv.entries import KINDS
 from topkv.errors import PluginError, TopkvError, is_out_of_memory
 from topkv.messages import close, raised, shown
 from topkv.plugins import entry_checks
 from topkv.plugins.contract import check_instance
+from topkv.plugins.kinds import kinds, page_of
 from topkv.plugins.project import package_of
 from topkv.plugins.records import FAILURES, PluginRecord, aside, find, installed
 
@@ -58,8 +58,8 @@ class PluginRegistry:
         raise PluginError(f"unknown {kind} {shown(name)}", self._unknown(kind, name))
 
     def _unknown(self, kind: str, name: str) -> list[str]:
-        if kind not in KINDS:
-            return [f"there is no kind {kind!r} of plugin; the kinds are {', '.join(KINDS)}"]
+        if kind not in kinds():
+            return [f"there is no kind {kind!r} of plugin; the kinds are {', '.join(kinds())}"]
         names = [record.name for record in self.usable(kind)]
         meant = close(name, names)
         package = package_of(kind, name) if entry_checks.is_name(name) else None
@@ -105,7 +105,7 @@ class PluginRegistry:
                 error.add_note(f"raised by {record.who}")
                 raise
             raise PluginError(f"{record.who} could not be built", [raised(error)]) from error
-        check_instance(instance, import_module(f"topkv.hooks.{kind}"), record.who)
+        check_instance(instance, page_of(kind), record.who)
         return instance
 
     def factory(self, record: PluginRecord, impl: str = "reference") -> Any:

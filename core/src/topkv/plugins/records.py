@@ -17,16 +17,21 @@ import pluggy
 from attrs import evolve, frozen
 
 import topkv
-from topkv.entries import HOOK_API, KINDS, PluginEntry
-from topkv.hooks import discovery
+from topkv.entries import HOOK_API, PluginEntry
+from topkv.hooks.discovery import hookspec
 from topkv.messages import raised
 from topkv.plugins import builtin, entry_checks
+from topkv.plugins.kinds import kinds, registering
 
 GROUP = "topkv"
 BLOCK = "TOPKV_BLOCK"
 MIGRATION = "; the page 'From hook API 1 to 2' of the documentation says what to change"
 
-_HOOKS = {kind: f"topkv_register_{kind}s" for kind in KINDS}
+
+@hookspec
+def _entries_of_a_kind() -> list[PluginEntry]:  # type: ignore[empty-body]
+    """Every hook by which entries are returned: they differ in their names."""
+
 
 FAILURES = (Exception, SystemExit)
 """Exceptions that mean a broken plugin. An exit does; an interrupt is the user's."""
@@ -117,7 +122,9 @@ def records_of(package: str, version: str, source: object) -> list[PluginRecord]
             return [evolve(offer, problem=f"{problem}; {mend}")]
         # One for each package: what another offers, be it the same object, changes nothing.
         manager = pluggy.PluginManager(GROUP)
-        manager.add_hookspecs(discovery)
+        hooks = {kind: registering(kind) for kind in kinds()}
+        specs = dict.fromkeys(hooks.values(), _entries_of_a_kind)
+        manager.add_hookspecs(type("Hooks", (), specs))
         try:
             manager.register(plugin)
             manager.check_pending()
@@ -125,11 +132,11 @@ def records_of(package: str, version: str, source: object) -> list[PluginRecord]
             return [offer.broken(f"its hooks are wrong: {raised(error)}")]
         asked = [
             (kind, impl.function)
-            for kind, hook in _HOOKS.items()
+            for kind, hook in hooks.items()
             for impl in getattr(manager.hook, hook).get_hookimpls()
         ]
         if not asked:
-            return [offer.broken(f"it implements none of {', '.join(_HOOKS.values())}")]
+            return [offer.broken(f"it implements none of {', '.join(hooks.values())}")]
         return [record for kind, hook in asked for record in _entries(offer, kind, hook)]
 
 
@@ -141,13 +148,13 @@ def _entries(offer: PluginRecord, kind: str, hook: Callable[[], Any]) -> list[Pl
     except FAILURES as error:
         # A TypeError may come of an argument that entries had once.
         page = MIGRATION if isinstance(error, TypeError) else ""
-        return [offer.broken(f"{_HOOKS[kind]} failed: {raised(error)}{page}")]
+        return [offer.broken(f"{registering(kind)} failed: {raised(error)}{page}")]
     return [_entry(offer, kind, entry) for entry in entries]
 
 
 def _entry(offer: PluginRecord, kind: str, entry: object) -> PluginRecord:
     """The record of an entry, which is judged before its factory is imported."""
-    hook = _HOOKS[kind]
+    hook = registering(kind)
     if not isinstance(entry, PluginEntry):
         return offer.broken(
             f"{hook} must return a list of PluginEntry, got {type(entry).__name__}"

@@ -10,6 +10,7 @@ from torch import Tensor
 from topkv.errors import PluginError
 from topkv.hooks.discovery import hookimpl
 from topkv.hooks.eviction import EvictionSetup
+from topkv.plugins.contract import has_hook
 
 
 class LeastRecentlyUsed:
@@ -31,6 +32,7 @@ class LeastRecentlyUsed:
         stale_count: Tensor,
         misses: Tensor,
         slots: int,
+        state: Tensor,
     ) -> Tensor:
         loaded = stale & (stale_rank < misses)
         kept = torch.where(stale, stale_rank - misses, stale_count + hit_rank)
@@ -52,15 +54,20 @@ def require_kernel(policy: Any, who: str) -> None:
         who: package and plugin, for the error.
 
     Raises:
-        PluginError: it has no ``new_position_kernel``.
+        PluginError: it has no ``new_position_kernel``, or no ``new_state_kernel`` beside a
+            ``new_state``.
     """
-    if not hasattr(policy, "new_position_kernel"):
+    hooks = ["new_position", *["new_state"] * has_hook(policy, "new_state")]
+    kernels = {hook: f"{hook}_kernel" for hook in hooks}
+    lacking = {hook: name for hook, name in kernels.items() if not hasattr(policy, name)}
+    if lacking:
         raise PluginError(
             f"{who} has no kernel",
             [
-                f"with impl 'triton' a policy needs new_position_kernel, a triton.jit function of "
-                f"the arguments of new_position; {type(policy).__name__} has none: add it, or set "
-                "impl to 'reference'; the entry of a policy that is to stay without names a "
-                "factory for 'reference' alone"
+                f"with impl 'triton' a policy needs {kernel}, a triton.jit function of the "
+                f"arguments of {hook}; {type(policy).__name__} has none: add it, or set impl to "
+                "'reference'; the entry of a policy that is to stay without names a factory for "
+                "'reference' alone"
+                for hook, kernel in lacking.items()
             ],
         )

@@ -99,4 +99,5 @@ class ZeroCopyTransfer:
         store.order[:, lanes] = torch.arange(
             self.group.buffer_slots, dtype=torch.int32, device=store.order.device
         )
+        store.state[:, lanes] = 0
         store.stamp[lanes] = UNSELECTED

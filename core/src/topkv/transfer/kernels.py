@@ -15,7 +15,7 @@ UNSELECTED = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def lru_new_position(
-    position, stale, stale_rank, hit_rank, stale_count, misses, slots: tl.constexpr
+    position, stale, stale_rank, hit_rank, stale_count, misses, slots: tl.constexpr, state
 ):
     """Return the order [stale | loaded in selection order | hits in their previous order]."""
     loaded = stale & (stale_rank < misses)
@@ -68,6 +68,7 @@ def plan_kernel(
     p_unit_slot,
     p_slot_unit,
     p_order,
+    p_state,
     p_stamp,
     p_counters,
     p_slots,
@@ -78,6 +79,7 @@ def plan_kernel(
     max_pages,
     max_units,
     NEW_POSITION: tl.constexpr,
+    NEW_STATE: tl.constexpr,
     LANE_HEADS: tl.constexpr,
     UNIT: tl.constexpr,
     UNITS_PER_PAGE: tl.constexpr,
@@ -121,6 +123,7 @@ def plan_kernel(
     p_unit_slot += lane_row * max_units
     p_slot_unit += lane_row * C
     p_order += lane_row * C
+    p_state += lane_row * C
     p_stamp += lane_row * (C + T)
     p_counters += lane_row * 2
 
@@ -164,11 +167,17 @@ def plan_kernel(
     stale_rank = tl.cumsum(stale.to(tl.int32), 0)
     stale_count = tl.max(stale_rank, 0)
     stale_rank -= stale.to(tl.int32)
-    target = NEW_POSITION(c, stale, stale_rank, c - stale_rank, stale_count, misses, C)
+    state = tl.zeros_like(c)
+    if NEW_STATE is not None:
+        state = tl.load(p_state + c, in_c, other=0)
+        state = NEW_STATE(state, stale, stale_rank, misses, C)
+    target = NEW_POSITION(c, stale, stale_rank, c - stale_rank, stale_count, misses, C, state)
     # A policy that is no permutation must not write to another lane's order.
     in_lane = in_c & (target >= 0) & (target < C)
     tl.debug_barrier()
     tl.store(p_order + target, at, in_lane)
+    if NEW_STATE is not None:
+        tl.store(p_state + target, state, in_lane)
     if misses > 0:
         victim = stale & (stale_rank < misses)
         tl.store(p_miss_slots + stale_rank, at, victim)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from topkv.hooks.discovery import hookimpl
+from topkv.plugins.contract import has_hook
 from topkv.transfer.geometry import ZeroCopyTransfer
 from topkv.types import LayerView, Plan
 
@@ -62,7 +63,7 @@ class ReferenceTransfer(ZeroCopyTransfer):
         """Move one lane's buffer to distinct units that left the ring; return the missed ones."""
         store, index = self.store, layer.index
         slot_of, unit_in = store.unit_slot[index, lane_row], store.slot_unit[index, lane_row]
-        order = store.order[index, lane_row]
+        order, state = store.order[index, lane_row], store.state[index, lane_row]
         present = slot_of[units] >= 0
         hits, missed = units[present], units[~present]
         if fits:
@@ -75,16 +76,23 @@ class ReferenceTransfer(ZeroCopyTransfer):
         position = torch.arange(order.numel(), device=order.device)
 
         victims = order[stale][: len(missed)].clone()
+        count = torch.tensor(len(missed), device=order.device)
+        after = torch.zeros_like(order)
+        if has_hook(self.eviction, "new_state"):
+            after = self.eviction.new_state(state, stale, stale_rank, count, order.numel())
         target = self.eviction.new_position(
             position,
             stale,
             stale_rank,
             position - stale_rank,
             stale.sum(),
-            torch.tensor(len(missed), device=order.device),
+            count,
             order.numel(),
+            after,
         )
         order[target] = order.clone()
+        if len(state):
+            state[target] = after
         evicted = unit_in[victims.long()]
         slot_of[evicted[evicted >= 0].long()] = -1
         slot_of[missed], unit_in[victims.long()] = victims, missed.int()

@@ -18,6 +18,7 @@ from topkv.kv.host_format import EXPONENTS
 from topkv.kv.layout import GroupLayout
 from topkv.kv.store import GroupStore
 from topkv.ops import pdl
+from topkv.plugins.contract import has_hook
 from topkv.transfer import entry_kernels, kernels, token_kernels
 from topkv.transfer.geometry import ZeroCopyTransfer
 from topkv.types import GroupShape, LayerView, Plan, StepTensors
@@ -46,8 +47,8 @@ class LayerMemory:
     """Views of one layer, made once: making one costs as much as a launch.
 
     Attributes:
-        unit_slot, slot_unit, order, counters, buffer: tensors of the store, without their first
-            dimension.
+        unit_slot, slot_unit, order, state, counters, buffer: tensors of the store, without their
+            first dimension.
         buffer_words: ``buffer`` as int32; where entries are coded, ``buffer``.
         host, host_words: the host pool from the layer's first entry on, in the group's dtype and
             as int32; where entries are coded, bytes.
@@ -56,7 +57,7 @@ class LayerMemory:
     def __init__(self, store: GroupStore, index: int) -> None:
         self.unit_slot = store.unit_slot[index]
         self.slot_unit = store.slot_unit[index]
-        self.order = store.order[index]
+        self.order, self.state = store.order[index], store.state[index]
         self.counters = store.counters[index]
         self.buffer = store.buffer[index]
         first = store.layout.base + index * store.layout.layer_stride
@@ -153,6 +154,7 @@ class TritonTransfer(ZeroCopyTransfer):
         device = store.buffer.device
         policy: Any = setup.eviction
         self.new_position = policy.new_position_kernel
+        self.new_state = policy.new_state_kernel if has_hook(policy, "new_state") else None
         self.memory = [LayerMemory(store, index) for index in range(len(group.layers))]
         self.block_k = max(16, triton.next_power_of_2(max(group.select, 1)))
         self.block_c = max(16, triton.next_power_of_2(max(group.buffer_slots, 1)))
@@ -216,6 +218,7 @@ class TritonTransfer(ZeroCopyTransfer):
             memory.unit_slot,
             memory.slot_unit,
             memory.order,
+            memory.state,
             self.store.stamp,
             memory.counters,
             out.slots,
@@ -226,6 +229,7 @@ class TritonTransfer(ZeroCopyTransfer):
             step.page_table.shape[1],
             group.max_units,
             NEW_POSITION=self.new_position,
+            NEW_STATE=self.new_state,
             LANE_HEADS=group.lane_heads,
             UNIT=group.unit,
             UNITS_PER_PAGE=group.units_per_page,

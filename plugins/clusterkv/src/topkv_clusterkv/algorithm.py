@@ -14,7 +14,7 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History
-from topkv.types import GroupShape, LayerView, ModelShape
+from topkv.types import GroupShape, LayerView, ModelShape, Selection
 from topkv_clusterkv import reference
 from topkv_clusterkv.entry import ClusterParams
 from topkv_clusterkv.store import RequestClusters, State, representations
@@ -115,6 +115,7 @@ class ClusterKV:
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        k = k[:, 0]
         step, pools = layer.step, layer.pools
         rows = (step.slots >= 0) & (step.lengths > 0) & (step.appended != 0)
         slots, newest = step.slots[rows].long(), step.lengths[rows] - 1
@@ -124,8 +125,8 @@ class ClusterKV:
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
         q = only_query(q)
         step, sinks = layer.step, self.settings.sinks
         slots = step.slots.long().clamp(min=0)
@@ -137,8 +138,9 @@ class ClusterKV:
         scores = reference.head_scores(q, centroids) * self.model.scale
         scores = reference.lane_scores(scores, reference.sizes(ends, clusters) > 0)
         counts = reference.member_counts(ends, members, clusters, where.closed)
-        chosen = reference.select(scores, counts, ends, members, where, ids.shape[1])
-        ids.copy_(chosen.flatten(0, 1))
+        chosen = reference.select(scores, counts, ends, members, where, out.ids.shape[1])
+        out.ids.copy_(chosen.flatten(0, 1))
+        return out
 
     def _cluster(
         self,

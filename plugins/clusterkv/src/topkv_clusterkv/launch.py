@@ -8,7 +8,7 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
-from topkv.types import LayerView
+from topkv.types import LayerView, Selection
 from topkv_clusterkv import kernels
 from topkv_clusterkv.algorithm import ClusterKV, only_query
 
@@ -77,6 +77,7 @@ class ClusterKVTriton(ClusterKV):
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        k = k[:, 0]
         step, pools = layer.step, layer.pools
         if k.stride(-1) != 1:
             k = k.contiguous()
@@ -89,11 +90,12 @@ class ClusterKVTriton(ClusterKV):
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
         self.score(layer, only_query(q))
-        self.take(layer, ids.shape[1])
-        self.expand(layer, ids)
+        self.take(layer, out.ids.shape[1])
+        self.expand(layer, out.ids)
+        return out
 
     def score(self, layer: LayerView, q: Tensor) -> None:
         step, pools = layer.step, layer.pools

@@ -14,7 +14,7 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
 from topkv.ops.topk import topk
-from topkv.types import LayerView
+from topkv.types import LayerView, Selection
 from topkv_authoring.selectors import host_ids
 from topkv_authoring.sticky import prefer_resident
 from topkv_deepseek_dsa import reference
@@ -87,6 +87,7 @@ class DeepSeekDSA:
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        k = k[:, 0]
         step = layer.step
         k = self._keys(k, step.batch)
         rows = (step.slots >= 0) & (step.lengths > 0) & (step.appended != 0)
@@ -94,8 +95,8 @@ class DeepSeekDSA:
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
         step = layer.step
         q, weights = self._asked(q, weights, (step.batch, 1))
         counts = step.lengths * (step.slots >= 0)
@@ -105,7 +106,8 @@ class DeepSeekDSA:
         slots = step.slots.clamp(min=0)[:, None].expand_as(tokens)
         scores = self._score(layer, slots, tokens, q, weights)
         prefer_resident(layer, scores, counts, self.settings.sticky, impl="reference")
-        topk(scores, counts, ids, impl="reference")
+        topk(scores, counts, out.ids, impl="reference")
+        return out
 
     @hookimpl
     def retrieve_prompt(
@@ -140,15 +142,15 @@ class DeepSeekDSA:
     def _asked(
         self, q: Tensor, weights: Tensor | None, rows: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Queries ``[n, H, D]`` of ``[*rows, H, D]``, and weights ``[n, H]``, if given."""
+        """Queries ``[n, H, D]`` of ``[*rows, H, D]``, and weights ``[n, H]`` of ``[*rows, H]``."""
         self._check("q", q, (*rows, self.settings.heads, self.settings.dim))
         if weights is None:
             raise ValueError(
                 "deepseek_dsa: expected the weights of the model's indexer, got None; the engine "
                 "has to hand down q, k and weights of every layer"
             )
-        self._check("weights", weights, (rows[0], self.settings.heads))
-        return q.flatten(0, -3), weights
+        self._check("weights", weights, (*rows, self.settings.heads))
+        return q.flatten(0, -3), weights.flatten(0, -2)
 
     def _write(self, layer: LayerView, slots: Tensor, tokens: Tensor, keys: Tensor) -> None:
         """Index keys ``[n, D]`` to the pool."""

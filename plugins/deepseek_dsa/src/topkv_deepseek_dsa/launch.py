@@ -11,7 +11,7 @@ from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.ops import pdl
 from topkv.ops.topk import topk
-from topkv.types import GroupShape, LayerView, ModelShape
+from topkv.types import GroupShape, LayerView, ModelShape, Selection
 from topkv_authoring.sticky import prefer_resident
 from topkv_authoring.units import KeptOfTokens
 from topkv_deepseek_dsa import kernels, key_kernels
@@ -281,12 +281,13 @@ class DeepSeekDSATriton(KeptOfTokens, DeepSeekDSA):
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
         q, weights = self._asked(q, weights, (layer.step.batch, 1))
         scores, counts = self.launcher.score(layer, q, weights)
         prefer_resident(layer, scores, counts, self.settings.sticky, impl="triton")
-        topk(scores, counts, ids, impl="triton", work=self.work)
+        topk(scores, counts, out.ids, impl="triton", work=self.work)
+        return out
 
     @hookimpl
     def retrieve_prompt(

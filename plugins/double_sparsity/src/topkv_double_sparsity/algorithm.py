@@ -14,7 +14,7 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
 from topkv.ops.topk import topk
-from topkv.types import LayerView
+from topkv.types import LayerView, Selection
 from topkv_authoring.selectors import host_ids
 from topkv_authoring.sticky import prefer_resident
 from topkv_double_sparsity import reference, statistics
@@ -115,16 +115,18 @@ class DoubleSparsity:
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        k = k[:, 0]
         step = layer.step
         rows = (step.slots >= 0) & (step.lengths > 0) & (step.appended != 0)
         self._write(layer, step.slots[rows].long(), step.lengths[rows].long() - 1, k[rows])
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
         scores, closed = self.score(layer, self._queries(q))
-        topk(scores, closed, ids, impl="reference")
+        topk(scores, closed, out.ids, impl="reference")
+        return out
 
     def _queries(self, q: Tensor) -> Tensor:
         """Queries ``[B, H, D]`` of ``[B, 1, H, D]``."""

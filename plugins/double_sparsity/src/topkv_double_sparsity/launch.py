@@ -12,7 +12,7 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.ops.topk import topk
-from topkv.types import GroupShape, LayerView, ModelShape
+from topkv.types import GroupShape, LayerView, ModelShape, Selection
 from topkv_authoring.sticky import prefer_resident
 from topkv_authoring.units import KeptOfTokens
 from topkv_double_sparsity import kernels, label_kernels, reference, sample_kernels
@@ -246,10 +246,11 @@ class DoubleSparsityTriton(KeptOfTokens, DoubleSparsity):
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
         scores, closed = self.score(layer, self._queries(q))
-        topk(scores, closed, ids, impl="triton", work=self.work)
+        topk(scores, closed, out.ids, impl="triton", work=self.work)
+        return out
 
     def score(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         return self.launcher.score(layer, *self._looked_at(layer), q)

@@ -12,6 +12,7 @@ from topkv import hookimpl
 from topkv.config.checks import byte_size
 from topkv.entries import Capabilities, PluginEntry
 from topkv.parameters import passes
+from topkv_prefixes.entry import StorageEntry
 
 
 def _directory(given: str) -> Path:
@@ -55,12 +56,13 @@ class FilesParams:
 @hookimpl
 def topkv_register_storages() -> list[PluginEntry]:
     return [
-        PluginEntry(
+        StorageEntry(
             name="files",
             kind="storage",
             factories="topkv_files.storage:FilesStorage",
-            hook_api=(2, 4),
-            capabilities=Capabilities(tiers=("cpu",), quotas=True),
+            hook_api=(2, 7),
+            capabilities=Capabilities(tiers=("cpu",)),
+            quotas=True,
             parameters=FilesParams,
         )
     ]

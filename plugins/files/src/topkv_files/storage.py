@@ -8,17 +8,17 @@ from collections.abc import Sequence
 
 from topkv import hookimpl
 from topkv.errors import ConfigError
-from topkv.hooks.storage import OWNER_BYTES, Place, StorageSetup, StorageUsage
 from topkv_files import owned
 from topkv_files.bounds import Bound
 from topkv_files.entry import FilesParams
 from topkv_files.folder import Folder
+from topkv_prefixes.storage import OWNER_BYTES, Place, StorageSetup, StorageUsage
 
 HEAD = "storage files cannot be opened"
 
 
 class FilesStorage:
-    """The contract is ``topkv.hooks.storage``. Threads share nothing but counts of bytes.
+    """The contract is ``topkv_prefixes.storage``. Threads share nothing but counts of bytes.
 
     Args:
         setup: ``params`` are ``FilesParams``.

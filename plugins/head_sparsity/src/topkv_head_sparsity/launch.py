@@ -8,7 +8,7 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.hooks.stage import StageSetup
-from topkv.types import LayerView
+from topkv.types import LayerView, Selection
 from topkv_head_sparsity import kernels, reference, run_kernels
 from topkv_head_sparsity.stage import HeadSparsity
 
@@ -79,6 +79,7 @@ class HeadSparsityTriton(HeadSparsity):
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        k = k[:, 0]
         group, pools, step = self.group, layer.pools, layer.step
         ring = k if group.unit == 1 else layer.ring_k
         strides = (0, 0, 0, 0, 0) if group.unit == 1 else ring.stride()[:5]
@@ -92,20 +93,23 @@ class HeadSparsityTriton(HeadSparsity):
         )
 
     @hookimpl
-    def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
+    def refine(
+        self, layer: LayerView, q: Tensor, candidates: Selection, out: Selection
+    ) -> Selection:
         model, pools, step = self.model, layer.pools, layer.step
-        (lanes, offered), places = candidates.shape, candidates.shape[1] + reference.SAMPLE
+        (lanes, offered), places = candidates.ids.shape, candidates.ids.shape[1] + reference.SAMPLE
         blocks = triton.cdiv(places, self.weighing["BLOCK_P"])
         kernels.worth_kernel[(step.batch * model.num_kv_heads, blocks)](
-            *(q, pools["codes"], pools["scale"], candidates),
+            *(q, pools["codes"], pools["scale"], candidates.ids),
             *(step.slots, step.lengths, step.page_table, self.scratch),
             *(offered, step.page_table.stride(0), model.scale),
-            *(q.stride(0), q.stride(2), candidates.stride(0)),
+            *(q.stride(0), q.stride(2), candidates.ids.stride(0)),
             **self.weighing,
         )
-        kernels.drop_kernel[(lanes, triton.cdiv(ids.shape[1], OWN))](
-            *(self.scratch, candidates, ids, step.slots, step.lengths),
-            *(offered, ids.shape[1], self.few, self.threshold),
-            *(candidates.stride(0), ids.stride(0)),
+        kernels.drop_kernel[(lanes, triton.cdiv(out.ids.shape[1], OWN))](
+            *(self.scratch, candidates.ids, out.ids, step.slots, step.lengths),
+            *(offered, out.ids.shape[1], self.few, self.threshold),
+            *(candidates.ids.stride(0), out.ids.stride(0)),
             **self.dropping,
         )
+        return out

@@ -15,12 +15,12 @@ from topkv import hookimpl
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.hooks.stage import StageSetup, StageSpec
-from topkv.types import LayerView
+from topkv.types import LayerView, Selection
 from topkv_authoring.selectors import (
     appended_units,
     chunk_units,
     host_ids,
-    open_units,
+    ring_units,
     write_units,
 )
 from topkv_head_sparsity import reference
@@ -80,9 +80,9 @@ class HeadSparsity:
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        # There is no ring where selections are regranulated: units are then of one token.
-        keys = k[:, None] if self.group.unit == 1 else open_units(layer, layer.ring_k)
+        # There is no ring where a stage regrains: units are then of one token.
         slots, units, valid = appended_units(layer)
+        keys = k if self.group.unit == 1 else ring_units(layer, layer.ring_k, slots, units)
         self._write(layer, slots, units, keys, valid)
 
     def _write(
@@ -92,13 +92,15 @@ class HeadSparsity:
         write_units(layer, slots, units, {"codes": codes, "scale": scale})
 
     @hookimpl
-    def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
+    def refine(
+        self, layer: LayerView, q: Tensor, candidates: Selection, out: Selection
+    ) -> Selection:
         step, group = layer.step, self.group
         closed = (step.lengths - 1).clamp(min=0) // group.unit * (step.slots >= 0)
         closed = closed.repeat_interleave(group.lane_heads)
         # In ascending order, so that of equal ranks the lower unit is kept.
-        absent, offered = group.max_units, candidates.shape[1]
-        units, order = torch.where(candidates < 0, absent, candidates).sort(1)
+        absent, offered = group.max_units, candidates.ids.shape[1]
+        units, order = torch.where(candidates.ids < 0, absent, candidates.ids).sort(1)
         others, there = reference.sample(closed)
         there = torch.cat([units < absent, there & ~self._offered(others, units)], 1)
         units = torch.where(there, torch.cat([units, others], 1), 0)
@@ -107,8 +109,9 @@ class HeadSparsity:
         flat = (flatness > self.threshold) & (closed > group.select)
         keep = reference.best(worth[..., :offered], whole, self.few) | ~flat[:, None]
         keep = torch.zeros_like(keep).scatter(1, order, keep)
-        ids.fill_(-1)
-        ids[:, :offered] = torch.where(keep, candidates, -1)
+        out.ids.fill_(-1)
+        out.ids[:, :offered] = torch.where(keep, candidates.ids, -1)
+        return out
 
     @staticmethod
     def _offered(others: Tensor, units: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from attrs import field, frozen
 from topkv import hookimpl
 from topkv.config.checks import byte_size
 from topkv.errors import CapabilityError, ConfigError
-from topkv.hooks.storage import Place, StorageSetup, StorageUsage
 from topkv_mooncake.admin import keys_of, sizes_of
 from topkv_mooncake.client import (
     ABSENT,
@@ -26,6 +25,7 @@ from topkv_mooncake.client import (
 )
 from topkv_mooncake.entry import MooncakeParams
 from topkv_mooncake.library import MOONCAKE
+from topkv_prefixes.storage import Place, StorageSetup, StorageUsage
 
 MOST_KEYS = 1024
 """Most keys of one call."""
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class MooncakeStorage:
-    """The contract is ``topkv.hooks.storage``.
+    """The contract is ``topkv_prefixes.storage``.
 
     Parts in the host pool are sent and received in place; the rest goes through registered
     memory of the client.

@@ -165,6 +165,7 @@ class PQCache(ScoredUnits):
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        k = k[:, 0]
         step, bits = layer.step, BITS[self.model.dtype.itemsize]
         keys, new = layer.pools["keys"].view(bits), k.contiguous().view(bits)
         slots = step.slots.long().clamp(min=0)[:, None]

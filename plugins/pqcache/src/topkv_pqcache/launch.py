@@ -86,6 +86,7 @@ class PQCacheTriton(PQCache):
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        k = k[:, 0]
         step, keys = layer.step, layer.pools["keys"]
         code_kernels.update_kernel[(step.batch, self.group.num_kv_heads)](
             *(k.view(self.bits), keys.view(self.bits)),

@@ -40,6 +40,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 units=(1, 128),
                 scopes=("kv_head", "shared"),
                 attention=("gqa", "mla"),
+                queries=8,
                 # Not scale_free: a mean of softmaxes.
                 traits=(
                     "attends",

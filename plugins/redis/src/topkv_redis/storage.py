@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from topkv import hookimpl
 from topkv.errors import ConfigError
-from topkv.hooks.storage import Place, StorageSetup, StorageUsage
+from topkv_prefixes.storage import Place, StorageSetup, StorageUsage
 from topkv_redis.connection import END, Connection, RedisError, Refusal, bulk, written
 from topkv_redis.entry import RedisParams
 
@@ -24,7 +24,7 @@ Answer = TypeVar("Answer")
 
 
 class RedisStorage:
-    """The contract is ``topkv.hooks.storage``. Each call has a connection for itself.
+    """The contract is ``topkv_prefixes.storage``. Each call has a connection for itself.
 
     Args:
         setup: ``params`` are ``RedisParams``.

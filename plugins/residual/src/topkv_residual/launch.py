@@ -10,7 +10,7 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.hooks.stage import StageSetup
-from topkv.types import LayerView
+from topkv.types import LayerView, Selection
 from topkv_authoring.units import KeptByKernels
 from topkv_residual import kernels
 from topkv_residual.stage import Residual
@@ -79,13 +79,29 @@ class ResidualTriton(KeptByKernels, Residual):
         return means, layer.pools.get("deviation", means)
 
     @hookimpl
-    def correct(self, layer: LayerView, q: Tensor, ids: Tensor, out: Tensor, lse: Tensor) -> None:
+    def correct(
+        self, layer: LayerView, q: Tensor, selection: Selection, out: Tensor, lse: Tensor
+    ) -> None:
         model, group, step = self.model, self.group, layer.step
         work = (self.peak, self.mass, self.sum)
         kernels.weigh_kernel[(step.batch * model.num_kv_heads, self.shares)](
-            *(q, *self._pools(layer), ids, step.slots, step.lengths, step.page_table, *work),
-            *(step.page_table.stride(0), self.shares, ids.shape[1]),
-            *(model.scale, math.log(group.unit), q.stride(0), q.stride(2), ids.stride(0)),
+            *(
+                q,
+                *self._pools(layer),
+                selection.ids,
+                step.slots,
+                step.lengths,
+                step.page_table,
+                *work,
+            ),
+            *(step.page_table.stride(0), self.shares, selection.ids.shape[1]),
+            *(
+                model.scale,
+                math.log(group.unit),
+                q.stride(0),
+                q.stride(2),
+                selection.ids.stride(0),
+            ),
             **self.weighing,
         )
         kernels.add_kernel[(step.batch * model.num_heads,)](

@@ -13,7 +13,7 @@ from topkv import hookimpl
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.hooks.stage import StageSetup, StageSpec
-from topkv.types import LayerView
+from topkv.types import LayerView, Selection
 from topkv_authoring.selectors import KeepsUnits, host_ids
 from topkv_residual import reference
 
@@ -81,12 +81,14 @@ class Residual(KeepsUnits):
         return reference.logits(q, mean, deviation, self.group.unit, self.model.scale)
 
     @hookimpl
-    def correct(self, layer: LayerView, q: Tensor, ids: Tensor, out: Tensor, lse: Tensor) -> None:
+    def correct(
+        self, layer: LayerView, q: Tensor, selection: Selection, out: Tensor, lse: Tensor
+    ) -> None:
         group, step = self.group, layer.step
         unit = torch.arange(group.max_units, device=q.device)
         closed = (step.lengths - 1).clamp(min=0) // group.unit * (step.slots >= 0)
         there = unit < closed[:, None]
-        held = (ids[:, :, None] == unit).any(1).unflatten(0, (-1, group.lane_heads))
+        held = (selection.ids[:, :, None] == unit).any(1).unflatten(0, (-1, group.lane_heads))
         left = (there[:, None] & ~held).repeat_interleave(q.shape[2] // group.lane_heads, 1)
         at = host_ids(layer, step.slots.clamp(min=0)[:, None], torch.where(there, unit, 0))
         mean, value = layer.pools["means"][at].unbind(3)

@@ -14,7 +14,7 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History, RepresentationSpec
 from topkv.hooks.topk import TopK
-from topkv.types import LayerView
+from topkv.types import LayerView, Selection
 from topkv_snapkv import reference
 from topkv_snapkv.parameters import read
 
@@ -107,15 +107,16 @@ class SnapKV:
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
         s, step, pools = self.settings, layer.step, layer.pools
         lanes, slots = self.group.lane_heads, step.slots.clamp(min=0).long()
         lengths = torch.where(step.slots >= 0, step.lengths, 0).repeat_interleave(lanes)
         kept, count = pools["kept"][slots].flatten(0, 1), pools["count"][slots].flatten()
         prompt = pools["turn"][slots, PROMPT].repeat_interleave(lanes)
-        sizes = (s.cap, s.generated, ids.shape[1])
-        ids.copy_(reference.select(kept, count, prompt, lengths, *sizes))
+        sizes = (s.cap, s.generated, out.ids.shape[1])
+        out.ids.copy_(reference.select(kept, count, prompt, lengths, *sizes))
+        return out
 
     def _votes(self, layer: LayerView, slot: int, length: int, history: History) -> Tensor:
         """fp32 ``[lanes, length]``: the mass that the window's queries give to each position."""

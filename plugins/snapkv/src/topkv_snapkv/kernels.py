@@ -8,7 +8,7 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
-from topkv.types import LayerView
+from topkv.types import LayerView, Selection
 from topkv_snapkv.algorithm import SnapKV
 
 BLOCK = 1024
@@ -60,12 +60,12 @@ class SnapKVTriton(SnapKV):
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
         group, step, pools = layer.group, layer.step, layer.pools
-        lanes, width = step.batch * group.lane_heads, ids.shape[1]
+        lanes, width = step.batch * group.lane_heads, out.ids.shape[1]
         if lanes == 0:
-            return
+            return out
         block = min(BLOCK, triton.next_power_of_2(max(width, 16)))
         select_kernel[(lanes, triton.cdiv(width, block))](
             p_kept=pools["kept"],
@@ -73,8 +73,8 @@ class SnapKVTriton(SnapKV):
             p_turn=pools["turn"],
             p_slots=step.slots,
             p_lengths=step.lengths,
-            p_ids=ids,
-            s_ids=ids.stride(0),
+            p_ids=out.ids,
+            s_ids=out.ids.stride(0),
             select=width,
             cap=self.settings.cap,
             room=self.settings.generated,
@@ -84,3 +84,4 @@ class SnapKVTriton(SnapKV):
             BLOCK=block,
             num_warps=1 if block <= 256 else 4,
         )
+        return out

@@ -11,6 +11,7 @@ from topkv import hookimpl
 from topkv.hooks.observer import ForwardReport, ObserverSetup
 from topkv.layers import LayerPath
 from topkv.loads import Loads
+from topkv.types import Plan, Selection
 from topkv_stalls.clocks import Clock, DeviceClock, HostClock
 
 
@@ -27,13 +28,13 @@ class TimedLoads(Loads):
         super().__init__(loads.path, loads.number)
         self._loads, self._times, self._clock = loads, times, clock
 
-    def plan(self) -> None:
-        self._loads.plan()
+    def plan(self, selection: Selection) -> Plan:
+        return self._loads.plan(selection)
 
-    def load(self) -> None:
+    def load(self, plan: Plan) -> None:
         self._clock.begin(self._times)
-        self._loads.load()
-        self._clock.end(self._times, self.found.misses)
+        self._loads.load(plan)
+        self._clock.end(self._times, plan.misses)
 
 
 class Stalls:

@@ -12,7 +12,7 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec
-from topkv.types import LayerView
+from topkv.types import LayerView, Selection
 from topkv_streaming_llm import reference
 
 
@@ -49,9 +49,10 @@ class StreamingLLM:
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
         step, group = layer.step, self.group
         closed = (step.lengths - 1).clamp(min=0) // group.unit * (step.slots >= 0)
-        units = reference.kept_units(closed, ids.shape[1], self.sinks)
-        ids.copy_(units.repeat_interleave(group.lane_heads, 0))
+        units = reference.kept_units(closed, out.ids.shape[1], self.sinks)
+        out.ids.copy_(units.repeat_interleave(group.lane_heads, 0))
+        return out

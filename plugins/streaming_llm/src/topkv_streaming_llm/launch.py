@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 
 from topkv import hookimpl
-from topkv.types import LayerView
+from topkv.types import LayerView, Selection
 from topkv_streaming_llm.algorithm import StreamingLLM
 from topkv_streaming_llm.kernels import BLOCK, window_kernel
 
@@ -16,18 +16,18 @@ class StreamingLLMTriton(StreamingLLM):
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
         group, step = layer.group, layer.step
-        lanes, select = step.batch * group.lane_heads, ids.shape[1]
+        lanes, select = step.batch * group.lane_heads, out.ids.shape[1]
         if lanes == 0 or select == 0:
-            return
+            return out
         block = min(BLOCK, triton.next_power_of_2(max(select, 16)))
         window_kernel[(lanes, triton.cdiv(select, block))](
             p_slots=step.slots,
             p_lengths=step.lengths,
-            p_ids=ids,
-            s_ids=ids.stride(0),
+            p_ids=out.ids,
+            s_ids=out.ids.stride(0),
             select=select,
             sinks=self.sinks,
             LANE_HEADS=group.lane_heads,
@@ -35,3 +35,4 @@ class StreamingLLMTriton(StreamingLLM):
             BLOCK=block,
             num_warps=1 if block <= 256 else 4,
         )
+        return out

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from topkv import hookimpl
 from topkv.hooks.stage import StageSetup
-from topkv.types import LayerView
+from topkv.types import LayerView, Selection
 from topkv_authoring.units import KeptOfTokens
 from topkv_top_p import kernels, key_kernels
 from topkv_top_p.stage import TopP
@@ -84,19 +84,30 @@ class TopPTriton(KeptOfTokens, TopP):
         return pools["codes"], pools["meta"].view(torch.int16), pools["outliers"]
 
     @hookimpl
-    def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
+    def refine(
+        self, layer: LayerView, q: Tensor, candidates: Selection, out: Selection
+    ) -> Selection:
         model, pools, step = self.model, layer.pools, layer.step
-        lanes, offered = candidates.shape
+        lanes, offered = candidates.ids.shape
         blocks = triton.cdiv(offered, self.weighing["BLOCK_C"])
         kernels.worth_kernel[(step.batch * model.num_kv_heads, blocks)](
-            *(q, pools["codes"], pools["meta"], pools["outliers"], candidates),
+            *(q, pools["codes"], pools["meta"], pools["outliers"], candidates.ids),
             *(step.slots, step.page_table, self.worth),
             *(offered, step.page_table.stride(0), model.scale),
-            *(q.stride(0), q.stride(2), candidates.stride(0), self.padded),
+            *(q.stride(0), q.stride(2), candidates.ids.stride(0), self.padded),
             **self.weighing,
         )
         kernels.prune_kernel[(lanes,)](
-            *(self.worth, self.ranks, candidates, ids, offered, self.padded, ids.shape[1]),
-            *(float(self.p), candidates.stride(0), ids.stride(0)),
+            *(
+                self.worth,
+                self.ranks,
+                candidates.ids,
+                out.ids,
+                offered,
+                self.padded,
+                out.ids.shape[1],
+            ),
+            *(float(self.p), candidates.ids.stride(0), out.ids.stride(0)),
             **self.pruning,
         )
+        return out

@@ -13,7 +13,7 @@ from topkv import hookimpl
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.hooks.stage import StageSetup, StageSpec
-from topkv.types import LayerView
+from topkv.types import LayerView, Selection
 from topkv_authoring import outliers
 from topkv_authoring.selectors import host_ids
 from topkv_top_p import reference
@@ -75,6 +75,7 @@ class TopP:
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        k = k[:, 0]
         step, pools = layer.step, layer.pools
         writes = (step.appended != 0) & (step.slots >= 0)
         tokens = (step.lengths - 1).clamp(min=0)
@@ -90,16 +91,19 @@ class TopP:
         return host_ids(layer, slots, tokens // unit) * unit + tokens % unit
 
     @hookimpl
-    def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
+    def refine(
+        self, layer: LayerView, q: Tensor, candidates: Selection, out: Selection
+    ) -> Selection:
         # In ascending order, so that of equal ranks the lower unit is kept.
         absent = self.group.max_units
-        units, order = torch.where(candidates < 0, absent, candidates).sort(1)
+        units, order = torch.where(candidates.ids < 0, absent, candidates.ids).sort(1)
         there = units < absent
         worth = self.logits(layer, q[:, 0], units * there).logsumexp(-1)
         worth = worth.masked_fill(~there[:, None], float("-inf"))
-        keep = reference.kept(worth, self.p, ids.shape[1])
+        keep = reference.kept(worth, self.p, out.ids.shape[1])
         keep = torch.zeros_like(keep).scatter(1, order, keep)
-        ids.copy_(reference.placed(candidates, keep, ids.shape[1]))
+        out.ids.copy_(reference.placed(candidates.ids, keep, out.ids.shape[1]))
+        return out
 
     def logits(self, layer: LayerView, q: Tensor, units: Tensor) -> Tensor:
         """Estimated logits of the tokens of units ``[N, K']``, fp32 ``[N, h, K', unit]``."""

@@ -16,7 +16,7 @@ from topkv import hookimpl
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
 from topkv.ops.topk import topk
-from topkv.types import LayerView
+from topkv.types import LayerView, Selection
 from topkv_trained_gate.reference import unit_scores, with_local
 
 SCORE_BYTES = 64 << 20
@@ -72,6 +72,7 @@ class TrainedGate:
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        k = k[:, 0]
         step = layer.step
         k = self._keys(k, step.batch)
         rows = (step.slots >= 0) & (step.lengths > 0) & (step.appended != 0)
@@ -80,8 +81,8 @@ class TrainedGate:
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
         step, unit = layer.step, self.group.unit
         q = self._queries(q, (step.batch, 1))
         closed = ((step.lengths - 1).clamp(min=0) // unit) * (step.slots >= 0)
@@ -90,7 +91,8 @@ class TrainedGate:
         # Behind the closed units stands no page: read page 0; top-k leaves its scores out.
         seen = torch.where(tokens < closed[:, None] * unit, tokens, 0)
         scores = unit_scores(q, layer.pools["index"][self._at(layer, slots, seen)], unit)
-        self._select(with_local(scores, closed, self.local - 1), closed, ids)
+        self._select(with_local(scores, closed, self.local - 1), closed, out.ids)
+        return out
 
     @hookimpl
     def retrieve_prompt(

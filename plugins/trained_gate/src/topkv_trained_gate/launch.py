@@ -11,7 +11,7 @@ from torch import Tensor
 from topkv import hookimpl
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.ops.topk import topk
-from topkv.types import LayerView
+from topkv.types import LayerView, Selection
 from topkv_authoring.units import KeptOfTokens
 from topkv_trained_gate import kernels
 from topkv_trained_gate.algorithm import PROMPT_ROWS, TrainedGate
@@ -78,14 +78,15 @@ class TrainedGateTriton(KeptOfTokens, TrainedGate):
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
         step = layer.step
         q = self._queries(q, (step.batch, 1))
         lanes = step.batch * self.heads
         scores, ends = self.scores[:lanes], self.ends[:lanes]
         self._score(layer, q, (step.batch, 0, 0), scores, ends, self.step)
-        topk(scores, ends, ids, impl="triton", work=self.work)
+        topk(scores, ends, out.ids, impl="triton", work=self.work)
+        return out
 
     @hookimpl
     def retrieve_prompt(

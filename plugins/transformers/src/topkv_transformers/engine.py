@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from topkv import hookimpl
+from topkv import SparseCoordinator, hookimpl
 from topkv.config import LoweredConfig, SparseConfig, lower
 from topkv.errors import CONFIG_REFUSED, CapabilityError, ConfigError
 from topkv.hooks.engine import EngineSetup
 from topkv.plugins import PluginRegistry
 from topkv_authoring.tested import never_tested
-from topkv_prefixes.prefixes import PrefixCoordinator
 from topkv_transformers import capture, compiled
 from topkv_transformers.prediction import tell
 from topkv_transformers.session import AttachedModel
@@ -123,13 +122,11 @@ class TransformersEngine:
             raise CapabilityError(f"{type(model).__name__} cannot be attached", reasons)
         lowered = lower_for(model, config, self.registry)
         check_compiled(model, lowered)
-        handle = AttachedModel(model, PrefixCoordinator(lowered, self.registry))
+        handle = AttachedModel(model, SparseCoordinator(lowered, self.registry))
         try:
             reasons = handle.prefixes.refusals()
             if reasons:
-                raise CapabilityError(
-                    f"prefix_cache: {lowered.prefix_cache} cannot be served", reasons
-                )
+                raise CapabilityError("pages: prefixes cannot be served", reasons)
             tell(handle)
         except BaseException:
             handle.detach()

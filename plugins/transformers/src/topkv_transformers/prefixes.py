@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
 
 from topkv_prefixes.counts import PrefixCounts
+from topkv_prefixes.prefixes import Prefixes
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.capture import DYNAMIC_ROPE
 from topkv_transformers.forwards import left_padding
@@ -45,20 +46,22 @@ class PromptPrefixes:
         requests: of the model's caches.
 
     Attributes:
-        policy: the setting ``prefix_cache``.
+        policy: ``keep`` of the plugin ``prefixes``; ``"off"`` where the setting ``pages`` names
+            another one or none.
     """
 
     def __init__(self, decoder: nn.Module, requests: CacheRequests) -> None:
         self.decoder, self.requests = decoder, requests
-        self.policy = requests.coordinator.config.prefix_cache
-        self._found = requests.coordinator.prefixes
+        keeper = requests.coordinator.keeper
+        self._found = keeper if isinstance(keeper, Prefixes) else None
+        self.policy = self._found.settings.keep if self._found else "off"
         self._model: ModelState | None = None
         self._salt = b""
 
     @property
     def counts(self) -> PrefixCounts:
         """Tokens that were asked for and found, pages that are kept, and those that went."""
-        return self._found.counts
+        return self._found.counts if self._found else PrefixCounts()
 
     def tenant(self, name: str) -> AbstractContextManager[None]:
         """Prompts of this thread meanwhile are those of a tenant, see ``Prefixes.tenant``::
@@ -66,7 +69,7 @@ class PromptPrefixes:
         with handle.prefixes.tenant("acme"):
             model.generate(**inputs)
         """
-        return self._found.tenant(name)
+        return self._found.tenant(name) if self._found else nullcontext()
 
     def forget(self) -> None:
         """Let nothing be found of what was published so far.
@@ -76,22 +79,25 @@ class PromptPrefixes:
         is not found any more, either, and nothing of caches that were filled before is published.
         """
         self.requests.watch.renew()
-        self._found.forget(stored=False)
+        if self._found:
+            self._found.forget(stored=False)
 
     def prefetch(self, input_ids: Tensor) -> None:
-        """Begin to fetch what the setting ``storage`` keeps of prompts, and wait for nothing.
+        """Begin to fetch what a storage keeps of prompts, and wait for nothing.
 
         Args:
             input_ids: int64 ``[B, n]``, without padding; as ``generate`` is going to get them.
         """
+        if self._found is None:
+            return
         with self.requests.exclusive():
-            self._follow(self.requests.watch.look())
+            self._follow(self._found, self.requests.watch.look())
             for row in input_ids.cpu().numpy():
                 self._found.prefetch(row, self._salt)
 
     def refusals(self) -> list[str]:
-        """Every reason against the setting ``prefix_cache``; empty where it is off."""
-        if self.policy == "off":
+        """Every reason against ``pages: prefixes``; empty where it is off."""
+        if self._found is None:
             return []
         reasons = list(self._found.off)
         rope = getattr(getattr(self.decoder, "rotary_emb", None), "rope_type", None)
@@ -108,9 +114,10 @@ class PromptPrefixes:
         Raises:
             DeviceMemoryError, HostMemoryError: no room; the cache is as it was.
         """
-        if self.policy == "off":
+        prefixes = self._found
+        if prefixes is None:
             return
-        self._follow(self.requests.watch.current())
+        self._follow(prefixes, self.requests.watch.current())
         ids = None if cache.state.slots else self._ids(call)
         # Transformers cuts a whole prompt into chunks, and not what a cache lacks of it.
         if ids is None or call.option("prefill_chunk_size") is not None:
@@ -122,8 +129,8 @@ class PromptPrefixes:
         prompts = [row[pads:] for row, pads in zip(ids, padding.tolist(), strict=True)]
         with self.requests.exclusive():
             for prompt in prompts:
-                self._found.fetch(prompt, salt)
-        found = [self._found.length(prompt, salt) for prompt in prompts]
+                prefixes.fetch(prompt, salt)
+        found = [prefixes.length(prompt, salt) for prompt in prompts]
         columns = int((padding + found).min())
         if not (padding < columns).any():
             columns = 0
@@ -132,7 +139,7 @@ class PromptPrefixes:
         self.requests.begin(
             state,
             len(prompts),
-            lambda row: self._found.begin(prompts[row], salt, most=held[row]),
+            lambda row: prefixes.begin(prompts[row], salt, most=held[row]),
         )
         state.feed(self.requests.watch.current())
         state.seen, state.padding = columns, padding
@@ -148,7 +155,7 @@ class PromptPrefixes:
             before: columns that the caller's cache held.
         """
         state = cache.state
-        if self.policy == "off" or not state.slots:
+        if self._found is None or not state.slots:
             return
         self._remember(call, state, output, before)
         # A prompt behind generated tokens has seen what was attended sparsely.
@@ -174,7 +181,7 @@ class PromptPrefixes:
 
     def _ids(self, call: Call) -> np.ndarray | None:
         """Ids of the prompt, int64 ``[B, n]``; None where keys may depend on more than them."""
-        if self.policy == "off" or call.option("output_hidden_states"):
+        if self._found is None or call.option("output_hidden_states"):
             return None
         tensors = {name for name, value in call.arguments.items() if isinstance(value, Tensor)}
         ids = call.arguments.get("input_ids", call.arguments.get("inputs"))
@@ -188,12 +195,12 @@ class PromptPrefixes:
     def _rows(self, call: Call, values: np.ndarray) -> np.ndarray:
         return np.repeat(values, call.option("num_return_sequences") or 1, axis=0)
 
-    def _follow(self, model: ModelState) -> None:
+    def _follow(self, prefixes: Prefixes, model: ModelState) -> None:
         """Forget all that was published of another state of the model than this one."""
         if model is self._model:
             return
-        self._found.forget(stored=False)
+        prefixes.forget(stored=False)
         # The storage outlives this process, so that more distinguishes its pages.
-        if self._found.storage and not model.unsure:
+        if prefixes.storage and not model.unsure:
             self._salt = self.requests.watch.digest().encode()
         self._model = model

@@ -10,9 +10,9 @@ from weakref import WeakSet
 import numpy as np
 from torch import Tensor
 
+from topkv import SparseCoordinator
 from topkv.errors import CapabilityError, OutOfMemory, RequestError
 from topkv.kv.held import tensor_bytes
-from topkv_prefixes.prefixes import PrefixCoordinator
 from topkv_transformers.attention import NamedAttention
 from topkv_transformers.forwards import Forward, open_forward
 from topkv_transformers.state import CacheState
@@ -39,7 +39,7 @@ class CacheRequests:
 
     def __init__(
         self,
-        coordinator: PrefixCoordinator,
+        coordinator: SparseCoordinator,
         attention: NamedAttention,
         watch: ModelWatch,
         stock: FreshLayers,

@@ -11,10 +11,11 @@ from attrs import evolve
 from torch import nn
 from transformers import PreTrainedModel
 
+from topkv import SparseCoordinator
 from topkv.errors import CapabilityError, RequestError
 from topkv.report import MemoryReport, Stats, count_stats
 from topkv_prediction.report import Prediction
-from topkv_prefixes.prefixes import PrefixCoordinator
+from topkv_prefixes.stored import StoredSession
 from topkv_transformers import attention, blocks, capture, sessions
 from topkv_transformers.cache import TopkvCache
 from topkv_transformers.generation import generate
@@ -49,7 +50,7 @@ class AttachedModel:
         prefixes: what prompts of ``generate`` take over from earlier ones.
     """
 
-    def __init__(self, model: PreTrainedModel, coordinator: PrefixCoordinator) -> None:
+    def __init__(self, model: PreTrainedModel, coordinator: SparseCoordinator) -> None:
         self.model = model
         self.coordinator = coordinator
         self.config = coordinator.config
@@ -110,14 +111,14 @@ class AttachedModel:
         self.requests.check_attached()
         return TopkvCache(self.requests)
 
-    def suspend(self, cache: TopkvCache, where: sessions.Where) -> None:
-        """Write a cache to a folder, or to a session of ``topkv_prefixes.stored``, and close it;
-        see ``sessions.suspend``, for errors too."""
+    def suspend(self, cache: TopkvCache, where: StoredSession) -> None:
+        """Write a cache to a session of ``topkv_prefixes.stored``, and close it; see
+        ``sessions.suspend``, for errors too."""
         self.requests.check_attached()
         cache.check_owner(self.requests)
         sessions.suspend(cache, where)
 
-    def resume(self, where: sessions.Where) -> TopkvCache:
+    def resume(self, where: StoredSession) -> TopkvCache:
         """Return a cache of what ``suspend`` wrote, in this process or another one. Pass it to
         ``generate`` with all ids so far. See ``sessions.resume``, for errors too."""
         self.requests.check_attached()

@@ -1,68 +1,47 @@
-"""Caches that go on in another process without reading their prompt: in a folder
-(``folders.py``), or in a storage (``topkv_prefixes.stored``)."""
+"""Caches that go on in another process without reading their prompt, through a storage
+(``topkv_prefixes.stored``)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from os import PathLike
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from topkv import SparseCoordinator
-from topkv.errors import CapabilityError, RequestError
+from topkv.errors import CapabilityError, ConfigError, RequestError
+from topkv.messages import shown
 from topkv_prefixes import suspended
-from topkv_prefixes.stored import Rows, StoredSession
+from topkv_prefixes.stored import StoredSession
 from topkv_transformers.cache import TopkvCache
-from topkv_transformers.folders import SessionFolder
 from topkv_transformers.requests import CacheRequests
 
 
-class Found(Protocol):
-    """A session that a place holds."""
-
-    @property
-    def document(self) -> dict[str, Any]: ...
-
-    def request(self, row: int) -> dict[str, Any]: ...
-
-    def blocks(self, row: int) -> Iterable[Mapping[str, Tensor]]: ...
-
-
-class Place(Protocol):
-    """Place in which a session is, or is to be."""
-
-    def write(self, document: Mapping[str, Any], rows: Rows) -> None: ...
-
-    def read(self) -> Found: ...
+def _checked(where: object) -> StoredSession:
+    if isinstance(where, StoredSession):
+        return where
+    reason = (
+        f"it must be a session of StoredSessions, got {shown(where)}; for a folder open "
+        "StoredSessions('files', {'path': ...}), and name one of its sessions"
+    )
+    raise ConfigError("there is no such session", [reason])
 
 
-Where = str | PathLike[str] | StoredSession
-"""A folder, or a session of a storage."""
-
-
-def place_of(where: Where) -> Place:
-    return where if isinstance(where, StoredSession) else SessionFolder(where)
-
-
-def suspend(cache: TopkvCache, where: Where) -> None:
+def suspend(cache: TopkvCache, where: StoredSession) -> None:
     """Write a cache, and close it.
 
     Args:
-        where: a folder, which is made if it is not there, and whose session is replaced; or a
-            session of a storage, of which there must be none.
+        where: a session of a storage, of which there must be none.
 
     Raises:
         RequestError: the cache is empty.
         CapabilityError: the model has layers that topkv leaves alone, or has changed since it
             filled the cache, or nobody could see that it changes.
-        ConfigError: there can be no folder of this name.
-        OSError: the folder cannot be written; cache and folder are as they were.
-        StorageError: the storage fails, is full, or has a session of this name, or the folder has
-            a file of the manifest's name that is not of topkv; the cache is as it was.
+        ConfigError: ``where`` is no session of a storage.
+        StorageError: the storage fails, is full, or has a session of this name; the cache is as it
+            was.
     """
-    state = cache.state
+    place, state = _checked(where), cache.state
     if not state.slots:
         raise RequestError("the cache is empty: there is nothing to suspend")
     if others := len(list(state.stock)):
@@ -77,7 +56,7 @@ def suspend(cache: TopkvCache, where: Where) -> None:
             "prompt": state.prompt,
             "padding": state.padding.tolist(),
         }
-        place_of(where).write(document, _rows(cache.requests.coordinator, state.slots))
+        place.write(document, _rows(cache.requests.coordinator, state.slots))
         cache.close()
 
 
@@ -98,16 +77,16 @@ def _rows(coordinator: SparseCoordinator, slots: Iterable[int]) -> Iterator[Any]
         yield numbers.as_dict(), blocks
 
 
-def resume(requests: CacheRequests, where: Where) -> TopkvCache:
+def resume(requests: CacheRequests, where: StoredSession) -> TopkvCache:
     """A cache of what ``suspend`` wrote, which stays there.
 
     Raises:
-        CapabilityError: it is of another model or configuration, or, in a folder, damaged or
-            not there; with every reason that was found.
+        CapabilityError: it is of another model or configuration; with every reason that was found.
+        ConfigError: ``where`` is no session of a storage.
         StorageError: the storage fails, or what it has is damaged or not there.
         DeviceMemoryError, HostMemoryError: no room. Nothing has changed.
     """
-    place = place_of(where)
+    place = _checked(where)
     found = place.read()
     model = requests.watch.look()
     why = list(model.unsure)

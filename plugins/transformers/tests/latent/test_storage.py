@@ -35,7 +35,8 @@ def test_a_reload_decodes_as_a_hit_in_host_memory(dsa, family, kv_format):
     model = dsa.model(family, **(whole if kv_format == "fp8" else {}))
     model = model.bfloat16() if kv_format == "fp8" else model
     prompt = dsa.prompt(70, [0])
-    settings = {"prefix_cache": "prompt", "storage": BELOW, "kv_format": kv_format}
+    pages = {"name": "prefixes", "params": {"storage": BELOW}}
+    settings = {"pages": pages, "kv_format": kv_format}
     with dsa.attach(model, **settings):
         logits_of(model, prompt)
         expected = logits_of(model, prompt)

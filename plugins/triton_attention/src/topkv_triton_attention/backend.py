@@ -21,6 +21,8 @@ HEAD_DIMS = (64, 96, 128, 256)
 ``mla_reference``."""
 MAX_GROUP = 16
 MAX_UNIT = 128
+MAX_QUERY_HEADS = 64
+"""Query heads of a kv-head, of all queries of a row, that a program attends with."""
 
 SKIP = "skip_softmax"
 """Name of the option that this backend has; for its factor see ``skip_reference``."""
@@ -62,7 +64,8 @@ class TritonAttention:
         factor = skip_factor(setup)
         if factor is not None:
             return SkippingAttend(model.scale, most, model.softcap, factor=factor), prefill
-        return reference.Attend(model.scale, most, model.softcap), prefill
+        attend = reference.Attend(model.scale, most, model.softcap, setup.max_queries)
+        return attend, prefill
 
     @hookimpl
     def adapt_page_table(self, layer: LayerView, plan: Plan, tables: Tables) -> None:
@@ -76,8 +79,8 @@ class TritonAttention:
         """See ``topkv.hooks.backend.Backend.attend``.
 
         Raises:
-            CapabilityError: q holds more than one query per row, or its dtype is not that
-                of k and v.
+            CapabilityError: the dtype of q is not that of k and v, or more queries than
+                ``max_queries`` allows.
             ValueError: more rows than ``max_batch`` allows.
         """
         self._attend(q, k, v, tables, out, lse)
@@ -151,6 +154,14 @@ def refusals(setup: BackendSetup) -> list[str]:
         reasons.append(
             f"buffer: {group.max_lanes} lanes x {group.slots} slots exceed the int32 ids of a "
             "page table; lower max_requests or buffer"
+        )
+    most = MAX_QUERY_HEADS // max(setup.group_size, 1)
+    if is_latent(model) or SKIP in setup.options:
+        most = 1
+    if not 1 <= setup.max_queries <= most:
+        reasons.append(
+            f"queries of a row: expected 1 to {most} with {setup.group_size} query heads a "
+            f"kv-head, got {setup.max_queries}; draft fewer tokens"
         )
     if setup.max_batch < 1:
         reasons.append(f"max_batch: expected at least 1, got {setup.max_batch}; raise it")

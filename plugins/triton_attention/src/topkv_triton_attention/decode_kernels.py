@@ -43,11 +43,15 @@ def scored(q, k, live, scale_log2, UPCAST: tl.constexpr, CAP: tl.constexpr):
 
 
 @triton.jit
-def absorbed(logits, v, top, total, acc, UPCAST: tl.constexpr):
-    """The running softmax with one more block of logits and values in it."""
+def absorbed(logits, v, top, total, acc, UPCAST: tl.constexpr, BLIND: tl.constexpr = False):
+    """The running softmax with one more block of logits and values in it. BLIND where a query may
+    have seen no token yet."""
     new_top = tl.maximum(top, tl.max(logits, 1))
-    weights = tl.exp2(logits - new_top[:, None])
-    shrink = tl.exp2(top - new_top)
+    floor = new_top
+    if BLIND:
+        floor = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(logits - floor[:, None])
+    shrink = tl.exp2(top - floor)
     total = total * shrink + tl.sum(weights, 1)
     weights = weights.to(v.dtype)
     if UPCAST:
@@ -104,6 +108,11 @@ def attend_kernel(
     BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
     CAP: tl.constexpr,
+    QUERIES: tl.constexpr = 1,
+    queries_ptr=None,
+    stride_qq=0,
+    stride_oq=0,
+    stride_lq=0,
     SKIP: tl.constexpr = False,
     COUNT: tl.constexpr = False,
     contexts_ptr=None,
@@ -111,6 +120,9 @@ def attend_kernel(
     factor_log2=0.0,
 ):
     """Attend over one split of the tokens of a kv-head of a lane.
+
+    With several QUERIES a row, the i-th of the ``queries`` of a row does not see the newest
+    ``queries - 1 - i`` tokens, and those behind them see none.
 
     With SKIP a block whose logits all are below the running maximum by more than
     ``log2(factor / context)`` is left out, ``contexts`` being the lengths of the rows' requests;
@@ -128,10 +140,23 @@ def attend_kernel(
 
     each = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
-    query_heads = (tl.program_id(0) % (LANES * KV_HEADS)).to(tl.int64) * GROUP + each
-    q_mask = (each < GROUP)[:, None] & (d < DIM)[None, :]
-    q_offsets = row * stride_qb + query_heads[:, None] * stride_qh + d[None, :]
-    q = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)
+    first_head = (tl.program_id(0) % (LANES * KV_HEADS)).to(tl.int64) * GROUP
+    if QUERIES == 1:
+        query_heads = first_head + each
+        q_rows = row * stride_qb + query_heads * stride_qh
+        o_rows = row * stride_ob + query_heads * stride_oh
+        l_rows = row * stride_lb + query_heads * stride_lh
+    else:
+        nth = (each // GROUP).to(tl.int64)
+        query_heads = first_head + each % GROUP
+        q_rows = row * stride_qb + nth * stride_qq + query_heads * stride_qh
+        o_rows = row * stride_ob + nth * stride_oq + query_heads * stride_oh
+        l_rows = row * stride_lb + nth * stride_lq + query_heads * stride_lh
+        queries = tl.load(queries_ptr + row)
+        seen = tl.where(nth < queries, length - (queries - 1 - nth), 0)
+    in_g = each < GROUP * QUERIES
+    q_mask = in_g[:, None] & (d < DIM)[None, :]
+    q = tl.load(q_ptr + q_rows[:, None] + d[None, :], mask=q_mask, other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
 
@@ -163,7 +188,7 @@ def attend_kernel(
         v_offsets = (slot * stride_vs + place * stride_vt)[:, None]
         if SKIP:
             logits = scored(q, k, live, scale_log2, UPCAST, CAP)
-            if matters(logits, top, limit, each < GROUP):
+            if matters(logits, top, limit, in_g):
                 v = tl.load(v_base + v_offsets, mask=kv_mask, other=0.0,
                             eviction_policy="evict_first")  # fmt: skip
                 top, total, acc = absorbed(logits, v, top, total, acc, UPCAST)
@@ -171,17 +196,21 @@ def attend_kernel(
                 skipped += 1
         else:
             v = tl.load(v_base + v_offsets, mask=kv_mask, other=0.0, eviction_policy="evict_first")
-            top, total, acc = fold(q, k, v, live, scale_log2, top, total, acc, UPCAST, CAP)
+            if QUERIES == 1:
+                top, total, acc = fold(q, k, v, live, scale_log2, top, total, acc, UPCAST, CAP)
+            else:
+                logits = scored(q, k, live, scale_log2, UPCAST, CAP)
+                logits = tl.where(tokens[None, :] < seen[:, None], logits, float("-inf"))
+                top, total, acc = absorbed(logits, v, top, total, acc, UPCAST, True)
         tokens += BLOCK_N
         ids = tl.load(units + (tokens // UNIT) * stride_tc, mask=tokens < end, other=0)
 
     # A run without tokens keeps top -inf and total 0: out 0, lse -inf.
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
     norm = (top + tl.log2(tl.where(total > 0, total, 1.0))) * 0.6931471805599453
-    o_offsets = row * stride_ob + query_heads * stride_oh + split.to(tl.int64) * stride_os
-    l_offsets = row * stride_lb + query_heads * stride_lh + split.to(tl.int64) * stride_ls
-    tl.store(lse_ptr + l_offsets, norm, mask=each < GROUP)
+    tl.store(lse_ptr + l_rows + split.to(tl.int64) * stride_ls, norm, mask=in_g)
     out = out.to(out_ptr.dtype.element_ty)
+    o_offsets = o_rows + split.to(tl.int64) * stride_os
     tl.store(out_ptr + o_offsets[:, None] + d[None, :], out, mask=q_mask)
     if COUNT:
         tl.store(skipped_ptr + tl.program_id(0) * tl.num_programs(1) + split, skipped)
@@ -202,12 +231,18 @@ def merge_kernel(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    QUERIES: tl.constexpr = 1,
+    stride_oq=0,
+    stride_lq=0,
 ):
-    """Parts are contiguous: ``[B, HEADS, splits, DIM]`` and ``[B, HEADS, splits]``, fp32. One
-    program: BLOCK_D elements of one head."""
+    """Parts are contiguous: ``[B, QUERIES, HEADS, splits, DIM]`` and ``[B, QUERIES, HEADS,
+    splits]``, fp32. One program: BLOCK_D elements of one head."""
     part_row = tl.program_id(0).to(tl.int64)
-    row = part_row // HEADS
+    row = part_row // (HEADS * QUERIES)
     head = part_row % HEADS
+    nth = part_row // HEADS % QUERIES
+    out_ptr += nth * stride_oq
+    lse_ptr += nth * stride_lq
     s = tl.arange(0, BLOCK_S)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     part_lse = tl.load(part_lse_ptr + part_row * splits + s, mask=s < splits, other=float("-inf"))

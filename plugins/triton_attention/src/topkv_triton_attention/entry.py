@@ -28,6 +28,7 @@ def topkv_register_backends() -> list[PluginEntry]:
                 softcap=True,
                 options=("skip_softmax",),
                 host_memory=True,
+                queries=8,
                 tiers=("cpu", "interpret", "gpu"),
             ),
         )

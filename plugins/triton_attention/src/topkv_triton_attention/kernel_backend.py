@@ -32,7 +32,8 @@ class TritonAttentionKernels(TritonAttention):
         sizes = (most, heads, setup.group_size, model.head_dim, model.scale, device)
         factor = skip_factor(setup)
         if factor is None:
-            return Decoder(*sizes, softcap=model.softcap).attend, prefill
+            queries = setup.max_queries
+            return Decoder(*sizes, softcap=model.softcap, max_queries=queries).attend, prefill
         return SkippingDecoder(*sizes, softcap=model.softcap, factor=factor).attend, prefill
 
 

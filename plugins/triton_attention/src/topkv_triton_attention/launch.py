@@ -115,6 +115,7 @@ class Decoder:
         launch: launch constants; None takes those of the table above.
         splits: splits of every call; None chooses them from the shapes.
         softcap: of the logits, see ``topkv.types.ModelShape``.
+        max_queries: most queries of a row.
 
     Attributes:
         further: arguments of ``attend_kernel`` beyond those of every call.
@@ -133,8 +134,9 @@ class Decoder:
         launch: DecodeLaunch | None = None,
         splits: int | None = None,
         softcap: float | None = None,
+        max_queries: int = 1,
     ) -> None:
-        self.max_batch = max_batch
+        self.max_batch, self.max_queries = max_batch, max_queries
         self.scale_log2, self.cap_log2 = factors(scale, softcap)
         self.launch = launch
         self.splits = splits
@@ -143,9 +145,9 @@ class Decoder:
             # split_count makes at most this many programs when it splits at all.
             resident = max(each.resident for each in (launch, *_DECODE.values()) if each)
             programs = MAX_WAVES * self.processors * resident
-            rows = min(programs * group, max_batch * heads * MAX_SPLITS)
+            rows = min(programs * group, max_batch * heads * MAX_SPLITS) * max_queries
         else:
-            rows = max_batch * heads * splits
+            rows = max_batch * max_queries * heads * splits
         self.part = torch.empty(rows * dim, dtype=torch.float32, device=device)
         self.part_lse = torch.empty(rows, dtype=torch.float32, device=device)
 
@@ -153,8 +155,8 @@ class Decoder:
         self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, out: Tensor, lse: Tensor
     ) -> None:
         """See ``topkv.hooks.backend.Backend.attend``. Allocates nothing."""
-        check_decode(q, k, v, self.max_batch)
-        rows, _, heads, dim = q.shape
+        check_decode(q, k, v, self.max_batch, self.max_queries)
+        rows, queries, heads, dim = q.shape
         if not rows:
             return
         table, lengths = tables.table, tables.lengths
@@ -173,22 +175,31 @@ class Decoder:
             strides = (out.stride(0), out.stride(2), 0, lse.stride(0), lse.stride(2), 0)
         else:
             results = self.part, self.part_lse
-            strides = (heads * splits * dim, splits * dim, dim, heads * splits, splits, 1)
+            each, parts = queries * heads * splits, heads * splits
+            strides = (each * dim, splits * dim, dim, each, splits, 1)
+        several: dict[str, Any] = {}
+        merging: dict[str, Any] = {}
+        if queries > 1:
+            merging = {"QUERIES": queries, "stride_oq": out.stride(1), "stride_lq": lse.stride(1)}
+            to = (out.stride(1), lse.stride(1)) if splits == 1 else (parts * dim, parts)
+            names = ("QUERIES", "queries_ptr", "stride_qq", "stride_oq", "stride_lq")
+            values = (queries, tables.queries, q.stride(1), *to)
+            several = dict(zip(names, values, strict=True))
         attend_kernel[(lanes * kv_heads, splits)](
             q, k, v, table, lengths, *results, self.scale_log2,
             q.stride(0), q.stride(2), *k.stride()[:3], *v.stride()[:3],
             *table.stride(), lengths.stride(0), *strides,
             LANES=lanes // rows, KV_HEADS=kv_heads, GROUP=group, UNIT=unit, DIM=dim,
-            BLOCK_G=max(16, power(group)), BLOCK_D=power(dim),
+            BLOCK_G=max(16, power(group * queries)), BLOCK_D=power(dim),
             BLOCK_N=launch.block, UPCAST=upcast(q), CAP=self.cap_log2,
-            num_warps=launch.num_warps, num_stages=launch.num_stages, **self.further,
+            num_warps=launch.num_warps, num_stages=launch.num_stages, **several, **self.further,
         )  # fmt: skip
         if splits > 1:
-            merge_kernel[(rows * heads,)](
+            merge_kernel[(rows * queries * heads,)](
                 self.part, self.part_lse, out, lse, splits,
                 out.stride(0), out.stride(2), lse.stride(0), lse.stride(2),
                 HEADS=heads, DIM=dim, BLOCK_D=power(dim),
-                BLOCK_S=power(splits), num_warps=4,
+                BLOCK_S=power(splits), num_warps=4, **merging,
             )  # fmt: skip
 
 

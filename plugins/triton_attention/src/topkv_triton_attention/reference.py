@@ -18,17 +18,17 @@ BUDGET = 1 << 23
 """Elements of the largest intermediate of one step."""
 
 
-def check_decode(q: Tensor, k: Tensor, v: Tensor, max_batch: int) -> None:
+def check_decode(q: Tensor, k: Tensor, v: Tensor, max_batch: int, max_queries: int = 1) -> None:
     """Refuse what ``attend`` does not offer.
 
     Raises:
-        CapabilityError: more than one query per row, or mixed dtypes.
+        CapabilityError: more queries of a row than the backend was made for, or mixed dtypes.
         ValueError: more rows than the backend was made for.
     """
-    if q.shape[1] != 1:
+    if q.shape[1] > max_queries:
         raise CapabilityError(
-            "triton_attention: attend takes one query per row",
-            [f"expected q of shape [B, 1, H, D], got {tuple(q.shape)}; call it per query"],
+            f"triton_attention: attend was made for {max_queries} queries a row",
+            [f"got q {list(q.shape)}, [B, Q, H, D]; raise max_queries when you make it"],
         )
     if q.dtype != k.dtype or k.dtype != v.dtype:
         raise CapabilityError(
@@ -49,11 +49,14 @@ class Attend:
         scale: factor of the logits.
         max_batch: most rows of one call.
         softcap: of the logits, see ``topkv.types.ModelShape``.
+        max_queries: most queries of a row.
     """
 
-    def __init__(self, scale: float, max_batch: int, softcap: float | None = None) -> None:
+    def __init__(
+        self, scale: float, max_batch: int, softcap: float | None = None, max_queries: int = 1
+    ) -> None:
         self.scale, self.softcap = scale, softcap
-        self.max_batch = max_batch
+        self.max_batch, self.max_queries = max_batch, max_queries
 
     def __call__(
         self,
@@ -67,13 +70,15 @@ class Attend:
     ) -> None:
         """Attend as the hook does, but only to the listed tokens that ``keep`` has: bool
         ``[N, heads_per_lane, W * unit]``, all if None."""
-        check_decode(q, k, v, self.max_batch)
+        check_decode(q, k, v, self.max_batch, self.max_queries)
         if not len(q):
             return
         table, lengths = tables.table, tables.lengths
         kv_heads, unit, dim = k.shape[1:]
         lanes, width = table.shape
-        queries = q.reshape(lanes, kv_heads, -1, dim)
+        seen = None if tables.queries is None else seen_by(tables, *q.shape[:3], kv_heads)
+        # [B, Q, H, D] as the heads of each lane with their queries, [N, hpl, G * Q, D].
+        queries = q.transpose(1, 2).reshape(lanes, kv_heads, -1, dim)
         result = torch.empty_like(queries, memory_format=torch.contiguous_format)
         norm = torch.empty(queries.shape[:3], dtype=torch.float32, device=q.device)
         if lengths.device.type == "cpu":
@@ -93,12 +98,24 @@ class Attend:
                     lengths[some] - column * unit,
                     self.softcap,
                     None if keep is None else keep[some, :, column * unit :],
+                    None if seen is None else seen[some] - column * unit,
                 )
                 for column in range(0, max(width, 1), columns)
             )
             result[some], norm[some] = reduce(lambda one, more: merge(*one, *more), parts)
-        out.copy_(result.view(out.shape))
-        lse.copy_(norm.view(lse.shape))
+        rows, each, heads = q.shape[:3]
+        out.copy_(result.view(rows, heads, each, -1).transpose(1, 2))
+        lse.copy_(norm.view(rows, heads, each).transpose(1, 2))
+
+
+def seen_by(tables: Tables, rows: int, each: int, heads: int, kv_heads: int) -> Tensor:
+    """Tokens of a lane's list that each of its query heads sees, int32 ``[N, hpl, G * Q]``."""
+    assert tables.queries is not None
+    behind = tables.queries[:, None] - 1 - torch.arange(each, device=tables.queries.device)
+    lengths = tables.lengths.view(rows, -1)
+    seen = (lengths[:, :, None] - behind[:, None]).masked_fill(behind[:, None] < 0, 0)
+    seen = seen.repeat_interleave(heads // lengths.shape[1], 1)  # of each query head
+    return seen.reshape(len(tables.table), kv_heads, -1)
 
 
 def _attend_units(
@@ -109,10 +126,11 @@ def _attend_units(
     lengths: Tensor,
     softcap: float | None,
     keep: Tensor | None,
+    seen: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Scaled q ``[n, hpl, G, D]`` fp32 over the units of ``table`` ``[n, w]``; lengths and
-    ``keep`` ``[n, hpl, tokens]`` count from its first column. Returns out ``[n, hpl, G, D]`` and
-    lse ``[n, hpl, G]`` in fp32."""
+    """Scaled q ``[n, hpl, G, D]`` fp32 over the units of ``table`` ``[n, w]``; lengths, ``keep``
+    ``[n, hpl, tokens]`` and ``seen [n, hpl, G]`` count from its first column. Returns out
+    ``[n, hpl, G, D]`` and lse ``[n, hpl, G]`` in fp32."""
     lanes, kv_heads, _, dim = q.shape
     unit = k.shape[2]
     column = torch.arange(table.shape[1], device=table.device)
@@ -128,6 +146,8 @@ def _attend_units(
     keys = k[ids, head].to(q).view(lanes, kv_heads, -1, dim)
     values = v[ids, head].to(q).view(lanes, kv_heads, -1, dim).masked_fill(~live, 0)
     logits = capped(q @ keys.mT, softcap).masked_fill(~live.mT, -torch.inf)
+    if seen is not None:
+        logits.masked_fill_(token >= seen[..., None], -torch.inf)
     return softmax_times(logits, values)
 
 

@@ -35,23 +35,17 @@ OWNED = {
 }
 """Settings of topkv that vLLM has names of its own for: it decides them, and topkv follows."""
 
-PAGES = "pages: the engine gives them out; leave it out"
-
-KEPT = {
-    "prefix_cache": "vLLM finds pages again by itself; say enable_prefix_caching=True instead",
-    "host_quotas": "vLLM keeps pages by itself, whoever they are for; the cache_salt of requests "
-    "tells tenants apart there",
-    "storage": "nothing keeps pages below vLLM's block pool; raise max_tokens, so that more of "
-    "them stay in host memory, or decode through topkv.attach, which has storages",
-}
-"""Settings of topkv for whoever gives out pages, and why they have nothing to do here."""
+PAGES = (
+    "pages: the engine gives them out, keeps and finds them; leave it out, and say "
+    "enable_prefix_caching=True to have them found again. The cache_salt of requests tells "
+    "tenants apart. Nothing keeps pages below vLLM's block pool: raise max_tokens, so that more "
+    "of them stay in host memory, or decode through topkv.attach, which has storages"
+)
 
 
-def kept_reasons(stated: Mapping[str, Any]) -> list[str]:
-    """Reasons against stated settings that are for whoever gives out pages."""
-    reasons = [PAGES] * (stated.get("pages", "engine") != "engine")
-    asked = [name for name in KEPT if stated.get(name) not in (None, "off")]
-    return reasons + [f"{name} is not topkv's here: {KEPT[name]}; leave it out" for name in asked]
+def pages_reasons(stated: Mapping[str, Any]) -> list[str]:
+    """The reason against another ``pages`` than the engine's."""
+    return [PAGES] * (stated.get("pages", "engine") != "engine")
 
 
 def engine_args(
@@ -91,7 +85,7 @@ def engine_args(
     if device == "cuda" and not arguments.get("enforce_eager"):
         most = int(ours.get("max_num_seqs") or arguments["max_num_seqs"])
         arguments.setdefault("compilation_config", _graphs_of(most))
-    reasons += kept_reasons(settings)
+    reasons += pages_reasons(settings)
     settings.pop("pages", None)
     for name in sorted(ours.keys() & arguments.keys()):
         if arguments[name] != ours[name]:

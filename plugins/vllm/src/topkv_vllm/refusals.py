@@ -10,7 +10,7 @@ from topkv.assembly import make_plugins
 from topkv.config import LoweredConfig
 from topkv.errors import CapabilityError, ReasonsError, TopkvError
 from topkv.plugins import registry
-from topkv_vllm.args import CONNECTOR, GRAPHS, OWNED, kept_reasons
+from topkv_vllm.args import CONNECTOR, GRAPHS, OWNED, pages_reasons
 from topkv_vllm.geometry import lowered_for, shape_of_config
 from topkv_vllm.ranks import rank_reasons, split_reasons
 from topkv_vllm.versions import TESTED, version_reasons
@@ -70,7 +70,7 @@ def settings_of(vllm_config: Any) -> tuple[SparseConfig, list[str]]:
         for name, argument in OWNED.items()
         if name in stated
     ]
-    return settings, reasons + kept_reasons(stated)
+    return settings, reasons + pages_reasons(stated)
 
 
 def _model_reasons(model: Any) -> list[str]:

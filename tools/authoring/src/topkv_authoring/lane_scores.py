@@ -27,6 +27,7 @@ class HeadScores:
         model, group: as in the setup of the algorithm.
         block: units whose maximum and exponential sum are kept together.
         device: of the scratch.
+        max_queries: most queries of a row, whose heads are all heads of its lanes.
 
     Attributes:
         raw: fp32 ``[max_requests * H, U]``, scaled scores, with U = ``group.max_units``. Those of
@@ -37,11 +38,16 @@ class HeadScores:
     """
 
     def __init__(
-        self, model: ModelShape, group: GroupShape, block: int, device: torch.device
+        self,
+        model: ModelShape,
+        group: GroupShape,
+        block: int,
+        device: torch.device,
+        max_queries: int = 1,
     ) -> None:
         import triton
 
-        units, heads = group.max_units, group.max_requests * model.num_heads
+        units, heads = group.max_units, group.max_requests * model.num_heads * max_queries
         self.lane_heads, self.units, self.blocks = group.lane_heads, units, -(-units // block) or 1
         self.raw = torch.empty((heads, units), dtype=torch.float32, device=device)
         self.peak, self.mass = torch.empty(
@@ -49,25 +55,33 @@ class HeadScores:
         )
         self.scores = torch.empty((group.max_lanes, units), dtype=torch.float32, device=device)
         self.closed = torch.zeros(group.max_lanes, dtype=torch.int32, device=device)
-        each = model.num_heads // group.lane_heads
-        block_h = triton.next_power_of_2(each)
-        self.constants = {
-            "LANE_HEADS": group.lane_heads,
-            "HEADS": each,
-            "UNIT": group.unit,
-            "BLOCK_U": block,
-            "BLOCK_H": block_h,
-            "BLOCK_P": min(64, triton.next_power_of_2(self.blocks)),
-            "BLOCK_V": max(16, min(AT_ONCE // block_h, triton.next_power_of_2(max(units, 16)))),
-            "num_warps": 4,
-        }
+        each, self.constants = model.num_heads // group.lane_heads, []
+        for queries in range(1, max_queries + 1):
+            block_h = triton.next_power_of_2(each * queries)
+            block_v = min(AT_ONCE // block_h, triton.next_power_of_2(max(units, 16)))
+            constants = {
+                "LANE_HEADS": group.lane_heads,
+                "HEADS": each * queries,
+                "QUERIES": queries,
+                "GROUP": model.group_size,
+                "UNIT": group.unit,
+                "BLOCK_U": block,
+                "BLOCK_H": block_h,
+                "BLOCK_P": min(64, triton.next_power_of_2(self.blocks)),
+                "BLOCK_V": max(16, block_v),
+                "num_warps": 4,
+            }
+            self.constants.append(constants)
 
-    def lanes(self, step: StepTensors, sinks: int = 0, recent: int = 0) -> tuple[Tensor, Tensor]:
+    def lanes(
+        self, step: StepTensors, sinks: int = 0, recent: int = 0, queries: int = 1
+    ) -> tuple[Tensor, Tensor]:
         """Make the scores that a top-k ranks from the head scores of a step's rows. Hot.
 
         Args:
             step: the step, with the lengths and slots of its rows.
             sinks, recent: units at either end of the closed ones that get +inf.
+            queries: queries of a row, padding included.
 
         Returns:
             As ``RankedUnits.lane_scores``, valid until the next call.
@@ -76,12 +90,12 @@ class HeadScores:
 
         from topkv_authoring.lane_scores_kernels import lanes_kernel
 
-        lanes = step.batch * self.lane_heads
+        lanes, constants = step.batch * self.lane_heads, self.constants[queries - 1]
         if lanes:
-            grid = (lanes, triton.cdiv(self.units, self.constants["BLOCK_V"]))
+            grid = (lanes, triton.cdiv(self.units, constants["BLOCK_V"]))
             lanes_kernel[grid](
-                *(self.raw, self.peak, self.mass, step.slots, step.lengths),
+                *(self.raw, self.peak, self.mass, step.slots, step.lengths, step.appended),
                 *(self.scores, self.closed, self.units, self.blocks, sinks, recent),
-                **self.constants,
+                **constants,
             )
         return self.scores[:lanes], self.closed[:lanes]

@@ -57,6 +57,7 @@ def lanes_kernel(
     p_mass,
     p_slots,
     p_lengths,
+    p_appended,
     p_scores,
     p_closed,
     max_units,
@@ -65,6 +66,8 @@ def lanes_kernel(
     recent,
     LANE_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    GROUP: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_U: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -73,13 +76,17 @@ def lanes_kernel(
 ):
     """Program (lane, block of units): log of the sum of the softmaxes of ``HEADS`` query heads.
 
-    One head gives its scores as they are. Forced units get +inf.
+    One head gives its scores as they are. Forced units get +inf. With several QUERIES of GROUP
+    heads for each kv-head, those that are padding do not count.
     """
     lane = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     row = lane // LANE_HEADS
     slot = tl.load(p_slots + row)
-    closed = tl.maximum(tl.load(p_lengths + row) - 1, 0) // UNIT
+    new = 1
+    if QUERIES > 1:
+        new = tl.maximum(tl.load(p_appended + row), 1)
+    closed = tl.maximum(tl.load(p_lengths + row) - new, 0) // UNIT
     closed = tl.where(slot < 0, 0, closed)
     if block == 0:
         tl.store(p_closed + lane, closed)
@@ -87,6 +94,8 @@ def lanes_kernel(
         return
     h = tl.arange(0, BLOCK_H)
     in_h = h < HEADS
+    if QUERIES > 1:
+        in_h &= h // GROUP % QUERIES < new
     head = lane * HEADS + h
     v = block * BLOCK_V + tl.arange(0, BLOCK_V)
     in_v = v < closed

@@ -24,7 +24,7 @@ except ImportError:
 
 @jit
 def bf16_bits(x):
-    """int16 bits of fp32 ``x`` in bfloat16, ties to even. A NaN keeps its sign and nothing else."""
+    """int16 bits of fp32 ``x`` in bfloat16, ties to even. A NaN keeps its sign alone."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).to(tl.int16)
 

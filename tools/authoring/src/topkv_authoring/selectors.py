@@ -16,7 +16,7 @@ from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationS
 from topkv.hooks.discovery import hookimpl
 from topkv.messages import whose
 from topkv.ops.topk import topk
-from topkv.types import GroupShape, LayerView, ModelShape
+from topkv.types import GroupShape, LayerView, ModelShape, Selection
 from topkv_authoring import sticky
 
 
@@ -53,28 +53,54 @@ def chunk_units(group: GroupShape, start: int, rows: Tensor) -> tuple[Tensor, Te
     return (start + first) // group.unit, padded.unflatten(0, (len(first), group.unit)), valid
 
 
-def appended_units(layer: LayerView) -> tuple[Tensor, Tensor, Tensor]:
-    """Open units of the rows that append, which ``update`` has to represent anew.
+def appended_units(layer: LayerView, tokens: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Units that rows append to, which ``update`` has to represent anew.
+
+    Args:
+        layer: the layer.
+        tokens: Q, the most that a row appends. They lie in at most ``n`` units of a row.
 
     Returns:
-        int32 ``[B]`` request slots, -1 of rows that change nothing; int32 ``[B]`` logical units;
-        and bool ``[B, unit]``, which of their tokens are there.
+        int32 ``[B * n]`` request slots, -1 where nothing changes; int32 ``[B * n]`` logical units;
+        and bool ``[B * n, unit]``, which of their tokens are there.
     """
     step, unit = layer.step, layer.group.unit
     newest = (step.lengths - 1).clamp(min=0)
-    valid = torch.arange(unit, device=newest.device) <= (newest % unit)[:, None]
-    return torch.where(step.appended != 0, step.slots, -1), newest // unit, valid
+    first = (step.lengths - step.appended.clamp(min=1)).clamp(min=0) // unit
+    nth = torch.arange(touched(unit, tokens), dtype=torch.int32, device=newest.device)
+    units = first[:, None] + nth
+    last = (newest // unit)[:, None]
+    writes = (step.appended != 0)[:, None] & (units <= last)
+    slots = torch.where(writes, step.slots[:, None], -1).flatten()
+    units = torch.minimum(units, last)  # behind the last one may stand no page
+    place = units[..., None] * unit + torch.arange(unit, device=newest.device)
+    return slots, units.flatten(), (place <= newest[:, None, None]).flatten(0, 1)
 
 
-def open_units(layer: LayerView, ring: Tensor) -> Tensor:
-    """Rows ``[B, unit, Hkv, D]`` of each row's open unit, of ``layer.ring_k`` or ``ring_v``.
+def closed_units(layer: LayerView) -> Tensor:
+    """Closed units of each row, int32 ``[B]``, before those that its new tokens are in; 0 of
+    padded rows."""
+    step = layer.step
+    first = (step.lengths - step.appended.clamp(min=1)).clamp(min=0)
+    return first // layer.group.unit * (step.slots >= 0)
+
+
+def touched(unit: int, tokens: int) -> int:
+    """Count the units that may get some of ``tokens`` adjacent tokens."""
+    return 1 + (tokens - 2 + unit) // unit
+
+
+def ring_units(layer: LayerView, ring: Tensor, slots: Tensor, units: Tensor) -> Tensor:
+    """Rows ``[n, unit, Hkv, D]`` of units that are in ``layer.ring_k`` or ``ring_v``.
 
     Contiguous, as those of ``chunk_units`` are: in which order a sum over tokens adds depends on
     strides, and so would the bits of what is kept of a prompt and of decoded tokens.
+
+    Args:
+        slots, units: ``[n]`` request slots, any ring for -1, and logical units.
     """
-    units = (layer.step.lengths - 1).clamp(min=0) // layer.group.unit
-    held = ring[layer.step.slots.clamp(min=0), :, units % layer.group.ring_slots]
-    # From [B, lane_heads, heads_per_lane, unit, D].
+    held = ring[slots.clamp(min=0), :, units % layer.group.ring_slots]
+    # From [n, lane_heads, heads_per_lane, unit, D].
     return held.flatten(1, 2).transpose(1, 2).contiguous()
 
 
@@ -112,6 +138,14 @@ def ends_of(params: object, select: int) -> tuple[int, int]:
     if recent is None:
         recent = max(0, min(8, select // 6, select - sinks))
     return sinks, recent
+
+
+def gather_scores(scores: Tensor, selection: Selection) -> None:
+    """Fill in the scores of a selection, from those ``[N, U]`` that ranked all units. Hot."""
+    assert selection.scores is not None, "no stage reads scores"
+    ids = selection.ids
+    torch.gather(scores, 1, ids.clamp(min=0).long(), out=selection.scores)
+    selection.scores.masked_fill_(ids < 0, float("-inf"))
 
 
 class KeepsUnits(ABC):
@@ -155,12 +189,14 @@ class KeepsUnits(ABC):
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
         rows, rings = (k, v)[: 1 + self.keeps_values], (layer.ring_k, layer.ring_v)
-        # There is no ring where selections are regranulated: units are then of one token.
+        slots, units, valid = appended_units(layer, k.shape[1])
+        # There is no ring where a stage regrains: units are then of one token.
         held = (
-            row[:, None] if self.group.unit == 1 else open_units(layer, ring)
+            row.flatten(0, 1)[:, None]
+            if self.group.unit == 1
+            else ring_units(layer, ring, slots, units)
             for row, ring in zip(rows, rings, strict=False)
         )
-        slots, units, valid = appended_units(layer)
         self._write(layer, slots, units, valid, *held)
 
     def _write(
@@ -207,6 +243,7 @@ class RankedUnits(KeepsUnits):
         model, group, params: as in the setup.
         sink_units, recent_units: forced units at either end.
         sticky: bonus of resident units, in the units of ``lane_scores``: natural logarithms.
+        max_queries: most queries Q of a row.
         work: scratch of the top-k, for all lanes; None for the reference.
     """
 
@@ -215,6 +252,7 @@ class RankedUnits(KeepsUnits):
     def __init__(self, setup: AlgorithmSetup) -> None:
         """Raises ConfigError with all reasons: of ``refusals``, and against parameters."""
         self.model, self.group, self.params = setup.model, setup.group, setup.params
+        self.max_queries = setup.max_queries
         self.sink_units, self.recent_units = ends_of(self.params, self.group.select)
         self.sticky: float = getattr(self.params, "sticky", 0.0)
         reasons, free = list(self.refusals()), self.group.select
@@ -245,28 +283,50 @@ class RankedUnits(KeepsUnits):
         only head of a lane needs no softmax, and its units are worth their scores.
 
         Args:
-            scores: fp32 ``[B, lane_heads, H / lane_heads, U]``, -inf where a unit is not closed.
+            scores: fp32 ``[B, lane_heads, Q * H / lane_heads, U]``, -inf where a unit is not
+                closed, and everywhere for queries that are padding.
         """
-        return scores.log_softmax(-1).logsumexp(2) if scores.shape[2] > 1 else scores[:, :, 0]
+        if scores.shape[2] == 1:
+            return scores[:, :, 0]
+        empty = scores.isneginf().all(-1, keepdim=True)
+        shares = scores.masked_fill(empty, 0.0).log_softmax(-1)
+        return shares.masked_fill(empty, float("-inf")).logsumexp(2)
 
     @hookimpl
     def spec(self) -> AlgorithmSpec:
-        return AlgorithmSpec(tuple(self.representations()))
+        return AlgorithmSpec(tuple(self.representations()), scores=True)
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
-        if q.shape[1] != 1:
-            who = type(self).__name__
-            raise ValueError(f"{who}: expected one query per row, got q {list(q.shape)}")
-        scores, closed = self.lane_scores(layer, q[:, 0])
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
+        if q.shape[1] > self.max_queries:
+            raise ValueError(
+                f"{type(self).__name__}: expected at most {self.max_queries} queries a row, got q "
+                f"{list(q.shape)}"
+            )
+        scores, closed = self.lane_scores(layer, self._heads_of_rows(q))
         sticky.prefer_resident(layer, scores, closed, self.sticky, impl=self.impl)
-        topk(scores, closed, ids, impl=self.impl, work=self.work)
+        topk(scores, closed, out.ids, impl=self.impl, work=self.work)
+        if out.scores is not None:
+            gather_scores(scores, out)
+        return out
+
+    def _heads_of_rows(self, q: Tensor) -> Tensor:
+        """Queries ``[B, Q, H, D]`` as ``lane_scores`` gets them."""
+        if q.shape[1] == 1:
+            return q[:, 0]
+        heads: Tensor = q.unflatten(2, (self.group.num_kv_heads, -1)).transpose(1, 2).flatten(1, 3)
+        return heads
 
     @abstractmethod
     def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores that the top-k ranks, ``sticky`` apart, for queries ``[B, H, D]``. Hot.
+        """Scores that the top-k ranks, ``sticky`` apart. Hot.
+
+        Args:
+            layer: the layer.
+            q: ``[B, Q * H, D]`` queries of a row as its heads, those of a kv-head adjacent, and of
+                them those of a query.
 
         Returns:
             fp32 ``[B * lane_heads, U]``, +inf for forced units, anything for units that are not
@@ -285,14 +345,15 @@ class ScoredUnits(RankedUnits):
         """Scores of units for each query head, fp32 ``[B, H, U]``; higher is better.
 
         Args:
-            q: ``[B, H, D]`` post-RoPE queries.
+            q: ``[B, H, D]`` post-RoPE queries. All queries of a row come as heads: H is Q times
+                the model's, those of a kv-head adjacent.
             kept: ``[B, U, *shape]`` by the name of the pool. What it holds of units that are not
                 closed is anything, and so may be their scores.
         """
 
     def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         step, group = layer.step, self.group
-        closed = (step.lengths - 1).clamp(min=0) // group.unit * (step.slots >= 0)
+        closed = closed_units(layer)
         unit = torch.arange(group.max_units, device=q.device)
         selectable = unit < closed[:, None]
         # Behind the closed units stands no page: unit 0 is read, and masked below.
@@ -302,6 +363,10 @@ class ScoredUnits(RankedUnits):
         size = " (rows, query heads, units)"
         self._require("score", size, each, *q.shape[:2], group.max_units)
         scores = each.masked_fill(~selectable[:, None], float("-inf"))
+        if q.shape[1] > self.model.num_heads:
+            nth = torch.arange(q.shape[1], device=q.device) % (q.shape[1] // group.num_kv_heads)
+            padding = nth // self.model.group_size >= step.appended.clamp(min=1)[:, None]
+            scores = scores.masked_fill(padding[..., None], float("-inf"))
         lanes = self.combine(scores.unflatten(1, (group.lane_heads, -1)))
         size = " (rows, lanes, units)"
         self._require("combine", size, lanes, len(q), group.lane_heads, group.max_units)

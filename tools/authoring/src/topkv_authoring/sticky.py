@@ -18,8 +18,8 @@ def resident(layer: LayerView) -> Tensor:
     """Return the units on the device, bool ``[N, group.max_units]``, with N lanes of the step.
 
     These are units in the LRU buffer of the lane, by ``layer.held``, and units in the ring, by the
-    largest length of the request so far. Where selections are regranulated, a token counts by its
-    stored unit. Values of units behind the tail and of padded rows mean nothing.
+    largest length of the request so far. Where a stage turns tokens into units, a token counts by
+    its stored unit. Values of units behind the tail and of padded rows mean nothing.
     """
     group, step = layer.group, layer.step
     each, rows = _units_of_stored(layer), step.slots.clamp(min=0).long()
@@ -65,7 +65,7 @@ def prefer_resident(
 
 
 def _units_of_stored(layer: LayerView) -> int:
-    """Units of the algorithm in a stored one: 1, unless selections are regranulated."""
+    """Units of the algorithm in a stored one: 1, unless a stage turns tokens into units."""
     return layer.group.max_units // layer.held.shape[1]
 
 

@@ -138,6 +138,7 @@ def update_kernel(
     s_token,
     HEADS_PER_LANE: tl.constexpr,
     T: tl.constexpr,
+    TOUCHED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     UNIT: tl.constexpr,
     PARTS: tl.constexpr,
@@ -150,27 +151,36 @@ def update_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Represent each row's open unit anew. Program (row, kv-head, part).
+    """Represent the units that each row's new tokens are in anew. Program (row x TOUCHED units,
+    kv-head, part).
 
     Reads the rings, whose strides are the same; for units of one token the new rows, whose stride
-    of rows is ``s_slot``."""
-    row = tl.program_id(0).to(tl.int64)
+    of rows is ``s_slot`` and of their tokens ``s_unit``."""
+    row = (tl.program_id(0) // TOUCHED).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
     SPAN: tl.constexpr = UNIT // PARTS
     slot = tl.load(p_slots + row).to(tl.int64)
     newest = tl.load(p_lengths + row) - 1
-    if (slot < 0) | (newest < 0) | (tl.load(p_appended + row) == 0):
+    appended = tl.load(p_appended + row)
+    if (slot < 0) | (newest < 0) | (appended == 0):
         return
     unit = newest // UNIT
+    if TOUCHED > 1:
+        nth = tl.program_id(0) % TOUCHED
+        unit = (newest + 1 - appended) // UNIT + nth
+        if unit > newest // UNIT:
+            return
     at = places(p_pages + slot * max_pages, unit, newest >= 0, UNITS_PER_PAGE) * KV_HEADS + head
     if UNIT == 1:
         start = row * s_slot + head * s_head
+        if TOUCHED > 1:
+            start += nth * s_unit
     else:
         start = slot * s_slot + (head // HEADS_PER_LANE) * s_lane
         start += (unit % T).to(tl.int64) * s_unit + (head % HEADS_PER_LANE) * s_head
         start += (part * SPAN).to(tl.int64) * s_token
-    tokens = tl.minimum(newest % UNIT + 1 - part * SPAN, SPAN)
+    tokens = tl.minimum(newest + 1 - unit * UNIT - part * SPAN, SPAN)
     _represent(
         *(p_k + start, p_v + start, s_token, s_token, tokens, pools, at * PARTS + part),
         *(REPRESENT, OPTIONS, VALUES, AS_BITS, D, BLOCK_T, BLOCK_D),
@@ -183,6 +193,7 @@ def score_kernel(
     pools,
     p_slots,
     p_lengths,
+    p_appended,
     p_pages,
     p_raw,
     p_peak,
@@ -195,6 +206,7 @@ def score_kernel(
     s_q_head,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
     UNIT: tl.constexpr,
     UNITS_PER_PAGE: tl.constexpr,
     SCORE: tl.constexpr,
@@ -212,7 +224,8 @@ def score_kernel(
 
     Program (row x kv-head x block of its query heads, block of units). A program pipelines
     ``TILES`` tiles. Queries stay in registers where ``BLOCK_D`` holds all channels; else they come
-    with the pools, ``BLOCK_D`` channels at a time. ``FP32`` multiplies in fp32, for fp32 queries
+    with the pools, ``BLOCK_D`` channels at a time. The ``GROUP`` heads of a kv-head are those of
+    all QUERIES of the row. ``FP32`` multiplies in fp32, for fp32 queries
     and for the interpreter, which has no bfloat16 product.
     """
     WIDE: tl.constexpr = BLOCK_D < D
@@ -222,7 +235,10 @@ def score_kernel(
     row = pair // KV_HEADS
     head = pair % KV_HEADS
     slot = tl.load(p_slots + row).to(tl.int64)
-    closed = tl.maximum(tl.load(p_lengths + row) - 1, 0) // UNIT
+    new = 1
+    if QUERIES > 1:
+        new = tl.maximum(tl.load(p_appended + row), 1)
+    closed = tl.maximum(tl.load(p_lengths + row) - new, 0) // UNIT
     if (slot < 0) | (block * TILES * TILE_U >= closed):
         return
     channels = tl.arange(0, BLOCK_D)

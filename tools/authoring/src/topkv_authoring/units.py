@@ -25,7 +25,7 @@ from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import StageSetup
 from topkv.types import GroupShape, LayerView, ModelShape
 from topkv_authoring.lane_scores import HeadScores
-from topkv_authoring.selectors import KeepsUnits, ScoredUnits
+from topkv_authoring.selectors import KeepsUnits, ScoredUnits, touched
 
 NARROW_G, NARROW_D = 64, 256
 """Query heads of a kv-head, and channels, whose queries a program keeps in registers."""
@@ -111,18 +111,20 @@ class KeptByKernels(KeepsUnits):
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
         group, step = self.group, layer.step
         keys, values = layer.ring_k, layer.ring_v
-        if group.unit == 1:  # there is no ring where selections are regranulated
+        if group.unit == 1:  # there is no ring where a stage regrains
             keys, values = k, v
-            strides: tuple[int, ...] = (k.stride(0), 0, 0, k.stride(1), 0)
+            strides: tuple[int, ...] = (k.stride(0), 0, k.stride(1), k.stride(2), 0)
         else:
             strides = keys.stride()[:5]
+        units = touched(group.unit, k.shape[1])
         if self.as_bits:
             keys, values = keys.view(torch.int16), values.view(torch.int16)
-        self.kernels.update_kernel[(step.batch, group.num_kv_heads, self.unit_parts)](
+        self.kernels.update_kernel[(step.batch * units, group.num_kv_heads, self.unit_parts)](
             *(keys, values, self._written(layer), step.slots, step.lengths, step.appended),
             *(step.page_table, step.page_table.stride(0), *strides),
             HEADS_PER_LANE=group.heads_per_lane,
             T=group.ring_slots,
+            TOUCHED=units,
             **self.writing,
         )
 
@@ -177,7 +179,7 @@ class KeptOfTokens:
         )
 
     def update_tokens(self, layer: LayerView, k: Tensor) -> None:
-        """Represent the keys ``[B, Hkv, D]`` that rows appended. Hot."""
+        """Represent the keys ``[B, Hkv, D]`` of the token that each row appended. Hot."""
         from topkv_authoring.token_kernels import update_tokens_kernel
 
         step, keys = layer.step, self.keys(k)
@@ -208,7 +210,7 @@ class KeptOfTokens:
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        self.update_tokens(layer, k)
+        self.update_tokens(layer, k[:, 0])
 
 
 class UnitKernels(KeptByKernels, ScoredUnits):
@@ -227,32 +229,36 @@ class UnitKernels(KeptByKernels, ScoredUnits):
         import triton
 
         model, group = self.model, self.group
-        wide = group.head_dim > NARROW_D or model.group_size > NARROW_G
+        wide = group.head_dim > NARROW_D or model.group_size * setup.max_queries > NARROW_G
         sizes = WIDE if wide else NARROW
-        block_g = min(NARROW_G, max(16, triton.next_power_of_2(model.group_size)))
-        self.heads = HeadScores(model, group, sizes["TILE_U"] * sizes["TILES"], setup.device)
-        self.parts = triton.cdiv(model.group_size, block_g)
-        self.scoring = (
-            self.geometry
-            | sizes
-            | {
+        block = sizes["TILE_U"] * sizes["TILES"]
+        self.heads = HeadScores(model, group, block, setup.device, setup.max_queries)
+        self.scoring: list[dict[str, Any]] = []
+        for queries in range(1, setup.max_queries + 1):
+            each = model.group_size * queries
+            constants: dict[str, Any] = {
                 "SCORE": type(self).score_tile,
                 "FINISH": type(self).finish_tile or self.kernels.kept,
-                "GROUP": model.group_size,
-                "BLOCK_G": block_g,
+                "GROUP": each,
+                "QUERIES": queries,
+                "BLOCK_G": min(NARROW_G, max(16, triton.next_power_of_2(each))),
                 "BLOCK_D": WIDE_D if wide else self.writing["BLOCK_D"],
                 "FP32": model.dtype is torch.float32 or setup.device.type == "cpu",
             }
-        )
+            self.scoring.append(self.geometry | sizes | constants)
 
     def lane_scores(self, layer: LayerView, q: Tensor) -> tuple[Tensor, Tensor]:
         group, step, heads = self.group, layer.step, self.heads
-        programs = step.batch * group.num_kv_heads * self.parts
+        queries = q.shape[1] // self.model.num_heads
+        constants = self.scoring[queries - 1]
+        parts = -(-constants["GROUP"] // constants["BLOCK_G"])
+        programs = step.batch * group.num_kv_heads * parts
         self.kernels.score_kernel[(programs, heads.blocks)](
             *(q, tuple(layer.pools[name] for name in self.names)),
-            *(step.slots, step.lengths, step.page_table, heads.raw, heads.peak, heads.mass),
+            *(step.slots, step.lengths, step.appended, step.page_table),
+            *(heads.raw, heads.peak, heads.mass),
             *(step.page_table.stride(0), group.max_units, heads.blocks, self.model.scale),
             *(q.stride(0), q.stride(1)),
-            **self.scoring,
+            **constants,
         )
-        return heads.lanes(step, self.sink_units, self.recent_units)
+        return heads.lanes(step, self.sink_units, self.recent_units, queries)

@@ -127,7 +127,7 @@ class DriftingSelector:
 
     def _over(self) -> None:
         lanes = self.lanes
-        self._write(lanes.ids, lanes.step.slots, lanes.step.lengths, lanes.limit)
+        self._write(lanes.selection.ids, lanes.step.slots, lanes.step.lengths, lanes.limit)
 
 
 @frozen

@@ -52,8 +52,8 @@ _CORE = {
     "walk_kernel": "select",
     "drift_kernel": "select",
 }
-"""Phases of kernels of the core, of the observer ``stalls``, and of a stated drift, which runs
-behind the algorithm."""
+"""Phases of kernels of the core, of the observer ``stalls``, of the stage ``regranulate``, and of
+a stated drift, which runs behind the algorithm."""
 
 
 @frozen

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 from topkv.config.checks import byte_size
-from topkv.entries import KINDS
 from topkv.plugins import registry
+from topkv.plugins.kinds import kinds
 from topkv_authoring.tested import never_tested
 from topkv_cli import probes
 from topkv_cli.attaching import attaching
@@ -35,7 +35,7 @@ def diagnose(pool: int | None = None) -> dict[str, Any]:
     report["attaching"] = probes.attempt(partial(attaching, pool))
     told = {
         f"{record.kind} {record.name}": probes.attempt(partial(registry().doctor, record))
-        for kind in KINDS
+        for kind in kinds()
         for record in registry().usable(kind)
         if record.entry and record.entry.doctor
     }

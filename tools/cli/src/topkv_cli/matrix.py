@@ -29,8 +29,9 @@ class Cell:
     Attributes:
         tiers: where both plugins run, and so where it is tested; empty where it is refused.
         reasons: why it is refused, each with the plugin that refuses.
-        regranulated: tiers where it runs if the user allows ``regranulate``, empty if there
-            is no such tier; None where that does not help.
+        stage: a stage that turns tokens into units, behind which the algorithm takes this one;
+            None where there is none, or it does not help.
+        behind: tiers where it runs with that stage.
     """
 
     algorithm: str
@@ -40,7 +41,8 @@ class Cell:
     unit: int
     tiers: tuple[str, ...]
     reasons: tuple[str, ...]
-    regranulated: tuple[str, ...] | None = None
+    stage: str | None = None
+    behind: tuple[str, ...] = ()
 
     @property
     def state(self) -> str:
@@ -55,6 +57,7 @@ def matrix(records: Iterable[PluginRecord]) -> list[Cell]:
     entries = [record.entry for record in records if record.entry and not record.problem]
     algorithms = sorted((e for e in entries if e.kind == "algorithm"), key=lambda e: e.name)
     backends = sorted((e for e in entries if e.kind == "backend"), key=lambda e: e.name)
+    stages = [e for e in entries if e.kind == "stage" and e.capabilities.regrains]
     cells = []
     for algorithm, (attention, scope) in product(algorithms, SHAPES):
         units = sorted({*UNITS, algorithm.defaults.get("unit", UNITS[0])})
@@ -65,22 +68,31 @@ def matrix(records: Iterable[PluginRecord]) -> list[Cell]:
                 for entry in both
                 for reason in _refusals(entry, attention, scope, unit)
             )
-            tiers = tuple(t for t in TIERS if all(_runs(e, t) for e in both))
-            mended = reasons and _regranulates(algorithm, backend, attention, scope, unit)
             what = (algorithm.name, backend.name, attention, scope, unit)
-            cells.append(Cell(*what, () if reasons else tiers, reasons, tiers if mended else None))
+            if not reasons:
+                cells.append(Cell(*what, _tiers(both), ()))
+                continue
+            helping = [s for s in stages if _regrains(algorithm, s, backend, what[2:])]
+            with_it = [(s.name, _tiers((*both, s))) for s in helping]
+            cells.append(Cell(*what, (), reasons, *(with_it[0] if with_it else ())))
     return cells
 
 
-def _regranulates(
-    algorithm: PluginEntry, backend: PluginEntry, attention: str, scope: str, unit: int
+def _regrains(
+    algorithm: PluginEntry, stage: PluginEntry, backend: PluginEntry, at: tuple[str, str, int]
 ) -> bool:
-    """Return True if the algorithm can select the tokens of units that the backend takes."""
+    """Return True if the stage turns tokens of the algorithm into units that the backend takes."""
+    attention, scope, unit = at
     refusals = (
         *_refusals(algorithm, attention, scope, 1),
+        *_refusals(stage, attention, scope, 1),
         *_refusals(backend, attention, scope, unit),
     )
     return algorithm.capabilities.single_tokens and not refusals
+
+
+def _tiers(entries: Iterable[PluginEntry]) -> tuple[str, ...]:
+    return tuple(t for t in TIERS if all(_runs(e, t) for e in entries))
 
 
 def _refusals(entry: PluginEntry, attention: str, scope: str, unit: int) -> list[str]:
@@ -96,7 +108,7 @@ def _runs(entry: PluginEntry, tier: str) -> bool:
 
 def rows_of(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
     """Return head and rows of a table: a row for each algorithm, attention, scope and unit that it
-    takes, if need be by regranulation.
+    takes, if need be with a stage behind it.
 
     Combinations that an algorithm itself refuses, whatever the backend, are in ``matrix`` alone.
     """
@@ -116,12 +128,12 @@ def rows_of(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
 def _is_open(cell: Cell) -> bool:
     """Return True if the algorithm itself does not refuse the cell."""
     own = f"{cell.algorithm} "
-    return cell.regranulated is not None or not any(text.startswith(own) for text in cell.reasons)
+    return cell.stage is not None or not any(text.startswith(own) for text in cell.reasons)
 
 
 def _text(cell: Cell) -> str:
-    if cell.regranulated is not None:
-        return f"regranulate: {' '.join(cell.regranulated) or 'untested'}"
+    if cell.stage is not None:
+        return f"{cell.stage}: {' '.join(cell.behind) or 'untested'}"
     if cell.state == "refused":
         who = f"{cell.backend} "
         its = [text.removeprefix(who) for text in cell.reasons if text.startswith(who)]

@@ -8,6 +8,7 @@ from typing import Any
 from topkv.config.checks import clean
 from topkv.config.settings import CHECKS, SparseConfig
 from topkv.config.sources import Resolver, with_origin
+from topkv.config.stages import Named
 from topkv.errors import CONFIG_REFUSED, ConfigError
 from topkv.plugins import PluginRegistry
 
@@ -44,7 +45,7 @@ def _named(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from ((kind, values[kind]) for kind in SINGLE if kind in values)
     yield from (("stage", stage.name) for stage in values.get("stages", ()))
     yield from (("observer", each.name) for each in values.get("observers", ()))
-    if "storage" in values:
-        yield "storage", values["storage"].name
+    if isinstance(values.get("pages"), Named):
+        yield "keeper", values["pages"].name
     for override in values.get("layers", ()):
         yield from _named(override.values)

@@ -16,6 +16,7 @@ from topkv import __version__
 from topkv.entries import HOOK_API
 from topkv.errors import ConfigError
 from topkv.plugins import registry
+from topkv.plugins.kinds import kinds
 
 KINDS = {
     "algorithm": "Selection by mean keys, an algorithm for topkv",
@@ -56,7 +57,7 @@ _PARTS = ("method", "reference", "kernels")
 _SETTINGS = {
     "observer": '"observers": ["$name"]',
     "stage": '"stages": ["$name"]',
-    "storage": '"storage": {"name": "$name"}, "prefix_cache": "all"',
+    "storage": '"pages": {"name": "prefixes", "params": {"storage": {"name": "$name"}}}',
 }
 """Settings by which a configuration names a plugin, for kinds without one of their name."""
 
@@ -115,8 +116,11 @@ def default_root(name: str) -> str:
     return f"topkv-{name.replace('_', '-')}"
 
 
-_ON_AUTHORING = {"algorithm", "backend", "stage"}
-"""Kinds whose template stands on ``topkv-authoring``."""
+_STANDS_ON = {
+    **dict.fromkeys(("algorithm", "backend", "stage"), "topkv-authoring"),
+    "storage": "topkv-prefixes",
+}
+"""Packages beside the core that the templates of kinds stand on."""
 
 
 def _names(name: str, kind: str) -> dict[str, str]:
@@ -125,7 +129,7 @@ def _names(name: str, kind: str) -> dict[str, str]:
     major, minor = map(int, __version__.split(".")[:2])
     below = f"{major}.{minor + 1}" if major == 0 else f"{major + 1}"
     spread = f">={major}.{minor},<{below}"
-    needed = ("topkv", "topkv-authoring") if kind in _ON_AUTHORING else ("topkv",)
+    needed = ["topkv", *([_STANDS_ON[kind]] if kind in _STANDS_ON else [])]
     return {
         "name": module,
         "kind": kind,
@@ -134,6 +138,7 @@ def _names(name: str, kind: str) -> dict[str, str]:
         "package": f"topkv_{module}",
         "cls": f"{camel}{kind.capitalize()}",
         "summary": KINDS[kind],
+        "contract": kinds()[kind],
         "range": spread,
         "depends": ", ".join(f'"{each}{spread}"' for each in needed),
         "hook_api": str(HOOK_API),

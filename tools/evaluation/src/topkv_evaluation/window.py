@@ -14,7 +14,7 @@ from topkv.entries import PluginEntry
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec
 from topkv.plugins import PluginRegistry
 from topkv.plugins.records import installed
-from topkv.types import LayerView
+from topkv.types import LayerView, Selection
 
 NAME = "window"
 SINK_UNITS = 1
@@ -42,18 +42,19 @@ class Window:
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
         """Fill a row with closed units: newest first, the sinks in the last places."""
-        width = ids.shape[1]
+        width = out.ids.shape[1]
         closed = (layer.step.lengths - 1).clamp(min=0) // self.group.unit
         closed = closed.repeat_interleave(self.group.lane_heads)[:, None]
-        place = torch.arange(width, dtype=torch.int32, device=ids.device)
+        place = torch.arange(width, dtype=torch.int32, device=out.ids.device)
         sinks = min(SINK_UNITS, width)
         units = torch.where(place < width - sinks, closed - 1 - place, width - 1 - place)
         # A short request has fewer closed units: the window must not name the sinks again.
         inside = torch.where(place < width - sinks, units >= sinks, units < closed)
-        ids.copy_(torch.where(inside, units, -1))
+        out.ids.copy_(torch.where(inside, units, -1))
+        return out
 
 
 @hookimpl

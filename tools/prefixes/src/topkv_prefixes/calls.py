@@ -19,8 +19,8 @@ from weakref import WeakSet
 
 from attrs import define
 
-from topkv.hooks.storage import Storage, StorageUsage
 from topkv.messages import raised, shown
+from topkv_prefixes.storage import Storage, StorageUsage
 
 FAILURES, FIRST_PAUSE, LONGEST_PAUSE = 3, 1.0, 60.0
 """Failed calls of a hook in a row after which a storage is left alone; and the seconds of that at

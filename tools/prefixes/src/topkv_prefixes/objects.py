@@ -14,7 +14,7 @@ from struct import Struct
 import numpy as np
 import xxhash
 
-from topkv.hooks.storage import OWNER_BYTES
+from topkv_prefixes.storage import OWNER_BYTES
 
 MAGIC, VERSION = b"topkv-pg", 1
 HEADER = 4096

@@ -11,16 +11,15 @@ from typing import Any, Self
 
 import numpy as np
 
-from topkv.config.checks import Refused
-from topkv.config.storages import limit
-from topkv.entries import NoParameters
+from topkv.config.sources import Resolver
+from topkv.config.stages import Named
 from topkv.errors import ConfigError, StorageError
-from topkv.hooks.storage import Storage, StorageSetup
 from topkv.messages import raised
-from topkv.parameters import make
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as installed
 from topkv_prefixes.calls import Workers, answer_of
+from topkv_prefixes.settings import limit
+from topkv_prefixes.storage import Storage, StorageSetup
 
 
 class OpenedStorage:
@@ -50,20 +49,15 @@ class OpenedStorage:
     ) -> None:
         self.name, self._limit = name, limit_s
         known = registry or installed()
-        record = known.get("storage", name)
-        self._who, entry = record.who, record.entry
-        reasons, made = list[str](), NoParameters()
-        try:
-            made = make(entry.parameters if entry else NoParameters, params or {}, self._who)
-        except Refused as error:
-            reasons += error.reasons
+        self._who, reasons = known.get("storage", name).who, list[str]()
+        _, asked = Resolver(known, reasons, {}).named("storage", Named(name, params or {}), "")
         try:
             limit(limit_s)
         except ValueError as error:
             reasons.append(f"limit_s {error}")
         if reasons:
             raise ConfigError(f"storage {name!r} cannot be opened", reasons)
-        setup = StorageSetup(made, object_bytes, np.zeros(0, dtype=np.uint8))
+        setup = StorageSetup(asked.params, object_bytes, np.zeros(0, dtype=np.uint8))
         self._storage: Storage = known.create("storage", name, setup)
         self._workers, self._hung, self._closed = Workers(1), "", False
         weakref.finalize(self, self._workers.close)

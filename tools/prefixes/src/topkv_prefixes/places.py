@@ -54,9 +54,10 @@ def layout_of(config: LoweredConfig, manager: SparseKVCacheManager) -> dict[str,
     }
 
 
-def fingerprint_of(config: LoweredConfig, manager: SparseKVCacheManager) -> bytes:
+def fingerprint_of(config: LoweredConfig, manager: SparseKVCacheManager, keep: str) -> bytes:
     """Hash all that the bytes of a page depend on but tokens, weights and tenants.
 
+    ``keep`` is the parameter of ``prefixes``: which pages are found changes what others attend.
     Files that parameters of algorithms and stages name count by their content.
     """
     files = [
@@ -71,7 +72,7 @@ def fingerprint_of(config: LoweredConfig, manager: SparseKVCacheManager) -> byte
         "layout": layout_of(config, manager),
         "model": repr(config.model),
         "host_layout": config.host_layout,
-        "prefix_cache": config.prefix_cache,
+        "prefix_cache": keep,
         "files": files,
     }
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).digest()

@@ -3,10 +3,10 @@
 A page depends on its tokens and all tokens before them, and is found by these
 (``topkv_prefixes.pages``). Engines call ``Prefixes`` between forwards:
 
-    coordinator = PrefixCoordinator(config)
-    slot = coordinator.prefixes.begin(tokens)
+    coordinator = SparseCoordinator(config)  # with ``pages: prefixes``
+    slot = coordinator.keeper.begin(tokens)
     ...  # append tokens[coordinator.length(slot):], decode
-    coordinator.prefixes.publish(slot, tokens)
+    coordinator.keeper.publish(slot, tokens)
     coordinator.request_end(slot)
 
 Only whole pages are found. A request that takes them over goes on as one that has appended their
@@ -17,23 +17,21 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import partial
-from typing import Any
 
 import numpy as np
 
-from topkv.config import LoweredConfig
 from topkv.config.checks import is_text
-from topkv.config.storages import ANYBODY, StorageSettings
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import RequestError
+from topkv.hooks.discovery import hookimpl
+from topkv.hooks.keeper import KeeperSetup
 from topkv.messages import shown
-from topkv.plugins import PluginRegistry
 from topkv_prefixes.counts import PrefixCounts, TenantCounts
 from topkv_prefixes.pages import PrefixKVPool, page_keys, tenant_in
+from topkv_prefixes.settings import ANYBODY, PrefixSettings
 from topkv_prefixes.tier import StorageTier
 
 Tokens = Sequence[int] | np.ndarray
@@ -50,18 +48,22 @@ class Prefixes:
     Observers see ``counts`` under the name ``prefixes``.
 
     Args:
-        coordinator: whose requests these are, made with ``host_pool=PrefixKVPool``.
+        coordinator: whose requests these are.
+        host: its host pool.
+        settings: the parameters of ``prefixes``.
 
     Attributes:
+        settings: the parameters.
         storage: the tier below host memory; None if there is none.
         off: every reason why nothing is found and nothing published; empty where pages are.
         tail: last tokens of a prompt that are computed all the same.
     """
 
-    def __init__(self, coordinator: SparseCoordinator) -> None:
-        specs, registry = coordinator.specs, coordinator.registry
+    def __init__(
+        self, coordinator: SparseCoordinator, host: PrefixKVPool, settings: PrefixSettings
+    ) -> None:
+        specs, self.settings = coordinator.specs, settings
         self.requests = requests = coordinator.requests
-        host = requests.manager.host
         self.tail = max([1, *(spec.prompt_tail for spec in specs if spec)])
         keeping = [
             str(group.algorithm)
@@ -74,22 +76,14 @@ class Prefixes:
         ]
         self._recent: OrderedDict[str, None] = OrderedDict()  # tenants, the latest last
         self._tenant: ContextVar[str] = ContextVar("tenant", default="")
-        if isinstance(host, PrefixKVPool):
-            self._host = host
-            host.on_evict, host.limit_of = self._evicted, self._limit_of
-            self._page_bytes = host.bytes.numel() // host.num_pages
-        elif requests.config.pages == "engine":
-            self.off.append("an engine gives out the pages, and keeps prefixes itself")
-        else:
-            self.off.append("the coordinator was made without host_pool=PrefixKVPool")
+        self._host = host
+        host.on_evict, host.limit_of = self._evicted, self._limit_of
+        self._page_bytes = host.bytes.numel() // host.num_pages
         self._counts, self.storage = PrefixCounts(), None
-        settings = requests.config.storage
-        if isinstance(settings, StorageSettings) and not self.off:
-            make = partial(registry.create, "storage", settings.name)
-            who = registry.get("storage", settings.name).who
-            self.storage = StorageTier(requests.manager, self._host, settings, make, who)
+        if settings.storage and not self.off:
+            self.storage = StorageTier(requests.manager, host, settings, coordinator.registry)
             self._counts.storage = self.storage.counts
-            self._host.on_close, self._host.on_short = self.storage.close, self.storage.give_way
+            host.on_close, host.on_short = self.storage.close, self.storage.give_way
         coordinator.observers.counts["prefixes"] = lambda: self.counts
 
     @property
@@ -106,7 +100,7 @@ class Prefixes:
         """Attribute prompts of this thread or task meanwhile to a tenant.
 
         They find pages of the same tenant alone. Pages that are kept for it stay within its quota,
-        see the setting ``host_quotas``; pages that its requests hold are not counted.
+        see the parameter ``quotas``; pages that its requests hold are not counted.
 
         Args:
             name: name of the tenant; "" for none.
@@ -167,7 +161,7 @@ class Prefixes:
     def fetch(self, tokens: Tokens, salt: bytes = b"") -> None:
         """Bring pages of a prompt from a storage to host memory, as ``begin`` does too.
 
-        Waits as long as the setting ``storage`` says. Without a storage nothing happens.
+        Waits as long as the parameter ``storage`` says. Without a storage nothing happens.
         """
         with self._brought(self._keys(tokens, salt)):
             pass
@@ -255,8 +249,8 @@ class Prefixes:
         return counts
 
     def _limit_of(self, tenant: bytes) -> int | None:
-        quotas: Mapping[str, Any] = self.requests.config.host_quotas or {}
-        quota: int | None = quotas.get(tenant.decode(), quotas.get(ANYBODY))
+        quotas = self.settings.quotas or {}
+        quota = quotas.get(tenant.decode(), quotas.get(ANYBODY))
         return None if quota is None else quota // self._page_bytes
 
     def _brought(self, keys: list[bytes]) -> AbstractContextManager[None]:
@@ -270,24 +264,22 @@ class Prefixes:
         self.requests.manager.poison(pages)
 
 
-class PrefixCoordinator(SparseCoordinator):
-    """A coordinator whose host pool keeps published pages, which ``prefixes`` finds.
+class PrefixKeeper:
+    """The contract is ``topkv.hooks.keeper``: makes the ``Prefixes`` of a coordinator.
 
     Args:
-        config, registry: as of ``SparseCoordinator``.
-
-    Attributes:
-        prefixes: pages of prompts, for requests that begin alike.
-
-    Raises:
-        As ``SparseCoordinator`` does, and what the storage of the configuration raises when it is
-        opened; nothing is left allocated.
+        setup: the configuration, and the parameters, a ``PrefixSettings``.
     """
 
-    def __init__(self, config: LoweredConfig, registry: PluginRegistry | None = None) -> None:
-        super().__init__(config, registry, PrefixKVPool)
-        try:
-            self.prefixes = Prefixes(self)
-        except BaseException:
-            self.close()
-            raise
+    def __init__(self, setup: KeeperSetup) -> None:
+        self.settings: PrefixSettings = setup.params
+
+    @hookimpl
+    def host_pool(self) -> type[PrefixKVPool]:
+        return PrefixKVPool
+
+    @hookimpl
+    def bind(self, coordinator: SparseCoordinator) -> Prefixes:
+        host = coordinator.manager.host
+        assert isinstance(host, PrefixKVPool)  # as ``host_pool`` says
+        return Prefixes(coordinator, host, self.settings)

@@ -19,15 +19,17 @@ from functools import partial
 
 import numpy as np
 
-from topkv.config.storages import ANYBODY, StorageSettings
+from topkv.config.checks import byte_size
 from topkv.errors import ConfigError
-from topkv.hooks.storage import Storage, StorageSetup
 from topkv.memory import SparseKVCacheManager
+from topkv.plugins import PluginRegistry
 from topkv_prefixes.calls import Calls, StorageCounts, Workers
 from topkv_prefixes.fetching import AT_ONCE, Fetch, Shared
 from topkv_prefixes.objects import HEADER, owner_of, write_header
 from topkv_prefixes.pages import PrefixKVPool, tenant_in
 from topkv_prefixes.places import PagePlaces, fingerprint_of
+from topkv_prefixes.settings import ANYBODY, PrefixSettings
+from topkv_prefixes.storage import StorageSetup
 
 READERS, WRITERS = max(2, min(8, (os.cpu_count() or 2) // 2)), 1
 """Threads that read and write. One copies 2 to 5 GB a second from the system's page cache."""
@@ -62,9 +64,8 @@ class StorageTier:
     Args:
         manager: the memory of both tiers.
         host: its host pool.
-        settings: the setting ``storage``.
-        make: makes the storage.
-        who: plugin, version and name of the storage, for people.
+        kept: the parameters of ``prefixes``, with a storage.
+        registry: where the storage is found.
 
     Attributes:
         counts: counts of the storage so far.
@@ -75,19 +76,22 @@ class StorageTier:
         self,
         manager: SparseKVCacheManager,
         host: PrefixKVPool,
-        settings: StorageSettings,
-        make: Callable[[StorageSetup], Storage],
-        who: str,
+        kept: PrefixSettings,
+        registry: PluginRegistry,
     ) -> None:
+        settings = kept.storage
+        if settings is None:
+            raise TypeError("a tier needs a storage, and the parameters of prefixes name none")
         self._manager, self._host, self._settings = manager, host, settings
         self._places = places = PagePlaces(manager)
-        fingerprint = fingerprint_of(manager.config, manager)
+        fingerprint = fingerprint_of(manager.config, manager, kept.keep)
         quota_of = None
         if settings.quotas:
             check_quotas(settings.quotas, places.object_bytes)
             quota_of = quotas_by_owner(settings.quotas)
         setup = StorageSetup(settings.params, places.object_bytes, places.pool, quota_of)
-        self._storage = make(setup)
+        who = registry.get("storage", settings.name).who
+        self._storage = registry.create("storage", settings.name, setup)
         self._calls = Calls(self._storage, settings.limit_s, who)
         self._readers, self._writers = (
             Workers(count, self._calls.failed) for count in (READERS, WRITERS)
@@ -226,7 +230,7 @@ class StorageTier:
         pairs = [(page, key) for page, key in pairs if key not in self._stored]
         size = self._places.object_bytes if whole else HEADER + self._places.staged_bytes
         with self._calls.changed:
-            room = max(0, self._settings.queue - self._queued) // size
+            room = max(0, byte_size(self._settings.queue) - self._queued) // size
         room = room if self._calls.available else 0
         with self._calls.changed:
             self._calls.counts.dropped += len(pairs[room:])

@@ -1,6 +1,6 @@
 """Recorder of what prompts ask for, which makes traces of ``topkv_simulate.asked``.
 
-Calls of ``coordinator.prefixes`` and those that change which pages a request holds are wrapped.
+Calls of ``coordinator.keeper`` and those that change which pages a request holds are wrapped.
 The core knows nothing of it, and nothing waits for the device.
 """
 
@@ -15,7 +15,7 @@ from topkv.coordinator import SparseCoordinator
 from topkv.errors import CapabilityError, RequestError
 from topkv_prefixes.pages import page_keys
 from topkv_prefixes.places import PagePlaces
-from topkv_prefixes.prefixes import PrefixCoordinator
+from topkv_prefixes.prefixes import Prefixes
 from topkv_simulate.asked import DOES, Asked
 
 
@@ -32,8 +32,8 @@ def asking(coordinator: SparseCoordinator) -> Iterator[Asking]:
     Calls of ``prefetch`` are not recorded: their pages are counted where a prompt begins.
 
     Args:
-        coordinator: with ``prefix_cache``, without requests and before it keeps a page: pages that
-            it keeps already would not be there for other sizes.
+        coordinator: with ``pages: prefixes``, without requests and before it keeps a page: pages
+            that it keeps already would not be there for other sizes.
 
     Raises:
         CapabilityError: prefixes are not kept, with every reason.
@@ -48,17 +48,16 @@ class Asking:
     """Recorder of the events so far; see ``asking``."""
 
     def __init__(self, coordinator: SparseCoordinator) -> None:
-        kept, policy = isinstance(coordinator, PrefixCoordinator), coordinator.config.prefix_cache
-        off = list(coordinator.prefixes.off) if kept else ["no PrefixCoordinator keeps its pages"]
-        if policy == "off":
-            off = ["prefix_cache is 'off'; set it to 'prompt' or 'all'"]
+        prefixes, off = coordinator.keeper, ["nobody keeps pages; set pages to 'prefixes'"]
+        if isinstance(prefixes, Prefixes):
+            off = list(prefixes.off)
+            if prefixes.settings.quotas:
+                off.append("quotas are not replayed; leave them out")
         if not coordinator.manager.host.bytes.numel():
             off.append("all layers lie on the device, and the host pool has no bytes")
-        if coordinator.config.host_quotas:
-            off.append("host_quotas are not replayed; leave them out")
         if off:
             raise CapabilityError("nothing can be recorded", off)
-        self.coordinator, self.prefixes = coordinator, coordinator.prefixes
+        self.coordinator, self.prefixes = coordinator, prefixes
         self.requests, self.pages = coordinator.requests, coordinator.requests.pages
         there = int(self.requests.active.sum()), self.prefixes.counts.kept
         if any(there):

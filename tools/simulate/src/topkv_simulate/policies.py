@@ -100,11 +100,18 @@ class Installed(LeastRecentlyUsed):
     def __init__(self, name: str) -> None:
         import torch
 
+        from topkv.errors import PluginError
         from topkv.hooks.eviction import EvictionSetup
         from topkv.plugins import registry
+        from topkv.plugins.contract import has_hook
 
         setup = EvictionSetup(torch.device("cpu"))
         self.policy = registry().create("eviction", name, setup, "reference")
+        if has_hook(self.policy, "new_state"):
+            raise PluginError(
+                f"{registry().get('eviction', name).who} cannot be replayed",
+                ["it keeps a state of slots (new_state), and replays have none; run it"],
+            )
 
     def new_position(
         self, stale: np.ndarray, before: np.ndarray, misses: np.ndarray
@@ -112,12 +119,12 @@ class Installed(LeastRecentlyUsed):
         import torch
 
         slots = stale.shape[-1]
-        position = torch.arange(slots)
+        position, none = torch.arange(slots), torch.zeros(slots, dtype=torch.int32)
         target = np.empty(stale.shape, np.int64)
         for lane in np.ndindex(stale.shape[:-1]):
             mine, rank = torch.from_numpy(stale[lane]), torch.from_numpy(before[lane])
             count = torch.tensor(int(misses[lane][0]))
-            given = (position, mine, rank, position - rank, mine.sum(), count, slots)
+            given = (position, mine, rank, position - rank, mine.sum(), count, slots, none)
             target[lane] = self.policy.new_position(*given).numpy()
         return target
 

@@ -29,7 +29,7 @@ def _gigabytes(ctx: click.Context, param: click.Parameter, value: str) -> list[i
 
 
 def _writes(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
-    from topkv.config.storages import WRITES
+    from topkv_prefixes.settings import WRITES
 
     names = list(dict.fromkeys(part.strip() for part in value.split(",")))
     if not {*names} <= {*WRITES}:
@@ -44,7 +44,7 @@ def _writes(ctx: click.Context, param: click.Parameter, value: str) -> list[str]
     "--storage-gb", callback=_gigabytes, default="0", help="Sizes of a storage; 0 is none."
 )
 @click.option(
-    "--write", callback=_writes, default="write_through", help="Policies, see prefix_cache."
+    "--write", callback=_writes, default="write_through", help="Policies, see storage of prefixes."
 )
 @click.option(
     "--prefill-rate",

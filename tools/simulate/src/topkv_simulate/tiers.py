@@ -14,11 +14,11 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from topkv.config.storages import WRITES
 from topkv.errors import HostMemoryError
 from topkv.pages import PageTable
 from topkv_prefixes.fetching import AT_ONCE, BATCH_BYTES, MOST_PAGES
 from topkv_prefixes.pages import PrefixPages
+from topkv_prefixes.settings import WRITES
 from topkv_prefixes.tier import REMEMBERED
 from topkv_simulate.asked import DOES, Asked, AskedError
 

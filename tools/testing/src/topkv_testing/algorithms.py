@@ -28,6 +28,7 @@ from topkv_testing.algorithm.kernels import KernelTests
 from topkv_testing.algorithm.needles import NeedleTests
 from topkv_testing.algorithm.options import AlgorithmOptions
 from topkv_testing.algorithm.oracle import OracleTests
+from topkv_testing.algorithm.queries import QueriesTests
 from topkv_testing.algorithm.selection import SelectionTests
 from topkv_testing.algorithm.state import StateTests
 from topkv_testing.algorithm.sticky import StickyTests
@@ -38,6 +39,7 @@ __all__ = ["AlgorithmOptions", "AlgorithmTests"]
 
 # pytest runs the tests of the last base first: there stand those that say most of a mistake.
 class AlgorithmTests(
+    QueriesTests,
     KernelTests,
     CorrectTests,
     TokenTests,

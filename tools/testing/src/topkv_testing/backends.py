@@ -19,10 +19,11 @@ from topkv_testing.backend.attend import AttendTests
 from topkv_testing.backend.bench import BackendOptions
 from topkv_testing.backend.device import DeviceTests
 from topkv_testing.backend.prefill import PrefillTests
+from topkv_testing.backend.queries import QueriesTests
 from topkv_testing.backend.tables import TableTests
 
 __all__ = ["BackendOptions", "BackendTests"]
 
 
-class BackendTests(AttendTests, TableTests, PrefillTests, DeviceTests):
+class BackendTests(AttendTests, QueriesTests, TableTests, PrefillTests, DeviceTests):
     """Every test of a backend."""

@@ -78,13 +78,13 @@ class Request:
 
     def decode(self) -> tuple[Tensor, list[list[int]]]:
         """One step: its output ``[H, D]``, and the tokens that each kv-head attends."""
-        self.coordinator.lanes[0].ids.fill_(-7)
+        self.coordinator.lanes[0].selection.ids.fill_(-7)
         self.coordinator.forward_begin([self.slot])
         out = self._run(1)[0]
         closed = (self.length - 1) // self.unit
         tail = list(range(closed * self.unit, self.length))
         lanes = []
-        for row in self.coordinator.lanes[0].ids.tolist():
+        for row in self.coordinator.lanes[0].selection.ids.tolist():
             units = [unit for unit in row if unit != -1]
             assert len(set(units)) == len(units) == min(closed, len(row))
             assert all(0 <= unit < closed for unit in units)

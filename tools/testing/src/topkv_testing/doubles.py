@@ -1,7 +1,7 @@
 """The path of ``models/doubles.py`` for tests of plugins."""
 
 from topkv_testing.models.doubles import COMPETING, GATHER, SCRIPTED, Entries, Gather, Scripted
-from topkv_testing.models.stage_doubles import KEEP, KEEP_KEYS, RERANK
+from topkv_testing.models.stage_doubles import KEEP, KEEP_KEYS, RERANK, TO_UNITS
 from topkv_testing.models.storage_doubles import SHELF
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "RERANK",
     "SCRIPTED",
     "SHELF",
+    "TO_UNITS",
     "Entries",
     "Gather",
     "Scripted",

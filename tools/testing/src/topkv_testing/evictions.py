@@ -29,6 +29,7 @@ from torch import Tensor
 
 from topkv.hooks.eviction import EvictionSetup
 from topkv.hooks.transfer import TransferSetup
+from topkv.plugins.contract import has_hook
 from topkv.transfer.eviction import require_kernel
 from topkv_testing.kit import KitTests, Subject, examples
 from topkv_testing.transfer.bench import Row, TransferBench, group_shape
@@ -40,13 +41,15 @@ LANES = 4
 """Lanes of each of two requests in a plan."""
 
 
-def new_position(policy: Any, stale: Tensor, misses: int) -> Tensor:
-    """Call the torch method of a policy.
+def new_position(policy: Any, stale: Tensor, misses: int, state: Tensor | None = None) -> Tensor:
+    """Call the torch methods of a policy.
 
     Args:
         policy: the policy.
         stale: bool ``[C]``, by position.
         misses: at most as many as there are stale slots.
+        state: int32 ``[C]``, by position, which then holds the new state by new position. Zeros
+            if None.
 
     Raises:
         AssertionError: it is no permutation of ``0 .. C - 1``.
@@ -54,14 +57,20 @@ def new_position(policy: Any, stale: Tensor, misses: int) -> Tensor:
     slots, device = len(stale), stale.device
     position = torch.arange(slots, device=device)
     rank = torch.cumsum(stale, 0) - stale.long()
-    given = (position, stale, rank, position - rank, stale.sum())
-    result = policy.new_position(*given, torch.tensor(misses, device=device), slots)
-    found: Tensor = result
+    count = torch.tensor(misses, device=device)
+    after = torch.zeros(slots, dtype=torch.int32, device=device)
+    if has_hook(policy, "new_state"):
+        before = torch.zeros_like(after) if state is None else state
+        after = policy.new_state(before.clone(), stale, rank, count, slots)
+    given = (position, stale, rank, position - rank, stale.sum(), count, slots, after)
+    found: Tensor = policy.new_position(*given)
     if sorted(found.tolist()) != list(range(slots)):
         raise AssertionError(
             f"new_position must give a permutation of 0 .. {slots - 1}, got {found.tolist()} for "
             f"stale = {stale.int().tolist()} and {misses} misses"
         )
+    if state is not None:
+        state[found.long()] = after
     return found
 
 
@@ -77,6 +86,7 @@ class LaneOrder:
     def __init__(self, slots: int) -> None:
         self.order = list(range(slots))
         self.unit_in = [-1] * slots
+        self.state = torch.zeros(slots, dtype=torch.int32)
 
     def select(self, policy: Any, units: Sequence[int]) -> list[int]:
         """Plan distinct units that are in no ring; return the slot of each of them."""
@@ -85,7 +95,7 @@ class LaneOrder:
         hits = {held[unit] for unit in units if unit in held}
         stale = [slot not in hits for slot in self.order]
         coldest = [slot for slot in self.order if slot not in hits][: len(missed)]
-        target = new_position(policy, torch.tensor(stale), len(missed)).tolist()
+        target = new_position(policy, torch.tensor(stale), len(missed), self.state).tolist()
         moved = dict(zip(target, self.order, strict=True))
         self.order = [moved[place] for place in range(len(moved))]
         for unit, slot in zip(missed, coldest, strict=True):

@@ -203,7 +203,7 @@ class Watched:
         )
         path = self.coordinator.layers[layer]
         if layer in SPARSE:
-            ids = torch.full_like(path.lanes.ids, -1)
+            ids = torch.full_like(path.lanes.selection.ids, -1)
             ids[:, : len(units)] = torch.tensor(units, dtype=torch.int32)
             path.algorithm.next_ids[layer] = ids
         out = self.coordinator.attention(layer, q, k, v)

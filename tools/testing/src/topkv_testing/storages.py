@@ -31,9 +31,10 @@ from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkv.hooks.storage import OWNER_BYTES, Place, Storage, StorageSetup
 from topkv_prefixes.calls import answer_of
 from topkv_prefixes.objects import HEADER, write_header
+from topkv_prefixes.settings import keeps_quotas
+from topkv_prefixes.storage import OWNER_BYTES, Place, Storage, StorageSetup
 from topkv_testing.kit import KitTests, Subject, examples
 
 MOST_BYTES = 3 * 4096
@@ -235,7 +236,7 @@ class Owners(Bench):
 
 
 class StorageTests(KitTests):
-    """Every test of a storage; the contract is ``topkv.hooks.storage``. The fixture ``options``
+    """Every test of a storage; the contract is ``topkv_prefixes.storage``. The fixture ``options``
     gives ``StorageOptions``."""
 
     kind = "storage"
@@ -356,7 +357,7 @@ class StorageTests(KitTests):
 
     def test_an_owner_stays_within_its_quota(self, subject: Subject) -> None:
         """An owner loses its own objects alone, also those that another storage stored for it."""
-        if not subject.entry.capabilities.quotas:
+        if not keeps_quotas(subject.entry):
             pytest.skip(f"{subject.entry.name} does not say that it keeps quotas")
         bench = Owners(subject)
         for owner in (bench.OTHER, bench.FREE):

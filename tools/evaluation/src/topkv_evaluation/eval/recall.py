@@ -23,7 +23,7 @@ from topkv.layers import LayerPath
 from topkv.plugins.contract import has_hook
 from topkv.selectors import Own
 from topkv.staged import Staged
-from topkv.types import GroupShape, LayerView, Tables
+from topkv.types import GroupShape, LayerView, Selection, Tables
 
 
 class _NamesRead(dict[str, Tensor]):
@@ -62,10 +62,12 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.watched, name)
 
-    def _correct(self, layer: LayerView, q: Tensor, ids: Tensor, out: Tensor, lse: Tensor) -> None:
+    def _correct(
+        self, layer: LayerView, q: Tensor, selection: Selection, out: Tensor, lse: Tensor
+    ) -> None:
         self.corrects = self.corrects or self.armed
         with self._noting(layer) if self.armed else nullcontext():
-            self.watched.correct(layer, q, ids, out, lse)
+            self.watched.correct(layer, q, selection, out, lse)
 
     @contextmanager
     def _noting(self, layer: LayerView) -> Iterator[None]:
@@ -83,11 +85,12 @@ class WatchedAlgorithm(_Watched):
     """An algorithm whose reads are noted."""
 
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
         """Select, noting reads; see ``topkv.hooks.algorithm.Algorithm``."""
         with self._noting(layer) if self.armed else nullcontext():
-            self.watched.retrieve_topk(layer, q, weights, ids)
+            selection: Selection = self.watched.retrieve_topk(layer, q, weights, out)
+        return selection
 
     def arm(self, armed: bool) -> None:
         """Note the next steps, or no longer."""
@@ -107,12 +110,15 @@ class WatchedStage(_Watched):
 
     units = 0.0
 
-    def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
+    def refine(
+        self, layer: LayerView, q: Tensor, candidates: Selection, out: Selection
+    ) -> Selection:
         """Refine, noting reads; see ``topkv.hooks.stage.Stage``."""
         if self.armed:
-            self.units = float((candidates >= 0).sum(1).float().mean())
+            self.units = float((candidates.ids >= 0).sum(1).float().mean())
         with self._noting(layer) if self.armed else nullcontext():
-            self.watched.refine(layer, q, candidates, ids)
+            selection: Selection = self.watched.refine(layer, q, candidates, out)
+        return selection
 
 
 class WatchedStages:
@@ -179,7 +185,7 @@ class WatchedBackend:
         """Attend, noting queries and ids; see ``topkv.hooks.backend.Backend``."""
         self.backend.attend(q, k, v, tables, out, lse)
         if self.armed:
-            self.seen = Seen(q[:, 0].clone(), self.lanes.ids.clone())
+            self.seen = Seen(q[:, 0].clone(), self.lanes.selection.ids.clone())
 
 
 def watch(coordinator: SparseCoordinator) -> list[LayerPath]:

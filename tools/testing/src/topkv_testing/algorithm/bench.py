@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from topkv.plugins.contract import has_hook
+from topkv.types import Selection
 from topkv_testing.algorithm.case import Case
 from topkv_testing.algorithm.memory import UNWRITTEN, BenchMemory
 from topkv_testing.algorithm.options import forced, options_of
@@ -37,6 +38,7 @@ class AlgorithmBench(BenchMemory):
         values: the value of every element of V, and of latent rows; None for values that are
             their keys backwards.
         far: pages at the far end of pools of more than 2**31 elements.
+        max_queries: most queries of a row.
 
     Attributes:
         keys: ``[n, Hkv, D]`` on the CPU: keys of each request as the algorithm is given them,
@@ -56,8 +58,10 @@ class AlgorithmBench(BenchMemory):
         prompt_salt: int = 62,
         values: float | None = 0.5,
         far: bool = False,
+        max_queries: int = 1,
     ) -> None:
-        super().__init__(subject, case, impl or subject.tier.impl, requests, pages_seed, far)
+        sizes = (requests, pages_seed, far, max_queries)
+        super().__init__(subject, case, impl or subject.tier.impl, *sizes)
         self.values = values
         self._prompt = case.queries(case.most, prompt_salt)[:, 0]
         self._empty = case.tokens(0)[:0]
@@ -207,7 +211,19 @@ class AlgorithmBench(BenchMemory):
 
     def update(self, keys: Tensor) -> None:
         """Follow the tokens that the rows append: ``[B, Hkv, D]`` on the device."""
-        self.algorithm.update(self.layer, keys, self._values(keys))
+        self.algorithm.update(self.layer, keys[:, None], self._values(keys)[:, None])
+
+    def append_several(self, slots: Sequence[int], keys: Tensor, counts: Sequence[int]) -> None:
+        """Decode the first ``counts`` of the tokens ``[B, Q, Hkv, D]`` of each row in one step."""
+        keys = keys.clone()
+        for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
+            keys[row, count:] = math.nan
+            if slot >= 0:
+                self._hold(slot, keys[row, :count])
+        self._set_rows(slots, counts)
+        keys = keys.to(self.device)
+        values = self._values(keys.flatten(0, 1)).unflatten(0, keys.shape[:2])
+        self.algorithm.update(self.layer, keys, values)
 
     def settle_due(self, slots: Sequence[int]) -> None:
         """Settle the requests whose period is over."""
@@ -235,27 +251,34 @@ class AlgorithmBench(BenchMemory):
         self._ints[:, : len(slots)] = torch.tensor(rows, dtype=torch.int32).to(self.device)
         self.layer.step = self._steps(len(slots))
 
-    def retrieve(self, q: Tensor, slots: Sequence[int], poison: int = UNWRITTEN) -> Tensor:
+    def retrieve(
+        self,
+        q: Tensor,
+        slots: Sequence[int],
+        poison: int = UNWRITTEN,
+        appended: Sequence[int] | None = None,
+    ) -> Tensor:
         """ids ``[B, lane_heads, K]`` on the CPU, from a tensor that was poisoned."""
-        self._set_rows(slots)
+        self._set_rows(slots, appended)
         group = self.group
         shape = (len(slots) * group.lane_heads, group.select)
         ids = torch.full(shape, poison, dtype=torch.int32, device=self.device)
-        self.select(q.to(self.device), ids)
-        return ids.cpu().view(len(slots), group.lane_heads, group.select)
+        found = self.select(q.to(self.device), ids).ids
+        assert found.shape == shape, f"ids {list(found.shape)} where {list(shape)} were asked for"
+        return found.cpu().view(len(slots), group.lane_heads, group.select)
 
-    def select(self, q: Tensor, ids: Tensor) -> None:
-        """``retrieve_topk`` of the rows that are set."""
+    def select(self, q: Tensor, ids: Tensor) -> Selection:
+        """``retrieve_topk`` of the rows that are set; ``ids`` is memory for it."""
         q, weights = self.case.asked(q)
-        weights = None if weights is None else weights[:, 0]
-        self.algorithm.retrieve_topk(self.layer, q, weights, ids)
+        found: Selection = self.algorithm.retrieve_topk(self.layer, q, weights, Selection(ids))
+        return found
 
     def correct(
         self, q: Tensor, slots: Sequence[int], ids: Tensor, out: Tensor, lse: Tensor
     ) -> None:
         """``correct`` of rows with queries ``[B, 1, H, D]``; ``out`` and ``lse`` in place."""
         self._set_rows(slots)
-        self.algorithm.correct(self.layer, q.to(self.device), ids, out, lse)
+        self.algorithm.correct(self.layer, q.to(self.device), Selection(ids), out, lse)
 
     def rollback(self, slot: int, length: int) -> None:
         """Roll the newest tokens back: a change of length, as far as the ring reaches."""

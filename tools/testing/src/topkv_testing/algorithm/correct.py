@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from topkv.plugins.contract import has_hook
+from topkv.types import Selection
 from topkv_testing.algorithm.bench import AlgorithmBench
 from topkv_testing.algorithm.case import Case
 from topkv_testing.algorithm.cases import cases
@@ -210,7 +211,9 @@ class CorrectTests(KitTests):
             q = case.queries(len(rows))
             now = attended(bench, rows, q, data.draw(selections(bench, rows)))
             with no_host_reads():
-                bench.algorithm.correct(bench.layer, q.to(bench.device), now.ids, now.out, now.lse)
+                bench.algorithm.correct(
+                    bench.layer, q.to(bench.device), Selection(now.ids), now.out, now.lse
+                )
 
         check()
 
@@ -231,7 +234,7 @@ class CorrectTests(KitTests):
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                bench.algorithm.correct(bench.layer, q, now.ids, now.out, now.lse)
+                bench.algorithm.correct(bench.layer, q, Selection(now.ids), now.out, now.lse)
             now.out.copy_(before.out)
             now.lse.copy_(before.lse)
             graph.replay()

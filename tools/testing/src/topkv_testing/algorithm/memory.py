@@ -40,6 +40,7 @@ class BenchMemory:
         pages_seed: of the page table.
         far: the pages are at the far end of pools of which the largest has more than 2**31
             elements.
+        max_queries: most queries of a row.
 
     Attributes:
         params: of the instance.
@@ -53,12 +54,15 @@ class BenchMemory:
         requests: int,
         pages_seed: int,
         far: bool = False,
+        max_queries: int = 1,
     ) -> None:
         self.subject, self.case = subject, case
         self.device, self.requests = subject.tier.device, requests
         try:
             self.params = subject.params(case.params)
-            self.model, self.group, self.algorithm = made(subject, case, impl, requests)
+            self.model, self.group, self.algorithm = made(
+                subject, case, impl, requests, max_queries
+            )
         except ConfigError:
             if currently_in_test_context():
                 reject()  # a shape that the algorithm refuses on purpose; another one is drawn
@@ -145,7 +149,7 @@ class BenchMemory:
 
 
 def made(
-    subject: Subject, case: Case, impl: str, requests: int
+    subject: Subject, case: Case, impl: str, requests: int, max_queries: int = 1
 ) -> tuple[ModelShape, GroupShape, Any]:
     """The model and the group of a case, and an instance of the algorithm for them.
 
@@ -160,8 +164,8 @@ def made(
         made: TopK = PluginRegistry([]).create("topk", "radix", setup, "triton")
         return made
 
-    params = subject.params(case.params)
-    return model, group, subject.make(AlgorithmSetup(model, group, params, device, topk), impl)
+    setup = AlgorithmSetup(model, group, subject.params(case.params), device, topk, max_queries)
+    return model, group, subject.make(setup, impl)
 
 
 def _model(stated: Capabilities, case: Case) -> ModelShape:

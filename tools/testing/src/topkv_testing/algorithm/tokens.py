@@ -1,7 +1,7 @@
 """Tests of algorithms that select single tokens. Part of the algorithm suite.
 
-Their selections can be regranulated (``SparseConfig.regranulate``): the group is then stored by
-larger units, and its ring, which is in those, is not shown.
+Where a stage turns their tokens into units the group is stored by those larger units, and its
+ring, which is in those, is not shown.
 """
 
 from __future__ import annotations

@@ -118,6 +118,7 @@ def make_backend(
     buffer: int = 8,
     ring: int = 2,
     residency: str = "sparse",
+    max_queries: int = 1,
 ) -> tuple[Any, ModelShape, GroupShape]:
     """Make an instance; return it with the shapes that it was made for.
 
@@ -126,6 +127,7 @@ def make_backend(
         geometry: of the group.
         max_batch: most decode rows of a call.
         requests, select, buffer, ring, residency: see ``topkv.types.GroupShape``.
+        max_queries: most queries of a row.
     """
     g = geometry
     model = ModelShape(1, g.kv_heads * g.group, g.kv_heads, g.dim, g.dtype, _SCALE * g.dim**-0.5)
@@ -134,7 +136,8 @@ def make_backend(
         *((0,), g.unit, g.lane_heads, per_lane, g.dim, g.dtype, g.page_tokens),
         *(requests, 2**20, select, buffer, ring, residency),
     )
-    setup = BackendSetup(model, group, subject.tier.device, max_batch, model.group_size)
+    sizes = (max_batch, model.group_size)
+    setup = BackendSetup(model, group, subject.tier.device, *sizes, max_queries=max_queries)
     return subject.make(setup), model, group
 
 
@@ -251,7 +254,7 @@ def expect(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = 
 
 
 def joined(parts: Sequence[Expected]) -> Expected:
-    """Join the oracles of several lanes, each with one query: ``[N, H, D]``."""
+    """Join the oracles of several lanes, ``[Q, H, D]`` each: ``[N * Q, H, D]``."""
     return Expected(
         torch.cat([part.out for part in parts]),
         torch.cat([part.lse for part in parts]),

@@ -56,15 +56,15 @@ LAYOUTS = {
 
 
 def spaced(q: Tensor, lane_heads: int) -> Tensor:
-    """Queries by lane ``[N, 1, heads, D]`` as rows ``[B, 1, H + 3, D]``: 3 heads of NaN behind."""
-    rows = q.reshape(-1, 1, lane_heads * q.shape[2], q.shape[3])
+    """Queries by lane ``[N, Q, heads, D]`` as rows ``[B, Q, H + 3, D]``: 3 heads of NaN behind."""
+    rows = q.unflatten(0, (-1, lane_heads)).transpose(1, 2).flatten(2, 3)
     padded: Tensor = torch.nn.functional.pad(rows, (0, 0, 0, 3), value=float("nan"))
     return padded
 
 
 def by_lane(rows: Tensor, lane_heads: int) -> Tensor:
-    """``[B, 1, H, ...]`` as ``[N, heads, ...]``."""
-    lanes: Tensor = rows[:, 0].unflatten(1, (lane_heads, -1)).flatten(0, 1)
+    """``[B, Q, H, ...]`` as ``[N * Q, heads, ...]``."""
+    lanes: Tensor = rows.unflatten(2, (lane_heads, -1)).transpose(1, 2).flatten(0, 2)
     return lanes
 
 
@@ -73,13 +73,14 @@ class AttendInputs:
     """Inputs of one call, on the CPU.
 
     Attributes:
-        q: ``[N, 1, heads, D]``.
+        q: ``[N, Q, heads, D]``.
         pools: memory of K and V.
         layout: key in ``LAYOUTS``.
         table: int32 ``[N, W]``.
         lengths: int32 ``[N]``.
         tokens: for each lane the slot and the place in the unit of each token, ``[length]``.
         lane_heads: lanes of a row.
+        queries: int32 ``[B]`` queries of each row, the others padding; None where Q is 1.
     """
 
     q: Tensor
@@ -89,6 +90,7 @@ class AttendInputs:
     lengths: Tensor
     tokens: list[Views]
     lane_heads: int = 1
+    queries: Tensor | None = None
 
     def views(self, pools: Sequence[Tensor] | None = None) -> Views:
         """K and V in these pools, or in copies of them elsewhere."""
@@ -104,7 +106,16 @@ class AttendInputs:
     def expected(self, scale: float) -> Expected:
         """The oracle, over explicit tokens."""
         lanes = range(len(self.tokens))
-        return joined([expect(self.q[n], *self.listed(n), scale) for n in lanes])
+        if self.queries is None:
+            return joined([expect(self.q[n], *self.listed(n), scale) for n in lanes])
+        q, parts = self.q.nan_to_num(), []
+        for lane in lanes:
+            count, length = int(self.queries[lane // self.lane_heads]), int(self.lengths[lane])
+            nth = torch.arange(q.shape[1])[:, None]
+            seen = torch.where(nth < count, length - (count - 1 - nth), 0)
+            mask = torch.arange(length) < seen
+            parts.append(expect(q[lane], *self.listed(lane), scale, mask))
+        return joined(parts)
 
     def permuted(self, order: Sequence[int]) -> AttendInputs:
         """These inputs with their lanes in another order."""
@@ -126,7 +137,7 @@ class AttendInputs:
             host: K and V are in pinned host memory.
 
         Returns:
-            ``out`` ``[N, heads, D]`` and ``lse`` ``[N, heads]`` on the CPU.
+            ``out`` ``[N * Q, heads, D]`` and ``lse`` ``[N * Q, heads]`` on the CPU.
         """
         pools = [pool.pin_memory() if host else pool.to(device) for pool in self.pools]
         q = Guarded.of(spaced(self.q, self.lane_heads), float("nan"), device)
@@ -138,12 +149,13 @@ class AttendInputs:
         lse = result(queries.shape[:3], torch.float32, device)
         owned = {"q": q.whole, "table": table.whole, "lengths": sizes.whole}
         owned |= {f"memory of k and v, {i}": pool for i, pool in enumerate(pools)}
+        tables = Tables(table.body, sizes.body)
+        if self.queries is not None:
+            counts = Guarded.of(self.queries, 1, device)
+            tables.queries, owned["queries"] = counts.body, counts.whole
         views = self.views(pools)
         assert_unchanged(
-            lambda: backend.attend(
-                queries, *views, Tables(table.body, sizes.body), out.body, lse.body
-            ),
-            owned,
+            lambda: backend.attend(queries, *views, tables, out.body, lse.body), owned
         )
         out.assert_intact("out")
         lse.assert_intact("lse")

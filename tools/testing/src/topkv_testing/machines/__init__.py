@@ -10,8 +10,8 @@ in ``topkv_testing.fuzz``. Nothing here is public. Read ``lifecycle`` first.
   coordinator and the model beside it, ``lifecycle_forward`` and ``lifecycle_calls`` the rules,
   ``lifecycle_checks`` the invariants; ``lifecycle_tokens`` has lives in which single tokens are
   selected.
-* ``latent``, ``regranulated``: the same lives with latent rows and an indexer, and with selections
-  of tokens over larger units.
+* ``latent``, ``regrained``: the same lives with latent rows and an indexer, and with selections of
+  tokens over larger units.
 * ``scenarios``: short lives for what random ones meet too seldom.
 * ``residency``: histories over a transfer engine alone. ``host_pool``: leases, shares, releases.
 * ``dropping``, ``prefixes``, ``quotas``, ``engine_pages``: requests that give pages back, pages

@@ -61,12 +61,14 @@ class BlockPool:
         if len(self.seen) < REQUESTS and self.data.draw(st.booleans(), "begin"):
             self.begin()
         elif self.seen:
-            does = (*["forward"] * 6, "rollback", "truncate", "end")
+            does = (*["forward"] * 6, "rollback", "truncate", "replace", "end")
             action = self.data.draw(st.sampled_from(does), "action")
             if action == "forward":
                 self.forward()
             elif action == "end":
                 self.end()
+            elif action == "replace":
+                self.replace()
             else:
                 self.cut(action)
 
@@ -143,6 +145,27 @@ class BlockPool:
             self.seen[slot] = self.seen[slot][:length]
             if call == "truncate":
                 self.drop(slot, -(-length // PAGE))
+
+    def replace(self) -> None:
+        """Replace full pages by others with the same tokens; nobody reads the old ones again."""
+        slot = self.slot()
+        full = len(self.seen[slot]) // PAGE
+        first = self.data.draw(st.integers(0, full), "first")
+        count = self.data.draw(st.integers(0, min(full - first, len(self.free))), "count")
+        given = [self.free.pop() for _ in range(count)]
+        old = self.pages[slot][first : first + count]
+        for page, other in zip(old, given, strict=True):
+            self.handed.manager.copy_page(page, other)
+        self.handed.request_replace_pages(slot, first, given)
+        self.pages[slot][first : first + count] = given
+        held = {page for pages in self.pages.values() for page in pages}
+        gone = [page for page in old if page not in held]
+        for store, pools in zip(
+            self.handed.manager.stores, self.handed.manager.representations, strict=True
+        ):
+            store.poison_pages(gone)
+            pools.poison_pages(gone)
+        self.free += gone
 
     def end(self) -> None:
         """End a request; its pages go back, unless others hold them."""

@@ -109,7 +109,7 @@ class LatentMachine(TokenLives):
         ring: int = 3, seed: int = 0,
     ) -> None:  # fmt: skip
         """``select`` are tokens. ``spare`` units is what the buffer has beyond one for each;
-        larger units than tokens are regranulated, and then the tail is forced."""
+        a stage turns tokens into larger units, and then the tail is forced."""
         dim, value = SIZES[kv_format]
         indexer = IndexerShape(INDEX_HEADS, INDEX_DIM, (0,) if shared else None)
         self.model = ModelShape(
@@ -125,7 +125,7 @@ class LatentMachine(TokenLives):
             kv_format=kv_format,
             host_layout=layout,
             unit=unit,
-            regranulate=True,
+            stages=[] if unit == 1 else ["to_units"],
             budget=select if unit == 1 else unit + select,
             buffer=(select + spare) * unit,
             page_tokens=page,

@@ -45,8 +45,7 @@ def make_coordinator(
         transfer: name of the transfer engine.
         registry: where it is found; ``doubles()`` by default.
         model: its geometry.
-        options: of ``SparseConfig``, above those that stand here. With ``prefix_cache`` it is a
-            ``PrefixCoordinator``.
+        options: of ``SparseConfig``, above those that stand here.
     """
     registry = registry or doubles()
     defaults: dict[str, Any] = {
@@ -68,11 +67,7 @@ def make_coordinator(
     }
     config = SparseConfig(**{**defaults, **options})
     lowered = lower(config, model, device=on.device, registry=registry)
-    if lowered.prefix_cache == "off":
-        return SparseCoordinator(lowered, registry)
-    from topkv_prefixes.prefixes import PrefixCoordinator
-
-    return PrefixCoordinator(lowered, registry)
+    return SparseCoordinator(lowered, registry)
 
 
 @frozen

@@ -2,63 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from topkv_testing.machines.lifecycle import Lives
-from topkv_testing.machines.lifecycle_model import SPARSE, Forward, Given
 
 
 class TokenLives(Lives):
-    """Units that a selection stands for, and tokens that they add, from Python's sets.
-
-    Attributes:
-        extra: tokens that each live request has attended beyond its selections.
-    """
-
-    extra: dict[int, int]
-
-    def set_up(self, seed: int, fast: bool, **options: Any) -> None:
-        self.extra = {}
-        super().set_up(seed, fast, **options)
-
-    def begin_request(self) -> int:
-        slot = super().begin_request()
-        self.extra[slot] = 0
-        return slot
-
-    def fork_request(self, slot: int) -> int | None:
-        twin = super().fork_request(slot)
-        if twin is not None:
-            self.extra[twin] = 0
-        return twin
-
-    def check_counts(self) -> None:
-        super().check_counts()
-        for slot in self.live:
-            counted = self.coordinator.transfers_of([slot]).extra
-            assert counted == self.extra[slot], f"extra tokens of slot {slot}"
-
-    def _compare(
-        self, todo: Forward, outs: list[Tensor], given: Given, ids: dict[int, Tensor]
-    ) -> None:
-        super()._compare(todo, outs, given, ids)
-        for layer in SPARSE:
-            for row, slot in enumerate(todo.rows if layer < len(outs) else ()):
-                if slot >= 0:
-                    length = self.live[slot].length + (row in todo.appending)
-                    for chosen in ids[layer][row].tolist():
-                        self.extra[slot] += self._extra(layer, chosen, length)
-
-    def _extra(self, layer: int, tokens: list[int], length: int) -> int:
-        """Tokens that a lane attends in closed units without having selected them."""
-        unit = self.groups[layer].unit
-        end = max(0, length - 1) // unit * unit
-        chosen = {token for token in tokens if 0 <= token < end}
-        attended = {unit * (token // unit) + i for token in chosen for i in range(unit)}
-        return len(attended - chosen)
+    """Units that a selection of tokens stands for, from Python's sets."""
 
     def _width(self, layer: int) -> int:
         """Tokens of a selection."""

@@ -16,8 +16,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from topkv import SparseCoordinator
 from topkv.errors import HostMemoryError, RequestError
-from topkv_prefixes.prefixes import PrefixCoordinator
 from topkv_testing.kit import examples
 from topkv_testing.machines.engine_pages import SHAPE, run_forward
 from topkv_testing.machines.kept import make_kept
@@ -56,7 +56,7 @@ class Lives:
         self.found = 0
         self.random = torch.Generator().manual_seed(data.draw(st.integers(0, 99), "seed"))
 
-    def make(self) -> PrefixCoordinator:
+    def make(self) -> SparseCoordinator:
         """Make the coordinator that finds prefixes, in a pool that is too small for all."""
         return make_kept(self.on, max_tokens=48, **self.options)
 
@@ -91,9 +91,9 @@ class Lives:
 
     def begin_with(self, prompt: list[int], salt: bytes) -> None:
         draw = self.data.draw
-        known = self.kept.prefixes.length(prompt, salt)
+        known = self.kept.keeper.length(prompt, salt)
         most = draw(st.one_of(st.none(), st.integers(0, 30)), "most")
-        slot = self.kept.prefixes.begin(prompt, salt, most)
+        slot = self.kept.keeper.begin(prompt, salt, most)
         assert self.plain.request_begin() == slot
         length = self.kept.length(slot)
         page = self.kept.config.page_tokens
@@ -157,7 +157,7 @@ class Lives:
         """Publish, roll back, go on with other tokens; begin another request with the old ones."""
         slot = self.slot()
         old = self.tokens[slot]
-        self.kept.prefixes.publish(slot, old, self.salt[slot])
+        self.kept.keeper.publish(slot, old, self.salt[slot])
         self.cut()
         if len(self.tokens) < REQUESTS:
             self.begin_with([*old[: MOST_TOKENS - 1], 0], self.salt[slot])
@@ -165,12 +165,12 @@ class Lives:
     def publish(self) -> None:
         slot = self.slot()
         count = self.data.draw(st.integers(0, MOST_TOKENS), "published at most")
-        self.kept.prefixes.publish(slot, self.tokens[slot][:count], self.salt[slot])
+        self.kept.keeper.publish(slot, self.tokens[slot][:count], self.salt[slot])
 
     def end(self) -> None:
         slot = self.slot()
         if self.data.draw(st.booleans(), "keeps"):
-            self.kept.prefixes.publish(slot, self.tokens[slot], self.salt[slot])
+            self.kept.keeper.publish(slot, self.tokens[slot], self.salt[slot])
         for coordinator in (self.kept, self.plain):
             coordinator.request_end(slot)
         del self.tokens[slot]
@@ -182,7 +182,7 @@ class Lives:
         does = [self.begin] * 4 if len(self.tokens) < REQUESTS else []
         if self.tokens:
             does += [self.decode, self.rewrite, self.cut, self.publish, self.end, self.end]
-        does += [self.kept.prefixes.forget, *self.further()]
+        does += [self.kept.keeper.forget, *self.further()]
         self.data.draw(st.sampled_from(does), "action")()
         self.kept.check_integrity()
 
@@ -194,9 +194,9 @@ class Lives:
         for slot in self.tokens:
             self.kept.request_end(slot)
         assert self.kept.manager.host.used == 0
-        assert self.kept.prefixes.counts.found == self.found
-        self.kept.prefixes.forget()
-        assert self.kept.prefixes.counts.kept == 0
+        assert self.kept.keeper.counts.found == self.found
+        self.kept.keeper.forget()
+        assert self.kept.keeper.counts.kept == 0
 
 
 def run_prefixes(
@@ -235,12 +235,12 @@ def run_prefixes(
 def run_again(on: Tier) -> None:
     """Repeat a prompt that ends with a page: its last page is computed, for its last row."""
     coordinator = make_kept(on)
-    slot = coordinator.prefixes.begin([1] * 8)
+    slot = coordinator.keeper.begin([1] * 8)
     q = torch.ones(LAYERS, 8, HEADS, DIM)
     run_forward(coordinator, [slot], [], {slot: torch.ones(8, *SHAPE)}, q)
-    coordinator.prefixes.publish(slot, [1] * 8)
+    coordinator.keeper.publish(slot, [1] * 8)
     coordinator.request_end(slot)
-    again = coordinator.prefixes.begin([1] * 8)
+    again = coordinator.keeper.begin([1] * 8)
     assert coordinator.length(again) == 4
     coordinator.request_end(again)
     coordinator.close()

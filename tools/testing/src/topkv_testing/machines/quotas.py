@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 import torch
 
-from topkv_prefixes.prefixes import PrefixCoordinator
+from topkv import SparseCoordinator
 from topkv_testing.machines.engine_pages import SHAPE, run_forward
 from topkv_testing.machines.kept import make_kept
 from topkv_testing.machines.lifecycle_model import DIM, HEADS, LAYERS
 from topkv_testing.tiers import Tier
 
 
-def take(coordinator: PrefixCoordinator, tokens: Sequence[int]) -> int:
+def take(coordinator: SparseCoordinator, tokens: Sequence[int]) -> int:
     """Run a request of these tokens and publish them; return how many of them it found."""
-    slot = coordinator.prefixes.begin(tokens)
+    slot = coordinator.keeper.begin(tokens)
     found = coordinator.length(slot)
     new = {slot: torch.ones(len(tokens) - found, *SHAPE)}
     q = torch.ones(LAYERS, len(tokens) - found, HEADS, DIM)
     run_forward(coordinator, [slot], [], new, q)
-    coordinator.prefixes.publish(slot, tokens)
+    coordinator.keeper.publish(slot, tokens)
     coordinator.request_end(slot)
     return found
 
@@ -30,8 +30,8 @@ def run_quota_scene(on: Tier) -> None:
     than either."""
     page = make_kept(on).manager.host
     size = page.bytes.numel() // page.num_pages
-    coordinator = make_kept(on, host_quotas={"a": 3 * size + 1})
-    prefixes = coordinator.prefixes
+    coordinator = make_kept(on, {"quotas": {"a": 3 * size + 1}})
+    prefixes = coordinator.keeper
     with prefixes.tenant("b"):
         take(coordinator, [9] * 16)
     with prefixes.tenant("a"):

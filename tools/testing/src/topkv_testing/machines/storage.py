@@ -18,7 +18,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from topkv_prefixes.prefixes import PrefixCoordinator
+from topkv import SparseCoordinator
 from topkv_testing.machines.engine_pages import SHAPE, run_forward
 from topkv_testing.machines.kept import make_kept
 from topkv_testing.machines.lifecycle_model import DIM, HEADS, LAYERS
@@ -52,7 +52,7 @@ class StoredLives(Lives):
         self.fetched = 0
         super().__init__(on, data, options)
 
-    def make(self) -> PrefixCoordinator:
+    def make(self) -> SparseCoordinator:
         storage = {
             "name": "shelf",
             "params": {"shelf": self.name},
@@ -61,15 +61,12 @@ class StoredLives(Lives):
             "least_tokens": 1,
             "limit_s": 60,
         }
-        return make_kept(
-            self.on,
-            **{"max_tokens": 48, "storage": storage, "prefix_cache": "all", **self.options},
-        )
+        return make_kept(self.on, {"storage": storage}, max_tokens=48, **self.options)
 
     def begin_with(self, prompt: list[int], salt: bytes) -> None:
         if self.data.draw(st.booleans(), "prefetch"):
-            self.kept.prefixes.prefetch(prompt, salt)
-        self.kept.prefixes.fetch(prompt, salt)
+            self.kept.keeper.prefetch(prompt, salt)
+        self.kept.keeper.fetch(prompt, salt)
         super().begin_with(prompt, salt)
 
     def is_right(self, length: int, known: int) -> bool:
@@ -83,7 +80,7 @@ class StoredLives(Lives):
 
     @property
     def stored(self) -> Any:
-        return self.kept.prefixes.storage
+        return self.kept.keeper.storage
 
     def further(self) -> list[Callable[[], None]]:
         return [self.fail, self.restart, self.restart, self.damage, self.damage]
@@ -91,7 +88,7 @@ class StoredLives(Lives):
     def restart(self) -> None:
         """End all requests, and go on with another coordinator over the storage."""
         for slot in [*self.tokens]:
-            self.kept.prefixes.publish(slot, self.tokens[slot], self.salt[slot])
+            self.kept.keeper.publish(slot, self.tokens[slot], self.salt[slot])
             self.kept.request_end(slot)
             self.plain.request_end(slot)
         self.tokens.clear()
@@ -181,7 +178,7 @@ def scene(on: Tier, **storage: Any) -> Iterator[tuple[Shelf, Callable[..., Any],
     name = f"scene {next(_numbers)}"
     shelf = SHELVES.setdefault(name, Shelf())
     asked = {"name": "shelf", "params": {"shelf": name}, "least_tokens": 1, **storage}
-    make = partial(make_kept, on, storage=asked)
+    make = partial(make_kept, on, {"storage": asked})
     rows = torch.randn((3, 12, *SHAPE), generator=torch.Generator().manual_seed(1))
     try:
         yield shelf, make, rows
@@ -189,20 +186,20 @@ def scene(on: Tier, **storage: Any) -> Iterator[tuple[Shelf, Callable[..., Any],
         del SHELVES[name]
 
 
-def read(coordinator: PrefixCoordinator, tokens: list[int], rows: Tensor) -> tuple[int, Tensor]:
+def read(coordinator: SparseCoordinator, tokens: list[int], rows: Tensor) -> tuple[int, Tensor]:
     """Begin with a prompt of 12 tokens and decode one behind it.
 
     Returns:
         Tokens that were found, and outputs of the last one.
     """
-    slot = coordinator.prefixes.begin([*tokens, 0])
+    slot = coordinator.keeper.begin([*tokens, 0])
     found = coordinator.length(slot)
     q = torch.ones(LAYERS, 12, HEADS, DIM)
     if found < 12:
         run_forward(coordinator, [slot], [], {slot: rows[found:]}, q[:, found:])
     output = run_forward(coordinator, [], [slot], {slot: rows[:1]}, q[:, :1])
     coordinator.truncate(slot, 12)
-    coordinator.prefixes.publish(slot, tokens)
+    coordinator.keeper.publish(slot, tokens)
     coordinator.request_end(slot)
     return found, output
 
@@ -226,7 +223,7 @@ def run_overtaken(on: Tier) -> None:
             first, second = writing.request_begin(), writing.request_begin()
             for slot in (first, second):
                 run_forward(writing, [slot], [], {slot: rows[slot]}, q)
-                writing.prefixes.publish(slot, [slot] * 12)
+                writing.keeper.publish(slot, [slot] * 12)
             writing.truncate(second, 0)
             run_forward(writing, [second], [], {second: rows[2]}, q)
         finally:
@@ -256,7 +253,7 @@ def run_evicted(on: Tier) -> None:
         coordinator = make(max_tokens=16, max_request_tokens=16, max_requests=1)
         _, expected = read(coordinator, [1] * 12, rows[0])
         read(coordinator, [2] * 12, rows[1])
-        coordinator.prefixes.storage.wait()
+        coordinator.keeper.storage.wait()
         found, ours = read(coordinator, [1] * 12, rows[0])
         assert found == 12
         coordinator.close()

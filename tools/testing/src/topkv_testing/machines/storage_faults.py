@@ -64,13 +64,13 @@ def run_answered_wrongly(on: Tier) -> None:
     for answer, said in ((_true, "put: TypeError: expected true or"), (_exit, "put: SystemExit")):
         with scene(on) as (_, make, rows):
             coordinator = make()
-            stored: Any = coordinator.prefixes.storage
+            stored: Any = coordinator.keeper.storage
             stored._storage.put = answer
             try:
                 for prompt in (1, 2):
                     read(coordinator, [prompt] * 12, rows[0])
                 in_time(stored.wait)
-                counts = coordinator.prefixes.counts.storage
+                counts = coordinator.keeper.counts.storage
                 assert counts is not None
                 assert (counts.failed, counts.stored, counts.dropped) == (2, 0, 6)
                 assert said in stored.reason
@@ -86,17 +86,17 @@ def run_forked(on: Tier) -> None:
     with scene(on, fetch="wait_complete") as (_, make, rows):
         coordinator = make()
         _, expected = read(coordinator, [1] * 12, rows[0])
-        coordinator.prefixes.storage.wait()
+        coordinator.keeper.storage.wait()
 
         def life() -> None:
-            coordinator.prefixes.forget(stored=False)
+            coordinator.keeper.forget(stored=False)
             found, ours = read(coordinator, [1] * 12, rows[0])
             assert found == 0
             assert ours.equal(expected)
             coordinator.close()
 
         assert in_a_child(life), "the child hangs, or fails"
-        coordinator.prefixes.forget(stored=False)
+        coordinator.keeper.forget(stored=False)
         found, _ = read(coordinator, [1] * 12, rows[0])
         assert found == 12
         coordinator.close()

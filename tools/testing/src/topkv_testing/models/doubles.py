@@ -12,9 +12,10 @@ from topkv.hooks.backend import BackendSetup
 from topkv.hooks.discovery import hookimpl
 from topkv.kv.token_format import decode_fp8
 from topkv.parameters import values
-from topkv.types import LayerView, Plan, Tables
+from topkv.types import LayerView, Plan, Selection, Tables
+from topkv_prefixes.entry import topkv_register_keepers
 from topkv_testing.models.oracle import attention
-from topkv_testing.models.stage_doubles import KEEP, KEEP_KEYS, RERANK
+from topkv_testing.models.stage_doubles import KEEP, KEEP_KEYS, RERANK, TO_UNITS
 from topkv_testing.models.storage_doubles import SHELF
 
 
@@ -76,13 +77,14 @@ class Scripted:
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
         chosen = self.next_ids.get(layer.layer)
         if chosen is None:
-            ids.fill_(-1)
+            out.ids.fill_(-1)
         else:
-            ids.copy_(chosen)
+            out.ids.copy_(chosen)
+        return out
 
     def host_id(self, layer: LayerView, slot: int, unit: int) -> int:
         per_page = self.group.units_per_page
@@ -218,7 +220,9 @@ class Entries:
     """Registers both doubles and further entries as a package would."""
 
     def __init__(self, *further: PluginEntry) -> None:
-        self.entries = (SCRIPTED, COMPETING, GATHER, KEEP, KEEP_KEYS, RERANK, SHELF, *further)
+        stages = (KEEP, KEEP_KEYS, RERANK, TO_UNITS)
+        self.entries = (SCRIPTED, COMPETING, GATHER, *stages, SHELF, *further)
+        self.entries += tuple(topkv_register_keepers())
 
     def _of_kind(self, kind: str) -> list[PluginEntry]:
         return [entry for entry in self.entries if entry.kind == kind]
@@ -250,6 +254,10 @@ class Entries:
     @hookimpl
     def topkv_register_stages(self) -> list[PluginEntry]:
         return self._of_kind("stage")
+
+    @hookimpl
+    def topkv_register_keepers(self) -> list[PluginEntry]:
+        return self._of_kind("keeper")
 
     @hookimpl
     def topkv_register_storages(self) -> list[PluginEntry]:

@@ -16,7 +16,7 @@ from topkv.entries import Capabilities, PluginEntry
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec
 from topkv.hooks.discovery import hookimpl
 from topkv.hooks.observer import ForwardReport, ObserverSetup
-from topkv.types import LayerView
+from topkv.types import LayerView, Selection
 
 HEAD_STEP, LAYER_STEP = 5, 3
 
@@ -92,18 +92,19 @@ class Roving:
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
         if self.fault and layer.step.appended.any():  # the warm start is no step of a model
             self._fail(layer.layer, decode=True)
-        width, heads = ids.shape[1], self.group.lane_heads
+        width, heads = out.ids.shape[1], self.group.lane_heads
         length = layer.step.lengths.repeat_interleave(heads)[:, None]
         closed = (length - 1).clamp(min=0) // self.group.unit
-        lane = torch.arange(ids.shape[0], device=ids.device)[:, None]
-        place = torch.arange(width, device=ids.device)
+        lane = torch.arange(out.ids.shape[0], device=out.ids.device)[:, None]
+        place = torch.arange(width, device=out.ids.device)
         start = length * width + HEAD_STEP * (lane % heads) + LAYER_STEP * layer.layer
         units = (start + place) % closed.clamp(min=1)
-        ids.copy_(torch.where(place < closed, units, -1))
+        out.ids.copy_(torch.where(place < closed, units, -1))
+        return out
 
 
 @frozen

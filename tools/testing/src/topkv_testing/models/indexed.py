@@ -8,7 +8,7 @@ from torch import Tensor
 from topkv.entries import Capabilities, PluginEntry
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
 from topkv.hooks.discovery import hookimpl
-from topkv.types import LayerView
+from topkv.types import LayerView, Selection
 
 
 def index_scores(q: Tensor, weights: Tensor, k: Tensor) -> Tensor:
@@ -56,6 +56,7 @@ class Indexed:
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        k = k[:, 0]
         step = layer.step
         for batch in range(step.batch):
             slot = int(step.slots[batch])
@@ -65,14 +66,15 @@ class Indexed:
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
         step = layer.step
-        ids.fill_(-1)
+        out.ids.fill_(-1)
         for batch in range(step.batch):
             slot, length = int(step.slots[batch]), int(step.lengths[batch])
             if slot >= 0 and length and weights is not None:
-                self._best(layer, slot, length, q[batch], weights[batch : batch + 1], ids[batch])
+                self._best(layer, slot, length, q[batch], weights[batch], out.ids[batch])
+        return out
 
     @hookimpl
     def retrieve_prompt(

@@ -14,7 +14,7 @@ from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationS
 from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import Keeping, StageSetup, StageSpec
 from topkv.parameters import values
-from topkv.types import GroupShape, LayerView
+from topkv.types import GroupShape, LayerView, Selection
 from topkv_authoring.selectors import host_ids
 
 EVERY = 4
@@ -32,8 +32,29 @@ class Keep:
         return StageSpec()
 
     @hookimpl
-    def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
-        ids.copy_(candidates)
+    def refine(
+        self, layer: LayerView, q: Tensor, candidates: Selection, out: Selection
+    ) -> Selection:
+        out.ids.copy_(candidates.ids)
+        return out
+
+
+class ToUnits(Keep):
+    """Turns tokens into the closed units that hold them, ascending, and loses none."""
+
+    @hookimpl
+    def refine(
+        self, layer: LayerView, q: Tensor, candidates: Selection, out: Selection
+    ) -> Selection:
+        group, absent = self.setup.group, self.setup.group.max_units
+        closed = (layer.step.lengths - 1).clamp(min=0) // group.unit * (layer.step.slots >= 0)
+        units = torch.where(candidates.ids < 0, absent, candidates.ids // group.unit)
+        inside = units < closed.repeat_interleave(group.lane_heads)[:, None]
+        units = torch.where(inside, units, absent).sort(1).values
+        units[:, 1:][units[:, 1:] == units[:, :-1]] = absent
+        units = units.sort(1).values[:, : out.ids.shape[1]]
+        out.ids.copy_(torch.where(units < absent, units, -1))
+        return out
 
 
 class Rerank:
@@ -61,7 +82,7 @@ class Rerank:
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        step, pool = layer.step, layer.pools["keys"]
+        step, pool, k = layer.step, layer.pools["keys"], k[:, 0]
         writes = (step.appended != 0) & (step.slots >= 0)
         tokens = (step.lengths - 1).clamp(min=0)
         # Rows that append nothing write row 0, which belongs to nobody, and what it holds.
@@ -73,15 +94,18 @@ class Rerank:
         return host_ids(layer, slots, tokens // unit) * unit + tokens % unit
 
     @hookimpl
-    def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
+    def refine(
+        self, layer: LayerView, q: Tensor, candidates: Selection, out: Selection
+    ) -> Selection:
         absent = self.group.max_units
-        units = torch.where(candidates < 0, absent, candidates).sort(1).values
+        units = torch.where(candidates.ids < 0, absent, candidates.ids).sort(1).values
         there = units < absent
         scores = self._scores(layer, q, units * there).masked_fill(~there, float("-inf"))
-        best = scores.sort(dim=1, descending=True, stable=True).indices[:, : ids.shape[1]]
-        ids.fill_(-1)
+        best = scores.sort(dim=1, descending=True, stable=True).indices[:, : out.ids.shape[1]]
+        out.ids.fill_(-1)
         left = torch.where(there, units, -1).gather(1, best)
-        ids[:, : left.shape[1]] = left
+        out.ids[:, : left.shape[1]] = left
+        return out
 
     def _scores(self, layer: LayerView, q: Tensor, units: Tensor) -> Tensor:
         """Score units, fp32 ``[N, K']``: the largest product of a key of the unit and a query."""
@@ -101,8 +125,11 @@ class KeepKeys(Rerank):
     """Leaves all candidates, whatever they are, and keeps every key."""
 
     @hookimpl
-    def refine(self, layer: LayerView, q: Tensor, candidates: Tensor, ids: Tensor) -> None:
-        ids.copy_(candidates)
+    def refine(
+        self, layer: LayerView, q: Tensor, candidates: Selection, out: Selection
+    ) -> Selection:
+        out.ids.copy_(candidates.ids)
+        return out
 
 
 class Heavy(Rerank):
@@ -170,17 +197,19 @@ class Complete(Rerank):
         tokens = (step.lengths - 1).clamp(min=0)
         rows = self._rows(layer, step.slots.clamp(min=0), tokens)
         at = torch.where(writes[:, 0, 0], rows, 0)
-        for name, new in (("keys", k), ("values", v)):
+        for name, new in (("keys", k[:, 0]), ("values", v[:, 0])):
             pools[name][at] = torch.where(writes, new, pools[name][at])
 
     @hookimpl
-    def correct(self, layer: LayerView, q: Tensor, ids: Tensor, out: Tensor, lse: Tensor) -> None:
+    def correct(
+        self, layer: LayerView, q: Tensor, selection: Selection, out: Tensor, lse: Tensor
+    ) -> None:
         group, lanes = self.group, self.group.lane_heads
         slots = layer.step.slots.clamp(min=0)[:, None]
         tokens = torch.arange(group.max_units * group.unit, device=q.device)
         unit = tokens // group.unit
         closed = (layer.step.lengths - 1).clamp(min=0) // group.unit * (layer.step.slots >= 0)
-        held = (ids[:, :, None] == unit).any(1).unflatten(0, (-1, lanes))
+        held = (selection.ids[:, :, None] == unit).any(1).unflatten(0, (-1, lanes))
         left = (unit < closed[:, None])[:, None] & ~held
         left = left.repeat_interleave(q.shape[2] // lanes, 1)
         at = self._rows(layer, slots, tokens * (unit < closed[:, None]))
@@ -248,15 +277,16 @@ class Offered:
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
         if self.next_ids is not None:
-            ids.copy_(self.next_ids)
-            return
-        step, place = layer.step, torch.arange(ids.shape[1], device=ids.device)
+            out.ids.copy_(self.next_ids)
+            return out
+        step, place = layer.step, torch.arange(out.ids.shape[1], device=out.ids.device)
         closed = (step.lengths - 1).clamp(min=0) // self.group.unit * (step.slots >= 0)
         units = closed.repeat_interleave(self.group.lane_heads)[:, None] - 1 - place
-        ids.copy_(torch.where((units >= 0) & (place % EVERY != 1), units, -1))
+        out.ids.copy_(torch.where((units >= 0) & (place % EVERY != 1), units, -1))
+        return out
 
 
 class Everything(Offered):
@@ -267,12 +297,13 @@ class Everything(Offered):
 
     @hookimpl
     def retrieve_topk(
-        self, layer: LayerView, q: Tensor, weights: Tensor | None, ids: Tensor
-    ) -> None:
-        step, units = layer.step, torch.arange(ids.shape[1], device=ids.device)
+        self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
+    ) -> Selection:
+        step, units = layer.step, torch.arange(out.ids.shape[1], device=out.ids.device)
         closed = (step.lengths - 1).clamp(min=0) // self.group.unit * (step.slots >= 0)
         closed = closed.repeat_interleave(self.group.lane_heads)[:, None]
-        ids.copy_(torch.where(units < closed, units, -1))
+        out.ids.copy_(torch.where(units < closed, units, -1))
+        return out
 
 
 KEEP = PluginEntry(
@@ -280,6 +311,13 @@ KEEP = PluginEntry(
     "stage",
     "topkv_testing.models.stage_doubles:Keep",
     capabilities=Capabilities(attention=("gqa", "mla")),
+)
+
+TO_UNITS = PluginEntry(
+    "to_units",
+    "stage",
+    "topkv_testing.models.stage_doubles:ToUnits",
+    capabilities=Capabilities(attention=("gqa", "mla"), regrains=True),
 )
 
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from attrs import define, field, frozen
 
-from topkv.entries import Capabilities, PluginEntry
+from topkv.entries import Capabilities
 from topkv.hooks.discovery import hookimpl
-from topkv.hooks.storage import OWNER_BYTES, Place, StorageSetup, StorageUsage
+from topkv_prefixes.entry import StorageEntry
+from topkv_prefixes.storage import OWNER_BYTES, Place, StorageSetup, StorageUsage
 
 
 @define
@@ -37,7 +38,7 @@ SHELVES: dict[str, Shelf] = {}
 
 
 class ShelfStorage:
-    """A storage over a shelf, without a disk; the contract is ``topkv.hooks.storage``."""
+    """A storage over a shelf, without a disk; the contract is ``topkv_prefixes.storage``."""
 
     def __init__(self, setup: StorageSetup) -> None:
         self.shelf = SHELVES.setdefault(setup.params.shelf, Shelf())
@@ -124,10 +125,11 @@ class ShelfParams:
     shelf: str = "default"
 
 
-SHELF = PluginEntry(
+SHELF = StorageEntry(
     "shelf",
     "storage",
     f"{__name__}:ShelfStorage",
-    capabilities=Capabilities(tiers=("cpu",), quotas=True),
+    capabilities=Capabilities(tiers=("cpu",)),
+    quotas=True,
     parameters=ShelfParams,
 )

@@ -46,7 +46,7 @@ def refine(
     """Refine these candidates; return the ids of each lane as they were written."""
     bench.algorithm.algorithm.next_ids = offered.to(bench.device)
     left = bench.retrieve(q, rows).flatten(0, 1)
-    (given,) = (link.candidates[: len(offered)].cpu() for link in bench.algorithm.links)
+    (given,) = (link.candidates.ids[: len(offered)].cpu() for link in bench.algorithm.links)
     assert same_bits(given, offered), f"candidates {offered} are only read, and now are {given}"
     bench.algorithm.algorithm.next_ids = None
     found: list[list[int]] = left.tolist()

@@ -144,7 +144,7 @@ class TransferBench:
             LayerView(layer, index, group, self.step, *rings[index])
             for index, layer in enumerate(group.layers)
         ]
-        policy = LeastRecentlyUsed(EvictionSetup(device))
+        policy: Any = LeastRecentlyUsed(EvictionSetup(device))
         self.engine = make(TransferSetup(self.store, self.views, policy), impl)
         lanes = group.max_requests * group.lane_heads
         wide, flat = (lanes, max(1, group.select)), (lanes,)
@@ -165,7 +165,9 @@ class TransferBench:
             pool = self._random_bytes(size)
             if self.device.type == "cuda":
                 pool = pool.pin_memory()
-        store = GroupStore.on_host(group, strides, pool, self.num_pages, self.device)
+        store = GroupStore.on_host(
+            group, strides, pool, self.num_pages, self.device, keeps_state=True
+        )
         store.buffer.view(torch.uint8).fill_(POISON)
         return store
 

@@ -1,6 +1,7 @@
 """The lifecycle machine over selections of tokens that are stored and attended by larger units.
 
-Lives are those of ``lifecycle``; the algorithm selects any set of tokens.
+Lives are those of ``lifecycle``; the algorithm selects any set of tokens, and a stage turns them
+into units: that of ``models.stage_doubles``, or that of an author's ``stage``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from topkv.types import LayerView
 from topkv_authoring.selectors import host_ids
 from topkv_testing.kit import examples
 from topkv_testing.machines.lifecycle import STEPS
-from topkv_testing.machines.lifecycle_model import doubles
+from topkv_testing.machines.lifecycle_model import SPARSE, Forward, Given, doubles
 from topkv_testing.machines.lifecycle_tokens import TokenLives
 from topkv_testing.models.cache_model import RequestModel
 from topkv_testing.models.doubles import SCRIPTED, Scripted
@@ -35,6 +36,7 @@ class ScriptedTokens(Scripted):
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
+        k = k[:, 0]
         step = layer.step
         for batch in range(step.batch):
             slot, length = int(step.slots[batch]), int(step.lengths[batch])
@@ -45,7 +47,7 @@ class ScriptedTokens(Scripted):
 SCRIPTED_TOKENS = PluginEntry(
     "scripted_tokens",
     "algorithm",
-    "topkv_testing.machines.regranulated:ScriptedTokens",
+    "topkv_testing.machines.regrained:ScriptedTokens",
     capabilities=Capabilities(units=(1, 1), scopes=("kv_head", "shared")),
     defaults={"scope": "kv_head", "unit": 1},
     parameters=SCRIPTED.parameters,
@@ -59,8 +61,16 @@ COMPETING_TOKENS = evolve(
 )
 
 
-class RegranulatedMachine(TokenLives):
-    """Lives in which tokens are selected, and units of 2 or 4 are moved and attended."""
+class RegrainedMachine(TokenLives):
+    """Lives in which tokens are selected, and units of 2 or 4 are moved and attended.
+
+    Attributes:
+        stage: name of the stage, which lists all closed units that hold a selected token.
+        further: entries that it needs beside the doubles.
+    """
+
+    stage = "to_units"
+    further: tuple[PluginEntry, ...] = ()
 
     @initialize(
         layout=st.sampled_from(LAYOUTS),
@@ -86,13 +96,15 @@ class RegranulatedMachine(TokenLives):
         if other is not None:
             sizes = {"budget": other + select, "buffer": (select + spare) * other}
             layers["3"] = {"unit": other, "scope": "shared", **sizes}
-        self.registry = self.registry or doubles(SCRIPTED_TOKENS, COMPETING_TOKENS)
+            layers["3"] |= {"stages": []} if other == 1 else {}
+        entries = (SCRIPTED_TOKENS, COMPETING_TOKENS, *self.further)
+        self.registry = self.registry or doubles(*entries)
         self.set_up(
             seed,
             fast,
-            # Where units are tokens nothing is regranulated, and a tail that competes is no unit.
+            # Where units are tokens a tail that competes is no unit.
             algorithm=f"{'scripted' if other == 1 or tail == 'forced' else 'competing'}_tokens",
-            regranulate=True,
+            stages=[self.stage],
             host_layout=layout,
             host_format=self.offered(host_format),
             scope=scope,
@@ -120,6 +132,25 @@ class RegranulatedMachine(TokenLives):
             chosen[layer] = (ids[:1].expand(ids.shape) if alike and len(rows) else ids).int()
         return chosen
 
+    def _compare(
+        self, todo: Forward, outs: list[Tensor], given: Given, ids: dict[int, Tensor]
+    ) -> None:
+        """Compare, and look at the units that the last sparse layer has left in its lanes."""
+        super()._compare(todo, outs, given, ids)
+        layer = SPARSE[-1]
+        unit, buffers = self.groups[layer].unit, self.coordinator.layers[layer].lanes
+        left = buffers.selection.ids.tolist()
+        if layer >= len(outs) or unit == 1:
+            return
+        for row, slot in enumerate(todo.rows):
+            length = self.live[slot].length + (row in todo.appending) if slot >= 0 else 0
+            end, lanes = max(0, length - 1) // unit, ids[layer][row].tolist()
+            for lane, tokens in enumerate(lanes, start=row * len(lanes)):
+                units = {token // unit for token in tokens if token >= 0}
+                closed = sorted(each for each in units if each < end)
+                listed = sorted(each for each in left[lane] if each != -1)
+                assert listed == closed, f"lane {lane} has units {listed}, and tokens {tokens}"
+
     def _check_representations(self, layer: int, request: RequestModel, hosts: Tensor) -> None:
         """Check keys, one a token; ``hosts`` are the host ids of the closed units."""
         tokens = self._token_hosts(layer, hosts)
@@ -127,21 +158,26 @@ class RegranulatedMachine(TokenLives):
         assert torch.equal(sums, request.k[layer][: len(tokens)]), "keys of tokens"
 
 
-def regranulated_machine(
-    on: Tier, transfer: str = "zero_copy", registry: PluginRegistry | None = None
-) -> type[RegranulatedMachine]:
-    """Return the machine; see ``lifecycle_machine``. ``SCRIPTED_TOKENS`` must be registered."""
+def regrained_machine(
+    on: Tier,
+    transfer: str = "zero_copy",
+    registry: PluginRegistry | None = None,
+    base: type[RegrainedMachine] = RegrainedMachine,
+) -> type[RegrainedMachine]:
+    """Return the machine, or one of a class of its author; see ``lifecycle_machine``.
+    ``SCRIPTED_TOKENS``, ``COMPETING_TOKENS`` and the stage must be registered."""
     values = {"on": on, "transfer": transfer, "registry": registry}
-    return type(f"Regranulated_{on.name}", (RegranulatedMachine,), values)
+    return type(f"Regrained_{on.name}", (base,), values)
 
 
-def run_regranulated(
+def run_regrained(
     on: Tier,
     transfer: str = "zero_copy",
     registry: PluginRegistry | None = None,
     further: settings | None = None,
+    base: type[RegrainedMachine] = RegrainedMachine,
 ) -> None:
     """Run the machine as a test; see ``run_lifecycle``."""
     few = settings(examples(on, cpu=50, interpret=4, gpu=10), stateful_step_count=STEPS[on.name])
-    machine = regranulated_machine(on, transfer, registry)
+    machine = regrained_machine(on, transfer, registry, base)
     run_state_machine_as_test(machine, settings=further or few)

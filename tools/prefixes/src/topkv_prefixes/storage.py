@@ -1,6 +1,7 @@
 """Hook specs of a storage, which keeps pages below host memory, for as long as it likes.
 
-``factory(setup)`` gives one for a ``StorageSetup``. The setting ``storage`` names it.
+``factory(setup)`` gives one for a ``StorageSetup``. The parameter ``storage`` of ``prefixes``
+names it, and packages return entries from ``topkv_register_storages``.
 
 An object is a run of bytes under a key. Keys and bytes are those of who asks, topkv-prefixes: a
 header with a checksum stands before the rest, and nothing is attended before all of it has been
@@ -45,8 +46,8 @@ class StorageSetup:
         memory: uint8, the host pool, which holds most parts, for storages that register memory;
             small parts are elsewhere. It stays until ``close`` has returned.
         quota_of: how many bytes the objects of an owner may have together; None for any number,
-            and None instead of a function where nobody has a quota. Storages that do not say
-            ``Capabilities(quotas=True)`` never get one.
+            and None instead of a function where nobody has a quota. Storages whose entry is no
+            ``topkv_prefixes.entry.StorageEntry(quotas=True)`` never get one.
     """
 
     params: Any

@@ -15,7 +15,7 @@ from topkv_testing.machines.lifecycle_model import (
     doubles,
     make_coordinator,
 )
-from topkv_testing.machines.regranulated import COMPETING_TOKENS, SCRIPTED_TOKENS
+from topkv_testing.machines.regrained import COMPETING_TOKENS, SCRIPTED_TOKENS
 from topkv_testing.tiers import tier
 
 UNIT, SELECT = 4, 5
@@ -27,7 +27,7 @@ def make(**options):
     return make_coordinator(
         tier("cpu"),
         registry=doubles(SCRIPTED_TOKENS, COMPETING_TOKENS),
-        regranulate=True,
+        stages=["to_units"],
         **{"algorithm": "scripted_tokens", **sizes, **options},
     )
 
@@ -45,7 +45,7 @@ class Calls:
         self.slot = self.coordinator.request_begin()
         self.generator = torch.Generator().manual_seed(0)
         self.keys, self.seen = torch.empty(0, KV_HEADS, DIM), []
-        self.algorithm = self.coordinator.layers[0].algorithm
+        self.algorithm = self.coordinator.layers[0].algorithm.algorithm
         construct, settle = self.algorithm.construct, self.algorithm.settle
 
         def note_construct(layer, slot, start, k, v, q, lse):
@@ -121,10 +121,12 @@ def test_settle_may_ask_for_everything(monkeypatch):
 
 
 def test_the_algorithm_is_shown_tokens_and_the_backend_units():
-    coordinator = make(layers={"1": "resident", "2": "streamed", "3": {"unit": 1, "buffer": 8}})
+    coordinator = make(
+        layers={"1": "resident", "2": "streamed", "3": {"unit": 1, "buffer": 8, "stages": []}}
+    )
     first, other = coordinator.layers[0], coordinator.layers[3]
     assert (first.view.group.unit, first.selector.view.group.unit) == (UNIT, 1)
-    assert first.selector.view.group is first.algorithm.group
+    assert first.selector.view.group is first.algorithm.group is first.algorithm.algorithm.group
     assert first.selector.view.step is first.view.step
     assert first.selector.view.pools is first.view.pools
     assert first.selector.view.ring_k.shape == (4, KV_HEADS, 0, 1, 1, DIM)
@@ -132,7 +134,6 @@ def test_the_algorithm_is_shown_tokens_and_the_backend_units():
     # A key for each token of each page, as at unit 1.
     assert first.selector.view.pools["sums"].shape[0] == coordinator.config.num_pages * 4
     assert other.selector.view is other.view
-    assert other.lanes.tokens is None
     coordinator.close()
 
 
@@ -154,26 +155,10 @@ def test_the_open_unit_is_attended_and_listed_once(tail):
         coordinator.forward_end()
 
     forward(13, prefill=[(slot, 13)])
-    lanes, algorithm = coordinator.layers[0].lanes, coordinator.layers[0].algorithm
+    lanes, algorithm = coordinator.layers[0].lanes, coordinator.layers[0].algorithm.algorithm
     algorithm.next_ids[0] = torch.tensor([[13, 12, 7, -1, 5], [3, 0, 1, 2, 11]]).int()
     forward(1, decode=[slot])
-    assert lanes.ids.tolist() == [[1, -1, -1, -1, -1], [0, 2, -1, -1, -1]]
+    assert lanes.selection.ids.tolist() == [[1, -1, -1, -1, -1], [0, 2, -1, -1, -1]]
     assert lanes.tables.table.shape[1] == SELECT + 1
     assert lanes.tables.lengths.tolist() == [UNIT + 2, 2 * UNIT + 2]
-    assert coordinator.transfers_of([slot]).extra == (4 - 2) + (8 - 5)
     coordinator.close()
-
-
-def test_what_is_loaded_to_warm_the_buffer_counts_as_nothing(monkeypatch):
-    """Extra tokens are those that a step attends."""
-    calls = Calls(monkeypatch)
-    calls.run(30)
-    for layer in (0, 3):
-        ids = torch.tensor([[0, 9, 17, -1, -1], [1, 2, 3, 0, 4]]).int()
-        calls.coordinator.layers[layer].algorithm.next_ids[layer] = ids
-    calls.coordinator.forward_begin(decode=[calls.slot])
-    report = calls.coordinator.transfers_of([calls.slot])
-    assert report.hits + report.misses == 2 * (3 + 2)
-    assert report.extra == 0
-    calls.coordinator.forward_abort()
-    calls.coordinator.close()

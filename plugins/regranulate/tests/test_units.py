@@ -1,4 +1,4 @@
-"""Regranulation: both implementations against Python's sets."""
+"""Units of selected tokens: both implementations against Python's sets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from topkv.ops.regranulate import regranulate, scratch  # noqa: E402
+from topkv.hooks.stage import StageSetup  # noqa: E402
+from topkv.types import GroupShape, ModelShape  # noqa: E402
+from topkv_regranulate.kernels import RegranulateKernels  # noqa: E402
+from topkv_regranulate.stage import Regranulate  # noqa: E402
 
 NEEDS_GPU = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 CASES = [
@@ -34,44 +37,59 @@ def expected(tokens, closed, unit, width):
     return units + [-1] * (width - len(units)), unit * len(units) - len(counted)
 
 
+def lengths_of(closed, unit, open_tokens=0):
+    """Tokens of requests with so many closed units; 0 of those that have none."""
+    return [unit * units + 1 + open_tokens % unit if units else 0 for units in closed]
+
+
 class Call:
     """Poisoned tensors of one call, each in a larger one whose margin must stay untouched."""
 
-    def __init__(self, impl, device, lanes, select, units, unit, width):
+    def __init__(self, impl, device, requests, heads, select, units, unit, width):
         def full(dtype, *shape):
             return torch.full(shape, POISON, dtype=dtype, device=device)
 
-        self.impl, self.device, self.unit, self.width = impl, device, unit, width
+        self.device, self.unit, self.width = device, unit, width
+        lanes = requests * heads
         self.tokens = full(torch.int32, lanes, select + MARGIN)
         self.ids = full(torch.int32, lanes, width + MARGIN)
         self.extra = full(torch.int64, lanes + MARGIN)
-        self.work = scratch(lanes, units, device)
-        self.work.fill_(1)  # what the call before has left there
+        self.stage = made(impl, device, requests, heads, units, unit, width)
 
-    def run(self, tokens, closed):
-        """Call the operation; return lists of ids and extra tokens."""
+    def run(self, tokens, lengths):
+        """Call the stage; return lists of ids and extra tokens."""
         lanes, select = len(tokens), self.tokens.shape[1] - MARGIN
         self.tokens[:, :select] = torch.tensor(tokens, dtype=torch.int32).view(lanes, select)
-        regranulate(
+        before = self.tokens.clone()
+        self.stage.list_units(
             self.tokens[:, :select],
-            torch.tensor(closed, dtype=torch.int32, device=self.device),
+            torch.tensor(lengths, dtype=torch.int32, device=self.device),
             self.ids[:, : self.width],
             self.extra[:lanes],
-            self.work,
-            unit=self.unit,
-            impl=self.impl,
         )
+        assert torch.equal(self.tokens, before), "wrote its candidates"
         assert (self.ids[:, self.width :] == POISON).all(), "wrote behind its row"
         assert (self.extra[lanes:] == POISON).all(), "wrote behind its lanes"
         return self.ids[:, : self.width].tolist(), self.extra[:lanes].tolist()
 
-    def check(self, tokens, closed):
+    def check(self, tokens, closed, open_tokens=0):
         """Check that the call equals the definition, in every lane."""
-        ids, extra = self.run(tokens, closed)
+        ids, extra = self.run(tokens, lengths_of(closed, self.unit, open_tokens))
         heads = len(tokens) // len(closed)
         for lane, row in enumerate(tokens):
             truth = expected(row, closed[lane // heads], self.unit, self.width)
             assert (ids[lane], extra[lane]) == truth, f"lane {lane}: {row}"
+
+
+def made(impl, device, requests, heads, units, unit, width):
+    """The stage of a group of ``heads`` lanes a request."""
+    group = GroupShape(
+        *((0,), unit, heads, 1, 8, torch.float32, unit),
+        *(max(requests, 1), units, width, max(width, 1), 2),
+    )
+    model = ModelShape(1, heads, heads, 8, torch.float32, 1.0)
+    kind = Regranulate if impl == "reference" else RegranulateKernels
+    return kind(StageSetup(model, group, {}, torch.device(device)))
 
 
 def selections(data, lanes, select, most):
@@ -92,10 +110,11 @@ def test_any_selection(impl, device, data):
     requests, heads = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
     select, units = data.draw(st.integers(1, 24)), data.draw(st.integers(1, 12))
     width = min(select, units) + data.draw(st.integers(0, 2))
-    call = Call(impl, device, requests * heads, select, units, unit, width)
-    for _ in range(2):
+    call = Call(impl, device, requests, heads, select, units, unit, width)
+    for open_tokens in (0, data.draw(st.integers(0, unit - 1))):
         closed = data.draw(st.lists(st.integers(0, units), min_size=requests, max_size=requests))
-        call.check(selections(data, requests * heads, select, units * unit + 3), closed)
+        tokens = selections(data, requests * heads, select, units * unit + 3)
+        call.check(tokens, closed, open_tokens)
 
 
 @pytest.mark.parametrize(("impl", "device"), CASES)
@@ -104,7 +123,7 @@ def test_more_than_a_block(impl, device, select):
     """Selections and requests that one program walks in several blocks."""
     generator = torch.Generator().manual_seed(select)
     units, unit = 2100, 2
-    call = Call(impl, device, 2, select, units, unit, min(select, units))
+    call = Call(impl, device, 2, 1, select, units, unit, min(select, units))
     rows = [torch.randperm(units * unit, generator=generator)[:select].tolist() for _ in range(2)]
     call.check(rows, [units, 1030])
 
@@ -114,7 +133,7 @@ def test_the_extremes_of_a_selection(impl, device):
     """Nothing, everything, one token of each unit, the edges of units and the open unit."""
     unit, units = 4, 8
     everything = list(range(32))
-    call = Call(impl, device, 1, 32, units, unit, units)
+    call = Call(impl, device, 1, 1, 32, units, unit, units)
     pad = [-1] * 32
     for row, closed in (
         ([], units),
@@ -132,41 +151,16 @@ def test_the_extremes_of_a_selection(impl, device):
 
 @pytest.mark.parametrize(("impl", "device"), CASES)
 def test_padded_rows_select_nothing(impl, device):
-    call = Call(impl, device, 4, 6, 5, 2, 5)
-    ids, extra = call.run([[3, 0, 8, 9, 5, -1]] * 4, [0, 5])
+    call = Call(impl, device, 2, 2, 6, 5, 2, 5)
+    ids, extra = call.run([[3, 0, 8, 9, 5, -1]] * 4, [0, 11])
     assert ids == [[-1] * 5] * 2 + [[0, 1, 2, 4, -1]] * 2
     assert extra == [0, 0, 3, 3]
 
 
 @pytest.mark.parametrize(("impl", "device"), CASES)
 def test_no_rows_at_all(impl, device):
-    call = Call(impl, device, 0, 6, 5, 2, 5)
+    call = Call(impl, device, 0, 2, 6, 5, 2, 5)
     assert call.run([], []) == ([], [])
-
-
-def test_what_does_not_fit_is_refused():
-    def tensors(**changes):
-        ints, longs, marks = torch.int32, torch.int64, torch.uint8
-        made = {
-            "tokens": torch.zeros(4, 6, dtype=ints),
-            "closed": torch.zeros(2, dtype=ints),
-            "ids": torch.zeros(4, 5, dtype=ints),
-            "extra": torch.zeros(4, dtype=longs),
-            "work": torch.zeros(4, 5, dtype=marks),
-        }
-        return {"unit": 2, "impl": "reference", **made, **changes}
-
-    regranulate(**tensors())
-    for changes, told in (
-        ({"impl": "cuda"}, "impl must be"),
-        ({"ids": torch.zeros(4, 4, dtype=torch.int32)}, "6 tokens may lie in 5 units"),
-        ({"extra": torch.zeros(4, dtype=torch.int32)}, "must be of"),
-        ({"closed": torch.zeros(3, dtype=torch.int32)}, "multiple of B"),
-        ({"work": torch.zeros(3, 5, dtype=torch.uint8)}, "work of N lanes"),
-        ({"ids": torch.zeros(5, 4, dtype=torch.int32).T}, "stride 1"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            regranulate(**tensors(**changes))
 
 
 @pytest.mark.gpu
@@ -174,12 +168,13 @@ def test_what_does_not_fit_is_refused():
 def test_a_graph_replays_it():
     """A graph is captured once, and right for later selections."""
     select, units, unit = 300, 500, 16
-    call = Call("triton", "cuda", 4, select, units, unit, select)
-    closed = torch.tensor([500, 320], dtype=torch.int32, device="cuda")
+    call = Call("triton", "cuda", 2, 2, select, units, unit, select)
+    closed = [500, 320]
+    lengths = torch.tensor(lengths_of(closed, unit), dtype=torch.int32, device="cuda")
     tokens, ids, extra = call.tokens[:, :select], call.ids[:, :select], call.extra[:4]
 
     def step():
-        regranulate(tokens, closed, ids, extra, call.work, unit=unit, impl="triton")
+        call.stage.list_units(tokens, lengths, ids, extra)
 
     step()
     torch.cuda.synchronize()
@@ -192,5 +187,5 @@ def test_a_graph_replays_it():
         tokens.copy_(torch.stack(order))
         graph.replay()
         for lane, row in enumerate(order):
-            truth = expected(row.tolist(), closed.tolist()[lane // 2], unit, select)
+            truth = expected(row.tolist(), closed[lane // 2], unit, select)
             assert (ids[lane].tolist(), int(extra[lane])) == truth

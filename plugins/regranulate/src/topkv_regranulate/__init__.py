@@ -1,0 +1,1 @@
+"""The stage ``regranulate`` of topkv: selected tokens become the larger units that hold them."""

@@ -1,0 +1,55 @@
+"""``attend`` of several queries a row against float64 attention over explicit tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from topkv.errors import CapabilityError
+from topkv_testing.backend.attend import check_attend
+from topkv_testing.backend.bench import make_backend
+from topkv_testing.backend.cases import AttendCase, AttendInputs, attend_cases
+from topkv_testing.kit import KitTests, Subject, examples
+
+
+def with_queries(inputs: AttendInputs, counts: list[int], most: int) -> AttendInputs:
+    """The inputs with ``most`` queries a row, of which ``counts`` are no padding (NaN)."""
+    lanes, _, heads, dim = inputs.q.shape
+    random = torch.Generator().manual_seed(most)
+    q = 2 * torch.randn(lanes, most, heads, dim, generator=random)
+    for lane in range(lanes):
+        q[lane, counts[lane // inputs.lane_heads] :] = torch.nan
+    queries = torch.tensor(counts, dtype=torch.int32)
+    return evolve(inputs, q=q.to(inputs.q.dtype), queries=queries)
+
+
+class QueriesTests(KitTests):
+    """Rows of several queries, whose newest tokens are seen causally."""
+
+    kind = "backend"
+
+    def test_each_query_sees_what_stands_before_it(self, subject: Subject) -> None:
+        """Queries of a row see all tokens of its list but those of the queries behind them."""
+        stated = subject.entry.capabilities.queries
+        if stated == 1:
+            pytest.skip(f"{subject.entry.name} attends with one query a row")
+
+        @examples(subject.tier, cpu=60, interpret=12)
+        @given(attend_cases(subject), st.integers(2, min(stated or 5, 5)), st.data())
+        def check(case: AttendCase, most: int, data: st.DataObject) -> None:
+            try:
+                backend, model, _ = make_backend(
+                    subject, case.geometry, case.batch, max_queries=most
+                )
+            except CapabilityError:
+                assume(False)
+            counts = data.draw(
+                st.lists(st.integers(1, most), min_size=case.batch, max_size=case.batch)
+            )
+            inputs = with_queries(case.make(), counts, most)
+            check_attend(subject, backend, model.scale, inputs)
+
+        check()
