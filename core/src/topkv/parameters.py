@@ -138,8 +138,8 @@ def _words(hint: Any) -> str:
     if kind is tuple:
         words = ", ".join(_words(each) for each in inside if each is not ...)
         return f"a list, each {words}" if inside[-1] is ... else f"a list of {words}"
-    if kind is Mapping:
-        return f"a mapping, each key {_words(inside[0])}"
+    if kind is Mapping and inside[0] is str:
+        return "a mapping with names for keys"
     if has(hint) and not class_reasons(hint):
         return f"a mapping of {', '.join(each.name for each in fields(hint))}"
     return _WORDS[hint]
@@ -190,8 +190,8 @@ def class_reasons(cls: Any) -> list[str]:
             _words(hints.get(each.name))
         except (KeyError, IndexError):
             found.append(
-                "must have fields of bool, int, float, str, None, such classes, and tuples, unions "
-                f"and mappings of them, and {each.name} is {shown(hints.get(each.name))}"
+                "must have fields of bool, int, float, str, None, tuples, unions, mappings of names "
+                f"and such classes, and {each.name} is {shown(hints.get(each.name))}"
             )
     return found or _instance_reasons(cls)
 

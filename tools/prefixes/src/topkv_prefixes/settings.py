@@ -12,7 +12,7 @@ from topkv.config.checks import need, one_of
 from topkv.config.stages import Named
 from topkv.entries import PluginEntry
 from topkv.messages import shown
-from topkv.parameters import passes
+from topkv.parameters import passes, values
 
 if TYPE_CHECKING:
     from topkv.config import LoweredConfig
@@ -65,12 +65,7 @@ def _quotas() -> Any:
     return field(default=None, converter=by_tenant, validator=passes(by_tenant))
 
 
-def _without_secrets(params: object) -> str:
-    """The parameters of a plugin for people. In a mapping there may be a password."""
-    return "..." if isinstance(params, Mapping) else repr(params)
-
-
-@frozen(kw_only=True)
+@frozen(kw_only=True, repr=False)
 class StorageSettings(Named):
     """The parameter ``storage``.
 
@@ -93,7 +88,8 @@ class StorageSettings(Named):
     """
 
     name: str = ""
-    params: Mapping[str, Any] | None = field(default=None, repr=_without_secrets)
+    # Wrong ones, here and as ``storage``, are not shown: there may be a password among them.
+    params: Mapping[str, Any] | None = field(default=None, repr=repr)
     write: str = field(default="write_through", validator=passes(one_of(WRITES)))
     fetch: str = field(default="timeout", validator=passes(one_of(FETCHES)))
     wait_s: float = field(default=1.0, validator=passes(seconds))
@@ -102,6 +98,12 @@ class StorageSettings(Named):
     limit_s: float = field(default=30.0, validator=passes(limit))
     queue: int | str = field(default=4 << 30, validator=passes(checks.byte_size))
     quotas: Mapping[str, int] | None = _quotas()
+
+    def __repr__(self) -> str:
+        """The plugin with its parameters, and what differs from the defaults."""
+        usual = values(StorageSettings(name=self.name, params=self.params))
+        found = [f"{name}={each!r}" for name, each in values(self).items() if each != usual[name]]
+        return " ".join([super().__repr__(), *found])
 
 
 @frozen(kw_only=True)
@@ -118,7 +120,6 @@ class PrefixSettings:
     """
 
     keep: str = field(default="prompt", validator=passes(one_of(KEEPS)))
-    # A wrong one is not shown in messages: there may be a password in it.
     storage: StorageSettings | None = field(default=None, repr=repr)
     quotas: Mapping[str, int] | None = _quotas()
 
