@@ -100,8 +100,8 @@ $(VENV)/.packaging: $(VENV)/.installed
 isolation: dist
 	$(BIN)/python -m tests.packaging.isolation $(ARGS)
 
-# From wheels to a plugin of one's own, as somebody new does it, timed.
-newcomer: $(VENV)/.packaging
+# The README from its install to a plugin of one's own, as somebody new does it, timed.
+newcomer: $(VENV)/.installed
 	$(BIN)/python -m tests.packaging.newcomer $(ARGS)
 
 # Sdists and wheels of all packages into dist/, looked at from all sides.

@@ -23,7 +23,7 @@ def quicken_the_interpreter() -> None:
 
     Whenever a kernel calls a function it lists all members of ``triton.language``, to replace
     those that are built in; the launch has replaced them already. That was a quarter of the time
-    of interpreted kernels. Members are replaced all or none, so the first tells. Another Triton
+    of interpreted kernels. Members are replaced all or none, so the first shows it. Another Triton
     than this was written for goes on as it does.
     """
     from triton.runtime import interpreter

@@ -85,7 +85,7 @@ def measure(model: Any, options: argparse.Namespace) -> dict[str, Any]:
         generate(tokens(options.context), options.steps, steps)
         fetched = storage.counts.fetched_bytes - before
     idle, busy = seconds(steps)
-    told = {
+    reported = {
         name: {
             "median_ms": 1e3 * statistics.median(each),
             "p99_ms": 1e3 * sorted(each)[int(0.99 * (len(each) - 1))],
@@ -93,9 +93,9 @@ def measure(model: Any, options: argparse.Namespace) -> dict[str, Any]:
         for name, each in (("idle", idle), ("busy", busy))
     }
     return {
-        **told,
-        "median_ratio": told["busy"]["median_ms"] / told["idle"]["median_ms"],
-        "p99_ratio": told["busy"]["p99_ms"] / told["idle"]["p99_ms"],
+        **reported,
+        "median_ratio": reported["busy"]["median_ms"] / reported["idle"]["median_ms"],
+        "p99_ratio": reported["busy"]["p99_ms"] / reported["idle"]["p99_ms"],
         "fetched_bytes": fetched,
         "fetched_gbs": fetched / sum(busy) / 1e9,
     }

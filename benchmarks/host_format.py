@@ -48,15 +48,15 @@ def main() -> None:
     prompt = options.tokens - options.decoded
     for budget in options.budgets:
         for host_format in ("model", "fp8"):
-            began, told = time.perf_counter(), []
+            began, reported = time.perf_counter(), []
             settings = {"algorithm": "quest", "backend": "triton_attention", "budget": budget}
             settings |= {"dense_layers": [], "max_tokens": options.tokens + 64, "max_requests": 1}
             with topkv.attach(model, {**settings, "host_format": host_format}) as handle:
                 for context in task.contexts:
                     ids = torch.tensor([context], device=options.device)
-                    told.append(likelihood(handle, ids, prompt, 1024))
+                    reported.append(likelihood(handle, ids, prompt, 1024))
                 host = handle.coordinator.memory().host
-            every = torch.tensor(told)
+            every = torch.tensor(reported)
             row = {
                 "budget": budget,
                 "host_format": host_format,

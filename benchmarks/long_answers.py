@@ -77,11 +77,11 @@ def context(seed: int, prompt: int, text: int, facts: int) -> tuple[list[int], l
         ("".join(draw.choices(letters, k=4)), str(draw.randint(10000, 99999)))
         for _ in range(facts)
     ]
-    told = [FACT.format(key=key, value=value).encode() for key, value in planted]
-    room = prompt - sum(map(len, told))
+    reported = [FACT.format(key=key, value=value).encode() for key, value in planted]
+    room = prompt - sum(map(len, reported))
     cuts = sorted(draw.sample(range(64, room), facts))
     head, last = b"", 0
-    for cut, fact in zip(cuts, told, strict=True):
+    for cut, fact in zip(cuts, reported, strict=True):
         head, last = head + source[last:cut] + fact, cut
     head += source[last:room]
     return [*head], [*source[room : room + text]], planted
@@ -164,9 +164,9 @@ def main() -> None:
     parser.add_argument("--page", type=int, default=32, help="tokens of a page")
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     options = parser.parse_args()
-    told = {name: value for name, value in vars(options).items() if name != "out"}
+    reported = {name: value for name, value in vars(options).items() if name != "out"}
     for tokens, name in product(options.tokens, options.keeps):
-        row = {**told, **measure(options, name, tokens)}
+        row = {**reported, **measure(options, name, tokens)}
         print(json.dumps(row), flush=True)
         if options.out:
             with options.out.open("a") as out:

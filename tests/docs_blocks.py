@@ -53,8 +53,8 @@ def blocks_of(page: str) -> list[Block]:
             start, language, title = number, fence[1], fence[2]
         elif line.strip() == "```" and start is not None:
             before = lines[start - 1] if start else ""
-            told = re.fullmatch(r"<!-- ([a-z ]+?)(?:: (.+))? -->", before)
-            mark, value = (told[1], told[2] or "") if told else ("", "")
+            reported = re.fullmatch(r"<!-- ([a-z ]+?)(?:: (.+))? -->", before)
+            mark, value = (reported[1], reported[2] or "") if reported else ("", "")
             if title:
                 mark, value = "file", title
             text = "\n".join(lines[start + 1 : number])

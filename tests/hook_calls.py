@@ -21,9 +21,9 @@ from topkv_testing.models.doubles import GATHER, SCRIPTED, Gather, Scripted
 
 CALLS: list[tuple[str, str]] = []
 """Calls since the last ``clear``: residency of the group, and the call with the arguments of
-``TOLD``. ``spec`` may be called more than once, and is listed once."""
+``SHOWN``. ``spec`` may be called more than once, and is listed once."""
 
-TOLD = {
+SHOWN = {
     "construct": ("start", "k", "q"),
     "retrieve_prompt": ("start", "q"),
     "settle": ("since", "length"),
@@ -63,8 +63,8 @@ def noted(hook):
         if self.inside:
             return hook(self, *args, **kwargs)
         given = spec.bind(self, *args, **kwargs).arguments
-        told = (f"{name}={shown(given[name])}" for name in TOLD.get(hook.__name__, ()))
-        text = f"{hook.__name__}({', '.join(told)})".removesuffix("()")
+        reported = (f"{name}={shown(given[name])}" for name in SHOWN.get(hook.__name__, ()))
+        text = f"{hook.__name__}({', '.join(reported)})".removesuffix("()")
         if text != "spec" or (self.residency, text) not in CALLS:
             CALLS.append((self.residency, text))
         self.inside = True

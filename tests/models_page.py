@@ -26,7 +26,7 @@ HEAD = """# Model classes
 What of Transformers {version} can be attached, by the names of its classes without `ForCausalLM`,
 and what was tested of each: in float32, on a CPU, with tiny random models of two or four layers,
 and other numbers of heads, head dims and hidden sizes from class to class. `make test-models` runs
-all of it, `make test` one class of each group. `topkv doctor --model DIR` tells of a checkpoint
+all of it, `make test` one class of each group. `topkv doctor --model DIR` says of a checkpoint
 what becomes of each layer, and the bytes on both tiers. This page is what
 `python -m tests.models_page` prints, and a test compares them.
 """
@@ -104,13 +104,13 @@ def lines() -> Iterator[str]:
     yield "| group | classes | tested |"
     yield "| --- | --- | --- |"
     for group, names in CLASSES.items():
-        shown = [told for test, told in SHOWN.items() if group in groups_of(test)]
+        shown = [reported for test, reported in SHOWN.items() if group in groups_of(test)]
         if CONTRARY & set(names):
             lacking = ", ".join(sorted(CONTRARY & set(names)))
             shown[-1] += f" (not {lacking}: what their stock models compute in chunks or steps is "
             shown[-1] += "not what they compute at once)"
-        told = "; ".join(shown) or APART[group]
-        yield f"| {group} | {', '.join(names)}. {ABOUT[group]} | {told} |"
+        reported = "; ".join(shown) or APART[group]
+        yield f"| {group} | {', '.join(names)}. {ABOUT[group]} | {reported} |"
     yield "\n## Refused\n"
     yield "A class that is not listed is refused by its name. There is more to say of some:\n"
     yield "| class | why |"

@@ -104,12 +104,12 @@ def test_hooks_are_called_as_the_page_says(section, dense, make):
     names |= dict.fromkeys(("layer", "q", "k", "v")) | {
         "attention": lambda *_: attend(coordinator)
     }
-    told = []
+    reported = []
     for call, *cells in rows:
         found = heard(lambda call=call: eval(call.strip("`"), names), dense)
-        told.append((call, found, cells))
-    assert [found for _, found, _ in told] == [cells for *_, cells in told], "\n".join(
-        f"| {call} | {' | '.join(found)} |" for call, found, _ in told
+        reported.append((call, found, cells))
+    assert [found for _, found, _ in reported] == [cells for *_, cells in reported], "\n".join(
+        f"| {call} | {' | '.join(found)} |" for call, found, _ in reported
     )
 
 

@@ -181,8 +181,10 @@ def check_chain(cell, on, stages):
     try:
         chain = Chain(cell, on, stages)
     except ConfigError as refused:
-        told = str(refused)
-        assert any(name in told for name in (*named(stages), "stage", cell.algorithm)), told
+        reported = str(refused)
+        assert any(name in reported for name in (*named(stages), "stage", cell.algorithm)), (
+            reported
+        )
         return False
     first, last = [*chain.refining, None][0], [None, *chain.refining][-1]
     alone = Chain(cell, on, wider=first.candidates.shape[1] - last.group.select if first else 0)

@@ -31,6 +31,7 @@ from topkv.config import SparseConfig
 from topkv.entries import TRAITS
 from topkv.plugins.contract import spec_functions
 from topkv.plugins.kinds import kinds, page_of, registering
+from topkv_cli.render import render
 from topkv_testing.kit import KitTests
 
 sys.path.insert(0, str(DOCS / "scripts"))
@@ -42,8 +43,16 @@ import references
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 RUN = sorted({b.page for b in BLOCKS if b.language == "python" and not b.mark})
-KITS = {"tutorial.md": "cpu", "backend.md": "cpu", "transfer.md": "not gpu and not state_machine"}
+KITS = {
+    "tutorial.md": "cpu",
+    "sparq.md": "cpu or (interpret and reference)",
+    "backend.md": "cpu",
+    "transfer.md": "not gpu and not state_machine",
+}
 """Pages that build a plugin, and the tests of its kit that are run here."""
+
+STARTS = {"sparq.md": ("sparq", "algorithm", True)}
+"""Pages that change what ``topkv new`` writes, and its arguments."""
 
 DRIVER = """
 import json, sys
@@ -79,7 +88,8 @@ def built(tmp_path_factory):
         if page not in made:
             folder = tmp_path_factory.mktemp(page.replace("/", "_").removesuffix(".md"))
             (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
-            for name, text in files_of(page).items():
+            start = render(*STARTS[page]) if page in STARTS else {}
+            for name, text in {**start, **files_of(page)}.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_text(text, "utf-8")
             path = [folder]

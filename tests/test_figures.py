@@ -193,8 +193,8 @@ def test_the_tables_of_calibrated_sharing_are_those_of_the_raw_numbers():
         [f"{cells['facts', name, budget, True]['correct']:.0f}" for budget in (5.0, 10.0)]
         for name in ("none", "FSFSSS")
     )
-    told = "answer {} at 5 % and {} at 10 %, `FSFSSS` {} and {}."
-    assert told.format(*alone, *calibrated) in page
+    reported = "answer {} at 5 % and {} at 10 %, `FSFSSS` {} and {}."
+    assert reported.format(*alone, *calibrated) in page
     _, *table = rows_of(page, "| `share`, selecting, budget")
     assert len(table) == 10
     for what, *written in table:

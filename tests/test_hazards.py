@@ -97,27 +97,27 @@ def assert_references(cell, folder):
 @pytest.mark.parametrize(("heading", "sources"), [("Core", CORE), ("topkv-authoring", AUTHORING)])
 def test_every_kernel_of_a_library_has_a_row(heading, sources):
     _, *rows = table_under(KERNELS, heading)
-    told = {}
+    reported = {}
     for file, kernels, _, reference, compared in rows:
-        told.setdefault(file.strip("`"), set()).update(re.findall(r"`(\w+)`", kernels))
+        reported.setdefault(file.strip("`"), set()).update(re.findall(r"`(\w+)`", kernels))
         assert_references(reference, sources)
         assert re.search(NAMED, compared), f"{kernels}: no test"
     found = kernels_in(sources)
     launched = {
         file: {name for name in names if name.endswith("_kernel")} for file, names in found.items()
     }
-    assert told.keys() == found.keys()
-    for file, names in told.items():
+    assert reported.keys() == found.keys()
+    for file, names in reported.items():
         assert launched[file] <= names <= found[file], file
 
 
 def test_every_kernel_of_the_plugins_has_a_row():
     _, *rows = table_under(KERNELS, "Plugins")
-    told = {}
+    reported = {}
     for plugin, files, reference, compared in rows:
         name = re.match(r"\[(\w+)\]", plugin)[1]
         (package,) = (ROOT / "plugins" / name / "src").iterdir()
-        told[name] = set(re.findall(r"`([\w.]+)`", files))
+        reported[name] = set(re.findall(r"`([\w.]+)`", files))
         assert_references(reference, package)
         tests = ROOT / "plugins" / name / "tests"
         for file, test in re.findall(NAMED, compared):
@@ -127,7 +127,7 @@ def test_every_kernel_of_the_plugins_has_a_row():
         for source in ROOT.glob("plugins/*/src/*")
         if kernels_in(source)
     }
-    assert told == found
+    assert reported == found
 
 
 def test_what_is_measured_is_there():

@@ -25,14 +25,14 @@ def kernels_in(path: Path) -> Iterator[tuple[str, set[str], set[str]]]:
     for each in ast.parse(path.read_text(encoding="utf-8")).body:
         if not isinstance(each, ast.FunctionDef) or not each.decorator_list:
             continue
-        told = ast.unparse(each.decorator_list[0])
-        if told.startswith("triton.jit"):
+        reported = ast.unparse(each.decorator_list[0])
+        if reported.startswith("triton.jit"):
             arguments = {
                 one.arg
                 for one in each.args.args
                 if one.annotation is None or "constexpr" not in ast.unparse(one.annotation)
             }
-            yield each.name, arguments, {*re.findall(r"'(\w+)'", told)}
+            yield each.name, arguments, {*re.findall(r"'(\w+)'", reported)}
 
 
 SOURCES = [
@@ -44,9 +44,9 @@ SOURCES = [
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_what_changes_from_request_to_request_is_not_specialized(path):
-    for name, arguments, told in kernels_in(path):
+    for name, arguments, reported in kernels_in(path):
         if name.endswith("_kernel"):  # others are parts of these
-            assert arguments & VARY <= told, name
+            assert arguments & VARY <= reported, name
 
 
 def test_kernels_are_found():

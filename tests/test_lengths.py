@@ -1,9 +1,10 @@
-"""Each file, and the spine of the core as a whole, are short enough to be read at once."""
+"""Files, the spine of the core as a whole, and selectors are short enough to be read at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 from tests.packaging.packages import ROOT
 
@@ -25,6 +26,12 @@ SPINE = {
 
 SPINE_MOST = 2300
 """Most lines of the spine: an hour of reading."""
+
+QUEST_MOST = 220
+"""Most lines of Quest, the smallest method with kernels: entry, reference and device functions."""
+
+MEDIAN_MOST = 524
+"""Most lines of the selector in the middle. It comes down towards 300, and never goes up."""
 
 FOLDERS = ("core", "plugins", "tools", "tests", "benchmarks", "examples", "docs/scripts")
 """Folders of sources; there is no git to ask in an unpacked archive."""
@@ -70,6 +77,37 @@ def test_the_spine_can_be_read_in_an_hour():
     }
     total = sum(sizes.values())
     assert total <= SPINE_MOST, f"{total} lines of at most {SPINE_MOST}: {sizes}"
+
+
+def selectors(plugins: Path) -> dict[str, int]:
+    """Lines of the sources of each package of ``plugins`` that offers an algorithm."""
+    found = {}
+    for package in sorted(plugins.iterdir()):
+        texts = [path.read_text("utf-8") for path in sorted((package / "src").rglob("*.py"))]
+        if any('kind="algorithm"' in text for text in texts):
+            found[package.name] = sum(len(text.splitlines()) for text in texts)
+    return found
+
+
+def test_quest_is_a_method_with_kernels_that_fits_on_few_pages():
+    lines = selectors(ROOT / "plugins")["quest"]
+    assert lines <= QUEST_MOST, f"{lines} lines of at most {QUEST_MOST}"
+
+
+def test_the_selector_in_the_middle_is_short():
+    lines = selectors(ROOT / "plugins")
+    assert len(lines) > 8, "algorithms were not found"
+    middle = median(lines.values())
+    assert middle <= MEDIAN_MOST, f"{middle} lines of at most {MEDIAN_MOST}: {lines}"
+
+
+def test_selectors_are_found_by_their_entries(tmp_path):
+    for name, kind in (("a", "algorithm"), ("b", "stage")):
+        source = tmp_path / name / "src" / f"topkv_{name}"
+        source.mkdir(parents=True)
+        (source / "__init__.py").write_text("# a\n" * 3)
+        (source / "entry.py").write_text(f'PluginEntry(\n    kind="{kind}",\n)\n')
+    assert selectors(tmp_path) == {"a": 6}
 
 
 def test_long_files_are_found(tmp_path):

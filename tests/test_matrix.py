@@ -63,8 +63,8 @@ def supported():
 
 def lacking(cell):
     """Reason why the library of a backend is missing; empty if it is there, or none is called."""
-    told = registry().doctor(registry().get("backend", cell.backend))
-    return [] if any(": ok" in line for line in told) else told
+    reported = registry().doctor(registry().get("backend", cell.backend))
+    return [] if any(": ok" in line for line in reported) else reported
 
 
 def model_of(cell):

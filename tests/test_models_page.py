@@ -16,7 +16,7 @@ def test_the_page_is_what_is_tested():
     """Regenerate it with ``python -m tests.models_page > docs/models.md``."""
     text = PAGE.read_text(encoding="utf-8")
     if f"Transformers {transformers.__version__} " not in text:
-        pytest.skip("the page tells of another release of Transformers")
+        pytest.skip("the page is of another release of Transformers")
     assert text == "\n".join(lines()) + "\n"
 
 

@@ -35,12 +35,15 @@ def test_the_core_says_its_version():
 
 @parametrize(PACKAGES)
 def test_metadata_is_complete_and_alike(package):
-    """Metadata but name, description and requirements is that of the core."""
+    """Metadata but name, description and requirements is that of the core; plugins have a keyword
+    more, by which they are found."""
     lacking = {"description", "readme", "license", "authors", "classifiers"} - set(package.project)
     assert not lacking, f"{package.name} lacks {lacking} in [project] of its pyproject.toml"
     alike = ("version", "readme", "license", "license-files", "requires-python", "authors")
-    for key in (*alike, "keywords"):
+    for key in alike:
         assert package.project.get(key) == CORE.get(key), f"{package.name}: {key}"
+    listed = ["topkv-plugin"] if package.points else []  # see docs/directory.md
+    assert package.project["keywords"] == CORE["keywords"] + listed
     typed = {"Typing :: Typed"}
     assert set(package.project["classifiers"]) | typed == set(CORE["classifiers"]) | typed
     assert package.folder.name in ("core", package.module.removeprefix("topkv_"))

@@ -144,7 +144,7 @@ def test_tables_of_head_sparsity_are_those_of_the_raw_numbers():
             shares = (f"{100 * (row[key] + sample) / quest[key]:.1f}" for row, quest in pairs)
             shown.append(" / ".join(shares) + " %")
         assert cells == shown
-    told = {
+    reported = {
         (r["run"], r["bits"], r["sample"], r["candidates"]): r
         for r in figures.read("head_estimates.jsonl")
     }
@@ -154,7 +154,7 @@ def test_tables_of_head_sparsity_are_those_of_the_raw_numbers():
     for what, size, *cells in rows:
         run, bits, which = what.split(", ")
         key = (int(run.split()[0]), 0 if bits == "whole" else int(bits), *kinds[which])
-        row, width = told[key], 256 if bits == "whole" else 68
+        row, width = reported[key], 256 if bits == "whole" else 68
         assert int(size) == width * 16 // key[0]
         assert cells == [f"{row['correlation']:.3f}", f"{row['error']:.3f}"]
 

@@ -1,4 +1,4 @@
-"""The README's Python example runs as it is written."""
+"""Every block of the README runs as it is written, and what its pages install can be had."""
 
 from __future__ import annotations
 
@@ -13,22 +13,45 @@ from hypothesis import settings
 from packaging.requirements import Requirement
 
 from tests.packaging.packages import brought_by, packages, read
+from tests.readme import BLOCKS, block, fenced, unnamed
+from tests.test_template import PROFILE, kit, make
 from topkv.plugins import registry
 
 ROOT = Path(__file__).parent.parent
 
 
-def examples():
-    """The Python blocks of the README: the use of a model, and the tests of a plugin."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    use, suite = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    return use, suite
+TEXT = (ROOT / "README.md").read_text("utf-8")
+
+
+def test_every_block_is_run():
+    """By a test of this list, in a fresh environment; the only block of text is the picture."""
+    assert not unnamed(TEXT), "name the block in tests/readme.py, and let the file there run it"
+    assert [language for language, _ in fenced(TEXT)].count("text") == 1
+    for name, (*_, runner) in BLOCKS.items():
+        assert block(name)
+        assert f'block("{name}")' in (ROOT / runner).read_text("utf-8"), f"{runner} runs no {name}"
+
+
+@pytest.mark.parametrize(
+    "more", ["```console\npip install ./more\n```", "```python\nimport os\n```", "```\nmake\n```"]
+)
+def test_a_block_that_nothing_runs_is_seen(more):
+    assert len(unnamed(f"{TEXT}\n{more}\n")) == 1
+
+
+def test_a_fence_without_an_end_is_refused():
+    with pytest.raises(ValueError, match="close it"):
+        unnamed(f"{TEXT}\n```python\n")
+
+
+def test_the_readme_is_short():
+    assert len(TEXT.splitlines()) <= 105, "move what is not for a first look to docs"
 
 
 @pytest.mark.slow
 def test_the_example_runs_as_written():
-    example, _ = examples()
-    assert len(example.strip().splitlines()) <= 14
+    example = block("model")
+    assert len([line for line in example.splitlines() if line]) == 8
     done = subprocess.run(
         [sys.executable, "-c", example],
         capture_output=True,
@@ -41,13 +64,38 @@ def test_the_example_runs_as_written():
     assert re.search(r"\b\d{5}\b", done.stdout)
 
 
+@pytest.mark.slow
+def test_the_method_passes_its_kit(tmp_path):
+    """Where ``topkv new`` has written the package; by the worst query head of a lane it fails."""
+    new, copied, *_ = block("kit").splitlines()
+    assert new == "topkv new mine --kind algorithm"
+    root, few = make(tmp_path, "mine", "algorithm"), tmp_path / "few"
+    (few / "src").mkdir(parents=True)
+    (few / "src" / "few.py").write_text(PROFILE)
+    written = root / Path(copied.split()[-1]).relative_to("topkv-mine")
+    assert written.exists()
+    written.write_text(block("method"))
+    done = kit(root, few)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 15
+    written.write_text(block("method").replace(".amax(2)", ".amin(2)"))
+    broken = kit(root, few, "-x", "-k", "cpu and test_every_query_head_finds_its_needle")
+    assert broken.returncode == 1, broken.stdout + broken.stderr
+
+
+def suite():
+    """The test file that ``topkv-testing`` shows."""
+    page = (ROOT / "tools/testing/README.md").read_text("utf-8")
+    (found,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    return found
+
+
 def passed(algorithm, tests, folder):
     """Run the suite of an algorithm in a folder of its own; return how many tests passed: all.
 
     The suite is as written, but for the name: no plugin is called "mine".
     """
-    _, suite = examples()
-    (folder / "test_mine.py").write_text(suite.replace('"mine"', f'"{algorithm}"'))
+    (folder / "test_mine.py").write_text(suite().replace('"mine"', f'"{algorithm}"'))
     command = [sys.executable, "-m", "pytest", "-q", "-k", tests, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -67,7 +115,7 @@ settings.load_profile("few")
 """
 
 AT_EACH_COMMIT = ("quest", "streaming_llm")
-"""Algorithms for which the README's suite runs at each commit; their own suites run for all."""
+"""Algorithms for which the suite of that page runs at each commit; each has a suite of its own."""
 
 ALGORITHMS = [
     pytest.param(name, marks=[] if name in AT_EACH_COMMIT else pytest.mark.nightly)
@@ -119,7 +167,10 @@ def test_an_installation_that_a_page_names_can_be_done(page):
             assert each.extras <= {*known[each.name].project.get("optional-dependencies", {})}, (
                 line
             )
-        for folder in (word for word in words if word.startswith(".")):
+        made = {
+            f"./topkv-{name}" for name in re.findall(r"topkv new (\S+)", page.read_text("utf-8"))
+        }
+        for folder in (word for word in words if word.startswith(".") and word not in made):
             assert (ROOT / folder / "pyproject.toml").exists(), f"{page}: {line}"
 
 
@@ -127,4 +178,6 @@ def test_what_is_installed_from_a_clone_runs_the_example():
     for page in (ROOT / "README.md", ROOT / "docs/index.md"):
         (line,) = (line for line, _ in installs(page) if "./core" in line)
         names = {read(ROOT / word).name for word in line.split() if word.startswith("./")}
-        assert names == brought_by("topkv-evaluation", "topkv[transformers]")
+        needed = brought_by("topkv-evaluation", "topkv[transformers]")
+        kit = {"topkv-testing"} if page.name == "README.md" else set()
+        assert names == needed | kit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,9 +15,10 @@ from click.testing import CliRunner
 from topkv.entries import HOOK_API
 from topkv.errors import ConfigError
 from topkv_cli.group import topkv as command
-from topkv_cli.render import KINDS, LONGEST, render
+from topkv_cli.render import KINDS, LONGEST, WITH_KERNELS, render
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "minimal"
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "minimal"
 CACHES = {"__pycache__", ".pytest_cache", ".hypothesis", ".ruff_cache", ".mypy_cache"}
 
 # Fewer examples than an author gets, so that each suite takes seconds.
@@ -28,6 +30,10 @@ settings.register_profile(
 settings.load_profile("few")
 """
 
+KERNELS = "algorithm --kernels"
+PACKAGES = (*KINDS, *(f"{kind} --kernels" for kind in WITH_KERNELS))
+"""Arguments behind ``--kind`` of all packages that there are."""
+
 # For each reference a piece of code, its wrong form, and the test of the kit that sees it.
 BREAKS = {
     "algorithm": (".amax(2)", ".amin(2)", "test_every_query_head_finds_its_needle"),
@@ -38,6 +44,13 @@ BREAKS = {
     "topk": ("len(column) - 1 - column", "column", "test_of_equal_scores_the_lower_index_wins"),
     "observer": ("sum(slot >= 0 for", "sum(slot >= -1 for", "test_it_gathers"),
     "storage": ("setdefault(key, whole)", "update({key: whole})", "test_the_first_put_stays"),
+    KERNELS: ("mean.float())", "-mean.float())", "test_needle_in_a_prompt"),
+}
+
+# Likewise for each device function.
+BROKEN_KERNELS = {
+    "write_mean": ("+ d, mean, d", "+ d, -mean, d", "needle_in_a_prompt"),
+    "add_products": ("mean.to(q.dtype), q,", "-mean.to(q.dtype), q,", "needle_in_a_prompt"),
 }
 
 
@@ -51,8 +64,8 @@ def new(*args):
 
 def make(tmp_path, name, kind):
     """Render a package, and write beside its sources the metadata that pip would write."""
-    root = tmp_path / kind / name
-    done = new(name, "--kind", kind, "--output", root)
+    root = tmp_path / kind.replace(" ", "") / name
+    done = new(name, "--kind", *kind.split(), "--output", root)
     assert done.exit_code == 0, done.stderr
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     info = root / "src" / f"topkv_{name.replace('-', '_')}-0.1.0.dist-info"
@@ -110,7 +123,7 @@ def test_the_example_is_what_new_writes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PACKAGES)
 def test_a_new_package_passes_the_kit(tmp_path, profile, kind):
     done = kit(make(tmp_path, "my-own", kind), profile)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -119,26 +132,55 @@ def test_a_new_package_passes_the_kit(tmp_path, profile, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PACKAGES)
 def test_a_new_package_that_is_broken_fails(tmp_path, profile, kind):
     right, wrong, test = BREAKS[kind]
     root = make(tmp_path, "my_own", kind)
-    path = root / "src" / "topkv_my_own" / f"{kind}.py"
+    path = root / "src" / "topkv_my_own" / f"{kind.split()[0]}.py"
     assert path.read_text().count(right) == 1
     path.write_text(path.read_text().replace(right, wrong))
     done = kit(root, profile, "-x", "-k", f"cpu and {test}")
     assert done.returncode == 1, done.stdout + done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("function", BROKEN_KERNELS)
+def test_a_device_function_that_is_broken_fails_alone(tmp_path, profile, function):
+    """The kit fails the kernels in the interpreter, and passes the reference beside them."""
+    right, wrong, test = BROKEN_KERNELS[function]
+    root = make(tmp_path, "my_own", KERNELS)
+    path = root / "src" / "topkv_my_own" / "algorithm.py"
+    assert path.read_text().count(right) == 1
+    path.write_text(path.read_text().replace(right, wrong))
+    broken = kit(root, profile, "-x", "-k", f"interpret and {test}")
+    assert broken.returncode == 1, broken.stdout + broken.stderr
+    kept = kit(root, profile, "-x", "-k", "cpu and needle_in_a_prompt")
+    assert kept.returncode == 0, kept.stdout + kept.stderr
+
+
+@pytest.mark.slow
+def test_a_new_package_with_kernels_runs_them(tmp_path, profile):
+    """Both tiers that need no device run the suite: the reference and the interpreter."""
+    root = make(tmp_path, "my-own", KERNELS)
+    done = kit(root, profile, "-vv", "-k", "test_chunks_of_a_prompt_do_not_matter")
+    for tier in ("cpu", "interpret"):
+        assert re.search(rf"\[{tier}.*PASSED", done.stdout), done.stdout + done.stderr
+
+
 def test_new_packages_are_found_and_light(tmp_path):
     """New packages are listed with the hook API of this core as a literal, and without torch."""
-    roots = [make(tmp_path, f"my-{kind}", kind) for kind in KINDS]
+    names = [f"my-{kind.replace(' --', '-')}" for kind in PACKAGES]
+    roots = [make(tmp_path, *both) for both in zip(names, PACKAGES, strict=True)]
     found = run("-c", LISTED, roots=roots)
     assert found.returncode == 0, found.stderr
-    expected = [f"{kind} my_{kind} topkv-my-{kind} 0.1.0 {HOOK_API} None" for kind in KINDS]
+    modules = [name.replace("-", "_") for name in names]
+    expected = [
+        f"{kind.split()[0]} {module} topkv-{name} 0.1.0 {HOOK_API} None"
+        for kind, name, module in zip(PACKAGES, names, modules, strict=True)
+    ]
     assert sorted(found.stdout.splitlines()) == sorted(expected)
-    for root, kind in zip(roots, KINDS, strict=True):
-        entry = (root / "src" / f"topkv_my_{kind}" / "entry.py").read_text()
+    for root, module in zip(roots, modules, strict=True):
+        entry = (root / "src" / f"topkv_{module}" / "entry.py").read_text()
         assert f"hook_api=({HOOK_API[0]}, {HOOK_API[1]})," in entry
 
 
@@ -155,12 +197,21 @@ assert not heavy, heavy
 
 def test_rendered_code_is_clean(tmp_path):
     """Clean under its own ruff settings, whatever the length of the name."""
-    for name in ("a", "n" * LONGEST):
-        for kind in KINDS:
+    for name in ("a", "z" * LONGEST):
+        for kind in PACKAGES:
             make(tmp_path, name, kind)
     for args in (["check"], ["format", "--diff"]):
         done = run("-m", "ruff", *args, "--no-cache", tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["algorithm", KERNELS])
+def test_rendered_code_is_typed(tmp_path, kind):
+    pytest.importorskip("mypy")
+    root = make(tmp_path, "mine", kind)
+    done = run("-m", "mypy", "--cache-dir", tmp_path / "cache", root / "src", cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -231,6 +282,18 @@ def test_a_package_that_would_stand_in_for_another_is_refused(
     assert "choose another name" in done.stderr
     assert not (tmp_path / "made").exists()
     assert new("attrs", "--kind", kind, "--output", tmp_path / "made").exit_code == 0
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - set(WITH_KERNELS)))
+def test_kinds_without_kernels_in_their_template_are_refused(tmp_path, kind):
+    done = new("mine", "--kind", kind, "--kernels", "--output", tmp_path / "made")
+    assert done.exit_code == 2, done.stdout
+    assert f"kernels come with kind algorithm, got '{kind}'; leave --kernels out" in done.stderr
+    assert not (tmp_path / "made").exists()
+
+
+def test_the_help_says_which_kind_has_kernels():
+    assert "device functions beside the reference" in " ".join(new("--help").stdout.split())
 
 
 def test_every_reason_is_told_at_once():

@@ -152,35 +152,3 @@ def test_differences_of_sampled_texts_are_those_of_the_raw_numbers():
         assert f"by {more:.2f} ({low:.2f} to {high:.2f})" in text
     apart = {name for name, row in found.items() if row["more_low"] > 0 or row["more_high"] < 0}
     assert apart == {"quest", "pariskv"}
-
-
-def test_the_answers_of_the_readme_are_those_of_the_raw_numbers():
-    (line,) = (
-        part
-        for part in (ROOT / "README.md").read_text("utf-8").split("\n\n")
-        if "**Answers**" in part
-    )
-    line = " ".join(line.split())
-    rows = [figures.read(f"eval/grid/{model}-4096.all.jsonl.xz") for model in figures.MODELS]
-    titles = {"dense": "dense attention", "exact": "exact top-k", "pariskv": "ParisKV"}
-    titles |= {"quest": "Quest", "ds_p95w2": "Double Sparsity with `top_p`"}
-    for name, title in titles.items():
-        shares = [
-            100 * row["accuracy"]
-            for each in rows
-            for row in each
-            if (row["algorithm"] == name and row["dense_layers"] == [])
-            or name == row["algorithm"] == "dense"
-            if row["nominal_percent"] == (100 if name == "dense" else 5)
-        ]
-        assert f"{title} {shares[0]:.1f} / {shares[1]:.1f}" in line
-
-
-def test_the_table_of_the_readme_is_that_of_texts():
-    page = (ROOT / "README.md").read_text("utf-8")
-    _, *whole = rows_of(PAGES["choosing.md"].read_text("utf-8"), "| | 1 % | 2 % | 5 %")
-    known = {title: cells for title, *cells in whole}
-    _, *rows = rows_of(page, "| | read from GPU memory")
-    assert len(rows) == 8
-    for title, *cells in rows:
-        assert cells == [*known[title][8:], *known[title][1:4]]

@@ -48,10 +48,10 @@ for record in registry().records():
         try:
             registry().factory(record, impl)
         except PluginError as error:
-            (told,) = error.reasons
+            (reported,) = error.reasons
         else:
-            told = ""
-        found[f"{record.package} {record.kind} {record.name} {impl}"] = told
+            reported = ""
+        found[f"{record.package} {record.kind} {record.name} {impl}"] = reported
 print(json.dumps(found))
 """
 
@@ -86,16 +86,18 @@ def factories() -> dict[str, str]:
 
 def test_references_import_and_kernels_say_what_they_need(factories):
     assert len(factories) > 40
-    for name, told in factories.items():
-        assert not told or (NEEDED in told and name.endswith(" triton")), f"{name}: {told}"
+    for name, reported in factories.items():
+        assert not reported or (NEEDED in reported and name.endswith(" triton")), (
+            f"{name}: {reported}"
+        )
     hint = NEEDED + ", or set impl to 'reference'"
     assert factories["topkv-double-sparsity algorithm double_sparsity triton"].endswith(hint)
 
 
 def test_a_package_declares_triton_where_nothing_of_it_runs_without(factories):
     for package in packages():
-        told = [why for name, why in factories.items() if name.split()[0] == package.name]
-        lacks = bool(told) and all(told)
+        reported = [why for name, why in factories.items() if name.split()[0] == package.name]
+        lacks = bool(reported) and all(reported)
         declared = [line for line in package.project["dependencies"] if "triton]" in line]
         assert bool(declared) == lacks, f"{package.name} must ask for topkv[triton]: {lacks}"
 

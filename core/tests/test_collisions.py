@@ -51,13 +51,13 @@ def test_a_name_that_two_packages_offer_is_refused_to_both(first):
     assert [record.name for record in found.usable("algorithm")] == ["other"]
     with pytest.raises(PluginError, match="installed and cannot be used") as caught:
         found.get("algorithm", "quest")
-    told = dict(reason.split(": ", 1) for reason in caught.value.reasons)
-    assert set(told) == {f"{first} 1.0", "topkv-quest 1.0"}
+    reported = dict(reason.split(": ", 1) for reason in caught.value.reasons)
+    assert set(reported) == {f"{first} 1.0", "topkv-quest 1.0"}
     # Each error names the package of the other, and how to keep this one.
     point = f"{first}:{first}"
-    assert f"algorithm 'quest' is offered by {first} 1.0 too" in told["topkv-quest 1.0"]
-    assert f"uninstall {first}, or add {point} to TOPKV_BLOCK" in told["topkv-quest 1.0"]
-    assert "uninstall topkv-quest, or add topkv-quest:quest" in told[f"{first} 1.0"]
+    assert f"algorithm 'quest' is offered by {first} 1.0 too" in reported["topkv-quest 1.0"]
+    assert f"uninstall {first}, or add {point} to TOPKV_BLOCK" in reported["topkv-quest 1.0"]
+    assert "uninstall topkv-quest, or add topkv-quest:quest" in reported[f"{first} 1.0"]
 
 
 def test_the_names_of_the_core_are_its_own():
@@ -78,7 +78,7 @@ def test_what_cannot_be_used_takes_no_name():
     assert found.get("algorithm", "quest").package == "topkv-quest"
 
 
-def test_a_package_that_offers_a_name_twice_is_told_so():
+def test_a_package_that_offers_a_name_twice_is_reported():
     found = PluginRegistry([package("topkv-quest", entry("quest"), entry("quest"))])
     with pytest.raises(PluginError, match="offers algorithm 'quest' twice; this is for the auth"):
         found.get("algorithm", "quest")
@@ -124,11 +124,11 @@ def test_a_name_in_dispute_never_makes_another_the_only_one():
         return " ".join(caught.value.reasons)
 
     assert "algorithm is not set and several are installed: other, quest" in reasons(*rest)
-    told = reasons(package("evil", entry("quest")), *rest)
-    assert "algorithm is not set and several are installed: other, quest" in told
-    told = reasons(package("evil", entry("quest")), rest[0], package("last", backend))
-    assert "algorithm is not set" in told
-    assert "algorithm 'quest' is offered by topkv-quest 1.0 too" in told
+    reported = reasons(package("evil", entry("quest")), *rest)
+    assert "algorithm is not set and several are installed: other, quest" in reported
+    reported = reasons(package("evil", entry("quest")), rest[0], package("last", backend))
+    assert "algorithm is not set" in reported
+    assert "algorithm 'quest' is offered by topkv-quest 1.0 too" in reported
 
 
 def test_neither_is_in_the_matrix():
@@ -139,7 +139,7 @@ def test_neither_is_in_the_matrix():
     assert matrix(both.records()) == []
 
 
-def test_attach_tells_of_engines_in_dispute():
+def test_attach_reports_engines_in_dispute():
     found = PluginRegistry([package(who, entry("runs", "engine")) for who in ("evil", "good")])
     with pytest.raises(CapabilityError) as caught:
         attach(object(), registry=found)

@@ -153,8 +153,8 @@ def test_each_observer_must_be_installed_and_usable():
     broken = Entries(observers=[("counts", {"hook_api": (99, 0)})])
     whole = Entries([PAGES], [ANY], [("log", {})])
     found = [("topkv-fake", "0.3", whole), ("topkv-late", "7", broken)]
-    told = refused(registry=PluginRegistry(found), observers=["loog", "log", "counts"])
-    (unknown, why, unusable) = told
+    reported = refused(registry=PluginRegistry(found), observers=["loog", "log", "counts"])
+    (unknown, why, unusable) = reported
     assert unknown.startswith("unknown observer 'loog': installed of kind observer: log; did you")
     assert why.startswith("unknown observer 'loog': did not load: topkv-late 7")
     assert unusable.startswith("observer 'counts' is installed and cannot be used: topkv-late 7")

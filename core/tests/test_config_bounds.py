@@ -145,19 +145,19 @@ def test_whatever_is_accepted_can_be_ranked(unit, tokens, turns):
 @pytest.mark.parametrize("value", [2**31, 10**30, 10**5000], ids=shown)
 @pytest.mark.parametrize("name", COUNTS)
 def test_counts_have_an_upper_bound(name, value):
-    told = refused(**{name: value})
-    assert any(f"{name} must be at most 2147483647, got " in reason for reason in told)
-    assert len(" ".join(told)) < 1000
+    reported = refused(**{name: value})
+    assert any(f"{name} must be at most 2147483647, got " in reason for reason in reported)
+    assert len(" ".join(reported)) < 1000
 
 
 @pytest.mark.parametrize("value", [2**31, 10**5000], ids=shown)
 def test_layers_and_overrides_have_one_too(value):
-    (told,) = refused(layers={"1": {"buffer": value}})
-    assert "layers['1'] buffer must be at most 2147483647" in told
-    (told,) = refused(dense_layers=[value])
-    assert "dense_layers must be a list of layer numbers from 0" in told
-    (told,) = refused(dense_layers=range(value))
-    assert "dense_layers must be a list of at most" in told
+    (reported,) = refused(layers={"1": {"buffer": value}})
+    assert "layers['1'] buffer must be at most 2147483647" in reported
+    (reported,) = refused(dense_layers=[value])
+    assert "dense_layers must be a list of layer numbers from 0" in reported
+    (reported,) = refused(dense_layers=range(value))
+    assert "dense_layers must be a list of at most" in reported
 
 
 @pytest.mark.parametrize(
@@ -167,14 +167,14 @@ def test_layers_and_overrides_have_one_too(value):
 )
 @pytest.mark.parametrize("name", ["host_memory", "device_memory"])
 def test_bytes_have_an_upper_bound(name, value):
-    (told,) = refused(**{name: value})
-    assert f"{name} must be at most 9223372036854775807 bytes, got" in told
-    assert len(told) < 500
+    (reported,) = refused(**{name: value})
+    assert f"{name} must be at most 9223372036854775807 bytes, got" in reported
+    assert len(reported) < 500
 
 
 def test_what_is_no_size_is_refused():
-    (told,) = refused(host_memory="9e30GiB")
-    assert "host_memory must be a positive number of bytes or a size like '64GiB'" in told
+    (reported,) = refused(host_memory="9e30GiB")
+    assert "host_memory must be a positive number of bytes or a size like '64GiB'" in reported
     assert byte_size(2**63 - 1) == 2**63 - 1
     assert byte_size("8388607TiB") == 8388607 * 2**40
 

@@ -161,9 +161,9 @@ def bomb(width, depth):
 def test_aliases_are_refused(tmp_path, width, depth):
     text = bomb(width, depth)
     assert len(text) < 3000
-    told = refused(tmp_path, "a.yaml", text)
-    assert "write the value out" in told
-    assert "line 2" in told or depth > 1
+    reported = refused(tmp_path, "a.yaml", text)
+    assert "write the value out" in reported
+    assert "line 2" in reported or depth > 1
 
 
 def test_an_anchor_that_nothing_repeats_is_harmless(tmp_path):
@@ -227,8 +227,8 @@ def test_a_small_value_is_shown_as_it_is(value):
 
 @given(name=st.text(), known=st.lists(st.text(max_size=8), max_size=5))
 def test_a_close_name_is_a_known_one(name, known):
-    told = close(name, known)
-    assert told == "" or any(repr(each) in told for each in known)
+    reported = close(name, known)
+    assert reported == "" or any(repr(each) in reported for each in known)
 
 
 # Checkpoints.

@@ -102,11 +102,11 @@ def test_any_text_is_ranges_or_a_reason(text):
     try:
         ranges = parse_ranges(text)
     except ValueError as error:
-        told = str(error)
+        reported = str(error)
     else:
         assert all(b is None or a <= b for a, b in ranges)
         return
-    assert repr(text) in told
+    assert repr(text) in reported
 
 
 @pytest.mark.parametrize("text", ["", "-", "-3", "a", "1--2", "1,", "1.5", "*", True])

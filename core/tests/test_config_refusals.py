@@ -120,10 +120,10 @@ def test_host_memory_of_exactly_the_pool_is_enough():
     shapes = [group.shape for group in low().groups if group.shape.residency != "resident"]
     assert size == lay_out(shapes, "page_head", low().num_pages)[1]
     assert low(host_memory=size).host_memory == size
-    told = reason(host_memory=size - 1)
-    assert f"the host pool needs {size} bytes" in told
+    reported = reason(host_memory=size - 1)
+    assert f"the host pool needs {size} bytes" in reported
     # The fix that the error names is one.
-    tokens = int(told.rsplit(" ", 1)[1])
+    tokens = int(reported.rsplit(" ", 1)[1])
     assert low(host_memory=size - 1, max_tokens=tokens).max_tokens == tokens
 
 
@@ -142,9 +142,11 @@ def test_several_plugins_and_none():
         "backend is not set and several are installed: any, other",
     ]
     broken = [("topkv-fake", "1", Entries([PAGES])), ("topkv-broken", "2", object())]
-    told = reason(registry=PluginRegistry(broken))
-    assert told.startswith("backend is not set and none is installed that can be used; the doc")
-    assert "did not load: topkv-broken 2: it implements none" in told
+    reported = reason(registry=PluginRegistry(broken))
+    assert reported.startswith(
+        "backend is not set and none is installed that can be used; the doc"
+    )
+    assert "did not load: topkv-broken 2: it implements none" in reported
     overrides = {"0-3": "tokens", "4-": "pages"}
     assert "params are set and no single algorithm is" in reason(
         registry=make([PAGES, TOKENS]), layers=overrides, params={"sinks": 1}
@@ -172,20 +174,23 @@ def test_negotiation_names_whose_it_is(kind, name):
     values, expected = NARROW[name]
     entry = ("narrow", values)
     registry = make([entry]) if kind == "algorithm" else make([("wide", {})], [entry])
-    told = reason(registry=registry, scope="kv_head")
-    assert told == f"topkv-fake 0.3 ({kind} 'narrow') {expected} (layers 0-7, sparse)"
+    reported = reason(registry=registry, scope="kv_head")
+    assert reported == f"topkv-fake 0.3 ({kind} 'narrow') {expected} (layers 0-7, sparse)"
 
 
 def test_negotiation_of_dense_layers():
     def registry(**caps):
         return make([PAGES], [("b", {"capabilities": Capabilities(**caps)})])
 
-    told = reason(registry=registry(units=(1, 32)), dense_layers=[3])
-    assert "takes units of 1 to 32 tokens, got 64: change page_tokens (layers 3, resident)" in told
+    reported = reason(registry=registry(units=(1, 32)), dense_layers=[3])
+    assert (
+        "takes units of 1 to 32 tokens, got 64: change page_tokens (layers 3, resident)"
+        in reported
+    )
     streamed = {"dense_layers": [3], "dense_residency": "streamed"}
     assert low(registry=registry(), **streamed).groups[1].shape.residency == "streamed"
-    told = reason(registry=registry(), device=CUDA, **streamed)
-    assert "cannot read mapped host memory" in told
+    reported = reason(registry=registry(), device=CUDA, **streamed)
+    assert "cannot read mapped host memory" in reported
     assert low(registry=registry(host_memory=True), device=CUDA, **streamed)
     assert "log-sum-exp" in reason(registry=registry(lse=False), dense_layers=[])
 
@@ -204,23 +209,23 @@ def test_a_model_that_makes_no_sense(changes, expected):
 
 def test_entries_are_multiples_of_16_bytes():
     small = evolve(MODEL, head_dim=2)
-    told = reason(
+    reported = reason(
         model=small, unit=1, layers={"0-": "sparse"}, registry=make([TOKENS]), scope="kv_head"
     )
-    assert "an entry must be a multiple of 16 bytes, got 8" in told
+    assert "an entry must be a multiple of 16 bytes, got 8" in reported
     assert low(model=small, unit=2, layers={"0-": "sparse"})
 
 
 def test_the_checkpoint_and_plugins_are_checked_too():
     assert reason(checkpoint={"budgets": 3}).startswith("checkpoint: unknown key 'budgets'; did")
-    told = reason(registry=make([("pages", {"defaults": {"unit": 0, "dense_layers": ()}})]))
-    assert told == (
+    reported = reason(registry=make([("pages", {"defaults": {"unit": 0, "dense_layers": ()}})]))
+    assert reported == (
         "defaults of topkv-fake 0.3 (algorithm 'pages'): unit must be a positive int, got 0"
     )
 
 
 def test_all_reasons_come_at_once():
-    told = refused(
+    reported = refused(
         algorithm="pags",
         backend="an",
         scope="x",
@@ -238,7 +243,9 @@ def test_all_reasons_come_at_once():
         *("unknown backend 'an'", "dense_layers names [9]", "unit must be a power of two"),
         *("ring_tokens must be", "the host pool needs"),
     )
-    assert len(told) == len(set(told))
+    assert len(reported) == len(set(reported))
     for start in starts:
-        assert any(text.startswith(start) for text in told), start
-    assert {text for text in told if not text.startswith(starts)} <= {"unknown algorithm 'pages'"}
+        assert any(text.startswith(start) for text in reported), start
+    assert {text for text in reported if not text.startswith(starts)} <= {
+        "unknown algorithm 'pages'"
+    }

@@ -27,7 +27,7 @@ from topkv_testing.tiers import tier
 CPU = tier("cpu")
 
 
-class Told(Scripted):
+class Reported(Scripted):
     """Records its calls, and reads its history twice."""
 
     def __init__(self, setup):
@@ -50,7 +50,7 @@ class Told(Scripted):
     @hookimpl
     def update(self, layer, k, v):
         super().update(layer, k, v)
-        self.values.append((int(layer.step.lengths[0]) - 1, v.clone()))
+        self.values.append((int(layer.step.lengths[0]) - 1, v[0].clone()))
 
 
 class FarSighted(Scripted):
@@ -61,7 +61,7 @@ class FarSighted(Scripted):
         return evolve(super().spec(), ring_tokens=12)
 
 
-TOLD = evolve(SCRIPTED, name="told", factories=f"{__name__}:Told")
+REPORTED = evolve(SCRIPTED, name="reported", factories=f"{__name__}:Reported")
 FAR = evolve(SCRIPTED, name="far", factories=f"{__name__}:FarSighted")
 
 
@@ -69,7 +69,7 @@ class Run:
     """A coordinator and random rows for it."""
 
     def __init__(self, **options):
-        registry = doubles(TOLD, FAR)
+        registry = doubles(REPORTED, FAR)
         self.coordinator = make_coordinator(CPU, registry=registry, **options)
         self.generator = torch.Generator().manual_seed(0)
 
@@ -163,16 +163,16 @@ def test_a_sink_far_above_all_logits_leaves_nothing():
     assert out.tolist() == [[[0.0] * 4, [0.0] * 4, [1.0] * 4]] * 2
 
 
-def test_bytes_are_told_before_they_are_taken(run):
+def test_bytes_are_reported_before_they_are_taken(run):
     coordinator = run().coordinator
     taken = coordinator.memory()
-    told = SparseCoordinator.required_bytes(coordinator.config, doubles())
-    assert told == taken
-    assert told.host > 0
-    assert told.host_used == 0
+    reported = SparseCoordinator.required_bytes(coordinator.config, doubles())
+    assert reported == taken
+    assert reported.host > 0
+    assert reported.host_used == 0
 
 
-def test_how_many_tokens_may_follow_a_prompt_is_told(run):
+def test_how_many_tokens_may_follow_a_prompt_is_reported(run):
     assert run().coordinator.generated_limit is None
     assert run(params={"generated": 7}).coordinator.generated_limit == 7
 
@@ -185,19 +185,19 @@ def test_a_ring_that_is_too_short_for_the_algorithm_is_refused(run):
     run(algorithm="far", ring_tokens=12)
 
 
-def test_an_algorithm_is_told_of_tokens_that_are_gone(run):
-    each = run(algorithm="told")
+def test_an_algorithm_hears_of_tokens_that_are_gone(run):
+    each = run(algorithm="reported")
     slot = each.coordinator.request_begin()
     each.forward(each.rows(9), prefill=[(slot, 9)])
     each.forward(each.rows(1), decode=[slot])
     each.coordinator.rollback(slot, 9)
     each.coordinator.truncate(slot, 4)
-    told = each.coordinator.layers[0].algorithm.truncations
-    assert told == [(0, slot, 9), (3, slot, 9), (0, slot, 4), (3, slot, 4)]
+    reported = each.coordinator.layers[0].algorithm.truncations
+    assert reported == [(0, slot, 9), (3, slot, 9), (0, slot, 4), (3, slot, 4)]
 
 
 def test_a_history_can_be_read_again_and_values_come_along(run):
-    each = run(algorithm="told", layers={"1-": "resident"})
+    each = run(algorithm="reported", layers={"1-": "resident"})
     slot = each.coordinator.request_begin()
     given = [each.rows(7), each.rows(6), each.rows(1)]
     each.forward(given[0], prefill=[(slot, 7)])
@@ -213,7 +213,7 @@ def test_a_history_can_be_read_again_and_values_come_along(run):
 
 def test_a_prompt_is_settled_and_warmed_when_an_engine_asks(run):
     """The forward that decodes it has neither left to do, and gives equal outputs."""
-    early, late = run(algorithm="told"), run(algorithm="told")
+    early, late = run(algorithm="reported"), run(algorithm="reported")
     outputs = []
     for each in (early, late):
         slot = each.coordinator.request_begin()

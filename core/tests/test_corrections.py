@@ -191,15 +191,15 @@ class Wide(Complete):
 
 
 @pytest.mark.parametrize(
-    ("stage", "told"),
+    ("stage", "reported"),
     [(Idle, "none of refine, correct, keep"), (Wide, "widen=2, and it has no refine; say 1")],
 )
-def test_stages_that_cannot_mean_what_they_say_are_refused(stage, told):
+def test_stages_that_cannot_mean_what_they_say_are_refused(stage, reported):
     coordinator = make_coordinator(tier("cpu"), registry=doubles(KEEP, RERANK))
     group = coordinator.manager.groups[0]
     made = Stages(group, torch.device("cpu"))
     instance = stage.__new__(stage)
     instance.model, instance.group = coordinator.model, group
-    with pytest.raises(PluginError, match=told):
+    with pytest.raises(PluginError, match=reported):
         made.put_first(instance, 0)
     coordinator.close()

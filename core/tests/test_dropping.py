@@ -93,8 +93,8 @@ def refused(**options):
 
 def test_what_is_refused():
     assert "here they are an engine's" in refused(pages="engine")
-    told = refused(algorithm="scripted")
-    assert "goes by the old numbers (settle, pool 'turns')" in told
+    reported = refused(algorithm="scripted")
+    assert "uses the old numbers (settle, pool 'turns')" in reported
     twice = [STAGE, STAGE]
     assert "the stages [0, 1] all say which pages stay" in refused(stages=twice)
     other = {"3": {"stages": [STAGE | {"params": STAGE["params"] | {"tokens": 20}}]}}

@@ -36,8 +36,8 @@ def registry(make, kind="algorithm"):
 
 def problem(**values):
     found = registry(lambda: [PluginEntry(**{**FINE, **values})])
-    (told,) = (record.problem for record in found.records() if record.package == "mine")
-    return told
+    (reported,) = (record.problem for record in found.records() if record.package == "mine")
+    return reported
 
 
 @pytest.mark.parametrize(
@@ -68,19 +68,19 @@ def test_a_name_that_is_none_is_a_problem_of_its_package(name, shown):
     ],
 )
 def test_each_wrong_field_is_named(values, expected):
-    told = problem(**values)
-    assert expected in told
-    assert "for the author of mine to mend" in told
+    reported = problem(**values)
+    assert expected in reported
+    assert "for the author of mine to fix" in reported
 
 
 @pytest.mark.parametrize(
     "factories", [{}, {"cuda": "x:Y"}, {"triton": "x"}, {"triton": None}, "x.Y", None, {3: "x:Y"}]
 )
 def test_factories_are_places_by_implementation(factories):
-    told = problem(factories=factories)
+    reported = problem(factories=factories)
     expected = "'module:attribute', or map 'reference' or 'triton' to that"
-    assert f"factories must be {expected}, got " in told
-    assert "for the author of mine to mend" in told
+    assert f"factories must be {expected}, got " in reported
+    assert "for the author of mine to fix" in reported
 
 
 def test_one_place_stands_for_all_implementations():
@@ -107,19 +107,19 @@ def test_one_place_stands_for_all_implementations():
     ],
 )
 def test_each_wrong_capability_is_named(field, value):
-    told = problem(capabilities=Capabilities(**{field: value}))
-    assert f"capabilities.{field} must be" in told
+    reported = problem(capabilities=Capabilities(**{field: value}))
+    assert f"capabilities.{field} must be" in reported
 
 
-def test_all_that_is_wrong_is_told_at_once():
+def test_all_that_is_wrong_is_reported_at_once():
     wrong = Capabilities(units=3, lse="yes", tail="free", tiers=("tpu",), traits=("fast",))
     values = {"name": None, "kind": "sampler", "factories": {}, "doctor": 3, "defaults": 3}
-    told = problem(**values, capabilities=wrong)
+    reported = problem(**values, capabilities=wrong)
     for field in ("name", "factories", "doctor", "defaults"):
-        assert f"{field} must be" in told
+        assert f"{field} must be" in reported
     for field in ("units", "lse", "tail", "tiers", "traits"):
-        assert f"capabilities.{field} must be" in told
-    assert "got 'sampler'" in told
+        assert f"capabilities.{field} must be" in reported
+    assert "got 'sampler'" in reported
 
 
 def test_a_wrong_entry_is_found_by_its_name():
@@ -243,7 +243,7 @@ def test_no_wrong_entry_hides_another_of_its_package(data):
         wrong = PluginEntry(**{"capabilities": Capabilities(**capabilities), **values})
         return [wrong, PluginEntry(**FINE)]
 
-    told = [record for record in registry(make).records() if record.package == "mine"]
-    assert len(told) == 2
+    reported = [record for record in registry(make).records() if record.package == "mine"]
+    assert len(reported) == 2
     if values["name"] != "mine":
         assert registry(make).get("algorithm", "mine").package == "mine"

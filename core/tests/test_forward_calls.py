@@ -182,7 +182,7 @@ def test_an_end_that_is_cut_short_can_be_called_again(make, monkeypatch, call):
 
 
 @pytest.mark.parametrize(
-    ("decode", "rows", "told"),
+    ("decode", "rows", "reported"),
     [
         ([0], [0], r"\[0\] twice"),
         ([0], [2], r"\[1\] of nothing"),
@@ -191,12 +191,12 @@ def test_an_end_that_is_cut_short_can_be_called_again(make, monkeypatch, call):
         ([], [-1], "the first -1"),
     ],
 )
-def test_chunks_over_other_rows_and_gaps_are_refused(make, decode, rows, told):
+def test_chunks_over_other_rows_and_gaps_are_refused(make, decode, rows, reported):
     coordinator = make()
     slots = [coordinator.request_begin() for _ in range(3)]
     run(coordinator, prefill=[(slots[0], 5)])
     prefill = [(slots[1 + at], 3, row) for at, row in enumerate(rows)]
-    with pytest.raises(RequestError, match=told):
+    with pytest.raises(RequestError, match=reported):
         coordinator.forward_begin([slots[0] if row == 0 else row for row in decode], prefill)
     assert coordinator.forward is None
     coordinator.check_integrity()

@@ -150,15 +150,15 @@ def test_it_is_touched_before_it_is_registered(driver):
 
 
 @pytest.mark.parametrize("huge", [True, False])
-def test_what_the_system_is_told(huge):
+def test_what_the_system_is_advised(huge):
     """Huge pages or none, and no copy for children: they would take pages from the device."""
     mapping = HostMapping.of(1 << 22)
     mapping.advise(huge)
-    told = flags_of(address_of(mapping))
-    assert "dc" in told
-    assert "sh" not in told, "shared memory gets no huge pages"
+    reported = flags_of(address_of(mapping))
+    assert "dc" in reported
+    assert "sh" not in reported, "shared memory gets no huge pages"
     if huge_page_bytes() is not None:
-        assert ("hg" in told, "nh" in told) == (huge, not huge)
+        assert ("hg" in reported, "nh" in reported) == (huge, not huge)
 
 
 @pytest.mark.parametrize("absent", [True, False])
@@ -251,14 +251,14 @@ def test_what_stops_a_thread_reaches_the_caller(monkeypatch, driver, owner, name
 @pytest.mark.parametrize("when", ["waiting", "submitting"])
 def test_control_c_ends_the_threads_within_their_chunk(monkeypatch, driver, when):
     """No thread takes another chunk after the interrupt, and nothing is registered."""
-    told, started, submitted = threading.Event(), [], []
+    reported, started, submitted = threading.Event(), [], []
     submit, shutdown = ThreadPoolExecutor.submit, ThreadPoolExecutor.shutdown
 
     def place(thread, cpus):
         started.append(thread)
         if when == "waiting" and len(started) == 1:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        assert told.wait(60), "nobody ended the threads"
+        assert reported.wait(60), "nobody ended the threads"
 
     def send(self, *args):
         submitted.append(args)
@@ -268,7 +268,7 @@ def test_control_c_ends_the_threads_within_their_chunk(monkeypatch, driver, when
 
     def end(self, wait=True, *, cancel_futures=False):
         shutdown(self, wait=False, cancel_futures=cancel_futures)
-        told.set()
+        reported.set()
         shutdown(self, wait=wait)
 
     monkeypatch.setattr(os, "sched_setaffinity", place)
@@ -344,7 +344,7 @@ def test_an_interrupt_of_the_registration_is_known_of(monkeypatch, driver):
 
 
 @pytest.mark.usefixtures("driver")
-def test_large_pools_tell_how_far_they_are(monkeypatch, caplog):
+def test_large_pools_report_how_far_they_are(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "topkv")
     HostMemory(40 * CHUNK, CUDA).close()
     assert not caplog.messages

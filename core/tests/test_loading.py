@@ -69,10 +69,10 @@ def test_a_factory_that_prints_leaves_stdout_alone(capsys):
     with pytest.raises(PluginError, match="does not keep the contract"):
         found.create("backend", "loud", None)
     assert found.doctor(found.get("backend", "loud")) == ["library: ok"]
-    told = capsys.readouterr()
-    assert told.out == ""
+    reported = capsys.readouterr()
+    assert reported.out == ""
     for text in ("loading", "registering", "importing", "building", "describing"):
-        assert text in told.err
+        assert text in reported.err
 
 
 def leave(*args):

@@ -74,15 +74,15 @@ def called(coordinator):
     """Record calls of the transfer engine in order: name and layer."""
     calls, engine = [], coordinator.layers[FIRST].transfer
 
-    def told(name, call):
-        def tell(view, *arguments):
+    def reported(name, call):
+        def noting(view, *arguments):
             calls.append((name, view.layer))
             return call(view, *arguments)
 
-        return tell
+        return noting
 
     for name in ("append", "plan", "load"):
-        setattr(engine, name, told(name, getattr(engine, name)))
+        setattr(engine, name, reported(name, getattr(engine, name)))
     return calls
 
 
@@ -166,7 +166,7 @@ def test_copies_may_be_late():
 def without_waiting():
     """Let a layer attend before its loads have ended."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LoadsAhead, "load", lambda self: None)
+        patch.setattr(LoadsAhead, "load", lambda self, plan: None)
         yield
 
 

@@ -54,7 +54,7 @@ def test_nothing_is_left_where_memory_runs_out(monkeypatch, place, error):
     assert set(made) <= set(ended), "a pool was left registered"
 
 
-def test_limits_hold_for_all_that_lies_on_the_device():
+def test_limits_hold_for_all_that_is_on_the_device():
     coordinator = make_coordinator(CPU)
     memory = coordinator.memory()
     coordinator.close()

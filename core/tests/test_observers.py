@@ -332,8 +332,8 @@ def test_one_that_binds_to_sparse_layers_loads_with_them_and_may_count(made):
 
 def test_one_that_cannot_bind_is_left_out_before_the_first_forward(made):
     coordinators = []
-    told = warned(lambda: coordinators.append(make("fails-to-bind", "keeps")))
-    assert told == [
+    reported = warned(lambda: coordinators.append(make("fails-to-bind", "keeps")))
+    assert reported == [
         "topkv-doubles 1 (observer 'fails-to-bind') failed in bind_layers and is left out from "
         "now on: OSError: no clock"
     ]
@@ -356,8 +356,8 @@ def test_one_that_raises_is_left_out_and_the_forward_goes_on(made, name, hook, e
     coordinator = make(name, "keeps")
     failing, keeps = made
     slot = coordinator.request_begin()
-    told = warned(lambda: forward(coordinator, prefill=[(slot, 5)]))
-    assert told == [
+    reported = warned(lambda: forward(coordinator, prefill=[(slot, 5)]))
+    assert reported == [
         f"topkv-doubles 1 (observer '{name}') failed in {hook} and is left out from now on: "
         f"{error}"
     ]

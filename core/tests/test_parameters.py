@@ -57,7 +57,7 @@ class Params(Base):
             raise ValueError(f"count must be at most kernel, got {self.count} and {self.kernel}")
 
 
-def told(**given):
+def reasons_of(**given):
     with pytest.raises(Refused) as error:
         make(Params, given, "mine")
     return list(error.value.reasons)
@@ -98,11 +98,11 @@ def test_values_are_taken_as_their_annotations_have_them():
     ],
 )
 def test_each_wrong_value_is_named_with_what_was_expected(given, expected):
-    (name,), (why,) = given, told(**given)
+    (name,), (why,) = given, reasons_of(**given)
     assert why.startswith(f"parameter {name} of mine {expected}")
 
 
-def test_everything_that_is_wrong_is_told_at_once_and_the_rest_is_kept():
+def test_everything_that_is_wrong_is_reported_at_once_and_the_rest_is_kept():
     with pytest.raises(Refused) as error:
         make(Params, {"count": 0, "kernel": "x", "coun": 1, "share": 0.25}, "mine")
     assert len(error.value.reasons) == 3
@@ -111,13 +111,13 @@ def test_everything_that_is_wrong_is_told_at_once_and_the_rest_is_kept():
 
 
 def test_several_together_are_judged_where_each_is_right():
-    assert told(count=5) == ["parameters of mine: count must be at most kernel, got 5 and 3"]
-    assert told(count=5, kernel=4) == ["parameter kernel of mine must be odd, got 4"]
+    assert reasons_of(count=5) == ["parameters of mine: count must be at most kernel, got 5 and 3"]
+    assert reasons_of(count=5, kernel=4) == ["parameter kernel of mine must be odd, got 4"]
 
 
 def test_a_secret_is_not_shown():
     for secret in (12345678, "abc"):
-        (why,) = told(secret=secret)
+        (why,) = reasons_of(secret=secret)
         assert str(secret) not in why
         assert type(secret).__name__ in why
 

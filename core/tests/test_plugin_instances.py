@@ -132,7 +132,7 @@ class Short(Observer):
         return None
 
 
-def test_every_breach_of_the_contract_is_told_at_once():
+def test_every_breach_of_the_contract_is_reported_at_once():
     with pytest.raises(PluginError, match="mine 1 does not keep") as caught:
         check_instance(Wrong(), observer, "mine 1")
     reasons = " ".join(caught.value.reasons)
@@ -157,7 +157,7 @@ def test_a_breach_of_the_contract_is_refused(instance, text):
         check_instance(instance, observer, "mine 1")
 
 
-def test_options_and_arguments_are_told_at_once():
+def test_options_and_arguments_are_reported_at_once():
     class Both(Observer):
         @hookimpl(trylast=True)
         def before_forward(self):

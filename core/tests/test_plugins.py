@@ -124,11 +124,11 @@ def test_broken_plugins_break_no_other():
     usable = {record.name for record in found.usable("observer")}
     assert usable == {"watcher", "last", "half"}
     assert found.get("observer", "watcher").package == "right"
-    told = problems(found)
+    reported = problems(found)
     for name, (_, expected) in BROKEN.items():
         if expected is not None:
-            assert expected in told[name], name
-    assert set(told) == {name for name, (_, expected) in BROKEN.items() if expected}
+            assert expected in reported[name], name
+    assert set(reported) == {name for name, (_, expected) in BROKEN.items() if expected}
 
 
 def test_the_same_object_twice_is_a_problem_of_both():
@@ -139,10 +139,10 @@ def test_the_same_object_twice_is_a_problem_of_both():
 
 
 @pytest.mark.parametrize(
-    ("api", "mend"),
+    ("api", "fix"),
     [((3, 0), "a topkv that speaks 3.0"), ((2, 8), "speaks 2.8"), ((1, 1), "a newer topkv-w")],
 )
-def test_a_wrong_hook_api_is_refused_before_the_factory_is_imported(api, mend):
+def test_a_wrong_hook_api_is_refused_before_the_factory_is_imported(api, fix):
     late = PluginEntry("w", "observer", "does.not.exist:Late", hook_api=api)
     with pytest.raises(PluginError) as caught:
         PluginRegistry([("topkv-w", "0.3.1", offer(late))]).create("observer", "w", None)
@@ -151,7 +151,7 @@ def test_a_wrong_hook_api_is_refused_before_the_factory_is_imported(api, mend):
         f"topkv-w 0.3.1 (entry point 'w') implements hook API {api[0]}.{api[1]}; this topkv "
         f"{topkv.__version__} speaks {HOOK_API[0]}.{HOOK_API[1]}"
     ) in text
-    assert mend in text
+    assert fix in text
     assert (f"the page '{PAGE}' of the documentation says what to change" in text) == (api < (2,))
     assert "exist" not in text
 
@@ -201,12 +201,12 @@ def test_an_unknown_name_lists_what_there_is():
     found = PluginRegistry([("right", "2.0", offer(entry()))])
     with pytest.raises(PluginError, match="unknown observer 'my_watcher'") as caught:
         found.get("observer", "my_watcher")
-    told = str(caught.value)
-    assert "installed of kind observer: watcher; did you mean 'watcher'? no installed" in told
+    reported = str(caught.value)
+    assert "installed of kind observer: watcher; did you mean 'watcher'? no installed" in reported
     with pytest.raises(PluginError, match="installed of kind topk: radix; no installed package"):
         found.get("topk", "cuda")
     # Else code would come from whoever registers a distribution of a name that is free.
-    assert "pip install" not in told
+    assert "pip install" not in reported
     with pytest.raises(PluginError, match="the kinds are algorithm, stage, backend"):
         found.get("sampler", "x")
 

@@ -131,13 +131,13 @@ def refused(**options):
 
 @pytest.mark.parametrize("share", ["", "SF", "FX", 4, ["F", "S"]])
 def test_wrong_patterns_are_refused(share):
-    told = refused(share=share)
-    assert "share must be a text of F and S that begins with F, such as 'FSSS', got" in told
+    reported = refused(share=share)
+    assert "share must be a text of F and S that begins with F, such as 'FSSS', got" in reported
 
 
 def test_what_shares_by_itself_and_what_needs_every_layer_is_refused():
-    told = refused(registry=doubles(INDEXED), algorithm=INDEXED.name, unit=1, share="FS")
-    assert "which says itself which layers share, got 'FS' (layers 0,3)" in told
+    reported = refused(registry=doubles(INDEXED), algorithm=INDEXED.name, unit=1, share="FS")
+    assert "which says itself which layers share, got 'FS' (layers 0,3)" in reported
     with pytest.raises(ConfigError, match="some layers share a selection"):
         deep(share="FS", stages=["complete"])
 

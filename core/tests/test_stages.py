@@ -228,9 +228,12 @@ def test_buffers_are_warmed_by_what_stages_leave(monkeypatch):
     asked, refine = [], Keep.refine
     life = Life(stages=["keep"])
     stage = life.path(0).algorithm.links[0].stage  # that of the group
-    monkeypatch.setattr(
-        stage, "refine", lambda *call: (asked.append(call[0].layer), refine(stage, *call))
-    )
+
+    def noted(layer, *call):
+        asked.append(layer.layer)
+        return refine(stage, layer, *call)
+
+    monkeypatch.setattr(stage, "refine", noted)
     life.forward(PROMPT)
     assert asked == []
     life.coordinator.settle([life.slot])
@@ -245,7 +248,7 @@ def refused(make, **options):
 
 
 def test_refusals_name_every_reason(make):
-    told = refused(
+    reported = refused(
         make,
         scope="shared",
         registry=doubles(
@@ -254,7 +257,7 @@ def test_refusals_name_every_reason(make):
         stages=["lanes", "absent", {"name": "rerank_exact", "params": {"wide": 2}}],
     )
     for part in ("takes scope kv_head, got shared", "absent", "unknown parameter 'wide'", "widen"):
-        assert part in told, told
+        assert part in reported, reported
 
 
 @pytest.mark.parametrize(
@@ -283,11 +286,11 @@ class Prompting(Scripted):
 def test_algorithms_that_no_stage_stands_behind_are_refused_by_name(make):
     entry = evolve(SCRIPTED, name="prompting", factories=f"{__name__}:Prompting")
     registry = doubles(entry, INDEXED)
-    told = refused(make, registry=registry, algorithm="prompting", stages=["keep"])
-    assert "retrieve_prompt" in told
-    assert "leave stages out" in told
-    told = refused(make, registry=registry, algorithm=INDEXED.name, unit=1, stages=["keep"])
-    assert "goes by the model's own indexer; leave stages out (layers 0,3)" in told
+    reported = refused(make, registry=registry, algorithm="prompting", stages=["keep"])
+    assert "retrieve_prompt" in reported
+    assert "leave stages out" in reported
+    reported = refused(make, registry=registry, algorithm=INDEXED.name, unit=1, stages=["keep"])
+    assert "uses the model's own indexer; leave stages out (layers 0,3)" in reported
 
 
 def test_a_pool_with_the_name_of_a_stages_pool_is_refused():

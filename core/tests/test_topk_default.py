@@ -107,6 +107,6 @@ def test_one_that_is_not_installed_is_refused_by_whose_default_it_is(options):
 def test_one_that_the_user_names_is_refused_without_blame():
     with pytest.raises(ConfigError) as caught:
         low(topks=(), algorithm="tokens", topk="nobody")
-    (told,) = caught.value.reasons
-    assert "unknown topk 'nobody'" in told
-    assert PLUGIN not in told
+    (reported,) = caught.value.reasons
+    assert "unknown topk 'nobody'" in reported
+    assert PLUGIN not in reported

@@ -76,7 +76,7 @@ class Drawing:
 
 
 def tiers() -> str:
-    d = Drawing(900, 400, "What lies on the GPU and what on the host")
+    d = Drawing(900, 400, "What is on the GPU and what on the host")
     d.box(10, 40, 500, 350, fill=DEVICE)
     d.text(260, 22, "GPU", bold=True)
     d.box(600, 40, 290, 350, fill=HOST)

@@ -150,7 +150,7 @@ def function(node: ast.FunctionDef, head: str) -> Iterator[str]:
 
 
 def _listed(column: str, text: str) -> str:
-    rows = [(f"`{item}`".replace(", ", "`, `"), told) for item, told in items(text)]
+    rows = [(f"`{item}`".replace(", ", "`, `"), reported) for item, reported in items(text)]
     return table((column, "meaning"), rows)
 
 
@@ -167,11 +167,11 @@ def class_of(node: ast.ClassDef) -> Iterator[str]:
         yield _listed("error", found["Raises"])
     members = [each for each in node.body if isinstance(each, ast.FunctionDef)]
     members = [each for each in members if "property" in marks(each) or is_public(each)]
-    told = [each for each in members if len(sections(ast.get_docstring(each) or "")) > 1]
-    rows = [_member(each) for each in members if each not in told]
+    reported = [each for each in members if len(sections(ast.get_docstring(each) or "")) > 1]
+    rows = [_member(each) for each in members if each not in reported]
     if rows:
         yield table(("property or method", "meaning"), rows)
-    for each in told:
+    for each in reported:
         yield from function(each, f"#### `{node.name}.{each.name}`")
 
 
@@ -181,12 +181,12 @@ def _attributes(node: ast.ClassDef, section: str) -> str:
         ast.unparse(each.target): each for each in node.body if isinstance(each, ast.AnnAssign)
     }
     rows = []
-    for names, told in items(section):
+    for names, reported in items(section):
         kinds = {_declared(fields[name]) for name in names.split(", ") if name in fields}
         kind = kinds.pop() if len(kinds) == 1 else ""
-        rows.append((f"`{names}`".replace(", ", "`, `"), kind, told))
+        rows.append((f"`{names}`".replace(", ", "`, `"), kind, reported))
     if not any(kind for _, kind, _ in rows):
-        return table(("attribute", "meaning"), [(name, told) for name, _, told in rows])
+        return table(("attribute", "meaning"), [(name, reported) for name, _, reported in rows])
     return table(("attribute", "type", "meaning"), rows)
 
 

@@ -137,18 +137,18 @@ def _setting(field: ast.AnnAssign, below: ast.stmt) -> tuple[str, ...]:
 
 
 def page_of(path: Path) -> str:
-    """A Markdown file, its links mended: to pages of the site, else to nothing but their text."""
+    """A Markdown file, its links fixed: to pages of the site, else to nothing but their text."""
     text = path.read_text("utf-8")
     here = next(
         (f"plugins/{name}.md" for name, readme in plugin_readmes().items() if readme == path),
         next((page for page, name in TEXTS.items() if ROOT / name == path), ""),
     )
     return re.sub(
-        r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)", lambda m: _mended(m[1], m[2], path.parent, here), text
+        r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)", lambda m: _fixed(m[1], m[2], path.parent, here), text
     )
 
 
-def _mended(label: str, target: str, folder: Path, here: str) -> str:
+def _fixed(label: str, target: str, folder: Path, here: str) -> str:
     if re.match(r"https?://|#|mailto:", target):
         return f"[{label}]({target})"
     place, _, anchor = target.partition("#")

@@ -165,7 +165,7 @@ class ScalesQueriesInPlace(TritonAttention):
 
 
 class MasksByMultiplying(Gather):
-    """Whole units are read, and what lies behind the length is given weight 0: NaN * 0."""
+    """Whole units are read, and what is behind the length is given weight 0: NaN * 0."""
 
     @hookimpl
     def attend(self, q, k, v, tables, out, lse):

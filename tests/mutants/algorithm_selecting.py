@@ -9,6 +9,7 @@ from attrs import evolve
 
 from topkv import hookimpl
 from topkv.ops.topk import topk
+from topkv_authoring.language import jit, tl
 from topkv_quest.quest import Quest, QuestKernels
 
 
@@ -228,6 +229,30 @@ class KernelUnscaled(QuestKernels):
 
     def __init__(self, setup):
         super().__init__(evolve(setup, model=evolve(setup.model, scale=64.0)))
+
+
+@jit
+def without_the_first_channel(q, d, OPTIONS: tl.constexpr, D: tl.constexpr):
+    """Channels of which the first is called one that is not there."""
+    return q, tl.where(d == 0, D, d), tl.full([q.shape[1]], 1.0, tl.float32)
+
+
+class KernelLeavesAChannelOut(QuestKernels):
+    """Queries are prepared so that the first channel of the pools is not read."""
+
+    prepare_query = without_the_first_channel
+
+
+@jit
+def of_two_sizes(q, d, OPTIONS: tl.constexpr, D: tl.constexpr):
+    """Factors of 1 and of 64, by turns."""
+    return q, d, tl.where(tl.arange(0, q.shape[1]) % 2 == 0, 1.0, 64.0)
+
+
+class KernelWeighsHeads(QuestKernels):
+    """Scores of every other query head get a factor."""
+
+    prepare_query = of_two_sizes
 
 
 class KernelAllSlots(QuestKernels):

@@ -6,7 +6,7 @@ import torch
 from attrs import evolve
 
 from tests.mutants import signs
-from tests.mutants.harness import Mutant, told_of
+from tests.mutants.harness import Mutant, name_of
 from tests.mutants.signs import SIGNS, Signs
 from tests.mutants.transfers import changed
 from topkv import hookimpl
@@ -127,7 +127,7 @@ def _mutant(broken: type, test: str, *tiers: str) -> Mutant:
     globals()[kernels.__name__] = kernels
     factories = {cls.impl: f"{__name__}:{cls.__name__}" for cls in (broken, kernels)}
     entry = evolve(SIGNS, name="mutant", factories=factories)
-    return Mutant(told_of(broken), AlgorithmTests, f"test_{test}", entry, SIGNS, tiers, OPTIONS)
+    return Mutant(name_of(broken), AlgorithmTests, f"test_{test}", entry, SIGNS, tiers, OPTIONS)
 
 
 MUTANTS = [

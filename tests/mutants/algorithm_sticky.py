@@ -42,14 +42,14 @@ class ForgetsRing(_OtherView):
 
 
 class OthersBuffer(_OtherView):
-    """Goes by the buffer of the request in the next slot."""
+    """Uses the buffer of the request in the next slot."""
 
     def seen(self, layer):
         return evolve(layer, held=layer.held.roll(-self.group.lane_heads, 0))
 
 
 class FirstLanesBuffer(_OtherView):
-    """Every lane goes by the buffer of lane 0."""
+    """Every lane uses the buffer of lane 0."""
 
     def seen(self, layer):
         lanes = layer.held.unflatten(0, (-1, self.group.lane_heads))
@@ -57,7 +57,7 @@ class FirstLanesBuffer(_OtherView):
 
 
 class StaleBuffer(_OtherView):
-    """Goes by what the buffer held when it was first asked, as a copy taken for a graph would."""
+    """Uses what the buffer held when it was first asked, as a copy taken for a graph would."""
 
     def seen(self, layer):
         if not hasattr(self, "held"):

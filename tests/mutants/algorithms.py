@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.mutants import algorithm_selecting as selecting
 from tests.mutants import algorithm_sticky as sticky
 from tests.mutants import algorithm_writing as writing
-from tests.mutants.harness import Mutant, mutated, told_of
+from tests.mutants.harness import Mutant, mutated, name_of
 from topkv.entries import PluginEntry
 from topkv_quest.entry import topkv_register_algorithms
 from topkv_quest.quest import Quest, QuestKernels
@@ -31,11 +31,12 @@ OPTIONS = AlgorithmOptions(
 
 def _mutant(broken: type[Quest], test: str, tiers: tuple[str, ...] = ("cpu",)) -> Mutant:
     entry = mutated(QUEST, broken, QuestKernels)
-    return Mutant(told_of(broken), AlgorithmTests, f"test_{test}", entry, QUEST, tiers, OPTIONS)
+    return Mutant(name_of(broken), AlgorithmTests, f"test_{test}", entry, QUEST, tiers, OPTIONS)
 
 
 ANYWHERE = ("cpu", "interpret")
 REMEMBERS = "an_instance_remembers_nothing"
+AS_REFERENCE = "kernels_select_what_the_reference_selects"
 
 MUTANTS = [
     _mutant(selecting.NextUnit, "ids_are_well_formed", ANYWHERE),
@@ -78,7 +79,9 @@ MUTANTS = [
     _mutant(writing.DependsOnQueries, "full_pages_do_not_depend_on_what_follows", ANYWHERE),
     _mutant(selecting.DenseStride, "strides_of_queries_do_not_matter", ANYWHERE),
     _mutant(writing.KernelForgetsNewest, "decode_builds_what_a_prompt_builds", ("interpret",)),
-    _mutant(selecting.KernelUnscaled, "kernels_select_what_the_reference_selects", ("interpret",)),
+    _mutant(selecting.KernelUnscaled, AS_REFERENCE, ("interpret",)),
+    _mutant(selecting.KernelLeavesAChannelOut, AS_REFERENCE, ("interpret",)),
+    _mutant(selecting.KernelWeighsHeads, AS_REFERENCE, ("interpret",)),
     _mutant(selecting.KernelAllSlots, "slots_and_host_pages_do_not_matter", ("interpret",)),
     _mutant(sticky.Unasked, "what_is_on_the_device_changes_nothing_unasked", ANYWHERE),
     _mutant(sticky.PrefersAbsent, "a_bonus_draws_what_is_on_the_device", ANYWHERE),

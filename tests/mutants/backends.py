@@ -40,7 +40,7 @@ from tests.mutants._backend_tables import (
     TailAtK,
     ThousandColumns,
 )
-from tests.mutants.harness import Mutant, mutated, told_of
+from tests.mutants.harness import Mutant, mutated, name_of
 from topkv import hookimpl
 from topkv_testing.backends import BackendTests
 from topkv_testing.doubles import GATHER
@@ -152,7 +152,7 @@ _BOTH = ("cpu", "interpret")
 
 def _mutant(broken, test, clean=TRITON, tiers=_BOTH):
     entry = mutated(clean, broken, TritonAttentionKernels if clean is TRITON else None)
-    return Mutant(told_of(broken), BackendTests, test, entry, clean, tiers)
+    return Mutant(name_of(broken), BackendTests, test, entry, clean, tiers)
 
 
 MUTANTS = [
@@ -183,7 +183,7 @@ MUTANTS = [
     _mutant(SoftmaxWithoutMaximum, "test_large_logits_do_not_overflow", GATHER_TWIN, ("cpu",)),
     _mutant(SeesTheNextToken, "test_prefill_of_a_chunk_over_itself_is_causal"),
     _mutant(MissesItsOwnKey, "test_prefill_of_a_chunk_over_itself_is_causal"),
-    _mutant(CausalByRow, "test_prefill_over_history_sees_what_lies_before"),
+    _mutant(CausalByRow, "test_prefill_over_history_sees_what_is_before"),
     _mutant(OneBlockOfKeys, "test_prefill_beyond_one_block"),
     _mutant(PrefillLogsOfBaseTwo, "test_prefill_of_blocks_merges_to_the_whole"),
     _mutant(MaskedByALargeNumber, "test_prefill_that_sees_nothing"),

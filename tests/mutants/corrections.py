@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from attrs import evolve
 
-from tests.mutants.harness import Mutant, told_of
+from tests.mutants.harness import Mutant, name_of
 from topkv.entries import PluginEntry
 from topkv.hooks.algorithm import AlgorithmSpec
 from topkv.hooks.discovery import hookimpl
@@ -129,7 +129,7 @@ class CompletesTheFirstLane(Completing):
 def _of_algorithm(broken: type, test: str) -> Mutant:
     clean = PluginEntry("completing", "algorithm", f"{__name__}:Completing")
     entry = evolve(clean, name="mutant", factories=f"{__name__}:{broken.__name__}")
-    return Mutant(told_of(broken), AlgorithmTests, f"test_{test}", entry, clean)
+    return Mutant(name_of(broken), AlgorithmTests, f"test_{test}", entry, clean)
 
 
 def _mutant(broken: type, test: str, tier: str = "cpu", kernels: bool = False) -> Mutant:
@@ -138,7 +138,7 @@ def _mutant(broken: type, test: str, tier: str = "cpu", kernels: bool = False) -
     clean = evolve(COMPLETE, name="complete_clean")
     entry = evolve(COMPLETE, name="mutant", factories=factories)
     options = AlgorithmOptions()
-    return Mutant(told_of(broken), StageTests, f"test_{test}", entry, clean, (tier,), options)
+    return Mutant(name_of(broken), StageTests, f"test_{test}", entry, clean, (tier,), options)
 
 
 _ADDED = "a_correction_adds_what_is_left_out_and_nothing_else"

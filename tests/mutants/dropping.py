@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from attrs import evolve
 
-from tests.mutants.harness import Mutant, told_of
+from tests.mutants.harness import Mutant, name_of
 from tests.mutants.lifecycle import LifecycleMutant, nothing
 from topkv import dropping
 from topkv.dropping import Dropping
@@ -133,7 +133,7 @@ def _mutant(broken: type) -> Mutant:
     clean = evolve(HEAVY, name="heavy_clean")
     test = "test_every_page_has_a_score_of_its_own_request"
     entry = evolve(HEAVY, name="mutant", factories=factory)
-    return Mutant(told_of(broken), StageTests, test, entry, clean, options=AlgorithmOptions())
+    return Mutant(name_of(broken), StageTests, test, entry, clean, options=AlgorithmOptions())
 
 
 MUTANTS = [

@@ -10,7 +10,7 @@ from unittest.mock import patch
 from transformers import AttentionInterface
 from transformers.models.llama import modeling_llama
 
-from tests.mutants.harness import Mutant, told_of
+from tests.mutants.harness import Mutant, name_of
 from tests.packaging.packages import ROOT
 from topkv import hookimpl
 from topkv.entries import PluginEntry
@@ -228,7 +228,7 @@ class TakesAnything(TransformersEngine):
 
 def _mutant(broken: type, test: str) -> Mutant:
     return Mutant(
-        name=told_of(broken),
+        name=name_of(broken),
         suite=EngineTests,
         test=test,
         broken=PluginEntry("broken", "engine", f"{__name__}:{broken.__name__}"),

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from attrs import evolve
 
-from tests.mutants.harness import Mutant, told_of
+from tests.mutants.harness import Mutant, name_of
 from topkv.entries import PluginEntry
 from topkv.hooks.discovery import hookimpl
 from topkv.transfer.eviction import LeastRecentlyUsed
@@ -194,7 +194,7 @@ COUNTS = _entry(LeastFrequentlyUsed)
 
 def _mutant(broken: type, test: str, *tiers: str) -> Mutant:
     return Mutant(
-        told_of(broken), EvictionTests, f"test_{test}", _entry(broken), CLEAN, tiers or ("cpu",)
+        name_of(broken), EvictionTests, f"test_{test}", _entry(broken), CLEAN, tiers or ("cpu",)
     )
 
 

@@ -36,7 +36,7 @@ def without_shrinking(count: int = 100) -> Iterator[None]:
         settings.load_profile(current)
 
 
-def told_of(broken: Any) -> str:
+def name_of(broken: Any) -> str:
     """Make the name of a mutant from the first line of its docstring."""
     first = broken.__doc__.strip().splitlines()[0].rstrip(".")
     return first[0].lower() + first[1:]

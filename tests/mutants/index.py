@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from tests.mutants.harness import Mutant, mutated, told_of
+from tests.mutants.harness import Mutant, mutated, name_of
 from topkv import hookimpl
 from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
 from topkv_testing.models.indexed import INDEXED, Indexed
@@ -103,7 +103,7 @@ OPTIONS = AlgorithmOptions(hidden_needles=True, head_needles=True)
 def _mutant(broken: type[Indexed], test: str) -> Mutant:
     entry = mutated(INDEXED, broken)
     return Mutant(
-        told_of(broken), AlgorithmTests, f"test_{test}", entry, INDEXED, ("cpu",), OPTIONS
+        name_of(broken), AlgorithmTests, f"test_{test}", entry, INDEXED, ("cpu",), OPTIONS
     )
 
 

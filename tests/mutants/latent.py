@@ -75,7 +75,7 @@ SPLIT = scenario(scenarios.the_last_page_goes_to_one_of_two)
 
 MUTANTS = [
     LifecycleMutant(
-        "a layer that shares goes by the selection of an earlier chunk",
+        "a layer that shares uses the selection of an earlier chunk",
         *(Selector, "select_prompt", first_chunk_is_shared, CHUNKS),
     ),
     LifecycleMutant(

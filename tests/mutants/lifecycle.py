@@ -87,8 +87,8 @@ class LifecycleMutant:
             except (ConfigError, PluginError, TypeError):
                 raise  # the mutant does not run at all, so nothing has seen its bug
             except (Exception, pytest.fail.Exception) as failure:
-                told = str(failure).splitlines() or ["no message"]
-                return f"{type(failure).__name__}: {told[0][:160]}"
+                reported = str(failure).splitlines() or ["no message"]
+                return f"{type(failure).__name__}: {reported[0][:160]}"
         return None
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from tests.mutants.harness import Mutant, told_of
+from tests.mutants.harness import Mutant, name_of
 from topkv.entries import PluginEntry
 from topkv.hooks.discovery import hookimpl
 from topkv.loads import Loads
@@ -12,7 +12,7 @@ from topkv_testing.observers import ObserverOptions, ObserverTests
 
 OPTIONS = ObserverOptions(
     says=lambda observer: sum(observer.misses),
-    oracle=lambda told: sum(each.transfers.misses for each in told if each.ended),
+    oracle=lambda reported: sum(each.transfers.misses for each in reported if each.ended),
 )
 
 
@@ -91,7 +91,7 @@ def _mutant(broken: type, test: str) -> Mutant:
         for cls in (Sums, broken)
     )
     name = f"test_{test}"
-    return Mutant(told_of(broken), ObserverTests, name, entry, clean, options=OPTIONS)
+    return Mutant(name_of(broken), ObserverTests, name, entry, clean, options=OPTIONS)
 
 
 MUTANTS = [

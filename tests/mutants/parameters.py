@@ -35,7 +35,7 @@ def bools(_):
 
 
 def together(_):
-    tests.test_everything_that_is_wrong_is_told_at_once_and_the_rest_is_kept()
+    tests.test_everything_that_is_wrong_is_reported_at_once_and_the_rest_is_kept()
 
 
 def choices(_):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from attrs import frozen
 
-from tests.mutants.harness import Mutant, mutated, told_of, without_shrinking
+from tests.mutants.harness import Mutant, mutated, name_of, without_shrinking
 from topkv.errors import ConfigError, PluginError
 from topkv.plugins import registry
 from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
@@ -44,7 +44,7 @@ class OwnMutant:
     @property
     def name(self) -> str:
         """The bug in a few words."""
-        return told_of(self.broken)
+        return name_of(self.broken)
 
     @property
     def twin(self) -> Hashable:
@@ -100,7 +100,7 @@ def _kit(name: str, kernels: type, options: AlgorithmOptions) -> Callable[..., M
         suite: type[AlgorithmTests] = AlgorithmTests,
     ) -> Mutant:
         entry = mutated(clean, broken, kernels)
-        return Mutant(told_of(broken), suite, f"test_{test}", entry, clean, tiers, options)
+        return Mutant(name_of(broken), suite, f"test_{test}", entry, clean, tiers, options)
 
     return made
 
@@ -129,5 +129,5 @@ def _stage(
 ) -> Mutant:
     """Make a mutant of a stage that the kit catches."""
     entry = mutated(kit.ENTRY, broken, kernels)
-    told = told_of(broken)
-    return Mutant(told, StageTests, f"test_{test}", entry, kit.ENTRY, tiers, kit.OPTIONS)
+    reported = name_of(broken)
+    return Mutant(reported, StageTests, f"test_{test}", entry, kit.ENTRY, tiers, kit.OPTIONS)

@@ -46,7 +46,7 @@ from tests.mutants import plugins_residual as residual
 from tests.mutants import plugins_rocketkv as rocket
 from tests.mutants import plugins_skip_softmax as skip
 from tests.mutants import plugins_top_p as top_p
-from tests.mutants.harness import Mutant, mutated, told_of
+from tests.mutants.harness import Mutant, mutated, name_of
 from tests.mutants.plugin_harness import _kit, _own, _stage, _subject
 from topkv_clusterkv.launch import ClusterKVTriton
 from topkv_double_sparsity.launch import DoubleSparsityTriton
@@ -268,7 +268,7 @@ MUTANTS = [
     of_keydiff(keydiff.KernelSkipsTheLastToken, *DIFFERS, ("interpret",), scope="kv_head"),
     of_skip_stage(skip.TakesAnyFactor, skip_kit, "a_factor_that_is_none_is_refused", factor=0),
     Mutant(
-        told_of(skip.StandsBehind),
+        name_of(skip.StandsBehind),
         OptionTests,
         "test_it_takes_no_part_in_selections",
         mutated(skip_kit.ENTRY, skip.StandsBehind),

@@ -79,7 +79,7 @@ class KernelUnflipped(ParisKVTriton):
 
 
 class KernelOverlooksOutliers(ParisKVTriton):
-    """The kernel is not told by the factors that something left the keys."""
+    """The factors do not show the kernel that something left the keys."""
 
     def lane_scores(self, layer, q):
         layer.pools["factor"].abs_()

@@ -175,7 +175,7 @@ class ForgetsLeftOnes(PQCache):
 
 
 class TakesTheLastPlaceAgain(PQCache):
-    """Where places run out, the last codebook is trained anew, whatever goes by it."""
+    """Where places run out, the last codebook is trained anew, whatever uses it."""
 
     def _close(self, layer, slot, books, pieces):
         return super()._close(layer, slot, min(books, self.books - 1), pieces)

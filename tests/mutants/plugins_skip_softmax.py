@@ -88,7 +88,7 @@ class ByWhatIsAttended(SkippingAttend):
 
 
 class ByTheFirstRow(SkippingAttend):
-    """All rows go by the length of the first."""
+    """All rows use the length of the first."""
 
     def skips(self, q, k, tables):
         first = tables.attached[:1].expand(len(q))
@@ -150,7 +150,7 @@ class KernelNaturalLogarithm(SkippingDecoder):
 
 
 class KernelSkipsWithout(SkippingDecoder):
-    """The kernel goes by the attended tokens where a table brings no lengths."""
+    """The kernel uses the attended tokens where a table brings no lengths."""
 
     def attend(self, q, k, v, tables, out, lse):
         if tables.attached is None:

@@ -195,7 +195,7 @@ class KernelForgetsTheLeast(TopPTriton):
 
 
 class KernelSharesOfOneHead(TopPTriton):
-    """The kernel goes by the first query head of a lane alone."""
+    """The kernel uses the first query head of a lane alone."""
 
     @hookimpl
     def refine(self, layer, q, candidates, out):

@@ -31,7 +31,7 @@ def all_of_it(self, tokens, salt):
     return _keys(self, [*tokens, *[0] * self.tail], salt)
 
 
-def nobody_tells(self, tokens, salt):
+def without_tenant(self, tokens, salt):
     """Keys of all tenants are alike."""
     return page_keys(tokens, self.requests.config.page_tokens, salt)
 
@@ -70,7 +70,7 @@ def with_what_is_held(self, tenant, limit):
 MUTANTS = [
     LifecycleMutant(
         "tenants with quotas find each other's pages",
-        *(prefixes.Prefixes, "_keys_of", nobody_tells, run_quota_scene),
+        *(prefixes.Prefixes, "_keys_of", without_tenant, run_quota_scene),
     ),
     LifecycleMutant(
         "nobody has a quota",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from attrs import evolve
 
-from tests.mutants.harness import Mutant, told_of
+from tests.mutants.harness import Mutant, name_of
 from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import StageSpec
 from topkv_testing.models.stage_doubles import RERANK, Rerank, products
@@ -187,7 +187,7 @@ def _mutant(broken: type, test: str, tier: str = "cpu", kernels: bool = False) -
     factories = {**RERANK.factories, "triton": own} if kernels else own
     clean = evolve(RERANK, name="rerank_clean")
     entry = evolve(RERANK, name="mutant", factories=factories)
-    return Mutant(told_of(broken), StageTests, f"test_{test}", entry, clean, (tier,), OPTIONS)
+    return Mutant(name_of(broken), StageTests, f"test_{test}", entry, clean, (tier,), OPTIONS)
 
 
 _LEFT = "what_is_left_are_candidates"

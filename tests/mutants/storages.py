@@ -7,7 +7,7 @@ import time
 
 from attrs import evolve
 
-from tests.mutants.harness import Mutant, told_of
+from tests.mutants.harness import Mutant, name_of
 from topkv.hooks.discovery import hookimpl
 from topkv_prefixes.storage import StorageUsage
 from topkv_testing.models.storage_doubles import SHELF, ShelfParams, ShelfStorage
@@ -192,7 +192,7 @@ def _mutant(broken: type, test: str) -> Mutant:
         for cls in (ShelfStorage, broken)
     )
     name = f"test_{test}"
-    return Mutant(told_of(broken), StorageTests, name, entry, clean, options=OPTIONS)
+    return Mutant(name_of(broken), StorageTests, name, entry, clean, options=OPTIONS)
 
 
 MUTANTS = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.mutants.harness import Mutant, told_of
+from tests.mutants.harness import Mutant, name_of
 from topkv.entries import PluginEntry
 from topkv.hooks.discovery import hookimpl
 from topkv.ops import topk_reference
@@ -112,7 +112,7 @@ CLEAN = _entry(Sorted)
 def _mutant(broken: type, test: str, *tiers: str) -> Mutant:
     tiers = tiers or ("cpu",)
     name = f"test_{test}"
-    return Mutant(told_of(broken), TopKTests, name, _entry(broken), CLEAN, tiers, OPTIONS)
+    return Mutant(name_of(broken), TopKTests, name, _entry(broken), CLEAN, tiers, OPTIONS)
 
 
 MUTANTS = [

@@ -11,7 +11,7 @@ import linecache
 from types import ModuleType
 from typing import Any
 
-from tests.mutants.harness import Mutant, told_of
+from tests.mutants.harness import Mutant, name_of
 from topkv.entries import Capabilities, PluginEntry
 from topkv.hooks.discovery import hookimpl
 from topkv.kv import row_kernels
@@ -354,7 +354,7 @@ def _mutant(factory: type, test: str, seen_on: str = "cpu") -> Mutant:
     name = factory.__name__
     factories = {tier(seen_on).impl: f"{__name__}:{name}"}
     entry = PluginEntry(name.lower(), "transfer", factories, capabilities=CODED)
-    return Mutant(told_of(factory), TransferTests, test, entry, CLEAN, (seen_on,))
+    return Mutant(name_of(factory), TransferTests, test, entry, CLEAN, (seen_on,))
 
 
 _ORDERED = "test_plan_and_load_follow_the_ordered_model"

@@ -76,11 +76,11 @@ class Environment:
         try:
             found = metadata.distribution(name)
         except metadata.PackageNotFoundError as error:
-            mend = f"{sys.executable} has no such package; install it there"
-            raise RuntimeError(f"{requirement} is declared, and {mend}") from error
+            fix = f"{sys.executable} has no such package; install it there"
+            raise RuntimeError(f"{requirement} is declared, and {fix}") from error
         if not requirement.specifier.contains(found.version, prereleases=True):
-            mend = f"{sys.executable} has {found.version}; install one that is asked for"
-            raise RuntimeError(f"{requirement} is declared, and {mend}")
+            fix = f"{sys.executable} has {found.version}; install one that is asked for"
+            raise RuntimeError(f"{requirement} is declared, and {fix}")
         for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
             link, target = self._base / top, Path(str(found.locate_file(top)))
             if target.exists() and not link.exists():
@@ -101,5 +101,5 @@ class Environment:
         kept |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", **variables}
         command = [str(self.python), "-P", *map(str, args)]
         with Popen(command, cwd=cwd, env=kept, stdout=PIPE, stderr=STDOUT, text=True) as process:
-            told, _ = process.communicate()
-        return process.returncode, told
+            reported, _ = process.communicate()
+        return process.returncode, reported

@@ -54,10 +54,10 @@ def check_alone(name: str, *needed: str) -> None:
     _inside(importlib.import_module(name))
     records = registry().records()
     offered = [record for record in records if record.package.replace("-", "_") == name]
-    told = [f"{record.kind} {record.name}" for record in offered] or _commands(name)
-    told = told or _modules(name)
+    reported = [f"{record.kind} {record.name}" for record in offered] or _commands(name)
+    reported = reported or _modules(name)
     problems = [f"{record.who}: {record.problem}" for record in records if record.problem]
-    if problems or not told:
+    if problems or not reported:
         fail(f"{name} must offer something and no plugin have a problem, got {problems or 'none'}")
     heavy = HEAVY & set(sys.modules)
     if heavy:
@@ -66,7 +66,7 @@ def check_alone(name: str, *needed: str) -> None:
         if record.entry and name != "topkv":
             for factory in record.entry.factories.values():
                 _factory(factory.split(":")[0])
-    print(", ".join(told))
+    print(", ".join(reported))
 
 
 def _factory(name: str) -> None:
@@ -100,8 +100,8 @@ def check_modules(name: str) -> None:
     found = [each.name for each in pkgutil.walk_packages(package.__path__, f"{name}.")]
     left_out = [each for each in found if not _imports(each)]
     commands = [point.load().name for point in entry_points(group="topkv.commands")]
-    told = f"; {', '.join(left_out)} need an engine" if left_out else ""
-    print(f"{len(found)} modules, commands: {', '.join(sorted(commands)) or 'none'}{told}")
+    reported = f"; {', '.join(left_out)} need an engine" if left_out else ""
+    print(f"{len(found)} modules, commands: {', '.join(sorted(commands)) or 'none'}{reported}")
 
 
 def _imports(name: str) -> bool:
@@ -120,13 +120,15 @@ def check_time(name: str) -> None:
     runs = []
     for _ in range(9):
         command = [sys.executable, "-P", "-c", TIMED]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        runs.append([1000 * float(part) for part in told.split()])
+        reported = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        runs.append([1000 * float(part) for part in reported.split()])
     spent, wall = (statistics.median(column) for column in zip(*runs, strict=True))
-    told = f"import topkv: {spent:.0f} ms of CPU, {wall:.0f} ms of time (medians of {len(runs)})"
+    reported = (
+        f"import topkv: {spent:.0f} ms of CPU, {wall:.0f} ms of time (medians of {len(runs)})"
+    )
     if spent > MILLISECONDS:
-        fail(f"{told}; at most {MILLISECONDS:.0f} ms of CPU are allowed: see -X importtime")
-    print(told)
+        fail(f"{reported}; at most {MILLISECONDS:.0f} ms of CPU are allowed: see -X importtime")
+    print(reported)
 
 
 def check_refused(name: str) -> None:
@@ -135,9 +137,9 @@ def check_refused(name: str) -> None:
 
     found = [each for each in registry().records() if each.package.replace("-", "_") == name]
     for record in found:
-        told = str(record.problem)
-        if not ("implements hook API" in told and "Install" in told):
-            fail(f"{record.who} must be refused for its hook API, got {told}; state hook_api")
+        reported = str(record.problem)
+        if not ("implements hook API" in reported and "Install" in reported):
+            fail(f"{record.who} must be refused for its hook API, got {reported}; state hook_api")
     if not found:
         fail(f"{name} must be listed, with the reason why it is refused, and is not")
     print(found[0].problem)

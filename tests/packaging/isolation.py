@@ -78,15 +78,15 @@ class Log:
         """Run a check, which returns an exit status and a text, and log how it went."""
         start = time.monotonic()
         try:
-            status, told = check(*args)
+            status, reported = check(*args)
         except RuntimeError as error:
-            status, told = 1, str(error)
+            status, reported = 1, str(error)
         took = f"{time.monotonic() - start:5.1f} s"
         if status:
             self.failures.append(what)
-            self.lines.append(f"FAILED {took}  {what}:\n{told.rstrip()}")
+            self.lines.append(f"FAILED {took}  {what}:\n{reported.rstrip()}")
         else:
-            last = told.rstrip().splitlines()[-1:] or ["done"]
+            last = reported.rstrip().splitlines()[-1:] or ["done"]
             self.lines.append(f"ok     {took}  {what}: {last[0].strip('= ')}")
         return not status
 
@@ -206,13 +206,13 @@ class Isolation:
         environment.add(TOOLS)
         log.look("install", self.install, environment, every, "*")
         newer = f"{HOOK_API[0]}.{HOOK_API[1] + 1}"
-        told = {
+        reported = {
             "newer": f"Install a topkv that speaks {newer}",
             "older": "Install a newer topkv-older that implements",
             "absent": "No module named 'no_such_library'; reinstall topkv-absent",
             "exits": "SystemExit: 3; reinstall topkv-exits",
         }
-        for name, text in told.items():
+        for name, text in reported.items():
             log.look(name, self.lists, environment, text)
         kit = good.folder / "tests" / "test_conformance.py"
         log.look("the good one", run_kit, environment, kit)
@@ -241,9 +241,9 @@ class Isolation:
         """
         root = self.work / f"new-{kind}"
         command = ("-m", "topkv_cli", "new", f"my-{kind}", "--kind", kind, "--output", root)
-        status, told = environment.call(*command)
+        status, reported = environment.call(*command)
         if status:
-            return status, told
+            return status, reported
         environment.install(build(root, self.work)[1])
         # Hypothesis draws the same examples in every run where CI is set.
         how = () if kind == "algorithm" else ("--collect-only",)

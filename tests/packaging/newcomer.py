@@ -1,11 +1,13 @@
-"""The path of somebody new, timed: install from wheels, use every command, start a plugin.
+"""The path of somebody new, timed: the README from its install to a plugin of one's own.
 
     make newcomer
     make newcomer ARGS=5.17          with this minor version of Transformers
+    make newcomer TORCH_INDEX=URL    with another index of CPU builds of torch than the README's
 
-Wheels are built from sdists. Everything else happens in an empty directory, with a fresh
-environment that pip fills from its index; of the checkout only the wheels, the pinned versions and
-the blocks of the README are used. Exits with 1 at the first step that fails.
+Every block of the README that ``tests/readme.py`` gives to this file is run as it is written, in
+a fresh environment that pip fills from its index: the install in the clone, everything else in an
+empty directory. Of the checkout only that, and the pinned versions, are used. Exits with 1 at the
+first step that fails.
 """
 
 from __future__ import annotations
@@ -21,20 +23,11 @@ from pathlib import Path
 from subprocess import PIPE, STDOUT, run
 
 from tests.packaging.environment import LEFT_OUT
-from tests.packaging.packages import ROOT, build
+from tests.packaging.packages import ROOT
+from tests.readme import block
 
-PACKAGES = (
-    "core",
-    "plugins/quest",
-    "plugins/triton_attention",
-    "plugins/transformers",
-    "tools/cli",
-    "tools/authoring",
-    "tools/prediction",
-    "tools/prefixes",
-    "tools/evaluation",
-    "tools/testing",
-)
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+"""The index of torch that the README names."""
 
 
 class StepError(Exception):
@@ -49,27 +42,40 @@ def step(what: str) -> Iterator[None]:
     print(f"{time.monotonic() - start:7.1f} s  {what}", flush=True)
 
 
-def call(folder: Path, *command: object) -> str:
-    """Run a command in a folder and return its output; nothing of the checkout is on its path.
+class Shell:
+    """Commands in a fresh environment, which nothing of the checkout is on the path of.
 
-    Raises:
-        StepError: it failed.
+    Args:
+        here: an empty folder, where the environment is made.
+        pinned: the pinned versions, which pip keeps to.
     """
-    kept = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
-    # As on a machine of its own: no download but pip's, and the same examples in every run.
-    kept |= {"HF_HUB_OFFLINE": "1", "CI": "true"}
-    words = list(map(str, command))
-    done = run(words, cwd=folder, env=kept, stdout=PIPE, stderr=STDOUT, text=True, check=False)
-    if done.returncode:
-        raise StepError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout[-4000:]}")
-    return done.stdout
 
+    def __init__(self, here: Path, pinned: Path) -> None:
+        self.here = here
+        kept = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
+        # As on a machine of its own: no download but pip's, and the same examples in every run.
+        kept |= {"HF_HUB_OFFLINE": "1", "CI": "true", "PIP_CONSTRAINT": str(pinned)}
+        self.environment = kept | {"PATH": f"{here / 'env' / 'bin'}{os.pathsep}{kept['PATH']}"}
+        self(f"{sys.executable} -m venv {here / 'env'}")
 
-def blocks() -> tuple[str, str]:
-    """The Python of the README: the use of a model, and the tests of a plugin."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    use, suite = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    return use, suite
+    def __call__(self, commands: str, folder: Path | None = None) -> str:
+        """Run lines of a shell, in the empty folder or another one, and return their output.
+
+        Raises:
+            StepError: one of them failed; with what it wrote.
+        """
+        done = run(
+            ["bash", "-euxo", "pipefail", "-c", commands],
+            cwd=folder or self.here,
+            env=self.environment,
+            stdout=PIPE,
+            stderr=STDOUT,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise StepError(f"{commands}\nended with {done.returncode}:\n{done.stdout[-4000:]}")
+        return done.stdout
 
 
 def pins(here: Path, transformers: str | None) -> Path:
@@ -84,53 +90,38 @@ def pins(here: Path, transformers: str | None) -> Path:
 
 
 COMMANDS = {
-    "doctor": "--json",
     "plugins": "--check",
     "demo": "",
     "generate": "--model {model} --algorithm quest --backend triton_attention --prompt def",
     "eval": "--algorithms quest --tasks facts --contexts 1024 --questions 2 --budgets 5%",
 }
-"""Each command of topkv that a user meets first, with arguments."""
+"""Commands of topkv that a user meets first beside those of the README, with arguments."""
 
 
 def walk(here: Path, transformers: str | None) -> None:
     """Walk through all steps, in an empty folder."""
-    wheels = here / "wheels"
-    with step("(we) build the wheels"):
-        core, *others = [build(ROOT / name, wheels)[1] for name in PACKAGES]
-    python = here / "env" / "bin" / "python"
-    pip = (python, "-m", "pip", "install", "-q", "--disable-pip-version-check")
-    pinned = ("-c", pins(here, transformers))
-    with step("make an environment, and install torch"):
-        call(here, sys.executable, "-m", "venv", here / "env")
-        call(here, *pip, *pinned, "torch")
-    with step("install topkv, quest, triton_attention, transformers, and the tools they need"):
-        call(here, *pip, *pinned, f"{core}[cli,testing]", *others)
-    use, suite = blocks()
-    (here / "example.py").write_text(use, encoding="utf-8")
-    with step("run the README's example"):
-        told = call(here, python, "example.py")
-    print("".join(f"           | {line}\n" for line in told.splitlines()[-3:]), end="")
+    with step("make an environment"):
+        shell = Shell(here, pins(here, transformers))
+    with step("run the README's install, in the clone"):
+        install = block("install").replace(CPU_INDEX, os.environ.get("TORCH_INDEX") or CPU_INDEX)
+        shell(install, ROOT)
+    (here / "example.py").write_text(block("model"), encoding="utf-8")
+    with step("run the README's model"):
+        show(shell("python example.py"))
     code = "import topkv_evaluation as e, transformers as t; print(t.__version__, e.CHECKPOINT)"
-    version, model = call(here, python, "-c", code).split()
+    version, model = shell(f'python -c "{code}"').splitlines()[-1].split()
     print(f"           | Transformers {version}")
     for name, arguments in COMMANDS.items():
         with step(f"topkv {name}"):
-            told = call(
-                here, python, "-m", "topkv_cli", name, *arguments.format(model=model).split()
-            )
-        print(f"           | {told.strip().splitlines()[-1]}")
-    (here / "test_mine.py").write_text(suite.replace('"mine"', '"quest"'), encoding="utf-8")
-    with step("pass the README's tests, of Quest"):
-        told = call(here, python, "-m", "pytest", "-q", "test_mine.py")
-    print(f"           | {told.splitlines()[-1]}")
-    with step("topkv new first-try --kind algorithm"):
-        call(here, python, "-m", "topkv_cli", "new", "first-try", "--kind", "algorithm")
-    with step("install it"):
-        call(here, *pip, *pinned, "-e", "./topkv-first-try")
-    with step("pass its kit"):
-        told = call(here / "topkv-first-try", python, "-m", "pytest", "-q")
-    print(f"           | {told.splitlines()[-1]}")
+            show(shell(f"topkv {name} {arguments.format(model=model)}"))
+    (here / "algorithm.py").write_text(block("method"), encoding="utf-8")
+    with step("run the README's method of one's own through the kit"):
+        show(shell(block("kit")))
+
+
+def show(output: str) -> None:
+    """Print the last line of an output."""
+    print(f"           | {output.strip().splitlines()[-1]}")
 
 
 def main(arguments: list[str]) -> int:

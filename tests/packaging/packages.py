@@ -100,8 +100,8 @@ def run(*args: object, cwd: Path = ROOT) -> str:
         list(map(str, args)), cwd=cwd, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        told = (done.stdout + done.stderr).strip()
-        raise RuntimeError(f"{' '.join(map(str, args))} ended with {done.returncode}:\n{told}")
+        reported = (done.stdout + done.stderr).strip()
+        raise RuntimeError(f"{' '.join(map(str, args))} ended with {done.returncode}:\n{reported}")
     return done.stdout
 
 

@@ -190,8 +190,8 @@ def class_reasons(cls: Any) -> list[str]:
             _words(hints.get(each.name))
         except (KeyError, IndexError):
             found.append(
-                "must have fields of bool, int, float, str, None, tuples, unions, mappings of names "
-                f"and such classes, and {each.name} is {shown(hints.get(each.name))}"
+                "must have fields of bool, int, float, str, None, tuples, unions, mappings of "
+                f"names and such classes, and {each.name} is {shown(hints.get(each.name))}"
             )
     return found or _instance_reasons(cls)
 

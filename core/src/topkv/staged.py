@@ -236,7 +236,7 @@ class Staged:
         if keepers and numbered:
             reasons.append(
                 "pages are given back and the others numbered anew, and what the algorithm or a "
-                f"stage keeps of a request goes by the old numbers ({', '.join(numbered)}); take "
+                f"stage keeps of a request uses the old numbers ({', '.join(numbered)}); take "
                 "another algorithm, or leave the stage out"
             )
         return reasons

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import strategies as st
+
 from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
 
 

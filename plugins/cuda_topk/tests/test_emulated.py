@@ -72,7 +72,7 @@ def test_many_infinite_scores(kernels, low):
 
 
 def tiny(steps) -> np.ndarray:
-    """Scores so many subnormal steps above 0 or below."""
+    """Scores N subnormal steps above 0 or below."""
     steps = np.asarray(steps)
     return np.where(steps < 0, 2**31 - steps, steps).astype(np.uint32).view(np.float32)
 

@@ -125,6 +125,6 @@ def test_a_prompt_is_its_steps(world, form):
         w.rows([0])
         w.layer.step.lengths.fill_(3940 + row + 1)
         ids = torch.full((1, 2048), -7, dtype=torch.int32, device="cuda")
-        one = q[row : row + 1].cuda(), weights[row : row + 1].cuda()
+        one = q[row : row + 1].cuda(), weights[row : row + 1, None].cuda()
         w.indexer.retrieve_topk(w.layer, *one, Selection(ids))
         assert w.formed(ids, [3940 + row + 1]) == [sets[row]]

@@ -122,7 +122,7 @@ def test_a_bad_file_is_refused(bench, channel_file, layers, further, words):
     assert path in str(raised.value)
 
 
-def test_all_that_is_wrong_with_a_file_is_told(channel_file, tmp_path):
+def test_all_that_is_wrong_with_a_file_is_reported(channel_file, tmp_path):
     path = channel_file({"0": [[1], GOOD[0]], "2": [GOOD[0]]}, kind="x", format="y", statistic="z")
     with pytest.raises(ConfigError) as raised:
         read(path, [0, 1, 2], 2, 16)

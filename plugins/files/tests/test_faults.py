@@ -158,7 +158,7 @@ def test_a_writer_that_is_at_work_is_no_leftover(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("call", ["writev", "fsync", "rename", "open"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_a_disk_that_is_full_refuses_and_another_fault_is_told(
+def test_a_disk_that_is_full_refuses_and_another_fault_is_reported(
     tmp_path, monkeypatch, call, number
 ):
     storage = made(tmp_path, sync=True)

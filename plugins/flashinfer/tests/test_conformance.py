@@ -42,7 +42,7 @@ class TestFlashInfer(BackendTests):
         "test_serves_call_after_call_of_any_batch",
         "test_adapted_table_attends_to_selection_and_tail",
         "test_prefill_of_a_chunk_over_itself_is_causal",
-        "test_prefill_over_history_sees_what_lies_before",
+        "test_prefill_over_history_sees_what_is_before",
         "test_prefill_that_sees_nothing",
         "test_prefill_of_blocks_merges_to_the_whole",
     ],

@@ -69,7 +69,7 @@ def dense_decode(
     assert lengths.is_contiguous()
     if holder.lengths is None:
         holder.lengths = lengths.tolist()
-    assert holder.lengths == lengths.tolist(), "it would go by the lengths of another call"
+    assert holder.lengths == lengths.tolist(), "it would use the lengths of another call"
     out = torch.full((lanes, 1, heads, 512), torch.nan, dtype=q.dtype, device=q.device)
     lse = torch.full((lanes, heads, 1), torch.inf, device=q.device)
     for lane, length in enumerate(lengths.tolist()):

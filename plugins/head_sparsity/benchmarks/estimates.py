@@ -4,9 +4,9 @@
 
 The small checkpoint of topkv-evaluation reads three prompts of 4096 bytes with planted facts and a
 question. Of the last ``ROWS`` rows, in layers 2 to 5, the entropy of attention over units of
-16 tokens, over its maximum, is compared with estimates of it: by means of runs of so many
+16 tokens, over its maximum, is compared with estimates of it: by means of runs of N
 tokens, as they are (``bits`` 0) or in 4 bits; from all units, or from a tenth of them, those of
-the best keys, as candidates, and a sample of so many units beside them, or from the sample
+the best keys, as candidates, and a sample of N units beside them, or from the sample
 alone. ``correlation`` and ``error``, the mean absolute one, are over rows, query heads, layers
 and prompts.
 """
@@ -87,7 +87,7 @@ def flatness(worth: Tensor, best: Tensor, size: int | None, offered: bool) -> Te
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write JSON lines here as well")
-    told, truth = defaultdict[tuple[Any, ...], list[Tensor]](list), []
+    reported, truth = defaultdict[tuple[Any, ...], list[Tensor]](list), []
     options = parser.parse_args()
     for q, k in activations():
         exact = worth_of(q, k, 1, 0)
@@ -100,8 +100,8 @@ def main() -> None:
         for run, bits in product((1, 2, 4, 8, 16), (0, 4)):
             worth = worth_of(q, k, run, bits)
             for sample in SAMPLES if (run, bits) == (4, 4) else SAMPLES[:1]:
-                told[run, bits, *sample].append(flatness(worth, best, *sample).flatten())
-    for (run, bits, size, offered), found in told.items():
+                reported[run, bits, *sample].append(flatness(worth, best, *sample).flatten())
+    for (run, bits, size, offered), found in reported.items():
         both = torch.stack([torch.cat(found), torch.cat(truth)]).double()
         row = {"run": run, "bits": bits, "sample": size, "candidates": offered}
         row["correlation"] = round(torch.corrcoef(both)[0, 1].item(), 3)

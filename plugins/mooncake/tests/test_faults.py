@@ -160,7 +160,7 @@ def test_parameters_that_are_wrong_are_refused(shared, params, reason):
     assert len(refused.value.reasons) == 2
 
 
-def test_a_machine_without_mooncake_is_told_what_to_install(monkeypatch):
+def test_a_machine_without_mooncake_is_refused_with_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     with pytest.raises(CapabilityError) as refused:
         made({})

@@ -48,7 +48,7 @@ def test_another_process_goes_on_to_the_bit(shared, begun):
         stored["request"].read()
 
 
-def test_what_a_store_has_lost_is_told(make_cluster, begun):
+def test_what_a_store_has_lost_is_reported(make_cluster, begun):
     """A holder is killed; then the master."""
     here, slot = begun
     cluster = make_cluster()
@@ -57,8 +57,10 @@ def test_what_a_store_has_lost_is_told(make_cluster, begun):
         leave(here, slot, stored["request"])
         cluster.kill(holder)
         used = here.manager.host.used
-        told = r"the session 'request' in storage 'mooncake' cannot be resumed:\n.*get: Mooncake"
-        with pytest.raises(StorageError, match=told):
+        reported = (
+            r"the session 'request' in storage 'mooncake' cannot be resumed:\n.*get: Mooncake"
+        )
+        with pytest.raises(StorageError, match=reported):
             take(here, stored["request"])
         cluster.kill(cluster.master)
         with pytest.raises(StorageError, match=r"cannot be stored:\n.*-900 \(the master does not"):

@@ -25,9 +25,9 @@ def start(what, params):
 def lived(params):
     """Run a life in a process, and return the found, fetched and stored counts and the outputs."""
     process = start("live", params)
-    told, _ = process.communicate(timeout=300)
+    reported, _ = process.communicate(timeout=300)
     assert process.returncode == 0
-    found, fetched, stored, outputs = json.loads(told.splitlines()[-1])
+    found, fetched, stored, outputs = json.loads(reported.splitlines()[-1])
     return found, fetched, stored, torch.tensor(outputs)
 
 
@@ -124,10 +124,10 @@ def test_a_prompt_waits_for_a_silent_holder_as_long_as_its_policy_says(make_clus
     equal(outputs, expected)
     counts = second.keeper.counts.storage
     assert (counts.late, counts.fetched) == (1, 0)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         second.close()
-    assert any("calls hang and are left behind" in str(each.message) for each in told)
+    assert any("calls hang and are left behind" in str(each.message) for each in reported)
     holder.send_signal(signal.SIGCONT)
 
 

@@ -7,9 +7,9 @@ import pytest
 from topkv_testing.observers import ObserverOptions, ObserverTests
 
 
-def expected(told):
+def expected(reported):
     """The range that is open: that of the last forward, if it was dropped."""
-    last = told[-1]
+    last = reported[-1]
     rows = sum(slot >= 0 for slot in last.slots)
     text = f"topkv: {rows} decode rows, {last.prompt_tokens} prompt tokens"
     return [] if last.ended else [text]

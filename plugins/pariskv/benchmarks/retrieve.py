@@ -106,7 +106,7 @@ def measure(requests: int, tokens: int, scope: str, outliers: bool) -> dict[str,
 
 
 def sweep(tokens: int) -> Iterator[dict[str, object]]:
-    """Shapes of the score kernel, for 16 requests of so many tokens."""
+    """Shapes of the score kernel, for 16 requests of N tokens."""
     for tile, tiles, warps in SHAPES:
         launch.TILE, launch.TILES = tile, tiles
         launch.BLOCK_U = tile * tiles

@@ -196,7 +196,7 @@ def test_a_history_that_lacks_keys_is_refused(subject):
 
 
 def test_all_that_is_wrong_is_said_at_once(subject):
-    for bad, told in (
+    for bad, reported in (
         (
             {"bits": 9, "iterations": -1, "seed": 0.5},
             [
@@ -210,7 +210,7 @@ def test_all_that_is_wrong_is_said_at_once(subject):
     ):
         with pytest.raises(ConfigError) as refused:
             AlgorithmBench(subject, evolve(case_of(), params={**PARAMS, **bad}), requests=1)
-        for part, reason in zip(told, refused.value.reasons, strict=True):
+        for part, reason in zip(reported, refused.value.reasons, strict=True):
             assert part in reason
 
 

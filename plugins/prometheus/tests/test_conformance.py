@@ -25,20 +25,20 @@ def scraped(observer):
     }
 
 
-def expected(told, every):
+def expected(reported, every):
     """Samples as in ``scraped``, from the forwards that the suite ran."""
-    ended = [forward for forward in told if forward.ended]
+    ended = [forward for forward in reported if forward.ended]
     looks = ended[: len(ended) // every * every]
     rows = [slot for forward in ended for slot in forward.slots if slot >= 0]
     counts = (len(ended), sum(forward.prompt_tokens for forward in ended), len(rows))
     samples = {(name, None): value for name, value in zip(COUNTERS, counts, strict=True)}
-    for layer in told[-1].totals.layers:
+    for layer in reported[-1].totals.layers:
         seen = looks[-1].totals.layers[layer] if looks else None
         values = (seen.hits, seen.misses, seen.loaded_bytes) if seen else (0, 0, 0)
         samples |= {
             (name, str(layer)): value for name, value in zip(OF_LAYERS, values, strict=True)
         }
-    held = told[-1].occupancy
+    held = reported[-1].occupancy
     values = (held.pages, held.used_pages, held.slots, held.used_slots)
     return samples | {(name, None): value for name, value in zip(HELD, values, strict=True)}
 

@@ -40,7 +40,7 @@ def check_bounds(world, keys):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_key_lies_within_and_closely(world, impl, device, metadata, dtype):
+def test_every_key_is_within_and_closely(world, impl, device, metadata, dtype):
     @given(seed=st.integers(0, 999), tokens=st.integers(1, 30), power=st.integers(-60, 60))
     @settings(deadline=None, max_examples=8)
     def run(seed, tokens, power):

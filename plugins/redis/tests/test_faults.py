@@ -106,7 +106,7 @@ def answering(*answers):
         thread.join(60)
 
 
-def test_who_does_not_serve_is_told(make_server, monkeypatch):
+def test_who_does_not_serve_is_reported(make_server, monkeypatch):
     with pytest.raises(ConfigError) as refused:
         made({"address": "unix:/nowhere/redis.sock"})
     (reason,) = refused.value.reasons
@@ -225,5 +225,5 @@ def test_parameters_that_are_wrong_are_refused(params, reason):
     """Before anybody is called."""
     with pytest.raises(ConfigError) as refused:
         made({"address": "unix:/nowhere", **params})
-    (told,) = refused.value.reasons
-    assert reason in told
+    (reported,) = refused.value.reasons
+    assert reason in reported

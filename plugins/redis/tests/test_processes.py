@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 COUNT = len(PROMPT)
 
 
-def told(what, params):
+def reported(what, params):
     """Run another process, and return what it prints."""
     command = [sys.executable, PROGRAM, what, json.dumps(params)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
@@ -48,7 +48,7 @@ def test_another_process_decodes_from_what_the_first_has_stored(shared):
     params = {**shared.params, "namespace": "processes"}
     expected = plain()
     for found, stored in ((0, 7), (28, 0)):
-        *counts, outputs = told("live", params)
+        *counts, outputs = reported("live", params)
         assert counts == [found, found, stored]
         equal(outputs, expected)
 
@@ -60,7 +60,7 @@ def test_a_request_goes_on_in_another_process(make_server):
     run_forward(here, [slot], [], {slot: ROWS[:COUNT]}, QUERIES[:, :COUNT])
     with sessions_of(server.params) as stored:
         leave(here, slot, stored["request"])
-        length, outputs = told("take", server.params)
+        length, outputs = reported("take", server.params)
         with pytest.raises(StorageError, match="it is not there; process the prompt again"):
             take(here, stored["request"])
         leave(here, slot, stored["request"])

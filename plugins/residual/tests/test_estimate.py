@@ -94,7 +94,7 @@ def test_random_keys_come_nearer_to_attention_to_everything(on, dtype):
     assert errors[1][1].max() < 0.25 * errors[0][1].max()
 
 
-def test_a_weight_lies_between_the_mean_and_the_maximum_of_the_logits():
+def test_a_weight_is_between_the_mean_and_the_maximum_of_the_logits():
     """Keys have one channel, where channels cannot depend on each other."""
 
     @given(
@@ -109,15 +109,15 @@ def test_a_weight_lies_between_the_mean_and_the_maximum_of_the_logits():
         k = size * KEYS[kind]((unit, 1, 1), generator)[None].float()
         q = torch.randn(1, 3, 1, generator=generator)
         mean, _, deviation = reference.summary(k, k, torch.ones(1, unit, dtype=torch.bool))
-        told = reference.logits(q, mean[None], deviation[None], unit, 1.0)[0, :, 0]
+        reported = reference.logits(q, mean[None], deviation[None], unit, 1.0)[0, :, 0]
         plain = reference.logits(q, mean[None], None, unit, 1.0)[0, :, 0]
         logits = torch.einsum("hd,ud->hu", q[0].double(), k[0, :, 0].double())
         slack = 1e-4 * (1 + logits.abs().amax(1))
         assert (plain <= logits.logsumexp(1) + slack).all(), "Jensen"
-        assert (told >= plain - slack).all()
+        assert (reported >= plain - slack).all()
         # Samuelson's bound is of the mean; the maximum may be less for other deviations.
         most = logits.mean(1) + logits.std(1, correction=0) * math.sqrt(unit - 1)
-        assert (told <= most + math.log(unit) + slack).all()
+        assert (reported <= most + math.log(unit) + slack).all()
 
     check()
 
@@ -130,9 +130,9 @@ def test_normal_keys_weigh_what_they_weigh():
     mean, _, deviation = reference.summary(k, k, torch.ones(64, 128, dtype=torch.bool))
     truth = torch.einsum("hd,cud->hcu", q[0], k[:, :, 0]).logsumexp(2)
     plain = reference.logits(q, mean[None], None, 128, 1.0)[0]
-    told = reference.logits(q, mean[None], deviation[None], 128, 1.0)[0]
+    reported = reference.logits(q, mean[None], deviation[None], 128, 1.0)[0]
     assert (truth - plain).mean() > 1
-    assert (truth - told).mean().abs() < 0.3
+    assert (truth - reported).mean().abs() < 0.3
 
 
 def test_extreme_logits_stay_finite(on):
@@ -172,6 +172,6 @@ def test_wrong_parameters_are_refused_with_every_reason(on):
     setup = StageSetup(model, bench.group, ENTRY.parameters(), bench.device)
     with pytest.raises(ConfigError) as error:
         Residual(setup)
-    told = "\n".join(error.value.reasons)
+    reported = "\n".join(error.value.reasons)
     for part in ("float64", "softcap", "kv_format"):
-        assert part in told
+        assert part in reported

@@ -234,10 +234,10 @@ def test_padded_rows_give_nothing_and_disturb_nothing(on):
 def test_backends_without_the_option_are_refused_by_name(backend):
     with pytest.raises(ConfigError) as error:
         configured(tier("cpu"), backend, budget=1)
-    told = "\n".join(error.value.reasons)
+    reported = "\n".join(error.value.reasons)
     assert (
         f"(backend '{backend}') has no skip_softmax, which stage 'skip_softmax' asks of "
         "attention: choose another backend, or leave the stage out (layers 1, sparse)"
-    ) in told
-    assert "budget must be at least" in told
+    ) in reported
+    assert "budget must be at least" in reported
     assert "(layers 0" not in "\n".join(why for why in error.value.reasons if "skip" in why)

@@ -12,9 +12,9 @@ def waited(observer):
     return [layer for layer, spent in observer.milliseconds().items() if spent > 0]
 
 
-def missed(told):
+def missed(reported):
     """Layers that have loaded something, warm starts and dropped forwards included."""
-    return [layer for layer, counts in told[-1].totals.layers.items() if counts.misses]
+    return [layer for layer, counts in reported[-1].totals.layers.items() if counts.misses]
 
 
 class TestStalls(ObserverTests):

@@ -135,7 +135,7 @@ def test_a_fork_goes_its_own_way():
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         ({"local": 5}, "local must be a number of units from 1 to 4, which the budget has, got 5"),
         ({"local": "all"}, "must be an int, got 'all'"),
@@ -146,11 +146,11 @@ def test_a_fork_goes_its_own_way():
         ({"scope": "shared"}, "takes scope kv_head, got shared"),
     ],
 )
-def test_what_does_not_fit_is_refused(options, told):
+def test_what_does_not_fit_is_refused(options, reported):
     on = next(each for each in all_tiers() if each.name == "cpu")
     with pytest.raises(ConfigError) as error:
         make(on, **options)
-    assert told in "\n".join(error.value.reasons)
+    assert reported in "\n".join(error.value.reasons)
 
 
 def test_a_model_without_an_index_is_refused():

@@ -71,7 +71,7 @@ def test_streamers_criteria_and_embeddings(tiny, recording):
     model, prompt = tiny.model(), tiny.prompt(30)
     embeds = model.get_input_embeddings()(prompt["input_ids"]).detach()
 
-    class Told(TextStreamer):
+    class Reported(TextStreamer):
         def __init__(self):
             self.ids = []
 
@@ -85,8 +85,8 @@ def test_streamers_criteria_and_embeddings(tiny, recording):
         def __call__(self, ids, scores, **kwargs):
             return torch.full((len(ids),), ids.shape[1] >= 12, device=ids.device)
 
-    def told(settings):
-        streamer = Told()
+    def reported(settings):
+        streamer = Reported()
         criteria = StoppingCriteriaList([AtTwelve()])
         with topkv.attach(model, settings) as handle:
             model.generate(
@@ -99,8 +99,8 @@ def test_streamers_criteria_and_embeddings(tiny, recording):
             )
             return streamer.ids, handle.capture.replayed
 
-    plain, none = told(tiny.settings(**EAGER))
-    ours, replayed = told(tiny.settings(**SPARSE, **recording))
+    plain, none = reported(tiny.settings(**EAGER))
+    ours, replayed = reported(tiny.settings(**SPARSE, **recording))
     assert ours == plain
     assert none == 0
     assert replayed == len(ours) - 3
@@ -112,7 +112,7 @@ def test_further_turns_forks_and_batch_sizes_share_recordings(tiny, recording):
     first, second = tiny.prompt(30, (0,)), tiny.prompt(25, (0, 5), seed=3)
 
     def lives(settings):
-        told = []
+        reported = []
 
         def go(cache, ids, mask, steps):
             output = model.generate(
@@ -124,7 +124,7 @@ def test_further_turns_forks_and_batch_sizes_share_recordings(tiny, recording):
                 output_logits=True,
                 return_dict_in_generate=True,
             )
-            told.append(torch.stack(output.logits, 1))
+            reported.append(torch.stack(output.logits, 1))
             return output.sequences, torch.nn.functional.pad(mask, (0, steps), value=1)
 
         with topkv.attach(model, settings) as handle:
@@ -138,7 +138,7 @@ def test_further_turns_forks_and_batch_sizes_share_recordings(tiny, recording):
             go(two, ids_two, mask_two, 5)
             for cache in (one, two, twin):
                 cache.close()
-            return told, handle.capture
+            return reported, handle.capture
 
     plain, _ = lives(tiny.settings(**EAGER, max_requests=6))
     ours, report = lives(tiny.settings(**SPARSE, **recording, max_requests=6))
@@ -206,18 +206,18 @@ def test_calls_that_are_no_plain_steps_run_in_python(tiny, recording, call, repl
 
     def loop(settings):
         with topkv.attach(model, settings) as handle, torch.no_grad():
-            cache, told = handle.new_cache(), []
+            cache, reported = handle.new_cache(), []
             ids = model(**prompt, past_key_values=cache).logits[:, -1:].argmax(-1)
             for _ in range(4):
-                told.append(model(ids, past_key_values=cache).logits)
+                reported.append(model(ids, past_key_values=cache).logits)
             before = handle.capture.replayed
-            told.append(call(model, ids, cache))
+            reported.append(call(model, ids, cache))
             assert (handle.capture.replayed > before) == (
                 replayed and settings["capture"] == "auto"
             )
-            told.append(model(ids, past_key_values=cache).logits)
+            reported.append(model(ids, past_key_values=cache).logits)
             cache.close()
-            return torch.cat(told)
+            return torch.cat(reported)
 
     plain = loop(tiny.settings(**EAGER))
     assert torch.equal(loop(tiny.settings(**SPARSE, **recording)), plain)
@@ -259,13 +259,13 @@ def test_a_changed_module_is_noticed(tiny, recording, change, direct):
     def talk(settings):
         model, prompt = tiny.model(), tiny.prompt(21)
         with topkv.attach(model, settings) as handle:
-            cache, told = handle.new_cache(), []
+            cache, reported = handle.new_cache(), []
             for turn in range(2):
                 if direct:
                     with torch.no_grad():
                         inputs = tiny.prompt(5, seed=turn)["input_ids"]
                         for ids in inputs.split(1, 1):
-                            told.append(model(ids, past_key_values=cache).logits)
+                            reported.append(model(ids, past_key_values=cache).logits)
                 else:
                     output = model.generate(
                         **prompt,
@@ -275,12 +275,12 @@ def test_a_changed_module_is_noticed(tiny, recording, change, direct):
                         return_dict_in_generate=True,
                     )
                     output.past_key_values.close()
-                    told += output.logits
+                    reported += output.logits
                 if not turn:
                     before = handle.capture.replayed
                     change(model)
             cache.close()
-            return told, handle.capture.replayed - before
+            return reported, handle.capture.replayed - before
 
     plain, _ = talk(tiny.settings(**EAGER))
     ours, replayed = talk(tiny.settings(**SPARSE, **recording))

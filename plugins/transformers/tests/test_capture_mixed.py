@@ -77,18 +77,18 @@ def test_caches_in_turn_forks_and_further_turns(tiny, recording, name):
     first, second = tiny.prompt(30, (0,)), tiny.prompt(25, (0,), seed=3)
 
     def lives(settings):
-        told = []
+        reported = []
         with topkv.attach(model, tiny.settings(**settings, max_requests=6)) as handle:
             caches = [handle.new_cache(), handle.new_cache()]
             rows = [[*first.values()], [*second.values()]]
             for steps in (7, 3, 4):
                 for number, cache in enumerate(caches):
                     logits, *rows[number] = turn(model, cache, *rows[number], steps)
-                    told.append(logits)
+                    reported.append(logits)
                 if steps == 3:  # goes on from the middle of what its source goes on to
                     caches.append(caches[0].fork())
                     rows.append(list(rows[0]))
-            return told, handle.capture.replayed
+            return reported, handle.capture.replayed
 
     plain, none = lives(EAGER)
     ours, replayed = lives(SPARSE | recording)
@@ -103,7 +103,7 @@ def test_a_step_whose_head_fails_counts_as_it_does_in_python(tiny, recording):
 
     def lived(settings):
         with topkv.attach(model, tiny.settings(**settings)) as handle, torch.no_grad():
-            cache, told = handle.new_cache(), []
+            cache, reported = handle.new_cache(), []
 
             def step(ids):
                 placed = torch.full_like(ids, cache.state.seen)
@@ -116,14 +116,14 @@ def test_a_step_whose_head_fails_counts_as_it_does_in_python(tiny, recording):
                     with pytest.raises(ZeroDivisionError):
                         step(ids)
                     hook.remove()
-                told.append(step(ids))
-                ids = told[-1].argmax(-1)
+                reported.append(step(ids))
+                ids = reported[-1].argmax(-1)
             before, kept = cache.state.seen, cache.state.stock.keep()
-            told.append(step(ids))
+            reported.append(step(ids))
             handle.requests.truncate(cache.state, before, kept)
-            told.append(step(ids))
-            assert torch.equal(told[-1], told[-2])
-            return torch.cat(told), handle.capture.replayed
+            reported.append(step(ids))
+            assert torch.equal(reported[-1], reported[-2])
+            return torch.cat(reported), handle.capture.replayed
 
     def fail(*_):
         raise ZeroDivisionError
@@ -146,12 +146,12 @@ ACTIONS = st.lists(
 
 def lives(model, tiny, actions, settings):
     """Logits of all steps of caches that take turns, and how many steps were replayed."""
-    told, ids = [], torch.arange(40, device=tiny.device)[None] % 90 + 2
+    reported, ids = [], torch.arange(40, device=tiny.device)[None] % 90 + 2
     with topkv.attach(model, tiny.settings(**settings, max_requests=5)) as handle, torch.no_grad():
 
         def fresh():
             cache = handle.new_cache()
-            model(ids[:, : 30 if len(told) % 2 else 9], past_key_values=cache)
+            model(ids[:, : 30 if len(reported) % 2 else 9], past_key_values=cache)
             return [cache, None]
 
         caches = [fresh()]
@@ -173,8 +173,8 @@ def lives(model, tiny, actions, settings):
                 more = {"output_hidden_states": True} if action == "python" else {}
                 if action != "unplaced":
                     more["position_ids"] = torch.full_like(token, state.seen)
-                told.append(model(token, past_key_values=cache, **more).logits)
-        return told, handle.capture
+                reported.append(model(token, past_key_values=cache, **more).logits)
+        return reported, handle.capture
 
 
 def compare(tiny, recording, name, examples, phases=tuple(hypothesis.Phase)):

@@ -133,7 +133,7 @@ def test_a_changed_module_is_compiled_anew(tiny, recording, backend, change, gra
     """Compiling anew is done where needed: weights are no part of what is compiled."""
 
     def talk(settings):
-        model, prompt, told = tiny.model(), tiny.prompt(21), []
+        model, prompt, reported = tiny.model(), tiny.prompt(21), []
         with topkv.attach(model, settings):
             for turn in range(2):
                 if turn:
@@ -146,8 +146,8 @@ def test_a_changed_module_is_compiled_anew(tiny, recording, backend, change, gra
                     return_dict_in_generate=True,
                 )
                 output.past_key_values.close()
-                told += output.logits
-        return torch.cat(told)
+                reported += output.logits
+        return torch.cat(reported)
 
     stock = talk(tiny.settings(**SPARSE))
     ours = talk(tiny.settings(**SPARSE, **recording, compile=True))
@@ -269,7 +269,7 @@ class Rerun:
 
 
 @pytest.mark.nightly
-def test_inductor_fuses_what_lies_between(tiny, check, recording, monkeypatch):
+def test_inductor_fuses_what_is_between(tiny, check, recording, monkeypatch):
     """A layer is 7 products, attention, and 6 further kernels: norm, two rotations, residual with
     norm, activation, residual. Inductor times whether to pad a product, so it may not."""
     if tiny.device.type == "cpu":

@@ -30,14 +30,14 @@ def config(tiny):
 @pytest.fixture
 def went(monkeypatch):
     """Pages that were given back, as numbers in the row of their request at that time."""
-    told, drop = [], Dropping._drop
+    reported, drop = [], Dropping._drop
 
     def noted(self, slot, pages):
-        told.append((slot, pages.copy()))
+        reported.append((slot, pages.copy()))
         drop(self, slot, pages)
 
     monkeypatch.setattr(Dropping, "_drop", noted)
-    return told
+    return reported
 
 
 def stock_logits(model, ids, given_back):

@@ -110,7 +110,7 @@ def test_two_models_do_not_disturb_each_other(tiny, check, shared_config):
     handles[1].detach()
 
 
-def test_no_memory_is_told_before_anything_runs(tiny, check):
+def test_no_memory_is_reported_before_anything_runs(tiny, check):
     model = tiny.model()
     calls = []
     model.model.register_forward_pre_hook(lambda *_: calls.append(1))

@@ -196,7 +196,7 @@ def test_a_crop_that_is_cut_ends_alike_in_all_rows(tiny):
         assert torch.equal(talk.turn(), expected)
 
 
-def test_a_forward_that_was_dropped_from_within_is_told(tiny):
+def test_a_forward_that_was_dropped_from_within_is_reported(tiny):
     """The forward's tokens are not in the cache; to return logits as if they were is wrong."""
     model, prompt = tiny.model(), tiny.prompt(20, (0, 4))
     with topkv.attach(model, tiny.settings(**EAGER)) as handle, torch.no_grad():

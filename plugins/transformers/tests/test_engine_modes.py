@@ -45,7 +45,7 @@ def test_a_backward_is_refused(tiny, trained):
                 step.sum().backward()
 
 
-def test_gradients_of_what_lies_behind_attention_are_those_of_the_model(tiny):
+def test_gradients_of_what_is_behind_attention_are_those_of_the_model(tiny):
     """A head that is trained on frozen layers needs no backward of attention."""
     model, prompt = tiny.model(), tiny.prompt(12)
     model.requires_grad_(False)

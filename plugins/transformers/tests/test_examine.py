@@ -30,7 +30,7 @@ def written(folder, name, **options):
     return folder
 
 
-def told(*args):
+def reported(*args):
     result = CliRunner().invoke(command, ["doctor", "--json", *map(str, args)])
     return result, json.loads(result.stdout) if not result.exit_code else None
 
@@ -60,15 +60,15 @@ def test_states_are_not_counted_and_that_is_said(tiny, tmp_path):
     assert found.not_counted == ["the states of linear_attention layers"]
 
 
-def test_the_command_tells_layers_and_bytes(tmp_path):
+def test_the_command_reports_layers_and_bytes(tmp_path):
     written(tmp_path, "Gemma3")
-    _, report = told("--model", tmp_path, "--length", LENGTH)
+    _, report = reported("--model", tmp_path, "--length", LENGTH)
     assert report["attaches"]
     assert report["group"] == "windows"
     assert report["layers"] == {"left alone: sliding_attention": "0,2", "served": "1,3"}
     assert "host_bytes" not in report
     names = ("--algorithm", "quest", "--backend", "triton_attention")
-    _, report = told("--model", tmp_path, "--length", LENGTH, *names)
+    _, report = reported("--model", tmp_path, "--length", LENGTH, *names)
     assert (
         report["device_bytes"] > report["host_bytes"] == 0
     )  # the first two full layers are dense
@@ -85,18 +85,18 @@ def test_code_of_a_folder_does_not_run(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     config |= {"auto_map": {"AutoConfig": "foreign.Foreign"}, "model_type": "foreign"}
     (folder / "config.json").write_text(json.dumps(config))
-    told = CliRunner().invoke(command, ["doctor", "--model", str(folder)], input="y\ny\n")
-    assert told.exit_code == 2, told.output
+    reported = CliRunner().invoke(command, ["doctor", "--model", str(folder)], input="y\ny\n")
+    assert reported.exit_code == 2, reported.output
     assert not marker.exists()
-    assert "[y/N]" not in told.output
-    assert "doctor runs no code of a model" in told.output
+    assert "[y/N]" not in reported.output
+    assert "doctor runs no code of a model" in reported.output
 
 
 def test_reasons_are_those_of_attaching(tmp_path):
     config = LongcatFlashConfig(num_layers=1)
     config.architectures = ["LongcatFlashForCausalLM"]
     config.save_pretrained(tmp_path)
-    _, report = told("--model", tmp_path)
+    _, report = reported("--model", tmp_path)
     assert not report["attaches"]
     assert len(report["refused"]) == 2
     assert "latent attention (kv_lora_rank)" in report["refused"][1]
@@ -105,7 +105,7 @@ def test_reasons_are_those_of_attaching(tmp_path):
 def test_settings_that_do_not_fit_are_refused(tmp_path):
     written(tmp_path, "Granite", head_dim=48)
     names = ("--algorithm", "quest", "--backend", "triton_attention")
-    _, report = told("--model", tmp_path, *names)
+    _, report = reported("--model", tmp_path, *names)
     assert not report["attaches"]
     assert any("48" in reason for reason in report["refused"])
 
@@ -114,13 +114,13 @@ def test_settings_that_do_not_fit_are_refused(tmp_path):
 def test_a_folder_without_a_configuration_is_one_error(tmp_path, text):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    result, _ = told("--model", tmp_path)
+    result, _ = reported("--model", tmp_path)
     assert result.exit_code == 2
     assert f"cannot look at {tmp_path}" in result.output.replace("\n", "")
 
 
 def test_head_dims_that_no_backend_takes_are_refused_without_settings(tiny, tmp_path):
-    _, report = told("--model", written(tmp_path, "Granite", head_dim=80))
+    _, report = reported("--model", written(tmp_path, "Granite", head_dim=80))
     assert not report["attaches"]
     assert any("80" in each for each in report["refused"])
     named = {each.partition(":")[0] for each in report["refused"]}
@@ -149,9 +149,9 @@ def test_settings_are_refused_as_by_attach(tiny, tmp_path, settings, said):
 @pytest.mark.parametrize("positions", [640, 40_000])
 def test_a_request_has_no_more_tokens_than_the_model_positions(tmp_path, positions):
     written(tmp_path, "Granite", max_position_embeddings=positions)
-    _, report = told("--model", tmp_path)
+    _, report = reported("--model", tmp_path)
     assert (report["length"], report["positions"]) == (min(positions, 32768), positions)
-    _, report = told("--model", tmp_path, "--length", 50_000)
+    _, report = reported("--model", tmp_path, "--length", 50_000)
     assert (report["length"], report["positions"]) == (50_000, positions)
 
 
@@ -160,7 +160,7 @@ def test_a_configuration_without_its_class_is_that_of_its_kind(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     del config["architectures"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    _, report = told("--model", tmp_path)
+    _, report = reported("--model", tmp_path)
     assert (report["class"], report["attaches"]) == ("Gemma3ForCausalLM", True)
 
 
@@ -169,7 +169,7 @@ def test_what_generate_refuses_of_its_own_settings(tmp_path):
     written(tmp_path, "Gemma3")
     own = {"cache_implementation": "hybrid", "num_beams": 4}
     (tmp_path / "generation_config.json").write_text(json.dumps(own))
-    _, report = told("--model", tmp_path)
+    _, report = reported("--model", tmp_path)
     assert report["attaches"]
     (reason,) = report["generate_refuses"]
     assert reason == "num_beams=4: beams are not supported; give num_beams=1"
@@ -181,11 +181,11 @@ def test_versions_that_were_never_tested_are_named(tiny, tmp_path, monkeypatch):
     everywhere = ("topkv_transformers.engine", "topkv_cli.checkpoint", "topkv_cli.doctor")
     for module in everywhere:
         monkeypatch.setattr(f"{module}.never_tested", lambda name: untested.get(name, []))
-    _, report = told("--model", written(tmp_path, "Granite"))
+    _, report = reported("--model", written(tmp_path, "Granite"))
     assert report["attaches"]
     assert report["never_tested"] == ["torch 9", "transformers 8"]
     monkeypatch.setattr("topkv_cli.attaching._PROBE", 1 << 22)
-    assert told()[1]["never_tested"] == ["torch 9", "transformers 8"]
+    assert reported()[1]["never_tested"] == ["torch 9", "transformers 8"]
     warn_of_versions.cache_clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -67,9 +67,11 @@ def test_a_call_across_the_boundary_is_refused_before_it_begins(tiny, check, nam
         sequences, _, cache = check.run(model, prompt, 8)  # as advised
         long = torch.cat([sequences, prompt["input_ids"]], 1)
         longer = {"input_ids": long, "attention_mask": torch.ones_like(long)}
-        with pytest.raises(CapabilityError, match="pass all ids without past_key_values") as told:
+        with pytest.raises(
+            CapabilityError, match="pass all ids without past_key_values"
+        ) as reported:
             check.run(model, longer, 4, past_key_values=cache)
-        assert "max_new_tokens" not in str(told.value)
+        assert "max_new_tokens" not in str(reported.value)
         assert cache.get_seq_length() == BOUNDARY
         cache.close()
         stock = check.run(model, longer, 4, past_key_values=DynamicCache(config=model.config))

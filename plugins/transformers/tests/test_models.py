@@ -166,19 +166,21 @@ WRAPPERS = {"Gemma3": "Gemma3", "Llava": "Llama"}
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_a_wrapper_of_a_text_model_is_told_how_to_attach_it(tiny, check, name):
+def test_a_wrapper_of_a_text_model_is_refused_with_how_to_attach_it(tiny, check, name):
     kind, text = getattr(transformers, f"{name}ForConditionalGeneration"), WRAPPERS[name]
     seen = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     seen |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
     config = kind.config_class(text_config=config_of(text), vision_config=seen)
     torch.manual_seed(0)
     model = kind(config).eval().to(tiny.device)
-    with pytest.raises(CapabilityError, match=f"wraps a model of text.*{text}ForCausalLM") as told:
+    with pytest.raises(
+        CapabilityError, match=f"wraps a model of text.*{text}ForCausalLM"
+    ) as reported:
         topkv.attach(model, tiny.settings())
     prompt = tiny.prompt(FIRST, (0, 17))
     stock = check.run(model, prompt, STEPS)
     said = {"torch": torch, "transformers": transformers, "model": model}
-    make, rest = str(told.value).split("; then ")
+    make, rest = str(reported.value).split("; then ")
     exec(make[make.index("with torch") :], said)
     exec("; ".join(rest.split(", ")[:2]), said)
     with topkv.attach(said["text"], tiny.settings()) as handle:
@@ -197,7 +199,7 @@ def test_a_window_that_no_layer_has_is_no_reason(tiny, name):
     assert "no layer attends to everything" in reason
 
 
-def test_what_a_mixed_model_is_told(tiny):
+def test_what_attach_says_of_a_mixed_model(tiny):
     """Layers are numbered over those that topkv serves, and beams are refused."""
     model = model_of("Gemma3", tiny.device)
     with topkv.attach(model, tiny.settings()) as handle:
@@ -242,6 +244,6 @@ def test_a_softcap_is_never_ignored(tiny, monkeypatch):
         topkv.attach(model, tiny.settings())
     model.config._attn_implementation = "eager"
     monkeypatch.setattr(support, "group_of", lambda model: "softcap")
-    told = pytest.raises(CapabilityError, match="GraniteAttention asks for its own softcap")
-    with topkv.attach(model, tiny.settings()) as handle, told:
+    reported = pytest.raises(CapabilityError, match="GraniteAttention asks for its own softcap")
+    with topkv.attach(model, tiny.settings()) as handle, reported:
         model(**tiny.prompt(9), past_key_values=handle.new_cache())

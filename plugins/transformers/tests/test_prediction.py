@@ -12,7 +12,7 @@ import topkv
 from topkv.errors import CapabilityError, ConfigError, DeviceMemoryError
 from topkv_prediction.report import HIT_RATE
 from topkv_transformers import engine
-from topkv_transformers.prediction import tell, weights_read
+from topkv_transformers.prediction import report, weights_read
 
 RATES = {"link": 50.0, "bandwidth": 4000.0}
 SPARSE = {"budget": 32, "buffer": 32}
@@ -72,35 +72,35 @@ def raising(error):
 
 
 def of_a_gpu(prediction, off=()):
-    """The parts of a handle that ``tell`` reads."""
+    """The parts of a handle that ``report`` reads."""
     config = SimpleNamespace(device=torch.device("cuda"))
     capture = SimpleNamespace(off=list(off))
     return SimpleNamespace(config=config, capture=capture, prediction=prediction)
 
 
-def test_who_listens_is_told(caplog):
+def test_who_listens_gets_a_report(caplog):
     def predicted():
         return "8 ms a step"
 
-    tell(of_a_gpu(predicted))
+    report(of_a_gpu(predicted))
     assert not caplog.messages
     with caplog.at_level(logging.INFO, "topkv"):
-        tell(of_a_gpu(predicted))
-        tell(of_a_gpu(predicted, ["the setting capture is 'off'"]))
+        report(of_a_gpu(predicted))
+        report(of_a_gpu(predicted, ["the setting capture is 'off'"]))
         assert caplog.messages == [
             "8 ms a step",
             "8 ms a step\nsteps are not captured (the setting capture is 'off'), so both take "
             "longer than this",
         ]
-        tell(of_a_gpu(raising(DeviceMemoryError("full"))))
+        report(of_a_gpu(raising(DeviceMemoryError("full"))))
         assert caplog.messages[2].endswith("no room to measure the GPU: full")
         with pytest.raises(OSError, match="unplugged"):
-            tell(of_a_gpu(raising(OSError("unplugged"))))
+            report(of_a_gpu(raising(OSError("unplugged"))))
 
 
-def test_a_model_is_as_it_was_where_telling_fails(tiny, monkeypatch):
+def test_a_model_is_as_it_was_where_reporting_fails(tiny, monkeypatch):
     model, prompt = tiny.model(), tiny.prompt(12)
-    monkeypatch.setattr(engine, "tell", raising(OSError("unplugged")))
+    monkeypatch.setattr(engine, "report", raising(OSError("unplugged")))
     with pytest.raises(OSError, match="unplugged"):
         topkv.attach(model, tiny.settings())
     monkeypatch.undo()
@@ -108,9 +108,9 @@ def test_a_model_is_as_it_was_where_telling_fails(tiny, monkeypatch):
         model.generate(**prompt, max_new_tokens=2, do_sample=False)
 
 
-def test_attach_tells_on_a_gpu_alone(tiny, caplog):
+def test_attach_reports_on_a_gpu_alone(tiny, caplog):
     with caplog.at_level(logging.INFO, "topkv.prediction"):
         topkv.attach(tiny.model(), tiny.settings()).detach()
-    told = [each.getMessage() for each in caplog.records if each.name == "topkv.prediction"]
-    assert len(told) == (tiny.device.type == "cuda")
-    assert all("ms a step" in each for each in told)
+    reported = [each.getMessage() for each in caplog.records if each.name == "topkv.prediction"]
+    assert len(reported) == (tiny.device.type == "cuda")
+    assert all("ms a step" in each for each in reported)

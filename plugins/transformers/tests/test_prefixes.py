@@ -47,7 +47,7 @@ def test_a_conversation_computes_what_is_new(tiny, policy, sparse):
     model, ids = tiny.model("qwen3"), tiny.prompt(70)["input_ids"]
     more = [tiny.prompt(n, seed=n)["input_ids"] for n in (5, 33, 17)]
     config = tiny.settings(**sparse, dense_layers=[1], max_requests=2)
-    told, found = [], []
+    reported, found = [], []
     for pages in ("core", keeping(keep=policy)):
         turns, said = [], ids
         with topkv.attach(model, {**config, "pages": pages}) as handle:
@@ -57,8 +57,8 @@ def test_a_conversation_computes_what_is_new(tiny, policy, sparse):
                 said = torch.cat([turns[-1][0], further], 1)
             assert handle.coordinator.manager.host.used == 0
             handle.coordinator.check_integrity()
-        told.append(turns)
-    for ours, stock in zip(*told[::-1], strict=True):
+        reported.append(turns)
+    for ours, stock in zip(*reported[::-1], strict=True):
         close(ours, stock)
     # Whole pages of 16: of 70 tokens 4; of 89, with 19 of 20 generated ones, 5; of 114 then 7.
     end = 80 if policy == "all" else 64
@@ -85,14 +85,14 @@ def test_every_algorithm_that_is_served_selects_as_without(tiny, algorithm):
     )
     config = {**tiny.settings(**SPARSE, dense_layers=[0]), "algorithm": algorithm, "unit": 1}
     config |= {"params": params, "budget": 64, "buffer": 64}
-    told = []
+    reported = []
     for pages in ("core", "prefixes"):
         with topkv.attach(model, {**config, "pages": pages}) as handle:
             generated(model, ids, steps=4)
-            told.append(generated(model, other, steps=20))
+            reported.append(generated(model, other, steps=20))
             found = handle.prefixes.counts.found
     assert found == 128
-    close(told[1], told[0])
+    close(reported[1], reported[0])
 
 
 def generated_by_stock(model, ids, mask=None):
@@ -255,9 +255,9 @@ def test_tenants_find_their_own_prompts_alone(tiny):
             with handle.prefixes.tenant(name):
                 close(generated(model, ids), stock)
             assert handle.prefixes.counts.found - before == found, name
-        told = handle.prefixes.counts.tenants
-        kept = {name: (each.kept, each.kept_bytes) for name, each in told.items()}
+        reported = handle.prefixes.counts.tenants
+        kept = {name: (each.kept, each.kept_bytes) for name, each in reported.items()}
         whole = 150 // page
         assert kept == {"a": (whole, whole * size), "b": (1, size), "": (whole, whole * size)}
-        assert told["b"].evicted == 2 * (whole - 1)
+        assert reported["b"].evicted == 2 * (whole - 1)
         handle.coordinator.check_integrity()

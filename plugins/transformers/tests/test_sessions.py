@@ -160,7 +160,7 @@ torch.save(torch.stack(output.logits, 1).cpu(), sys.argv[1] + "/logits.pt")
     assert torch.equal(torch.load(tmp_path / "logits.pt"), expected.cpu())
 
 
-def test_what_a_storage_has_lost_is_told_and_takes_no_room(tiny, tmp_path):
+def test_what_a_storage_has_lost_is_reported_and_takes_no_room(tiny, tmp_path):
     with StoredSessions("files", {"path": tmp_path}) as stored:
         model, settings, said, expected = suspended(tiny, stored["chat"])
         with topkv.attach(model, settings) as handle:

@@ -35,7 +35,7 @@ class TestTritonAttention(BackendTests):
         "test_wide_tables",
         "test_adapted_table_attends_to_selection_and_tail",
         "test_prefill_of_a_chunk_over_itself_is_causal",
-        "test_prefill_over_history_sees_what_lies_before",
+        "test_prefill_over_history_sees_what_is_before",
         "test_graph_replay_follows_its_inputs",
     ],
 )

@@ -134,8 +134,8 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
             twice(engine, prompt().tolist()),
             mixed(engine, lambda: prompt().tolist(), options.requests, options.tokens),
         ]
-    told = {name: value for name, value in vars(options).items() if name != "out"}
-    return [told | row for row in rows]
+    reported = {name: value for name, value in vars(options).items() if name != "out"}
+    return [reported | row for row in rows]
 
 
 def main() -> None:

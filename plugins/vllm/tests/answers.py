@@ -9,9 +9,9 @@ def parted(ones, others):
     return next((at for at, (one, other) in enumerate(pairs) if one != other), len(ones.token_ids))
 
 
-def told_of(engine, prompts):
+def answers_of(engine, prompts):
     """Tokens and the best log-probabilities of one request for each prompt."""
-    names = [f"told-{number}" for number in range(len(prompts))]
+    names = [f"asked-{number}" for number in range(len(prompts))]
     for name, each in zip(names, prompts, strict=True):
         engine.add(name, each, 32, logprobs=2)
     engine.run()

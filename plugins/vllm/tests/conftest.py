@@ -124,12 +124,12 @@ def save_model():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    told = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
+    reported = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
 
     def save(path, seed=0, **changes):
         torch.manual_seed(seed)
         Qwen3ForCausalLM(Qwen3Config(**sizes | changes)).float().save_pretrained(path)
-        told.save_pretrained(path)
+        reported.save_pretrained(path)
         return path
 
     return save

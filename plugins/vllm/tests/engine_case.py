@@ -156,5 +156,7 @@ def attend_to_allowed(module, query, key, value, attention_mask, scaling, **kwar
 
 def logits_of(output):
     """float64 ``[tokens, V]`` of an output of vLLM, whose log-probabilities are raw logits."""
-    rows = [[told[token].logprob for token in range(VOCABULARY)] for told in output.logprobs]
+    rows = [
+        [reported[token].logprob for token in range(VOCABULARY)] for reported in output.logprobs
+    ]
     return torch.tensor(rows, dtype=torch.float64)

@@ -32,7 +32,7 @@ def use(engine, settings):
 def ranks_of(engine):
     """Pages, slots and counts of each rank."""
 
-    def told(worker):
+    def reported(worker):
         session = worker.session
         coordinator, requests = session.coordinator, session.requests
         coordinator.check_integrity()
@@ -51,7 +51,7 @@ def ranks_of(engine):
             "hits": counts.hits,
         }
 
-    return engine.llm.collective_rpc(told)
+    return engine.llm.collective_rpc(reported)
 
 
 def check_nothing_is_held(engine):

@@ -22,28 +22,20 @@ class Server:
     """A server that ``topkv serve`` starts.
 
     Args:
-        model: a directory.
+        options: words behind ``topkv serve``; a host and a port are added.
         log: a file for what it says.
-        more: further options.
-        longest: tokens of a request, all of which are selected.
-        chunk: tokens of a step.
 
     Attributes:
         url: where it listens.
     """
 
-    def __init__(self, model, log, *more, longest, chunk):
+    def __init__(self, options, log):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{self.port}", log
-        command = [sys.executable, "-m", "topkv_cli", "serve", str(model), "--algorithm", "quest"]
-        command += ["--backend", "triton_attention", "--budget", str(longest)]
-        command += ["--set", "dense_layers=[]", "--max-tokens", str(4 * longest)]
-        command += ["--max-num-seqs", "4", "--block-size", str(PAGE), "--dtype", "float32"]
-        command += ["--max-model-len", str(longest), "--max-num-batched-tokens", str(chunk)]
-        command += ["--enforce-eager", "--served-model-name", "tiny"]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), *more]
+        command = [sys.executable, "-m", "topkv_cli", "serve", *options]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
         if torch.cuda.is_available():  # which other engines share
             command += ["--gpu-memory-utilization", "0.02"]
         environment = os.environ | {
@@ -103,16 +95,33 @@ class Server:
 
 
 @contextmanager
-def serving(model, folder, longest, chunk):
-    """A server that is ready, and ends with the context."""
-    # Without a time for shutdown vLLM may leave open streams waiting for an engine that is gone.
-    more = ("--shutdown-timeout", "60")
-    server = Server(model, folder / "log", *more, longest=longest, chunk=chunk)
+def ready(options, log):
+    """A server that is ready, and ends with the context; for arguments see ``Server``."""
+    server = Server(options, log)
     try:
         server.wait_until_ready()
         yield server
     finally:
         server.kill()
+
+
+def serving(model, folder, longest, chunk):
+    """A server that is ready, and selects all tokens of requests.
+
+    Args:
+        model: a directory.
+        folder: of its log.
+        longest: tokens of a request.
+        chunk: tokens of a step.
+    """
+    options = [str(model), "--algorithm", "quest", "--backend", "triton_attention"]
+    options += ["--budget", str(longest), "--set", "dense_layers=[]"]
+    options += ["--max-tokens", str(4 * longest), "--max-num-seqs", "4"]
+    options += ["--block-size", str(PAGE), "--dtype", "float32", "--enforce-eager"]
+    options += ["--max-model-len", str(longest), "--max-num-batched-tokens", str(chunk)]
+    # Without a time for shutdown vLLM may leave open streams waiting for an engine that is gone.
+    options += ["--served-model-name", "tiny", "--shutdown-timeout", "60"]
+    return ready(options, folder / "log")
 
 
 def client(server):

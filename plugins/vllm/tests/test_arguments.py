@@ -64,11 +64,11 @@ def test_what_is_said_twice_is_refused_together():
             attention_backend="FLASH_ATTN",
             additional_config={"topkv": {}},
         )
-    told = "\n".join(caught.value.reasons)
+    reported = "\n".join(caught.value.reasons)
     assert len(caught.value.reasons) == 4
-    assert "max_num_seqs is 3 by the configuration of topkv and 4 by the arguments" in told
-    assert "pages: the engine gives them out" in told
-    assert "attention_backend is 'CUSTOM'" in told
+    assert "max_num_seqs is 3 by the configuration of topkv and 4 by the arguments" in reported
+    assert "pages: the engine gives them out" in reported
+    assert "attention_backend is 'CUSTOM'" in reported
 
 
 def test_settings_that_vllm_decides_are_refused():
@@ -105,7 +105,10 @@ def test_versions_that_were_not_tested_are_refused():
 
 
 def test_a_model_object_is_refused_with_what_to_call():
-    engine, told = VllmEngine(EngineSetup(registry())), r"LLM\(model, \*\*topkv_vllm.engine_args"
+    engine, reported = (
+        VllmEngine(EngineSetup(registry())),
+        r"LLM\(model, \*\*topkv_vllm.engine_args",
+    )
     assert len(engine.refusals(object())) == 1
-    with pytest.raises(CapabilityError, match=told):
+    with pytest.raises(CapabilityError, match=reported):
         engine.attach(object(), None)

@@ -28,9 +28,9 @@ print(json.dumps([[[*each.outputs[0].token_ids] for each in outputs], modules]))
 
 def alone(arguments, prompts, **environment):
     """Tokens and log of stock vLLM in a process of its own, and the modules of topkv there."""
-    told = json.dumps([arguments, prompts])
+    reported = json.dumps([arguments, prompts])
     result = subprocess.run(
-        [sys.executable, "-c", STOCK, told],
+        [sys.executable, "-c", STOCK, reported],
         env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **environment},
         capture_output=True,
         text=True,
@@ -110,12 +110,12 @@ def test_how_far_a_pool_is_stands_in_the_log_of_vllm(served):
 
 def test_a_log_that_somebody_has_set_up_stays(served, monkeypatch):
     served()
-    from topkv_vllm.worker import tell_as_vllm_does
+    from topkv_vllm.worker import log_as_vllm_does
 
     ours = logging.getLogger("topkv")
     monkeypatch.setattr(ours, "level", logging.DEBUG)
     monkeypatch.setattr(ours, "handlers", [])
-    tell_as_vllm_does()
+    log_as_vllm_does()
     assert (ours.level, ours.handlers) == (logging.DEBUG, [])
 
 

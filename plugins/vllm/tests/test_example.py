@@ -31,14 +31,14 @@ def started():
 
 def test_the_service_starts_with_options_that_there_are():
     """Options of the command are in its help; the next test asks vLLM for all others."""
-    told = CliRunner().invoke(serve, ["--help"]).output
+    reported = CliRunner().invoke(serve, ["--help"]).output
     line, model = started(), SERVICE["command"][0]
     assert line[2:5] == ["vllm.entrypoints.openai.api_server", "--model", model]
     options = [text.partition("=")[0] for text in SERVICE["command"][1:]]
     passed = {text.partition("=")[0] for text in line[5:] if text.startswith("--")}
     ours = [name for name in options if name not in passed]
     assert ours == ["--algorithm", "--backend", "--budget", "--max-tokens"]
-    assert all(re.search(rf"^ +{name} ", told, re.MULTILINE) for name in ours)
+    assert all(re.search(rf"^ +{name} ", reported, re.MULTILINE) for name in ours)
     config = json.loads(line[line.index("--additional-config") + 1])["topkv"]
     assert config == {
         "algorithm": "quest",

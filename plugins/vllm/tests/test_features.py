@@ -10,7 +10,9 @@ import torch
 
 def logprobs(output):
     """Log-probabilities of a prompt or of generated tokens, position by position."""
-    return [each and {token: told.logprob for token, told in each.items()} for each in output]
+    return [
+        each and {token: reported.logprob for token, reported in each.items()} for each in output
+    ]
 
 
 def test_log_probabilities_of_prompts_and_of_tokens(served, stock, prompt):

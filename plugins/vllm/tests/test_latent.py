@@ -10,7 +10,7 @@ import torch
 import transformers
 from attrs import evolve
 
-from plugins.vllm.tests.answers import told_of
+from plugins.vllm.tests.answers import answers_of
 from plugins.vllm.tests.ranks import check_nothing_is_held, pools_of, ranks_of
 from topkv.errors import CapabilityError
 from topkv_vllm import engine_args
@@ -35,7 +35,7 @@ SIZES = {
     "v_head_dim": 16,
     "index_topk": TOPK,
     "index_head_dim": 32,
-    "index_n_heads": 16,  # so many that hardly a score is exactly 0
+    "index_n_heads": 16,  # enough that hardly a score is exactly 0
     "max_position_embeddings": 512,
     "initializer_range": 0.3,
     "pad_token_id": PAD,
@@ -232,14 +232,16 @@ def wide(indexed, tmp_path_factory):
     return Model("DeepseekV32", tmp_path_factory.mktemp("wide"), **sizes)
 
 
-def off(model, prompt, told):
+def off(model, prompt, reported):
     """Distance of log-probabilities of generated tokens from the stock model's in float32, which
     is given the same tokens."""
-    tokens = [*prompt, *told.token_ids]
+    tokens = [*prompt, *reported.token_ids]
     with torch.no_grad():
         logits = model.stock(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1]
-    known = logits.log_softmax(-1)[range(len(told.token_ids)), [*told.token_ids]]
-    mine = [at[token].logprob for at, token in zip(told.logprobs, told.token_ids, strict=True)]
+    known = logits.log_softmax(-1)[range(len(reported.token_ids)), [*reported.token_ids]]
+    mine = [
+        at[token].logprob for at, token in zip(reported.logprobs, reported.token_ids, strict=True)
+    ]
     return (torch.tensor(mine) - known).abs()
 
 
@@ -253,8 +255,8 @@ def test_flashmla_attends_as_the_kernels_of_triton_do(rows, wide, served, prompt
             wide, backend=backend, kv_format=rows, budget=64, page_tokens=64
         )
         engine = served(settings, fresh=True, dtype="bfloat16", **more)
-        told = zip(prompts, told_of(engine, prompts), strict=True)
-        medians[backend] = torch.cat([off(wide, *each) for each in told]).median().item()
+        reported = zip(prompts, answers_of(engine, prompts), strict=True)
+        medians[backend] = torch.cat([off(wide, *each) for each in reported]).median().item()
         engine.check_nothing_is_held()
     assert medians["flashmla"] < 1.5 * medians["triton_attention"] + 0.02, medians
 
@@ -262,7 +264,7 @@ def test_flashmla_attends_as_the_kernels_of_triton_do(rows, wide, served, prompt
 MUTANTS = {
     "weights lose their sign": lambda index: evolve(index, weights=index.weights.abs()),
     "keys are those of the row before": lambda index: evolve(index, k=index.k.roll(1, 0)),
-    "heads go by the weights of others": lambda index: evolve(index, q=index.q.roll(1, 1)),
+    "heads use the weights of others": lambda index: evolve(index, q=index.q.roll(1, 1)),
 }
 
 

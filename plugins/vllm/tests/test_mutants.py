@@ -93,11 +93,11 @@ MUTANTS = {
         *(Session.forward, "self.row_names()[:count]", "[*requests.tokens]"),
         *(tests.test_rows_in_any_order, 0),
     ),
-    "a chunk lies behind all rows that decode": (
+    "a chunk is behind all rows that decode": (
         *(Requests.forward, "(held.slot, tokens, row)", "(held.slot, tokens)"),
         *(tests.test_rows_in_any_order, 0),
     ),
-    "no row of padding stands where a chunk lies": (
+    "no row of padding stands where a chunk is": (
         *(Requests.forward, HOLES, "decode += [held.slot]"),
         *(tests.test_rows_in_any_order, 0),
     ),
@@ -107,15 +107,15 @@ MUTANTS = {
     ),
     "the last token of a prompt decodes": (
         *(Requests.decodes, " and self.computed[name] >= self.held[name].prefill", ""),
-        *(tests.test_steps_with_prompts_are_told_from_those_that_decode,),
+        *(tests.test_steps_with_prompts_are_kept_apart_from_those_that_decode,),
     ),
     "the first token behind a prompt does not decode": (
         *(Requests.decodes, ">=", ">"),
-        *(tests.test_steps_with_prompts_are_told_from_those_that_decode,),
+        *(tests.test_steps_with_prompts_are_kept_apart_from_those_that_decode,),
     ),
     "a prompt among rows that decode is not seen": (
         *(Requests.has_prompts, "not all", "self.tokens and not any"),
-        *(tests.test_steps_with_prompts_are_told_from_those_that_decode,),
+        *(tests.test_steps_with_prompts_are_kept_apart_from_those_that_decode,),
     ),
     "a step is still there when it has ended": (
         *(Requests.close, "self.tokens = {}", "pass"),
@@ -123,7 +123,7 @@ MUTANTS = {
     ),
     "what was generated before a preemption is no prompt": (
         *(Requests.schedule, 'getattr(new, "prefill_token_ids", None)', "None"),
-        *(tests.test_steps_with_prompts_are_told_from_those_that_decode,),
+        *(tests.test_steps_with_prompts_are_kept_apart_from_those_that_decode,),
     ),
     "an exception leaves the forward open": (
         *(Session.run, "requests.abort()\n            raise", "raise"),

@@ -98,7 +98,7 @@ def test_dummy_runs_of_prompts_and_before_there_is_a_coordinator_attend_to_nothi
     assert engine.session.coordinator.forward is None
 
 
-def test_steps_with_prompts_are_told_from_those_that_decode():
+def test_steps_with_prompts_are_kept_apart_from_those_that_decode():
     """A prompt of a token and the last token of a chunked one are prompts, and so is all that a
     request had when it was preempted."""
     engine = Engine()

@@ -124,11 +124,11 @@ def test_a_page_that_a_decode_step_is_about_to_fill(cached, stock, prompt, monke
     connector, answers = engine.scheduler.connector, []
     answer = connector.get_num_new_matched_tokens
 
-    def told(request, found):
+    def reported(request, found):
         answers.append((request.request_id[:7], found, answer(request, found)[0]))
         return answers[-1][2], False
 
-    monkeypatch.setattr(connector, "get_num_new_matched_tokens", told)
+    monkeypatch.setattr(connector, "get_num_new_matched_tokens", reported)
     engine.add("writer", base, 60)
     engine.steps(1)
     while len(engine.tokens["writer"][0]) < 55:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from plugins.vllm.tests.answers import parted, told_of
+from plugins.vllm.tests.answers import answers_of, parted
 from plugins.vllm.tests.ranks import SETTINGS, check_nothing_is_held, pools_of, ranks_of, use
 from topkv.errors import CapabilityError, ConfigError
 from topkv_vllm import engine_args
@@ -99,12 +99,12 @@ def test_ranks_hold_the_same_pages_through_aborts_and_preemptions(two, stock, pr
 def test_metrics_are_the_sum_of_ranks(two, prompt):
     """The pages of one of them, which are the same on all."""
     use(two, {"algorithm": "quest", "budget": 96, "buffer": 128})
-    told, scheduler = [], two.scheduler
+    reported, scheduler = [], two.scheduler
     update = scheduler.update_from_output
 
     def seen(step, output):
         if output.kv_connector_output and output.kv_connector_output.kv_connector_stats:
-            told.append(output.kv_connector_output.kv_connector_stats.data)
+            reported.append(output.kv_connector_output.kv_connector_stats.data)
         return update(step, output)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -112,9 +112,9 @@ def test_metrics_are_the_sum_of_ranks(two, prompt):
         two.answer([prompt(250)])
     first, second = ranks_of(two)
     for name in ("hits", "misses"):
-        assert sum(each[name] for each in told) == first[name] + second[name] > 0
-    assert told[-1]["pages"] == first["num_pages"] - 1
-    assert told[-1]["used_pages"] == 0
+        assert sum(each[name] for each in reported) == first[name] + second[name] > 0
+    assert reported[-1]["pages"] == first["num_pages"] - 1
+    assert reported[-1]["used_pages"] == 0
 
 
 def test_stock_of_two_ranks(arguments, beside, stock, prompt):
@@ -163,17 +163,17 @@ def test_ranks_of_bfloat16_part_only_where_two_tokens_are_as_good(
         more_ranks = {"tensor_parallel_size": number}
         engine = type(stock)(**arguments | more | more_ranks, **beside)
         try:
-            stocks.append(told_of(engine, prompts))
+            stocks.append(answers_of(engine, prompts))
         finally:
             engine.close()
     changed = [
-        abs(told.logprob - two.logprobs[at][token].logprob)
+        abs(reported.logprob - two.logprobs[at][token].logprob)
         for one, two in zip(*stocks, strict=True)
         for at in range(parted(one, two))
-        for token, told in one.logprobs[at].items()
+        for token, reported in one.logprobs[at].items()
         if token in two.logprobs[at]
     ]
-    answers = [told_of(served(**more), prompts), told_of(of_two(**more), prompts)]
+    answers = [answers_of(served(**more), prompts), answers_of(of_two(**more), prompts)]
     for one, two in zip(*answers, strict=True):
         at = parted(one, two)
         if at < len(one.token_ids):
@@ -185,16 +185,16 @@ def test_ranks_of_bfloat16_part_only_where_two_tokens_are_as_good(
 def test_ranks_of_the_same_rows_map_one_file(heads, pools, monkeypatch):
     """Four of them, in threads of one process, which stand in for processes."""
     parallel_state = pytest.importorskip("vllm.distributed.parallel_state")
-    ranks, told, meeting = 4, {}, threading.Barrier(4)
+    ranks, reported, meeting = 4, {}, threading.Barrier(4)
     own = threading.local()
     model = SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: heads)
     parallel = SimpleNamespace(tensor_parallel_size=ranks)
     config = SimpleNamespace(model_config=model, parallel_config=parallel)
 
     def gather(paths, path, group):
-        told[own.rank] = path
+        reported[own.rank] = path
         meeting.wait(60)
-        paths[:] = [told[rank] for rank in range(ranks)]
+        paths[:] = [reported[rank] for rank in range(ranks)]
 
     def group():
         return SimpleNamespace(rank_in_group=own.rank, cpu_group=None)
@@ -219,7 +219,7 @@ def test_ranks_of_the_same_rows_map_one_file(heads, pools, monkeypatch):
 
 REFUSED = {
     "quest all heads of a layer share a selection": {"algorithm": "quest", "scope": "shared"},
-    "snapkv a selection goes by all heads": {
+    "snapkv a selection uses all heads": {
         "algorithm": "snapkv",
         "params": {"ada": True, "outgrow": "slide", "ada_max": 1.0},
     },
@@ -248,8 +248,8 @@ def test_a_shared_selection_of_a_single_kv_head_is_served(narrow, version):
 
 def test_a_calibration_of_all_heads_is_refused_with_the_heads_of_a_rank(model, tmp_path, version):
     layers = {str(layer): [[1.0] * 64] * 2 for layer in range(2)}
-    told = {"format": "topkv-double-sparsity-1", "kind": "importance", "statistic": "qk"}
-    (tmp_path / "file.json").write_text(json.dumps(told | {"layers": layers}))
+    reported = {"format": "topkv-double-sparsity-1", "kind": "importance", "statistic": "qk"}
+    (tmp_path / "file.json").write_text(json.dumps(reported | {"layers": layers}))
     settings = {"algorithm": "double_sparsity"}
     settings["params"] = {"calibration": str(tmp_path / "file.json")}
     with pytest.raises(ConfigError, match="one of 2 tensor parallel ranks, which has 1 of the 2"):

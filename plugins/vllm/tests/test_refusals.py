@@ -19,8 +19,8 @@ def refused(served, *reasons, error=CapabilityError, settings=None, **arguments)
         patch.setattr("topkv_vllm.worker.TopkvWorker.load_model", None)
         with pytest.raises(error, match="cannot serve this through topkv") as caught:
             served(settings, **arguments)
-    told = "\n".join(caught.value.reasons)
-    assert all(reason in told for reason in reasons), told
+    reported = "\n".join(caught.value.reasons)
+    assert all(reason in reported for reason in reasons), reported
     return caught.value.reasons
 
 

@@ -64,8 +64,8 @@ def test_settings_come_from_a_file_pairs_and_options(tmp_path):
     result = CliRunner().invoke(serve, ["DIR", *written, "--port", "1", "--dry-run"])
     assert result.exit_code == 0, result.output
     line = json.loads(result.output)
-    told = json.loads(line[line.index("--additional-config") + 1])
-    assert told == {"topkv": {"algorithm": "quest", "unit": 16, "budget": 128}}
+    reported = json.loads(line[line.index("--additional-config") + 1])
+    assert reported == {"topkv": {"algorithm": "quest", "unit": 16, "budget": 128}}
     assert line[-2:] == ["--port", "1"]
 
 

@@ -125,12 +125,12 @@ def test_a_host_id_is_the_page_and_the_place_on_it(data, unit):
         ({"sink_units": 3, "recent_units": 3}, ["recent_units must be an integer of 0 to 2"]),
     ],
 )
-def test_every_reason_is_told_at_once(params, reasons):
+def test_every_reason_is_reported_at_once(params, reasons):
     setup = AlgorithmSetup(evolve(MODEL, scale=3), group(), Ends(**params), CPU, None)
     with pytest.raises(ConfigError, match="LargestKeys") as refused:
         LargestKeys(setup)
-    for reason, told in zip(["scale is 3", *reasons], refused.value.reasons, strict=True):
-        assert reason in told
+    for reason, reported in zip(["scale is 3", *reasons], refused.value.reasons, strict=True):
+        assert reason in reported
     fits = evolve(setup, model=MODEL, params=Ends(2, 3))
     assert LargestKeys(fits).work is None
 
@@ -164,7 +164,7 @@ class Flat(LargestKeys):
 
 
 @pytest.mark.parametrize(
-    ("broken", "told"),
+    ("broken", "reported"),
     [
         (Transposed, r"score must give \[3, 4, 12\] .rows, query heads, units., got \[3, 12, 4\]"),
         (Summed, r"score must give \[3, 4, 12\] .rows, query heads, units., got \[3, 2, 12\]"),
@@ -172,7 +172,7 @@ class Flat(LargestKeys):
         (Flat, r"represent must give \[4, 2, 4\] of 'largest', got \[4, 8\]"),
     ],
 )
-def test_a_wrong_shape_is_told_with_the_class_and_both_shapes(broken, told):
+def test_a_wrong_shape_is_reported_with_the_class_and_both_shapes(broken, reported):
     entry = evolve(ENTRY, factories=f"{__name__}:{broken.__name__}")
     case = Case(Geometry(2, 2, 4, 4, 2, "kv_head", torch.float32), {}, 3, 2, "normal", 1, 12, 96.0)
     bench = AlgorithmBench(subject_of(entry, "algorithm", tier("cpu")), case)
@@ -181,7 +181,7 @@ def test_a_wrong_shape_is_told_with_the_class_and_both_shapes(broken, told):
         bench.prefill(0, case.tokens(0)[:16])
         bench.retrieve(case.queries(3), [0, -1, -1])
 
-    with pytest.raises(PluginError, match=told) as error:
+    with pytest.raises(PluginError, match=reported) as error:
         life()
     assert f"{__name__}.{broken.__name__} does not keep the contract" in str(error.value)
 

@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_refused():
     layer = view("cpu")
     scores, counts = torch.zeros((6, 12)), torch.zeros(6, dtype=torch.int32)
     prefer_resident(layer, scores, counts, 1.0, impl="reference")
-    for changes, told in (
+    for changes, reported in (
         ({"impl": "cuda"}, "impl must be"),
         ({"layer": evolve(layer, held=torch.empty((0, 0)))}, r"must be \[6, stored units\]"),
         ({"layer": evolve(layer, held=layer.held[:5])}, r"must be \[6, stored units\]"),
@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_refused():
         ({"scores": torch.zeros((12, 6)).T}, "stride 1"),
     ):
         given = {"layer": layer, "scores": scores, "counts": counts, "impl": "reference"}
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=reported):
             prefer_resident(bonus=1.0, **{**given, **changes})
 
 

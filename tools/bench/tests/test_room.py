@@ -41,11 +41,11 @@ def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_made(left, 
     monkeypatch.setattr(geometry, "build", pytest.fail)
     done = call("--model", "llama-3.1-8b", "--contestants", "dense,topkv")
     assert done.exit_code == 2
-    told = " ".join(done.stderr.split())
-    assert "no cell of LlamaForCausalLM in float32 fits cpu" in told
-    assert "dense 32768 x 1: it needs at least 37.9 GiB (weights 29.9 GiB, caches 8.0" in told
-    assert "topkv 32768 x 1: it needs at least 38." in told
-    assert "24.0 GiB of memory of the control group /a are free" in told
+    reported = " ".join(done.stderr.split())
+    assert "no cell of LlamaForCausalLM in float32 fits cpu" in reported
+    assert "dense 32768 x 1: it needs at least 37.9 GiB (weights 29.9 GiB, caches 8.0" in reported
+    assert "topkv 32768 x 1: it needs at least 38." in reported
+    assert "24.0 GiB of memory of the control group /a are free" in reported
 
 
 def test_settings_are_judged_before_weights_are_made(monkeypatch):

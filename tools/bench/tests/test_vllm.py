@@ -83,5 +83,10 @@ def test_what_vllm_cannot_measure_is_refused_together(monkeypatch):
     more = ("--engine", "vllm", "--fill", "pool", "--profile", "--device", "cpu")
     result = CliRunner().invoke(topkv, (*tiny, *more))
     assert result.exit_code == 2
-    told = "vLLM is not installed", "--fill pool: vLLM fills", "--profile: phases", "so one rank"
-    assert all(reason in " ".join(result.stderr.split()) for reason in told), result.stderr
+    reported = (
+        "vLLM is not installed",
+        "--fill pool: vLLM fills",
+        "--profile: phases",
+        "so one rank",
+    )
+    assert all(reason in " ".join(result.stderr.split()) for reason in reported), result.stderr

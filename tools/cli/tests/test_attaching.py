@@ -56,7 +56,7 @@ def test_an_eighth_of_the_free_memory_is_measured():
 
 
 @pytest.mark.usefixtures("system", "no_gpu")
-def test_without_a_pool_none_is_told_of():
+def test_without_a_pool_none_is_reported():
     report = attaching.attaching()
     assert "pool_bytes" not in report
     assert not any("does not fit" in why for why in report["why"])
@@ -81,7 +81,7 @@ def test_huge_pages_are_looked_up(system, enabled, read, why):
 
 @pytest.mark.usefixtures("system", "no_gpu")
 @pytest.mark.parametrize(
-    ("limit", "pool", "told"),
+    ("limit", "pool", "reported"),
     [
         (1 << 20, None, True),
         (2 * GIB, None, False),
@@ -90,10 +90,12 @@ def test_huge_pages_are_looked_up(system, enabled, read, why):
         (resource.RLIM_INFINITY, 3 * GIB, False),
     ],
 )
-def test_a_limit_of_locked_memory_is_told_where_it_is_in_the_way(monkeypatch, limit, pool, told):
+def test_a_limit_of_locked_memory_is_reported_where_it_is_in_the_way(
+    monkeypatch, limit, pool, reported
+):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
     why = attaching.attaching(pool)["why"]
-    assert any(f"the limit of locked memory is {limit} bytes" in one for one in why) == told
+    assert any(f"the limit of locked memory is {limit} bytes" in one for one in why) == reported
 
 
 def test_the_probe_is_touched_and_let_go(monkeypatch):

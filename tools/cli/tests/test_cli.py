@@ -236,11 +236,11 @@ def _hello(name):
 def test_packages_contribute_commands():
     assert run("hello", "--name", "you").stdout == "hello you\n"
     lines = run("--help").stdout.splitlines()
-    told = {name: rest for name, _, rest in (line.strip().partition("  ") for line in lines)}
-    assert told["hello"].strip() == "Greet somebody."
-    assert told["absent"].strip() == "Does not load; topkv absent says why."
+    reported = {name: rest for name, _, rest in (line.strip().partition("  ") for line in lines)}
+    assert reported["hello"].strip() == "Greet somebody."
+    assert reported["absent"].strip() == "Does not load; topkv absent says why."
     for name in ("plugins", "doctor", "new"):
-        assert told[name].strip()
+        assert reported[name].strip()
 
 
 def test_help_says_what_each_command_does_and_imports_no_torch():
@@ -257,9 +257,9 @@ def test_help_says_what_each_command_does_and_imports_no_torch():
     )
     *shown, loaded = done.stdout.splitlines()
     assert loaded == "[]"
-    told = [line.strip() for line in shown[shown.index("Commands:") + 1 :]]
-    assert len(told) >= 3
-    for line in told:
+    reported = [line.strip() for line in shown[shown.index("Commands:") + 1 :]]
+    assert len(reported) >= 3
+    for line in reported:
         assert line.endswith("."), "a text that is cut off ends with three dots"
         assert not line.endswith("...")
         assert "From topkv" not in line
@@ -310,6 +310,6 @@ def test_without_click_one_line_says_what_to_install(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert "needs click: pip install 'topkv[cli]'" in told
+    reported = capsys.readouterr().err
+    assert reported.count("\n") == 1
+    assert "needs click: pip install 'topkv[cli]'" in reported

@@ -50,13 +50,13 @@ def run(*args):
     return done.stdout
 
 
-def told(*args):
+def reported(*args):
     rows = json.loads(run("plugins", "--json", *args))
     return {row["name"]: row["not_importing"] for row in rows if row["package"] == "topkv-made"}
 
 
 def test_a_module_that_is_not_there_is_seen_without_importing_others():
-    found = told()
+    found = reported()
     assert found["gone"] == {"triton": "there is no module topkv_made.gone"}
     assert [name for name, factories in found.items() if factories] == ["gone"]
     assert "topkv_made.good" not in sys.modules
@@ -64,7 +64,7 @@ def test_a_module_that_is_not_there_is_seen_without_importing_others():
 
 
 def test_check_imports_every_implementation():
-    found = told("--check")
+    found = reported("--check")
     assert found["good"] == {}
     assert [*found["gone"]] == ["triton"]
     assert "RuntimeError: a driver is too old" in found["fails"]["reference"]

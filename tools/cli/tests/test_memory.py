@@ -79,8 +79,8 @@ def test_doctor_says_what_is_left_and_by_which_limit(machine, monkeypatch, tmp_p
     machine.group("a", V2, 16 * GIB, 4)
     monkeypatch.setattr(probes, "_PROC", machine.proc)
     monkeypatch.setattr(probes, "_SYS", tmp_path)
-    told = probes.host_memory()
-    assert told == {
+    reported = probes.host_memory()
+    assert reported == {
         "total_bytes": 64 * GIB,
         "available_bytes": 12 * GIB,
         "limit_bytes": 16 * GIB,

@@ -40,10 +40,10 @@ def test_every_command_of_the_repository_is_known_with_what_brings_it():
 @pytest.mark.parametrize("name", ["bench", "storage"])
 def test_a_command_that_is_not_installed_is_named_with_its_package(monkeypatch, name):
     monkeypatch.setattr("topkv_cli.group.entry_points", lambda group: [])
-    told = refused(name)
+    reported = refused(name)
     install = {"bench": "pip install topkv-bench", "storage": "pip install 'topkv-files[cli]'"}
-    assert f"there is no command {name!r} here" in told
-    assert install[name] in told
+    assert f"there is no command {name!r} here" in reported
+    assert install[name] in reported
     assert "No such command" in refused("nonsense")
 
 
@@ -54,9 +54,9 @@ def test_a_command_that_is_left_out_is_not_called_missing(monkeypatch):
     point = Point("bench", "topkv_more:bench", group.COMMANDS)
     monkeypatch.setattr("topkv_cli.group.entry_points", lambda group: [point])
     monkeypatch.setenv("TOPKV_BLOCK", "bench")
-    told = refused("bench")
-    assert "TOPKV_BLOCK leaves that of topkv-more 9 out" in told
-    assert "pip install" not in told
+    reported = refused("bench")
+    assert "TOPKV_BLOCK leaves that of topkv-more 9 out" in reported
+    assert "pip install" not in reported
 
 
 def test_what_is_not_here_is_not_listed(monkeypatch):

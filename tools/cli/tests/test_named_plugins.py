@@ -37,7 +37,7 @@ def reasons_of(registry, **settings):
 def test_every_plugin_that_is_named_is_looked_up():
     registry = PluginRegistry([("topkv-there", "1", BACKEND)])
     require_plugins(SparseConfig(eviction="lru"), registry)
-    told = reasons_of(registry, **NAMED)
+    reported = reasons_of(registry, **NAMED)
     words = [
         "one",
         "two",
@@ -52,18 +52,18 @@ def test_every_plugin_that_is_named_is_looked_up():
         "eleven",
     ]
     for word in words:
-        assert sum("unknown" in each and f"{word!r}:" in each for each in told) == 1, word
-    assert len(told) == len(words)
+        assert sum("unknown" in each and f"{word!r}:" in each for each in reported) == 1, word
+    assert len(reported) == len(words)
 
 
 def test_a_backend_that_has_to_be_chosen_is_missed():
-    (told,) = reasons_of(PluginRegistry([]))
-    assert "backend is not set and none is installed" in told
+    (reported,) = reasons_of(PluginRegistry([]))
+    assert "backend is not set and none is installed" in reported
 
 
-def test_wrong_values_are_told_beside_unknown_names():
+def test_wrong_values_are_reported_beside_unknown_names():
     registry = PluginRegistry([("topkv-there", "1", BACKEND)])
-    told = reasons_of(registry, budget="many", algorithm="one", layers={"0-x": "resident"})
-    assert len(told) == 3
-    assert any("budget must be" in each for each in told)
+    reported = reasons_of(registry, budget="many", algorithm="one", layers={"0-x": "resident"})
+    assert len(reported) == 3
+    assert any("budget must be" in each for each in reported)
     require_plugins(SparseConfig(budget="many"), registry)  # for ``lower`` to refuse

@@ -104,11 +104,11 @@ def test_generate_answers_through_a_small_buffer(question):
     assert shown["steps_per_second"] > 0
 
 
-def test_stats_are_told_where_they_are_asked_for(question):
+def test_stats_are_reported_where_they_are_asked_for(question):
     sizes = ("--budget", "256", "--buffer", "256", "--impl", "reference")
-    told = generate(*sizes, "--json", "--stats", prompt=("--prompt", question.text))
-    assert told.exit_code == 0, told.stderr
-    shown = json.loads(told.stdout)
+    reported = generate(*sizes, "--json", "--stats", prompt=("--prompt", question.text))
+    assert reported.exit_code == 0, reported.stderr
+    shown = json.loads(reported.stdout)
     stats = shown["stats"]
     assert [layer["layer"] for layer in stats["layers"]] == [2, 3, 4, 5]
     assert sum(layer["misses"] for layer in stats["layers"]) == shown["misses"] > 0
@@ -138,13 +138,13 @@ def test_stalls_are_a_column_where_they_were_measured(stalls, shown):
     assert last.split() == ["all", "6", "2", "75.0%", "128", *([shown] if shown else [])]
 
 
-def test_stalls_are_told_where_the_observer_is_on(question, tmp_path):
+def test_stalls_are_reported_where_the_observer_is_on(question, tmp_path):
     file = tmp_path / "sparse.json"
     file.write_text(json.dumps({"observers": ["stalls"]}), encoding="utf-8")
     sizes = ("--config", str(file), "--budget", "256", "--buffer", "256")
-    told = generate(*sizes, "--json", "--stats", prompt=("--prompt", question.text))
-    assert told.exit_code == 0, told.stderr
-    layers = json.loads(told.stdout)["stats"]["layers"]
+    reported = generate(*sizes, "--json", "--stats", prompt=("--prompt", question.text))
+    assert reported.exit_code == 0, reported.stderr
+    layers = json.loads(reported.stdout)["stats"]["layers"]
     assert [layer["stall_ms"] > 0 for layer in layers] == [layer["misses"] > 0 for layer in layers]
 
 

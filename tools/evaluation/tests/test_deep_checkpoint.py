@@ -20,8 +20,8 @@ MOST_BYTES = 8_000_000
 
 def evaluated(*arguments):
     """Run the command and return its rows."""
-    told = map(str, ("eval", "--json", "--device", "cpu", "--impl", "reference", *arguments))
-    result = CliRunner().invoke(topkv, [*told], catch_exceptions=False)
+    reported = map(str, ("eval", "--json", "--device", "cpu", "--impl", "reference", *arguments))
+    result = CliRunner().invoke(topkv, [*reported], catch_exceptions=False)
     assert result.exit_code == 0, result.stderr
     return json.loads(result.stdout)["cells"]
 

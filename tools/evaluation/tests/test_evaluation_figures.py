@@ -113,14 +113,14 @@ def test_wrong_stages_are_refused_all_at_once():
     text = "own:stages=one/p/widen=2/wide=3+two/p=1+three"
     with pytest.raises(ConfigError) as caught:
         choices.read_algorithms([text], DIM, with_stages())
-    told = [reason.removeprefix(f"{text!r}: ") for reason in caught.value.reasons]
-    assert told[:3] == [
+    reported = [reason.removeprefix(f"{text!r}: ") for reason in caught.value.reasons]
+    assert reported[:3] == [
         "stage 'one': expected p=value or widen=value, got 'p'",
         "stage 'one': expected p=value or widen=value, got 'wide=3'",
         "stage 'two': expected no parameters, got 'p=1'",
     ]
-    assert len(told) == 4
-    assert "three" in told[3]
+    assert len(reported) == 4
+    assert "three" in reported[3]
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def test_intervals_are_over_contexts():
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.floats(-1e3, 1e3)), min_size=1, max_size=30))
-def test_an_interval_lies_within_its_contexts(values):
+def test_an_interval_is_within_its_contexts(values):
     found = bootstrap(values)
     means = [
         sum(v for c, v in values if c == context) / sum(c == context for c, _ in values)

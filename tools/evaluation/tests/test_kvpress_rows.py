@@ -92,7 +92,7 @@ def test_what_a_press_throws_away_is_gone(script, presses, model):
     assert row["device_bytes_per_token"] == (120 + asked) / 600 * row["context_bytes"]
 
 
-def test_what_is_missing_is_told_by_name(script, monkeypatch, tmp_path, capsys):
+def test_what_is_missing_is_reported_by_name(script, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(script, "find_spec", lambda name: None)
     assert script.main(["--out", str(tmp_path)]) == 2
     assert "kvpress is not installed; pip install --no-deps kvpress" in capsys.readouterr().err

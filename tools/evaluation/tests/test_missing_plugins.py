@@ -39,7 +39,7 @@ def test_the_package_of_a_plugin_is_named_before_a_model_is_loaded(monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (("--tasks", "nonsense"), "--tasks is refused"),
         (("--contexts", "many"), "--contexts is refused"),
@@ -47,7 +47,7 @@ def test_the_package_of_a_plugin_is_named_before_a_model_is_loaded(monkeypatch, 
         (("--budgets", "5"), "--budgets is refused"),
     ],
 )
-def test_wrong_words_are_refused_before_a_model_is_loaded(words, told):
+def test_wrong_words_are_refused_before_a_model_is_loaded(words, reported):
     done = CliRunner().invoke(command, ("eval", *words, *MODEL))
     assert done.exit_code == 2
-    assert told in done.stderr
+    assert reported in done.stderr

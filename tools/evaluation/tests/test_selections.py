@@ -31,8 +31,8 @@ GIVEN = (
 
 def kl_of(share):
     """Return the KL of exact top-k in nats, from queries, keys and values of a trained model."""
-    told = ("eval", "--json", "--device", "cpu", "--impl", "reference", *GIVEN)
-    result = CliRunner().invoke(topkv, [*told, "--algorithms", "exact", "--budgets", share])
+    reported = ("eval", "--json", "--device", "cpu", "--impl", "reference", *GIVEN)
+    result = CliRunner().invoke(topkv, [*reported, "--algorithms", "exact", "--budgets", share])
     assert result.exit_code == 0, result.output
     return next(row["kl"] for row in json.loads(result.stdout)["cells"] if row["plugin"])
 

@@ -278,7 +278,7 @@ def refused(done, *words):
         assert word in done.stderr, done.stderr
 
 
-def test_wrong_options_are_told(folder, tmp_path):
+def test_wrong_options_are_reported(folder, tmp_path):
     refused(own(folder, "--selecting", 5), "--selecting", "expected 1 to 4", "got 5")
     refused(own(folder, "--steps", 160), "--steps", "fewer than --tokens, 160")
     refused(own(folder, "--tasks", "facts"), "--tasks and --text exclude each other")

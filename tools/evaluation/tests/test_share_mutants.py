@@ -38,13 +38,13 @@ def check_sources():
 
 MUTANTS = {
     "the first layer shares": (*BEST, '{0: (0.0, "")}', '{0: (0.0, ""), 1: (0.0, "S")}'),
-    "a run goes by the first layer of all": (*BEST, "losses[first]", "losses[0]"),
+    "a run uses the first layer of all": (*BEST, "losses[first]", "losses[0]"),
     "a run begins where it loses most": (*BEST, "min(longer", "max(longer"),
-    "layers go by the first that selects": (
+    "layers use the first that selects": (
         *(patterns, "sources_of", check_sources),
         *('rindex("F", 0, layer + 1)', 'index("F")'),
     ),
-    "layers go by the next that selects": (
+    "layers use the next that selects": (
         *(patterns, "sources_of", check_sources),
         *('pattern.rindex("F", 0, layer + 1)', 'pattern.find("F", layer)'),
     ),
@@ -61,7 +61,7 @@ MUTANTS = {
     ),
     "what is found is what is lost": (*LOSSES, "(1 - self.similarity)", "self.similarity"),
     "the layers are mixed up": (*HELD, "->fsl", "->sfl"),
-    "lanes go by others": (*HELD, "chosen.float()", "chosen.float().flip(1)"),
+    "lanes use others": (*HELD, "chosen.float()", "chosen.float().flip(1)"),
     "queries of the question count": (*STEPS, "step >= prompt.first", "step >= 0"),
     "the effect is the attention alone": (*EFFECT, "(x, both, dim=0)", "(x, both - x, dim=0)"),
 }

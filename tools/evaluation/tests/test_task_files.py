@@ -43,7 +43,7 @@ def test_formats(tmp_path, line, scoring, sample):
 
 
 @pytest.mark.parametrize(
-    ("lines", "told"),
+    ("lines", "reported"),
     [(["{"], ["line 1 is no JSON"]), ([""], ["it is empty", "LongBench"]),
      (["[]", OWN], ["line 1: expected an object, got list"]),
      ([{"a": 1}], ["got a", "input, outputs (RULER)", "context, input, answers (LongBench)"]),
@@ -54,12 +54,12 @@ def test_formats(tmp_path, line, scoring, sample):
      ([{**RULER, "input": "no line"}], ["line 1: expected the question in a last line"]),
      ([OWN, RULER], ["line 2: expected a text in 'context'", "line 2: expected a text, or a"])],
 )  # fmt: skip
-def test_wrong_files_tell_every_reason(tmp_path, lines, told):
+def test_wrong_files_get_every_reason(tmp_path, lines, reported):
     path = written(tmp_path, *lines)
     with pytest.raises(ConfigError) as caught:
         read_file(path, 9)
     assert str(path) in str(caught.value)
-    for words in told:
+    for words in reported:
         assert words in str(caught.value)
 
 

@@ -55,7 +55,7 @@ def test_seeds_of_the_splits_cannot_meet(one, other, contexts, more):
 
 
 @pytest.mark.parametrize(("split", "seed"), [("test", 0), ("tuning", -1), ("reporting", 1 << 29)])
-def test_a_wrong_split_or_seed_is_told(split, seed):
+def test_a_wrong_split_or_seed_is_reported(split, seed):
     with pytest.raises(ConfigError, match=r"expected the split|seeds go from"):
         splits.seed_of(split, seed)
 
@@ -168,8 +168,8 @@ def test_a_walk_goes_where_the_lines_say():
     assert [after[place] for place in (start, *sample.answers[:-1])] == [*sample.answers]
     assert len({start, *sample.answers}) == 33 < len(after)
     assert sample.new_tokens == len(", ".join(sample.answers)) + 3
-    told = [line for line in sample.context.splitlines() if sample.answers[7] in line]
-    assert len(told) == 2, "a place is written where it comes, and where one goes on from it"
+    reported = [line for line in sample.context.splitlines() if sample.answers[7] in line]
+    assert len(reported) == 2, "a place is written where it comes, and where one goes on from it"
 
 
 def test_a_walk_is_scored_up_to_the_first_wrong_step():
@@ -213,7 +213,7 @@ def test_a_sweep_is_a_task_for_each_depth_and_length(catalogue):
 
 
 @pytest.mark.parametrize("text", ["", "a", "101", "-1", "5.5"])
-def test_wrong_depths_are_told(text):
+def test_wrong_depths_are_reported(text):
     with pytest.raises(ConfigError, match="expected percentages such as"):
         choices.read_depths(text)
 

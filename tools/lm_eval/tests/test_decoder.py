@@ -73,7 +73,7 @@ def test_scores_are_those_of_the_stock_model(model):
     equal()
 
 
-def test_the_best_answer_is_told(model):
+def test_the_best_answer_is_reported(model):
     (each,) = asked_of([(60, 4, 0, 3)])
     right = stock_text(model, each)
     for answer, greedy in ((right, True), ([right[0], *noise(2, 9)], False)):

@@ -36,12 +36,17 @@ class QuotaMachine(RuleBasedStateMachine):
         self.limits = dict(zip(TENANTS, limits, strict=True))
         self.pool.limit_of = self.limits.__getitem__
         self.pool.on_evict = self.gone
-        self.held, self.kept, self.evicted, self.told = [], {each: [] for each in TENANTS}, 0, []
+        self.held, self.kept, self.evicted, self.reported = (
+            [],
+            {each: [] for each in TENANTS},
+            0,
+            [],
+        )
         self.order, self.known = [], {}
 
     def gone(self, pages, keys):
         assert [self.known.pop(key) for key in keys] == pages
-        self.told += [(tenant_in(key), page) for key, page in zip(keys, pages, strict=True)]
+        self.reported += [(tenant_in(key), page) for key, page in zip(keys, pages, strict=True)]
 
     @property
     def free(self):
@@ -54,9 +59,9 @@ class QuotaMachine(RuleBasedStateMachine):
             return
         short = max(0, count - (self.free - len(self.order)))
         gone, self.order = self.order[:short], self.order[short:]
-        self.told.clear()
+        self.reported.clear()
         pages = self.pool.lease(count)
-        assert [page for _, page in self.told] == gone
+        assert [page for _, page in self.reported] == gone
         self.evicted += short
         self.held.append(pages)
         keys = [bytes([first, place] * 16) + tenant for place in range(count)]
@@ -86,7 +91,7 @@ class QuotaMachine(RuleBasedStateMachine):
         owner = {page: tenant_in(key) for key, page in self.known.items()}
         others = {page for rest in self.held for page in rest}
         self.order += [p for p in reversed(pages) if p not in others and p in owner]
-        self.told.clear()
+        self.reported.clear()
         freed = self.pool.release(pages)
         assert sorted(freed) == sorted(p for p in pages if p not in others and p not in owner)
         expected = []
@@ -95,7 +100,7 @@ class QuotaMachine(RuleBasedStateMachine):
             limit = self.limits[tenant]
             over = mine[: max(0, len(mine) - limit)] if limit is not None else []
             expected += [(tenant, page) for page in over]
-        assert self.told == expected
+        assert self.reported == expected
         self.evicted += len(expected)
         self.order = [page for page in self.order if page not in {page for _, page in expected}]
 
@@ -137,12 +142,12 @@ def test_counts_are_told_by_tenant_and_add_up():
         take(coordinator, [1] * 12)
     take(coordinator, [1] * 8)
     counts = prefixes.counts
-    told = {
+    reported = {
         name: (each.asked, each.found, each.kept, each.kept_bytes // page, each.evicted)
         for name, each in counts.tenants.items()
     }
-    assert told == {"a": (24, 8, 3, 3, 0), "b": (8, 0, 2, 2, 0), "": (8, 0, 2, 2, 0)}
-    sums = [sum(each) for each in zip(*told.values(), strict=True)]
+    assert reported == {"a": (24, 8, 3, 3, 0), "b": (8, 0, 2, 2, 0), "": (8, 0, 2, 2, 0)}
+    sums = [sum(each) for each in zip(*reported.values(), strict=True)]
     assert [counts.asked, counts.found, counts.kept, counts.evicted] == [*sums[:3], sums[4]]
     coordinator.close()
 
@@ -174,11 +179,11 @@ def test_tenants_stay_apart_where_an_error_ends_one():
 def test_quotas_that_are_wrong_are_refused_together(quotas, expected):
     with pytest.raises(ConfigError) as refused:
         make_kept(tier("cpu"), {"quotas": quotas})
-    (told,) = refused.value.reasons
-    assert told.startswith(
-        f"parameter quotas of topkv-doubles 1 (keeper 'prefixes') {expected[0]}"
-    )
-    assert all(each in told for each in expected) and "'c'" not in told
+    (reported,) = refused.value.reasons
+    whose = "parameter quotas of topkv-doubles 1 (keeper 'prefixes')"
+    assert reported.startswith(f"{whose} {expected[0]}")
+    assert all(each in reported for each in expected)
+    assert "'c'" not in reported
 
 
 def test_quotas_of_nothing_are_refused():

@@ -47,17 +47,17 @@ QUOTAS = f"parameter quotas of {STORAGE}"
 def test_a_setting_that_is_wrong_is_refused(storage, reason):
     with pytest.raises(ConfigError) as refused:
         make_kept(tier("cpu"), {"storage": storage})
-    (told,) = refused.value.reasons
-    assert told.startswith(reason)
+    (reported,) = refused.value.reasons
+    assert reported.startswith(reason)
 
 
 def test_all_that_is_wrong_is_refused_together_and_before_anything_is_allocated(monkeypatch):
     monkeypatch.setattr("topkv.assembly.SparseKVCacheManager", None)
     storage = {"name": "shelves", "write": "behind", "quotas": {"a": 0}}
+    params = {"keep": "some", "storage": storage, "quotas": {}}
     with pytest.raises(ConfigError) as refused:
-        params = {"keep": "some", "storage": storage, "quotas": {}}
         make_kept(tier("cpu"), params, budget=3, observers=["nobody"])
-    told = " ".join(refused.value.reasons)
+    reported = " ".join(refused.value.reasons)
     for wrong in (
         f"keep of {KEEPER}",
         f"write of {STORAGE}",
@@ -67,7 +67,7 @@ def test_all_that_is_wrong_is_refused_together_and_before_anything_is_allocated(
         "unknown observer 'nobody'",
         "budget",
     ):
-        assert wrong in told
+        assert wrong in reported
 
 
 @frozen

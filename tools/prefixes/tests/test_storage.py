@@ -281,9 +281,9 @@ def test_a_storage_that_fails_is_left_alone(make, shelf, monkeypatch, caplog, ca
     assert 1 <= len(asked) <= calls.FAILURES
     assert "the cable is out" in coordinator.keeper.storage.reason
     assert coordinator.keeper.counts.storage.failed == len(asked)
-    told = [record for record in caplog.records if record.name.startswith("topkv")]
-    assert len(told) == (len(asked) == calls.FAILURES)
-    for record in told:
+    reported = [record for record in caplog.records if record.name.startswith("topkv")]
+    assert len(reported) == (len(asked) == calls.FAILURES)
+    for record in reported:
         assert record.levelname == "WARNING"
         assert f"last failed in {call}: OSError: the cable is out" in record.getMessage()
 
@@ -314,8 +314,8 @@ def test_what_exists_is_believed_as_a_hint(make, shelf, monkeypatch, lie):
     run(make())
     stored(make())
     coordinator = make()
-    told = lambda keys: len(keys) if lie == "all" else lie  # noqa: E731
-    monkeypatch.setattr(coordinator.keeper.storage._storage, "exists", told)
+    reported = lambda keys: len(keys) if lie == "all" else lie  # noqa: E731
+    monkeypatch.setattr(coordinator.keeper.storage._storage, "exists", reported)
     for key in sorted(shelf.objects)[:1]:
         del shelf.objects[key]
     assert run(coordinator)[0] <= 28

@@ -100,7 +100,7 @@ def test_what_fails_in_a_thread_beside_hooks_is_counted(make_stored, shelf, monk
 
 
 @pytest.mark.parametrize("how", [ValueError("stuck"), SystemExit(1)], ids=type)
-def test_a_close_that_fails_is_told(make_stored, shelf, monkeypatch, how):
+def test_a_close_that_fails_is_reported(make_stored, shelf, monkeypatch, how):
     coordinator = make_stored()
     run(coordinator)
     monkeypatch.setattr(coordinator.keeper.storage._storage, "close", raising(how))
@@ -119,13 +119,13 @@ def test_a_close_that_hangs_is_left_behind(make_stored, shelf, monkeypatch):
 
 
 def test_a_job_that_raises_ends_no_thread():
-    told, done = [], threading.Event()
-    workers = Workers(1, told.append)
+    reported, done = [], threading.Event()
+    workers = Workers(1, reported.append)
     for error in (ValueError(1), SystemExit(2)):
         workers.add(raising(error))
     workers.add(done.set)
     assert done.wait(60)
-    assert [type(error) for error in told] == [ValueError, SystemExit]
+    assert [type(error) for error in reported] == [ValueError, SystemExit]
     workers.close()
     workers.add(done.clear)
     assert workers.left == 0
@@ -251,6 +251,6 @@ def test_the_pause_of_a_storage_that_answers_wrongly(make_stored, shelf, monkeyp
         run(coordinator, salt=bytes([number]))
         in_time(lambda: stored(coordinator))
     assert coordinator.keeper.counts.storage.failed == calls.FAILURES
-    (told,) = (record.getMessage() for record in caplog.records)
-    assert told.startswith("topkv-doubles ")
-    assert "put: TypeError: expected true or false for each key, got True, of 7 keys" in told
+    (reported,) = (record.getMessage() for record in caplog.records)
+    assert reported.startswith("topkv-doubles ")
+    assert "put: TypeError: expected true or false for each key, got True, of 7 keys" in reported

@@ -35,7 +35,7 @@ BLOCKS = [
 ]
 
 
-def tell(place, rows=None):
+def record(place, rows=None):
     place.write({"said": [1, 2]}, rows or [({"length": 3}, BLOCKS), ({"length": 4}, [])])
 
 
@@ -55,8 +55,8 @@ def test_what_was_written_is_read(shelf, monkeypatch, piece):
     """Tensors of any shape and dtype, in objects of any size."""
     monkeypatch.setattr("topkv_prefixes.stored.PIECE", piece)
     shelf, stored = shelf
-    tell(stored["one"])
-    tell(stored["two"], [({}, BLOCKS[::-1])])
+    record(stored["one"])
+    record(stored["two"], [({}, BLOCKS[::-1])])
     for _ in range(2):
         found = stored["one"].read()
         assert found.document["said"] == [1, 2]
@@ -89,7 +89,7 @@ def test_scenes(on, monkeypatch, run):
     run(on)
 
 
-def test_what_is_wrong_is_told_with_what_to_do(shelf):
+def test_what_is_wrong_is_reported_with_what_to_do(shelf):
     shelf, stored = shelf
     with pytest.raises(StorageError) as refused:
         stored["none"].read()
@@ -97,10 +97,10 @@ def test_what_is_wrong_is_told_with_what_to_do(shelf):
     (reason,) = refused.value.reasons
     assert "head, object" in reason
     assert reason.endswith("it is not there; process the prompt again")
-    tell(stored["one"])
+    record(stored["one"])
     held = dict(shelf.objects)
     with pytest.raises(StorageError, match="there is one of this name; discard it, or take"):
-        tell(stored["one"])
+        record(stored["one"])
     assert shelf.objects == held
     keys = [*shelf.objects]
     for key in keys[:-2]:  # a manifest and a head come last
@@ -113,7 +113,7 @@ def test_what_is_wrong_is_told_with_what_to_do(shelf):
     with pytest.raises(StorageError, match=r"cannot be discarded.*\n.*its head is removed"):
         stored["one"].discard()
     assert keys[-1] not in shelf.objects
-    tell(stored["one"])
+    record(stored["one"])
 
 
 def test_one_of_two_who_take_a_name_at_once_has_it(shelf):
@@ -121,10 +121,10 @@ def test_one_of_two_who_take_a_name_at_once_has_it(shelf):
 
     def slow():
         yield {}, BLOCKS
-        tell(stored["one"])  # somebody else is faster
+        record(stored["one"])  # somebody else is faster
 
     with pytest.raises(StorageError, match="there is one of this name"):
-        tell(stored["one"], slow())
+        record(stored["one"], slow())
     same(stored["one"].read().blocks(0), BLOCKS)
     stored["one"].discard()
     assert not shelf.objects
@@ -146,16 +146,18 @@ def test_a_storage_that_raises(shelf, call, number):
     shelf.before = before
     calls = {"exists": 1, "put": 4, "get": 1}[call]
     if number < calls:
-        with pytest.raises(StorageError, match=f"cannot be stored.*\n.*{call}: OSError") as told:
-            tell(stored["one"])
-        assert isinstance(told.value.__cause__, OSError)
+        with pytest.raises(
+            StorageError, match=f"cannot be stored.*\n.*{call}: OSError"
+        ) as reported:
+            record(stored["one"])
+        assert isinstance(reported.value.__cause__, OSError)
         # A head may have come all the same; it leads to nothing.
         assert len(shelf.objects) == (call == "get")
     else:
-        tell(stored["one"])
+        record(stored["one"])
 
 
-def test_what_could_not_be_removed_is_told(shelf):
+def test_what_could_not_be_removed_is_reported(shelf):
     shelf, stored = shelf
 
     def before(name, keys):
@@ -163,9 +165,9 @@ def test_what_could_not_be_removed_is_told(shelf):
             raise OSError(28, "No space left on device")
 
     shelf.before = before
-    with pytest.raises(StorageError) as told:
-        tell(stored["one"])
-    (note,) = told.value.__notes__
+    with pytest.raises(StorageError) as reported:
+        record(stored["one"])
+    (note,) = reported.value.__notes__
     assert note.startswith("3 objects of it may be left behind")
 
 
@@ -173,7 +175,7 @@ def test_a_storage_that_hangs_is_waited_for_no_longer_than_it_may(on):
     """And its late answer changes nothing."""
     gate = Event()
     with on_a_shelf(limit_s=0.3) as (shelf, stored):
-        tell(stored["one"])
+        record(stored["one"])
         shelf.before = lambda name, keys: gate.wait(60)
         with pytest.raises(StorageError, match=r"get did not end within 0.3 s; raise limit_s"):
             stored["one"].read()
@@ -196,7 +198,7 @@ def test_an_interrupt_leaves_nothing(shelf, make):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tell(stored["one"], interrupted())
+        record(stored["one"], interrupted())
     assert not shelf.objects
     leave(coordinator, slot, stored["one"])
     assert torch.equal(go_on(take(coordinator, stored["one"])), go_on(slot))

@@ -59,8 +59,8 @@ def test_a_request_goes_on_to_the_bit(on, monkeypatch, host_format):
             for _ in range(others):
                 life(random, [second], [second.request_begin()], [5], 1)
             state, blocks = suspended.suspend(first, slot)
-            told = suspended.Suspended(**json.loads(json.dumps(state.as_dict())))
-            twin = suspended.resume(second, told, blocks)
+            reported = suspended.Suspended(**json.loads(json.dumps(state.as_dict())))
+            twin = suspended.resume(second, reported, blocks)
             assert twin == others
             assert second.length(twin) == first.length(slot)
             further = [3] if seed % 2 or not chunks else []

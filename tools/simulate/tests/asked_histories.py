@@ -106,12 +106,12 @@ class Life:
     """A coordinator that lives a history.
 
     Attributes:
-        told: for each prompt its tokens, the found ones among them, and pages that came from
+        reported: for each prompt its tokens, the found ones among them, and pages that came from
             the storage until then.
     """
 
     def __init__(self, coordinator, settle=lambda: None):
-        self.coordinator, self.settle, self.told = coordinator, settle, []
+        self.coordinator, self.settle, self.reported = coordinator, settle, []
         self.running = []  # slot, tokens, salt
 
     def live(self, history):
@@ -121,7 +121,7 @@ class Life:
         while self.running:
             self.end()
         self.coordinator.check_integrity()
-        return self.told
+        return self.reported
 
     def run(self, drawn, answer, salt):
         """Run a prompt, and an answer behind it."""
@@ -131,7 +131,7 @@ class Life:
         slot = prefixes.begin(tokens, salt)
         counts = prefixes.counts.storage
         found = self.coordinator.length(slot)
-        self.told.append((len(tokens), found, counts.found // 4 if counts else 0))
+        self.reported.append((len(tokens), found, counts.found // 4 if counts else 0))
         self.settle()
         self.append(slot, len(tokens) - found)
         prefixes.publish(slot, tokens, salt)

@@ -37,21 +37,23 @@ def recorded_machine(*args, **options):
             if not hasattr(self, "recorder"):
                 return
             self.coordinator.forward_abort()
-            told = self.coordinator.transfers_of()  # of ended requests and dropped forwards, too
+            reported = (
+                self.coordinator.transfers_of()
+            )  # of ended requests and dropped forwards, too
             self.open.__exit__(None, None, None)
-            check(self.recorder.trace(), told)
+            check(self.recorder.trace(), reported)
             super().teardown()
 
     return Recorded
 
 
-def check(trace, told):
+def check(trace, reported):
     replayer = Replayer(trace)
     replayer.check()
     slots = [group.geometry.buffer_slots for group in trace.groups]
     found = replayer.run(slots, LRU)
-    assert sum(int(each.hits.sum()) for each in found) == told.hits
-    assert sum(int(each.misses.sum()) for each in found) == told.misses
+    assert sum(int(each.hits.sum()) for each in found) == reported.hits
+    assert sum(int(each.misses.sum()) for each in found) == reported.misses
     for larger in (0, 1, 5):
         sizes = [count + larger for count in slots]
         lru, best = (replayer.run(sizes, policy) for policy in (LRU, BELADY))

@@ -87,16 +87,16 @@ def test_the_shipped_model_replays_to_the_last_miss(recorded):
             slots = [*cache.slots, *twin.slots]
             (store,) = [s for s in coordinator.manager.stores if s.group.residency == "sparse"]
             counters = store.counters.unflatten(1, (-1, HEADS)).clone().numpy()
-            told = coordinator.transfers_of(slots)
+            reported = coordinator.transfers_of(slots)
     trace = recorder.trace()
     (counts,) = Replayer(trace).run([10], "lru")
-    assert (int(counts.hits.sum()), int(counts.misses.sum())) == (told.hits, told.misses)
-    assert told.loaded_bytes == told.misses * trace.groups[0].geometry.host_entry_bytes
+    assert (int(counts.hits.sum()), int(counts.misses.sum())) == (reported.hits, reported.misses)
+    assert reported.loaded_bytes == reported.misses * trace.groups[0].geometry.host_entry_bytes
     for slot in slots:
         rows = trace.rows[:, ROW.slot] == slot
         mine = np.stack([counts.hits[rows].sum(0), counts.misses[rows].sum(0)], -1)
         assert np.array_equal(mine, counters[:, slot]), slot
-    assert told.misses > 100
+    assert reported.misses > 100
     Replayer(Trace.load(recorded)).check()
 
 

@@ -39,10 +39,10 @@ def refused(done, *words):
 def requests(tmp_path_factory):
     """Two prompts that come again, and one between."""
     path = tmp_path_factory.mktemp("traces") / "requests.jsonl"
-    told = [[1, 2, 3], [4, 5, 6], [1, 2, 3], [7, 8], [4, 5, 6]]
+    reported = [[1, 2, 3], [4, 5, 6], [1, 2, 3], [7, 8], [4, 5, 6]]
     lines = [
         {"timestamp": at, "input_length": 512 * len(ids), "output_length": 9, "hash_ids": ids}
-        for at, ids in enumerate(told)
+        for at, ids in enumerate(reported)
     ]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return path
@@ -93,11 +93,11 @@ def test_what_generate_finds_is_replayed(tmp_path):
         recorder.save(tmp_path / "trace.jsonl")
     asked = Asked.load(tmp_path / "trace.jsonl", Setup())
     found = Tiers(asked, Sizes(pages * asked.page_bytes, 2**30, least_tokens=16)).run()
-    told = sum(found.asked), sum(found.host) + sum(found.stored), found.fetched, found.evicted
+    reported = sum(found.asked), sum(found.host) + sum(found.stored), found.fetched, found.evicted
     below = counts.storage
-    assert told == (counts.asked, counts.found, below.fetched, counts.evicted)
+    assert reported == (counts.asked, counts.found, below.fetched, counts.evicted)
     assert found.written == below.stored
-    assert all(told), "nothing was found, fetched or evicted"
+    assert all(reported), "nothing was found, fetched or evicted"
 
 
 def test_json_has_every_point_and_what_suffices(requests):

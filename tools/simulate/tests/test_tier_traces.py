@@ -27,8 +27,8 @@ STORED = PAGE + HEADER
 def request(*blocks, tokens=None, answer=0):
     """Return a line of a file, as those of Mooncake."""
     tokens = len(blocks) * BLOCK if tokens is None else tokens
-    told = {"timestamp": 0, "input_length": tokens, "output_length": answer}
-    return {**told, "hash_ids": list(blocks)}
+    reported = {"timestamp": 0, "input_length": tokens, "output_length": answer}
+    return {**reported, "hash_ids": list(blocks)}
 
 
 def found(lines, pages, objects=0, write="write_through", setup=SETUP, **sizes):
@@ -101,7 +101,7 @@ def test_a_storage_keeps_what_was_read():
     assert [page for _, page in tiers.storage.held] == [5, 4, 2, 1, 0, 11, 10, 9, 8]
 
 
-def test_token_ids_and_salts_tell_prompts_apart():
+def test_token_ids_and_salts_keep_prompts_apart():
     ids = [*range(20)]
     lines = [{"token_ids": ids}, {"token_ids": ids}, {"token_ids": ids, "salt": "a tenant"}]
     lines += [{"token_ids": [*ids[:10], 99, *ids[11:]]}]
@@ -229,8 +229,8 @@ def test_files_that_are_none_are_refused_with_every_line(tmp_path, lines, reason
     )
     with pytest.raises(AskedError, match="is no trace of requests") as refused:
         Asked.load(path, SETUP)
-    told = "\n".join(refused.value.reasons)
-    assert all(reason in told for reason in reasons), told
+    reported = "\n".join(refused.value.reasons)
+    assert all(reason in reported for reason in reasons), reported
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(AskedError, match="no text"):
         Asked.load(path, SETUP)
@@ -250,9 +250,9 @@ def test_a_line_of_any_depth_is_refused(tmp_path):
     path = tmp_path / "deep"
     for depth in (*range(5, 100, 30), *range(900, 1010), 100_000):
         path.write_text(json.dumps(request(1)) + "\n" + "[" * depth + "]" * depth + "\n")
-        with pytest.raises(AskedError) as told:
+        with pytest.raises(AskedError) as reported:
             Asked.load(path, SETUP)
-        (reason,) = told.value.reasons
+        (reason,) = reported.value.reasons
         assert reason.startswith("line 2")
         assert len(reason) < 200
 

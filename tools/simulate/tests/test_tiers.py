@@ -51,7 +51,8 @@ def lived(history, sizes, settle=None):
         storage = coordinator.keeper.storage
         try:
             with asking(coordinator) as recorder:
-                told = Life(coordinator, settle(storage) if settle else lambda: None).live(history)
+                life = Life(coordinator, settle(storage) if settle else lambda: None)
+                reported = life.live(history)
             counts = coordinator.keeper.counts
             done = [counts.asked, counts.found, counts.evicted]
             if storage:
@@ -59,7 +60,7 @@ def lived(history, sizes, settle=None):
                 below = counts.storage
                 done += [below.found, below.stored, below.dropped]
                 assert (below.late, below.failed, below.damaged) == (0, 0, 0)
-            return told, done, recorder.trace()
+            return reported, done, recorder.trace()
         finally:
             coordinator.close()
 
@@ -78,16 +79,16 @@ def replayed(asked, sizes):
 
 def same(history, recorded, other):
     """Check that the simulator does as the coordinator, in these sizes and in others."""
-    told, done, asked = lived(history, recorded)
+    reported, done, asked = lived(history, recorded)
     assert asked.object_bytes == OBJECT
-    assert replayed(asked, recorded)[:2] == ([each[:2] for each in told], done)
-    told, done, _ = lived(history, other)
-    assert replayed(asked, other)[:2] == ([each[:2] for each in told], done)
+    assert replayed(asked, recorded)[:2] == ([each[:2] for each in reported], done)
+    reported, done, _ = lived(history, other)
+    assert replayed(asked, other)[:2] == ([each[:2] for each in reported], done)
     return done
 
 
 def check_histories(count):
-    """Check so many histories, and return what coordinators did in all of them."""
+    """Check N histories, and return what coordinators did in all of them."""
     seen = [0] * 6
 
     @settings(FEW, max_examples=count)
@@ -151,23 +152,23 @@ def test_threads_find_the_same():
     @given(HISTORIES, st.sampled_from([6, 20, 1000]), st.sampled_from(WRITES[:2]))
     def check(history, objects, write):
         sizes = 24, objects, write
-        told, done, asked = lived(history, sizes, lambda storage: storage.wait)
-        assert replayed(asked, sizes)[:2] == ([each[:2] for each in told], done)
+        reported, done, asked = lived(history, sizes, lambda storage: storage.wait)
+        assert replayed(asked, sizes)[:2] == ([each[:2] for each in reported], done)
 
     check()
 
 
-def test_where_tokens_come_from_is_told_apart():
+def test_where_tokens_come_from_is_kept_apart():
     """One prompt in a small host pool that others push out, and in a storage below."""
     first, others = ("run", (0, 1, 30), 0, b""), [("run", (0, n, 30), 0, b"") for n in (2, 3, 4)]
     history = [first, *others, first, first]
     with in_order(128):
-        told, _, asked = lived(history, (24, 1000))
+        reported, _, asked = lived(history, (24, 1000))
     counts = replayed(asked, (24, 1000))[2]
     assert counts.asked == [30] * 6
     assert counts.stored == [0, 0, 0, 0, 28, 0]
     assert counts.host == [0, 0, 0, 0, 0, 28]
-    assert [each[2] for each in told] == [0, 0, 0, 0, 7, 7]
+    assert [each[2] for each in reported] == [0, 0, 0, 0, 7, 7]
     assert replayed(asked, (24, None))[2].host == [0, 0, 0, 0, 0, 28]
     assert replayed(asked, (60, None))[2].host == [0, 0, 0, 0, 28, 28]
 

@@ -164,14 +164,14 @@ def refused(trace, tmp_path, header=None, **arrays):
     with np.load(path) as file:
         found = {name: file[name] for name in file.files}
     found |= arrays
-    told = json.loads(str(found["header"]))
+    reported = json.loads(str(found["header"]))
     for name, value in (header or {}).items():
         if "." in name:
             group, _, key = name.partition(".")
-            told["groups"][int(group)][key] = value
+            reported["groups"][int(group)][key] = value
         else:
-            told[name] = value
-    found["header"] = np.array(json.dumps(told))
+            reported[name] = value
+    found["header"] = np.array(json.dumps(reported))
     with path.open("wb") as file:
         np.savez(file, **{name: each for name, each in found.items() if each is not None})
     with pytest.raises(TraceError) as error:
@@ -186,7 +186,7 @@ def test_another_version_is_refused_by_name(trace, tmp_path):
     assert "got 'another' of 1" in reason
 
 
-def test_all_reasons_are_told_at_once(trace, tmp_path):
+def test_all_reasons_are_reported_at_once(trace, tmp_path):
     reasons = refused(trace, tmp_path, {"0.unit": 0, "1.layers": [], "1.algorithm": 3})
     assert reasons == ("group 0: unit is 0", "group 1: layers is []", "group 1: algorithm is 3")
     reasons = refused(trace, tmp_path, rows=None, ids_0=np.zeros((2, 2)))

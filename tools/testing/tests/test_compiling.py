@@ -82,7 +82,7 @@ def unwatched():
         InterpretedFunction.run = watched
 
 
-def test_what_the_compiler_refuses_is_told_once(kernels):
+def test_what_the_compiler_refuses_is_reported_once(kernels):
     compiler, found = Compiler(90), []
     out = torch.zeros(16)
     try:
@@ -139,7 +139,7 @@ def test_a_kernel_of_a_module_without_a_file_is_left_out(kernels, monkeypatch):
     assert found == [True, False]
 
 
-def test_a_module_that_turns_the_interpreter_on_is_told(tmp_path, monkeypatch):
+def test_a_module_that_turns_the_interpreter_on_is_reported(tmp_path, monkeypatch):
     first = "import os\nos.environ.setdefault('TRITON_INTERPRET', '1')\n"
     (tmp_path / "turned_on.py").write_text(first + KERNELS)
     monkeypatch.syspath_prepend(tmp_path)
@@ -162,6 +162,6 @@ def test_a_test_whose_kernel_does_not_compile_fails(tmp_path, options, code):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, "."]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout
-    told = "1 failed, 1 passed" if code else "2 passed"
-    assert told in done.stdout
+    reported = "1 failed, 1 passed" if code else "2 passed"
+    assert reported in done.stdout
     assert ("kernels do not compile" in done.stdout) == bool(code)

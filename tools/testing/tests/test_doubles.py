@@ -29,9 +29,9 @@ class TestWatcher(ObserverTests):
                 watcher.began,
                 [(each.slots, each.prefill_tokens) for each in watcher.ended],
             ),
-            oracle=lambda told: (
-                [(each.slots, each.prompt_tokens) for each in told],
-                [(each.slots, each.prompt_tokens) for each in told if each.ended],
+            oracle=lambda reported: (
+                [(each.slots, each.prompt_tokens) for each in reported],
+                [(each.slots, each.prompt_tokens) for each in reported if each.ended],
             ),
         )
 

@@ -178,18 +178,18 @@ class RoundsSteps(Indexed):
         super().update(layer, k.bfloat16().to(k.dtype), v)
 
 
-def test_a_difference_is_told_by_pool_row_and_size():
+def test_a_difference_is_reported_by_pool_row_and_size():
     entry = evolve(INDEXED, name="mine", factories=f"{__name__}:{RoundsSteps.__name__}")
     subject = subject_of(entry, "algorithm", tier("cpu"))
     with pytest.raises(AssertionError) as caught:
         AlgorithmTests().test_decode_builds_what_a_prompt_builds(subject)
-    told = str(caught.value)
+    reported = str(caught.value)
     assert re.match(
-        r"decode from \d+: pool 'index' differs in \d+ of \d+ rows; worst is row", told
+        r"decode from \d+: pool 'index' differs in \d+ of \d+ rows; worst is row", reported
     )
-    assert "ULP" in told
-    assert "tensor(" not in told
-    assert len(told) < 300
+    assert "ULP" in reported
+    assert "tensor(" not in reported
+    assert len(reported) < 300
 
 
 class CodesOfThePrompt(Indexed):
@@ -216,13 +216,13 @@ class MirroredByValues(Indexed):
 
 
 @pytest.mark.parametrize(
-    ("trait", "double", "test", "told"),
+    ("trait", "double", "test", "reported"),
     [
         ("incremental", CodesOfThePrompt, "unit_is_found_as_soon_as_decode_closes_it", "needle"),
         ("value_free", MirroredByValues, "values_never_matter", "with other values"),
     ],
 )
-def test_what_an_algorithm_does_not_promise_is_not_asked(trait, double, test, told):
+def test_what_an_algorithm_does_not_promise_is_not_asked(trait, double, test, reported):
     stated = INDEXED.capabilities.traits
     assert trait in stated
     fewer = tuple(each for each in stated if each != trait)
@@ -231,7 +231,7 @@ def test_what_an_algorithm_does_not_promise_is_not_asked(trait, double, test, to
         factories = dict.fromkeys(INDEXED.impls, f"{__name__}:{double.__name__}")
         entry = evolve(INDEXED, name="mine", factories=factories, capabilities=capabilities)
         subject = subject_of(entry, "algorithm", tier("cpu"))
-        with pytest.raises(error, match=trait if error is not AssertionError else told):
+        with pytest.raises(error, match=trait if error is not AssertionError else reported):
             getattr(AlgorithmTests(), f"test_{test}")(subject)
 
 

@@ -188,12 +188,12 @@ def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConf
         known.reasons += [f"{why} {where})" for why in regrain_reasons(group.stages, *stated)]
         if group.indexed and not all(stage.regrains for stage in group.stages):
             known.reasons.append(
-                "stages are given queries and keys, and the algorithm goes by the model's own "
+                "stages are given queries and keys, and the algorithm uses the model's own "
                 f"indexer; leave stages out {where})"
             )
         if indexed and plan.share != "F":
             known.reasons.append(
-                f"share must be 'F' where the algorithm goes by the model's own indexer, which "
+                f"share must be 'F' where the algorithm uses the model's own indexer, which "
                 f"says itself which layers share, got {plan.share!r} {where})"
             )
     known.keep(Setting("capturable", capturable, COMPUTED))

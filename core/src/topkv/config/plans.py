@@ -176,8 +176,8 @@ def _params(known: Resolver, plugin: Plugin, sources: Sources) -> tuple[Any, lis
 def _stage(known: Resolver, asked: StageSettings, stages: Setting) -> StageSettings:
     """A stage with the parameters of its plugin."""
     plugin, stage = known.named("stage", asked, f"({stages.origin}: stages)")
-    told = plugin.capabilities
-    return evolve(stage, options=told.options, regrains=told.regrains)
+    stated = plugin.capabilities
+    return evolve(stage, options=stated.options, regrains=stated.regrains)
 
 
 def _observe(known: Resolver) -> None:

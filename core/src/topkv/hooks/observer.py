@@ -76,7 +76,7 @@ class Observer(Protocol):
         nor allocate. What makes an observer raise comes before it changes the first layer.
 
         Args:
-            layers: paths of the sparse layers, in order. An observer may go by their ``view``,
+            layers: paths of the sparse layers, in order. An observer may use their ``view``,
                 ``algorithm``, ``lanes`` and ``loads``.
 
         Returns:

@@ -73,7 +73,7 @@ class Keeping:
 
     Attributes:
         tokens: tokens that stay when pages are given back.
-        every: pages are given back when a request that decodes has so many more.
+        every: pages are given back when a request that decodes has this many more.
         first: tokens at the beginning that always stay, rounded up to pages.
         recent: newest tokens that always stay.
     """

@@ -71,7 +71,7 @@ class PluginRecord:
 
     def broken(self, why: str) -> PluginRecord:
         """Return this record with a problem that only the author of the package can fix."""
-        mend = f"this is for the author of {self.package} to mend"
+        mend = f"this is for the author of {self.package} to fix"
         return evolve(self, problem=f"{why}; {mend}")
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from topkv_authoring.selectors import ScoredUnits
 from torch import Tensor
 
 from topkv.hooks.algorithm import RepresentationSpec
+from topkv_authoring.selectors import ScoredUnits
 
 
 class MinimalAlgorithm(ScoredUnits):
@@ -28,7 +28,7 @@ class MinimalAlgorithm(ScoredUnits):
         return [RepresentationSpec("mean", "unit", shape, torch.float32)]
 
     def represent(self, keys: Tensor, valid: Tensor) -> dict[str, Tensor]:
-        # What lies behind the valid keys (NaN, say) has no influence.
+        # What is behind the valid keys (NaN, say) has no influence.
         total = torch.where(valid[:, :, None, None], keys.float(), 0).sum(1)
         return {"mean": total / valid.sum(1)[:, None, None]}
 

@@ -110,7 +110,7 @@ class RequestClusters:
     def append(self, keys: Tensor, first: int) -> None:
         """Cluster keys ``[n, h, D]`` of positions from ``first`` on, behind what there is.
 
-        Rollbacks may have left so many small clusters that places run short: then there are
+        Rollbacks may have left many small clusters and few places: then there are
         fewer new clusters, and without any place the tokens join the last cluster.
         """
         keys = keys.transpose(0, 1).float()

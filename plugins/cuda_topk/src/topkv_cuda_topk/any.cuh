@@ -31,7 +31,7 @@ __device__ __forceinline__ int reaching(const Shared& shared, Mask valid, u32 ke
     return count_of(items_above(shared, valid, key) | items_equal(shared, valid, key));
 }
 
-// Sums of two counts over the row, and over what lies before this block.
+// Sums of two counts over the row, and over what is before this block.
 __device__ __forceinline__ Counts count_row(
     Shared& shared, int low, int high, int rank, int& meeting) {
     u32 total;

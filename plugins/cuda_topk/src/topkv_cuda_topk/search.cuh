@@ -34,7 +34,7 @@ struct Search {
     Range ranges[WARPS];
 };
 
-// Bins of the same width in scores around `low` and above; the first and the last hold what lies
+// Bins of the same width in scores around `low` and above; the first and the last hold what is
 // beyond. Any rounding leaves scores in order, which is all that a search needs.
 struct Line {
     float low, scale;

@@ -58,7 +58,7 @@ def dealt(
     """Return the row and the tiles that this program scores, of all tiles of a step.
 
     The tiles go to ``waves`` times as many programs as run at a time, ``running``, or once more
-    for every ``1 / rate`` tiles if that is more and the grid has so many programs. Every row gets
+    for every ``1 / rate`` tiles if that is more and the grid has as many programs. Every row gets
     one program, and its share of the other programs rounded down: these are never more than there
     are, as what fp32 rounds up comes to less than one program for 2^20 of them. The programs of a
     row have blocks of one size.

@@ -29,8 +29,8 @@ RUNNING = {"fp8": 6, "bf16": 3, "fp32": 2}
 decides: on Hopper, with keys of 128 elements. Where it is another number, steps take longer."""
 
 TILES, WAVES = 44, 8
-"""``TILES``: a step has as many programs as run at a time, and as many again for every so many
-tiles that each would have; ``WAVES``: at most so many times as many."""
+"""``TILES``: a step has as many programs as run at a time, and as many again for every ``TILES``
+tiles that each would have; ``WAVES``: at most this many times as many."""
 
 ROW_PROGRAMS = 8
 """Programs that there are for each row of a step at least: a row gets a whole number of them."""

@@ -13,7 +13,7 @@ LARGEST = 65504.0
 """Largest fp16; keys beyond it saturate in 4-bit labels."""
 
 LARGE = 4.0
-"""A channel is large if it reaches so many times as far as the one in the middle."""
+"""A channel is large if it reaches this many times as far as the one in the middle."""
 
 MOST_HALVINGS = 8
 """A large channel is divided by ``2 ** MOST_HALVINGS`` at most, so that fp16 queries, which are

@@ -170,8 +170,8 @@ def prune(
     if limit is not None:
         folder.shrink([Bound(limit, owner=owner, low=limit)])
     after = sum(each.size for each in own())
-    told = {"bytes_before": before, "bytes": after, "left_by_dead_writers": left}
+    reported = {"bytes_before": before, "bytes": after, "left_by_dead_writers": left}
     if as_json:
-        click.echo(json.dumps(told, indent=2))
+        click.echo(json.dumps(reported, indent=2))
     else:
         click.echo(f"{decimal(before)} before, {decimal(after)} now; removed {left} unfinished")

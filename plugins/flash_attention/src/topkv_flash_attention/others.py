@@ -43,7 +43,7 @@ class FlashAttention4:
             reasons.append(f"it is for capability 9 to 11, got {shown(capability)}")
         if group.unit == TILE:
             reasons.append(
-                f"pages of {TILE} tokens come by TMA with what lies behind a length, and 0 times "
+                f"pages of {TILE} tokens come by TMA with what is behind a length, and 0 times "
                 "NaN is NaN; choose another unit (or, for dense layers, page_tokens)"
             )
         if model.attention == "mla":

@@ -118,7 +118,7 @@ class Decode:
         return planned
 
     def _made(self, lanes: int, width: int) -> Planned:
-        """A wrapper of so many lanes, without a plan."""
+        """A wrapper of N lanes, without a plan."""
         pages = self.pages.fitting(lanes, width)
         indptr = torch.zeros(lanes + 1, dtype=torch.int32, device=self._device)
         wrapper = self._library["BatchDecodeWithPagedKVCacheWrapper"](

@@ -175,7 +175,7 @@ class FlashMLA:
         return result[:, None], log
 
     def _indices(self, lanes: int, tokens: int) -> Tensor:
-        """The library's indices, ``[lanes, 1, width]``, as wide as so many tokens need."""
+        """The library's indices, ``[lanes, 1, width]``, as wide as N tokens need."""
         width = -(-tokens // self.multiple) * self.multiple
         return self.indices[: lanes * width].view(lanes, 1, width)
 

@@ -28,8 +28,8 @@ def sizes_of(where: tuple[str, int], keys: Sequence[str]) -> Iterator[int]:
     """Bytes of the first replica of each object, 0 of those that are gone."""
     for at in range(0, len(keys), AT_ONCE):
         names = ",".join(quote(key, safe="") for key in keys[at : at + AT_ONCE])
-        told = json.loads(_asked(where, f"/batch_query_keys?keys={names}"))["data"]
-        for found in told.values():
+        reported = json.loads(_asked(where, f"/batch_query_keys?keys={names}"))["data"]
+        for found in reported.values():
             values = found.get("values") or [{"size_": 0}]
             yield int(values[0]["size_"])
 

@@ -65,8 +65,8 @@ def _load() -> Library:
             reasons.append(f"{CLASS} has no {name}")
             continue
         # Compiled functions have no signature but in their documentation.
-        told = method.__doc__ or ""
-        lacking = [repr(each) for each in arguments if f"{each}:" not in told]
+        reported = method.__doc__ or ""
+        lacking = [repr(each) for each in arguments if f"{each}:" not in reported]
         if lacking:
             reasons.append(f"{name} takes no {', '.join(lacking)}")
     config = getattr(module, "ReplicateConfig", None)

@@ -151,7 +151,7 @@ class MooncakeStorage:
         wanted = [sum(sizes) for sizes in laid.sizes]
         good = [code == size for code, size in zip(codes, wanted, strict=True)]
         laid.copy_out(good)
-        _tell("get", _failures(client, names, codes, wanted), good)
+        _report("get", _failures(client, names, codes, wanted), good)
         return good
 
     def _fetched(self, client: Client, names: list[str], laid: _Laid) -> list[int]:
@@ -163,7 +163,7 @@ class MooncakeStorage:
             "batch_put_from_multi_buffers", names, laid.pointers, laid.sizes, config=self._config
         )
         good = [code in (0, EXISTS) for code in codes]
-        _tell("put", [code for code in codes if code not in (0, EXISTS, FULL)], good)
+        _report("put", [code for code in codes if code not in (0, EXISTS, FULL)], good)
         return good
 
 
@@ -230,7 +230,7 @@ def _failures(
     return bad
 
 
-def _tell(what: str, bad: Sequence[int], good: Sequence[bool]) -> None:
+def _report(what: str, bad: Sequence[int], good: Sequence[bool]) -> None:
     """Raise if a call has failed altogether; else log what has."""
     if not bad:
         return
@@ -240,5 +240,5 @@ def _tell(what: str, bad: Sequence[int], good: Sequence[bool]) -> None:
 
 
 def _error(what: str, codes: Sequence[int], count: int) -> MooncakeError:
-    told = ", ".join(meaning(code) for code in dict.fromkeys(codes))
-    return MooncakeError(f"{what}: {len(codes)} of {count} objects: {told}")
+    reported = ", ".join(meaning(code) for code in dict.fromkeys(codes))
+    return MooncakeError(f"{what}: {len(codes)} of {count} objects: {reported}")

@@ -71,7 +71,7 @@ def means(x: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
 
 
 def kmeans(x: Tensor, count: int, iterations: int, seed: int) -> Tensor:
-    """Centroids of each set, fp32 ``[g, count, d]``, after so many of Lloyd's iterations.
+    """Centroids of each set, fp32 ``[g, count, d]``, after N of Lloyd's iterations.
 
     Where a set has no more than ``count`` different vectors, each of them is a centroid, up to the
     rounding of a mean of equal numbers; centroids that are left over repeat one of them.

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from topkv.hooks.algorithm import RepresentationSpec
-from topkv_authoring.language import jit, tl
+from topkv_authoring.bounds import bf16_up, key_bounds, minmax, raised
+from topkv_authoring.language import bf16_bits, jit, store, tl
 from topkv_authoring.selectors import ScoredUnits
 from topkv_authoring.units import UnitKernels
 from topkv_quest.entry import QuestParams
@@ -77,34 +78,21 @@ class Quest(ScoredUnits):
         return head_scores(q, kept["bounds"], kept.get("scale")) * self.model.scale
 
 
-def minmax(k: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Exact bounds of keys ``[n, unit, Hkv, D]`` where ``valid [n, unit]``; fp32 ``[n, Hkv, D]``.
-
-    Keys in invalid places (NaN, say) have no influence. Adding zero turns -0.0 into +0.0: bounds
-    depend on the values of the keys, not on their order.
-    """
-    valid = valid[..., None, None]
-    low = torch.where(valid, k.float(), float("inf")).amin(1)
-    high = torch.where(valid, k.float(), float("-inf")).amax(1)
-    return low + 0.0, high + 0.0
-
-
 @jit
 def write_bounds(k, v, valid, tokens, pools, at, OPTIONS: tl.constexpr, D: tl.constexpr):
     """Write bounds of a unit: ``Quest.represent``."""
     d = tl.arange(0, k.shape[1])
     in_d = d < D
-    low = tl.where(in_d, tl.min(tl.where(valid, k, float("inf")), 0) + 0.0, 0.0)
-    high = tl.where(in_d, tl.max(tl.where(valid, k, float("-inf")), 0) + 0.0, 0.0)
+    low, high = key_bounds(k, valid)
+    low, high = tl.where(in_d, low, 0.0), tl.where(in_d, high, 0.0)
     if OPTIONS[1]:
         scale = _scale_of(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 0))
-        tl.store(pools[1] + at, _bits(scale))
-        low = (-_steps(-low, scale)).to(tl.int32).to(tl.int8)
-        high = _steps(high, scale).to(tl.int32).to(tl.int8)
+        tl.store(pools[1] + at, bf16_bits(scale))
+        low, high = -_steps(-low, scale).to(tl.int32), _steps(high, scale).to(tl.int32)
     elif OPTIONS[0]:
-        low, high = _bits(-_bf16_up(-low)), _bits(_bf16_up(high))
-    tl.store(pools[0] + at * (2 * D) + d, low, in_d)
-    tl.store(pools[0] + at * (2 * D) + D + d, high, in_d)
+        low, high = -raised(-low), raised(high)
+    store(pools[0] + at * (2 * D) + d, low, in_d)
+    store(pools[0] + at * (2 * D) + D + d, high, in_d)
 
 
 def head_scores(q: Tensor, bounds: Tensor, scale: Tensor | None) -> Tensor:
@@ -139,27 +127,6 @@ def times_scale(scores, pools, at, inside, OPTIONS: tl.constexpr, D: tl.constexp
     return scores
 
 
-def bf16_up(x: Tensor) -> Tensor:
-    """fp32 ``x`` to the smallest bfloat16 value that is not below it, as fp32."""
-    bits = x.contiguous().view(torch.int32)
-    whole = bits & -65536
-    return torch.where((bits > 0) & (whole != bits), whole + 65536, whole).view(torch.float32)
-
-
-@jit
-def _bf16_up(x):
-    bits = x.to(tl.int32, bitcast=True)
-    whole = bits & -65536
-    bits = tl.where((bits > 0) & (whole != bits), whole + 65536, whole)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@jit
-def _bits(x):
-    """int16 bits of fp32 values that bfloat16 holds exactly."""
-    return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
-
-
 def scale_of(amax: Tensor) -> Tensor:
     """The smallest bfloat16 s with ``127 s >= amax >= 0``, as fp32.
 
@@ -173,7 +140,7 @@ def scale_of(amax: Tensor) -> Tensor:
 
 @jit
 def _scale_of(amax):
-    first = _bf16_up(tl.div_rn(amax, 127.0))
+    first = raised(tl.div_rn(amax, 127.0))
     above = (first.to(tl.int32, bitcast=True) + 65536).to(tl.float32, bitcast=True)
     return tl.where(127.0 * first >= amax, first, above)
 

@@ -13,7 +13,7 @@ from topkv_redis.connection import END, Connection, RedisError, Refusal, bulk, w
 from topkv_redis.entry import RedisParams
 
 AT_ONCE = 8
-"""Values that are asked for before the first has come: so many are ready in the server."""
+"""Values that are asked for before the first has come; the server has them ready."""
 
 SHORT = 1024
 """Commands that are sent before the first answer is read; those have a few bytes each."""

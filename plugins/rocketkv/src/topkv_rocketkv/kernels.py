@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from topkv_authoring.bounds import key_bounds
 from topkv_authoring.lane_scores_kernels import fold
 from topkv_authoring.language import store
 
@@ -20,8 +21,7 @@ def write_bounds(k, v, valid, tokens, pools, at, OPTIONS: tl.constexpr, D: tl.co
     unit, head = at // OPTIONS[0], at % OPTIONS[0]
     page, place = unit // OPTIONS[1], unit % OPTIONS[1]
     d = tl.arange(0, k.shape[1])
-    low = tl.min(tl.where(valid, k, float("inf")), 0) + 0.0
-    high = tl.max(tl.where(valid, k, float("-inf")), 0) + 0.0
+    low, high = key_bounds(k, valid)
     p_page = pools[0] + (page * OPTIONS[0] + head) * (2 * D * OPTIONS[1]) + place
     store(p_page + d * OPTIONS[1], low, d < D)
     store(p_page + (D + d) * OPTIONS[1], high, d < D)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from topkv_authoring import bounds
+
 DROPPED = -1e30
 """Score of a unit that the first stage dropped: below every other, and finite, so that a block of
 nothing else has a maximum."""
@@ -25,14 +27,8 @@ def by_page(pool: Tensor, per_page: int) -> Tensor:
 
 
 def minmax(k: Tensor, valid: Tensor) -> Tensor:
-    """Bounds ``[n, Hkv, 2, D]`` of keys ``[n, unit, Hkv, D]`` where ``valid [n, unit]``; exact.
-
-    Keys in invalid places (NaN, say) have no influence. Adding zero turns -0.0 into +0.0.
-    """
-    valid = valid[..., None, None]
-    low = torch.where(valid, k, float("inf")).amin(1)
-    high = torch.where(valid, k, float("-inf")).amax(1)
-    return torch.stack([low, high], 2) + 0.0
+    """Bounds ``[n, Hkv, 2, D]`` of keys ``[n, unit, Hkv, D]`` where ``valid [n, unit]``; exact."""
+    return torch.stack(bounds.minmax(k, valid), 2).to(k.dtype)
 
 
 def best_channels(q: Tensor, count: Tensor) -> Tensor:

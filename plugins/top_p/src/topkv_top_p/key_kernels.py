@@ -9,15 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from topkv_authoring.bounds import raised
 from topkv_authoring.outliers_kernels import split
-
-
-@triton.jit
-def _bf16_up(x):
-    """The bits of fp32 ``x``, raised to the next bfloat16: the low half is 0."""
-    bits = x.to(tl.int32, bitcast=True)
-    whole = bits & -0x10000
-    return tl.where((bits > 0) & (whole != bits), whole + 0x10000, whole)
 
 
 @triton.jit
@@ -36,10 +29,9 @@ def write_copies(p_key, tensors, at, slot, head, valid, OPTIONS: tl.constexpr, D
     x += 0.0
     least = tl.min(tl.where(inside, x, float("inf")), 1)
     most = tl.max(tl.where(inside, x, float("-inf")), 1)
-    zero = -_bf16_up(-tl.where(valid, least, 0.0)).to(tl.float32, bitcast=True) + 0.0
+    zero = -raised(-tl.where(valid, least, 0.0)) + 0.0
     span = tl.where(valid, most, 0.0) - zero
-    raised = _bf16_up(tl.div_rn(span, 15.0 + tl.zeros_like(span)))
-    scale = raised.to(tl.float32, bitcast=True)
+    scale = raised(tl.div_rn(span, 15.0 + tl.zeros_like(span)))
     step = tl.where(scale > 0, scale, 1.0)[:, None] + tl.zeros_like(x)
     codes = tl.floor(tl.div_rn(x - zero[:, None], step) + 0.5)
     codes = tl.where(d < D, tl.minimum(tl.maximum(codes, 0.0), 15.0), 0.0).to(tl.int32)
@@ -48,6 +40,6 @@ def write_copies(p_key, tensors, at, slot, head, valid, OPTIONS: tl.constexpr, D
     WIDTH: tl.constexpr = (D + 1) // 2
     p_bytes = p_codes + at[:, None] * WIDTH + j
     tl.store(p_bytes, (low | high << 4).to(tl.uint8), valid[:, None] & (j < WIDTH))
-    signed = raised | tl.where(left, -0x80000000, 0)
+    signed = scale.to(tl.int32, bitcast=True) | tl.where(left, -0x80000000, 0)
     tl.store(p_meta + at * 2, (signed >> 16).to(tl.int16), valid)
     tl.store(p_meta + at * 2 + 1, (zero.to(tl.int32, bitcast=True) >> 16).to(tl.int16), valid)

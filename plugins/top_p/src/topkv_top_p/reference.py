@@ -8,23 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from topkv_authoring.bounds import bf16_up
 from topkv_authoring.outliers import expand, split
-
-STEP = 1 << 16
-"""One unit in the last place of bfloat16, in the bits of float32."""
-
-
-def bf16_up(x: Tensor) -> Tensor:
-    """fp32 ``x`` to the smallest bfloat16 value that is not below it, as fp32."""
-    bits = x.contiguous().view(torch.int32)
-    whole = bits & -STEP
-    return torch.where((bits > 0) & (whole != bits), whole + STEP, whole).view(torch.float32)
 
 
 def encode(k: Tensor, outliers: int) -> tuple[Tensor, Tensor, Tensor]:
     """The 4-bit copy of keys ``k [..., D]``, of each token and kv-head for itself.
 
-    It is of what ``topkv_authoring.outliers`` leaves of a key; at most so many pairs leave it.
+    It is of what ``topkv_authoring.outliers`` leaves of a key; at most this many pairs leave it.
     ``zero`` is the smallest channel, rounded down, and ``scale`` a fifteenth of the range from
     there, rounded up, so that no channel is off by more than half a scale (and fp32 rounding).
 

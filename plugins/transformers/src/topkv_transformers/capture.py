@@ -71,13 +71,17 @@ class CaptureReport:
     def __str__(self) -> str:
         if self.off:
             return f"off: {'; '.join(self.off)}"
-        told = [f"{self.replayed} steps replayed"]
-        told += [f"{rows} rows compiled in {took:.1f} s" for rows, took in self.compiled.items()]
-        told += [f"{rows} rows not compiled: {why}" for rows, why in self.uncompiled.items()]
+        reported = [f"{self.replayed} steps replayed"]
+        reported += [
+            f"{rows} rows compiled in {took:.1f} s" for rows, took in self.compiled.items()
+        ]
+        reported += [f"{rows} rows not compiled: {why}" for rows, why in self.uncompiled.items()]
         for rows, seconds in self.seconds.items():
             size = self.graph_bytes[rows] / 2**20
-            told.append(f"{rows} rows recorded in {seconds:.2f} s and {size:.0f} MiB")
-        return "; ".join([*told, *(f"{rows} rows not: {why}" for rows, why in self.eager.items())])
+            reported.append(f"{rows} rows recorded in {seconds:.2f} s and {size:.0f} MiB")
+        return "; ".join(
+            [*reported, *(f"{rows} rows not: {why}" for rows, why in self.eager.items())]
+        )
 
 
 def refusals(decoder: Any, config: LoweredConfig) -> list[str]:

@@ -17,7 +17,7 @@ from topkv.hooks.engine import EngineSetup
 from topkv.plugins import PluginRegistry
 from topkv_authoring.tested import never_tested
 from topkv_transformers import capture, compiled
-from topkv_transformers.prediction import tell
+from topkv_transformers.prediction import report
 from topkv_transformers.session import AttachedModel
 from topkv_transformers.stock import covering_window
 from topkv_transformers.support import advice_of, decoder_of, device_of, refusals, shape_of
@@ -127,7 +127,7 @@ class TransformersEngine:
             reasons = handle.prefixes.refusals()
             if reasons:
                 raise CapabilityError("pages: prefixes cannot be served", reasons)
-            tell(handle)
+            report(handle)
         except BaseException:
             handle.detach()
             raise

@@ -68,7 +68,7 @@ def prediction(
     )
 
 
-def tell(handle: Any) -> None:
+def report(handle: Any) -> None:
     """Log how long a step will take, if the logger listens, on a GPU, which can be measured.
 
     Args:
@@ -77,12 +77,12 @@ def tell(handle: Any) -> None:
     if not logger.isEnabledFor(logging.INFO) or handle.config.device.type != "cuda":
         return
     try:
-        told = str(handle.prediction())
+        reported = str(handle.prediction())
     except Exception as error:
         if not (isinstance(error, OutOfMemory) or is_out_of_memory(error)):
             raise
-        told = f"no step is predicted, for there is no room to measure the GPU: {error}"
+        reported = f"no step is predicted, for there is no room to measure the GPU: {error}"
     if handle.capture.off:
         why = "; ".join(handle.capture.off)
-        told += f"\nsteps are not captured ({why}), so both take longer than this"
-    logger.info("%s", told)
+        reported += f"\nsteps are not captured ({why}), so both take longer than this"
+    logger.info("%s", reported)

@@ -185,8 +185,8 @@ class CacheRequests:
                 return
             if columns < least:
                 reason = f"tokens before column {least} were given back while generating"
-                told = f"the cache cannot be cut to {columns} columns"
-                raise CapabilityError(told, [f"{reason}; keep as many, or close it"])
+                reported = f"the cache cannot be cut to {columns} columns"
+                raise CapabilityError(reported, [f"{reason}; keep as many, or close it"])
             if kept is None and columns < state.seen:
                 state.stock.check_crop()
             try:
@@ -202,7 +202,7 @@ class CacheRequests:
                     state.stock.restore(kept)
 
     def _left(self, state: CacheState, columns: int) -> tuple[list[int], int]:
-        """Tokens that rows of so many columns have stored, and the fewest columns that a cut can
+        """Tokens that rows of N columns have stored, and the fewest columns that a cut can
         leave: more than rows that have given back pages have to their left."""
         requests, slots = self.coordinator.requests, state.slots
         dropped, firm = requests.dropped[slots], requests.firm[slots]

@@ -120,14 +120,14 @@ def test_rows_in_fp8(plugins, monkeypatch, device, impl, sizes, family, chunk):
     calm = {"index_topk": 640, "first_k_dense_replace": 9}  # no choice that a step could change
     model = plugins.model(family, **WHOLE, **calm).to(device)
     prompt = plugins.prompt(57, (0, 21, 1))
-    told = [prompt[name].to(device) for name in ("input_ids", "attention_mask")]
-    exact = feed(model, *told, DynamicCache(config=model.config), chunk)
+    reported = [prompt[name].to(device) for name in ("input_ids", "attention_mask")]
+    exact = feed(model, *reported, DynamicCache(config=model.config), chunk)
     hooks = store_in_fp8(model, monkeypatch)
-    stock = feed(model, *told, DynamicCache(config=model.config), chunk)
+    stock = feed(model, *reported, DynamicCache(config=model.config), chunk)
     for hook in hooks:
         hook.remove()
     monkeypatch.undo()
     with plugins.attach(model, kv_format="fp8", impl=impl, **SETTINGS) as handle:
-        ours = feed(model, *told, handle.new_cache(), chunk)
+        ours = feed(model, *reported, handle.new_cache(), chunk)
     assert (ours - stock).norm() < 0.02 * stock.norm()
     assert (exact - stock).norm() > 0.1 * stock.norm(), "fp8 shows in nothing"

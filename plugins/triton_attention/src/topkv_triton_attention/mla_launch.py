@@ -106,7 +106,7 @@ class LatentDecoder:
         self.part_lse = torch.empty(rows, dtype=torch.float32, device=device)
 
     def split_count(self, lanes: int, tokens: int) -> int:
-        """Splits of a call with this many lanes, of at most so many tokens each."""
+        """Splits of a call with this many lanes, of at most N tokens each."""
         return self.splits or split_count(
             lanes * self.head_blocks,
             tokens,

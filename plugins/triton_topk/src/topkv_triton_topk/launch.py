@@ -40,7 +40,7 @@ SAMPLES, FEWEST_SAMPLES = 4096, 1024
 """Elements of a row that its pivot is drawn from, most and fewest; powers of two."""
 
 SURE = 64
-"""Fewer than ``SAMPLES`` are drawn where so many of them are still among the K best."""
+"""Fewer than ``SAMPLES`` are drawn where that many are still among the K best."""
 
 PIVOT_SIGMAS = 3.5
 """Distance of the pivot's rank in the sample from the expected one, on the safe side."""
@@ -90,7 +90,7 @@ def _block(samples: int, columns: int, select: int) -> int:
 
 
 def candidate_block(columns: int, select: int) -> int:
-    """Room for the candidates of rows of up to so many columns; at least ``select``."""
+    """Room for the candidates of rows of up to N columns; at least ``select``."""
     return _block(SAMPLES, columns, select)
 
 

@@ -19,7 +19,7 @@ class Counts:
     """
 
     def __init__(self, requests: Requests) -> None:
-        self._requests, self._told = requests, -EVERY
+        self._requests, self._reported = requests, -EVERY
         self._before: dict[str, float] = {}
 
     def take(self) -> dict[str, float] | None:
@@ -28,9 +28,9 @@ class Counts:
         None if it is too early to look, and requests are there, so that it will be asked again.
         """
         now = time.monotonic()
-        if self._requests.held and now < self._told + EVERY:
+        if self._requests.held and now < self._reported + EVERY:
             return None
-        self._told, coordinator = now, self._requests.coordinator
+        self._reported, coordinator = now, self._requests.coordinator
         report, held = coordinator.transfers_of(), count_occupancy(coordinator.requests)
         stalls = coordinator.observers.counts.get("stalls", dict)  # milliseconds by layer
         total = {

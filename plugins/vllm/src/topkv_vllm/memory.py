@@ -30,10 +30,10 @@ def check_device(config: LoweredConfig, room: int) -> None:
     while most - fits > 1:
         middle = (fits + most) // 2
         fits, most = (middle, most) if needs(middle) <= room else (fits, middle)
-    mend = f"at most max_num_seqs = {fits} would fit" if fits else "not even one request fits"
+    fix = f"at most max_num_seqs = {fits} would fit" if fits else "not even one request fits"
     taken, left = needs(config.max_requests) / 2**30, room / 2**30
     raise DeviceMemoryError(
         f"the device buffers of {config.max_requests} requests take {taken:.2f} GiB, and "
-        f"{left:.2f} GiB are left beside weights and activations; {mend}, or lower buffer, or "
+        f"{left:.2f} GiB are left beside weights and activations; {fix}, or lower buffer, or "
         "raise gpu_memory_utilization"
     )

@@ -84,13 +84,13 @@ class TopkvPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-        def made(kind: Any, told: Mapping[str, str], **more: Any) -> dict[str, Any]:
+        def made(kind: Any, reported: Mapping[str, str], **more: Any) -> dict[str, Any]:
             return {
                 name: create_metric_per_engine(
                     kind(f"vllm:topkv_{name}", text, labelnames=labelnames, **more),
                     per_engine_labelvalues,
                 )
-                for name, text in told.items()
+                for name, text in reported.items()
             }
 
         self._counters = made(self._counter_cls, COUNTERS)

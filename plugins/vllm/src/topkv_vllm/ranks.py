@@ -45,7 +45,7 @@ def rank_reasons(
             why = "all heads of a layer share a selection"
             hint = "set scope to 'kv_head'"
             if spec.heads == "all":
-                why, hint = "a selection goes by all heads of a layer", "set other parameters"
+                why, hint = "a selection uses all heads of a layer", "set other parameters"
             reasons[
                 f"tensor parallel ranks: with {group.algorithm} {why}, and each of {ranks} ranks "
                 f"has some of the {heads} kv-heads alone; {hint}, or tensor_parallel_size to 1"
@@ -60,7 +60,7 @@ def split_reasons(vllm_config: Any) -> list[str]:
         return []
     heads = vllm_config.model_config.get_num_kv_heads(vllm_config.parallel_config)
     return [
-        f"this is told of one of {ranks} tensor parallel ranks, which has {heads} of the "
+        f"this is of one of {ranks} tensor parallel ranks, which has {heads} of the "
         f"{kv_heads(vllm_config)} kv-heads of the model; what is by kv-head, such as a file of a "
         "calibration, must be so too"
     ]

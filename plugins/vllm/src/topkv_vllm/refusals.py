@@ -110,7 +110,7 @@ def _option_reasons(config: Any) -> list[str]:
         f"the KV connector {named}, which would move placeholders": (
             kv is not None and named != CONNECTOR["kv_connector"]
         ),
-        "KV offloading: KV lies in host memory already": cache.kv_offloading_size,
+        "KV offloading: KV is in host memory already": cache.kv_offloading_size,
         f"prefix caching without kv_transfer_config={json.dumps(CONNECTOR)}": (
             cache.enable_prefix_caching and kv is None
         ),

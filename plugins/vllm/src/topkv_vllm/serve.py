@@ -121,9 +121,9 @@ def serve(
         click.echo(json.dumps(line))
         return
     reasons = [
-        told
+        reported
         for name, version in installed().items()
-        for told in version_reasons(version, DISTRIBUTIONS[name])
+        for reported in version_reasons(version, DISTRIBUTIONS[name])
     ]
     if reasons or not installed():
         raise CapabilityError("vLLM cannot serve this through topkv", reasons or doctor())

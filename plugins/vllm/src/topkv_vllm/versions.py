@@ -51,7 +51,7 @@ def doctor() -> list[str]:
     """Lines for ``topkv doctor``."""
     lines = []
     for name, version in installed().items():
-        told = version_reasons(version, DISTRIBUTIONS[name])
-        lines.append(f"{name}: {'; '.join(told) or f'ok, {version}'}")
+        reported = version_reasons(version, DISTRIBUTIONS[name])
+        lines.append(f"{name}: {'; '.join(reported) or f'ok, {version}'}")
     names = [f"{name} {TESTED[device][-1]} ({device})" for name, device in DISTRIBUTIONS.items()]
     return lines or [f"vllm: not installed; install {' or '.join(names)}"]

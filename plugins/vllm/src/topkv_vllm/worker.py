@@ -46,7 +46,7 @@ class TopkvWorker(Worker):
     """
 
     def __init__(self, vllm_config: Any, *more: Any, **others: Any) -> None:
-        tell_as_vllm_does()
+        log_as_vllm_does()
         self.topkv_config = check(vllm_config, vllm.__version__)
         # The connector is the scheduler's. A worker would make another one for its whole process,
         # and other engines in it would find that.
@@ -142,7 +142,7 @@ class TopkvWorker(Worker):
             self.session.close()
 
 
-def tell_as_vllm_does() -> None:
+def log_as_vllm_does() -> None:
     """Let topkv's log go where that of vLLM goes, at its level: how far a large host pool is, say.
     A log that somebody has set up stays as it is."""
     ours, theirs = logging.getLogger("topkv"), logging.getLogger("vllm")

@@ -15,11 +15,24 @@
         [TILE_U, BLOCK_D]`` is where a channel of a unit may be read. Called once for all channels,
         or, of many, once for every ``BLOCK_D`` of them.
 
-and a third, ``finish(scores, pools, at, inside, OPTIONS, D)``, returns the scores once all
-channels are in; ``inside [TILE_U]``. ``at`` counts heads of units: the row of a pool begins at
-``at`` times the elements that its specification has for one head. ``pools`` is a tuple of pointers
-in the order of ``representations``; ``language.store`` writes to them. Those of bfloat16 are int16
-to ``represent``: their bits, since a cast rounds in another way in the interpreter.
+and, where they want, two more:
+
+    prepare(q, d, OPTIONS, D)
+        returns what ``score`` gets for ``q`` and ``d``, and factors of the scores. Once for each
+        query, before the tiles: ``q [BLOCK_D, BLOCK_G]`` has all channels ``d [BLOCK_D]`` of all
+        heads, 0 in padding. It may return fewer rows, a power of two from 16 on, of other
+        channels, in the dtype of ``q``; a channel of ``D`` or more is not read. Factors are fp32
+        ``[BLOCK_G]``, one for each query head.
+
+    finish(scores, pools, at, inside, OPTIONS, D)
+        returns the scores once all channels are in; ``inside [TILE_U]``.
+
+``at`` counts heads of units: the first dimension of a representation's shape is that of the
+kv-heads, and the row of a pool begins at ``at`` times the elements of one of them. ``pools`` is a
+tuple of pointers in the order of ``representations``; ``language.store`` writes to them. Those of
+bfloat16 are int16 to ``represent``: their bits, since a cast rounds in another way in the
+interpreter. ``OPTIONS`` are the numbers of the class's ``options``. ``q`` has the dtype of the
+model on a GPU, and is fp32 in the interpreter. ``finish`` comes before the scale of the model.
 
 Names: ``p_`` pointers, ``s_`` strides in elements. Pools are addressed by host id in 64 bit.
 """
@@ -209,6 +222,7 @@ def score_kernel(
     QUERIES: tl.constexpr,
     UNIT: tl.constexpr,
     UNITS_PER_PAGE: tl.constexpr,
+    PREPARE: tl.constexpr,
     SCORE: tl.constexpr,
     FINISH: tl.constexpr,
     OPTIONS: tl.constexpr,
@@ -250,6 +264,9 @@ def score_kernel(
         q = tl.load(p_heads + channels[:, None], in_q, other=0.0)
         if FP32:
             q = q.to(tl.float32)
+        if PREPARE is not None:
+            q, channels, factors = PREPARE(q, channels, OPTIONS, D)
+            logit_scale *= factors[None, :]
     first = pair * GROUP + g
     peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_G], tl.float32)

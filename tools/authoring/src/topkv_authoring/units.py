@@ -18,14 +18,17 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
+from topkv.errors import ConfigError, PluginError
 from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import StageSetup
+from topkv.messages import whose
 from topkv.types import GroupShape, LayerView, ModelShape
 from topkv_authoring.lane_scores import HeadScores
-from topkv_authoring.selectors import KeepsUnits, ScoredUnits, touched
+from topkv_authoring.selectors import KeepsUnits, RankedUnits, ScoredUnits, touched
 
 NARROW_G, NARROW_D = 64, 256
 """Query heads of a kv-head, and channels, whose queries a program keeps in registers."""
@@ -38,6 +41,25 @@ WIDE: dict[str, int] = {"TILE_U": 64, "TILES": 2, "STAGES": 3, "num_warps": 8}
 """Launch constants for more heads or channels; ``WIDE_D`` channels are taken at a time."""
 
 WIDE_D = 64
+
+
+@frozen
+class BoundLayer:
+    """Views of a layer's memory as kernels take it, made once: its addresses are fixed.
+
+    Attributes:
+        layer_pools, ring: the mapping and the tensor of the layer that the views are of.
+        pools: as device functions write them, in the order of ``representations``.
+        keys, values: the rings, bfloat16 as its bits.
+        strides: of both rings, ``[max_requests, lane_heads, T, heads_per_lane, unit]``.
+    """
+
+    layer_pools: Mapping[str, Tensor]
+    ring: Tensor
+    pools: tuple[Tensor, ...]
+    keys: Tensor
+    values: Tensor
+    strides: tuple[int, ...]
 
 
 class KeptByKernels(KeepsUnits):
@@ -61,6 +83,7 @@ class KeptByKernels(KeepsUnits):
         self.kernels, group = unit_kernels, self.group
         self.names = [spec.name for spec in self.representations()]
         self.as_bits = self.model.dtype is torch.bfloat16
+        self._bound: dict[int, BoundLayer] = {}
         self.geometry = {
             "KV_HEADS": group.num_kv_heads,
             "UNIT": group.unit,
@@ -82,15 +105,23 @@ class KeptByKernels(KeepsUnits):
     def options(self) -> tuple[int, ...]:
         return ()
 
+    def _bits(self, rows: Tensor) -> Tensor:
+        return rows.view(torch.int16) if rows.dtype is torch.bfloat16 else rows
+
     def _rows(self, rows: Tensor) -> Tensor:
         """Keys or values as kernels read them: bfloat16 as its bits."""
-        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-        return rows.view(torch.int16) if self.as_bits else rows
+        return self._bits(rows if rows.stride(-1) == 1 else rows.contiguous())
 
-    def _written(self, layer: LayerView) -> tuple[Tensor, ...]:
-        """The pools as device functions write them: bfloat16 as its bits."""
-        pools = (layer.pools[name] for name in self.names)
-        return tuple(p.view(torch.int16) if p.dtype is torch.bfloat16 else p for p in pools)
+    def bound(self, layer: LayerView) -> BoundLayer:
+        """Views of a layer's memory. A view costs the host a microsecond or two, at each step."""
+        known = self._bound.get(layer.index)
+        if known is None or known.layer_pools is not layer.pools or known.ring is not layer.ring_k:
+            pools = tuple(self._bits(layer.pools[name]) for name in self.names)
+            keys, values = self._bits(layer.ring_k), self._bits(layer.ring_v)
+            strides = layer.ring_k.stride()[:5]
+            known = BoundLayer(layer.pools, layer.ring_k, pools, keys, values, strides)
+            self._bound[layer.index] = known
+        return known
 
     @hookimpl
     def construct(
@@ -102,25 +133,21 @@ class KeptByKernels(KeepsUnits):
         values = self._rows(v) if self.keeps_values else keys
         units = -(-k.shape[0] // group.unit)
         self.kernels.construct_kernel[(units, group.num_kv_heads, self.unit_parts)](
-            *(keys, values, self._written(layer), layer.step.page_table[slot]),
+            *(keys, values, self.bound(layer).pools, layer.step.page_table[slot]),
             *(start // group.unit, k.shape[0], *keys.stride()[:2], *values.stride()[:2]),
             **self.writing,
         )
 
     @hookimpl
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        group, step = self.group, layer.step
-        keys, values = layer.ring_k, layer.ring_v
+        group, step, bound = self.group, layer.step, self.bound(layer)
+        keys, values, strides = bound.keys, bound.values, bound.strides
         if group.unit == 1:  # there is no ring where a stage regrains
-            keys, values = k, v
-            strides: tuple[int, ...] = (k.stride(0), 0, k.stride(1), k.stride(2), 0)
-        else:
-            strides = keys.stride()[:5]
+            keys, values = self._bits(k), self._bits(v)
+            strides = (k.stride(0), 0, k.stride(1), k.stride(2), 0)
         units = touched(group.unit, k.shape[1])
-        if self.as_bits:
-            keys, values = keys.view(torch.int16), values.view(torch.int16)
         self.kernels.update_kernel[(step.batch * units, group.num_kv_heads, self.unit_parts)](
-            *(keys, values, self._written(layer), step.slots, step.lengths, step.appended),
+            *(keys, values, bound.pools, step.slots, step.lengths, step.appended),
             *(step.page_table, step.page_table.stride(0), *strides),
             HEADS_PER_LANE=group.heads_per_lane,
             T=group.ring_slots,
@@ -216,20 +243,47 @@ class KeptOfTokens:
 class UnitKernels(KeptByKernels, ScoredUnits):
     """Mix-in before a ``ScoredUnits``: units are scored by kernels too.
 
+    Scores of the heads of a lane become its scores as ``RankedUnits.combine`` does it.
+
     Attributes:
-        score_tile, finish_tile: device functions; ``finish_tile`` may be left out.
+        prepare_query, score_tile, finish_tile: device functions, see
+            ``topkv_authoring.unit_kernels``; the first and the last may be left out.
     """
 
     impl = "triton"
+    prepare_query: ClassVar[Any] = None
     score_tile: ClassVar[Any]
     finish_tile: ClassVar[Any] = None
 
     def __init__(self, setup: AlgorithmSetup) -> None:
+        """Raise ConfigError as the reference does, and for queries that are too large to prepare.
+
+        Raises:
+            PluginError: the class has a ``combine`` of its own, which kernels would not call.
+        """
         super().__init__(setup)
         import triton
 
-        model, group = self.model, self.group
-        wide = group.head_dim > NARROW_D or model.group_size * setup.max_queries > NARROW_G
+        model, group, cls = self.model, self.group, type(self)
+        if cls.combine is not RankedUnits.combine and cls.lane_scores is UnitKernels.lane_scores:
+            raise PluginError(
+                f"{whose(cls)} does not keep the contract of topkv_authoring.units",
+                [
+                    "UnitKernels ranks by the combine of RankedUnits, got a class with a combine "
+                    "of its own; leave it out, or override lane_scores with kernels that do it"
+                ],
+            )
+        most = model.group_size * setup.max_queries
+        wide = group.head_dim > NARROW_D or most > NARROW_G
+        if wide and cls.prepare_query is not None:
+            raise ConfigError(
+                cls.__name__,
+                [
+                    f"prepare_query needs a query at once, up to {NARROW_D} channels and "
+                    f"{NARROW_G} query heads of a kv-head, got {group.head_dim} and {most}; "
+                    "choose impl 'reference', or another algorithm"
+                ],
+            )
         sizes = WIDE if wide else NARROW
         block = sizes["TILE_U"] * sizes["TILES"]
         self.heads = HeadScores(model, group, block, setup.device, setup.max_queries)
@@ -237,8 +291,9 @@ class UnitKernels(KeptByKernels, ScoredUnits):
         for queries in range(1, setup.max_queries + 1):
             each = model.group_size * queries
             constants: dict[str, Any] = {
-                "SCORE": type(self).score_tile,
-                "FINISH": type(self).finish_tile or self.kernels.kept,
+                "PREPARE": cls.prepare_query,
+                "SCORE": cls.score_tile,
+                "FINISH": cls.finish_tile or self.kernels.kept,
                 "GROUP": each,
                 "QUERIES": queries,
                 "BLOCK_G": min(NARROW_G, max(16, triton.next_power_of_2(each))),

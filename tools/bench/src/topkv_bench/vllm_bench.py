@@ -151,7 +151,7 @@ class VllmBench:
         with log.open("wb") as out:
             done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False)
         if done.returncode or not answer.exists():
-            told = log.read_text(errors="replace")[-TAIL:]
-            raise RuntimeError(f"vLLM ended with status {done.returncode}:\n{told}")
+            reported = log.read_text(errors="replace")[-TAIL:]
+            raise RuntimeError(f"vLLM ended with status {done.returncode}:\n{reported}")
         row: Row = json.loads(answer.read_text())
         return row

@@ -198,10 +198,10 @@ def _generated(engine: Engine, asked: dict[str, Any]) -> Row:
         begun |= engine.step()
     clock.put(None)
     while len(clock.seconds) < steps:
-        told = engine.step()
-        if not told:
+        reported = engine.step()
+        if not reported:
             continue  # steps are scheduled ahead, and this call brought none to its end
-        if told != names:
+        if reported != names:
             raise RuntimeError("a request had no token in a step; this is a bug of topkv-bench")
         clock.put(None)
     row: Row = {

@@ -94,27 +94,29 @@ def _why(pool: int | None, available: int, gpu: bool) -> list[str]:
     from topkv.kv.host_mapping import MOST_THREADS
 
     near = "near the GPU " if gpu else ""
-    told = [
+    reported = [
         f"one thread touches for each core {near}that this process may use, up to {MOST_THREADS}"
     ]
     state = probes.huge_pages()["enabled"]
     if state is None:
-        told.append("this system has no transparent huge pages")
+        reported.append("this system has no transparent huge pages")
     elif state == "never":
-        told.append(
+        reported.append(
             "transparent huge pages are off: write madvise to "
             "/sys/kernel/mm/transparent_hugepage/enabled to have them"
         )
     else:
-        told.append("transparent huge pages are given where they are asked for")
+        reported.append("transparent huge pages are given where they are asked for")
     if not gpu:
-        told.append("without a GPU nothing is touched before it is used, and nothing registered")
+        reported.append(
+            "without a GPU nothing is touched before it is used, and nothing registered"
+        )
     if pool is not None and pool > available:
-        told.append(f"the pool does not fit: {available / _GIB:.2f} GiB are available")
+        reported.append(f"the pool does not fit: {available / _GIB:.2f} GiB are available")
     limit = probes.pinned_limit()["limit_bytes"]
     if limit is not None and limit < (pool or _PROBE):
-        told.append(
+        reported.append(
             f"the limit of locked memory is {limit} bytes (ulimit -l): registering more may be "
             "refused"
         )
-    return told
+    return reported

@@ -59,9 +59,9 @@ def examined(
         kind: show_ranges([at for at, each in enumerate(found.layers) if each == kind])
         for kind in dict.fromkeys(found.layers)
     }
-    told = {"class": found.model, "group": found.group, "attaches": not found.refused}
-    told |= {"refused": list(found.refused), "generate_refuses": list(found.options)}
-    told |= {"never_tested": [each for name in PACKAGES for each in never_tested(name)]}
-    told |= {"layers": layers, "length": found.length, "positions": found.positions}
-    told |= {f"{tier}_bytes": size for tier, size in found.bytes.items()}
-    return {**told, "not_counted": list(found.not_counted)}
+    reported = {"class": found.model, "group": found.group, "attaches": not found.refused}
+    reported |= {"refused": list(found.refused), "generate_refuses": list(found.options)}
+    reported |= {"never_tested": [each for name in PACKAGES for each in never_tested(name)]}
+    reported |= {"layers": layers, "length": found.length, "positions": found.positions}
+    reported |= {f"{tier}_bytes": size for tier, size in found.bytes.items()}
+    return {**reported, "not_counted": list(found.not_counted)}

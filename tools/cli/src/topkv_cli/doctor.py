@@ -33,13 +33,13 @@ def diagnose(pool: int | None = None) -> dict[str, Any]:
     packages = {"topkv", *(record.package for record in registry().records())}
     report["never_tested"] = [each for name in sorted(packages) for each in never_tested(name)]
     report["attaching"] = probes.attempt(partial(attaching, pool))
-    told = {
+    reported = {
         f"{record.kind} {record.name}": probes.attempt(partial(registry().doctor, record))
         for kind in kinds()
         for record in registry().usable(kind)
         if record.entry and record.entry.doctor
     }
-    report["plugins"] = told
+    report["plugins"] = reported
     failed = [as_dict(record) for record in registry().records() if record.problem]
     report["plugins_failed"] = failed + _not_importing()
     return report
@@ -55,8 +55,8 @@ def _not_importing() -> list[dict[str, Any]]:
         if find_spec("triton") is None:
             broken.pop("triton", None)
         if broken:
-            told = "; ".join(f"{impl} does not import: {why}" for impl, why in broken.items())
-            found.append(as_dict(record) | {"problem": told})
+            reported = "; ".join(f"{impl} does not import: {why}" for impl, why in broken.items())
+            found.append(as_dict(record) | {"problem": reported})
     return found
 
 
@@ -91,7 +91,7 @@ def _size(context: click.Context, option: click.Parameter, value: str | None) ->
     "--model",
     metavar="DIR",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Tell from config.json alone whether a checkpoint can be attached, and how.",
+    help="Say from config.json alone whether a checkpoint can be attached, and how.",
 )
 @click.option(
     "--length",

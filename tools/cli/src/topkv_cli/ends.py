@@ -18,7 +18,7 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def reported() -> Iterator[None]:
     """Turn errors into one message on stderr and an exit status; a traceback only if asked for.
 
     Status 2: topkv or the system refuses (``OSError``: a full disk, a directory that cannot be

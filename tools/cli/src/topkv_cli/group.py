@@ -19,7 +19,7 @@ import click
 from topkv import __version__
 from topkv.errors import PluginError
 from topkv.plugins.records import BLOCK, aside, blocked
-from topkv_cli.ends import told
+from topkv_cli.ends import reported
 
 COMMANDS = "topkv.commands"
 
@@ -50,7 +50,7 @@ class LazyGroup(click.Group):
     """A group that imports a command only to run or list it, and prints its errors."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        with told():
+        with reported():
             return super().main(*args, **kwargs)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

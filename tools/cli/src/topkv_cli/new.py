@@ -18,19 +18,26 @@ from topkv_cli.render import KINDS, default_root, render, write
 @click.argument("name")
 @click.option("--kind", required=True, type=click.Choice(list(KINDS)), help="Of the plugin.")
 @click.option(
+    "--kernels",
+    is_flag=True,
+    help="Write Triton device functions beside the reference, in one file (kind algorithm).",
+)
+@click.option(
     "--output",
     type=click.Path(path_type=Path),
     help="Directory of the package, which must not exist; ./topkv-NAME by default.",
 )
-def command(name: str, kind: str, output: Path | None) -> None:
+def command(name: str, kind: str, kernels: bool, output: Path | None) -> None:
     """Start a plugin package with a working reference and the conformance kit.
 
-    NAME is what users write to choose the plugin, without topkv-.
+    NAME is what users write to choose the plugin, without topkv-. With --kernels an algorithm
+    begins as one file that has each formula in torch and, behind it, as a device function of
+    Triton; the kit tests both, without a GPU too.
     """
     root = output or Path(default_root(name))
     if reasons := stands_in_for(name):
         raise ConfigError("a plugin package cannot be made", reasons)
-    texts = render(name, kind)
+    texts = render(name, kind, kernels)
     write(texts, root)
     for path in texts:
         click.echo(str(root / path))

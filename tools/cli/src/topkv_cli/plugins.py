@@ -71,15 +71,15 @@ def _takes(entry: PluginEntry | None) -> str:
     """Sum up in a few words what a plugin needs to be usable."""
     if entry is None:
         return ""
-    told, words = entry.capabilities, []
-    if told.units:
-        few, many = told.units
+    reported, words = entry.capabilities, []
+    if reported.units:
+        few, many = reported.units
         words.append("single tokens" if many == 1 else f"units {few}-{many}")
-    if told.needs_index:
+    if reported.needs_index:
         words.append("an indexer")
-    elif told.attention != Capabilities().attention:
-        words.append(" or ".join(told.attention))
-    if told.tiers == ("gpu",):
+    elif reported.attention != Capabilities().attention:
+        words.append(" or ".join(reported.attention))
+    if reported.tiers == ("gpu",):
         words.append("GPU only")
     return ", ".join(words)
 
@@ -113,11 +113,13 @@ def _show(
         table.add_column(head, no_wrap=True)
     table.add_column("takes", min_width=20)
     for record, factories in zip(records, broken, strict=True):
-        told = Text("does not load", "red") if record.problem else Text(_takes(record.entry))
+        reported = Text("does not load", "red") if record.problem else Text(_takes(record.entry))
         if factories:
-            told.append(f"{', ' if told else ''}{', '.join(factories)} does not import", "red")
+            reported.append(
+                f"{', ' if reported else ''}{', '.join(factories)} does not import", "red"
+            )
         package = f"{record.package} {record.version}"
-        table.add_row(record.name, record.kind or "?", package, told)
+        table.add_row(record.name, record.kind or "?", package, reported)
     # Names, which people copy, must not be cut off; what a plugin takes may wrap.
     unbounded = console.options.update(max_width=10_000)
     console.width = max(console.width, console.measure(table, options=unbounded).minimum)

@@ -1,13 +1,14 @@
 """The package that ``topkv new`` writes: files of ``template/`` with a few names put in.
 
 Templates are ``string.Template`` texts whose names end in ``.tmpl``. Templates of a kind are in a
-folder of its name, and replace a common template of the same name.
+folder of its name, and replace a common template of the same name; those in its folder ``kernels``
+replace both in a package that begins with kernels.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -51,6 +52,9 @@ _FILES = {
 _FURTHER = {"eviction": {"src/$package/kernels.py": "kernels.py"}}
 """Further paths and templates of single kinds."""
 
+WITH_KERNELS = {"algorithm": "Selection by mean keys, an algorithm for topkv with kernels"}
+"""Kinds that can begin with kernels beside their reference, and the summary of those packages."""
+
 _PARTS = ("method", "reference", "kernels")
 """Parts of the README."""
 
@@ -65,12 +69,13 @@ _DOUBLES = {"algorithm": "scripted", "stage": "keep", "backend": "gather", "stor
 """Plugins of the conformance kit, which stand beside the one under test."""
 
 
-def render(name: str, kind: str) -> dict[str, str]:
+def render(name: str, kind: str, kernels: bool = False) -> dict[str, str]:
     """Return the texts of a new package by path, relative to its root.
 
     Args:
         name: name of the plugin, such as ``"mean_keys"``; its package is then ``topkv-mean-keys``.
         kind: one of ``KINDS``.
+        kernels: True for device functions beside the reference; of ``WITH_KERNELS`` alone.
 
     Raises:
         ConfigError: with every reason why the name or the kind cannot be.
@@ -78,13 +83,25 @@ def render(name: str, kind: str) -> dict[str, str]:
     reasons = _name_reasons(name)
     if kind not in KINDS:
         reasons.append(f"kind must be one of {', '.join(KINDS)}, got {kind!r}; choose one of them")
+    elif kernels and kind not in WITH_KERNELS:
+        reasons.append(
+            f"kernels come with kind {', '.join(WITH_KERNELS)}, got {kind!r}; leave --kernels "
+            "out: the README of the new package says where its kernels go"
+        )
     reasons = reasons or _taken(name, kind)
     if reasons:
         raise ConfigError("a plugin package cannot be made", reasons)
     names = _names(name, kind)
-    names |= {part: _filled(f"{part}.md", names).rstrip() for part in _PARTS}
+    folders = [kind]
+    if kernels:
+        names["summary"] = WITH_KERNELS[kind]
+        folders.insert(0, f"{kind}/kernels")
+    names |= {part: _filled(f"{part}.md", names, folders).rstrip() for part in _PARTS}
     templates = _FILES | _FURTHER.get(kind, {})
-    return {_fill(path, names): _filled(template, names) for path, template in templates.items()}
+    return {
+        _fill(path, names): _filled(template, names, folders)
+        for path, template in templates.items()
+    }
 
 
 def write(texts: Mapping[str, str], root: Path) -> None:
@@ -137,6 +154,7 @@ def _names(name: str, kind: str) -> dict[str, str]:
         "dist": default_root(name),
         "package": f"topkv_{module}",
         "cls": f"{camel}{kind.capitalize()}",
+        "kernel_cls": f"{camel}Kernels",
         "summary": KINDS[kind],
         "contract": kinds()[kind],
         "range": spread,
@@ -145,10 +163,11 @@ def _names(name: str, kind: str) -> dict[str, str]:
     }
 
 
-def _filled(template: str, names: Mapping[str, str]) -> str:
-    folder, name = files("topkv_cli") / "template", f"{_fill(template, names)}.tmpl"
-    own = folder / names["kind"] / name
-    at = own if own.is_file() else folder / name
+def _filled(template: str, names: Mapping[str, str], folders: Sequence[str]) -> str:
+    """Fill the template of the first of ``folders`` that has one of this name, or the common."""
+    root, name = files("topkv_cli") / "template", f"{_fill(template, names)}.tmpl"
+    own = [root / folder / name for folder in folders]
+    at = next((path for path in own if path.is_file()), root / name)
     return _fill(at.read_text(encoding="utf-8"), names)
 
 

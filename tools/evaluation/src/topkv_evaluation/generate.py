@@ -115,12 +115,12 @@ def _fit(job: Job, prompt_tokens: int, positions: int | None) -> SparseConfig:
     )
 
 
-def run_generate(job: Job, tell: Any) -> dict[str, Any]:
+def run_generate(job: Job, say: Any) -> dict[str, Any]:
     """Generate greedily, and return what ``topkv generate --json`` prints.
 
     Args:
         job: the job.
-        tell: called with one line before the prompt is read.
+        say: called with one line before the prompt is read.
 
     Raises:
         TopkvError: model, prompt or configuration are refused.
@@ -135,7 +135,7 @@ def run_generate(job: Job, tell: Any) -> dict[str, Any]:
     with attach(model, config, engine="transformers") as handle:
         settings = settings_of(handle)
         shown = ", ".join(f"{name} {value}" for name, value in settings.items())
-        tell(f"reading {prompt_tokens} tokens; {shown}")
+        say(f"reading {prompt_tokens} tokens; {shown}")
         return _generate(handle, tokenizer, inputs, job) | settings
 
 

@@ -227,7 +227,7 @@ def _check(tokens: int, facts: int, depth: float | None, sinks: int, recent: int
         raise ValueError(f"depth is a share between 0 and 1, got {depth}")
     if sinks < 0 or recent < ASK_BYTES:
         raise ValueError(
-            f"sinks must be at least 0 and recent at least {ASK_BYTES} (the question lies in it),"
+            f"sinks must be at least 0 and recent at least {ASK_BYTES} (the question is in it),"
             f" got {sinks} and {recent}"
         )
     least = sinks + recent + facts * FACT_BYTES

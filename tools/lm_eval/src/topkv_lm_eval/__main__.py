@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from topkv_cli.ends import told
+from topkv_cli.ends import reported
 from topkv_lm_eval import register
 
 
@@ -11,7 +11,7 @@ def main() -> None:
     from lm_eval.__main__ import cli_evaluate
 
     register()
-    with told():
+    with reported():
         cli_evaluate()
 
 

@@ -203,9 +203,9 @@ class Fetch:
             if not self._stopped:
                 found = self.shared.calls("exists", self.keys) or 0
         finally:
-            self._tell()
+            self._report()
             self.count = max(0, min(int(found), len(self.keys)))
-            self._tell()
+            self._report()
 
     def _get(self, batch: Batch) -> None:
         shared, good = self.shared, [False] * len(batch.pages)
@@ -224,7 +224,7 @@ class Fetch:
             good = self._checked(batch, places, done or good)
         finally:
             batch.good = good
-            self._tell()
+            self._report()
 
     def _checked(
         self, batch: Batch, places: Sequence[Sequence[np.ndarray]], done: Sequence[bool]
@@ -244,7 +244,7 @@ class Fetch:
             shared.calls("delete", damaged)
         return good + [False] * (len(batch.pages) - len(good))
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         with self.shared.calls.changed:
             self.news = True
             self.shared.calls.changed.notify_all()

@@ -94,7 +94,7 @@ class OpenedStorage:
             reason = f"{hook} did not end within {self._limit} s; raise limit_s if it is slow"
             raise StorageError(head, [f"{self._who}: {reason}"])
         if (error := answer.exception()) is not None:
-            reason = f"{hook}: {raised(error)}; mend that, and try again"
+            reason = f"{hook}: {raised(error)}; fix that, and try again"
             raise StorageError(head, [f"{self._who}: {reason}"]) from error
         return answer.result()
 

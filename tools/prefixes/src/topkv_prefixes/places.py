@@ -67,7 +67,7 @@ def fingerprint_of(config: LoweredConfig, manager: SparseKVCacheManager, keep: s
         for _, value in sorted(values(params).items())
         if isinstance(value, str) and Path(value).is_file()
     ]
-    told = {
+    reported = {
         "topkv": topkv.__version__,
         "layout": layout_of(config, manager),
         "model": repr(config.model),
@@ -75,7 +75,7 @@ def fingerprint_of(config: LoweredConfig, manager: SparseKVCacheManager, keep: s
         "prefix_cache": keep,
         "files": files,
     }
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).digest()
+    return hashlib.sha256(json.dumps(reported, sort_keys=True).encode()).digest()
 
 
 class PagePlaces:

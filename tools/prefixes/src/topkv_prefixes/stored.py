@@ -113,8 +113,8 @@ class StoredSession:
             raise asking.error(taken)
         kept, named = list[bytes](), False
         try:
-            told = {**document, "rows": [asking.put_row(row, kept) for row in rows]}
-            manifest = np.frombuffer(json.dumps(told).encode(), dtype=np.uint8)
+            reported = {**document, "rows": [asking.put_row(row, kept) for row in rows]}
+            manifest = np.frombuffer(json.dumps(reported).encode(), dtype=np.uint8)
             asking.put([asking.key(0)], [[manifest]], kept)
             head = np.frombuffer(_HEAD.pack(len(manifest), asking.ident), dtype=np.uint8)
             named = True
@@ -264,11 +264,11 @@ class _Asking:
             for at in range(0, len(pieces), AT_ONCE):
                 some = pieces[at : at + AT_ONCE]
                 self.put([self.key(len(kept) + 1 + n) for n in range(len(some))], some, kept)
-            told = [
+            reported = [
                 (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
                 for name, tensor in whole.items()
             ]
-            parts.append({"tensors": told, "first": first, "objects": len(pieces)})
+            parts.append({"tensors": reported, "first": first, "objects": len(pieces)})
         return {"request": dict(request), "parts": parts}
 
     def put(

@@ -42,7 +42,7 @@ POLL_S = 0.1
 
 
 def check_quotas(quotas: Mapping[str, int], page: int) -> None:
-    """Raise ConfigError where a quota has no room for a stored page of so many bytes."""
+    """Raise ConfigError where a quota has no room for a stored page of N bytes."""
     small = [
         f"quotas: {tenant!r} must be at least a stored page, {page} bytes, got {size}"
         for tenant, size in quotas.items()

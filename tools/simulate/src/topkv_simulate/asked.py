@@ -41,7 +41,7 @@ class DOES(StrEnum):
 
     FETCH: tokens, pages: a storage was asked for the pages of a prompt. BEGIN: slot, tokens of the
     prompt, its pages that may be found. LEASE: pages to spare, ``[slot, tokens]`` each: requests
-    hold pages for so many tokens. COPY: slot, place: a request has a page of its own there. FORK:
+    hold pages for N tokens. COPY: slot, place: a request has a page of its own there. FORK:
     slot, slot of another request, pages: the first holds the other's first pages. CUT: slot,
     place: pages from there on are written. SHRINK: slot, pages that are kept, 0 at the end.
     PUBLISH: slot, pages. FORGET: 1 if pages in a storage are forgotten too, else 0.

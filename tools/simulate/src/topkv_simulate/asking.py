@@ -108,7 +108,7 @@ class Asking:
             for owner, name, _ in wrappers:
                 vars(owner).pop(name, None)
 
-    def _tell(self, *event: Any) -> None:
+    def _note(self, *event: Any) -> None:
         self._events.append(event)
 
     def _named(self, keys: Sequence[bytes]) -> list[int]:
@@ -117,7 +117,7 @@ class Asking:
     # Each gets the method that it wraps, and the arguments.
 
     def _fetch(self, call: Any, tokens: Any, salt: bytes = b"") -> None:
-        self._tell(DOES.FETCH, len(tokens), self._named(self.prefixes._keys(tokens, salt)))
+        self._note(DOES.FETCH, len(tokens), self._named(self.prefixes._keys(tokens, salt)))
         call(tokens, salt)
 
     def _begin(self, call: Any, tokens: Any, salt: bytes = b"", most: int | None = None) -> int:
@@ -128,40 +128,40 @@ class Asking:
             slot: int = call(tokens, salt, most)
         finally:
             self._begins = False
-        self._tell(DOES.BEGIN, slot, len(tokens), names)
+        self._note(DOES.BEGIN, slot, len(tokens), names)
         return slot
 
     def _publish(self, call: Any, slot: int, tokens: Any, salt: bytes = b"") -> None:
         call(slot, tokens, salt)
         keys = page_keys(tokens, self.coordinator.config.page_tokens, salt)
-        self._tell(DOES.PUBLISH, slot, self._named(keys))
+        self._note(DOES.PUBLISH, slot, self._named(keys))
 
     def _forget(self, call: Any, stored: bool = True) -> None:
         call(stored)
-        self._tell(DOES.FORGET, int(stored))
+        self._note(DOES.FORGET, int(stored))
 
     def _cut(self, call: Any, slot: int, length: int) -> None:
         call(slot, length)
-        self._tell(DOES.CUT, slot, length // self.coordinator.config.page_tokens)
+        self._note(DOES.CUT, slot, length // self.coordinator.config.page_tokens)
 
     def _lease(self, call: Any, needs: Sequence[tuple[int, int]], spare: int = 0) -> None:
         missing = any(self.pages.needed(length) > self.pages.count[slot] for slot, length in needs)
         call(needs, spare)
         if missing or spare:
-            told = [[int(slot), int(length)] for slot, length in needs]
-            self._tell(DOES.LEASE, int(spare), told)
+            reported = [[int(slot), int(length)] for slot, length in needs]
+            self._note(DOES.LEASE, int(spare), reported)
 
     def _own_page(self, call: Any, slot: int, index: int) -> None:
         held = index < self.pages.count[slot]
         shared = held and self.pages.manager.host.shared(int(self.pages.table[slot, index]))
         call(slot, index)
         if shared:
-            self._tell(DOES.COPY, int(slot), int(index))
+            self._note(DOES.COPY, int(slot), int(index))
 
     def _add(self, call: Any, slot: int, pages: Sequence[int]) -> None:
         call(slot, pages)
         if pages and not self._begins:
-            self._tell(DOES.FORK, slot, self._holder(slot, pages), len(pages))
+            self._note(DOES.FORK, slot, self._holder(slot, pages), len(pages))
 
     def _holder(self, twin: int, pages: Sequence[int]) -> int:
         """Return the first other request that holds these pages."""
@@ -171,11 +171,11 @@ class Asking:
 
     def _shrink(self, call: Any, slot: int, keep: int) -> None:
         call(slot, keep)
-        self._tell(DOES.SHRINK, slot, keep)
+        self._note(DOES.SHRINK, slot, keep)
 
 
 def _calling(wrapper: Callable[..., Any], call: Any) -> Callable[..., Any]:
-    def told(*arguments: Any, **options: Any) -> Any:
+    def reported(*arguments: Any, **options: Any) -> Any:
         return wrapper(call, *arguments, **options)
 
-    return told
+    return reported

@@ -160,5 +160,5 @@ def record(trace: Path, config_file: Path | None, **options: Any) -> None:
         given = {name: value for name, value in given.items() if value is not None}
         found = run(Job(config_file=config_file, given=given, **options))
         found.save(trace)
-    told = int((found.rows[:, ROW.warm] == 0).sum())
-    click.echo(f"{told} decode steps in {trace}", err=True)
+    reported = int((found.rows[:, ROW.warm] == 0).sum())
+    click.echo(f"{reported} decode steps in {trace}", err=True)

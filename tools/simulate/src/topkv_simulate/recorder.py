@@ -255,7 +255,7 @@ class _Recorded:
 
     def __init__(self, engine: Any, recorder: Recorder, group: int) -> None:
         self.engine, self.recorder, self.group = engine, recorder, group
-        self.tells = group == recorder._groups[0]
+        self.counts_steps = group == recorder._groups[0]
         shape = recorder.coordinator.config.groups[group].shape
         self.first, self.step = shape.layers[0], recorder.coordinator.step
 
@@ -271,7 +271,7 @@ class _Recorded:
 
     def offload(self) -> None:
         self.engine.offload()
-        if self.tells:
+        if self.counts_steps:
             self.recorder.closed(self.step)
 
     def store_chunk(
@@ -285,23 +285,23 @@ class _Recorded:
         resident: bool,
     ) -> None:
         self.engine.store_chunk(layer, slot, start, k, v, high, resident)
-        if self.tells and layer.layer == self.first:
+        if self.counts_steps and layer.layer == self.first:
             self.recorder.written(slot, start, start + len(k), high, resident)
 
     def flush(self, slot: int, length: int, high: int, resident: bool) -> None:
         self.engine.flush(slot, length, high, resident)
-        if self.tells:
+        if self.counts_steps:
             self.recorder.written(slot, max(0, length - 1), length, high, resident)
 
     def restore(self, slot: int, length: int, resident: bool) -> None:
         self.recorder.forgets(self.group, slot)
         self.engine.restore(slot, length, resident)
-        if self.tells:
+        if self.counts_steps:
             self.recorder.forgotten(slot)
             self.recorder.written(slot, 0, length, length, resident)
 
     def reset(self, slot: int) -> None:
         self.recorder.forgets(self.group, slot)
         self.engine.reset(slot)
-        if self.tells:
+        if self.counts_steps:
             self.recorder.forgotten(slot)

@@ -212,9 +212,9 @@ class Replayer:
             replayed = np.stack([counts.hits, counts.misses], -1)
             for place in np.flatnonzero((replayed != group.counts).any((0, 2, 3))).tolist():
                 got = replayed[:, place].sum((0, 1)).tolist()
-                told = group.counts[:, place].sum((0, 1)).tolist()
+                known = group.counts[:, place].sum((0, 1)).tolist()
                 reasons.append(
-                    f"layer {group.geometry.layers[place]}: {told[0]} hits and {told[1]} misses "
+                    f"layer {group.geometry.layers[place]}: {known[0]} hits and {known[1]} misses "
                     f"were counted, {got[0]} and {got[1]} are replayed"
                 )
         if reasons:

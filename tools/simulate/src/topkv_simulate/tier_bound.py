@@ -1,4 +1,4 @@
-"""Upper bound of the tokens that any policy finds in so many pages."""
+"""Upper bound of the tokens that any policy finds in N pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from topkv_simulate.asked import DOES, Asked
 
 
 def most_found(asked: Asked, capacities: Sequence[int]) -> list[int]:
-    """Return the most tokens of prompts that tiers of so many pages together can find.
+    """Return the most tokens of prompts that tiers of N pages together can find.
 
     A page that is found was asked for or published before, and was kept since then: a span of
     events. Where more spans overlap than there is room for, the one that lasts longest is dropped,
@@ -32,7 +32,7 @@ def most_found(asked: Asked, capacities: Sequence[int]) -> list[int]:
 
 
 def _packed(until: Sequence[int], capacity: int) -> int:
-    """Count spans ``at .. until[at]`` that fit into so many places; -1 is no span."""
+    """Count spans ``at .. until[at]`` that fit into N places; -1 is no span."""
     kept: set[int] = set()  # ends of the open spans
     latest: list[int] = []
     found = 0

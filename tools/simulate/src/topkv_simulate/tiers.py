@@ -161,7 +161,7 @@ class Tiers:
         stored = Stored(sizes.storage, asked.object_bytes, self.counts)
         self.storage = stored if sizes.storage else None
         self.batch = min(MOST_PAGES, max(1, BATCH_BYTES // asked.object_bytes))
-        self._told: OrderedDict[Any, None] = OrderedDict()  # believed to be in the storage
+        self._reported: OrderedDict[Any, None] = OrderedDict()  # believed to be in the storage
         self._seen: OrderedDict[Any, None] = OrderedDict()
         self._fetched: set[int] = set()
         self._epoch = 0
@@ -252,9 +252,9 @@ class Tiers:
                     whole = right == len(leased)
         self.counts.fetched += landed
         for key in keys[:landed]:
-            _remember(self._told, key)
+            _remember(self._reported, key)
         for key in keys[landed:]:
-            self._told.pop(key, None)
+            self._reported.pop(key, None)
         return held
 
     def _release(self, held: Sequence[int]) -> None:
@@ -282,15 +282,15 @@ class Tiers:
     def _store(self, keys: Iterable[Any]) -> None:
         if self.storage is None:
             return
-        new = [key for key in keys if key not in self._told]
+        new = [key for key in keys if key not in self._reported]
         for at in reversed(range(0, len(new), self.batch)):
             some = new[at : at + self.batch]
             for key in some:
-                _remember(self._told, key)
+                _remember(self._reported, key)
             done = self.storage.put(some)
             for key, there in zip(some, done, strict=True):
                 if not there:
-                    self._told.pop(key, None)
+                    self._reported.pop(key, None)
             self.counts.written += sum(done)
             self.counts.dropped += len(some) - sum(done)
 
@@ -299,7 +299,7 @@ class Tiers:
 
 
 def pages_in(asked: Asked, host: int) -> int:
-    """Return the pages of a host pool of so many bytes, page 0 included, which nobody holds."""
+    """Return the pages of a host pool of N bytes, page 0 included, which nobody holds."""
     return host // asked.page_bytes
 
 

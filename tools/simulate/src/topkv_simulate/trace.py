@@ -149,8 +149,8 @@ class Trace:
             "settings": dict(self.settings),
             "groups": [asdict(group.geometry) for group in self.groups],
         }
-        told = np.array(json.dumps(header, default=str))
-        arrays: dict[str, Any] = {"header": told, "rows": self.rows, "events": self.events}
+        reported = np.array(json.dumps(header, default=str))
+        arrays: dict[str, Any] = {"header": reported, "rows": self.rows, "events": self.events}
         for index, group in enumerate(self.groups):
             arrays |= {f"{name}_{index}": getattr(group, name) for name in _SHAPES}
         with path.open("wb") as file:

@@ -63,11 +63,11 @@ def show(
         table.add_row(*map(Text, cells))
     console.print(table)
     console.print()
-    told, own = curve.totals(), curve.trace.settings["eviction"]
+    counts, own = curve.totals(), curve.trace.settings["eviction"]
     was = "/".join(map(str, sorted(set(curve.recorded))))
     lines = [
-        f"recorded: buffer {was}, {own}, {told['steps']} steps; the {told['hits']} hits and "
-        f"{told['misses']} misses that the coordinator counted, warming included, are replayed "
+        f"recorded: buffer {was}, {own}, {counts['steps']} steps; the {counts['hits']} hits and "
+        f"{counts['misses']} misses that the coordinator counted, warming included, are replayed "
         "exactly",
         "a step is one request's part of a forward; misses and MB (10^6 bytes) of all layers and "
         "lanes",

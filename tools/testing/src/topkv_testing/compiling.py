@@ -79,7 +79,7 @@ class Launch:
     def of(cls, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
         """Make the launch of an interpreted kernel with the arguments that it was given."""
         values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-        values = {name: _told(value) for name, value in values.items()}
+        values = {name: _reported(value) for name, value in values.items()}
         # Sizes make other code where a kernel asks for them, but drawn cases have hundreds.
         common = tuple(
             (name, type(value) if type(value) in (int, float) else value)
@@ -88,9 +88,9 @@ class Launch:
         return cls(_named(kernel), values, common)
 
 
-def _told(value: Any) -> Any:
+def _reported(value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(map(_told, value))
+        return tuple(map(_reported, value))
     if hasattr(value, "data_ptr"):
         return Pointer(str(value.dtype).removeprefix("torch."))
     return _named(value) if hasattr(value, "fn") and callable(value) else value
@@ -128,13 +128,13 @@ class Compiler:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=clean
             )
-        asked, told = self._process.stdin, self._process.stdout
-        if asked is None or told is None:
+        asked, reported = self._process.stdin, self._process.stdout
+        if asked is None or reported is None:
             raise RuntimeError("a pipe to the compiler is missing")
         try:
             pickle.dump((launch, sys.path), asked)
             asked.flush()
-            reason: str | None = pickle.load(told)
+            reason: str | None = pickle.load(reported)
         except (BrokenPipeError, EOFError) as error:
             raise RuntimeError(f"the compiler ended at {launch.kernel}") from error
         return reason
@@ -263,15 +263,15 @@ def main() -> None:
 
     driver.set_active(_Absent(int(sys.argv[1])))
     _stop_early()
-    asked, told = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    asked, reported = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what modules print is no answer
     while True:
         try:
             launch, sys.path[:] = pickle.load(asked)
         except EOFError:
             return
-        pickle.dump(_answer(launch), told)
-        told.flush()
+        pickle.dump(_answer(launch), reported)
+        reported.flush()
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ class Request:
         return out.cpu()
 
     def prefill(self, count: int) -> None:
-        """Read so many tokens of the prompt."""
+        """Read N tokens of the prompt."""
         self.coordinator.forward_begin(prefill=[(self.slot, count)])
         self._run(count)
 

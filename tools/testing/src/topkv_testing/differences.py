@@ -66,6 +66,6 @@ def require_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], what
         AssertionError: with pool, row and worst element of each pool that differs.
     """
     found = {name: difference(got[name], expected[name]) for name in expected}
-    told = [f"pool {name!r} {text}" for name, text in found.items() if text]
-    if told:
-        raise AssertionError(f"{what}: " + "; ".join(told))
+    reported = [f"pool {name!r} {text}" for name, text in found.items() if text]
+    if reported:
+        raise AssertionError(f"{what}: " + "; ".join(reported))

@@ -264,7 +264,7 @@ class EngineTests(KitTests):
         """Observers see the prompt's tokens in prefill, and one token a step."""
         bench, steps = Bench(subject), _steps(subject)
         chunks = [None, LONG - 1, UNIT] if bench.case.chunked else [None]
-        with bench.attached() as attached:  # it selects all: only the counts tell prefill apart
+        with bench.attached() as attached:  # it selects all: only the counts separate prefill
             for chunk in chunks:
                 attached.generate(bench.prompts(RAGGED), steps, chunk)
                 attached.assert_appended(RAGGED, steps)

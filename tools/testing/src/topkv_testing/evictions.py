@@ -75,7 +75,7 @@ def new_position(policy: Any, stale: Tensor, misses: int, state: Tensor | None =
 
 
 def states(slots: int) -> Iterator[tuple[tuple[bool, ...], int]]:
-    """Every ``(stale, misses)`` of a buffer of so many slots."""
+    """Every ``(stale, misses)`` of a buffer of N slots."""
     for stale in itertools.product((False, True), repeat=slots):
         yield from ((stale, misses) for misses in range(sum(stale) + 1))
 

@@ -14,7 +14,7 @@ An author sets ``ObserverOptions``: what an observer has gathered, and what it s
         def options(self):
             return ObserverOptions(
                 says=lambda observer: observer.count,
-                oracle=lambda told: sum(forward.ended for forward in told),
+                oracle=lambda reported: sum(forward.ended for forward in reported),
             )
 
 The suite runs forwards of its own over a small coordinator, with padded rows, prompts beside
@@ -53,7 +53,7 @@ STEPS, MOST_PROMPT = 8, 6
 
 
 @frozen
-class Told:
+class Reported:
     """One forward of the suite.
 
     Attributes:
@@ -87,7 +87,7 @@ class ObserverOptions:
     """
 
     says: Callable[[Any], Any]
-    oracle: Callable[[Sequence[Told]], Any]
+    oracle: Callable[[Sequence[Reported]], Any]
     params: Mapping[str, Any] = field(factory=dict)
 
 
@@ -129,7 +129,7 @@ class Watched:
         AssertionError: the observer raised in ``bind_layers``.
 
     Attributes:
-        told: every forward so far.
+        reported: every forward so far.
         outputs: output of every layer that was attended so far.
     """
 
@@ -141,7 +141,7 @@ class Watched:
             subject.tier, registry=subject.registry, observers=asked, max_tokens=128
         )
         self.device = subject.tier.device
-        self.told: list[Told] = []
+        self.reported: list[Reported] = []
         self.outputs: list[Tensor] = []
         self.observer: Any = next(iter(self.coordinator.observers.named.values()), None)
         if named and self.observer is None:
@@ -173,7 +173,7 @@ class Watched:
             self._forward(rows, chunks, units, dropped)
         if self.observer is not None and not self.coordinator.observers.named:
             said = [str(each.message) for each in caught if "is left out" in str(each.message)]
-            raise AssertionError(f"{'; '.join(said)}; the forward was {self.told[-1]}")
+            raise AssertionError(f"{'; '.join(said)}; the forward was {self.reported[-1]}")
 
     def _forward(
         self,
@@ -193,10 +193,12 @@ class Watched:
             coordinator.forward_end()
             transfers = coordinator.transfers_of([slot for slot in rows if slot >= 0])
         totals, occupancy = coordinator.transfers_of(), count_occupancy(coordinator.requests)
-        self.told.append(Told(tuple(rows), prompt, not dropped, transfers, totals, occupancy))
+        self.reported.append(
+            Reported(tuple(rows), prompt, not dropped, transfers, totals, occupancy)
+        )
 
     def _attend(self, layer: int, count: int, units: Sequence[int]) -> Tensor:
-        generator = torch.Generator().manual_seed(100 * len(self.told) + layer)
+        generator = torch.Generator().manual_seed(100 * len(self.reported) + layer)
         q, k, v = (
             torch.randn(count, heads, DIM, generator=generator).to(self.device)
             for heads in (HEADS, KV_HEADS, KV_HEADS)
@@ -217,9 +219,10 @@ class Watched:
         Raises:
             AssertionError: they differ.
         """
-        says, expected = options.says(self.observer), options.oracle(self.told)
+        says, expected = options.says(self.observer), options.oracle(self.reported)
         assert says == expected, (
-            f"after the forwards {self.told} the observer says {says!r}, the oracle {expected!r}"
+            f"after the forwards {self.reported} the observer says {says!r}, "
+            f"the oracle {expected!r}"
         )
 
 
@@ -259,7 +262,7 @@ class ObserverTests(KitTests):
             for step in program:
                 watched.run(step)
                 plain.run(step)
-            assert watched.told == plain.told, "transfers are others with the observer"
+            assert watched.reported == plain.reported, "transfers are others with the observer"
             for one, other in zip(watched.outputs, plain.outputs, strict=True):
                 # Padded rows hold anything, yet the same with the observer and without.
                 assert torch.equal(one.nan_to_num(7), other.nan_to_num(7)), "outputs are others"

@@ -157,7 +157,7 @@ def read_algorithms(texts: Sequence[str], head_dim: int, registry: PluginRegistr
         choices.append(Choice(row or text, name, unit, settings, values))
     labels = [choice.label for choice in choices]
     reasons += [
-        f"{label!r} is named twice; tell the rows apart by names, as in first@quest"
+        f"{label!r} is named twice; give the rows different names, as in first@quest"
         for label in sorted({label for label in labels if labels.count(label) > 1})
     ]
     if not choices and not reasons:

@@ -161,8 +161,8 @@ def evaluate(
             page.write([*results.rows.values()], out / page.REPORT)
             click.echo(f"the report is {out / page.REPORT}", err=True)
             if not plot.can_draw():
-                mend = f"pip install 'topkv-evaluation[plot]' and {page.REWRITE} {out}"
-                click.echo(f"no pictures without matplotlib: {mend}", err=True)
+                fix = f"pip install 'topkv-evaluation[plot]' and {page.REWRITE} {out}"
+                click.echo(f"no pictures without matplotlib: {fix}", err=True)
         if as_json:
             shown = {"settings": plan.settings(), "cells": rows}
             click.echo(json.dumps(shown, indent=2), file=stdout)

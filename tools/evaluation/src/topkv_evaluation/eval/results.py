@@ -41,8 +41,8 @@ def read_rows(folder: Path) -> list[Row]:
             continue
         rows.append(row)
     if reasons:
-        mend = "name another folder with --out, or remove the file"
-        raise ConfigError(f"{path} cannot be gone on with", [*reasons, mend])
+        fix = "name another folder with --out, or remove the file"
+        raise ConfigError(f"{path} cannot be gone on with", [*reasons, fix])
     return rows
 
 

@@ -27,7 +27,7 @@ PAIRED = ("kl", "nll_change")
 CHUNK = {"cuda": 8192}
 CPU_CHUNK = 1024
 SAMPLES = 8
-"""About so many questions are sampled for their attention mass."""
+"""About this many questions are sampled for their attention mass."""
 
 Row = dict[str, Any]
 Advance = Callable[[int], None]

@@ -144,7 +144,7 @@ def retrieval_task(length: int, questions: int, per_context: int = 25, seed: int
         seed: seed of the first context; the others count on from it.
 
     Raises:
-        ConfigError: so many facts do not fit into a context.
+        ConfigError: the facts do not fit into a context.
     """
     count = -(-questions // per_context)
     contexts, asked = [], []

@@ -66,7 +66,7 @@ class CommonWords:
         return [fitted(make, count, length, size, STEP, self.common) for _ in range(samples)]
 
     def _maker(self, shape: Shape, seed: int) -> Make:
-        """Return a maker of samples with a list of so many words; draws follow from the seed."""
+        """Return a maker of samples with a list of N words; draws follow from the seed."""
         rng, words = random.Random(seed), [*single_words()]
         random.Random(seed).shuffle(words)
 

@@ -8,7 +8,7 @@ from topkv.errors import ConfigError
 from topkv_evaluation.tasks.sample import Count, Sample
 
 Make = Callable[[int], Sample]
-"""Makes a sample with a haystack of so many pieces; it draws, so no two are alike."""
+"""Makes a sample with a haystack of N pieces; it draws, so no two are alike."""
 
 Total = Callable[[int], int]
 """Returns the tokens of such a sample, generated ones included."""

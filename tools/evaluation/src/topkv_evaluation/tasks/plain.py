@@ -58,13 +58,15 @@ class Copy:
 
         def make(size: int) -> Sample:
             start = rng.randrange(len(every) - size)
-            told = every[start : start + size]
-            fit = [each.split() for each in told if len(each.split()) >= self.begin + self.words]
-            asked = rng.choice(fit) if fit else told[0].split()
+            reported = every[start : start + size]
+            fit = [
+                each.split() for each in reported if len(each.split()) >= self.begin + self.words
+            ]
+            asked = rng.choice(fit) if fit else reported[0].split()
             begin, rest = asked[: self.begin], asked[self.begin :][: self.words]
             answers = tuple(word.replace(",", "").rstrip(".") for word in rest)
             prefix = f" {' '.join(begin)}"
-            text = TEXT.format(context="\n".join(told))
+            text = TEXT.format(context="\n".join(reported))
             question = AGAIN.format(begin=" ".join(begin))
             return Sample(text, question, prefix, answers, 4 * self.words)
 

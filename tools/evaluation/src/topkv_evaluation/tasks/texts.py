@@ -85,8 +85,8 @@ def _folder(kind: str, number: int, source: Source) -> Path:
             names = [name for name in wheel.namelist() if _is_of(name, source.files)]
             for place, name in enumerate(sorted(names)):
                 text = wheel.read(name)[: source.most].decode("utf-8", errors="ignore")
-                told = text.replace("\t", "\n").replace("\r\n", "\n")
-                (target / f"{place:03}.txt").write_text(told, encoding="utf-8")
+                reported = text.replace("\t", "\n").replace("\r\n", "\n")
+                (target / f"{place:03}.txt").write_text(reported, encoding="utf-8")
 
     inputs = hashlib.sha256(repr(source).encode()).hexdigest()[:12]
     return kept(f"text-{kind}-{number}-{inputs}", make)

@@ -120,8 +120,8 @@ class BatchTests(KitTests):
             expected = lanes(here.retrieve(q, [0]))[0][own]
             asked = _beside(q, case.queries(1, 60), kept)
             got = lanes(there.retrieve(asked, [0]))[0][own]
-            told = f"spec() says heads={heads!r}, and beside others"
-            assert got == expected, f"{told} lane {own} selects {got}, not {expected}"
+            reported = f"spec() says heads={heads!r}, and beside others"
+            assert got == expected, f"{reported} lane {own} selects {got}, not {expected}"
 
         check()
 

@@ -323,15 +323,15 @@ class AlgorithmBench(BenchMemory):
         return 0 if slot < 0 else self.selectable_of(len(self.keys[slot]))
 
     def selectable_of(self, length: int) -> int:
-        """Units of a request of so many tokens that may be selected."""
+        """Units of a request of N tokens that may be selected."""
         if self.subject.entry.capabilities.tail == "selectable":
             return length
         return max(length - 1, 0) // self.group.unit
 
     def promised(self, slot: int) -> set[int]:
         """Selectable units that every selection of the request holds."""
-        told = options_of(self.subject).promised or forced
-        return told(len(self.keys[slot]), self)
+        reported = options_of(self.subject).promised or forced
+        return reported(len(self.keys[slot]), self)
 
     def by_key(self) -> dict[str, Tensor]:
         """The pools, with one row for each unit, token or request where the options say how to

@@ -84,8 +84,8 @@ class StateTests(KitTests):
             if one.spec.prefix != "pages":
                 pytest.skip(f"{subject.entry.name}: spec() says prefix is not pages")
             kept = [pool.name for pool in one.spec.representations if pool.grain == "request"]
-            told = "belong to a request, and spec() says prefix='pages' without a prompt_tail"
-            assert not kept or one.spec.prompt_tail, f"{kept} {told}"
+            reported = "belong to a request, and spec() says prefix='pages' without a prompt_tail"
+            assert not kept or one.spec.prompt_tail, f"{kept} {reported}"
             length, other = data.draw(one.lengths()), data.draw(one.lengths())
             page = case.geometry.page_tokens
             shared = min(length, other) // page * page

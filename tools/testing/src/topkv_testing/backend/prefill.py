@@ -137,7 +137,7 @@ class PrefillTests(KitTests):
 
         check()
 
-    def test_prefill_over_history_sees_what_lies_before(self, subject: Subject) -> None:
+    def test_prefill_over_history_sees_what_is_before(self, subject: Subject) -> None:
         @examples(subject.tier, cpu=60, interpret=16)
         @given(prefill_cases(subject))
         def check(case: PrefillCase) -> None:

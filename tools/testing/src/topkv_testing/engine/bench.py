@@ -206,8 +206,8 @@ class Attached:
         for forward in self.watcher.ended:
             for slot, length in forward.lengths.items():
                 lengths_of.setdefault(slot, []).append(length)
-        told, given = sum(each.prefill_tokens for each in self.watcher.ended), sum(prompts)
-        assert told == given, f"{told} prompt tokens were appended, expected {given}"
+        reported, given = sum(each.prefill_tokens for each in self.watcher.ended), sum(prompts)
+        assert reported == given, f"{reported} prompt tokens were appended, expected {given}"
         # Whether the last token that is generated is appended too is up to the engine.
         seen = sorted(lengths_of.values())
         expected = [list(range(prompt + 1, prompt + steps)) for prompt in sorted(prompts)]

@@ -39,7 +39,7 @@ class EngineCase(ABC):
 
         Args:
             prompts: of different lengths; pad them as the engine wants it.
-            chunk: at most so many tokens of a prompt in one forward; only if ``chunked``.
+            chunk: at most this many tokens of a prompt in one forward; only if ``chunked``.
 
         Returns:
             The new tokens, and float64 ``[B, steps, V]`` logits that they were chosen from.

@@ -119,7 +119,7 @@ class BlockPool:
             self.seen[slot] = torch.cat([self.seen[slot], each])
 
     def hand_over(self, slot: int, length: int) -> None:
-        """Give a request the pages that so many tokens need."""
+        """Give a request the pages that N tokens need."""
         missing = -(-length // PAGE) - len(self.pages[slot])
         if missing > 0:
             given = [self.free.pop() for _ in range(missing)]

@@ -83,8 +83,8 @@ class KeepTests(KitTests):
 
     def test_pages_are_worth_what_the_formula_says(self, subject: Subject) -> None:
         """In fp32, for random keys, whatever had been given back before."""
-        told = stage_options_of(subject).worth
-        if told is None:
+        reported = stage_options_of(subject).worth
+        if reported is None:
             pytest.skip(f"{subject.entry.name}: the options do not say what pages are worth")
 
         @examples(subject.tier, cpu=20, interpret=3, gpu=10)
@@ -102,7 +102,7 @@ class KeepTests(KitTests):
             bench.prefill(1, keys[:-1])
             bench.append([1], keys[-1:])
             dropped = data.draw(st.sampled_from([0, 7, 900]), "dropped")
-            expected, error = told(bench, 1, len(keys) + dropped)
+            expected, error = reported(bench, 1, len(keys) + dropped)
             got = worth(bench, 1, dropped).double()
             apart = float((got - expected).abs().max())
             assert apart <= error, f"pages are worth {got}, by the formula {expected}"

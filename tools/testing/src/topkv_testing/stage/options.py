@@ -91,6 +91,6 @@ class OptionTests(KitTests):
     def test_a_backend_without_the_option_is_refused_by_name(self, subject: Subject) -> None:
         with pytest.raises(ConfigError) as error:
             _configured(subject, "gather", {})
-        (told,) = error.value.reasons
+        (reported,) = error.value.reasons
         for part in (*subject.entry.capabilities.options, subject.entry.name, "'gather'"):
-            assert part in told, told
+            assert part in reported, reported

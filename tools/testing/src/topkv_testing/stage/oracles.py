@@ -105,17 +105,17 @@ def fewest(share: Tensor, p: float, most: int, near: float) -> Left:
     return Left(rank, range(min(least, most), min(enough, most) + 1))
 
 
-def assert_left(told: Left, among: Sequence[int], kept: Sequence[int], near: float) -> None:
+def assert_left(reported: Left, among: Sequence[int], kept: Sequence[int], near: float) -> None:
     """Assert that the units left of a lane's candidates are those of the formula, up to rounding.
 
     Raises:
         AssertionError: another number is left, or one that ranks lower than one that is not.
     """
-    rank = dict(zip(among, told.rank.tolist(), strict=True))
-    if len(kept) not in told.counts:
+    rank = dict(zip(among, reported.rank.tolist(), strict=True))
+    if len(kept) not in reported.counts:
         raise AssertionError(
             f"left are {sorted(kept)}, {len(kept)} of {len(among)} candidates, by the formula "
-            f"{' or '.join(map(str, told.counts))}; ranks are {rank}"
+            f"{' or '.join(map(str, reported.counts))}; ranks are {rank}"
         )
     dropped = [unit for unit in among if unit not in kept]
     if not kept or not dropped:

@@ -239,5 +239,5 @@ def _compare(bench: AlgorithmBench, case: Case, seed: int) -> None:
     options = stage_options_of(bench.subject)
     assert options.left is not None  # callers have asked
     for each in _refined(bench, case, seed):
-        told = options.left(bench, each.slot, each.q, each.lane, each.among)
-        assert_left(told, each.among, each.kept, options.near)
+        reported = options.left(bench, each.slot, each.q, each.lane, each.among)
+        assert_left(reported, each.among, each.kept, options.near)
