@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import field, frozen
+from attrs.validators import ge
 
 from topkv import hookimpl
 from topkv.config import SparseConfig, lower
@@ -42,9 +44,25 @@ class Entries:
         return self.observers
 
 
+@frozen
+class PagesParams:
+    """Parameters of ``PAGES``."""
+
+    sinks: int = field(default=1, validator=ge(0))
+    bits: int = 8
+    share: float = 0.5
+    file: str | None = None
+    steps: tuple[int, ...] = ()
+    whole: bool = False
+
+    def __attrs_post_init__(self):
+        if self.sinks > self.bits:
+            raise ValueError(f"sinks must be at most bits, got {self.sinks} and {self.bits}")
+
+
 PAGES = (
     "pages",
-    {"defaults": {"dense_layers": (0, 1, 99)}, "parameters": {"sinks": 1, "bits": 8}},
+    {"defaults": {"dense_layers": (0, 1, 99)}, "parameters": PagesParams},
 )
 TOKENS = ("tokens", {"defaults": {"unit": 1, "scope": "shared"}})
 ANY = ("any", {"capabilities": WIDE})

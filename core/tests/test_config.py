@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import pytest
 from attrs import fields
-from config_cases import ANY, CPU, CUDA, PAGES, TOKENS, Entries, low, make, origin, refused
+from config_cases import (
+    ANY,
+    CPU,
+    CUDA,
+    PAGES,
+    TOKENS,
+    Entries,
+    PagesParams,
+    low,
+    make,
+    origin,
+    refused,
+)
 
 from topkv.config import LoweredConfig, SparseConfig
 from topkv.config.checks import byte_size
 from topkv.config.settings import CHECKS, DEFAULTS, SHARED
-from topkv.entries import Capabilities
+from topkv.config.stages import Named
+from topkv.entries import Capabilities, NoParameters
 from topkv.plugins import PluginRegistry
 
 # Defaults, precedence, origins.
@@ -35,7 +48,7 @@ def test_defaults():
         256,
         2,
     )
-    assert sparse.params == {"sinks": 1, "bits": 8}
+    assert sparse.params == PagesParams(sinks=1, bits=8)
     assert (lowered.backend, lowered.transfer, lowered.eviction) == ("any", "zero_copy", "lru")
     assert (lowered.max_requests, lowered.max_tokens, lowered.page_tokens) == (8, 32768, 64)
     assert lowered.num_pages == 512 + 8 + 1
@@ -96,8 +109,8 @@ def test_params_are_merged_by_name():
         layers={"7": {"params": {"bits": 2}}},
     )
     assert [group.params for group in lowered.groups[1:]] == [
-        {"sinks": 2, "bits": 4},
-        {"sinks": 2, "bits": 2},
+        PagesParams(sinks=2, bits=4),
+        PagesParams(sinks=2, bits=2),
     ]
     assert origin(lowered, "params.sinks") == (2, "user")
     assert origin(lowered, "params.bits") == (4, "checkpoint")
@@ -127,12 +140,13 @@ def test_observers_are_those_that_are_asked_for():
     assert origin(low(registry=registry), "observers") == ((), "topkv default")
     assert low(registry=registry).observers == ()
     lowered = low(registry=registry, observers=["other", "counts"])
-    assert origin(lowered, "observers") == (("other", "counts"), "user")
-    assert lowered.observers == ("other", "counts")
+    named = tuple(Named(name, NoParameters()) for name in ("other", "counts"))
+    assert origin(lowered, "observers") == (named, "user")
+    assert lowered.observers == named
     assert lowered.capturable  # they have no part in a decode step
     assert origin(lowered, "poison") == (True, "topkv-fake 0.3")
     advised = low(registry=registry, checkpoint={"observers": ["other"]})
-    assert origin(advised, "observers") == (("other",), "checkpoint")
+    assert origin(advised, "observers") == (named[:1], "checkpoint")
 
 
 def test_each_observer_must_be_installed_and_usable():

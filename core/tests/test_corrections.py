@@ -34,7 +34,7 @@ class TestComplete(StageTests):
 
     @pytest.fixture
     def plugin(self):
-        return evolve(COMPLETE, name="completes", parameters={"widen": 1})
+        return evolve(COMPLETE, name="completes")
 
     @pytest.fixture
     def options(self):

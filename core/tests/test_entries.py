@@ -62,7 +62,7 @@ def test_a_name_that_is_none_is_a_problem_of_its_package(name, shown):
         ({"defaults": None}, "defaults must be a mapping with names for keys, got None"),
         ({"defaults": {1: 2}}, "defaults must be a mapping with names for keys, got {1: 2}"),
         ({"defaults": {"unit": "16"}}, "defaults['unit'] must be an int, got '16'"),
-        ({"parameters": ["a"]}, "parameters must be a mapping with names for keys, got ['a']"),
+        ({"parameters": ["a"]}, "parameters must be an attrs class that is frozen"),
         ({"doctor": "x.y"}, "doctor must be 'module:function', or None, got 'x.y'"),
         ({"kind": "sampler"}, "must return entries of kind 'algorithm', got 'sampler'"),
     ],

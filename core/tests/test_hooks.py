@@ -78,7 +78,7 @@ SETUPS = {
     "eviction": ("EvictionSetup", "device"),
     "topk": ("TopKSetup", "rows columns select device"),
     "engine": ("EngineSetup", "registry"),
-    "observer": ("ObserverSetup", "config"),
+    "observer": ("ObserverSetup", "config params"),
     "keeper": ("KeeperSetup", "params config registry"),
 }
 

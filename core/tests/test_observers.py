@@ -10,8 +10,9 @@ import torch
 from attrs import evolve
 
 from topkv import hookimpl
+from topkv.config.stages import Named
 from topkv.coordinator import SparseCoordinator
-from topkv.entries import PluginEntry
+from topkv.entries import NoParameters, PluginEntry
 from topkv.errors import PluginError
 from topkv.loads import Loads
 from topkv.report import Occupancy
@@ -139,7 +140,8 @@ def make(*names):
     )
     plain = make_coordinator(CPU, registry=registry)
     plain.close()
-    return SparseCoordinator(evolve(plain.config, observers=names), registry)
+    observers = tuple(Named(name, NoParameters()) for name in names)
+    return SparseCoordinator(evolve(plain.config, observers=observers), registry)
 
 
 def forward(coordinator, decode=(), prefill=(), select=()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 
 from topkv.entries import Capabilities, PluginEntry
 from topkv.errors import ConfigError, PluginError
@@ -21,8 +21,8 @@ class Coarse:
     """An option, "coarse", with a number."""
 
     def __init__(self, setup):
-        if setup.params["by"] < 0:
-            raise ConfigError("coarse", [f"by must be 0 or more, got {setup.params['by']}"])
+        if setup.params.by == setup.group.unit:
+            raise ConfigError("coarse", [f"by must not be the unit, got {setup.params.by}"])
 
     @hookimpl
     def spec(self):
@@ -37,12 +37,20 @@ class Holding(Coarse):
         return StageSpec((RepresentationSpec("rows", "unit", (1,), torch.float32),))
 
 
+@frozen
+class CoarseParams:
+    """Parameters of ``Coarse``."""
+
+    by: int = 3
+    much: bool = True
+
+
 COARSE = PluginEntry(
     "coarse",
     "stage",
     f"{__name__}:Coarse",
     capabilities=Capabilities(options=("coarse",)),
-    parameters={"by": 2, "much": True},
+    parameters=CoarseParams,
 )
 HOLDING = evolve(COARSE, name="holding", factories=f"{__name__}:Holding")
 IDLE = evolve(COARSE, name="idle", capabilities=Capabilities())
@@ -73,7 +81,7 @@ def asked(coordinator):
 
 def test_the_backend_of_sparse_layers_gets_every_parameter(made):
     found = asked(made(stages=[{"name": "coarse", "params": {"by": 5}}]))
-    assert found == [{"coarse": {"by": 5, "much": True}}, {}, {}, {"coarse": {"by": 5, "much": 1}}]
+    assert found == [{"coarse": CoarseParams(by=5)}, {}, {}, {"coarse": CoarseParams(by=5)}]
     assert asked(made()) == [{}] * 4
 
 
@@ -81,7 +89,7 @@ def test_other_parameters_make_another_group(made):
     one, two = ([{"name": "coarse", "params": {"by": by}}] for by in (1, 3))
     layers = {"1": "resident", "2": "streamed", "3": {"stages": two}}
     found = asked(made(stages=one, layers=layers))
-    assert [each.get("coarse", {}).get("by") for each in found] == [1, None, None, 3]
+    assert [getattr(each.get("coarse"), "by", None) for each in found] == [1, None, None, 3]
 
 
 def test_no_algorithm_knows_of_it(made):
@@ -95,7 +103,7 @@ def test_it_goes_with_stages_that_refine(made, stages):
     path = made(stages=stages).layers[0]
     assert type(path.algorithm) is Staged
     assert [link.prefix for link in path.algorithm.links] == [f"stages[{stages.index('keep')}]."]
-    assert path.backend.options == {"coarse": COARSE.parameters}
+    assert path.backend.options == {"coarse": CoarseParams()}
 
 
 def refused(made, kind=ConfigError, **options):
@@ -128,8 +136,8 @@ def test_users_set_parameters_and_not_options(made):
 
 
 def test_the_stage_refuses_its_parameters_before_a_backend_is_made(made):
-    (why,) = refused(made, stages=[{"name": "coarse", "params": {"by": -1}}])
-    assert why == "by must be 0 or more, got -1"
+    (why,) = refused(made, stages=[{"name": "coarse", "params": {"by": 2}}])
+    assert why == "by must not be the unit, got 2"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from attrs import evolve
 
 from topkv.coordinator import SparseCoordinator
-from topkv.entries import Capabilities
+from topkv.entries import Capabilities, NoParameters
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import AlgorithmSpec, RepresentationSpec
 from topkv.hooks.discovery import hookimpl
@@ -61,7 +61,7 @@ TOKENS_ALONE = evolve(
     SCRIPTED,
     name="tokens",
     factories=f"{__name__}:Newest",
-    parameters={},
+    parameters=NoParameters,
     capabilities=evolve(SCRIPTED.capabilities, units=(1, 1)),
 )
 UNIT, PROMPT, STEPS = 2, 21, 6

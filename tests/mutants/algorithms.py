@@ -17,8 +17,7 @@ QUEST: PluginEntry = topkv_register_algorithms()[0]
 
 
 def _sinks(length, bench):
-    params = {**bench.subject.entry.parameters, **bench.case.params}
-    return set(range(min(params["sink_units"], (length - 1) // bench.group.unit)))
+    return set(range(min(bench.params.sink_units, (length - 1) // bench.group.unit)))
 
 
 OPTIONS = AlgorithmOptions(

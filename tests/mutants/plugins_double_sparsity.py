@@ -106,7 +106,7 @@ class ForgetsSinks(DoubleSparsity):
     """Scores the sinks like all other tokens."""
 
     def __init__(self, setup):
-        super().__init__(evolve(setup, params={**setup.params, "sink_tokens": 0}))
+        super().__init__(evolve(setup, params=evolve(setup.params, sink_tokens=0)))
 
 
 class HeadsUnweighted(DoubleSparsity):

@@ -196,7 +196,7 @@ class NeverIterates(PQCache):
     """Keys that are drawn first stay the centroids."""
 
     def train(self, keys):
-        self.params, params = {**self.params, "iterations": 0}, self.params
+        self.params, params = evolve(self.params, iterations=0), self.params
         try:
             return super().train(keys)
         finally:

@@ -111,7 +111,7 @@ class RoundsSinksDown(StreamingLLM):
 
     def __init__(self, setup):
         super().__init__(setup)
-        self.sinks = setup.params["sink_tokens"] // setup.group.unit
+        self.sinks = setup.params.sink_tokens // setup.group.unit
 
 
 class LateWindow(StreamingLLM):

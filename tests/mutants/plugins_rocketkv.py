@@ -29,7 +29,7 @@ class WindowForgotten(RocketKV):
     @hookimpl
     def settle(self, layer, slot, since, length, history):
         params = self.params
-        self.params = {**params, "window": params["window"] - 1}
+        self.params = evolve(params, window=params.window - 1)
         try:
             super().settle(layer, slot, since, length, history)
         finally:

@@ -10,7 +10,7 @@ from attrs import evolve
 from tests.mutants.harness import Mutant, name_of
 from topkv.hooks.discovery import hookimpl
 from topkv_prefixes.storage import StorageUsage
-from topkv_testing.models.storage_doubles import SHELF, ShelfStorage
+from topkv_testing.models.storage_doubles import SHELF, ShelfParams, ShelfStorage
 from topkv_testing.storages import StorageOptions, StorageTests
 
 _numbers = itertools.count()
@@ -151,7 +151,7 @@ class OneForAll(ShelfStorage):
     """Storages of other parameters hold the same objects."""
 
     def __init__(self, setup):
-        super().__init__(evolve(setup, params={"shelf": "mutants"}))
+        super().__init__(evolve(setup, params=ShelfParams("mutants")))
 
 
 class NoQuotas(ShelfStorage):

@@ -105,7 +105,7 @@ def _make_algorithm(
         return made
 
     stages = make_stages(registry, config, group)
-    setup = AlgorithmSetup(config.model, stages.group, dict(group.params), config.device, topk)
+    setup = AlgorithmSetup(config.model, stages.group, group.params, config.device, topk)
     return stages.behind(registry.create("algorithm", group.algorithm, setup, config.impl))
 
 

@@ -119,6 +119,11 @@ def _of_each_impl(value: Any) -> Any:
 
 
 @frozen
+class NoParameters:
+    """Parameters of an entry that has none."""
+
+
+@frozen
 class PluginEntry:
     """One thing that a package offers.
 
@@ -134,7 +139,8 @@ class PluginEntry:
         capabilities: what coordinator and user can rely on.
         defaults: configuration defaults of the entry, such as ``{"unit": 16}``; they
             stand above topkv's own defaults and below everything else.
-        parameters: names and default values of the parameters that ``params`` may set.
+        parameters: a frozen attrs class, whose fields are the parameters that ``params`` may set
+            (``topkv.parameters``). Setups get one instance of it, checked.
         doctor: ``"module:function"`` of no arguments that returns lines for ``topkv doctor``, one
             for each place where a library is looked for: ``"place: ok, version"`` if it is usable
             there, else ``"place: why not"``.
@@ -146,7 +152,7 @@ class PluginEntry:
     hook_api: tuple[int, int] = HOOK_API
     capabilities: Capabilities = Capabilities()
     defaults: Mapping[str, Any] = field(factory=dict)
-    parameters: Mapping[str, Any] = field(factory=dict)
+    parameters: type = NoParameters
     doctor: str | None = None
 
     @property

@@ -40,9 +40,9 @@ class Observers:
     ) -> None:
         self._requests = requests
         self.counts: dict[str, Callable[[], Any]] = {}
-        setup = ObserverSetup(config)
         self.named: dict[str, Observer] = {}
-        for name in config.observers:
+        for asked in config.observers:
+            name, setup = asked.name, ObserverSetup(config, asked.params)
             who = registry.get("observer", name).who
             self.named[who] = registry.create("observer", name, setup)
             if has_hook(self.named[who], "bind_layers"):

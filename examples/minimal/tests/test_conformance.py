@@ -10,8 +10,7 @@ from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
 
 def sinks(length, bench):
     """The first ``sink_units`` of the closed units: what every selection holds."""
-    params = {**bench.subject.entry.parameters, **bench.case.params}
-    return set(range(min(params["sink_units"], (length - 1) // bench.group.unit)))
+    return set(range(min(bench.params.sink_units, (length - 1) // bench.group.unit)))
 
 
 class TestMinimalAlgorithm(AlgorithmTests):

@@ -20,7 +20,7 @@ from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopKSetup
 from topkv.ops.topk import RadixTopK
 from topkv.types import GroupShape, LayerView, ModelShape, Selection, StepTensors
-from topkv_clusterkv.entry import topkv_register_algorithms
+from topkv_clusterkv.entry import ClusterParams
 from topkv_clusterkv.launch import ClusterKVTriton
 from topkv_testing.timing import graph_us
 
@@ -53,8 +53,7 @@ def measure(requests: int, tokens: int, tokens_per_cluster: int) -> dict[str, ob
     group = GroupShape(
         *((0,), 1, KV_HEADS, 1, DIM, torch.bfloat16, 64, requests, tokens, SELECT, 4096, 32)
     )
-    params = dict(topkv_register_algorithms()[0].parameters)
-    params["tokens_per_cluster"] = tokens_per_cluster
+    params = ClusterParams(tokens_per_cluster=tokens_per_cluster)
     algorithm = ClusterKVTriton(AlgorithmSetup(model, group, params, torch.device("cuda"), topk))
     pools = {
         spec.name: torch.zeros(requests, *spec.shape, dtype=spec.dtype, device="cuda")

@@ -10,7 +10,7 @@ from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
 
 def forced(length, bench):
     """Sinks and the open window, what came since the last settle; the newest K of them."""
-    sinks = {**bench.subject.entry.parameters, **bench.case.params}["sinks"]
+    sinks = bench.params.sinks
     found = None
     for slot, keys in bench.keys.items():
         if len(keys) == length:

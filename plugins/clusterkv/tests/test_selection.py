@@ -17,10 +17,10 @@ from topkv_testing.algorithm.bench import AlgorithmBench
 from topkv_testing.algorithm.case import Case
 from topkv_testing.algorithm.cases import cases
 from topkv_testing.algorithms import AlgorithmOptions
-from topkv_testing.kit import examples, subject_of
+from topkv_testing.kit import examples, params_of, subject_of
 from topkv_testing.strategies import Geometry
 
-DEFAULTS = dict(topkv_register_algorithms()[0].parameters)
+(ENTRY,) = topkv_register_algorithms()
 OPTIONS = AlgorithmOptions(
     params=st.fixed_dictionaries(
         {
@@ -181,9 +181,9 @@ def made(tokens, unit=1, **params):
     group = GroupShape(
         *((0,), unit, 8, 1, 128, torch.bfloat16, 64, 1, tokens // unit, 1023, 4096, 32)
     )
-    params, device = {**DEFAULTS, **params}, torch.device("cpu")
+    made_of, device = params_of(ENTRY, params), torch.device("cpu")
     # The reference asks for no top-k.
-    return ClusterKV(AlgorithmSetup(model, group, params, device, topk=pytest.fail))
+    return ClusterKV(AlgorithmSetup(model, group, made_of, device, topk=pytest.fail))
 
 
 @pytest.mark.parametrize(("tokens", "share"), [(32768, 0.054), (131072, 0.044)])
@@ -206,11 +206,13 @@ def test_bytes_are_those_of_the_readme(tokens, share):
 def test_wrong_parameters_are_refused_together():
     with pytest.raises(ConfigError) as raised:
         made(4096, unit=2, window=0, iterations=True, seed=-1)
-    assert len(raised.value.reasons) == 4
+    assert len(raised.value.reasons) == 3
+    with pytest.raises(ConfigError, match="set unit=1"):
+        made(4096, unit=2)
     for change, what in (
         ({"segment": 100}, "segment must be at least window"),
         ({"tokens_per_cluster": 4}, "raise tokens_per_cluster"),
-        ({"clusters": 4}, "unknown or missing"),
+        ({"clusters": 4}, "unknown parameter 'clusters'"),
     ):
         with pytest.raises(ConfigError, match=what):
             made(131072, **change)

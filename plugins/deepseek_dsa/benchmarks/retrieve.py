@@ -26,7 +26,7 @@ from topkv.hooks.topk import TopK, TopKSetup
 from topkv.plugins import registry
 from topkv.types import GroupShape, IndexerShape, LayerView, ModelShape, Selection, StepTensors
 from topkv_deepseek_dsa import launch
-from topkv_deepseek_dsa.entry import topkv_register_algorithms
+from topkv_deepseek_dsa.entry import IndexerParams, topkv_register_algorithms
 from topkv_deepseek_dsa.launch import DeepSeekDSATriton
 from topkv_testing.timing import graph_us
 
@@ -77,7 +77,7 @@ def prepare(
         planes=1,
     )
     (entry,) = topkv_register_algorithms()
-    given = {**entry.parameters, "keys": keys}
+    given = IndexerParams(keys=keys)
     device = torch.device("cuda")
 
     def stated(*sizes: int) -> TopK:

@@ -12,6 +12,9 @@ import os
 import pytest
 import torch
 
+from topkv_deepseek_dsa.entry import topkv_register_algorithms
+from topkv_testing.kit import params_of
+
 CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -129,7 +132,12 @@ class World:
     def make(self, impl, params, model=None, group=None):
         """An instance for this world, or for another model or group."""
         setup = AlgorithmSetup(
-            model or self.model, group or self.group, params, self.device, self._topk
+            *(
+                model or self.model,
+                group or self.group,
+                params_of(topkv_register_algorithms()[0], params),
+            ),
+            *(self.device, self._topk),
         )
         return MADE[impl](setup)
 

@@ -24,7 +24,7 @@ from topkv.hooks.topk import TopK, TopKSetup
 from topkv.plugins import registry
 from topkv.types import GroupShape, LayerView, ModelShape, Selection, StepTensors
 from topkv_double_sparsity import launch
-from topkv_double_sparsity.entry import topkv_register_algorithms
+from topkv_double_sparsity.entry import LabelParams, topkv_register_algorithms
 from topkv_double_sparsity.launch import DoubleSparsityTriton
 from topkv_testing.timing import graph_us
 
@@ -70,7 +70,7 @@ def prepare(
         *(select, 2 * select, 32),
     )
     (entry,) = topkv_register_algorithms()
-    given = {**entry.parameters, **params}
+    given = LabelParams(**params)
     device = torch.device("cuda")
 
     def stated(*sizes: int) -> TopK:

@@ -19,8 +19,8 @@ from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
 
 def sinks(length, bench):
     """The first ``sink_tokens`` of the selectable tokens, as they were asked for."""
-    asked = bench.subject.entry.parameters | bench.case.params
-    return set(range(min(asked["sink_tokens"], length - 1)))
+    asked = bench.params
+    return set(range(min(asked.sink_tokens, length - 1)))
 
 
 def options(params, **further):

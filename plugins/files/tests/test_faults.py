@@ -19,16 +19,18 @@ from click.testing import CliRunner
 from topkv.errors import ConfigError
 from topkv_files import folder as folders
 from topkv_files.commands import storage as command
+from topkv_files.entry import topkv_register_storages
 from topkv_files.storage import FilesStorage
 from topkv_prefixes.objects import HEADER, MAGIC, owner_of, problem_of, write_header
 from topkv_prefixes.storage import OWNER_BYTES, StorageSetup
+from topkv_testing.kit import params_of
 
 SIZE = 3000
 """Bytes of the pages of these tests."""
 
 
 def made(path, **params):
-    setup = {"path": path, "limit": None, "sync": False, **params}
+    setup = params_of(topkv_register_storages()[0], {"path": path, "sync": False, **params})
     return FilesStorage(StorageSetup(setup, SIZE + HEADER, np.zeros(0, dtype=np.uint8)))
 
 
@@ -234,10 +236,10 @@ def test_the_first_pages_of_a_prompt_go_last(tmp_path):
 @pytest.mark.parametrize(
     ("params", "reason"),
     [
-        ({"path": None}, "path must be that of a directory, got None"),
-        ({"path": ""}, "path must be that of a directory, got ''"),
-        ({"limit": "much"}, "limit must be a positive number of bytes"),
-        ({"sync": 1}, "sync must be true or false, got 1"),
+        ({"path": None}, "path must be that of a directory, got '': set it in params"),
+        ({"path": ""}, "path of files must be that of a directory, got ''"),
+        ({"limit": "much"}, "limit of files must be a positive number of bytes"),
+        ({"sync": 1}, "sync of files must be true or false, got 1"),
     ],
 )
 def test_parameters_that_are_wrong_are_refused(tmp_path, params, reason):
@@ -257,7 +259,7 @@ def key_for(tenant, number):
 
 
 def limited(path, quotas, **params):
-    setup = {"path": path, "limit": None, "sync": False, **params}
+    setup = params_of(topkv_register_storages()[0], {"path": path, "sync": False, **params})
     owners = {owner_of(tenant): size for tenant, size in quotas.items()}
     memory = np.zeros(0, dtype=np.uint8)
     return FilesStorage(StorageSetup(setup, SIZE + HEADER, memory, owners.get))

@@ -17,9 +17,11 @@ from click.testing import CliRunner
 from topkv.errors import ConfigError
 from topkv_files import owned
 from topkv_files.commands import storage as command
+from topkv_files.entry import topkv_register_storages
 from topkv_files.storage import FilesStorage
 from topkv_prefixes.objects import HEADER, MAGIC, write_header
 from topkv_prefixes.storage import StorageSetup
+from topkv_testing.kit import params_of
 
 KEYS = [number.to_bytes(4, "big") * 8 for number in range(8)]
 FOREIGN = "ef" * 32
@@ -27,7 +29,7 @@ FOREIGN = "ef" * 32
 
 
 def made(path, **params):
-    setup = {"path": path, "limit": None, "sync": False, **params}
+    setup = params_of(topkv_register_storages()[0], {"path": path, "sync": False, **params})
     return FilesStorage(StorageSetup(setup, HEADER + 50, np.zeros(0, dtype=np.uint8)))
 
 
@@ -277,11 +279,11 @@ def test_days_are_a_number(tmp_path, days):
         ("/tmp/\0", "a path has no character 0"),
         ("/tmp/\ud800", "surrogates not allowed"),
         ("~nobody-has-this-name/pages", "nobody of this name has a home directory"),
-        (7, "set it in params"),
+        ("", "set it in params"),
     ],
 )
 def test_paths_that_mean_nothing_are_refused(path, reason):
-    with pytest.raises(ConfigError, match=rf"path must be that of a directory, got .*{reason}"):
+    with pytest.raises(ConfigError, match=rf"path of files .*{reason}"):
         made(path)
 
 

@@ -37,8 +37,8 @@ def left(bench, slot, q, lane, among):
     """All candidates, or the share ``head_budget`` of K that rank first of a lane that is flat:
     by means of runs of four keys, which are where 4 bits keep them."""
     group, model = bench.group, bench.model
-    params = {**bench.subject.entry.parameters, **bench.case.params}
-    closed, few = bench.selectable(slot), math.ceil(params["head_budget"] * group.select)
+    params = bench.params
+    closed, few = bench.selectable(slot), math.ceil(params.head_budget * group.select)
     keys = bench.keys[slot][: closed * group.unit].double()
     keys = keys.unflatten(1, (group.lane_heads, -1))[:, lane].unflatten(0, (closed, -1))
     queries = q[0].double().unflatten(0, (group.lane_heads, group.heads_per_lane, -1))[lane]
@@ -51,8 +51,8 @@ def left(bench, slot, q, lane, among):
     if closed <= group.select:
         return Left(worth[:, among].softmax(-1).amax(0), [len(among)])
     flatness, share = weighed(worth, among)
-    flat = [params["threshold"] < 1 and flatness > params["threshold"]]
-    if abs(flatness - params["threshold"]) < 1e-5:
+    flat = [params.threshold < 1 and flatness > params.threshold]
+    if abs(flatness - params.threshold) < 1e-5:
         flat = [True, False]
     counts = [min(few, len(among)) if each else len(among) for each in flat]
     return Left(share[:, among].amax(0), counts)

@@ -52,19 +52,19 @@ def assert_left(bench, slot, q, head, among, left):
     Returns:
         True if the lane is flat, None where rounding decides.
     """
-    given_ = {**ENTRY.parameters, **bench.case.params}
+    given_ = bench.params
     select, units = bench.group.select, [unit for unit in among if unit >= 0]
     closed, flatness = bench.selectable(slot), 0.0
     if closed > select:
         flatness, shares = weighed(worth_of(bench, slot, q, head), units)
-    if given_["threshold"] < 1 and abs(flatness - given_["threshold"]) < NEAR:
+    if given_.threshold < 1 and abs(flatness - given_.threshold) < NEAR:
         return None
-    if flatness <= given_["threshold"] or given_["threshold"] == 1:
+    if flatness <= given_.threshold or given_.threshold == 1:
         assert left == among, f"flatness {flatness}: {left} of {among}"
         return False
     kept = [unit for unit in left if unit >= 0]
     assert left == [unit if unit in kept else -1 for unit in among]
-    assert len(kept) == min(len(units), math.ceil(given_["head_budget"] * select))
+    assert len(kept) == min(len(units), math.ceil(given_.head_budget * select))
     rank = {unit: shares[:, unit].max().item() for unit in units}
     dropped = [rank[unit] for unit in units if unit not in kept]
     if dropped:
@@ -226,11 +226,14 @@ def test_a_neutral_stage_changes_no_bit_of_a_decode(on):
 def test_wrong_parameters_are_refused_with_every_reason(subject):
     bench = AlgorithmBench(subject, constant())
     model = evolve(bench.model, softcap=30.0, dtype=torch.float64)
-    wrong = {"threshold": True, "head_budget": 0}
     with pytest.raises(ConfigError) as error:
-        HeadSparsity(StageSetup(model, bench.group, wrong, bench.device))
-    reported = "\n".join(error.value.reasons)
-    for part in ("threshold must be a number above 0 and at most 1, got True",
-                 "head_budget must be a number above 0 and at most 1, got 0",
-                 "float64", "softcap"):  # fmt: skip
-        assert part in reported
+        subject.params({"threshold": True, "head_budget": 0})
+    one, two = error.value.reasons
+    assert one == "parameter threshold of head_sparsity must be a number, got True"
+    assert two == "parameter head_budget of head_sparsity must be > 0, got 0"
+    setup = StageSetup(model, bench.group, subject.params({}), bench.device)
+    with pytest.raises(ConfigError) as error:
+        HeadSparsity(setup)
+    one, two = error.value.reasons
+    assert "float64" in one
+    assert "softcap" in two

@@ -51,7 +51,7 @@ def prepare(requests: int, tokens: int, scope: str) -> tuple[InfLLMv2Triton, Lay
         made: TopK = registry().create("topk", "radix", TopKSetup(*sizes, device), "triton")
         return made
 
-    algorithm = InfLLMv2Triton(AlgorithmSetup(model, group, entry.parameters, device, stated))
+    algorithm = InfLLMv2Triton(AlgorithmSetup(model, group, entry.parameters(), device, stated))
     pages = tokens // UNIT
     (spec,) = algorithm.representations()
     means = torch.randn((1 + requests * pages, *spec.shape), **BF16)

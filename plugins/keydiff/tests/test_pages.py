@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 
 from plugins.keydiff.tests.test_conformance import ENTRY, by_tokens
 from topkv.errors import ConfigError
-from topkv.hooks.stage import StageSetup
-from topkv_keydiff.stage import KeyDiff
 from topkv_testing.algorithm.bench import AlgorithmBench
 from topkv_testing.algorithm.case import Case
-from topkv_testing.kit import examples, subject_of
+from topkv_testing.kit import examples, params_of, subject_of
 from topkv_testing.machines.dropping import Lives
 from topkv_testing.machines.lifecycle_model import KV_HEADS, LAYERS, doubles
 from topkv_testing.models.stage_doubles import EVERYTHING
@@ -72,16 +70,12 @@ def test_pages_that_are_unlike_the_others_outlive_a_long_answer():
 
 
 def test_wrong_parameters_are_refused_together():
-    group = Geometry(2, 2, 16, 4, 2, "kv_head", torch.float32)
-    case = Case(group, {}, 3, 2, "normal", 1, 12, float("nan"), exact=False)
-    bench = AlgorithmBench(subject_of(ENTRY, "stage", tier("cpu")), case)
     params = {"tokens": 0, "every": True, "first": -1, "recent": 1.5}
-    setup = StageSetup(bench.model, bench.group, params, torch.device("cpu"))
     with pytest.raises(ConfigError) as caught:
-        KeyDiff(setup)
+        params_of(ENTRY, params)
     assert [*caught.value.reasons] == [
-        "tokens must be an integer of 1 or more, got 0",
-        "every must be an integer of 1 or more, got True",
-        "first must be an integer of 0 or more, got -1",
-        "recent must be an integer of 0 or more, got 1.5",
+        "parameter tokens of keydiff must be >= 1, got 0",
+        "parameter every of keydiff must be an int, got True",
+        "parameter first of keydiff must be >= 0, got -1",
+        "parameter recent of keydiff must be an int, got 1.5",
     ]

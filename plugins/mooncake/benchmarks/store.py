@@ -39,7 +39,7 @@ def measure(args: argparse.Namespace, threads: int) -> dict[str, Any]:
     """A row."""
     pool = np.random.default_rng(0).integers(0, 256, args.objects * args.bytes, dtype=np.uint8)
     headers = np.zeros((args.objects, HEADER), dtype=np.uint8)
-    params = {**ENTRY.parameters, "master": args.master, "namespace": "benchmark"}
+    params = ENTRY.parameters(master=args.master, namespace="benchmark")
     params |= {"segment": args.segment, "protocol": args.protocol}
     storage = MooncakeStorage(StorageSetup(params, args.bytes + HEADER, pool))
     places = [

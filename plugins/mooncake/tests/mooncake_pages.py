@@ -16,6 +16,7 @@ from topkv_mooncake.storage import MooncakeStorage
 from topkv_prefixes.objects import HEADER, problem_of, write_header
 from topkv_prefixes.storage import StorageSetup
 from topkv_prefixes.stored import StoredSessions
+from topkv_testing.kit import params_of
 from topkv_testing.machines.engine_pages import SHAPE, run_forward
 from topkv_testing.machines.handed_over import take
 from topkv_testing.machines.kept import make_kept
@@ -43,7 +44,7 @@ QUERIES = torch.randn(LAYERS, 60, HEADS, DIM, generator=torch.Generator().manual
 def made(params, memory=None, size=SIZE, **further):
     """Make a storage."""
     memory = np.zeros(0, dtype=np.uint8) if memory is None else memory
-    setup = StorageSetup({**ENTRY.parameters, **params, **further}, size + HEADER, memory)
+    setup = StorageSetup(params_of(ENTRY, {**params, **further}), size + HEADER, memory)
     return MooncakeStorage(setup)
 
 

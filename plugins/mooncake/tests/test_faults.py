@@ -132,18 +132,21 @@ def test_nobody_is_there(make_cluster):
 @pytest.mark.parametrize(
     ("params", "reason"),
     [
-        ({"master": None}, "master must be set, got None"),
-        ({"master": "here"}, "master must be an address such as '10.0.0.1:50051', got 'here'"),
-        ({"master": "here:0"}, "master must be an address"),
-        ({"admin": 9003}, "admin must be an address"),
-        ({"host": ""}, "host must be a text that is not empty, got ''"),
-        ({"protocol": 1}, "protocol must be a text that is not empty, got 1"),
-        ({"devices": 1}, "devices must be a text, got 1"),
-        ({"segment": "much"}, "segment must be a positive number of bytes"),
-        ({"buffer": 0}, "buffer must be a positive number of bytes"),
-        ({"replicas": 0}, "replicas must be an int from 1 on, got 0"),
-        ({"namespace": "a,b"}, "namespace must be letters, digits and any of ._-, got 'a,b'"),
-        ({"connect_s": 0}, "connect_s must be seconds"),
+        ({"master": None}, "master of mooncake must be a text, got None"),
+        (
+            {"master": "here"},
+            "master of mooncake must be an address such as '10.0.0.1:50051', got 'here'",
+        ),
+        ({"master": "here:0"}, "master of mooncake must be an address"),
+        ({"admin": "9003"}, "admin of mooncake must be an address"),
+        ({"host": ""}, "'host' must be"),
+        ({"protocol": 1}, "protocol of mooncake must be a text, got 1"),
+        ({"devices": 1}, "devices of mooncake must be a text, got 1"),
+        ({"segment": "much"}, "segment of mooncake must be a positive number of bytes"),
+        ({"buffer": 0}, "buffer of mooncake must be a positive number of bytes"),
+        ({"replicas": 0}, "replicas of mooncake must be >= 1, got 0"),
+        ({"namespace": "a,b"}, "namespace of mooncake must match regex"),
+        ({"connect_s": 0}, "connect_s of mooncake must be > 0, got 0"),
     ],
 )
 def test_parameters_that_are_wrong_are_refused(shared, params, reason):
@@ -160,9 +163,8 @@ def test_parameters_that_are_wrong_are_refused(shared, params, reason):
 def test_a_machine_without_mooncake_is_refused_with_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     with pytest.raises(CapabilityError) as refused:
-        made({"master": "nowhere"})
-    wrong, missing, tried = refused.value.reasons
-    assert wrong.startswith("master must be an address")
+        made({})
+    missing, tried = refused.value.reasons
     assert "pip install mooncake-transfer-engine-non-cuda" in missing
     assert "apt-get install libibverbs1 librdmacm1" in missing
     assert tried.startswith("mooncake.store: ModuleNotFoundError")

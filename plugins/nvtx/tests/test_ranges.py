@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.cuda import nvtx
 
+from topkv.entries import NoParameters
 from topkv.errors import CapabilityError
 from topkv.hooks.observer import ForwardReport, ObserverSetup
 from topkv.report import Occupancy, TransferReport
@@ -22,7 +23,7 @@ def report(*slots, tokens=0):
 
 
 def test_each_forward_has_a_range_and_none_stays_open(timeline):
-    observer = NvtxObserver(ObserverSetup(None))
+    observer = NvtxObserver(ObserverSetup(None, NoParameters()))
     theirs = timeline.start("somebody else's")
     observer.before_forward(report(0, -1, 2, tokens=5))
     assert timeline.open == [theirs, theirs + 1]
@@ -45,7 +46,7 @@ def test_torch_without_nvtx_is_refused(monkeypatch):
 
     monkeypatch.setattr(nvtx, "mark", refuses)
     with pytest.raises(CapabilityError, match="'nvtx' cannot be used") as caught:
-        NvtxObserver(ObserverSetup(None))
+        NvtxObserver(ObserverSetup(None, NoParameters()))
     assert "install a build for CUDA" in str(caught.value)
     assert "torch.cuda.nvtx: RuntimeError: NVTX functions not installed" in str(caught.value)
     assert describe() == ["torch.cuda.nvtx: RuntimeError: NVTX functions not installed"]
@@ -54,12 +55,12 @@ def test_torch_without_nvtx_is_refused(monkeypatch):
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is a build for CUDA")
 def test_builds_for_cpus_have_none():
     with pytest.raises(CapabilityError, match="install a build for CUDA"):
-        NvtxObserver(ObserverSetup(None))
+        NvtxObserver(ObserverSetup(None, NoParameters()))
 
 
 @pytest.mark.gpu
 def test_the_functions_of_torch_take_what_they_are_given():
-    observer = NvtxObserver(ObserverSetup(None))
+    observer = NvtxObserver(ObserverSetup(None, NoParameters()))
     observer.before_forward(report(0))
     assert isinstance(observer.open, int)
     observer.after_forward(report(0))

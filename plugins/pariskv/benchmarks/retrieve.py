@@ -60,7 +60,7 @@ def prepare(
         made: TopK = registry().create("topk", entry.defaults["topk"], setup, "triton")
         return made
 
-    setup = AlgorithmSetup(model, group, entry.parameters, device, stated)
+    setup = AlgorithmSetup(model, group, entry.parameters(), device, stated)
     algorithm = launch.ParisKVTriton(setup)
     pages = tokens // PAGE
     rows = (1 + requests * pages) * PAGE

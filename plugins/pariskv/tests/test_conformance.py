@@ -13,7 +13,7 @@ from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
 
 def forced(length, bench):
     """The first ``sink_units`` and the last ``recent_units`` of the selectable tokens."""
-    params = {**bench.subject.entry.parameters, **bench.case.params}
+    params = bench.params
     tokens = range(length - 1)
     sinks, recent = ends_of(params, bench.group.select)
     return {*tokens[:sinks], *tokens[max(0, length - 1 - recent) :]}
@@ -35,7 +35,7 @@ def oracle(bench, slot, q):
     signs = bench.algorithm.signs.double().cpu()
     rotation = (hadamard(len(signs)) * signs)[:, : group.head_dim]
     keys = bench.keys[slot][: bench.selectable(slot)]
-    rest = split(keys, bench.algorithm.outliers)[1].double()
+    rest = split(keys, bench.algorithm.params.outliers)[1].double()
     z = rest @ rotation.T
     length = z.abs().sum(-1)
     factor = rest.square().sum(-1) / torch.where(length > 0, length, 1.0)

@@ -70,7 +70,7 @@ def algorithm_of(k: Tensor, q: Tensor, **params: int) -> tuple[PQCache, LayerVie
     (entry,) = topkv_register_algorithms()
     model = ModelShape(1, q.shape[1], heads, dim, k.dtype, dim**-0.5)
     group = GroupShape((0,), 1, heads, 1, dim, k.dtype, 16, 1, tokens, 1, 2, 2)
-    setup: Any = (model, group, {**entry.parameters, **params}, torch.device("cpu"), None)
+    setup: Any = (model, group, entry.parameters(**params), torch.device("cpu"), None)
     algorithm = PQCache(AlgorithmSetup(*setup))
     pools = {
         spec.name: torch.zeros((1, *spec.shape), dtype=spec.dtype)

@@ -67,7 +67,7 @@ def prepare(requests: int, tokens: int, scope: str) -> tuple[launch.PQCacheTrito
         made: TopK = registry().create("topk", entry.defaults["topk"], setup, "triton")
         return made
 
-    setup = AlgorithmSetup(model, group, entry.parameters, device, stated)
+    setup = AlgorithmSetup(model, group, entry.parameters(), device, stated)
     algorithm = launch.PQCacheTriton(setup)
     pools = {
         spec.name: torch.zeros((requests, *spec.shape), dtype=spec.dtype, device="cuda")

@@ -12,7 +12,7 @@ from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
 
 def forced(length, bench):
     """The first ``sink_units`` and the last ``recent_units`` of the selectable tokens."""
-    params = {**bench.subject.entry.parameters, **bench.case.params}
+    params = bench.params
     tokens = range(length - 1)
     sinks, recent = ends_of(params, bench.group.select)
     return {*tokens[:sinks], *tokens[max(0, length - 1 - recent) :]}

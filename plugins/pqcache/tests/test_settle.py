@@ -196,18 +196,22 @@ def test_a_history_that_lacks_keys_is_refused(subject):
 
 
 def test_all_that_is_wrong_is_said_at_once(subject):
-    bad = {"subvectors": 3, "bits": 9, "window": 40, "segment": 50, "iterations": -1, "seed": 0.5}
-    with pytest.raises(ConfigError) as refused:
-        AlgorithmBench(subject, evolve(case_of(), params={**PARAMS, **bad}), requests=1)
-    reported = str(refused.value)
-    for part in (
-        "subvectors must divide the head dim, 8, got 3; set one of [1, 2, 4, 8]",
-        "bits must be at most 8, got 9; raise subvectors",
-        "segment must be at least twice the window, got 50 and 40",
-        "iterations must be an integer of 0 or more, got -1",
-        "seed must be an integer of 0 or more, got 0.5",
+    for bad, reported in (
+        (
+            {"bits": 9, "iterations": -1, "seed": 0.5},
+            [
+                "parameter bits of pqcache must be <= 8, got 9",
+                "parameter iterations of pqcache must be >= 0, got -1",
+                "parameter seed of pqcache must be an int, got 0.5",
+            ],
+        ),
+        ({"window": 40, "segment": 50}, ["segment must be at least twice the window, got 50"]),
+        ({"subvectors": 3}, ["subvectors must divide the head dim, 8, got 3; set one of [1, 2,"]),
     ):
-        assert part in reported
+        with pytest.raises(ConfigError) as refused:
+            AlgorithmBench(subject, evolve(case_of(), params={**PARAMS, **bad}), requests=1)
+        for part, reason in zip(reported, refused.value.reasons, strict=True):
+            assert part in reason
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from prometheus_client import REGISTRY
 
-from topkv_prometheus import observer as observers
 from topkv_testing.observers import ObserverOptions, ObserverTests
 
 COUNTERS = ("topkv_forwards_total", "topkv_prompt_tokens_total", "topkv_decoded_tokens_total")
@@ -24,10 +25,10 @@ def scraped(observer):
     }
 
 
-def expected(reported):
+def expected(reported, every):
     """Samples as in ``scraped``, from the forwards that the suite ran."""
     ended = [forward for forward in reported if forward.ended]
-    looks = ended[: len(ended) // observers.EVERY * observers.EVERY]
+    looks = ended[: len(ended) // every * every]
     rows = [slot for forward in ended for slot in forward.slots if slot >= 0]
     counts = (len(ended), sum(forward.prompt_tokens for forward in ended), len(rows))
     samples = {(name, None): value for name, value in zip(COUNTERS, counts, strict=True)}
@@ -48,7 +49,8 @@ class TestPrometheus(ObserverTests):
         return "prometheus"
 
     @pytest.fixture(params=[1, 3])
-    def options(self, request, monkeypatch):
+    def options(self, request):
         # The suite runs a few forwards, so the device is looked at more often than by default.
-        monkeypatch.setattr(observers, "EVERY", request.param)
-        return ObserverOptions(says=scraped, oracle=expected)
+        every = {"every": request.param}
+        oracle = partial(expected, every=request.param)
+        return ObserverOptions(says=scraped, oracle=oracle, params=every)

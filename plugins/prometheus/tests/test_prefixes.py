@@ -6,6 +6,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from topkv.hooks.observer import ObserverSetup
+from topkv_prometheus.entry import PrometheusParams
 from topkv_prometheus.observer import PrometheusObserver
 from topkv_testing.machines.kept import make_kept
 from topkv_testing.machines.quotas import take
@@ -24,7 +25,7 @@ def shelf():
 def watched(shelf):
     """A coordinator over a storage, and what was scraped of it: by name, and tenant if any."""
     coordinator = make_kept(tier("cpu"), {"storage": shelf})
-    observer = PrometheusObserver(ObserverSetup(coordinator.config))
+    observer = PrometheusObserver(ObserverSetup(coordinator.config, PrometheusParams()))
     coordinator.observers.named = {"topkv-prometheus": observer}
 
     def scraped():

@@ -9,17 +9,23 @@ import pytest
 from attrs import evolve
 from prometheus_client import REGISTRY, generate_latest
 
+from topkv.config.stages import Named
+from topkv.entries import NoParameters
 from topkv.hooks.observer import ForwardReport, ObserverSetup
 from topkv.report import Occupancy, TransferReport
-from topkv_prometheus.observer import EVERY, PrometheusObserver
+from topkv_prometheus.entry import PrometheusParams
+from topkv_prometheus.observer import PrometheusObserver
 from topkv_testing.machines.lifecycle_model import SPARSE, make_coordinator
 from topkv_testing.tiers import tier
+
+EVERY = 100
+"""Forwards from one look to the next, by default."""
 
 
 @pytest.fixture
 def observer():
     coordinator = make_coordinator(tier("cpu"))
-    yield PrometheusObserver(ObserverSetup(coordinator.config))
+    yield PrometheusObserver(ObserverSetup(coordinator.config, PrometheusParams()))
     coordinator.close()
 
 
@@ -54,7 +60,7 @@ def test_the_device_is_asked_in_every_hundredth_forward_and_by_no_scrape(observe
 
 def test_series_begin_at_0_and_vanish_with_their_observer():
     coordinator = make_coordinator(tier("cpu"))
-    gone = PrometheusObserver(ObserverSetup(coordinator.config))
+    gone = PrometheusObserver(ObserverSetup(coordinator.config, PrometheusParams()))
     label = f'coordinator="{gone.counts.coordinator}"'
     lines = [line for line in generate_latest().decode().splitlines() if label in line]
     assert len(lines) == 3 + 3 * len(SPARSE)  # nothing says yet how much is held
@@ -69,8 +75,10 @@ def test_series_begin_at_0_and_vanish_with_their_observer():
 def test_stalls_are_shown_where_they_are_measured(shown):
     """Another observer counts them, and is asked when the device is asked for the rest."""
     coordinator = make_coordinator(tier("cpu"))
-    names, asked, totals = ("stalls",) if shown else (), [], coordinator.transfers_of()
-    observer = PrometheusObserver(ObserverSetup(evolve(coordinator.config, observers=names)))
+    named = (Named("stalls", NoParameters()),) if shown else ()
+    asked, totals = [], coordinator.transfers_of()
+    config = evolve(coordinator.config, observers=named)
+    observer = PrometheusObserver(ObserverSetup(config, PrometheusParams(every=EVERY)))
     own = {"coordinator": str(observer.counts.coordinator), "layer": str(SPARSE[0])}
 
     def seconds():

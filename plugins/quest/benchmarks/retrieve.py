@@ -20,6 +20,7 @@ from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopKSetup
 from topkv.ops.topk import RadixTopK
 from topkv.types import GroupShape, LayerView, ModelShape, Selection, StepTensors
+from topkv_quest.entry import QuestParams
 from topkv_quest.quest import QuestKernels
 from topkv_testing.timing import graph_us
 
@@ -44,7 +45,7 @@ def measure(requests: int, tokens: int, metadata: str, scope: str) -> dict[str, 
         *((0,), UNIT, lanes, KV_HEADS // lanes, DIM, torch.bfloat16, PAGE, requests, units),
         *(127, 256, 2),
     )
-    params = {"metadata": metadata, "sink_units": 1}
+    params = QuestParams(metadata=metadata)
     quest = QuestKernels(AlgorithmSetup(model, group, params, torch.device("cuda"), topk))
     pages = units // per_page
     table = 1 + torch.randperm(requests * pages).view(requests, pages)

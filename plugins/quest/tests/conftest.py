@@ -11,6 +11,9 @@ import os
 import pytest
 import torch
 
+from topkv_quest.entry import topkv_register_algorithms
+from topkv_testing.kit import params_of
+
 CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -65,7 +68,9 @@ class World:
             buffer_slots=2 * select,
             ring_slots=ring,
         )
-        params = {"metadata": metadata, "sink_units": sinks}
+        params = params_of(
+            topkv_register_algorithms()[0], {"metadata": metadata, "sink_units": sinks}
+        )
         made = {"reference": Quest, "triton": QuestKernels}[impl]
         self.quest = made(AlgorithmSetup(self.model, self.group, params, self.device, self._topk))
         self.generator = torch.Generator().manual_seed(seed)

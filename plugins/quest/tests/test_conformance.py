@@ -11,8 +11,7 @@ from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
 
 def sinks(length, bench):
     """The first ``sink_units`` of the closed units."""
-    params = {**bench.subject.entry.parameters, **bench.case.params}
-    return set(range(min(params["sink_units"], (length - 1) // bench.group.unit)))
+    return set(range(min(bench.params.sink_units, (length - 1) // bench.group.unit)))
 
 
 def not_below(x):
@@ -38,8 +37,8 @@ def oracle(bench, slot, q):
     group, model = bench.group, bench.model
     closed = bench.selectable(slot)
     keys = bench.keys[slot][: closed * group.unit].unflatten(0, (closed, group.unit))
-    params = {**bench.subject.entry.parameters, **bench.case.params}
-    low, high = bounds(keys, params["metadata"])
+    params = bench.params
+    low, high = bounds(keys, params.metadata)
     heads = q[0].double().unflatten(0, (group.num_kv_heads, -1))
     products = (x[:, :, None] * heads for x in (low, high))
     scores = torch.maximum(*products).sum(-1) * model.scale

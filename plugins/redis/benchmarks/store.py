@@ -39,7 +39,7 @@ def measure(args: argparse.Namespace, threads: int) -> dict[str, Any]:
     """A row."""
     pool = np.random.default_rng(0).integers(0, 256, args.objects * args.bytes, dtype=np.uint8)
     headers = np.zeros((args.objects, HEADER), dtype=np.uint8)
-    params = {**ENTRY.parameters, "address": args.address, "namespace": "benchmark"}
+    params = ENTRY.parameters(address=args.address, namespace="benchmark")
     storage = RedisStorage(StorageSetup(params, args.bytes + HEADER, pool))
     places = [
         [headers[at], pool[at * args.bytes : (at + 1) * args.bytes]] for at in range(args.objects)

@@ -16,6 +16,7 @@ from topkv_prefixes.storage import StorageSetup
 from topkv_prefixes.stored import StoredSessions
 from topkv_redis.entry import topkv_register_storages
 from topkv_redis.storage import RedisStorage
+from topkv_testing.kit import params_of
 from topkv_testing.machines.engine_pages import SHAPE, run_forward
 from topkv_testing.machines.handed_over import take
 from topkv_testing.machines.kept import make_kept
@@ -43,7 +44,7 @@ QUERIES = torch.randn(LAYERS, 60, HEADS, DIM, generator=torch.Generator().manual
 def made(params, **further):
     """Make a storage."""
     nowhere = np.zeros(0, dtype=np.uint8)
-    setup = StorageSetup({**ENTRY.parameters, **params, **further}, SIZE + HEADER, nowhere)
+    setup = StorageSetup(params_of(ENTRY, {**params, **further}), SIZE + HEADER, nowhere)
     return RedisStorage(setup)
 
 

@@ -18,7 +18,7 @@ from topkv_residual.stage import Residual
 from topkv_testing.algorithm.bench import AlgorithmBench
 from topkv_testing.algorithm.case import Case
 from topkv_testing.algorithm.correct import attended, corrected
-from topkv_testing.kit import subject_of
+from topkv_testing.kit import params_of, subject_of
 from topkv_testing.models.oracle import attention
 from topkv_testing.strategies import KEYS, Geometry, key_kinds
 
@@ -167,9 +167,11 @@ def test_many_shares_and_many_ids(on):
 def test_wrong_parameters_are_refused_with_every_reason(on):
     bench = AlgorithmBench(subject_of(ENTRY, "stage", on), case_of())
     model = evolve(bench.model, softcap=30.0, dtype=torch.float64)
-    setup = StageSetup(model, bench.group, {"variance": 1}, bench.device)
+    with pytest.raises(ConfigError, match="variance of residual must be true or false, got 1"):
+        params_of(ENTRY, {"variance": 1})
+    setup = StageSetup(model, bench.group, ENTRY.parameters(), bench.device)
     with pytest.raises(ConfigError) as error:
         Residual(setup)
     reported = "\n".join(error.value.reasons)
-    for part in ("variance must be true or false, got 1", "float64", "softcap", "kv_format"):
+    for part in ("float64", "softcap", "kv_format"):
         assert part in reported

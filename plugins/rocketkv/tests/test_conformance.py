@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,9 +38,9 @@ def dropped(bench, slot, kept):
     AssertionError where it has kept or dropped another unit.
     """
     group, model, length = bench.group, bench.model, bench._settled[slot]
-    params = {**bench.subject.entry.parameters, **bench.case.params}
+    params = bench.params
     found = bench.pools["dropped"][slot].bool().cpu()
-    front = length - params["window"]
+    front = length - params.window
     q, each = bench._prompt[front:length], bench.keys[slot][:length]
     each = each.repeat_interleave(model.group_size, 1)
     size = model.num_heads // group.lane_heads
@@ -48,8 +48,8 @@ def dropped(bench, slot, kept):
         sure, perhaps = set(range(length)), set(range(length))
         if length > kept:
             mass = formulas.votes(q[:, heads], each[:, heads], model.scale, front)
-            votes = torch.tensor(formulas.pooled(mass[:front], params["kernel"]))
-            least = votes.sort(descending=True).values[kept - params["window"] - 1]
+            votes = torch.tensor(formulas.pooled(mass[:front], params.kernel))
+            least = votes.sort(descending=True).values[kept - params.window - 1]
             near, window = 1e-5 * votes.max(), set(range(front, length))
             sure = window | set((votes > least + near).nonzero().flatten().tolist())
             perhaps = window | set((votes >= least - near).nonzero().flatten().tolist())
@@ -98,14 +98,24 @@ OPTIONS = AlgorithmOptions(
 )
 
 
+@frozen
+class Unsticky:
+    """``RocketParams`` without ``sticky``."""
+
+    window: int = 32
+    kernel: int = 63
+    generated: int = 256
+    prompt_budget: int | None = None
+    channels: int | None = None
+
+
 class TestRocketKV(AlgorithmTests):
     """Prompt budgets are those of the split, so that prompts lose most of their tokens."""
 
     @pytest.fixture
     def plugin(self):
         """Entry without ``sticky``: its tests want any unit drawn, and dropped ones never are."""
-        parameters = {k: v for k, v in ENTRY.parameters.items() if k != "sticky"}
-        return evolve(ENTRY, parameters=parameters)
+        return evolve(ENTRY, parameters=Unsticky)
 
     @pytest.fixture
     def options(self):

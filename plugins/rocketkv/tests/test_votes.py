@@ -212,18 +212,13 @@ def test_wrong_parameters_are_refused_together(subject):
     @examples(subject, 1)
     @given(case=kit_cases(subject))
     def check(case):
-        wrong = {
-            "window": 0,
-            "kernel": 4,
-            "generated": -1,
-            "channels": case.geometry.dim + 1,
-            "prompt_budget": case.geometry.unit,
-            "sticky": -1.0,
-        }
-        with pytest.raises(ConfigError) as raised:
-            make(subject, case, wrong)
-        assert len(raised.value.reasons) == len(wrong)
-        for name in wrong:
+        values = {"window": 0, "kernel": 4, "generated": -1, "sticky": -1.0}
+        sizes = {"channels": case.geometry.dim + 1, "prompt_budget": case.geometry.unit}
+        for wrong in (values, sizes):
+            with pytest.raises(ConfigError) as raised:
+                make(subject, case, wrong)
+            assert len(raised.value.reasons) == len(wrong)
+        for name in values | sizes:
             with pytest.raises(ConfigError, match=name):
                 make(subject, case, {name: "many"})
 

@@ -22,7 +22,7 @@ from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopKSetup
 from topkv.ops.topk import RadixTopK
 from topkv.types import GroupShape, LayerView, ModelShape, Selection, StepTensors
-from topkv_snapkv.entry import topkv_register_algorithms
+from topkv_snapkv.entry import SnapParams
 from topkv_snapkv.kernels import SnapKVTriton
 from topkv_testing.timing import graph_us
 
@@ -54,7 +54,7 @@ def measure(requests: int, tokens: int, budget: int, ada: bool) -> dict[str, obj
         *((0,), 1, KV_HEADS, 1, DIM, torch.bfloat16, PAGE, requests, tokens + 512),
         *(select, 2 * select, 32),
     )
-    params = {**topkv_register_algorithms()[0].parameters, "ada": ada}
+    params = SnapParams(ada=ada)
     snapkv = SnapKVTriton(AlgorithmSetup(model, group, params, torch.device("cuda"), topk))
     pools = {
         spec.name: torch.zeros((requests, *spec.shape), dtype=spec.dtype, device="cuda")

@@ -17,8 +17,7 @@ from topkv_testing.kit import examples
 
 def window(length, bench):
     """The last tokens of a prompt, less the newest, which the core appends."""
-    params = {**bench.subject.entry.parameters, **bench.case.params}
-    return set(range(max(length - params["window"], 0), length - 1))
+    return set(range(max(length - bench.params.window, 0), length - 1))
 
 
 PARAMS = {

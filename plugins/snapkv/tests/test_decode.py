@@ -13,6 +13,7 @@ from topkv.plugins import PluginRegistry
 from topkv.types import ModelShape
 from topkv_snapkv.entry import topkv_register_algorithms
 from topkv_testing.doubles import Entries
+from topkv_testing.kit import params_of
 from topkv_testing.oracle import attention
 from topkv_testing.tiers import all_tiers
 from topkv_testing.tolerance import assert_as_good
@@ -312,11 +313,15 @@ def test_bytes_per_request():
 def refused(match, **params):
     group = make(all_tiers()[0]).layers[0].view.group
     entry = topkv_register_algorithms()[0]
-    given = {**entry.parameters, **PARAMS, **params}
-    # Refused before it asks for a top-k.
-    setup = AlgorithmSetup(MODEL, group, given, torch.device("cpu"), topk=pytest.fail)
-    with pytest.raises(ConfigError, match=match) as raised:
+
+    def made():
+        given = params_of(entry, {**PARAMS, **params})
+        # Refused before it asks for a top-k.
+        setup = AlgorithmSetup(MODEL, group, given, torch.device("cpu"), topk=pytest.fail)
         REGISTRY.create("algorithm", "snapkv", setup, "triton")
+
+    with pytest.raises(ConfigError, match=match) as raised:
+        made()
     return raised.value.reasons
 
 

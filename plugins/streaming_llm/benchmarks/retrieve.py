@@ -17,6 +17,7 @@ from topkv.hooks.algorithm import AlgorithmSetup
 from topkv.hooks.topk import TopKSetup
 from topkv.ops.topk import RadixTopK
 from topkv.types import GroupShape, LayerView, ModelShape, Selection, StepTensors
+from topkv_streaming_llm.entry import StreamingParams
 from topkv_streaming_llm.launch import StreamingLLMTriton
 from topkv_testing.timing import graph_us
 
@@ -36,7 +37,7 @@ def measure(requests: int, budget: int, unit: int, scope: str) -> dict[str, obje
         *((0,), unit, lanes, KV_HEADS // lanes, DIM, torch.bfloat16, PAGE, requests),
         *(TOKENS // unit, select, 2 * select, 2),
     )
-    params, device = {"sink_tokens": 4}, torch.device("cuda")
+    params, device = StreamingParams(), torch.device("cuda")
     algorithm = StreamingLLMTriton(AlgorithmSetup(model, group, params, device, topk))
     full = torch.full((requests,), TOKENS, **INTS)
     table = torch.zeros(requests, TOKENS // PAGE, **INTS)

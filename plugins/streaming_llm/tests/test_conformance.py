@@ -10,12 +10,12 @@ from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
 
 def kept(length, bench):
     """The exact slice, in plain Python."""
-    params = {**bench.subject.entry.parameters, **bench.case.params}
+    params = bench.params
     unit, select = bench.group.unit, bench.group.select
     closed = list(range((length - 1) // unit))
     if len(closed) <= select:
         return set(closed)
-    sinks = -(-params["sink_tokens"] // unit)
+    sinks = -(-params.sink_tokens // unit)
     return {*closed[:sinks], *closed[len(closed) - select + sinks :]}
 
 

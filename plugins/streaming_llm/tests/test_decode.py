@@ -17,6 +17,7 @@ from topkv.plugins import PluginRegistry
 from topkv.types import ModelShape
 from topkv_streaming_llm.entry import topkv_register_algorithms
 from topkv_testing.doubles import Entries
+from topkv_testing.kit import params_of
 from topkv_testing.oracle import attention
 from topkv_testing.tiers import all_tiers
 from topkv_testing.tolerance import assert_as_good
@@ -186,11 +187,15 @@ def test_a_prompt_in_chunks_ends_like_one_decoded_token_by_token(tier):
 def test_values_that_do_not_fit_are_refused_together():
     group = make(all_tiers()[0], 2, 8, 4, "shared").layers[0].view.group
 
-    def refused(impl, **params):
+    def made(impl, params):
+        given = params_of(topkv_register_algorithms()[0], params)
         # Refused before it asks for a top-k.
-        setup = AlgorithmSetup(MODEL, group, params, torch.device("cpu"), topk=pytest.fail)
+        setup = AlgorithmSetup(MODEL, group, given, torch.device("cpu"), topk=pytest.fail)
+        REGISTRY.create("algorithm", "streaming_llm", setup, impl)
+
+    def refused(impl, **params):
         with pytest.raises(ConfigError, match="sink_tokens") as raised:
-            REGISTRY.create("algorithm", "streaming_llm", setup, impl)
+            made(impl, params)
         return raised.value.reasons
 
     for impl in ("reference", "triton"):

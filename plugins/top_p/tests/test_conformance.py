@@ -16,13 +16,13 @@ def left(bench, slot, q, lane, among):
     """The fewest candidates that hold the share p of the attention to the candidates: q·k of the
     keys themselves, which are where 4 bits keep them, less one rounding to bfloat16."""
     group, model = bench.group, bench.model
-    params = {**bench.subject.entry.parameters, **bench.case.params}
+    params = bench.params
     keys = bench.keys[slot].double().unflatten(1, (group.lane_heads, -1))[:, lane]
     queries = q[0].double().unflatten(0, (group.lane_heads, group.heads_per_lane, -1))[lane]
     logits = torch.einsum("kgd,tkd->kgt", queries, keys).flatten(0, 1) * model.scale
     tokens = torch.tensor(among)[:, None] * group.unit + torch.arange(group.unit)
     share = logits[:, tokens].logsumexp(-1).softmax(-1)
-    return fewest(share, params["p"], group.select, NEAR)
+    return fewest(share, params.p, group.select, NEAR)
 
 
 NEAR = 0.02

@@ -47,7 +47,7 @@ def shares(bench, slot, q, head, among):
 
 def params(bench):
     """p and K of a bench."""
-    return {**ENTRY.parameters, **bench.case.params}["p"], bench.group.select
+    return bench.params.p, bench.group.select
 
 
 def assert_kept(bench, share, among, kept):
@@ -272,10 +272,15 @@ def test_a_decode_attends_what_is_kept_and_the_tail(on):
 def test_wrong_parameters_are_refused_with_every_reason(subject):
     bench = AlgorithmBench(subject, constant())
     model = evolve(bench.model, softcap=30.0, dtype=torch.float64)
-    setup = StageSetup(model, bench.group, {"p": 0, "widen": 1.5, "outliers": 9}, bench.device)
     with pytest.raises(ConfigError) as error:
-        TopP(setup)
-    reported = "\n".join(error.value.reasons)
-    for part in ("p must be a number above 0 and at most 1, got 0", "widen must be an integer",
-                 "outliers must be an integer of 1 to 8", "float64", "softcap"):  # fmt: skip
-        assert part in reported
+        subject.params({"p": 0, "widen": 1.5, "outliers": 9})
+    assert [*error.value.reasons] == [
+        "parameter p of top_p must be > 0, got 0",
+        "parameter widen of top_p must be an int, got 1.5",
+        "parameter outliers of top_p must be <= 8, got 9",
+    ]
+    with pytest.raises(ConfigError) as error:
+        TopP(StageSetup(model, bench.group, subject.params({}), bench.device))
+    one, two = error.value.reasons
+    assert "float64" in one
+    assert "softcap" in two

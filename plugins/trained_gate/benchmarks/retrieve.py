@@ -51,7 +51,7 @@ def prepare(requests: int, tokens: int) -> tuple[TrainedGateTriton, LayerView]:
         made: TopK = registry().create("topk", "radix", TopKSetup(*sizes, device), "triton")
         return made
 
-    algorithm = TrainedGateTriton(AlgorithmSetup(model, group, entry.parameters, device, stated))
+    algorithm = TrainedGateTriton(AlgorithmSetup(model, group, entry.parameters(), device, stated))
     pages = tokens // PAGE
     index = torch.randn(((1 + requests * pages) * PAGE, DIM), **BF16)
     table = 1 + torch.randperm(requests * pages).view(requests, pages)

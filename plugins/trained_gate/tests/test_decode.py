@@ -138,7 +138,7 @@ def test_a_fork_goes_its_own_way():
     ("options", "reported"),
     [
         ({"local": 5}, "local must be a number of units from 1 to 4, which the budget has, got 5"),
-        ({"local": "all"}, "got 'all'; lower it, or raise budget"),
+        ({"local": "all"}, "must be an int, got 'all'"),
         (
             {"index_heads": 1},
             "each kv-head needs an index head of its own, got 1 index heads for 2",

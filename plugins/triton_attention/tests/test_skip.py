@@ -14,6 +14,7 @@ from plugins.triton_attention.tests.skip_cases import SCALE, TILE, kept, make, s
 from topkv.errors import CapabilityError
 from topkv.hooks.backend import BackendSetup
 from topkv.types import ModelShape
+from topkv_skip_softmax.entry import SkipParams
 from topkv_testing.backend.bench import make_backend
 from topkv_testing.kit import examples, subject_of
 from topkv_testing.strategies import Geometry
@@ -281,7 +282,7 @@ def test_the_option_reaches_what_attends(where):
     subject = subject_of("triton_attention", "backend", where)
     backend, model, group = make_backend(subject, GEOMETRY, 2)
     assert backend._adapt.__name__ == "adapt_page_table"
-    setup = BackendSetup(model, group, where.device, 2, 2, {"skip_softmax": {"factor": 7.0}})
+    setup = BackendSetup(model, group, where.device, 2, 2, {"skip_softmax": SkipParams(7.0)})
     made = subject.make(setup)
     assert made._adapt.__name__ == "_adapt_with_lengths"
     attend = made._attend
@@ -292,6 +293,6 @@ def test_the_option_reaches_what_attends(where):
 def test_latent_rows_are_refused():
     model = ModelShape(1, 4, 1, 40, torch.float32, 0.2, "mla", 32)
     _, _, group = make_backend(subject_of("triton_attention", "backend", TIERS[0]), GEOMETRY, 2)
-    setup = BackendSetup(model, group, TIERS[0].device, 2, 4, {"skip_softmax": {"factor": 1.0}})
+    setup = BackendSetup(model, group, TIERS[0].device, 2, 4, {"skip_softmax": SkipParams(1.0)})
     with pytest.raises(CapabilityError, match="skip_softmax: blocks of latent rows"):
         TritonAttention(setup)

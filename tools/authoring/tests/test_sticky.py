@@ -7,17 +7,21 @@ from itertools import pairwise
 
 import pytest
 import torch
-from attrs import evolve
+from attrs import evolve, field, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from topkv.errors import ConfigError
 
 CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tools.authoring.tests.test_selectors import ENTRY  # noqa: E402
+from tools.authoring.tests.test_selectors import ENTRY, Ends  # noqa: E402
 from topkv.types import GroupShape, LayerView, StepTensors  # noqa: E402
-from topkv_authoring.sticky import prefer_resident, refusals, resident  # noqa: E402
+from topkv_authoring import parameters  # noqa: E402
+from topkv_authoring.sticky import prefer_resident, resident  # noqa: E402
+from topkv_testing.kit import params_of  # noqa: E402
 from topkv_testing.machines.lifecycle_model import (  # noqa: E402
     DIM,
     HEADS,
@@ -199,11 +203,19 @@ def test_what_does_not_fit_is_refused():
 
 @pytest.mark.parametrize("bonus", [-0.5, True, "1", None, float("nan"), float("inf")])
 def test_a_bonus_is_a_number(bonus):
-    assert refusals(0) == refusals(0.5) == refusals(3) == []
-    assert repr(bonus) in refusals(bonus)[0]
+    assert [params_of(STICKY, {"sticky": good}).sticky for good in (0, 0.5, 3)] == [0, 0.5, 3]
+    with pytest.raises(ConfigError, match=f"sticky of largest_keys must .*got {bonus!r}"):
+        params_of(STICKY, {"sticky": bonus})
 
 
-STICKY = evolve(ENTRY, parameters={**ENTRY.parameters, "sticky": 0.0})
+@frozen
+class StickyEnds(Ends):
+    """Parameters: units at both ends, and the bonus."""
+
+    sticky: float = field(default=0.0, validator=parameters.BONUS)
+
+
+STICKY = evolve(ENTRY, parameters=StickyEnds)
 
 
 def decode(on, steps=9, **options):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import field, frozen
 
 from topkv.entries import Capabilities, PluginEntry
 from topkv.errors import ConfigError, PluginError
@@ -12,11 +13,21 @@ from topkv.hooks.topk import TopKSetup
 from topkv.ops.topk import RadixTopK
 from topkv.types import GroupShape, LayerView, ModelShape
 from topkv_authoring.language import jit, tl
+from topkv_authoring.parameters import BONUS
 from topkv_authoring.selectors import ScoredUnits
 from topkv_authoring.units import UnitKernels
 from topkv_testing.algorithms import AlgorithmOptions, AlgorithmTests
 
 FACTOR = 2
+
+
+@frozen
+class UnitParams:
+    """Parameters that ``ScoredUnits`` knows."""
+
+    sink_units: int = 0
+    recent_units: int = 0
+    sticky: float = field(default=0.0, validator=BONUS)
 
 
 class Means(ScoredUnits):
@@ -99,7 +110,7 @@ class TestMeans(AlgorithmTests):
                 units=(1, 128), scopes=("kv_head", "shared"), traits=("value_free",)
             ),
             defaults={"unit": 8},
-            parameters={"sink_units": 0, "recent_units": 0, "sticky": 0.0},
+            parameters=UnitParams,
         )
 
     @pytest.fixture

@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import click
 import pytest
+from attrs import frozen
 from click.testing import CliRunner
 
 import topkv
@@ -29,6 +30,7 @@ KEYS = {
     "version",
     "hook_api",
     "capabilities",
+    "parameters",
     "problem",
     "not_importing",
 }
@@ -63,6 +65,18 @@ def test_plugins_json_lists_what_loads_and_what_does_not():
     assert "implements none of" in bad["problem"]
 
 
+@frozen
+class LongParams:
+    """Parameters.
+
+    Attributes:
+        share: what is kept of
+            a page.
+    """
+
+    share: float = 0.5
+
+
 @pytest.fixture
 def long_names(monkeypatch):
     """Plugins as long in their names as those of this repository, and one that does not load."""
@@ -75,7 +89,9 @@ def long_names(monkeypatch):
     )
     entry = PluginEntry("tensor_attention", "backend", "a:b", capabilities=capabilities)
     hook = hookimpl(lambda: [entry])
-    good = SimpleNamespace(topkv_register_backends=hook)
+    stage = PluginEntry("long", "stage", "a:b", parameters=LongParams)
+    stages = hookimpl(lambda: [stage])
+    good = SimpleNamespace(topkv_register_backends=hook, topkv_register_stages=stages)
     offers = [("topkv-tensor-attention", "10.1.0", good), ("topkv-broken", "7.1", object())]
     monkeypatch.setattr("topkv_cli.plugins.registry", lambda: PluginRegistry(offers))
 
@@ -106,6 +122,7 @@ def test_verbose_has_all_of_it(monkeypatch):
     for word in (*TRAITS, "kv_head", "topkv-tensor-attention", "gpu", "traits:"):
         assert word in words
     assert "hook API " + ".".join(map(str, HOOK_API)) in shown
+    assert "params.share = 0.5: what is kept of a page." in shown
     assert "implements none of" in " ".join(shown.split())
 
 

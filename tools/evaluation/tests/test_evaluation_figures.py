@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from attrs import field, make_class
 
 from topkv import hookimpl
 from topkv.entries import PluginEntry
@@ -78,13 +79,18 @@ def test_algorithms_and_their_parameters():
     assert (streaming.name, streaming.unit) == ("streaming_llm", 16)
 
 
+def of_ints(names):
+    """Parameters of these names, each an int or None."""
+    return make_class(
+        "Ints", {name: field(default=None, type=int | None) for name in names}, frozen=True
+    )
+
+
 def with_stages():
     """An algorithm, and a stage with parameters and one without."""
 
     def entry(name, kind, *parameters):
-        return PluginEntry(
-            name=name, kind=kind, factories="a:b", parameters=dict.fromkeys(parameters)
-        )
+        return PluginEntry(name=name, kind=kind, factories="a:b", parameters=of_ints(parameters))
 
     algorithms, stages = [entry("own", "algorithm", "sink_units")], [entry("two", "stage")]
     stages.append(entry("one", "stage", "p", "widen"))
@@ -133,9 +139,7 @@ def test_a_parameter_goes_before_a_setting_of_its_name():
     keys = ("label", "scope", "buffer", "eviction", "unit", "name", "algorithm")
     offer = hookimpl(
         lambda: [
-            PluginEntry(
-                name="own", kind="algorithm", factories="a:b", parameters=dict.fromkeys(keys)
-            )
+            PluginEntry(name="own", kind="algorithm", factories="a:b", parameters=of_ints(keys))
         ]
     )
     found = PluginRegistry([("topkv-own", "1", SimpleNamespace(topkv_register_algorithms=offer))])

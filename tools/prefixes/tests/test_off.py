@@ -8,7 +8,8 @@ import torch
 from attrs import evolve
 
 from topkv import SparseCoordinator
-from topkv.entries import PluginEntry
+from topkv.config.stages import Named
+from topkv.entries import NoParameters, PluginEntry
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import StageSpec
@@ -52,7 +53,7 @@ def test_a_configuration_alone_says_who_keeps_pages():
         if found is None:
             assert coordinator.keeper is None
         else:
-            assert coordinator.config.pages.params["keep"] == "prompt"
+            assert coordinator.config.pages.params.keep == "prompt"
             assert [take(coordinator, [1] * 12) for _ in range(2)] == [0, found]
         coordinator.close()
 
@@ -78,7 +79,7 @@ def test_observers_see_what_is_found_when_they_ask():
     registry = doubles(PluginEntry("keeps", "observer", f"{__name__}:Keeps"))
     plain = make_kept(CPU, registry=registry)
     plain.close()
-    config = evolve(plain.config, observers=("keeps",))
+    config = evolve(plain.config, observers=(Named("keeps", NoParameters()),))
     coordinator = SparseCoordinator(config, registry)
     prefixes = coordinator.keeper
     for found, tokens in ((0, [1] * 8), (4, [1] * 8), (0, [2] * 8)):

@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import pytest
+from attrs import evolve, field, frozen
 
+from topkv.config.settings import CHECKS
 from topkv.errors import ConfigError
 from topkv_testing.machines.kept import make_kept
+from topkv_testing.machines.lifecycle_model import doubles
+from topkv_testing.models.storage_doubles import SHELF, ShelfParams
 from topkv_testing.tiers import tier
+
+KEEPER = "topkv-doubles 1 (keeper 'prefixes')"
+STORAGE = f"storage of {KEEPER}"
+QUOTAS = f"parameter quotas of {STORAGE}"
 
 
 @pytest.mark.parametrize(
     ("storage", "reason"),
     [
-        ("shelf", "storage must be a mapping such as"),
-        ({}, "storage: name is missing"),
-        ({"name": "shelf", "write": "behind"}, "storage: write must be one of 'write_through'"),
-        ({"name": "shelf", "wait": 3}, "storage: unknown key 'wait'; did you mean 'wait_s'"),
-        ({"name": "shelf", "quotas": {"a": "much"}}, "storage: quotas: 'a' must be"),
-        ({"name": "shelf", "quotas": []}, "storage: quotas must be a mapping of tenants"),
-        ({"name": "shelf", "limit_s": 0}, "storage: limit_s must be a number of seconds above 0"),
-        ({"name": "shelf", "quotas": {"\ud800": 1}}, "storage: quotas: '\\ud800' must be a name"),
-        ({"name": "shelf", "wait_s": -1}, "storage: wait_s must be a number of seconds"),
+        ("shelf", f"parameter storage of {KEEPER} must be a mapping of name, params, write,"),
+        ({}, "storage of prefixes must have a name, that of a plugin of kind storage"),
+        ({"name": "shelf", "write": "behind"}, f"parameter write of {STORAGE} must be one of"),
+        ({"name": "shelf", "wait": 3}, f"unknown parameter 'wait' of {STORAGE}; did you mean"),
         (
-            {"name": "shelves"},
-            "storage: unknown storage 'shelves': installed of kind storage: shelf",
+            {"name": "shelf", "quotas": {"a": "much"}},
+            f"{QUOTAS} must be sizes by tenant: 'a' must",
         ),
+        ({"name": "shelf", "quotas": []}, f"{QUOTAS} must be a mapping with names for keys or"),
+        ({"name": "shelf", "quotas": {}}, f"{QUOTAS} must be a mapping of tenants such as"),
+        ({"name": "shelf", "limit_s": 0}, f"parameter limit_s of {STORAGE} must be a number of"),
+        (
+            {"name": "shelf", "quotas": {"\ud800": 1}},
+            f"{QUOTAS} must be sizes by tenant: '\\ud800'",
+        ),
+        ({"name": "shelf", "wait_s": -1}, f"parameter wait_s of {STORAGE} must be a number of"),
+        ({"name": "shelves"}, "unknown storage 'shelves': installed of kind storage: shelf"),
         (
             {"name": "shelf", "params": {"board": 1}},
-            "storage: unknown parameter 'board' of topkv-doubles",
+            "unknown parameter 'board' of topkv-doubles 1 (storage 'shelf')",
         ),
     ],
     ids=str,
@@ -36,26 +48,67 @@ def test_a_setting_that_is_wrong_is_refused(storage, reason):
     with pytest.raises(ConfigError) as refused:
         make_kept(tier("cpu"), {"storage": storage})
     (reported,) = refused.value.reasons
-    assert reported.startswith(f"prefixes: {reason}")
+    assert reported.startswith(reason)
 
 
 def test_all_that_is_wrong_is_refused_together_and_before_anything_is_allocated(monkeypatch):
     monkeypatch.setattr("topkv.assembly.SparseKVCacheManager", None)
     storage = {"name": "shelves", "write": "behind", "quotas": {"a": 0}}
+    params = {"keep": "some", "storage": storage, "quotas": {}}
     with pytest.raises(ConfigError) as refused:
-        make_kept(tier("cpu"), {"keep": "some", "storage": storage, "quotas": {}})
-    reported = dict(
-        each.removeprefix("prefixes: ").split(" ", 1) for each in refused.value.reasons
-    )
-    assert [*reported] == ["keep", "storage:", "quotas"]
-    reported = [each for each in refused.value.reasons if "storage" in each]
-    assert len(reported) == 3
+        make_kept(tier("cpu"), params, budget=3, observers=["nobody"])
+    reported = " ".join(refused.value.reasons)
+    for wrong in (
+        f"keep of {KEEPER}",
+        f"write of {STORAGE}",
+        f"{QUOTAS} must be sizes",
+        f"quotas of {KEEPER} must be a mapping",
+        "unknown storage 'shelves'",
+        "unknown observer 'nobody'",
+        "budget",
+    ):
+        assert wrong in reported
+
+
+@frozen
+class Locked(ShelfParams):
+    """Parameters.
+
+    Attributes:
+        password: of the shelf.
+    """
+
+    password: str = field(default="", repr=False)
 
 
 def test_passwords_of_storages_are_shown_to_nobody():
-    storage = {"name": "shelf", "params": {"shelf": "swordfish"}}
-    coordinator = make_kept(tier("cpu"), {"storage": storage})
-    reported = coordinator.config.describe()
-    assert "prefixes(keep='all', storage=...)" in reported
-    assert "swordfish" not in reported
+    registry = doubles(evolve(SHELF, name="locked", parameters=Locked))
+    storage = {"name": "locked", "params": {"password": "swordfish"}, "write": "write_back"}
+    coordinator = make_kept(tier("cpu"), {"storage": storage}, registry=registry)
+    config = coordinator.config
+    assert config.pages.params.storage.params.password == "swordfish"
+    shown = "prefixes(keep='all', storage=locked(shelf='default') write='write_back', quotas=None)"
+    assert shown in config.describe()
+    assert "swordfish" not in f"{config.describe()} {config}"
     coordinator.close()
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [
+        [{"password": "swordfish"}],
+        {"name": "shelf", "params": [{"password": "swordfish"}]},
+        {"name": "shelf", "params": {"password": "swordfish"}},
+    ],
+    ids=str,
+)
+def test_no_password_is_in_a_refusal(storage):
+    with pytest.raises(ConfigError) as refused:
+        make_kept(tier("cpu"), {"storage": storage})
+    assert "swordfish" not in str(refused.value)
+
+
+def test_settings_that_are_not_lowered_yet_show_no_values():
+    """Which of them are secrets is for the plugin to say."""
+    (observer,) = CHECKS["observers"]([{"name": "log", "params": {"password": "swordfish"}}])
+    assert repr(observer) == "log(password=...)"

@@ -230,8 +230,9 @@ def test_what_cannot_be_opened_is_refused():
     with pytest.raises(ConfigError) as refused:
         StoredSessions("shelf", {"shelve": 1}, limit_s="long", registry=registry)
     parameter, limit = refused.value.reasons
-    assert parameter.startswith("unknown parameter 'shelve' of topkv-doubles")
-    assert parameter.endswith("did you mean 'shelf'?")
+    assert parameter == (
+        "unknown parameter 'shelve' of topkv-doubles 1 (storage 'shelf'); did you mean 'shelf'?"
+    )
     assert limit == "limit_s must be a number of seconds above 0, at most a day, got 'long'"
     for limit_s in (0, float("inf"), float("nan"), True):
         with pytest.raises(ConfigError, match="limit_s must be a number of seconds above 0"):

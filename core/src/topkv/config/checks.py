@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 from topkv.messages import close, shown
@@ -15,8 +15,6 @@ MOST = 2**31 - 1
 
 MOST_BYTES = 2**63 - 1
 MOST_LAYERS = 2**16
-DEEPEST = 16
-"""Most containers within containers in the value of a parameter."""
 
 Check = Callable[[Any], Any]
 
@@ -80,27 +78,10 @@ flag = must("true or false", lambda value: isinstance(value, bool))
 plugin = must("the name of a plugin", lambda value: isinstance(value, str) and value != "")
 
 
-def plugins(value: Any) -> tuple[str, ...]:
-    listed = isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
-    once = listed and "" not in value and len(set(value)) == len(value)
-    need(once, "be a list of names of plugins, each once", value)
-    return tuple(value)
-
-
 def parameters(value: Any) -> dict[str, Any]:
     named = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
     need(named, "map names of parameters to values", value)
-    inside: list[Any] = [value]
-    for _ in range(DEEPEST):
-        # Each container once, or one that holds itself, or another often, would never end.
-        inside = list({id(item): item for each in inside for item in _containers(each)}.values())
-    need(not inside, f"be nested at most {DEEPEST} deep", value)
     return dict(value)
-
-
-def _containers(value: Any) -> Iterable[Any]:
-    items = chain(value, value.values()) if isinstance(value, Mapping) else value
-    return (item for item in items if isinstance(item, (Mapping, list, tuple)))
 
 
 def layer_numbers(value: Any) -> tuple[int, ...]:

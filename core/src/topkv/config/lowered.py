@@ -23,21 +23,21 @@ class LoweredGroup:
     Attributes:
         shape: its geometry. ``shape.select`` leaves room for the forced tail in the budget.
         algorithm: None for dense layers.
-        params: every parameter of the algorithm.
+        params: of the algorithm, an instance of ``PluginEntry.parameters``.
         budget: attended tokens of a lane; 0 for dense layers.
         selected_as: the geometry that the algorithm's setup and views have: ``shape`` itself, or
             the same lanes in units of one token where a stage regrains.
         indexed: the algorithm selects by the model's own indexer.
         tail: ``"forced"``, or ``"selectable"`` where the newest token competes in selections.
         scope: ``"kv_head"`` or ``"shared"``; with a single kv-head the shape is the same.
-        stages: the stages behind the algorithm, in order, with every parameter.
+        stages: the stages behind the algorithm, in order, with their parameters.
         selecting: layers that select for themselves; the others share what was selected in the
             layer before them. None of a dense group.
     """
 
     shape: GroupShape
     algorithm: str | None
-    params: Mapping[str, Any]
+    params: Any
     budget: int
     selected_as: GroupShape
     indexed: bool
@@ -62,7 +62,7 @@ class LoweredGroup:
         return turns
 
     @property
-    def options(self) -> Mapping[str, Mapping[str, Any]]:
+    def options(self) -> Mapping[str, Any]:
         """Options of attention that its stages ask of the backend, with their parameters."""
         return options_of(self.stages)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from topkv.config.checks import clean, near
+from topkv.config.checks import clean
 from topkv.config.layers import show_ranges
 from topkv.config.lowered import LoweredConfig, LoweredGroup
 from topkv.config.negotiation import LayerPlan, all_refusals
@@ -72,10 +72,10 @@ def lower(
     known = Resolver(registry, reasons, _written(config, checkpoint, reasons))
     plans = plan_layers(known, model)
     lowered = _settle(known, plans, model, torch.device(device), max_positions)
-    lowered = _group(known, plans, lowered)
+    lowered = _keep(known, _group(known, plans, lowered))
     if reasons:
         raise ConfigError(CONFIG_REFUSED, dict.fromkeys(reasons))
-    return lowered
+    return evolve(lowered, settings=tuple(known.settings.values()))
 
 
 def _written(config: SparseConfig, checkpoint: Any, reasons: list[str]) -> Sources:
@@ -128,7 +128,6 @@ def _settle(
     values["max_request_tokens"] = -(-request // page) * page
     lowered = LoweredConfig(**values, device=device, model=model, num_pages=num_pages)
     reasons += format_reasons(model, lowered.kv_format)
-    lowered = _keep(known, lowered)
     reasons += host_format_reasons(model, lowered.host_format)
     if lowered.prefill_block_tokens % page:
         reasons.append(
@@ -139,22 +138,19 @@ def _settle(
 
 
 def _keep(known: Resolver, lowered: LoweredConfig) -> LoweredConfig:
-    """Give the keeper of pages, if there is one, all parameters of its plugin."""
+    """Give the keeper of pages, if there is one, the parameters of its plugin."""
     asked = lowered.pages
     if not isinstance(asked, Named):
         return lowered
-    plugin = known.plugin("keeper", asked.name)
+    plugin, keeper = known.named("keeper", asked, "(pages)")
     if plugin.entry is None:
         known.reasons.append(
             f"pages must be 'core', 'engine' or a keeper that can be used, got {shown(asked.name)}"
         )
-    names = plugin.entry.parameters if plugin.entry else asked.params
-    known.reasons += [
-        f"unknown parameter {shown(name)} of {plugin.who}; {near(name, names)}"
-        for name in asked.params
-        if name not in names
-    ]
-    return evolve(lowered, pages=evolve(asked, params={**names, **asked.params}))
+    elif hasattr(keeper.params, "settled"):  # see ``topkv.hooks.keeper``
+        keeper = evolve(keeper, params=keeper.params.settled(known, lowered))
+    known.keep(evolve(known.settings["pages"], value=keeper))
+    return evolve(lowered, pages=keeper)
 
 
 def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConfig:
@@ -205,8 +201,7 @@ def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConf
     _, size = lay_out(on_host, lowered.host_layout, lowered.num_pages)
     known.keep(Setting("host_pool_bytes", size, COMPUTED))
     known.reasons += host_reasons(size, lowered)
-    settings = tuple(known.settings.values())
-    return evolve(lowered, groups=tuple(groups), capturable=capturable, settings=settings)
+    return evolve(lowered, groups=tuple(groups), capturable=capturable)
 
 
 def _selecting(

@@ -6,12 +6,12 @@ here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
-from topkv.entries import PluginEntry
+from topkv.entries import NoParameters, PluginEntry
 
 if TYPE_CHECKING:
     from topkv.config.lowered import LoweredConfig
@@ -37,8 +37,8 @@ class LayerPlan:
         budget, buffer: tokens; 0 for dense layers.
         selects: tokens of a unit that the algorithm selects: ``unit``, or 1 where a stage
             regrains.
-        params: complete.
-        stages: behind the algorithm, with complete parameters.
+        params: an instance of ``PluginEntry.parameters``.
+        stages: behind the algorithm, with instances of theirs.
         share: which layers of a group select, see ``LayerSettings``.
         tail: ``"forced"``, or ``"selectable"`` where the newest token competes in selections.
             Forced where a stage regrains: only the ring has the open unit.
@@ -56,7 +56,7 @@ class LayerPlan:
     buffer: int = 0
     selects: int = 0
     tail: str = "forced"
-    params: Mapping[str, Any] = field(factory=dict)
+    params: Any = field(factory=NoParameters)
     stages: tuple[StageSettings, ...] = ()
     share: str = "F"
     single_tokens: bool = field(default=False, eq=False)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from attrs import evolve
 
-from topkv.config.checks import near
 from topkv.config.layers import LayerOverride, show_ranges
 from topkv.config.negotiation import LayerPlan
 from topkv.config.sources import (
@@ -21,6 +21,7 @@ from topkv.config.sources import (
 )
 from topkv.config.stages import StageSettings
 from topkv.messages import shown
+from topkv.parameters import values
 from topkv.types import ModelShape
 
 Plans = Sequence[tuple[list[int], LayerPlan]]
@@ -42,8 +43,7 @@ def plan_layers(known: Resolver, model: ModelShape) -> Plans:
     known.use("backend", known.choose("backend"))
     for kind in ("transfer", "eviction"):
         known.use(kind, pick(known.sources, kind))
-    for name in known.set("observers"):
-        known.under(known.plugin("observer", name).defaults)
+    _observe(known)
     dense = known.keep(_dense_layers(known, num_layers))
     residency = known.set("dense_residency")
     plans = {}
@@ -121,7 +121,7 @@ def sparse_plan(known: Resolver, rule: Sources) -> LayerPlan:
     written = {**known.written, **rule}
     sources = {**plugin.defaults, **written}
     stages = pick(sources, "stages")
-    stages = evolve(stages, value=tuple(_stage(known, asked) for asked in stages.value))
+    stages = evolve(stages, value=tuple(_stage(known, each, stages) for each in stages.value))
     unit = pick(sources, "unit")
     tokens = capabilities.single_tokens and any(stage.regrains for stage in stages.value)
     if tokens and "unit" not in written:
@@ -134,7 +134,7 @@ def sparse_plan(known: Resolver, rule: Sources) -> LayerPlan:
         scope = Setting("scope", scopes[0], plugin.origin)
     # Those that the user sets for all layers are the base algorithm's.
     of_base = base is not None and algorithm == base.value
-    params = _params(known, plugin, sources if of_base else rule)
+    params, set_params = _params(known, plugin, sources if of_base else rule)
     share = pick(sources, "share")
     return LayerPlan(
         residency="sparse",
@@ -145,11 +145,11 @@ def sparse_plan(known: Resolver, rule: Sources) -> LayerPlan:
         buffer=buffer.value,
         selects=1 if tokens else unit.value,
         tail="forced" if tokens else capabilities.tail,
-        params={name: param.value for name, param in params.items()},
+        params=params,
         stages=stages.value,
         share=share.value,
         single_tokens=capabilities.single_tokens,
-        settings=(unit, scope, budget, buffer, *params.values(), stages, share),
+        settings=(unit, scope, budget, buffer, *set_params, stages, share),
     )
 
 
@@ -163,36 +163,31 @@ def _readable(known: Resolver, unit: Setting) -> Setting:
     return Setting("unit", units[0], f"{backend.origin}: its smallest")
 
 
-def _params(known: Resolver, plugin: Plugin, sources: Sources) -> dict[str, Setting]:
-    """Parameters of an algorithm by name: its own values, below what sources say."""
-    names = plugin.entry.parameters if plugin.entry else {}
-    merged = {**with_origin(plugin.origin, {"params": names}), **sources}
-    params = {
-        name.removeprefix("params."): each
-        for name, each in merged.items()
-        if name.startswith("params.")
-    }
-    if plugin.entry:
-        known.reasons += [
-            f"unknown parameter {shown(name)} of {plugin.who}; {near(name, names)}"
-            for name in params
-            if name not in names
-        ]
-    return params
+def _params(known: Resolver, plugin: Plugin, sources: Sources) -> tuple[Any, list[Setting]]:
+    """The parameters of an algorithm, and each with its origin: its own, or that of a source."""
+    given = {name: each for name, each in sources.items() if name.startswith("params.")}
+    origins = ", ".join(dict.fromkeys(each.origin for each in given.values()))
+    plain = {name.removeprefix("params."): each.value for name, each in given.items()}
+    params = known.params(plugin, plain, f"({origins})")
+    own = with_origin(plugin.origin, {"params": values(params)})
+    return params, [evolve(given.get(name, each), value=each.value) for name, each in own.items()]
 
 
-def _stage(known: Resolver, asked: StageSettings) -> StageSettings:
-    """A stage with all parameters of its plugin."""
-    plugin = known.plugin("stage", asked.name)
-    names = plugin.entry.parameters if plugin.entry else asked.params
-    known.reasons += [
-        f"unknown parameter {shown(name)} of {plugin.who}; {near(name, names)}"
-        for name in asked.params
-        if name not in names
-    ]
-    told = plugin.capabilities
-    params = {**names, **asked.params}
-    return evolve(asked, params=params, options=told.options, regrains=told.regrains)
+def _stage(known: Resolver, asked: StageSettings, stages: Setting) -> StageSettings:
+    """A stage with the parameters of its plugin."""
+    plugin, stage = known.named("stage", asked, f"({stages.origin}: stages)")
+    stated = plugin.capabilities
+    return evolve(stage, options=stated.options, regrains=stated.regrains)
+
+
+def _observe(known: Resolver) -> None:
+    """Keep the observers, with the parameters of their plugins, and let their defaults hold."""
+    asked, found = pick(known.sources, "observers"), []
+    for each in asked.value:
+        plugin, observer = known.named("observer", each, "(observers)")
+        known.under(plugin.defaults)
+        found.append(observer)
+    known.keep(evolve(asked, value=tuple(found)))
 
 
 def _alike(plans: Mapping[int, LayerPlan]) -> Plans:

@@ -91,8 +91,9 @@ class Settings(Generic[Unset, Size]):
     topk: str | Unset = setting(checks.plugin, "radix")
     """name of a plugin, for all layers; an algorithm of long rows may state another."""
 
-    observers: Sequence[str] | Unset = setting(checks.plugins, ())
-    """names of plugins that are called at every forward."""
+    observers: Sequence[Any] | Unset = setting(stages.observers, ())
+    """plugins that are called at every forward: names, or mappings with the ``name`` of one and
+    its ``params``; ``topkv.config.stages.Named`` once lowered."""
 
     dense_layers: Sequence[int] | Unset = setting(checks.layer_numbers, ())
     """layers that attend to everything."""

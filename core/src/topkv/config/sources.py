@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from attrs import Factory, define, field, frozen
+from attrs import Factory, define, evolve, field, frozen
 
-from topkv.config.checks import clean
+from topkv.config.checks import Refused, clean
 from topkv.config.settings import CHECKS, DEFAULTS
-from topkv.entries import Capabilities, PluginEntry
+from topkv.config.stages import N
+from topkv.entries import Capabilities, NoParameters, PluginEntry
 from topkv.errors import PluginError
+from topkv.parameters import make
 from topkv.plugins import PluginRegistry
 
 DEFAULT = "topkv default"
@@ -107,6 +109,25 @@ class Resolver:
         where, origin = f"defaults of {record.who}: ", f"{record.package} {record.version}"
         defaults = with_origin(origin, clean(record.entry.defaults, CHECKS, self.reasons, where))
         return Plugin(record.entry, record.who, origin, defaults)
+
+    def params(self, plugin: Plugin, given: Mapping[str, Any], where: str) -> Any:
+        """The parameters of a plugin; those that are refused have their defaults.
+
+        Args:
+            where: ends the reasons.
+        """
+        if plugin.entry is None:
+            return NoParameters()
+        try:
+            return make(plugin.entry.parameters, given, plugin.who)
+        except Refused as error:
+            self.reasons += [f"{reason} {where}".rstrip() for reason in error.reasons]
+            return error.good
+
+    def named(self, kind: str, asked: N, where: str) -> tuple[Plugin, N]:
+        """A plugin that a setting names, and the setting with all parameters of it."""
+        plugin = self.plugin(kind, asked.name)
+        return plugin, evolve(asked, params=self.params(plugin, asked.params or {}, where))
 
     def under(self, defaults: Sources) -> None:
         """Let defaults hold from here on, wherever no stronger source says anything."""

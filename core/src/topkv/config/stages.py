@@ -1,11 +1,11 @@
-"""Plugins that a setting names with their parameters: ``stages`` behind the algorithm, in order,
-and ``pages`` of a keeper."""
+"""Plugins that settings name with their parameters: ``stages`` behind the algorithm, in order,
+``observers``, and ``pages`` of a keeper."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from attrs import field, frozen
 
@@ -14,25 +14,25 @@ from topkv.config.checks import Refused, clean, need
 from topkv.messages import shown
 
 
-@frozen
+@frozen(repr=False)
 class Named:
     """A plugin and its parameters, checked.
 
     Attributes:
         name: of the plugin.
-        params: of the plugin; every one of them once lowered.
+        params: of the plugin: a mapping of those that are set, or the instance once lowered.
     """
 
     name: str
-    params: Mapping[str, Any] = field(factory=dict)
+    params: Any = field(factory=dict)
 
-    def __str__(self) -> str:
-        """Show the parameters, but no mapping among them: there may be a password in one."""
-        plain = {
-            name: "..." if isinstance(value, Mapping) else repr(value)
-            for name, value in sorted(self.params.items())
-        }
-        return f"{self.name}({', '.join(f'{name}={value}' for name, value in plain.items())})"
+    def __repr__(self) -> str:
+        if isinstance(self.params, Mapping):  # there may be a password in one
+            return f"{self.name}({', '.join(f'{name}=...' for name in sorted(self.params))})"
+        return f"{self.name}({str(self.params).partition('(')[2]}"
+
+
+N = TypeVar("N", bound=Named)
 
 
 @frozen(repr=False)
@@ -48,12 +48,8 @@ class StageSettings(Named):
     options: tuple[str, ...] = ()
     regrains: bool = False
 
-    def __repr__(self) -> str:
-        told = ", ".join(f"{name}={value!r}" for name, value in sorted(self.params.items()))
-        return f"{self.name}({told})"
 
-
-def options_of(asked: Iterable[StageSettings]) -> dict[str, Mapping[str, Any]]:
+def options_of(asked: Iterable[StageSettings]) -> dict[str, Any]:
     """The options of attention that stages ask of their backend, with the parameters of each."""
     return {option: stage.params for stage in asked for option in stage.options}
 
@@ -89,19 +85,30 @@ def regrain_reasons(
 
 
 MOST = 8
-"""Stages of a group."""
+"""Stages of a group, and observers of a coordinator."""
 
 _KEYS: Mapping[str, checks.Check] = {"name": checks.plugin, "params": checks.parameters}
 
 
 def stages(value: Any) -> tuple[StageSettings, ...]:
     """A check: gives the stages in order, or raises ``Refused`` with every reason."""
+    return _listed(value, StageSettings)
+
+
+def observers(value: Any) -> tuple[Named, ...]:
+    """A check: gives the observers in order, or raises ``Refused`` with every reason."""
+    found = _listed(value, Named)
+    need(len({each.name for each in found}) == len(found), "name each plugin once", value)
+    return found
+
+
+def _listed(value: Any, cls: type[N]) -> tuple[N, ...]:
     listed = isinstance(value, (list, tuple))
-    need(listed, "be a list of names, or of mappings such as {'name': 'rerank'}", value)
-    need(len(value) <= MOST, f"name at most {MOST} stages", value)
+    need(listed, "be a list of names, or of mappings with name and params", value)
+    need(len(value) <= MOST, f"name at most {MOST} plugins", value)
     reasons: list[str] = []
-    found = [_named(item, f"[{number}]", reasons) for number, item in enumerate(value)]
-    good = tuple(StageSettings(**each) for each in found if each)
+    found = [_named(item, cls, f"[{number}]", reasons) for number, item in enumerate(value)]
+    good = tuple(each for each in found if each)
     if reasons:
         raise Refused(reasons, good)
     return good
@@ -109,26 +116,23 @@ def stages(value: Any) -> tuple[StageSettings, ...]:
 
 def pages(value: Any) -> str | Named:
     """A check of the setting ``pages``: gives a plugin unless the core or an engine is meant."""
-    if isinstance(value, Named):
-        return value
     if value in ("core", "engine"):
         return str(value)
-    right = isinstance(value, str) or (isinstance(value, Mapping) and "name" in value)
+    right = isinstance(value, (str, Named)) or (isinstance(value, Mapping) and "name" in value)
     need(right, "be 'core', 'engine', the name of a plugin, or a mapping with name", value)
     reasons: list[str] = []
-    found = _named(value, ":", reasons)
-    if reasons:
+    found = _named(value, Named, ":", reasons)
+    if found is None or reasons:
         raise Refused(reasons, "core")
-    return Named(**found)
+    return found
 
 
-def _named(item: Any, where: str, reasons: list[str]) -> dict[str, Any]:
-    """The name of a plugin and its parameters; empty where the name is wrong."""
-    if isinstance(item, Named):
-        return {"name": item.name, "params": item.params}
+def _named(item: Any, cls: type[N], where: str, reasons: list[str]) -> N | None:
+    if isinstance(item, cls):
+        return item
     asked = {"name": item} if isinstance(item, str) else item
     if not isinstance(asked, Mapping) or "name" not in asked:
         reasons.append(f"{where} must be a name or a mapping with name, got {shown(item)}")
-        return {}
-    values = clean(asked, _KEYS, reasons, f"{where} ")
-    return values if "name" in values else {}
+        return None
+    good = clean(asked, _KEYS, reasons, f"{where} ")
+    return cls(**good) if "name" in good else None

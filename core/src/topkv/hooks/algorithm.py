@@ -32,7 +32,7 @@ allows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -128,7 +128,7 @@ class AlgorithmSetup:
     Attributes:
         model: geometry of the attention layers.
         group: the group as the algorithm sees it: in units of one token where a stage regrains.
-        params: every parameter of the entry, with the values that hold here.
+        params: instance of ``PluginEntry.parameters`` with the values that hold here.
         device: where it will run.
         max_queries: most queries Q of a row.
         topk: ``topk(rows, columns, select)`` makes exact top-k with its scratch, for at most
@@ -138,7 +138,7 @@ class AlgorithmSetup:
 
     model: ModelShape
     group: GroupShape
-    params: Mapping[str, Any]
+    params: Any
     device: torch.device
     topk: Callable[[int, int, int], TopK]
     max_queries: int = 1

@@ -39,8 +39,9 @@ class BackendSetup:
         group_size: query heads per kv-head that ``attend`` is called with: those of the model, and
             further ones that a stage of the group adds.
         options: options of decode attention that stages of the group ask for, by name, each with
-            the parameters of its stage: no name but of ``Capabilities.options`` of the entry. The
-            package of the stage says what a name means. Dense groups have none.
+            the parameters of its stage (``StageSetup.params``): no name but of
+            ``Capabilities.options`` of the entry. The package of the stage says what a name means.
+            Dense groups have none.
     """
 
     model: ModelShape
@@ -48,7 +49,7 @@ class BackendSetup:
     device: torch.device
     max_batch: int
     group_size: int
-    options: Mapping[str, Mapping[str, Any]] = field(factory=dict)
+    options: Mapping[str, Any] = field(factory=dict)
     max_queries: int = 1
 
 

@@ -1,12 +1,16 @@
 """Hook specs of a keeper, which keeps pages that no request holds, for requests to come.
 
 ``factory(setup)`` gives one for a ``KeeperSetup``. The setting ``pages`` names it. It is made
-before anything is allocated, and refuses wrong parameters with all reasons at once.
+before anything is allocated.
+
+The class of its parameters may have ``settled(known, config)``, which ``topkv.config.lower`` calls
+with its ``topkv.config.sources.Resolver`` and the configuration when everything else is known. It
+gives back the parameters, with those of plugins that they name in turn (``known.named``), and adds
+what is wrong to ``known.reasons``, beside all other reasons.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 from attrs import frozen
@@ -22,12 +26,12 @@ class KeeperSetup:
     """The argument of the factory of a keeper.
 
     Attributes:
-        params: every parameter of the entry, those that the user set among them.
+        params: instance of ``PluginEntry.parameters`` with the values that hold here.
         config: the configuration of the coordinator.
         registry: where plugins are looked up that the parameters name.
     """
 
-    params: Mapping[str, Any]
+    params: Any
     config: LoweredConfig
     registry: PluginRegistry
 

@@ -26,9 +26,11 @@ class ObserverSetup:
 
     Attributes:
         config: the configuration of the coordinator.
+        params: instance of ``PluginEntry.parameters`` with the values that hold here.
     """
 
     config: LoweredConfig
+    params: Any
 
 
 @frozen

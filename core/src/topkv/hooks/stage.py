@@ -55,7 +55,6 @@ marks one of them is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -120,14 +119,14 @@ class StageSetup:
         group: the group as the algorithm sees it, in units of one token where a stage behind this
             one regrains; of that stage as it is stored. ``group.select`` is K, the width of what
             this stage leaves.
-        params: every parameter of the entry, with the values that hold here.
+        params: instance of ``PluginEntry.parameters`` with the values that hold here.
         device: where it will run.
         max_queries: most queries Q of a row, see ``topkv.hooks.algorithm``.
     """
 
     model: ModelShape
     group: GroupShape
-    params: Mapping[str, Any]
+    params: Any
     device: torch.device
     max_queries: int = 1
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from topkv.entries import IMPLS, SCOPES, TIERS, TRAITS, Capabilities, PluginEntry
 from topkv.messages import shown
+from topkv.parameters import class_reasons
 
 Test = Callable[[Any], bool]
 Check = tuple[Test, str]
@@ -20,6 +21,7 @@ Check = tuple[Test, str]
 def reasons(entry: PluginEntry, kind: str, hook: str) -> list[str]:
     """Reasons against an entry that the hook of a kind returned, one for each wrong field."""
     found = _wrong(entry, _ENTRY, "")
+    found += [f"parameters {reason}" for reason in class_reasons(entry.parameters)]
     if entry.kind != kind:
         found.append(f"{hook} must return entries of kind {kind!r}, got {shown(entry.kind)}")
     if isinstance(entry.capabilities, Capabilities):
@@ -105,7 +107,6 @@ _ENTRY: dict[str, Check] = {
     "hook_api": (is_api, "a tuple (major, minor) of ints"),
     "capabilities": (_is(Capabilities), "a topkv.entries.Capabilities"),
     "defaults": _MAPPING,
-    "parameters": _MAPPING,
     "doctor": _or_none((_is_place, "'module:function'")),
 }
 

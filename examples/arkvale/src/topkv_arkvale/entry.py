@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+from attrs import field, frozen
+
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
+from topkv_authoring.parameters import BONUS
+
+
+@frozen
+class ArkValeParams:
+    """Parameters.
+
+    Attributes:
+        sink_units: first units, which every selection holds.
+        sticky: bonus of units that are on the device, in natural logarithms.
+    """
+
+    sink_units: int = 1
+    sticky: float = field(default=0.0, validator=BONUS)
 
 
 @hookimpl
@@ -33,6 +49,6 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 ),
             ),
             defaults={"unit": 32, "scope": "kv_head", "dense_layers": (0, 1)},
-            parameters={"sink_units": 1, "sticky": 0.0},
+            parameters=ArkValeParams,
         )
     ]

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from attrs import frozen
+
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
+
+
+@frozen
+class MinimalParams:
+    """Parameters.
+
+    Attributes:
+        sink_units: first units, which every selection holds.
+    """
+
+    sink_units: int = 1
 
 
 @hookimpl
@@ -32,6 +45,6 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 ),
             ),
             defaults={"unit": 16, "scope": "kv_head"},
-            parameters={"sink_units": 1},
+            parameters=MinimalParams,
         )
     ]

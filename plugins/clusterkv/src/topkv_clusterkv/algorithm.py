@@ -6,8 +6,7 @@ DAC 2025, arXiv 2412.03213. Differences from its code stand in the README of thi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -17,21 +16,12 @@ from topkv.errors import ConfigError
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History
 from topkv.types import GroupShape, LayerView, ModelShape, Selection
 from topkv_clusterkv import reference
-from topkv_clusterkv.store import RequestClusters, Settings, State, representations
+from topkv_clusterkv.entry import ClusterParams
+from topkv_clusterkv.store import RequestClusters, State, representations
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_CLUSTERS = 16384
 """Clusters of a request that the selection kernel holds in registers."""
-
-LEAST = {
-    "tokens_per_cluster": 1,
-    "window": 1,
-    "segment": 1,
-    "sinks": 0,
-    "iterations": 1,
-    "seed": 0,
-}
-"""Smallest value of each parameter; all are integers."""
 
 
 class ClusterKV:
@@ -48,8 +38,8 @@ class ClusterKV:
 
     def __init__(self, setup: AlgorithmSetup) -> None:
         self.model, self.group, device = setup.model, setup.group, setup.device
-        _validate(self.model, self.group, setup.params)
-        self.settings = Settings(**setup.params)
+        self.settings: ClusterParams = setup.params
+        _validate(self.model, self.group, self.settings)
         self.pending = self.settings.pending(self.group.ring_slots)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -220,27 +210,13 @@ def _write_clusters(layer: LayerView, slot: int, end: int, done: RequestClusters
     state[State.CLUSTERS].fill_(done.clusters)
 
 
-def _validate(model: ModelShape, group: GroupShape, params: Mapping[str, Any]) -> None:
-    reasons = []
-    wrong = sorted(set(params) ^ set(LEAST))
-    if wrong:
-        reasons.append(f"unknown or missing parameters {wrong}; clusterkv takes {sorted(LEAST)}")
-    for name, least in LEAST.items():
-        value = params.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            reasons.append(f"{name} must be an integer of {least} or more, got {value!r}")
-    if not reasons and params["segment"] < params["window"]:
+def _validate(model: ModelShape, group: GroupShape, params: ClusterParams) -> None:
+    reasons, clusters = [], params.max_clusters(group.max_units)
+    if clusters > MAX_CLUSTERS:
         reasons.append(
-            f"segment must be at least window, got {params['segment']} and {params['window']}"
+            f"a request of {group.max_units} tokens has up to {clusters} clusters, at most "
+            f"{MAX_CLUSTERS} are supported; raise tokens_per_cluster or lower max_request_tokens"
         )
-    if not reasons:
-        clusters = Settings(**params).max_clusters(group.max_units)
-        if clusters > MAX_CLUSTERS:
-            reasons.append(
-                f"a request of {group.max_units} tokens has up to {clusters} clusters, at most "
-                f"{MAX_CLUSTERS} are supported; raise tokens_per_cluster or lower "
-                "max_request_tokens"
-            )
     if group.unit != 1 or group.heads_per_lane != 1:
         reasons.append(
             f"clusterkv selects tokens for each kv-head, got unit {group.unit} and "

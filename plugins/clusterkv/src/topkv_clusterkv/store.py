@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from enum import IntEnum
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.types import GroupShape
+from topkv_clusterkv.entry import ClusterParams
 from topkv_clusterkv.kmeans import kmeans, spread
 
 
@@ -45,45 +45,7 @@ class State(IntEnum):
     HELD = 3
 
 
-SPARE = 8
-"""Further windows that places are kept for: the end of every prompt makes clusters of its own."""
-
-
-@frozen
-class Settings:
-    """The parameters of the entry, and what follows from them."""
-
-    tokens_per_cluster: int
-    window: int
-    segment: int
-    sinks: int
-    iterations: int
-    seed: int
-
-    def aligned(self, length: int) -> int:
-        """The end of the last full segment of a request; ``sinks`` if there is none."""
-        return max(length // self.segment * self.segment, self.sinks)
-
-    def clusters(self, tokens: int) -> int:
-        return -(-tokens // self.tokens_per_cluster)
-
-    def max_clusters(self, max_tokens: int) -> int:
-        """Clusters of a request of full windows, and of ``SPARE`` windows more.
-
-        A segment that is not of whole clusters makes one more than its tokens would in windows.
-        """
-        windows = max(max_tokens - self.sinks, 0) // self.window + SPARE
-        return windows * self.clusters(self.window) + max_tokens // self.segment
-
-    def pending(self, ring_tokens: int) -> int:
-        """P: a window that decode fills, a rollback, and a window of slack.
-
-        A chunk finds as many tokens of its segment that came before it.
-        """
-        return 2 * self.window + ring_tokens
-
-
-def representations(group: GroupShape, settings: Settings) -> tuple[RepresentationSpec, ...]:
+def representations(group: GroupShape, settings: ClusterParams) -> tuple[RepresentationSpec, ...]:
     heads, dim = group.num_kv_heads, group.head_dim
     clusters = settings.max_clusters(group.max_units)
     pending = settings.pending(group.ring_slots)
@@ -108,7 +70,12 @@ class RequestClusters:
     """
 
     def __init__(
-        self, pools: Mapping[str, Tensor], slot: int, settings: Settings, built: int, clusters: int
+        self,
+        pools: Mapping[str, Tensor],
+        slot: int,
+        settings: ClusterParams,
+        built: int,
+        clusters: int,
     ) -> None:
         self.settings, self.built, self.clusters = settings, built, clusters
         self.centroids, self.ends = pools["centroids"][slot], pools["ends"][slot]

@@ -2,8 +2,44 @@
 
 from __future__ import annotations
 
+from attrs import field, frozen
+from attrs.validators import ge, in_, min_len, optional
+
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
+from topkv_authoring.parameters import BONUS
+from topkv_double_sparsity.calibration import PROMPT_STATISTICS, STATISTICS
+
+
+@frozen
+class LabelParams:
+    """Parameters.
+
+    Attributes:
+        channels: r, channels of a label; None for half of them.
+        label: of ``"int4"``, 4 bit with a scale and a zero, or ``"bf16"``, the keys' own dtype.
+        calibration: path of the file that says which channels; None to choose from each prompt.
+        statistic: by which channels are chosen; of the file, or by default ``"qk_span"``.
+        pair_channels: channels c and c + D/2 are taken or left together.
+        sink_tokens: first tokens, which every selection holds.
+        sticky: bonus of tokens that are on the device, in natural logarithms.
+    """
+
+    channels: int | None = field(default=None, validator=optional(ge(1)))
+    label: str = field(default="int4", validator=in_(("bf16", "int4")))
+    calibration: str | None = field(default=None, validator=optional(min_len(1)))
+    statistic: str | None = field(default=None, validator=optional(in_(STATISTICS)))
+    pair_channels: bool = False
+    sink_tokens: int = field(default=0, validator=ge(0))
+    sticky: float = field(default=0.0, validator=BONUS)
+
+    def __attrs_post_init__(self) -> None:
+        if self.calibration is None and self.statistic not in (None, *PROMPT_STATISTICS):
+            raise ValueError(
+                f"statistic {self.statistic!r} comes from the weights of a model, not from a "
+                "prompt; write it to a file with 'topkv calibrate double_sparsity' and set "
+                "calibration"
+            )
 
 
 @hookimpl
@@ -34,17 +70,6 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             ),
             # Rows of scores are tokens; topkv-triton-topk is made for rows so long.
             defaults={"unit": 1, "scope": "kv_head", "dense_layers": (0, 1), "topk": "pivot"},
-            parameters={
-                "channels": None,
-                "label": "int4",
-                "calibration": None,
-                "statistic": None,
-                "pair_channels": False,
-                "sink_tokens": 0,
-                "sticky": 0.0,
-                # Gone; still here so that the factory can say what took their place.
-                "head_sparsity": None,
-                "head_budget": None,
-            },
+            parameters=LabelParams,
         )
     ]

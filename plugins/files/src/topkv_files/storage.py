@@ -2,76 +2,47 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from topkv import hookimpl
-from topkv.config.checks import byte_size
 from topkv.errors import ConfigError
 from topkv_files import owned
 from topkv_files.bounds import Bound
+from topkv_files.entry import FilesParams
 from topkv_files.folder import Folder
 from topkv_prefixes.storage import OWNER_BYTES, Place, StorageSetup, StorageUsage
 
-
-def _path_of(given: Any) -> Path:
-    """The path that a parameter means.
-
-    Raises:
-        ValueError: it means none; with what to do.
-    """
-    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
-        raise ValueError("set it in params")
-    path = os.path.expanduser(os.fsdecode(given))
-    if path.startswith("~"):
-        raise ValueError("nobody of this name has a home directory; begin with './~' for a name")
-    if b"\0" in os.fsencode(path):  # which raises UnicodeEncodeError, a ValueError, too
-        raise ValueError("a path has no character 0")
-    return Path(path)
+HEAD = "storage files cannot be opened"
 
 
 class FilesStorage:
     """The contract is ``topkv_prefixes.storage``. Threads share nothing but counts of bytes.
 
     Args:
-        setup: ``params``: ``path`` of the directory, whose ``~`` is a home directory; ``limit``,
-            bytes or a text such as ``"100GiB"``, above which what went unused longest is removed;
-            ``sync``, whether files are on the disk before they take their name.
+        setup: ``params`` are ``FilesParams``.
 
     Raises:
-        ConfigError: a parameter is wrong, or the directory cannot be used, or holds what the
+        ConfigError: there is no path, or the directory cannot be used, or holds what the
             storage has not made.
     """
 
     def __init__(self, setup: StorageSetup) -> None:
-        reasons, limit, self._found = [], None, Counter[bytes]()
-        given, sync = setup.params["path"], setup.params["sync"]
+        params: FilesParams = setup.params
+        limit, self._found = params.bytes, Counter[bytes]()
         try:
-            path = _path_of(given)
+            path = params.directory
+            owned.claim(path)
+            self._folder = Folder(path, params.sync)
+            self._folder.clean()
+            for each in self._folder.held():
+                self._found[each.key[:OWNER_BYTES]] += each.size
+        except (OSError, owned.ForeignError) as error:
+            reason = f"path {str(path)!r} cannot be used: {error}"
+            raise ConfigError(HEAD, [reason]) from error
         except ValueError as error:
-            reasons.append(f"path must be that of a directory, got {given!r}: {error}")
-        if not isinstance(sync, bool):
-            reasons.append(f"sync must be true or false, got {sync!r}")
-        if setup.params["limit"] is not None:
-            try:
-                limit = byte_size(setup.params["limit"])
-            except ValueError as error:
-                reasons.append(f"limit {error}")
-        if not reasons:
-            try:
-                owned.claim(path)
-                self._folder = Folder(path, sync)
-                self._folder.clean()
-                for each in self._folder.held():
-                    self._found[each.key[:OWNER_BYTES]] += each.size
-            except (OSError, owned.ForeignError) as error:
-                reasons.append(f"path {str(path)!r} cannot be used: {error}")
-        if reasons:
-            raise ConfigError("storage files cannot be opened", reasons)
+            raise ConfigError(HEAD, [f"path {error}"]) from error
         self._quota_of, self._lock = setup.quota_of, threading.Lock()
         self._all = None if limit is None else Bound(limit, self._found.total())
         self._owners: dict[bytes, Bound | None] = {}

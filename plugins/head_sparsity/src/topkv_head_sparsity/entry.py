@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+from attrs import field, frozen
+
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
+from topkv_authoring.parameters import SHARE
+
+
+@frozen
+class HeadParams:
+    """Parameters.
+
+    Attributes:
+        threshold: a lane is flat whose largest share of attention is below it; with 1 none is.
+        head_budget: share of the selection that a flat lane keeps.
+    """
+
+    threshold: float = field(default=0.7, validator=SHARE)
+    head_budget: float = field(default=0.25, validator=SHARE)
 
 
 @hookimpl
@@ -24,6 +40,6 @@ def topkv_register_stages() -> list[PluginEntry]:
                 # the size of logits.
                 traits=("exact_update", "head_equivariant", "value_free", "incremental"),
             ),
-            parameters={"threshold": 0.7, "head_budget": 0.25},
+            parameters=HeadParams,
         )
     ]

@@ -52,18 +52,14 @@ class HeadSparsity:
         """Raise ConfigError with all reasons."""
         self.model, self.group = setup.model, setup.group
         reasons = []
-        for name in ("threshold", "head_budget"):
-            given = setup.params[name]
-            if type(given) not in (int, float) or not 0 < given <= 1:
-                reasons.append(f"{name} must be a number above 0 and at most 1, got {given!r}")
         if self.model.dtype not in DTYPES:
             reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
         if self.model.softcap is not None:
             reasons.append("logits are estimated without a cap, and the model has a softcap")
         if reasons:
             raise ConfigError(type(self).__name__, reasons)
-        threshold, share = setup.params["threshold"], setup.params["head_budget"]
-        self.threshold = float(threshold) if threshold < 1 else math.inf
+        threshold, share = setup.params.threshold, setup.params.head_budget
+        self.threshold = threshold if threshold < 1 else math.inf
         self.few = math.ceil(share * self.group.select)
 
     @hookimpl

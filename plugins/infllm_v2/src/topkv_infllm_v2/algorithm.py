@@ -13,6 +13,7 @@ from topkv.hooks.algorithm import RepresentationSpec
 from topkv.types import LayerView
 from topkv_authoring.selectors import RankedUnits, host_ids
 from topkv_infllm_v2 import reference
+from topkv_infllm_v2.entry import WindowParams
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -33,12 +34,14 @@ class InfLLMv2(RankedUnits):
     Of equal scores the lower unit wins.
     """
 
+    params: WindowParams
+
     def refusals(self) -> list[str]:
-        reasons, stride, unit = [], self.params["stride"], self.group.unit
-        if type(stride) is not int or stride < 1 or unit % stride:
+        reasons, stride, unit = [], self.stride, self.group.unit
+        if unit % stride:
             reasons.append(
                 f"stride must be a number of tokens that divides a unit of {unit}, got "
-                f"{stride!r}; set unit to a multiple of it"
+                f"{stride}; set unit to a multiple of it"
             )
         if self.model.dtype not in DTYPES:
             reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
@@ -46,8 +49,7 @@ class InfLLMv2(RankedUnits):
 
     @property
     def stride(self) -> int:
-        stride: int = self.params["stride"]
-        return stride
+        return self.params.stride
 
     @property
     def parts(self) -> int:

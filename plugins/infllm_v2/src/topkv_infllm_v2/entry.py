@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
+from attrs import field, frozen
+from attrs.validators import ge
+
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
+
+
+@frozen
+class WindowParams:
+    """Parameters.
+
+    Attributes:
+        stride: tokens of a part, half a window; divides the unit.
+        sink_units: first units, which every selection holds.
+        recent_units: closed units before the open one, likewise.
+    """
+
+    stride: int = field(default=16, validator=ge(1))
+    sink_units: int = 1
+    recent_units: int = 0
 
 
 @hookimpl
@@ -32,6 +50,6 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 ),
             ),
             defaults={"unit": 64, "scope": "kv_head", "dense_layers": (0, 1)},
-            parameters={"stride": 16, "sink_units": 1, "recent_units": 0},
+            parameters=WindowParams,
         )
     ]

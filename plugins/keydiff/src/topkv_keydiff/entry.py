@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+from attrs import field, frozen
+from attrs.validators import ge
+
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
+
+
+@frozen
+class KeyDiffParams:
+    """Parameters, those of ``topkv.hooks.stage.Keeping``.
+
+    Attributes:
+        tokens: tokens that stay when pages are given back.
+        every: pages are given back when a request that decodes has so many more.
+        first: tokens at the beginning that always stay.
+        recent: newest tokens that always stay.
+    """
+
+    tokens: int = field(default=4096, validator=ge(1))
+    every: int = field(default=256, validator=ge(1))
+    first: int = field(default=64, validator=ge(0))
+    recent: int = field(default=512, validator=ge(0))
 
 
 @hookimpl
@@ -22,6 +42,6 @@ def topkv_register_stages() -> list[PluginEntry]:
                 scopes=("kv_head", "shared"),
                 traits=("exact_update", "head_equivariant", "value_free"),
             ),
-            parameters={"tokens": 4096, "every": 256, "first": 64, "recent": 512},
+            parameters=KeyDiffParams,
         )
     ]

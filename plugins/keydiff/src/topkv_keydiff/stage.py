@@ -7,13 +7,13 @@ the README.
 from __future__ import annotations
 
 import torch
-from attrs import fields
 from torch import Tensor
 
 from topkv import hookimpl
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import RepresentationSpec
 from topkv.hooks.stage import Keeping, StageSetup, StageSpec
+from topkv.parameters import values
 from topkv.types import LayerView
 from topkv_authoring.selectors import KeepsUnits
 from topkv_keydiff import reference
@@ -38,12 +38,7 @@ class KeyDiff(KeepsUnits):
     def __init__(self, setup: StageSetup) -> None:
         """Raise ConfigError with all reasons."""
         self.model, self.group = setup.model, setup.group
-        reasons = [
-            f"{name} must be an integer of {least} or more, got {value!r}"
-            for name, value in setup.params.items()
-            for least in (int(name in ("tokens", "every")),)
-            if type(value) is not int or value < least
-        ]
+        reasons = []
         if self.model.dtype not in DTYPES:
             reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
         if self.group.dtype is not self.model.dtype:
@@ -53,7 +48,7 @@ class KeyDiff(KeepsUnits):
             )
         if reasons:
             raise ConfigError(type(self).__name__, reasons)
-        self.keeping = Keeping(**{each.name: setup.params[each.name] for each in fields(Keeping)})
+        self.keeping = Keeping(**values(setup.params))
 
     def representations(self) -> list[RepresentationSpec]:
         shape = (self.model.num_kv_heads, self.model.head_dim)

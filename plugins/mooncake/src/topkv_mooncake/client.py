@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from topkv.config.checks import byte_size
+from topkv_mooncake.addresses import host_towards, written
+from topkv_mooncake.entry import MooncakeParams
 from topkv_mooncake.library import Library
-from topkv_mooncake.settings import Settings, host_towards, written
 
 DOUBTFUL_S = 20.0
 """Seconds after which a call that failed may have left transfers under way: a holder that is gone
@@ -70,15 +72,17 @@ class Client:
         MooncakeError: no master, or it does not take the client.
     """
 
-    def __init__(self, library: Library, settings: Settings, pool: np.ndarray, size: int) -> None:
+    def __init__(
+        self, library: Library, settings: MooncakeParams, pool: np.ndarray, size: int
+    ) -> None:
         self.users, self.doubtful, self.ending, self.ended = 0, False, False, False
         self._size, self._free = size, list[np.ndarray]()
         self._lock = threading.Lock()
         where = reach(settings)
         self._store = library.store()
         code = self._store.setup(
-            *(where, settings.metadata, settings.segment, 0),
-            *(settings.protocol, settings.devices, written(settings.master)),
+            *(where, settings.metadata, byte_size(settings.segment) if settings.segment else 0, 0),
+            *(settings.protocol, settings.devices, written(settings.place)),
         )
         if code:
             raise MooncakeError(
@@ -132,16 +136,16 @@ class Client:
             raise MooncakeError(f"the client could not be closed: {meaning(code)}")
 
 
-def reach(settings: Settings) -> str:
+def reach(settings: MooncakeParams) -> str:
     """The name of this host, once a master answers; Mooncake itself would try for minutes.
 
     Raises:
         MooncakeError: none does.
     """
-    host, port = settings.master
+    host, port = settings.place
     try:
-        socket.create_connection(settings.master, settings.connect_s).close()
-        return settings.host or host_towards(settings.master)
+        socket.create_connection(settings.place, settings.connect_s).close()
+        return settings.host or host_towards(settings.place)
     except OSError as error:
         raise MooncakeError(
             f"no master answers at {host}:{port} within {settings.connect_s} s: {error}; start "

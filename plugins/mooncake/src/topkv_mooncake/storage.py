@@ -10,6 +10,7 @@ import numpy as np
 from attrs import field, frozen
 
 from topkv import hookimpl
+from topkv.config.checks import byte_size
 from topkv.errors import CapabilityError, ConfigError
 from topkv_mooncake.admin import keys_of, sizes_of
 from topkv_mooncake.client import (
@@ -22,8 +23,8 @@ from topkv_mooncake.client import (
     MooncakeError,
     meaning,
 )
+from topkv_mooncake.entry import MooncakeParams
 from topkv_mooncake.library import MOONCAKE
-from topkv_mooncake.settings import settings_of
 from topkv_prefixes.storage import Place, StorageSetup, StorageUsage
 
 MOST_KEYS = 1024
@@ -45,24 +46,21 @@ class MooncakeStorage:
     memory of the client.
 
     Args:
-        setup: ``params``, see the README.
+        setup: ``params`` are ``MooncakeParams``.
 
     Raises:
-        ConfigError: a parameter is wrong, no master answers, or it does not take this process.
+        ConfigError: no master answers, or it does not take this process.
         CapabilityError: Mooncake is not here, or another one than this is written for.
     """
 
     def __init__(self, setup: StorageSetup) -> None:
-        head, reasons = "storage mooncake cannot be opened", list[str]()
-        settings = settings_of(setup.params, reasons)
+        head, settings = "storage mooncake cannot be opened", setup.params
         library, tried = MOONCAKE.first()
         if library is None:
-            # Both kinds of reasons at once: whoever installs it wants to know of the others, too.
-            raise CapabilityError(head, [*reasons, MOONCAKE.missing, *tried])
-        if settings is None:
-            raise ConfigError(head, reasons)
-        self._settings, self._pool = settings, setup.memory
-        self._buffer = max(settings.buffer, setup.object_bytes)
+            raise CapabilityError(head, [MOONCAKE.missing, *tried])
+        self._settings: MooncakeParams = settings
+        self._pool = setup.memory
+        self._buffer = max(byte_size(settings.buffer), setup.object_bytes)
         try:
             self._clients = Clients(library, settings, setup.memory, self._buffer)
         except MooncakeError as error:

@@ -17,6 +17,7 @@ from topkv.hooks.algorithm import AlgorithmSetup, RepresentationSpec
 from topkv_authoring import outliers
 from topkv_authoring.selectors import ScoredUnits
 from topkv_pariskv import reference
+from topkv_pariskv.entry import ParisParams
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -36,16 +37,16 @@ class ParisKV(ScoredUnits):
 
     Attributes:
         signs: of the rotation, fp32 ``[P]`` on the device.
-        outliers: most pairs of a key that are kept by themselves.
     """
 
+    params: ParisParams
+
     def __init__(self, setup: AlgorithmSetup) -> None:
-        self.outliers: int = setup.params["outliers"]
         super().__init__(setup)
         self.signs = reference.flips(self.group.head_dim).to(setup.device)
 
     def refusals(self) -> list[str]:
-        reasons = outliers.refusals("outliers", self.outliers, self.model.head_dim)
+        reasons = outliers.refusals(self.model.head_dim)
         if self.model.dtype not in DTYPES:
             reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
         return reasons
@@ -55,12 +56,12 @@ class ParisKV(ScoredUnits):
         return [
             RepresentationSpec("codes", "unit", (heads, wide // reference.BITS), torch.int16),
             RepresentationSpec("factor", "unit", (heads,), torch.bfloat16),
-            RepresentationSpec("outliers", "unit", (heads, self.outliers), torch.int32),
+            RepresentationSpec("outliers", "unit", (heads, self.params.outliers), torch.int32),
         ]
 
     def represent(self, keys: Tensor, valid: Tensor) -> dict[str, Tensor]:
         keys = keys[:, 0]  # the only key of a unit is valid
-        made = reference.encode(keys, self.signs, self.outliers)
+        made = reference.encode(keys, self.signs, self.params.outliers)
         return dict(zip(("codes", "factor", "outliers"), made, strict=True))
 
     def score(self, q: Tensor, kept: Mapping[str, Tensor]) -> Tensor:

@@ -52,7 +52,7 @@ class ParisKVTriton(KeptOfTokens, ParisKV):
         }
         self.asking = self.rotating | {"GROUP": model.group_size, "BLOCK_G": block_g}
         self.scoring = geometry | {
-            "PAIRS": self.outliers,
+            "PAIRS": self.params.outliers,
             "GROUP": model.group_size,
             "PAGE": group.page_tokens,
             "TILE": TILE,
@@ -68,7 +68,7 @@ class ParisKVTriton(KeptOfTokens, ParisKV):
     @property
     def options(self) -> tuple[int, ...]:
         wide = reference.width(self.group.head_dim)
-        return self.outliers, wide, wide.bit_length() - 1
+        return self.params.outliers, wide, wide.bit_length() - 1
 
     def written(self, layer: LayerView) -> tuple[Tensor, ...]:
         pools = layer.pools

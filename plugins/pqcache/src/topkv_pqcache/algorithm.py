@@ -18,17 +18,12 @@ from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History, Repres
 from topkv.types import LayerView
 from topkv_authoring.selectors import ScoredUnits
 from topkv_pqcache import reference
+from topkv_pqcache.entry import PQParams
 from topkv_pqcache.kmeans import kmeans
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MOST_BITS = 8
-"""Most bits of a code, which is a byte."""
-
 BITS = {2: torch.int16, 4: torch.int32}
 """Integers of the size of a key's elements."""
-
-LEAST = {"subvectors": 1, "bits": 1, "segment": 1, "window": 1, "iterations": 0, "seed": 0}
-"""Smallest value of each parameter; all are integers."""
 
 
 class State(IntEnum):
@@ -60,34 +55,23 @@ class PQCache(ScoredUnits):
         state int32 ``[2]``: see ``State``.
     """
 
+    params: PQParams
+
     def __init__(self, setup: AlgorithmSetup) -> None:
         super().__init__(setup)
-        self.subvectors, self.count = self.params["subvectors"], 1 << self.params["bits"]
-        self.segment, self.window = self.params["segment"], self.params["window"]
+        self.subvectors, self.count = self.params.subvectors, 1 << self.params.bits
+        self.segment, self.window = self.params.segment, self.params.window
         # A codebook takes a window of tokens at least. A prompt may leave almost a window open,
         # and decoding adds another one before it settles again.
         self.books = max(1, self.group.max_units // self.window)
         self.places = min(2 * self.window, self.group.max_units)
 
     def refusals(self) -> list[str]:
-        reasons, dim = [], self.group.head_dim
-        for name, least in LEAST.items():
-            if not _whole(self.params[name], least):
-                got = self.params[name]
-                reasons.append(f"{name} must be an integer of {least} or more, got {got!r}")
-        parts, bits = self.params["subvectors"], self.params["bits"]
-        if _whole(parts, 1) and dim % parts:
+        reasons, dim, parts = [], self.group.head_dim, self.params.subvectors
+        if dim % parts:
             fit = [m for m in range(1, min(dim, 16) + 1) if dim % m == 0]
             reasons.append(
                 f"subvectors must divide the head dim, {dim}, got {parts}; set one of {fit}"
-            )
-        if _whole(bits, MOST_BITS + 1):
-            reasons.append(f"bits must be at most {MOST_BITS}, got {bits}; raise subvectors")
-        segment, window = self.params["segment"], self.params["window"]
-        if _whole(segment, 1) and _whole(window, 1) and segment < 2 * window:
-            reasons.append(
-                f"segment must be at least twice the window, got {segment} and {window}; a part "
-                "of a prompt is half a segment or more, and has to be worth a codebook"
             )
         if self.model.dtype not in DTYPES:
             reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
@@ -162,7 +146,7 @@ class PQCache(ScoredUnits):
     def train(self, keys: Tensor) -> Tensor:
         """A codebook of keys ``[n, h, D]``, in their dtype: ``[h, m, C, d]``."""
         parts = reference.split(keys, self.subvectors).flatten(1, 2).transpose(0, 1)
-        how = (self.count, self.params["iterations"], self.params["seed"])
+        how = (self.count, self.params.iterations, self.params.seed)
         found: Tensor = kmeans(parts.contiguous(), *how).unflatten(0, (-1, self.subvectors))
         return found.to(keys.dtype)
 
@@ -245,7 +229,3 @@ def _pieces(
         at += len(keys)
     if ends:
         raise ValueError(f"pqcache: expected keys up to position {ends[-1]}, got {at}")
-
-
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

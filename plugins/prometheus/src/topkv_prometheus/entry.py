@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from attrs import field, frozen
+from attrs.validators import ge
+
 from topkv import hookimpl
 from topkv.entries import PluginEntry
+
+
+@frozen
+class PrometheusParams:
+    """Parameters.
+
+    Attributes:
+        every: forwards from one look at the counts of the device to the next; the host waits for
+            each look.
+    """
+
+    every: int = field(default=100, validator=ge(1))
 
 
 @hookimpl
@@ -14,5 +29,6 @@ def topkv_register_observers() -> list[PluginEntry]:
             kind="observer",
             factories="topkv_prometheus.observer:PrometheusObserver",
             hook_api=(2, 3),
+            parameters=PrometheusParams,
         )
     ]

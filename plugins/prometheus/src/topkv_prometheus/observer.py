@@ -9,9 +9,6 @@ from topkv.hooks.observer import ForwardReport, ObserverSetup
 from topkv.report import TransferReport
 from topkv_prometheus.collector import COLLECTOR, Counts
 
-EVERY = 100
-"""Forwards from one look at the counts of the device to the next; the host waits for each look."""
-
 _NUMBERS = count()
 
 
@@ -23,12 +20,13 @@ class PrometheusObserver:
     """
 
     def __init__(self, setup: ObserverSetup) -> None:
+        self._every: int = setup.params.every
         groups = [group.shape for group in setup.config.groups]
         sparse = [group.layers for group in groups if group.residency == "sparse"]
         # A series that begins at 0 shows its first step as an increase.
         nothing = dict.fromkeys(sorted(sum(sparse, ())), TransferReport(0, 0, 0))
         self.counts = Counts(next(_NUMBERS), TransferReport(0, 0, 0, layers=nothing))
-        if "stalls" in setup.config.observers:
+        if any(each.name == "stalls" for each in setup.config.observers):
             self.counts.stalls = dict.fromkeys(nothing, 0.0)
         COLLECTOR.watch(self.counts)
 
@@ -42,7 +40,7 @@ class PrometheusObserver:
         counts.forwards += 1
         counts.prompt_tokens += report.prompt_tokens
         counts.decoded_tokens += sum(slot >= 0 for slot in report.slots)
-        if counts.forwards % EVERY == 0:
+        if counts.forwards % self._every == 0:
             counts.transfers = report.totals()
             if stalls := report.counts.get("stalls"):
                 counts.stalls = stalls()

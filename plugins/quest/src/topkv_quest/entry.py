@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+from attrs import field, frozen
+from attrs.validators import in_
+
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
+from topkv_authoring.parameters import BONUS
+
+
+@frozen
+class QuestParams:
+    """Parameters.
+
+    Attributes:
+        metadata: bounds are ``"bf16"``, of the model's own 16-bit dtype, or ``"int8"``.
+        sink_units: first units, which every selection holds.
+        sticky: bonus of units that are on the device, in natural logarithms.
+    """
+
+    metadata: str = field(default="bf16", validator=in_(("bf16", "int8")))
+    sink_units: int = 1
+    sticky: float = field(default=0.0, validator=BONUS)
 
 
 @hookimpl
@@ -34,6 +53,6 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 ),
             ),
             defaults={"unit": 16, "scope": "kv_head", "dense_layers": (0, 1)},
-            parameters={"metadata": "bf16", "sink_units": 1, "sticky": 0.0},
+            parameters=QuestParams,
         )
     ]

@@ -17,8 +17,8 @@ from topkv_authoring.bounds import bf16_up, key_bounds, minmax, raised
 from topkv_authoring.language import bf16_bits, jit, store, tl
 from topkv_authoring.selectors import ScoredUnits
 from topkv_authoring.units import UnitKernels
+from topkv_quest.entry import QuestParams
 
-METADATA = ("bf16", "int8")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -38,10 +38,10 @@ class Quest(ScoredUnits):
     with ``127 s >= max |k|``. Updated token by token or built at once, the bits are the same.
     """
 
+    params: QuestParams
+
     def refusals(self) -> list[str]:
-        reasons, metadata = [], self.params["metadata"]
-        if metadata not in METADATA:
-            reasons.append(f"metadata must be one of {METADATA}, got {metadata!r}")
+        reasons = []
         if self.model.dtype not in DTYPES:
             reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
         if self.group.dtype is not self.model.dtype:
@@ -54,7 +54,7 @@ class Quest(ScoredUnits):
     @property
     def kept(self) -> torch.dtype:
         """The dtype of bounds."""
-        if self.params["metadata"] == "int8":
+        if self.params.metadata == "int8":
             return torch.int8
         return self.model.dtype if self.model.dtype.itemsize == 2 else torch.bfloat16
 

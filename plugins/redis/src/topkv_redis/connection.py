@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from topkv_redis.settings import Settings
+from topkv_redis.entry import RedisParams
 
 END = b"\r\n"
 LINE = 1 << 16
@@ -50,17 +50,17 @@ class Connection:
         RedisError: it refuses this client.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RedisParams) -> None:
         self._room = bytearray(LINE)
         self._start = self._end = 0
-        if isinstance(settings.address, str):
+        if isinstance(settings.place, str):
             self._socket = socket.socket(socket.AF_UNIX)
             self._socket.settimeout(settings.timeout_s)
         else:
-            self._socket = socket.create_connection(settings.address, settings.timeout_s)
+            self._socket = socket.create_connection(settings.place, settings.timeout_s)
         try:
-            if isinstance(settings.address, str):
-                self._socket.connect(settings.address)
+            if isinstance(settings.place, str):
+                self._socket.connect(settings.place)
             else:
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._greet(settings)
@@ -68,10 +68,10 @@ class Connection:
             self.close()
             raise
 
-    def _greet(self, settings: Settings) -> None:
-        if settings.password:
+    def _greet(self, settings: RedisParams) -> None:
+        if settings.secret:
             who = [settings.username] if settings.username else []
-            self.ask([["AUTH", *who, settings.password]])
+            self.ask([["AUTH", *who, settings.secret]])
         if settings.database:
             self.ask([["SELECT", str(settings.database)]])
         self.ask([["PING"]])

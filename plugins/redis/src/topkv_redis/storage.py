@@ -10,7 +10,7 @@ from topkv import hookimpl
 from topkv.errors import ConfigError
 from topkv_prefixes.storage import Place, StorageSetup, StorageUsage
 from topkv_redis.connection import END, Connection, RedisError, Refusal, bulk, written
-from topkv_redis.settings import settings_of
+from topkv_redis.entry import RedisParams
 
 AT_ONCE = 8
 """Values that are asked for before the first has come; the server has them ready."""
@@ -27,17 +27,14 @@ class RedisStorage:
     """The contract is ``topkv_prefixes.storage``. Each call has a connection for itself.
 
     Args:
-        setup: ``params``, see the README.
+        setup: ``params`` are ``RedisParams``.
 
     Raises:
-        ConfigError: a parameter is wrong, or no server answers, or not to this client.
+        ConfigError: no server answers, or not to this client.
     """
 
     def __init__(self, setup: StorageSetup) -> None:
-        head, reasons = "storage redis cannot be opened", list[str]()
-        settings = settings_of(setup.params, reasons)
-        if settings is None:
-            raise ConfigError(head, reasons)
+        settings: RedisParams = setup.params
         self._settings, self._lock, self._free = settings, threading.Lock(), list[Connection]()
         try:
             self._free.append(Connection(settings))
@@ -47,7 +44,7 @@ class RedisStorage:
                 "`redis-server --maxmemory 8gb --maxmemory-policy allkeys-lru --save ''`, or set "
                 "address, username and password in params"
             )
-            raise ConfigError(head, [reason]) from error
+            raise ConfigError("storage redis cannot be opened", [reason]) from error
 
     @hookimpl
     def exists(self, keys: Sequence[bytes]) -> int:

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from attrs import frozen
+
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
+
+
+@frozen
+class ResidualParams:
+    """Parameters.
+
+    Attributes:
+        variance: the estimate goes by the standard deviation of keys, too.
+    """
+
+    variance: bool = False
 
 
 @hookimpl
@@ -22,6 +35,6 @@ def topkv_register_stages() -> list[PluginEntry]:
                 scopes=("kv_head", "shared"),
                 traits=("exact_update", "head_equivariant"),
             ),
-            parameters={"variance": False},
+            parameters=ResidualParams,
         )
     ]

@@ -41,10 +41,8 @@ class Residual(KeepsUnits):
     def __init__(self, setup: StageSetup) -> None:
         """Raise ConfigError with all reasons."""
         self.model, self.group = setup.model, setup.group
-        self.variance = setup.params["variance"]
+        self.variance: bool = setup.params.variance
         reasons = []
-        if type(self.variance) is not bool:
-            reasons.append(f"variance must be true or false, got {self.variance!r}")
         if self.model.dtype not in DTYPES:
             reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
         if self.group.dtype is not self.model.dtype:

@@ -16,6 +16,7 @@ from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History, Repres
 from topkv.types import LayerView
 from topkv_authoring.selectors import ScoredUnits
 from topkv_rocketkv import reference, votes
+from topkv_rocketkv.entry import RocketParams
 from topkv_rocketkv.split import channels, narrowing, sizes
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -42,22 +43,14 @@ class RocketKV(ScoredUnits):
     are never dropped, until a later prompt votes over them.
     """
 
+    params: RocketParams
+
     def __init__(self, setup: AlgorithmSetup) -> None:
         super().__init__(setup)
         self.attended = (self.group.select + 1) * self.group.unit
 
     def refusals(self) -> list[str]:
-        reasons, params = [], self.params
-        for name in ("window", "kernel"):
-            if not _whole(params[name], 1):
-                reasons.append(f"{name} must be an integer of 1 or more, got {params[name]!r}")
-        if _whole(params["kernel"], 1) and params["kernel"] % 2 == 0:
-            kernel = params["kernel"]
-            reasons.append(f"kernel must be odd, so that it has a middle, got {kernel}")
-        if not _whole(params["generated"], 0):
-            got = params["generated"]
-            reasons.append(f"generated must be an integer of 0 or more, got {got!r}")
-        reasons += self._refused_budgets()
+        reasons = self._refused_budgets()
         if self.model.dtype not in DTYPES:
             reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
         if self.model.head_dim > MOST_CHANNELS:
@@ -68,22 +61,17 @@ class RocketKV(ScoredUnits):
         return reasons
 
     def _refused_budgets(self) -> list[str]:
-        reasons, window = [], self.params["window"]
-        prompt, read, dim = (
-            self.params["prompt_budget"],
-            self.params["channels"],
-            self.model.head_dim,
-        )
-        attended = (self.group.select + 1) * self.group.unit
-        least = max(attended, window + 1 if _whole(window, 1) else 1)
-        if prompt is not None and not _whole(prompt, least):
+        reasons, params, dim = [], self.params, self.model.head_dim
+        prompt, read = params.prompt_budget, params.channels
+        least = max((self.group.select + 1) * self.group.unit, params.window + 1)
+        if prompt is not None and prompt < least:
             reasons.append(
                 f"prompt_budget must be None or an integer of {least} or more, which is what a "
                 f"step attends, and the window and one token; got {prompt!r}; raise it, or lower "
                 "budget or window"
             )
-        if read is not None and not (_whole(read, 1) and read <= dim):
-            reasons.append(f"channels must be None or an integer of 1 to {dim}, got {read!r}")
+        if read is not None and read > dim:
+            reasons.append(f"channels must be None or an integer of 1 to {dim}, got {read}")
         return reasons
 
     def representations(self) -> list[RepresentationSpec]:
@@ -92,7 +80,7 @@ class RocketKV(ScoredUnits):
 
     @hookimpl
     def spec(self) -> AlgorithmSpec:
-        window, heads = self.params["window"], self.model.num_heads
+        window, heads = self.params.window, self.model.num_heads
         pools = (
             ("queries", (window, heads, self.model.head_dim), self.model.dtype),
             ("lse", (window, heads), torch.float32),
@@ -108,11 +96,11 @@ class RocketKV(ScoredUnits):
     def sizes(self, length: int) -> tuple[int, int]:
         """Tokens that are kept of a prompt, and channels that its steps read."""
         dim, unit, params = self.model.head_dim, self.group.unit, self.params
-        prompt, read = params["prompt_budget"], params["channels"]
-        sized = (self.attended, unit, dim, params["generated"], params["window"])
+        prompt, read = params.prompt_budget, params.channels
+        sized = (self.attended, unit, dim, params.generated, params.window)
         kept, some = sizes(length, *sized)
         if prompt is not None:
-            capacity = min(prompt + params["generated"], length)
+            capacity = min(prompt + params.generated, length)
             kept, some = prompt, channels(dim, unit, narrowing(capacity, 2 * self.attended))
         return kept, read or some
 
@@ -127,7 +115,7 @@ class RocketKV(ScoredUnits):
         self, layer: LayerView, slot: int, start: int, k: Tensor, q: Tensor, lse: Tensor
     ) -> None:
         """Keep the queries of the window at the end of a prompt, which vote when it settles."""
-        window, pools, end = self.params["window"], layer.pools, start + len(k)
+        window, pools, end = self.params.window, layer.pools, start + len(k)
         first, count = end - len(q), min(len(q), window)
         voters, state = pools["voters"][slot], pools["state"][slot]
         voters *= (state[SETTLED] == 0) & (voters <= first)
@@ -142,7 +130,7 @@ class RocketKV(ScoredUnits):
     def settle(
         self, layer: LayerView, slot: int, since: int, length: int, history: History
     ) -> None:
-        pools, window, unit = layer.pools, self.params["window"], self.group.unit
+        pools, window, unit = layer.pools, self.params.window, self.group.unit
         kept, read = self.sizes(length)
         dropped, state = pools["dropped"][slot], pools["state"][slot]
         state[SETTLED], state[UNREAD] = 1, self.model.head_dim - read
@@ -153,7 +141,7 @@ class RocketKV(ScoredUnits):
         mass = self._votes(layer, slot, length, history)[:, :front]
         # Where the whole window was cut off nobody votes, and what was kept before stays.
         before = (1 - dropped.float()).repeat_interleave(unit, 1)[:, :front]
-        scores = votes.pooled(mass, self.params["kernel"])
+        scores = votes.pooled(mass, self.params.kernel)
         scores = torch.where((mass > 0).any(), scores, before)
         tokens = torch.nn.functional.pad(
             votes.best(scores, kept - window), (0, window), value=True
@@ -166,7 +154,7 @@ class RocketKV(ScoredUnits):
         """fp32 ``[lanes, length]``: the mass that the window's queries give to each position."""
         pools, lanes = layer.pools, self.group.lane_heads
         positions = pools["voters"][slot] - 1
-        inside = (positions >= length - self.params["window"]) & (positions < length)
+        inside = (positions >= length - self.params.window) & (positions < length)
         positions = torch.where(inside, positions, -1)
         q, lse = pools["queries"][slot], pools["lse"][slot]
         blocks, done = [], 0
@@ -228,7 +216,3 @@ class RocketKV(ScoredUnits):
         scores = scores.masked_fill(dropped, reference.DROPPED)
         scores = scores.masked_fill(~selectable[:, None, None], float("-inf"))
         return self.combine(scores).flatten(0, 1), closed.repeat_interleave(group.lane_heads)
-
-
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

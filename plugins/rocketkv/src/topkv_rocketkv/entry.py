@@ -2,8 +2,33 @@
 
 from __future__ import annotations
 
+from attrs import field, frozen
+from attrs.validators import ge, optional
+
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
+from topkv_authoring.parameters import BONUS, odd
+
+
+@frozen
+class RocketParams:
+    """Parameters.
+
+    Attributes:
+        window: W, the last prompt tokens: they vote, and are always kept.
+        kernel: places over which votes are pooled.
+        generated: tokens behind a prompt that the default of ``prompt_budget`` leaves room for.
+        prompt_budget: prompt tokens that a lane keeps; follows from the compression by default.
+        channels: channels of a key that a step reads; follows from the compression by default.
+        sticky: bonus of units that are on the device, in natural logarithms.
+    """
+
+    window: int = field(default=32, validator=ge(1))
+    kernel: int = field(default=63, validator=[ge(1), odd])
+    generated: int = field(default=256, validator=ge(0))
+    prompt_budget: int | None = None
+    channels: int | None = field(default=None, validator=optional(ge(1)))
+    sticky: float = field(default=0.0, validator=BONUS)
 
 
 @hookimpl
@@ -25,13 +50,6 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 traits=("exact_update", "head_equivariant", "value_free"),
             ),
             defaults={"unit": 4, "scope": "kv_head"},
-            parameters={
-                "window": 32,
-                "kernel": 63,
-                "generated": 256,
-                "prompt_budget": None,
-                "channels": None,
-                "sticky": 0.0,
-            },
+            parameters=RocketParams,
         )
     ]

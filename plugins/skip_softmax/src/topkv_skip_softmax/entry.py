@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
+from attrs import field, frozen
+from attrs.validators import gt, lt
+
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
+
+
+@frozen
+class SkipParams:
+    """Parameters.
+
+    Attributes:
+        factor: a block is left out whose weight is below ``factor / length`` of the largest.
+    """
+
+    factor: float = field(default=1.0, validator=[gt(0), lt(math.inf)])
 
 
 @hookimpl
@@ -15,6 +31,6 @@ def topkv_register_stages() -> list[PluginEntry]:
             factories="topkv_skip_softmax.stage:SkipSoftmax",
             hook_api=(2, 2),
             capabilities=Capabilities(options=("skip_softmax",)),
-            parameters={"factor": 1.0},
+            parameters=SkipParams,
         )
     ]

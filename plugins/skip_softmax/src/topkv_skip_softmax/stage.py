@@ -6,10 +6,7 @@ arXiv 2512.12087. Differences from it are in the README.
 
 from __future__ import annotations
 
-import sys
-
 from topkv import hookimpl
-from topkv.errors import ConfigError
 from topkv.hooks.stage import StageSetup, StageSpec
 
 
@@ -25,14 +22,7 @@ class SkipSoftmax:
     """
 
     def __init__(self, setup: StageSetup) -> None:
-        """Raise ConfigError unless ``factor`` is a positive number."""
-        factor = setup.params["factor"]
-        right = type(factor) in (int, float) and 0 < factor <= sys.float_info.max
-        if not right:
-            raise ConfigError(
-                type(self).__name__,
-                [f"factor must be a positive, finite number, got {factor!r}; 1 is the default"],
-            )
+        """There is nothing to do: the core hands the parameters to the backend."""
 
     @hookimpl
     def spec(self) -> StageSpec:

@@ -2,8 +2,46 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+from attrs import Attribute, field, frozen
+from attrs.validators import ge, in_, lt
+
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
+
+
+def _odd(_: object, __: Attribute[Any], value: int) -> None:
+    if value % 2 == 0:
+        raise ValueError("must be odd, so that it has a middle")
+
+
+@frozen
+class SnapParams:
+    """Parameters.
+
+    Attributes:
+        window: W, the last prompt tokens: they vote, and are always kept.
+        kernel: tokens over which votes are pooled.
+        pool: how: by their ``"max"`` or their mean, ``"avg"``.
+        generated: places for tokens behind the prompt.
+        outgrow: ``"refuse"`` further ones, or let them ``"slide"``: the newest are attended.
+        ada: heads share their budgets.
+        ada_max: then the widest head has at most so many times the mean.
+    """
+
+    window: int = field(default=64, validator=ge(1))
+    kernel: int = field(default=7, validator=[ge(1), _odd])
+    pool: str = field(default="max", validator=in_(("max", "avg")))
+    generated: int = field(default=256, validator=ge(1))
+    outgrow: str = field(default="refuse", validator=in_(("refuse", "slide")))
+    ada: bool = False
+    ada_max: float = field(default=2.0, validator=[ge(1), lt(math.inf)])
+
+    @property
+    def slide(self) -> bool:
+        return self.outgrow == "slide"
 
 
 @hookimpl
@@ -24,14 +62,6 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 traits=("scale_free", "head_equivariant", "value_free"),
             ),
             defaults={"unit": 1, "scope": "kv_head"},
-            parameters={
-                "window": 64,
-                "kernel": 7,
-                "pool": "max",
-                "generated": 256,
-                "outgrow": "refuse",
-                "ada": False,
-                "ada_max": 2.0,
-            },
+            parameters=SnapParams,
         )
     ]

@@ -7,15 +7,12 @@ arXiv 2309.17453. Differences from its code: keys keep the positions at which th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import Tensor
 
 from topkv import hookimpl
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec
-from topkv.types import GroupShape, LayerView, Selection
+from topkv.types import LayerView, Selection
 from topkv_streaming_llm import reference
 
 
@@ -27,9 +24,14 @@ class StreamingLLM:
     """
 
     def __init__(self, setup: AlgorithmSetup) -> None:
-        _validate(setup.group, setup.params)
-        self.group = setup.group
-        self.sinks = -(-setup.params["sink_tokens"] // self.group.unit)
+        self.group, sinks = setup.group, setup.params.sink_tokens
+        self.sinks = -(-sinks // self.group.unit)
+        if self.sinks > self.group.select:
+            reason = (
+                f"sink_tokens = {sinks} takes {self.sinks} units of {self.group.unit} tokens, and "
+                f"a selection has {self.group.select}; lower it or raise the budget"
+            )
+            raise ConfigError("streaming_llm", [reason])
 
     @hookimpl
     def spec(self) -> AlgorithmSpec:
@@ -54,20 +56,3 @@ class StreamingLLM:
         units = reference.kept_units(closed, out.ids.shape[1], self.sinks)
         out.ids.copy_(units.repeat_interleave(group.lane_heads, 0))
         return out
-
-
-def _validate(group: GroupShape, params: Mapping[str, Any]) -> None:
-    reasons = []
-    unknown = sorted(set(params) - {"sink_tokens"})
-    if unknown:
-        reasons.append(f"unknown parameters {unknown}; streaming_llm takes 'sink_tokens'")
-    sinks = params.get("sink_tokens")
-    if not isinstance(sinks, int) or isinstance(sinks, bool) or sinks < 0:
-        reasons.append(f"sink_tokens must be an integer of 0 or more, got {sinks!r}")
-    elif -(-sinks // group.unit) > group.select:
-        reasons.append(
-            f"sink_tokens = {sinks} takes {-(-sinks // group.unit)} units of {group.unit} tokens, "
-            f"and a selection has {group.select}; lower it or raise the budget"
-        )
-    if reasons:
-        raise ConfigError("streaming_llm", reasons)

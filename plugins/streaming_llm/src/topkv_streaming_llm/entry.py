@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+from attrs import field, frozen
+from attrs.validators import ge
+
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
+
+
+@frozen
+class StreamingParams:
+    """Parameters.
+
+    Attributes:
+        sink_tokens: first tokens, whose units every selection holds.
+    """
+
+    sink_tokens: int = field(default=4, validator=ge(0))
 
 
 @hookimpl
@@ -24,6 +38,6 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 traits=("nested", "scale_free", "head_equivariant", "value_free"),
             ),
             defaults={"unit": 16, "scope": "shared"},
-            parameters={"sink_tokens": 4},
+            parameters=StreamingParams,
         )
     ]

@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+from attrs import field, frozen
+from attrs.validators import ge
+
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
+from topkv_authoring.parameters import PAIRS, SHARE
+
+
+@frozen
+class TopPParams:
+    """Parameters.
+
+    Attributes:
+        p: share of the attention that the kept candidates of a lane have.
+        widen: candidates for each unit of a selection.
+        outliers: most pairs of channels of a key that are kept by themselves.
+    """
+
+    p: float = field(default=0.85, validator=SHARE)
+    widen: int = field(default=1, validator=ge(1))
+    outliers: int = field(default=4, validator=PAIRS)
 
 
 @hookimpl
@@ -23,6 +42,6 @@ def topkv_register_stages() -> list[PluginEntry]:
                 # Not attends: it drops. Not nested, not scale_free: a softmax over candidates.
                 traits=("exact_update", "head_equivariant", "value_free", "incremental"),
             ),
-            parameters={"p": 0.85, "widen": 1, "outliers": 4},
+            parameters=TopPParams,
         )
     ]

@@ -17,6 +17,7 @@ from topkv.types import LayerView, Selection
 from topkv_authoring import outliers
 from topkv_authoring.selectors import host_ids
 from topkv_top_p import reference
+from topkv_top_p.entry import TopPParams
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -46,13 +47,9 @@ class TopP:
     def __init__(self, setup: StageSetup) -> None:
         """Raise ConfigError with all reasons."""
         self.model, self.group = setup.model, setup.group
-        self.p, self.widen = setup.params["p"], setup.params["widen"]
-        self.outliers = setup.params["outliers"]
-        reasons = outliers.refusals("outliers", self.outliers, self.model.head_dim)
-        if type(self.p) not in (int, float) or not 0 < self.p <= 1:
-            reasons.append(f"p must be a number above 0 and at most 1, got {self.p!r}")
-        if type(self.widen) is not int or self.widen < 1:
-            reasons.append(f"widen must be an integer of 1 or more, got {self.widen!r}")
+        params: TopPParams = setup.params
+        self.p, self.widen, self.outliers = params.p, params.widen, params.outliers
+        reasons = outliers.refusals(self.model.head_dim)
         if self.model.dtype not in DTYPES:
             reasons.append(f"keys of {self.model.dtype} are not supported, only of {DTYPES}")
         if self.model.softcap is not None:

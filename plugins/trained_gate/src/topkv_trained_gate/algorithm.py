@@ -37,11 +37,11 @@ class TrainedGate:
     def __init__(self, setup: AlgorithmSetup) -> None:
         self.model, self.group = setup.model, setup.group
         reasons, indexer, lanes = [], setup.model.indexer, setup.group.lane_heads
-        local, most = setup.params.get("local"), setup.group.select + 1
-        if not isinstance(local, int) or not 1 <= local <= most:
+        local, most = setup.params.local, setup.group.select + 1
+        if local > most:
             reasons.append(
                 f"local must be a number of units from 1 to {most}, which the budget has, got "
-                f"{local!r}; lower it, or raise budget"
+                f"{local}; lower it, or raise budget"
             )
         if indexer is None:
             reasons.append(
@@ -52,7 +52,7 @@ class TrainedGate:
                 f"each kv-head needs an index head of its own, got {indexer.num_heads} index "
                 f"heads for {lanes} lanes; choose another algorithm"
             )
-        if reasons or indexer is None or not isinstance(local, int):
+        if reasons or indexer is None:
             raise ConfigError("trained_gate", reasons)
         self.heads, self.dim, self.local = lanes, indexer.head_dim, local
 

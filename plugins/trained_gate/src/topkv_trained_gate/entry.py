@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+from attrs import field, frozen
+from attrs.validators import ge
+
 from topkv import hookimpl
 from topkv.entries import Capabilities, PluginEntry
+
+
+@frozen
+class GateParams:
+    """Parameters.
+
+    Attributes:
+        local: newest units that are always attended, the open one included.
+    """
+
+    local: int = field(default=1, validator=ge(1))
 
 
 @hookimpl
@@ -39,6 +53,6 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 "budget": 2048,
                 "page_tokens": 128,
             },
-            parameters={"local": 1},
+            parameters=GateParams,
         )
     ]

@@ -124,7 +124,7 @@ def _adapt_with_lengths(layer: LayerView, plan: Plan, tables: Tables, impl: str)
 def skip_factor(setup: BackendSetup) -> float | None:
     """The factor of the option ``skip_softmax``; None where it is not asked for."""
     asked = setup.options.get(SKIP)
-    return None if asked is None else float(asked["factor"])
+    return None if asked is None else float(asked.factor)
 
 
 def is_latent(model: ModelShape) -> bool:

@@ -20,21 +20,14 @@ RATIO = 8.0
 MOST_CHANNELS = 1024
 """A word has 9 bits for the number of a pair."""
 
-PAIRS = (1, 8)
-"""Least and largest N that users may ask for."""
-
 LEAST, MOST = -64, 63
 """Least and largest power of two that the 8 bits of a pair are multiples of."""
 
 
-def refusals(name: str, pairs: object, dim: int) -> list[str]:
-    """Return reasons, if any, why the parameter ``name`` cannot be N for keys of D channels."""
-    reasons, (least, most) = [], PAIRS
-    if type(pairs) is not int or not least <= pairs <= most:
-        reasons.append(f"{name} must be an integer of {least} to {most}, got {pairs!r}")
-    if dim > MOST_CHANNELS:
-        reasons.append(f"keys may have at most {MOST_CHANNELS} channels, got {dim}")
-    return reasons
+def refusals(dim: int) -> list[str]:
+    """Return the reason, if there is one, against keys of D channels."""
+    wide = dim > MOST_CHANNELS
+    return [f"keys may have at most {MOST_CHANNELS} channels, got {dim}"] if wide else []
 
 
 def pair_sum(x: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,7 +121,7 @@ def write_units(layer: LayerView, slots: Tensor, units: Tensor, new: Mapping[str
         pool[at] = torch.where(chosen, rows.to(pool.dtype), pool[at])
 
 
-def ends_of(params: Mapping[str, Any], select: int) -> tuple[int, int]:
+def ends_of(params: object, select: int) -> tuple[int, int]:
     """Count the first and the last units that every selection of ``select`` units holds.
 
     The parameters ``sink_units`` and ``recent_units`` say it; one that the algorithm lacks is 0.
@@ -133,13 +132,11 @@ def ends_of(params: Mapping[str, Any], select: int) -> tuple[int, int]:
     Returns:
         (sinks, recent units).
     """
-    sinks, recent = (params.get(name, 0) for name in ("sink_units", "recent_units"))
+    sinks, recent = (getattr(params, name, 0) for name in ("sink_units", "recent_units"))
     if sinks is None:
-        given = recent if type(recent) is int else 0
-        sinks = max(0, min(4, (select + 3) // 12, select - given))
+        sinks = max(0, min(4, (select + 3) // 12, select - (recent or 0)))
     if recent is None:
-        given = sinks if type(sinks) is int else 0
-        recent = max(0, min(8, select // 6, select - given))
+        recent = max(0, min(8, select // 6, select - sinks))
     return sinks, recent
 
 
@@ -257,12 +254,11 @@ class RankedUnits(KeepsUnits):
         self.model, self.group, self.params = setup.model, setup.group, setup.params
         self.max_queries = setup.max_queries
         self.sink_units, self.recent_units = ends_of(self.params, self.group.select)
-        self.sticky: float = self.params.get("sticky", 0.0)
+        self.sticky: float = getattr(self.params, "sticky", 0.0)
         reasons, free = list(self.refusals()), self.group.select
-        reasons += sticky.refusals(self.sticky)
         for name in ("sink_units", "recent_units"):
             units = getattr(self, name)
-            if type(units) is int and 0 <= units <= free:
+            if 0 <= units <= free:
                 free -= units
                 continue
             expected = f"an integer of 0 to {free}, the units of a selection that are free"
@@ -276,7 +272,7 @@ class RankedUnits(KeepsUnits):
         self.work = setup.topk(group.max_lanes, group.max_units, group.select) if kernels else None
 
     def refusals(self) -> Sequence[str]:
-        """Reasons to refuse ``model``, ``group`` or ``params``; none here."""
+        """Reasons to refuse ``model`` or ``group``; none here."""
         return ()
 
     def combine(self, scores: Tensor) -> Tensor:

@@ -8,19 +8,10 @@ the size of the buffer: they are approximate, and the parameter of algorithms th
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from topkv.types import LayerView
-
-
-def refusals(bonus: object) -> list[str]:
-    """Reasons against a value of the parameter ``sticky``."""
-    if isinstance(bonus, (int, float)) and type(bonus) is not bool and 0 <= bonus < math.inf:
-        return []
-    return [f"sticky must be a number of 0 or more, in natural logarithms, got {bonus!r}"]
 
 
 def resident(layer: LayerView) -> Tensor:

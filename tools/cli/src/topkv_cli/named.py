@@ -44,7 +44,7 @@ def _named(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Kinds and names in the checked values of a configuration, or of an override of layers."""
     yield from ((kind, values[kind]) for kind in SINGLE if kind in values)
     yield from (("stage", stage.name) for stage in values.get("stages", ()))
-    yield from (("observer", name) for name in values.get("observers", ()))
+    yield from (("observer", each.name) for each in values.get("observers", ()))
     if isinstance(values.get("pages"), Named):
         yield "keeper", values["pages"].name
     for override in values.get("layers", ()):

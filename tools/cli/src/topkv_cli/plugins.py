@@ -16,6 +16,7 @@ from rich.text import Text
 from topkv.entries import Capabilities, PluginEntry
 from topkv.errors import PluginError
 from topkv.messages import raised
+from topkv.parameters import meanings, values
 from topkv.plugins import PluginRecord, registry
 from topkv_cli.matrix import Cell, matrix, rows_of
 
@@ -31,6 +32,7 @@ def as_dict(record: PluginRecord) -> dict[str, Any]:
         "hook_api": ".".join(map(str, entry.hook_api)) if entry else None,
         "impls": entry.impls if entry else None,
         "capabilities": attrs.asdict(entry.capabilities) if entry else None,
+        "parameters": values(entry.parameters()) if entry else None,
         "problem": record.problem,
     }
 
@@ -83,14 +85,16 @@ def _takes(entry: PluginEntry | None) -> str:
 
 
 def _all(entry: PluginEntry) -> list[str]:
-    """List capabilities that differ from the usual, a line for each; JSON shows everything."""
+    """List capabilities that differ from the usual, and parameters with their defaults, a line
+    for each; JSON shows everything."""
     lines = []
     for name, value in attrs.asdict(entry.capabilities).items():
         if value != _USUAL[name]:
-            values = value if isinstance(value, (list, tuple)) else [value]
+            listed = value if isinstance(value, (list, tuple)) else [value]
             between = " to " if name == "units" else ", "
-            lines.append(f"{name}: {between.join(map(str, values))}")
-    return lines
+            lines.append(f"{name}: {between.join(map(str, listed))}")
+    defaults, found = values(entry.parameters()), meanings(entry.parameters)
+    return lines + [f"params.{name} = {defaults[name]!r}: {found[name]}" for name in defaults]
 
 
 def _show(
@@ -157,7 +161,9 @@ def _show_matrix(cells: list[Cell], as_json: bool, markdown: bool) -> None:
     help="Pairs of plugins, and where they are tested.",
 )
 @click.option("--markdown", is_flag=True, help="The matrix as a table in Markdown.")
-@click.option("--verbose", is_flag=True, help="Also hook API and capabilities of each.")
+@click.option(
+    "--verbose", is_flag=True, help="Also hook API, capabilities and parameters of each."
+)
 @click.option("--check", is_flag=True, help="Import every implementation, and torch with them.")
 def command(as_json: bool, as_matrix: bool, markdown: bool, verbose: bool, check: bool) -> None:
     """List what is installed, and what does not load and why.

@@ -6,6 +6,7 @@ from attrs import frozen
 
 from topkv import hookimpl
 from topkv.entries import PluginEntry
+from topkv_prefixes.settings import PrefixSettings
 
 
 @frozen
@@ -19,11 +20,6 @@ class StorageEntry(PluginEntry):
     quotas: bool = False
 
 
-def keeps_quotas(entry: PluginEntry) -> bool:
-    """Return True if the storage of an entry keeps each owner within its quota."""
-    return isinstance(entry, StorageEntry) and entry.quotas
-
-
 @hookimpl
 def topkv_register_keepers() -> list[PluginEntry]:
     return [
@@ -32,6 +28,6 @@ def topkv_register_keepers() -> list[PluginEntry]:
             "keeper",
             "topkv_prefixes.prefixes:PrefixKeeper",
             hook_api=(2, 7),
-            parameters={"keep": "prompt", "storage": None, "quotas": None},
+            parameters=PrefixSettings,
         )
     ]

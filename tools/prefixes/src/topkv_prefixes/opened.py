@@ -11,12 +11,14 @@ from typing import Any, Self
 
 import numpy as np
 
+from topkv.config.sources import Resolver
+from topkv.config.stages import Named
 from topkv.errors import ConfigError, StorageError
 from topkv.messages import raised
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as installed
 from topkv_prefixes.calls import Workers, answer_of
-from topkv_prefixes.settings import limit, storage_of
+from topkv_prefixes.settings import limit
 from topkv_prefixes.storage import Storage, StorageSetup
 
 
@@ -47,15 +49,15 @@ class OpenedStorage:
     ) -> None:
         self.name, self._limit = name, limit_s
         known = registry or installed()
-        self._who = known.get("storage", name).who
-        _, complete, reasons = storage_of(known, name, params or {})
+        self._who, reasons = known.get("storage", name).who, list[str]()
+        _, asked = Resolver(known, reasons, {}).named("storage", Named(name, params or {}), "")
         try:
             limit(limit_s)
         except ValueError as error:
             reasons.append(f"limit_s {error}")
         if reasons:
             raise ConfigError(f"storage {name!r} cannot be opened", reasons)
-        setup = StorageSetup(complete, object_bytes, np.zeros(0, dtype=np.uint8))
+        setup = StorageSetup(asked.params, object_bytes, np.zeros(0, dtype=np.uint8))
         self._storage: Storage = known.create("storage", name, setup)
         self._workers, self._hung, self._closed = Workers(1), "", False
         weakref.finalize(self, self._workers.close)

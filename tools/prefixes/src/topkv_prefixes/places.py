@@ -20,6 +20,7 @@ from torch import Tensor
 import topkv
 from topkv.config import LoweredConfig
 from topkv.memory import SparseKVCacheManager
+from topkv.parameters import values
 from topkv_prefixes.objects import HEADER
 
 
@@ -30,7 +31,7 @@ def layout_of(config: LoweredConfig, manager: SparseKVCacheManager) -> dict[str,
         {
             "layers": list(group.shape.layers),
             "algorithm": group.algorithm,
-            "params": {name: repr(value) for name, value in sorted(group.params.items())},
+            "params": {name: repr(value) for name, value in sorted(values(group.params).items())},
             "stages": [repr(stage) for stage in group.stages],
             "budget": group.budget,
             "selecting": list(group.selecting),
@@ -63,8 +64,8 @@ def fingerprint_of(config: LoweredConfig, manager: SparseKVCacheManager, keep: s
         hashlib.sha256(Path(value).read_bytes()).hexdigest()
         for group in config.groups
         for params in (group.params, *(stage.params for stage in group.stages))
-        for _, value in sorted(params.items())
-        if isinstance(value, (str, Path)) and Path(value).is_file()
+        for _, value in sorted(values(params).items())
+        if isinstance(value, str) and Path(value).is_file()
     ]
     reported = {
         "topkv": topkv.__version__,

@@ -268,14 +268,11 @@ class PrefixKeeper:
     """The contract is ``topkv.hooks.keeper``: makes the ``Prefixes`` of a coordinator.
 
     Args:
-        setup: the configuration, and the parameters, which ``PrefixSettings`` explains.
-
-    Raises:
-        ConfigError: parameters are wrong; with every reason.
+        setup: the configuration, and the parameters, a ``PrefixSettings``.
     """
 
     def __init__(self, setup: KeeperSetup) -> None:
-        self.settings = PrefixSettings.of(setup)
+        self.settings: PrefixSettings = setup.params
 
     @hookimpl
     def host_pool(self) -> type[PrefixKVPool]:

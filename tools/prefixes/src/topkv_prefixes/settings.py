@@ -1,24 +1,22 @@
 """Parameters of ``prefixes``: pages that are kept, their storage below host memory, quotas."""
 
-# ruff: noqa: RUF009 (``_key`` gives a field, not a value that instances share)
-
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from attrs import evolve, field, fields, frozen
+from attrs import evolve, field, frozen
 
 from topkv.config import checks
-from topkv.config.checks import clean, near, need, one_of
-from topkv.config.sources import Resolver
-from topkv.errors import CONFIG_REFUSED, ConfigError
+from topkv.config.checks import need, one_of
+from topkv.config.stages import Named
+from topkv.entries import PluginEntry
 from topkv.messages import shown
-from topkv.plugins import PluginRegistry
-from topkv_prefixes.entry import keeps_quotas
+from topkv.parameters import passes, values
 
 if TYPE_CHECKING:
-    from topkv.hooks.keeper import KeeperSetup
+    from topkv.config import LoweredConfig
+    from topkv.config.sources import Resolver
 
 KEEPS = ("prompt", "all")
 WRITES = ("write_through", "write_through_selective", "write_back")
@@ -41,37 +39,39 @@ def limit(value: Any) -> float:
     return float(value)
 
 
-def by_tenant(value: Any) -> dict[str, int]:
-    """A check of quotas: gives bytes by tenant, or raises ``Refused`` with every reason."""
-    right = isinstance(value, Mapping) and value and all(isinstance(name, str) for name in value)
-    need(bool(right), "be a mapping of tenants such as {'acme': '4GiB', '*': '1GiB'}", value)
+def by_tenant(value: Any) -> dict[str, int] | None:
+    """Bytes by tenant of quotas, if there are any; raises ValueError with every reason."""
+    if value is None:
+        return None
+    need(bool(value), "be a mapping of tenants such as {'acme': '4GiB', '*': '1GiB'}", value)
     good, reasons = {}, []
     for name, size in value.items():
         try:
             need(checks.is_text(name), "be a name that UTF-8 has", name)
             good[name] = checks.byte_size(size)
         except ValueError as error:
-            reasons.append(f": {shown(name)} {error}")
+            reasons.append(f"{shown(name)} {error}")
     if reasons:
-        raise checks.Refused(reasons, good)
+        raise ValueError(f"must be sizes by tenant: {'; '.join(reasons)}")
     return good
 
 
-def _key(check: checks.Check, default: Any) -> Any:
-    return field(default=default, metadata={"check": check})
+def keeps_quotas(entry: PluginEntry) -> bool:
+    """Return True if the storage of an entry keeps each owner within its quota."""
+    return bool(getattr(entry, "quotas", False))  # of ``topkv_prefixes.entry.StorageEntry``
 
 
-def _checks(cls: type) -> dict[str, checks.Check]:
-    return {each.name: each.metadata["check"] for each in fields(cls)}
+def _quotas() -> Any:
+    return field(default=None, converter=by_tenant, validator=passes(by_tenant))
 
 
-@frozen(kw_only=True)
-class StorageSettings:
-    """The parameter ``storage``, checked.
+@frozen(kw_only=True, repr=False)
+class StorageSettings(Named):
+    """The parameter ``storage``.
 
     Attributes:
         name: of the plugin.
-        params: of the plugin.
+        params: of the plugin: a mapping of those that are set, or the instance once lowered.
         write: when pages go to it: ``"write_through"`` when they are published,
             ``"write_through_selective"`` when they are published or found for the second time,
             ``"write_back"`` when the host pool gives them up, or the coordinator is closed.
@@ -81,39 +81,34 @@ class StorageSettings:
             tokens that were asked for.
         least_tokens: the storage is not asked for fewer tokens.
         limit_s: seconds after which a single call counts as hung, whatever the policy.
-        queue: bytes of copies that may wait to be stored; what is beyond is not stored.
+        queue: bytes of copies that may wait to be stored, or a text such as ``"4GiB"``; what is
+            beyond is not stored.
         quotas: most bytes of each tenant in it, ``"*"`` for those that are not named; None for any
             number. The plugin has to keep quotas.
     """
 
-    name: str = _key(checks.plugin, "")
-    params: Mapping[str, Any] = _key(checks.parameters, {})
-    write: str = _key(one_of(WRITES), "write_through")
-    fetch: str = _key(one_of(FETCHES), "timeout")
-    wait_s: float = _key(seconds, 1.0)
-    wait_s_per_1k: float = _key(seconds, 0.25)
-    least_tokens: int = _key(checks.count, 256)
-    limit_s: float = _key(limit, 30.0)
-    queue: int = _key(checks.byte_size, 4 << 30)
-    quotas: Mapping[str, int] | None = _key(by_tenant, None)
+    name: str = ""
+    # Wrong ones, here and as ``storage``, are not shown: there may be a password among them.
+    params: Mapping[str, Any] | None = field(default=None, repr=repr)
+    write: str = field(default="write_through", validator=passes(one_of(WRITES)))
+    fetch: str = field(default="timeout", validator=passes(one_of(FETCHES)))
+    wait_s: float = field(default=1.0, validator=passes(seconds))
+    wait_s_per_1k: float = field(default=0.25, validator=passes(seconds))
+    least_tokens: int = field(default=256, validator=passes(checks.count))
+    limit_s: float = field(default=30.0, validator=passes(limit))
+    queue: int | str = field(default=4 << 30, validator=passes(checks.byte_size))
+    quotas: Mapping[str, int] | None = _quotas()
 
-
-def _below(value: Any) -> StorageSettings:
-    """A check: gives the settings, or raises ``Refused`` with every reason."""
-    need(isinstance(value, Mapping), "be a mapping such as {'name': 'files'}", value)
-    reasons: list[str] = []
-    good = clean(value, _checks(StorageSettings), reasons, ": ")
-    if "name" not in value:
-        reasons.append(": name is missing; name a plugin of kind storage")
-    settings = StorageSettings(**good)
-    if reasons:
-        raise checks.Refused(reasons, settings)
-    return settings
+    def __repr__(self) -> str:
+        """The plugin with its parameters, and what differs from the defaults."""
+        usual = values(StorageSettings(name=self.name, params=self.params))
+        found = [f"{name}={each!r}" for name, each in values(self).items() if each != usual[name]]
+        return " ".join([super().__repr__(), *found])
 
 
 @frozen(kw_only=True)
 class PrefixSettings:
-    """The parameters of ``prefixes``, checked.
+    """The parameters of ``prefixes``.
 
     Attributes:
         keep: which pages of earlier requests with the same first tokens a prompt takes over: with
@@ -124,50 +119,30 @@ class PrefixSettings:
             for those that are not named; None for any number.
     """
 
-    keep: str = _key(one_of(KEEPS), "prompt")
-    storage: StorageSettings | None = _key(_below, None)
-    quotas: Mapping[str, int] | None = _key(by_tenant, None)
+    keep: str = field(default="prompt", validator=passes(one_of(KEEPS)))
+    storage: StorageSettings | None = field(default=None, repr=repr)
+    quotas: Mapping[str, int] | None = _quotas()
 
-    @classmethod
-    def of(cls, setup: KeeperSetup) -> PrefixSettings:
-        """Check the parameters, and look the storage up.
-
-        Raises:
-            ConfigError: with every reason at once.
-        """
-        reasons: list[str] = []
-        settings = cls(**clean(setup.params, _checks(cls), reasons, "prefixes: "))
-        residencies = {group.shape.residency for group in setup.config.groups}
-        if settings.quotas and residencies == {"resident"}:
-            reasons.append(
-                "prefixes: quotas limit nothing where all layers lie on the device; leave them out"
+    def settled(self, known: Resolver, config: LoweredConfig) -> PrefixSettings:
+        """The settings with the parameters of the storage, see ``topkv.hooks.keeper``."""
+        if self.quotas and all(group.shape.residency == "resident" for group in config.groups):
+            known.reasons.append(
+                "quotas of prefixes limit nothing where all layers lie on the device; leave them "
+                "out (pages)"
             )
-        below = settings.storage
-        if below and below.name:
-            entry, params, unknown = storage_of(setup.registry, below.name, below.params)
-            reasons += [f"prefixes: storage: {reason}" for reason in unknown]
-            if entry and below.quotas and not keeps_quotas(entry):
-                reasons.append(
-                    f"prefixes: storage: quotas must be left out, for {below.name!r} keeps none; "
-                    "choose a storage that does, or bound all tenants together by its own "
-                    "parameters"
-                )
-            settings = evolve(settings, storage=evolve(below, params=params))
-        if reasons:
-            raise ConfigError(CONFIG_REFUSED, reasons)
-        return settings
-
-
-def storage_of(
-    registry: PluginRegistry, name: str, given: Mapping[str, Any]
-) -> tuple[Any, dict[str, Any], list[str]]:
-    """Look a storage up: its entry or None, all its parameters, and every reason against it."""
-    reasons: list[str] = []
-    plugin = Resolver(registry, reasons, {}).plugin("storage", name)
-    names = plugin.entry.parameters if plugin.entry else given
-    reasons += [
-        f"unknown parameter {shown(each)} of {plugin.who}; {near(each, names)}"
-        for each in given
-        if each not in names
-    ]
-    return plugin.entry, {**names, **given}, reasons
+        below = self.storage
+        if below is None:
+            return self
+        if not below.name:
+            known.reasons.append(
+                "storage of prefixes must have a name, that of a plugin of kind storage (pages)"
+            )
+            return self
+        plugin, below = known.named("storage", below, "(pages)")
+        if plugin.entry and below.quotas and not keeps_quotas(plugin.entry):
+            known.reasons.append(
+                f"storage of prefixes: quotas must be left out, for {plugin.who} keeps none; "
+                "choose a storage that does, or bound all tenants together by its own parameters "
+                "(pages)"
+            )
+        return evolve(self, storage=below)

@@ -18,7 +18,7 @@ fails again and again, or hangs, is left alone for a while.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,7 +41,7 @@ class StorageSetup:
     """The argument of the factory of a storage.
 
     Attributes:
-        params: every parameter of the entry, those that the user set among them.
+        params: instance of ``PluginEntry.parameters`` with the values that hold here.
         object_bytes: bytes of the largest object there will be.
         memory: uint8, the host pool, which holds most parts, for storages that register memory;
             small parts are elsewhere. It stays until ``close`` has returned.
@@ -50,7 +50,7 @@ class StorageSetup:
             ``topkv_prefixes.entry.StorageEntry(quotas=True)`` never get one.
     """
 
-    params: Mapping[str, Any]
+    params: Any
     object_bytes: int
     memory: np.ndarray
     quota_of: Callable[[bytes], int | None] | None = None

@@ -19,6 +19,7 @@ from functools import partial
 
 import numpy as np
 
+from topkv.config.checks import byte_size
 from topkv.errors import ConfigError
 from topkv.memory import SparseKVCacheManager
 from topkv.plugins import PluginRegistry
@@ -229,7 +230,7 @@ class StorageTier:
         pairs = [(page, key) for page, key in pairs if key not in self._stored]
         size = self._places.object_bytes if whole else HEADER + self._places.staged_bytes
         with self._calls.changed:
-            room = max(0, self._settings.queue - self._queued) // size
+            room = max(0, byte_size(self._settings.queue) - self._queued) // size
         room = room if self._calls.available else 0
         with self._calls.changed:
             self._calls.counts.dropped += len(pairs[room:])

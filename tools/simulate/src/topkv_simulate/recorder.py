@@ -18,6 +18,7 @@ from torch import Tensor
 import topkv
 from topkv.coordinator import SparseCoordinator
 from topkv.errors import CapabilityError, RequestError
+from topkv.parameters import values
 from topkv.types import LayerView, Plan, StepTensors
 from topkv_simulate.trace import KIND, ROW, Geometry, Group, Trace
 
@@ -157,7 +158,7 @@ class Recorder:
             host_entry_bytes=shape.host_entry_bytes,
             budget=lowered.budget,
             algorithm=str(lowered.algorithm),
-            params=dict(lowered.params),
+            params=values(lowered.params),
         )
         count = sum(len(each.rows) for each in self._rounds)
         lanes = (count, len(shape.layers), shape.lane_heads)

@@ -12,20 +12,32 @@ Every test of a suite takes ``subject`` alone, so that it can also be called as 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from attrs import field, frozen
 from hypothesis import Phase, settings
 
+from topkv.config.checks import Refused
 from topkv.entries import PluginEntry
+from topkv.errors import CONFIG_REFUSED, ConfigError
 from topkv.hooks.stage import StageSetup
+from topkv.parameters import make
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
 from topkv.staged import Stages
 from topkv_testing.models.doubles import Entries
 from topkv_testing.models.stage_doubles import Offered
 from topkv_testing.tiers import Tier
+
+
+def params_of(entry: PluginEntry, given: Mapping[str, Any]) -> Any:
+    """Make the parameters of an entry; raise ConfigError with every reason against them."""
+    try:
+        return make(entry.parameters, given, entry.name)
+    except Refused as error:
+        raise ConfigError(CONFIG_REFUSED, error.reasons) from error
 
 
 @frozen
@@ -45,6 +57,10 @@ class Subject:
     tier: Tier
     options: Any = None
     found: dict[str, Any] = field(factory=dict, eq=False, repr=False)
+
+    def params(self, given: Mapping[str, Any]) -> Any:
+        """Make the parameters of the entry; raise ConfigError with every reason against them."""
+        return params_of(self.entry, given)
 
     def make(self, setup: object, impl: str | None = None) -> Any:
         """Make an instance and check it as the core does; by default the tier's implementation."""

@@ -24,12 +24,12 @@ decode rows, and forwards that are dropped halfway.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -83,10 +83,12 @@ class ObserverOptions:
         says: ``says(observer)`` returns what the observer has gathered, in values that compare.
         oracle: ``oracle(forwards)`` returns what it should have gathered from the forwards of its
             coordinator so far, the oldest first.
+        params: parameters that differ from the entry's.
     """
 
     says: Callable[[Any], Any]
     oracle: Callable[[Sequence[Reported]], Any]
+    params: Mapping[str, Any] = field(factory=dict)
 
 
 @frozen
@@ -132,9 +134,11 @@ class Watched:
     """
 
     def __init__(self, subject: Subject, named: bool = True) -> None:
-        names = [subject.entry.name] if named else []
+        options: ObserverOptions | None = subject.options
+        params = options.params if options else {}
+        asked = [{"name": subject.entry.name, "params": params}] if named else []
         self.coordinator = make_coordinator(
-            subject.tier, registry=subject.registry, observers=names, max_tokens=128
+            subject.tier, registry=subject.registry, observers=asked, max_tokens=128
         )
         self.device = subject.tier.device
         self.reported: list[Reported] = []

@@ -32,8 +32,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topkv_prefixes.calls import answer_of
-from topkv_prefixes.entry import keeps_quotas
 from topkv_prefixes.objects import HEADER, write_header
+from topkv_prefixes.settings import keeps_quotas
 from topkv_prefixes.storage import OWNER_BYTES, Place, Storage, StorageSetup
 from topkv_testing.kit import KitTests, Subject, examples
 
@@ -130,10 +130,10 @@ class Bench:
         options = subject.options or StorageOptions()
         self.params = options.params() if params is None else params
         memory = np.zeros(self.most, dtype=np.uint8)
-        params, quota_of = {**subject.entry.parameters, **self.params}, None
+        made, quota_of = subject.params(self.params), None
         if quotas is not None:
             quota_of = quotas.get
-        self.storage: Storage = subject.make(StorageSetup(params, self.most, memory, quota_of))
+        self.storage: Storage = subject.make(StorageSetup(made, self.most, memory, quota_of))
         self.objects: dict[bytes, bytes] = {}
 
     def ask(self, hook: str, *arguments: Any) -> Any:

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
+from attrs import fields_dict
+
 from topkv.config.layers import parse_ranges
+from topkv.entries import PluginEntry
 from topkv.errors import ConfigError, PluginError
 from topkv.plugins import PluginRegistry
 
@@ -76,6 +79,11 @@ def _value(text: str) -> Any:
         return {"None": None, "True": True, "False": False}.get(text, text)
 
 
+def _names(entry: PluginEntry | None) -> Mapping[str, Any]:
+    """The parameters of a plugin."""
+    return fields_dict(entry.parameters) if entry else {}
+
+
 def read_stages(text: str, registry: PluginRegistry) -> list[dict[str, Any]]:
     """Read ``"top_p/p=0.95/widen=2+other"`` as the setting ``stages``, with parameters.
 
@@ -88,7 +96,7 @@ def read_stages(text: str, registry: PluginRegistry) -> list[dict[str, Any]]:
         params = {}
         try:
             entry = registry.get("stage", name).entry
-            known = sorted(entry.parameters if entry else {})
+            known = sorted(_names(entry))
         except PluginError as error:
             reasons += [f"{str(error).splitlines()[0]} {reason}" for reason in error.reasons]
             continue
@@ -135,7 +143,7 @@ def read_algorithms(texts: Sequence[str], head_dim: int, registry: PluginRegistr
         except PluginError as error:
             reasons += [f"{str(error).splitlines()[0]} {reason}" for reason in error.reasons]
             continue
-        own = entry.parameters if entry else {}
+        own = _names(entry)
         settings = {key: values.pop(key) for key in SETTINGS if key in values and key not in own}
         if "stages" in settings:
             try:

@@ -41,6 +41,9 @@ class BenchMemory:
         far: the pages are at the far end of pools of which the largest has more than 2**31
             elements.
         max_queries: most queries of a row.
+
+    Attributes:
+        params: of the instance.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class BenchMemory:
         self.subject, self.case = subject, case
         self.device, self.requests = subject.tier.device, requests
         try:
+            self.params = subject.params(case.params)
             self.model, self.group, self.algorithm = made(
                 subject, case, impl, requests, max_queries
             )
@@ -160,8 +164,7 @@ def made(
         made: TopK = PluginRegistry([]).create("topk", "radix", setup, "triton")
         return made
 
-    params = {**subject.entry.parameters, **case.params}
-    setup = AlgorithmSetup(model, group, params, device, topk, max_queries)
+    setup = AlgorithmSetup(model, group, subject.params(case.params), device, topk, max_queries)
     return model, group, subject.make(setup, impl)
 
 

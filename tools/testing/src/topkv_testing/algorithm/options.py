@@ -71,7 +71,7 @@ def options_of(subject: Subject) -> AlgorithmOptions:
 def forced(length: int, bench: Any) -> set[int]:
     """The first ``sink_units`` and the last ``recent_units`` of the selectable units, where the
     entry has these parameters."""
-    params = {**bench.subject.entry.parameters, **bench.case.params}
+    params = bench.params
     units = range(bench.selectable_of(length))
     sinks, recent = ends_of(params, bench.group.select)
     return {*units[:sinks], *units[max(0, len(units) - recent) :]}

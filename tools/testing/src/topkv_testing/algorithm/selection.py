@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
+from attrs import evolve, fields_dict
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -112,7 +112,7 @@ class SelectionTests(KitTests):
 
     def test_promised_units_are_selected(self, subject: Subject) -> None:
         """Sinks, windows and the like, whatever the keys say."""
-        forcing = {"sink_units", "recent_units"} & {*subject.entry.parameters}
+        forcing = {"sink_units", "recent_units"} & {*fields_dict(subject.entry.parameters)}
         if options_of(subject).promised is None and not forcing:
             pytest.skip(f"{subject.entry.name}: neither options nor parameters promise units")
 

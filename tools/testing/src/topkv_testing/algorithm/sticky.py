@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from attrs import evolve
+from attrs import evolve, fields_dict
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,7 +37,7 @@ def with_bonus(case: Case, bonus: float) -> Case:
 
 def require_sticky(subject: Subject) -> None:
     """Skip a test of algorithms that offer the bonus."""
-    if "sticky" not in subject.entry.parameters:
+    if "sticky" not in fields_dict(subject.entry.parameters):
         pytest.skip(f"{subject.entry.name} has no parameter 'sticky'")
 
 
@@ -73,7 +73,7 @@ class StickyTests(KitTests):
         @examples(subject.tier, cpu=60, interpret=3, gpu=20)
         @given(case=cases(subject), data=st.data())
         def check(case: Case, data: st.DataObject) -> None:
-            if "sticky" in subject.entry.parameters:
+            if "sticky" in fields_dict(subject.entry.parameters):
                 case = with_bonus(case, 0.0)
             bench = AlgorithmBench(subject, case)
             bench.prefill(1, case.tokens(1)[: data.draw(bench.long_lengths())])

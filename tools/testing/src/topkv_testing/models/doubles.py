@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 from torch import Tensor
 
 from topkv.entries import Capabilities, PluginEntry
@@ -11,6 +11,7 @@ from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, History, Repres
 from topkv.hooks.backend import BackendSetup
 from topkv.hooks.discovery import hookimpl
 from topkv.kv.token_format import decode_fp8
+from topkv.parameters import values
 from topkv.types import LayerView, Plan, Selection, Tables
 from topkv_prefixes.entry import topkv_register_keepers
 from topkv_testing.models.oracle import attention
@@ -38,7 +39,7 @@ class Scripted:
                 RepresentationSpec("sums", "unit", shape, torch.float32),
                 RepresentationSpec("turns", "request", (1,), torch.int64),
             ),
-            **self.params,
+            **values(self.params),
         )
 
     @hookimpl
@@ -177,13 +178,22 @@ class Gather:
         lse.copy_(log)
 
 
+@frozen
+class ScriptedParams:
+    """Parameters, those of ``AlgorithmSpec`` that go by the same names."""
+
+    settle_period: int | None = None
+    settle_whole: bool = False
+    generated: int | None = None
+
+
 SCRIPTED = PluginEntry(
     "scripted",
     "algorithm",
     "topkv_testing.models.doubles:Scripted",
     capabilities=Capabilities(scopes=("kv_head", "shared")),
     defaults={"scope": "kv_head"},
-    parameters={"settle_period": None, "settle_whole": False, "generated": None},
+    parameters=ScriptedParams,
 )
 
 COMPETING = evolve(

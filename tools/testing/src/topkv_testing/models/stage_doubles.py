@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from attrs import evolve
+from attrs import evolve, field, frozen
+from attrs.validators import ge
 from torch import Tensor
 
 from topkv.entries import Capabilities, PluginEntry
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
 from topkv.hooks.discovery import hookimpl
 from topkv.hooks.stage import Keeping, StageSetup, StageSpec
+from topkv.parameters import values
 from topkv.types import GroupShape, LayerView, Selection
 from topkv_authoring.selectors import host_ids
 
@@ -62,7 +64,7 @@ class Rerank:
     """
 
     def __init__(self, setup: StageSetup) -> None:
-        self.model, self.group, self.widen = setup.model, setup.group, setup.params["widen"]
+        self.model, self.group, self.widen = setup.model, setup.group, setup.params.widen
 
     @hookimpl
     def spec(self) -> StageSpec:
@@ -139,7 +141,7 @@ class Heavy(Rerank):
 
     def __init__(self, setup: StageSetup) -> None:
         self.model, self.group = setup.model, setup.group
-        self.keeping = Keeping(**setup.params)
+        self.keeping = Keeping(**values(setup.params))
 
     @hookimpl
     def spec(self) -> StageSpec:
@@ -318,12 +320,41 @@ TO_UNITS = PluginEntry(
     capabilities=Capabilities(attention=("gqa", "mla"), regrains=True),
 )
 
+
+@frozen
+class RerankParams:
+    """Parameters.
+
+    Attributes:
+        widen: candidates for each unit of a selection.
+    """
+
+    widen: int = field(default=4, validator=ge(1))
+
+
+@frozen
+class CompleteParams:
+    """Parameters, as of ``RerankParams``."""
+
+    widen: int = field(default=1, validator=ge(1))
+
+
+@frozen
+class HeavyParams:
+    """Parameters, those of ``Keeping``."""
+
+    tokens: int = 16
+    every: int = 4
+    first: int = 0
+    recent: int = 4
+
+
 RERANK = PluginEntry(
     "rerank_exact",
     "stage",
     "topkv_testing.models.stage_doubles:Rerank",
     capabilities=Capabilities(traits=("exact_update", "scale_free", "head_equivariant")),
-    parameters={"widen": 4},
+    parameters=RerankParams,
 )
 
 COMPLETE = evolve(
@@ -331,14 +362,14 @@ COMPLETE = evolve(
     name="complete",
     factories="topkv_testing.models.stage_doubles:Complete",
     capabilities=Capabilities(traits=("exact_update", "head_equivariant")),
-    parameters={"widen": 1},
+    parameters=CompleteParams,
 )
 
 KEEP_KEYS = evolve(
     RERANK,
     name="keep_keys",
     factories="topkv_testing.models.stage_doubles:KeepKeys",
-    parameters={"widen": 1},
+    parameters=CompleteParams,
 )
 
 HEAVY = evolve(
@@ -346,7 +377,7 @@ HEAVY = evolve(
     name="heavy",
     factories="topkv_testing.models.stage_doubles:Heavy",
     capabilities=Capabilities(traits=("exact_update", "head_equivariant")),
-    parameters={"tokens": 16, "every": 4, "first": 0, "recent": 4},
+    parameters=HeavyParams,
 )
 
 EVERYTHING = PluginEntry(

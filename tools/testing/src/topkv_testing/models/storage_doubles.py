@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from attrs import define, field
+from attrs import define, field, frozen
 
 from topkv.entries import Capabilities
 from topkv.hooks.discovery import hookimpl
@@ -41,7 +41,7 @@ class ShelfStorage:
     """A storage over a shelf, without a disk; the contract is ``topkv_prefixes.storage``."""
 
     def __init__(self, setup: StorageSetup) -> None:
-        self.shelf = SHELVES.setdefault(setup.params["shelf"], Shelf())
+        self.shelf = SHELVES.setdefault(setup.params.shelf, Shelf())
         self.quota_of = setup.quota_of
 
     def _begin(self, call: str, keys: Sequence[bytes]) -> None:
@@ -114,11 +114,22 @@ class ShelfStorage:
         """Do nothing: the shelf stays, for others."""
 
 
+@frozen
+class ShelfParams:
+    """Parameters.
+
+    Attributes:
+        shelf: storages of the same shelf hold the same objects.
+    """
+
+    shelf: str = "default"
+
+
 SHELF = StorageEntry(
     "shelf",
     "storage",
     f"{__name__}:ShelfStorage",
     capabilities=Capabilities(tiers=("cpu",)),
     quotas=True,
-    parameters={"shelf": "default"},
+    parameters=ShelfParams,
 )

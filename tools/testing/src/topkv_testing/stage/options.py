@@ -74,7 +74,7 @@ class OptionTests(KitTests):
         @examples(subject.tier, cpu=20, interpret=5, gpu=5)
         @given(options_of(subject).params)
         def check(params: dict[str, Any]) -> None:
-            every = {**entry.parameters, **params}
+            every = entry.parameters(**params)
             made: list[Any] = _made(subject, params).backends
             asked = [dict(each.options) for each in made]
             assert asked == [{}, dict.fromkeys(entry.capabilities.options, every)]
