@@ -68,7 +68,7 @@ def make(tmp_path, name, kind):
     done = new(name, "--kind", *kind.split(), "--output", root)
     assert done.exit_code == 0, done.stderr
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    info = root / "src" / f"topkv_{name.replace('-', '_')}-0.1.0.dist-info"
+    info = root / "src" / f"topkv_{name.replace('-', '_')}-0.2.0.dist-info"
     info.mkdir()
     head = {"Metadata-Version": "2.1", "Name": project["name"], "Version": project["version"]}
     (info / "METADATA").write_text("".join(f"{key}: {value}\n" for key, value in head.items()))
@@ -175,7 +175,7 @@ def test_new_packages_are_found_and_light(tmp_path):
     assert found.returncode == 0, found.stderr
     modules = [name.replace("-", "_") for name in names]
     expected = [
-        f"{kind.split()[0]} {module} topkv-{name} 0.1.0 {HOOK_API} None"
+        f"{kind.split()[0]} {module} topkv-{name} 0.2.0 {HOOK_API} None"
         for kind, name, module in zip(PACKAGES, names, modules, strict=True)
     ]
     assert sorted(found.stdout.splitlines()) == sorted(expected)
@@ -262,8 +262,8 @@ def distribution(folder, name, *lines):
         ("ghost", ["the distribution topkv-ghost 9.9 is installed"]),
         ("to_come", ["an extra of topkv names the distribution topkv-to-come"]),
         # Plugins of any kind.
-        ("pivot", ["topkv-triton-topk 0.1.0 offers topk 'pivot'"]),
-        ("zero-copy", ["topkv 0.1.0 offers transfer 'zero_copy'"]),
+        ("pivot", ["topkv-triton-topk 0.2.0 offers topk 'pivot'"]),
+        ("zero-copy", ["topkv 0.2.0 offers transfer 'zero_copy'"]),
     ],
 )
 def test_a_package_that_would_stand_in_for_another_is_refused(

@@ -43,7 +43,7 @@ class Sorted:
 class Package:
     @hookimpl
     def topkv_register_topks(self):
-        return [PluginEntry("sorted", "topk", {"triton": f"{__name__}:Sorted"}, hook_api=(2, 0))]
+        return [PluginEntry("sorted", "topk", {"triton": f"{__name__}:Sorted"}, hook_api=(3, 0))]
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from topkv.hooks.algorithm import AlgorithmSpec
 from topkv.plugins import PluginRegistry, registry
 from topkv.plugins.records import installed
 
-PAGE = "From hook API 1 to 2"
+PAGE = "To hook API 3"
 
 
 def offer(*entries, kind="observer"):
@@ -140,7 +140,7 @@ def test_the_same_object_twice_is_a_problem_of_both():
 
 @pytest.mark.parametrize(
     ("api", "fix"),
-    [((3, 0), "a topkv that speaks 3.0"), ((2, 8), "speaks 2.8"), ((1, 1), "a newer topkv-w")],
+    [((4, 0), "a topkv that speaks 4.0"), ((3, 1), "speaks 3.1"), ((2, 7), "a newer topkv-w")],
 )
 def test_a_wrong_hook_api_is_refused_before_the_factory_is_imported(api, fix):
     late = PluginEntry("w", "observer", "does.not.exist:Late", hook_api=api)
@@ -193,7 +193,7 @@ def test_the_page_that_messages_name_is_in_the_documentation():
 
 def test_an_older_minor_loads(monkeypatch):
     monkeypatch.setattr("topkv.plugins.records.HOOK_API", (2, 3))
-    found = PluginRegistry([("old", "1", offer(entry(hook_api=(2, 0))))])
+    found = PluginRegistry([("old", "1", offer(entry(hook_api=(3, 0))))])
     assert found.get("observer", "watcher").problem is None
 
 

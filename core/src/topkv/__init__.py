@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from topkv.config import SparseConfig as SparseConfig
     from topkv.coordinator import SparseCoordinator as SparseCoordinator
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _LAZY = {
     "attach": "topkv._attach",

@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-HOOK_API = (2, 7)
+HOOK_API = (3, 0)
 """(major, minor) of the hook specs of this core. A plugin of the same major and of a minor that
 is not newer loads; every other is refused before its code is imported."""
 

@@ -82,7 +82,7 @@ ENTRY = PluginEntry(
     "vllm",
     "engine",
     f"{__name__}:Attaching",
-    hook_api=(2, 0),
+    hook_api=(3, 0),
     capabilities=Capabilities(tiers=("cpu",)),
 )
 

@@ -105,7 +105,7 @@ class TestMeans(AlgorithmTests):
                 "reference": f"{__name__}:Means",
                 "triton": f"{__name__}:MeansKernels",
             },
-            hook_api=(2, 0),
+            hook_api=(3, 0),
             capabilities=Capabilities(
                 units=(1, 128), scopes=("kv_head", "shared"), traits=("value_free",)
             ),

@@ -47,7 +47,7 @@ class Shuffled(Window):
 
 
 def with_shuffled():
-    entry = PluginEntry("shuffled", "algorithm", f"{__name__}:Shuffled", hook_api=(2, 0))
+    entry = PluginEntry("shuffled", "algorithm", f"{__name__}:Shuffled", hook_api=(3, 0))
     offer = type(
         "Offer", (), {"topkv_register_algorithms": staticmethod(hookimpl(lambda: [entry]))}
     )

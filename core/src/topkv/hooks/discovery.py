@@ -13,7 +13,7 @@ nor triton and implements the hooks of the kinds that it offers::
                 "mine",
                 "algorithm",
                 {"reference": "topkv_mine.algorithm:Mine"},
-                hook_api=(2, 0),
+                hook_api=(3, 0),
             )
         ]
 

@@ -25,7 +25,7 @@ from topkv.plugins.kinds import kinds, registering
 
 GROUP = "topkv"
 BLOCK = "TOPKV_BLOCK"
-MIGRATION = "; the page 'From hook API 1 to 2' of the documentation says what to change"
+MIGRATION = "; the page 'To hook API 3' of the documentation says what to change"
 
 
 @hookspec

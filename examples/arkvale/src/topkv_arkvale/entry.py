@@ -32,7 +32,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 "reference": "topkv_arkvale.algorithm:ArkVale",
                 "triton": "topkv_arkvale.algorithm:ArkValeKernels",
             },
-            hook_api=(2, 0),
+            hook_api=(3, 0),
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),

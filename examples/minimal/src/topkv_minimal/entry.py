@@ -28,7 +28,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
             factories={
                 "reference": "topkv_minimal.algorithm:MinimalAlgorithm",
             },
-            hook_api=(2, 7),
+            hook_api=(3, 0),
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),

@@ -71,7 +71,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 "reference": "topkv_clusterkv.algorithm:ClusterKV",
                 "triton": "topkv_clusterkv.launch:ClusterKVTriton",
             },
-            hook_api=(2, 0),
+            hook_api=(3, 0),
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("kv_head",),

@@ -13,7 +13,7 @@ def topkv_register_topks() -> list[PluginEntry]:
             name="cuda",
             kind="topk",
             factories={"triton": "topkv_cuda_topk.topk:CudaTopK"},
-            hook_api=(2, 0),
+            hook_api=(3, 0),
             capabilities=Capabilities(tiers=("gpu",)),
             doctor="topkv_cuda_topk.compiler:describe",
         )

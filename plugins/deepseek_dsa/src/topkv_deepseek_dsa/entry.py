@@ -46,7 +46,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 "reference": "topkv_deepseek_dsa.algorithm:DeepSeekDSA",
                 "triton": "topkv_deepseek_dsa.launch:DeepSeekDSATriton",
             },
-            hook_api=(2, 5),
+            hook_api=(3, 0),
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("shared",),

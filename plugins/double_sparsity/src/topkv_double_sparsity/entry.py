@@ -52,7 +52,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 "reference": "topkv_double_sparsity.algorithm:DoubleSparsity",
                 "triton": "topkv_double_sparsity.launch:DoubleSparsityTriton",
             },
-            hook_api=(2, 0),
+            hook_api=(3, 0),
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("kv_head", "shared"),

@@ -60,7 +60,7 @@ def topkv_register_storages() -> list[PluginEntry]:
             name="files",
             kind="storage",
             factories="topkv_files.storage:FilesStorage",
-            hook_api=(2, 7),
+            hook_api=(3, 0),
             capabilities=Capabilities(tiers=("cpu",)),
             quotas=True,
             parameters=FilesParams,

@@ -13,7 +13,7 @@ def topkv_register_backends() -> list[PluginEntry]:
             name="flash_attention",
             kind="backend",
             factories={"triton": "topkv_flash_attention.backend:FlashAttention"},
-            hook_api=(2, 0),
+            hook_api=(3, 0),
             capabilities=Capabilities(
                 scopes=("kv_head", "shared"),
                 attention=("gqa", "mla"),

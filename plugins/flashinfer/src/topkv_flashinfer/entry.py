@@ -13,7 +13,7 @@ def topkv_register_backends() -> list[PluginEntry]:
             name="flashinfer",
             kind="backend",
             factories={"triton": "topkv_flashinfer.backend:FlashInfer"},
-            hook_api=(2, 0),
+            hook_api=(3, 0),
             capabilities=Capabilities(
                 scopes=("kv_head", "shared"),
                 attention=("gqa", "mla"),

@@ -13,7 +13,7 @@ def topkv_register_backends() -> list[PluginEntry]:
             name="flashmla",
             kind="backend",
             factories={"triton": "topkv_flashmla.backend:FlashMLA"},
-            hook_api=(2, 0),
+            hook_api=(3, 0),
             capabilities=Capabilities(
                 scopes=("shared",),
                 attention=("mla",),

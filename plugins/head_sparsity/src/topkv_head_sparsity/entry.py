@@ -32,7 +32,7 @@ def topkv_register_stages() -> list[PluginEntry]:
                 "reference": "topkv_head_sparsity.stage:HeadSparsity",
                 "triton": "topkv_head_sparsity.launch:HeadSparsityTriton",
             },
-            hook_api=(2, 1),
+            hook_api=(3, 0),
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),

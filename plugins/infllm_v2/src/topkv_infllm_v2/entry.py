@@ -34,7 +34,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 "reference": "topkv_infllm_v2.algorithm:InfLLMv2",
                 "triton": "topkv_infllm_v2.launch:InfLLMv2Triton",
             },
-            hook_api=(2, 0),
+            hook_api=(3, 0),
             capabilities=Capabilities(
                 units=(2, 256),
                 scopes=("kv_head", "shared"),

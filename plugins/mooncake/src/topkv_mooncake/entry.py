@@ -71,7 +71,7 @@ def topkv_register_storages() -> list[PluginEntry]:
             name="mooncake",
             kind="storage",
             factories="topkv_mooncake.storage:MooncakeStorage",
-            hook_api=(2, 7),
+            hook_api=(3, 0),
             capabilities=Capabilities(tiers=("cpu",)),
             parameters=MooncakeParams,
             doctor="topkv_mooncake.library:describe",

@@ -13,7 +13,7 @@ def topkv_register_observers() -> list[PluginEntry]:
             name="nvtx",
             kind="observer",
             factories="topkv_nvtx.observer:NvtxObserver",
-            hook_api=(2, 0),
+            hook_api=(3, 0),
             doctor="topkv_nvtx.ranges:describe",
         )
     ]

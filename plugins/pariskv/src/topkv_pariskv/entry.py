@@ -36,7 +36,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 "reference": "topkv_pariskv.algorithm:ParisKV",
                 "triton": "topkv_pariskv.launch:ParisKVTriton",
             },
-            hook_api=(2, 0),
+            hook_api=(3, 0),
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("kv_head", "shared"),

@@ -55,7 +55,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 "reference": "topkv_pqcache.algorithm:PQCache",
                 "triton": "topkv_pqcache.launch:PQCacheTriton",
             },
-            hook_api=(2, 0),
+            hook_api=(3, 0),
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("kv_head", "shared"),

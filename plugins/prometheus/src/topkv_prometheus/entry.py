@@ -28,7 +28,7 @@ def topkv_register_observers() -> list[PluginEntry]:
             name="prometheus",
             kind="observer",
             factories="topkv_prometheus.observer:PrometheusObserver",
-            hook_api=(2, 3),
+            hook_api=(3, 0),
             parameters=PrometheusParams,
         )
     ]

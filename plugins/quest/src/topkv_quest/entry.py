@@ -35,7 +35,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 "reference": "topkv_quest.quest:Quest",
                 "triton": "topkv_quest.quest:QuestKernels",
             },
-            hook_api=(2, 0),
+            hook_api=(3, 0),
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),

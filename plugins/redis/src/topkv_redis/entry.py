@@ -78,7 +78,7 @@ def topkv_register_storages() -> list[PluginEntry]:
             name="redis",
             kind="storage",
             factories="topkv_redis.storage:RedisStorage",
-            hook_api=(2, 7),
+            hook_api=(3, 0),
             capabilities=Capabilities(tiers=("cpu",)),
             parameters=RedisParams,
         )

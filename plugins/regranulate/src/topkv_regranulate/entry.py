@@ -16,7 +16,7 @@ def topkv_register_stages() -> list[PluginEntry]:
                 "reference": "topkv_regranulate.stage:Regranulate",
                 "triton": "topkv_regranulate.kernels:RegranulateKernels",
             },
-            hook_api=(2, 7),
+            hook_api=(3, 0),
             capabilities=Capabilities(attention=("gqa", "mla"), regrains=True),
         )
     ]
@@ -29,6 +29,6 @@ def topkv_register_observers() -> list[PluginEntry]:
             name="regranulate",
             kind="observer",
             factories="topkv_regranulate.observer:ExtraTokens",
-            hook_api=(2, 7),
+            hook_api=(3, 0),
         )
     ]

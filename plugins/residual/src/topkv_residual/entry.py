@@ -29,7 +29,7 @@ def topkv_register_stages() -> list[PluginEntry]:
                 "reference": "topkv_residual.stage:Residual",
                 "triton": "topkv_residual.launch:ResidualTriton",
             },
-            hook_api=(2, 2),
+            hook_api=(3, 0),
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),

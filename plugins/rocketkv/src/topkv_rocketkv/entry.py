@@ -41,7 +41,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 "reference": "topkv_rocketkv.algorithm:RocketKV",
                 "triton": "topkv_rocketkv.launch:RocketKVTriton",
             },
-            hook_api=(2, 5),
+            hook_api=(3, 0),
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),

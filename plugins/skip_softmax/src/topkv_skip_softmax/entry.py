@@ -29,7 +29,7 @@ def topkv_register_stages() -> list[PluginEntry]:
             name="skip_softmax",
             kind="stage",
             factories="topkv_skip_softmax.stage:SkipSoftmax",
-            hook_api=(2, 2),
+            hook_api=(3, 0),
             capabilities=Capabilities(options=("skip_softmax",)),
             parameters=SkipParams,
         )

@@ -54,7 +54,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 "reference": "topkv_snapkv.algorithm:SnapKV",
                 "triton": "topkv_snapkv.kernels:SnapKVTriton",
             },
-            hook_api=(2, 0),
+            hook_api=(3, 0),
             capabilities=Capabilities(
                 units=(1, 1),
                 scopes=("kv_head", "shared"),

@@ -13,6 +13,6 @@ def topkv_register_observers() -> list[PluginEntry]:
             name="stalls",
             kind="observer",
             factories="topkv_stalls.observer:Stalls",
-            hook_api=(2, 6),
+            hook_api=(3, 0),
         )
     ]

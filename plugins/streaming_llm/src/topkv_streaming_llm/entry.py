@@ -30,7 +30,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 "reference": "topkv_streaming_llm.algorithm:StreamingLLM",
                 "triton": "topkv_streaming_llm.launch:StreamingLLMTriton",
             },
-            hook_api=(2, 0),
+            hook_api=(3, 0),
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("shared", "kv_head"),

@@ -35,7 +35,7 @@ def topkv_register_stages() -> list[PluginEntry]:
                 "reference": "topkv_top_p.stage:TopP",
                 "triton": "topkv_top_p.launch:TopPTriton",
             },
-            hook_api=(2, 1),
+            hook_api=(3, 0),
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),

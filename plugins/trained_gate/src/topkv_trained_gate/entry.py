@@ -30,7 +30,7 @@ def topkv_register_algorithms() -> list[PluginEntry]:
                 "reference": "topkv_trained_gate.algorithm:TrainedGate",
                 "triton": "topkv_trained_gate.launch:TrainedGateTriton",
             },
-            hook_api=(2, 3),
+            hook_api=(3, 0),
             capabilities=Capabilities(
                 units=(1, 256),
                 scopes=("kv_head",),

@@ -12,4 +12,4 @@ def topkv_register_engines() -> list[PluginEntry]:
     # models the interpreter takes minutes.
     tiers = Capabilities(tiers=("cpu", "gpu"))
     factory = "topkv_transformers.engine:TransformersEngine"
-    return [PluginEntry("transformers", "engine", factory, hook_api=(2, 0), capabilities=tiers)]
+    return [PluginEntry("transformers", "engine", factory, hook_api=(3, 0), capabilities=tiers)]

@@ -16,7 +16,7 @@ def topkv_register_backends() -> list[PluginEntry]:
                 "reference": "topkv_triton_attention.backend:TritonAttention",
                 "triton": "topkv_triton_attention.kernel_backend:TritonAttentionKernels",
             },
-            hook_api=(2, 2),
+            hook_api=(3, 0),
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),

@@ -14,7 +14,7 @@ def topkv_register_topks() -> list[PluginEntry]:
             kind="topk",
             # Of both implementations: a reference selects by itself and never makes one.
             factories="topkv_triton_topk.topk:PivotTopK",
-            hook_api=(2, 0),
+            hook_api=(3, 0),
             capabilities=Capabilities(tiers=("interpret", "gpu")),
         )
     ]

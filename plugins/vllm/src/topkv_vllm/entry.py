@@ -19,7 +19,7 @@ def topkv_register_engines() -> list[PluginEntry]:
             "vllm",
             "engine",
             "topkv_vllm.engine:VllmEngine",
-            hook_api=(2, 0),
+            hook_api=(3, 0),
             capabilities=Capabilities(tiers=("cpu", "gpu")),
             doctor="topkv_vllm.versions:doctor",
         )

@@ -59,7 +59,7 @@ class Window:
 
 @hookimpl
 def topkv_register_algorithms() -> list[PluginEntry]:
-    return [PluginEntry(NAME, "algorithm", f"{__name__}:Window", hook_api=(2, 0))]
+    return [PluginEntry(NAME, "algorithm", f"{__name__}:Window", hook_api=(3, 0))]
 
 
 def registry_with_window() -> PluginRegistry:

@@ -27,7 +27,7 @@ def topkv_register_keepers() -> list[PluginEntry]:
             "prefixes",
             "keeper",
             "topkv_prefixes.prefixes:PrefixKeeper",
-            hook_api=(2, 7),
+            hook_api=(3, 0),
             parameters=PrefixSettings,
         )
     ]
