@@ -30,6 +30,7 @@ PACKAGES = (
     "plugins/transformers",
     "tools/cli",
     "tools/authoring",
+    "tools/dropping",
     "tools/prediction",
     "tools/prefixes",
     "tools/evaluation",

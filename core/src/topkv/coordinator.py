@@ -27,7 +27,6 @@ from topkv.checks import (
     check_rows,
 )
 from topkv.config import LoweredConfig
-from topkv.dropping import Dropping
 from topkv.errors import DeviceMemoryError, RequestError, TopkvError, is_out_of_memory
 from topkv.layers import Forward, LayerPath
 from topkv.memory import SparseKVCacheManager
@@ -38,6 +37,7 @@ from topkv.plugins import registry as default_registry
 from topkv.prefill import Prefill
 from topkv.report import MemoryReport, TransferReport, count_transfers
 from topkv.requests import Requests
+from topkv.staged import bind_stages
 from topkv.types import Index, Selection
 
 
@@ -55,7 +55,7 @@ class SparseCoordinator:
         layers: the path of each layer.
         lanes, transfers: lane buffers and transfer engine of each group.
         requests: state of every request.
-        dropping: pages that requests give back while they generate.
+        before_lease: functions of stages that ``forward_begin`` calls, see ``Stage.bind``.
         manager: memory of both tiers.
         keeper: finds pages that no request holds, as ``Keeper.bind`` of the plugin that the
             setting ``pages`` names gave it; None where nobody keeps any.
@@ -63,7 +63,7 @@ class SparseCoordinator:
         forward: the open forward, or None.
 
     Raises:
-        ConfigError, PluginError: nothing was allocated.
+        ConfigError, PluginError: a plugin refuses; nothing is left allocated.
         HostMemoryError, DeviceMemoryError: a tier is too small; nothing is left allocated.
     """
 
@@ -102,10 +102,10 @@ class SparseCoordinator:
         self.prefill = Prefill(self.config, self.requests, self.layers)
         sparse = [path for path in self.layers if path.selector]
         self.observers = Observers(config, registry, self.requests, sparse)
-        self.dropping = Dropping(config, self.requests, self.layers)
         periods = [[(spec and spec.settle_period) or 2**31 - 1] for spec in plugins.specs]
         self._settle_periods, self._settles_later = np.array(periods), min(periods) < [2**31 - 1]
         self.forward: Forward | None = None
+        self.before_lease = bind_stages(plugins.algorithms, self)
         self.keeper: Any = plugins.keeper.bind(self) if plugins.keeper else None
 
     def forward_begin(
@@ -134,7 +134,8 @@ class SparseCoordinator:
         for slot, tokens, *row in prefill:
             forward.add_chunk(slot, tokens, *row)
         check_begin(forward, self.requests)
-        self.dropping.run(forward.live)
+        for call in self.before_lease:
+            call(forward.live)
         self.requests.own_pages(forward)
         self._settle(forward.live)
         for chunk in forward.chunks:

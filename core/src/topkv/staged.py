@@ -1,17 +1,18 @@
 """Stages behind an algorithm, which together are one algorithm for the core.
 
 A group with stages gets a ``Staged`` instead of its algorithm. It has the hooks of an algorithm,
-asks the algorithm for more units than are attended, hands them from stage to stage, lets one
-correct the attention output, and one score pages. Little else knows of stages: pools follow from
-the spec of the ``Staged``, and selectors call it as they call any algorithm. A group without
-stages has its algorithm itself, and so has one whose stages only stand for options of attention.
+asks the algorithm for more units than are attended, hands them from stage to stage, and lets one
+correct the attention output. Little else knows of stages: pools follow from the spec of the
+``Staged``, and selectors call it as they call any algorithm. A group without stages has its
+algorithm itself, and so has one whose stages only stand for options of attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
@@ -27,8 +28,8 @@ from topkv.types import GroupShape, LayerView, Selection
 
 _PREFIX = "stages["
 
-ASKED = ("refine", "correct", "keep")
-"""Hooks of a stage that are called behind an algorithm; a stage may have some of them."""
+ASKED = ("refine", "correct", "bind")
+"""Hooks that make a stage one link of a chain; a stage may have some of them."""
 
 
 @frozen(eq=False)
@@ -84,18 +85,13 @@ class Stages:
             tokens: the group in tokens, for what stands before a stage that regrains; else None.
 
         Raises:
-            PluginError: it does nothing, asks for candidates that it does not refine, has
-                ``keep`` and does not say what stays, or regrains and does more than that.
+            PluginError: it does nothing, asks for candidates that it does not refine, or
+                regrains and does more than that.
         """
         spec, group, candidates = stage.spec(), self.group, None
         refines, who = has_hook(stage, "refine"), f"stage {number} ({type(stage).__name__})"
         if not any(has_hook(stage, hook) for hook in ASKED):
             raise PluginError(who, [f"it has none of {', '.join(ASKED)}; implement one of them"])
-        if (spec.keeping is None) == has_hook(stage, "keep"):
-            reason = (
-                f"spec() says keeping={spec.keeping}; say what stays if it has keep, else None"
-            )
-            raise PluginError(who, [reason])
         if tokens:
             _require_refine_alone(stage, spec, who)
             self.group = tokens
@@ -165,6 +161,16 @@ def _require_option(stage: Stage, asked: StageSettings) -> None:
         raise PluginError(f"stage {asked.name!r} would do nothing", reasons)
 
 
+def bind_stages(
+    algorithms: Iterable[Algorithm | None], coordinator: Any
+) -> list[Callable[[np.ndarray], None]]:
+    """Bind the stages behind algorithms that ask for it; return what a coordinator then calls
+    with the slots of its decode rows before it leases pages."""
+    links = [link for each in algorithms if isinstance(each, Staged) for link in each.links]
+    bound = [link.stage.bind(coordinator) for link in links if has_hook(link.stage, "bind")]
+    return [call for call in bound if call]
+
+
 class Staged:
     """An algorithm with stages behind it. The contract is ``topkv.hooks.algorithm``.
 
@@ -182,11 +188,7 @@ class Staged:
     def __init__(self, algorithm: Algorithm, group: GroupShape, links: Sequence[Link]) -> None:
         self.algorithm, self.group, self.links = algorithm, group, links
         self._spec = algorithm.spec()
-        keepers = [at for at, link in enumerate(links) if link.spec.keeping]
-        self._keeper = keepers[0] if keepers else None
-        self.keeping = links[keepers[0]].spec.keeping if keepers else None
-        refused = self._keep_refusals(keepers)
-        refused += [
+        refused = [
             f"the algorithm has a pool {spec.name!r}, and names with {_PREFIX!r} are those of "
             "stages; rename it"
             for spec in self._spec.representations
@@ -224,23 +226,6 @@ class Staged:
         self._updating = [link for link in links if has_hook(link.stage, "update")]
         self._views: dict[int, tuple[LayerView, list[LayerView]]] = {}
 
-    def _keep_refusals(self, keepers: Sequence[int]) -> list[str]:
-        """Return reasons why pages cannot be dropped; none where no stage wants that."""
-        reasons = []
-        if len(keepers) > 1:
-            reasons.append(f"the stages {keepers} all say which pages stay; leave one of them")
-        numbered = [hook for hook in ("settle", "truncated") if has_hook(self.algorithm, hook)]
-        pools = [pool for link in self.links for pool in link.spec.representations]
-        pools += self._spec.representations
-        numbered += [f"pool {pool.name!r}" for pool in pools if pool.grain == "request"]
-        if keepers and numbered:
-            reasons.append(
-                "pages are given back and the others numbered anew, and what the algorithm or a "
-                f"stage keeps of a request goes by the old numbers ({', '.join(numbered)}); take "
-                "another algorithm, or leave the stage out"
-            )
-        return reasons
-
     def _order_refusals(self) -> list[str]:
         """Return reasons of stages whose candidates have no scores, or another order."""
         reasons, before = [], "the algorithm"
@@ -261,24 +246,13 @@ class Staged:
                 before, given = who, wanted
         return reasons
 
-    def keep(self, layer: LayerView, slot: int, length: int, position: int) -> Tensor:
-        """Score the full pages of a request, fp32 ``[lane_heads, pages]``. Cold."""
-        assert self._keeper is not None, "no stage has keep"
-        view = self._seen(layer)[1][self._keeper]
-        pages = length // (layer.group.unit * layer.group.units_per_page)
-        shape = (layer.group.lane_heads, pages)
-        scores = torch.empty(shape, dtype=torch.float32, device=layer.step.slots.device)
-        self.links[self._keeper].stage.keep(view, slot, length, position, scores)
-        return scores
-
     def spec(self) -> AlgorithmSpec:
         """Return the algorithm's spec, with the pools of all stages."""
         own = [pool for link in self.links for pool in link.representations()]
-        kept = self.keeping or any(pool.grain == "request" for pool in own)
-        pools = (*self._spec.representations, *own)
-        return evolve(
-            self._spec, representations=pools, prefix="none" if kept else self._spec.prefix
-        )
+        stated = {link.spec.prefix for link in self.links}
+        alone = "none" in stated or any(pool.grain == "request" for pool in own)
+        pools, prefix = (*self._spec.representations, *own), self._spec.prefix
+        return evolve(self._spec, representations=pools, prefix="none" if alone else prefix)
 
     def construct(
         self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor

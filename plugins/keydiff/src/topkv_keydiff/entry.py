@@ -16,7 +16,7 @@ def topkv_register_stages() -> list[PluginEntry]:
                 "reference": "topkv_keydiff.stage:KeyDiff",
                 "triton": "topkv_keydiff.kernels:KeyDiffKernels",
             },
-            hook_api=(2, 3),
+            hook_api=(2, 7),
             capabilities=Capabilities(
                 units=(1, 128),
                 scopes=("kv_head", "shared"),
