@@ -20,7 +20,7 @@ from torch import Tensor
 from topkv.config import LoweredConfig, LoweredGroup
 from topkv.config.stages import StageSettings
 from topkv.errors import CONFIG_REFUSED, ConfigError, PluginError
-from topkv.hooks.algorithm import Algorithm, AlgorithmSpec, History, RepresentationSpec
+from topkv.hooks.algorithm import Algorithm, AlgorithmSpec, RepresentationSpec
 from topkv.hooks.stage import Stage, StageSetup, StageSpec
 from topkv.plugins import PluginRegistry
 from topkv.plugins.contract import has_hook
@@ -194,9 +194,9 @@ class Staged:
             for spec in self._spec.representations
             if spec.name.startswith(_PREFIX)
         ]
-        selects_prompts = has_hook(algorithm, "retrieve_prompt")
         # One that regrains leaves everything that was selected, and prompts attend to tokens.
-        if selects_prompts and any(link.group.unit == group.unit for link in links):
+        refines = any(link.group.unit == group.unit for link in links)
+        if refines and has_hook(algorithm, "retrieve_prompt"):
             refused.append(
                 "the algorithm selects for the rows of a prompt too (retrieve_prompt), and stages "
                 "refine the selections of decode steps alone; leave stages out"
@@ -215,16 +215,18 @@ class Staged:
         if refused:
             raise ConfigError(CONFIG_REFUSED, refused)
         if correcting:
-            self._corrector, self.correct = correcting[0], self._correct  # -1: the algorithm
-        if selects_prompts:
-            self.retrieve_prompt = self._retrieve_prompt
-        if has_hook(algorithm, "settle"):
-            self.settle = self._settle
-        if has_hook(algorithm, "truncated"):
-            self.truncated = self._truncated
+            self.correct = self._hook_of(correcting[0], "correct")
+        for hook in ("settle", "truncated", "retrieve_prompt"):
+            if has_hook(algorithm, hook):
+                setattr(self, hook, self._hook_of(-1, hook))
         self._constructing = [link for link in links if has_hook(link.stage, "construct")]
         self._updating = [link for link in links if has_hook(link.stage, "update")]
-        self._views: dict[int, tuple[LayerView, list[LayerView]]] = {}
+        self._views: dict[int, list[LayerView]] = {}
+
+    def _hook_of(self, place: int, hook: str) -> Callable[..., None]:
+        """Return a hook of stage ``place``, -1 for the algorithm, with its own view of layers."""
+        owner = self.links[place].stage if place >= 0 else self.algorithm
+        return lambda layer, *given: getattr(owner, hook)(self._seen(layer)[place], *given)
 
     def _order_refusals(self) -> list[str]:
         """Return reasons of stages whose candidates have no scores, or another order."""
@@ -257,14 +259,14 @@ class Staged:
     def construct(
         self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
     ) -> None:
-        own, views = self._seen(layer)
+        *views, own = self._seen(layer)
         self.algorithm.construct(own, slot, start, k, v, q, lse)
         for link, view in zip(self.links, views, strict=True):
             if link in self._constructing:
                 link.stage.construct(view, slot, start, k, v, q, lse)
 
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        own, views = self._seen(layer)
+        *views, own = self._seen(layer)
         self.algorithm.update(own, k, v)
         for link, view in zip(self.links, views, strict=True):
             if link in self._updating:
@@ -273,7 +275,7 @@ class Staged:
     def retrieve_topk(
         self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
     ) -> Selection:
-        own, views = self._seen(layer)
+        *views, own = self._seen(layer)
         rooms, stages = list[Selection](), list[tuple[Stage, LayerView]]()
         for link, view in zip(self.links, views, strict=True):
             if link.candidates is not None:
@@ -285,42 +287,13 @@ class Staged:
             selection = stage.refine(view, q, selection, room)
         return selection
 
-    def _correct(
-        self, layer: LayerView, q: Tensor, selection: Selection, out: Tensor, lse: Tensor
-    ) -> None:
-        own, views = self._seen(layer)
-        if self._corrector < 0:
-            self.algorithm.correct(own, q, selection, out, lse)
-        else:
-            at = self._corrector
-            self.links[at].stage.correct(views[at], q, selection, out, lse)
-
-    def _retrieve_prompt(
-        self,
-        layer: LayerView,
-        slot: int,
-        start: int,
-        q: Tensor,
-        weights: Tensor | None,
-        ids: Tensor,
-    ) -> None:
-        self.algorithm.retrieve_prompt(self._seen(layer)[0], slot, start, q, weights, ids)
-
-    def _settle(
-        self, layer: LayerView, slot: int, since: int, length: int, history: History
-    ) -> None:
-        self.algorithm.settle(self._seen(layer)[0], slot, since, length, history)
-
-    def _truncated(self, layer: LayerView, slot: int, length: int) -> None:
-        self.algorithm.truncated(self._seen(layer)[0], slot, length)
-
-    def _seen(self, layer: LayerView) -> tuple[LayerView, list[LayerView]]:
-        """Return the views of a layer for the algorithm and for each stage; made once."""
+    def _seen(self, layer: LayerView) -> list[LayerView]:
+        """Return the views of a layer for each stage, and for the algorithm; made once."""
         found = self._views.get(layer.layer)
-        if found is None or found[0].step is not layer.step:
+        if found is None or found[-1].step is not layer.step:
             pools = {spec.name: layer.pools[spec.name] for spec in self._spec.representations}
             own = evolve(layer, group=self.group, pools=pools)
-            found = self._views[layer.layer] = own, [link.view(layer) for link in self.links]
+            found = self._views[layer.layer] = [*(link.view(layer) for link in self.links), own]
         return found
 
 
