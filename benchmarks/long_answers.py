@@ -26,7 +26,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import topkv
-from topkv import hookimpl
 from topkv_evaluation import CHECKPOINT
 from topkv_evaluation.retrieval import ASK, FACT, VALUE_DIGITS, pinned_text
 from topkv_keydiff.stage import KeyDiff
@@ -35,7 +34,6 @@ Row = dict[str, Any]
 Keep = Callable[..., None]
 
 
-@hookimpl
 def at_random(
     self: KeyDiff, layer: Any, slot: int, length: int, position: int, scores: Tensor
 ) -> None:
@@ -44,7 +42,6 @@ def at_random(
     scores.copy_(drawn.expand_as(scores))
 
 
-@hookimpl
 def oldest(
     self: KeyDiff, layer: Any, slot: int, length: int, position: int, scores: Tensor
 ) -> None:

@@ -192,7 +192,7 @@ class Wide(Complete):
 
 @pytest.mark.parametrize(
     ("stage", "reported"),
-    [(Idle, "none of refine, correct, keep"), (Wide, "widen=2, and it has no refine; say 1")],
+    [(Idle, "none of refine, correct, bind"), (Wide, "widen=2, and it has no refine; say 1")],
 )
 def test_stages_that_cannot_mean_what_they_say_are_refused(stage, reported):
     coordinator = make_coordinator(tier("cpu"), registry=doubles(KEEP, RERANK))

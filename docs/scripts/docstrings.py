@@ -16,6 +16,7 @@ KIT = ROOT / "tools" / "testing" / "src" / "topkv_testing"
 SOURCES = {
     "topkv": CORE,
     "topkv_authoring": ROOT / "tools" / "authoring" / "src" / "topkv_authoring",
+    "topkv_dropping": ROOT / "tools" / "dropping" / "src" / "topkv_dropping",
     "topkv_prefixes": ROOT / "tools" / "prefixes" / "src" / "topkv_prefixes",
 }
 

@@ -32,6 +32,7 @@ LIBRARY = (
     "topkv.transfer.geometry",
     "topkv.transfer.reference",
     "topkv.transfer.triton",
+    "topkv_dropping",
     "topkv_prefixes.entry",
     "topkv_prefixes.objects",
 )

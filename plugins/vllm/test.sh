@@ -19,7 +19,7 @@ if ! [ "$done" -nt plugins/vllm/test.sh -a "$done" -nt plugins/vllm/pyproject.to
     "${pip[@]}" uninstall -y torchvision torchaudio torchcodec
     folders=(core tools/authoring tools/cli plugins/vllm plugins/quest plugins/triton_attention plugins/streaming_llm
         plugins/clusterkv plugins/snapkv plugins/double_sparsity plugins/triton_topk
-        plugins/pariskv plugins/deepseek_dsa examples/arkvale plugins/transformers plugins/stalls tools/prediction tools/prefixes tools/bench
+        plugins/pariskv plugins/deepseek_dsa examples/arkvale plugins/transformers plugins/stalls tools/prediction tools/dropping tools/prefixes tools/bench
         tools/testing)
     "${pip[@]}" install --no-deps --no-build-isolation "${folders[@]/#/-e./}"
     touch "$done"

@@ -1,4 +1,4 @@
-"""Pages that are given back, with one bug each: in the core, and in stages that score pages."""
+"""Pages that are given back, with one bug each: in their package, and in stages that score."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from attrs import evolve
 
 from tests.mutants.harness import Mutant, name_of
 from tests.mutants.lifecycle import LifecycleMutant, nothing
-from topkv import dropping
-from topkv.dropping import Dropping
+from tools.dropping.tests import test_dropping as tests
 from topkv.hooks.discovery import hookimpl
 from topkv.requests import Requests
+from topkv_dropping import dropping, stage
+from topkv_dropping.dropping import Dropping
+from topkv_dropping.stage import ScoresPages
 from topkv_testing.machines.dropping import run_dropping
 from topkv_testing.models.stage_doubles import HEAVY, Heavy
 from topkv_testing.stages import AlgorithmOptions, StageTests
@@ -84,9 +86,51 @@ def forgets_what_went(self, slot):
     return twin
 
 
-_fork = Requests.fork
+_fork, _bind, _init = Requests.fork, ScoresPages.bind, Dropping.__init__
 
-CORE = {
+
+@hookimpl
+def for_every_group(self, coordinator):
+    """The stage of each group gives back pages of all layers."""
+    links = (link for each in coordinator.layers for link in getattr(each.algorithm, "links", ()))
+    return _bind(next(link.stage for link in links), coordinator)
+
+
+def by_the_first_layer(self, requests, keeping, scores):
+    """Other layers are not asked."""
+    _init(self, requests, keeping, scores[:1])
+
+
+def says_no_bound(self, requests, keeping, scores):
+    """Who generates reserves room for everything."""
+    _init(self, requests, keeping, scores)
+    requests.bound = None
+
+
+def refuses(on):
+    """Configurations are refused by name."""
+    tests.test_what_is_refused()
+
+
+def bounds(on):
+    """A coordinator says how long its requests get."""
+    tests.test_who_generates_sees_how_long_a_request_gets()
+
+
+def once(on):
+    """Pages of two groups go once."""
+    tests.test_one_stage_gives_back_the_pages_of_all_groups()
+
+
+BOUND = {
+    "every group gives back": (ScoresPages, "bind", for_every_group, once),
+    "one layer is asked": (Dropping, "__init__", by_the_first_layer, once),
+    "no bound is known": (Dropping, "__init__", says_no_bound, bounds),
+    "an engine loses its pages": (stage, "_refusals", lambda config, found: (), refuses),
+    "old numbers are used": (stage, "_chain_refusals", lambda chain: (), refuses),
+}
+
+GIVEN_BACK = {
     "the best pages go": (Dropping, "_worth", best_first),
     "the newest tokens go": (Dropping, "_least", without_recent),
     "the first tokens go": (Dropping, "_least", without_first),
@@ -103,7 +147,6 @@ CORE = {
 class LeavesTheLast(Heavy):
     """The last page gets no score."""
 
-    @hookimpl
     def keep(self, layer, slot, length, position, scores):
         super().keep(layer, slot, length, position, scores[:, :-1])
 
@@ -111,7 +154,6 @@ class LeavesTheLast(Heavy):
 class GoesByHostPages(Heavy):
     """Pages are looked up as if they lay in order."""
 
-    @hookimpl
     def keep(self, layer, slot, length, position, scores):
         table = layer.step.page_table
         order = torch.arange(table.shape[1], dtype=table.dtype, device=table.device)
@@ -122,7 +164,6 @@ class GoesByHostPages(Heavy):
 class WritesPools(Heavy):
     """Keys are scaled where they lie."""
 
-    @hookimpl
     def keep(self, layer, slot, length, position, scores):
         layer.pools["keys"].mul_(2)
         super().keep(layer, slot, length, position, scores)
@@ -137,6 +178,7 @@ def _mutant(broken: type) -> Mutant:
 
 
 MUTANTS = [
-    *(LifecycleMutant(name, *swap, run_dropping) for name, swap in CORE.items()),
+    *(LifecycleMutant(name, *swap, run_dropping) for name, swap in GIVEN_BACK.items()),
+    *(LifecycleMutant(name, *swap) for name, swap in BOUND.items()),
     *map(_mutant, (LeavesTheLast, GoesByHostPages, WritesPools)),
 ]

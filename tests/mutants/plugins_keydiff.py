@@ -20,7 +20,6 @@ class ForgetsDecoded(KeyDiff):
 class KeepsTheAlike(KeyDiff):
     """Pages that are like the others stay."""
 
-    @hookimpl
     def keep(self, layer, slot, length, position, scores):
         super().keep(layer, slot, length, position, scores)
         scores.neg_()
@@ -38,7 +37,6 @@ class LongKeysWeighMore(KeyDiff):
 class GoesByOtherRequests(KeyDiff):
     """All of the pool is averaged, and not the pages of the request."""
 
-    @hookimpl
     def keep(self, layer, slot, length, position, scores):
         super().keep(layer, slot, length, position, scores)
         scores += layer.pools["directions"].float().nan_to_num().sum()

@@ -27,6 +27,7 @@ SET += ("topkv-triton-attention", "topkv-snapkv", "topkv-clusterkv", "topkv-doub
 SET += ("topkv-pariskv", "topkv-pqcache", "topkv-rocketkv", "topkv-streaming-llm")
 SET += ("topkv-triton-topk", "topkv-trained-gate", "topkv-deepseek-dsa", "topkv-files")
 SET += ("topkv-keydiff", "topkv-prediction", "topkv-prefixes", "topkv-testing", "topkv-authoring")
+SET += ("topkv-dropping",)
 TESTS = ("plugins/transformers/tests", "tests/test_kernels.py")
 KEPT = ("PATH", "HOME", "SSL_CERT_FILE", "PIP_CERT", "REQUESTS_CA_BUNDLE")
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "matplotlib")

@@ -3,7 +3,8 @@
 Read this file from top to bottom: ``forward_begin`` puts the rows of a forward into place,
 ``attention`` runs one layer, ``forward_end`` closes what the forward filled. Everything between
 the two is device work on tensors with fixed addresses and can be captured in a CUDA graph.
-Requests begin, end, grow and fork between forwards: ``topkv.requests``.
+Requests begin, end, grow and fork between forwards: ``topkv.between`` has the calls,
+``topkv.requests`` what they do.
 """
 
 from __future__ import annotations
@@ -15,33 +16,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from topkv.admission import Admission, admission
-from topkv.assembly import Tensors, allocate, connect, make_plugins
-from topkv.checks import (
-    check_begin,
-    check_end,
-    check_held,
-    check_idle,
-    check_replaced,
-    check_reserve,
-    check_rows,
-)
+from topkv.assembly import allocate, connect, make_plugins
+from topkv.between import BetweenForwards
+from topkv.checks import check_begin, check_end, check_idle, check_rows
 from topkv.config import LoweredConfig
-from topkv.dropping import Dropping
 from topkv.errors import DeviceMemoryError, RequestError, TopkvError, is_out_of_memory
 from topkv.layers import Forward, LayerPath
-from topkv.memory import SparseKVCacheManager
 from topkv.observers import Observers
 from topkv.ops.chunk_attention import add_sinks
 from topkv.plugins import PluginRegistry
 from topkv.plugins import registry as default_registry
 from topkv.prefill import Prefill
-from topkv.report import MemoryReport, TransferReport, count_transfers
 from topkv.requests import Requests
+from topkv.staged import bind_stages
 from topkv.types import Index, Selection
 
 
-class SparseCoordinator:
+class SparseCoordinator(BetweenForwards):
     """Sparse decoding for the attention layers of one model.
 
     Args:
@@ -55,7 +46,7 @@ class SparseCoordinator:
         layers: the path of each layer.
         lanes, transfers: lane buffers and transfer engine of each group.
         requests: state of every request.
-        dropping: pages that requests give back while they generate.
+        before_lease: functions of stages that ``forward_begin`` calls, see ``Stage.bind``.
         manager: memory of both tiers.
         keeper: finds pages that no request holds, as ``Keeper.bind`` of the plugin that the
             setting ``pages`` names gave it; None where nobody keeps any.
@@ -63,12 +54,11 @@ class SparseCoordinator:
         forward: the open forward, or None.
 
     Raises:
-        ConfigError, PluginError: nothing was allocated.
+        ConfigError, PluginError: a plugin refuses; nothing is left allocated.
         HostMemoryError, DeviceMemoryError: a tier is too small; nothing is left allocated.
     """
 
     def __init__(self, config: LoweredConfig, registry: PluginRegistry | None = None) -> None:
-        self._manager: SparseKVCacheManager | None = None
         self.registry = registry or default_registry()
         try:
             with torch.inference_mode(False):  # outside of it no inference tensor can be written
@@ -102,10 +92,9 @@ class SparseCoordinator:
         self.prefill = Prefill(self.config, self.requests, self.layers)
         sparse = [path for path in self.layers if path.selector]
         self.observers = Observers(config, registry, self.requests, sparse)
-        self.dropping = Dropping(config, self.requests, self.layers)
         periods = [[(spec and spec.settle_period) or 2**31 - 1] for spec in plugins.specs]
         self._settle_periods, self._settles_later = np.array(periods), min(periods) < [2**31 - 1]
-        self.forward: Forward | None = None
+        self.before_lease = bind_stages(plugins.algorithms, self)
         self.keeper: Any = plugins.keeper.bind(self) if plugins.keeper else None
 
     def forward_begin(
@@ -134,7 +123,8 @@ class SparseCoordinator:
         for slot, tokens, *row in prefill:
             forward.add_chunk(slot, tokens, *row)
         check_begin(forward, self.requests)
-        self.dropping.run(forward.live)
+        for call in self.before_lease:
+            call(forward.live)
         self.requests.own_pages(forward)
         self._settle(forward.live)
         for chunk in forward.chunks:
@@ -270,6 +260,13 @@ class SparseCoordinator:
         for slot in forward.ending:
             self.requests.end(slot)
 
+    def settle(self, slots: Sequence[int]) -> None:
+        """Settle what is due and warm buffers now, not when ``forward_begin`` decodes. Cold."""
+        check_idle(self.forward, "settle")
+        for slot in slots:
+            self.requests.check(slot)
+        self._settle(np.asarray(slots, dtype=np.intp))
+
     def _settle(self, slots: np.ndarray) -> None:
         """Settle all groups of requests that turn to decode, and warm those requests; settle
         single groups whose period is over."""
@@ -312,103 +309,3 @@ class SparseCoordinator:
         self.requests.upload(rows, appended)
         for lanes in self.lanes:
             lanes.begin()
-
-    @classmethod
-    def required_bytes(
-        cls, config: LoweredConfig, registry: PluginRegistry | None = None
-    ) -> MemoryReport:
-        """Count the bytes that a coordinator takes; only scratch is taken. Raises as it does."""
-        plugins = make_plugins(registry or default_registry(), config)
-        return Tensors(config, plugins, torch.device("meta")).memory(plugins)
-
-    @property
-    def generated_limit(self) -> int | None:
-        """Most tokens that may follow a prompt; None for any number."""
-        return None if self.requests.generated == 2**31 - 1 else self.requests.generated
-
-    def request_begin(self, pages: Sequence[int] = (), length: int = 0) -> int:
-        """Take a request slot; with pages of an engine, see ``Requests.begin``."""
-        check_held(self.requests, pages, length)
-        return self.requests.begin(pages, length)
-
-    def request_add_pages(self, slot: int, pages: Sequence[int]) -> None:
-        """Give a request further pages of an engine, see ``Requests.add_pages``."""
-        self.requests.add_pages(slot, pages)
-
-    def request_replace_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
-        """Let a request hold other pages of an engine with the same tokens, see
-        ``Requests.replace_pages``."""
-        check_idle(self.forward, "request_replace_pages")
-        check_replaced(self.requests, slot, first, pages)
-        self.requests.replace_pages(slot, first, pages)
-
-    def request_end(self, slot: int) -> None:
-        """Give back everything that the request holds; also for abort.
-
-        During a forward it takes effect at ``forward_end``: later layers still write that row.
-        """
-        self.requests.check(slot)
-        if self.forward is None:
-            self.requests.end(slot)
-        elif slot not in self.forward.ending:
-            self.forward.ending.append(slot)
-
-    def length(self, slot: int) -> int:
-        """Tokens of a request."""
-        self.requests.check(slot)
-        return int(self.requests.length[slot])
-
-    def can_admit(self, tokens: int, requests: int = 1) -> Admission:
-        """Check whether ``requests`` new requests of ``tokens`` tokens each would find room."""
-        return admission(self.requests, tokens, requests)
-
-    def reserve(self, slot: int, tokens: int) -> None:
-        """Lease the pages for ``tokens`` further tokens now; see ``Requests.reserve``."""
-        check_idle(self.forward, "reserve")
-        check_reserve(self.requests, slot, tokens)
-        self.requests.reserve(slot, tokens)
-
-    def rollback(self, slot: int, length: int) -> None:
-        """Take back the newest tokens, as far as the ring reaches; see ``Requests.rollback``."""
-        check_idle(self.forward, "rollback")
-        self.requests.rollback(slot, length)
-
-    def truncate(self, slot: int, length: int) -> None:
-        """Cut a request to ``length`` tokens and forget every device copy. Cold."""
-        check_idle(self.forward, "truncate")
-        self.requests.truncate(slot, length)
-
-    def fork(self, slot: int) -> int:
-        """A new request with the same tokens, which shares its full pages. Cold."""
-        check_idle(self.forward, "fork")
-        return self.requests.fork(slot)
-
-    def settle(self, slots: Sequence[int]) -> None:
-        """Settle what is due and warm buffers now, not when ``forward_begin`` decodes. Cold."""
-        check_idle(self.forward, "settle")
-        for slot in slots:
-            self.requests.check(slot)
-        self._settle(np.asarray(slots, dtype=np.intp))
-
-    def flush(self, slot: int) -> None:
-        """Move the open unit to the host, so that all tokens are there. Cold."""
-        check_idle(self.forward, "flush")
-        self.requests.flush(slot)
-
-    def memory(self) -> MemoryReport:
-        """Count the bytes on both tiers, from tensors."""
-        return self._tensors.memory(self._plugins)
-
-    def transfers_of(self, slots: Sequence[int] | None = None) -> TransferReport:
-        """Count transfers of requests since each began; of all requests for None. Synchronizes."""
-        return count_transfers(self.manager.stores, slots)
-
-    def check_integrity(self) -> None:
-        """Raise RequestError unless pages, counts and maps agree with each other. Slow."""
-        slots = range(self.config.max_requests)
-        self.manager.check_integrity([self.requests.pages.of(slot) for slot in slots])
-
-    def close(self) -> None:
-        """Unregister the host memory. Idempotent."""
-        if self._manager is not None:
-            self._manager.close()

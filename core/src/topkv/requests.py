@@ -35,6 +35,7 @@ class Requests:
         selectors: selectors of all sparse layers.
 
     Attributes:
+        bound: most tokens of a request that decodes; None unless somebody gives back pages of it.
         active: bool ``[R]`` the slot holds a request.
         length: int32 ``[R]`` tokens that have been appended.
         high: int32 ``[R]`` the largest length that the ring has seen.
@@ -62,6 +63,7 @@ class Requests:
         self.transfers, self.selectors = transfers, selectors
         self.generated, self.undo = generated, undo
         self.shares_prefixes = shares_prefixes
+        self.bound: int | None = None
         slots = config.max_requests
         self.active, self.dirty, self.fresh = np.zeros((3, slots), dtype=bool)
         # One column more than there are slots: slot -1, a padded row, finds zeros there.

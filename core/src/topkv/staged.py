@@ -1,17 +1,18 @@
 """Stages behind an algorithm, which together are one algorithm for the core.
 
 A group with stages gets a ``Staged`` instead of its algorithm. It has the hooks of an algorithm,
-asks the algorithm for more units than are attended, hands them from stage to stage, lets one
-correct the attention output, and one score pages. Little else knows of stages: pools follow from
-the spec of the ``Staged``, and selectors call it as they call any algorithm. A group without
-stages has its algorithm itself, and so has one whose stages only stand for options of attention.
+asks the algorithm for more units than are attended, hands them from stage to stage, and lets one
+correct the attention output. Little else knows of stages: pools follow from the spec of the
+``Staged``, and selectors call it as they call any algorithm. A group without stages has its
+algorithm itself, and so has one whose stages only stand for options of attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from topkv.config import LoweredConfig, LoweredGroup
 from topkv.config.stages import StageSettings
 from topkv.errors import CONFIG_REFUSED, ConfigError, PluginError
-from topkv.hooks.algorithm import Algorithm, AlgorithmSpec, History, RepresentationSpec
+from topkv.hooks.algorithm import Algorithm, AlgorithmSpec, RepresentationSpec
 from topkv.hooks.stage import Stage, StageSetup, StageSpec
 from topkv.plugins import PluginRegistry
 from topkv.plugins.contract import has_hook
@@ -27,8 +28,8 @@ from topkv.types import GroupShape, LayerView, Selection
 
 _PREFIX = "stages["
 
-ASKED = ("refine", "correct", "keep")
-"""Hooks of a stage that are called behind an algorithm; a stage may have some of them."""
+ASKED = ("refine", "correct", "bind")
+"""Hooks that make a stage one link of a chain; a stage may have some of them."""
 
 
 @frozen(eq=False)
@@ -84,18 +85,13 @@ class Stages:
             tokens: the group in tokens, for what stands before a stage that regrains; else None.
 
         Raises:
-            PluginError: it does nothing, asks for candidates that it does not refine, has
-                ``keep`` and does not say what stays, or regrains and does more than that.
+            PluginError: it does nothing, asks for candidates that it does not refine, or
+                regrains and does more than that.
         """
         spec, group, candidates = stage.spec(), self.group, None
         refines, who = has_hook(stage, "refine"), f"stage {number} ({type(stage).__name__})"
         if not any(has_hook(stage, hook) for hook in ASKED):
             raise PluginError(who, [f"it has none of {', '.join(ASKED)}; implement one of them"])
-        if (spec.keeping is None) == has_hook(stage, "keep"):
-            reason = (
-                f"spec() says keeping={spec.keeping}; say what stays if it has keep, else None"
-            )
-            raise PluginError(who, [reason])
         if tokens:
             _require_refine_alone(stage, spec, who)
             self.group = tokens
@@ -165,6 +161,16 @@ def _require_option(stage: Stage, asked: StageSettings) -> None:
         raise PluginError(f"stage {asked.name!r} would do nothing", reasons)
 
 
+def bind_stages(
+    algorithms: Iterable[Algorithm | None], coordinator: Any
+) -> list[Callable[[np.ndarray], None]]:
+    """Bind the stages behind algorithms that ask for it; return what a coordinator then calls
+    with the slots of its decode rows before it leases pages."""
+    links = [link for each in algorithms if isinstance(each, Staged) for link in each.links]
+    bound = [link.stage.bind(coordinator) for link in links if has_hook(link.stage, "bind")]
+    return [call for call in bound if call]
+
+
 class Staged:
     """An algorithm with stages behind it. The contract is ``topkv.hooks.algorithm``.
 
@@ -182,19 +188,15 @@ class Staged:
     def __init__(self, algorithm: Algorithm, group: GroupShape, links: Sequence[Link]) -> None:
         self.algorithm, self.group, self.links = algorithm, group, links
         self._spec = algorithm.spec()
-        keepers = [at for at, link in enumerate(links) if link.spec.keeping]
-        self._keeper = keepers[0] if keepers else None
-        self.keeping = links[keepers[0]].spec.keeping if keepers else None
-        refused = self._keep_refusals(keepers)
-        refused += [
+        refused = [
             f"the algorithm has a pool {spec.name!r}, and names with {_PREFIX!r} are those of "
             "stages; rename it"
             for spec in self._spec.representations
             if spec.name.startswith(_PREFIX)
         ]
-        selects_prompts = has_hook(algorithm, "retrieve_prompt")
         # One that regrains leaves everything that was selected, and prompts attend to tokens.
-        if selects_prompts and any(link.group.unit == group.unit for link in links):
+        refines = any(link.group.unit == group.unit for link in links)
+        if refines and has_hook(algorithm, "retrieve_prompt"):
             refused.append(
                 "the algorithm selects for the rows of a prompt too (retrieve_prompt), and stages "
                 "refine the selections of decode steps alone; leave stages out"
@@ -213,33 +215,18 @@ class Staged:
         if refused:
             raise ConfigError(CONFIG_REFUSED, refused)
         if correcting:
-            self._corrector, self.correct = correcting[0], self._correct  # -1: the algorithm
-        if selects_prompts:
-            self.retrieve_prompt = self._retrieve_prompt
-        if has_hook(algorithm, "settle"):
-            self.settle = self._settle
-        if has_hook(algorithm, "truncated"):
-            self.truncated = self._truncated
+            self.correct = self._hook_of(correcting[0], "correct")
+        for hook in ("settle", "truncated", "retrieve_prompt"):
+            if has_hook(algorithm, hook):
+                setattr(self, hook, self._hook_of(-1, hook))
         self._constructing = [link for link in links if has_hook(link.stage, "construct")]
         self._updating = [link for link in links if has_hook(link.stage, "update")]
-        self._views: dict[int, tuple[LayerView, list[LayerView]]] = {}
+        self._views: dict[int, list[LayerView]] = {}
 
-    def _keep_refusals(self, keepers: Sequence[int]) -> list[str]:
-        """Return reasons why pages cannot be dropped; none where no stage wants that."""
-        reasons = []
-        if len(keepers) > 1:
-            reasons.append(f"the stages {keepers} all say which pages stay; leave one of them")
-        numbered = [hook for hook in ("settle", "truncated") if has_hook(self.algorithm, hook)]
-        pools = [pool for link in self.links for pool in link.spec.representations]
-        pools += self._spec.representations
-        numbered += [f"pool {pool.name!r}" for pool in pools if pool.grain == "request"]
-        if keepers and numbered:
-            reasons.append(
-                "pages are given back and the others numbered anew, and what the algorithm or a "
-                f"stage keeps of a request uses the old numbers ({', '.join(numbered)}); take "
-                "another algorithm, or leave the stage out"
-            )
-        return reasons
+    def _hook_of(self, place: int, hook: str) -> Callable[..., None]:
+        """Return a hook of stage ``place``, -1 for the algorithm, with its own view of layers."""
+        owner = self.links[place].stage if place >= 0 else self.algorithm
+        return lambda layer, *given: getattr(owner, hook)(self._seen(layer)[place], *given)
 
     def _order_refusals(self) -> list[str]:
         """Return reasons of stages whose candidates have no scores, or another order."""
@@ -261,36 +248,25 @@ class Staged:
                 before, given = who, wanted
         return reasons
 
-    def keep(self, layer: LayerView, slot: int, length: int, position: int) -> Tensor:
-        """Score the full pages of a request, fp32 ``[lane_heads, pages]``. Cold."""
-        assert self._keeper is not None, "no stage has keep"
-        view = self._seen(layer)[1][self._keeper]
-        pages = length // (layer.group.unit * layer.group.units_per_page)
-        shape = (layer.group.lane_heads, pages)
-        scores = torch.empty(shape, dtype=torch.float32, device=layer.step.slots.device)
-        self.links[self._keeper].stage.keep(view, slot, length, position, scores)
-        return scores
-
     def spec(self) -> AlgorithmSpec:
         """Return the algorithm's spec, with the pools of all stages."""
         own = [pool for link in self.links for pool in link.representations()]
-        kept = self.keeping or any(pool.grain == "request" for pool in own)
-        pools = (*self._spec.representations, *own)
-        return evolve(
-            self._spec, representations=pools, prefix="none" if kept else self._spec.prefix
-        )
+        stated = {link.spec.prefix for link in self.links}
+        alone = "none" in stated or any(pool.grain == "request" for pool in own)
+        pools, prefix = (*self._spec.representations, *own), self._spec.prefix
+        return evolve(self._spec, representations=pools, prefix="none" if alone else prefix)
 
     def construct(
         self, layer: LayerView, slot: int, start: int, k: Tensor, v: Tensor, q: Tensor, lse: Tensor
     ) -> None:
-        own, views = self._seen(layer)
+        *views, own = self._seen(layer)
         self.algorithm.construct(own, slot, start, k, v, q, lse)
         for link, view in zip(self.links, views, strict=True):
             if link in self._constructing:
                 link.stage.construct(view, slot, start, k, v, q, lse)
 
     def update(self, layer: LayerView, k: Tensor, v: Tensor) -> None:
-        own, views = self._seen(layer)
+        *views, own = self._seen(layer)
         self.algorithm.update(own, k, v)
         for link, view in zip(self.links, views, strict=True):
             if link in self._updating:
@@ -299,7 +275,7 @@ class Staged:
     def retrieve_topk(
         self, layer: LayerView, q: Tensor, weights: Tensor | None, out: Selection
     ) -> Selection:
-        own, views = self._seen(layer)
+        *views, own = self._seen(layer)
         rooms, stages = list[Selection](), list[tuple[Stage, LayerView]]()
         for link, view in zip(self.links, views, strict=True):
             if link.candidates is not None:
@@ -311,42 +287,13 @@ class Staged:
             selection = stage.refine(view, q, selection, room)
         return selection
 
-    def _correct(
-        self, layer: LayerView, q: Tensor, selection: Selection, out: Tensor, lse: Tensor
-    ) -> None:
-        own, views = self._seen(layer)
-        if self._corrector < 0:
-            self.algorithm.correct(own, q, selection, out, lse)
-        else:
-            at = self._corrector
-            self.links[at].stage.correct(views[at], q, selection, out, lse)
-
-    def _retrieve_prompt(
-        self,
-        layer: LayerView,
-        slot: int,
-        start: int,
-        q: Tensor,
-        weights: Tensor | None,
-        ids: Tensor,
-    ) -> None:
-        self.algorithm.retrieve_prompt(self._seen(layer)[0], slot, start, q, weights, ids)
-
-    def _settle(
-        self, layer: LayerView, slot: int, since: int, length: int, history: History
-    ) -> None:
-        self.algorithm.settle(self._seen(layer)[0], slot, since, length, history)
-
-    def _truncated(self, layer: LayerView, slot: int, length: int) -> None:
-        self.algorithm.truncated(self._seen(layer)[0], slot, length)
-
-    def _seen(self, layer: LayerView) -> tuple[LayerView, list[LayerView]]:
-        """Return the views of a layer for the algorithm and for each stage; made once."""
+    def _seen(self, layer: LayerView) -> list[LayerView]:
+        """Return the views of a layer for each stage, and for the algorithm; made once."""
         found = self._views.get(layer.layer)
-        if found is None or found[0].step is not layer.step:
+        if found is None or found[-1].step is not layer.step:
             pools = {spec.name: layer.pools[spec.name] for spec in self._spec.representations}
             own = evolve(layer, group=self.group, pools=pools)
-            found = self._views[layer.layer] = own, [link.view(layer) for link in self.links]
+            found = self._views[layer.layer] = [*(link.view(layer) for link in self.links), own]
         return found
 
 

@@ -8,8 +8,8 @@ import torch
 from transformers import DynamicCache
 
 import topkv
-from topkv.dropping import Dropping
 from topkv.errors import CapabilityError
+from topkv_dropping.dropping import Dropping
 
 PAGE, TOKENS, EVERY, PROMPT = 16, 96, 24, 150
 STAGE = {

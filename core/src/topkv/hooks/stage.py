@@ -1,7 +1,7 @@
 """Hook specs of a stage, which stands behind an algorithm.
 
 A stage refines what the algorithm selects, corrects the attention output for units that were not
-selected, or says which pages a request may lose.
+selected, or is called between forwards.
 
 ``factory(setup)`` gives one instance per group for a ``StageSetup``; an entry names a factory for
 each implementation. The setting ``stages`` lists stages in the order in which they are asked. One
@@ -10,18 +10,15 @@ says, and passes some of them on to the next. What the last one leaves is planne
 attended. One with ``correct`` is asked behind attention; a group has one at most. So a stage goes
 with any algorithm that selects in decode steps alone.
 
-One with ``keep`` scores the pages of a request that has grown longer than ``StageSpec.keeping``
-says, and the core gives back those that are worth least, in all layers at once
-(``topkv.dropping``). The others move up: units are numbered anew, and the request has fewer
-tokens. A group has one such stage at most, and an algorithm with ``settle``, ``truncated`` or
-pools of grain ``"request"`` cannot stand before it: what it keeps of a request uses the old
-numbers.
+One with ``bind`` is given the coordinator, and may have requests looked after before each forward.
+``topkv_dropping.stage.ScoresPages`` of topkv-dropping is the base of stages that say which pages a
+request may lose while it generates.
 
 A stage may keep representations of its own, in pools like those of an algorithm, and then has
 ``construct`` and ``update``, as in ``topkv.hooks.algorithm``. Its ``layer.pools`` holds its own
 pools and no others. What it keeps in pools of grain ``"unit"`` and ``"token"`` depends on the keys
 of their page alone. One that keeps a pool of grain ``"request"`` ends the sharing of
-prefixes.
+prefixes, and so does one that says so (``StageSpec.prefix``).
 
 ``update``, ``refine`` and ``correct`` are hot: no host sync, no allocation that a CUDA graph
 cannot replay, no shape that depends on data, no Python per request. They run on the current
@@ -46,17 +43,18 @@ should keep them has a parameter for it. Defaults of a stage's entry are not rea
 
 Not there yet, and refused: stages behind an algorithm that uses the model's own indexer, or that
 selects for the rows of a prompt too (``retrieve_prompt``), except one that regrains; ``correct``
-where one regrains; ``keep`` where an engine gives out the pages. Stages that ask further
-queries (``queries``) or guess a selection (``predict``): there are no such hooks, and a class that
-marks one of them is refused.
+where one regrains. Stages that ask further queries (``queries``) or guess a selection
+(``predict``): there are no such hooks, and a class that marks one of them is refused.
 
 ``topkv_testing.stages.StageTests`` of topkv-testing tests one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from attrs import field, frozen
 from attrs.validators import ge, in_
@@ -68,23 +66,6 @@ from topkv.types import GroupShape, LayerView, ModelShape, Selection
 
 
 @frozen
-class Keeping:
-    """Numbers of tokens that a request keeps, for a stage with ``keep``. Whole pages go.
-
-    Attributes:
-        tokens: tokens that stay when pages are given back.
-        every: pages are given back when a request that decodes has this many more.
-        first: tokens at the beginning that always stay, rounded up to pages.
-        recent: newest tokens that always stay.
-    """
-
-    tokens: int = field(validator=ge(1))
-    every: int = field(validator=ge(1))
-    first: int = field(default=0, validator=ge(0))
-    recent: int = field(default=0, validator=ge(0))
-
-
-@frozen
 class StageSpec:
     """Sizes of a stage, which the core asks for before it allocates anything.
 
@@ -93,7 +74,8 @@ class StageSpec:
         widen: candidates for each unit that is left. A stage that leaves K units is given
             ``K' = min(widen * K, group.max_units)`` candidates; 1 for one that only drops some,
             or has no ``refine``.
-        keeping: when ``keep`` is asked, and what stays; None without it.
+        prefix: ``"pages"``, or ``"none"`` where no other request can take over the pages of a
+            prompt, as in ``AlgorithmSpec``.
         reads_scores: ``refine`` reads the scores of its candidates. The core refuses the stage
             behind an algorithm or a stage that gives none.
         reads_order: order of the candidates that ``refine`` needs, of
@@ -103,7 +85,7 @@ class StageSpec:
 
     representations: tuple[RepresentationSpec, ...] = ()
     widen: int = field(default=1, validator=ge(1))
-    keeping: Keeping | None = None
+    prefix: str = field(default="pages", validator=in_(("pages", "none")))
     reads_scores: bool = False
     reads_order: str = field(default="any", validator=in_(ORDERS))
     scores: bool = False
@@ -132,7 +114,7 @@ class StageSetup:
 
 
 class Stage(Protocol):
-    """A stage of one group, with some of ``refine``, ``correct`` and ``keep``, or an option of
+    """A stage of one group, with some of ``refine``, ``correct`` and ``bind``, or an option of
     attention."""
 
     @hookspec
@@ -194,18 +176,15 @@ class Stage(Protocol):
 
     @optional
     @hookspec
-    def keep(
-        self, layer: LayerView, slot: int, length: int, position: int, scores: Tensor
-    ) -> None:
-        """Score the pages of a request. Cold, between forwards.
+    def bind(self, coordinator: Any) -> Callable[[np.ndarray], None] | None:
+        """Bind to a coordinator, once and before any request. Cold.
 
         Args:
-            layer: the layer. Host ids follow from ``layer.step.page_table[slot]``.
-            slot: request slot.
-            length: tokens of the request that are left.
-            position: position of the token that it decodes next, given-back tokens included:
-                ``length`` or more. RoPE has rotated keys by such positions.
-            scores: fp32 ``[lane_heads, pages]`` of its full pages, owned by the core, every
-                element to be written, finite: pages with high scores stay. The core compares the
-                scores of a lane with each other alone.
+            coordinator: a ``SparseCoordinator`` of which all but ``before_lease`` and ``keeper``
+                is made. An error here refuses the configuration, and nothing is left allocated.
+
+        Returns:
+            A function that ``forward_begin`` calls before it leases pages or changes anything,
+            with the request slots of the decode rows, int64 ``[B]`` without padded ones; None for
+            nothing. It may change these requests as calls between forwards do.
         """

@@ -9,19 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from topkv import hookimpl
 from topkv.errors import ConfigError
 from topkv.hooks.algorithm import RepresentationSpec
-from topkv.hooks.stage import Keeping, StageSetup, StageSpec
+from topkv.hooks.stage import StageSetup
 from topkv.parameters import values
 from topkv.types import LayerView
 from topkv_authoring.selectors import KeepsUnits
+from topkv_dropping.dropping import Keeping
+from topkv_dropping.stage import ScoresPages
 from topkv_keydiff import reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class KeyDiff(KeepsUnits):
+class KeyDiff(KeepsUnits, ScoresPages):
     """Says what pages are worth by how little their keys are like the mean of all.
 
     Of every unit and kv-head it keeps the mean direction of the keys, in the dtype of the model:
@@ -54,14 +55,9 @@ class KeyDiff(KeepsUnits):
         shape = (self.model.num_kv_heads, self.model.head_dim)
         return [RepresentationSpec("directions", "unit", shape, self.model.dtype)]
 
-    @hookimpl
-    def spec(self) -> StageSpec:
-        return StageSpec(tuple(self.representations()), keeping=self.keeping)
-
     def represent(self, keys: Tensor, valid: Tensor) -> dict[str, Tensor]:
         return {"directions": reference.directions(keys, valid)}
 
-    @hookimpl
     def keep(
         self, layer: LayerView, slot: int, length: int, position: int, scores: Tensor
     ) -> None:

@@ -193,7 +193,7 @@ class Call:
         """Most tokens of each row that are stored at a time, of ``tokens`` to come: a stage may
         give pages back as soon as the prompt is read."""
         coordinator = cache.requests.coordinator
-        most = coordinator.dropping.most
+        most = coordinator.requests.bound
         if most is None:
             return tokens
         room = most - coordinator.requests.length[cache.state.slots]

@@ -81,7 +81,7 @@ class Lives:
         self.random = torch.Generator().manual_seed(7)
 
     def drop(self, slot: int) -> None:
-        """Drop the pages that the core has to drop before a request decodes."""
+        """Drop the pages that have to go before a request decodes."""
         length = self.left[slot].shape[2]
         if length < TOKENS + EVERY:
             return

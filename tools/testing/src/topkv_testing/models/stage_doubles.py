@@ -12,10 +12,12 @@ from torch import Tensor
 from topkv.entries import Capabilities, PluginEntry
 from topkv.hooks.algorithm import AlgorithmSetup, AlgorithmSpec, RepresentationSpec
 from topkv.hooks.discovery import hookimpl
-from topkv.hooks.stage import Keeping, StageSetup, StageSpec
+from topkv.hooks.stage import StageSetup, StageSpec
 from topkv.parameters import values
 from topkv.types import GroupShape, LayerView, Selection
 from topkv_authoring.selectors import host_ids
+from topkv_dropping.dropping import Keeping
+from topkv_dropping.stage import ScoresPages
 
 EVERY = 4
 """``Offered`` leaves one place in ``EVERY`` empty."""
@@ -132,7 +134,7 @@ class KeepKeys(Rerank):
         return out
 
 
-class Heavy(Rerank):
+class Heavy(ScoresPages, Rerank):
     """Scores pages by the sum of squares of their keys in one channel, over the heads of a lane;
     the channel moves on with each page of the position.
 
@@ -143,15 +145,12 @@ class Heavy(Rerank):
         self.model, self.group = setup.model, setup.group
         self.keeping = Keeping(**values(setup.params))
 
-    @hookimpl
-    def spec(self) -> StageSpec:
+    def representations(self) -> list[RepresentationSpec]:
         shape = (self.model.num_kv_heads, self.model.head_dim)
-        pool = RepresentationSpec("keys", "token", shape, self.model.dtype)
-        return StageSpec((pool,), keeping=self.keeping)
+        return [RepresentationSpec("keys", "token", shape, self.model.dtype)]
 
     refine: Any = None
 
-    @hookimpl
     def keep(
         self, layer: LayerView, slot: int, length: int, position: int, scores: Tensor
     ) -> None:

@@ -1,4 +1,4 @@
-"""Scores of pages by ``keep``. Part of the stage suite."""
+"""Scores of pages by ``ScoresPages.keep`` of topkv-dropping. Part of the stage suite."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from topkv.hooks.stage import Stage
 from topkv.types import LayerView
+from topkv_dropping.stage import ScoresPages
 from topkv_testing.algorithm.bench import AlgorithmBench
 from topkv_testing.algorithm.case import Case
 from topkv_testing.algorithm.cases import cases
@@ -22,12 +22,12 @@ from topkv_testing.kit import KitTests, Subject, examples
 from topkv_testing.stage.oracles import exact_keys, stage_options_of
 
 
-def keeper(bench: AlgorithmBench) -> tuple[Stage, LayerView]:
-    """The stage, and the layer as it sees it; skips stages without ``keep``."""
+def keeper(bench: AlgorithmBench) -> tuple[ScoresPages, LayerView]:
+    """The stage, and the layer as it sees it; skips stages that score no pages."""
     for link in bench.algorithm.links:
-        if link.spec.keeping is not None:
+        if isinstance(link.stage, ScoresPages):
             return link.stage, link.view(bench.layer)
-    pytest.skip(f"{bench.subject.entry.name} has no keep")
+    pytest.skip(f"{bench.subject.entry.name} scores no pages")
 
 
 def worth(bench: AlgorithmBench, slot: int, dropped: int = 0) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pages that a request gives back while it generates, by the scores of stages with ``keep``. Cold.
+"""Pages that a request gives back while it generates. Cold.
 
 Attention knows no places: keys carry their positions already. So a request that has lost pages is
 one with fewer tokens, whose other pages have moved up in its page table. Nothing else knows of it:
@@ -7,78 +7,60 @@ units are numbered anew, and what the device has of the request is filled from t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from attrs import field, frozen
+from attrs.validators import ge
 from torch import Tensor
 
-from topkv.config import LoweredConfig
-from topkv.errors import CONFIG_REFUSED, ConfigError
-from topkv.hooks.stage import Keeping
-from topkv.layers import LayerPath
 from topkv.requests import Requests
-from topkv.selectors import Own
-from topkv.staged import Staged
+
+Score = Callable[[int, int, int], Tensor]
+"""Scores of the full pages of a request in one layer, fp32 ``[lane_heads, pages]``, for its slot,
+the tokens that are left of it, and the position of the token that it decodes next."""
+
+
+@frozen
+class Keeping:
+    """Numbers of tokens that a request keeps. Whole pages go.
+
+    Attributes:
+        tokens: tokens that stay when pages are given back.
+        every: pages are given back when a request that decodes has so many more.
+        first: tokens at the beginning that always stay, rounded up to pages.
+        recent: newest tokens that always stay.
+    """
+
+    tokens: int = field(validator=ge(1))
+    every: int = field(validator=ge(1))
+    first: int = field(default=0, validator=ge(0))
+    recent: int = field(default=0, validator=ge(0))
+
+    def least_tokens(self, page: int) -> int:
+        """Return the least ``tokens`` with which a request can always shrink, by the tokens of a
+        page."""
+        return -(-self.first // page) * page + self.recent + 2 * page
 
 
 class Dropping:
     """Gives back the pages that are worth least of requests that have grown too long.
 
     A page is one for all layers and heads. Its worth is the mean, over all lanes of all
-    layers whose stages score it, of how many standard deviations its score is above the mean of
+    layers that are scored, of how many standard deviations its score is above the mean of
     all full pages. Of equal ones the older page goes.
 
     Args:
-        config: sizes.
-        requests: whose pages these are.
-        paths: of all layers.
-
-    Attributes:
-        keeping: what the stages with ``keep`` state; None without any: nothing is ever dropped.
-
-    Raises:
-        ConfigError: stages ask for different things or for too few tokens, or pages are an
-            engine's.
+        requests: whose pages these are. It is told how long a request can get.
+        keeping: what stays.
+        scores: of each layer that is scored, at least one.
     """
 
-    def __init__(
-        self, config: LoweredConfig, requests: Requests, paths: Sequence[LayerPath]
-    ) -> None:
-        self.requests, self.page = requests, config.page_tokens
-        self._asked = [
-            (path.selector.view, path.algorithm)
-            for path in paths
-            if isinstance(path.algorithm, Staged)
-            and path.algorithm.keeping
-            and isinstance(path.selector, Own)
-        ]
-        found = {keeping for _, each in self._asked if (keeping := each.keeping)}
-        self.keeping: Keeping | None = next(iter(found), None)
-        reasons = []
-        if len(found) > 1:
-            reasons.append(
-                "pages are given back for all layers at once, and stages ask for different "
-                f"things: {', '.join(map(str, found))}; give them the same parameters"
-            )
-        if found and config.pages == "engine":
-            reasons.append("pages are given back by stages, and here they are an engine's")
-        reasons += [
-            f"{asked} leaves no page to choose from; tokens must be at least {least}"
-            for asked, least in ((each, self._least_tokens(each)) for each in found)
-            if asked.tokens < least
-        ]
-        if reasons:
-            raise ConfigError(CONFIG_REFUSED, reasons)
-
-    def _least_tokens(self, keeping: Keeping) -> int:
-        """Return the least ``keeping.tokens`` with which a request can always shrink."""
-        return -(-keeping.first // self.page) * self.page + keeping.recent + 2 * self.page
-
-    @property
-    def most(self) -> int | None:
-        """Tokens that a request which decodes has at most; None where nothing bounds them."""
-        return None if self.keeping is None else self.keeping.tokens + self.keeping.every
+    def __init__(self, requests: Requests, keeping: Keeping, scores: Sequence[Score]) -> None:
+        self.requests, self.keeping, self.page = requests, keeping, requests.config.page_tokens
+        self._scores = scores
+        requests.bound = self.most = keeping.tokens + keeping.every
 
     def run(self, slots: np.ndarray) -> None:
         """Give pages back of those requests that have ``every`` tokens too many.
@@ -86,8 +68,6 @@ class Dropping:
         Args:
             slots: int64 ``[B]``.
         """
-        if self.keeping is None or self.most is None:
-            return
         for slot in slots[self.requests.length[slots] >= self.most].tolist():
             pages = self._least(slot, self.keeping)
             if len(pages):
@@ -109,10 +89,10 @@ class Dropping:
         self.requests.pages.upload()
         position = length + int(self.requests.dropped[slot])
         total: Tensor | None = None
-        for view, algorithm in self._asked:
-            scores = algorithm.keep(view, slot, length, position)
-            total = _standard(scores) if total is None else total + _standard(scores)
-        assert total is not None, "somebody was asked"
+        for score in self._scores:
+            scores = _standard(score(slot, length, position))
+            total = scores if total is None else total + scores
+        assert total is not None, "some layer is scored"
         worth: np.ndarray = total.cpu().numpy()
         return worth
 

@@ -6,9 +6,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from topkv.errors import ConfigError, PluginError
-from topkv.hooks.discovery import hookimpl
-from topkv.hooks.stage import StageSpec
+from topkv.errors import ConfigError
 from topkv_testing.machines.dropping import (
     EVERY,
     OPTIONS,
@@ -18,14 +16,14 @@ from topkv_testing.machines.dropping import (
     Lives,
     run_dropping,
 )
-from topkv_testing.machines.lifecycle_model import doubles, make_coordinator
-from topkv_testing.models.stage_doubles import EVERYTHING, HEAVY, KEEP, Heavy
+from topkv_testing.machines.lifecycle_model import make_coordinator
+from topkv_testing.models.stage_doubles import HEAVY
 from topkv_testing.stages import AlgorithmOptions, StageTests
 from topkv_testing.tiers import tier
 
 
 class TestHeavy(StageTests):
-    """The stage that tests of the core use, under a name of its own."""
+    """The stage that these tests use, under a name of its own."""
 
     @pytest.fixture
     def plugin(self):
@@ -104,19 +102,30 @@ def test_what_is_refused():
     assert "tokens must be at least 16" in refused(stages=few)
 
 
-class Silent(Heavy):
-    """Has ``keep``, and a spec without ``keeping``."""
-
-    @hookimpl
-    def spec(self):
-        return StageSpec(super().spec().representations)
+def test_all_reasons_are_named_at_once():
+    told = refused(pages="engine", algorithm="scripted", stages=[STAGE, STAGE])
+    for part in ("an engine's", "goes by the old numbers", "the stages [0, 1] all say"):
+        assert part in told, told
 
 
-@pytest.mark.parametrize("entry", [evolve(HEAVY, factories=f"{__name__}:Silent"), KEEP])
-def test_keeping_and_keep_go_together(entry):
-    """A stage has both or neither."""
-    if entry is KEEP:
-        make_coordinator(tier("cpu"), **OPTIONS | {"stages": ["keep"]}).close()
-        return
-    with pytest.raises(PluginError, match="spec\\(\\) says keeping=None; say what stays"):
-        make_coordinator(tier("cpu"), **OPTIONS | {"registry": doubles(entry, EVERYTHING)})
+def test_who_generates_sees_how_long_a_request_gets():
+    """Room for more has not to be reserved; without such a stage there is no bound."""
+    for stages, bound in ((OPTIONS["stages"], TOKENS + EVERY), ([], None)):
+        coordinator = make_coordinator(tier("cpu"), **OPTIONS | {"stages": stages})
+        assert coordinator.requests.bound == bound
+        assert len(coordinator.before_lease) == (bound is not None)
+        coordinator.close()
+
+
+def test_one_stage_gives_back_the_pages_of_all_groups():
+    """Layers of two groups are scored, and pages go once."""
+    layers = {"1": "resident", "2": "streamed", "3": {"unit": 1}}
+    lives = Lives(tier("cpu"), layers=layers)
+    assert len({id(path.algorithm) for path in lives.coordinator.layers if path.selector}) == 2
+    assert len(lives.coordinator.before_lease) == 1
+    slot = lives.begin()
+    lives.forward({slot: 30}, decode=False)
+    for _ in range(8):
+        lives.forward({slot: 1}, decode=True)
+    assert lives.dropped[slot] > 0
+    lives.close()

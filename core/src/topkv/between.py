@@ -1,0 +1,122 @@
+"""Calls of engines between forwards: what may be asked, and when. Beside the decode path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from topkv.admission import Admission, admission
+from topkv.assembly import Plugins, Tensors, make_plugins
+from topkv.checks import check_held, check_idle, check_replaced, check_reserve
+from topkv.config import LoweredConfig
+from topkv.layers import Forward
+from topkv.memory import SparseKVCacheManager
+from topkv.plugins import PluginRegistry
+from topkv.plugins import registry as default_registry
+from topkv.report import MemoryReport, TransferReport, count_transfers
+from topkv.requests import Requests
+
+
+class BetweenForwards:
+    """Base of ``SparseCoordinator``, which makes the attributes and says what they are."""
+
+    config: LoweredConfig
+    manager: SparseKVCacheManager
+    requests: Requests
+    forward: Forward | None = None
+    _plugins: Plugins
+    _tensors: Tensors
+    _manager: SparseKVCacheManager | None = None  # the manager, once it is made
+
+    @classmethod
+    def required_bytes(
+        cls, config: LoweredConfig, registry: PluginRegistry | None = None
+    ) -> MemoryReport:
+        """Count the bytes that a coordinator takes; only scratch is taken. Raises as it does."""
+        plugins = make_plugins(registry or default_registry(), config)
+        return Tensors(config, plugins, torch.device("meta")).memory(plugins)
+
+    @property
+    def generated_limit(self) -> int | None:
+        """Most tokens that may follow a prompt; None for any number."""
+        return None if self.requests.generated == 2**31 - 1 else self.requests.generated
+
+    def request_begin(self, pages: Sequence[int] = (), length: int = 0) -> int:
+        """Take a request slot; with pages of an engine, see ``Requests.begin``."""
+        check_held(self.requests, pages, length)
+        return self.requests.begin(pages, length)
+
+    def request_add_pages(self, slot: int, pages: Sequence[int]) -> None:
+        """Give a request further pages of an engine, see ``Requests.add_pages``."""
+        self.requests.add_pages(slot, pages)
+
+    def request_replace_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        """Let a request hold other pages of an engine, see ``Requests.replace_pages``."""
+        check_idle(self.forward, "request_replace_pages")
+        check_replaced(self.requests, slot, first, pages)
+        self.requests.replace_pages(slot, first, pages)
+
+    def request_end(self, slot: int) -> None:
+        """Give back everything that the request holds; also for abort.
+
+        During a forward it takes effect at ``forward_end``: later layers still write that row.
+        """
+        self.requests.check(slot)
+        if self.forward is None:
+            self.requests.end(slot)
+        elif slot not in self.forward.ending:
+            self.forward.ending.append(slot)
+
+    def length(self, slot: int) -> int:
+        """Tokens of a request."""
+        self.requests.check(slot)
+        return int(self.requests.length[slot])
+
+    def can_admit(self, tokens: int, requests: int = 1) -> Admission:
+        """Check whether ``requests`` new requests of ``tokens`` tokens each would find room."""
+        return admission(self.requests, tokens, requests)
+
+    def reserve(self, slot: int, tokens: int) -> None:
+        """Lease the pages for ``tokens`` further tokens now; see ``Requests.reserve``."""
+        check_idle(self.forward, "reserve")
+        check_reserve(self.requests, slot, tokens)
+        self.requests.reserve(slot, tokens)
+
+    def rollback(self, slot: int, length: int) -> None:
+        """Take back the newest tokens, as far as the ring reaches; see ``Requests.rollback``."""
+        check_idle(self.forward, "rollback")
+        self.requests.rollback(slot, length)
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Cut a request to ``length`` tokens and forget every device copy. Cold."""
+        check_idle(self.forward, "truncate")
+        self.requests.truncate(slot, length)
+
+    def fork(self, slot: int) -> int:
+        """A new request with the same tokens, which shares its full pages. Cold."""
+        check_idle(self.forward, "fork")
+        return self.requests.fork(slot)
+
+    def flush(self, slot: int) -> None:
+        """Move the open unit to the host, so that all tokens are there. Cold."""
+        check_idle(self.forward, "flush")
+        self.requests.flush(slot)
+
+    def memory(self) -> MemoryReport:
+        """Count the bytes on both tiers, from tensors."""
+        return self._tensors.memory(self._plugins)
+
+    def transfers_of(self, slots: Sequence[int] | None = None) -> TransferReport:
+        """Count transfers of requests since each began; of all requests for None. Synchronizes."""
+        return count_transfers(self.manager.stores, slots)
+
+    def check_integrity(self) -> None:
+        """Raise RequestError unless pages, counts and maps agree with each other. Slow."""
+        slots = range(self.config.max_requests)
+        self.manager.check_integrity([self.requests.pages.of(slot) for slot in slots])
+
+    def close(self) -> None:
+        """Unregister the host memory. Idempotent."""
+        if self._manager is not None:
+            self._manager.close()
