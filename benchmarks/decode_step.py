@@ -20,7 +20,6 @@ import torch
 
 from topkv.config import SparseConfig, lower
 from topkv.coordinator import SparseCoordinator
-from topkv.kv.host_format import HOST_FORMATS
 from topkv.plugins import registry
 from topkv.types import ModelShape
 
@@ -56,7 +55,7 @@ def fill(coordinator: SparseCoordinator, context: int) -> int:
         coordinator.forward_begin(prefill=[(slot, CHUNK)])
         for path in coordinator.layers:
             k, v = (random(CHUNK, KV_HEADS, DIM) for _ in range(2))
-            k, v = path.format.round(k, v)
+            k, v = path.host.round(k, v)
             path.transfer.store_chunk(path.view, slot, start, k, v, start + CHUNK, True)
             if path.algorithm:
                 path.algorithm.construct(path.view, slot, start, k, v, k, lse)
@@ -129,7 +128,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--host-format", choices=HOST_FORMATS, default="model")
+    parser.add_argument("--host-format", choices=["model", "fp8"], default="model")
     options = parser.parse_args()
     rows = []
     for context, requests in ((32768, 1), (32768, 4), (131072, 1)):

@@ -19,15 +19,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from attrs import evolve
 
 from topkv.hooks.eviction import EvictionSetup
 from topkv.hooks.transfer import TransferSetup
-from topkv.kv.host_format import HOST_FORMATS, host_entries, rounded
 from topkv.kv.host_pool import HostKVPool
 from topkv.kv.store import GroupStore
 from topkv.transfer.eviction import LeastRecentlyUsed
 from topkv.transfer.triton import TritonTransfer
 from topkv.types import GroupShape, LayerView, Plan, StepTensors
+from topkv_fp8_host_format.rows import rounded
+from topkv_testing.models.host_formats import CODED, coding, host_of
 
 STEPS, REPEATS = 60, 15
 DEVICE = torch.device("cuda")
@@ -71,10 +73,18 @@ def link_ceiling() -> dict[str, float]:
     }
 
 
+def in_format(group: GroupShape, host_format: str) -> GroupShape:
+    """Give a group the bytes that its entries have in a host format."""
+    if host_format == "model":
+        return group
+    return evolve(group, coded_bytes=coding(group).coded_bytes())
+
+
 def on_host(group: GroupShape, pages: int) -> tuple[HostKVPool, GroupStore]:
     """Make a host pool of one group, and its store."""
     pool = HostKVPool([group], pages, "page_head", DEVICE)
-    return pool, GroupStore.on_host(group, pool.layouts[0], pool.bytes, pages, DEVICE)
+    host = host_of(group, "triton")
+    return pool, GroupStore.on_host(group, pool.layouts[0], pool.bytes, pages, DEVICE, host=host)
 
 
 def engine_of(store: GroupStore, views: list[LayerView]) -> TritonTransfer:
@@ -92,7 +102,7 @@ class Cell:
         width, units = (2048, 16384) if tokens else (128, 1024)
         dim = entry_bytes // (2 * unit) // (1 if tokens else 2)
         page = 64 if tokens else 256
-        self.group = GroupShape(
+        plain = GroupShape(
             layers=(0,),
             unit=unit,
             lane_heads=heads,
@@ -105,16 +115,17 @@ class Cell:
             select=width,
             buffer_slots=2 * width,
             ring_slots=2,
-            host_format=host_format,
         )
+        self.group = in_format(plain, host_format)
         per_page = self.group.units_per_page
         pages = units // per_page
         self.pool, self.store = on_host(self.group, 1 + requests * pages)
         if host_format == "model":
             self.fill_with_words()
         else:
-            codes, exponents = host_entries(self.group).parts(self.store.entries)
+            codes, words, exponents = self.store.host.parts(self.store.entries)
             codes.random_(0, 256)
+            words.random_(0, 256)
             exponents.random_(120, 130)
         table = 1 + torch.randperm(requests * pages).view(requests, pages)
         fixed = (
@@ -182,7 +193,7 @@ class Cell:
         time = median_us(graph.replay, rewind) / STEPS
         before, after = saved[3].sum((0, 1)), self.store.counters.sum((0, 1))
         hits, misses = (after - before).tolist()
-        (self.verify if self.group.host_format == "model" else self.verify_coded)()
+        (self.verify_coded if self.group.coded_bytes else self.verify)()
         moved = misses / STEPS * self.group.host_entry_bytes
         return {"us": time, "miss": misses / (hits + misses), "gbs": moved / time / 1e3}
 
@@ -192,7 +203,7 @@ class Cell:
 
     def verify_coded(self) -> None:
         """Assert that every occupied slot holds the decoded entry of its unit."""
-        group, host = self.group, host_entries(self.group)
+        group, host = self.group, self.store.host
         for row, units in enumerate(self.store.slot_unit[0].cpu().long()):
             slot, head = divmod(row, group.lane_heads)
             held = units >= 0
@@ -230,9 +241,9 @@ class Cell:
 def offload_cell(layers: int, tokens: int, host_format: str) -> dict[str, float]:
     """Bytes a second of ``store_chunk`` for one prefill chunk over several layers."""
     group = GroupShape(
-        *(tuple(range(layers)), 16, 8, 1, 128, torch.bfloat16, 64, 1, tokens // 16, 127, 256, 2),
-        host_format=host_format,
+        *(tuple(range(layers)), 16, 8, 1, 128, torch.bfloat16, 64, 1, tokens // 16, 127, 256, 2)
     )
+    group = in_format(group, host_format)
     pool, store = on_host(group, 1 + tokens // 64)
     step = StepTensors(
         *(torch.zeros(1, **INTS) for _ in range(5)),
@@ -250,7 +261,7 @@ def offload_cell(layers: int, tokens: int, host_format: str) -> dict[str, float]
 
     run()
     time = median_us(run)
-    host = host_entries(group)
+    host = store.host
     # [pages, heads, units, 1, 2, 16, 128]
     entries = host.decode(host.parts(store.entries[1:, layers - 1]))
     got = entries[:, :, :, 0].permute(3, 0, 2, 4, 1, 5).reshape(2, tokens, 8, 128)
@@ -266,7 +277,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--entries", type=int, nargs="+", default=[656, 1152, 8192])
-    parser.add_argument("--host-format", choices=HOST_FORMATS, default="model")
+    parser.add_argument("--host-format", choices=["model", CODED], default="model")
     options = parser.parse_args()
     rows: list[dict[str, object]] = [
         {"what": "ceiling", "device": torch.cuda.get_device_name(), **link_ceiling()}

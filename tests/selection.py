@@ -8,7 +8,7 @@ SOONER = ("plugins/quest/", "plugins/triton_attention/")
 """Plugins whose conformance suites ``make test`` interprets: one of either kind. All other
 interpreted tests of plugins and examples are left to ``make test-slow``."""
 
-LATER = ("test_stored_sessions", "test_engine_pages", "test_host_format", "test_sticky")
+LATER = ("test_stored_sessions", "test_engine_pages", "test_sticky")
 """Tests of the core whose interpreted cells are left to ``make test-slow`` too."""
 
 KERNELS = (

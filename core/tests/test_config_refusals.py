@@ -81,6 +81,10 @@ def test_counts_must_be_positive_ints(name, value):
         ),
         ({"algorithm": "page"}, "unknown algorithm 'page': installed of kind algorithm: pages"),
         ({"backend": "an"}, "unknown backend 'an': installed of kind backend: any"),
+        (
+            {"host_format": "fp4"},
+            "unknown host_format 'fp4': installed of kind host_format: model",
+        ),
         ({"transfer": "dma"}, "unknown transfer 'dma': installed of kind transfer: zero_copy"),
         ({"eviction": "fifo"}, "unknown eviction 'fifo': installed of kind eviction: lru"),
         (

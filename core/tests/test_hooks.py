@@ -52,6 +52,12 @@ EXPECTED = {
         "observer.after_forward": "self report",
         "keeper.host_pool": "self",
         "keeper.bind": "self coordinator",
+        "host_format.coded_bytes": "self",
+        "host_format.round": "self k v out",
+        "host_format.parts": "self entries",
+        "host_format.encode": "self rows",
+        "host_format.decode": "self parts",
+        "host_format.kernels": "self",
     }
 }
 
@@ -68,6 +74,7 @@ OPTIONAL_HOOKS = {
     "backend.prefill_selected",
     "eviction.new_state",
     "observer.bind_layers",
+    "host_format.kernels",
 }
 
 SETUPS = {
@@ -80,6 +87,7 @@ SETUPS = {
     "engine": ("EngineSetup", "registry"),
     "observer": ("ObserverSetup", "config params"),
     "keeper": ("KeeperSetup", "params config registry"),
+    "host_format": ("HostFormatSetup", "model group"),
 }
 
 

@@ -45,6 +45,7 @@ def test_the_core_brings_its_own_entries():
     records = PluginRegistry([]).records()
     assert [(record.kind, record.name, record.package) for record in records] == [
         ("eviction", "lru", "topkv"),
+        ("host_format", "model", "topkv"),
         ("topk", "radix", "topkv"),
         ("transfer", "zero_copy", "topkv"),
     ]

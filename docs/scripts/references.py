@@ -25,6 +25,7 @@ KINDS = {
     "observer": "Observer",
     "stage": "Stage",
     "keeper": "Keeper",
+    "host_format": "Host format",
 }
 """Modules of ``topkv.hooks`` in the order of the page, and their titles."""
 

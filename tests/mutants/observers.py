@@ -81,7 +81,7 @@ class LoadsNothing(Sums):
 class Unloaded(Loads):
     """Loads of a layer that are planned and never done."""
 
-    def load(self):
+    def load(self, plan):
         """Do nothing."""
 
 

@@ -14,8 +14,7 @@ from typing import Any
 from tests.mutants.harness import Mutant, name_of
 from topkv.entries import Capabilities, PluginEntry
 from topkv.hooks.discovery import hookimpl
-from topkv.kv import row_kernels
-from topkv.transfer import entry_kernels, kernels, reference, token_kernels, triton
+from topkv.transfer import kernels, reference, token_kernels, triton
 from topkv.transfer.reference import ReferenceTransfer
 from topkv.transfer.triton import TritonTransfer
 from topkv_testing.tiers import tier
@@ -42,11 +41,11 @@ def changed(module: ModuleType, old: str = "", new: str = "", **names: Any) -> M
     file = f"<{name}>"
     # Triton reads the source of its kernels through inspect, which asks linecache.
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    copy = ModuleType(name)
-    copy.__file__ = file  # so that a copy can be changed again
-    exec(compile(source, file, "exec"), vars(copy))
-    vars(copy).update(names)
-    return copy
+    second = ModuleType(name)
+    second.__file__ = file  # so that a copy can be changed again
+    exec(compile(source, file, "exec"), vars(second))
+    vars(second).update(names)
+    return second
 
 
 def reference_with(old: str, new: str) -> type:
@@ -284,29 +283,6 @@ class ChunksKeepOldExponents(
     """A chunk brings the codes of its rows and leaves the exponents that were there."""
 
 
-class KernelReadsOneExponent(
-    kernels_with(entry_kernels, "tl.load(p_exponents, live", "tl.load(p_exponents - at // D, live")
-):
-    """The kernels that unpack scale every row of an entry as the first one."""
-
-
-class KernelReadsOneWord(
-    kernels_with(entry_kernels, "tl.load(p_words, live", "tl.load(p_words - at // D, live")
-):
-    """The kernels that unpack give every row of an entry the steps of the first one."""
-
-
-class KernelPacksTooTight(
-    changed(
-        triton,
-        entry_kernels=changed(
-            entry_kernels, encode_rows=changed(row_kernels, "0x1FFFFF", "0x0FFFFF").encode_rows
-        ),
-    ).TritonTransfer
-):
-    """The kernels that pack take the next power too late, and cut the largest elements off."""
-
-
 class LoadsIfThereAreMisses(TritonTransfer):
     """Asks for the number of misses before it loads."""
 
@@ -337,7 +313,7 @@ class WrapsFarAddresses(TritonTransfer):
                 )
 
 
-CODED = Capabilities(host_formats=("model", "fp8"))
+CODED = Capabilities(host_formats=None)
 
 CLEAN = PluginEntry(
     "zero_copy_twin",
@@ -350,9 +326,10 @@ CLEAN = PluginEntry(
 )
 
 
-def _mutant(factory: type, test: str, seen_on: str = "cpu") -> Mutant:
+def mutant(factory: type, test: str, seen_on: str = "cpu") -> Mutant:
+    """The mutant of an engine that one test of the suite has to fail."""
     name = factory.__name__
-    factories = {tier(seen_on).impl: f"{__name__}:{name}"}
+    factories = {tier(seen_on).impl: f"{factory.__module__}:{name}"}
     entry = PluginEntry(name.lower(), "transfer", factories, capabilities=CODED)
     return Mutant(name_of(factory), TransferTests, test, entry, CLEAN, (seen_on,))
 
@@ -362,39 +339,36 @@ _OFFLOAD = "test_offload_moves_what_closed"
 _CODED = "test_coded_entries_hold_what_was_rounded"
 
 MUTANTS = [
-    _mutant(EvictsAHit, "test_what_is_selected_is_not_evicted"),
-    _mutant(EvictsTheNewest, _ORDERED),
-    _mutant(KeepsVictimsInTheMap, "test_state_machine"),
-    _mutant(TakesLogicalForHostIds, _ORDERED),
-    _mutant(TakesHostIdsForSlots, _ORDERED),
-    _mutant(AcceptsIdsBehindTheLimit, "test_ids_out_of_range_are_dropped_wherever_they_stand"),
-    _mutant(CountsDuplicatesTwice, "test_persistent_duplicates_do_not_grow_occupancy"),
-    _mutant(ForgetsTheRing, "test_lengths_around_ring_and_buffer"),
-    _mutant(LeavesValuesBehindCount, "test_padded_rows_change_nothing"),
-    _mutant(LoadsKeysOnly, "test_row_formats_move_bytewise"),
-    _mutant(OffloadsAUnitLate, _OFFLOAD),
-    _mutant(OffloadsTheUnitThatOpens, _OFFLOAD),
-    _mutant(OffloadsWhatDidNotAppend, _OFFLOAD),
-    _mutant(OffloadsOneLayer, _OFFLOAD),
-    _mutant(KeepsOldCopies, "test_a_unit_written_again_is_new_in_every_copy"),
-    _mutant(StaysResidentTooLong, "test_lengths_around_ring_and_buffer"),
-    _mutant(ChunksMissTheRing, "test_chunks_fetch_flush_and_restore"),
-    _mutant(ChunksKeepOldCopies, "test_a_unit_written_again_is_new_in_every_copy"),
-    _mutant(ChunksBeginAtTheirUnits, "test_chunks_fetch_flush_and_restore"),
-    _mutant(ForgetsToResetTheOrder, "test_a_reused_slot_remembers_nothing"),
-    _mutant(ResetsItsCounts, "test_a_reused_slot_remembers_nothing"),
-    _mutant(FlushesNothing, "test_chunks_fetch_flush_and_restore"),
-    _mutant(RestoresWithoutRing, "test_chunks_fetch_flush_and_restore"),
-    _mutant(KernelSeesAWiderRing, "test_lengths_around_ring_and_buffer", "interpret"),
-    _mutant(KernelKeepsVictimsInTheMap, "test_what_is_selected_is_not_evicted", "interpret"),
-    _mutant(KernelEvictsAHit, "test_what_is_selected_is_not_evicted", "interpret"),
-    _mutant(KernelOffloadsWhatDidNotAppend, _OFFLOAD, "interpret"),
-    _mutant(KernelLoadsFromTheFirstHead, _ORDERED, "interpret"),
-    _mutant(ChunksKeepOldExponents, _CODED),
-    _mutant(KernelReadsOneExponent, _CODED, "interpret"),
-    _mutant(KernelReadsOneWord, _CODED, "interpret"),
-    _mutant(KernelPacksTooTight, _CODED, "interpret"),
-    _mutant(KernelAppendsKeysTwice, "test_append_writes_the_new_token_alone", "interpret"),
-    _mutant(LoadsIfThereAreMisses, "test_hot_hooks_read_nothing_on_the_host", "interpret"),
-    _mutant(WrapsFarAddresses, "test_addresses_beyond_32_bits", "gpu"),
+    mutant(EvictsAHit, "test_what_is_selected_is_not_evicted"),
+    mutant(EvictsTheNewest, _ORDERED),
+    mutant(KeepsVictimsInTheMap, "test_state_machine"),
+    mutant(TakesLogicalForHostIds, _ORDERED),
+    mutant(TakesHostIdsForSlots, _ORDERED),
+    mutant(AcceptsIdsBehindTheLimit, "test_ids_out_of_range_are_dropped_wherever_they_stand"),
+    mutant(CountsDuplicatesTwice, "test_persistent_duplicates_do_not_grow_occupancy"),
+    mutant(ForgetsTheRing, "test_lengths_around_ring_and_buffer"),
+    mutant(LeavesValuesBehindCount, "test_padded_rows_change_nothing"),
+    mutant(LoadsKeysOnly, "test_row_formats_move_bytewise"),
+    mutant(OffloadsAUnitLate, _OFFLOAD),
+    mutant(OffloadsTheUnitThatOpens, _OFFLOAD),
+    mutant(OffloadsWhatDidNotAppend, _OFFLOAD),
+    mutant(OffloadsOneLayer, _OFFLOAD),
+    mutant(KeepsOldCopies, "test_a_unit_written_again_is_new_in_every_copy"),
+    mutant(StaysResidentTooLong, "test_lengths_around_ring_and_buffer"),
+    mutant(ChunksMissTheRing, "test_chunks_fetch_flush_and_restore"),
+    mutant(ChunksKeepOldCopies, "test_a_unit_written_again_is_new_in_every_copy"),
+    mutant(ChunksBeginAtTheirUnits, "test_chunks_fetch_flush_and_restore"),
+    mutant(ForgetsToResetTheOrder, "test_a_reused_slot_remembers_nothing"),
+    mutant(ResetsItsCounts, "test_a_reused_slot_remembers_nothing"),
+    mutant(FlushesNothing, "test_chunks_fetch_flush_and_restore"),
+    mutant(RestoresWithoutRing, "test_chunks_fetch_flush_and_restore"),
+    mutant(KernelSeesAWiderRing, "test_lengths_around_ring_and_buffer", "interpret"),
+    mutant(KernelKeepsVictimsInTheMap, "test_what_is_selected_is_not_evicted", "interpret"),
+    mutant(KernelEvictsAHit, "test_what_is_selected_is_not_evicted", "interpret"),
+    mutant(KernelOffloadsWhatDidNotAppend, _OFFLOAD, "interpret"),
+    mutant(KernelLoadsFromTheFirstHead, _ORDERED, "interpret"),
+    mutant(ChunksKeepOldExponents, _CODED),
+    mutant(KernelAppendsKeysTwice, "test_append_writes_the_new_token_alone", "interpret"),
+    mutant(LoadsIfThereAreMisses, "test_hot_hooks_read_nothing_on_the_host", "interpret"),
+    mutant(WrapsFarAddresses, "test_addresses_beyond_32_bits", "gpu"),
 ]

@@ -195,8 +195,7 @@ def connect(
     manager, transfers, paths = tensors.manager, [], []
     for index, store in enumerate(manager.stores):
         views = [tensors.views[layer][0] for layer in store.group.layers]
-        host = store.group.host_format
-        token = TokenFormat.of(config.model, config.kv_format, config.impl, host)
+        token = TokenFormat.of(config.model, config.kv_format, config.impl)
         setup = TransferSetup(store, views, plugins.eviction)
         engine: Transfer = registry.create("transfer", config.transfer, setup, config.impl)
         transfers.append(engine)
@@ -210,6 +209,7 @@ def connect(
                     backend=plugins.backends[index],
                     lanes=tensors.lanes[index],
                     format=token,
+                    host=store.host,
                     selector=tensors.views[view.layer][1],
                     k_slots=k_slots,
                     v_slots=v_slots,

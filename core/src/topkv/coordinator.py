@@ -192,7 +192,7 @@ class SparseCoordinator(BetweenForwards):
     ) -> Selection | None:
         """Append the new tokens; return the units that they attend to, loaded. None for all."""
         lanes = path.lanes
-        k, v = path.format.round(k, v, lanes.packed)
+        k, v = path.host.round(k, v, lanes.packed)
         path.transfer.append(path.view, *path.format.encode(k, v, lanes.packed))
         if not path.selector:
             return None

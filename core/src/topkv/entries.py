@@ -25,6 +25,7 @@ KINDS = (
     "engine",
     "observer",
     "keeper",
+    "host_format",
 )
 """Kinds of the core. Packages may bring further ones (``topkv.plugins.kinds``)."""
 
@@ -59,8 +60,8 @@ class Capabilities:
         scopes: of ``SCOPES``.
         attention: of ``"gqa"`` and ``"mla"``.
         kv_formats: of ``"model"`` and ``"fp8"``, token formats that a backend reads.
-        host_formats: of ``"model"`` and ``"fp8"``, in which a transfer engine keeps entries on
-            the host (``topkv.kv.host_format``).
+        host_formats: names of host formats in which a transfer engine keeps entries in host
+            memory (``topkv.hooks.host_format``).
         needs_index: the algorithm selects by what the model's own indexer computes.
         tail: ``"forced"``: the core appends the tail unit to every selection and the algorithm
             offers closed units only; ``"selectable"``: the newest token competes (unit 1).
@@ -88,7 +89,7 @@ class Capabilities:
     scopes: tuple[str, ...] | None = None
     attention: tuple[str, ...] = ("gqa",)
     kv_formats: tuple[str, ...] = ("model",)
-    host_formats: tuple[str, ...] = ("model",)
+    host_formats: tuple[str, ...] | None = ("model",)
     needs_index: bool = False
     tail: str = "forced"
     softcap: bool = False

@@ -53,7 +53,7 @@ class LaneBuffers:
         lse = (max_batch, 1, model.num_heads)
         self._lse = torch.zeros(lse, dtype=torch.float32, device=device)
         self._packed: Tensor | None = None
-        if group.dtype is not model.dtype or group.host_format != "model":
+        if group.dtype is not model.dtype or group.coded_bytes:
             rows = (group.planes, max_batch, group.num_kv_heads, group.head_dim)
             self._packed = torch.zeros(rows, dtype=group.dtype, device=device)
         self._batch = -1

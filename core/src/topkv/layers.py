@@ -10,6 +10,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from topkv.hooks.backend import Backend
+from topkv.hooks.host_format import HostFormat
 from topkv.hooks.transfer import Transfer
 from topkv.kv.token_format import TokenFormat
 from topkv.lanes import LaneBuffers
@@ -27,6 +28,7 @@ class LayerPath:
         algorithm, transfer, backend: of its group; no algorithm in a dense one.
         lanes: buffers of its group.
         format: how the keys and values of a token are stored.
+        host: what host memory holds of them, to which they are rounded.
         selector: gives its selection; None in a dense layer.
         loads: plans and loads the units of its selection; of no use in a dense layer.
         k_slots, v_slots: ``[slots, heads_per_lane, unit, D]`` views that the page table indexes.
@@ -38,6 +40,7 @@ class LayerPath:
     backend: Backend
     lanes: LaneBuffers
     format: TokenFormat
+    host: HostFormat
     selector: Selector | None
     k_slots: Tensor
     v_slots: Tensor

@@ -59,12 +59,13 @@ class SparseKVCacheManager:
     def _allocate(self, specs: Sequence[AlgorithmSpec | None], keeps_state: bool) -> None:
         config, device, layouts = self.config, self.device, iter(self.host.layouts)
         self.stores = [
-            GroupStore.on_device(group, config.num_pages, device)
-            if group.residency == "resident"
+            GroupStore.on_device(group.shape, config.num_pages, device)
+            if group.shape.residency == "resident"
             else GroupStore.on_host(
-                group, next(layouts), self.host.bytes, config.num_pages, device, keeps_state
+                *(group.shape, next(layouts), self.host.bytes, config.num_pages),
+                *(device, keeps_state, group.host),
             )
-            for group in self.groups
+            for group in config.groups
         ]
         self.representations = [
             RepresentationPools(

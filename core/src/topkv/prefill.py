@@ -57,7 +57,7 @@ class Prefill:
         slot, selector = chunk.slot, path.selector
         start = int(self.requests.length[slot])
         # The stored rows are attended, so that chunks of any size give the same.
-        stored = path.format.encode(*path.format.round(k, v))
+        stored = path.format.encode(*path.host.round(k, v))
         k, v = path.format.decode(*stored, self.config.model.dtype)
         history, chosen = self.ahead.blocks(path, slot), None
         if selector and selector.selects_prompts:

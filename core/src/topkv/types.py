@@ -143,7 +143,8 @@ class GroupShape:
         residency: ``"sparse"``; of dense layers ``"resident"`` on the device, or ``"streamed"``
             from mapped host memory.
         planes: 2, keys and values, or 1, rows that are both.
-        host_format: ``"model"``, or ``"fp8"``: see ``topkv.kv.host_format``.
+        coded_bytes: of one entry in the host pool where a host format codes it there
+            (``topkv.hooks.host_format``); 0 where it is as on the device.
     """
 
     layers: tuple[int, ...]
@@ -160,7 +161,7 @@ class GroupShape:
     ring_slots: int
     residency: str = "sparse"
     planes: int = 2
-    host_format: str = "model"
+    coded_bytes: int = 0
 
     @property
     def num_kv_heads(self) -> int:
@@ -194,10 +195,7 @@ class GroupShape:
     @property
     def host_entry_bytes(self) -> int:
         """Bytes of one entry in the host pool."""
-        if self.host_format == "model":
-            return self.entry_bytes
-        rows, dim = self.heads_per_lane * self.planes * self.unit, self.head_dim
-        return -(-(-(-rows * dim // 8) * 8 + rows * 9) // 16) * 16
+        return self.coded_bytes or self.entry_bytes
 
 
 @define

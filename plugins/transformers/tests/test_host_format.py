@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import topkv
-from topkv.kv.host_format import rounded
+from topkv_fp8_host_format.rows import rounded
 
 STEPS = 12
 

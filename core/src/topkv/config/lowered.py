@@ -13,6 +13,8 @@ from topkv.config.settings import Settings
 from topkv.config.sources import Setting
 from topkv.config.stages import StageSettings, options_of
 from topkv.errors import ConfigError
+from topkv.hooks.host_format import HostFormat
+from topkv.kv.host_format import PLAIN
 from topkv.types import GroupShape, ModelShape
 
 
@@ -33,6 +35,7 @@ class LoweredGroup:
         stages: the stages behind the algorithm, in order, with their parameters.
         selecting: layers that select for themselves; the others share what was selected in the
             layer before them. None of a dense group.
+        host: form of its entries in host memory.
     """
 
     shape: GroupShape
@@ -45,6 +48,7 @@ class LoweredGroup:
     scope: str
     stages: tuple[StageSettings, ...] = ()
     selecting: tuple[int, ...] = ()
+    host: HostFormat = PLAIN
 
     @property
     def regrained(self) -> bool:

@@ -34,8 +34,9 @@ from topkv.config.sources import (
     with_origin,
 )
 from topkv.config.stages import Named, option_reasons, regrain_reasons
-from topkv.errors import CONFIG_REFUSED, ConfigError
-from topkv.kv.host_format import host_format_reasons
+from topkv.errors import CONFIG_REFUSED, ConfigError, ReasonsError
+from topkv.hooks.host_format import HostFormat, HostFormatSetup
+from topkv.kv.host_format import PLAIN
 from topkv.kv.layout import lay_out
 from topkv.kv.token_format import TokenFormat, format_reasons
 from topkv.messages import shown
@@ -128,7 +129,6 @@ def _settle(
     values["max_request_tokens"] = -(-request // page) * page
     lowered = LoweredConfig(**values, device=device, model=model, num_pages=num_pages)
     reasons += format_reasons(model, lowered.kv_format)
-    reasons += host_format_reasons(model, lowered.host_format)
     if lowered.prefill_block_tokens % page:
         reasons.append(
             f"prefill_block_tokens must be a multiple of page_tokens, got "
@@ -159,7 +159,9 @@ def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConf
     for layers, plan in plans:
         if not plan.sparse:
             plan = evolve(plan, unit=page, selects=page)
-        shape = selected_as = _shape(lowered, layers, plan)
+        shape = _shape(lowered, layers, plan)
+        host = _host_format(known, lowered, shape) if plan.sparse else PLAIN
+        shape = selected_as = evolve(shape, coded_bytes=host.coded_bytes())
         if plan.selects != plan.unit:
             selected_as = _in_tokens(shape, plan.chosen(lowered.max_request_tokens))
         indexed = known.plugin("algorithm", plan.algorithm).capabilities.needs_index
@@ -174,6 +176,7 @@ def _group(known: Resolver, plans: Plans, lowered: LoweredConfig) -> LoweredConf
             scope=plan.scope,
             stages=plan.stages,
             selecting=_selecting(model, layers, plan, indexed),
+            host=host,
         )
         groups.append(group)
         where = f"(layers {show_ranges(layers)}"
@@ -224,6 +227,7 @@ def _plugins(known: Resolver, plan: LayerPlan, lowered: LoweredConfig) -> list[P
     }
     if plan.sparse:
         names |= {"eviction": lowered.eviction, "topk": lowered.topk}
+        names |= {"host_format": lowered.host_format}
     stages = [known.plugin("stage", stage.name) for stage in plan.stages]
     return [*(known.plugin(kind, name) for kind, name in names.items()), *stages]
 
@@ -247,8 +251,27 @@ def _shape(lowered: LoweredConfig, layers: list[int], plan: LayerPlan) -> GroupS
         ring_slots=lowered.ring_tokens // plan.unit if plan.sparse else 0,
         residency=plan.residency,
         planes=token.planes,
-        host_format=lowered.host_format if plan.sparse else "model",
     )
+
+
+def _host_format(known: Resolver, lowered: LoweredConfig, shape: GroupShape) -> HostFormat:
+    """Make the host format of a sparse group; the plain one where it cannot be had."""
+    plugin = known.plugin("host_format", lowered.host_format)
+    if plugin.entry is None or lowered.impl not in plugin.entry.impls:
+        return PLAIN
+    setup = HostFormatSetup(lowered.model, shape)
+    try:
+        made: HostFormat = known.registry.create(
+            "host_format", lowered.host_format, setup, lowered.impl
+        )
+    except ReasonsError as error:
+        known.reasons += [f"{plugin.who}: {reason}" for reason in error.reasons]
+        return PLAIN
+    if made.coded_bytes() % 16:
+        known.reasons.append(
+            f"{plugin.who}: coded_bytes must be a multiple of 16, got {made.coded_bytes()}"
+        )
+    return made
 
 
 def _in_tokens(shape: GroupShape, select: int) -> GroupShape:
@@ -260,4 +283,5 @@ def _in_tokens(shape: GroupShape, select: int) -> GroupShape:
         select=select,
         buffer_slots=shape.buffer_slots * shape.unit,
         ring_slots=shape.ring_slots * shape.unit,
+        coded_bytes=0,
     )

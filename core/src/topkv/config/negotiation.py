@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from topkv.config.sources import Setting
     from topkv.config.stages import StageSettings
 
-READERS = ("algorithm", "stage", "backend")
+READERS = ("algorithm", "stage", "backend", "host_format")
 """Kinds that read rows of keys and values; others move and evict rows."""
 
 SELECTING = ("algorithm", "stage")
@@ -114,15 +114,14 @@ def all_refusals(entry: PluginEntry, plan: LayerPlan, config: LoweredConfig) -> 
         *_unless_in(caps.dtypes, "dtype", dtype),
         *_unless_in(caps.head_dims, "head_dim", model.head_dim),
     )
+    if entry.kind == "transfer" and plan.sparse:
+        pairs += (*_unless_in(caps.host_formats, "host_format", config.host_format),)
     yield from map(", ".join, pairs)
     most, got = caps.max_group, model.group_size
     if most is not None and got > most:
         yield f"takes at most {most} query heads for each kv-head, got {got}"
     if caps.needs_index and model.indexer is None:
         yield "selects by the model's own indexer, and this model has none"
-    wanted = config.host_format if plan.sparse else "model"
-    if entry.kind == "transfer" and wanted not in caps.host_formats:
-        yield f"keeps entries of host_format {', '.join(caps.host_formats)}, got {wanted}"
     if entry.kind != "backend":
         return
     if model.softcap is not None and not caps.softcap:

@@ -18,7 +18,6 @@ from topkv.config.layers import DENSE, overrides
 from topkv.config.stages import Named, StageSettings
 from topkv.entries import IMPLS, SCOPES
 from topkv.errors import ConfigError
-from topkv.kv.host_format import HOST_FORMATS
 from topkv.kv.layout import LAYOUTS
 from topkv.kv.token_format import KV_FORMATS
 
@@ -137,11 +136,10 @@ class Settings(Generic[Unset, Size]):
     """``"model"`` for keys and values as the model makes them, or ``"fp8"`` for latent rows of 656
     bytes."""
 
-    host_format: str | Unset = setting(one_of(HOST_FORMATS), "model")
+    host_format: str | Unset = setting(checks.plugin, "model")
     """how sparse layers keep keys and values in host memory: ``"model"`` as the model makes them,
-    or ``"fp8"``, a byte an element and a scale for each token and kv-head. The device keeps the
-    model's dtype; each token is rounded once, when it comes, so what is attended does not depend
-    on the tier that it was on. Grouped-query attention only."""
+    or the name of a plugin that codes them. The device keeps the model's dtype; each token is
+    rounded once, when it comes, so what is attended does not depend on the tier that it was on."""
 
     host_layout: str | Unset = setting(one_of(LAYOUTS), "page_head")
     """``"page_head"``, ``"page_first"`` or ``"layer_first"``."""

@@ -21,7 +21,8 @@ The hook of a kind is named after it and returns ``list[PluginEntry]``:
 ``topkv_register_algorithms``,
 ``topkv_register_backends``, ``topkv_register_transfers``, ``topkv_register_evictions``,
 ``topkv_register_topks``, ``topkv_register_engines``, ``topkv_register_observers``,
-``topkv_register_stages``, ``topkv_register_keepers``. A kind of another package is named likewise.
+``topkv_register_stages``, ``topkv_register_keepers``, ``topkv_register_host_formats``. A kind of
+another package is named likewise.
 
 ``topkv new NAME --kind algorithm`` writes such a package.
 """

@@ -4,9 +4,9 @@ The core makes one instance per group:
 ``factory(setup)`` with a ``TransferSetup``; an entry names a factory for each implementation.
 
 Entries on both tiers are alike, unless the entry of the engine states another host format
-(``Capabilities.host_formats``) and the group has it (``GroupShape.host_format``). Then keys and
-values that arrive are rounded already, what goes to the host is encoded and what comes from there
-decoded, see ``topkv.kv.host_format``: nothing is lost either way.
+(``Capabilities.host_formats``) and the group has it (``GroupStore.host``). Then keys and values
+that arrive are rounded already, what goes to the host is encoded and what comes from there
+decoded, see ``topkv.hooks.host_format``: nothing is lost either way.
 
 ``append``, ``plan``, ``load`` and ``offload`` are hot. The others are cold. Every address is 64
 bit. Padded rows (slot -1) touch nothing but their own lanes of the plan.

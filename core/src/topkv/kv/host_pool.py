@@ -161,11 +161,11 @@ class HostKVPool(PageAllocator):
 
 def entry_view(pool: Tensor, group: GroupShape, strides: GroupLayout, num_pages: int) -> Tensor:
     """Entries of a group as ``[pages, layers, lane_heads, units_per_page, *entry_shape]``; coded
-    ones as uint8 ``[..., host_entry_bytes]``.
+    ones as uint8 ``[..., coded_bytes]``.
     """
     dtype, shape, inner = group.dtype, [*group.entry_shape], [1]
-    if group.host_format != "model":
-        dtype, shape = torch.uint8, [group.host_entry_bytes]
+    if group.coded_bytes:
+        dtype, shape = torch.uint8, [group.coded_bytes]
     for size in shape[:0:-1]:
         inner.insert(0, size * inner[0])
     size = dtype.itemsize

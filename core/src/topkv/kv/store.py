@@ -9,6 +9,8 @@ from attrs import define
 from torch import Tensor
 
 from topkv.errors import RequestError
+from topkv.hooks.host_format import HostFormat
+from topkv.kv.host_format import PLAIN
 from topkv.kv.host_pool import POISON, entry_view
 from topkv.kv.layout import GroupLayout, lay_out
 from topkv.types import GroupShape
@@ -27,7 +29,7 @@ class GroupStore:
         layout: byte strides of ``pool``.
         pool: uint8, the host pool, or device memory of the same layout for resident layers.
         entries: ``pool`` as ``[pages, L, lane_heads, units_per_page, *entry_shape]``, or uint8
-            ``[..., host_entry_bytes]`` where entries are coded (``topkv.kv.host_format``).
+            ``[..., coded_bytes]`` where entries are coded.
         buffer: ``[L, M, C + T, *entry_shape]`` device slots, LRU buffer first, then the ring.
         unit_slot: int32 ``[L, M, max_units]`` LRU slot of a logical unit, -1 where absent.
         slot_unit: int32 ``[L, M, C]`` logical unit in a slot, -1 where free.
@@ -38,6 +40,7 @@ class GroupStore:
         counters: int64 ``[L, M, 2]`` units that were hit and missed since the store was made.
             Plans add to it and nothing takes away from it.
         before: int64 ``[L, M, 2]`` what ``counters`` were when the request of the lane began.
+        host: form of the entries in the host pool.
     """
 
     group: GroupShape
@@ -52,6 +55,7 @@ class GroupStore:
     stamp: Tensor
     counters: Tensor
     before: Tensor
+    host: HostFormat = PLAIN
 
     @classmethod
     def on_host(
@@ -62,11 +66,13 @@ class GroupStore:
         num_pages: int,
         device: torch.device,
         keeps_state: bool = False,
+        host: HostFormat = PLAIN,
     ) -> GroupStore:
         """Make the store of a group whose pages are in ``pool``, the host pool.
 
         Args:
             keeps_state: the eviction policy keeps a number for each slot.
+            host: form of the entries in the host pool.
         """
         layers, lanes, slots = len(group.layers), group.max_lanes, group.buffer_slots
         sparse = group.residency == "sparse"
@@ -92,6 +98,7 @@ class GroupStore:
             stamp=ints(lanes, group.slots, fill=UNSELECTED),
             counters=ints(layers, lanes if sparse else 0, 2, fill=0, dtype=torch.int64),
             before=ints(layers, lanes if sparse else 0, 2, fill=0, dtype=torch.int64),
+            host=host,
         )
 
     @classmethod

@@ -1,8 +1,8 @@
 """The stored form of a token's keys and values, alike on both tiers, and its encoding.
 
-Keys and values of grouped-query attention are stored as they are, or rounded to what their host
-format holds (``topkv.kv.host_format``). Latent rows are stored in the
-model's dtype, or as ``fp8``, the 656-byte row that FlashMLA reads (its "V32" format):
+Keys and values of grouped-query attention are stored as they come, rounded to what their host
+format holds (``topkv.hooks.host_format``). Latent rows are stored in the model's dtype, or as
+``fp8``, the 656-byte row that FlashMLA reads (its "V32" format):
 
     512 latents as e4m3 | 4 scales, fp32, of 128 latents each | 64 rope elements, bfloat16
 
@@ -18,7 +18,6 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from topkv.kv.host_format import E4M3_MAX, EXPONENTS, rounded
 from topkv.types import ModelShape
 
 KV_FORMATS = ("model", "fp8")
@@ -29,7 +28,7 @@ LATENT, ROPE, TILE = 512, 64, 128
 ROW_BYTES = LATENT + 4 * (LATENT // TILE) + 2 * ROPE
 """Bytes of a latent row as fp8."""
 
-LEAST_SCALE = 1e-4
+LEAST_SCALE, E4M3_MAX = 1e-4, 448.0
 
 
 @frozen
@@ -42,8 +41,7 @@ class TokenFormat:
         dim: stored elements of a token in each plane: D, or bytes where they are packed.
         dtype: of the stored elements: that of the model, or uint8 where they are packed.
         value_dim: elements of a value, decoded.
-        impl: ``"reference"`` or ``"triton"``, which packs and rounds with a kernel.
-        host: format of the entries on the host, of ``topkv.kv.host_format.HOST_FORMATS``.
+        impl: ``"reference"`` or ``"triton"``, which packs with a kernel.
     """
 
     name: str
@@ -52,39 +50,14 @@ class TokenFormat:
     dtype: torch.dtype
     value_dim: int
     impl: str = "reference"
-    host: str = "model"
 
     @classmethod
-    def of(
-        cls, model: ModelShape, name: str, impl: str = "reference", host: str = "model"
-    ) -> TokenFormat:
+    def of(cls, model: ModelShape, name: str, impl: str = "reference") -> TokenFormat:
         """The format ``name`` for a model that ``format_reasons`` does not refuse."""
         if name == "fp8":
             return cls(name, 1, ROW_BYTES, torch.uint8, LATENT, impl)
         planes = 1 if model.attention == "mla" else 2
-        return cls(name, planes, model.head_dim, model.dtype, model.out_dim, impl, host)
-
-    def round(
-        self, k: Tensor, v: Tensor, out: Sequence[Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Round keys and values to what the host format holds, which is all that anybody sees.
-
-        Args:
-            k, v: ``[n, Hkv, D]`` in the model's dtype, last dimension contiguous.
-            out: two of ``[n, Hkv, D]``, contiguous, that they are written to; made if None.
-
-        Returns:
-            ``k`` and ``v`` themselves where the host keeps them as they are.
-        """
-        if self.host == "model":
-            return k, v
-        if self.impl == "reference":
-            return rounded(k), rounded(v)
-        from topkv.kv import row_kernels
-
-        k_out, v_out = out or (x.new_empty(x.shape) for x in (k, v))
-        row_kernels.round_rows(k, v, k_out, v_out, EXPONENTS[k.dtype])
-        return k_out, v_out
+        return cls(name, planes, model.head_dim, model.dtype, model.out_dim, impl)
 
     def encode(
         self, k: Tensor, v: Tensor, out: Sequence[Tensor] | None = None

@@ -1,4 +1,4 @@
-"""Entries of the core itself: a transfer engine, an eviction policy and an exact top-k."""
+"""Entries of the core itself: one of each kind that every configuration needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def topkv_register_transfers() -> list[PluginEntry]:
                 "reference": "topkv.transfer.reference:ReferenceTransfer",
                 "triton": "topkv.transfer.triton:TritonTransfer",
             },
-            capabilities=Capabilities(host_formats=("model", "fp8")),
+            capabilities=Capabilities(host_formats=None),
         )
     ]
 
@@ -24,6 +24,12 @@ def topkv_register_transfers() -> list[PluginEntry]:
 @hookimpl
 def topkv_register_evictions() -> list[PluginEntry]:
     return [PluginEntry("lru", "eviction", "topkv.transfer.eviction:LeastRecentlyUsed")]
+
+
+@hookimpl
+def topkv_register_host_formats() -> list[PluginEntry]:
+    every = Capabilities(attention=("gqa", "mla"))
+    return [PluginEntry("model", "host_format", "topkv.kv.host_format:plain", capabilities=every)]
 
 
 @hookimpl

@@ -115,7 +115,7 @@ _CAPABILITIES: dict[str, Check] = {
     "scopes": _or_none(_some_of(SCOPES, least=1)),
     "attention": _NAMES,
     "kv_formats": _NAMES,
-    "host_formats": _NAMES,
+    "host_formats": _or_none(_NAMES),
     "tail": (_one_of(("forced", "selectable")), "'forced' or 'selectable'"),
     "options": _NAMES,
     "dtypes": _or_none(_NAMES),

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from topkv.hooks.discovery import hookimpl
 from topkv.hooks.transfer import TransferSetup
-from topkv.kv.host_format import host_entries
 from topkv.kv.store import UNSELECTED
 
 Units = TypeVar("Units", int, Tensor)
@@ -38,7 +37,7 @@ class ZeroCopyTransfer:
         self.layers = setup.layers
         self.eviction = setup.eviction
         self.group = setup.store.group
-        self.host = host_entries(self.group)
+        self.host = setup.store.host
         self.step = setup.layers[0].step
         self.sparse = self.group.residency == "sparse"
 

@@ -298,8 +298,6 @@ def offload_kernel(
     T: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -340,6 +338,6 @@ def offload_kernel(
             both = live[:, None] & (d < D)[None, :]
             at = row[:, None] * D + d[None, :]
             data = tl.load(p_ring + at, both, other=0)
-            WRITE(p_host, row * D, d, data, live, both, ROWS * D, D, LEAST, MOST)
+            WRITE(p_host, row * D, d, data, live, both, ROWS * D, D)
             if place >= 0:
                 tl.store(p_lru + at, data, both)

@@ -97,8 +97,6 @@ def store_kernel(
     C: tl.constexpr,
     T: tl.constexpr,
     D: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -124,9 +122,9 @@ def store_kernel(
     lane_head = kv_head // HEADS_PER_LANE
     page = tl.load(p_page_row + unit // UNITS_PER_PAGE, live, other=0).to(tl.int64)
     p_entry = p_pool + page * s_page + lane_head * s_head + (unit % UNITS_PER_PAGE) * s_unit
-    WRITE(p_entry, at, d, k, live, both, SIZE, D, LEAST, MOST)
+    WRITE(p_entry, at, d, k, live, both, SIZE, D)
     if PLANES == 2:
-        WRITE(p_entry, at + UNIT * D, d, v, live, both, SIZE, D, LEAST, MOST)
+        WRITE(p_entry, at + UNIT * D, d, v, live, both, SIZE, D)
     if SPARSE:
         lane_row = first_lane_row + lane_head
         p_buffer += lane_row * (C + T) * SIZE

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from topkv.hooks.discovery import hookimpl
 from topkv.hooks.transfer import TransferSetup
-from topkv.kv.host_format import EXPONENTS
 from topkv.kv.layout import GroupLayout
 from topkv.kv.store import GroupStore
 from topkv.ops import pdl
 from topkv.plugins.contract import has_hook
-from topkv.transfer import entry_kernels, kernels, token_kernels
+from topkv.transfer import kernels, token_kernels
 from topkv.transfer.geometry import ZeroCopyTransfer
-from topkv.types import GroupShape, LayerView, Plan, StepTensors
+from topkv.types import LayerView, Plan, StepTensors
 
 COPY_PROGRAMS = 256
 """Programs that share the misses of one layer-step."""
@@ -61,7 +60,7 @@ class LayerMemory:
         self.counters = store.counters[index]
         self.buffer = store.buffer[index]
         first = store.layout.base + index * store.layout.layer_stride
-        if store.group.host_format != "model":
+        if store.group.coded_bytes:
             self.buffer_words = self.buffer
             self.host = self.host_words = store.pool[first:]
             return
@@ -102,28 +101,25 @@ def _span(layout: GroupLayout, words: int, size: int) -> int:
     return words if aligned else triton.cdiv(words + line - 1, line) * line
 
 
-def copies_of(group: GroupShape, layout: GroupLayout) -> Copies:
+def copies_of(store: GroupStore) -> Copies:
     """Choose how entries are copied: those that both tiers hold alike as they are, in words of
     16 bytes; coded ones packed and unpacked row by row.
     """
-    if group.host_format == "model":
-        read, decode = entry_kernels.read_plain, entry_kernels.decode_plain
-        write, least, most = entry_kernels.write_plain, 0, 0
-        rows, dim, width, block, warps = group.entry_bytes // 16, 4, 4, 512, 4
-    else:
-        read, decode = entry_kernels.read_coded, entry_kernels.decode_coded
-        write, (least, most) = entry_kernels.write_coded, EXPONENTS[group.dtype]
+    group, kernels = store.group, store.host.kernels()
+    if group.coded_bytes:
         heads, planes, unit, dim = group.entry_shape
-        rows, block, warps = heads * planes * unit, 16, 8
-        width = min(16, dim & -dim)  # a word is within a row
-    words, size = rows * dim // width, width * (4 if group.host_format == "model" else 1)
-    reads: dict[str, Any] = {"READ": read, "DECODE": decode}
-    writes: dict[str, Any] = {"WRITE": write, "LEAST": least, "MOST": most}
+        rows = heads * planes * unit
+        width = size = min(16, dim & -dim)  # a word is within a row, and taken for as many bytes
+    else:
+        rows, dim, width, size = group.entry_bytes // 16, 4, 4, 16
+    words = rows * dim // width
+    reads: dict[str, Any] = {"READ": kernels.read, "DECODE": kernels.decode}
+    writes: dict[str, Any] = {"WRITE": kernels.write}
     return Copies(
         load={
             **reads,
             "WORDS": words,
-            "SPAN": _span(layout, words, size),
+            "SPAN": _span(store.layout, words, size),
             "WIDTH": width,
             "D": dim,
         },
@@ -131,12 +127,12 @@ def copies_of(group: GroupShape, layout: GroupLayout) -> Copies:
             **writes,
             "ROWS": rows,
             "D": dim,
-            "BLOCK": min(block, triton.next_power_of_2(rows)),
+            "BLOCK": min(kernels.rows, triton.next_power_of_2(rows)),
             "BLOCK_D": triton.next_power_of_2(dim),
             "s_buffer_layer": group.max_lanes * group.slots * rows,
         },
         store=writes,
-        fetch={**reads, "num_warps": warps},
+        fetch={**reads, "num_warps": kernels.warps},
     )
 
 
@@ -166,13 +162,14 @@ class TritonTransfer(ZeroCopyTransfer):
         early = pdl.available(device)
         self.early = {"PDL": early, **pdl.options(early)}
         self.word_strides = strides_of(store.layout, 16)
-        coded = group.host_format != "model"
-        self.copies = copies_of(group, store.layout)
-        self.all_buffer_words = store.buffer if coded else store.buffer.view(torch.int32)
+        self.copies = copies_of(store)
+        self.all_buffer_words = (
+            store.buffer if group.coded_bytes else store.buffer.view(torch.int32)
+        )
         block_d = triton.next_power_of_2(group.head_dim)
         self.token_block = max(8, min(TOKEN_BLOCK, TOKEN_ELEMENTS // block_d))
         self.tokens = {
-            **strides_of(store.layout, 1 if coded else group.dtype.itemsize),
+            **strides_of(store.layout, 1 if group.coded_bytes else group.dtype.itemsize),
             "HEADS_PER_LANE": group.heads_per_lane,
             "PLANES": group.planes,
             "UNIT": group.unit,

@@ -22,6 +22,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from topkv_testing.host_reads import no_host_reads, require_interpreted
 from topkv_testing.kit import Subject, examples
 from topkv_testing.machines.residency import ResidencyMachine
+from topkv_testing.models.host_formats import formats_of
 from topkv_testing.transfer.bench import Row
 from topkv_testing.transfer.cases import bench_of
 from topkv_testing.transfer.gpu import check_captured, check_far_addresses
@@ -59,13 +60,13 @@ class TransferTests(PlanTests, MoveTests):
     def test_addresses_beyond_32_bits(self, subject: Subject) -> None:
         """Host pool and device buffer of more than 2**31 bytes, used at their far ends."""
         _require_gpu(subject)
-        for host_format in subject.entry.capabilities.host_formats:
+        for host_format in formats_of(subject.entry):
             check_far_addresses(subject, host_format)
 
     def test_captured_replays_equal_eager(self, subject: Subject) -> None:
         """Plan, load and offload in one CUDA graph, over changing rows, without a host sync."""
         _require_gpu(subject)
-        for host_format in subject.entry.capabilities.host_formats:
+        for host_format in formats_of(subject.entry):
             check_captured(subject, host_format)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from topkv.kv.host_format import host_entries
 from topkv.kv.host_pool import POISON
 from topkv.kv.store import GroupStore
 from topkv.report import TransferReport
@@ -86,7 +85,7 @@ class Checks(Side):
         held = torch.tensor(self.coordinator.requests.pages.of(slot))
         pages = held[units // group.units_per_page]
         within = units % group.units_per_page
-        truth, host = request.entries(layer, group, count), host_entries(group)
+        truth, host = request.entries(layer, group, count), store.host
         entries = host.decode(host.parts(store.entries[pages, view.index, :, within]))
         assert torch.equal(entries, truth), "host entries"
         hosts = pages * group.units_per_page + within

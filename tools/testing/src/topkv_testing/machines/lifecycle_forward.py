@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from topkv.errors import HostMemoryError
-from topkv.kv.host_format import rounded
 from topkv.types import Index
+from topkv_fp8_host_format.rows import rounded
 from topkv_testing.machines.lifecycle_model import (
     DIM,
     HEADS,
@@ -113,7 +113,7 @@ class Forwards(Side):
                 k[:, row] = v[:, row] = float("nan")
         kept = (k.clone(), v.clone())
         for layer, group in self.groups.items():
-            if group.host_format != "model":
+            if group.coded_bytes:
                 for rows in kept:
                     rows[layer] = rounded(rows[layer])
         return Given(q, k, v, kept)

@@ -18,6 +18,7 @@ from topkv.plugins import PluginRegistry
 from topkv.types import GroupShape, Index, ModelShape
 from topkv_testing.models.cache_model import PageModel, RequestModel
 from topkv_testing.models.doubles import Entries
+from topkv_testing.models.host_formats import formats_of
 from topkv_testing.tiers import Tier, tier
 
 HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 4, 4
@@ -163,8 +164,7 @@ class Side:
     def offered(self, host_format: str) -> str:
         """Return the host format, or the plain one where the transfer engine states no other."""
         entry = (self.registry or doubles()).get("transfer", self.transfer).entry
-        known = entry.capabilities.host_formats if entry else ()
-        return host_format if host_format in known else "model"
+        return host_format if entry and host_format in formats_of(entry) else "model"
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator)

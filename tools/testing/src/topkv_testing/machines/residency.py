@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 from topkv.kv.layout import LAYOUTS
 from topkv_testing import strategies
 from topkv_testing.kit import Subject
+from topkv_testing.models.host_formats import CODED, formats_of
 from topkv_testing.transfer.bench import TransferBench, group_shape
 from topkv_testing.transfer.token_cache import TokenCache
 
@@ -51,8 +52,8 @@ class ResidencyMachine(RuleBasedStateMachine):
         **heads: Any,
     ) -> None:  # fmt: skip
         subject, shape = self.subject, {**heads, "slots": select + spare, "units": UNITS}
-        if coded and "fp8" in subject.entry.capabilities.host_formats:
-            shape["host_format"] = "fp8"
+        if coded and CODED in formats_of(subject.entry):
+            shape["host_format"] = CODED
         group = group_shape(unit=unit, ring=ring, select=select, **shape)
         bench = TransferBench(
             *(subject.make, group, subject.tier.device, subject.tier.impl),

@@ -13,6 +13,7 @@ from topkv.hooks.discovery import hookimpl
 from topkv.kv.token_format import decode_fp8
 from topkv.parameters import values
 from topkv.types import LayerView, Plan, Selection, Tables
+from topkv_fp8_host_format.entry import topkv_register_host_formats
 from topkv_prefixes.entry import topkv_register_keepers
 from topkv_testing.models.oracle import attention
 from topkv_testing.models.stage_doubles import KEEP, KEEP_KEYS, RERANK, TO_UNITS
@@ -222,7 +223,7 @@ class Entries:
     def __init__(self, *further: PluginEntry) -> None:
         stages = (KEEP, KEEP_KEYS, RERANK, TO_UNITS)
         self.entries = (SCRIPTED, COMPETING, GATHER, *stages, SHELF, *further)
-        self.entries += tuple(topkv_register_keepers())
+        self.entries += (*topkv_register_keepers(), *topkv_register_host_formats())
 
     def _of_kind(self, kind: str) -> list[PluginEntry]:
         return [entry for entry in self.entries if entry.kind == kind]
@@ -258,6 +259,10 @@ class Entries:
     @hookimpl
     def topkv_register_keepers(self) -> list[PluginEntry]:
         return self._of_kind("keeper")
+
+    @hookimpl
+    def topkv_register_host_formats(self) -> list[PluginEntry]:
+        return self._of_kind("host_format")
 
     @hookimpl
     def topkv_register_storages(self) -> list[PluginEntry]:

@@ -7,17 +7,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from topkv.hooks.eviction import EvictionSetup
 from topkv.hooks.transfer import TransferSetup
-from topkv.kv.host_format import host_entries
 from topkv.kv.host_pool import POISON, entry_view
 from topkv.kv.layout import lay_out
 from topkv.kv.store import GroupStore
 from topkv.transfer.eviction import LeastRecentlyUsed
 from topkv.types import GroupShape, LayerView, Plan, StepTensors
+from topkv_testing.models.host_formats import coding, host_of
 
 SENTINEL = -77
 """Value in every output of a plan before the call."""
@@ -68,7 +68,7 @@ def group_shape(
 ) -> GroupShape:
     """A small group; ``units`` of each request make whole pages of ``page_units``."""
     sparse = residency == "sparse"
-    return GroupShape(
+    group = GroupShape(
         layers=tuple(range(layers)),
         unit=unit,
         lane_heads=lane_heads,
@@ -83,8 +83,10 @@ def group_shape(
         ring_slots=ring if sparse else 0,
         residency=residency,
         planes=planes,
-        host_format=host_format,
     )
+    if host_format == "model":
+        return group
+    return evolve(group, coded_bytes=coding(group).coded_bytes())
 
 
 def raw(tensor: Tensor) -> Tensor:
@@ -127,7 +129,7 @@ class TransferBench:
         self.generator = torch.Generator().manual_seed(seed)
         pages = -(-group.max_units // group.units_per_page)
         self.num_pages = 1 + group.max_requests * pages
-        self.store = self._store(layout, pool)
+        self.store = self._store(layout, pool, impl)
         order = 1 + torch.randperm(self.num_pages - 1, generator=self.generator)
         self.pages = order.view(group.max_requests, pages)
         self._page_lists: list[list[int]] = self.pages.tolist()
@@ -154,7 +156,7 @@ class TransferBench:
         }
         self.plan = Plan(**self._plan)
 
-    def _store(self, layout: str, pool: Tensor | None) -> GroupStore:
+    def _store(self, layout: str, pool: Tensor | None, impl: str) -> GroupStore:
         group = self.group
         if group.residency == "resident":
             store = GroupStore.on_device(group, self.num_pages, self.device)
@@ -166,7 +168,9 @@ class TransferBench:
             if self.device.type == "cuda":
                 pool = pool.pin_memory()
         store = GroupStore.on_host(
-            group, strides, pool, self.num_pages, self.device, keeps_state=True
+            *(group, strides, pool, self.num_pages, self.device),
+            keeps_state=True,
+            host=host_of(group, impl),
         )
         store.buffer.view(torch.uint8).fill_(POISON)
         return store
@@ -247,7 +251,7 @@ class TransferBench:
         group = self.group
         self.finish()
         found = self.store.entries[self.pages[slot].to(self.store.entries.device)].cpu()
-        host = host_entries(group)
+        host = self.store.host
         tokens = host.decode(host.parts(found)).permute(1, 0, 3, 6, 2, 4, 5, 7)
         # From [L, pages, units, unit, lanes, h, planes, D].
         shape = (len(group.layers), -1, group.num_kv_heads, group.planes, group.head_dim)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from topkv.kv.host_format import host_entries
 from topkv.kv.host_memory import HostMemory
 from topkv.kv.layout import lay_out
 from topkv_testing.kit import Subject
@@ -57,7 +56,7 @@ def check_far_addresses(subject: Subject, host_format: str = "model") -> None:
 
 def _use_far_end(bench: TransferBench) -> None:
     group, store, last = bench.group, bench.store, REQUESTS - 1
-    host = host_entries(group)
+    host = store.host
     cache = TokenCache(bench)
     tokens = cache.new_tokens(401)[0].to(bench.device)  # six closed units, some, and one
     engine, view = bench.engine, bench.views[0]

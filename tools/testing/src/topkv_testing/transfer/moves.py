@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from topkv.kv.layout import LAYOUTS
 from topkv_testing import strategies
 from topkv_testing.kit import KitTests, Subject, examples
+from topkv_testing.models.host_formats import CODED, formats_of
 from topkv_testing.transfer.bench import Row, TransferBench, random_tokens, raw
 from topkv_testing.transfer.cases import DTYPES, bench_of, cache_of, fetch, shapes
 
@@ -193,7 +194,7 @@ class MoveTests(KitTests):
             while 2 * unit * dim * dtype.itemsize % 16:
                 unit *= 2
             shape: dict[str, Any] = {"dtype": dtype, "dim": dim, "unit": unit, "seed": seed}
-            shape |= {"host_format": "fp8", "layout": layout, "heads_per_lane": 2}
+            shape |= {"host_format": CODED, "layout": layout, "heads_per_lane": 2}
             cache = cache_of(subject, slots=4, requests=2, units=16, **shape)
             cache.begin(1, resident)
             cache.prefill(1, 8 * unit + unit // 2)
@@ -233,8 +234,8 @@ class MoveTests(KitTests):
 
 
 def _require_coded(subject: Subject) -> None:
-    if "fp8" not in subject.entry.capabilities.host_formats:
-        pytest.skip(f"{subject.entry.name} does not state the host format 'fp8'")
+    if CODED not in formats_of(subject.entry):
+        pytest.skip(f"{subject.entry.name} does not state the host format {CODED!r}")
 
 
 def check_append(bench: TransferBench, slots: list[int], states: list[tuple[int, bool]]) -> None:

@@ -9,7 +9,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from topkv.kv.host_format import rounded
+from topkv_fp8_host_format.rows import rounded
 from topkv_testing.models.oracle import LaneModel
 from topkv_testing.transfer.bench import Row, TransferBench, random_tokens, raw
 
@@ -88,7 +88,7 @@ class TokenCache:
         group = self.group
         shape = (len(group.layers), count, group.num_kv_heads, group.planes, group.head_dim)
         tokens = random_tokens(shape, group.dtype, self.generator)
-        return tokens if group.host_format == "model" else rounded(tokens)
+        return rounded(tokens) if group.coded_bytes else tokens
 
     def _halves(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values as slices of one wider tensor: rows apart, heads and D contiguous.

@@ -1,17 +1,20 @@
-"""Rows of ``topkv.kv.host_format`` in Triton, bit for bit."""
+"""Rows of ``topkv_fp8_host_format.rows`` in Triton, bit for bit."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from topkv.kv import host_format
 from topkv.kv.fp8_kernels import e4m3_bits
+from topkv_fp8_host_format import rows
 
-PAIRS = tl.constexpr(host_format.FINE_PAIRS)
-MOST_ELEMENTS = tl.constexpr(host_format.MOST_ELEMENTS)
+PAIRS = tl.constexpr(rows.FINE_PAIRS)
+MOST_ELEMENTS = tl.constexpr(rows.MOST_ELEMENTS)
+FP16_LEAST, FP16_MOST = map(tl.constexpr, rows.EXPONENTS[torch.float16])
+LEAST_EXPONENT, MOST_EXPONENT = map(tl.constexpr, rows.EXPONENTS[torch.bfloat16])
 
 ROWS = 4
 """Rows of a program."""
@@ -38,9 +41,13 @@ def _words(magnitude, steps, D: tl.constexpr):
 
 
 @triton.jit
-def encode_rows(x, LEAST: tl.constexpr, MOST: tl.constexpr, D: tl.constexpr):
-    """Codes uint8 ``[rows, BLOCK]``, words int64 ``[rows]`` and exponents uint8 ``[rows]`` of fp32
-    ``[rows, BLOCK]``, 0 from D on."""
+def encode_rows(x, D: tl.constexpr):
+    """Codes uint8 ``[rows, BLOCK]``, words int64 ``[rows]`` and exponents uint8 ``[rows]`` of
+    ``[rows, BLOCK]`` in the model's dtype, 0 from D on."""
+    HALF_PRECISION: tl.constexpr = tl.float16 == x.dtype
+    LEAST: tl.constexpr = FP16_LEAST if HALF_PRECISION else LEAST_EXPONENT
+    MOST: tl.constexpr = FP16_MOST if HALF_PRECISION else MOST_EXPONENT
+    x = x.to(tl.float32)
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     finite = bits < 0x7F800000
     amax = tl.max(tl.where(finite, bits, 0), 1)  # bits of floats are ordered as they are
@@ -98,8 +105,6 @@ def _round(
     s_head,
     HEADS: tl.constexpr,
     D: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -108,8 +113,8 @@ def _round(
     d = tl.arange(0, BLOCK_D)[None, :]
     live = (row < count)[:, None] & (d < D)
     at = (row // HEADS) * s_row + (row % HEADS) * s_head
-    x = tl.load(p_in + at[:, None] + d, live, other=0.0).to(tl.float32)
-    codes, words, exponents = encode_rows(x, LEAST, MOST, D)
+    x = tl.load(p_in + at[:, None] + d, live, other=0.0)
+    codes, words, exponents = encode_rows(x, D)
     dtype: tl.constexpr = p_out.dtype.element_ty
     y = decode_rows(codes, words[:, None], exponents[:, None], d, dtype, D)
     tl.store(p_out + row[:, None] * D + d, y, live)
@@ -128,26 +133,18 @@ def round_kernel(
     s_v_head,
     HEADS: tl.constexpr,
     D: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Grid (blocks of rows, keys and values). Strides in elements; outputs are contiguous."""
     if tl.program_id(1) == 0:
-        _round(p_k, p_k_out, count, s_k, s_k_head, HEADS, D, LEAST, MOST, BLOCK, BLOCK_D)
+        _round(p_k, p_k_out, count, s_k, s_k_head, HEADS, D, BLOCK, BLOCK_D)
     else:
-        _round(p_v, p_v_out, count, s_v, s_v_head, HEADS, D, LEAST, MOST, BLOCK, BLOCK_D)
+        _round(p_v, p_v_out, count, s_v, s_v_head, HEADS, D, BLOCK, BLOCK_D)
 
 
-def round_rows(
-    k: Tensor, v: Tensor, k_out: Tensor, v_out: Tensor, exponents: tuple[int, int]
-) -> None:
-    """Round keys and values ``[n, Hkv, D]``, last dimension contiguous, to contiguous ones.
-
-    Args:
-        exponents: least and largest power of a scale.
-    """
+def round_rows(k: Tensor, v: Tensor, k_out: Tensor, v_out: Tensor) -> None:
+    """Round keys and values ``[n, Hkv, D]``, last dimension contiguous, to contiguous ones."""
     count = k.shape[0] * k.shape[1]
     if not count:
         return
@@ -156,8 +153,6 @@ def round_rows(
         *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
         HEADS=k.shape[1],
         D=k.shape[2],
-        LEAST=exponents[0],
-        MOST=exponents[1],
         BLOCK=ROWS,
         BLOCK_D=triton.next_power_of_2(k.shape[2]),
         num_warps=4,

@@ -1,4 +1,4 @@
-"""Coded rows of the host pool: the format of their bytes, their error, and the kernels."""
+"""Coded rows: what their bytes say, their error, and the kernel that rounds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 
 import pytest
 import torch
-from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,19 +14,15 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from config_cases import MODEL  # noqa: E402
-
-from topkv.config import SparseConfig, lower  # noqa: E402
-from topkv.coordinator import SparseCoordinator  # noqa: E402
-from topkv.entries import PluginEntry  # noqa: E402
-from topkv.errors import ConfigError  # noqa: E402
-from topkv.kv import host_format, row_kernels  # noqa: E402
-from topkv.kv.host_format import EXPONENTS, decode_rows, encode_rows, rounded  # noqa: E402
 from topkv.kv.host_pool import POISON  # noqa: E402
-from topkv.kv.token_format import TokenFormat  # noqa: E402
-from topkv.plugins import PluginRegistry  # noqa: E402
-from topkv_testing.machines.lifecycle_model import doubles  # noqa: E402
-from topkv_testing.models.doubles import Entries  # noqa: E402
+from topkv_fp8_host_format import row_kernels  # noqa: E402
+from topkv_fp8_host_format.rows import (  # noqa: E402
+    EXPONENTS,
+    decode_rows,
+    encode_rows,
+    rounded,
+)
+from topkv_testing.models.host_formats import coding  # noqa: E402
 from topkv_testing.transfer.bench import group_shape, random_tokens, raw  # noqa: E402
 
 NEEDS_GPU = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
@@ -191,7 +186,7 @@ def test_the_kernel_rounds_to_the_same_bits(device):
         k, v = rows.to(device), rows.flip(0, 1).to(device)
         if apart:  # rows and heads of a wider tensor
             k, v = torch.cat([k, v], -1).split(dim, -1)
-        form = TokenFormat("model", 2, dim, dtype, dim, "triton", "fp8")
+        form = coding(group_shape(dim=dim, dtype=dtype), "triton")
         out = torch.full((2, len(rows) + 1, 2, dim), -77.0, dtype=dtype, device=device)
         got = form.round(k, v, out[:, :-1].unbind())
         for mine, theirs in zip(got, (rows, rows.flip(0, 1)), strict=True):
@@ -206,65 +201,4 @@ def test_the_kernel_rounds_to_the_same_bits(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_rows_are_no_launch(device):
     none = torch.empty((0, 2, 4), device=device)
-    row_kernels.round_rows(none, none, none, none, EXPONENTS[torch.float32])
-
-
-def test_entries_and_their_bytes():
-    """An entry is codes, then words of 8 bytes, then exponents, then padding to 16 bytes."""
-    shape = {"unit": 16, "lane_heads": 8, "dim": 128, "dtype": torch.bfloat16}
-    group = group_shape(host_format="fp8", **shape)
-    assert (group.entry_bytes, group.host_entry_bytes) == (8192, 4384)
-    assert group_shape(**shape).host_entry_bytes == 8192
-    odd = group_shape(host_format="fp8", unit=2, heads_per_lane=2, dim=4)
-    assert odd.host_entry_bytes == 112  # 8 rows of 4 + 8 + 1
-    entry = torch.arange(112, dtype=torch.uint8)
-    codes, words, exponents = host_format.host_entries(odd).parts(entry)
-    assert codes.flatten().tolist() == list(range(32))
-    assert codes.shape == odd.entry_shape
-    assert words.flatten().tolist() == list(range(32, 96))
-    assert exponents.flatten().tolist() == list(range(96, 104))
-    filled = group_shape(host_format="fp8", unit=3, dim=2, dtype=torch.float32)
-    assert filled.host_entry_bytes == 80  # 6 rows of 2, 4 bytes, 6 of 8 + 1, 10 bytes
-    _, words, exponents = host_format.host_entries(filled).parts(torch.arange(80))
-    assert (words.flatten()[0], exponents.flatten()[0]) == (16, 64)
-
-
-def config_of(model=MODEL, **settings):
-    options = {"algorithm": "scripted", "backend": "gather", "max_tokens": 256, **settings}
-    registry = doubles()
-    config = SparseConfig(**options)
-    return lower(config, model, device=torch.device("cpu"), registry=registry), registry
-
-
-def test_sparse_groups_alone_are_coded():
-    layers = {"0": "resident", "1": "streamed"}
-    config, registry = config_of(host_format="fp8", unit=16, layers=layers)
-    formats = {group.shape.residency: group.shape.host_format for group in config.groups}
-    assert formats == {"resident": "model", "streamed": "model", "sparse": "fp8"}
-    plain, _ = config_of(unit=16, layers=layers)
-    required = SparseCoordinator.required_bytes(config, registry)
-    beside = SparseCoordinator.required_bytes(plain, registry)
-    assert (required.buffer, required.resident) == (beside.buffer, beside.resident)
-    (sparse,) = (group.shape for group in config.groups if group.shape.residency == "sparse")
-    entries = len(sparse.layers) * sparse.lane_heads * sparse.units_per_page * config.num_pages
-    saved = entries * (sparse.entry_bytes - sparse.host_entry_bytes)
-    assert beside.host - required.host == saved > 0
-
-
-def test_what_is_refused():
-    latent = evolve(MODEL, num_kv_heads=1, attention="mla", value_dim=4)
-    with pytest.raises(ConfigError, match="host_format 'fp8' is for keys and values"):
-        config_of(latent, host_format="fp8")
-    with pytest.raises(ConfigError, match="float16, bfloat16, float32, got float64"):
-        config_of(evolve(MODEL, dtype=torch.float64), host_format="fp8")
-    with pytest.raises(ConfigError, match="host_format must be"):
-        SparseConfig.from_dict({"host_format": "int8"})
-    plain = PluginEntry("plain", "transfer", "topkv.transfer.reference:ReferenceTransfer")
-    registry = PluginRegistry([("topkv-doubles", "1", Entries(plain))])
-    options = {"algorithm": "scripted", "backend": "gather", "transfer": "plain"}
-    device = torch.device("cpu")
-    config = SparseConfig(host_format="fp8", **options)
-    with pytest.raises(ConfigError, match="keeps entries of host_format model, got fp8"):
-        lower(config, MODEL, device=device, registry=registry)
-    dense = SparseConfig(host_format="fp8", layers={"0-": "streamed"}, **options)
-    lower(dense, MODEL, device=device, registry=registry)
+    row_kernels.round_rows(none, none, none, none)

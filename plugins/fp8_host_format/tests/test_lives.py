@@ -6,7 +6,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from topkv.kv.host_format import host_entries, rounded
+from topkv_fp8_host_format.rows import rounded
 from topkv_testing.machines.engine_pages import run_engine_pages
 from topkv_testing.machines.lifecycle_model import (
     DIM,
@@ -150,7 +150,7 @@ def test_tokens_are_stored_alike_in_chunks_of_any_size(dtype, on):
         for layer in SPARSE:
             view = coordinator.layers[layer].view
             store = coordinator.manager.stores[0]
-            host = host_entries(view.group)
+            host = store.host
             found = store.entries[coordinator.requests.pages.of(slot), view.index].cpu()
             stored = host.decode(host.parts(found))  # [pages, lanes, units, h, planes, unit, D]
             stored = stored.permute(4, 0, 2, 5, 1, 3, 6).flatten(4, 5).flatten(1, 3)[:, :17]
